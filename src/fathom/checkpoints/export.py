@@ -30,8 +30,9 @@ from fathom.errors import FathomError
 from fathom.models import FathomConfig, heads
 from fathom.models.cost import cache_bytes_per_token
 from fathom.models.looping import LoopOptions
-from fathom.models.modeling import FathomForCausalLM, FathomPreTrainedModel
+from fathom.models.modeling import FathomForCausalLM
 from fathom.models.packages import declared_as, home, is_ours, travelling
+from fathom.models.pretrained import FathomPreTrainedModel
 from fathom.models.registry import AXES, DEFAULTS, mechanism, mechanism_name
 from fathom.report.files import read_json
 

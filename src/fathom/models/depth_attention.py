@@ -173,8 +173,8 @@ def mix_few(query: Tensor, key: Tensor, value: Tensor, sources: tuple[Tensor, ..
     keys, values = (*sources[::2], key), (*sources[1::2], value)
     if length == 1:  # the axis of tokens is free to hold the depth
         return F.scaled_dot_product_attention(q, torch.cat(keys, 2), torch.cat(values, 2))
-    stacked = (q.unsqueeze(-2), torch.stack(keys, -2), torch.stack(values, -2))  # [B, H_kv, T, 1 or S, D]
-    return F.scaled_dot_product_attention(*(x.flatten(0, 1) for x in stacked)).view(value.shape)
+    q, k, v = (x.flatten(0, 1) for x in (q.unsqueeze(-2), torch.stack(keys, -2), torch.stack(values, -2)))
+    return F.scaled_dot_product_attention(q, k, v).view(value.shape)  # of [B H_kv, T, 1, D] and [B H_kv, T, S, D] twice
 
 
 class _Mix(torch.autograd.Function):

@@ -18,7 +18,8 @@ from transformers.modeling_layers import (
 )
 
 from .configuration import FathomConfig
-from .modeling import FathomModel, FathomPreTrainedModel
+from .modeling import FathomModel
+from .pretrained import FathomPreTrainedModel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -18,7 +18,7 @@ from .numerics import head_pool, widen
 
 if TYPE_CHECKING:
     from .depth_attention import DepthAttention
-    from .modeling import FathomPreTrainedModel
+    from .pretrained import FathomPreTrainedModel
 
 LENGTH = 64
 """Tokens of the text that is measured."""

@@ -1,13 +1,19 @@
-"""What a checkpoint decides when it is opened, and what transformers would print about it."""
+"""How a checkpoint is opened: what it decides, what is refused, and what transformers would print about it."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from os import PathLike
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
+
+from .foreign import HUB_KEYS, opened
+from .registry import AXES, mechanism
+from .roles import MechanismModule, Recurrence, Residual, ValueMixer
 
 SHAPING = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
@@ -101,3 +107,102 @@ def without_report() -> Iterator[None]:
 def _no_report(record: logging.LogRecord) -> bool:
     text = record.getMessage()
     return "LOAD REPORT" not in text and "so we will NOT tie them" not in text
+
+
+class StrictLoading(PreTrainedModel):
+    """`from_pretrained` that refuses what transformers would initialise at random."""
+
+    task_layers: tuple[str, ...] = ()
+    """Prefixes of tensors that a checkpoint may lack, since they are trained for a task."""
+
+    @classmethod
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: str | PathLike[str] | None, *args: object, **kwargs: object
+    ) -> Any:
+        """Open a checkpoint of Fathom, or where Fathom is installed of any family that it knows; `mixer=`, `residual=`
+        and `recurrence=` retrofit it.
+
+        Stricter than transformers, which initialises a tensor that is missing at random: here a decoder tensor that is
+        missing or has another shape is an error, and so is a key that would change a shape or tie the head. A mechanism
+        that has no tensor in the checkpoint is initialised, and with `state_dict={}`, which stands for no checkpoint,
+        everything is. Pickles are not opened.
+        `state_config` is the configuration that a `state_dict` was made with.
+        """
+        kwargs.setdefault("use_safetensors", True)
+        wants_info = kwargs.pop("output_loading_info", False)
+        tolerant = kwargs.pop("ignore_mismatched_sizes", False)
+        hub = {key: kwargs[key] for key in HUB_KEYS if key in kwargs}
+        own: dict[str, object] = kwargs.pop("state_config", None) or {}  # type: ignore[assignment]
+        given = pretrained_model_name_or_path
+        if given is not None:
+            own = cls.config_class.get_config_dict(given, **hub)[0]
+        trained = kwargs.get("state_dict") != {}
+        if own and trained:
+            config = kwargs.get("config")
+            wanted = vars(config) if isinstance(config, PreTrainedConfig) else kwargs
+            keys = ("tie_word_embeddings",) if tolerant else SHAPING
+            require_shapes(cls.config_class.from_dict(own), wanted, keys)
+        path, kwargs = opened(given, cls.config_class, kwargs)
+        with without_report():
+            model, info = super().from_pretrained(
+                path, *args, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
+            )
+        require_one_head(model)
+        _require_places(model, info, own, renamed=path is not given, tolerant=bool(tolerant))
+        if trained:
+            _require_tensors(model, info, own)
+            _check_starts(model, own)
+        return (model, info) if wants_info else model
+
+
+def _require_places(
+    model: PreTrainedModel, info: Mapping[str, Any], own: Mapping[str, object], renamed: bool, tolerant: bool
+) -> None:
+    """Refuse tensors of a checkpoint for which the model has no place, or one of another shape.
+
+    Args:
+        model: As it was opened.
+        info: transformers' loading info.
+        own: The checkpoint's configuration.
+        renamed: Whether the tensors were given our names, so that none may be left over.
+        tolerant: Whether the caller allows other shapes and further tensors of the decoder.
+    """
+    for name, found, needed in sorted(info["mismatched_keys"]) if not tolerant else ():
+        raise ValueError(f"{name} has shape {list(found)} in the checkpoint, this configuration needs {list(needed)}")
+    unread = sorted(name for name in info["unexpected_keys"] if "lm_head." not in name)
+    of_mechanism = [name for name in unread if ".recurrence." in name or "residual." in name or ".mixer." in name]
+    stray = [name for name in unread if name not in of_mechanism and not name.endswith(".inv_freq")]
+    if not tolerant and ((stray and own.get("native")) or (unread and renamed)):
+        raise ValueError(f"this checkpoint holds {(stray or unread)[0]}, for which the model has no place")
+    if of_mechanism and all(own.get(axis) == getattr(model.config, axis) for axis in AXES):
+        raise ValueError(f"the checkpoint holds {of_mechanism[0]}, for which these options leave no place")
+
+
+def _require_tensors(model: StrictLoading, info: Mapping[str, Any], own: Mapping[str, object]) -> None:
+    """Refuse a checkpoint that lacks tensors, except for those of mechanisms and tasks that are new to it."""
+    missing = set(info["missing_keys"])
+    required = missing - _new_mechanisms(model, missing, own)
+    lost = sorted(name for name in required if not name.startswith(model.task_layers))
+    if lost:
+        raise ValueError(f"the checkpoint lacks {lost[0]}" + (f" and {len(lost) - 1} more" if lost[1:] else ""))
+
+
+def _new_mechanisms(model: nn.Module, missing: set[str], own: Mapping[str, object]) -> set[str]:
+    """The tensors of mechanisms that are missing as a whole and that the checkpoint's configuration does not name."""
+    roles: dict[str, type[MechanismModule]] = {"mixer": ValueMixer, "residual": Residual, "recurrence": Recurrence}
+    found: set[str] = set()
+    for axis, role in roles.items():
+        if own.get(axis) == getattr(model.config, axis):
+            continue
+        parts = [(name, module) for name, module in model.named_modules() if isinstance(module, role)]
+        tensors = {f"{name}.{p}" for name, module in parts for p, _ in module.named_parameters()}
+        found |= tensors if tensors <= missing else set()
+    return found
+
+
+def _check_starts(model: Any, own: Mapping[str, object]) -> None:
+    """Let mechanisms that the checkpoint does not name look at the pretrained model."""
+    for axis in AXES:
+        added = mechanism(axis, getattr(model.config, axis))
+        if added.check_start is not None and own.get(axis) != added.name:
+            added.check_start(model)

@@ -7,68 +7,41 @@ its mixer reads. Parameter names are Qwen3's, so no checkpoint is ever converted
 
 from __future__ import annotations
 
-import copy
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from os import PathLike
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import LogitsProcessorList, UnbatchedClassifierFreeGuidanceLogitsProcessor
-from transformers import initialization as init
 from transformers.cache_utils import Cache, DynamicCache
-from transformers.generation import GenerationMixin
-from transformers.masking_utils import (
-    create_causal_mask,
-    create_masks_for_generate,
-    create_sliding_window_causal_mask,
-)
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.qwen3.modeling_qwen3 import (
-    Qwen3PreTrainedModel,
-    eager_attention_forward,
-)
+from transformers.models.qwen3.modeling_qwen3 import eager_attention_forward
 from transformers.utils import can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from .configuration import FathomConfig
 from .eager import attend_capped
-from .engines import check_engine, engine_config, seat, take_banks
+from .engines import check_engine, seat, take_banks
 from .feed_forward import FeedForward
 from .flex_reading import ReadingRule, attend_by_rule
-from .foreign import HUB_KEYS, opened
+from .generation import FathomGenerationMixin
 from .head import build_head
-from .loading import SHAPING, require_one_head, require_shapes, without_report
 from .loss import causal_lm_loss, shifted, token_losses
-from .norms import NORMS, OffsetRMSNorm
+from .norms import NORMS
+from .pretrained import FathomPreTrainedModel
 from .reading import attend_beside, with_key_bias
-from .registry import AXES, mechanism, recurrence_class
-from .roles import (
-    MechanismModule,
-    Recurrence,
-    Residual,
-    ResidualState,
-    TripState,
-    ValueMixer,
-    View,
-    direct,
-)
+from .registry import mechanism
+from .roles import Recurrence, Residual, ResidualState, TripState, ValueMixer, View, direct
 from .rotary import PositionEmbeddings, build_rotary, rotate
 from .several_trips import Inputs, Store
 from .several_trips import run as run_trips
 from .slot_cache import with_slots
 from .slots import Visit, plan, with_banks
-from .speculation import Speculation, check_request, decode
-
-if TYPE_CHECKING:
-    from transformers import GenerationConfig
 
 NORM_NAMES = {
     "before": ("input_layernorm", "post_attention_layernorm"),
@@ -79,8 +52,6 @@ NORM_NAMES = {
     ),
 }
 """By placement: the norms of a layer under the names that transformers gives them."""
-CAPPED = ("eager", "flex_attention")
-"""Attention backends that can cap logits."""
 Places = bool | int | Sequence[int]
 """What `output_hidden_states` may be: all or none, one, or some of them."""
 
@@ -256,149 +227,6 @@ class DecoderLayer(GradientCheckpointingLayer):
         return x if self.multiplier == 1.0 else x * self.multiplier
 
 
-_NAMES = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
-_ENABLE = next(name for name in _NAMES if hasattr(Qwen3PreTrainedModel, name))
-"""transformers renamed the method; the earlier name warns where the later one exists."""
-
-
-class FathomPreTrainedModel(Qwen3PreTrainedModel):
-    """What every Fathom model shares with transformers."""
-
-    config: FathomConfig
-    config_class = FathomConfig
-    _no_split_modules = ["DecoderLayer"]
-    _can_record_outputs = {"attentions": Attention}
-    _pp_plan: dict[str, object] = {}  # sources would have to travel from stage to stage
-    task_layers: tuple[str, ...] = ()
-    """Prefixes of tensors that a checkpoint may lack, since they are trained for a task."""
-
-    def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, MechanismModule):
-            module.init_weights(self.config.initializer_range)
-            return
-        super()._init_weights(module)
-        if isinstance(module, OffsetRMSNorm):
-            init.zeros_(module.weight)
-        if self.config.output_init == "depth" and getattr(module, "writes_residual", False):
-            writes = 2 * self.config.num_hidden_layers * recurrence_class(self.config).additions(self.config)
-            init.normal_(module.weight, std=self.config.initializer_range / math.sqrt(writes))
-
-    def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *args: Any, **kwargs: Any) -> str:
-        """As in transformers; where logits are capped, only backends that can do it, `eager` unless another is asked
-        for."""
-        if self.config.attn_logit_softcapping is not None:
-            attn_implementation = attn_implementation or "eager"
-            if attn_implementation not in CAPPED:
-                raise ValueError(
-                    f"attn_logit_softcapping needs attn_implementation {' or '.join(CAPPED)}, got {attn_implementation}"
-                )
-        return super()._check_and_adjust_attn_implementation(attn_implementation, *args, **kwargs)
-
-    @classmethod
-    def from_pretrained(
-        cls, pretrained_model_name_or_path: str | PathLike[str] | None, *args: object, **kwargs: object
-    ) -> Any:
-        """Open a checkpoint of Fathom, or where Fathom is installed of any family that it knows; `mixer=`, `residual=`
-        and `recurrence=` retrofit it.
-
-        Stricter than transformers, which initialises a tensor that is missing at random: here a decoder tensor that is
-        missing or has another shape is an error, and so is a key that would change a shape or tie the head. A mechanism
-        that has no tensor in the checkpoint is initialised, and with `state_dict={}`, which stands for no checkpoint,
-        everything is. Pickles are not opened.
-        `state_config` is the configuration that a `state_dict` was made with.
-        """
-        kwargs.setdefault("use_safetensors", True)
-        wants_info = kwargs.pop("output_loading_info", False)
-        tolerant = kwargs.pop("ignore_mismatched_sizes", False)
-        hub = {key: kwargs[key] for key in HUB_KEYS if key in kwargs}
-        own: dict[str, object] = kwargs.pop("state_config", None) or {}  # type: ignore[assignment]
-        path = pretrained_model_name_or_path
-        if path is not None:
-            own = cls.config_class.get_config_dict(path, **hub)[0]
-        if own and kwargs.get("state_dict") != {}:
-            config = kwargs.get("config")
-            wanted = vars(config) if isinstance(config, FathomConfig) else kwargs
-            theirs = cls.config_class.from_dict(own)
-            require_shapes(theirs, wanted, ("tie_word_embeddings",) if tolerant else SHAPING)
-        path, kwargs = opened(path, cls.config_class, kwargs)
-        with without_report():
-            model, info = super().from_pretrained(
-                path, *args, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
-            )
-        require_one_head(model)
-        for name, found, needed in sorted(info["mismatched_keys"]) if not tolerant else ():
-            raise ValueError(
-                f"{name} has shape {list(found)} in the checkpoint, this configuration needs {list(needed)}"
-            )
-        unread = sorted(name for name in info["unexpected_keys"] if "lm_head." not in name)
-        of_mechanism = [name for name in unread if ".recurrence." in name or "residual." in name or ".mixer." in name]
-        stray = [name for name in unread if name not in of_mechanism and not name.endswith(".inv_freq")]
-        translated = path is None and pretrained_model_name_or_path is not None
-        if not tolerant and ((stray and own.get("native")) or (unread and translated)):
-            raise ValueError(f"this checkpoint holds {(stray or unread)[0]}, for which the model has no place")
-        if of_mechanism and all(own.get(axis) == getattr(model.config, axis) for axis in AXES):
-            raise ValueError(f"the checkpoint holds {of_mechanism[0]}, for which these options leave no place")
-        missing = set(info["missing_keys"])
-        required = missing - _new_mechanisms(model, missing, own)
-        lost = sorted(name for name in required if not name.startswith(cls.task_layers))
-        if lost and kwargs.get("state_dict") != {}:
-            raise ValueError(f"the checkpoint lacks {lost[0]}" + (f" and {len(lost) - 1} more" if lost[1:] else ""))
-        for axis in AXES if kwargs.get("state_dict") != {} else ():
-            added = mechanism(axis, getattr(model.config, axis))
-            if added.check_start is not None and own.get(axis) != added.name:
-                added.check_start(model)
-        return (model, info) if wants_info else model
-
-    def activation_checkpointing_enable(
-        self, activation_checkpointing_kwargs: dict[str, object] | None = None, **kwargs: object
-    ) -> None:
-        """Recompute each layer in the backward pass. `use_reentrant=True` is refused where a layer reads more than the
-        layer below it."""
-        chosen = dict(activation_checkpointing_kwargs or {})
-        model = self.base_model
-        if chosen.setdefault("use_reentrant", False):
-            sources = any(visit.sources for trip in model.plan for visit in trip)
-            if sources or model.slotted:
-                further = "depth sources" if sources else "other trips"
-                raise ValueError(f"use_reentrant=True cannot follow the gradients to {further}; leave it False")
-        getattr(super(), _ENABLE)(chosen, **kwargs)
-
-    if _ENABLE == "gradient_checkpointing_enable":
-
-        def gradient_checkpointing_enable(
-            self, gradient_checkpointing_kwargs: dict[str, object] | None = None, **kwargs: object
-        ) -> None:
-            """The name that earlier releases of transformers call."""
-            self.activation_checkpointing_enable(gradient_checkpointing_kwargs, **kwargs)
-
-    @property
-    def is_gradient_checkpointing(self) -> bool:
-        """Whether layers are recomputed. peft asks by this name, for which transformers' own class warns."""
-        return any(getattr(module, "gradient_checkpointing", False) for module in self.modules())
-
-    def settled_config(self) -> FathomConfig:
-        """A copy of the configuration with every schedule fixed at its present value."""
-        config = copy.deepcopy(self.config)
-        for module in self.modules():
-            if isinstance(module, MechanismModule):
-                module.settle(config)
-        return config
-
-    def save_pretrained(self, *args: object, **kwargs: object) -> object:
-        """As in transformers, with the settled configuration, so that what is saved computes what was trained."""
-        config, self.config = self.config, self.settled_config()
-        try:
-            return super().save_pretrained(*args, **kwargs)
-        finally:
-            self.config = config
-
-    def set_step(self, step: int, steps: int | None = None) -> None:
-        """Tell every mechanism how many optimizer steps have been made, and how many there will be if that is known."""
-        for module in self.modules():
-            if isinstance(module, MechanismModule):
-                module.set_step(step, steps)
-
-
 def _at_places(hidden: tuple[Tensor, ...], places: Places) -> tuple[Tensor | None, ...]:
     """All hidden states, or those of some places, which may be counted from the end; None stands for the others."""
     if isinstance(places, bool):
@@ -408,19 +236,6 @@ def _at_places(hidden: tuple[Tensor, ...], places: Places) -> tuple[Tensor | Non
     return tuple(x if i in found else None for i, x in enumerate(hidden))
 
 
-def _new_mechanisms(model: nn.Module, missing: set[str], own: dict[str, object]) -> set[str]:
-    """The tensors of mechanisms that are missing as a whole and that the checkpoint's configuration does not name."""
-    roles: dict[str, type[MechanismModule]] = {"mixer": ValueMixer, "residual": Residual, "recurrence": Recurrence}
-    found: set[str] = set()
-    for axis, role in roles.items():
-        if own.get(axis) == getattr(model.config, axis):
-            continue
-        parts = [(name, module) for name, module in model.named_modules() if isinstance(module, role)]
-        tensors = {f"{name}.{p}" for name, module in parts for p, _ in module.named_parameters()}
-        found |= tensors if tensors <= missing else set()
-    return found
-
-
 class FathomModel(FathomPreTrainedModel):
     """The decoder without its head, or with it where the recurrence feeds on logits.
 
@@ -428,6 +243,8 @@ class FathomModel(FathomPreTrainedModel):
         config: The model.
         own_head: Whether to hold the head that such a recurrence needs; `FathomForCausalLM` passes its own.
     """
+
+    _can_record_outputs = {"attentions": Attention}
 
     def __init__(self, config: FathomConfig, own_head: bool = True) -> None:
         super().__init__(config)
@@ -625,7 +442,7 @@ class FathomCausalLMOutput(CausalLMOutputWithPast):
     """That every token made, `[B, T]`, where tokens may halt."""
 
 
-class FathomForCausalLM(FathomPreTrainedModel, GenerationMixin):
+class FathomForCausalLM(FathomPreTrainedModel, FathomGenerationMixin):
     """The decoder with a language-modelling head: a `PreTrainedModel` that generates as any other of transformers.
 
     Made with initial weights; `from_pretrained` opens a Fathom, Qwen3 or released depth checkpoint instead.
@@ -643,77 +460,6 @@ class FathomForCausalLM(FathomPreTrainedModel, GenerationMixin):
         self.vocab_size = config.vocab_size
         self.lm_head = build_head(config)
         self.post_init()
-
-    def check_chunks(self, size: int | None) -> None:
-        """Refuse to read a prompt in chunks of `size` tokens if that would change the result."""
-        recurrence = self.model.recurrence
-        if size and recurrence.trips > 1 and not recurrence.view.depth_parallel and not recurrence.exact():
-            raise ValueError(
-                f"prefill_chunk_size={size}: {self.config.recurrence} reads a prompt by a few Jacobi rounds, whose "
-                "result depends on where it is cut; set recurrence_options.prefill=exact, or leave the chunk size out"
-            )
-
-    def generate(
-        self,
-        inputs: Tensor | None = None,
-        generation_config: GenerationConfig | None = None,
-        draft_trips: int | None = None,
-        draft_tokens: int = 6,
-        speculation: Speculation | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """As in transformers; what could not be exact is refused.
-
-        Args:
-            inputs: As in transformers.
-            generation_config: As in transformers.
-            draft_trips: Draft with this many first trips and check with the rest (`speculation.py`).
-            draft_tokens: Tokens that are drafted at a time, to begin with.
-            speculation: In place of these two; says afterwards what was drafted and accepted.
-            kwargs: As in transformers.
-        """
-        own = generation_config or self.generation_config
-        self.check_chunks(kwargs.get("prefill_chunk_size", own.prefill_chunk_size))
-        if draft_trips is not None:
-            speculation = Speculation(draft_trips, draft_tokens)
-        if speculation is not None:
-            check_request(kwargs, own)
-            speculation.streamer = kwargs.get("streamer")
-            kwargs["custom_generate"] = partial(decode, speculation=speculation)
-        return super().generate(inputs, generation_config, **kwargs)
-
-    def _get_logits_processor(self, *args: object, **kwargs: object) -> LogitsProcessorList:
-        """As in transformers; guidance, which calls the model by itself, makes as many trips as the text."""
-        made: LogitsProcessorList = super()._get_logits_processor(*args, **kwargs)
-        given = kwargs.get("model_kwargs")
-        most = given.get("max_trips") if isinstance(given, dict) else None
-        for one in made:
-            if most is not None and isinstance(one, UnbatchedClassifierFreeGuidanceLogitsProcessor):
-                one.model = partial(self, max_trips=most)  # type: ignore[misc]  # a module is callable
-        return made
-
-    def init_continuous_batching(self, *args: object, **kwargs: object) -> object:
-        """As in transformers, with a layer of its cache for every visit; what it cannot run is refused here."""
-        visits = plan(self.config, self.model._trips(None))
-        told = engine_config(self.config, visits)
-        check_engine(self.config, self.model.recurrence, visits, {"cache": SimpleNamespace(config=told)})
-        # The engine gets this model's modules under a configuration with a layer for each visit.
-        engine = self.__dict__.pop("_engine", None) or copy.copy(self)
-        engine.__dict__.update(self.__dict__, config=told)
-        self.__dict__["_engine"] = engine
-        return GenerationMixin.init_continuous_batching(engine, *args, **kwargs)
-
-    def destroy_cached_continuous_batching_manager(self) -> None:
-        """As in transformers."""
-        if engine := self.__dict__.pop("_engine", None):
-            GenerationMixin.destroy_cached_continuous_batching_manager(engine)
-
-    def create_masks_for_generate(self, attention_mask: Tensor | None = None, **kwargs: object) -> object:
-        """The masks of a static cache. For slots the padding of the call's own tokens is returned: only the model's own
-        passes know who reads which slot."""
-        if self.model.slotted:
-            return None if attention_mask is None else attention_mask[:, -kwargs["inputs_embeds"].shape[1] :]  # type: ignore
-        return create_masks_for_generate(attention_mask=attention_mask, **kwargs)
 
     @can_return_tuple
     def forward(

@@ -21,7 +21,7 @@ from .loss import IGNORE
 
 if TYPE_CHECKING:
     from .configuration import FathomConfig
-    from .modeling import FathomPreTrainedModel
+    from .pretrained import FathomPreTrainedModel
     from .slots import Out, Visit
 
 ResidualState = tuple[Tensor, ...]

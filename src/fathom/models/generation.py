@@ -1,0 +1,75 @@
+"""What `generate` does differently from transformers: drafts, guidance, chunked prompts and masks of slots."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from transformers import LogitsProcessorList, UnbatchedClassifierFreeGuidanceLogitsProcessor
+from transformers.masking_utils import create_masks_for_generate
+
+from .continuous_batching import BatchedGenerationMixin
+from .speculation import Speculation, check_request, decode
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig
+
+
+class FathomGenerationMixin(BatchedGenerationMixin):
+    """transformers' generation; what could not be exact is refused."""
+
+    def check_chunks(self, size: int | None) -> None:
+        """Refuse to read a prompt in chunks of `size` tokens if that would change the result."""
+        recurrence = self.model.recurrence
+        if size and recurrence.trips > 1 and not recurrence.view.depth_parallel and not recurrence.exact():
+            raise ValueError(
+                f"prefill_chunk_size={size}: {self.config.recurrence} reads a prompt by a few Jacobi rounds, whose "
+                "result depends on where it is cut; set recurrence_options.prefill=exact, or leave the chunk size out"
+            )
+
+    def generate(
+        self,
+        inputs: Tensor | None = None,
+        generation_config: GenerationConfig | None = None,
+        draft_trips: int | None = None,
+        draft_tokens: int = 6,
+        speculation: Speculation | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """As in transformers; what could not be exact is refused.
+
+        Args:
+            inputs: As in transformers.
+            generation_config: As in transformers.
+            draft_trips: Draft with this many first trips and check with the rest (`speculation.py`).
+            draft_tokens: Tokens that are drafted at a time, to begin with.
+            speculation: In place of these two; says afterwards what was drafted and accepted.
+            kwargs: As in transformers.
+        """
+        own = generation_config or self.generation_config
+        self.check_chunks(kwargs.get("prefill_chunk_size", own.prefill_chunk_size))
+        if draft_trips is not None:
+            speculation = Speculation(draft_trips, draft_tokens)
+        if speculation is not None:
+            check_request(kwargs, own)
+            speculation.streamer = kwargs.get("streamer")
+            kwargs["custom_generate"] = partial(decode, speculation=speculation)
+        return super().generate(inputs, generation_config, **kwargs)
+
+    def _get_logits_processor(self, *args: object, **kwargs: object) -> LogitsProcessorList:
+        """As in transformers; guidance, which calls the model by itself, makes as many trips as the text."""
+        made: LogitsProcessorList = super()._get_logits_processor(*args, **kwargs)
+        given = kwargs.get("model_kwargs")
+        most = given.get("max_trips") if isinstance(given, dict) else None
+        for one in made:
+            if most is not None and isinstance(one, UnbatchedClassifierFreeGuidanceLogitsProcessor):
+                one.model = partial(self, max_trips=most)  # type: ignore[misc]  # a module is callable
+        return made
+
+    def create_masks_for_generate(self, attention_mask: Tensor | None = None, **kwargs: object) -> object:
+        """The masks of a static cache. For slots the padding of the call's own tokens is returned: only the model's own
+        passes know who reads which slot."""
+        if self.model.slotted:
+            return None if attention_mask is None else attention_mask[:, -kwargs["inputs_embeds"].shape[1] :]  # type: ignore
+        return create_masks_for_generate(attention_mask=attention_mask, **kwargs)

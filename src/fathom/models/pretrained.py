@@ -1,0 +1,104 @@
+"""What every Fathom model shares with transformers: initial values, checkpointing, saving, and schedules over steps."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+from torch import nn
+from transformers import initialization as init
+from transformers.models.qwen3.modeling_qwen3 import Qwen3PreTrainedModel
+
+from .configuration import FathomConfig
+from .loading import StrictLoading
+from .norms import OffsetRMSNorm
+from .registry import recurrence_class
+from .roles import MechanismModule
+
+CAPPED = ("eager", "flex_attention")
+"""Attention backends that can cap logits."""
+
+_NAMES = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
+_ENABLE = next(name for name in _NAMES if hasattr(Qwen3PreTrainedModel, name))
+"""transformers renamed the method; the earlier name warns where the later one exists."""
+
+
+class FathomPreTrainedModel(StrictLoading, Qwen3PreTrainedModel):
+    """What every Fathom model shares with transformers."""
+
+    config: FathomConfig
+    config_class = FathomConfig
+    _no_split_modules = ["DecoderLayer"]
+    _pp_plan: dict[str, object] = {}  # sources would have to travel from stage to stage
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, MechanismModule):
+            module.init_weights(self.config.initializer_range)
+            return
+        super()._init_weights(module)
+        if isinstance(module, OffsetRMSNorm):
+            init.zeros_(module.weight)
+        if self.config.output_init == "depth" and getattr(module, "writes_residual", False):
+            writes = 2 * self.config.num_hidden_layers * recurrence_class(self.config).additions(self.config)
+            init.normal_(module.weight, std=self.config.initializer_range / math.sqrt(writes))
+
+    def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *args: Any, **kwargs: Any) -> str:
+        """As in transformers; where logits are capped, only backends that can do it, `eager` unless another is asked
+        for."""
+        if self.config.attn_logit_softcapping is not None:
+            attn_implementation = attn_implementation or "eager"
+            if attn_implementation not in CAPPED:
+                raise ValueError(
+                    f"attn_logit_softcapping needs attn_implementation {' or '.join(CAPPED)}, got {attn_implementation}"
+                )
+        return super()._check_and_adjust_attn_implementation(attn_implementation, *args, **kwargs)
+
+    def activation_checkpointing_enable(
+        self, activation_checkpointing_kwargs: dict[str, object] | None = None, **kwargs: object
+    ) -> None:
+        """Recompute each layer in the backward pass. `use_reentrant=True` is refused where a layer reads more than the
+        layer below it."""
+        chosen = dict(activation_checkpointing_kwargs or {})
+        model = self.base_model
+        if chosen.setdefault("use_reentrant", False):
+            sources = any(visit.sources for trip in model.plan for visit in trip)
+            if sources or model.slotted:
+                further = "depth sources" if sources else "other trips"
+                raise ValueError(f"use_reentrant=True cannot follow the gradients to {further}; leave it False")
+        getattr(super(), _ENABLE)(chosen, **kwargs)
+
+    if _ENABLE == "gradient_checkpointing_enable":
+
+        def gradient_checkpointing_enable(
+            self, gradient_checkpointing_kwargs: dict[str, object] | None = None, **kwargs: object
+        ) -> None:
+            """The name that earlier releases of transformers call."""
+            self.activation_checkpointing_enable(gradient_checkpointing_kwargs, **kwargs)
+
+    @property
+    def is_gradient_checkpointing(self) -> bool:
+        """Whether layers are recomputed. peft asks by this name, for which transformers' own class warns."""
+        return any(getattr(module, "gradient_checkpointing", False) for module in self.modules())
+
+    def settled_config(self) -> FathomConfig:
+        """A copy of the configuration with every schedule fixed at its present value."""
+        config = copy.deepcopy(self.config)
+        for module in self.modules():
+            if isinstance(module, MechanismModule):
+                module.settle(config)
+        return config
+
+    def save_pretrained(self, *args: object, **kwargs: object) -> object:
+        """As in transformers, with the settled configuration, so that what is saved computes what was trained."""
+        config, self.config = self.config, self.settled_config()
+        try:
+            return super().save_pretrained(*args, **kwargs)
+        finally:
+            self.config = config
+
+    def set_step(self, step: int, steps: int | None = None) -> None:
+        """Tell every mechanism how many optimizer steps have been made, and how many there will be if that is known."""
+        for module in self.modules():
+            if isinstance(module, MechanismModule):
+                module.set_step(step, steps)
