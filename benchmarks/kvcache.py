@@ -40,6 +40,7 @@ from fathom.evaluation.caches.needles import Needles, Rows, plant, recall
 from fathom.evaluation.caches.spectrum import spectrum
 from fathom.kvcache import NAMES, Schedule, build_cache, compress_in_training
 from fathom.kvcache.memory import Memory
+from fathom.kvcache.method import Held
 from fathom.kvcache.whole import WHOLE
 from fathom.models import FathomConfig, FathomForCausalLM
 from fathom.recipe import Optim
@@ -458,7 +459,7 @@ def first_round(window: int, transform: str) -> dict[str, Any]:
     peak = Peak(SimpleNamespace(device=torch.device("cpu")))
     for rounds in range(2):
         began = time.process_time()
-        method.compress(keys, values, keys[:, :, :4], rounds)
+        method.compress(Held(keys, values), keys[:, :, :4], rounds)
         spent.append(time.process_time() - began)
     return {"window": window, "transform": transform, "seconds": spent, "peak_bytes": peak.bytes()}
 

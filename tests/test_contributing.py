@@ -41,7 +41,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .method import Fixed
+from .matrix import Fixed
 
 
 class Strided(Fixed):
@@ -68,7 +68,7 @@ def rule(x, kept):
 
 def test_it_picks():
     rest = torch.arange(60.0).view(1, 1, 60, 1)
-    picked = cache_of(model_of("qwen3"), "strided").method.reducer(rest, None)(rest).flatten()
+    picked = cache_of(model_of("qwen3"), "strided").method.reduce(rest).flatten()
     assert len(picked) == L and picked.tolist() == rule(rest[0].numpy(), L).flatten().tolist()
 '''
 RMSPROP = '''

@@ -36,6 +36,9 @@ LLAMA3 = dict(
 )
 LINEAR = dict(rope_type="linear", factor=4.0, rope_theta=10_000.0)
 
+REFUSED: dict[str, tuple[str, dict]] = {"hunyuan": ("hunyuan_v1_dense", {})}
+SLIDING, FULL = "sliding_attention", "full_attention"
+
 # id -> (model_type, changes to the shape)
 MODELS: dict[str, tuple[str, dict]] = {
     "qwen3": ("qwen3", {}),
@@ -61,7 +64,7 @@ MODELS: dict[str, tuple[str, dict]] = {
     "ernie4_5": ("ernie4_5", {}),
     "glm": ("glm", {}),
     "glm4": ("glm4", {}),
-    "gpt_neox": ("gpt_neox", dict(num_key_value_heads=4)),
+    "gpt_neox": ("gpt_neox", dict(num_key_value_heads=4, hidden_size=64)),
     "helium": ("helium", dict(hidden_size=64)),
     "ministral": ("ministral", dict(sliding_window=N)),
     "nemotron": ("nemotron", {}),
@@ -70,6 +73,29 @@ MODELS: dict[str, tuple[str, dict]] = {
     "seed_oss": ("seed_oss", {}),
     "stablelm": ("stablelm", dict(hidden_size=64)),
     "starcoder2": ("starcoder2", dict(sliding_window=None)),
+    "smollm3": ("smollm3", dict(no_rope_layers=[1, 0, 1])),
+    "cohere2": ("cohere2", dict(logit_scale=1.0, sliding_window=N, layer_types=[SLIDING, FULL, FULL])),
+    "cohere2-window": ("cohere2", dict(logit_scale=1.0, sliding_window=20, layer_types=[SLIDING, FULL, SLIDING])),
+    "gemma3": ("gemma3_text", dict(sliding_window=N, layer_types=[SLIDING, FULL, SLIDING])),
+    "gemma3-window": ("gemma3_text", dict(sliding_window=20, layer_types=[SLIDING, FULL, SLIDING])),
+    "gemma2-window": (
+        "gemma2",
+        dict(sliding_window=20, layer_types=[FULL, SLIDING, FULL], attn_implementation="eager"),
+    ),
+    "olmo3": ("olmo3", dict(sliding_window=N, layer_types=[SLIDING, FULL, SLIDING])),
+    "olmo3-window": ("olmo3", dict(sliding_window=20, layer_types=[SLIDING, FULL, SLIDING])),
+    "exaone4": ("exaone4", dict(sliding_window=20, sliding_window_pattern=2, layer_types=[SLIDING, FULL, SLIDING])),
+    "olmoe": ("olmoe", dict(num_experts=2, num_experts_per_tok=1, hidden_size=64)),
+    "qwen2_moe": ("qwen2_moe", dict(num_experts=2, num_experts_per_tok=1, moe_intermediate_size=16)),
+    "granitemoe": ("granitemoe", dict(num_local_experts=2, num_experts_per_tok=1)),
+    "phimoe": ("phimoe", dict(num_local_experts=2, num_experts_per_tok=1)),
+    "glm4_moe": ("glm4_moe", dict(n_routed_experts=2, num_experts_per_tok=1, moe_intermediate_size=16, n_group=1)),
+    "ernie4_5_moe": ("ernie4_5_moe", dict(moe_num_experts=2, moe_k=1, moe_intermediate_size=16)),
+    "nanochat": ("nanochat", {}),
+    "persimmon": ("persimmon", dict(num_key_value_heads=4, hidden_size=64)),
+    "bitnet": ("bitnet", dict(hidden_size=64)),
+    "lfm2": ("lfm2", {}),
+    "afmoe": ("afmoe", dict(sliding_window=N)),
     "fathom": ("vanilla", {}),
     "depth_attention": ("depth_attention", {}),
     "uniform_depth": ("uniform_depth", {}),
@@ -81,12 +107,13 @@ MODELS: dict[str, tuple[str, dict]] = {
 
 def model_of(case: str, dtype: torch.dtype = torch.float32, seed: int = 0, **shape):
     """The case's model, with attention far from uniform and logits of about unit scale."""
-    kind, changes = MODELS[case]
+    kind, changes = {**MODELS, **REFUSED}[case]
     torch.manual_seed(seed)
     if kind in MECHANISMS:
         config = config_of(kind, max_position_embeddings=512, eos_token_id=None, **changes, **shape)
     else:
         config = AutoConfig.for_model(kind, **{**SHAPE, **changes, **shape})
+    config._experts_implementation = "eager"  # the only one in float64
     model = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -8,7 +8,6 @@ from importlib import import_module
 from importlib.util import find_spec
 
 import numpy as np
-import torch
 from scipy.fft import dct, idct
 
 
@@ -88,18 +87,22 @@ class Oracle:
 
     def attention(self, h, p):
         q, k, v = (self.project(h, p, name) for name in "qkv")  # [H, T, D], unrotated
+        return self.recursion(q, k, v).transpose(1, 0, 2).reshape(len(h), -1) @ self.w[p + "o_proj.weight"].T
+
+    def recursion(self, q, k, v):
+        """Attention of all groups, `[H, T, D]`."""
         n, s, kept = self.n, self.s, self.l
         keys, values = k[:, :n], v[:, :n]
         out = [self.attend(q[:, :n], keys, values)]
         seen, freed = n, n - s - kept
-        while seen < len(h):
-            keys, values = self.compress(keys, values, q[:, seen - freed : seen])
-            stop = min(seen + freed, len(h))
+        while seen < q.shape[1]:
+            keys, values = self.compress(keys, values, q[:, seen - freed if seen > n else 0 : seen])
+            stop = min(seen + freed, q.shape[1])
             keys = np.concatenate([keys, k[:, seen:stop]], 1)
             values = np.concatenate([values, v[:, seen:stop]], 1)
             out.append(self.attend(q[:, seen:stop], keys, values))
             seen = stop
-        return np.concatenate(out, 1).transpose(1, 0, 2).reshape(len(h), -1) @ self.w[p + "o_proj.weight"].T
+        return np.concatenate(out, 1)
 
     def attend(self, q, keys, values):
         weights = self.weights(q, keys)
@@ -120,21 +123,53 @@ class Oracle:
         if rule is not None:
             rest = [rule(x[:, s:], kept) for x in (keys, values)]
         else:
-            chosen = getattr(self, self.method)(keys, queries)
+            chosen = getattr(self, self.method)(keys, queries, values)
             rest = [np.stack([x[h, chosen[h]] for h in range(len(x))]) for x in (keys, values)]
         return tuple(np.concatenate([x[:, :s], y], 1) for x, y in zip((keys, values), rest, strict=True))
 
-    def key_norm(self, keys, queries):
-        norms = torch.from_numpy(np.linalg.norm(keys, axis=-1)).bfloat16().double().numpy()
-        return [sorted(self.s + np.argsort(row[self.s :], kind="stable")[: self.l]) for row in norms]
+    def key_norm(self, keys, queries, values):
+        return [self.best(-row) for row in np.linalg.norm(keys, axis=-1)]
 
-    def snapkv(self, keys, queries, kernel=7):
-        w = min(32, min(self.n - self.s - self.l, self.l) // 2)
-        looks = self.weights(queries[:, -w:], keys).sum(1)  # [H, N]
-        votes = looks.reshape(len(keys), -1, self.n).mean(1)
-        chosen = []
-        for row in votes:
-            best = [max(row[max(0, j - kernel // 2) : j + kernel // 2 + 1]) for j in range(self.s, self.n - w)]
-            order = np.argsort(-np.array(best), kind="stable")[: self.l - w]
-            chosen.append(sorted(self.s + order) + list(range(self.n - w, self.n)))
-        return chosen
+    def keydiff(self, keys, queries, values):
+        turned = self.rotate(keys)
+        unit = turned / np.linalg.norm(turned, axis=-1, keepdims=True)
+        anchor = unit.mean(1, keepdims=True)
+        return [self.best(-row) for row in (unit * anchor).sum(-1) / np.linalg.norm(anchor, axis=-1)]
+
+    def tova(self, keys, queries, values):
+        looks = self.weights(queries[:, -1:], keys).mean((0, 1))  # [N]
+        looks[-1] = np.inf
+        return [self.best(looks)] * len(keys)
+
+    def snapkv(self, keys, queries, values, kernel=5):
+        w = min(64, min(self.n - self.s - self.l, self.l) // 2)
+        looks = self.weights(queries[:, -w:], keys).mean(1)[:, : self.n - w]  # [H, N − w]
+        votes = looks.reshape(len(keys), -1, self.n - w).mean(1)
+        around = np.ones(kernel) / kernel
+        return [self.best(np.append(np.convolve(row, around, "same"), np.full(w, np.inf))) for row in votes]
+
+    def expected_attention(self, keys, queries, values, future=512):
+        """By the mean rotation as a matrix; `queries` are those since the last compression."""
+        sinks = self.s if queries.shape[1] == self.n else 0
+        queries, groups = queries[:, sinks:], len(queries) // len(keys)
+        d = keys.shape[-1]
+        mean = queries.mean(1)
+        spread = np.stack([np.cov(q.T, bias=True) for q in queries])
+        eye = np.repeat(np.eye(d)[:, None], future, 1)  # [D, future, D]
+        ahead = self.rotate(eye, self.n).mean(1).T  # R̄, whose columns are the rotated unit vectors
+        mean, spread = mean @ ahead.T, ahead @ spread @ ahead.T
+        k = np.repeat(self.rotate(keys)[:, self.s :], groups, 0)  # [H, M, D]
+        looks = (k @ mean[..., None])[..., 0] / np.sqrt(d) + (k @ spread * k).sum(-1) / (2 * d)
+        looks = np.exp(looks - looks.max(-1, keepdims=True))
+        looks = (looks / looks.sum(-1, keepdims=True)).reshape(len(keys), groups, -1).mean(1)
+        scores = looks * np.linalg.norm(values[:, self.s :], axis=-1)
+        return [self.best(np.append(np.full(self.s, np.inf), row)) for row in scores]
+
+    def best(self, scores):
+        """The entries of the highest of N scores beside the sinks; of those that differ by rounding, the earliest."""
+        scores = scores[self.s :]
+        least = np.sort(scores)[-self.l]
+        with np.errstate(invalid="ignore"):
+            equal = (scores == least) | (np.abs(scores - least) <= 2e-6 * np.abs(least))
+        sure = np.flatnonzero((scores > least) & ~equal)
+        return sorted(self.s + np.append(sure, np.flatnonzero(equal)[: self.l - len(sure)]))

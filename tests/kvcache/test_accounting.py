@@ -12,15 +12,19 @@ LAYERS, HEADS, WIDTH = 3, 2, 16
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("method", [name for name in METHODS if name != "snapkv"])
+@pytest.mark.parametrize("method", METHODS)
 def test_the_formula(method, dtype):
-    """Keys and values of p entries, and once a compression was made, the sinks' keys as they came."""
+    """Keys and values of p entries, once a compression was made the sinks' keys as they came, and noted queries."""
     model = model_of("qwen3", dtype)
     cache = cache_of(model, method)
     for t in range(1, 140):
         cached(model, tokens(2, 1, seed=t), cache)
         rows = 2 * cache.entries + (S if cache.compressions else 0)
-        assert cache.memory_bytes() == cache_bytes(cache) == 2 * LAYERS * HEADS * WIDTH * rows * dtype.itemsize
+        noted = [layer.queries for layer in cache.layers if layer.queries is not None]
+        assert bool(noted) == bool(cache.method.observed)
+        queries = sum(x.numel() * x.element_size() for x in noted)
+        assert cache_bytes(cache) == 2 * LAYERS * HEADS * WIDTH * rows * dtype.itemsize + queries
+        assert cache.memory_bytes() == cache_bytes(cache)
         assert cache.entries <= N
 
 
@@ -39,7 +43,8 @@ def test_queries_count():
     cache = cache_of(model, "snapkv")
     cached(model, tokens(1, LENGTH), cache)
     entries = LAYERS * HEADS * WIDTH * (2 * cache.entries + S) * 4
-    assert cache.memory_bytes() == entries + LAYERS * 4 * WIDTH * cache.method.observed * 4
+    since = 1 + (LENGTH - N - 1) % cache.schedule.freed  # none is held of those before the last compression
+    assert cache.memory_bytes() == entries + LAYERS * 4 * WIDTH * min(cache.method.observed, since) * 4
 
 
 def test_a_plain_cache():

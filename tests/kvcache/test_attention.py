@@ -5,6 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from fathom.kvcache import METHODS, Compression, compress_in_training
+from fathom.kvcache.method import Held
 
 from .cases import SCHEDULE, N, cache_of, cached, model_of, tokens
 
@@ -55,10 +56,10 @@ def test_autocast_leaves_the_matrix_alone():
     model, ids = model_of("qwen3"), tokens(1, 150)
     run = switched(model)
     x = torch.randn(1, 2, N, 16)
-    exact = run.method.compress(x, x, x[:, :, :4], 0)
+    exact = run.method.compress(Held(x, x), x[:, :, :4], 0)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert run.method.reducer(x, None)(x[:, :, 4:]).dtype == torch.bfloat16  # what would happen otherwise
-        for a, b in zip(run.method.compress(x, x, x[:, :, :4], 0), exact, strict=True):
+        assert run.method.reduce(x[:, :, 4:]).dtype == torch.bfloat16  # what would happen otherwise
+        for a, b in zip(run.method.compress(Held(x, x), x[:, :, :4], 0), exact, strict=True):
             assert torch.equal(a, b)
         assert torch.isfinite(model(ids).logits).all()
     run.stop()
@@ -105,7 +106,7 @@ def test_other_backends_are_refused():
 
 @torch.no_grad()
 def test_a_model_that_was_observed():
-    """A snapkv cache leaves its backend on the model; training takes the one beneath."""
+    """A snapkv cache leaves no trace on the model."""
     model, ids = model_of("qwen3"), tokens(1, 150)
     truth = cached(model, ids, cache_of(model, "snapkv"))
     with switched(model, "snapkv"):

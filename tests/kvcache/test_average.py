@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from fathom.kvcache.average import Average
+from fathom.kvcache.schedule import Schedule
 
 
 def test_pairs_when_half_is_kept():
@@ -22,3 +23,10 @@ def test_every_old_entry_counts_alike(m, kept):
     assert (c.sum(1) - 1).abs().max() < 1e-10
     assert (c.sum(0) - kept / m).abs().max() < 1e-10
     assert c.min() >= 0
+
+
+@pytest.mark.parametrize("m,kept", [(60, 28), (508, 252), (7, 1), (9, 8), (1000, 3)])
+def test_the_few_entries_of_each_row_are_the_matrix(m, kept):
+    x = torch.randn(2, 3, m, 5, dtype=torch.float64)
+    method = Average(Schedule(m + 4, 4, kept), None)
+    assert (method.reduce(x) - Average.build(kept, m) @ x).abs().max() < 1e-12

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from fathom.kvcache import METHODS, compress_in_training
-from fathom.kvcache.method import _MATRICES
+from fathom.kvcache.matrix import _MATRICES
+from fathom.kvcache.method import Held
 
 from .cases import SCHEDULE, F, L, N, S, cache_of, model_of, tokens
 
@@ -17,23 +18,27 @@ def model():
 def compressions(method, keys, values, count):
     """So many compressions on a memory that constant tokens fill up again."""
     first, key, value = keys[:, :, :S], keys[:, :, :1], values[:, :, :1]
+    rotation = method.rope.plan[0]
     for i in range(count):
-        keys, values = method.compress(keys, values, first, i)
-        new = method.rope.turn(key.expand(-1, -1, method.schedule.freed, -1), N + i * method.schedule.freed)
+        queries = torch.randn(1, 4, method.observed, 16, dtype=keys.dtype) if method.observed else None
+        if queries is not None:
+            queries = method.note(None, queries, N - method.observed, rotation)
+        keys, values = method.compress(Held(keys, values, queries), first, i)
+        new = rotation.turn(key.expand(-1, -1, method.schedule.freed, -1), N + i * method.schedule.freed)
         keys = torch.cat([keys, new], 2)
         values = torch.cat([values, value.expand(-1, -1, method.schedule.freed, -1)], 2)
     return keys, values
 
 
-@pytest.mark.parametrize("name", [name for name in METHODS if name != "snapkv"])
+@pytest.mark.parametrize("name", METHODS)
 def test_one_word_said_forever_stays_that_word(model, name):
     """Constant content is a fixed point of 100 compressions, wherever its entries are moved to."""
     method = cache_of(model, name).method
     key, value = torch.randn(2, 1, 2, 1, 16, dtype=torch.float64).expand(-1, -1, -1, N, -1)
-    keys, values = compressions(method, method.rope.turn(key, 0), value.contiguous(), 100)
+    keys, values = compressions(method, method.rope.plan[0].turn(key, 0), value.contiguous(), 100)
     assert keys.shape[2] == N
     moved = method.schedule.freed * 100
-    assert (method.rope.turn(keys, -moved, -1) - key).abs().max() < 1e-3  # float32 angles of thousands
+    assert (method.rope.plan[0].turn(keys, -moved, -1) - key).abs().max() < 1e-3  # float32 angles of thousands
     assert (values - value).abs().max() < 1e-5
 
 
@@ -43,11 +48,13 @@ def test_shapes_types_and_sinks(model, name, dtype):
     method = cache_of(model, name).method
     keys, values = torch.randn(2, 3, 2, N, 16, dtype=dtype)
     queries = torch.randn(3, 4, method.observed, 16, dtype=dtype) if method.observed else None
-    new_keys, new_values = method.compress(keys, values, keys[:, :, :S], 0, queries)
+    if queries is not None:
+        queries = method.note(None, queries, N - method.observed, method.rope.plan[0])
+    new_keys, new_values = method.compress(Held(keys, values, queries), keys[:, :, :S], 0)
     assert new_keys.shape == new_values.shape == (3, 2, method.schedule.survivors, 16)
     assert new_keys.dtype == new_values.dtype == dtype
     assert torch.equal(new_values[:, :, :S], values[:, :, :S])
-    back = method.rope.turn(new_keys[:, :, :S].double(), -method.schedule.freed, 0)
+    back = method.rope.plan[0].turn(new_keys[:, :, :S].double(), -method.schedule.freed, 0)
     assert (back - keys[:, :, :S]).abs().max() < (0.05 if dtype == torch.bfloat16 else 1e-5)
 
 
@@ -56,7 +63,7 @@ def test_the_schedule_of_the_toy(model):
     assert (schedule.window, schedule.sinks, schedule.kept, schedule.freed) == (N, S, L, F)
 
 
-@pytest.mark.parametrize("name", ["freqkv", "average"])
+@pytest.mark.parametrize("name", ["freqkv"])
 def test_a_matrix_is_made_once_for_all_caches(model, name, monkeypatch):
     made, build = [], METHODS[name].build
     monkeypatch.setattr(METHODS[name], "build", staticmethod(lambda *given: made.append(given[:2]) or build(*given)))

@@ -46,30 +46,28 @@ def scaled(power):
 
 
 def with_sinks_transformed(patch):
-    def compress(self, keys, values, first, compressions, queries=None):
-        c = FreqKV.build(S + L, N).to(keys)
-        bare = self.rope.turn(widen(keys), 0, -1)
-        return self.rope.turn(c @ bare, F), c @ values
+    def compress(self, held, first, compressions):
+        c = FreqKV.build(S + L, N).to(held.keys)
+        bare = held.rotation.turn(widen(held.keys), 0, -1)
+        return held.rotation.turn(c @ bare, F), c @ held.values
 
     patch.setattr(Method, "compress", compress)
 
 
 def after_rope(patch):
-    def compress(self, keys, values, first, compressions, queries=None):
-        c = self.matrix(keys)
-        keys = torch.cat([self.move(first, compressions + 1), c @ keys[:, :, S:]], 2)
-        return keys, torch.cat([values[:, :, :S], c @ values[:, :, S:]], 2)
+    def condense(self, held):
+        return self.reduce(held.keys[:, :, S:]), self.reduce(held.values[:, :, S:])
 
-    patch.setattr(Method, "compress", compress)
+    patch.setattr(FreqKV, "condense", condense)
 
 
 def survivors_moved_by(places):
     def plant(patch):
         right = Method.compress
 
-        def compress(self, keys, values, first, compressions, queries=None):
-            keys, values = right(self, keys, values, first, compressions, queries)
-            return self.rope.turn(keys, places - F, 0), values
+        def compress(self, held, first, compressions):
+            keys, values = right(self, held, first, compressions)
+            return held.rotation.turn(keys, places - F, 0), values
 
         patch.setattr(Method, "compress", compress)
 
@@ -82,7 +80,7 @@ def keys_at_entries_and_queries_at_tokens(patch):
 
     def update(self, keys, values, *args, **kwargs):
         keys, values = right(self, keys, values)
-        return self.method.rope.turn(keys, -(self.seen - keys.shape[2]), 0), values
+        return self.rotation.turn(keys, -(self.seen - keys.shape[2]), 0), values
 
     patch.setattr(Memory, "update", update)
 
@@ -187,7 +185,7 @@ def test_mixing_when_read_is_not_mixing_when_written(model):
     """C (w ⊙ v) ≠ (C w) ⊙ (C v) for weights that change from token to token."""
     method = cache_of(model).method
     w, v = torch.rand(1, 1, 60, 1, dtype=torch.float64), torch.randn(1, 1, 60, 16, dtype=torch.float64)
-    reduce = method.reducer(v, None)
+    reduce = method.reduce
     written, read = reduce(w * v), reduce(w) * reduce(v)
     assert ((written - read).norm() / written.norm()) > 0.3
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fathom.kvcache import compress_in_training
-from fathom.kvcache.observe import observe
+from fathom.kvcache.observe import observed_backend
 
 from .cases import SCHEDULE, cache_of, cached, model_of, tokens
 
@@ -12,15 +12,20 @@ from .cases import SCHEDULE, cache_of, cached, model_of, tokens
 @pytest.mark.parametrize("backend", ["sdpa", "eager"])
 @pytest.mark.parametrize("case", ["qwen3", "fathom"])
 @torch.no_grad()
-def test_results_stay(case, backend):
-    model, ids = model_of(case, attn_implementation=backend), tokens(2, 50)
-    mask = torch.ones_like(ids)
-    mask[0, :7] = 0
-    before = model(ids, attention_mask=mask).logits
-    observe(model)
-    observe(model)
-    assert model.config._attn_implementation == f"{backend}_observed"
-    assert torch.equal(model(ids, attention_mask=mask).logits, before)
+def test_the_model_stays_as_it_was(case, backend):
+    """Before, between, and after forward passes, and after one that fails."""
+    model, ids = model_of(case, attn_implementation=backend), tokens(2, 150)
+    before = model(ids).logits
+    cache = cache_of(model, "snapkv")
+    assert model.config._attn_implementation == backend
+    first = model(ids[:, :50], past_key_values=cache).logits
+    assert torch.equal(first, cached(model, ids[:, :50], cache_of(model, "drop")))
+    model(ids[:, 50:], past_key_values=cache)
+    assert model.config._attn_implementation == backend
+    with pytest.raises((IndexError, RuntimeError)):
+        model(torch.full((2, 90), 10**6), past_key_values=cache)
+    assert model.config._attn_implementation == backend
+    assert torch.equal(model(ids).logits, before)
 
 
 def test_the_last_queries_are_kept():
@@ -32,7 +37,7 @@ def test_the_last_queries_are_kept():
     layer.q_norm.register_forward_hook(lambda module, inputs, output: seen.append(output))
     cached(model, ids, cache, 16)
     queries = torch.cat(seen, 1).transpose(1, 2)  # [B, H, T, D], not turned
-    truth = cache.method.rope.turn(queries, 0)[:, :, -5:] * layer.scaling
+    truth = cache.method.rope.plan[0].turn(queries, 0)[:, :, -5:] * layer.scaling
     assert (cache.layers[0].queries - truth).abs().max() < 1e-6
 
 
@@ -40,7 +45,7 @@ def test_other_backends_are_refused():
     model = model_of("qwen3")
     model.config._attn_implementation_internal = "paged|sdpa"
     with pytest.raises(ValueError, match=r"under attention 'paged\|sdpa': use sdpa or eager"):
-        observe(model)
+        observed_backend(model)
 
 
 def test_training_in_between_leaves_it_on():
@@ -49,6 +54,6 @@ def test_training_in_between_leaves_it_on():
     cache = cache_of(model, "snapkv")
     with compress_in_training(model, **SCHEDULE):
         assert model.config._attn_implementation == "fathom_kvcache"
-    assert model.config._attn_implementation == "sdpa_observed"
+    assert model.config._attn_implementation == "sdpa"
     cached(model, ids, cache)
     assert cache.compressions == 2

@@ -44,6 +44,36 @@ def test_then_generate(model):
     assert cache.seen == 159
 
 
+@pytest.mark.parametrize("case", ["qwen3", "loop", "gemma3-window"])
+@pytest.mark.parametrize("method", ["freqkv", "snapkv"])
+def test_plain_generate_reads_a_prompt_of_any_length(case, method):
+    """And a second turn: the cache cuts what it is given."""
+    model, prompt = model_of(case), tokens(2, 150)
+    cache = cache_of(model, method)
+    first = model.generate(prompt, past_key_values=cache, max_new_tokens=10, do_sample=False)
+    again = torch.cat([first, tokens(2, 77, seed=9)], 1)
+    second = model.generate(again, past_key_values=cache, max_new_tokens=10, do_sample=False)
+    alone = cache_of(model, method)
+    prefill(model, again[:, :-1], alone)
+    assert torch.equal(second, model.generate(again, past_key_values=alone, max_new_tokens=10, do_sample=False))
+    assert cache.seen == second.shape[1] - 1
+
+
+def test_every_hidden_state_of_an_input_that_is_cut(model):
+    ids = tokens(2, 150)
+    with torch.no_grad():
+        whole = model(ids, past_key_values=cache_of(model), output_hidden_states=True)
+        embedded = model(inputs_embeds=model.model.embed_tokens(ids), past_key_values=cache_of(model)).logits
+        placed = model(ids, position_ids=torch.arange(150)[None] + 7, past_key_values=cache_of(model)).logits
+        loss = model(ids, labels=ids, past_key_values=cache_of(model)).loss
+    truth = cached(model, ids, cache_of(model))
+    assert torch.equal(whole.logits, truth) and torch.equal(embedded, truth)
+    assert (placed - truth).abs().max() < 1e-4
+    assert {states.shape[1] for states in whole.hidden_states} == {150}
+    nats = torch.nn.functional.cross_entropy(truth[:, :-1].mT, ids[:, 1:])
+    assert (loss - nats).abs() < 1e-5
+
+
 def test_nothing_to_read(model):
     with pytest.raises(ValueError, match="at least one token"):
         prefill(model, tokens(1, 0), cache_of(model))

@@ -1,29 +1,34 @@
 """Turning keys as the model does, and the models for which that cannot be exact."""
 
+import sys
+
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fathom.kvcache import build_cache, compress_in_training
-from fathom.kvcache.rope import FAMILIES, Rope, refuse
+from fathom.kvcache.rope import Rope, Still, refuse
 from fathom.models.registry import recurrence_class
 from fathom.models.roles import View
 from tests.models.cases import config_of
 
 from .cases import MODELS, SHAPE, model_of, tokens
+from .test_recursion import OURS
 
 
 @pytest.mark.parametrize("case", MODELS)
 def test_turns_add_up(case):
     """R(5) R(−2) = R(3), lengths stay, and a shift common to all entries is one shift of each."""
-    rope, x = Rope(model_of(case).config), torch.randn(1, 2, 10, 16, dtype=torch.float64)
+    rope, x = Rope(model_of(case).config).plan[0], torch.randn(1, 2, 10, 16, dtype=torch.float64)
+    if type(rope) is Still:
+        pytest.skip("its first layer rotates nothing")
     assert (rope.turn(rope.turn(x, 5), -2, 0) - rope.turn(x, 3)).abs().max() < 1e-5
     assert (rope.turn(x, 7).norm(dim=-1) - x.norm(dim=-1)).abs().max() < 1e-5
     assert (rope.turn(rope.turn(x, 0), 0, -1) - x).abs().max() < 1e-5
     assert (rope.turn(x, 3) - x).abs().max() > 0.1
 
 
-@pytest.mark.parametrize("case", [case for case in MODELS if MODELS[case][0] in FAMILIES or case == "fathom"])
+@pytest.mark.parametrize("case", [case for case in MODELS if case not in OURS or case == "fathom"])
 @torch.no_grad()
 def test_attention_of_every_family_is_relative(case):
     """What the frame rests on: the stock model does not notice an offset of all positions."""
@@ -32,8 +37,72 @@ def test_attention_of_every_family_is_relative(case):
     assert (moved - model(ids).logits).abs().max() < 2e-4
 
 
-def test_every_family_is_tested():
-    assert set(FAMILIES) == {MODELS[case][0] for case in MODELS} & set(FAMILIES) | {"fathom"}
+@torch.no_grad()
+def test_each_entry_by_its_own_distance_is_a_table_gathered():
+    turn, x = Rope(model_of("qwen3").config).plan[0], torch.randn(2, 3, 10, 16)
+    by = torch.randint(0, 8, (2, 3, 10))
+    found = turn.turn_each(x, by, 0, 7)
+    for row in range(2):
+        for head in range(3):
+            for i in range(10):
+                one = turn.turn(x[row, head, i].view(1, 1, 1, -1), int(by[row, head, i]), 0)
+                assert (found[row, head, i] - one.flatten()).abs().max() < 1e-6
+
+
+@torch.no_grad()
+def test_the_mean_rotation_is_the_mean_of_rotations():
+    turn, x = Rope(model_of("stablelm").config).plan[0], torch.randn(2, 3, 4, 16)
+    each = torch.stack([turn.turn(x, 7 + i, 0) for i in range(9)])
+    assert (turn.turn_mean(x, 7, 9) - each.mean(0)).abs().max() < 1e-6
+
+
+PLANS = {
+    "smollm3": [True, False, True],
+    "cohere2": [True, False, False],
+    "exaone4": [True, False, True],
+    "gemma3": [True, True, True],
+    "llama": [True, True, True],
+}
+
+
+@pytest.mark.parametrize("case", PLANS)
+def test_the_model_says_which_layers_rotate(case):
+    """Also in training mode with dropout, which is as before afterwards; and it is asked once."""
+    model = model_of(case).train()
+    rope, calls = Rope(model.config), []
+    model.model.layers[0].register_forward_hook(lambda *rest: calls.append(1))
+    rope.ask(model.model)
+    assert [type(turn) is not Still for turn in rope.plan] == PLANS[case]
+    assert all(module.training for module in model.modules())
+    Rope(model.config).ask(model.model)
+    assert len(calls) == 2
+
+
+def test_angles_by_type_of_layer():
+    model = model_of("gemma3")
+    rope = Rope(model.config)
+    rope.ask(model.model)
+    kinds = [turn.kind for turn in rope.plan]
+    assert kinds == model.config.layer_types and len(set(kinds)) == 2
+    assert rope.plan[0].angles != rope.plan[1].angles
+
+
+def test_angles_that_were_rounded_are_the_models_own():
+    """`model.to(bfloat16)` rounds them too, so what is stored is rotated by rounded ones."""
+    model = model_of("llama", torch.bfloat16)
+    rope = Rope(model.config)
+    rope.ask(model.model)
+    assert torch.equal(rope.plan[0].embed.inv_freq, model.model.rotary_emb.inv_freq.float())
+
+
+def test_a_model_whose_keys_are_not_rotated_as_its_code_says(monkeypatch):
+    """Asked, it is refused: a family that scales keys by position, say."""
+    model = model_of("llama")
+    code = sys.modules["transformers.models.llama.modeling_llama"]
+    plain = code.apply_rotary_pos_emb
+    monkeypatch.setattr(code, "apply_rotary_pos_emb", lambda *given: [x.square() for x in plain(*given)])
+    with pytest.raises(ValueError, match="llama"):
+        build_cache(model, window=64)
 
 
 def of(kind, **changes):
@@ -48,11 +117,9 @@ REFUSED = {
     ),
     "longrope": (lambda: of("phi3", rope_parameters=LONGROPE), "set rope_type to one of default, linear, llama3, yarn"),
     "latent": (lambda: of("deepseek_v3"), r"latent keys \(MLA\), which cannot be turned back; use method 'full'"),
-    "unknown": (lambda: AutoConfig.for_model("gpt2"), "gpt2 is not among the families"),
-    "no positions": (lambda: of("smollm3"), "smollm3 is not among the families"),
-    "per layer type": (lambda: of("gemma3_text"), "gemma3_text is not among the families"),
+    "learned": (lambda: AutoConfig.for_model("gpt2"), "gpt2 has no rotary embedding, so its keys hold positions"),
+    "chunked": (lambda: of("llama4_text", num_hidden_layers=2), "layer 0 is chunked_attention"),
     "sliding": (lambda: of("mistral", sliding_window=32), "set window to 32 or less"),
-    "hybrid": (lambda: of("gemma2", sliding_window=32), "sliding layers see 32 tokens and the memory would hold 64"),
     "after_rope": (lambda: config_of("vanilla", k_norm_position="after_rope"), "'after_rope' scales turned keys"),
 }
 
@@ -90,3 +157,9 @@ def test_tokens_that_halt(monkeypatch):
 
 def test_the_same_view_passes():
     refuse(config_of("loop"), 64)
+
+
+def test_norms_of_rotated_keys_are_refused_by_the_model_itself():
+    """Hunyuan's weighted norm comes after the rotation: its keys cannot be moved."""
+    with pytest.raises(ValueError, match="hunyuan_v1_dense reads a text otherwise at other positions"):
+        build_cache(model_of("hunyuan"), window=64)

@@ -85,7 +85,7 @@ def test_what_does_not_fit_is_refused(model, tmp_path):
     known_by_configuration = build_cache(model.config, "freqkv", **SCHEDULE)
     assert open_cache(file, known_by_configuration).entries == cache.entries
     save_cache(cache_of(model, "snapkv", kernel=3), tmp_path / "k")
-    with pytest.raises(ValueError, match="kernel is 3, and 7"):
+    with pytest.raises(ValueError, match="kernel is 3, and 5"):
         open_cache(tmp_path / "k", cache_of(model, "snapkv"))
     with pytest.raises(ValueError, match="holds 150 tokens already"):
         open_cache(file, cache)

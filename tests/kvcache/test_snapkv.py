@@ -1,11 +1,18 @@
 """What the last queries looked at stays."""
 
+import sys
+
 import pytest
 import torch
 
 from fathom.kvcache import build_cache
+from fathom.kvcache.method import Held
 
 from .cases import cache_of, cached, model_of, tokens
+
+
+def kept(method, keys, queries):
+    return (4 + method.choose(method.scores(Held(keys, keys, queries))[..., 4:]))[0].tolist()
 
 
 def test_a_planted_key_stays():
@@ -13,8 +20,7 @@ def test_a_planted_key_stays():
     keys = 0.1 * torch.randn(1, 2, 64, 16)
     queries = torch.randn(1, 4, method.observed, 16)
     keys[0, 0, 20], keys[0, 1, 33] = 5 * queries[0, :2].mean((0, 1)), 5 * queries[0, 2:].mean((0, 1))
-    places = torch.arange(4.0, 64).view(1, 1, 60, 1).expand(1, 2, 60, 1)
-    chosen = method.reducer(keys, queries)(places)[0, ..., 0].tolist()
+    chosen = kept(method, keys, queries)
     assert 20 in chosen[0] and 33 in chosen[1]
     for row in chosen:
         assert row[-method.observed :] == list(range(64 - method.observed, 64))  # the observers themselves
@@ -25,8 +31,7 @@ def test_neighbours_of_a_planted_key_stay():
     method = cache_of(model_of("qwen3"), "snapkv", kernel=5).method
     keys, queries = 0.01 * torch.randn(1, 2, 64, 16), torch.randn(1, 4, method.observed, 16)
     keys[0, :, 20] = 9 * queries[0].mean((0, 1))
-    places = torch.arange(4.0, 64).view(1, 1, 60, 1).expand(1, 2, 60, 1)
-    assert {18, 19, 20, 21, 22} <= set(method.reducer(keys, queries)(places)[0, 0, :, 0].tolist())
+    assert {18, 19, 20, 21, 22} <= set(kept(method, keys, queries)[0])
 
 
 @pytest.mark.parametrize("options,message", [(dict(observed=29), "1 to 28"), (dict(kernel=4), "odd, got 4")])
@@ -40,10 +45,12 @@ def test_it_needs_the_model():
         build_cache(model_of("qwen3").config, "snapkv", window=64)
 
 
-def test_it_never_guesses_the_queries():
+def test_it_never_guesses_the_queries(monkeypatch):
     model = model_of("qwen3")
     cache = cache_of(model, "snapkv")
-    model.set_attn_implementation("sdpa")  # nobody shows it the queries any more
+    monkeypatch.setattr(
+        sys.modules["fathom.kvcache.watch"], "observed_backend", lambda decoder: "sdpa"
+    )  # none is shown
     with pytest.raises(RuntimeError, match="has not seen the last queries"):
         cached(model, tokens(1, 100), cache)
 

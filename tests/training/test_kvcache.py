@@ -122,7 +122,10 @@ def test_adapters_under_a_cache_are_of_one_process(recipe: Recipe) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (("kvcache.method=dct",), "kvcache.method=dct: allowed: one of full, average, drop, freqkv"),
+        (
+            ("kvcache.method=dct",),
+            "kvcache.method=dct: allowed: one of full, average, drop, expected_attention, freqkv",
+        ),
         (("kvcache.window=16",), "kvcache.window=16: allowed: null"),
         (("kvcache.sinks=2",), "kvcache.sinks=2: allowed: 4, unless kvcache.method compresses"),
         (("kvcache.ratio=0.25",), "kvcache.ratio=0.25: allowed: 0.5, unless"),

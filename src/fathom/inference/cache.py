@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -10,8 +11,9 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from fathom.kvcache import METHODS, NAMES, build_cache, prefill
-from fathom.kvcache.method import Linear
+from fathom.kvcache import NAMES, UntunedWarning, build_cache, prefill
+from fathom.kvcache.build import config_of, untuned
+from fathom.kvcache.memory import MemoryCache
 from fathom.recipe import CacheWishes, RecipeError, cache_policy
 
 if TYPE_CHECKING:
@@ -31,8 +33,10 @@ class Policy:
     kept: int | None = None
 
     def empty(self, model: PreTrainedModel) -> Cache:
-        """An empty cache of this policy."""
-        return build_cache(model, self.method, self.window, self.sinks, self.ratio, self.kept)
+        """An empty cache of this policy; `choose` has given the warning that belongs to it."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UntunedWarning)
+            return build_cache(model, self.method, self.window, self.sinks, self.ratio, self.kept)
 
     def read(
         self,
@@ -75,17 +79,9 @@ def choose(model: PreTrainedModel, method: str | None, wishes: CacheWishes = NO_
     assert chosen["window"] is not None  # `cache_policy` asks for one
     policy = Policy(method, chosen["window"], chosen["sinks"], chosen["ratio"], chosen["kept"])
     try:
-        build_cache(model, **vars(policy))
+        cache = policy.empty(model)
     except ValueError as error:
         raise RecipeError(f"--kvcache {method}: {error}") from error
-    tuned = {"kept": None, **recorded} if recorded else None
-    if tuned != vars(policy) and issubclass(METHODS[policy.method], Linear):
-        was = f"tuned for {_words(tuned)}" if tuned else "not tuned under compression"
-        words = f"fathom: warning: this checkpoint was {was}; past {policy.window} tokens expect poor text"
-        print(words, file=sys.stderr)
+    if isinstance(cache, MemoryCache) and (words := untuned(config_of(model), cache.method)):
+        print(f"fathom: warning: {words}", file=sys.stderr)
     return policy
-
-
-def _words(schedule: dict[str, object]) -> str:
-    keys = ("window", "sinks", "ratio" if schedule.get("kept") is None else "kept")
-    return ", ".join([str(schedule.get("method")), *(f"{key} {schedule.get(key)}" for key in keys)])

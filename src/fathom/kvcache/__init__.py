@@ -1,19 +1,22 @@
 """More context in the same memory: caches of constant size, and training under them.
 
 cache = build_cache(model, "freqkv", window=1024)
-prefill(model, prompt[:, :-1], cache)
 model.generate(prompt, past_key_values=cache)
+
+with compressed(model, "tova", ratio=0.5):
+    model.generate(prompt)
 """
 
 from .accounting import cache_bytes
 from .attention import Compression, compress_in_training
-from .build import METHODS, NAMES, build_cache
+from .build import METHODS, NAMES, UntunedWarning, build_cache
+from .compressed import compressed
 from .lora import with_lora
 from .memory import MemoryCache
 from .method import Method
 from .prefill import chunks, prefill
 from .saved import open_cache, save_cache
-from .schedule import Schedule
+from .schedule import Once, Schedule
 from .watch import watch
 from .whole import WHOLE
 
@@ -24,11 +27,14 @@ __all__ = [
     "Compression",
     "MemoryCache",
     "Method",
+    "Once",
     "Schedule",
+    "UntunedWarning",
     "build_cache",
     "cache_bytes",
     "chunks",
     "compress_in_training",
+    "compressed",
     "open_cache",
     "prefill",
     "save_cache",

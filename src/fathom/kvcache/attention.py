@@ -13,15 +13,17 @@ from __future__ import annotations
 import warnings
 from contextlib import AbstractContextManager
 from types import TracebackType
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from .build import config_of, make_method
-from .method import Method
-from .observe import SUFFIX, backend
-from .watch import watch
+from .method import Held, Method
+from .observe import Attend, backend
+from .rope import left_alone
+from .watch import decoder_of, watch
 
 NAME = "fathom_kvcache"
 PATIENCE = 8
@@ -34,7 +36,7 @@ class Compression(AbstractContextManager["Compression"]):
     def __init__(self, model: PreTrainedModel, method: Method) -> None:
         self.model, self.method = model, method
         self._before: str = model.config._attn_implementation
-        self.name = self._before.removesuffix(SUFFIX)
+        self.name = self._before
         """The backend that attends within a group."""
         if self.name == NAME:
             raise ValueError("this model already compresses in training: stop() the first")
@@ -43,12 +45,13 @@ class Compression(AbstractContextManager["Compression"]):
                 f"compression in training runs on sdpa and eager attention, this model uses {self.name!r}: "
                 "call model.set_attn_implementation('sdpa') first"
             )
-        self._masks: dict[tuple[int, int, torch.dtype, torch.device], Tensor] = {}
+        self._masks: dict[tuple[int, int, int | None, torch.dtype, torch.device], Tensor] = {}
         self._longest, self._calls = 0, 0  # longest row and calls of training, until the first compression
         self._layers = [m for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "scaling")]
         for layer in self._layers:
             # Set around nn.Module's bookkeeping, so that a learned matrix is not registered in every layer.
             object.__setattr__(layer, "kvcache_compression", self)
+        method.rope.ask(decoder_of(model))
         watch(model)
         model.set_attn_implementation(NAME)
 
@@ -70,21 +73,44 @@ class Compression(AbstractContextManager["Compression"]):
         method, schedule = self.method, self.method.schedule
         if module.training and not torch.compiler.is_compiling():
             self._look_out_for_compressions(query.shape[2])
-        group_attention = backend(self.name, module)
+        layer = cast("int", module.layer_idx) % len(method.rope.plan)
+        sees = left_alone(config_of(self.model), layer, schedule.window)
+        if sees is not None:
+            return self._windowed(module, query, key, value, sees, scaling=scaling, **kwargs)
+        rotation = method.rope.plan[layer]
         keys, values = key[:, :, :0], value[:, :, :0]
         outputs: list[Tensor] = []
-        stop = 0
+        stop, noted = 0, None
         for i, length in enumerate(schedule.cuts(0, query.shape[2])):
             if i:
-                seen = query[:, :, stop - method.observed : stop] * scaling if method.observed else None
-                keys, values = method.compress(keys, values, key[:, :, : schedule.sinks], i - 1, seen)
+                held = Held(keys, values, noted, rotation)
+                keys, values = method.compress(held, key[:, :, : schedule.sinks], i - 1)
             start, stop = stop, stop + length
+            if method.observed:
+                noted = method.note(None, query[:, :, start:stop].detach() * scaling, keys.shape[2], rotation)
             keys = torch.cat([keys, key[:, :, start:stop]], dim=2) if i else key[:, :, :stop]
             values = torch.cat([values, value[:, :, start:stop]], dim=2) if i else value[:, :, :stop]
             mask = self._mask(length, keys.shape[2], query)
             outputs.append(
-                group_attention(module, query[:, :, start:stop], keys, values, mask, scaling=scaling, **kwargs)[0]
+                self._attention(module)(module, query[:, :, start:stop], keys, values, mask, scaling=scaling, **kwargs)[
+                    0
+                ]
             )
+        return torch.cat(outputs, dim=1)
+
+    def _attention(self, module: nn.Module) -> Attend:
+        return backend(self.name, module)
+
+    def _windowed(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, sees: int, **kwargs: object
+    ) -> Tensor:
+        """A layer that sees the last `sees` tokens and keeps its own cache, in pieces of as many: no mask has T × T."""
+        outputs: list[Tensor] = []
+        for start in range(0, query.shape[2], sees):
+            stop, first = min(start + sees, query.shape[2]), max(0, start - sees + 1)
+            mask = self._mask(stop - start, stop - first, query, sees)
+            parts = query[:, :, start:stop], key[:, :, first:stop], value[:, :, first:stop]
+            outputs.append(self._attention(module)(module, *parts, mask, **kwargs)[0])
         return torch.cat(outputs, dim=1)
 
     def _look_out_for_compressions(self, length: int) -> None:
@@ -100,13 +126,15 @@ class Compression(AbstractContextManager["Compression"]):
                 stacklevel=2,
             )
 
-    def _mask(self, queries: int, keys: int, like: Tensor) -> Tensor | None:
-        if self.name == "sdpa" and (queries == keys or queries == 1):
+    def _mask(self, queries: int, keys: int, like: Tensor, sees: int | None = None) -> Tensor | None:
+        if self.name == "sdpa" and (queries == keys or queries == 1) and sees in (None, keys):
             return None  # as transformers does, so that the first window is bitwise the stock model's
-        place = (queries, keys, like.dtype, like.device)
+        place = (queries, keys, sees, like.dtype, like.device)
         if place not in self._masks:
             with torch.inference_mode(False):  # a cached tensor, which training may use later
                 visible = torch.ones(1, 1, queries, keys, dtype=torch.bool, device=like.device).tril(keys - queries)
+                if sees is not None:
+                    visible = visible.triu(keys - queries - sees + 1)
                 if self.name == "eager":  # it adds its mask
                     lowest = torch.finfo(like.dtype).min
                     visible = torch.zeros_like(visible, dtype=like.dtype).masked_fill(~visible, lowest)

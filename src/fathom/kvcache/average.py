@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .method import Fixed
+from .matrix import Fixed
 
 
 class Average(Fixed):
@@ -24,3 +24,15 @@ class Average(Fixed):
         m = torch.arange(compressed, dtype=torch.float64)
         overlap = torch.minimum(start + width, m + 1) - torch.maximum(start, m)
         return overlap.clamp(min=0) / width
+
+    def reduce(self, x: Tensor) -> Tensor:
+        """C x, from the few entries that each row of C takes: the matrix itself is never made."""
+        kept, compressed = self.schedule.kept, self.schedule.compressed
+        # In units of 1/L, where all ends are whole numbers: row i covers [iM, (i + 1)M), entry m covers [mL, (m + 1)L).
+        taps = -(-compressed // kept) + 1
+        start = torch.arange(kept, device=x.device).unsqueeze(1) * compressed
+        m = start // kept + torch.arange(taps, device=x.device)  # [L, taps]
+        overlap = torch.minimum(start + compressed, (m + 1) * kept) - torch.maximum(start, m * kept)
+        weights = overlap.clamp(min=0).to(x.dtype) / compressed
+        found = x[:, :, m.clamp(max=compressed - 1)]  # [B, H_kv, L, taps, D]
+        return (found * weights.unsqueeze(-1)).sum(-2)

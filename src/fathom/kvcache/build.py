@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import warnings
+
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicSlidingWindowLayer
 
 from . import methods
 from .memory import Memory, MemoryCache
 from .method import Method
-from .observe import observe
+from .observe import observed_backend
 from .quantized import QuantizedMemory
-from .rope import Rope, refuse
+from .rope import Rope, left_alone, refuse
+from .schedule import RATIO, Schedule
 from .watch import decoder_of, watch
 from .whole import WHOLE
 
@@ -21,6 +24,10 @@ METHODS: dict[str, type[Method]] = {
 """The compression methods of `methods.py`, by name; `WHOLE` has the caches that are not compressed."""
 NAMES = ("full", *(name for name, method in METHODS.items() if method.by_name))
 """The methods that a recipe and the command line may name."""
+
+
+class UntunedWarning(UserWarning):
+    """A method that needs tuned weights on a model that was not tuned for it."""
 
 
 def build_cache(
@@ -56,18 +63,55 @@ def build_cache(
             )
         return WHOLE[method](config, window, quantized)
     chosen = make_method(config, method, window, sinks, ratio, kept, **options)
-    if chosen.observed and model is None:
-        raise ValueError(f"{chosen.name} looks at queries: give build_cache the model, not its configuration")
-    layers = [
-        Memory(chosen) if quantized is None else QuantizedMemory(chosen, quantized)
-        for _ in range(config.num_hidden_layers)
-    ]
-    cache = MemoryCache(chosen, layers, _shape(config, model))
+    if isinstance(method, str) and (words := untuned(config, chosen)):
+        warnings.warn(words, UntunedWarning, stacklevel=2)
+    return cache_of(chosen, config, model, quantized)
+
+
+def cache_of(
+    method: Method, config: PreTrainedConfig, model: nn.Module | None, quantized: str | None = None
+) -> MemoryCache:
+    """An empty cache of a method; layers whose own window is smaller keep transformers' cache."""
+    if method.observed and model is None:
+        raise ValueError(f"{method.name} looks at queries: give build_cache the model, not its configuration")
     if model is not None:
+        decoder = decoder_of(model)
+        method.rope.ask(decoder)
+        if method.observed:
+            observed_backend(decoder)
         watch(model)
-        if chosen.observed:
-            observe(model)
-    return cache
+
+    def layer(i: int) -> CacheLayerMixin:
+        sees = left_alone(config, i, method.schedule.window)
+        if sees is not None:
+            return DynamicSlidingWindowLayer(sliding_window=sees)
+        return Memory(method, i) if quantized is None else QuantizedMemory(method, quantized, i)
+
+    layers = [layer(i) for i in range(config.num_hidden_layers)]
+    return MemoryCache(method, layers, _shape(config, model))
+
+
+def untuned(config: PreTrainedConfig, method: Method) -> str | None:
+    """A warning, if a method needs weights that were tuned under it and these were not."""
+    schedule = method.schedule
+    was = getattr(config, "kvcache", None)
+    if not method.needs_tuning or (was and _tuned_for(was) == (method.name, schedule)):
+        return None
+    words = f"tuned for {_words(was)}" if was else "not tuned under compression"
+    return f"this checkpoint was {words}; past {schedule.window} tokens expect poor text from {method.name}"
+
+
+def _tuned_for(was: dict[str, object]) -> tuple[object, Schedule | None]:
+    name, window, sinks, ratio, kept = (was.get(key) for key in ("method", "window", "sinks", "ratio", "kept"))
+    try:
+        return name, METHODS[str(name)].schedule_for(window, sinks, RATIO if ratio is None else ratio, kept)  # type: ignore[arg-type]
+    except (KeyError, ValueError):
+        return name, None
+
+
+def _words(schedule: dict[str, object]) -> str:
+    keys = ("window", "sinks", "ratio" if schedule.get("kept") is None else "kept")
+    return ", ".join([str(schedule.get("method")), *(f"{key} {schedule.get(key)}" for key in keys)])
 
 
 def _shape(config: PreTrainedConfig, model: nn.Module | None) -> dict[str, object]:

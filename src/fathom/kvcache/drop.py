@@ -7,10 +7,9 @@ The kept entries are at their new positions already, so a compression is a slice
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from .method import Method, Reducer
+from .method import Held, Method
 
 
 class Drop(Method):
@@ -18,16 +17,6 @@ class Drop(Method):
 
     name = "drop"
 
-    def reducer(self, keys: Tensor, queries: Tensor | None) -> Reducer:
-        """x → the last L entries of x."""
-        return lambda x: x[:, :, -self.schedule.kept :]
-
-    def compress(
-        self, keys: Tensor, values: Tensor, first: Tensor, compressions: int, queries: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """As in the base class, without rotating entries that would be rotated back."""
-        last = self.reducer(keys, None)
-        return (
-            torch.cat([self.move(first, compressions + 1), last(keys)], dim=2),
-            torch.cat([values[:, :, : self.schedule.sinks], last(values)], dim=2),
-        )
+    def condense(self, held: Held) -> tuple[Tensor, Tensor]:
+        """The last L entries."""
+        return held.keys[:, :, -self.schedule.kept :], held.values[:, :, -self.schedule.kept :]

@@ -16,12 +16,12 @@ import math
 import torch
 from torch import Tensor
 
-from .method import Fixed, Reducer
+from .matrix import Fixed
 from .rope import Rope
 from .schedule import Schedule
 
 TRANSFORMS = ("auto", "matrix", "fft")
-FFT_FROM = 3000
+FFT_FROM = 512
 """`auto` takes the FFT if a compression reads at least this many entries."""
 
 
@@ -55,12 +55,12 @@ class FreqKV(Fixed):
         c = sign * sin_a * cos_a * cos_lb / (compressed * both * apart)
         return torch.where(a == b, kept / compressed, c)
 
-    def reducer(self, keys: Tensor, queries: Tensor | None) -> Reducer:
-        """x → C x."""
+    def reduce(self, x: Tensor) -> Tensor:
+        """C x."""
         if self.transform == "matrix":
-            return super().reducer(keys, queries)
-        kept, scale = self.schedule.kept, math.sqrt(self.schedule.kept / self.schedule.compressed)
-        return lambda x: inverse_dct(dct(x)[..., :kept, :]) * scale
+            return super().reduce(x)
+        kept = self.schedule.kept
+        return inverse_dct(dct(x, kept)) * math.sqrt(kept / self.schedule.compressed)
 
 
 def dct_matrix(n: int, rows: int | None = None) -> Tensor:
@@ -72,34 +72,39 @@ def dct_matrix(n: int, rows: int | None = None) -> Tensor:
     return d
 
 
-def dct(x: Tensor) -> Tensor:
-    """D x along the last but one dimension by one FFT of the same length: even entries up, odd ones down."""
+def dct(x: Tensor, rows: int | None = None) -> Tensor:
+    """D x along the last but one dimension, or its first rows: a real FFT of even entries up and odd ones down."""
     n = x.shape[-2]
-    folded = torch.cat([x[..., 0::2, :], x[..., 1::2, :].flip(-2)], dim=-2)
-    spectrum = torch.fft.fft(folded, dim=-2) * _twiddle(n, x)
-    return spectrum.real * _norm(n, x)
+    rows = n if rows is None else rows
+    x = x.mT
+    spectrum = torch.fft.rfft(torch.cat([x[..., 0::2], x[..., 1::2].flip(-1)], dim=-1))
+    half = min(rows, n // 2 + 1)
+    found = (spectrum[..., :half] * _twiddle(half, n, x)).real
+    if rows > half:  # coefficient t is, but for its factor, the conjugate of coefficient n − t
+        rest = spectrum[..., n - rows + 1 : (n + 1) // 2].flip(-1).conj() * _twiddle(rows, n, x)[half:]
+        found = torch.cat([found, rest.real], dim=-1)
+    return (found * _norm(rows, n, x)).mT
 
 
 def inverse_dct(y: Tensor) -> Tensor:
     """Dᵀ y along the last but one dimension."""
     n = y.shape[-2]
-    y = y / _norm(n, y)
-    # For real x the missing imaginary part of coefficient t is minus coefficient n − t.
-    mirrored = torch.cat([torch.zeros_like(y[..., :1, :]), y[..., 1:, :].flip(-2)], dim=-2)
-    folded = torch.fft.ifft(torch.complex(y, -mirrored) * _twiddle(n, y).conj(), dim=-2).real
+    y = y.mT / _norm(n, n, y)
+    half = n // 2 + 1
+    mirrored = torch.cat([torch.zeros_like(y[..., :1]), y.flip(-1)[..., : half - 1]], dim=-1)
+    folded = torch.fft.irfft(torch.complex(y[..., :half], -mirrored) * _twiddle(half, n, y).conj(), n=n)
     x = torch.empty_like(folded)
-    half = (n + 1) // 2
-    x[..., 0::2, :] = folded[..., :half, :]
-    x[..., 1::2, :] = folded[..., half:, :].flip(-2)
-    return x
+    x[..., 0::2] = folded[..., : (n + 1) // 2]
+    x[..., 1::2] = folded[..., (n + 1) // 2 :].flip(-1)
+    return x.mT
 
 
-def _twiddle(n: int, like: Tensor) -> Tensor:
-    angle = -torch.pi / (2 * n) * torch.arange(n, dtype=torch.float64, device=like.device)
-    return torch.polar(torch.ones_like(angle), angle).to(like.dtype.to_complex()).unsqueeze(-1)
+def _twiddle(rows: int, n: int, like: Tensor) -> Tensor:
+    angle = -torch.pi / (2 * n) * torch.arange(rows, dtype=like.dtype, device=like.device)
+    return torch.polar(torch.ones_like(angle), angle)
 
 
-def _norm(n: int, like: Tensor) -> Tensor:
-    norm = torch.full((n, 1), math.sqrt(2 / n), dtype=like.dtype, device=like.device)
+def _norm(rows: int, n: int, like: Tensor) -> Tensor:
+    norm = torch.full((rows,), math.sqrt(2 / n), dtype=like.dtype, device=like.device)
     norm[0] = math.sqrt(1 / n)
     return norm

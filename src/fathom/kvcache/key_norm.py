@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .method import Selection
+from .method import Held, Selection
 
 
 class KeyNorm(Selection):
@@ -15,7 +15,6 @@ class KeyNorm(Selection):
 
     name = "key_norm"
 
-    def scores(self, keys: Tensor, queries: Tensor | None) -> Tensor:
+    def scores(self, held: Held) -> Tensor:
         """`[B, H_kv, N]`."""
-        # To three digits: keys of equal words differ in norm by rounding only, which must not decide. Ties keep order.
-        return -keys.norm(dim=-1).bfloat16()
+        return -held.keys.norm(dim=-1)

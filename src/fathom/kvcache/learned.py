@@ -26,6 +26,6 @@ class Learned(Linear, nn.Module):
         super().__init__(schedule, rope)
         self.weight = nn.Parameter(Average.build(schedule.kept, schedule.compressed).float())
 
-    def matrix(self, like: Tensor) -> Tensor:
-        """C, `[L, M]`."""
-        return self.weight.to(like)
+    def reduce(self, x: Tensor) -> Tensor:
+        """C x."""
+        return self.weight.to(x) @ x

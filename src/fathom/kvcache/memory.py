@@ -8,14 +8,15 @@ distance ever reaches N.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from .accounting import cache_bytes
-from .method import Method
+from .method import Held, Method
+from .rope import Still
 from .schedule import Schedule
 
 
@@ -51,10 +52,15 @@ class Memory(CacheLayerMixin, Scheduled):
     keys: Tensor
     values: Tensor
 
-    def __init__(self, method: Method) -> None:
+    def __init__(self, method: Method, layer: int = 0) -> None:
         super().__init__()
-        self.method = method
+        self.method, self.layer = method, layer
         self._forget()
+
+    @property
+    def rotation(self) -> Still:
+        """How this layer rotates keys."""
+        return self.method.rope.plan[self.layer]
 
     def _forget(self) -> None:
         self.seen = 0
@@ -104,18 +110,20 @@ class Memory(CacheLayerMixin, Scheduled):
         return keys, values
 
     def observe(self, queries: Tensor) -> None:
-        """Keep the last queries, for methods that need them."""
-        known = queries if self.queries is None else torch.cat([self.queries, queries], dim=2)
-        self.queries = known[:, :, -self.method.observed :].clone()
+        """Note `[B, H, q, D]` queries of the last tokens, for methods that need them."""
+        start = self.entries - queries.shape[2]
+        self.queries = self.method.note(self.queries, queries.detach(), start, self.rotation).clone()
 
     def _is_due(self, length: int) -> bool:
-        return length > 0 and self.entries == self.schedule.window
+        return length > 0 and self.schedule.is_due(self.seen)
 
     def _compress(self) -> None:
         keys, values = self._read()
         if self.first is None:
             self.first = keys[:, :, : self.schedule.sinks].clone()  # a view would keep the whole window alive
-        self._replace(*self.method.compress(keys, values, self.first, self.compressions, self.queries))
+        held = Held(keys, values, self.queries, self.rotation)
+        self._replace(*self.method.compress(held, self.first, self.compressions))
+        self.queries = None
 
     def _append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         self.keys, self.values = torch.cat([self.keys, keys], dim=2), torch.cat([self.values, values], dim=2)
@@ -167,6 +175,10 @@ class Memory(CacheLayerMixin, Scheduled):
             "call generate without assistant_model and prompt_lookup_num_tokens, or use method 'full'"
         )
 
+    def branch(self) -> Memory:
+        """A memory that goes on from here by itself; what both hold is shared, since no tensor is changed in place."""
+        return copy.copy(self)
+
     def __deepcopy__(self, memo: dict[int, object]) -> Memory:
         memo[id(self.method)] = self.method  # one matrix for all layers, copies included
         memo[id(self)] = new = copy.copy(self)
@@ -194,8 +206,8 @@ class MemoryCache(Cache, Scheduled):
         shape: What of the model decides the cache's tensors, by name, for files (`saved.py`).
     """
 
-    def __init__(self, method: Method, layers: list[Memory], shape: Mapping[str, object]) -> None:
-        super().__init__(layers=layers)
+    def __init__(self, method: Method, layers: Sequence[CacheLayerMixin], shape: Mapping[str, object]) -> None:
+        super().__init__(layers=list(layers))
         self.method, self.shape = method, shape
         self.watched = False
         self.offset = 0
@@ -228,6 +240,15 @@ class MemoryCache(Cache, Scheduled):
                 f"position_ids do not continue the {self.seen} tokens in the cache: pass none, or the true positions; "
                 "before generate, prefill the prompt without its last token"
             )
+
+    def branch(self) -> MemoryCache:
+        """A cache that goes on from here by itself: one context, read once, for any number of questions.
+
+        Nothing is copied: both hold the same tensors, until their own tokens come.
+        """
+        new = copy.copy(self)
+        new.layers = [layer.branch() if isinstance(layer, Memory) else copy.copy(layer) for layer in self.layers]
+        return new
 
     def memory_bytes(self) -> int:
         """Bytes that all layers hold now."""

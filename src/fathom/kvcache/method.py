@@ -1,15 +1,16 @@
 """Compression methods: a rule that turns M entries into L, the same for keys and for values.
 
-    [k₁ … k_N], [v₁ … v_N]  →  the S sinks as they are, reduce(the other M)  →  S + L entries
+    [k₁ … k_N], [v₁ … v_N]  →  the S sinks as they are, condense(the other M)  →  S + L entries
 
-Keys are rotated back to position 0 before they are reduced and to their new positions after it, in float32 at least,
-and are cast once.
+Keys are rotated back to position 0 before they are mixed and to their new positions after it, in float32 at least,
+and are cast once. Entries that are only selected are rotated once, by the distance that they move.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -17,11 +18,41 @@ from torch import Tensor
 
 from fathom.models.numerics import widen
 
-from .rope import Rope
+from .rope import Rope, Still
 from .schedule import Schedule
 
 Reducer = Callable[[Tensor], Tensor]
 """`[B, H_kv, M, D]` to `[B, H_kv, L, D]`."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """A layer's full memory, which a method compresses."""
+
+    keys: Tensor
+    """`[B, H_kv, N, D]`, rotated as attention sees them."""
+    values: Tensor
+    """`[B, H_kv, N, D]`"""
+    queries: Tensor | None = None
+    """What `Method.note` made of the queries since the last compression: the last `observed` ones, `[B, H, w, D]`,
+    rotated and scaled; None for a method that needs none."""
+    rotation: Still | None = None
+    """How this layer rotates keys; None as the model's first layer does."""
+
+    def wide(self) -> Held:
+        """In float32 at least."""
+        return Held(widen(self.keys), widen(self.values), self.queries, self.rotation)
+
+    def attention(self) -> Tensor:
+        """What the observed queries attend to, `[B, H_kv, G, w, N]`: G query heads share a key head."""
+        if self.queries is None:
+            raise RuntimeError("no queries were seen: build the cache from the model that is run")
+        heads, n = self.keys.shape[1:3]
+        observed = self.queries.shape[2]
+        grouped = self.queries.to(self.keys.dtype).unflatten(1, (heads, -1))
+        looks = grouped @ self.keys.detach().unsqueeze(2).mT
+        future = torch.ones(observed, n, dtype=torch.bool, device=self.keys.device).triu(n - observed + 1)
+        return looks.masked_fill(future, -torch.inf).softmax(-1)
 
 
 class Method(ABC):
@@ -32,8 +63,10 @@ class Method(ABC):
     """Whether it can be selected by name; a method with trained weights is passed as an object."""
     has_ratio: ClassVar[bool] = True
     """Whether `ratio`, the share that a compression leaves, applies to it."""
+    needs_tuning: ClassVar[bool] = False
+    """Whether the model's weights must be trained under it."""
     observed: int = 0
-    """How many of the last queries `reducer` needs."""
+    """How many of the last queries `condense` needs; more than 0 for a method that notes queries at all."""
 
     def __init__(self, schedule: Schedule, rope: Rope) -> None:
         super().__init__()  # a method may be a module too
@@ -44,100 +77,90 @@ class Method(ABC):
         """The method's schedule for the user's settings."""
         return Schedule.at(window, sinks, ratio, kept)
 
-    @abstractmethod
-    def reducer(self, keys: Tensor, queries: Tensor | None) -> Reducer:
-        """The function that a compression applies to the M entries of keys and of values.
+    def rotation(self, held: Held) -> Still:
+        """How the layer rotates its keys."""
+        return self.rope.plan[0] if held.rotation is None else held.rotation
+
+    def note(self, known: Tensor | None, queries: Tensor, start: int, rotation: Still) -> Tensor:
+        """What to keep of queries for the next compression: here, the last `observed` ones.
 
         Args:
-            keys: All N, `[B, H_kv, N, D]`, rotated as attention sees them.
-            queries: The last `observed` ones, `[B, H, w, D]`, rotated and scaled; None for a method that needs none.
+            known: What was kept since the last compression; None at first.
+            queries: New ones, `[B, H, q, D]`, rotated and scaled.
+            start: The entry that belongs to the first of them.
+            rotation: How the layer rotates.
         """
+        known = queries if known is None else torch.cat([known, queries], dim=2)
+        return known[:, :, -self.observed :]
 
-    def compress(
-        self, keys: Tensor, values: Tensor, first: Tensor, compressions: int, queries: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """One compression: `[B, H_kv, N, D]` keys and values, as stored, to `[B, H_kv, S + L, D]`.
+    @abstractmethod
+    def condense(self, held: Held) -> tuple[Tensor, Tensor]:
+        """The L entries that replace the M which are no sinks, `[B, H_kv, L, D]`: keys rotated to S + F, S + F + 1, …,
+        and values."""
+
+    def compress(self, held: Held, first: Tensor, compressions: int) -> tuple[Tensor, Tensor]:
+        """One compression: keys and values of S + L entries, `[B, H_kv, S + L, D]`.
 
         Args:
-            keys: Rotated.
-            values: As stored.
+            held: The full memory.
             first: The sinks' keys before any compression. They are moved from there by all compressions at once, so
                 that rounding errors do not add up.
             compressions: Compressions made before this one.
-            queries: As `reducer` takes them.
         """
-        sinks, freed = self.schedule.sinks, self.schedule.freed
+        keys, values = held.keys, held.values
         with torch.autocast(keys.device.type, enabled=False):  # it would cast the matrix to half precision
-            reduce = self.reducer(widen(keys), queries)
-            bare = self.rope.turn(widen(keys), 0, -1)[:, :, sinks:]
-            rest = self.rope.turn(reduce(bare), sinks + freed).to(keys.dtype)
-            rest_values = reduce(widen(values[:, :, sinks:])).to(values.dtype)
-        moved = self.move(first, compressions + 1)
-        return torch.cat([moved, rest], dim=2), torch.cat([values[:, :, :sinks], rest_values], dim=2)
-
-    def move(self, first: Tensor, compressions: int) -> Tensor:
-        """The sinks' keys, rotated to their positions after that many compressions."""
-        with torch.autocast(first.device.type, enabled=False):
-            return self.rope.turn(widen(first), self.schedule.freed * compressions, 0).to(first.dtype)
+            rest, rest_values = self.condense(held.wide())
+            moved = self.rotation(held).turn(widen(first), self.schedule.freed * (compressions + 1), 0)
+        sinks = values[:, :, : self.schedule.sinks]
+        return torch.cat([moved.to(keys.dtype), rest.to(keys.dtype)], dim=2), torch.cat(
+            [sinks, rest_values.to(values.dtype)], dim=2
+        )
 
 
 class Linear(Method):
     """rest = C · rest, one matrix for every head and channel."""
 
+    needs_tuning = True
+
     @abstractmethod
-    def matrix(self, like: Tensor) -> Tensor:
-        """C, `[L, M]`, in the type and place of `like`."""
+    def reduce(self, x: Tensor) -> Tensor:
+        """C x, `[B, H_kv, M, D]` to `[B, H_kv, L, D]`."""
 
-    def reducer(self, keys: Tensor, queries: Tensor | None) -> Reducer:
-        """x → C x."""
-        c = self.matrix(keys)
-        return lambda x: torch.einsum("lm,bhmd->bhld", c, x)
-
-
-# Shared by all methods, since a server makes a cache for every request.
-_MATRICES: dict[tuple[Callable[..., Tensor], int, int, torch.dtype, torch.device], Tensor] = {}
-BLOCK = 1 << 18
-"""Entries of a matrix that are computed at a time."""
+    def condense(self, held: Held) -> tuple[Tensor, Tensor]:
+        """Keys at position 0 and values, mixed alike."""
+        sinks, rotation = self.schedule.sinks, self.rotation(held)
+        bare = rotation.turn(held.keys, 0, -1)[:, :, sinks:]
+        keys = rotation.turn(self.reduce(bare), sinks + self.schedule.freed)
+        return keys, self.reduce(held.values[:, :, sinks:])
 
 
-class Fixed(Linear):
-    """A matrix that depends on the schedule only; computed once for each dtype and device."""
-
-    @staticmethod
-    @abstractmethod
-    def rows(i: Tensor, kept: int, compressed: int) -> Tensor:
-        """The rows `i` of C, `[rows, M]`, in float64."""
-
-    @classmethod
-    def build(cls, kept: int, compressed: int, dtype: torch.dtype = torch.float64) -> Tensor:
-        """C, `[L, M]`. A few rows at a time are computed in float64, so that little more memory than C is needed."""
-        c = torch.empty(kept, compressed, dtype=dtype)
-        for i in torch.arange(kept).split(max(1, BLOCK // compressed)):
-            c[i[0] : i[-1] + 1] = cls.rows(i, kept, compressed)
-        return c
-
-    def matrix(self, like: Tensor) -> Tensor:
-        """C, `[L, M]`."""
-        kept, compressed = self.schedule.kept, self.schedule.compressed
-        key = (self.build, kept, compressed, like.dtype, like.device)
-        if key not in _MATRICES:
-            if len(_MATRICES) > 16:
-                _MATRICES.clear()
-            with torch.inference_mode(False):  # training may use it later
-                _MATRICES[key] = self.build(kept, compressed, like.dtype).to(like.device)
-        return _MATRICES[key]
+NEAR = 2e-6
+"""Scores that differ from the least chosen one by a smaller share are equal to it: RoPE's own tables are in float32."""
 
 
 class Selection(Method):
-    """The L entries with the highest scores, head by head, in their order."""
+    """The L entries with the highest scores, head by head, in their order; the earliest of equals."""
 
     @abstractmethod
-    def scores(self, keys: Tensor, queries: Tensor | None) -> Tensor:
+    def scores(self, held: Held) -> Tensor:
         """Scores `[B, H_kv, N]`; those of the sinks are ignored."""
 
-    def reducer(self, keys: Tensor, queries: Tensor | None) -> Reducer:
-        """x → the chosen entries of x."""
-        scores = self.scores(keys.detach(), queries)[..., self.schedule.sinks :]
-        best = scores.argsort(dim=-1, descending=True, stable=True)[..., : self.schedule.kept]  # the earliest of equals
-        chosen = best.sort(-1).values.unsqueeze(-1)  # [B, H_kv, L, 1]
-        return lambda x: x.take_along_dim(chosen, dim=2)
+    def condense(self, held: Held) -> tuple[Tensor, Tensor]:
+        """The chosen entries, moved to their new places."""
+        sinks, freed = self.schedule.sinks, self.schedule.freed
+        with torch.no_grad():
+            chosen = self.choose(self.scores(held)[..., sinks:])  # [B, H_kv, L]
+        keys, values = (x[:, :, sinks:].take_along_dim(chosen.unsqueeze(-1), dim=2) for x in (held.keys, held.values))
+        moves = torch.arange(self.schedule.kept, device=chosen.device) + freed - chosen
+        return self.rotation(held).turn_each(keys, moves, 0, freed), values
+
+    def choose(self, scores: Tensor) -> Tensor:
+        """The places of the L highest of M scores `[B, H_kv, M]`, in ascending order.
+
+        Keys of the same word at different places have equal norms but for rounding, which must not decide.
+        """
+        kept = self.schedule.kept
+        least = scores.topk(kept, dim=-1).values[..., -1:]
+        equal = (scores == least) | ((scores - least).abs() <= NEAR * least.abs())
+        rank = 2 * ((scores > least) & ~equal).to(torch.int8) + equal.to(torch.int8)
+        return rank.argsort(dim=-1, descending=True, stable=True)[..., :kept].sort(-1).values

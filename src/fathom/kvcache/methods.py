@@ -2,8 +2,12 @@
 
 from .average import Average as Average
 from .drop import Drop as Drop
+from .expected_attention import ExpectedAttention as ExpectedAttention
 from .freqkv import FreqKV as FreqKV
 from .key_norm import KeyNorm as KeyNorm
+from .keydiff import KeyDiff as KeyDiff
 from .learned import Learned as Learned
+from .orthogonal import Orthogonal as Orthogonal
 from .sinks import Sinks as Sinks
 from .snapkv import SnapKV as SnapKV
+from .tova import Tova as Tova

@@ -1,7 +1,7 @@
 """How a method sees queries: an attention backend that passes them to the memory and then attends as usual.
 
 A cache layer gets no queries. So the keys it returns carry a reference to it, and `sdpa_observed` (or `eager_observed`,
-…) follows that reference.
+…) follows that reference. The decoder uses it for the forward passes that carry such a cache (watch.py), and no others.
 """
 
 from __future__ import annotations
@@ -27,16 +27,15 @@ def backend(name: str, module: nn.Module) -> Attend:
     return ALL_ATTENTION_FUNCTIONS[name]
 
 
-def observe(model: PreTrainedModel) -> None:
-    """Let the model's attention pass its queries to memories that need them; results do not change."""
-    name = model.config._attn_implementation
-    if name.endswith(SUFFIX):
-        return
+def observed_backend(decoder: PreTrainedModel) -> str:
+    """The name of an attention backend that shows its queries to memories and attends as the decoder's own does."""
+    name: str = decoder.config._attn_implementation
     if name not in ALL_MASK_ATTENTION_FUNCTIONS:
         raise ValueError(f"no method can observe queries under attention {name!r}: use sdpa or eager")
-    AttentionInterface.register(name + SUFFIX, partial(_observed, name))
-    AttentionMaskInterface.register(name + SUFFIX, ALL_MASK_ATTENTION_FUNCTIONS[name])
-    model.set_attn_implementation(name + SUFFIX)
+    if name + SUFFIX not in ALL_ATTENTION_FUNCTIONS:
+        AttentionInterface.register(name + SUFFIX, partial(_observed, name))
+        AttentionMaskInterface.register(name + SUFFIX, ALL_MASK_ATTENTION_FUNCTIONS[name])
+    return name + SUFFIX
 
 
 def _observed(

@@ -6,6 +6,8 @@ gets the remaining entries. So each compression quantises them once more.
 
 from __future__ import annotations
 
+import copy
+
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
@@ -17,13 +19,19 @@ from .whole import backend_layer
 class QuantizedMemory(Memory):
     """As `Memory`, through a backend that must be installed (`fp8` needs none, but a newer transformers)."""
 
-    def __init__(self, method: Method, backend: str) -> None:
-        self.layer = backend_layer(backend)
-        super().__init__(method)
+    def __init__(self, method: Method, backend: str, layer: int = 0) -> None:
+        self.backend = backend_layer(backend)
+        super().__init__(method, layer)
 
     def _forget(self) -> None:
         super()._forget()
-        self.store: DynamicLayer = self.layer()
+        self.store: DynamicLayer = self.backend()
+
+    def branch(self) -> QuantizedMemory:
+        """A memory that goes on from here by itself."""
+        new = copy.copy(self)
+        new.store = copy.copy(self.store)
+        return new
 
     def _append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         stored: tuple[Tensor, Tensor] = self.store.update(keys, values)

@@ -1,56 +1,38 @@
 """Rotating stored keys to other positions, as the model does, and refusing models for which that is not exact.
 
 A compression moves entries: entry s is rotated back by s, compressed, and rotated forward again by s + F. Only
-differences of positions matter to attention, so the tables hold small angles whatever the length of the text. The
-tables and the rotation come from the model family's own code; a family is listed once the tests have run on it.
+differences of positions matter to attention, so the tables hold small angles whatever the length of the text. Angles
+and rotation are those of the family's own code. Which layers rotate, and by which angles, the model itself is asked:
+it reads a few tokens at two places, and the keys of each layer must be those of the other place, rotated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers.cache_utils import DynamicCache
 
 from fathom.models.registry import recurrence_class
 from fathom.models.roles import View
 from fathom.models.rotary import RotaryEmbedding
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+    from transformers import PreTrainedConfig, PreTrainedModel
 
-# model_type -> the modelling code whose rotation it uses
-FAMILIES = {
-    "fathom": "qwen3",
-    "apertus": "apertus",
-    "arcee": "arcee",
-    "cohere": "cohere",
-    "ernie4_5": "ernie4_5",
-    "gemma": "gemma",
-    "gemma2": "gemma2",
-    "glm": "glm",
-    "glm4": "glm4",
-    "gpt_neox": "gpt_neox",
-    "granite": "granite",
-    "helium": "helium",
-    "llama": "llama",
-    "ministral": "ministral",
-    "mistral": "mistral",
-    "mixtral": "mixtral",
-    "nemotron": "nemotron",
-    "olmo": "olmo",
-    "olmo2": "olmo2",
-    "phi": "phi",
-    "phi3": "phi3",
-    "qwen2": "qwen2",
-    "qwen3": "qwen3",
-    "qwen3_moe": "qwen3_moe",
-    "seed_oss": "seed_oss",
-    "stablelm": "stablelm",
-    "starcoder2": "starcoder2",
-}
+POSITION_LINEAR = ("default", "linear", "llama3", "yarn")
+ATTENDING = ("full_attention", "sliding_attention")
+PLACE, TOKENS = 37, 6
+"""How a model is asked: the same TOKENS tokens at position 0 and at position PLACE."""
+
+Apply = Callable[..., tuple[Tensor, Tensor]]
 
 
 class OurEmbedding(RotaryEmbedding):
@@ -62,48 +44,240 @@ class OurEmbedding(RotaryEmbedding):
         return cos, sin[..., sin.shape[-1] // 2 :].repeat(1, 1, 2)
 
 
-POSITION_LINEAR = ("default", "linear", "llama3", "yarn")
+class Still:
+    """A layer whose keys hold no position: there is nothing to rotate."""
+
+    def turn(self, x: Tensor, start: int, step: int = 1) -> Tensor:
+        """`x`."""
+        return x
+
+    def turn_each(self, x: Tensor, by: Tensor, least: int, most: int) -> Tensor:
+        """`x`."""
+        return x
+
+    def turn_mean(self, x: Tensor, start: int, count: int) -> Tensor:
+        """`x`."""
+        return x
 
 
-class Rope:
-    """One model's rotary embedding, without the attention factor of some scalings."""
+class Turn(Still):
+    """The rotation of one kind of layer, without the attention factor of some scalings.
 
-    def __init__(self, config: PreTrainedConfig) -> None:
-        family = FAMILIES[config.model_type]
-        code = import_module(f"transformers.models.{family}.modeling_{family}")
-        name = next(name for name in vars(code) if name.endswith("RotaryEmbedding"))
-        with torch.device("cpu"):
-            self._embed = OurEmbedding(config) if config.model_type == "fathom" else getattr(code, name)(config)
-        self._apply: Callable[..., tuple[Tensor, Tensor]] = code.apply_rotary_pos_emb
-        self.angles: bytes = self._embed.inv_freq.numpy().tobytes()
+    Args:
+        embed: The family's rotary embedding.
+        apply: The family's function that rotates queries and keys `[B, H, T, D]` by cosines and sines `[B, T, R]`.
+        kind: The type of layer, where each type has angles of its own.
+    """
+
+    def __init__(self, embed: nn.Module, apply: Apply, kind: str | None = None) -> None:
+        self.embed, self.apply, self.kind = embed, apply, kind
+        prefix = f"{kind}_" if kind is not None and hasattr(embed, f"{kind}_inv_freq") else ""
+        self.scale: float = getattr(embed, f"{prefix}attention_scaling", 1.0)
+        self.angles: bytes = getattr(embed, f"{prefix}inv_freq").float().numpy().tobytes()
         """The angle per position of each pair of channels; models with equal angles can share keys."""
+        self._by_type = bool(prefix)
         self._tables: dict[tuple[int, int, torch.dtype, torch.device], tuple[Tensor, Tensor]] = {}
+
+    def adopt(self, embed: nn.Module) -> None:
+        """Take the angles of a model's own module: a model that was cast to half precision has rounded ones."""
+        prefix = f"{self.kind}_" if self._by_type else ""
+        with torch.inference_mode(False):
+            setattr(self.embed, f"{prefix}inv_freq", getattr(embed, f"{prefix}inv_freq").detach().float().cpu().clone())
+        self._tables.clear()
 
     def turn(self, x: Tensor, start: int, step: int = 1) -> Tensor:
         """Rotate entry s of `[B, H, n, D]` by `start + s · step` positions."""
-        n = x.shape[2] if step else 1
+        return self._turned(x, *self._table(start, x.shape[2] if step else 1, step, x))
+
+    def turn_each(self, x: Tensor, by: Tensor, least: int, most: int) -> Tensor:
+        """Rotate entry i of `[B, H, n, D]` by `by[..., i]` positions, `[B, H, n]`, which lie from `least` to `most`."""
+        cos, sin = self._table(least, most - least + 1, 1, x)
+        places = (by - least).flatten(0, 1)  # [B · H, n]
+        return self._turned(x.flatten(0, 1).unsqueeze(1), cos[0][places], sin[0][places]).reshape(x.shape)
+
+    def turn_mean(self, x: Tensor, start: int, count: int) -> Tensor:
+        """The mean of `[B, H, n, D]` rotated by `start`, `start + 1`, … , `count` positions in all."""
+        cos, sin = self._table(start, count, 1, x)
+        return self._turned(x, cos.mean(1, keepdim=True), sin.mean(1, keepdim=True))
+
+    def _turned(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        turned, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
+        # The function rotates queries and keys alike; there are no queries here.
+        turned = self.apply(turned[:, :0], turned, cos, sin)[1]
+        return torch.cat([turned, rest], dim=-1) if rest.shape[-1] else turned
+
+    @torch.inference_mode(False)  # training may use them later
+    @torch.no_grad()
+    def _table(self, start: int, n: int, step: int, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of `start`, `start + step`, …, `[1, n, R]` each."""
         key = (start, n * step, x.dtype, x.device)
         if key not in self._tables:
             if len(self._tables) > 16:
                 self._tables.clear()  # the table of a text's total shift is used once by each layer
-            self._tables[key] = self._table(torch.arange(n) * step + start, x)
-        cos, sin = self._tables[key]
-        turned, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
-        # The function rotates queries and keys alike; there are no queries here.
-        turned = self._apply(turned[:0], turned, cos, sin)[1]
-        return torch.cat([turned, rest], dim=-1) if rest.shape[-1] else turned
+            self.embed.to(x.device)
+            positions = (torch.arange(n) * step + start).to(x.device).unsqueeze(0)
+            like = x[..., :0].detach().clone()  # its dtype and device; none of its numbers
+            cos, sin = self.embed(like, positions, self.kind) if self._by_type else self.embed(like, positions)
+            self._tables[key] = cos / self.scale, sin / self.scale
+        return self._tables[key]
+
+
+class Rope:
+    """How each layer of a model rotates its keys; made from a configuration, and corrected by the model (`ask`)."""
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        code = _code(config)
+        kinds = getattr(config, "layer_types", None) or []
+        layers = config.num_hidden_layers
+        self._asked = False
+        with torch.device("cpu"):
+            self.turns: dict[str | None, Turn] = dict(_turns(config, code))
+        self.plan: list[Still] = [self.turns.get(kinds[i] if kinds else None, self._first) for i in range(layers)]
+        """The rotation of each layer."""
+        if config.model_type == "fathom":
+            self.plan = [turn if config.rotates(i) else Still() for i, turn in enumerate(self.plan)]
+
+    @property
+    def _first(self) -> Turn:
+        return next(iter(self.turns.values()))
+
+    @property
+    def angles(self) -> bytes:
+        """The angles of all kinds of layer; models with equal ones can share keys."""
+        return b"".join(self.turns[kind].angles for kind in sorted(self.turns, key=str))
 
     def turns_as(self, other: Rope) -> bool:
         """Whether both rotate by the same angles."""
         return self.angles == other.angles
 
-    @torch.inference_mode(False)  # training may use them later
-    @torch.no_grad()
-    def _table(self, positions: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        self._embed.to(x.device)
-        cos, sin = self._embed(x, positions.to(x.device).unsqueeze(0))  # [1, n, R]
-        scale = self._embed.attention_scaling
-        return cos / scale, sin / scale
+    def ask(self, decoder: PreTrainedModel) -> None:
+        """Take the plan from the model itself, which is asked once.
+
+        Raises:
+            ValueError: A model whose keys are not those of another place, rotated.
+        """
+        if decoder.config.model_type == "fathom":  # its configuration says it
+            return
+        if not self._asked:
+            for module in decoder.modules():
+                for turn in self.turns.values():
+                    if type(module) is type(turn.embed):
+                        turn.adopt(module)
+            self.plan = [Still() if kind == STILL else self.turns[kind] for kind in _answers(decoder, self)]
+            self._asked = True
+
+
+STILL = "no rotation"
+_ASKED: WeakKeyDictionary[PreTrainedModel, list[str | None]] = WeakKeyDictionary()
+
+
+def _code(config: PreTrainedConfig) -> ModuleType:
+    """The modelling code of a configuration's family."""
+    if config.model_type == "fathom":
+        return import_module("transformers.models.qwen3.modeling_qwen3")
+    package, _, name = type(config).__module__.rpartition(".")
+    try:
+        code = import_module(f"{package}.{name.replace('configuration_', 'modeling_', 1)}")
+    except ImportError as error:
+        raise ValueError(f"{config.model_type}: its modelling code does not open ({error}); use 'full'") from None
+    if _embedding(code) is None or not hasattr(code, "apply_rotary_pos_emb"):
+        raise ValueError(
+            f"{config.model_type} has no rotary embedding, so its keys hold positions that cannot be moved; "
+            "use method 'full'"
+        )
+    return code
+
+
+def _embedding(code: ModuleType) -> type[nn.Module] | None:
+    names = (name for name in vars(code) if name.endswith("RotaryEmbedding") and "Vision" not in name)
+    return next((vars(code)[name] for name in names), None)
+
+
+def _turns(config: PreTrainedConfig, code: ModuleType) -> Iterator[tuple[str | None, Turn]]:
+    """By type of layer, or under None: the rotations of a configuration."""
+    by_type = [kind for kind, rope in config.rope_parameters.items() if isinstance(rope, dict)]
+    if config.model_type != "fathom":
+        embed = _embedding(code)
+        assert embed is not None
+        one = embed(config)
+        yield from ((kind, Turn(one, code.apply_rotary_pos_emb, kind)) for kind in by_type or [None])
+        return
+    for kind in by_type or [None]:
+        own = copy.copy(config)
+        own.rope_parameters = config.rope_parameters if kind is None else config.rope_parameters[kind]
+        yield kind, Turn(OurEmbedding(own), code.apply_rotary_pos_emb)
+
+
+def _answers(decoder: PreTrainedModel, rope: Rope) -> list[str | None]:
+    """For each layer the kind of rotation that explains its keys."""
+    if decoder not in _ASKED:
+        weight = next(decoder.parameters())
+        if weight.is_meta:
+            kinds = getattr(decoder.config, "layer_types", None) or [None] * decoder.config.num_hidden_layers
+            return [kind if kind in rope.turns else next(iter(rope.turns)) for kind in kinds]
+        _ASKED[decoder] = [*_explained(decoder, rope, 1e-3 if weight.dtype.itemsize > 2 else 0.1)]
+    return _ASKED[decoder]
+
+
+@torch.no_grad()
+def _explained(decoder: PreTrainedModel, rope: Rope, near: float) -> Iterator[str | None]:
+    kind_of_model = decoder.config.model_type
+    with _in_peace(decoder):
+        try:
+            (here, first), (there, second) = _read(decoder, 0), _read(decoder, PLACE)
+        except Exception as error:
+            words = str(error).partition("\n")[0]
+            raise ValueError(
+                f"{kind_of_model} does not read a few tokens into a cache ({words}); use 'full'"
+            ) from error
+    if len(first) != decoder.config.num_hidden_layers:
+        raise ValueError(f"{kind_of_model} keeps keys of {len(first)} layers: it shares them; use method 'full'")
+    if _apart(here, there) > 10 * near:
+        raise ValueError(f"{kind_of_model} reads a text otherwise at other positions; use method 'full'")
+    own = getattr(decoder.config, "layer_types", None) or [None] * len(first)
+    for layer, (a, b) in enumerate(zip(first, second, strict=True)):
+        found: dict[str | None, float] = {STILL: _apart(a, b)}
+        for kind, turn in rope.turns.items():
+            found[kind] = _apart(turn.turn(a, PLACE, 0), b)
+        best = min(found, key=lambda kind: (found[kind], kind != own[layer]))
+        if found[best] > near:
+            raise ValueError(f"{kind_of_model}: no rotation explains the keys of layer {layer}; use method 'full'")
+        yield own[layer] if found.get(own[layer]) == found[best] else best
+
+
+def _read(decoder: PreTrainedModel, start: int) -> tuple[Tensor, list[Tensor]]:
+    """The last hidden state and the keys of all layers, of a few tokens from a position on."""
+    device = next(decoder.parameters()).device
+    ids = (torch.arange(TOKENS, device=device) + 3).unsqueeze(0) % decoder.config.vocab_size
+    cache = DynamicCache()
+    places = torch.arange(start, start + TOKENS, device=device).unsqueeze(0)
+    hidden = decoder(input_ids=ids, position_ids=places, past_key_values=cache, use_cache=True).last_hidden_state
+    return hidden.float(), [layer.keys.float() for layer in cache.layers]
+
+
+def _apart(a: Tensor, b: Tensor) -> float:
+    return float((a - b).norm() / b.norm().clamp(min=1e-12)) if a.shape == b.shape else torch.inf
+
+
+@contextmanager
+def _in_peace(decoder: PreTrainedModel) -> Iterator[None]:
+    """Without dropout; modes are as before afterwards."""
+    training = [module for module in decoder.modules() if module.training]
+    try:
+        decoder.eval()
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def left_alone(config: PreTrainedConfig, layer: int, window: int) -> int | None:
+    """The tokens that a layer sees if that is less than `window`: such a layer keeps its own bounded cache."""
+    sliding = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    if not sliding or sliding >= window or getattr(config, "use_sliding_window", True) is False:
+        return None
+    return sliding if kinds is None or kinds[layer] == "sliding_attention" else None
 
 
 def refuse(config: PreTrainedConfig, window: int) -> None:
@@ -111,33 +285,32 @@ def refuse(config: PreTrainedConfig, window: int) -> None:
     kind = config.model_type
     if getattr(config, "kv_lora_rank", None):
         raise ValueError(f"{kind} keeps latent keys (MLA), which cannot be turned back; use method 'full'")
-    if kind not in FAMILIES:
-        raise ValueError(f"{kind} is not among the families this was tested on ({', '.join(FAMILIES)}); use 'full'")
-    scaling = config.rope_parameters.get("rope_type", "one per layer type")
-    if scaling not in POSITION_LINEAR:
-        raise ValueError(
-            f"RoPE scaling {scaling!r} changes its angles with the length of the text, so stored keys cannot be moved; "
-            f"set rope_type to one of {', '.join(POSITION_LINEAR)}, or use method 'full'"
-        )
-    for layer, layer_type in enumerate(getattr(config, "layer_types", None) or ()):
-        if layer_type not in ("full_attention", "sliding_attention"):
-            raise ValueError(f"layer {layer} is {layer_type}, and only attention layers keep keys; use method 'full'")
-    sliding = getattr(config, "sliding_window", None)
-    types = getattr(config, "layer_types", None) or ["sliding_attention"]
-    if sliding and sliding < window and "sliding_attention" in types:
-        raise ValueError(
-            f"this model's sliding layers see {sliding} tokens and the memory would hold {window}: "
-            f"set window to {sliding} or less, or use method 'full'"
-        )
     if kind == "fathom":
         _refuse_fathom(config)
+    rope = getattr(config, "rope_parameters", None)
+    if not rope:
+        raise ValueError(
+            f"{kind} has no rotary embedding, so its keys hold positions that cannot be moved; use method 'full'"
+        )
+    for one in [part for part in rope.values() if isinstance(part, dict)] or [rope]:
+        if one.get("rope_type", "default") not in POSITION_LINEAR:
+            raise ValueError(
+                f"RoPE scaling {one['rope_type']!r} changes its angles with the length of the text, so stored keys "
+                f"cannot be moved; set rope_type to one of {', '.join(POSITION_LINEAR)}, or use method 'full'"
+            )
+    for layer, layer_type in enumerate(getattr(config, "layer_types", None) or ()):
+        if layer_type not in ATTENDING:
+            raise ValueError(f"layer {layer} is {layer_type}, and only attention layers keep keys; use method 'full'")
+    if all(left_alone(config, layer, window) for layer in range(config.num_hidden_layers)):
+        raise ValueError(
+            f"all layers of this model see {config.sliding_window} tokens, so its own cache is bounded already: "
+            f"set window to {config.sliding_window} or less, or use method 'full'"
+        )
 
 
 def _refuse_fathom(config: PreTrainedConfig) -> None:
     if config.positions == "learned":
         raise ValueError("positions 'learned' are part of the keys, which cannot be moved; use method 'full'")
-    if config.no_rope_layers is not None and not all(config.no_rope_layers):
-        raise ValueError("no_rope_layers: layers that do not rotate keys are not supported; use method 'full'")
     if config.k_norm_position == "after_rope":
         raise ValueError("k_norm_position 'after_rope' scales turned keys, which cannot be turned back; use 'full'")
     recurrence = recurrence_class(config)

@@ -86,6 +86,8 @@ def _memories(cache: Cache) -> list[Memory]:
     if not isinstance(cache, MemoryCache):
         raise ValueError(f"a {type(cache).__name__} is not compressed: only a compressed cache has such a file")
     layers = [layer for layer in cache.layers if isinstance(layer, Memory)]
+    if len(layers) < len(cache.layers):
+        raise ValueError("layers with a window of their own keep transformers' cache, which has no such file")
     if any(isinstance(layer, QuantizedMemory) for layer in layers):
         raise ValueError("a cache that is stored quantised cannot be saved exactly: build it without quantized=")
     return layers

@@ -11,6 +11,7 @@ and F.
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
 from numbers import Integral, Real
 
@@ -94,6 +95,10 @@ class Schedule:
             seen, length = seen + chunks[-1], length - chunks[-1]
         return chunks
 
+    def is_due(self, seen: int) -> bool:
+        """Whether the next token compresses the memory."""
+        return self.compressions(seen + 1) > self.compressions(seen)
+
     def fit(self, seen: int, length: int) -> None:
         """Refuse a chunk that crosses a compression: one forward pass can attend to one state of the memory only."""
         room = self.room(seen)
@@ -103,6 +108,28 @@ class Schedule:
                 f"call prefill(model, input_ids, cache), or from an empty cache use chunks that divide {self.chunk} "
                 f"(generate takes prefill_chunk_size={self.chunk})"
             )
+
+
+@dataclass(frozen=True)
+class Once(Schedule):
+    """One compression after the first N tokens, a prompt; then the memory grows with every token."""
+
+    @property
+    def chunk(self) -> int:
+        """Any length fits after the prompt."""
+        return self.window
+
+    def entries(self, seen: int) -> int:
+        """Stored entries after `seen` tokens."""
+        return seen if seen <= self.window else seen - self.freed
+
+    def compressions(self, seen: int) -> int:
+        """Compressions made after `seen` tokens."""
+        return int(seen > self.window)
+
+    def room(self, seen: int) -> int:
+        """Most tokens of the next forward pass."""
+        return self.window - seen if seen < self.window else sys.maxsize
 
 
 def whole_numbers(**counts: object) -> None:

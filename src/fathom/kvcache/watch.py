@@ -1,57 +1,160 @@
-"""Checks that a cache layer cannot make: padding, packed rows, and positions that jump.
+"""What a cache layer cannot do: cut long inputs, show queries, and refuse padding, packed rows and positions that jump.
 
-A layer gets keys and values only. So a hook on the decoder checks the arguments of every call, and refuses those that
-would put something other than the text into the memory.
+A layer gets keys and values only. So a hook on the decoder looks at the arguments of every forward pass with a
+compressed cache. It refuses those that would put something other than the text into the memory, reads all but the last
+piece of an input that crosses a compression, and joins the hidden states of the pieces afterwards.
 """
 
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor, nn
+from transformers.utils import ModelOutput
 
 from .memory import MemoryCache
+from .observe import observed_backend
 from .rope import Rope, refuse
 
-_ROPES: WeakKeyDictionary[nn.Module, Rope] = WeakKeyDictionary()
+_ROPES: WeakKeyDictionary[PreTrainedModel, Rope] = WeakKeyDictionary()
 """Rotary embeddings of decoders that were run with a compressed cache."""
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+SLICED = {"input_ids": 1, "inputs_embeds": 1, "position_ids": -1}
+"""Arguments with one value for each token, and the dimension of the tokens."""
 
 
-def decoder_of(model: nn.Module) -> nn.Module:
+@dataclass
+class Pass:
+    """A forward pass that is under way."""
+
+    earlier: list[ModelOutput] = field(default_factory=list)
+    """What the pieces before the last gave."""
+    attention: str | None = None
+    """The decoder's attention backend, to be restored."""
+
+
+_UNDER_WAY: WeakKeyDictionary[PreTrainedModel, list[Pass]] = WeakKeyDictionary()
+
+
+def decoder_of(model: nn.Module) -> PreTrainedModel:
     """The module that makes masks and positions, also behind a PEFT wrapper."""
     find = getattr(model, "get_decoder", None)
-    return model if find is None else find()
+    return cast("PreTrainedModel", model if find is None else find())
 
 
 def watch(model: nn.Module) -> None:
-    """Check every call of `model` that carries a compressed cache; once per model."""
+    """Look after every forward pass of `model` that carries a compressed cache; once per model."""
     decoder = decoder_of(model)
-    if _check not in decoder._forward_pre_hooks.values():
-        decoder.register_forward_pre_hook(_check, with_kwargs=True)
+    if _before not in decoder._forward_pre_hooks.values():
+        decoder.register_forward_pre_hook(_before, with_kwargs=True)
+        decoder.register_forward_hook(_after, always_call=True)
 
 
-def _check(decoder: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> None:
-    if len(args) > 1:
-        kwargs = {**inspect.signature(decoder.forward).bind_partial(*args).arguments, **kwargs}
-    cache = kwargs.get("past_key_values")
+def named(decoder: PreTrainedModel, args: tuple[object, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a forward pass by name."""
+    return {**inspect.signature(decoder.forward).bind_partial(*args).arguments, **kwargs} if args else kwargs
+
+
+def _before(
+    decoder: PreTrainedModel, args: tuple[object, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[object, ...], dict[str, Any]] | None:
+    given = named(decoder, args, kwargs)
+    cache = given.get("past_key_values")
     training = getattr(decoder.config, "_attn_implementation", None) == "fathom_kvcache"
     if training and isinstance(cache, MemoryCache):
         raise ValueError("this model compresses in its attention function: stop() that before you use a cache")
     if not training and not isinstance(cache, MemoryCache):
-        return
-    whole_rows(kwargs.get("attention_mask"))
-    positions = kwargs.get("position_ids")
+        return None
+    whole_rows(given.get("attention_mask"))
+    positions = given.get("position_ids")
     if positions is not None:
         unbroken(positions)
-    if isinstance(cache, MemoryCache):
-        turns_keys_as(decoder, cache)
+    if not isinstance(cache, MemoryCache):
+        return None
+    turns_keys_as(decoder, cache)
+    if not cache.watched:
+        cache.method.rope.ask(decoder)
         cache.watched = True
-        cache.continues(positions)
+    cache.continues(positions)
+    now = Pass()
+    given = _read_all_but_the_last(decoder, cache, given, now)
+    if cache.method.observed:
+        now.attention = decoder.config._attn_implementation
+        decoder.config._attn_implementation = observed_backend(decoder)
+    _UNDER_WAY.setdefault(decoder, []).append(now)
+    return (), given
 
 
-def turns_keys_as(decoder: nn.Module, cache: MemoryCache) -> None:
+def _after(decoder: PreTrainedModel, args: tuple[object, ...], output: Any) -> Any:
+    """Restore the attention, and give the hidden states of all pieces; also called after an error."""
+    under_way = _UNDER_WAY.get(decoder)
+    if not under_way:
+        return None
+    now = under_way.pop()
+    if now.attention is not None:
+        decoder.config._attn_implementation = now.attention
+    return joined([*now.earlier, output]) if now.earlier and output is not None else None
+
+
+def _read_all_but_the_last(
+    decoder: PreTrainedModel, cache: MemoryCache, given: dict[str, Any], now: Pass
+) -> dict[str, Any]:
+    """Arguments for the last piece of the input, after the others were read."""
+    tokens = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
+    if tokens is None or torch.compiler.is_compiling():
+        return given
+    cuts = cache.schedule.cuts(cache.seen, tokens.shape[1])
+    if len(cuts) < 2:
+        return given
+    start = 0
+    for length in cuts:
+        piece = {**given, "attention_mask": None}
+        for name, dim in SLICED.items():
+            if isinstance(given.get(name), Tensor):
+                piece[name] = given[name].narrow(dim, start, length)
+        start += length
+        if start == tokens.shape[1]:
+            return piece
+        now.earlier.append(decoder(**{**piece, "return_dict": True, "use_cache": True}))
+    raise AssertionError("an input has a last piece")
+
+
+def joined(outputs: list[ModelOutput]) -> ModelOutput:
+    """The output of a decoder for a whole input, from those for its pieces."""
+    last = outputs[-1]
+    if not isinstance(last, ModelOutput):
+        raise ValueError("an input that crosses a compression needs return_dict=True")
+    if getattr(last, "attentions", None):
+        raise ValueError(
+            "attention weights of an input that crosses a compression have no common shape: read it in "
+            "pieces (fathom.kvcache.chunks)"
+        )
+    for name, value in last.items():
+        parts = [getattr(output, name) for output in outputs]
+        if isinstance(value, Tensor) and name == "last_hidden_state":
+            last[name] = torch.cat(parts, dim=1)
+        elif name == "hidden_states" and value is not None:
+            last[name] = tuple(torch.cat(layer, dim=1) for layer in zip(*parts, strict=True))
+        elif name == "recurrence_state" and value:
+            last[name] = {key: _along_tokens([part[key] for part in parts], outputs) for key in value}
+    return last
+
+
+def _along_tokens(parts: list[Any], outputs: list[ModelOutput]) -> Any:
+    """Values of a recurrence's state: those of every token joined, others as the last piece has them."""
+    lengths = [output.last_hidden_state.shape[1] for output in outputs]
+    if all(isinstance(x, Tensor) and x.ndim > 1 and x.shape[1] == n for x, n in zip(parts, lengths, strict=True)):
+        return torch.cat(parts, dim=1)
+    return parts[-1]
+
+
+def turns_keys_as(decoder: PreTrainedModel, cache: MemoryCache) -> None:
     """Refuse a cache that was built for a model with other rotary angles: it would rotate keys wrongly."""
     if decoder not in _ROPES:
         refuse(decoder.config, cache.schedule.window)

@@ -21,6 +21,7 @@ from transformers.cache_utils import DynamicCache
 from fathom.kvcache.freqkv import dct_matrix
 from fathom.kvcache.rope import Rope, refuse
 from fathom.kvcache.schedule import Schedule
+from fathom.kvcache.watch import decoder_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -62,10 +63,12 @@ def spectrum(model: PreTrainedModel, ids: Tensor, schedule: Schedule) -> Spectru
     """
     refuse(model.config, schedule.window)
     rope, cache = Rope(model.config), DynamicCache()
+    rope.ask(decoder_of(model))
     mixes = getattr(model.config, "mixer", "none") != "none"
     with _projected(model) as projected:
         model(input_ids=ids[:, : schedule.window].to(model.device), past_key_values=cache, use_cache=True)
-    keys = shares([rope.turn(layer.keys.double(), 0, -1) for layer in cache.layers], schedule)
+    bare = (rope.plan[i % len(rope.plan)].turn(layer.keys.double(), 0, -1) for i, layer in enumerate(cache.layers))
+    keys = shares(bare, schedule)
     values = shares([layer.values for layer in cache.layers], schedule)
     unmixed = shares(projected, schedule) if mixes else None
     return Spectrum(keys, values, unmixed, (schedule.kept - 1) / (schedule.compressed - 1))

@@ -1,0 +1,86 @@
+"""Compressing prompts while a model is used as always: nothing else of the caller's code changes.
+
+    with compressed(model, "tova", ratio=0.5):
+        model.generate(ids)
+
+Here `ratio` is a share of the *prompt*: after a prompt of T tokens, `ratio · T` entries are left of it. The caches of
+`build_cache` have a fixed window instead, of which `ratio` is a share, and are compressed whenever it is full.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache
+
+from .build import METHODS, UntunedWarning, cache_of, config_of, untuned
+from .memory import MemoryCache
+from .rope import Rope, refuse
+from .schedule import Once, Schedule
+from .watch import decoder_of, named, watch
+
+
+@contextmanager
+def compressed(
+    model: PreTrainedModel,
+    method: str = "snapkv",
+    ratio: float = 0.5,
+    sinks: int = 4,
+    while_decoding: bool = False,
+    **options: object,
+) -> Iterator[None]:
+    """Compress every prompt that `model` reads into a new cache within the `with` block.
+
+    The prompt is read whole, and compressed when the next token comes. `past_key_values` of the model's output, or
+    `model.generate(…, return_dict_in_generate=True)`, is then the compressed cache; `.branch()` of it answers one of
+    several questions about one context.
+
+    Args:
+        model: Any decoder of the supported families.
+        method: A name of `METHODS`.
+        ratio: The share of the prompt's entries that is left, sinks included.
+        sinks: First entries that are never compressed.
+        while_decoding: Compress again whenever there are as many entries as the prompt had; otherwise the prompt is
+            compressed once, and the answer's entries come on top.
+        options: Options of the method.
+    """
+    if method not in METHODS:
+        raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
+    config, decoder = config_of(model), decoder_of(model)
+    kind = Schedule if while_decoding else Once
+    Schedule.at(1 << 20, sinks, ratio)  # impossible values are refused here, not at the first prompt
+
+    def new(length: int) -> MemoryCache | None:
+        if length < sinks + 2 or not 0 < round(ratio * length) - sinks < length - sinks:
+            return None  # too short to compress
+        refuse(config, length)
+        schedule = kind.at(length, sinks, ratio)
+        chosen = METHODS[method](schedule, Rope(config), **options)
+        if words := untuned(config, chosen):
+            warnings.warn(words, UntunedWarning, stacklevel=2)
+        return cache_of(chosen, config, model)
+
+    def replace(
+        module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[object, ...], dict[str, Any]] | None:
+        given = named(module, args, kwargs)
+        cache = given.get("past_key_values")
+        fresh = isinstance(cache, DynamicCache) and type(cache) is DynamicCache and cache.get_seq_length() == 0
+        wanted = cache is None and given.get("use_cache", config.use_cache) is not False
+        if not fresh and not (wanted and not module.training):
+            return None
+        tokens = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
+        memory = None if tokens is None else new(tokens.shape[1])
+        return None if memory is None else ((), {**given, "past_key_values": memory, "use_cache": True})
+
+    watch(model)
+    hook = decoder.register_forward_pre_hook(replace, prepend=True, with_kwargs=True)
+    try:
+        yield
+    finally:
+        hook.remove()

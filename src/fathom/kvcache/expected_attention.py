@@ -1,0 +1,60 @@
+"""Expected attention (arXiv 2510.00636): keep what the queries to come will attend to, if they resemble those so far.
+
+    score = softmax(k · R̄μ + ½ kᵀ R̄ΣR̄ᵀ k) · ‖v‖     mean over the queries that share a key head
+
+μ and Σ are mean and covariance of the scaled queries without their rotation, since the last compression and without
+those of the sinks; R̄ is the mean rotation of the next `future` positions. Kept of the queries are their sum and the
+sum of their products, (D + 1)² numbers a head, whatever their number.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fathom.models.numerics import widen
+
+from .method import Held, Selection
+from .rope import Rope, Still
+from .schedule import Schedule
+
+
+class ExpectedAttention(Selection):
+    """The entries with the highest expected attention in the next `future` positions."""
+
+    name = "expected_attention"
+    observed = 1
+
+    def __init__(self, schedule: Schedule, rope: Rope, future: int = 512) -> None:
+        super().__init__(schedule, rope)
+        self.future = future
+        if future < 1:
+            raise ValueError(f"future must be at least 1, got {future}")
+
+    def note(self, known: Tensor | None, queries: Tensor, start: int, rotation: Still) -> Tensor:
+        """Σ [q; 1][q; 1]ᵀ, `[B, H, D + 1, D + 1]`."""
+        bare = rotation.turn(widen(queries), -start, -1)[:, :, max(0, self.schedule.sinks - start) :]
+        bare = F.pad(bare, (0, 1), value=1.0)
+        sums = bare.mT @ bare
+        return sums if known is None else known + sums
+
+    def scores(self, held: Held) -> Tensor:
+        """`[B, H_kv, N]`."""
+        if held.queries is None:
+            raise RuntimeError("expected_attention has not seen queries: build the cache from the model that is run")
+        sinks, rotation, sums = self.schedule.sinks, self.rotation(held), held.queries
+        count = sums[..., -1:, -1:]
+        mean = sums[..., -1:, :-1] / count  # [B, H, 1, D]
+        spread = sums[..., :-1, :-1] / count - mean.mT @ mean  # [B, H, D, D]
+        start = self.schedule.window
+
+        def ahead(x: Tensor) -> Tensor:
+            return rotation.turn_mean(x, start, self.future)
+
+        mean, spread = ahead(mean), ahead(ahead(spread).mT)
+        keys = held.keys[:, :, sinks:].unsqueeze(2)  # [B, H_kv, 1, M, D]
+        mean, spread = (x.to(keys.dtype).unflatten(1, (keys.shape[1], -1)) for x in (mean, spread))
+        looks = (keys @ mean.mT).squeeze(-1) + ((keys @ spread) * keys).sum(-1) / 2  # [B, H_kv, G, M]
+        scores = looks.softmax(-1).mean(2) * held.values[:, :, sinks:].norm(dim=-1)
+        return F.pad(scores, (sinks, 0), value=torch.inf)
