@@ -80,8 +80,10 @@ def test_slurm(
 ) -> None:
     for name, text in PROGRAMS.items():
         write(tmp_path / "bin" / name, text).chmod(0o755)
-    here = Path(sys.executable).parent
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{here}{os.pathsep}{os.environ['PATH']}")
+    # As for `.venv/bin/fathom` in a shell that has not activated .venv: the job must find datatrove's program itself.
+    here = str(Path(sys.executable).parent)
+    others = [place for place in os.environ["PATH"].split(os.pathsep) if place != here]
+    monkeypatch.setenv("PATH", os.pathsep.join((str(tmp_path / "bin"), *others)))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))
     monkeypatch.setenv("JOBS", str(tmp_path / "jobs"))
     assert made(whole[0], tmp_path / "out", "slurm") == whole[1]

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import shlex
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 
 from fathom.corpus.stage import CorpusError, Task, Workspace
 from fathom.corpus.worker import carry_out
 from fathom.errors import to_install
 
 POLL_SECONDS = 10.0
+LAUNCHER = "launch_pickled_pipeline"
+"""datatrove's program that carries out a task of a job."""
 
 
 def rank(directory: str, stage: str, data: object, number: int, world_size: int) -> None:
@@ -29,6 +35,16 @@ def require_scheduler(name: str) -> None:
         missing = [program for program in ("sbatch", "squeue") if shutil.which(program) is None]
         if missing:
             raise CorpusError(f"executor.name=slurm: no {missing[0]} here: run this where Slurm's programs are")
+
+
+def _same_programs() -> str:
+    """The shell line by which a job finds datatrove's program where this process's Python is, activated or not."""
+    place = Path(sys.executable).parent
+    if shutil.which(LAUNCHER, path=os.pathsep.join((str(place), os.environ.get("PATH", "")))) is None:
+        raise CorpusError(
+            f"executor.name=slurm: no {LAUNCHER} here: install datatrove anew, or set executor.environment"
+        )
+    return f'export PATH={shlex.quote(str(place))}:"$PATH"'
 
 
 def remote(workspace: Workspace, stage: str, tasks: Sequence[Task], tick: Callable[[], None]) -> None:
@@ -52,12 +68,14 @@ def remote(workspace: Workspace, stage: str, tasks: Sequence[Task], tick: Callab
         elif wanted.name == "ray":
             RayPipelineExecutor(**shared, mem_per_cpu_gb=wanted.memory_gb).run()
         else:
-            setting = {"env_command": wanted.environment or None, "job_name": f"fathom-{stage}"}
+            setting = {"env_command": wanted.environment or _same_programs(), "job_name": f"fathom-{stage}"}
             size = {"mem_per_cpu_gb": wanted.memory_gb, "tasks_per_job": -(-len(tasks) // 1000)}
             job = SlurmPipelineExecutor(**shared, **setting, **size, time=wanted.time, partition=wanted.partition)
             job.run()
             while subprocess.run(["squeue", "-h", "-j", str(job.job_id)], capture_output=True).stdout.strip():
                 time.sleep(POLL_SECONDS)
+    except CorpusError:
+        raise
     except Exception as error:
         said = " ".join(str(error).split())[:300]
         raise CorpusError(f"{stage}: {said or type(error).__name__}; see {logs}; run again to go on", 1) from error
