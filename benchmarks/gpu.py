@@ -227,7 +227,8 @@ def bandwidth(kernel: str, sources: str, tiny: bool) -> dict[str, Any]:
     """Forward, and forward with backward: the reference eager and compiled, and the kernel, beside a device copy."""
     import torch
 
-    from fathom.kernels import KernelError, use
+    from fathom.errors import SettingsError
+    from fathom.kernels import use
 
     torch.manual_seed(0)
     dtype, where = torch.bfloat16, device()
@@ -245,7 +246,7 @@ def bandwidth(kernel: str, sources: str, tiny: bool) -> dict[str, Any]:
     for way in ("eager", *(() if tiny else ("compiled",)), "kernel"):
         try:
             use([kernel] if way == "kernel" else [], where)
-        except KernelError as error:
+        except SettingsError as error:
             found[way] = {"refused": str(error)}
             continue
         this = torch.compile(call) if way == "compiled" else call

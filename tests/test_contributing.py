@@ -120,7 +120,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from fathom.cli.parser import Parser, UsageError
+from fathom.cli.parser import Parser, SettingsError
 
 
 def add(parser: Parser) -> None:
@@ -131,7 +131,7 @@ def add(parser: Parser) -> None:
 def run(options: Namespace) -> int:
     """Greet."""
     if not options.name.isalpha():
-        raise UsageError(f"{options.name}: not a name")
+        raise SettingsError(f"{options.name}: not a name")
     print(f"Hello, {options.name}")
     return 0
 '''.lstrip()
@@ -229,7 +229,8 @@ WALKS = {
             "src/fathom/manners/words.py": '"""Words."""\n\n\ndef hello(name: str) -> str:\n    """A greeting."""\n'
             '    return f"Hello, {name}"\n',
             "src/fathom/cli/greet.py": GREET.replace(
-                "import Parser, UsageError\n", "import Parser, UsageError\nfrom fathom.manners.words import hello\n"
+                "import Parser, SettingsError\n",
+                "import Parser, SettingsError\nfrom fathom.manners.words import hello\n",
             ).replace('print(f"Hello, {options.name}")', "print(hello(options.name))"),
             "docs/manners.md": GREET_PAGE,
             "tests/manners/__init__.py": "",

@@ -12,13 +12,13 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fathom.errors import SettingsError
 from fathom.models.looping import Loop
 from fathom.recipe import (
     Data,
     KVCache,
     Optim,
     Recipe,
-    RecipeError,
     Track,
     Train,
     allowed,
@@ -73,7 +73,7 @@ MECHANISMS = {
     ],
 )
 def test_errors(override: str, message: str) -> None:
-    with pytest.raises(RecipeError) as caught:
+    with pytest.raises(SettingsError) as caught:
         parse_recipe({}, [override])
     assert str(caught.value) == message
 
@@ -95,7 +95,7 @@ def test_errors(override: str, message: str) -> None:
     ],
 )
 def test_what_is_built_in_python_is_checked_too(make: Callable[[], object], message: str) -> None:
-    with pytest.raises(RecipeError) as caught:
+    with pytest.raises(SettingsError) as caught:
         make()
     assert str(caught.value).startswith(message)
 
@@ -119,7 +119,7 @@ def test_values_built_in_python_become_what_their_types_say() -> None:
     ],
 )
 def test_errors_in_the_model_block(override: str, words: str) -> None:
-    with pytest.raises(RecipeError) as caught:
+    with pytest.raises(SettingsError) as caught:
         load_recipe(RECIPES / "500m.yaml", [override]).config()
     assert words in str(caught.value) and len(str(caught.value).splitlines()) == 1
 
@@ -197,12 +197,12 @@ def test_base(tmp_path: Path) -> None:
     recipe = load_recipe(tmp_path / "above.yaml")
     assert (recipe.optim.lr, recipe.optim.eps, recipe.model["hidden_size"]) == (2.0, 1e-6, 8)
     (tmp_path / "below.yaml").write_text("base: above.yaml\n")
-    with pytest.raises(RecipeError, match="refers back to itself"):
+    with pytest.raises(SettingsError, match="refers back to itself"):
         load_recipe(tmp_path / "above.yaml")
-    with pytest.raises(RecipeError, match="no such recipe"):
+    with pytest.raises(SettingsError, match="no such recipe"):
         load_recipe(tmp_path / "missing.yaml")
     (tmp_path / "above.yaml").write_text("base: missing.yaml\n")
-    with pytest.raises(RecipeError, match=r"above\.yaml: base: .*missing\.yaml: no such recipe"):
+    with pytest.raises(SettingsError, match=r"above\.yaml: base: .*missing\.yaml: no such recipe"):
         load_recipe(tmp_path / "above.yaml")
 
 
@@ -227,7 +227,7 @@ def test_recipes_have_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 )
 def test_a_misspelt_recipe(name: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(RecipeError) as caught:
+    with pytest.raises(SettingsError) as caught:
         load_recipe(name)
     assert str(caught.value) == words
 
@@ -377,7 +377,7 @@ def test_a_recipe_is_immutable() -> None:
 def test_a_key_given_twice_is_no_recipe(tmp_path, text):
     """YAML's reader takes the last and says nothing: the first section, or the first value, would be lost."""
     (tmp_path / "r.yaml").write_text(text)
-    with pytest.raises(RecipeError, match=r"r\.yaml: .*key '(optim|lr)' is given twice"):
+    with pytest.raises(SettingsError, match=r"r\.yaml: .*key '(optim|lr)' is given twice"):
         read_values(tmp_path / "r.yaml")
     merged = "a: &a {lr: 1}\nb: {inner: &b {<<: *a, lr: 2}}\nc: {<<: *b}\n"
     assert read_values_of(merged, tmp_path) == {"a": {"lr": 1}, "b": {"inner": {"lr": 2}}, "c": {"lr": 2}}

@@ -1,6 +1,8 @@
-"""The base class of errors that the command line reports in one line."""
+"""Every error that the command line reports in one line."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 
 class FathomError(Exception):
@@ -11,6 +13,56 @@ class FathomError(Exception):
 
     exit_code = 2
     """Exit code of the command line: 2 for a wrong request, 1 for a failure."""
+
+    def __init__(self, message: str = "", exit_code: int | None = None) -> None:
+        super().__init__(message)
+        if exit_code is not None:
+            self.exit_code = exit_code
+
+
+class SettingsError(FathomError, ValueError):
+    """A recipe key, an option or an argument with an impossible value."""
+
+
+class DataError(FathomError, ValueError):
+    """Documents, shards, benchmarks or conversations that cannot be used."""
+
+
+class ModelError(FathomError, ValueError):
+    """A model, or a file about one, that cannot be opened, compared or written as asked."""
+
+
+class Absent(ModelError, FileNotFoundError):
+    """A file that the repository does not have."""
+
+
+class TrainingError(FathomError, RuntimeError):
+    """A run that cannot continue."""
+
+    exit_code = 1
+
+    def __init__(self, message: str, step: int | None = None) -> None:
+        super().__init__(message)
+        self.step = step
+        """The step at which the run diverged; None if something else stopped it."""
+
+
+class HeldError(FathomError):
+    """Another process holds a lock."""
+
+    def __init__(self, marker: Path | None = None) -> None:
+        self.advice = "" if marker is None else f"; if that process is gone, delete {marker}"
+        """The end of an error message: how to remove a marker; empty where the system frees a dead process' lock."""
+        super().__init__(f"another process holds it{self.advice}")
+
+
+class RequestError(FathomError, ValueError):
+    """A prompt that cannot be answered."""
+
+    def __init__(self, message: str, code: str) -> None:
+        super().__init__(message)
+        self.code = code
+        """OpenAI's name of the error, or one of ours: `context_length_exceeded`, `failed` and others."""
 
 
 def to_install(extra: str) -> str:

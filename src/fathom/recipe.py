@@ -26,14 +26,10 @@ from typing import TYPE_CHECKING, Any, Literal, Union
 import yaml
 
 from fathom.checkpoints.layout import PUZZLE
-from fathom.errors import FathomError
+from fathom.errors import SettingsError
 
 if TYPE_CHECKING:
     from fathom.models.configuration import FathomConfig
-
-
-class RecipeError(FathomError, ValueError):
-    """A recipe that cannot be run; the message is one line for its author."""
 
 
 Rule = tuple[bool, str, str]
@@ -433,7 +429,7 @@ class Recipe:
         for holds, key, words in _rules(self):
             if not holds:
                 name, _, field_ = key.partition(".")
-                raise RecipeError(f"{key}={_show(_plain(getattr(getattr(self, name), field_)))}: {words}")
+                raise SettingsError(f"{key}={_show(_plain(getattr(getattr(self, name), field_)))}: {words}")
 
     @property
     def rows_per_step(self) -> int:
@@ -511,7 +507,7 @@ def find_recipe(name: str | Path) -> Path:
     wanted = wanted.removeprefix("recipes/")
     close = difflib.get_close_matches(wanted, packaged, n=1)
     hint = f"did you mean {close[0]}?" if close else "`fathom recipes` lists them"
-    raise RecipeError(f"{name}: no such recipe; {hint}")
+    raise SettingsError(f"{name}: no such recipe; {hint}")
 
 
 def summary_of(recipe: Path) -> str:
@@ -539,7 +535,7 @@ def overridden(values: dict[str, object], overrides: Sequence[str]) -> dict[str,
     for assignment in overrides:
         key, equals, text = assignment.partition("=")
         if not equals or not key:
-            raise RecipeError(f"{assignment}: an override is written key=value, as in optim.lr=3e-4")
+            raise SettingsError(f"{assignment}: an override is written key=value, as in optim.lr=3e-4")
         values = _merge(values, _nest(key, _yaml(text, key)))
     return values
 
@@ -555,10 +551,10 @@ def cache_policy(method: str, recorded: object, wishes: CacheWishes) -> CacheSet
     from fathom.kvcache import METHODS, NAMES, WHOLE
 
     if method not in NAMES and method not in WHOLE:
-        raise RecipeError(f"--kvcache {method}: method must be one of {', '.join(NAMES)}")
+        raise SettingsError(f"--kvcache {method}: method must be one of {', '.join(NAMES)}")
     window, ratio, kept = wishes.window, wishes.ratio, wishes.kept
     if ratio is not None and kept is not None:
-        raise RecipeError(f"--kvcache-ratio {ratio} and --kvcache-kept {kept}: give one of them")
+        raise SettingsError(f"--kvcache-ratio {ratio} and --kvcache-kept {kept}: give one of them")
     was: dict[str, object] = recorded if isinstance(recorded, dict) else {}
     known = {"sinks": KVCache.sinks, "ratio": KVCache.ratio, "kept": None, **was}
     without_ratio = method in METHODS and not METHODS[method].has_ratio
@@ -569,7 +565,7 @@ def cache_policy(method: str, recorded: object, wishes: CacheWishes) -> CacheSet
         known["kept"] = None
     known |= wishes.said()
     if method not in WHOLE and known.get("window") is None:
-        raise RecipeError(
+        raise SettingsError(
             f"--kvcache {method} needs --kvcache-window: this checkpoint was not tuned for a compressed cache"
         )
     return typing.cast(
@@ -601,7 +597,7 @@ def describe() -> list[tuple[str, str, str, str]]:
 
 def _require(holds: bool, key: str, value: object, words: str) -> None:
     if not holds:
-        raise RecipeError(f"{key}={_show(_plain(value))}: {words}")
+        raise SettingsError(f"{key}={_show(_plain(value))}: {words}")
 
 
 def _finite(value: object) -> bool:
@@ -655,25 +651,26 @@ def _schedule_rules(optim: Optim, train: Train) -> Iterator[Rule]:
 
 
 def _config(model: dict[str, object]) -> FathomConfig:
-    """The configuration; its errors as a `RecipeError` of one line."""
+    """The configuration; its errors as a `SettingsError` of one line."""
     from huggingface_hub.errors import StrictDataclassError
 
-    from fathom.checkpoints.runs import SourceError, config_of, is_source
+    from fathom.checkpoints.runs import config_of, is_source
+    from fathom.errors import ModelError
     from fathom.models.configuration import FathomConfig
 
     keys = dict(model)
     source = keys.pop("from_pretrained", None)
     check_keys(keys, _keys_of(FathomConfig), "model")
     if not isinstance(source, (str, Path, types.NoneType)):
-        raise RecipeError(f"model.from_pretrained={_show(source)}: allowed: a path, or null")
+        raise SettingsError(f"model.from_pretrained={_show(source)}: allowed: a path, or null")
     if source is not None and not is_source(source):
-        raise RecipeError(f"model.from_pretrained={source}: no config.json there, and no run")
+        raise SettingsError(f"model.from_pretrained={source}: no config.json there, and no run")
     try:
         return config_of(model)
-    except SourceError as error:
-        raise RecipeError(str(error)) from error
+    except ModelError as error:
+        raise SettingsError(str(error)) from error
     except (ValueError, OSError, StrictDataclassError) as error:
-        raise RecipeError(f"model: {' '.join(str(error).split())}") from error
+        raise SettingsError(f"model: {' '.join(str(error).split())}") from error
 
 
 @lru_cache
@@ -689,11 +686,11 @@ def _hints(section: type) -> dict[str, Any]:
 
 
 def _convert(key: str, hint: object, value: object) -> object:
-    """The value as the field's type; else a `RecipeError` says what is allowed."""
+    """The value as the field's type; else a `SettingsError` says what is allowed."""
     try:
         return convert(hint, value)
     except ValueError as error:
-        raise RecipeError(f"{key}={_show(value)}: allowed: {allowed(hint)}") from error
+        raise SettingsError(f"{key}={_show(value)}: allowed: {allowed(hint)}") from error
 
 
 def convert(hint: Any, value: Any) -> Any:
@@ -794,7 +791,7 @@ def check_keys(keys: Iterable[object], known: Sequence[str], section: str = "") 
             # Without the section, by which all of them would be alike.
             close = difflib.get_close_matches(key, known, n=1)
             hint = f"did you mean {dot}{close[0]}?" if close else f"allowed: {', '.join(known)}"
-            raise RecipeError(f"{dot}{key}: unknown key; {hint}")
+            raise SettingsError(f"{dot}{key}: unknown key; {hint}")
 
 
 def mapping(name: str, section: type, values: object) -> dict[str, object]:
@@ -803,7 +800,7 @@ def mapping(name: str, section: type, values: object) -> dict[str, object]:
     if values is None:
         return {}
     if not isinstance(values, dict):
-        raise RecipeError(f"{name}={_show(values)}: expected keys: {', '.join(hints)}")
+        raise SettingsError(f"{name}={_show(values)}: expected keys: {', '.join(hints)}")
     check_keys(values, list(hints), name)
     return values
 
@@ -830,22 +827,22 @@ def _yaml(text: str, source: str) -> Any:
     try:
         return yaml.load(text, _Loader)
     except yaml.YAMLError as error:
-        raise RecipeError(f"{source}: not YAML: {' '.join(str(error).split())}") from error
+        raise SettingsError(f"{source}: not YAML: {' '.join(str(error).split())}") from error
     except RecursionError:
-        raise RecipeError(f"{source}: nested too deep") from None
+        raise SettingsError(f"{source}: nested too deep") from None
 
 
 def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, object]:
     """A file's values on top of its base's."""
     if path.resolve() in seen:
-        raise RecipeError(f"{path}: base refers back to itself")
+        raise SettingsError(f"{path}: base refers back to itself")
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
-        raise RecipeError(f"{path}: not a text file") from None
+        raise SettingsError(f"{path}: not a text file") from None
     values = _yaml(text, str(path))
     if not isinstance(values, dict):
-        raise RecipeError(f"{path}: a recipe is a mapping of sections")
+        raise SettingsError(f"{path}: a recipe is a mapping of sections")
     base = values.pop("base", None)
     if base is None:
         return values
@@ -854,7 +851,7 @@ def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, object]:
     ours = (found for found in packaged_recipes().values() if found.name == Path(str(base)).name)
     below = beside if beside.is_file() else next(ours, None)
     if below is None:
-        raise RecipeError(f"{path}: base: {beside}: no such recipe")
+        raise SettingsError(f"{path}: base: {beside}: no such recipe")
     return _merge(_read(below, (*seen, path.resolve())), values)
 
 

@@ -10,8 +10,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor, Qwen3ForCausalLM
 
-from fathom.checkpoints.export import ExportError, export
+from fathom.checkpoints.export import export
 from fathom.cli.main import main
+from fathom.errors import ModelError
 from fathom.lineage.weights import open_weights
 from fathom.models import FathomForCausalLM
 from tests.models.cases import CASES, build, config_of, in_turn, tokens
@@ -71,7 +72,7 @@ def test_an_embedding_scale_is_folded_in(tmp_path):
     ],
 )
 def test_forms_that_cannot_be(case, form, says, tmp_path):
-    with pytest.raises(ExportError, match=says):
+    with pytest.raises(ModelError, match=says):
         export(build(config_of(case)), tmp_path / "q", form=form)
     assert not (tmp_path / "q").exists(), "nothing is left of a failed export"
 
@@ -91,7 +92,7 @@ def test_card_says_what_how_and_how_well(tmp_path):
 
 def test_other_peoples_files_stay(tmp_path):
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ExportError, match="not an earlier export"):
+    with pytest.raises(ModelError, match="not an earlier export"):
         export(build(config_of("vanilla")), tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["config.json"]
 

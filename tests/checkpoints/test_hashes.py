@@ -11,7 +11,8 @@ import pytest
 import fathom
 from fathom.checkpoints import hashes
 from fathom.cli.main import main
-from fathom.recipe import Recipe, RecipeError
+from fathom.errors import SettingsError
+from fathom.recipe import Recipe
 from fathom.training import train
 from tests.tiny import export_tiny
 
@@ -75,7 +76,7 @@ def test_a_finished_run_with_a_damaged_model_is_refused(recipe: Recipe, tmp_path
     expected = weights.read_bytes()
     assert train(recipe, run).finished
     harm(weights)
-    with pytest.raises(RecipeError, match=r"delete .*result.json and train again"):
+    with pytest.raises(SettingsError, match=r"delete .*result.json and train again"):
         train(recipe, run)
     (run / "result.json").unlink()
     train(recipe, run)
@@ -84,5 +85,5 @@ def test_a_finished_run_with_a_damaged_model_is_refused(recipe: Recipe, tmp_path
 
 def test_training_does_not_begin_with_damaged_weights(recipe: Recipe, model: Path, tmp_path: Path) -> None:
     flip(model / "model.safetensors")
-    with pytest.raises(RecipeError, match=r"model.from_pretrained=.*does not have the hash"):
+    with pytest.raises(SettingsError, match=r"model.from_pretrained=.*does not have the hash"):
         train(recipe.override("model=null", "data.other_tokenizer=true", f"model.from_pretrained={model}"), tmp_path)

@@ -16,8 +16,8 @@ from huggingface_hub import constants
 from transformers import AutoModelForCausalLM
 
 from fathom.checkpoints import hub
-from fathom.checkpoints.origin import Refused
 from fathom.cli.main import main
+from fathom.errors import ModelError
 from fathom.recipe import load_recipe, parse_recipe
 from tests.tiny import export_tiny, tiny_recipe
 
@@ -155,13 +155,13 @@ def test_offline_is_one_line_unless_the_cache_has_it(served: Hub, monkeypatch: p
     hub._snapshot.cache_clear()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert hub.local("org/tiny") == first
-    with pytest.raises(Refused, match=r"^org/tiny@v2: .*HF_HUB_OFFLINE is set, and the cache does not hold it$"):
+    with pytest.raises(ModelError, match=r"^org/tiny@v2: .*HF_HUB_OFFLINE is set, and the cache does not hold it$"):
         hub.local("org/tiny@v2")
 
 
 def test_a_hub_that_does_not_answer_is_one_line(served: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(Refused, match=r"^org/tiny: .*it cannot be reached, and the cache does not hold it$"):
+    with pytest.raises(ModelError, match=r"^org/tiny: .*it cannot be reached, and the cache does not hold it$"):
         hub.local("org/tiny")
 
 

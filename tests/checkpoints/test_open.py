@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM, St
 
 from fathom.checkpoints.check import check_checkpoint
 from fathom.checkpoints.open import multiplies, open_checkpoint
-from fathom.checkpoints.origin import Refused
 from fathom.cli.main import main
+from fathom.errors import ModelError
 from fathom.models import FathomForCausalLM
 from tests.tiny import export_tiny, tiny_tokenizer
 
@@ -216,7 +216,7 @@ RUNNING = (
 def test_files_that_may_run_code_are_known_in_any_case(copy, name):
     (copy / name).parent.mkdir(exist_ok=True)
     (copy / name).write_bytes(b"")
-    with pytest.raises(Refused, match=f"{name} is a pickle or a format that may hold one"):
+    with pytest.raises(ModelError, match=f"{name} is a pickle or a format that may hold one"):
         check_checkpoint(copy)
 
 
@@ -315,7 +315,7 @@ def test_the_bomb_works(tmp_path):
 def test_code_runs_only_where_it_is_trusted(copy):
     """The same directory with the user's word runs its code: the refusal is ours, not an accident."""
     an_unknown_architecture(copy)
-    with pytest.raises((Refused, AttributeError)):
+    with pytest.raises((ModelError, AttributeError)):
         open_checkpoint(copy, "cpu", trust_remote_code=True)
     assert (copy / "mark").exists()
 
@@ -328,7 +328,7 @@ def test_good_directories_open(whole, copy, tmp_path):
     shard(copy)
     assert torch.equal(open_checkpoint(copy, "cpu")[0](ids).logits, expected)
     assert open_checkpoint(copy, "cpu", "bfloat16")[0].dtype == torch.bfloat16
-    with pytest.raises(Refused, match="allowed: auto"):
+    with pytest.raises(ModelError, match="allowed: auto"):
         open_checkpoint(copy, "cpu", "float12")
 
 

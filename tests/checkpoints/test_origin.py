@@ -16,8 +16,9 @@ import pytest
 import torch
 
 from fathom.checkpoints import origin as origins
-from fathom.checkpoints.origin import Refused, RemoteOrigin
+from fathom.checkpoints.origin import RemoteOrigin
 from fathom.cli import lineage as commands
+from fathom.errors import ModelError
 from fathom.lineage import comparison
 from fathom.lineage.comparison import Options, measure
 from fathom.lineage.weights import open_weights
@@ -168,36 +169,36 @@ def test_a_hiccup_is_retried_and_an_outage_is_told(hub):
     hub.fail = 2
     open_weights("org/base")
     hub.fail = 99
-    with pytest.raises(Refused, match="503"):
+    with pytest.raises(ModelError, match="503"):
         open_weights("org/base")
 
 
 @pytest.mark.parametrize("where", ["org/missing", "org/base@nobranch/../..", "org/ba se"])
 def test_what_is_not_there_is_refused(hub, where):
-    with pytest.raises((Refused, FileNotFoundError)):
+    with pytest.raises((ModelError, FileNotFoundError)):
         open_weights(where)
 
 
 def test_a_server_without_ranges_is_refused_before_its_files_are_read(hub):
     hub.ranges = False
-    with pytest.raises(Refused, match="ignores range requests"):
+    with pytest.raises(ModelError, match="ignores range requests"):
         open_weights("org/base")
 
 
 def test_the_byte_limit_holds(hub):
     remote = open_weights("org/base", max_bytes=200_000)
-    with pytest.raises(Refused, match="max-bytes"):
+    with pytest.raises(ModelError, match="max-bytes"):
         for layer in range(24):
             remote.tensor("down", layer)
     assert hub.sent <= 200_000
 
 
 def test_local_directories_win_and_endpoints_must_be_http(tmp_path, monkeypatch):
-    with pytest.raises(Refused, match=r"http\(s\)"):
+    with pytest.raises(ModelError, match=r"http\(s\)"):
         RemoteOrigin("org/base", endpoint="file:///etc")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "org" / "base").mkdir(parents=True)
-    with pytest.raises(Refused, match="no safetensors weights"):
+    with pytest.raises(ModelError, match="no safetensors weights"):
         open_weights("org/base")
 
 

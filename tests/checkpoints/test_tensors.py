@@ -12,8 +12,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fathom.checkpoints.origin import LocalOrigin, Refused, safe_name
+from fathom.checkpoints.origin import LocalOrigin, safe_name
 from fathom.checkpoints.tensors import ITEM_BYTES, SafetensorsStore, float8_table, open_safetensors, read_header
+from fathom.errors import ModelError
 from fathom.lineage.weights import open_weights
 
 
@@ -68,19 +69,19 @@ def test_a_good_header_is_read(tmp_path):
     ],
 )
 def test_hostile_headers_are_refused_with_a_reason(tmp_path, header, data, reason):
-    with pytest.raises(Refused, match=reason):
+    with pytest.raises(ModelError, match=reason):
         header_of(write(tmp_path / "x.safetensors", header, bytes(data)))
 
 
 @pytest.mark.parametrize("length", [1 << 63, (1 << 64) - 1, 200_000_000, 1000])
 def test_huge_header_lengths_are_refused_without_reading(tmp_path, length):
-    with pytest.raises(Refused, match="does not fit"):
+    with pytest.raises(ModelError, match="does not fit"):
         header_of(write(tmp_path / "x.safetensors", GOOD, bytes(24), length))
 
 
 @pytest.mark.parametrize("name", ["../x", "/etc/passwd", "a/../../x", "..\\x", "C:x", "a\0b", "", "x" * 300, 7])
 def test_names_that_leave_the_directory(name):
-    with pytest.raises(Refused):
+    with pytest.raises(ModelError):
         safe_name(name)
 
 
@@ -90,7 +91,7 @@ def test_an_index_cannot_point_outside(tmp_path):
     save_file({"secret": torch.ones(2)}, tmp_path / "secret.safetensors")
     index = {"weight_map": {"secret": "../secret.safetensors"}}
     (inner / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(Refused, match="leaves its directory"):
+    with pytest.raises(ModelError, match="leaves its directory"):
         open_safetensors(LocalOrigin(inner))
 
 
@@ -103,7 +104,7 @@ def test_index_and_shards_must_agree(tmp_path):
         ({}, "no weight_map"),
     ):
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-        with pytest.raises(Refused, match=reason):
+        with pytest.raises(ModelError, match=reason):
             open_safetensors(LocalOrigin(tmp_path))
 
 
@@ -135,7 +136,7 @@ def test_a_thousand_damaged_files_neither_crash_nor_hang(tmp_path):
                     if info.dtype in {"F32", "BF16"}:
                         store.read(name)
             seen["read"] += 1
-        except Refused:
+        except ModelError:
             seen["refused"] += 1
     assert time.monotonic() - started < 60
     assert seen["refused"] > 300 and seen["read"] > 50  # the damage is real, and so are the good ones
@@ -145,18 +146,18 @@ def test_truncation_pickles_and_packed_weights(tmp_path, models):
     whole = (models() / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
     (tmp_path / "config.json").write_bytes((models() / "config.json").read_bytes())
-    with pytest.raises(Refused, match="outside the file"):
+    with pytest.raises(ModelError, match="outside the file"):
         open_weights(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04")
-    with pytest.raises(Refused, match=r"never opened.*save_pretrained"):
+    with pytest.raises(ModelError, match=r"never opened.*save_pretrained"):
         open_weights(tmp_path)
     save_file(
         {"model.layers.0.self_attn.q_proj.qweight": torch.ones(2, dtype=torch.int32)}, tmp_path / "model.safetensors"
     )
-    with pytest.raises(Refused, match="dequantise"):
+    with pytest.raises(ModelError, match="dequantise"):
         open_weights(tmp_path)
-    with pytest.raises(Refused, match="no such directory"):
+    with pytest.raises(ModelError, match="no such directory"):
         open_weights(tmp_path / "nowhere")
 
 
@@ -168,7 +169,7 @@ def test_numbers_and_row_ranges(tmp_path, dtype):
     assert np.array_equal(store.read("w"), value.double() if dtype == torch.float64 else value.float())
     rows = store.read("w", [(1, 3), (3, 4), (6, 7)])
     assert np.array_equal(rows, value[[1, 2, 3, 6]].to(torch.float64))
-    with pytest.raises(Refused, match="outside"):
+    with pytest.raises(ModelError, match="outside"):
         store.read("w", [(5, 8)])
 
 

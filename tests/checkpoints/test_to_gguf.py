@@ -12,12 +12,13 @@ pytest.importorskip("gguf", reason="pip install '.[gguf]'")
 
 import gguf
 
-from fathom.checkpoints.export import ExportError, as_unrolled, export
+from fathom.checkpoints.export import as_unrolled, export
 from fathom.checkpoints.gguf import GgufStore
 from fathom.checkpoints.origin import LocalOrigin
-from fathom.checkpoints.to_gguf import GgufError, gguf_name
+from fathom.checkpoints.to_gguf import gguf_name
 from fathom.cli.main import main
 from fathom.data.tokenizer import train_bpe
+from fathom.errors import ModelError
 from tests.models.cases import build, config_of
 from tests.tiny import CHATML, TEXT, tiny_tokenizer
 
@@ -95,16 +96,16 @@ def test_what_llama_cpp_would_compute_otherwise_is_refused(tmp_path: Path) -> No
     tokenizer = tiny_tokenizer()
     windows = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}
     for fields, says in (({"attention_bias": True}, "attention_bias"), (windows, "sliding windows")):
-        with pytest.raises(GgufError, match=says):
+        with pytest.raises(ModelError, match=says):
             export(build(config_of("vanilla", **SHAPE, **fields)), tmp_path / "m.gguf", tokenizer, "gguf")
     model = build(config_of("vanilla", **SHAPE))
-    with pytest.raises(GgufError, match="holds its tokenizer"):
+    with pytest.raises(ModelError, match="holds its tokenizer"):
         export(model, tmp_path / "m.gguf", None, "gguf")
     tokenizer.backend_tokenizer.pre_tokenizer = None
-    with pytest.raises(GgufError, match="cut text differently"):
+    with pytest.raises(ModelError, match="cut text differently"):
         export(model, tmp_path / "m.gguf", tokenizer, "gguf")
     (tmp_path / "m.gguf").write_text("a novel")
-    with pytest.raises(ExportError, match="not an earlier export"):
+    with pytest.raises(ModelError, match="not an earlier export"):
         export(model, tmp_path / "m.gguf", tiny_tokenizer(), "gguf")
     assert [path.name for path in tmp_path.iterdir()] == ["m.gguf"]
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fathom.corpus.benchmarks import item_of, read_items, self_check
-from fathom.corpus.stage import CorpusError
+from fathom.errors import DataError
 
 FORMS: list[tuple[dict[str, Any], tuple[str, tuple[str, ...], int | None, str]]] = [
     ({"question": "Q", "choices": ["a", "b"], "answer": 1}, ("Q", ("a", "b"), 1, "b")),
@@ -87,10 +87,10 @@ def test_files(tmp_path: Path) -> None:
 )
 def test_what_cannot_be_read_is_named(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "n.json").write_text("3")
-    with pytest.raises(CorpusError, match=r"benchmarks\.t: .*neither a list of items nor columns"):
+    with pytest.raises(DataError, match=r"benchmarks\.t: .*neither a list of items nor columns"):
         read_items(tmp_path / "n.json", "t")
     (tmp_path / "a.jsonl").write_text(text)
-    with pytest.raises(CorpusError) as raised:
+    with pytest.raises(DataError) as raised:
         read_items(tmp_path / "a.jsonl", "t")
     assert message in str(raised.value) and "\n" not in str(raised.value)
 
@@ -141,7 +141,7 @@ def test_half_a_character_is_named_with_its_item(key: str, tmp_path: Path) -> No
     bad = {**good, key: ["\ud800", "b"] if key == "choices" else "half \ud800"}
     (tmp_path / "q.jsonl").write_text(f"{json.dumps(good)}\n{json.dumps(bad)}\n")
     said = r"benchmarks\.quiz: .*q\.jsonl: item 2: '\\ud800' is half a character"
-    with pytest.raises(CorpusError, match=said) as raised:
+    with pytest.raises(DataError, match=said) as raised:
         read_items(tmp_path / "q.jsonl", "quiz")
     assert raised.value.exit_code == 2
 

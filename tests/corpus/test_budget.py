@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from fathom.corpus.budget import plan_budget
 from fathom.corpus.publish import ORDERS, _publish_mixture
-from fathom.corpus.stage import CorpusError
 from fathom.data.mixture import row_order, whole_weights
+from fathom.errors import DataError
 
 PUBLISHED = {"geo": 52_721_798_004, "arxiv": 13_704_981_558, "code": 12_424_652_670}
 SHARES = {"geo": 0.8, "arxiv": 0.1, "code": 0.1}
@@ -30,7 +30,7 @@ def test_published_numbers() -> None:
     assert round(budget["largest"] / 1e9, 1) == 263.6 and budget["limited_by"] == "geo"
     assert plan_budget(PUBLISHED, SHARES, 263_600_000_000, 4)["tokens"] == 263_600_000_000
     with pytest.raises(
-        CorpusError, match=r"geo has 52,721,798,004 tokens and would be read 4\.01 times.*263,608,990,020"
+        DataError, match=r"geo has 52,721,798,004 tokens and would be read 4\.01 times.*263,608,990,020"
     ):
         plan_budget(PUBLISHED, SHARES, 264_000_000_000, 4)
 
@@ -39,7 +39,7 @@ def test_without_shares_or_budget() -> None:
     budget = plan_budget({"a": 3000, "b": 1000, "none": 0}, {}, None, 4)
     assert budget["weights"] == {"a": 3, "b": 1} and budget["tokens"] == 4000
     assert budget["epochs"] == {"a": 1.0, "b": 1.0}
-    with pytest.raises(CorpusError, match=r"mix\.shares\.b: nothing of this collection is left"):
+    with pytest.raises(DataError, match=r"mix\.shares\.b: nothing of this collection is left"):
         plan_budget({"a": 10, "b": 0}, {"a": 0.5, "b": 0.5}, None, 4)
 
 

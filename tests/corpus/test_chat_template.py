@@ -13,9 +13,9 @@ from fathom.corpus.chat_template import TokenizerTemplate
 from fathom.corpus.converse import Converse
 from fathom.corpus.pipeline import build, preview
 from fathom.corpus.recipe import parse_corpus_recipe
-from fathom.corpus.stage import CorpusError
-from fathom.corpus.templates import CHATS, TEMPLATES, ConversationEncoder, TemplateError, rendered
+from fathom.corpus.templates import CHATS, TEMPLATES, ConversationEncoder, rendered
 from fathom.data.tokenizer import plain, save_tokenizer, train_bpe
+from fathom.errors import DataError
 from tests.corpus.prose import Prose, lines, recipe_values, write_jsonl
 from tests.corpus.test_conversations import TALK, talks
 
@@ -97,7 +97,7 @@ def test_a_template_that_does_more_than_surround_is_refused(template: str, said:
     if said is None:
         assert shown(TALK[1:3], own) == "How deep?<stop>⟦Two fathoms.<stop>⟧"
         return
-    with pytest.raises(TemplateError, match=said):
+    with pytest.raises(DataError, match=said):
         list(own(TALK[1:3]))
 
 
@@ -126,9 +126,9 @@ def test_a_corpus_by_the_tokenizers_own_template(tmp_path: Path) -> None:
         values = recipe_values({"talk": talk}, tokenize={"tokenizer": str(folder), "held_out": 0})
         recipe = parse_corpus_recipe({**values, "converse": {"template": "tokenizer"}})
         if template is None:
-            with pytest.raises(CorpusError, match="template=tokenizer: the tokenizer has no chat template: choose ch"):
+            with pytest.raises(DataError, match="template=tokenizer: the tokenizer has no chat template: choose ch"):
                 build(recipe, tmp_path / "new")
-            with pytest.raises(CorpusError, match="the tokenizer has no chat template"):
+            with pytest.raises(DataError, match="the tokenizer has no chat template"):
                 preview(recipe, tmp_path / "new")
             assert not (tmp_path / "new").exists(), "it is known before any work"
             continue
@@ -153,5 +153,5 @@ def test_a_tokenizer_that_is_trained_has_the_tokens_of_its_conversations(tmp_pat
 def test_a_template_without_an_end_is_one_line_before_anything_is_read(tmp_path: Path) -> None:
     asked = SimpleNamespace(converse=SimpleNamespace(template="tokenizer", max_tokens=100))
     directory = saved(tmp_path / "t", "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
-    with pytest.raises(CorpusError, match=r"converse.template=tokenizer: .*choose chatml"):
+    with pytest.raises(DataError, match=r"converse.template=tokenizer: .*choose chatml"):
         Converse._encoder(SimpleNamespace(recipe=asked), directory / "tokenizer.json", 0)

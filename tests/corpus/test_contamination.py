@@ -11,7 +11,8 @@ import pytest
 
 from fathom.corpus.benchmarks import Item, plain
 from fathom.corpus.kept import kept_documents, kept_parts
-from fathom.corpus.stage import CorpusError, Workspace
+from fathom.corpus.stage import Workspace
+from fathom.errors import DataError
 from fathom.evaluation.pairs import read_benchmarks
 from tests.corpus.prose import Prose, lines, recipe_values, write_jsonl
 from tests.corpus.test_duplicates import until
@@ -88,7 +89,7 @@ def test_contradictions_can_stop_the_work(tmp_path: Path) -> None:
     )
     file = write_jsonl(tmp_path / "a.jsonl", [Prose().document()])
     leaks = {"benchmarks": {"quiz": str(quiz)}, "strict": True}
-    with pytest.raises(CorpusError, match="1 questions have two answers") as raised:
+    with pytest.raises(DataError, match="1 questions have two answers") as raised:
         until("flags", tmp_path / "out", recipe_values({"a": [file]}, decontaminate=leaks))
     assert raised.value.exit_code == 1
     until("flags", tmp_path / "out", recipe_values({"a": [file]}, decontaminate={**leaks, "strict": False}))

@@ -12,11 +12,11 @@ from tokenizers import Tokenizer
 
 from fathom.corpus.pipeline import build
 from fathom.corpus.recipe import parse_corpus_recipe
-from fathom.corpus.stage import CorpusError
 from fathom.corpus.templates import TEMPLATES, ConversationEncoder, EncodedConversation, rendered
 from fathom.data.shards import TokenDataset
 from fathom.data.targets import read_targets, targets_file, write_targets
 from fathom.data.tokenizer import plain, save_tokenizer, train_bpe
+from fathom.errors import DataError
 from tests.corpus.prose import Prose, lines, recipe_values, write_jsonl
 from tests.corpus.test_duplicates import until
 
@@ -215,7 +215,7 @@ def test_a_template_that_the_tokenizer_cannot_say(tokenizer: str, tmp_path: Path
     talk = {"inputs": [str(write_jsonl(tmp_path / "talk.jsonl", talks(3)))], "kind": "conversations"}
     values = recipe_values({"talk": talk}, tokenize={"tokenizer": tokenizer, "held_out": 0})
     with pytest.raises(
-        CorpusError, match=r"converse\.template=chatml: the tokenizer has no token <\|im_end\|>, <\|im_start"
+        DataError, match=r"converse\.template=chatml: the tokenizer has no token <\|im_end\|>, <\|im_start"
     ):
         build(parse_corpus_recipe(values), tmp_path / "out")
     build(parse_corpus_recipe({**values, "converse": {"template": "alpaca"}}), tmp_path / "out")

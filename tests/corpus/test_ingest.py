@@ -16,7 +16,8 @@ from fathom.corpus.extraction import Extracted
 from fathom.corpus.html import ENCODINGS, all_text, decode
 from fathom.corpus.ingest import Ingest, collection_files
 from fathom.corpus.recipe import Collection, parse_corpus_recipe
-from fathom.corpus.stage import CorpusError, Task, Workspace
+from fathom.corpus.stage import Task, Workspace
+from fathom.errors import DataError
 from fathom.report.files import digest
 from tests.corpus.files import pdf, tei, write
 from tests.corpus.prose import Prose, lines, recipe_values
@@ -149,7 +150,7 @@ def test_conversations_are_read_from_json_alone(tmp_path: Path, kind: str) -> No
 def test_what_cannot_be_found_is_named(tmp_path: Path) -> None:
     write(tmp_path / "x.bin", b"")
     for name, message in (("nothing", "no such file"), ("x.bin", "unknown extension"), ("*.pdf", "no file matches")):
-        with pytest.raises(CorpusError, match=rf"collections\.a: .*{message}"):
+        with pytest.raises(DataError, match=rf"collections\.a: .*{message}"):
             list(collection_files("a", Collection(inputs=(str(tmp_path / name),))))
 
 
@@ -175,7 +176,7 @@ def test_a_file_that_changes_while_the_run_reads_ends_it(
         return run(stage, task, folder)
 
     monkeypatch.setattr(Ingest, "run", late)
-    with pytest.raises(CorpusError, match=rf"in/{name} {said}.*run again"):
+    with pytest.raises(DataError, match=rf"in/{name} {said}.*run again"):
         ingested(tmp_path, [tmp_path / "in"])
 
 
@@ -188,21 +189,21 @@ def test_a_file_that_is_gone_before_it_is_known(tmp_path: Path, monkeypatch: pyt
         return digest(path)
 
     monkeypatch.setattr("fathom.corpus.ingest.digest", late)
-    with pytest.raises(CorpusError, match=r"in/b\.txt is gone.*run again"):
+    with pytest.raises(DataError, match=r"in/b\.txt is gone.*run again"):
         ingested(tmp_path, [tmp_path / "in"])
 
 
 def test_a_name_that_is_no_text_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Linux lets a file's name be any bytes; no JSON can hold such a one."""
     monkeypatch.setattr("fathom.corpus.ingest.find_files", lambda *_: [Path("caf\udce9.txt")])
-    with pytest.raises(CorpusError, match=r"collections\.a: 'caf\\udce9.txt': its name is not UTF-8"):
+    with pytest.raises(DataError, match=r"collections\.a: 'caf\\udce9.txt': its name is not UTF-8"):
         list(collection_files("a", Collection(inputs=("x",))))
 
 
 def test_a_missing_package_is_named_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     write(tmp_path / "a.pdf", pdf([["x"]]))
-    with pytest.raises(CorpusError, match=r"reading pdf needs pypdfium2: pip install '\.\[corpus\]'"):
+    with pytest.raises(DataError, match=r"reading pdf needs pypdfium2: pip install '\.\[corpus\]'"):
         ingested(tmp_path, [tmp_path / "a.pdf"])
 
 
@@ -229,7 +230,7 @@ sandbox.serve()
 
 def test_a_broken_installation_is_no_broken_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox, "CHILD", BROKEN)
-    with pytest.raises(CorpusError, match=r"reading html: No module named 'lxml_html_clean': pip install"):
+    with pytest.raises(DataError, match=r"reading html: No module named 'lxml_html_clean': pip install"):
         ingested(tmp_path, [write(tmp_path / "a.html", PAGE)])
 
 

@@ -10,13 +10,12 @@ import pytest
 import yaml
 
 from fathom.corpus.benchmarks import Item
-from fathom.corpus.conversations import ConversationError
 from fathom.corpus.exports import axolotl_dataset, dataset_info, task_row, task_yaml
 from fathom.corpus.pipeline import build
 from fathom.corpus.recipe import parse_corpus_recipe
 from fathom.corpus.traces import is_trace, require_tools, trace_messages, used_actions
 from fathom.corpus.verbalizer import TEMPLATES, pairs_of, said
-from fathom.recipe import RecipeError
+from fathom.errors import DataError, SettingsError
 from tests.corpus.prose import Prose, lines, recipe_values, write_jsonl
 
 MINERAL = {
@@ -64,7 +63,7 @@ def test_values_in_words() -> None:
 def test_own_templates_and_braces() -> None:
     ((user, answer),) = pairs_of({"n": "A{key}", "k": "{value}"}, "n", [("{key} of {entity} {here}?", "{value}")])
     assert user["content"] == "k of A{key} {here}?" and answer["content"] == "{value}"
-    with pytest.raises(ConversationError, match="no 'name'"):
+    with pytest.raises(DataError, match="no 'name'"):
         list(pairs_of({"k": 1}, "name"))
 
 
@@ -79,10 +78,10 @@ def test_a_trace_is_a_conversation_with_tools() -> None:
     ]
     assert list(used_actions(trace_messages(TRACE))) == ["search"]
     require_tools(trace_messages(TRACE), ["search"])
-    with pytest.raises(ConversationError, match="the action 'search' is none of its tools: find"):
+    with pytest.raises(DataError, match="the action 'search' is none of its tools: find"):
         require_tools(trace_messages(TRACE), ["find"])
     for broken in (TRACE.replace("Final Answer", "Answer"), TRACE.replace("Question: ", "")):
-        with pytest.raises(ConversationError):
+        with pytest.raises(DataError):
             trace_messages(broken)
 
 
@@ -181,5 +180,5 @@ def test_from_a_recipe(tokenizer: str, tmp_path: Path) -> None:
 
 def test_templates_come_in_pairs() -> None:
     values = recipe_values({"t": {"inputs": ["x"], "kind": "table", "templates": ["{key} of {entity}?"]}})
-    with pytest.raises(RecipeError, match=r"collections\.t\.templates: write a question with \{entity\} in it"):
+    with pytest.raises(SettingsError, match=r"collections\.t\.templates: write a question with \{entity\} in it"):
         parse_corpus_recipe(values)

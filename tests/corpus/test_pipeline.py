@@ -21,9 +21,10 @@ from fathom.cli.main import main
 from fathom.corpus import executor
 from fathom.corpus.pipeline import Report, build, preview
 from fathom.corpus.recipe import parse_corpus_recipe
-from fathom.corpus.stage import CorpusError, Workspace
+from fathom.corpus.stage import Workspace
 from fathom.data.shards import TokenDataset
 from fathom.data.tokenizer import plain_encoder
+from fathom.errors import DataError
 from tests.corpus.files import write
 from tests.corpus.prose import Prose, recipe_values, tree, write_jsonl
 from tests.corpus.test_duplicates import until
@@ -188,7 +189,7 @@ def test_an_infeasible_budget_is_refused_before_shards(corpora: Path, tokenizer:
     mix = {"shares": {"domain": 0.9, "replay": 0.1}, "tokens": 10**7}
     values = recipe_of(corpora, tokenizer) | {"mix": mix}
     with pytest.raises(
-        CorpusError, match=r"mix\.tokens=10000000: domain has .* at most .* tokens are possible"
+        DataError, match=r"mix\.tokens=10000000: domain has .* at most .* tokens are possible"
     ) as raised:
         made(tmp_path / "out", values)
     assert raised.value.exit_code == 1 and not (tmp_path / "out" / "shards").exists()
@@ -215,12 +216,12 @@ def test_a_preview_of_an_empty_directory_leaves_it_empty(corpora: Path, tokenize
 
 def test_nothing_kept_is_said_with_the_rule(corpora: Path, tokenizer: str, tmp_path: Path) -> None:
     strict = recipe_of(corpora, tokenizer, filter={"min_words": 10_000})
-    with pytest.raises(CorpusError, match=r"clean: none of \d+ documents is kept; min_words takes \d+") as raised:
+    with pytest.raises(DataError, match=r"clean: none of \d+ documents is kept; min_words takes \d+") as raised:
         made(tmp_path / "out", strict)
     assert raised.value.exit_code == 1
     write_jsonl(tmp_path / "bad.jsonl", [{"other": 1}])
     unread = recipe_values({"bad": [tmp_path / "bad.jsonl"]}, tokenize={"tokenizer": tokenizer})
-    with pytest.raises(CorpusError, match="clean: no document could be read"):
+    with pytest.raises(DataError, match="clean: no document could be read"):
         made(tmp_path / "unread", unread)
 
 
@@ -255,7 +256,7 @@ def test_a_worker_that_dies_is_replaced_once(tmp_path: Path, monkeypatch: pytest
     executor.Pool().run(str(tmp_path), "stage", 1, 1, lambda: ticks.append(1))
     assert ticks == [1]
     monkeypatch.setattr(executor, "WORKER", "import os; os.abort()")
-    with pytest.raises(CorpusError, match="died twice"):
+    with pytest.raises(DataError, match="died twice"):
         executor.Pool().run(str(tmp_path), "stage", 1, 1, lambda: None)
 
 
@@ -369,7 +370,7 @@ def test_small_stages_need_no_scheduler(tmp_path: Path, tokenizer: str, monkeypa
     build(recipe, tmp_path / "out")
     assert not asked and (tmp_path / "out" / "shards" / "index.json").is_file()
     monkeypatch.setattr(executor, "POOL_BYTES", 0)
-    with pytest.raises(CorpusError, match="ingest: 1 of 1 tasks are not done"):
+    with pytest.raises(DataError, match="ingest: 1 of 1 tasks are not done"):
         build(recipe, tmp_path / "spread")
     assert asked == ["ingest"]
 
@@ -383,6 +384,6 @@ def test_a_scheduler_that_is_not_here_is_one_line(
     monkeypatch.setitem(sys.modules, "ray", None)
     write(tmp_path / "a.txt", "the depth of a river")
     values = recipe_values({"a": {"inputs": [str(tmp_path / "a.txt")]}}, tokenize={"tokenizer": tokenizer})
-    with pytest.raises(CorpusError, match=rf"^executor.name={name}: {said}"):
+    with pytest.raises(DataError, match=rf"^executor.name={name}: {said}"):
         build(parse_corpus_recipe({**values, "executor": {"name": name}}), tmp_path / "out")
     assert "Traceback" not in capfd.readouterr().err

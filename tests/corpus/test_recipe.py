@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from fathom.corpus.recipe import CorpusRecipe, describe_corpus, load_corpus_recipe, parse_corpus_recipe
-from fathom.recipe import RecipeError
+from fathom.errors import SettingsError
 
 PLAIN = {"collections": {"a": {"inputs": "x.jsonl"}}, "tokenize": {"train": 300}}
 
@@ -66,7 +66,7 @@ def test_a_collection_has_its_own_thresholds() -> None:
     ],
 )
 def test_what_is_wrong_is_named(sections: dict[str, Any], message: str) -> None:
-    with pytest.raises(RecipeError) as raised:
+    with pytest.raises(SettingsError) as raised:
         parse_corpus_recipe(merged(**sections))
     assert message in str(raised.value) and "\n" not in str(raised.value)
 
@@ -76,7 +76,7 @@ def test_yaml_comes_back(tmp_path: Path) -> None:
     (tmp_path / "r.yaml").write_text(recipe.to_yaml())
     assert load_corpus_recipe(tmp_path / "r.yaml") == recipe
     assert load_corpus_recipe(tmp_path / "r.yaml", ["mix.tokens=7"]).mix.tokens == 7
-    with pytest.raises(RecipeError, match="no such recipe"):
+    with pytest.raises(SettingsError, match="no such recipe"):
         load_corpus_recipe(tmp_path / "other.yaml")
 
 

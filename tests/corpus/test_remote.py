@@ -10,7 +10,7 @@ import pytest
 
 from fathom.corpus.pipeline import build
 from fathom.corpus.recipe import parse_corpus_recipe
-from fathom.corpus.stage import CorpusError
+from fathom.errors import DataError
 from tests.corpus.files import write
 from tests.corpus.prose import Prose, recipe_values, tree, write_jsonl
 
@@ -91,5 +91,5 @@ def test_slurm(
     assert "#SBATCH --array=0-1%2" in script and "#SBATCH --mem-per-cpu=1G" in script
     # Jobs that end without having done their tasks are no success.
     write(tmp_path / "bin" / "sbatch", '#!/bin/bash\necho "Submitted batch job 18"\n').chmod(0o755)
-    with pytest.raises(CorpusError, match="ingest: 2 of 2 tasks are not done; run again to go on"):
+    with pytest.raises(DataError, match="ingest: 2 of 2 tasks are not done; run again to go on"):
         made(whole[0], tmp_path / "other", "slurm")

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from fathom.data.batches import IGNORED, Batch, BatchPlan, evaluation_batches, evaluation_windows
 from fathom.data.permutation import Permutation
 from fathom.data.prepare import prepare
-from fathom.data.shards import DataError, TokenDataset
+from fathom.data.shards import TokenDataset
+from fathom.errors import DataError
 from fathom.models import loss
 
 LAYOUTS = [(1, None), (1, 4), (1, 1), (2, None), (2, 3), (3, 2), (4, 1), (6, None), (12, 1)]

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 from fathom.data import sources
-from fathom.data.shards import DataError
 from fathom.data.sources import Reading
 from fathom.data.tokenizer import PIECE, train_bpe
+from fathom.errors import DataError
 from tests.data.corpora import tree, write_documents
 from tests.data.test_prepare import documents
 

@@ -15,8 +15,9 @@ import pytest
 
 from fathom.cli.main import main
 from fathom.data import prepare as prepare_module
-from fathom.data.shards import DataError, TokenDataset
+from fathom.data.shards import TokenDataset
 from fathom.data.sources import find_files
+from fathom.errors import DataError
 from tests.data.corpora import tree, write_documents
 from tests.data.test_prepare import documents
 

@@ -17,7 +17,8 @@ from fathom.data.mixture import Mixture, Phase, row_order, whole_weights
 from fathom.data.permutation import Permutation
 from fathom.data.prepare import prepare
 from fathom.data.puzzles import has_split
-from fathom.data.shards import DataError, TokenDataset
+from fathom.data.shards import TokenDataset
+from fathom.errors import DataError
 
 SHARES = st.lists(st.floats(0, 1), min_size=1, max_size=5).filter(lambda shares: sum(shares) > 0.01)
 

@@ -24,7 +24,8 @@ import pytest
 from fathom.data import prepare as prepare_module
 from fathom.data import sources
 from fathom.data.encode import WORKER, choose_split
-from fathom.data.shards import DataError, TokenDataset
+from fathom.data.shards import TokenDataset
+from fathom.errors import DataError
 from fathom.report.files import lock
 from fathom.training.loop import claimed
 from tests.data.corpora import tree, write_documents

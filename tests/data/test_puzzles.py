@@ -12,8 +12,8 @@ import torch
 
 from fathom.data.batches import IGNORED, BatchPlan, evaluation_batches
 from fathom.data.puzzles import KINDS, MODULUS, PuzzleDataset, open_puzzle
-from fathom.data.shards import DataError
-from fathom.recipe import RecipeError, parse_recipe
+from fathom.errors import DataError, SettingsError
+from fathom.recipe import parse_recipe
 from fathom.training import train
 
 ROWS = 10_000
@@ -258,10 +258,10 @@ def test_a_run_learns_and_says_how_much(tmp_path) -> None:
     assert result.evaluation.flat()["val/z60-2/accuracy"] == domains["z60-2"].accuracy
     again = train(recipe, tmp_path / "run")
     assert again.evaluation == result.evaluation
-    with pytest.raises(RecipeError, match=r"not the tokens that this run began with|another recipe"):
+    with pytest.raises(SettingsError, match=r"not the tokens that this run began with|another recipe"):
         train(recipe.override("data.directory=puzzle:a5?elements=4", "train.steps=80"), tmp_path / "run")
 
 
 def test_an_export_without_a_tokenizer_is_refused() -> None:
-    with pytest.raises(RecipeError, match=r"train.export=true: allowed: false with data.directory=puzzle:z60"):
+    with pytest.raises(SettingsError, match=r"train.export=true: allowed: false with data.directory=puzzle:z60"):
         parse_recipe(values(export=True))

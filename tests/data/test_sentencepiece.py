@@ -12,8 +12,9 @@ import pytest
 
 from fathom.data import sentencepiece as module
 from fathom.data.prepare import prepare
-from fathom.data.shards import DataError, TokenDataset
+from fathom.data.shards import TokenDataset
 from fathom.data.tokenizer import load_tokenizer, plain_encoder, save_tokenizer
+from fathom.errors import DataError
 from tests.data.corpora import SENTENCE, WORDS, write_documents
 from tests.data.test_prepare import documents
 

@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fathom.data import shards
-from fathom.data.shards import DataError, ShardWriter, TokenDataset, token_dtype, write_index
+from fathom.data.shards import ShardWriter, TokenDataset, token_dtype, write_index
+from fathom.errors import DataError
 
 
 @pytest.fixture

@@ -18,8 +18,9 @@ from fathom.data.batches import IGNORED, BatchPlan, evaluation_batches
 from fathom.data.collections import open_mixture
 from fathom.data.mixture import Mixture, Phase
 from fathom.data.puzzles import open_data
-from fathom.data.shards import DataError, TokenDataset, file_crc32, read_index, write_index
+from fathom.data.shards import TokenDataset, file_crc32, read_index, write_index
 from fathom.data.targets import TARGETS, TargetDataset, pack_rows
+from fathom.errors import DataError
 from tests.tiny import make_conversations
 
 WIDTH = 32

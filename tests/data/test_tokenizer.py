@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fathom.data.prepare import prepare
-from fathom.data.shards import DataError
 from fathom.data.tokenizer import load_tokenizer, plain_encoder, train_bpe, vocabulary_size
+from fathom.errors import DataError
 from tests.data.corpora import tree
 
 PROGRAM = """

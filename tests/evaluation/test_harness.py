@@ -23,10 +23,11 @@ from fathom.models import FathomConfig, FathomForCausalLM
 pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install '.[evaluate]'")
 pytest.importorskip("accelerate", reason="lm-eval's Hugging Face models need accelerate")
 
+from fathom.errors import DataError
 from fathom.evaluation.harness import TaskSettings, items_of, open_lm, run_task, tables
 from fathom.evaluation.paired import rows
 from fathom.evaluation.pairs import Quizzed, task_rows
-from fathom.evaluation.tasks import TaskDataError, task_names
+from fathom.evaluation.tasks import task_names
 
 SETTINGS = TaskSettings(bootstrap_iters=10)
 ARTICLES = (
@@ -210,14 +211,14 @@ def test_subjects_and_other_fields(task_data: Path, lm: Any, no_network: None) -
 def test_examples_come_from_train_or_not_at_all(task_data: Path, lm: Any, no_network: None) -> None:
     shots = TaskSettings(num_fewshot=2, limit=3, bootstrap_iters=10)
     assert run_task(lm, "piqa", shots, task_data).results["n-shot"]["piqa"] == 2
-    with pytest.raises(TaskDataError, match="hellaswag: 2 examples need its train split"):
+    with pytest.raises(DataError, match="hellaswag: 2 examples need its train split"):
         run_task(lm, "hellaswag", shots, task_data)
 
 
 def test_what_is_missing_is_named(task_data: Path, lm: Any) -> None:
-    with pytest.raises(TaskDataError, match=r"sciq: no data in .* expected sciq/SPLIT.jsonl"):
+    with pytest.raises(DataError, match=r"sciq: no data in .* expected sciq/SPLIT.jsonl"):
         run_task(lm, "sciq", SETTINGS, task_data)
-    with pytest.raises(TaskDataError, match="helaswag: lm-eval has no such task; near: hellaswag"):
+    with pytest.raises(DataError, match="helaswag: lm-eval has no such task; near: hellaswag"):
         task_names(["piqa", "helaswag"])
     assert task_names(["blimp_passive_*", "piqa", "piqa"]) == ["blimp_passive_1", "blimp_passive_2", "piqa"]
 
@@ -368,7 +369,7 @@ def test_the_order_of_choices_changes_no_answer_by_text(lm: Any, tmp_path: Path,
 )
 def test_own_documents_are_checked(kind: str, row: dict[str, Any], says: str, tmp_path: Path, lm: Any) -> None:
     path = write_lines(tmp_path / "x.jsonl", [row])
-    with pytest.raises(TaskDataError, match=says):
+    with pytest.raises(DataError, match=says):
         run_task(lm, f"{kind}:{path}", SETTINGS)
 
 

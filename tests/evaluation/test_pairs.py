@@ -16,6 +16,7 @@ from benchmarks.recompute import differing, recomputed, unfounded
 
 from fathom.cli.main import main
 from fathom.corpus.synthetic import World
+from fathom.errors import SettingsError
 from fathom.evaluation.harness import TaskResult
 from fathom.evaluation.origin import runs_between
 from fathom.evaluation.pair_page import WAYS, card, page
@@ -34,7 +35,7 @@ from fathom.evaluation.pairs import (
     verdict,
 )
 from fathom.evaluation.perplexity import DomainScore
-from fathom.evaluation.scoring import Checkpoint, EvaluateError, Settings
+from fathom.evaluation.scoring import Checkpoint, Settings
 from fathom.report.statistics import LEAST_BOOTSTRAPPED, mcnemar
 from fathom.training import train
 from tests.tiny import tiny_recipe
@@ -332,7 +333,7 @@ def test_questions_are_read_with_their_flags(tmp_path: Path) -> None:
     (tmp_path / "quiz.jsonl").write_text("\ufeff" + text, encoding="utf-8")
     assert read_benchmarks(tmp_path) == found
     (tmp_path / "quiz.jsonl").write_bytes(b'{"question": "\xff"}\n')
-    with pytest.raises(EvaluateError, match=r"quiz\.jsonl: not UTF-8"):
+    with pytest.raises(SettingsError, match=r"quiz\.jsonl: not UTF-8"):
         read_benchmarks(tmp_path)
 
 
@@ -350,7 +351,7 @@ def test_questions_are_read_with_their_flags(tmp_path: Path) -> None:
 )
 def test_what_is_no_benchmark_is_said_in_one_line(row: str, said: str, tmp_path: Path) -> None:
     (tmp_path / "quiz.jsonl").write_text(row + "\n")
-    with pytest.raises(EvaluateError, match=said):
+    with pytest.raises(SettingsError, match=said):
         read_benchmarks(tmp_path)
 
 

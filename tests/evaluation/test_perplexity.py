@@ -22,12 +22,13 @@ import fathom.evaluation
 from fathom.checkpoints.export import export
 from fathom.checkpoints.open import longest_context
 from fathom.cli.main import main
-from fathom.data.shards import DataError, TokenDataset
+from fathom.data.shards import TokenDataset
 from fathom.data.sources import Reading
 from fathom.data.tokenizer import train_bpe
+from fathom.errors import DataError, SettingsError
 from fathom.evaluation.harness import fitted
 from fathom.evaluation.paired import Items, difference, group_difference, rows
-from fathom.evaluation.perplexity import Cut, Domain, DomainScore, Passage, PerplexityError, read_domains, score
+from fathom.evaluation.perplexity import Cut, Domain, DomainScore, Passage, read_domains, score
 from fathom.evaluation.scoring import Checkpoint, evaluate
 from fathom.models import FathomConfig, FathomForCausalLM
 from fathom.report.statistics import paired_difference
@@ -159,7 +160,7 @@ def test_shards_and_their_text_score_alike(corpus: Path, tokenizer) -> None:
             found = score(model, other, domain_, Cut(32))
             assert found.to_dict() == score(model, other, domain(*texts), Cut(32)).to_dict()
         torn = replace(domain_, documents=[domain_.documents[0]._replace(bytes=7)])
-        with pytest.raises(PerplexityError, match="give the text"):
+        with pytest.raises(SettingsError, match="give the text"):
             score(tiny(tokenizer), tokenizer, torn, Cut(32))
 
 
@@ -187,7 +188,7 @@ def test_shards_of_changed_text_are_refused(normalizer, kept: bool, tokenizer, t
     if kept:
         assert score(tiny(tokenizer), tokenizer, shards, Cut(32)).bytes == [size]
         return
-    with pytest.raises(PerplexityError, match=r"do not decode to the text .* give the text"):
+    with pytest.raises(SettingsError, match=r"do not decode to the text .* give the text"):
         score(tiny(tokenizer), tokenizer, shards, Cut(32))
 
 
@@ -221,7 +222,7 @@ def test_each_input_is_a_domain(tmp_path: Path) -> None:
         (tmp_path / folder / "wiki.txt").write_text(f"{folder} words")
     old, new = (str(tmp_path / folder / "wiki.txt") for folder in ("old", "new"))
     for inputs in ([old, new], [old, f"wiki={new}"], [old, old]):
-        with pytest.raises(PerplexityError, match=r"two inputs have a domain 'wiki'; name one of them: NAME=INPUT"):
+        with pytest.raises(SettingsError, match=r"two inputs have a domain 'wiki'; name one of them: NAME=INPUT"):
             read_domains(inputs)
     assert [d.name for d in read_domains([old, f"new={new}"])] == ["wiki", "new"]
     assert len(read_domains([f"wiki={old}", f"wiki={new}"])[0].documents) == 2

@@ -15,10 +15,11 @@ from pathlib import Path
 import numpy as np
 
 from fathom.checkpoints.layout import RECIPE, RESULT
+from fathom.errors import TrainingError
 from fathom.experiments.arms import training_flops
 from fathom.recipe import Recipe, parse_recipe
 from fathom.report.files import write_atomically
-from fathom.training import TrainingError, TrainResult
+from fathom.training import TrainResult
 
 FIRST = 1e9
 BASE_RATE = 1e-2

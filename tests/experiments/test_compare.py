@@ -17,13 +17,14 @@ import torch
 from fathom.checkpoints.find import best_arm
 from fathom.cli.main import main
 from fathom.data.puzzles import open_data
+from fathom.errors import DataError, SettingsError
 from fathom.experiments.arms import arm_recipes, parse_arms, tokens, training_flops
 from fathom.experiments.compare import carry_out, rewrite_report
 from fathom.experiments.compare_page import page, quality_rows, tables
 from fathom.experiments.differences import is_sure, summarize, verdict
 from fathom.experiments.plan import Plan, make_plan, read_measured, tasks
-from fathom.recipe import Recipe, RecipeError, parse_recipe
-from fathom.report.files import DamagedError, write_json
+from fathom.recipe import Recipe, parse_recipe
+from fathom.report.files import write_json
 from fathom.report.provenance import provenance
 from fathom.training import read_metrics
 from fathom.training.build import batch_plan
@@ -391,7 +392,7 @@ def test_what_no_run_could_begin_with_is_said_before_work(small: Recipe, planted
 
 def test_another_recipe_is_refused(small: Recipe, planted):
     _, out = planted
-    with pytest.raises(RecipeError, match=r"another recipe; different: optim\.eps"):
+    with pytest.raises(SettingsError, match=r"another recipe; different: optim\.eps"):
         make_plan(small.override("optim.lr=1e-4", "optim.eps=1e-6"), "vanilla,again=vanilla", out=out)
 
 
@@ -399,7 +400,7 @@ def test_a_report_is_written_where_no_run_could_go_on(planted, monkeypatch):
     """On a login node, say, which has no GPU."""
 
     def refuse(name: str) -> None:
-        raise RecipeError("no CUDA device here")
+        raise SettingsError("no CUDA device here")
 
     monkeypatch.setattr("fathom.experiments.plan.device_of", refuse)
     assert main(["compare", str(planted[1]), "--report"]) == 0
@@ -466,7 +467,7 @@ def test_a_seed_that_failed_is_not_awaited(finished):
 def test_a_damaged_report_is_an_error_before_work(finished):
     plan, out = finished
     (out / "report.json").write_text("{")
-    with pytest.raises(DamagedError, match=r"report\.json is damaged.* delete it, and what it showed is forgotten"):
+    with pytest.raises(DataError, match=r"report\.json is damaged.* delete it, and what it showed is forgotten"):
         carry_out(plan, out, quiet=True)
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from fathom.cli.main import main
+from fathom.errors import SettingsError, TrainingError
 from fathom.experiments.arms import training_flops
 from fathom.experiments.budget import budget
 from fathom.experiments.ladder import add_seeds, climb, rewrite
@@ -21,8 +22,7 @@ from fathom.experiments.rungs import Ladder, load_ladder, without_embeddings
 from fathom.experiments.stages import STAGES, LadderRun, State
 from fathom.experiments.tuning import FLAT
 from fathom.models.cost import count_parameters
-from fathom.recipe import RecipeError, load_recipe
-from fathom.training import TrainingError
+from fathom.recipe import load_recipe
 from tests.experiments.fake import Planted, write_ladder
 
 ARMS = "vanilla,again=vanilla;model.mixer=uniform_depth,better=depth_attention"
@@ -124,7 +124,7 @@ def test_what_begins_no_run_asks_nothing_of_models(whole, tmp_path: Path, monkey
     """What is not installed here ends a ladder that begins, and not the report of one that has begun."""
 
     def refuse(recipe: object) -> None:
-        raise RecipeError("not installed")
+        raise SettingsError("not installed")
 
     monkeypatch.setattr("fathom.training.build.require_backends", refuse)
     assert main(["ladder", str(whole[1]), "--report", "--json"]) == 0
@@ -185,7 +185,7 @@ def test_the_last_rung_waits_for_its_seal(tmp_path: Path, monkeypatch) -> None:
     changed = {**sealed, "rung": 3}
     (out / "prediction.json").write_text(json.dumps(changed))
     trainer.done.clear()
-    with pytest.raises(RecipeError, match=r"prediction.json: sha256 does not fit"):
+    with pytest.raises(SettingsError, match=r"prediction.json: sha256 does not fit"):
         climb(Ladder.read(out), out, quiet=True)
     assert trainer.done == []
 
@@ -212,7 +212,7 @@ def test_a_changed_plan_is_refused(whole, tmp_path: Path, key: str, capsys) -> N
 
 
 def test_another_plan_needs_another_directory(whole, tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"a ladder of another plan; different: ladder\.seeds$"):
+    with pytest.raises(SettingsError, match=r"a ladder of another plan; different: ladder\.seeds$"):
         climb(make(tmp_path, seeds=[4, 3, 3, 2]), whole[1], quiet=True)
 
 
@@ -493,10 +493,10 @@ def test_a_share_of_the_layers(tmp_path: Path) -> None:
     ladder = make(tmp_path, arms, layers=[2, 2, 4, 4])
     plan = ladder.plan(ladder.sizes[2], {"vanilla": 1e-2, "loop": 1e-2})
     assert plan.recipes["loop"].model["num_hidden_layers"] == 2
-    with pytest.raises(RecipeError, match=r"ladder.layers=1/2: of 3 layers that is 1.5"):
+    with pytest.raises(SettingsError, match=r"ladder.layers=1/2: of 3 layers that is 1.5"):
         make(tmp_path, arms)
     for share in ("1e400", "1e99999999999", "-1", "101", "half"):
-        with pytest.raises(RecipeError, match=rf"ladder.layers={share}: allowed: a share such as 1/3"):
+        with pytest.raises(SettingsError, match=rf"ladder.layers={share}: allowed: a share such as 1/3"):
             make(tmp_path, arms.replace("1/2", share))
 
 
@@ -523,7 +523,7 @@ def test_a_share_of_the_layers(tmp_path: Path) -> None:
     ],
 )
 def test_a_wrong_rule_is_said_in_a_line(tmp_path: Path, rules: dict, words: str) -> None:
-    with pytest.raises(RecipeError, match=words):
+    with pytest.raises(SettingsError, match=words):
         make(tmp_path, **rules)
 
 
@@ -531,7 +531,7 @@ def test_a_wrong_rule_is_said_in_a_line(tmp_path: Path, rules: dict, words: str)
 def test_an_arm_has_no_rate_of_its_own(tmp_path: Path, own: str) -> None:
     """The ladder tunes and carries it: a rate written after an arm would not be the one that runs."""
     for arms in (f"vanilla,mine=vanilla;{own}", f"mine=vanilla;{own},depth_attention"):
-        with pytest.raises(RecipeError, match=r"arm mine: optim.(lr|weight_decay) is the ladder's"):
+        with pytest.raises(SettingsError, match=r"arm mine: optim.(lr|weight_decay) is the ladder's"):
             make(tmp_path, arms)
     assert make(tmp_path, "vanilla,mine=vanilla;optim.warmup=0.2").arms[1].name == "mine"
 
@@ -766,7 +766,7 @@ def test_a_rung_goes_on_at_the_rates_that_it_began_with(tmp_path: Path, monkeypa
     own["overrides"] = [f"optim.lr={2e-2}" if item.startswith("optim.lr") else item for item in own["overrides"]]
     file.write_text(json.dumps(plan))
     (out / "rungs/1/arms/better/seed-3/result.json").unlink()
-    with pytest.raises(RecipeError, match=r"began with another recipe; different: better's optim.lr$"):
+    with pytest.raises(SettingsError, match=r"began with another recipe; different: better's optim.lr$"):
         climb(ladder, out, quiet=True)
     shutil.rmtree(out / "rungs/1/arms/better")
     climb(ladder, out, quiet=True)

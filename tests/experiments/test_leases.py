@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from fathom.experiments.leases import ClaimError, Claims
+from fathom.errors import TrainingError
+from fathom.experiments.leases import Claims
 
 _context = multiprocessing.get_context("fork")
 
@@ -52,7 +53,7 @@ def test_silence_is_succeeded_and_noticed(tmp_path: Path):
     time.sleep(0.2)
     assert patient.take("run") is not None
     assert silent.lost
-    with pytest.raises(ClaimError, match="took over"):
+    with pytest.raises(TrainingError, match="took over"):
         silent.require()
 
 

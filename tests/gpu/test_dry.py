@@ -27,7 +27,7 @@ from fathom.training.guard import Guard
 from fathom.training.optimizer import Optimizer
 from tests.models.cases import CASES, config_of
 
-from .watch import OneDevice, Refused
+from .watch import ModelError, OneDevice
 
 pytestmark = [
     *(pytest.mark.dry, pytest.mark.slow),
@@ -174,7 +174,7 @@ def test_a_rule_on_the_host_is_seen(as_elsewhere, by_rule, monkeypatch):
     monkeypatch.setattr(several_trips, "read_rule", on_the_host)
     model = model_on("meta", "latent_cot").train()
     model.set_attn_implementation("flex_attention")
-    with OneDevice(), pytest.raises(Refused, match="tensors on cpu and meta"):
+    with OneDevice(), pytest.raises(ModelError, match="tensors on cpu and meta"):
         step(model)
 
 
@@ -219,7 +219,7 @@ def read(x: Tensor) -> Tensor:
     ("fault", "words"), [(linear_on_the_host, "tensors on cpu and meta"), (read, "read by the host")]
 )
 def test_planted_faults_are_seen_on_meta(fault, words, as_elsewhere):
-    with OneDevice(), pytest.raises(Refused, match=words):
+    with OneDevice(), pytest.raises(ModelError, match=words):
         step(with_planted(model_on("meta", "vanilla").train(), fault))
 
 

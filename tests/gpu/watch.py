@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import fathom
+from fathom.errors import ModelError
 
 READS = (
     *("_local_scalar_dense", "item", "is_nonzero", "equal", "allclose", "nonzero", "masked_select", "bincount"),
@@ -28,10 +29,6 @@ COPIES = ("_to_copy", "copy_")
 
 
 PACKAGE = Path(fathom.__file__).parent
-
-
-class Refused(AssertionError):
-    """What a GPU would refuse or wait for."""
 
 
 def place() -> str:
@@ -89,16 +86,16 @@ class OneDevice(TorchDispatchMode):
         kinds = set(self.kinds((args, kwargs)))
         if isinstance(func, HigherOrderOperator):
             if len(kinds) > 1:
-                raise Refused(f"{func} at {place()}: tensors on {' and '.join(sorted(kinds))}")
+                raise ModelError(f"{func} at {place()}: tensors on {' and '.join(sorted(kinds))}")
             return func(*args, **kwargs)
         if waits(func, args) and "meta" in kinds:
-            raise Refused(f"{func} at {place()}: a read by the host")
+            raise ModelError(f"{func} at {place()}: a read by the host")
         if named(func, COPIES):
             target = kwargs.get("device")
             if "meta" in kinds and target is not None and torch.device(target).type == "cpu":
-                raise Refused(f"{func} at {place()}: a copy to the host")
+                raise ModelError(f"{func} at {place()}: a copy to the host")
         elif len(kinds) > 1:
-            raise Refused(f"{func} at {place()}: tensors on {' and '.join(sorted(kinds))}")
+            raise ModelError(f"{func} at {place()}: tensors on {' and '.join(sorted(kinds))}")
         return func(*args, **kwargs)
 
     @staticmethod

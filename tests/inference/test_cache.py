@@ -12,14 +12,15 @@ import torch
 
 from fathom.checkpoints.open import open_checkpoint
 from fathom.cli.main import main
+from fathom.errors import SettingsError
 from fathom.inference import engine, gate
 from fathom.inference.cache import Policy, choose
 from fathom.inference.engine import Engine, Job
 from fathom.inference.generate import generate
 from fathom.inference.sampling import Choice
-from fathom.inference.settings import GenerateError, Sampling
+from fathom.inference.settings import Sampling
 from fathom.kvcache import Schedule, build_cache, compress_in_training
-from fathom.recipe import CacheWishes, RecipeError
+from fathom.recipe import CacheWishes
 from tests.tiny import TEXT, export_tiny
 
 FREQKV = Policy("freqkv", 16, 2, 0.5)
@@ -115,7 +116,7 @@ def test_the_command(directory: Path, tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_a_static_cache_is_another_thing() -> None:
-    with pytest.raises(GenerateError, match="leave out --static-cache"):
+    with pytest.raises(SettingsError, match="leave out --static-cache"):
         Sampling(memory=FREQKV, static_cache=True)
 
 
@@ -152,7 +153,7 @@ def test_a_checkpoint_knows_its_schedule(tmp_path: Path, capsys: pytest.CaptureF
     assert choose(model, None) is None and choose(model, "full") is None
     assert choose(model, "average", CacheWishes(ratio=0.25)) == Policy("average", 16, 2, 0.25)
     assert "was tuned for freqkv, window 16, sinks 2, ratio 0.5" in capsys.readouterr().err
-    with pytest.raises(RecipeError, match="--kvcache-ratio"):
+    with pytest.raises(SettingsError, match="--kvcache-ratio"):
         choose(model, None, CacheWishes(ratio=0.5))
     for method in ("sinks", "drop", "snapkv", "key_norm"):  # their entries are tokens' own: nothing to be tuned for
         assert choose(model, method) == Policy(method, 16, 2, 0.5) and capsys.readouterr().err == ""
@@ -180,7 +181,7 @@ def test_entries_may_be_counted(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 def test_a_method_without_a_ratio(opened, tmp_path: Path) -> None:
     """One that is given is refused; the one that another method was tuned with is not meant for it."""
-    with pytest.raises(RecipeError, match=r"--kvcache sinks: ratio=0.25: sinks lets one token go at a time"):
+    with pytest.raises(SettingsError, match=r"--kvcache sinks: ratio=0.25: sinks lets one token go at a time"):
         choose(opened[0], "sinks", CacheWishes(window=16, sinks=2, ratio=0.25))
     model, _ = open_checkpoint(export_tiny(tmp_path / "tuned", kvcache={**vars(FREQKV), "ratio": 0.25}), "cpu")
     assert choose(model, "sinks") == Policy("sinks", 16, 2, 0.5)

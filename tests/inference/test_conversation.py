@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from fathom.checkpoints.open import open_checkpoint
+from fathom.errors import SettingsError
 from fathom.inference.conversation import chat
 from fathom.inference.generate import generate
 from fathom.inference.prompt_file import generate_file
-from fathom.inference.settings import GenerateError, Sampling
+from fathom.inference.settings import Sampling
 from tests.inference.talker import TEMPLATE, read, write
 from tests.tiny import export_tiny
 
@@ -27,7 +28,7 @@ def test_a_conversation_that_the_template_refuses(opened, monkeypatch, tmp_path:
     made = read(tmp_path / "out.jsonl")
     assert [line.get("tokens") for line in made] == [3, None, None, None, 3]
     assert made[1]["error"] == "this conversation cannot be read: no system role"
-    with pytest.raises(GenerateError, match="cannot be read: no system role"):
+    with pytest.raises(SettingsError, match="cannot be read: no system role"):
         chat(*opened, Sampling(3), iter(["a\n"]), len, "be kind")
 
 
@@ -75,6 +76,6 @@ def test_a_conversation_remembers(opened, monkeypatch) -> None:
     answers = "".join(said).split("\n")
     assert any("/new starts over" in answer for answer in answers)
     tokenizer.chat_template, kept = None, tokenizer.chat_template
-    with pytest.raises(GenerateError, match="no chat template"):
+    with pytest.raises(SettingsError, match="no chat template"):
         chat(model, tokenizer, Sampling(4), iter(["a"]), said.append)
     tokenizer.chat_template = kept

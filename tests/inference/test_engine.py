@@ -23,11 +23,12 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from fathom.errors import RequestError
 from fathom.inference import batches, sampling
 from fathom.inference.batches import LoneBatch, SlabBatch, SlabLayer, SlotBatch, batch_for
 from fathom.inference.cache import Policy
 from fathom.inference.compiled import Compiled, OneBank
-from fathom.inference.engine import Engine, EngineError, Job
+from fathom.inference.engine import Engine, Job
 from fathom.inference.sampling import Choice
 from fathom.models import FathomConfig, FathomForCausalLM, several_trips, slot_cache, slot_table
 from fathom.models.engines import check_engine
@@ -256,7 +257,7 @@ def test_what_would_fail_in_a_batch_is_refused(engine):
     running.compiled.step = model.forward
     kept, longest = Collected([5, 6, 7], 12, Choice()), Collected([5] * 15, 1, Choice())
     for prompt, new, words in (([], 3, "no tokens"), ([5] * 15, 2, "16 tokens, not of 17"), ([5], 16, "not of 17")):
-        with pytest.raises(EngineError, match=words):
+        with pytest.raises(RequestError, match=words):
             running.submit([kept.job, Collected(prompt, new, Choice()).job])
     running.submit([kept.job, longest.job])
     assert kept.wait() == longest.wait() == "length" and len(kept.tokens) == 12
@@ -675,9 +676,9 @@ def submitted_at_once(running, jobs):
 
 def test_what_an_engine_refuses(engine):
     running, model = engine(budget=batches.token_bytes(build(config_of("loop+depth_attention")), None) * 512, waiting=3)
-    with pytest.raises(EngineError, match=r"for its 600 tokens; the server has .* MiB .--cache-memory"):
+    with pytest.raises(RequestError, match=r"for its 600 tokens; the server has .* MiB .--cache-memory"):
         running.submit([Collected([5], 599, Choice()).job])
-    with pytest.raises(EngineError, match="waiting already"):
+    with pytest.raises(RequestError, match="waiting already"):
         running.submit([Collected([5], 2, Choice()).job for _ in range(4)])
     many = [Collected([5 + i], 100, Choice()) for i in range(4)]  # two have room at a time
     most = 0
@@ -803,7 +804,7 @@ def test_a_fault_of_the_engine_keeps_nobody_waiting(engine, monkeypatch):
     running.submit([first.job])
     assert "the engine failed: ZeroDivisionError" in str(first.wait())
     running._thread.join(10)
-    with pytest.raises(EngineError, match="the engine failed"):
+    with pytest.raises(RequestError, match="the engine failed"):
         running.submit([Collected([5, 6], 4, Choice()).job])
 
 

@@ -14,11 +14,12 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from fathom.checkpoints.export import export
 from fathom.checkpoints.open import open_checkpoint
 from fathom.cli.main import main
+from fathom.errors import SettingsError
 from fathom.inference.conversation import chat
 from fathom.inference.generate import generate, generate_batch
 from fathom.inference.prompt import encode
 from fathom.inference.prompt_file import generate_file
-from fathom.inference.settings import GenerateError, Sampling
+from fathom.inference.settings import Sampling
 from fathom.models import FathomConfig, FathomForCausalLM
 from tests.inference.talker import PROMPTS, TEMPLATE, read, write
 from tests.models.cases import build, config_of
@@ -67,7 +68,7 @@ def test_compiled_decoding_says_the_same(opened) -> None:
 def test_the_context_ends_the_text(opened) -> None:
     made = generate(*opened, "the", Sampling(1000, seed=0, options={"eos_token_id": None}))
     assert made.prompt_tokens + made.tokens == 64 and made.finish == "length"
-    with pytest.raises(GenerateError, match="context is 64"):
+    with pytest.raises(SettingsError, match="context is 64"):
         generate(*opened, "the depth of a river " * 40)
 
 
@@ -152,7 +153,7 @@ def test_prompts_that_meet_the_contexts_end_apart(kind: str, monkeypatch) -> Non
     together = [one.text for one in generate_batch(model, tiny_tokenizer(), prompts, sampling)]
     assert together == alone
     monkeypatch.setattr("fathom.inference.generate._runs_with", lambda *given: ())
-    with contextlib.suppress(GenerateError, IndexError):
+    with contextlib.suppress(SettingsError, IndexError):
         assert [one.text for one in generate_batch(model, tiny_tokenizer(), prompts, sampling)] != alone
 
 
@@ -323,10 +324,10 @@ def test_logits_that_are_no_numbers_are_refused(exported: Path, tmp_path: Path, 
         assert main(["generate", directory, "the", "--temperature", temperature, "--device", "cpu"]) == 2
         shown = capsys.readouterr()
         assert shown.out == "the\n" and shown.err.startswith("fathom: the model's scores are not finite"), shown
-    with pytest.raises(GenerateError, match="not finite"):
+    with pytest.raises(SettingsError, match="not finite"):
         generate_batch(model, tokenizer, [encode(tokenizer, text) for text in PROMPTS[:3]], Sampling(4, temperature=0))
     ruled_out = Sampling(4, options={"suppress_tokens": list(range(300))})
-    with pytest.raises(GenerateError, match="leave no token"):
+    with pytest.raises(SettingsError, match="leave no token"):
         generate(*open_checkpoint(exported, "cpu"), "the", ruled_out)
     monkeypatch.setattr("fathom.inference.processing.Finite.__call__", lambda self, ids, scores: scores)
     assert generate(model, tokenizer, "the", Sampling(4, temperature=0)).finish == "stop"  # token 0 ends a text

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from fathom.cli.main import main
+from fathom.errors import SettingsError
 from fathom.inference.prompt_file import generate_file
-from fathom.inference.settings import GenerateError, Sampling
+from fathom.inference.settings import Sampling
 from fathom.models import FathomForCausalLM
 from fathom.report.files import lock
 from tests.inference.talker import PROMPTS, read, write
@@ -96,7 +97,7 @@ def test_a_prompt_of_no_numbers_does_not_stop_the_others(tmp_path: Path, damaged
 )
 def test_prompts_are_checked_before_work(opened, tmp_path: Path, lines: list[str], message: str) -> None:
     (tmp_path / "in.jsonl").write_text("\n".join(lines) + "\n", errors="surrogateescape")
-    with pytest.raises(GenerateError, match=message):
+    with pytest.raises(SettingsError, match=message):
         generate_file(*opened, tmp_path / "in.jsonl", tmp_path / "out.jsonl", Sampling(3))
     assert not (tmp_path / "out.jsonl").exists()
 
@@ -142,14 +143,14 @@ def test_another_files_output_is_left_alone(opened, tmp_path: Path) -> None:
     prompts = write(tmp_path / "in.jsonl", [{"prompt": "a"}])
     other = write(tmp_path / "out.jsonl", [{"prompt": "b", "completion": "c"}])
     before = other.read_bytes()
-    with pytest.raises(GenerateError, match=r"out.jsonl:1: not an answer to .*in.jsonl"):
+    with pytest.raises(SettingsError, match=r"out.jsonl:1: not an answer to .*in.jsonl"):
         generate_file(*opened, prompts, other, Sampling(3))
     assert other.read_bytes() == before
 
 
 def test_a_second_writer_is_refused(opened, tmp_path: Path) -> None:
     prompts = write(tmp_path / "in.jsonl", [{"prompt": "a"}])
-    with lock(tmp_path / ".out.jsonl.lock"), pytest.raises(GenerateError, match="another process"):
+    with lock(tmp_path / ".out.jsonl.lock"), pytest.raises(SettingsError, match="another process"):
         generate_file(*opened, prompts, tmp_path / "out.jsonl", Sampling(3))
 
 

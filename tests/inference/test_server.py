@@ -23,8 +23,9 @@ import torch
 import uvicorn
 
 from fathom.checkpoints.open import open_checkpoint
+from fathom.errors import SettingsError
 from fathom.inference import gate, launch, server, texts
-from fathom.inference.batches import ServeError, token_bytes
+from fathom.inference.batches import token_bytes
 from fathom.inference.engine import Scored
 from fathom.inference.generate import generate, generate_batch
 from fathom.inference.prompt import encode
@@ -955,7 +956,7 @@ def test_the_lens_counts_packed_weights(tmp_path):
 def test_angles_that_depend_on_company_are_refused(directory):
     model, tokenizer = open_checkpoint(directory, "cpu")
     model.config.rope_parameters["rope_type"] = "longrope"
-    with pytest.raises(ServeError, match="rope_type longrope"):
+    with pytest.raises(SettingsError, match="rope_type longrope"):
         server.Service(model, tokenizer, "tiny")
 
 

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from fathom.errors import SettingsError
 from fathom.inference.generate import generate, generate_batch
 from fathom.inference.prompt import encode
-from fathom.inference.settings import GenerateError, Sampling
+from fathom.inference.settings import Sampling
 from tests.inference.talker import PROMPTS
 
 
@@ -25,7 +26,7 @@ def test_the_checkpoints_own_sampling_is_the_default() -> None:
 
 def test_beams_and_stop_strings_may_be_the_checkpoints_own(opened, monkeypatch) -> None:
     model, tokenizer = opened
-    with pytest.raises(GenerateError, match="--set num_beams=None: allowed: a whole number, 1 or more"):
+    with pytest.raises(SettingsError, match="--set num_beams=None: allowed: a whole number, 1 or more"):
         Sampling(options={"num_beams": None})
     monkeypatch.setattr(model.generation_config, "num_beams", 2)
     assert generate(model, tokenizer, "the", Sampling(6, temperature=0), len).tokens == 6, "no streamer reads beams"

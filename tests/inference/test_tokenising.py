@@ -5,9 +5,10 @@ import threading
 
 import pytest
 
+from fathom.errors import RequestError
 from fathom.inference import tokenising
 from fathom.inference.api import ApiError
-from fathom.inference.prompt import PROBE, SLACK, TooLongError, encode, too_long
+from fathom.inference.prompt import PROBE, SLACK, encode, too_long
 from fathom.inference.tokenising import SHORT, Tokenising
 from tests.tiny import piece_tokenizer, tiny_tokenizer
 
@@ -62,7 +63,7 @@ def test_what_is_far_too_long_is_known_by_its_beginning(make, monkeypatch):
     text = "the depth of a river " * 100_000
     for prompt in (text, [{"role": "user", "content": text}]):
         tokenizer.chat_template = "{{ messages[0]['content'] }}"
-        with pytest.raises(TooLongError, match="context is 64 tokens"):
+        with pytest.raises(RequestError, match="context is 64 tokens"):
             encode(tokenizer, prompt, context=context)
     assert max(map(len, read)) <= PROBE * (context + SLACK), "the rest was never tokenised"
     assert len(encode(tokenizer, text[: 4 * context], context=context)) > context, "counted and reported elsewhere"

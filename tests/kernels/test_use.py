@@ -9,10 +9,11 @@ import torch
 
 import fathom.kernels
 from fathom.cli.main import main
-from fathom.kernels import NAMES, KernelError, use
+from fathom.errors import SettingsError
+from fathom.kernels import NAMES, use
 from fathom.models import FathomConfig, FathomForCausalLM
 from fathom.models.replaceable import REPLACEABLE, replace
-from fathom.recipe import Recipe, RecipeError, Train
+from fathom.recipe import Recipe, Train
 from tests.models.cases import SHAPE
 
 from .held import DEVICE
@@ -73,21 +74,21 @@ def test_a_call_that_a_hook_waits_for_is_made(part):
 @pytest.mark.parametrize("name", NAMES)
 def test_on_a_cpu_each_is_refused_by_name(name, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    with pytest.raises(KernelError, match=f"^kernel {name} runs on an NVIDIA GPU, and the model would be on cpu"):
+    with pytest.raises(SettingsError, match=f"^kernel {name} runs on an NVIDIA GPU, and the model would be on cpu"):
         use([name], "cpu")
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_without_its_package_each_is_refused_by_name(name, monkeypatch):
     monkeypatch.setattr(fathom.kernels.importlib.util, "find_spec", lambda module: None)
-    with pytest.raises(KernelError, match=rf"^kernel {name} needs (triton|liger-kernel): pip install '\.\[gpu\]'"):
+    with pytest.raises(SettingsError, match=rf"^kernel {name} needs (triton|liger-kernel): pip install '\.\[gpu\]'"):
         use([name], "cuda:0")
 
 
 def test_other_names_are_refused(capsys, monkeypatch):
-    with pytest.raises(KernelError, match=r"^kernel 'flash': allowed: any of depth_mix, depth_pool"):
+    with pytest.raises(SettingsError, match=r"^kernel 'flash': allowed: any of depth_mix, depth_pool"):
         use(["depth_mix", "flash"], "cuda")
-    with pytest.raises(RecipeError, match=r"train\.kernels=.*allowed: any of depth_mix"):
+    with pytest.raises(SettingsError, match=r"train\.kernels=.*allowed: any of depth_mix"):
         Train(kernels=("flash",))
     assert Recipe(train=Train(kernels=["rms_norm"])).train.kernels == ("rms_norm",)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
@@ -101,7 +102,7 @@ def test_a_training_run_refuses_before_it_starts(recipe, monkeypatch):
     from fathom.training.build import build_training
 
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    with pytest.raises(KernelError, match="kernel swiglu runs on an NVIDIA GPU"):
+    with pytest.raises(SettingsError, match="kernel swiglu runs on an NVIDIA GPU"):
         build_training(recipe.override("train.kernels=[swiglu]", "train.device=cpu"))
 
 

@@ -105,7 +105,7 @@ def test_the_whole_window_is_not_kept_alive(model, ids):
 
 @pytest.mark.parametrize("length", [65, 100])
 def test_crossing_chunks(model, ids, length):
-    """Refused by the layer: one forward pass attends to one state. The hook on the model cuts inputs before that."""
+    """ModelError by the layer: one forward pass attends to one state. The hook on the model cuts inputs before that."""
     keys = torch.zeros(1, 2, length, 16)
     layer = cache_of(model).layers[0]
     with pytest.raises(ValueError, match=r"token 64 \(64 left\); call prefill\(model, input_ids, cache\).* divide 32"):

@@ -13,8 +13,9 @@ import torch
 from transformers import BloomConfig, BloomForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from fathom.cli.main import main
+from fathom.errors import SettingsError
 from fathom.lens import look as lens
-from fathom.lens.look import LensError, look
+from fathom.lens.look import look
 from fathom.lens.page import lens_page, pack, quantise
 from fathom.models import FathomForCausalLM
 from fathom.models.registry import parse_mechanism
@@ -295,9 +296,9 @@ def test_the_model_is_left_as_it_was(tokenizer):
 
 def test_what_cannot_be_looked_at(tokenizer):
     model = model_of("vanilla")
-    with pytest.raises(LensError, match="no text"):
+    with pytest.raises(SettingsError, match="no text"):
         look(model, tokenizer, "")
-    with pytest.raises(LensError, match="1 or more"):
+    with pytest.raises(SettingsError, match="1 or more"):
         look(model, tokenizer, "a", top=0)
     one = look(model, tokenizer, "a")
     assert len(one.tokens) == 1 and math.isnan(one.bits_per_token)
@@ -594,7 +595,7 @@ def test_live(tokenizer, browser):
             text = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["text"]
             try:
                 answer = pack(look(model, tokenizer, text, max_tokens=1 if text == "one" else 99))
-            except LensError as error:
+            except SettingsError as error:
                 answer = {"error": str(error)}
             self.answer("application/json", json.dumps({"error": "too deep"} if text == "deep" else answer))
 

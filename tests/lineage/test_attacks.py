@@ -11,7 +11,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from fathom.checkpoints.export import export
 from fathom.checkpoints.families.lumia import BASELINE_KEYS, DEPTH_FLAGS
-from fathom.checkpoints.origin import Refused
+from fathom.errors import ModelError
 from fathom.lineage import attacks, canonical, layouts
 from fathom.lineage.attacks import ATTACKS, attack
 from fathom.lineage.comparison import Options, measure
@@ -137,7 +137,7 @@ def test_layer_norm_models(name, tmp_path):
         assert pair.value(score) == pytest.approx(1, abs=1e-6), score
     assert pair.value("awm") < 0.99 if name == "gpt2" else True
     assert all(count.paired == count.of for count in list(pair.neurons.values())[-1])
-    with pytest.raises(Refused, match="RMSNorm"):
+    with pytest.raises(ModelError, match="RMSNorm"):
         attack(open_weights(base), ("rotate",), tmp_path / "no")
 
 
@@ -184,7 +184,7 @@ def test_edits_of_depth_models_keep_the_function_or_are_refused(case, tmp_path):
     before = opened_logits(base)
     for kind in ATTACKS:
         if kind in DEPTH[case]:
-            with pytest.raises(Refused, match=f"attack {kind}: a model with {axis}={name}"):
+            with pytest.raises(ModelError, match=f"attack {kind}: a model with {axis}={name}"):
                 attack(open_weights(base), (kind,), tmp_path / kind)
             continue
         attack(open_weights(base), (kind,), tmp_path / kind, dtype="float64")
@@ -311,9 +311,9 @@ def test_general_balance_leaves_only_rotations():
 
 
 def test_what_an_attack_will_not_do(models, tmp_path, opened):
-    with pytest.raises(Refused, match="unknown attack"):
+    with pytest.raises(ModelError, match="unknown attack"):
         attack(opened(), ("melt",), tmp_path / "a")
-    with pytest.raises(Refused, match="wanted float32 or float64"):
+    with pytest.raises(ModelError, match="wanted float32 or float64"):
         attack(opened(), ("head",), tmp_path / "a", dtype="bfloat16")
     tied = tiny_config("qwen3", tie_word_embeddings=True)
     base = save(build(tied, 4), tmp_path / "tied", 512)

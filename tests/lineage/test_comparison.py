@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers as tf
 
-from fathom.checkpoints.origin import Refused
+from fathom.errors import ModelError
 from fathom.lineage import nulls, verdict
 from fathom.lineage.aligning import paired_rows
 from fathom.lineage.comparison import Options, compare, measure
@@ -139,7 +139,7 @@ def null_file(tmp_path, zoo):
 
 def test_a_null_of_related_models_is_refused(tmp_path, zoo):
     related = measure(zoo["llama"], zoo["llama"], Options())
-    with pytest.raises(Refused, match=r"llama and .*llama share weights: a null is made of unrelated models"):
+    with pytest.raises(ModelError, match=r"llama and .*llama share weights: a null is made of unrelated models"):
         nulls.write(tmp_path / "null.json", {"here": [related]})
     body = null_file(tmp_path, zoo)
     assert len(nulls.read(tmp_path / "null.json", "here").pairs) == 1 and len(body["models"]) == 2
@@ -167,7 +167,7 @@ def test_an_invented_null_is_refused(tmp_path, zoo, lie):
     body = null_file(tmp_path, zoo)
     lie(body)
     (tmp_path / "null.json").write_text(json.dumps(body))
-    with pytest.raises(Refused, match=r"null\.json: class here: "):
+    with pytest.raises(ModelError, match=r"null\.json: class here: "):
         nulls.read(tmp_path / "null.json", "here")
 
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
-from fathom.checkpoints.origin import Refused
 from fathom.cli import lineage as commands
+from fathom.errors import ModelError
 from fathom.lineage import comparison, nulls, verdict
 from fathom.lineage.weights import open_weights
 from tests.lineage.zoo import build, save, tiny_config
@@ -137,7 +137,7 @@ def test_an_odd_config_is_one_line(base, tmp_path, change):
     for key in change:
         config.pop("rope_parameters" if "rotary" in key else key, None)
     (copy / "config.json").write_text(json.dumps(config | change))
-    with pytest.raises(Refused, match=r"^config\.json: [^\n]*$"):
+    with pytest.raises(ModelError, match=r"^config\.json: [^\n]*$"):
         commands.compare(str(base / "base"), str(copy))
 
 
@@ -170,7 +170,7 @@ def test_an_odd_null_file_is_one_line(base, tmp_path, change, monkeypatch):
     assert nulls.read(path, kind).models == 3
     path.write_text(json.dumps(body | {"classes": {kind: null | change}}))
     monkeypatch.setattr(comparison, "measure", None)
-    with pytest.raises(Refused, match=r"^[^\n]*null.json: class [^\n]*$"):
+    with pytest.raises(ModelError, match=r"^[^\n]*null.json: class [^\n]*$"):
         commands.compare(str(base / "base"), str(base / "control"), null=path)
 
 

@@ -8,7 +8,7 @@ import torch
 import transformers as tf
 from safetensors.torch import load_file, save_file
 
-from fathom.checkpoints.origin import Refused
+from fathom.errors import ModelError
 from fathom.lineage.attacks import attack
 from fathom.lineage.comparison import Options, measure
 from fathom.lineage.weights import open_weights
@@ -145,7 +145,7 @@ def test_every_expert_of_a_stack_is_what_the_module_computes(tmp_path, name):
 def test_a_hybrid_is_refused_for_what_it_has_in_place_of_attention(tmp_path, name):
     config, reason = HYBRIDS[name]
     tf.AutoModelForCausalLM.from_config(config()).save_pretrained(tmp_path)
-    with pytest.raises(Refused, match=reason):
+    with pytest.raises(ModelError, match=reason):
         open_weights(tmp_path)
 
 
@@ -156,5 +156,5 @@ def test_packed_experts_are_refused_as_such(tmp_path):
         tensors[f"{name}_blocks"] = tensors.pop(name).to(torch.uint8)
         tensors[f"{name}_scales"] = torch.from_numpy(np.zeros(4, np.uint8))
     save_file(tensors, path / "model.safetensors")
-    with pytest.raises(Refused, match="packed low-bit weights"):
+    with pytest.raises(ModelError, match="packed low-bit weights"):
         open_weights(path)

@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fathom.checkpoints.gguf import GgufStore
-from fathom.checkpoints.origin import LocalOrigin, Refused
+from fathom.checkpoints.origin import LocalOrigin
+from fathom.errors import ModelError
 from fathom.lineage import vocabulary as v
 from fathom.lineage.weights import open_weights
 from tests.lineage.zoo import build, save, write_tokenizer
@@ -176,7 +177,7 @@ def test_ambiguity_is_an_error_that_names_tensors(tmp_path, models):
     def twice(tensors):
         tensors["model.layers.1.self_attn.qkv_proj.weight"] = torch.ones(128, 64)
 
-    with pytest.raises(Refused, match=r"attention of model\.layers\.1 is ambiguous.*q_proj.*qkv_proj"):
+    with pytest.raises(ModelError, match=r"attention of model\.layers\.1 is ambiguous.*q_proj.*qkv_proj"):
         open_weights(edited(tmp_path, models, twice))
 
 
@@ -197,7 +198,7 @@ def test_what_does_not_fit_is_refused(tmp_path, models, change, config, reason):
     if reason is None:
         open_weights(path)
     else:
-        with pytest.raises(Refused, match=reason):
+        with pytest.raises(ModelError, match=reason):
             open_weights(path)
 
 
@@ -205,7 +206,7 @@ def test_a_refusal_says_whose_weights(tmp_path, models):
     damaged = edited(tmp_path, models, lambda tensors: None)
     whole = (damaged / "model.safetensors").read_bytes()
     (damaged / "model.safetensors").write_bytes(whole[:100])
-    with pytest.raises(Refused) as error:
+    with pytest.raises(ModelError) as error:
         open_weights(damaged)
     assert str(error.value).count(str(damaged)) == 1
 
@@ -215,7 +216,7 @@ def test_unknown_interleaving_is_not_guessed(tmp_path):
     path = save(model, tmp_path)
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**config, "model_type": "somebody_elses"}))
-    with pytest.raises(Refused, match="interleaved in three ways"):
+    with pytest.raises(ModelError, match="interleaved in three ways"):
         open_weights(path)
 
 
@@ -259,7 +260,7 @@ def test_lora_adapter_on_its_base(tmp_path, models, rslora):
     assert np.allclose(adapted.tensor("q", 1, slice(3, 9)), want[3:9])
     assert np.array_equal(adapted.tensor("q", 0), base.tensor("q", 0))
     (tmp_path / "adapter_config.json").write_text(json.dumps({**config, "use_dora": True}))
-    with pytest.raises(Refused, match="only plain LoRA"):
+    with pytest.raises(ModelError, match="only plain LoRA"):
         open_weights(tmp_path)
 
 
@@ -277,7 +278,7 @@ def test_an_adapter_of_another_shape_is_refused(tmp_path, models, a, b, rows):
     save_file(tensors, tmp_path / "adapter_model.safetensors")
     config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "base_model_name_or_path": str(models())}
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
-    with pytest.raises(Refused, match=r"self_attn\.o_proj.* is 64 x 32" if rows else r"self_attn\.q_proj.* 64 x 64"):
+    with pytest.raises(ModelError, match=r"self_attn\.o_proj.* is 64 x 32" if rows else r"self_attn\.q_proj.* 64 x 64"):
         open_weights(tmp_path)
 
 
@@ -346,11 +347,11 @@ def test_gguf(tmp_path, models, kind):
     assert np.allclose(found.tensor("up", 0), plain.tensor("up", 0), atol=2e-3)
     assert found.vocabulary()[b" w7"] == 7
     tensors["blk.0.ffn_up.weight"] = (99, (160, 64), packed)
-    with pytest.raises(Refused, match="number type 99"):
+    with pytest.raises(ModelError, match="number type 99"):
         open_weights(gguf(tmp_path / "k.gguf", meta, tensors))
     damaged = (tmp_path / "m.gguf").read_bytes()
     (tmp_path / "cut.gguf").write_bytes(damaged[:300])
-    with pytest.raises(Refused):
+    with pytest.raises(ModelError):
         open_weights(tmp_path / "cut.gguf")
 
 
@@ -410,5 +411,5 @@ def test_damaged_gguf_headers_are_read_or_refused(tmp_path):
         for at in draw.integers(0, head, draw.integers(1, 4)):
             damaged[at] = draw.integers(0, 256)
         (tmp_path / "bad.gguf").write_bytes(damaged[: draw.choice([len(good), draw.integers(1, len(good))])])
-        with pytest.raises(Refused):  # the good one lacks layers, so that every outcome is a refusal
+        with pytest.raises(ModelError):  # the good one lacks layers, so that every outcome is a refusal
             open_weights(tmp_path / "bad.gguf")

@@ -13,7 +13,8 @@ from transformers import (
     pipeline,
 )
 
-from fathom.checkpoints.export import ExportError, export
+from fathom.checkpoints.export import export
+from fathom.errors import ModelError
 from fathom.models import (
     FathomForQuestionAnswering,
     FathomForSequenceClassification,
@@ -118,7 +119,7 @@ def test_padding_changes_no_label(case):
 
 
 def test_a_classifier_has_one_form(tmp_path):
-    with pytest.raises(ExportError, match="a FathomForSequenceClassification has no form qwen3"):
+    with pytest.raises(ModelError, match="a FathomForSequenceClassification has no form qwen3"):
         export(made("sequence", "vanilla"), tmp_path / "q", form="qwen3")
 
 

@@ -15,7 +15,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from fathom import FathomConfig, FathomForCausalLM
 from fathom.models.configuration import CHOICES
 from fathom.models.heads import FathomForSequenceClassification
-from fathom.models.loading import LEARNED, SHAPING, ShapeError, described, differing, require_shapes
+from fathom.models.loading import LEARNED, SHAPING, described, differing, require_shapes
 from fathom.models.registry import AXES
 from tests.models.cases import SHAPE, build, config_of, tokens
 
@@ -40,13 +40,13 @@ def test_tying_an_untied_checkpoint_is_refused(untied: Path, monkeypatch: pytest
     config = FathomConfig.from_pretrained(untied, tie_word_embeddings=True)
     monkeypatch.setattr("transformers.modeling_utils.load_state_dict", None)  # nothing is loaded before
     for wish in ({"tie_word_embeddings": True}, {"config": config}):
-        with pytest.raises(ShapeError, match=r"^the checkpoint has tie_word_embeddings=false \(not true\); its conf"):
+        with pytest.raises(ValueError, match=r"^the checkpoint has tie_word_embeddings=false \(not true\); its conf"):
             FathomForCausalLM.from_pretrained(untied, **wish)
 
 
 def test_other_shapes_are_named_together(untied: Path) -> None:
     says = r"has hidden_size=32 \(not 64\), num_hidden_layers=4 \(not 2\); its config.json decides, .* these keys out$"
-    with pytest.raises(ShapeError, match=says):
+    with pytest.raises(ValueError, match=says):
         FathomForCausalLM.from_pretrained(untied, num_hidden_layers=2, hidden_size=64, vocab_size=61)
 
 
@@ -60,7 +60,7 @@ def test_agreeing_keys_are_allowed(untied: Path) -> None:
 def test_mismatched_sizes_may_be_asked_for_but_not_another_head(untied: Path) -> None:
     loose = {"ignore_mismatched_sizes": True}
     assert FathomForCausalLM.from_pretrained(untied, vocab_size=70, **loose).lm_head.out_features == 70
-    with pytest.raises(ShapeError, match="tie_word_embeddings"):
+    with pytest.raises(ValueError, match="tie_word_embeddings"):
         FathomForCausalLM.from_pretrained(untied, tie_word_embeddings=True, **loose)
 
 
@@ -68,7 +68,7 @@ def test_a_head_that_the_checkpoint_calls_tied_is_refused(untied: Path) -> None:
     """transformers opens it untied, after a warning; to tie it again would discard the head."""
     config = json.loads((untied / "config.json").read_text())
     (untied / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
-    with pytest.raises(ShapeError, match=r"lm_head\.weight differs from the embedding"):
+    with pytest.raises(ValueError, match=r"lm_head\.weight differs from the embedding"):
         FathomForCausalLM.from_pretrained(untied)
     tensors = load_file(untied / "model.safetensors")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
@@ -120,7 +120,7 @@ def shapes(**changed: object) -> dict[str, torch.Size]:
 
 def test_a_table_of_positions_has_the_checkpoints_length() -> None:
     theirs = config_of("vanilla", positions="learned")
-    with pytest.raises(ShapeError, match=r"max_position_embeddings=128 \(not 64\)"):
+    with pytest.raises(ValueError, match=r"max_position_embeddings=128 \(not 64\)"):
         require_shapes(theirs, {"max_position_embeddings": 64})
     require_shapes(config_of("vanilla"), {"max_position_embeddings": 64})
 
@@ -139,7 +139,7 @@ def test_differing_keys_are_told_one_by_one() -> None:
 def test_weights_given_by_hand_are_held_to_their_configuration() -> None:
     model = build(config_of("vanilla", tie_word_embeddings=False))
     given = {"state_dict": model.state_dict(), "state_config": model.config.to_dict()}
-    with pytest.raises(ShapeError, match="tie_word_embeddings"):
+    with pytest.raises(ValueError, match="tie_word_embeddings"):
         FathomForCausalLM.from_pretrained(None, config=config_of("vanilla", tie_word_embeddings=True), **given)
     fresh = FathomForCausalLM.from_pretrained(None, config=config_of("vanilla", hidden_size=64), state_dict={})
     assert fresh.config.hidden_size == 64

@@ -5,7 +5,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM, StaticCache
 
-from fathom.checkpoints.export import ExportError, as_unrolled
+from fathom.checkpoints.export import as_unrolled
+from fathom.errors import ModelError
 from fathom.models import FathomForCausalLM
 from fathom.models.arithmetic import attention_flops
 from fathom.models.cost import cache_bytes_per_token, flops_per_token, mechanism_cost
@@ -294,7 +295,7 @@ def test_more_trips_than_trained_may_be_asked_for():
 )
 def test_only_a_plain_loop_is_a_deeper_qwen3(options):
     model = build(config_of("loop", recurrence_options={"trips": 2, **options}))
-    with pytest.raises(ExportError, match="no plain deeper model"):
+    with pytest.raises(ModelError, match="no plain deeper model"):
         as_unrolled(model)
 
 

@@ -13,9 +13,10 @@ from pathlib import Path
 import filelock._unix
 import pytest
 
+from fathom.errors import HeldError
 from fathom.lineage import nulls
 from fathom.report import files
-from fathom.report.files import HeldError, digest, finite, lock, read_json, write_atomically, write_json
+from fathom.report.files import digest, finite, lock, read_json, write_atomically, write_json
 
 
 def hold_and_die(path: Path) -> None:

@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from fathom.checkpoints.find import RunError, find_model
+from fathom.checkpoints.find import find_model
 from fathom.checkpoints.runs import model_directory, open_source
 from fathom.cli.main import main
-from fathom.recipe import Recipe, RecipeError, load_recipe
-from fathom.training import TrainingError, branch, change, extension, loop, read_history, read_metrics, train
+from fathom.errors import ModelError, SettingsError, TrainingError
+from fathom.recipe import Recipe, load_recipe
+from fathom.training import branch, change, extension, loop, read_history, read_metrics, train
 from tests import processes
 from tests.tiny import tiny_recipe
 
@@ -93,7 +94,7 @@ def test_wsd_is_extended_before_its_decay(corpus: Path, tmp_path: Path) -> None:
     train(tiny_recipe(corpus, *CONSTANT, *wsd), tmp_path / "run", callbacks=[StopAt(2)])
     train(extension(tmp_path / "run", ["train.steps=16"]))
     assert_same(tmp_path / "run", planned(corpus, tmp_path / "planned", *wsd, "train.steps=16"), 16)
-    with pytest.raises(RecipeError, match="follows a wsd schedule made for 16 steps"):
+    with pytest.raises(SettingsError, match="follows a wsd schedule made for 16 steps"):
         extension(tmp_path / "run", ["train.steps=20"])
 
 
@@ -203,7 +204,7 @@ def test_another_corpus_is_refused_before_anything_is_written(run: Path, tmp_pat
         extension(run, ["train.steps=16", f"data.directory={other}"]),
         branch(f"{run}@step-4", tmp_path / "new", [f"data.directory={other}", "optim.lr=1e-3"]),
     ):
-        with pytest.raises(RecipeError, match="not the tokens that this run began with"):
+        with pytest.raises(SettingsError, match="not the tokens that this run began with"):
             train(made)
     assert held == {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     assert not (tmp_path / "new").exists()
@@ -222,7 +223,7 @@ def test_a_run_of_an_experiment_stays_as_planned(constant: Path, tmp_path: Path,
     run = Path(shutil.copytree(constant, tmp_path / place))
     if experiment == "ladder":
         (tmp_path / "ladder.json").touch()
-    with pytest.raises(RecipeError, match=f"part of a {experiment} and stays as planned"):
+    with pytest.raises(SettingsError, match=f"part of a {experiment} and stays as planned"):
         extension(run, ["train.steps=16"])
 
 
@@ -314,9 +315,11 @@ def test_free_keys_are_recorded_too(corpus: Path, tmp_path: Path) -> None:
 
 
 def test_another_recipe_says_what_changes_a_run(corpus: Path, constant: Path) -> None:
-    with pytest.raises(RecipeError, match=r"different: optim\.lr; `fathom train .* key=value` changes them on the way"):
+    with pytest.raises(
+        SettingsError, match=r"different: optim\.lr; `fathom train .* key=value` changes them on the way"
+    ):
         train(tiny_recipe(corpus, *CONSTANT, "optim.lr=0.5"), constant)
-    with pytest.raises(RecipeError, match=r"different: train\.seed$"):
+    with pytest.raises(SettingsError, match=r"different: train\.seed$"):
         train(tiny_recipe(corpus, *CONSTANT, "train.seed=5"), constant)
 
 
@@ -342,7 +345,7 @@ def test_an_earlier_name_of_an_option_is_no_difference(corpus: Path, tmp_path: P
     earlier = tiny_recipe(corpus, "model.recurrence=loop", "model.recurrence_options.count=2", "train.steps=4")
     train(earlier, tmp_path, callbacks=[StopAt(2)])
     now = tiny_recipe(corpus, "model.recurrence=loop", "model.recurrence_options.trips=2", "train.steps=4")
-    with pytest.raises(RecipeError, match=r"different: model\.recurrence_options\.trips$"):
+    with pytest.raises(SettingsError, match=r"different: model\.recurrence_options\.trips$"):
         train(now.override("model.recurrence_options.trips=3"), tmp_path)
     assert train(now, tmp_path).finished
 
@@ -368,7 +371,7 @@ def test_a_run_that_goes_on_is_not_its_earlier_model(corpus: Path, tmp_path: Pat
     assert train(extension(run, longer), callbacks=[StopAt(10)]).step == 11
     assert not (run / "result.json").exists(), "scripts take it for the end"
     assert_opens(run, 11)
-    with pytest.raises(RunError, match="wrote no model at its last step"):
+    with pytest.raises(ModelError, match="wrote no model at its last step"):
         find_model(run)
     result = train(extension(run))
     assert result.finished and result.model is None and not (run / "model").exists()
@@ -399,7 +402,7 @@ def test_a_run_shortened_to_an_intact_step_is_its_model(corpus: Path, tmp_path: 
     assert find_model(run) == run / "model"
     assert_opens(run, 4)
     (run / "result.json").unlink()
-    with pytest.raises(RunError, match="wrote no model at its last step"):
+    with pytest.raises(ModelError, match="wrote no model at its last step"):
         find_model(run)
 
 
@@ -425,7 +428,7 @@ def test_adapters_that_train_on_are_not_their_earlier_model(corpus: Path, tmp_pa
     (run / "recipe.yaml").write_text((run / "recipe.yaml").read_text().replace("\n  steps: 2", "\n  steps: 4"))
     (run / "step-000003").mkdir()
     assert model_directory(run) is None
-    with pytest.raises(RunError, match="merged when it is finished"):
+    with pytest.raises(ModelError, match="merged when it is finished"):
         open_source(run)
 
 

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystem
 
-from fathom.checkpoints.runs import CheckpointError, damage
+from fathom.checkpoints.runs import damage
+from fathom.errors import TrainingError
 from fathom.recipe import Recipe
-from fathom.training import TrainingError, train
+from fathom.training import train
 from fathom.training.checkpoint import Checkpointer
 from fathom.training.parallel import Ranks
 from tests import processes
@@ -116,7 +117,7 @@ def test_another_model_is_refused(checkpoints: Checkpointer) -> None:
     save(checkpoints, 1)
     saved = checkpoints.newest()
     assert saved is not None
-    with pytest.raises(CheckpointError, match="does not fit"):
+    with pytest.raises(TrainingError, match="does not fit"):
         checkpoints.load(saved, {**tensors(0), "another": torch.zeros(2)})
 
 

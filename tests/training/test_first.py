@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from fathom.errors import TrainingError
 from fathom.models.modeling import FathomForCausalLM
 from fathom.recipe import Recipe
 from fathom.training import train
 from fathom.training.build import Training
-from fathom.training.first import FirstSteps, FirstStepsError, ForgottenError
+from fathom.training.first import FirstSteps
 from tests.tiny import make_conversations
 
 
@@ -65,7 +66,7 @@ def test_a_loop_that_computes_another_loss_is_stopped(
         return plain(model, wrong)
 
     monkeypatch.setattr(build, "forward", shifted)
-    with pytest.raises(FirstStepsError, match=r"first batch has a loss of [\d.]+ in training and of [\d.]+ as it is"):
+    with pytest.raises(TrainingError, match=r"first batch has a loss of [\d.]+ in training and of [\d.]+ as it is"):
         train(continued(recipe, base), tmp_path / "run")
 
 
@@ -92,7 +93,7 @@ def test_weights_that_are_thrown_away_are_noticed(
     from fathom.training import extension
 
     again = extension(tmp_path / "run", ["train.steps=12"]) if stopped else recipe
-    with pytest.raises(FirstStepsError, match=r"the loss went from [\d.]+ to [\d.]+, towards the 5.72 of a model"):
+    with pytest.raises(TrainingError, match=r"the loss went from [\d.]+ to [\d.]+, towards the 5.72 of a model"):
         train(again, None if stopped else tmp_path / "run")
 
 
@@ -120,7 +121,7 @@ def test_a_comparison_counts_what_forgets_as_diverged(
     from fathom.experiments.leases import Claims
 
     def forgets(*arguments: object, **given: object) -> None:
-        raise ForgottenError("step 3: the loss went from 2.0 to 5.0", 3)
+        raise TrainingError("step 3: the loss went from 2.0 to 5.0", 3)
 
     monkeypatch.setattr(schedule, "train", forgets)
     with Claims(tmp_path / "claims").take("run") as claim:

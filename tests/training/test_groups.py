@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from fathom.cli.main import main
-from fathom.recipe import Recipe, RecipeError, load_recipe
+from fathom.errors import SettingsError
+from fathom.recipe import Recipe, load_recipe
 from fathom.training import build_training, train
 from tests import processes
 from tests.tiny import tiny_recipe
@@ -75,12 +76,12 @@ def test_weight_decay(corpus: Path, optimizer: str) -> None:
     ],
 )
 def test_bad_groups(corpus: Path, groups: str, says: str) -> None:
-    with pytest.raises(RecipeError, match=says):
+    with pytest.raises(SettingsError, match=says):
         build_training(tiny_recipe(corpus, f"optim.groups={groups}"))
 
 
 def test_frozen_parameters_have_no_rate(corpus: Path) -> None:
-    with pytest.raises(RecipeError, match=r"optim\.groups=lm_head: names no parameter that is trained"):
+    with pytest.raises(SettingsError, match=r"optim\.groups=lm_head: names no parameter that is trained"):
         build_training(tiny_recipe(corpus, "optim.only=[model.norm]", "optim.groups={lm_head: {lr: 2}}"))
 
 

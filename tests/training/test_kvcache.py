@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from fathom.checkpoints.export import export
-from fathom.checkpoints.find import RunError
 from fathom.cli.main import main
+from fathom.errors import ModelError, SettingsError
 from fathom.kvcache import METHODS, NAMES, build_cache, chunks, compress_in_training
 from fathom.models import FathomForCausalLM
-from fathom.recipe import Recipe, RecipeError
+from fathom.recipe import Recipe
 from fathom.training import build_training, train
 from fathom.training.adapters import adapt
 from fathom.training.kvcache import compressions
@@ -83,7 +83,7 @@ def test_an_export_says_what_it_was_tuned_for(recipe: Recipe, tmp_path: Path) ->
 
 def test_another_schedule_is_another_run(recipe: Recipe, tmp_path: Path) -> None:
     train(recipe.override(*FREQKV, "train.steps=1"), tmp_path)
-    with pytest.raises(RecipeError, match=r"different: .*kvcache\.window"):
+    with pytest.raises(SettingsError, match=r"different: .*kvcache\.window"):
         train(recipe.override(*FREQKV, "train.steps=1", "kvcache.window=20"), tmp_path)
 
 
@@ -107,7 +107,7 @@ def test_adapters_are_merged_in_the_export(recipe: Recipe, tmp_path: Path) -> No
         f"model.layers.{i}.self_attn.{p}_proj.weight" for i in range(2) for p in "qkvo"
     }
     assert {n for n in moved if "norm" in n or "embed" in n} and not any("mlp" in name for name in moved)
-    with pytest.raises(RunError, match="adapters"):
+    with pytest.raises(ModelError, match="adapters"):
         (tmp_path / "unfinished").mkdir()
         (tmp_path / "unfinished" / "recipe.yaml").write_text(tuned.to_yaml())
         export(tmp_path / "unfinished", tmp_path / "out")
@@ -115,7 +115,7 @@ def test_adapters_are_merged_in_the_export(recipe: Recipe, tmp_path: Path) -> No
 
 def test_adapters_under_a_cache_are_of_one_process(recipe: Recipe) -> None:
     words = (*FREQKV, "kvcache.lora_rank=2", "model.from_pretrained=base")
-    with pytest.raises(RecipeError, match=r"kvcache\.lora_rank=2: allowed in one process, here are 2"):
+    with pytest.raises(SettingsError, match=r"kvcache\.lora_rank=2: allowed in one process, here are 2"):
         adapt(FathomForCausalLM(recipe.config()), recipe.override(*words), world_size=2)
 
 
@@ -148,7 +148,7 @@ def test_adapters_under_a_cache_are_of_one_process(recipe: Recipe) -> None:
     ],
 )
 def test_what_means_nothing_is_refused(recipe: Recipe, overrides: tuple[str, ...], message: str) -> None:
-    with pytest.raises(RecipeError, match=message.replace(".", r"\.")):
+    with pytest.raises(SettingsError, match=message.replace(".", r"\.")):
         recipe.override(*overrides)
 
 
@@ -158,7 +158,7 @@ def test_every_method_of_a_recipe_exists() -> None:
 
 
 def test_a_model_that_cannot_is_refused(recipe: Recipe) -> None:
-    with pytest.raises(RecipeError, match=r"kvcache\.method=freqkv: k_norm_position"):
+    with pytest.raises(SettingsError, match=r"kvcache\.method=freqkv: k_norm_position"):
         build_training(recipe.override(*FREQKV, "model.k_norm_position=after_rope"))
 
 

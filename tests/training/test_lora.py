@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file
 
 from fathom.checkpoints.export import export
-from fathom.checkpoints.find import RunError
+from fathom.errors import ModelError, SettingsError
 from fathom.models import FathomForCausalLM
-from fathom.recipe import Recipe, RecipeError
+from fathom.recipe import Recipe
 from fathom.training import build_training, train
 from tests import processes
 from tests.tiny import tiny_recipe
@@ -70,7 +70,7 @@ def test_adapters_train_and_are_merged_and_resume(recipe: Recipe, tmp_path: Path
     assert torch.equal(logits(onward.model), logits(merged))
     (tmp_path / "unfinished").mkdir()
     (tmp_path / "unfinished" / "recipe.yaml").write_text(tuned.to_yaml())
-    with pytest.raises(RunError, match="adapters"):
+    with pytest.raises(ModelError, match="adapters"):
         export(tmp_path / "unfinished", tmp_path / "out")
 
 
@@ -87,14 +87,14 @@ def test_adapters_train_and_are_merged_and_resume(recipe: Recipe, tmp_path: Path
     ],
 )
 def test_what_cannot_be_is_said_in_one_line(recipe: Recipe, overrides: tuple[str, ...], message: str) -> None:
-    with pytest.raises(RecipeError, match=message):
+    with pytest.raises(SettingsError, match=message):
         recipe.override(*overrides)
 
 
 def test_a_module_that_is_not_there(recipe: Recipe, tmp_path: Path) -> None:
     pytest.importorskip("peft")
     base = train(recipe.override("train.export=true", "train.steps=1"), tmp_path / "base").model
-    with pytest.raises(RecipeError, match=r"lora\.targets: this model has no c_attn"):
+    with pytest.raises(SettingsError, match=r"lora\.targets: this model has no c_attn"):
         build_training(recipe.override(f"model.from_pretrained={base}", "lora.rank=2", "lora.targets=[c_attn]"))
 
 
@@ -103,7 +103,7 @@ def test_a_tied_head_takes_no_adapter_of_its_own(recipe: Recipe, key: str, tmp_p
     """Its export could not be what was trained: the embedding would change too, or the trained head be lost."""
     pytest.importorskip("peft")
     base = train(recipe.override("train.export=true", "model.tie_word_embeddings=true", "train.steps=1"), tmp_path)
-    with pytest.raises(RecipeError, match=r"lm_head is the input embedding.*embed_tokens"):
+    with pytest.raises(SettingsError, match=r"lm_head is the input embedding.*embed_tokens"):
         build_training(recipe.override(f"model.from_pretrained={base.model}", "lora.rank=2", key))
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fathom.data.shards import DataError
-from fathom.recipe import Recipe, RecipeError, load_recipe
+from fathom.errors import DataError, SettingsError
+from fathom.recipe import Recipe, load_recipe
 from fathom.training import branch, build_training, extension, train
 from fathom.training.estimate import estimate
 from tests import processes
@@ -56,9 +56,9 @@ def test_a_longer_run_keeps_the_rows_that_it_has_read(mixed: Recipe, tmp_path: P
     later = '[{"at": 4, "mixture": {"rivers": 1}}, {"at": 8, "mixture": {"seas": 1}}]'
     annealed = branch(f"{run}@step-8", tmp_path / "new", ["train.steps=16", f"data.phases={later}"]).recipe
     assert [at for at, _ in annealed.data.later(16)] == [4, 8]
-    with pytest.raises(RecipeError, match="what held before step 8 stays"):
+    with pytest.raises(SettingsError, match="what held before step 8 stays"):
         extension(run, ["train.steps=16", 'data.phases=[{"at": 8, "mixture": {"seas": 1}}]'])
-    with pytest.raises(RecipeError, match=r"data.mixture.rivers cannot change on the way"):
+    with pytest.raises(SettingsError, match=r"data.mixture.rivers cannot change on the way"):
         extension(run, ["train.steps=16", "data.mixture.rivers=0.5"])
 
 
@@ -73,7 +73,7 @@ def test_a_longer_run_keeps_the_rows_that_it_has_read(mixed: Recipe, tmp_path: P
     ],
 )
 def test_an_impossible_mixture_is_refused_in_one_line(recipe: Recipe, override: str, said: str) -> None:
-    with pytest.raises(RecipeError, match=f"^{said}"):
+    with pytest.raises(SettingsError, match=f"^{said}"):
         recipe.override(override)
 
 
@@ -89,12 +89,12 @@ def test_an_impossible_mixture_is_refused_in_one_line(recipe: Recipe, override: 
     ],
 )
 def test_an_impossible_phase_is_refused_in_one_line(mixed: Recipe, phases: str) -> None:
-    with pytest.raises(RecipeError, match=r"^data.phases="):
+    with pytest.raises(SettingsError, match=r"^data.phases="):
         mixed.override(f"data.phases={phases}")
 
 
 def test_a_puzzle_has_no_collections(recipe: Recipe) -> None:
-    with pytest.raises(RecipeError, match=r"^data.mixture=.*none, with data.directory=puzzle:hops"):
+    with pytest.raises(SettingsError, match=r"^data.mixture=.*none, with data.directory=puzzle:hops"):
         recipe.override("data.directory=puzzle:hops", "data.mixture={rivers: 1}")
 
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fathom.recipe import Recipe, RecipeError
+from fathom.errors import SettingsError
+from fathom.recipe import Recipe
 from fathom.training import build_training, train
 from tests import processes
 from tests.tiny import tiny_recipe
@@ -48,9 +49,9 @@ def test_patterns(corpus: Path) -> None:
 
 
 def test_bad_patterns(corpus: Path) -> None:
-    with pytest.raises(RecipeError, match=r"optim\.only=model\.recurence: names no parameter of this model"):
+    with pytest.raises(SettingsError, match=r"optim\.only=model\.recurence: names no parameter of this model"):
         build_training(tiny_recipe(corpus, "optim.only=[model.recurence]"))
-    with pytest.raises(RecipeError, match=r"optim\.only=.*: allowed: empty, with kvcache\.lora_rank"):
+    with pytest.raises(SettingsError, match=r"optim\.only=.*: allowed: empty, with kvcache\.lora_rank"):
         tiny_recipe(
             corpus,
             *("optim.only=[lm_head]", "data.packing=windows", "kvcache.method=freqkv"),
@@ -88,7 +89,7 @@ def test_from_vanilla_through_gates_to_everything(corpus: Path, tmp_path: Path) 
     begun = weights(tiny_recipe(corpus, *GATES[:-1], f"model.from_pretrained={tmp_path / 'gates' / 'model'}"))
     same = {name for name in ended if torch.equal(ended[name], begun[name])}
     assert same == {name for name in ended if not name.startswith("model.recurrence.")}
-    with pytest.raises(RecipeError, match=r"no config\.json there"):
+    with pytest.raises(SettingsError, match=r"no config\.json there"):
         build_training(tiny_recipe(corpus, "model.from_pretrained=nowhere"))
 
 

@@ -14,8 +14,9 @@ import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystem
 
-from fathom.data.shards import DataError, file_crc32, read_index, write_index
-from fathom.recipe import Recipe, RecipeError
+from fathom.data.shards import file_crc32, read_index, write_index
+from fathom.errors import DataError, SettingsError
+from fathom.recipe import Recipe
 from fathom.training import checkpoint, train
 from fathom.training.loop import claimed, stop_signals
 from tests import processes
@@ -194,9 +195,9 @@ def test_a_finished_run_is_not_trained_again(recipe: Recipe, undisturbed: Path) 
 
 
 def test_another_recipe_is_refused(recipe: Recipe, undisturbed: Path) -> None:
-    with pytest.raises(RecipeError, match=r"different: optim\.lr, model\.mixer|different: model\.mixer, optim\.lr"):
+    with pytest.raises(SettingsError, match=r"different: optim\.lr, model\.mixer|different: model\.mixer, optim\.lr"):
         train(recipe.override("optim.lr=0.5", "model.mixer=none", "train.log_every=3"), undisturbed)
-    with pytest.raises(RecipeError, match="holds a run already"):
+    with pytest.raises(SettingsError, match="holds a run already"):
         train(recipe, undisturbed, resume=False)
 
 
@@ -215,7 +216,7 @@ def test_a_checkpoint_continues_as_another_run(corpus: Path, tmp_path: Path) -> 
 
 
 def test_two_processes_do_not_share_a_run(recipe: Recipe, tmp_path: Path) -> None:
-    with claimed(tmp_path / "run"), pytest.raises(RecipeError, match="another process is training this run"):
+    with claimed(tmp_path / "run"), pytest.raises(SettingsError, match="another process is training this run"):
         train(recipe, tmp_path / "run")
     assert train(recipe, tmp_path / "run").finished, "and it is free when the other one ends"
 
@@ -236,7 +237,7 @@ def test_another_corpus_is_refused(corpus: Path, tmp_path: Path) -> None:
     shard.write_bytes(shard.read_bytes()[:-2] + b"\x07\x00")
     index["splits"]["train"][shard.parent.name][int(shard.stem)]["tokens_crc32"] = file_crc32(shard)
     write_index(other, index)
-    with pytest.raises(RecipeError, match="not the tokens that this run began with"):
+    with pytest.raises(SettingsError, match="not the tokens that this run began with"):
         train(tiny_recipe(other), tmp_path / "run")
 
 

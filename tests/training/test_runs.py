@@ -11,8 +11,9 @@ import pytest
 
 from fathom.cli.main import main
 from fathom.data.shards import read_index, write_index
-from fathom.recipe import Recipe, RecipeError
-from fathom.training import TrainingError, read_metrics, train
+from fathom.errors import SettingsError, TrainingError
+from fathom.recipe import Recipe
+from fathom.training import read_metrics, train
 from fathom.training.estimate import estimate
 from fathom.training.tracking import METRICS, JsonLines
 from tests.tiny import tiny_recipe
@@ -93,7 +94,9 @@ def test_evaluations_that_are_asked_for_need_it(without_val: Path, tmp_path: Pat
 def test_a_damaged_result_is_one_line(recipe: Recipe, tmp_path: Path, text: str) -> None:
     train(recipe.override("train.steps=1"), tmp_path / "run")
     (tmp_path / "run" / "result.json").write_text(text)
-    with pytest.raises(RecipeError, match=r"result\.json is damaged: delete it, and the same command writes it again"):
+    with pytest.raises(
+        SettingsError, match=r"result\.json is damaged: delete it, and the same command writes it again"
+    ):
         train(recipe.override("train.steps=1"), tmp_path / "run")
     (tmp_path / "run" / "result.json").unlink()
     assert train(recipe.override("train.steps=1"), tmp_path / "run").evaluation is not None

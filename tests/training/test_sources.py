@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from fathom.checkpoints.export import export
-from fathom.checkpoints.runs import RunError
 from fathom.cli.main import main
+from fathom.errors import ModelError, SettingsError
 from fathom.models import FathomForCausalLM
 from fathom.models.registry import AXES
-from fathom.recipe import RecipeError, load_recipe, parse_recipe
+from fathom.recipe import load_recipe, parse_recipe
 from fathom.training import build_training, train
 from fathom.training.build import build_model
 from tests import processes
@@ -74,11 +74,11 @@ def test_of_a_run_that_still_trains_a_step_is_named(corpus: Path, run: Path, tmp
     """Its newest checkpoint is another one for every arm of a comparison, and when a run is continued."""
     shutil.copytree(run, tmp_path / "run")
     (tmp_path / "run" / "result.json").unlink()
-    with pytest.raises(RecipeError, match=r"run: not finished; name a checkpoint of it, as in .*run@step-8"):
+    with pytest.raises(SettingsError, match=r"run: not finished; name a checkpoint of it, as in .*run@step-8"):
         began(corpus, str(tmp_path / "run"))
     assert began(corpus, f"{tmp_path / 'run'}@step-8")
     (tmp_path / "run" / "result.json").write_text('{"step": 6}')  # finished at 6, and extended since
-    with pytest.raises(RecipeError, match="not finished"):
+    with pytest.raises(SettingsError, match="not finished"):
         began(corpus, str(tmp_path / "run"))
 
 
@@ -103,7 +103,7 @@ def test_a_run_goes_on_when_its_source_has_deleted_the_checkpoint(corpus: Path, 
     train(second, tmp_path / "second")
     ended, expected = (processes.weights(tmp_path / name, 8) for name in ("second", "whole"))
     assert all(torch.equal(tensor, ended[name]) for name, tensor in expected.items())
-    with pytest.raises(RunError, match="has no checkpoint of step 4"):
+    with pytest.raises(ModelError, match="has no checkpoint of step 4"):
         train(second, tmp_path / "third")
 
 
@@ -216,7 +216,7 @@ def test_options_that_take_tensors_away_or_need_others_are_refused(corpus: Path,
         ("model.recurrence_options.injection=add", "the checkpoint holds model.recurrence.entry_map"),
         ("model.recurrence_options.entry_norm=true", "the checkpoint lacks model.recurrence.entry_norm.weight"),
     ):
-        with pytest.raises(RecipeError, match=message):
+        with pytest.raises(SettingsError, match=message):
             began(corpus, f"{looped}{place}", words)
 
 

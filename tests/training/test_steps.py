@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fathom.recipe import Optim, Recipe, RecipeError
-from fathom.training import TrainingError, build_training, train
+from fathom.errors import SettingsError, TrainingError
+from fathom.recipe import Optim, Recipe
+from fathom.training import build_training, train
 from fathom.training.build import build_model
 from fathom.training.guard import SETTLED, Guard
 from fathom.training.optimizer import OPTIMIZERS, Optimizer, decays, learning_rate, leaves_peak
@@ -291,7 +292,7 @@ def test_errors_before_work(recipe: Recipe, tmp_path: Path, override: str, words
 
 def test_ranks_are_not_ignored(recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(RecipeError, match=r"parallel\.name=single: allowed with 2 ranks"):
+    with pytest.raises(SettingsError, match=r"parallel\.name=single: allowed with 2 ranks"):
         train(recipe.override("parallel.name=single"), tmp_path)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from fathom.checkpoints.tokenizers import identity
 from fathom.data.prepare import prepare
-from fathom.recipe import RecipeError
+from fathom.errors import SettingsError
 from fathom.training import build_training, train
 from tests.tiny import tiny_recipe
 
@@ -38,7 +38,7 @@ def begin(corpus: Path, source: object, *overrides: str) -> None:
 
 def test_another_tokenizer_is_refused_and_named(run: Path, foreign: Path) -> None:
     for source in (run, f"{run}@step-2", run / "model"):
-        with pytest.raises(RecipeError) as refused:
+        with pytest.raises(SettingsError) as refused:
             begin(foreign, source)
         message = str(refused.value)
         assert (
@@ -64,7 +64,7 @@ def test_what_is_kept_speaks_where_the_files_are_gone(corpus: Path, run: Path, f
     for path in bare.glob("tokenizer*.json"):
         path.unlink()
     begin(corpus, bare)
-    with pytest.raises(RecipeError, match="its tokenizer"):
+    with pytest.raises(SettingsError, match="its tokenizer"):
         begin(foreign, bare)
     (bare / "tokenizer.sha256").unlink()
     begin(foreign, bare)

@@ -10,28 +10,29 @@ import os
 from pathlib import Path
 
 from fathom.checkpoints.layout import ADAPTER_CONFIG, CONFIG, GENERATION_CONFIG, INDEX_SUFFIX, TOKENIZER_CONFIG
-from fathom.checkpoints.origin import LocalOrigin, Refused, read_json
+from fathom.checkpoints.origin import LocalOrigin, read_json
 from fathom.checkpoints.tensors import SafetensorsStore, is_pickle, read_header, read_index
+from fathom.errors import ModelError
 
 
 def check_checkpoint(directory: str | Path) -> dict[str, object]:
     """Refuse a model directory that is unsafe to open; otherwise return its configuration.
 
-    Refused are pickles, links and shard names that leave the directory, weights that are missing, truncated,
+    ModelError are pickles, links and shard names that leave the directory, weights that are missing, truncated,
     oversized or overlapping, adapters, settings that are no JSON objects, and a configuration that names code to fetch.
     """
     directory = Path(directory)
     files = _files(directory)
     for name in sorted(files):
         if is_pickle(name):
-            raise Refused(
+            raise ModelError(
                 f"{directory}: {name} is a pickle or a format that may hold one, which may run code when it is opened; "
                 "convert it where you trust it (save_pretrained writes safetensors) and remove it here"
             )
     if ADAPTER_CONFIG in files:
-        raise Refused(f"{directory}: {ADAPTER_CONFIG}: an adapter is not a model; merge it into its base first")
+        raise ModelError(f"{directory}: {ADAPTER_CONFIG}: an adapter is not a model; merge it into its base first")
     if CONFIG not in files:
-        raise Refused(f"{directory}: no {CONFIG}")
+        raise ModelError(f"{directory}: no {CONFIG}")
     origin = LocalOrigin(directory)
     try:
         config = read_json(origin, CONFIG)
@@ -39,10 +40,10 @@ def check_checkpoint(directory: str | Path) -> dict[str, object]:
             read_json(origin, name)
         for key in ("attn_implementation", "_attn_implementation"):
             if "/" in str(config.get(key, "")):
-                raise Refused(f"config.json: {key} names code to download ({config[key]!r:.80})")
+                raise ModelError(f"config.json: {key} names code to download ({config[key]!r:.80})")
         _check_weights(origin, files)
-    except Refused as error:
-        raise Refused(f"{directory}: {error}") from None
+    except ModelError as error:
+        raise ModelError(f"{directory}: {error}") from None
     return config
 
 
@@ -57,23 +58,23 @@ def _files(directory: Path) -> set[str]:
         for path in (Path(place) / name for name in (*folders, *names)):
             name = path.relative_to(home).as_posix()
             if path.is_symlink() and not any(path.resolve().is_relative_to(root) for root in allowed):
-                raise Refused(f"{directory}: {name!r:.120} is a link that leaves the directory")
+                raise ModelError(f"{directory}: {name!r:.120} is a link that leaves the directory")
             if path.is_file():
                 found.add(name)
             elif not path.is_dir():
-                raise Refused(f"{directory}: {name!r:.120} is neither a file nor a directory")
+                raise ModelError(f"{directory}: {name!r:.120} is neither a file nor a directory")
     return found
 
 
 def _check_weights(origin: LocalOrigin, files: set[str]) -> None:
     single = {name for name in files if name.endswith(".safetensors")}
     if not single and not any(name.endswith(INDEX_SUFFIX) for name in files):
-        raise Refused("no safetensors weights")
+        raise ModelError("no safetensors weights")
     for index in sorted(name for name in files if name.endswith(INDEX_SUFFIX)):
         weight_map = read_index(origin, index)
         shards = set(weight_map.values())
         if absent := sorted(shards - files):
-            raise Refused(f"{index}: shard {absent[0]!r:.80} is missing")
+            raise ModelError(f"{index}: shard {absent[0]!r:.80} is missing")
         SafetensorsStore(origin, sorted(shards), weight_map)
         single -= shards
     for name in sorted(single):

@@ -26,7 +26,7 @@ from fathom.checkpoints.runs import Facts, open_source
 from fathom.checkpoints.special_tokens import as_field, as_list, known, settle_generation
 from fathom.checkpoints.to_gguf import ARCHITECTURES, MAGIC, write_gguf
 from fathom.checkpoints.tokenizers import identity
-from fathom.errors import FathomError
+from fathom.errors import ModelError
 from fathom.models import FathomConfig, heads
 from fathom.models.cost import cache_bytes_per_token
 from fathom.models.looping import LoopOptions
@@ -46,10 +46,6 @@ AUTO_MAP = {
 }
 FORMS = ("fathom", "native", "unrolled", "gguf", *FAMILIES)
 MARK = "Exported by Fathom"
-
-
-class ExportError(FathomError, ValueError):
-    """A model that cannot take the form that was asked for; the message is one line."""
 
 
 def export(
@@ -73,18 +69,18 @@ def export(
     """
     directory = Path(directory)
     if form not in FORMS:
-        raise ExportError(f"the form of an export must be one of {', '.join(FORMS)}, got {form!r}")
+        raise ModelError(f"the form of an export must be one of {', '.join(FORMS)}, got {form!r}")
     if form == "gguf" and directory.suffix != ".gguf":
-        raise ExportError(f"{directory}: a GGUF export is a file, called FILE.gguf")
+        raise ModelError(f"{directory}: a GGUF export is a file, called FILE.gguf")
     if directory.exists() and not _is_export(directory):
-        raise ExportError(f"{directory} exists and is not an earlier export; choose another place")
+        raise ModelError(f"{directory} exists and is not an earlier export; choose another place")
     if isinstance(model, str | Path):
         if directory.exists() and directory.samefile(model):
-            raise ExportError(f"{directory} is the model itself; choose another place")
+            raise ModelError(f"{directory} is the model itself; choose another place")
         opened = open_source(Path(model), tokenizer)
         model, tokenizer, facts = opened.model, opened.tokenizer, {**opened.facts, **(facts or {})}
     if form != "fathom" and not isinstance(model, FathomForCausalLM):
-        raise ExportError(f"a {type(model).__name__} has no form {form}; export it with --as fathom")
+        raise ModelError(f"a {type(model).__name__} has no form {form}; export it with --as fathom")
     shapes = {"fathom": lambda m: m, "native": as_native, "unrolled": as_unrolled, "gguf": as_llama_cpp}
     shaped = shapes[form](model) if form in shapes else as_native(model, form)
     with _scratch(directory) as scratch:
@@ -116,7 +112,7 @@ def _scratch(directory: Path) -> tempfile.TemporaryDirectory[str]:
         directory.parent.mkdir(parents=True, exist_ok=True)
         return tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}-")
     except OSError as error:
-        raise ExportError(f"{directory}: {error.strerror}") from None
+        raise ModelError(f"{directory}: {error.strerror}") from None
 
 
 def as_native(model: FathomForCausalLM, name: str | None = None) -> PreTrainedModel:
@@ -129,25 +125,25 @@ def as_native(model: FathomForCausalLM, name: str | None = None) -> PreTrainedMo
     config = model.config
     for axis in AXES:
         if (value := getattr(config, axis)) != DEFAULTS[axis]:
-            raise ExportError(f"a model with {axis}={value} is no other family's; export it with --as fathom")
+            raise ModelError(f"a model with {axis}={value} is no other family's; export it with --as fathom")
     return _stock(config, range(config.num_hidden_layers), model, name)
 
 
 def as_unrolled(model: FathomForCausalLM) -> PreTrainedModel:
     """A loop as the deeper stock model that it equals: one layer for each visit, weights repeated."""
     if model.config.recurrence not in ("once", "loop"):
-        raise ExportError(
+        raise ModelError(
             f"recurrence={model.config.recurrence} has no unrolled form, since only a loop's trips are plain further "
             "layers; export it with --as fathom"
         )
     if model.config.recurrence == "loop" and not LoopOptions.of(model.config).is_plain:
-        raise ExportError(
+        raise ModelError(
             "a loop whose trips are normed, damped, blended or given its entry is no plain deeper model; "
             "export it with --as fathom"
         )
     for axis in ("mixer", "residual"):
         if (value := getattr(model.config, axis)) != DEFAULTS[axis]:
-            raise ExportError(f"a loop with {axis}={value} is no plain deeper model; export it with --as fathom")
+            raise ModelError(f"a loop with {axis}={value} is no plain deeper model; export it with --as fathom")
     visits = [visit for trip in model.model.plan_of(model.model.served_trips) for visit in trip]
     return _stock(model.config, [visit.layer for visit in visits], model)
 
@@ -156,7 +152,7 @@ def as_llama_cpp(model: FathomForCausalLM) -> PreTrainedModel:
     """`as_unrolled`, of a family whose GGUF we write."""
     stock = as_unrolled(model)
     if (kind := stock.config.model_type) not in ARCHITECTURES:
-        raise ExportError(f"a {kind} has no GGUF form here; --as gguf writes {', '.join(ARCHITECTURES)}")
+        raise ModelError(f"a {kind} has no GGUF form here; --as gguf writes {', '.join(ARCHITECTURES)}")
     return stock
 
 
@@ -170,9 +166,9 @@ def _stock(
     if family is None:
         opened = FAMILIES.get(str(plain.native.get("model_type")))
         why = unlike(opened, plain) if opened is not None else "its switches"
-        raise ExportError(f"no family that transformers knows has {why}; export it with --as fathom")
+        raise ModelError(f"no family that transformers knows has {why}; export it with --as fathom")
     if (why := unlike(family, plain)) is not None:
-        raise ExportError(f"a model with {why} is not a {family.name}; export it with --as fathom")
+        raise ModelError(f"a model with {why} is not a {family.name}; export it with --as fathom")
     weights = {key: tensor for key, tensor in model.state_dict().items() if not key.startswith("model.layers.")}
     for new, old in enumerate(layers):
         for key, tensor in model.model.layers[old].state_dict().items():

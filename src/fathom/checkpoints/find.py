@@ -12,7 +12,7 @@ import yaml
 
 from fathom.checkpoints.hub import local
 from fathom.checkpoints.layout import ARMS, CONFIG, LADDER, MODEL, RECIPE, REPORT, RESULT, step_number
-from fathom.errors import FathomError
+from fathom.errors import ModelError
 from fathom.report.files import read_json
 
 
@@ -38,15 +38,11 @@ class _Report(TypedDict):
     arms: list[_Arm]
 
 
-class RunError(FathomError, ValueError):
-    """A directory that holds no model, or none that can be read; the message is one line."""
-
-
 def find_model(path: str | Path) -> Path:
     """The exported model behind a path: a model directory, a run, or a comparison, whose best arm is taken."""
     path = local(path)
     if not path.exists():
-        raise RunError(f"{path}: no such directory")
+        raise ModelError(f"{path}: no such directory")
     if (path / CONFIG).exists():
         return path
     if (model := finished_model(path)) is not None:
@@ -54,8 +50,10 @@ def find_model(path: str | Path) -> Path:
     if holds_comparison(path):
         return find_model(best_run(path))
     if (path / RECIPE).exists():
-        raise RunError(f"{path}: this run wrote no model at its last step; it is unfinished, or train.export was false")
-    raise RunError(f"{path}: neither a model directory ({CONFIG}) nor a run nor a comparison")
+        raise ModelError(
+            f"{path}: this run wrote no model at its last step; it is unfinished, or train.export was false"
+        )
+    raise ModelError(f"{path}: neither a model directory ({CONFIG}) nor a run nor a comparison")
 
 
 def finished_model(run: Path) -> Path | None:
@@ -76,7 +74,7 @@ def finished_step(run: Path) -> int:
     except FileNotFoundError:
         return -1
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise RunError(f"{run / RESULT} cannot be read: {error}") from None
+        raise ModelError(f"{run / RESULT} cannot be read: {error}") from None
 
 
 def _planned_steps(run: Path) -> int | None:
@@ -118,9 +116,9 @@ def best_run(comparison: Path) -> Path:
         finished = any(arm["runs"] for arm in report["arms"])
         best = min(best_arm(report)["runs"], key=lambda run: run["loss"])["directory"] if finished else ""
     except (ValueError, KeyError, TypeError):
-        raise RunError(f"{comparison}: its {REPORT} is not a comparison's, and there is no model beside it") from None
+        raise ModelError(f"{comparison}: its {REPORT} is not a comparison's, and there is no model beside it") from None
     if not finished:
-        raise RunError(f"{comparison}: no arm of this comparison is finished")
+        raise ModelError(f"{comparison}: no arm of this comparison is finished")
     return comparison / str(best)
 
 

@@ -10,8 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from fathom.checkpoints.families import FAMILIES, to_ours
-from fathom.checkpoints.origin import Refused
-from fathom.errors import to_install
+from fathom.errors import ModelError, to_install
 from fathom.models import FathomConfig, FathomForCausalLM
 
 SUFFIX = ".gguf"
@@ -37,13 +36,13 @@ def open_gguf(path: Path, dtype: str = "auto", **changes: object) -> tuple[Fatho
         )
         tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
     except ImportError:
-        raise Refused(f"{path}: reading GGUF needs the gguf package: {to_install('gguf')}") from None
+        raise ModelError(f"{path}: reading GGUF needs the gguf package: {to_install('gguf')}") from None
     except (ValueError, OSError, KeyError, RuntimeError, NotImplementedError) as error:
-        raise Refused(f"{path}: {' '.join(str(error).split())}") from error
+        raise ModelError(f"{path}: {' '.join(str(error).split())}") from error
     theirs = stock.config.to_dict()
     kind = theirs.get("model_type")
     if kind not in FAMILIES or FAMILIES[kind].rules:
-        raise Refused(f"{path} is a {kind} model; as GGUF Fathom opens llama, qwen2 and qwen3")
+        raise ModelError(f"{path} is a {kind} model; as GGUF Fathom opens llama, qwen2 and qwen3")
     theirs.pop("quantization_config", None)
     config = FathomConfig.from_dict(to_ours(FAMILIES[kind], theirs), **changes)
     warnings.warn(f"{path.name}: its weights are unpacked to {str(wanted).removeprefix('torch.')}", stacklevel=2)

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from fathom.checkpoints.origin import Origin, Refused
+from fathom.checkpoints.origin import Origin
 from fathom.checkpoints.tensors import Array, Ranges, TensorInfo, decode, read_rows
-from fathom.errors import to_install
+from fathom.errors import ModelError, to_install
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
@@ -43,7 +43,7 @@ class _Cursor:
     def take(self, count: int) -> bytes:
         stop = self.position + count
         if stop > min(self.size, _HEADER_LIMIT):
-            raise Refused(f"{self.file}: truncated or oversized header")
+            raise ModelError(f"{self.file}: truncated or oversized header")
         if stop > self.buffer_start + len(self.buffer):
             self.buffer_start = self.position
             self.buffer = bytes(
@@ -60,12 +60,12 @@ class _Cursor:
         try:
             return self.take(self.scalar("Q")).decode("utf-8")
         except UnicodeDecodeError:
-            raise Refused(f"{self.file}: a name is not UTF-8") from None
+            raise ModelError(f"{self.file}: a name is not UTF-8") from None
 
     def count(self, code: str = "Q") -> int:
         value = self.scalar(code)
         if value > _COUNT_LIMIT:
-            raise Refused(f"{self.file}: a count of {value:,} is not believable")
+            raise ModelError(f"{self.file}: a count of {value:,} is not believable")
         return int(value)
 
     def value(self, kind: int) -> Any:
@@ -74,10 +74,10 @@ class _Cursor:
         if kind == _ARRAY:
             inner = self.scalar("I")
             if inner == _ARRAY:
-                raise Refused(f"{self.file}: nested arrays")
+                raise ModelError(f"{self.file}: nested arrays")
             return [self.value(inner) for _ in range(self.count())]
         if kind not in _SCALARS:
-            raise Refused(f"{self.file}: metadata type {kind} is not known")
+            raise ModelError(f"{self.file}: metadata type {kind} is not known")
         return self.scalar(_SCALARS[kind])
 
 
@@ -89,7 +89,7 @@ class GgufStore:
         size = origin.size(file)
         cursor = _Cursor(origin, file, size)
         if cursor.take(4) != b"GGUF" or cursor.scalar("I") not in (2, 3):
-            raise Refused(f"{file}: not a GGUF file of version 2 or 3")
+            raise ModelError(f"{file}: not a GGUF file of version 2 or 3")
         tensor_count, pair_count = cursor.count(), cursor.count()
         metadata = {}
         for _ in range(pair_count):
@@ -98,12 +98,12 @@ class GgufStore:
         entries = [self._entry(cursor) for _ in range(tensor_count)]
         alignment = metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or not 1 <= alignment <= 1 << 16:
-            raise Refused(f"{file}: alignment {alignment!r:.20}")
+            raise ModelError(f"{file}: alignment {alignment!r:.20}")
         start = -(-cursor.position // alignment) * alignment
         self.tensors: dict[str, TensorInfo] = {}
         for name, shape, kind, offset in entries:
             if name in self.tensors:
-                raise Refused(f"{file}: tensor {name!r:.120} is given twice")
+                raise ModelError(f"{file}: tensor {name!r:.120} is given twice")
             self.tensors[name] = self._info(name, shape, kind, start + offset, size)
         self.config = _config(metadata, file, self.tensors)
         self.tokens: list[str] = metadata.get("tokenizer.ggml.tokens", [])
@@ -114,20 +114,20 @@ class GgufStore:
         name = cursor.string()
         rank = cursor.count("I")
         if rank > 4:
-            raise Refused(f"{self.file}: tensor {name!r:.120} of rank {rank}")
+            raise ModelError(f"{self.file}: tensor {name!r:.120} of rank {rank}")
         sides = tuple(cursor.scalar("Q") for _ in range(rank))
         return name, sides[::-1], cursor.scalar("I"), cursor.scalar("Q")  # GGUF lists the fastest axis first
 
     def _info(self, name: str, shape: tuple[int, ...], kind: int, start: int, size: int) -> TensorInfo:
         if kind not in _TYPES:
             accepted = ", ".join(label for label, _, _ in _TYPES.values())
-            raise Refused(f"{self.file}: {name!r:.120} has number type {kind}; read are {accepted}")
+            raise ModelError(f"{self.file}: {name!r:.120} has number type {kind}; read are {accepted}")
         label, block, block_bytes = _TYPES[kind]
         if shape and shape[-1] % block:
-            raise Refused(f"{self.file}: {name!r:.120}: rows of {shape[-1]} do not fill blocks of {block}")
+            raise ModelError(f"{self.file}: {name!r:.120}: rows of {shape[-1]} do not fill blocks of {block}")
         stop = start + math.prod(shape) // block * block_bytes
         if stop > size:
-            raise Refused(f"{self.file}: {name!r:.120} ends outside the file")
+            raise ModelError(f"{self.file}: {name!r:.120} ends outside the file")
         return TensorInfo(label, shape, self.file, start, stop)
 
     def read(self, name: str, rows: Ranges | None = None) -> Array:
@@ -170,7 +170,7 @@ def _by_package(raw: bytes, dtype: str) -> Array:
         from gguf import GGMLQuantizationType
         from gguf.quants import dequantize
     except ModuleNotFoundError:
-        raise Refused(f"numbers of type {dtype} need the gguf package: {to_install('gguf')}") from None
+        raise ModelError(f"numbers of type {dtype} need the gguf package: {to_install('gguf')}") from None
     width = next(size for label, _, size in _TYPES.values() if label == dtype)
     values: Array = dequantize(np.frombuffer(raw, np.uint8).reshape(-1, width), GGMLQuantizationType[dtype])
     return values.astype(np.float32, copy=False)
@@ -185,9 +185,9 @@ def _unpermuted(values: Array, heads: int) -> Array:
 def _config(metadata: Mapping[str, object], file: str, tensors: Mapping[str, TensorInfo]) -> dict[str, object]:
     kind = metadata.get("general.architecture")
     if kind not in _ARCHITECTURES:
-        raise Refused(f"{file}: architecture {kind!r:.40}; read are {', '.join(_ARCHITECTURES)}")
+        raise ModelError(f"{file}: architecture {kind!r:.40}; read are {', '.join(_ARCHITECTURES)}")
     if "token_embd.weight" not in tensors:
-        raise Refused(f"{file}: no token_embd.weight")
+        raise ModelError(f"{file}: no token_embd.weight")
     wanted = {
         "num_hidden_layers": f"{kind}.block_count",
         "hidden_size": f"{kind}.embedding_length",
@@ -205,5 +205,5 @@ def _config(metadata: Mapping[str, object], file: str, tensors: Mapping[str, Ten
 
 def _size(value: object, complaint: str) -> int:
     if type(value) is not int or not 0 < value < 1 << 20:
-        raise Refused(complaint)
+        raise ModelError(complaint)
     return value

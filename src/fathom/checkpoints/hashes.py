@@ -10,7 +10,7 @@ import warnings
 from pathlib import Path
 
 from fathom.checkpoints.layout import WEIGHT_HASHES
-from fathom.checkpoints.origin import Refused
+from fathom.errors import ModelError
 from fathom.report.files import digest
 
 ALWAYS_CHECKED = 2 << 30
@@ -31,7 +31,7 @@ def read_hashes(directory: Path) -> dict[str, str]:
         return {}
     lines = [line.split("  ", 1) for line in path.read_text(encoding="utf-8", errors="replace").splitlines()]
     if any(len(words) != 2 or Path(words[1]).name != words[1] for words in lines):
-        raise Refused(f"{path} is damaged: delete it if you trust the weights")
+        raise ModelError(f"{path} is damaged: delete it if you trust the weights")
     return {name: found for found, name in lines}
 
 

@@ -18,7 +18,8 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils import logging
 
-from fathom.checkpoints.origin import Refused, repository_of
+from fathom.checkpoints.origin import repository_of
+from fathom.errors import ModelError
 
 WANTED = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
 """The files to download: no pickles, and Python only where it is trusted."""
@@ -54,16 +55,16 @@ def _snapshot(repo: str, revision: str, code: bool) -> Path:
     try:
         found = Path(snapshot_download(repo, revision=revision, allow_patterns=[*WANTED, *(["*.py"] if code else [])]))
     except GatedRepoError:
-        raise Refused(f"{name}: a gated repository: accept its terms, then `hf auth login`, or HF_TOKEN") from None
+        raise ModelError(f"{name}: a gated repository: accept its terms, then `hf auth login`, or HF_TOKEN") from None
     except RevisionNotFoundError:
-        raise Refused(f"{where} has no revision {revision} of {repo}") from None
+        raise ModelError(f"{where} has no revision {revision} of {repo}") from None
     except RepositoryNotFoundError:
-        raise Refused(f"{where} has no such repository; a private one needs `hf auth login`, or HF_TOKEN") from None
+        raise ModelError(f"{where} has no such repository; a private one needs `hf auth login`, or HF_TOKEN") from None
     except LocalEntryNotFoundError:
         why = "HF_HUB_OFFLINE is set" if constants.is_offline_mode() else "it cannot be reached"
-        raise Refused(f"{where} was not asked or did not answer: {why}, and the cache does not hold it") from None
+        raise ModelError(f"{where} was not asked or did not answer: {why}, and the cache does not hold it") from None
     except (HfHubHTTPError, OSError) as error:
-        raise Refused(f"{where} does not give it: {str(error).strip().splitlines()[0]}") from error
+        raise ModelError(f"{where} does not give it: {str(error).strip().splitlines()[0]}") from error
     if not any(found.glob("*.safetensors")):
-        raise Refused(f"{name}: the repository holds no safetensors weights, and Fathom opens nothing else")
+        raise ModelError(f"{name}: the repository holds no safetensors weights, and Fathom opens nothing else")
     return found

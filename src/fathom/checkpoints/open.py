@@ -21,10 +21,9 @@ from fathom.checkpoints.find import find_model
 from fathom.checkpoints.from_gguf import is_gguf, open_gguf
 from fathom.checkpoints.hashes import warn_if_changed
 from fathom.checkpoints.hub import local
-from fathom.checkpoints.origin import Refused
 from fathom.checkpoints.runs import open_decoder, read_config
 from fathom.checkpoints.tokenizers import open_tokenizer
-from fathom.errors import FathomError
+from fathom.errors import FathomError, ModelError
 from fathom.models.loading import without_report
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -84,7 +83,7 @@ def open_checkpoint(
         verify: Compare weights of more than 2 GB with `weights.sha256` too; smaller ones always are.
     """
     if dtype not in DTYPES:
-        raise Refused(f"dtype {dtype!r}: allowed: {', '.join(DTYPES)}")
+        raise ModelError(f"dtype {dtype!r}: allowed: {', '.join(DTYPES)}")
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     check_device(device)
     model: PreTrainedModel
@@ -110,7 +109,7 @@ def open_checkpoint(
 
 @contextlib.contextmanager
 def _in_one_line(path: Path) -> Iterator[None]:
-    """Any error as a `Refused`: what libraries raise here depends on the values in the files."""
+    """Any error as a `ModelError`: what libraries raise here depends on the values in the files."""
     try:
         yield
     except (FathomError, MemoryError, torch.OutOfMemoryError):
@@ -119,7 +118,7 @@ def _in_one_line(path: Path) -> Iterator[None]:
         usual = isinstance(error, OSError | ValueError | RuntimeError | StrictDataclassError)
         kind = "" if usual else f"{type(error).__name__}: "
         hint = "; --trust-remote-code allows it" if "trust_remote_code" in str(error) else ""
-        raise Refused(f"{path}: {kind}{' '.join(str(error).split())}{hint}") from error
+        raise ModelError(f"{path}: {kind}{' '.join(str(error).split())}{hint}") from error
 
 
 def multiplies(dtype: torch.dtype) -> bool:
@@ -148,9 +147,9 @@ def _open_stranger(
     """A model that transformers knows, or whose own code is trusted."""
     for key in ("hidden_act", "hidden_activation"):
         if isinstance(config.get(key), str) and config[key] not in ACT2FN:
-            raise Refused(f"{directory}: config.json: {key} {config[key]!r}: transformers has no such activation")
+            raise ModelError(f"{directory}: config.json: {key} {config[key]!r}: transformers has no such activation")
     if not isinstance(config.get("model_type"), str):
-        raise Refused(f"{directory}: config.json: model_type {config.get('model_type')!r}: wanted a name")
+        raise ModelError(f"{directory}: config.json: model_type {config.get('model_type')!r}: wanted a name")
     where = {"local_files_only": True, "trust_remote_code": trust_remote_code}
     settings = AutoConfig.from_pretrained(directory, **where)
     tokenizer = open_tokenizer(directory, settings, trust_remote_code)
@@ -178,13 +177,13 @@ def _require_tensors(directory: Path, info: Mapping[str, Collection[Any]]) -> No
         info: transformers' account of the loading.
     """
     for name, found, needed in sorted(info["mismatched_keys"]):
-        raise Refused(f"{directory}: {name} has shape {list(found)}, config.json needs {list(needed)}")
+        raise ModelError(f"{directory}: {name} has shape {list(found)}, config.json needs {list(needed)}")
     for names, words in ((info["missing_keys"], "lacks"), (info["unexpected_keys"], "holds tensors of no use:")):
         some = sorted(names)
         if some:
             line = f"{directory}: the checkpoint {words} {some[0]}" + (f" and {len(some) - 1} more" if some[1:] else "")
             if names is info["missing_keys"]:
-                raise Refused(line)
+                raise ModelError(line)
             print(f"fathom: {line}", file=sys.stderr, flush=True)
 
 
@@ -211,4 +210,4 @@ def check_device(device: str) -> None:
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:  # torch without CUDA asserts
-        raise Refused(f"--device {device}: {str(error).strip().splitlines()[0]}") from None
+        raise ModelError(f"--device {device}: {str(error).strip().splitlines()[0]}") from None

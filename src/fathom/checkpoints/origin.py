@@ -21,20 +21,12 @@ from typing import IO, Protocol
 
 from huggingface_hub import get_token
 
-from fathom.errors import FathomError
+from fathom.errors import Absent, ModelError
 
 DEFAULT_ENDPOINT = "https://huggingface.co"
 JSON_LIMIT = 128 << 20  # the largest tokenizers are about 30 MB
 _REPO = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 _REVISION = re.compile(r"[\w./-]{1,128}")
-
-
-class Refused(FathomError, ValueError):
-    """Unusable input. The message says what is wrong and, where there is one, what would be accepted."""
-
-
-class Absent(Refused, FileNotFoundError):
-    """A file that the repository does not have."""
 
 
 class Origin(Protocol):
@@ -74,10 +66,10 @@ class Origin(Protocol):
 def safe_name(name: object) -> str:
     """A relative file name that stays inside its directory, or a refusal."""
     if not isinstance(name, str) or not name or len(name) > 255:
-        raise Refused(f"not a file name: {name!r:.80}")
+        raise ModelError(f"not a file name: {name!r:.80}")
     parts = PurePosixPath(name).parts
     if name.startswith("/") or "\\" in name or ":" in name or ".." in parts or any(ord(c) < 32 for c in name):
-        raise Refused(f"file name {name!r:.80} leaves its directory")
+        raise ModelError(f"file name {name!r:.80} leaves its directory")
     return name
 
 
@@ -164,7 +156,7 @@ class LocalOrigin:
             while done < len(buffer):
                 got = file.readinto(view[done : done + (1 << 30)])  # the system moves at most 2 GiB at once
                 if not got:
-                    raise Refused(f"{path}: truncated, bytes {start}–{stop} asked for, file ends at {start + done}")
+                    raise ModelError(f"{path}: truncated, bytes {start}–{stop} asked for, file ends at {start + done}")
                 done += got
         self.bytes_read += len(buffer)
         return buffer
@@ -182,10 +174,10 @@ class RemoteOrigin:
 
     def __init__(self, repo: str, revision: str = "main", endpoint: str | None = None, max_bytes: int | None = None):
         if not _REPO.fullmatch(repo) or not _REVISION.fullmatch(revision) or ".." in revision:
-            raise Refused(f"not a repository: {repo}@{revision} (wanted org/name or org/name@revision)")
+            raise ModelError(f"not a repository: {repo}@{revision} (wanted org/name or org/name@revision)")
         self.endpoint = (endpoint or os.environ.get("HF_ENDPOINT") or DEFAULT_ENDPOINT).rstrip("/")
         if urllib.parse.urlsplit(self.endpoint).scheme not in {"http", "https"}:
-            raise Refused(f"HF_ENDPOINT must be an http(s) address, not {self.endpoint!r}")
+            raise ModelError(f"HF_ENDPOINT must be an http(s) address, not {self.endpoint!r}")
         self.repo, self.revision = repo, revision
         self.name = f"{repo}@{revision}"
         self.bytes_read = 0
@@ -232,12 +224,12 @@ class RemoteOrigin:
                     raise Absent(f"{self.name}: no file {path}") from None
                 if error.code < 500 or attempt == 3:
                     hint = "; is it gated? `hf auth login`, or HF_TOKEN" if error.code in (401, 403) else ""
-                    raise Refused(
+                    raise ModelError(
                         f"{self.name}/{path}: the endpoint answers {error.code} {error.reason}{hint}"
                     ) from None
             except (TimeoutError, ConnectionError, urllib.error.URLError) as error:
                 if attempt == 3:
-                    raise Refused(f"{self.name}/{path}: {error}") from None
+                    raise ModelError(f"{self.name}/{path}: {error}") from None
             time.sleep(0.2 * 2**attempt)
         raise AssertionError("unreachable")
 
@@ -250,12 +242,12 @@ class RemoteOrigin:
         with urllib.request.urlopen(request, timeout=60) as response:
             found = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+)", response.headers.get("Content-Range") or "")
             if response.status != 206 or not found:
-                raise Refused(f"{self.name}/{path}: the endpoint ignores range requests; download the model instead")
+                raise ModelError(f"{self.name}/{path}: the endpoint ignores range requests; download the model instead")
             first, last, size = (int(text) for text in found.groups())
             if first != start or last >= stop:
-                raise Refused(f"{self.name}/{path}: asked for bytes {start}–{stop}, was sent {first}–{last + 1}")
+                raise ModelError(f"{self.name}/{path}: asked for bytes {start}–{stop}, was sent {first}–{last + 1}")
             if self._sizes.setdefault(path, size) != size:
-                raise Refused(f"{self.name}/{path}: the file changed while it was read")
+                raise ModelError(f"{self.name}/{path}: the file changed while it was read")
             body = bytearray(stop - start)
             view, done = memoryview(body), 0
             while done < len(body) and (got := response.readinto(view[done:])):
@@ -266,7 +258,7 @@ class RemoteOrigin:
         if done < min(stop, size) - start:
             raise ConnectionError("the connection closed early")
         if done < len(body):
-            raise Refused(f"{self.name}/{path}: truncated, bytes {start}–{stop} asked for, file ends at {size}")
+            raise ModelError(f"{self.name}/{path}: truncated, bytes {start}–{stop} asked for, file ends at {size}")
         if commit and re.fullmatch(r"[0-9a-f]{40}", commit):
             self.revision, self.name = commit, f"{self.repo}@{commit}"
         return body
@@ -274,7 +266,7 @@ class RemoteOrigin:
 
 def _within_budget(spent: int, wanted: int, limit: int | None) -> None:
     if limit is not None and spent + wanted > limit:
-        raise Refused(f"reading {wanted:,} more bytes would pass the limit of {limit:,} (raise --max-bytes)")
+        raise ModelError(f"reading {wanted:,} more bytes would pass the limit of {limit:,} (raise --max-bytes)")
 
 
 def repository_of(where: str) -> tuple[str, str] | None:
@@ -294,21 +286,21 @@ def open_origin(where: str, max_bytes: int | None = None) -> tuple[Origin, str |
     repo, _, revision = where.partition("@")
     if _REPO.fullmatch(repo) and not where.startswith((".", "/", "~")):
         return RemoteOrigin(repo, revision or "main", max_bytes=max_bytes), None
-    raise Refused(f"{where}: no such directory or file, and not a repository (org/name or org/name@revision)")
+    raise ModelError(f"{where}: no such directory or file, and not a repository (org/name or org/name@revision)")
 
 
 def read_whole(origin: Origin, path: str, limit: int = JSON_LIMIT) -> bytes:
     """A small file, whole; refused above the limit."""
     size = origin.size(path)
     if size > limit:
-        raise Refused(f"{path}: {size:,} bytes, more than the {limit:,} such a file may have")
+        raise ModelError(f"{path}: {size:,} bytes, more than the {limit:,} such a file may have")
     return bytes(origin.read(path, 0, size))
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     table = dict(pairs)
     if len(table) != len(pairs):
-        raise Refused("a key is given twice")
+        raise ModelError("a key is given twice")
     return table
 
 
@@ -317,15 +309,15 @@ def parse_json(raw: bytes, what: str, unique: bool = False) -> dict[str, object]
     try:
         value = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique if unique else None)
     except UnicodeDecodeError:
-        raise Refused(f"{what}: not UTF-8") from None
+        raise ModelError(f"{what}: not UTF-8") from None
     except RecursionError:
-        raise Refused(f"{what}: nested too deep") from None
-    except Refused as error:
-        raise Refused(f"{what}: {error}") from None
+        raise ModelError(f"{what}: nested too deep") from None
+    except ModelError as error:
+        raise ModelError(f"{what}: {error}") from None
     except ValueError as error:
-        raise Refused(f"{what}: not JSON ({error})") from None
+        raise ModelError(f"{what}: not JSON ({error})") from None
     if not isinstance(value, dict):
-        raise Refused(f"{what}: not a JSON object")
+        raise ModelError(f"{what}: not a JSON object")
     return value
 
 

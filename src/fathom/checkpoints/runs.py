@@ -20,14 +20,7 @@ from transformers.utils import logging
 
 from fathom.checkpoints.check import check_checkpoint
 from fathom.checkpoints.families import known
-from fathom.checkpoints.find import (
-    RunError,
-    best_run,
-    checkpoint_steps,
-    finished_model,
-    finished_step,
-    holds_comparison,
-)
+from fathom.checkpoints.find import best_run, checkpoint_steps, finished_model, finished_step, holds_comparison
 from fathom.checkpoints.from_gguf import is_gguf, open_gguf
 from fathom.checkpoints.hashes import warn_if_changed
 from fathom.checkpoints.hub import local, repository
@@ -42,23 +35,13 @@ from fathom.checkpoints.layout import (
     step_name,
 )
 from fathom.checkpoints.tokenizers import open_tokenizer
-from fathom.errors import FathomError
+from fathom.errors import ModelError, TrainingError
 from fathom.models import FathomConfig, FathomForCausalLM
-from fathom.models.loading import ShapeError, differing, require_shapes
+from fathom.models.loading import differing, require_shapes
 from fathom.report.files import digest, read_json
 
 # Expected: checkpoints are often read and written by a single process.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-
-
-class CheckpointError(FathomError, RuntimeError):
-    """A checkpoint that could not be written or read; the message is one line."""
-
-    exit_code = 1
-
-
-class SourceError(RunError):
-    """A model block that contradicts the checkpoint of its `from_pretrained`; the message is one line."""
 
 
 @dataclass(frozen=True)
@@ -112,13 +95,13 @@ def open_source(source: Path, tokenizer: PreTrainedTokenizerBase | None = None) 
             try:
                 facts = {**facts, **cast(Facts, read_json(source / RESULT))}
             except ValueError as error:
-                raise RunError(f"{source / RESULT} cannot be read: {reason(error)}") from None
+                raise ModelError(f"{source / RESULT} cannot be read: {reason(error)}") from None
         model = finished_model(source)
         if model is None:
             return _open_checkpoint(source, tokenizer, facts)
         directory = model
     if not (directory / CONFIG).exists():
-        raise RunError(f"{source} is neither a run ({RECIPE}) nor a comparison nor a model directory ({CONFIG})")
+        raise ModelError(f"{source} is neither a run ({RECIPE}) nor a comparison nor a model directory ({CONFIG})")
     check_checkpoint(directory)
     warn_if_changed(directory)
     config = read_config(directory)
@@ -130,17 +113,17 @@ def open_source(source: Path, tokenizer: PreTrainedTokenizerBase | None = None) 
 def read_config(directory: Path) -> FathomConfig:
     """The configuration of a model directory, ours or of another family that opens."""
     if not (directory / CONFIG).is_file():
-        raise RunError(f"{directory}: no {CONFIG}")
+        raise ModelError(f"{directory}: no {CONFIG}")
     try:
         kind = read_json(directory / CONFIG).get("model_type")
     except (ValueError, AttributeError) as error:
-        raise RunError(f"{directory / CONFIG}: {reason(error)}") from error
+        raise ModelError(f"{directory / CONFIG}: {reason(error)}") from error
     if kind not in (*known(), None):
-        raise RunError(f"{directory} is a {kind} model; Fathom opens {', '.join(known())}")
+        raise ModelError(f"{directory} is a {kind} model; Fathom opens {', '.join(known())}")
     try:
         return FathomConfig.from_pretrained(directory)
     except (ValueError, OSError, StrictDataclassError) as error:
-        raise RunError(f"{directory / CONFIG}: {reason(error)}") from error
+        raise ModelError(f"{directory / CONFIG}: {reason(error)}") from error
 
 
 def open_decoder(directory: Path, config: FathomConfig, **settings: object) -> FathomForCausalLM:
@@ -157,7 +140,7 @@ def open_decoder(directory: Path, config: FathomConfig, **settings: object) -> F
     try:
         return FathomForCausalLM.from_pretrained(directory, local_files_only=True, **settings)
     except (ValueError, OSError) as error:
-        raise RunError(f"{directory}: {reason(error)}") from error
+        raise ModelError(f"{directory}: {reason(error)}") from error
     finally:
         logging.set_verbosity(before)
 
@@ -167,14 +150,14 @@ def _check_size(directory: Path, config: FathomConfig) -> None:
     held = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
     words = f"{directory}: {CONFIG} describes a larger model than the weights ({held:,} bytes) can hold"
     if config.num_hidden_layers * config.hidden_size > held:
-        raise RunError(words)
+        raise ModelError(words)
     try:
         with torch.device("meta"):
             needed = sum(parameter.numel() for parameter in FathomForCausalLM(config).parameters())
     except ValueError as error:  # an attn_implementation that does not exist or is not installed
-        raise RunError(f"{directory / CONFIG}: {reason(error)}") from error
+        raise ModelError(f"{directory / CONFIG}: {reason(error)}") from error
     if needed > held:  # a parameter takes a byte at least
-        raise RunError(f"{words}: {needed:,} parameters")
+        raise ModelError(f"{words}: {needed:,} parameters")
 
 
 def _open_checkpoint(run: Path, tokenizer: PreTrainedTokenizerBase | None, facts: Facts) -> Opened:
@@ -183,12 +166,12 @@ def _open_checkpoint(run: Path, tokenizer: PreTrainedTokenizerBase | None, facts
     _refuse_adapters(run)
     saved = newest_checkpoint(run)
     if saved is None:
-        raise RunError(f"{run} has neither a finished model nor a checkpoint yet")
+        raise ModelError(f"{run} has neither a finished model nor a checkpoint yet")
     weights = read_weights(saved)
     try:
         model = FathomForCausalLM(config_of(recipe["model"]))
     except (ValueError, StrictDataclassError) as error:
-        raise RunError(f"{run / RECIPE}: model: {reason(error)}") from error
+        raise ModelError(f"{run / RECIPE}: model: {reason(error)}") from error
     model.load_state_dict(weights, strict=False)
     model.set_step(saved.step)
     home = Path(recipe["data"]["directory"]) / TOKENIZER
@@ -201,7 +184,7 @@ def _open_checkpoint(run: Path, tokenizer: PreTrainedTokenizerBase | None, facts
 def config_of(block: Mapping[str, object]) -> FathomConfig:
     """A recipe's model block as a configuration; with `from_pretrained`, the block's keys over that checkpoint's.
 
-    A key that contradicts the shapes of the checkpoint's tensors is a `SourceError`.
+    A key that contradicts the shapes of the checkpoint's tensors is a `ModelError`.
     """
     keys = dict(block)
     source = keys.pop("from_pretrained", None)
@@ -209,9 +192,9 @@ def config_of(block: Mapping[str, object]) -> FathomConfig:
         return FathomConfig(**keys)
     try:
         require_shapes(_configured(str(source)), keys)
-    except ShapeError as error:
+    except ValueError as error:
         whole = f"model=null model.from_pretrained={source} drops the recipe's whole model block"
-        raise SourceError(f"model.from_pretrained={source}: {error}; {whole}") from error
+        raise ModelError(f"model.from_pretrained={source}: {error}; {whole}") from error
     return _configured(str(source), **keys)
 
 
@@ -259,19 +242,19 @@ def find_checkpoint(where: str | Path) -> Saved:
     """The intact checkpoint that `RUN` (its newest), `RUN@step-400` or `RUN/step-000400` names."""
     found = run_and_step(where)
     if found is None:
-        raise RunError(f"{where}: no run ({RECIPE}) there; a checkpoint is named as in RUN@step-400")
+        raise ModelError(f"{where}: no run ({RECIPE}) there; a checkpoint is named as in RUN@step-400")
     run, step = found
     if step is None:
         saved = newest_checkpoint(run)
         if saved is None:
-            raise RunError(f"{run} has no intact checkpoint")
+            raise ModelError(f"{run} has no intact checkpoint")
         return saved
     saved = Saved(run / step_name(step), step)
     if not saved.directory.is_dir():
         steps = ", ".join(map(str, checkpoint_steps(run))) or "none"
-        raise RunError(f"{run} has no checkpoint of step {step}; it has {steps}")
+        raise ModelError(f"{run} has no checkpoint of step {step}; it has {steps}")
     if problem := damage(saved.directory):
-        raise RunError(f"{saved.directory} is damaged ({problem})")
+        raise ModelError(f"{saved.directory} is damaged ({problem})")
     return saved
 
 
@@ -307,12 +290,12 @@ def _recipe_of(directory: Path) -> _Blocks:
         recipe = yaml.safe_load((directory / RECIPE).read_text(encoding="utf-8"))
         return {**recipe, "model": dict(recipe["model"])}
     except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
-        raise RunError(f"{directory / RECIPE} cannot be read: {reason(error)}") from None
+        raise ModelError(f"{directory / RECIPE} cannot be read: {reason(error)}") from None
 
 
 def _refuse_adapters(run: Path) -> None:
     if _adapters(run):
-        raise RunError(f"{run} trains adapters (LoRA), which are merged when it is finished")
+        raise ModelError(f"{run} trains adapters (LoRA), which are merged when it is finished")
 
 
 def _adapters(run: Path) -> bool:
@@ -344,7 +327,7 @@ def load_tensors(directory: Path, tensors: Mapping[str, Tensor], alone: bool = F
     try:
         dcp.load(dict(tensors), storage_reader=reader, no_dist=alone or not dist.is_initialized())
     except (Exception, CheckpointException) as error:  # the latter is a BaseException
-        raise CheckpointError(f"{directory} does not fit this model: {reason(error)}") from error
+        raise TrainingError(f"{directory} does not fit this model: {reason(error)}") from error
 
 
 def damage(directory: Path) -> str | None:

@@ -15,7 +15,8 @@ from typing import Protocol, TypeAlias, TypeGuard
 import numpy as np
 
 from fathom.checkpoints.layout import INDEX, INDEX_SUFFIX, WEIGHTS
-from fathom.checkpoints.origin import Origin, Refused, parse_json, read_json, safe_name
+from fathom.checkpoints.origin import Origin, parse_json, read_json, safe_name
+from fathom.errors import ModelError
 
 Array: TypeAlias = np.ndarray
 """Of any shape and any type of number."""
@@ -82,27 +83,27 @@ def parse_header(raw: bytes, data_start: int, size: int, file: str) -> dict[str,
     for name, info in sorted(found.items(), key=lambda item: (item[1].start, item[1].stop)):
         if info.start != cursor:
             fault = "overlaps the tensor before it" if info.start < cursor else "leaves a hole before it"
-            raise Refused(f"{file}: tensor {name!r:.120} {fault}")
+            raise ModelError(f"{file}: tensor {name!r:.120} {fault}")
         cursor = info.stop
     if cursor != size:
-        raise Refused(f"{file}: header describes {cursor:,} bytes, the file has {size:,}")
+        raise ModelError(f"{file}: header describes {cursor:,} bytes, the file has {size:,}")
     return found
 
 
 def _tensor_info(name: str, entry: object, data_start: int, size: int, file: str) -> TensorInfo:
     what = f"{file}: tensor {name!r:.120}"
     if not isinstance(entry, dict):
-        raise Refused(f"{what}: its entry is not an object")
+        raise ModelError(f"{what}: its entry is not an object")
     dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
-        raise Refused(f"{what}: number type {dtype!r:.40} is not known")
+        raise ModelError(f"{what}: number type {dtype!r:.40} is not known")
     if not _naturals(shape) or len(shape) > 8 or not _naturals(offsets) or len(offsets) != 2:
-        raise Refused(f"{what}: shape or data_offsets are not lists of natural numbers")
+        raise ModelError(f"{what}: shape or data_offsets are not lists of natural numbers")
     start, stop = offsets
     if stop < start or data_start + stop > size:
-        raise Refused(f"{what}: bytes {start}–{stop} are outside the file")
+        raise ModelError(f"{what}: bytes {start}–{stop} are outside the file")
     if stop - start != math.prod(shape) * ITEM_BYTES[dtype]:
-        raise Refused(f"{what}: {stop - start:,} bytes cannot hold shape {shape} of {dtype}")
+        raise ModelError(f"{what}: {stop - start:,} bytes cannot hold shape {shape} of {dtype}")
     return TensorInfo(dtype, tuple(shape), file, data_start + start, data_start + stop)
 
 
@@ -114,10 +115,10 @@ def read_header(origin: Origin, file: str) -> dict[str, TensorInfo]:
     """The header of one safetensors file."""
     size = origin.size(file)
     if size < 10:
-        raise Refused(f"{file}: {size} bytes are too few for a safetensors file")
+        raise ModelError(f"{file}: {size} bytes are too few for a safetensors file")
     length = int.from_bytes(origin.read(file, 0, 8), "little")
     if length > HEADER_LIMIT or 8 + length > size:
-        raise Refused(f"{file}: a header of {length:,} bytes does not fit a file of {size:,}")
+        raise ModelError(f"{file}: a header of {length:,} bytes does not fit a file of {size:,}")
     return parse_header(bytes(origin.read(file, 8, 8 + length)), 8 + length, size, file)
 
 
@@ -125,10 +126,10 @@ def read_index(origin: Origin, file: str) -> dict[str, str]:
     """The weight map of a sharded checkpoint, every shard name checked to stay in the directory."""
     weight_map = read_json(origin, file).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise Refused(f"{file}: no weight_map")
+        raise ModelError(f"{file}: no weight_map")
     for shard in set(map(str, weight_map.values())):
         if not safe_name(shard).endswith(".safetensors"):
-            raise Refused(f"{file}: shard {shard!r:.80} is not a safetensors file")
+            raise ModelError(f"{file}: shard {shard!r:.80} is not a safetensors file")
     return weight_map
 
 
@@ -141,12 +142,12 @@ class SafetensorsStore:
         for file in files:
             for name, info in read_header(origin, file).items():
                 if weight_map is not None and weight_map.get(name) != file:
-                    raise Refused(f"{file}: tensor {name!r:.120} is not where the index says")
+                    raise ModelError(f"{file}: tensor {name!r:.120} is not where the index says")
                 if name in self.tensors:
-                    raise Refused(f"tensor {name!r:.120} is in {self.tensors[name].file} and in {file}")
+                    raise ModelError(f"tensor {name!r:.120} is in {self.tensors[name].file} and in {file}")
                 self.tensors[name] = info
         if weight_map is not None and (missing := set(weight_map) - set(self.tensors)):
-            raise Refused(f"the index names tensor {min(missing)!r:.120}, which its shard does not have")
+            raise ModelError(f"the index names tensor {min(missing)!r:.120}, which its shard does not have")
 
     def raw(self, name: str) -> bytearray:
         """The stored bytes of a tensor."""
@@ -157,7 +158,7 @@ class SafetensorsStore:
         """The rows in the given ranges as floats, with 8-bit weights multiplied by their scales."""
         info = self.tensors[name]
         if info.dtype not in FLOATS:
-            raise Refused(f"{name}: stored as {info.dtype}; wanted one of {', '.join(sorted(FLOATS))}")
+            raise ModelError(f"{name}: stored as {info.dtype}; wanted one of {', '.join(sorted(FLOATS))}")
         values = read_rows(self.origin, info, rows)
         if info.dtype.startswith("F8"):
             values *= self._scale(name, info, rows)
@@ -185,7 +186,7 @@ def read_rows(origin: Origin, info: TensorInfo, rows: Ranges | None) -> Array:
     row_bytes = math.prod(info.shape[1:]) * ITEM_BYTES[info.dtype]
     for start, stop in rows:
         if not 0 <= start <= stop <= info.shape[0]:
-            raise Refused(f"rows {start}–{stop} are outside a tensor of {info.shape[0]} rows")
+            raise ModelError(f"rows {start}–{stop} are outside a tensor of {info.shape[0]} rows")
     total = sum(stop - start for start, stop in rows)
     values = np.empty((total, *info.shape[1:]), np.float64 if info.dtype == "F64" else np.float32)
     done = 0
@@ -248,10 +249,10 @@ class AdapterStore:
     def __init__(self, base: TensorStore, adapter: SafetensorsStore, config: Mapping[str, object]):
         kind = config.get("peft_type")
         if kind != "LORA" or config.get("use_dora") or config.get("rank_pattern") or config.get("alpha_pattern"):
-            raise Refused(f"adapter of type {kind}: only plain LoRA is read; merge it into its base first")
+            raise ModelError(f"adapter of type {kind}: only plain LoRA is read; merge it into its base first")
         rank, alpha = config.get("r"), config.get("lora_alpha")
         if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float):
-            raise Refused("adapter_config.json: r and lora_alpha must be numbers")
+            raise ModelError("adapter_config.json: r and lora_alpha must be numbers")
         self.scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
         self.transposed = bool(config.get("fan_in_fan_out"))
         self.base, self.adapter, self.origin = base, adapter, base.origin
@@ -267,16 +268,16 @@ class AdapterStore:
                 target = plain.split(".lora_A")[0] + ".weight"
                 partner = name.replace(".lora_A", ".lora_B")
                 if target not in self.tensors or partner not in self.adapter.tensors:
-                    raise Refused(f"adapter tensor {name!r:.120} has no partner or no {target!r:.120} in the base")
+                    raise ModelError(f"adapter tensor {name!r:.120} has no partner or no {target!r:.120} in the base")
                 self._check(target, name, partner)
                 self.pairs[target] = (name, partner)
             elif ".lora_B" not in plain:
                 target = plain.replace(".modules_to_save", "").replace(".base_layer", "")
                 if target not in self.tensors:
-                    raise Refused(f"adapter tensor {name!r:.120}: neither LoRA nor a tensor of the base")
+                    raise ModelError(f"adapter tensor {name!r:.120}: neither LoRA nor a tensor of the base")
                 wanted, found = self.base.tensors[target].shape, self.adapter.tensors[name].shape
                 if wanted[1:] != found[1:]:  # rows may have been added: a vocabulary's
-                    raise Refused(
+                    raise ModelError(
                         f"adapter tensor {name!r:.120} is {_by(found)}, {target!r:.120} of the base {_by(wanted)}"
                     )
                 self.replaced[target] = name
@@ -288,7 +289,7 @@ class AdapterStore:
         first, second = self.adapter.tensors[a].shape, self.adapter.tensors[b].shape  # [r, in], [out, r]
         made = (second[0], first[1]) if len(first) == len(second) == 2 and first[0] == second[1] else ()
         if wanted != (made[::-1] if self.transposed else made):
-            raise Refused(
+            raise ModelError(
                 f"adapter tensors {a!r:.120}, {_by(first)}, and B, {_by(second)}, do not fit {target!r:.120}, "
                 f"{_by(wanted)}, of the base"
             )
@@ -320,7 +321,7 @@ def open_safetensors(origin: Origin, file: str | None = None) -> SafetensorsStor
         if file.endswith(".safetensors"):
             return _usable(SafetensorsStore(origin, [file]))
         if not file.endswith(INDEX_SUFFIX):
-            raise Refused(f"{file}: wanted .safetensors, its index or .gguf{_pickle_hint([file])}")
+            raise ModelError(f"{file}: wanted .safetensors, its index or .gguf{_pickle_hint([file])}")
     index = file or INDEX
     if origin.exists(index):
         weight_map = read_index(origin, index)
@@ -330,7 +331,7 @@ def open_safetensors(origin: Origin, file: str | None = None) -> SafetensorsStor
     names = origin.names()
     files = [name for name in names if name.endswith(".safetensors") and not _SKIPPED.match(name)]
     if not files:
-        raise Refused(f"{origin.name}: no safetensors weights{_pickle_hint(names)}")
+        raise ModelError(f"{origin.name}: no safetensors weights{_pickle_hint(names)}")
     return _usable(SafetensorsStore(origin, files))
 
 
@@ -348,7 +349,7 @@ def _pickle_hint(names: Iterable[str]) -> str:
 def _usable(store: SafetensorsStore) -> SafetensorsStore:
     for name in store.tensors:
         if _PACKED.search(name):
-            raise Refused(f"{name}: packed low-bit weights are not read; dequantise the checkpoint first")
+            raise ModelError(f"{name}: packed low-bit weights are not read; dequantise the checkpoint first")
     return store
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fathom.checkpoints.special_tokens import known, stop_tokens
-from fathom.errors import FathomError, to_install
+from fathom.errors import ModelError, to_install
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
@@ -43,10 +43,6 @@ QWEN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}
 LLAMA = QWEN.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
 
 
-class GgufError(FathomError, ValueError):
-    """A model or tokenizer that llama.cpp does not support; the message is one line."""
-
-
 def write_gguf(path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, name: str) -> None:
     """Write weights as they are stored (norms in float32), shape and tokenizer.
 
@@ -59,9 +55,9 @@ def write_gguf(path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenize
     try:
         from gguf import GGUFWriter
     except ModuleNotFoundError:
-        raise GgufError(f"--as gguf needs the gguf package: {to_install('gguf')}") from None
+        raise ModelError(f"--as gguf needs the gguf package: {to_install('gguf')}") from None
     if tokenizer is None:
-        raise GgufError("a GGUF file holds its tokenizer, and this model has none")
+        raise ModelError("a GGUF file holds its tokenizer, and this model has none")
     _check(model.config)
     writer = GGUFWriter(path, model.config.model_type)
     _add_shape(writer, model.config, name)
@@ -103,7 +99,9 @@ def _check(config: PretrainedConfig) -> None:
     }
     for what, found in wrong.items():
         if found:
-            raise GgufError(f"llama.cpp's {config.model_type} has no {what}{'' if found is True else ' ' + str(found)}")
+            raise ModelError(
+                f"llama.cpp's {config.model_type} has no {what}{'' if found is True else ' ' + str(found)}"
+            )
 
 
 def _add_shape(writer: GGUFWriter, config: PretrainedConfig, name: str) -> None:
@@ -135,7 +133,7 @@ def _add_tokenizer(writer: GGUFWriter, tokenizer: PreTrainedTokenizerBase, model
     added = tokenizer.added_tokens_decoder
     for word, token in tokenizer.get_vocab().items():
         if token >= config.vocab_size:
-            raise GgufError(f"the tokenizer has a token {token}, the model {config.vocab_size} embedding rows")
+            raise ModelError(f"the tokenizer has a token {token}, the model {config.vocab_size} embedding rows")
         special = added[token].special if token in added else None
         tokens[token] = word
         types[token] = {None: TokenType.NORMAL, True: TokenType.CONTROL, False: TokenType.USER_DEFINED}[special]
@@ -163,7 +161,7 @@ def _add_tokenizer(writer: GGUFWriter, tokenizer: PreTrainedTokenizerBase, model
 def _splitting(backend: dict[str, Any]) -> str:
     """llama.cpp's name for how a byte-level BPE cuts text into words."""
     if backend["model"]["type"] != "BPE":
-        raise GgufError(f"a GGUF file is written of byte-level BPE, not of a {backend['model']['type']} tokenizer")
+        raise ModelError(f"a GGUF file is written of byte-level BPE, not of a {backend['model']['type']} tokenizer")
     steps = backend["pre_tokenizer"] or {}
     steps = steps["pretokenizers"] if steps.get("type") == "Sequence" else [steps]
     plain = [(step.get("type"), step.get("add_prefix_space"), step.get("use_regex")) for step in steps]
@@ -177,7 +175,7 @@ def _splitting(backend: dict[str, Any]) -> str:
     whole = steps[0].get("behavior") == "Isolated" and plain[1:] == [("ByteLevel", False, False)]
     if normal in (None, "NFC") and split and whole:
         return split
-    raise GgufError(
+    raise ModelError(
         "llama.cpp would cut text differently: this tokenizer's words are neither GPT-2's, SmolLM's, Llama's nor Qwen's"
     )
 

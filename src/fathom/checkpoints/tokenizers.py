@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fathom.checkpoints.origin import Refused
+from fathom.errors import ModelError
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -34,7 +34,7 @@ def open_tokenizer(
         made.decode(made("a", verbose=False)["input_ids"])  # some settings are first read here
     except Exception as error:  # none of our code runs in there, so every error is about the directory's files
         hint = "; --trust-remote-code allows it" if "trust_remote_code" in str(error) else ""
-        raise Refused(f"{directory}: cannot load the tokenizer: {' '.join(str(error).split())}{hint}") from error
+        raise ModelError(f"{directory}: cannot load the tokenizer: {' '.join(str(error).split())}{hint}") from error
     return made
 
 

@@ -12,7 +12,8 @@ from rich.table import Table
 
 from fathom.checkpoints.layout import PAGE, REPORT
 from fathom.cli.parser import Parser, add_recipe
-from fathom.recipe import RecipeError, find_recipe, load_recipe
+from fathom.errors import SettingsError
+from fathom.recipe import find_recipe, load_recipe
 
 if TYPE_CHECKING:
     from fathom.experiments.compare_results import ComparisonReport
@@ -53,17 +54,17 @@ def run(options: Namespace) -> int:
     refuse_torchrun()
     retry = options.retry_failed
     if retry and options.report:
-        raise RecipeError("--retry-failed trains, --report does not: give one of them")
+        raise SettingsError("--retry-failed trains, --report does not: give one of them")
     source = Path(options.recipe)
     if source.is_dir():
         if options.arms or options.overrides or options.out:
-            raise RecipeError(f"{source}: a comparison goes on as it was planned; give its recipe to plan another")
+            raise SettingsError(f"{source}: a comparison goes on as it was planned; give its recipe to plan another")
         out, plan = source, Plan.read(source)
         check(plan, out)
     else:
         source = find_recipe(source)
         if not options.arms:
-            raise RecipeError("--arms is missing; for example --arms vanilla,uniform_depth,depth_attention")
+            raise SettingsError("--arms is missing; for example --arms vanilla,uniform_depth,depth_attention")
         out = options.out or Path("runs") / f"{source.stem}-compare"
         recipe = load_recipe(source, options.overrides)
         plan = make_plan(recipe, options.arms, options.seeds, options.equal, options.pairs, out)

@@ -7,7 +7,8 @@ import json
 from argparse import Namespace
 from pathlib import Path
 
-from fathom.cli.parser import Parser, UsageError, add_kernels, add_kvcache, add_opening
+from fathom.cli.parser import Parser, add_kernels, add_kvcache, add_opening
+from fathom.errors import SettingsError
 
 WINDOWS = "1x,2x,4x,8x"
 
@@ -81,10 +82,10 @@ def run(options: Namespace) -> int:
     wishes = CacheWishes.of(options)
     alone = [f"--kvcache-{name} {value}" for name, value in wishes.said().items()]
     if not options.kvcache and (alone or options.at is not None):
-        raise UsageError(f"{[*alone, f'--at {options.at}'][0]}: give --kvcache METHODS with it")
+        raise SettingsError(f"{[*alone, f'--at {options.at}'][0]}: give --kvcache METHODS with it")
     if options.benchmark is not None:
         if options.kvcache:
-            raise UsageError("--benchmark and --kvcache: give one of them")
+            raise SettingsError("--benchmark and --kvcache: give one of them")
         pair = evaluate_pair(options.checkpoints, options.benchmark, settings)
         if options.json:
             print(json.dumps(pair, ensure_ascii=False))

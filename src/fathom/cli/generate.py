@@ -14,7 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fathom.cli.parser import Parser, UsageError, add_kernels, add_kvcache, add_opening, add_speculate
+from fathom.cli.parser import Parser, add_kernels, add_kvcache, add_opening, add_speculate
+from fathom.errors import SettingsError
 
 if TYPE_CHECKING:
     from fathom.inference.prompt_file import FileSummary
@@ -139,24 +140,26 @@ def _report(summary: FileSummary, options: Namespace) -> int:
 def _check(options: Namespace) -> None:
     """Refuse contradictory options before anything is loaded."""
     if sum((options.prompt is not None, options.chat, options.prompts is not None)) > 1:
-        raise UsageError("give a prompt, --chat or --prompts FILE, one of them")
+        raise SettingsError("give a prompt, --chat or --prompts FILE, one of them")
     if options.prompts is None and options.out is not None:
-        raise UsageError(f"--out {options.out} is for the answers to a file: give --prompts FILE with it")
+        raise SettingsError(f"--out {options.out} is for the answers to a file: give --prompts FILE with it")
     if options.json and options.prompts is not None and options.out is None:
-        raise UsageError("--json prints a summary of --prompts, and without --out the answers are printed: give --out")
+        raise SettingsError(
+            "--json prints a summary of --prompts, and without --out the answers are printed: give --out"
+        )
     for name, text in (("the prompt", options.prompt), ("--system", options.system)):
         if any("\ud800" <= letter <= "\udfff" for letter in text or ""):  # so Python shows bytes that are no text
-            raise UsageError(f"{name} is not UTF-8")
+            raise SettingsError(f"{name} is not UTF-8")
     if options.system is not None and not options.chat:
-        raise UsageError("--system says how to answer: give --chat with it")
+        raise SettingsError("--system says how to answer: give --chat with it")
     if options.allow_control_tokens and not options.chat and options.prompts is None:
-        raise UsageError("--allow-control-tokens is for --chat and --prompts FILE: a prompt writes them anyway")
+        raise SettingsError("--allow-control-tokens is for --chat and --prompts FILE: a prompt writes them anyway")
     if options.json and options.chat:
-        raise UsageError("--json is for a prompt or --prompts FILE: leave it out of a --chat")
+        raise SettingsError("--json is for a prompt or --prompts FILE: leave it out of a --chat")
     if options.batch_size is not None and (options.prompts is None or options.batch_size < 1):
-        raise UsageError(f"--batch-size {options.batch_size}: allowed: 1 or more, with --prompts")
+        raise SettingsError(f"--batch-size {options.batch_size}: allowed: 1 or more, with --prompts")
     if options.kvcache is not None and (options.static_cache or options.compile):
-        raise UsageError("--kvcache makes a cache that grows and shrinks: leave out --static-cache and --compile")
+        raise SettingsError("--kvcache makes a cache that grows and shrinks: leave out --static-cache and --compile")
 
 
 def to_terminal(text: str) -> None:
@@ -172,11 +175,11 @@ def prompt_of(word: str | None) -> str:
     if word is None and not _fed():
         return ""
     if sys.stdin is None:
-        raise UsageError("- is standard input, which is closed")
+        raise SettingsError("- is standard input, which is closed")
     try:
         return sys.stdin.buffer.read().decode("utf-8-sig").removesuffix("\n")
     except UnicodeDecodeError as error:
-        raise UsageError(f"standard input is not UTF-8 (byte {error.start})") from None
+        raise SettingsError(f"standard input is not UTF-8 (byte {error.start})") from None
 
 
 def _fed() -> bool:
@@ -194,7 +197,7 @@ def options_of(words: Sequence[str]) -> dict[str, object]:
     for word in words:
         key, equals, value = word.partition("=")
         if not equals:
-            raise UsageError(f"--set {word}: expected key=value")
+            raise SettingsError(f"--set {word}: expected key=value")
         try:
             made[key] = json.loads(value)
         except ValueError:
@@ -205,7 +208,7 @@ def options_of(words: Sequence[str]) -> dict[str, object]:
 def typed_lines() -> Iterator[str]:
     """Lines from the terminal, with a prompt, or from a pipe, without."""
     if sys.stdin is None:
-        raise UsageError("--chat reads standard input, which is closed")
+        raise SettingsError("--chat reads standard input, which is closed")
     typed = sys.stdin.isatty()
     encoding = sys.stdin.encoding if typed else "utf-8-sig"
     if isinstance(sys.stdin, io.TextIOWrapper):  # in the locale C, bytes that are no text would be let in
@@ -213,7 +216,7 @@ def typed_lines() -> Iterator[str]:
     try:
         yield from _typed() if typed else sys.stdin
     except UnicodeDecodeError:
-        raise UsageError(f"standard input is not {encoding.removesuffix('-sig').upper()}") from None
+        raise SettingsError(f"standard input is not {encoding.removesuffix('-sig').upper()}") from None
 
 
 def _typed() -> Iterator[str]:

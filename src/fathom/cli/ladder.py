@@ -11,9 +11,10 @@ from pathlib import Path
 from rich.console import Console
 
 from fathom.checkpoints.layout import PAGE, REPORT
-from fathom.cli.parser import Parser, UsageError, add_recipe
+from fathom.cli.parser import Parser, add_recipe
+from fathom.errors import SettingsError
 from fathom.experiments.rules import Rules, ladders_folder
-from fathom.recipe import RecipeError, allowed, help_of
+from fathom.recipe import allowed, help_of
 
 STAGES = ("tune", "rungs", "seal", "last", "check")
 
@@ -53,25 +54,25 @@ def run(options: Namespace) -> int:
     from fathom.report.tables import terminal_table
 
     if options.report and (options.retry_failed or options.dry_run):
-        raise UsageError("--report runs nothing: give it alone")
+        raise SettingsError("--report runs nothing: give it alone")
     for name, count in (("--workers", options.workers), ("--threads", options.threads)):
         if count is not None and count < 1:
-            raise UsageError(f"{name} {count}: allowed: 1 or more")
+            raise SettingsError(f"{name} {count}: allowed: 1 or more")
     if options.seeds is not None and (options.report or options.dry_run):
-        raise UsageError("--seeds adds runs: give it without --report and --dry-run")
+        raise SettingsError("--seeds adds runs: give it without --report and --dry-run")
     source, console = Path(options.recipe), Console(highlight=False)
     if source.is_dir():
         if options.arms or options.overrides or options.out:
-            raise RecipeError(f"{source}: a ladder goes on as it was planned; give its file to plan another")
+            raise SettingsError(f"{source}: a ladder goes on as it was planned; give its file to plan another")
         out, ladder = source, checked(Ladder.read(source), begins=False)
         if options.seeds is not None:
             ladder = add_seeds(out, _numbers(options.seeds))
     else:
         if options.seeds is not None:
-            raise UsageError("--seeds is for a ladder's directory; in a plan write ladder.seeds=[...]")
+            raise SettingsError("--seeds is for a ladder's directory; in a plan write ladder.seeds=[...]")
         source = find_ladder(source)
         if not options.arms:
-            raise RecipeError("--arms is missing; for example --arms vanilla,uniform_depth,depth_attention")
+            raise SettingsError("--arms is missing; for example --arms vanilla,uniform_depth,depth_attention")
         out = options.out or Path("runs") / f"{source.stem}-ladder"
         ladder = load_ladder(source, options.arms, options.overrides, out)
     if options.dry_run:
@@ -117,4 +118,4 @@ def _numbers(text: str) -> list[int]:
     try:
         return [int(word) for word in text.split(",")]
     except ValueError:
-        raise UsageError(f"--seeds {text}: allowed: whole numbers with commas between") from None
+        raise SettingsError(f"--seeds {text}: allowed: whole numbers with commas between") from None

@@ -7,7 +7,8 @@ from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fathom.cli.parser import Parser, UsageError
+from fathom.cli.parser import Parser
+from fathom.errors import SettingsError
 from fathom.report.files import write_atomically
 from fathom.report.progress import ProgressBar
 
@@ -35,19 +36,21 @@ def run(options: Namespace) -> int:
     from fathom.lens.page import lens_page
 
     if (options.text is None) == (options.file is None):
-        raise UsageError("give a text or --file FILE, one of them")
+        raise SettingsError("give a text or --file FILE, one of them")
     out = options.out or (None if options.json else Path("lens.html"))
     if out is not None and not out.parent.is_dir():
-        raise UsageError(f"{out}: {out.parent} is no directory")
+        raise SettingsError(f"{out}: {out.parent} is no directory")
     if out is not None and out.is_dir():
-        raise UsageError(f"{out} is a directory; the page is a file")
+        raise SettingsError(f"{out} is a directory; the page is a file")
     text = options.text if options.file is None else _read(options.file)
     looked: list[LensData] = []
     first: PreTrainedTokenizerBase | None = None
     for path in filter(None, (options.model, options.compare)):
         model, tokenizer = open_checkpoint(path, options.device)
         if first is not None and not same_tokenizer(first, tokenizer, text):
-            raise UsageError(f"{options.compare}: another tokenizer than {options.model}'s; --compare needs the same")
+            raise SettingsError(
+                f"{options.compare}: another tokenizer than {options.model}'s; --compare needs the same"
+            )
         first = first or tokenizer
         require_decoder(model)
         visits = sum(map(len, model.model.plan_of(model.model.served_trips)))
@@ -55,7 +58,7 @@ def run(options: Namespace) -> int:
             looked.append(look(model, tokenizer, text, options.top, options.max_tokens, _name(path), bar.update))
     if len({len(data.tokens) for data in looked}) > 1:  # the contexts differ
         shortest = min(len(data.tokens) for data in looked)
-        raise UsageError(f"one of the models holds {shortest} tokens only; give --max-tokens {shortest}")
+        raise SettingsError(f"one of the models holds {shortest} tokens only; give --max-tokens {shortest}")
     if out is not None:
         write_atomically(out, lens_page(looked[0], compare=looked[1] if looked[1:] else None))
     if options.json:
@@ -79,6 +82,6 @@ def _read(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        raise UsageError(f"{file}: not UTF-8 text") from error
+        raise SettingsError(f"{file}: not UTF-8 text") from error
     except OSError as error:
-        raise UsageError(f"{file}: {error.strerror}") from error
+        raise SettingsError(f"{file}: {error.strerror}") from error

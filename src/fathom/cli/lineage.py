@@ -249,11 +249,11 @@ def search(a: Path, library: Path, top: int = 10) -> Result:
     """
 
     if not library.is_dir():
-        raise lineage.Refused(f"{library}: not a directory of cards")
+        raise lineage.ModelError(f"{library}: not a directory of cards")
     if not a.is_file():
-        raise lineage.Refused(f"{a}: no such card")
+        raise lineage.ModelError(f"{a}: no such card")
     if top < 1:
-        raise lineage.Refused(f"--top {top}: allowed: 1 or more")
+        raise lineage.ModelError(f"--top {top}: allowed: 1 or more")
     query = lineage.publishing.cards.read_card(a)
     others = sorted(path for path in library.iterdir() if path.is_file() and path.suffix in {".json", ".card"})
     found = lineage.publishing.cards.search(query, others)
@@ -274,9 +274,9 @@ def attack(a: str, out: Path, kind: Sequence[str], seed: int = 0, dtype: str = "
     """
 
     if out.exists():
-        raise lineage.Refused(f"{out} exists already")
+        raise lineage.ModelError(f"{out} exists already")
     if seed < 0:
-        raise lineage.Refused(f"--seed {seed}: allowed: 0 or more")
+        raise lineage.ModelError(f"--seed {seed}: allowed: 0 or more")
     lineage.attacks.attack(lineage.open_weights(a), list(kind), out, seed, dtype)
     return Result(0, f"{out}: {', '.join(kind)}", {"out": str(out), "kinds": list(kind), "seed": seed})
 
@@ -301,11 +301,11 @@ def commit(
     """
 
     if blind and key_out is None:
-        raise lineage.Refused("a blinded commitment needs --key-out: without its key it can never be opened")
+        raise lineage.ModelError("a blinded commitment needs --key-out: without its key it can never be opened")
     if key_out is not None and not blind:
-        raise lineage.Refused(f"--key-out {key_out}: only a commitment with --blind has a key")
+        raise lineage.ModelError(f"--key-out {key_out}: only a commitment with --blind has a key")
     if key_out is not None and key_out.absolute() == out.absolute():
-        raise lineage.Refused(f"--key-out {key_out} is --out itself; the key is kept, the commitment published")
+        raise lineage.ModelError(f"--key-out {key_out} is --out itself; the key is kept, the commitment published")
     body, key = lineage.publishing.commitments.commit(lineage.open_weights(a), blind, owner, date)
     if key is not None and key_out is not None:  # first: a commitment whose key is lost can never be opened
         key_out.touch(mode=0o600)
@@ -324,14 +324,14 @@ def verify(statement: Path, a: str | None = None, key: Path | None = None) -> Re
     """
 
     if not statement.is_file():
-        raise lineage.Refused(f"{statement}: no such file")
+        raise lineage.ModelError(f"{statement}: no such file")
     body = lineage.publishing.verification.read_statement(statement)
     if "fathom_lineage_report" in body:
         page = statement.with_name(PAGE)
         text = page.read_text(encoding="utf-8", errors="replace") if page.is_file() else None
         done = lineage.publishing.verification.verify(body, str(statement), text)
     elif a is None:
-        raise lineage.Refused(f"{statement}: a commitment is checked against a model: name it")
+        raise lineage.ModelError(f"{statement}: a commitment is checked against a model: name it")
     else:
         done = lineage.publishing.commitments.verify(lineage.open_weights(a), body, _read_key(key), str(statement))
     lines = ["holds" if done.holds else "does not hold", *(f"- {line}" for line in done.findings)]
@@ -345,7 +345,7 @@ def _read_key(file: Path | None) -> str | None:
     try:
         return file.read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise lineage.Refused(
+        raise lineage.ModelError(
             f"--key {file}: {error.strerror if isinstance(error, OSError) else 'not a key'}"
         ) from None
 
@@ -362,9 +362,9 @@ def calibrate(models: Sequence[str], out: Path, mode: str = "fast", seed: int = 
     """
 
     if len(models) < 2:
-        raise lineage.Refused("a null needs at least two unrelated models")
+        raise lineage.ModelError("a null needs at least two unrelated models")
     if out.is_dir():
-        raise lineage.Refused(f"{out}: a directory; --out is the null file to write")
+        raise lineage.ModelError(f"{out}: a directory; --out is the null file to write")
     opened = [lineage.open_weights(where) for where in models]
     groups: dict[str, list[Pair]] = {}
     with _status(quiet) as say:

@@ -13,8 +13,8 @@ from importlib import import_module
 from pathlib import Path
 
 from fathom._version import __version__
-from fathom.cli.parser import Parser, UsageError
-from fathom.errors import FathomError
+from fathom.cli.parser import Parser
+from fathom.errors import FathomError, SettingsError
 
 COMMANDS = {
     "train": "train a recipe, or continue its run",
@@ -118,7 +118,7 @@ def _dispatch(words: Sequence[str]) -> int:
     if name not in COMMANDS:
         close = get_close_matches(name.lower(), COMMANDS, n=1)
         hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(COMMANDS)}"
-        raise UsageError(f"{name}: no such command; {hint}")
+        raise SettingsError(f"{name}: no such command; {hint}")
     command = import_module(f"fathom.cli.{name}")
     summary = COMMANDS[name]
     inner = Parser(prog=f"fathom {name}", description=summary[0].upper() + summary[1:] + ".")

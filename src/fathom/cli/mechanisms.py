@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from importlib.metadata import entry_points
 from pathlib import Path
 
-from fathom.cli.parser import Parser, UsageError
+from fathom.cli.parser import Parser
+from fathom.errors import SettingsError
 from fathom.recipe import load_recipe
 
 AXES = {
@@ -35,11 +36,11 @@ def run(options: Namespace) -> int:
     """List the mechanisms, or print what each adds to a model."""
     size = 2 if options.bytes_per_scalar is None else options.bytes_per_scalar
     if size < 1:
-        raise UsageError(f"--bytes-per-scalar {size}: allowed: 1 or more")
+        raise SettingsError(f"--bytes-per-scalar {size}: allowed: 1 or more")
     if options.config is not None:
         return _show_costs(options.config, size, options.json)
     if options.bytes_per_scalar is not None:
-        raise UsageError(f"--bytes-per-scalar {size}: give --config MODEL with it")
+        raise SettingsError(f"--bytes-per-scalar {size}: give --config MODEL with it")
     found = _of_other_packages() if entry_points(group="fathom.mechanisms") else _of_ours()
     if options.json:
         print(json.dumps({"mechanisms": found}))

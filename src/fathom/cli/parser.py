@@ -13,17 +13,13 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
-from fathom.errors import FathomError
-from fathom.recipe import RecipeError, allowed, convert, describe, help_of
+from fathom.errors import SettingsError
+from fathom.recipe import allowed, convert, describe, help_of
 
 MAY_BE_EMPTY = {"prompt", "text", "system", "separator", "eos_token", "api_key", "command"}
 """Arguments that accept an empty string, or have an error message of their own for it."""
 
 T = TypeVar("T")
-
-
-class UsageError(FathomError):
-    """A command line that is wrong: unknown, missing or contradictory arguments."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -55,10 +51,10 @@ class Parser(argparse.ArgumentParser):
         return super()._get_values(action, words)
 
     def error(self, message: str) -> NoReturn:
-        """Raise a `UsageError` without the usage, which `--help` prints."""
+        """Raise a `SettingsError` without the usage, which `--help` prints."""
         # argparse lists key=value among the required arguments, though it is optional.
         message = message.replace(", key=value", "")
-        raise UsageError(f"{message} ({self.prog} --help shows what there is)")
+        raise SettingsError(f"{message} ({self.prog} --help shows what there is)")
 
 
 def add_kvcache(parser: Parser, several: bool = False) -> None:
@@ -173,7 +169,7 @@ def call(function: Callable[..., T], options: Namespace) -> T:
         try:
             given[name] = convert(hint, value) if isinstance(value, str) else value
         except ValueError:
-            raise RecipeError(f"--{name.replace('_', '-')} {value}: allowed: {allowed(hint)}") from None
+            raise SettingsError(f"--{name.replace('_', '-')} {value}: allowed: {allowed(hint)}") from None
     for name, kind in _groups(function).items():
         given[name] = kind(**{field.name: given.pop(field.name) for field in dataclasses.fields(kind)})
     return function(**given)

@@ -7,7 +7,8 @@ import textwrap
 from argparse import Namespace
 from pathlib import Path
 
-from fathom.cli.parser import Parser, UsageError
+from fathom.cli.parser import Parser
+from fathom.errors import SettingsError
 from fathom.recipe import find_recipe, packaged_recipes, summary_of
 from fathom.report.tables import line_width
 
@@ -25,7 +26,7 @@ def run(options: Namespace) -> int:
     if options.action == "copy":
         return _copy(options)
     if options.name or options.to:
-        raise UsageError("to copy a recipe: fathom recipes copy NAME [--to FILE]")
+        raise SettingsError("to copy a recipe: fathom recipes copy NAME [--to FILE]")
     found = {name: {"summary": summary_of(path), "path": str(path)} for name, path in packaged_recipes().items()}
     if options.json:
         print(json.dumps(found))
@@ -39,11 +40,11 @@ def run(options: Namespace) -> int:
 def _copy(options: Namespace) -> int:
     """Write one recipe's file, comments and all; nothing is overwritten."""
     if options.name is None:
-        raise UsageError("which recipe? fathom recipes copy NAME [--to FILE]")
+        raise SettingsError("which recipe? fathom recipes copy NAME [--to FILE]")
     source = find_recipe(options.name)
     target = options.to or Path(source.name)
     if target.exists():
-        raise UsageError(f"{target} exists; give --to another file")
+        raise SettingsError(f"{target} exists; give --to another file")
     target.write_bytes(source.read_bytes())
     print(json.dumps({"path": str(target)}) if options.json else target)
     return 0

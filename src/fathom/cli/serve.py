@@ -6,8 +6,8 @@ import dataclasses
 import os
 from argparse import ArgumentTypeError, Namespace
 
-from fathom.cli.parser import Parser, UsageError, add_kernels, add_kvcache, add_opening, add_speculate
-from fathom.errors import to_install
+from fathom.cli.parser import Parser, add_kernels, add_kvcache, add_opening, add_speculate
+from fathom.errors import SettingsError, to_install
 
 LONGEST_GRACE = 86_400
 UNITS = {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
@@ -84,10 +84,10 @@ def run(options: Namespace) -> int:
         from fathom.lens.live import add_lens
         from fathom.recipe import CacheWishes
     except ModuleNotFoundError as error:
-        raise UsageError(f"{error.name} is not installed: {to_install('serve')}") from error
+        raise SettingsError(f"{error.name} is not installed: {to_install('serve')}") from error
 
     if not 0 <= options.grace <= LONGEST_GRACE:
-        raise UsageError(f"--grace {options.grace}: allowed: seconds from 0 to {LONGEST_GRACE}")
+        raise SettingsError(f"--grace {options.grace}: allowed: seconds from 0 to {LONGEST_GRACE}")
     use(options.kernels, options.device)
     options.wishes = CacheWishes.of(options)
     given = {field.name: getattr(options, field.name) for field in dataclasses.fields(ServeOptions)}

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fathom.checkpoints.layout import RECIPE
-from fathom.cli.parser import Parser, UsageError, add_recipe
+from fathom.cli.parser import Parser, add_recipe
+from fathom.errors import SettingsError
 from fathom.recipe import Recipe, find_recipe, load_recipe
 
 if TYPE_CHECKING:
@@ -64,17 +65,19 @@ def run(options: Namespace) -> int:
     words = [word for word in (options.recipe, *options.overrides) if word is not None]
     if options.origin is not None:
         if options.run is None:
-            raise UsageError(f"--from {options.origin} needs --run, a new directory")
+            raise SettingsError(f"--from {options.origin} needs --run, a new directory")
         change = branch(options.origin, options.run, words, options.cooldown)
     elif options.cooldown is not None:
-        raise UsageError("--cooldown branches: it needs --from RUN[@step-N] and --run")
+        raise SettingsError("--cooldown branches: it needs --from RUN[@step-N] and --run")
     elif options.recipe is None:
-        raise UsageError(
+        raise SettingsError(
             "the following arguments are required: recipe, or --from (fathom train --help shows what there is)"
         )
     elif (Path(options.recipe) / RECIPE).is_file():
         if options.run is not None:
-            raise UsageError(f"--run {options.run}: {options.recipe} is a run itself; --from {options.recipe} branches")
+            raise SettingsError(
+                f"--run {options.run}: {options.recipe} is a run itself; --from {options.recipe} branches"
+            )
         change = extension(options.recipe, options.overrides)
     recipe = change.recipe if change is not None else load_recipe(options.recipe, options.overrides)
     if options.dry_run:

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from fathom.corpus.normalization import normalize
-from fathom.corpus.stage import CorpusError
 from fathom.corpus.words import lower, words_of
-from fathom.data.shards import DataError
 from fathom.data.sources import JSON, Reading, Source, suffix_of
+from fathom.errors import DataError
 
 QUESTIONS = (
     "question",
@@ -96,18 +95,18 @@ def read_items(path: Path, name: str, question: str | None = None) -> list[Item]
     items = []
     for number, row in enumerate(_rows(path, name)):
         if not isinstance(row, Mapping):
-            raise CorpusError(f"decontaminate.benchmarks.{name}: item {number + 1} is {type(row).__name__}, no object")
+            raise DataError(f"decontaminate.benchmarks.{name}: item {number + 1} is {type(row).__name__}, no object")
         try:
             items.append(item_of(row, number, question))
             json.dumps(asdict(items[-1]), ensure_ascii=False).encode("utf-8")
         except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON can spell
             half = f"{error.object[error.start]!a} is half a character, which UTF-8 lacks"
-            raise CorpusError(f"decontaminate.benchmarks.{name}: {path}: item {number + 1}: {half}") from None
+            raise DataError(f"decontaminate.benchmarks.{name}: {path}: item {number + 1}: {half}") from None
         except (KeyError, ValueError) as error:
             said = error.args[0] if error.args else error
-            raise CorpusError(f"decontaminate.benchmarks.{name}: item {number + 1}: {said}") from None
+            raise DataError(f"decontaminate.benchmarks.{name}: item {number + 1}: {said}") from None
     if not items:
-        raise CorpusError(f"decontaminate.benchmarks.{name}: {path} holds no item")
+        raise DataError(f"decontaminate.benchmarks.{name}: {path} holds no item")
     return _judged(items)
 
 
@@ -152,7 +151,7 @@ def _rows(path: Path, name: str) -> Iterator[Any]:
             if record.payload and record.payload.strip():
                 yield json.loads(record.payload.decode("utf-8-sig"))
     except (DataError, ValueError) as error:
-        raise CorpusError(f"decontaminate.benchmarks.{name}: {path}: {' '.join(str(error).split())}") from None
+        raise DataError(f"decontaminate.benchmarks.{name}: {path}: {' '.join(str(error).split())}") from None
 
 
 def _of_json(values: object, key: str) -> Iterator[Any]:

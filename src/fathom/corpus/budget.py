@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TypedDict
 
-from fathom.corpus.stage import CorpusError
 from fathom.data.mixture import whole_weights
+from fathom.errors import DataError
 
 
 class Budget(TypedDict, total=False):
@@ -37,10 +37,10 @@ def plan_budget(
     """
     for name in shares:
         if not available.get(name):
-            raise CorpusError(f"mix.shares.{name}: nothing of this collection is left", 1)
+            raise DataError(f"mix.shares.{name}: nothing of this collection is left", 1)
     names = list(shares) or [name for name, count in available.items() if count]
     if not names:
-        raise CorpusError("nothing is left to train on", 1)
+        raise DataError("nothing is left to train on", 1)
     weights = whole_weights([shares.get(name, available[name]) for name in names])
     total = sum(weights)
     # N w / (W a) <= e, in whole numbers as far as e is one: N <= e a W / w.
@@ -50,7 +50,7 @@ def plan_budget(
     wanted = int(limits[scarce] / most_epochs) if tokens is None else tokens
     if wanted > largest:
         epochs = wanted * weights[names.index(scarce)] / total / available[scarce]
-        raise CorpusError(
+        raise DataError(
             f"mix.tokens={wanted}: {scarce} has {available[scarce]:,} tokens and would be read {epochs:.3g} times, "
             f"over mix.epochs={most_epochs:g}; at most {largest:,} tokens are possible",
             1,

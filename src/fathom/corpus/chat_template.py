@@ -14,7 +14,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from fathom.corpus.templates import ChatMessage, TemplateError, TemplatePart, is_learnt
+from fathom.corpus.templates import ChatMessage, TemplatePart, is_learnt
+from fathom.errors import DataError
 
 MARKS = "\ue000{}\ue001"
 """Private characters of Unicode, so that no template treats a mark as anything but text."""
@@ -32,7 +33,7 @@ class TokenizerTemplate:
 
         self._tokenizer: Any = AutoTokenizer.from_pretrained(folder)
         if not self._tokenizer.chat_template:
-            raise TemplateError("the tokenizer has no chat template")
+            raise DataError("the tokenizer has no chat template")
         self._marks_spans = re.search(r"\{%-?\s*generation\s*-?%\}", self._tokenizer.chat_template) is not None
         found = sorted(map(str, self._tokenizer.get_added_vocab()), key=len, reverse=True)
         self._tokens = re.compile("|".join(map(re.escape, found)) or r"(?!)")
@@ -40,14 +41,14 @@ class TokenizerTemplate:
     def __call__(self, messages: Sequence[ChatMessage]) -> Iterator[TemplatePart]:
         """The pieces of a conversation."""
         if any(re.search("[\ue000\ue001]", str(one["content"])) for one in messages):
-            raise TemplateError("a message has characters that stand for messages here")
+            raise DataError("a message has characters that stand for messages here")
         marked, spans = self._render([{**one, "content": MARKS.format(n)} for n, one in enumerate(messages)])
         said, _ = self._render(messages)
         order = [int(number) for number in re.findall("\ue000(\\d+)\ue001", marked)]
         if len(set(order)) < len(order):
-            raise TemplateError("the template says a message twice")
+            raise DataError("the template says a message twice")
         if left_out := {n for n, one in enumerate(messages) if one["role"] == "assistant"} - set(order):
-            raise TemplateError(f"the template leaves message {min(left_out) + 1} out")
+            raise DataError(f"the template leaves message {min(left_out) + 1} out")
         around = re.split("\ue000\\d+\ue001", marked)
         contents = _contents(around, [str(messages[number]["content"]) for number in order], said)
         learnt = self._learnt(messages, order, around, spans)
@@ -61,7 +62,7 @@ class TokenizerTemplate:
 
     def _render(self, messages: Sequence[ChatMessage]) -> tuple[str, list[tuple[int, int]]]:
         """What the template makes of messages, and the spans that it marks."""
-        from jinja2.exceptions import TemplateError as JinjaError
+        from jinja2.exceptions import DataError as JinjaError
         from transformers.utils.chat_template_utils import render_jinja_template
 
         plain = [{key: value for key, value in one.items() if key != "train"} for one in messages]
@@ -73,7 +74,7 @@ class TokenizerTemplate:
                 **self._tokenizer.special_tokens_map,
             )
         except (JinjaError, TypeError, ValueError, KeyError) as error:  # the template's own code may raise any of them
-            raise TemplateError(f"the chat template fails: {' '.join(str(error).split())}") from None
+            raise DataError(f"the chat template fails: {' '.join(str(error).split())}") from None
         return texts[0], [(start, stop) for start, stop in spans[0]] if self._marks_spans else []
 
     def _learnt(
@@ -101,7 +102,7 @@ class TokenizerTemplate:
         """The end of the special token that follows an answer."""
         found = self._tokens.search(after)
         if found is None or after[: found.start()].strip():
-            raise TemplateError("the template ends an answer with no token of its own")
+            raise DataError("the template ends an answer with no token of its own")
         return start + found.end()
 
     def _fixed(self, text: str, learnt: Sequence[bool]) -> Iterator[TemplatePart]:
@@ -117,7 +118,7 @@ def _contents(around: Sequence[str], messages: Sequence[str], said: str) -> list
     """Each message as the template writes it: unchanged, or stripped of blanks at its ends."""
     found, place = [], len(around[0])
     if not said.startswith(around[0]):
-        raise TemplateError("the template says otherwise what surrounds the messages")
+        raise DataError("the template says otherwise what surrounds the messages")
     for number, (content, after) in enumerate(zip(messages, around[1:], strict=True)):
         last = number == len(messages) - 1
         for one in dict.fromkeys((content, content.strip(), content.lstrip(), content.rstrip())):
@@ -127,5 +128,5 @@ def _contents(around: Sequence[str], messages: Sequence[str], said: str) -> list
                 place += len(one) + len(after)
                 break
         else:
-            raise TemplateError(f"the template rewrites message {number + 1}")
+            raise DataError(f"the template rewrites message {number + 1}")
     return found

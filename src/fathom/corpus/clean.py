@@ -15,9 +15,9 @@ from fathom.corpus.documents import Document, PartWriter, read_part, write_lines
 from fathom.corpus.normalization import normalize
 from fathom.corpus.quality import broken_rules, language_of
 from fathom.corpus.recipe import Filter
-from fathom.corpus.stage import CorpusError, Stage, Task
+from fathom.corpus.stage import Stage, Task
 from fathom.corpus.templates import is_learnt
-from fathom.errors import to_install
+from fathom.errors import DataError, to_install
 
 RULES = (*(one.name for one in fields(Filter) if one.name != "languages"), "language")
 ONE_PART = 1 << 62
@@ -50,7 +50,7 @@ class Clean(Stage):
         """The tasks, once the stages before are finished."""
         wanted = any(self.recipe.filter_of(name).languages for name in self.recipe.collections)
         if wanted and importlib.util.find_spec("py3langid") is None:
-            raise CorpusError(f"filter.languages needs py3langid: {to_install('corpus')}")
+            raise DataError(f"filter.languages needs py3langid: {to_install('corpus')}")
         found = []
         for entry in self.workspace.manifest("ingest")["tasks"]:
             collection = entry["arguments"]["collection"]
@@ -65,11 +65,11 @@ class Clean(Stage):
         if counts.get("kept"):
             return
         if not counts.get("documents"):
-            raise CorpusError(
+            raise DataError(
                 f"clean: no document could be read: see failed.jsonl in {self.workspace.stage('ingest')}", 1
             )
         rule = max(("empty", *RULES), key=lambda rule: counts[rule])
-        raise CorpusError(
+        raise DataError(
             f"clean: none of {counts['documents']:,} documents is kept; {rule} takes {counts[rule]:,}: "
             f"see dropped.jsonl in {self.workspace.stage(self.name)}",
             1,

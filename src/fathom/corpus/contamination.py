@@ -17,8 +17,9 @@ from fathom.corpus.benchmarks import Item, SelfCheck, plain, read_items, self_ch
 from fathom.corpus.documents import Document, read_lines, read_part, write_lines
 from fathom.corpus.kept import clean_parts, pieces_of
 from fathom.corpus.leaks import Hit, Matcher, build_index, passages
-from fathom.corpus.stage import CorpusError, Input, Stage, Task, Workspace
+from fathom.corpus.stage import Input, Stage, Task, Workspace
 from fathom.corpus.words import BLOCK
+from fathom.errors import DataError
 from fathom.report.files import digest, read_json, write_json
 
 SNIPPET = 300
@@ -42,7 +43,7 @@ class Benchmarks(Stage):
         for name, one in self.recipe.decontaminate.benchmarks.items():
             place = Path(one.path.partition("#")[0]).expanduser()
             if not place.is_file():
-                raise CorpusError(f"decontaminate.benchmarks.{name}: {place}: no such file")
+                raise DataError(f"decontaminate.benchmarks.{name}: {place}: no such file")
             facts = digest(place)
             entry = Input(str(place.absolute()), facts["sha256"], facts["bytes"])
             arguments = {"name": name, "question": one.question, "part": one.path.partition("#")[2]}
@@ -66,7 +67,7 @@ class Benchmarks(Stage):
     def finish(self, counts: dict[str, int]) -> None:
         """Under `decontaminate.strict`, refuse a benchmark that gives one question two answers."""
         if self.recipe.decontaminate.strict and counts.get("contradictory"):
-            raise CorpusError(
+            raise DataError(
                 f"benchmarks: {counts['contradictory']} questions have two answers: see check.json below "
                 f"{self.workspace.stage(self.name)}; decontaminate.strict=false goes on",
                 1,

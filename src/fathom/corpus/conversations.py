@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from fathom.corpus.documents import ConversationMessage
+from fathom.errors import DataError
 
 ROLES = {"system": "system", "user": "user", "assistant": "assistant", "tool": "tool"} | {
     "human": "user",
@@ -12,10 +13,6 @@ ROLES = {"system": "system", "user": "user", "assistant": "assistant", "tool": "
     "observation": "tool",
     "function": "tool",
 }
-
-
-class ConversationError(ValueError):
-    """A row that is not a conversation."""
 
 
 def messages_of(row: Mapping[str, object]) -> list[ConversationMessage]:
@@ -27,10 +24,10 @@ def messages_of(row: Mapping[str, object]) -> list[ConversationMessage]:
     given = row.get("messages", row.get("conversations"))
     if given is not None:
         if not isinstance(given, Sequence) or isinstance(given, str) or not given:
-            raise ConversationError("messages: expected a list that is not empty")
+            raise DataError("messages: expected a list that is not empty")
         return [_message(number, one) for number, one in enumerate(given)]
     if "instruction" not in row or "output" not in row:
-        raise ConversationError("neither messages nor instruction and output")
+        raise DataError("neither messages nor instruction and output")
     question = "\n\n".join(_text(row.get(key) or "", key) for key in ("instruction", "input") if row.get(key))
     system: list[ConversationMessage] = (
         [{"role": "system", "content": _text(row["system"], "system")}] if row.get("system") else []
@@ -41,21 +38,21 @@ def messages_of(row: Mapping[str, object]) -> list[ConversationMessage]:
 
 def _message(number: int, one: object) -> ConversationMessage:
     if not isinstance(one, Mapping):
-        raise ConversationError(f"message {number + 1} is {type(one).__name__}, not role and content")
+        raise DataError(f"message {number + 1} is {type(one).__name__}, not role and content")
     role = one.get("role", one.get("from"))
     if not isinstance(role, str) or role not in ROLES:
-        raise ConversationError(f"message {number + 1}: role {role!r} is none of {', '.join(ROLES)}")
+        raise DataError(f"message {number + 1}: role {role!r} is none of {', '.join(ROLES)}")
     content = _text(one.get("content", one.get("value")), f"message {number + 1}")
     train = one.get("train", True)
     if not isinstance(train, bool):
-        raise ConversationError(f"message {number + 1}: train is {train!r}, neither true nor false")
+        raise DataError(f"message {number + 1}: train is {train!r}, neither true nor false")
     message: ConversationMessage = {"role": ROLES[role], "content": content}
     return message if train else {**message, "train": False}
 
 
 def _text(value: object, name: str) -> str:
     if not isinstance(value, str):
-        raise ConversationError(f"{name} is {type(value).__name__}, not text")
+        raise DataError(f"{name} is {type(value).__name__}, not text")
     return value
 
 

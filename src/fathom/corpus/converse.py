@@ -14,13 +14,14 @@ from fathom.corpus.chat_template import TokenizerTemplate
 from fathom.corpus.documents import Document, write_lines
 from fathom.corpus.kept import kept_documents, kept_parts
 from fathom.corpus.recipe import CorpusRecipe
-from fathom.corpus.stage import CorpusError, Stage, Task
-from fathom.corpus.templates import ConversationEncoder, TemplateError
+from fathom.corpus.stage import Stage, Task
+from fathom.corpus.templates import ConversationEncoder
 from fathom.corpus.tokens import ENDLESS, SHARDS, groups_of
 from fathom.data.encode import choose_split
 from fathom.data.shards import ShardWriter, shard_files, token_dtype
 from fathom.data.targets import write_targets
 from fathom.data.tokenizer import load_tokenizer, plain_encoder
+from fathom.errors import DataError
 from fathom.report.files import read_json, write_json
 
 OWN = "tokenizer"
@@ -36,9 +37,7 @@ def check_template(recipe: CorpusRecipe) -> None:
     tokens = recipe.tokenize
     own = None if tokens.tokenizer is None else load_tokenizer(tokens.tokenizer, tokens.eos_token).chat_template
     if not own:
-        raise CorpusError(
-            f"converse.template={OWN}: the tokenizer has no chat template: choose chatml, alpaca or react"
-        )
+        raise DataError(f"converse.template={OWN}: the tokenizer has no chat template: choose chatml, alpaca or react")
 
 
 class Converse(Stage):
@@ -106,10 +105,10 @@ class Converse(Stage):
             template = TokenizerTemplate(file.parent) if wanted.template == OWN else wanted.template
             encoder = ConversationEncoder(plain_encoder(file), eos_token_id, template, wanted.max_tokens)
             missing = encoder.missing_tokens()
-        except TemplateError as error:
-            raise CorpusError(f"converse.template={OWN}: {error}: choose chatml, alpaca or react") from None
+        except DataError as error:
+            raise DataError(f"converse.template={OWN}: {error}: choose chatml, alpaca or react") from None
         if missing:
-            raise CorpusError(
+            raise DataError(
                 f"converse.template={wanted.template}: the tokenizer has no token {', '.join(missing)}: choose another "
                 "template, or a tokenizer that has"
             )
@@ -120,7 +119,7 @@ class Converse(Stage):
         """Tokens, bits and the number of exchanges left out; or the reason why there are none."""
         try:
             found = encoder.encode(document.messages or [])
-        except TemplateError:
+        except DataError:
             return "no_template"
         if found is None:
             return "too_long"

@@ -17,8 +17,9 @@ from contextlib import contextmanager
 
 from fathom.checkpoints.layout import PLAN
 from fathom.corpus.remote import remote, require_scheduler
-from fathom.corpus.stage import CorpusError, Task, Workspace
+from fathom.corpus.stage import Task, Workspace
 from fathom.corpus.worker import carry_out
+from fathom.errors import DataError
 from fathom.report.files import write_json
 
 # With -c, Python looks for modules in the working directory first: a file there named as one of its own would win.
@@ -161,9 +162,9 @@ class Pool:
             if "bug" in answer:
                 raise RuntimeError(f"task {number} of {self._stage}:\n{answer['bug']}")
             if "error" in answer:
-                raise CorpusError(answer["error"], int(answer["code"]))
+                raise DataError(answer["error"], int(answer["code"]))
             return process
-        raise CorpusError(
+        raise DataError(
             f"{self._stage}: the process that did task {number} died twice (exit status {status}); run again to go on",
             1,
         )

@@ -12,15 +12,14 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from fathom.checkpoints.layout import RECIPE
-from fathom.corpus.conversations import ConversationError, contents, messages_of
+from fathom.corpus.conversations import contents, messages_of
 from fathom.corpus.documents import ConversationMessage, Document, PartWriter, write_lines
 from fathom.corpus.extraction import FAILURES, Extracted, IngestValues, Status
 from fathom.corpus.recipe import Collection
 from fathom.corpus.sandbox import Sandbox
-from fathom.corpus.stage import CorpusError, Input, Stage, Task
+from fathom.corpus.stage import Input, Stage, Task
 from fathom.corpus.traces import is_trace, require_tools, trace_messages
 from fathom.corpus.verbalizer import TEMPLATES, pairs_of
-from fathom.data.shards import DataError
 from fathom.data.sources import (
     COMPRESSIONS,
     JSON,
@@ -34,7 +33,7 @@ from fathom.data.sources import (
     find_files,
     suffix_of,
 )
-from fathom.errors import to_install
+from fathom.errors import DataError, to_install
 from fathom.report.files import digest, read_json, write_json
 from fathom.report.progress import ProgressBar
 
@@ -89,7 +88,7 @@ class Ingest(Stage):
         try:
             return self._tasks()
         except FileNotFoundError as error:
-            raise CorpusError(f"{error.filename} is gone since the run began; run again to go on", 1) from None
+            raise DataError(f"{error.filename} is gone since the run began; run again to go on", 1) from None
 
     def _tasks(self) -> list[Task]:
         files = [
@@ -129,7 +128,7 @@ class Ingest(Stage):
                 continue
             if importlib.util.find_spec(NEEDS[kind]) is None:
                 extra = "data" if kind == "parquet" else "corpus"
-                raise CorpusError(f"reading {kind} needs {NEEDS[kind]}: {to_install(extra)}")
+                raise DataError(f"reading {kind} needs {NEEDS[kind]}: {to_install(extra)}")
 
     def _identities(self, paths: list[Path]) -> dict[Path, str]:
         """A digest of each file's contents; files are not read again while size and modification time stay the same."""
@@ -179,10 +178,10 @@ def _require_unchanged(label: str, file: Input) -> None:
     try:
         size = Path(file.path).stat().st_size
     except FileNotFoundError:
-        raise CorpusError(f"{label} is gone since the run began; run again to go on", 1) from None
+        raise DataError(f"{label} is gone since the run began; run again to go on", 1) from None
     if size != file.bytes:
         said = f"has {size:,} bytes now, and had {file.bytes:,} when the run began"
-        raise CorpusError(f"{label} {said}; run again to go on", 1)
+        raise DataError(f"{label} {said}; run again to go on", 1)
 
 
 def collection_files(name: str, collection: Collection, out: Path | None = None) -> Iterator[tuple[str, Path, str]]:
@@ -192,17 +191,17 @@ def collection_files(name: str, collection: Collection, out: Path | None = None)
         try:
             paths = find_files(text, lambda file: kind_of(file) is not None, words, out)
         except DataError as error:
-            raise CorpusError(f"collections.{name}: {error}") from None
+            raise DataError(f"collections.{name}: {error}") from None
         place = Path(text).expanduser()
         base = place.parent if place.exists() else Path(text.split("*")[0].split("?")[0].split("[")[0] + "x").parent
         for path in paths:
             try:
                 str(path).encode("utf-8")
             except UnicodeEncodeError:
-                raise CorpusError(f"collections.{name}: {str(path)!a}: its name is not UTF-8: rename it") from None
+                raise DataError(f"collections.{name}: {str(path)!a}: its name is not UTF-8: rename it") from None
             kind = kind_of(path)
             if kind is None:
-                raise CorpusError(f"collections.{name}: {path}: unknown extension; {words}")
+                raise DataError(f"collections.{name}: {path}: unknown extension; {words}")
             yield path.relative_to(base.expanduser()).as_posix(), path, kind
 
 
@@ -274,7 +273,7 @@ class _Reader:
                 return None
             else:
                 text, meta, messages, license_ = self._json(payload)
-        except (UnicodeError, ValueError, RecursionError, ConversationError) as error:
+        except (UnicodeError, ValueError, RecursionError, DataError) as error:
             said = " ".join(str(error).split())[:300]
             return _failure(place, Extracted("parse_error", detail=said or type(error).__name__))
         extracted = Extracted("ok" if text.strip() else "empty", text, meta=meta)

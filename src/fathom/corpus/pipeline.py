@@ -19,20 +19,10 @@ from fathom.corpus.executor import Executing, executing, write_plan
 from fathom.corpus.ingest import collection_files
 from fathom.corpus.publish import budget_of, publish
 from fathom.corpus.recipe import CorpusRecipe
-from fathom.corpus.stage import (
-    MANIFEST,
-    STAGES,
-    CorpusError,
-    Stage,
-    Task,
-    Workspace,
-    conclude,
-    package_versions,
-    sweep,
-    times_of,
-)
+from fathom.corpus.stage import MANIFEST, STAGES, Stage, Task, Workspace, conclude, package_versions, sweep, times_of
 from fathom.corpus.stages import ORDER
-from fathom.report.files import HeldError, lock, read_json, write_atomically, write_json
+from fathom.errors import DataError, HeldError
+from fathom.report.files import lock, read_json, write_atomically, write_json
 from fathom.report.progress import ProgressBar
 
 RUN = "run.json"
@@ -147,7 +137,7 @@ def _carry_out(stage: Stage, execute: Executing) -> StageReport:
 
             execute(stage.workspace, stage.name, todo, tick)
         if missing := [task for task in todo if not stage.done(task)]:
-            raise CorpusError(f"{stage.name}: {len(missing)} of {len(todo)} tasks are not done; run again to go on", 1)
+            raise DataError(f"{stage.name}: {len(missing)} of {len(todo)} tasks are not done; run again to go on", 1)
     manifest = conclude(stage, tasks)
     (place / PLAN).unlink(missing_ok=True)
     seconds = round(time.perf_counter() - started, 3)
@@ -157,16 +147,16 @@ def _carry_out(stage: Stage, execute: Executing) -> StageReport:
 @contextmanager
 def _locked(directory: Path) -> Iterator[None]:
     if directory.exists() and not directory.is_dir():
-        raise CorpusError(f"{directory} is not a directory")
+        raise DataError(f"{directory} is not a directory")
     known = (RECIPE, RUN, STAGES, LOCK)
     if directory.is_dir() and any(directory.iterdir()) and not any((directory / name).exists() for name in known):
-        raise CorpusError(f"{directory} holds other files: choose another directory with --out")
+        raise DataError(f"{directory} holds other files: choose another directory with --out")
     directory.mkdir(parents=True, exist_ok=True)
     try:
         with lock(directory / LOCK):
             yield
     except HeldError as held:
-        raise CorpusError(f"{directory} is being made by another process{held.advice}") from None
+        raise DataError(f"{directory} is being made by another process{held.advice}") from None
 
 
 class StagePreview(TypedDict, total=False):
@@ -244,5 +234,5 @@ def _expected(workspace: Workspace, inputs: dict[str, dict[str, int]], known: bo
         names = [name for name, one in workspace.recipe.collections.items() if one.kind == "documents"]
         guess = {name: int(inputs[name]["bytes"] / BYTES_PER_TOKEN) for name in names}
         return {"counted": False, **plan_budget(guess, mix.shares, mix.tokens, mix.epochs)}
-    except CorpusError as error:
+    except DataError as error:
         return {"counted": known, "infeasible": str(error)}

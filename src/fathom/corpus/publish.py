@@ -10,7 +10,7 @@ from pathlib import Path
 from fathom.checkpoints.layout import TOKENIZER, TOKENIZER_JSON
 from fathom.checkpoints.tokenizers import identity
 from fathom.corpus.budget import Budget, plan_budget
-from fathom.corpus.stage import CorpusError, Workspace
+from fathom.corpus.stage import Workspace
 from fathom.corpus.tokens import FACTS, SHARDS
 from fathom.data.mixture import row_order
 from fathom.data.shards import (
@@ -26,6 +26,7 @@ from fathom.data.shards import (
 )
 from fathom.data.targets import targets_file
 from fathom.data.tokenizer import tokenizer_checksums
+from fathom.errors import DataError
 from fathom.report.files import read_json, write_json
 
 SHARD_FOLDER, CONVERSATION_FOLDER, BENCHMARK_FOLDER = "shards", "conversations", "benchmark"
@@ -42,7 +43,7 @@ def available_tokens(workspace: Workspace) -> dict[str, int]:
 
 
 def budget_of(workspace: Workspace) -> Budget:
-    """The mixture's budget; a `CorpusError` if it is infeasible."""
+    """The mixture's budget; a `DataError` if it is infeasible."""
     mix = workspace.recipe.mix
     return plan_budget(available_tokens(workspace), mix.shares, mix.tokens, mix.epochs)
 
@@ -105,7 +106,7 @@ def _publish_shards(workspace: Workspace, stage: str, name: str) -> None:
             places += [(file, (split, collection, len(entries))) for file in files]
             entries.append(entry)
     if not splits.get("train"):
-        raise CorpusError(f"{name}: every document was held out or removed: nothing is left to train on", 1)
+        raise DataError(f"{name}: every document was held out or removed: nothing is left to train on", 1)
     index: dict[str, object] = {
         "format": FORMAT,
         "version": VERSION,

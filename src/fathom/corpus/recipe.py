@@ -20,7 +20,8 @@ from typing import Literal
 
 import yaml
 
-from fathom.recipe import RecipeError, allowed, convert, help_of, mapping, overridden, read_values
+from fathom.errors import SettingsError
+from fathom.recipe import allowed, convert, help_of, mapping, overridden, read_values
 
 MOST_TOKENS = 1 << 22
 """Of a tokenizer that is trained: room for all of them is taken at once."""
@@ -303,7 +304,7 @@ class CorpusRecipe:
 def load_corpus_recipe(path: Path, overrides: Sequence[str] = ()) -> CorpusRecipe:
     """Read a recipe, apply overrides, check everything that can be checked without looking at a document."""
     if not path.is_file():
-        raise RecipeError(f"{path}: no such recipe")
+        raise SettingsError(f"{path}: no such recipe")
     return parse_corpus_recipe(overridden(read_values(path), overrides))
 
 
@@ -312,7 +313,7 @@ def parse_corpus_recipe(values: dict[str, object]) -> CorpusRecipe:
     recipe = typing.cast("CorpusRecipe", fill(CorpusRecipe, "", values))
     for holds, key, words in _rules(recipe):
         if not holds:
-            raise RecipeError(f"{key}: {words}")
+            raise SettingsError(f"{key}: {words}")
     for name in recipe.collections:
         recipe.filter_of(name)
     return recipe
@@ -339,16 +340,16 @@ def _value(hint: object, name: str, value: object) -> object:
     if typing.get_origin(hint) is dict:
         inner = typing.get_args(hint)[1]
         if not isinstance(value, dict):
-            raise RecipeError(f"{name}={value}: expected names and what they stand for")
+            raise SettingsError(f"{name}={value}: expected names and what they stand for")
         return {str(key): _value(inner, f"{name}.{key}", item) for key, item in value.items()}
     if hint is object:
         return value
     try:
         converted = convert(hint, value)
     except ValueError:
-        raise RecipeError(f"{name}={value}: allowed: {allowed(hint)}") from None
+        raise SettingsError(f"{name}={value}: allowed: {allowed(hint)}") from None
     if isinstance(converted, float) and not math.isfinite(converted):
-        raise RecipeError(f"{name}={value}: allowed: a number that is finite")
+        raise SettingsError(f"{name}={value}: allowed: a number that is finite")
     return converted
 
 

@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from fathom.corpus.stage import CorpusError, Task, Workspace
+from fathom.corpus.stage import Task, Workspace
 from fathom.corpus.worker import carry_out
-from fathom.errors import to_install
+from fathom.errors import DataError, to_install
 
 POLL_SECONDS = 10.0
 LAUNCHER = "launch_pickled_pipeline"
@@ -30,20 +30,18 @@ def rank(directory: str, stage: str, data: object, number: int, world_size: int)
 def require_scheduler(name: str) -> None:
     """Refuse an executor whose scheduler is not on this machine, before datatrove looks for it and prints why."""
     if name == "ray" and importlib.util.find_spec("ray") is None:
-        raise CorpusError("executor.name=ray: ray is not installed: pip install ray")
+        raise DataError("executor.name=ray: ray is not installed: pip install ray")
     if name == "slurm":
         missing = [program for program in ("sbatch", "squeue") if shutil.which(program) is None]
         if missing:
-            raise CorpusError(f"executor.name=slurm: no {missing[0]} here: run this where Slurm's programs are")
+            raise DataError(f"executor.name=slurm: no {missing[0]} here: run this where Slurm's programs are")
 
 
 def _same_programs() -> str:
     """The shell line by which a job finds datatrove's program where this process's Python is, activated or not."""
     place = Path(sys.executable).parent
     if shutil.which(LAUNCHER, path=os.pathsep.join((str(place), os.environ.get("PATH", "")))) is None:
-        raise CorpusError(
-            f"executor.name=slurm: no {LAUNCHER} here: install datatrove anew, or set executor.environment"
-        )
+        raise DataError(f"executor.name=slurm: no {LAUNCHER} here: install datatrove anew, or set executor.environment")
     return f'export PATH={shlex.quote(str(place))}:"$PATH"'
 
 
@@ -52,7 +50,7 @@ def remote(workspace: Workspace, stage: str, tasks: Sequence[Task], tick: Callab
     try:
         from datatrove.executor import LocalPipelineExecutor, RayPipelineExecutor, SlurmPipelineExecutor
     except ImportError as error:
-        raise CorpusError(f"executor.name: {error}: {to_install('corpus')}") from None
+        raise DataError(f"executor.name: {error}: {to_install('corpus')}") from None
     wanted, place = workspace.recipe.executor, workspace.directory.absolute()
     logs = place / "logs" / stage
     shared: dict[str, object] = {
@@ -74,10 +72,10 @@ def remote(workspace: Workspace, stage: str, tasks: Sequence[Task], tick: Callab
             job.run()
             while subprocess.run(["squeue", "-h", "-j", str(job.job_id)], capture_output=True).stdout.strip():
                 time.sleep(POLL_SECONDS)
-    except CorpusError:
+    except DataError:
         raise
     except Exception as error:
         said = " ".join(str(error).split())[:300]
-        raise CorpusError(f"{stage}: {said or type(error).__name__}; see {logs}; run again to go on", 1) from error
+        raise DataError(f"{stage}: {said or type(error).__name__}; see {logs}; run again to go on", 1) from error
     for _ in tasks:
         tick()

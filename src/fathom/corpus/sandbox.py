@@ -15,8 +15,7 @@ from typing import Any
 
 from fathom.corpus import html, pdf, tei
 from fathom.corpus.extraction import Extracted, Extractor, IngestValues
-from fathom.corpus.stage import CorpusError
-from fathom.errors import to_install
+from fathom.errors import DataError, to_install
 
 EXTRACTORS: dict[str, Extractor] = {"pdf": pdf.extract, "html": html.extract, "tei": tei.extract}
 # As for workers: modules must not be imported from the working directory.
@@ -54,7 +53,7 @@ class Sandbox:
                 return Extracted("too_slow", detail=f"over {self._settings['max_seconds']:g} seconds")
             return Extracted("parse_error", detail="its reader died")
         if "missing" in reply:
-            raise CorpusError(f"reading {kind}: {reply['missing']}: {to_install('corpus')}")
+            raise DataError(f"reading {kind}: {reply['missing']}: {to_install('corpus')}")
         extracted = Extracted(**reply)
         if extracted.detail == "out of memory":
             self.close()  # the process may be in a bad state

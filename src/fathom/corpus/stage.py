@@ -24,20 +24,11 @@ from typing import Any, ClassVar, TypedDict
 
 from fathom.checkpoints.layout import MANIFEST
 from fathom.corpus.recipe import CorpusRecipe
-from fathom.errors import FathomError
 from fathom.report.files import Digest, digest, read_json, sync_directory, write_json
 
 STAGES = "stages"
 TASK, TIMES = "task.json", "times.json"
 DRAFT = ".new"
-
-
-class CorpusError(FathomError):
-    """A corpus that cannot be made; the message is one line."""
-
-    def __init__(self, message: str, exit_code: int = 2) -> None:
-        super().__init__(message)
-        self.exit_code = exit_code
 
 
 @dataclass(frozen=True)

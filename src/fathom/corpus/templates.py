@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
+from fathom.errors import DataError
+
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
@@ -34,10 +36,6 @@ class EncodedConversation(NamedTuple):
     learnt: list[bool]
     dropped: int
     """Exchanges that were left out from its beginning."""
-
-
-class TemplateError(ValueError):
-    """A conversation that a template cannot render."""
 
 
 def chatml(messages: Sequence[ChatMessage]) -> Iterator[TemplatePart]:
@@ -73,7 +71,7 @@ def alpaca(messages: Sequence[ChatMessage]) -> Iterator[TemplatePart]:
             yield TemplatePart(END, learnt, token=True)
             yield TemplatePart("\n\n")
         else:
-            raise TemplateError("a system message stands first or nowhere")
+            raise DataError("a system message stands first or nowhere")
 
 
 def react(messages: Sequence[ChatMessage]) -> Iterator[TemplatePart]:
@@ -178,5 +176,5 @@ class ConversationEncoder:
     def _id(self, token: str) -> int:
         found = self._eos if token == END else self._tokenizer.token_to_id(token)
         if found is None:
-            raise TemplateError(f"the tokenizer has no token {token}")
+            raise DataError(f"the tokenizer has no token {token}")
         return int(found)

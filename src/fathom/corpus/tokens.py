@@ -13,11 +13,12 @@ import numpy as np
 from fathom.checkpoints.layout import TOKENIZER_JSON
 from fathom.corpus.documents import Document
 from fathom.corpus.kept import KeptPart, kept_documents, kept_parts
-from fathom.corpus.stage import CorpusError, Input, Stage, Task, Workspace
+from fathom.corpus.stage import Input, Stage, Task, Workspace
 from fathom.corpus.templates import CHATS, TEMPLATES, tokens_of
 from fathom.data.encode import choose_split
 from fathom.data.shards import ShardWriter, token_dtype
 from fathom.data.tokenizer import load_tokenizer, plain_encoder, save_tokenizer, train_bpe, vocabulary_size
+from fathom.errors import DataError
 from fathom.report.files import digest, read_json, write_json
 
 FACTS, SHARDS = "facts.json", "shards.json"
@@ -202,7 +203,7 @@ class _Encoder:
                 ids += encoding.ids
         except Exception as error:
             said = next(iter(str(error).splitlines()), "")
-            raise CorpusError(
+            raise DataError(
                 f"{self._file} cannot encode a document ({said}): it needs a token for unknown text", 1
             ) from None
         ids.append(self._eos)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
-from fathom.corpus.conversations import ConversationError
 from fathom.corpus.documents import ConversationMessage
+from fathom.errors import DataError
 
 STEP = re.compile(r"^(Question|Thought|Action Input|Action|Observation|Final Answer)[ \t]*:[ \t]*", re.MULTILINE)
 
@@ -31,9 +31,9 @@ def trace_messages(text: str) -> list[ConversationMessage]:
         else:
             messages.append({"role": "assistant", "content": f"{name}: {said}"})
     if not steps or messages[-1]["role"] != "assistant" or "Final Answer:" not in messages[-1]["content"]:
-        raise ConversationError("a trace that ends without a Final Answer")
+        raise DataError("a trace that ends without a Final Answer")
     if not any(one["role"] == "user" for one in messages):
-        raise ConversationError("a trace without a Question")
+        raise DataError("a trace without a Question")
     return messages
 
 
@@ -50,4 +50,4 @@ def require_tools(messages: Sequence[ConversationMessage], tools: Sequence[str])
     """Refuse a trace that uses a tool which is not described."""
     for name in used_actions(messages):
         if name not in tools:
-            raise ConversationError(f"the action {name!r} is none of its tools: {', '.join(tools) or 'none'}")
+            raise DataError(f"the action {name!r} is none of its tools: {', '.join(tools) or 'none'}")

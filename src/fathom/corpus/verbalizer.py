@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from fathom.corpus.conversations import ConversationError
 from fathom.corpus.documents import ConversationMessage
+from fathom.errors import DataError
 
 TEMPLATES: tuple[tuple[str, str], ...] = (
     ("What is the {key} of {entity}?", "The {key} of {entity} is {value}."),
@@ -31,7 +31,7 @@ def pairs_of(
     """
     entity = said(record.get(entity_field))
     if not entity:
-        raise ConversationError(f"no {entity_field!r}: it has {', '.join(map(str, record)) or 'none'}")
+        raise DataError(f"no {entity_field!r}: it has {', '.join(map(str, record)) or 'none'}")
     for key, given in record.items():
         value = said(given)
         if key == entity_field or not value:

@@ -12,8 +12,9 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from fathom.data.shards import INDEX, DataError, TokenDataset, read_index
+from fathom.data.shards import INDEX, TokenDataset, read_index
 from fathom.data.targets import TARGETS, TargetDataset
+from fathom.errors import DataError
 
 
 class MixedDataset(TokenDataset):

@@ -23,9 +23,10 @@ from typing import IO, TypeAlias, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from fathom.data.shards import DataError, first_line, token_dtype
+from fathom.data.shards import first_line, token_dtype
 from fathom.data.sources import Kind, Payload, Reading, SourceText, parse
 from fathom.data.tokenizer import plain_encoder
+from fathom.errors import DataError
 
 # With -c, Python looks for modules in the working directory first: a user's file there, html.py say, would be read in
 # place of Python's own. Ctrl-C reaches the whole process group, but the parent decides what it means; and replies have

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from fathom.data.shards import DataError
+from fathom.errors import DataError
 
 FINENESS = 10_000
 MOST = 1 << 16

@@ -31,7 +31,6 @@ from fathom.data.shards import (
     TOKENIZER,
     VERIFIED,
     VERSION,
-    DataError,
     Shard,
     Shards,
     ShardWriter,
@@ -63,7 +62,8 @@ from fathom.data.tokenizer import (
     train_bpe,
     vocabulary_size,
 )
-from fathom.report.files import HeldError, lock, write_json
+from fathom.errors import DataError, HeldError
+from fathom.report.files import lock, write_json
 from fathom.report.progress import ProgressBar
 
 CHUNK_BYTES = 1 << 20

@@ -30,8 +30,9 @@ from numpy.typing import NDArray
 
 from fathom.checkpoints.layout import PUZZLE
 from fathom.data.collections import locate, open_mixture
-from fathom.data.shards import DataError, TokenDataset, read_index
+from fathom.data.shards import TokenDataset, read_index
 from fathom.data.targets import TARGETS, TargetDataset
+from fathom.errors import DataError
 from fathom.report.mixing import mixed
 
 Ids = NDArray[np.int64]

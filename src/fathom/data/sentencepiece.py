@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fathom.checkpoints.tokenizers import message_fields
-from fathom.data.shards import DataError
+from fathom.errors import DataError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers

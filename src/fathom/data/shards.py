@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fathom.checkpoints.layout import TOKENIZER
-from fathom.errors import FathomError
+from fathom.errors import DataError
 from fathom.report.files import write_json
 from fathom.report.progress import ProgressBar
 
@@ -41,10 +41,6 @@ VERIFIED = ".verified.json"
 READ_BYTES = 1 << 23
 # The keys of the index that identify the tokens, not how they were made.
 CONTENT = ("vocab_size", "eos_token_id", "dtype", "tokenizer_crc32", "splits")
-
-
-class DataError(FathomError):
-    """Data that cannot be used; the message is one line."""
 
 
 def first_line(error: Exception) -> str:

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeAlias
 from urllib.parse import parse_qsl
 
-from fathom.data.shards import DataError, first_line
-from fathom.errors import to_install
+from fathom.data.shards import first_line
+from fathom.errors import DataError, to_install
 
 if TYPE_CHECKING:
     from pyarrow.parquet import RowGroupMetaData

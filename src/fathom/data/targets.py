@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fathom.data.permutation import Permutation
-from fathom.data.shards import CorpusIndex, DataError, TokenDataset, file_crc32, shard_files
+from fathom.data.shards import CorpusIndex, TokenDataset, file_crc32, shard_files
+from fathom.errors import DataError
 
 TARGETS: Final = "targets_crc32"
 """The key of the index for the checksums of these files."""

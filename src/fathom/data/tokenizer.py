@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 from fathom.checkpoints.layout import SENTENCEPIECE_MODEL, TOKENIZER_CONFIG, TOKENIZER_JSON
 from fathom.data.sentencepiece import load_sentencepiece
-from fathom.data.shards import TOKENIZER, DataError, file_crc32, first_line
+from fathom.data.shards import TOKENIZER, file_crc32, first_line
+from fathom.errors import DataError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

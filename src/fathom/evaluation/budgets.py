@@ -10,16 +10,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fathom.errors import FathomError
+from fathom.errors import SettingsError
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
 
     from fathom.models.modeling import FathomModelOutput
-
-
-class TripsError(FathomError, ValueError):
-    """A limit on trips that a model cannot keep; the message is one line."""
 
 
 def most_trips(model: PreTrainedModel) -> int:
@@ -32,9 +28,9 @@ def check_trips(model: PreTrainedModel, asked: int | None) -> None:
     """Refuse a limit on trips for a model of one trip, or beyond the trips that it was trained for."""
     most = most_trips(model)
     if asked is not None and most == 1:
-        raise TripsError(f"--max-trips {asked}: a token of this model makes one trip, there is nothing to limit")
+        raise SettingsError(f"--max-trips {asked}: a token of this model makes one trip, there is nothing to limit")
     if asked is not None and not 1 <= asked <= most:
-        raise TripsError(f"--max-trips {asked}: this model was trained for {most} trips; allowed: 1 to {most}")
+        raise SettingsError(f"--max-trips {asked}: this model was trained for {most} trips; allowed: 1 to {most}")
 
 
 def check_chunks(model: PreTrainedModel, size: int | None) -> None:
@@ -43,7 +39,7 @@ def check_chunks(model: PreTrainedModel, size: int | None) -> None:
         try:
             model.check_chunks(size)
         except ValueError as error:
-            raise TripsError(str(error)) from error
+            raise SettingsError(str(error)) from error
 
 
 def limited(model: PreTrainedModel, most: int | None) -> PreTrainedModel:

@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fathom.errors import DataError
 from fathom.evaluation.paired import Items
 from fathom.evaluation.results import ItemValues
-from fathom.evaluation.tasks import TaskDataError, file_task, load_task, task_manager
+from fathom.evaluation.tasks import file_task, load_task, task_manager
 from fathom.report.provenance import commit
 from fathom.report.tables import terminal_table
 
@@ -211,7 +212,7 @@ def _require_examples(tasks: Mapping[str, Any], num_fewshot: int | None, folder:
         shots = task.config.num_fewshot if num_fewshot is None or task.config.num_fewshot == 0 else num_fewshot
         fixed = task.config.fewshot_split or task.config.training_split or task.fewshot_cfg.samples
         if shots and not fixed:
-            raise TaskDataError(f"{name}: {shots} examples need its train split, which {folder} lacks")
+            raise DataError(f"{name}: {shots} examples need its train split, which {folder} lacks")
 
 
 def _quiet() -> None:

@@ -19,12 +19,12 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from fathom.data.shards import INDEX, read_index
-from fathom.errors import to_install
+from fathom.errors import SettingsError, to_install
 from fathom.evaluation.origin import corpus_beside, runs_between
 from fathom.evaluation.pair_page import WAYS, card, interval_words, page
 from fathom.evaluation.perplexity import DomainScore
 from fathom.evaluation.results import Asking, ExampleRow, PairReport, PairResults, QuestionRow, TextPair
-from fathom.evaluation.scoring import Checkpoint, EvaluateError, Settings, run
+from fathom.evaluation.scoring import Checkpoint, Settings, run
 from fathom.report import html
 from fathom.report.files import read_json, write_atomically
 from fathom.report.provenance import provenance
@@ -93,10 +93,10 @@ def read_benchmarks(directory: Path) -> dict[str, list[Quizzed]]:
 def _read(directory: Path) -> dict[str, list[Quizzed | None]]:
     """Every row of every file; None for what is no question with a right choice."""
     if not directory.is_dir():
-        raise EvaluateError(f"--benchmark {directory}: no such directory")
+        raise SettingsError(f"--benchmark {directory}: no such directory")
     found = {path.stem: list(_asked(path)) for path in sorted(directory.glob("*.jsonl"))}
     if not any(one is not None for rows in found.values() for one in rows):
-        raise EvaluateError(f"--benchmark {directory}: no *.jsonl with question, choices and answer")
+        raise SettingsError(f"--benchmark {directory}: no *.jsonl with question, choices and answer")
     return found
 
 
@@ -145,7 +145,7 @@ def _asked(path: Path) -> Iterator[Quizzed | None]:
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
-        raise EvaluateError(f"{path}: not UTF-8") from None
+        raise SettingsError(f"{path}: not UTF-8") from None
     for number, line in enumerate(text.split("\n")):  # a line separator inside a string does not end the line
         if not line.strip():
             continue
@@ -153,20 +153,20 @@ def _asked(path: Path) -> Iterator[Quizzed | None]:
             row = json.loads(line)
             question, choices, answer = row.get("question"), row.get("choices"), row.get("answer")
         except (ValueError, AttributeError):
-            raise EvaluateError(f"{path}:{number + 1}: not a JSON object") from None
+            raise SettingsError(f"{path}:{number + 1}: not a JSON object") from None
         if not choices or answer is None:
             yield None
             continue
         texts = isinstance(choices, list) and all(isinstance(one, str) and one for one in choices)
         fits = texts and type(answer) is int and 0 <= answer < len(choices) and 2 <= len(choices) <= len(LETTERS)
         if not isinstance(question, str) or not fits:
-            raise EvaluateError(
+            raise SettingsError(
                 f"{path}:{number + 1}: expected question, 2 to {len(LETTERS)} choices that are texts, and answer, the "
                 "number of the right one from 0"
             )
         dirty = row.get("dirty")
         if not isinstance(dirty, bool | None):  # 1 would be neither among the clean ones nor among the dirty
-            raise EvaluateError(f"{path}:{number + 1}: dirty: expected true or false, or nothing where it is not known")
+            raise SettingsError(f"{path}:{number + 1}: dirty: expected true or false, or nothing where it is not known")
         yield Quizzed(str(row.get("id", number)), question, tuple(choices), answer, dirty)
 
 
@@ -195,13 +195,13 @@ def evaluate_pair(entries: Sequence[str | Path], directory: Path, settings: Sett
         settings: Texts to score instead, `out`, and how models are opened; no tasks.
     """
     if len(entries) != 2 or settings.tasks or settings.max_trips:
-        raise EvaluateError(
+        raise SettingsError(
             "--benchmark compares two checkpoints, BASE and NEW, and takes no --tasks and no --max-trips"
         )
     picked = {name: chosen(rows, settings.limit, left_out(directory, name)) for name, rows in _read(directory).items()}
     benchmarks = {name: items for name, (items, _) in picked.items() if items}
     if find_spec("lm_eval") is None:
-        raise EvaluateError(f"--benchmark needs lm-eval: {to_install('evaluate')}")
+        raise SettingsError(f"--benchmark needs lm-eval: {to_install('evaluate')}")
     texts = settings.perplexity or _beside(directory)
     with _task_files(benchmarks, settings.out) as files:
         words = ",".join(f"choice:{path}" for path in files.values())
@@ -250,7 +250,7 @@ def summarize(
     base, new = pair
     for one in pair:
         for task, why in one.failed.items():
-            raise EvaluateError(f"{one.name}: {task}: {why}")
+            raise SettingsError(f"{one.name}: {task}: {why}")
     answered: list[Answered] = []
     for name, items in benchmarks.items():
         for way in WAYS:

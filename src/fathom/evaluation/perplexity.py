@@ -27,7 +27,7 @@ from fathom.checkpoints.layout import TOKENIZER_JSON
 from fathom.data.shards import INDEX, TokenDataset
 from fathom.data.sources import HUB, Reading, find_sources, parse
 from fathom.data.tokenizer import plain
-from fathom.errors import FathomError
+from fathom.errors import SettingsError
 from fathom.evaluation.budgets import counting
 from fathom.evaluation.paired import Items
 from fathom.evaluation.results import PlaceLoss, TextScore
@@ -43,10 +43,6 @@ TOKENS_AT_ONCE = {"cpu": 1 << 12, "other": 1 << 15}
 """Tokens of a batch, by device."""
 SORTED_AT_ONCE = 512
 """Windows that are sorted by length before they are put into batches."""
-
-
-class PerplexityError(FathomError, ValueError):
-    """Text that cannot be scored as asked; the message is one line."""
 
 
 class Passage(NamedTuple):
@@ -221,14 +217,14 @@ def read_domains(
                     found[domain].append(Passage(text, None, size))
     domains += [Domain(label, documents) for label, documents in found.items() if documents]
     if not domains:
-        raise PerplexityError(f"{', '.join(inputs)}: no documents to score")
+        raise SettingsError(f"{', '.join(inputs)}: no documents to score")
     _require_one_each([domain.name for domain in domains])
     return domains
 
 
 def _require_one_each(names: Sequence[str]) -> None:
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise PerplexityError(f"two inputs have a domain {twice[0]!r}; name one of them: NAME=INPUT")
+        raise SettingsError(f"two inputs have a domain {twice[0]!r}; name one of them: NAME=INPUT")
 
 
 def score(
@@ -248,10 +244,10 @@ def score(
         batch_size: Windows of full length at once. By default as many as fit: halved whenever memory runs out.
     """
     if cut.stride is not None and not 1 <= cut.stride <= cut.context:
-        raise PerplexityError(f"--stride {cut.stride}: allowed: 1 to {cut.context}, the context")
+        raise SettingsError(f"--stride {cut.stride}: allowed: 1 to {cut.context}, the context")
     limit = getattr(model.config, "max_position_embeddings", None) or cut.context
     if cut.context > limit:
-        raise PerplexityError(f"--context {cut.context}: this model's context is {limit}")
+        raise SettingsError(f"--context {cut.context}: this model's context is {limit}")
     forward = _Forward(model, batch_size and batch_size * cut.context)
     begin, encode = beginning(tokenizer), encoder(tokenizer, domain)
     result = DomainScore()
@@ -310,7 +306,7 @@ def beginning(tokenizer: PreTrainedTokenizerBase) -> int:
     """The token that is put before a document."""
     begin = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     if begin is None:
-        raise PerplexityError("the tokenizer has neither BOS nor EOS for a document to begin with")
+        raise SettingsError("the tokenizer has neither BOS nor EOS for a document to begin with")
     return begin
 
 
@@ -408,7 +404,7 @@ def encoder(tokenizer: PreTrainedTokenizerBase, domain: Domain) -> Callable[[Pas
         return lambda document: document.ids  # type: ignore[return-value]
     normalizer = json.loads(theirs.to_str())["normalizer"]
     if not _keeps_text(normalizer):
-        raise PerplexityError(
+        raise SettingsError(
             f"{domain.name}: the shards' tokens do not decode to the text they were made of, since their tokenizer "
             f"changes it first ({normalizer['type']}); give the text"
         )
@@ -416,7 +412,7 @@ def encoder(tokenizer: PreTrainedTokenizerBase, domain: Domain) -> Callable[[Pas
     def translate(document: Passage) -> list[int]:
         text = theirs.decode(document.ids.tolist(), skip_special_tokens=False)  # type: ignore[union-attr]
         if len(text.encode()) != document.bytes:
-            raise PerplexityError(
+            raise SettingsError(
                 f"{domain.name}: the shards' tokens do not decode to the text they were made of; give the text"
             )
         return encode(text)

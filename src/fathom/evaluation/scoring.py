@@ -20,9 +20,8 @@ from fathom.checkpoints.check import check_checkpoint
 from fathom.checkpoints.find import find_model
 from fathom.checkpoints.layout import CONFIG, PAGE
 from fathom.checkpoints.open import DTYPES, Opening, check_device, own_context
-from fathom.checkpoints.origin import Refused
 from fathom.data.sources import Reading
-from fathom.errors import FathomError, to_install
+from fathom.errors import FathomError, ModelError, SettingsError, to_install
 from fathom.evaluation.budgets import limited
 from fathom.evaluation.harness import TaskResult, TaskSettings, fitted, items_of, open_lm, run_task, tables
 from fathom.evaluation.paired import Scored, has_intervals, is_significant, rows, table
@@ -43,10 +42,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 Opener = Callable[[Path], tuple[PreTrainedModel, PreTrainedTokenizerBase]]
-
-
-class EvaluateError(FathomError, ValueError):
-    """Something that cannot be evaluated as asked; the message is one line."""
 
 
 @dataclass(frozen=True)
@@ -87,11 +82,11 @@ class Settings(Opening):
     def __post_init__(self) -> None:
         for key in ("context", "stride", "limit", "batch_size"):
             if (value := getattr(self, key)) is not None and value < 1:
-                raise EvaluateError(f"--{key.replace('_', '-')} {value}: allowed: 1 or more")
+                raise SettingsError(f"--{key.replace('_', '-')} {value}: allowed: 1 or more")
         if self.num_fewshot is not None and self.num_fewshot < 0:
-            raise EvaluateError(f"--num-fewshot {self.num_fewshot}: allowed: 0 or more")
+            raise SettingsError(f"--num-fewshot {self.num_fewshot}: allowed: 0 or more")
         if self.dtype not in DTYPES:
-            raise EvaluateError(f"--dtype {self.dtype}: allowed: {', '.join(DTYPES)}")
+            raise SettingsError(f"--dtype {self.dtype}: allowed: {', '.join(DTYPES)}")
         if self.device is not None:
             check_device(self.device)
         if self.out is not None and not self.out.is_dir():
@@ -101,7 +96,7 @@ class Settings(Opening):
         """Refuse a place that cannot become a directory before anything is scored."""
         above = next(path for path in (out, *out.absolute().parents) if path.exists())
         if not above.is_dir():
-            raise EvaluateError(f"--out {out}: {above} is not a directory")
+            raise SettingsError(f"--out {out}: {above} is not a directory")
 
     @property
     def reading(self) -> Reading:
@@ -176,7 +171,7 @@ def evaluate(
 def run(checkpoints: Sequence[str | Path], settings: Settings) -> tuple[list[Checkpoint], ScoresReport]:
     """As `evaluate`, with the checkpoints and their scores."""
     if not settings.tasks and not settings.perplexity:
-        raise EvaluateError("nothing to do: give --tasks, --perplexity or --kvcache")
+        raise SettingsError("nothing to do: give --tasks, --perplexity or --kvcache")
     found = under_budgets(name_checkpoints(checkpoints, settings), settings.max_trips)
     names = _task_names(settings.tasks, settings.include) if settings.tasks else []
     domains = settings.texts()
@@ -207,9 +202,9 @@ def name_checkpoints(entries: Sequence[str | Path], settings: Settings) -> list[
         place = directory.resolve()
         name = name or (place.parent.name if place.name == "model" else place.name)
         if name in (".", ".."):  # its results would lie beside those of all
-            raise EvaluateError(f"{name}: a checkpoint needs another name: NAME=PATH")
+            raise SettingsError(f"{name}: a checkpoint needs another name: NAME=PATH")
         if any(other.name == name for other in made):
-            raise EvaluateError(f"two checkpoints are called {name!r}; name them: NAME=PATH")
+            raise SettingsError(f"two checkpoints are called {name!r}; name them: NAME=PATH")
         made.append(Checkpoint(name, directory, settings.open))
     return made
 
@@ -220,7 +215,7 @@ def under_budgets(checkpoints: Sequence[Checkpoint], words: str | None) -> list[
         return list(checkpoints)
     budgets = [word.strip() for word in words.split(",")]
     if not all(word.isdecimal() and int(word) for word in budgets) or len(set(budgets)) < len(budgets):
-        raise EvaluateError(f"--max-trips {words}: expected different numbers from 1 on, comma between")
+        raise SettingsError(f"--max-trips {words}: expected different numbers from 1 on, comma between")
     return [
         Checkpoint(f"{checkpoint.name}@{budget}", checkpoint.directory, checkpoint.opener, max_trips=int(budget))
         for checkpoint in checkpoints
@@ -293,7 +288,7 @@ def _try_task(checkpoint: Checkpoint, name: str, settings: Settings) -> None:
     """Score a task; one that fails is named, and does not cost the others."""
     try:
         checkpoint.tasks[name] = _task(checkpoint, name, settings)
-    except (torch.OutOfMemoryError, OSError, Refused):  # what is wrong with the model is no task's fault
+    except (torch.OutOfMemoryError, OSError, ModelError):  # what is wrong with the model is no task's fault
         raise
     except Exception as error:  # a task is lm-eval's code, templates and data: anything may be raised
         kind = "" if isinstance(error, FathomError) else f"{type(error).__name__}: "
@@ -377,7 +372,7 @@ def kept(
             kept = read_json(path)
             same, before = kept["key"] == key, kept["value"]
         except (ValueError, KeyError) as error:
-            raise EvaluateError(f"{path} is damaged ({error}); delete it to compute that again") from None
+            raise SettingsError(f"{path} is damaged ({error}); delete it to compute that again") from None
         if same:
             print(f"{checkpoint.name}: {name}: done before", file=sys.stderr)
             return before
@@ -394,7 +389,7 @@ def _task_names(words: str, include: Path | None) -> list[str]:
     try:
         import lm_eval  # noqa: F401
     except ModuleNotFoundError:
-        raise EvaluateError(f"--tasks needs lm-eval: {to_install('evaluate')}") from None
+        raise SettingsError(f"--tasks needs lm-eval: {to_install('evaluate')}") from None
     return task_names((word.strip() for word in words.split(",") if word.strip()), include)
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from fathom.data.sources import Reading, find_sources
-from fathom.errors import FathomError
+from fathom.errors import DataError
 
 if TYPE_CHECKING:
     from lm_eval.api.task import Task
@@ -39,10 +39,6 @@ TaskRow: TypeAlias = dict[str, Any]
 """A parsed document of a task's data; each task has fields of its own."""
 
 
-class TaskDataError(FathomError, ValueError):
-    """A task that is unknown or has no data; the message is one line."""
-
-
 @lru_cache(maxsize=4)
 def task_manager(include: Path | None = None) -> TaskManager:
     """lm-eval's index of tasks, read once per process: it takes seconds.
@@ -53,7 +49,7 @@ def task_manager(include: Path | None = None) -> TaskManager:
     from lm_eval.tasks import TaskManager
 
     if include is not None and not include.is_dir():
-        raise TaskDataError(f"--include {include}: no such folder")
+        raise DataError(f"--include {include}: no such folder")
     return TaskManager(include_path=None if include is None else str(include))
 
 
@@ -68,7 +64,7 @@ def task_names(words: Iterable[str], include: Path | None = None) -> list[str]:
         found = manager.match_tasks([word]) if "*" in word else [word] if word in manager.task_index else []
         if not found:
             near = difflib.get_close_matches(word, manager.all_tasks, 3)
-            raise TaskDataError(
+            raise DataError(
                 f"--tasks {word}: lm-eval has no such task" + (f"; near: {', '.join(near)}" if near else "")
             )
         names += found
@@ -123,14 +119,14 @@ def _of_file(name: str, kind: str, path: Path) -> dict[str, object]:
     from datasets import Dataset
 
     if not path.is_file():
-        raise TaskDataError(f"--tasks {name}: no such file")
+        raise DataError(f"--tasks {name}: no such file")
     rows: list[dict[str, object]] = []
     for number, row in enumerate(_json(path), 1):
         if (problem := _problem(kind, row)) is not None:
-            raise TaskDataError(f"{path}: document {number}: {problem}")
+            raise DataError(f"{path}: document {number}: {problem}")
         rows.append({key: row[key] for key in ("question", "choices", "text", "answer") if key in row})
     if not rows:
-        raise TaskDataError(f"{path}: no documents")
+        raise DataError(f"{path}: no documents")
     data = {"test": Dataset.from_list(rows)}
     return {**KINDS[kind], "task": name, "custom_dataset": lambda **_: data, "test_split": "test"}
 
@@ -197,7 +193,7 @@ def _fill(task: Task, folder: Path, notes: list[str]) -> None:
     fields = {key: getattr(config, key) for key in ("task", "dataset_path", "dataset_name")}
     files = _find(folder, fields)
     if not files:
-        raise TaskDataError(
+        raise DataError(
             f"{config.task}: no data in {folder}; expected {config.task}/SPLIT.jsonl or what docs/evaluate.md says"
         )
     own = config.test_split or config.validation_split
@@ -205,7 +201,7 @@ def _fill(task: Task, folder: Path, notes: list[str]) -> None:
         own if own in files or "" in files else next((s for s in ("validation", "test") if s in files), None)
     )
     if scored is None:
-        raise TaskDataError(f"{config.task}: no {own} split in {folder}, only {', '.join(files)}")
+        raise DataError(f"{config.task}: no {own} split in {folder}, only {', '.join(files)}")
     if scored != own:
         notes.append(f"{config.task}: scored on {scored}, for there is no {own} split here")
         config.test_split = scored
@@ -217,7 +213,7 @@ def _fill(task: Task, folder: Path, notes: list[str]) -> None:
     for split in {scored, shots or scored}:
         rows = [_adapted(row) for row in _rows(files.get(split) or files[""], config.dataset_name)]
         if not rows:
-            raise TaskDataError(f"{config.task}: no documents in {files.get(split) or files['']}")
+            raise DataError(f"{config.task}: no documents in {files.get(split) or files['']}")
         task.dataset[split] = Dataset.from_list(rows)
         if "choices" in rows[0] and "query" in rows[0]:  # HellaSwag as lm-eval itself prepares it
             config.process_docs = task.fewshot_cfg.process_docs = None
@@ -263,11 +259,11 @@ def _json(path: Path) -> Iterator[TaskRow]:
         try:
             row = json.loads(line) if line.strip() else None
         except ValueError as error:
-            raise TaskDataError(f"{path}:{number}: bad JSON: {error}") from None
+            raise DataError(f"{path}:{number}: bad JSON: {error}") from None
         if isinstance(row, dict):
             yield row
         elif row is not None:
-            raise TaskDataError(f"{path}:{number}: expected a JSON object")
+            raise DataError(f"{path}:{number}: expected a JSON object")
 
 
 def _lines(path: Path) -> Iterator[bytes]:

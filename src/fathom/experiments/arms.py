@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from fathom.errors import SettingsError
 from fathom.models.cost import training_flops_per_token, training_visits
 from fathom.models.registry import parse_mechanism
-from fathom.recipe import Recipe, RecipeError, differences, parse_recipe
+from fathom.recipe import Recipe, differences, parse_recipe
 
 Equal = Literal["tokens", "flops", "trips"]
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
@@ -36,7 +37,7 @@ class Arm:
         try:
             axes = parse_mechanism(self.mechanism)
         except ValueError as error:
-            raise RecipeError(f"arm {self.name}: {error}") from error
+            raise SettingsError(f"arm {self.name}: {error}") from error
         for axis, chosen in axes.items():
             if model.get(axis) != chosen:
                 model.pop(f"{axis}_options", None)  # they belong to another mechanism
@@ -45,14 +46,14 @@ class Arm:
             recipe = parse_recipe({**base.to_dict(), "model": model}, self.overrides)
             recipe.config()
         except ValueError as error:
-            raise RecipeError(f"arm {self.name}: {error}") from error
+            raise SettingsError(f"arm {self.name}: {error}") from error
         self._refuse_shared(differences(base, recipe, ignore=()))  # as train={seed: 1} would
         return recipe
 
     def _refuse_shared(self, keys: Sequence[str]) -> None:
         for key in keys:
             if any(key == shared or key.startswith(f"{shared}.") for shared in SHARED):
-                raise RecipeError(
+                raise SettingsError(
                     f"arm {self.name}: {key} is shared by all arms, for they are paired; allowed: model.*, optim.*, "
                     f"train.steps and how a run is carried out. {key}=... without an arm's name is for all arms"
                 )
@@ -69,9 +70,9 @@ def parse_arms(text: str) -> list[Arm]:
     arms = [_parse_arm(part.strip()) for part in _parts(text)]
     for i, arm in enumerate(arms):
         if arm.name in [other.name for other in arms[:i]]:
-            raise RecipeError(f"--arms: {arm.name} appears twice; NAME={arm.mechanism} gives an arm another name")
+            raise SettingsError(f"--arms: {arm.name} appears twice; NAME={arm.mechanism} gives an arm another name")
     if len(arms) < 2:
-        raise RecipeError(f"--arms {text}: a comparison needs a control and at least one more arm")
+        raise SettingsError(f"--arms {text}: a comparison needs a control and at least one more arm")
     return arms
 
 
@@ -147,11 +148,11 @@ def _parse_arm(text: str) -> Arm:
     try:
         parse_mechanism(mechanism)
     except ValueError as error:
-        raise RecipeError(f"--arms {text}: {error}") from error
+        raise SettingsError(f"--arms {text}: {error}") from error
     if overrides and not equals:
-        raise RecipeError(f"--arms {text}: an arm with overrides needs a name, as in mine={text}")
+        raise SettingsError(f"--arms {text}: an arm with overrides needs a name, as in mine={text}")
     if len(name) > LONGEST:
-        raise RecipeError(f"--arms {name[:20]}…: a name of {len(name)} characters; allowed: {LONGEST} at most")
+        raise SettingsError(f"--arms {name[:20]}…: a name of {len(name)} characters; allowed: {LONGEST} at most")
     if not NAME.fullmatch(name):
-        raise RecipeError(f"--arms {text}: a name is letters, digits and _ . + -")
+        raise SettingsError(f"--arms {text}: a name is letters, digits and _ . + -")
     return Arm(name, mechanism, tuple(overrides))

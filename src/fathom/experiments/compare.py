@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from fathom.checkpoints.layout import FAILED, MEASURED, PLAN, REPORT
+from fathom.errors import SettingsError, TrainingError
 from fathom.experiments.arms import Equal
 from fathom.experiments.compare_page import write_report
 from fathom.experiments.compare_results import ComparisonReport
@@ -24,16 +25,9 @@ from fathom.experiments.differences import seeds_changed, summarize
 from fathom.experiments.leases import Claim
 from fathom.experiments.plan import Plan, RunTask, check_machine, make_plan, tasks
 from fathom.experiments.progress import Progress
-from fathom.experiments.schedule import (
-    CompareError,
-    one_thread,
-    refuse_torchrun,
-    run_training,
-    work_off,
-    work_together,
-)
+from fathom.experiments.schedule import one_thread, refuse_torchrun, run_training, work_off, work_together
 from fathom.experiments.timing import measure
-from fathom.recipe import Recipe, RecipeError
+from fathom.recipe import Recipe
 from fathom.report.files import write_json
 from fathom.report.provenance import hardware, provenance, recorded
 
@@ -104,9 +98,9 @@ def carry_out(
     out = Path(out)
     refuse_torchrun()
     if workers < 1:
-        raise RecipeError(f"--workers {workers}: allowed: 1 or more")
+        raise SettingsError(f"--workers {workers}: allowed: 1 or more")
     if threads is not None and threads < 1:
-        raise RecipeError(f"--threads {threads}: allowed: 1 or more")
+        raise SettingsError(f"--threads {threads}: allowed: 1 or more")
     seeds_changed(plan, out)  # a damaged report is said before work
     check_machine(plan)
     out.mkdir(parents=True, exist_ok=True)
@@ -117,7 +111,7 @@ def carry_out(
     with Progress(plan, out, quiet):
         finished = work(plan, out, threads) if workers == 1 else work_together(_resume, out, workers, threads or 1)
     if not finished:
-        raise CompareError("stopped; the same command continues")
+        raise TrainingError("stopped; the same command continues")
     report = summarize(plan, out, provenance())
     write_report(report, out)
     return report
@@ -126,7 +120,7 @@ def carry_out(
 def rewrite_report(plan: Plan, out: Path) -> ComparisonReport:
     """The report from what is finished, its provenance that of the last whole report where there is one."""
     if not (out / PLAN).exists():
-        raise RecipeError(f"{out}: holds no comparison ({PLAN} is missing)")
+        raise SettingsError(f"{out}: holds no comparison ({PLAN} is missing)")
     source = provenance()
     if (out / REPORT).exists():
         source = recorded(out / REPORT)

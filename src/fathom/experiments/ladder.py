@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 
 from fathom.checkpoints.layout import ARMS, FAILED, LADDER, REPORT, RESULT
+from fathom.errors import SettingsError, TrainingError
 from fathom.experiments.compare import rewrite_report, run_task
 from fathom.experiments.ladder_page import write_report
 from fathom.experiments.ladder_results import LadderReport
@@ -30,9 +31,8 @@ from fathom.experiments.leases import Claim
 from fathom.experiments.multipliers import summarize
 from fathom.experiments.plan import RunTask, check_machine
 from fathom.experiments.rungs import RUNGS, TUNE, Ladder
-from fathom.experiments.schedule import CompareError, refuse_torchrun, run_training, work_off, work_together
-from fathom.experiments.stages import STAGES, LadderRun, NotReadyError, State, Work
-from fathom.recipe import RecipeError
+from fathom.experiments.schedule import refuse_torchrun, run_training, work_off, work_together
+from fathom.experiments.stages import STAGES, LadderRun, State, Work
 from fathom.report.files import write_atomically, write_json
 from fathom.report.provenance import Provenance, provenance, recorded
 from fathom.training.results import held_out
@@ -63,7 +63,7 @@ def climb(
     """
     refuse_torchrun("ladder")
     if workers < 1:
-        raise RecipeError(f"--workers {workers}: allowed: 1 or more")
+        raise SettingsError(f"--workers {workers}: allowed: 1 or more")
     ladder = settle(ladder, out, workers)
     if retry_failed:
         _forget_failures(State(ladder, out))
@@ -72,7 +72,7 @@ def climb(
         work(ladder, out, threads, until, quiet) if workers == 1 else work_together(job, out, workers, threads or 1)
     )
     if not finished:
-        raise CompareError("stopped; the same command continues")
+        raise TrainingError("stopped; the same command continues")
     return report(ladder, out)
 
 
@@ -92,7 +92,7 @@ def _as_written(ladder: Ladder, out: Path) -> Ladder:
     before = Ladder.read(out)
     changed = before.changed(ladder)
     if changed:
-        raise RecipeError(f"{out} holds a ladder of another plan; different: {', '.join(changed)}")
+        raise SettingsError(f"{out} holds a ladder of another plan; different: {', '.join(changed)}")
     return before
 
 
@@ -126,13 +126,11 @@ def report(ladder: Ladder, out: Path, source: Provenance | None = None) -> Ladde
     """Write the reports of the ladder and of its rungs from what is finished."""
     state = State(ladder, out)
     source = source or provenance()
-    try:
-        rates = [{name: tuned.to_dict() for name, tuned in rows.items()} for rows in state.tuned]
-    except NotReadyError:
-        rates = None
-    if rates:
+    tuned = state.finished_tuning
+    if tuned:
+        rates = [{name: row.to_dict() for name, row in rows.items()} for rows in tuned]
         write_json(out / TUNE / RATES, {"rungs": rates})
-    for size in ladder.all_sizes if rates is not None else ():  # no rates where the plan tunes none
+    for size in ladder.all_sizes if tuned is not None else ():  # an empty list where the plan tunes none
         if any(task.done for task in state.rung_tasks(size)):
             rewrite_report(state.plan(size), state.rung_dir(size))
     found = summarize(state, source)
@@ -176,7 +174,7 @@ def _do(state: State, stage: str, task: Work, claim: Claim) -> bool:
     if stage == "last":
         sealed = state.sealed()
         if sealed is None:
-            raise RecipeError(f"{state.out}: the last rung does not start unsealed")
+            raise SettingsError(f"{state.out}: the last rung does not start unsealed")
         facts["prediction"] = sealed["sha256"]
     if isinstance(task, LadderRun):
         return run_training(task.recipe, task.run_dir, claim, **facts)

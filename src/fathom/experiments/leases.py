@@ -18,15 +18,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fathom.errors import FathomError
+from fathom.errors import TrainingError
 from fathom.report.files import read_json, write_durably
 
 HEARTBEAT_SECONDS = 5.0
 STALE_SECONDS = 60.0
-
-
-class ClaimError(FathomError):
-    """A claim that another worker has taken over; the message is one line."""
 
 
 @dataclass
@@ -97,7 +93,7 @@ class Claim:
     def require(self) -> None:
         """Stop here if the task is no longer ours."""
         if self.lost:
-            raise ClaimError(f"{self.path.stem}: this process was silent for too long, and another one took over")
+            raise TrainingError(f"{self.path.stem}: this process was silent for too long, and another one took over")
 
     def __enter__(self) -> Claim:
         self._thread.start()

@@ -53,7 +53,7 @@ from fathom.experiments.scaling import (
     noise_of,
     posterior,
 )
-from fathom.experiments.stages import SURE, LadderRun, NotReadyError, State, beyond
+from fathom.experiments.stages import SURE, LadderRun, State, beyond
 from fathom.experiments.trips import Looped, refusal, worth
 from fathom.experiments.tuning import EDGE, FLAT
 from fathom.models.cost import as_decoded, cache_bytes_per_token
@@ -108,10 +108,7 @@ def summarize(state: State, source: Provenance) -> LadderReport:
     """Everything that `report.json` holds, from the directory alone."""
     ladder = state.ladder
     stage, pending = progress(state)
-    try:
-        tuned = bool(state.tuned) or not ladder.rules.tune_points
-    except NotReadyError:
-        tuned = False
+    tuned = state.finished_tuning is not None and (bool(state.tuned) or not ladder.rules.tune_points)
     studies = [Study(state, arm) for arm in state.ladder.every_arm[1:]] if tuned else []
     arms = [_arm(state, arm, studies) for arm in state.ladder.every_arm] if tuned else []
     _judge(arms, studies, any(added.finished for added in ladder.added))

@@ -9,9 +9,10 @@ from pathlib import Path
 
 from fathom.checkpoints.layout import ARMS, FAILED, MEASURED, PLAN, RECIPE, RESULT
 from fathom.data.puzzles import open_data
+from fathom.errors import SettingsError
 from fathom.experiments.arms import Arm, Equal, arm_recipes, parse_arms
 from fathom.experiments.compare_results import Failure, MeasuredValues
-from fathom.recipe import Recipe, RecipeError, differences, load_recipe, parse_recipe
+from fathom.recipe import Recipe, differences, load_recipe, parse_recipe
 from fathom.report.files import read_json, read_written
 from fathom.training.build import batch_plan, check_device, check_model
 from fathom.training.parallel import device_of
@@ -62,15 +63,15 @@ class Plan:
             arms = [(arm["name"], arm["mechanism"], tuple(arm["overrides"])) for arm in values["arms"]]
             recipe, seeds, equal, pairs = (values[key] for key in ("recipe", "seeds", "equal", "pairs"))
         except (ValueError, KeyError, TypeError) as error:
-            raise RecipeError(f"{path} is damaged: {' '.join(str(error).split())}") from None
+            raise SettingsError(f"{path} is damaged: {' '.join(str(error).split())}") from None
         numbers = isinstance(seeds, list) and seeds and all(type(number) is int for number in (*seeds, pairs))
         if not arms or not numbers or equal not in typing.get_args(Equal) or not isinstance(recipe, dict):
-            raise RecipeError(f"{path} is damaged: it holds no arms, seeds, budget, pairs and recipe")
+            raise SettingsError(f"{path} is damaged: it holds no arms, seeds, budget, pairs and recipe")
         try:
             plan = cls(parse_recipe(recipe), tuple(Arm(*arm) for arm in arms), tuple(seeds), equal, pairs)
             _ = plan.recipes
-        except RecipeError as error:
-            raise RecipeError(f"{path}: {error}") from error
+        except SettingsError as error:
+            raise SettingsError(f"{path}: {error}") from error
         return plan
 
 
@@ -83,7 +84,7 @@ def plan_file(out: Path, name: str, what: str) -> Path:
         what: What is planned, for the error: a comparison or a ladder.
     """
     if not (out / name).exists():
-        raise RecipeError(f"{out}: holds no {what} ({name} is missing)")
+        raise SettingsError(f"{out}: holds no {what} ({name} is missing)")
     return out / name
 
 
@@ -151,9 +152,9 @@ def make_plan(
 ) -> Plan:
     """A plan, checked together with its data and with the directory that it would continue."""
     if seeds < 1:
-        raise RecipeError(f"--seeds {seeds}: allowed: 1 or more")
+        raise SettingsError(f"--seeds {seeds}: allowed: 1 or more")
     if pairs < 0:
-        raise RecipeError(f"--pairs {pairs}: allowed: 0 or more")
+        raise SettingsError(f"--pairs {pairs}: allowed: 0 or more")
     first = recipe.train.seed
     plan = Plan(recipe, tuple(parse_arms(arms)), tuple(range(first, first + seeds)), equal, pairs)
     check(plan, out)
@@ -176,7 +177,9 @@ def check(plan: Plan, out: Path | None = None, begins: bool = True) -> None:
         batch_plan(recipe, data)
         rows = recipe.rows_per_step
         if rows % min(recipe.train.micro_batch, rows):
-            raise RecipeError(f"arm {name}: train.micro_batch={recipe.train.micro_batch}: allowed: a divisor of {rows}")
+            raise SettingsError(
+                f"arm {name}: train.micro_batch={recipe.train.micro_batch}: allowed: a divisor of {rows}"
+            )
         if begins:
             device_of(recipe.train.device)
             check_model(recipe, data)
@@ -185,7 +188,7 @@ def check(plan: Plan, out: Path | None = None, begins: bool = True) -> None:
         if task.seed is not None and path.exists():
             differing = differences(load_recipe(path), plan.run_recipe(task.arm, task.seed))
             if differing:
-                raise RecipeError(f"{task.run_dir} holds a run of another recipe; different: {', '.join(differing)}")
+                raise SettingsError(f"{task.run_dir} holds a run of another recipe; different: {', '.join(differing)}")
 
 
 def check_machine(plan: Plan) -> None:

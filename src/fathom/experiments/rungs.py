@@ -17,6 +17,7 @@ from pathlib import Path
 
 from fathom.checkpoints.layout import LADDER
 from fathom.data.puzzles import open_data
+from fathom.errors import SettingsError
 from fathom.experiments.arms import Arm, parse_arms, training_flops
 from fathom.experiments.ladder_results import ArmValues, PlanValues, RulesValues
 from fathom.experiments.plan import Plan, check, plan_file
@@ -24,16 +25,7 @@ from fathom.experiments.rules import Rules, ladders_folder
 from fathom.experiments.scaling import ESTIMATOR
 from fathom.models.configuration import FathomConfig
 from fathom.models.cost import count_parameters
-from fathom.recipe import (
-    Recipe,
-    RecipeError,
-    allowed,
-    check_keys,
-    convert,
-    differences,
-    parse_recipe,
-    read_values,
-)
+from fathom.recipe import Recipe, allowed, check_keys, convert, differences, parse_recipe, read_values
 from fathom.report.files import read_json, write_json
 
 SECTION = "ladder"
@@ -246,11 +238,13 @@ class Ladder:
             del sealed[PLANNED]
             changed = [key for key in sealed if sha256_of(values.get(key)) != sealed[key]]
         except (ValueError, KeyError, AttributeError, TypeError):
-            raise RecipeError(f"{path} is damaged: it is not the plan that was written") from None
+            raise SettingsError(f"{path} is damaged: it is not the plan that was written") from None
         if changed:
-            raise RecipeError(f"{path}: {', '.join(changed)} is not what was planned; another plan needs another --out")
+            raise SettingsError(
+                f"{path}: {', '.join(changed)} is not what was planned; another plan needs another --out"
+            )
         if values["estimator"] != ESTIMATOR:
-            raise RecipeError(f"{path}: estimator {values['estimator']}; this version has {ESTIMATOR}")
+            raise SettingsError(f"{path}: estimator {values['estimator']}; this version has {ESTIMATOR}")
         arms = tuple(Arm(arm["name"], arm["mechanism"], tuple(arm["overrides"])) for arm in values["arms"])
         return cls(parse_recipe(values["recipe"]), parse_rules(values["rules"], str(path)), arms, _added(out))
 
@@ -274,7 +268,7 @@ class Ladder:
         more = any(new > old for new, old in zip(wanted, self.seeds, strict=False))
         if len(wanted) != len(self.seeds) or not more or any(n < o for n, o in zip(wanted, self.seeds, strict=True)):
             have = ",".join(map(str, self.seeds))
-            raise RecipeError(f"--seeds {','.join(map(str, seeds))}: allowed: more than the rungs have, {have}")
+            raise SettingsError(f"--seeds {','.join(map(str, seeds))}: allowed: more than the rungs have, {have}")
         date = datetime.now(timezone.utc).isoformat(timespec="seconds")
         added = (*self.added, Added(wanted, date, finished))
         write_json(out / ADDED, {"added": [asdict(one) for one in added]})
@@ -284,7 +278,7 @@ class Ladder:
         rules, model = self.rules, self.recipe.config()
         hidden, head_dim = rules.hidden[index], model.head_dim
         if hidden % head_dim:
-            raise RecipeError(f"ladder.hidden={hidden}: allowed: a multiple of model.head_dim={head_dim}")
+            raise SettingsError(f"ladder.hidden={hidden}: allowed: a multiple of model.head_dim={head_dim}")
         heads = hidden // head_dim
         kv_heads = max(1, heads * model.num_key_value_heads // model.num_attention_heads)
         if heads % kv_heads:
@@ -344,7 +338,7 @@ def _added(out: Path) -> tuple[Added, ...]:
     try:
         return tuple(Added(tuple(row["seeds"]), row["date"], row["finished"]) for row in read_json(path)["added"])
     except (ValueError, KeyError, TypeError):
-        raise RecipeError(f"{path} is damaged: it is not what was added") from None
+        raise SettingsError(f"{path} is damaged: it is not what was added") from None
 
 
 def _base_rates(ladder: Ladder) -> dict[str, float]:
@@ -364,7 +358,7 @@ def find_ladder(name: Path) -> Path:
         return name
     packaged = {path.stem: path for path in sorted(ladders_folder().glob("*.yaml"))}
     if str(name) not in packaged:
-        raise RecipeError(f"{name}: no such ladder; there are {', '.join(packaged)}")
+        raise SettingsError(f"{name}: no such ladder; there are {', '.join(packaged)}")
     return packaged[str(name)]
 
 
@@ -380,7 +374,7 @@ def load_ladder(path: Path, arms: str, overrides: Sequence[str] = (), out: Path 
     values = read_values(path)
     rules = values.pop(SECTION, None)
     if not isinstance(rules, dict):
-        raise RecipeError(f"{path}: a ladder file is a recipe with a section `{SECTION}`")
+        raise SettingsError(f"{path}: a ladder file is a recipe with a section `{SECTION}`")
     own = [word for word in overrides if word.startswith(f"{SECTION}.")]
     for word in own:
         key, _, value = word.removeprefix(f"{SECTION}.").partition("=")
@@ -401,14 +395,14 @@ def parse_rules(values: Mapping[str, object], source: str) -> Rules:
         try:
             given[key] = convert(hints[key], value)
         except ValueError:
-            raise RecipeError(f"{SECTION}.{key}={value}: allowed: {allowed(hints[key])}") from None
+            raise SettingsError(f"{SECTION}.{key}={value}: allowed: {allowed(hints[key])}") from None
     for key in ("layers", "hidden", "seeds"):
         if not given.get(key):
-            raise RecipeError(f"{source}: {SECTION}.{key} is missing")
+            raise SettingsError(f"{source}: {SECTION}.{key} is missing")
     rules = Rules(**given)
     for holds, key, words in _rules(rules):
         if not holds:
-            raise RecipeError(f"{SECTION}.{key}={getattr(rules, key)}: allowed: {words}")
+            raise SettingsError(f"{SECTION}.{key}={getattr(rules, key)}: allowed: {words}")
     return rules
 
 
@@ -418,7 +412,7 @@ def checked(ladder: Ladder, begins: bool = True) -> Ladder:
     rates = _base_rates(ladder)
     for arm in ladder.arms:
         if arm.name.startswith(MATCHED):
-            raise RecipeError(f"--arms {arm.name}: a name that begins with {MATCHED} is a control's")
+            raise SettingsError(f"--arms {arm.name}: a name that begins with {MATCHED} is a control's")
         if begins:
             _check_rate(ladder, arm)
     given = ladder.recipe.data
@@ -428,7 +422,7 @@ def checked(ladder: Ladder, begins: bool = True) -> Ladder:
         _check_sizes(ladder)
     for size in ladder.all_sizes:
         if size.tokens > data.num_tokens:
-            raise RecipeError(
+            raise SettingsError(
                 f"rung {size.name} reads {size.tokens:,} tokens, {data.directory} has {data.num_tokens:,}: allowed: "
                 "rungs that read nothing twice"
             )
@@ -443,7 +437,7 @@ def _check_rate(ladder: Ladder, arm: Arm) -> None:
     written = {override.partition("=")[0].strip() for override in kept.overrides}
     for key in ("lr", "weight_decay"):
         if f"optim.{key}" in written or getattr(own, key) != getattr(base, key):
-            raise RecipeError(
+            raise SettingsError(
                 f"arm {arm.name}: optim.{key} is the ladder's: it tunes each arm's rate and carries both by one rule; "
                 f"optim.{key}=... without an arm's name is where all arms begin"
             )
@@ -455,7 +449,7 @@ def _check_domains(ladder: Ladder) -> None:
     there = open_data(data.directory, "val", False, data.collections).domains
     for name in ladder.rules.tune_domains:
         if name not in there:
-            raise RecipeError(f"{SECTION}.tune_domains={name}: allowed: held-out domains, {', '.join(there)}")
+            raise SettingsError(f"{SECTION}.tune_domains={name}: allowed: held-out domains, {', '.join(there)}")
 
 
 def _check_sizes(ladder: Ladder) -> None:
@@ -464,7 +458,7 @@ def _check_sizes(ladder: Ladder) -> None:
     for size, below, own in zip(ladder.sizes[1:], flops, flops[1:], strict=False):
         if own <= below:
             spent = f"rung {size.name} takes {own:.3g} FLOPs, the one before {below:.3g}"
-            raise RecipeError(f"{SECTION}.layers, {SECTION}.hidden: {spent}: allowed: rungs from small to large")
+            raise SettingsError(f"{SECTION}.layers, {SECTION}.hidden: {spent}: allowed: rungs from small to large")
 
 
 def _with_layers(arm: Arm, shape: Shape) -> Arm:
@@ -490,10 +484,10 @@ def share_of(layers: int, text: str) -> int:
     except ZeroDivisionError:
         share = Fraction(0)
     if not 0 < share <= MOST:
-        raise RecipeError(f"{LAYERS}={text}: allowed: a share such as 1/3, {MOST} at most")
+        raise SettingsError(f"{LAYERS}={text}: allowed: a share such as 1/3, {MOST} at most")
     found = layers * share
     if found.denominator != 1 or found < 1:
-        raise RecipeError(f"{LAYERS}={text}: of {layers} layers that is {float(found):g}; allowed: a whole number")
+        raise SettingsError(f"{LAYERS}={text}: of {layers} layers that is {float(found):g}; allowed: a whole number")
     return int(found)
 
 

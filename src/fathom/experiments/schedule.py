@@ -22,22 +22,17 @@ from typing import Protocol, TypeVar
 import torch
 
 from fathom.checkpoints.layout import CLAIMS, FAILED, MACHINE, RESULT
-from fathom.errors import FathomError
+from fathom.errors import FathomError, SettingsError, TrainingError
 from fathom.experiments.leases import Claim, Claims
-from fathom.recipe import Recipe, RecipeError
+from fathom.recipe import Recipe
 from fathom.report.files import write_json
 from fathom.report.provenance import hardware
-from fathom.training import Hook, TrainingError, read_metrics, train
-from fathom.training.first import ForgottenError
+from fathom.training import Hook, train
 from fathom.training.results import held_out
 
 POLL_SECONDS = 1.0
 STOPPED = 3
 """Exit code of a worker that a signal ended in good order."""
-
-
-class CompareError(FathomError, RuntimeError):
-    """A comparison that was not finished; the message is one line."""
 
 
 class Task(Protocol):
@@ -127,16 +122,11 @@ def run_training(recipe: Recipe, run_dir: Path, claim: Claim, **facts: str) -> b
             (run_dir / RESULT).unlink()  # first: killed here, the run is evaluated again
             write_json(run_dir / FAILED, {"error": "its held-out loss is no number", "step": recipe.train.steps})
         return finished
-    except ForgottenError as error:
-        claim.require()
-        write_json(run_dir / FAILED, {"error": " ".join(str(error).split()), "step": error.step})
-        return True
     except TrainingError as error:
-        last = next((line for line in reversed(read_metrics(run_dir)) if "skipped" in line), None)
-        if last is None or not last["skipped"]:
+        if error.step is None:
             raise  # not the arm's fault, such as a full disk
         claim.require()
-        write_json(run_dir / FAILED, {"error": " ".join(str(error).split()), "step": last["step"]})
+        write_json(run_dir / FAILED, {"error": " ".join(str(error).split()), "step": error.step})
         return True
 
 
@@ -154,7 +144,7 @@ class Watch(Hook):
 def refuse_torchrun(command: str = "compare") -> None:
     """Refuse to run under torchrun: its ranks would each take other runs and wait for one another."""
     if os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
-        raise RecipeError(f"{command} runs one process per arm: use --workers, not torchrun")
+        raise SettingsError(f"{command} runs one process per arm: use --workers, not torchrun")
 
 
 def work_together(job: Callable[[Path, int], bool], out: Path, workers: int, threads: int) -> bool:
@@ -184,7 +174,7 @@ def work_together(job: Callable[[Path, int], bool], out: Path, workers: int, thr
             process.join()
     codes = [process.exitcode for process in team if process.exitcode not in (0, STOPPED)]
     if codes and codes != [-signal.SIGTERM] * len(codes):
-        raise CompareError("a worker failed; what it said is above. The same command continues")
+        raise TrainingError("a worker failed; what it said is above. The same command continues")
     return not any(process.exitcode for process in team)
 
 

@@ -19,6 +19,7 @@ from typing import TypeVar, cast
 
 from fathom.checkpoints.layout import ARMS, PLAN, RESULT
 from fathom.data.puzzles import is_puzzle
+from fathom.errors import SettingsError
 from fathom.experiments.arms import Arm
 from fathom.experiments.compare_results import Failure
 from fathom.experiments.ladder_results import Forecast, PredictionBody, SealedPrediction, TunedRow
@@ -38,7 +39,7 @@ from fathom.experiments.rungs import (
 )
 from fathom.experiments.scaling import DECADE, ESTIMATOR, Noise, Posterior, Rung, noise_of, posterior
 from fathom.experiments.tuning import LEARNT, Bowl, Points, bowl, first_places, next_place, pooled_sigma
-from fathom.recipe import Recipe, RecipeError, differences
+from fathom.recipe import Recipe, differences
 from fathom.report.files import digest, read_json, read_written, write_json
 from fathom.report.statistics import holm
 from fathom.training.results import held_out
@@ -46,10 +47,6 @@ from fathom.training.results import held_out
 STAGES = ("tune", "rungs", "seal", "last", "check")
 PREDICTION = "prediction.json"
 SURE = 0.05
-
-
-class NotReadyError(RecipeError):
-    """A stage whose earlier stages are not finished."""
 
 
 @dataclass(frozen=True)
@@ -231,12 +228,17 @@ class State:
         return {name: Tuned(centres[name], rows, bowl(rows, first, sigma)) for name, rows in points.items()}
 
     @cached_property
+    def finished_tuning(self) -> list[dict[str, Tuned]] | None:
+        """The `Tuned` of every tuned rung, by arm; None while tuning is not finished."""
+        runs, found = self.tuning()
+        return found if all(run.settled for run in runs) else None
+
+    @property
     def tuned(self) -> list[dict[str, Tuned]]:
         """The `Tuned` of every tuned rung, by arm; tuning must be finished."""
-        runs, found = self.tuning()
-        if not all(run.settled for run in runs):
-            raise NotReadyError(f"{self.out}: tuning is not finished")
-        return found
+        if self.finished_tuning is None:
+            raise SettingsError(f"{self.out}: tuning is not finished")
+        return self.finished_tuning
 
     def ratio(self, arm: Arm) -> float:
         """An arm's rate over the control's, pooled over the tuned rungs; 1 if no optimum of its own is known."""
@@ -386,11 +388,11 @@ class State:
             values = read_json(path)
             named = values.pop("sha256")
         except (ValueError, KeyError):
-            raise RecipeError(f"{path} is damaged: it is not the prediction that was sealed") from None
+            raise SettingsError(f"{path} is damaged: it is not the prediction that was sealed") from None
         if sha256_of(values) != named:
-            raise RecipeError(f"{path}: sha256 does not fit: it is not the prediction that was sealed")
+            raise SettingsError(f"{path}: sha256 does not fit: it is not the prediction that was sealed")
         if values["ladder"] != self.ladder.sha256:
-            raise RecipeError(f"{path}: ladder: the prediction is of another plan")
+            raise SettingsError(f"{path}: ladder: the prediction is of another plan")
         values["sha256"] = named
         found: SealedPrediction = values
         return found
@@ -461,7 +463,7 @@ class State:
             if not path.exists() or read_written(path, remedy=remedy) != planned:  # seeds were added
                 changed = _changed(Plan.read(path.parent), self.plan(size), path.parent) if path.exists() else []
                 if changed:
-                    raise RecipeError(f"{path}: the rung began with another recipe; different: {', '.join(changed)}")
+                    raise SettingsError(f"{path}: the rung began with another recipe; different: {', '.join(changed)}")
                 path.parent.mkdir(parents=True, exist_ok=True)
                 write_json(path, planned)
 

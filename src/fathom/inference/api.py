@@ -14,7 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from pydantic_core import PydanticCustomError
 from starlette.exceptions import HTTPException
 
-from fathom.inference.engine import WAITING, EngineError
+from fathom.errors import RequestError
+from fathom.inference.engine import WAITING
 
 KINDS = {429: "rate_limit_error", 408: "timeout_error", 503: "server_error", 500: "server_error"}
 STATUS = {"rate_limit_exceeded": 429, "shutting_down": 503, "failed": 500}
@@ -63,18 +64,16 @@ class ApiError(HTTPException):
         return JSONResponse(self.body(), self.status_code, headers=self.headers)
 
 
-class FieldError(ApiError):
-    """A field of a request that says what cannot be done."""
-
-    def __init__(self, field: str, message: str) -> None:
-        super().__init__(400, f"{field}: {message}", param=field)
+def wrong(field: str, message: str) -> ApiError:
+    """The error for a field of a request that asks for what cannot be done."""
+    return ApiError(400, f"{field}: {message}", param=field)
 
 
 def told(error: Exception) -> ApiError:
     """Any error as the client is told of it."""
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, EngineError):
+    if isinstance(error, RequestError):
         return ApiError(STATUS[error.code], str(error), None if error.code == "failed" else error.code)
     if isinstance(error, RequestValidationError):
         return _invalid(error.errors()[0])

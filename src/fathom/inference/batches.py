@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
-from fathom.errors import FathomError
+from fathom.errors import SettingsError
 from fathom.inference.cache import Policy
 from fathom.inference.compiled import Compiled
 from fathom.inference.positions import depends_on_company
@@ -57,10 +57,6 @@ DRAFTS = 16
 Mask = Tensor | dict[str, Tensor | None] | None
 """Which keys each new token sees, `[n, 1, T, N]`; by kind of attention for a model of several kinds; None for all.
 For slots, whose masks only the model knows: which tokens are no padding, `[n, T]`."""
-
-
-class ServeError(FathomError, ValueError):
-    """Something that cannot be served as asked; the message is one line."""
 
 
 class LiveBatch(ABC):
@@ -617,7 +613,9 @@ def batch_for(
 def refuse_longrope(model: PreTrainedModel) -> None:
     """Refuse angles that depend on the longest row of a call: a text would change with its company."""
     if depends_on_company(model):
-        raise ServeError("rope_type longrope: its angles depend on the longest text of a batch; serve this with vLLM")
+        raise SettingsError(
+            "rope_type longrope: its angles depend on the longest text of a batch; serve this with vLLM"
+        )
 
 
 def compiles(model: PreTrainedModel) -> bool:

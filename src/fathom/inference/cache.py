@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from fathom.errors import SettingsError
 from fathom.kvcache import NAMES, UntunedWarning, build_cache, prefill
 from fathom.kvcache.build import config_of, untuned
 from fathom.kvcache.memory import MemoryCache
-from fathom.recipe import CacheWishes, RecipeError, cache_policy
+from fathom.recipe import CacheWishes, cache_policy
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -70,10 +71,10 @@ def choose(model: PreTrainedModel, method: str | None, wishes: CacheWishes = NO_
     """
     if method in (None, "full"):
         for name, value in wishes.said().items():
-            raise RecipeError(f"--kvcache-{name} {value}: give --kvcache METHOD with it")
+            raise SettingsError(f"--kvcache-{name} {value}: give --kvcache METHOD with it")
         return None
     if method not in NAMES:
-        raise RecipeError(f"--kvcache {method}: method must be one of {', '.join(NAMES)}")
+        raise SettingsError(f"--kvcache {method}: method must be one of {', '.join(NAMES)}")
     recorded = getattr(model.config, "kvcache", None)
     chosen = cache_policy(method, recorded, wishes)
     assert chosen["window"] is not None  # `cache_policy` asks for one
@@ -81,7 +82,7 @@ def choose(model: PreTrainedModel, method: str | None, wishes: CacheWishes = NO_
     try:
         cache = policy.empty(model)
     except ValueError as error:
-        raise RecipeError(f"--kvcache {method}: {error}") from error
+        raise SettingsError(f"--kvcache {method}: {error}") from error
     if isinstance(cache, MemoryCache) and (words := untuned(config_of(model), cache.method)):
         print(f"fathom: warning: {words}", file=sys.stderr)
     return policy

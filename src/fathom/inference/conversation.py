@@ -6,10 +6,11 @@ from collections.abc import Iterator
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from fathom.errors import RequestError, SettingsError
 from fathom.inference.generate import generate_stream, report_speed, seed_draws
 from fathom.inference.processing import Write
 from fathom.inference.prompt import encode
-from fathom.inference.settings import GenerateError, Sampling
+from fathom.inference.settings import Sampling
 
 
 def chat(
@@ -44,7 +45,7 @@ def chat(
         try:
             ids = encode(tokenizer, messages, allow_control=sampling.allow_control)
             sampling.room(model, ids)
-        except GenerateError as error:
+        except (SettingsError, RequestError) as error:
             messages.pop()
             write(f"[{error}; /new starts over]\n")
             continue

@@ -22,13 +22,12 @@ import torch
 from torch import Tensor
 from transformers.utils import logging
 
-from fathom.errors import FathomError
+from fathom.errors import RequestError, SettingsError
 from fathom.inference.batches import (
     DRAFTS,
     GRAIN,
     DraftBatch,
     LiveBatch,
-    ServeError,
     batch_for,
     compiles,
     may_chunk,
@@ -56,14 +55,6 @@ FILLED = 2 / 3
 """Least share of tokens, not padding, in prompts that are read at once."""
 
 T = TypeVar("T")
-
-
-class EngineError(FathomError, ValueError):
-    """A request that the engine refuses or cannot finish; the message is one line."""
-
-    def __init__(self, message: str, code: str) -> None:
-        super().__init__(message)
-        self.code = code
 
 
 @dataclass(frozen=True)
@@ -173,7 +164,7 @@ class Engine:
         """Queue jobs, all or none of them."""
         try:
             self._queue(jobs)
-        except EngineError:
+        except RequestError:
             self.counts["refused"] += 1
             raise
 
@@ -183,16 +174,16 @@ class Engine:
             self._check_length(job)
             needed = self.token_bytes(job.trips) * self._tokens(job)
             if needed > self.budget:
-                raise EngineError(
+                raise RequestError(
                     f"this request may need {_mebibytes(needed)} of cache for its {job.longest} tokens; the server has "
                     f"{_mebibytes(self.budget)} (--cache-memory)",
                     "cache_memory_exceeded",
                 )
         with self._wake:
             if self._closing:
-                raise EngineError(self._reason, "shutting_down")
+                raise RequestError(self._reason, "shutting_down")
             if len(self.waiting) + len(jobs) > self.most_waiting:
-                raise EngineError(
+                raise RequestError(
                     f"{len(self.waiting)} requests are waiting already; try again later", "rate_limit_exceeded"
                 )
             self.waiting.extend(jobs)
@@ -201,10 +192,10 @@ class Engine:
     def _check_length(self, job: Job) -> None:
         """Refuse a job that would fail in a batch, and take the batch' other jobs along."""
         if not job.prompt:
-            raise EngineError("the prompt has no tokens", "empty_prompt")
+            raise RequestError("the prompt has no tokens", "empty_prompt")
         if self.compiled is not None and job.longest > self.compiled.tokens:
             most = f"steps are compiled for texts of {self.compiled.tokens} tokens"
-            raise EngineError(f"{most}, not of {job.longest}", "context_length_exceeded")
+            raise RequestError(f"{most}, not of {job.longest}", "context_length_exceeded")
 
     def cancel(self, jobs: Sequence[Job], counted: str = "cancelled") -> None:
         """Cancel jobs, at the next token or the next chunk of a prompt; the first time says what they count as."""
@@ -218,7 +209,7 @@ class Engine:
         future: Future = Future()
         with self._wake:
             if self._closing:
-                raise EngineError(self._reason, "shutting_down")
+                raise RequestError(self._reason, "shutting_down")
             self.calls.append((function, future))
             self._wake.notify()
         return future
@@ -278,7 +269,7 @@ class Engine:
                 batch.step([0] * rows)
         except BackendCompilerFailed as error:
             if isinstance(error.inner_exception, InvalidCxxCompiler):
-                raise ServeError("--compile: no C++ compiler is found; install one, or let CXX name it") from error
+                raise SettingsError("--compile: no C++ compiler is found; install one, or let CXX name it") from error
             raise
         tell(f"compiled in {time.perf_counter() - began:.0f} s")
 
@@ -296,10 +287,10 @@ class Engine:
         with self._wake:
             self._closing = True
         for _, future in self.calls:
-            future.set_exception(EngineError(self._reason, "shutting_down"))
+            future.set_exception(RequestError(self._reason, "shutting_down"))
         left = [*self.waiting, *(job for lane in self.lanes.values() for job in lane.jobs)]
         left += self.joining[1] if self.joining else []
-        self._out += [(job, EngineError(self._reason, "shutting_down")) for job in left]
+        self._out += [(job, RequestError(self._reason, "shutting_down")) for job in left]
         self.waiting.clear()
         self.lanes.clear()
         self._flush()
@@ -549,7 +540,7 @@ class Engine:
 
     def _refuse(self, lane: Lane, job: Job) -> None:
         """End a job whose logits are no numbers."""
-        self._out.append((job, EngineError(NO_NUMBERS, "failed")))
+        self._out.append((job, RequestError(NO_NUMBERS, "failed")))
         self.counts["failed"] += 1
         self._leave(lane, job)
 
@@ -570,7 +561,7 @@ class Engine:
                 failed += self.joining[1]
                 self.joining = None
             self.counts["failed"] += len(failed)
-            self._out += [(job, EngineError(f"generation failed: {type(error).__name__}", "failed")) for job in failed]
+            self._out += [(job, RequestError(f"generation failed: {type(error).__name__}", "failed")) for job in failed]
             self.lanes = {trips: other for trips, other in self.lanes.items() if other is not lane}
             return None
 
@@ -605,14 +596,14 @@ def _mebibytes(count: int) -> str:
 
 
 def compiled_steps(model: PreTrainedModel, memory: int, tokens: int, trips: int | None) -> Compiled:
-    """What compiles a model's decoding, for as many rows of `tokens` tokens as `memory` holds; or a `ServeError`."""
+    """What compiles a model's decoding, for as many rows of `tokens` tokens as `memory` holds; or a `SettingsError`."""
     if not compiles(model):
-        raise ServeError(f"--compile: texts of a {model.config.model_type} model have a cache each, which grows")
+        raise SettingsError(f"--compile: texts of a {model.config.model_type} model have a cache each, which grows")
     if not 1 < tokens <= model.config.max_position_embeddings:
-        raise ServeError(
+        raise SettingsError(
             f"--compile {tokens}: allowed: 2 to {model.config.max_position_embeddings}, the model's context"
         )
     rows = min(ROWS, memory // (token_bytes(model, trips) * (tokens + 1)))  # one place is spare
     if not rows:
-        raise ServeError(f"--compile {tokens}: --cache-memory has no room for one text of so many tokens")
+        raise SettingsError(f"--compile {tokens}: --cache-memory has no room for one text of so many tokens")
     return Compiled(model, rows, tokens)

@@ -20,11 +20,12 @@ from transformers import (
 )
 
 from fathom.checkpoints.special_tokens import pad_token
+from fathom.errors import FathomError, RequestError, SettingsError
 from fathom.evaluation.budgets import most_trips, stored_trips
 from fathom.inference.positions import depends_on_company, passes_the_context
 from fathom.inference.processing import OfTheText, Streamer, Write, processing
 from fathom.inference.prompt import encode
-from fathom.inference.settings import GenerateError, NoNumbersError, Sampling
+from fathom.inference.settings import Sampling
 from fathom.inference.texts import AnswerWords
 from fathom.models.speculation import Speculation, check_speculation
 
@@ -64,14 +65,14 @@ def check_drafts(model: PreTrainedModel, draft_trips: int | None, max_trips: int
     if draft_trips is None:
         return
     if most_trips(model) == 1:
-        raise GenerateError(f"--speculate {draft_trips}: this model makes one trip, there is nothing to draft with")
+        raise SettingsError(f"--speculate {draft_trips}: this model makes one trip, there is nothing to draft with")
     try:
         trips = max_trips or model.config.max_trips or model.model.recurrence.trips
         if trips == 1:
             raise ValueError("of one trip, as --max-trips or the checkpoint has it, there is nothing to draft with")
         check_speculation(model, Speculation(draft_trips), trips)
     except ValueError as error:
-        raise GenerateError(f"--speculate {draft_trips}: {error}") from error
+        raise SettingsError(f"--speculate {draft_trips}: {error}") from error
 
 
 def generate(
@@ -103,7 +104,7 @@ def generate_batch(
     """Continue several prompts, given as ids, at once; where memory runs out, half of them at a time."""
     made: list[Generated] = []
     for one in generate_each(model, tokenizer, prompts, sampling, [False] * len(prompts)):
-        if isinstance(one, NoNumbersError):
+        if isinstance(one, RequestError):
             raise one
         made.append(one)
     return made
@@ -115,11 +116,11 @@ def generate_each(
     prompts: Sequence[Sequence[int]],
     sampling: Sampling,
     talks: Sequence[bool],
-) -> list[Generated | NoNumbersError]:
+) -> list[Generated | RequestError]:
     """As `generate_batch`, with the error of each prompt whose scores are no numbers, which halves find."""
     kinds = [_runs_with(model, prompt, sampling) for prompt in prompts]
     if len(set(kinds)) > 1:
-        made: dict[int, Generated | NoNumbersError] = {}
+        made: dict[int, Generated | RequestError] = {}
         for kind in set(kinds):
             rows = [i for i, one in enumerate(kinds) if one == kind]
             some = generate_each(model, tokenizer, [prompts[i] for i in rows], sampling, [talks[i] for i in rows])
@@ -131,7 +132,7 @@ def generate_each(
         if len(prompts) == 1:
             raise
         torch.cuda.empty_cache()
-    except NoNumbersError as error:  # of one row; or of padding's own embedding, which a row alone has not
+    except RequestError as error:  # of one row; or of padding's own embedding, which a row alone has not
         if len(prompts) == 1:
             return [error]
     half = len(prompts) // 2
@@ -227,15 +228,15 @@ def _run(
 
 @contextlib.contextmanager
 def _in_one_line(sampling: Sampling, own: GenerationConfig) -> Iterator[None]:
-    """What transformers says of settings, as a `GenerateError`."""
+    """What transformers says of settings, as a `SettingsError`."""
     try:
         yield
-    except GenerateError:
+    except FathomError:
         raise
     except (ValueError, NotImplementedError) as error:  # contradictory options
         words = " ".join(str(error).split())
         option = f"--speculate {sampling.speculate}" if words.startswith(DRAFTING) else "transformers"
-        raise GenerateError(f"{option}: {words.removeprefix(DRAFTING)}") from error
+        raise SettingsError(f"{option}: {words.removeprefix(DRAFTING)}") from error
     # Of values that transformers does not check.
     except (TypeError, IndexError, ImportError, AssertionError, ArithmeticError, StrictDataclassError) as error:
         named = {key for key, value in own.to_diff_dict().items() if value is not False} - {"use_cache"}
@@ -245,7 +246,7 @@ def _in_one_line(sampling: Sampling, own: GenerationConfig) -> Iterator[None]:
         where = [f"--set {' '.join(sampling.options)}"] if sampling.options else []
         where += [f"generation_config.json: {', '.join(theirs)}"] if theirs else []
         words = " ".join(str(error).split())
-        raise GenerateError(f"{'; '.join(where)}: transformers: {type(error).__name__}: {words}") from error
+        raise SettingsError(f"{'; '.join(where)}: transformers: {type(error).__name__}: {words}") from error
 
 
 def _padded(prompts: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor]:

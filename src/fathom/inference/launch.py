@@ -17,8 +17,8 @@ import uvicorn
 from transformers.utils import logging
 
 from fathom.checkpoints.open import Opening
+from fathom.errors import SettingsError
 from fathom.evaluation.budgets import check_trips
-from fathom.inference.batches import ServeError
 from fathom.inference.cache import NO_WISHES, choose
 from fathom.inference.engine import Engine
 from fathom.inference.gate import Timed
@@ -56,14 +56,14 @@ class _Server(uvicorn.Server):
 def _bind(host: str, port: int) -> socket.socket:
     """Before the model is opened, so that a port that is taken costs no wait. Connections are not accepted yet."""
     if not 0 <= port < 1 << 16:
-        raise ServeError(f"--port {port}: allowed: 0 to 65535")
+        raise SettingsError(f"--port {port}: allowed: 0 to 65535")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
     except (OSError, UnicodeError) as error:
-        raise ServeError(f"cannot listen on {host} port {port}: {error}") from error
+        raise SettingsError(f"cannot listen on {host} port {port}: {error}") from error
     return listener
 
 
@@ -115,17 +115,17 @@ def serve(
     """
     chosen = options or ServeOptions()
     if chosen.api_key is not None and not chosen.api_key.strip():
-        raise ServeError("the API key is empty (--api-key or FATHOM_API_KEY)")
+        raise SettingsError("the API key is empty (--api-key or FATHOM_API_KEY)")
     for origin in chosen.allow_origin:
         if origin != "*" and not ORIGIN.fullmatch(origin):
-            raise ServeError(
+            raise SettingsError(
                 f"--allow-origin {origin}: allowed: * or a scheme and a host, as https://app.example:8443, the way "
                 "browsers write them: lower case, xn-- for other letters, no :443 for https and no :80 for http"
             )
     if chosen.speculate is not None and chosen.kvcache not in (None, "full"):
-        raise ServeError("--speculate takes back what it wrote: leave out --kvcache")
+        raise SettingsError("--speculate takes back what it wrote: leave out --kvcache")
     if chosen.compile is not None and (chosen.speculate is not None or chosen.kvcache not in (None, "full")):
-        raise ServeError("--compile needs a cache of a fixed shape: leave out --speculate and --kvcache")
+        raise SettingsError("--compile needs a cache of a fixed shape: leave out --speculate and --kvcache")
     listener = _bind(host, port)
     # uvicorn puts this back and repeats the signal once it has stopped, so that it ends this process with 0.
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))

@@ -22,8 +22,9 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from fathom.inference.sampling import finite
-from fathom.inference.settings import GenerateError, NoNumbersError, Sampling
+from fathom.errors import RequestError, SettingsError
+from fathom.inference.sampling import NO_NUMBERS, finite
+from fathom.inference.settings import Sampling
 from fathom.inference.texts import AnswerWords
 
 Write = Callable[[str], object]
@@ -75,7 +76,11 @@ class Finite(LogitsProcessor):
         """Scores `[B, V]` as they are."""
         if not finite(scores).all():
             none_left = bool((scores.amax(-1) == -math.inf).any())
-            raise GenerateError("the settings leave no token to choose from") if none_left else NoNumbersError()
+            raise (
+                SettingsError("the settings leave no token to choose from")
+                if none_left
+                else RequestError(NO_NUMBERS, "failed")
+            )
         return scores
 
 

@@ -6,25 +6,18 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jinja2 import TemplateError
+from jinja2 import DataError
 from jinja2.defaults import DEFAULT_NAMESPACE
 from transformers import PreTrainedTokenizerBase
 
+from fathom.errors import RequestError, SettingsError
 from fathom.inference.control import plain_ids, written_by
-from fathom.inference.settings import GenerateError
 
 PROBE = 8
 """Characters for each token of the context, of the beginning that is tokenised first."""
 SLACK = 256
 """Tokens by which a beginning must exceed the context: where it is cut, it may have a few more than in the whole."""
 NOTHING: Mapping[str, object] = {}
-
-
-class TooLongError(GenerateError):
-    """A text that cannot fit the context."""
-
-    def __init__(self, context: int) -> None:
-        super().__init__(f"this model's context is {context} tokens; the prompt has more")
 
 
 def too_long(text: str, context: int, encode: Callable[[str], Sequence[int]]) -> bool:
@@ -53,7 +46,7 @@ def encode(
         tokenizer: For a conversation it has a template.
         prompt: What to read.
         variables: Further ones for the template.
-        context: A text far beyond so many tokens is a `TooLongError`, found by its beginning; others may be longer too.
+        context: A text far beyond so many tokens is a `RequestError`, found by its beginning; others may be longer too.
         allow_control: Whether texts of messages may write special tokens, as `<|im_end|>`. A prompt always may.
     """
     if isinstance(prompt, str):
@@ -62,9 +55,9 @@ def encode(
     elif tokenizer.chat_template:
         ids = _conversation(tokenizer, prompt, variables, context, allow_control)
     else:
-        raise GenerateError("this model has no chat template: it continues texts, give it a prompt")
+        raise SettingsError("this model has no chat template: it continues texts, give it a prompt")
     if not ids:
-        raise GenerateError("this prompt has no tokens, and there is nothing to continue")
+        raise SettingsError("this prompt has no tokens, and there is nothing to continue")
     return ids
 
 
@@ -101,12 +94,12 @@ def _ids(
         return list(tokenizer(part, verbose=False, **how)["input_ids"])  # too long a prompt is reported later
 
     if context is not None and too_long(text, context, read):
-        raise TooLongError(context)
+        raise RequestError(f"this model's context is {context} tokens; the prompt has more", "context_length_exceeded")
     return [] if probe else read(text)
 
 
 def written(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], /, **variables: object) -> str:
-    """A conversation as text, by the tokenizer's chat template; one that it does not take is a `GenerateError`.
+    """A conversation as text, by the tokenizer's chat template; one that it does not take is a `SettingsError`.
 
     Args:
         tokenizer: It has a template.
@@ -116,21 +109,21 @@ def written(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any
     turns = [_turn(message) for message in messages]
     try:
         return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, **variables))
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError, TemplateError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, DataError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise GenerateError(f"this conversation cannot be read: {reason}") from error
+        raise SettingsError(f"this conversation cannot be read: {reason}") from error
 
 
 def _turn(message: object) -> dict[str, object]:
     """A message as templates take it: a content of several parts is one text, and one that is null is none."""
     if not isinstance(message, dict):
-        raise GenerateError(f"a conversation is a list of messages, each with role and content: {message!r:.80}")
+        raise SettingsError(f"a conversation is a list of messages, each with role and content: {message!r:.80}")
     content = message.get("content")
     if isinstance(content, list):
         content = [part.get("text") if isinstance(part, dict) else None for part in content]
         if not all(isinstance(text, str) for text in content):
-            raise GenerateError("a content of several parts may hold text alone")
+            raise SettingsError("a content of several parts may hold text alone")
         content = "".join(content)
     if not isinstance(content, str | None):
-        raise GenerateError(f"the content of a message is text: {content!r:.80}")
+        raise SettingsError(f"the content of a message is text: {content!r:.80}")
     return {key: value for key, value in {**message, "content": content}.items() if value is not None}

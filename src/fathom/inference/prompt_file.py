@@ -13,10 +13,11 @@ from typing import IO, TypedDict
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from fathom.errors import HeldError, RequestError, SettingsError
 from fathom.inference.generate import generate_each, seed_draws
 from fathom.inference.prompt import encode
-from fathom.inference.settings import GenerateError, NoNumbersError, Sampling
-from fathom.report.files import HeldError, lock
+from fathom.inference.settings import Sampling
+from fathom.report.files import lock
 from fathom.report.progress import ProgressBar
 
 BATCH = {"cpu": 8, "other": 32}
@@ -66,14 +67,14 @@ def generate_file(
     of the seed and its place, so what a stopped and continued run draws is what an uninterrupted one draws.
     """
     if batch_size is not None and batch_size < 1:
-        raise GenerateError(f"--batch-size {batch_size}: allowed: 1 or more")
+        raise SettingsError(f"--batch-size {batch_size}: allowed: 1 or more")
     if out is not None and out.exists() and prompts.exists() and out.samefile(prompts):
-        raise GenerateError(f"--out {out} is the file of prompts; choose another")
+        raise SettingsError(f"--out {out} is the file of prompts; choose another")
     records = _read_records(prompts)
     size = batch_size or BATCH["cpu" if model.device.type == "cpu" else "other"]
     if sampling.memory is not None:
         if batch_size not in (None, 1):
-            raise GenerateError(
+            raise SettingsError(
                 f"--batch-size {batch_size}: with --kvcache prompts go one by one, since none is padded"
             )
         size = 1
@@ -118,14 +119,14 @@ def _answer(
             sampling.room(model, ids)
             prompts.append(ids)
             answers.append({})
-        except GenerateError as error:
+        except (SettingsError, RequestError) as error:
             answers.append({"error": str(error)})
     talks = ["prompt" not in record for record, answer in zip(batch, answers, strict=True) if not answer]
     made = iter(generate_each(model, tokenizer, prompts, sampling, talks) if prompts else ())
     for answer in answers:
         if not answer:
             one = next(made)
-            if isinstance(one, NoNumbersError):
+            if isinstance(one, RequestError):
                 answer["error"] = str(one)
                 continue
             answer.update({"completion": one.text, "tokens": one.tokens, "finish": one.finish})
@@ -137,7 +138,7 @@ def _answer(
 def _read_records(path: Path) -> list[Prompt]:
     """Every line, checked before the first token is drawn."""
     if not path.is_file():
-        raise GenerateError(f"--prompts {path}: no such file")
+        raise SettingsError(f"--prompts {path}: no such file")
     records = []
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
@@ -147,20 +148,20 @@ def _read_records(path: Path) -> list[Prompt]:
                 record = json.loads(line.decode("utf-8-sig"))
                 json.dumps(record, ensure_ascii=False).encode()
             except UnicodeDecodeError:
-                raise GenerateError(f"{path}:{number}: not UTF-8") from None
+                raise SettingsError(f"{path}:{number}: not UTF-8") from None
             except UnicodeEncodeError as error:  # it could not be written again
                 half = ascii(error.object[error.start])[1:-1]
-                raise GenerateError(f"{path}:{number}: {half} is half of a surrogate pair, and no text") from None
+                raise SettingsError(f"{path}:{number}: {half} is half of a surrogate pair, and no text") from None
             except (ValueError, RecursionError) as error:
-                raise GenerateError(f"{path}:{number}: bad JSON: {error}") from None
+                raise SettingsError(f"{path}:{number}: bad JSON: {error}") from None
             good = isinstance(record, dict) and (
                 isinstance(record.get("prompt"), str)
                 or ("prompt" not in record and isinstance(record.get("messages"), list))
             )
             if not good:
-                raise GenerateError(f'{path}:{number}: expected {{"prompt": "..."}} or {{"messages": [...]}}')
+                raise SettingsError(f'{path}:{number}: expected {{"prompt": "..."}} or {{"messages": [...]}}')
             if taken := {"completion", "tokens", "finish", "trips", "error"} & set(record):
-                raise GenerateError(f"{path}:{number}: the field {min(taken)!r} is where the output goes")
+                raise SettingsError(f"{path}:{number}: the field {min(taken)!r} is where the output goes")
             records.append(record)
     return records
 
@@ -176,7 +177,7 @@ def _opened(out: Path | None) -> Iterator[IO[bytes]]:
         try:
             stack.enter_context(lock(out.with_name(f".{out.name}.lock")))
         except HeldError as held:
-            raise GenerateError(f"{out}: another process is writing it{held.advice}") from None
+            raise SettingsError(f"{out}: another process is writing it{held.advice}") from None
         yield stack.enter_context(out.open("a+b"))
 
 
@@ -187,14 +188,14 @@ def _resume(file: IO[bytes], records: Sequence[Prompt], prompts: Path, out: Path
     for line in file:
         if not line.endswith(b"\n"):
             if done == len(records) or not _half(line, records[done]):
-                raise GenerateError(f"{out}:{done + 1}: not an answer to {prompts}; choose another --out")
+                raise SettingsError(f"{out}:{done + 1}: not an answer to {prompts}; choose another --out")
             break
         try:
             before = json.loads(line)
         except ValueError:
             before = None
         if done == len(records) or not isinstance(before, dict) or not records[done].items() <= before.items():
-            raise GenerateError(f"{out}:{done + 1}: not an answer to {prompts}; choose another --out")
+            raise SettingsError(f"{out}:{done + 1}: not an answer to {prompts}; choose another --out")
         done += 1
         errors += "error" in before
         end = file.tell()

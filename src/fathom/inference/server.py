@@ -22,18 +22,18 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from fathom.checkpoints.special_tokens import as_list, settle_generation
+from fathom.errors import RequestError, SettingsError
 from fathom.evaluation.budgets import most_trips
 from fathom.inference.answers import Envelope
-from fathom.inference.api import ApiError, ChatBody, CompletionBody, FieldError, Message, TextBody, TokensBody, told
-from fathom.inference.batches import ServeError
+from fathom.inference.api import ApiError, ChatBody, CompletionBody, Message, TextBody, TokensBody, told, wrong
 from fathom.inference.cache import Policy
-from fathom.inference.engine import Engine, EngineError, Event, Job, compiled_steps, deliver
+from fathom.inference.engine import Engine, Event, Job, compiled_steps, deliver
 from fathom.inference.gate import Gate
 from fathom.inference.memory import default_memory
 from fathom.inference.packed import pack
-from fathom.inference.prompt import TooLongError, encode, reserved_variables
+from fathom.inference.prompt import encode, reserved_variables
 from fathom.inference.sampling import Choice, refused
-from fathom.inference.settings import GenerateError, as_strings
+from fathom.inference.settings import as_strings
 from fathom.inference.texts import AnswerWords, Text
 from fathom.inference.tokenising import Tokenising
 
@@ -76,7 +76,7 @@ class Service:
     ) -> None:
         settle_generation(model.generation_config, tokenizer)
         if (fault := refused(model.generation_config)) is not None:
-            raise ServeError(fault)
+            raise SettingsError(fault)
         self.model, self.tokenizer, self.name, self.max_trips = model, tokenizer, name, max_trips
         self.context = compiled or (model.config.max_position_embeddings if policy is None else ENDLESS)
         self.stops = frozenset(as_list(model.generation_config.eos_token_id))
@@ -115,12 +115,12 @@ class Service:
         """A field of `size` characters as token ids, made on another thread; what cannot be read is an `ApiError`."""
         try:
             return await self.tokenising.run(size, encoder)
-        except TooLongError as error:
-            raise ApiError(400, str(error), "context_length_exceeded", field) from error
-        except GenerateError as error:
-            raise FieldError(field, str(error)) from error
+        except RequestError as error:
+            raise ApiError(400, str(error), error.code, field) from error
+        except SettingsError as error:
+            raise wrong(field, str(error)) from error
         except (TypeError, ValueError) as error:
-            raise FieldError(field, f"cannot be read: {' '.join(str(error).split()):.300}") from error
+            raise wrong(field, f"cannot be read: {' '.join(str(error).split()):.300}") from error
 
     async def conversation(self, messages: Sequence[Message], variables: Mapping[str, object]) -> list[int]:
         """A conversation as token ids; `variables` are the template's."""
@@ -129,9 +129,9 @@ class Service:
             raise ApiError(400, message, "no_chat_template")
         # A template of the client's, or padding to a length of its choice, would be more than variables.
         if own := variables.keys() & self.reserved:
-            raise FieldError("chat_template_kwargs", f"{min(own)} is not allowed")
+            raise wrong("chat_template_kwargs", f"{min(own)} is not allowed")
         if any(one.tool_calls for one in messages) and "tool_calls" not in str(self.tokenizer.chat_template):
-            raise FieldError("messages", "this model's chat template does not write tool calls")
+            raise wrong("messages", "this model's chat template does not write tool calls")
         turns = [one.turn() for one in messages]
         read = partial(encode, self.tokenizer, turns, variables, self.context, self.allow_control)
         return await self.encoded("messages", sum(len(one.content or "") for one in messages), read)
@@ -150,9 +150,9 @@ class Service:
         """One for each prompt and each of the `n` texts that are asked for."""
         most, trips = most_trips(self.model), body.max_trips or self.max_trips
         if (body.max_trips or 1) > most:
-            raise FieldError("max_trips", f"{body.max_trips}; a token of this model makes {most} at most")
+            raise wrong("max_trips", f"{body.max_trips}; a token of this model makes {most} at most")
         if self.engine.compiled is not None and trips != self.max_trips:
-            raise FieldError("max_trips", "this server has compiled one number of trips")
+            raise wrong("max_trips", "this server has compiled one number of trips")
         scored, own = body.likeliest, self.model.generation_config
         wants_prompt = body.echo and scored is not None
         stops = frozenset(body.stop_token_ids) | (frozenset() if body.ignore_eos else self.stops)
@@ -182,7 +182,7 @@ class Service:
         self.known(body.model)
         for field, (allowed, message) in body.rules(self.model.config.vocab_size).items():
             if not allowed:
-                raise FieldError(field, message)
+                raise wrong(field, message)
         self.loop = asyncio.get_running_loop()
         prompts = await self.prompts(body)
         queue: asyncio.Queue = asyncio.Queue()
@@ -253,7 +253,7 @@ async def _stream(parts: Parts, texts: list[Text], envelope: Envelope, usage: bo
             yield _line(envelope.chunk(index, texts[index], new))
         if usage:
             yield _line(envelope.last(texts))
-    except EngineError as error:
+    except RequestError as error:
         yield _line(told(error).body())
     yield "data: [DONE]\n\n"
 
@@ -286,7 +286,7 @@ def build_app(
         hosts: Names by which clients may call the server; None for any.
         origins: Sites whose pages may call it from a browser; `*` for all.
     """
-    kinds = (HTTPException, RequestValidationError, EngineError, Exception)
+    kinds = (HTTPException, RequestValidationError, RequestError, Exception)
     app = FastAPI(title="Fathom", openapi_url=None, exception_handlers=dict.fromkeys(kinds, _say_why))
     app.state.service, app.state.engine = service, service.engine
 
@@ -315,7 +315,7 @@ def build_app(
     async def tokenize(body: TextBody) -> dict[str, object]:
         service.known(body.model)
         if (body.prompt is None) == (body.messages is None):
-            raise FieldError("prompt", "give this or messages")
+            raise wrong("prompt", "give this or messages")
         if body.messages is not None:
             ids = await service.conversation(body.messages, {})
         else:
@@ -328,7 +328,7 @@ def build_app(
     async def detokenize(body: TokensBody) -> dict[str, object]:
         service.known(body.model)
         if not all(0 <= token < service.model.config.vocab_size for token in body.tokens):
-            raise FieldError("tokens", f"must be 0 to {service.model.config.vocab_size - 1}")
+            raise wrong("tokens", f"must be 0 to {service.model.config.vocab_size - 1}")
         return {"prompt": service.tokenizer.decode(body.tokens)}
 
     @app.get("/metrics")

@@ -11,9 +11,9 @@ from typing import Any
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from fathom.checkpoints.special_tokens import as_list, stop_tokens
-from fathom.errors import FathomError
+from fathom.errors import SettingsError
 from fathom.inference.cache import Policy
-from fathom.inference.sampling import NO_NUMBERS, refused
+from fathom.inference.sampling import refused
 
 # Options that are set here, and those that would make `generate` return something other than tokens.
 RESERVED = {
@@ -41,17 +41,6 @@ COLDEST = 1e-20
 """The lowest temperature that logits are divided by; below, they overflow, and the likeliest token is all there is."""
 LARGEST = 1 << 31
 SEEDS = 1 << 63
-
-
-class GenerateError(FathomError, ValueError):
-    """A request to generate that cannot be carried out; the message is one line."""
-
-
-class NoNumbersError(GenerateError):
-    """Scores from which no token can be chosen."""
-
-    def __init__(self) -> None:
-        super().__init__(NO_NUMBERS)
 
 
 @dataclass(frozen=True)
@@ -93,18 +82,18 @@ class Sampling:
         }
         for name, (holds, words) in allowed.items():
             if not holds:
-                raise GenerateError(f"--{name.replace('_', '-')} {getattr(self, name)}: allowed: {words}")
+                raise SettingsError(f"--{name.replace('_', '-')} {getattr(self, name)}: allowed: {words}")
         if self.memory is not None and (self.static_cache or self.compile):
-            raise GenerateError(
+            raise SettingsError(
                 "--kvcache makes a cache that grows and shrinks: leave out --static-cache and --compile"
             )
         if self.speculate is not None and (self.memory is not None or self.static_cache or self.compile):
-            raise GenerateError("--speculate crops its cache: leave out --kvcache, --static-cache and --compile")
+            raise SettingsError("--speculate crops its cache: leave out --kvcache, --static-cache and --compile")
         if unknown := sorted(set(self.options) - _generation_options()):
-            raise GenerateError(f"--set {unknown[0]}: transformers' GenerationConfig has no such option to set here")
+            raise SettingsError(f"--set {unknown[0]}: transformers' GenerationConfig has no such option to set here")
         for name, value in self.options.items():
             if (allowed_values := refusal(name, value)) is not None:
-                raise GenerateError(f"--set {name}={value}: allowed: {allowed_values}")
+                raise SettingsError(f"--set {name}={value}: allowed: {allowed_values}")
 
     def arguments(self, own: GenerationConfig | None = None) -> dict[str, Any]:
         """These settings as arguments of transformers' `generate`.
@@ -113,7 +102,7 @@ class Sampling:
             own: The model's `generation_config`.
         """
         if own is not None and (fault := refused(own)) is not None:
-            raise GenerateError(fault)
+            raise SettingsError(fault)
         given = {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
         made: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
         draws = getattr(own, "do_sample", None)
@@ -163,7 +152,7 @@ class Sampling:
             return sys.maxsize
         limit = getattr(model.config, "max_position_embeddings", None) or sys.maxsize
         if len(ids) >= limit:
-            raise GenerateError(f"the prompt has {len(ids)} tokens; this model's context is {limit}")
+            raise SettingsError(f"the prompt has {len(ids)} tokens; this model's context is {limit}")
         return limit - len(ids)
 
     def most_new(self, model: PreTrainedModel, ids: Sequence[int]) -> int:

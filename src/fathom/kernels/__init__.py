@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fathom.errors import FathomError, to_install
+from fathom.errors import SettingsError, to_install
 from fathom.models.replaceable import replace
 
 HOMES = {
@@ -29,10 +29,6 @@ NEEDS = {
     "liger": ("liger_kernel", "liger-kernel"),
 }
 """By file: the module that it imports, and the package to install for it."""
-
-
-class KernelError(FathomError, ValueError):
-    """A kernel that cannot run here; the message is one line."""
 
 
 def use(names: Sequence[str], device: str | None = None) -> None:
@@ -58,10 +54,10 @@ def require(names: Sequence[str], where: str) -> None:
     """
     for name in names:
         if name not in HOMES:
-            raise KernelError(f"kernel {name!r}: allowed: any of {', '.join(NAMES)}")
+            raise SettingsError(f"kernel {name!r}: allowed: any of {', '.join(NAMES)}")
     for name in names:
         module, package = NEEDS[HOMES[name]]
         if where != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-            raise KernelError(f"kernel {name} runs on an NVIDIA GPU, and the model would be on {where}: leave it out")
+            raise SettingsError(f"kernel {name} runs on an NVIDIA GPU, and the model would be on {where}: leave it out")
         if importlib.util.find_spec(module) is None:
-            raise KernelError(f"kernel {name} needs {package}: {to_install('gpu')}")
+            raise SettingsError(f"kernel {name} needs {package}: {to_install('gpu')}")

@@ -161,7 +161,7 @@ class Memory(CacheLayerMixin, Scheduled):
         self.queries = None if self.queries is None else change(self.queries)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Refused: a compression cannot be undone."""
+        """ModelError: a compression cannot be undone."""
         if tokens_to_remove:
             raise NotImplementedError(
                 "a compressed memory cannot give tokens back: reset() it and prefill the shorter text, or keep a "
@@ -169,7 +169,7 @@ class Memory(CacheLayerMixin, Scheduled):
             )
 
     def activate_past_recording(self) -> None:
-        """Refused: assisted decoding takes tokens back."""
+        """ModelError: assisted decoding takes tokens back."""
         raise NotImplementedError(
             "assisted and speculative decoding take tokens back, which a compressed memory cannot: "
             "call generate without assistant_model and prompt_lookup_num_tokens, or use method 'full'"

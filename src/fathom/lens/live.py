@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 from fastapi import FastAPI
 from fastapi.responses import HTMLResponse, JSONResponse
 
+from fathom.errors import SettingsError
 from fathom.inference.api import ApiError
-from fathom.inference.batches import ServeError
 from fathom.inference.prompt import encode
-from fathom.lens.look import LensData, LensError, look
+from fathom.lens.look import LensData, look
 from fathom.lens.page import lens_page, pack
 from fathom.models import FathomForCausalLM
 
@@ -28,7 +28,7 @@ def add_lens(app: FastAPI, service: Service) -> None:
     model, tokenizer, name = service.model, service.tokenizer, service.name
     context = model.config.max_position_embeddings
     if not isinstance(model, FathomForCausalLM):
-        raise ServeError(f"--lens looks into Fathom's decoder; this is a {type(model).__name__}")
+        raise SettingsError(f"--lens looks into Fathom's decoder; this is a {type(model).__name__}")
 
     async def looked(text: str) -> LensData:
         # Shielded: the thread cannot be stopped, and cancelling would leave its result without a reader.
@@ -50,5 +50,5 @@ def add_lens(app: FastAPI, service: Service) -> None:
             await service.encoded("text", len(text), partial(encode, tokenizer, text, {}, context))
         try:
             return JSONResponse(pack(await looked(text)))
-        except (LensError, UnicodeError) as error:
+        except (SettingsError, UnicodeError) as error:
             raise ApiError(400, " ".join(str(error).split()), param="text") from error

@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from fathom.checkpoints.tokenizers import byte_letters
-from fathom.errors import FathomError
+from fathom.errors import SettingsError
 from fathom.models import FathomForCausalLM
 from fathom.models.blend import Blended
 from fathom.models.cost import count_parameters
@@ -43,10 +43,6 @@ BYTES = byte_letters()
 """The alphabet in which byte-level vocabularies are written."""
 LOGITS_AT_ONCE = 1 << 25
 """Logits computed at a time: all tokens at once would take gigabytes with a large vocabulary."""
-
-
-class LensError(FathomError, ValueError):
-    """A model or text that the lens cannot show; the message is one line."""
 
 
 @dataclass(frozen=True)
@@ -220,7 +216,7 @@ def same_tokenizer(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase,
 def require_decoder(model: object) -> None:
     """Refuse a model that was not opened as Fathom's decoder, on whose layers and residual the lens hangs."""
     if not isinstance(model, FathomForCausalLM):
-        raise LensError(f"the lens looks into Fathom's decoder; this is a {type(model).__name__}")
+        raise SettingsError(f"the lens looks into Fathom's decoder; this is a {type(model).__name__}")
 
 
 @torch.no_grad()
@@ -309,10 +305,10 @@ def _checked(
     require_decoder(model)
     for option, value in (("--top", top), ("--max-tokens", max_tokens)):
         if value < 1:
-            raise LensError(f"{option} {value}: allowed: 1 or more")
+            raise SettingsError(f"{option} {value}: allowed: 1 or more")
     ids, pieces = _tokenise(tokenizer, text)
     if not ids:
-        raise LensError("there is no text to look at")
+        raise SettingsError("there is no text to look at")
     return ids, pieces
 
 

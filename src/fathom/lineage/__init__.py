@@ -12,7 +12,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from fathom.checkpoints.origin import Refused
+    from fathom.errors import ModelError
     from fathom.lineage import ancestry as ancestry
     from fathom.lineage import attacks as attacks
     from fathom.lineage import comparison as comparison
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from fathom.lineage.comparison import Comparison, Options, compare
     from fathom.lineage.weights import Weights, open_weights
 
-__all__ = ["Comparison", "Options", "Refused", "Weights", "compare", "open_weights"]
+__all__ = ["Comparison", "ModelError", "Options", "Weights", "compare", "open_weights"]
 
 # The module that each name comes from.
 _HOMES = {
     "Comparison": "fathom.lineage.comparison",
     "Options": "fathom.lineage.comparison",
-    "Refused": "fathom.checkpoints.origin",
+    "ModelError": "fathom.checkpoints.origin",
     "Weights": "fathom.lineage.weights",
     "compare": "fathom.lineage.comparison",
     "open_weights": "fathom.lineage.weights",

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from fathom.checkpoints.origin import Refused
+from fathom.errors import ModelError
 from fathom.lineage import aligning, evidence, neurons
 from fathom.lineage.evidence import NeuronCount
 from fathom.lineage.weights import Weights
@@ -43,7 +43,9 @@ def sources(a: Weights, b: Weights, seed: int = 0, progress: Told = lambda _: No
     frames = _frames(a, b, seed)
     layers = [[i for i in range(w.geometry.layers) if w.has("down", i)] for w in (a, b)]
     if not frames or not all(layers):
-        raise Refused(f"{a.name} and {b.name}: no strings, widths or feed-forward weights by which to compare layers")
+        raise ModelError(
+            f"{a.name} and {b.name}: no strings, widths or feed-forward weights by which to compare layers"
+        )
     gated = a.geometry.gated and b.geometry.gated
     counts: dict[int, list[NeuronCount]] = {j: [] for j in layers[1]}
     for left, right in frames:

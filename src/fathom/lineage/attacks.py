@@ -15,8 +15,9 @@ from pathlib import Path
 import numpy as np
 
 from fathom.checkpoints.layout import CONFIG, INDEX
-from fathom.checkpoints.origin import Refused, read_json
+from fathom.checkpoints.origin import read_json
 from fathom.checkpoints.tensors import Array
+from fathom.errors import ModelError
 from fathom.lineage import canonical
 from fathom.lineage.weights import Geometry, Layer, TensorView, Weights
 from fathom.report.files import write_json
@@ -151,7 +152,7 @@ class Plane(Attack):
     def check(self) -> None:
         """Refuse models without rotary planes."""
         if not self.geometry.rotary_dim or self.geometry.latent:
-            raise Refused("attack plane: the model has no plain rotary heads")
+            raise ModelError("attack plane: the model has no plain rotary heads")
 
     def layer(self, layer: Layer, index: int) -> Layer:
         """q/a and k a per plane, or γ_q a and γ_k/a."""
@@ -177,7 +178,7 @@ class Head(Attack):
     def check(self) -> None:
         """Refuse latent attention, whose heads share their keys."""
         if self.geometry.latent:
-            raise Refused("attack head: latent attention is not supported")
+            raise ModelError("attack head: latent attention is not supported")
 
     def layer(self, layer: Layer, index: int) -> Layer:
         """Scales first, then the V/O gauge, then the order of KV groups and of query heads inside them."""
@@ -247,7 +248,7 @@ class Scale(Attack):
     def check(self) -> None:
         """Refuse models with norms after the sub-layers, which would undo the writers' scale."""
         if self.geometry.post_norm:
-            raise Refused("attack scale: norms follow the sub-layers")
+            raise ModelError("attack scale: norms follow the sub-layers")
 
     def ends(self, ends: Layer) -> Layer:
         """E × c."""
@@ -302,7 +303,7 @@ BREAKS: Mapping[str, frozenset[str]] = {
 
 def _require_rms(geometry: Geometry, kind: str) -> None:
     if geometry.norm != "rms" or geometry.post_norm:
-        raise Refused(f"attack {kind}: only models with RMSNorm before each sub-layer keep their function")
+        raise ModelError(f"attack {kind}: only models with RMSNorm before each sub-layer keep their function")
 
 
 def _lognormal(draw: np.random.Generator, count: int, spread: float) -> Array:
@@ -391,17 +392,17 @@ def attack(weights: Weights, kinds: Sequence[str], out: Path, seed: int = 0, dty
 
 def _check(weights: Weights, kinds: Sequence[str], dtype: str) -> None:
     if unknown := [kind for kind in kinds if kind not in ATTACKS]:
-        raise Refused(f"unknown attack {unknown[0]}; there are {', '.join(ATTACKS)}")
+        raise ModelError(f"unknown attack {unknown[0]}; there are {', '.join(ATTACKS)}")
     if dtype not in {"float32", "float64"}:
-        raise Refused(f"dtype {dtype}: wanted float32 or float64")
+        raise ModelError(f"dtype {dtype}: wanted float32 or float64")
     if weights.geometry.latent or any(view.item is not None for view in weights.views.values()):
-        raise Refused("attack: latent attention and mixtures of experts are not supported")
+        raise ModelError("attack: latent attention and mixtures of experts are not supported")
     matrices = [name for name in weights.extra_tensors if len(weights.store.tensors[name].shape) > 1]
     if matrices:
-        raise Refused(f"attack: {matrices[0]} would have to be edited too, and its role is not known")
+        raise ModelError(f"attack: {matrices[0]} would have to be edited too, and its role is not known")
     for kind in kinds:
         if (name := _broken(weights.config, kind)) is not None:
-            raise Refused(f"attack {kind}: a model with {name} would compute something else")
+            raise ModelError(f"attack {kind}: a model with {name} would compute something else")
 
 
 def _broken(config: Mapping[str, object], kind: str) -> str | None:

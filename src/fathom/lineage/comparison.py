@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from fathom.checkpoints.origin import Refused
 from fathom.checkpoints.tensors import Array
+from fathom.errors import ModelError
 from fathom.lineage import (
     aligning,
     awm,
@@ -69,13 +69,13 @@ class Options:
 
     def __post_init__(self) -> None:
         if self.mode not in {"fast", "exact"}:
-            raise Refused(f"mode {self.mode!r}: wanted fast or exact")
+            raise ModelError(f"mode {self.mode!r}: wanted fast or exact")
         if unknown := set(self.align) - set(ALIGNMENTS):
-            raise Refused(f"align {min(unknown)!r}: wanted some of {', '.join(ALIGNMENTS)}")
+            raise ModelError(f"align {min(unknown)!r}: wanted some of {', '.join(ALIGNMENTS)}")
         if self.layers is not None and self.layers < 1:
-            raise Refused(f"--layers {self.layers}: wanted 1 or more")
+            raise ModelError(f"--layers {self.layers}: wanted 1 or more")
         if self.seed < 0:
-            raise Refused(f"--seed {self.seed}: wanted 0 or more")
+            raise ModelError(f"--seed {self.seed}: wanted 0 or more")
 
     def all_of(self, a: Weights, b: Weights) -> bool:
         """Whether nothing need be left out: exact mode, or small models."""

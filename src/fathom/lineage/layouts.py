@@ -12,7 +12,7 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from fathom.checkpoints.origin import Refused
+from fathom.errors import ModelError
 
 
 @dataclass(frozen=True)
@@ -225,7 +225,7 @@ def matching(table: tuple[Scheme, ...], names: Collection[str], layer: str, what
     if not fitting:
         return None
     listed = " or ".join(layer + next(iter(scheme.required.values())) for scheme in fitting)
-    raise Refused(f"{what} of {layer.rstrip('.')} is ambiguous: {listed}")
+    raise ModelError(f"{what} of {layer.rstrip('.')} is ambiguous: {listed}")
 
 
 def locate(names: Collection[str], model_type: str) -> tuple[str, Stack]:
@@ -239,9 +239,9 @@ def locate(names: Collection[str], model_type: str) -> tuple[str, Stack]:
         and (not stack.final_norm or parameter(names, prefix + stack.final_norm))
     ]
     if not found:
-        raise Refused(f"no decoder found: {why_not(names)}")
+        raise ModelError(f"no decoder found: {why_not(names)}")
     if len(found) > 1:
-        raise Refused("several decoders found: " + " and ".join(prefix + stack.embed for prefix, stack in found))
+        raise ModelError("several decoders found: " + " and ".join(prefix + stack.embed for prefix, stack in found))
     return found[0]
 
 

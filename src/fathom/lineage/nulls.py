@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 from scipy import stats
 
-from fathom.checkpoints.origin import Refused, parse_json
+from fathom.checkpoints.origin import parse_json
+from fathom.errors import ModelError
 from fathom.lineage import evidence
 from fathom.lineage.pairs import NAMES, SCORE_LABELS, Pair
 from fathom.lineage.weights import Weights
@@ -94,19 +95,19 @@ def structure_class(a: Weights, b: Weights) -> str:
 def read(path: Path, kind: str) -> Null:
     """The part of a calibration file that matches a structure class."""
     if not path.is_file():
-        raise Refused(f"{path}: no such null file")
+        raise ModelError(f"{path}: no such null file")
     raw = path.read_bytes()
     body = parse_json(raw, str(path))
     classes = body.get("classes")
     if body.get("fathom_null") != VERSION or not isinstance(classes, dict):
-        raise Refused(f"{path}: not a null file of version {VERSION} (fathom lineage calibrate writes one)")
+        raise ModelError(f"{path}: not a null file of version {VERSION} (fathom lineage calibrate writes one)")
     if kind not in classes:
-        raise Refused(f"{path}: no null for {kind}; it has {'; '.join(classes)}")
+        raise ModelError(f"{path}: no null for {kind}; it has {'; '.join(classes)}")
     if (fault := _fault(classes[kind], body.get("models"))) is not None:
-        raise Refused(f"{path}: class {kind}: {fault}")
+        raise ModelError(f"{path}: class {kind}: {fault}")
     scores = classes[kind]["scores"]
     if high := [name for name in NAMES.values() if (evidence.score_threshold(scores.get(name, [])) or 0) >= 1]:
-        raise Refused(
+        raise ModelError(
             f"{path}: class {kind}: a score of {high[0]} would have to pass 1 to be high: a pair in it is related"
         )
     file = {"path": str(path), "sha256": hashlib.sha256(raw).hexdigest(), "class": classes[kind]}
@@ -151,7 +152,7 @@ def write(path: Path, groups: dict[str, list[Pair]]) -> dict[str, object]:
     models: dict[str, str] = {}
     for pair in (pair for pairs in groups.values() for pair in pairs):
         if pair.convicts():
-            raise Refused(f"{pair.a.name} and {pair.b.name} share weights: a null is made of unrelated models")
+            raise ModelError(f"{pair.a.name} and {pair.b.name} share weights: a null is made of unrelated models")
         models |= {digest(w): w.name for w in (pair.a, pair.b)}
     classes = {}
     for kind, pairs in groups.items():

@@ -16,9 +16,10 @@ from contextlib import suppress
 import numpy as np
 
 from fathom.checkpoints.layout import QWEN_TIKTOKEN, SENTENCEPIECE_MODEL, TOKENIZER_JSON, VOCABULARY
-from fathom.checkpoints.origin import Origin, Refused, read_json, read_whole
+from fathom.checkpoints.origin import Origin, read_json, read_whole
 from fathom.checkpoints.tensors import Array
 from fathom.checkpoints.tokenizers import byte_letters, message_fields
+from fathom.errors import ModelError
 
 Vocabulary = Mapping[bytes, int]
 
@@ -53,7 +54,7 @@ def read_vocabulary(origin: Origin) -> dict[bytes, int] | None:
 def _from_tokenizer_json(table: dict[str, object]) -> dict[bytes, int]:
     model = table.get("model")
     if not isinstance(model, dict) or not isinstance(model.get("vocab"), dict | list):
-        raise Refused("tokenizer.json: no model.vocab")
+        raise ModelError("tokenizer.json: no model.vocab")
     vocab, added = model["vocab"], table.get("added_tokens")
     pairs: Iterable[tuple[object, object]]
     if isinstance(vocab, dict):
@@ -88,7 +89,7 @@ def _from_model_file(raw: bytes, name: str) -> dict[bytes, int]:
     except (UnicodeDecodeError, ValueError, binascii.Error):
         pieces = list(_sentencepieces(raw))
     if not pieces:
-        raise Refused(f"{name}: neither tiktoken nor sentencepiece")
+        raise ModelError(f"{name}: neither tiktoken nor sentencepiece")
     return _collect(((piece, index) for index, (piece, kind) in enumerate(pieces) if kind in (1, 6)), byte_level=False)
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from fathom.checkpoints.find import find_model, holds_model
 from fathom.checkpoints.gguf import GgufStore
 from fathom.checkpoints.layout import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CONFIG
-from fathom.checkpoints.origin import LocalOrigin, Origin, Refused, Shelf, open_origin, read_json
+from fathom.checkpoints.origin import LocalOrigin, Origin, Shelf, open_origin, read_json
 from fathom.checkpoints.tensors import (
     AdapterStore,
     Array,
@@ -29,6 +29,7 @@ from fathom.checkpoints.tensors import (
     is_scale,
     open_safetensors,
 )
+from fathom.errors import ModelError
 from fathom.lineage import layouts, vocabulary
 from fathom.lineage.layouts import Scheme, matching, parameter
 
@@ -260,7 +261,7 @@ def open_weights(where: str | Path, base: str | Path | None = None, max_bytes: i
     """
     try:
         return _opened(where, base, max_bytes)
-    except Refused as error:
+    except ModelError as error:
         if str(where) in str(error):
             raise
         raise type(error)(f"{error} (in {where})") from None  # of two checkpoints, which
@@ -277,7 +278,7 @@ def _opened(where: str | Path, base: str | Path | None, max_bytes: int | None) -
         return _open_adapter(str(where), origin, base, max_bytes)
     store = open_safetensors(origin, file)
     if not origin.exists(CONFIG):
-        raise Refused(f"{where}: no {CONFIG} beside the weights; it says how many heads there are")
+        raise ModelError(f"{where}: no {CONFIG} beside the weights; it says how many heads there are")
     config = read_json(origin, CONFIG)
     return resolve(str(where), store, config, lambda: vocabulary.read_vocabulary(origin))
 
@@ -286,10 +287,10 @@ def _open_adapter(where: str, origin: Origin, base: str | Path | None, max_bytes
     config = read_json(origin, ADAPTER_CONFIG)
     named = base or config.get("base_model_name_or_path")
     if not isinstance(named, str | Path):
-        raise Refused(f"{where}: an adapter that names no base model; give it with --adapter-base")
+        raise ModelError(f"{where}: an adapter that names no base model; give it with --adapter-base")
     below = open_weights(named, max_bytes=max_bytes)
     if not origin.exists(ADAPTER_WEIGHTS):
-        raise Refused(f"{where}: no {ADAPTER_WEIGHTS} (pickled adapters are never opened)")
+        raise ModelError(f"{where}: no {ADAPTER_WEIGHTS} (pickled adapters are never opened)")
     adapter = SafetensorsStore(origin, [ADAPTER_WEIGHTS])
     return replace(below, name=where, store=AdapterStore(below.store, adapter, config), _words=[], unusable={}, memo={})
 
@@ -325,7 +326,7 @@ def resolve(
 def _decoder_config(config: Mapping[str, object]) -> Mapping[str, object]:
     """The decoder's block of a multimodal config, checked."""
     if not isinstance(config.get("model_type", ""), str):
-        raise Refused(f"config.json: model_type {config['model_type']!r:.40}: wanted a name")
+        raise ModelError(f"config.json: model_type {config['model_type']!r:.40}: wanted a name")
     for key in ("text_config", "llm_config", "language_config", "thinker_config"):
         if isinstance(inner := config.get(key), Mapping):
             above = {name: config[name] for name in ("model_type", "tie_word_embeddings") if name in config}
@@ -337,7 +338,7 @@ def _check_layers(config: Mapping[str, object], count: int, names: Mapping[str, 
     """Refuse a checkpoint whose number of layers is not the one in its configuration."""
     said = _number(config, "num_hidden_layers", "n_layer", "n_layers", "num_layers")
     if said is not None and said != count:
-        raise Refused(
+        raise ModelError(
             f"config.json says {said} layers; attention was found in {count}: {layouts.why_not(names, count)}"
         )
 
@@ -362,7 +363,7 @@ class _Sizes:
     def of(cls, config: Mapping[str, object], width: int) -> _Sizes:
         heads = _number(config, "num_attention_heads", "n_head", "n_heads", "num_heads")
         if heads is None:
-            raise Refused("config.json does not say how many attention heads there are")
+            raise ModelError("config.json does not say how many attention heads there are")
         head_dim = _number(config, "head_dim", "kv_channels") or width // heads
         kv_heads = _number(config, "num_key_value_heads", "multi_query_group_num", "num_kv_heads", "n_head_kv")
         nested = config.get("attn_config")
@@ -372,14 +373,14 @@ class _Sizes:
             kv_heads = 1 if config.get("multi_query", True) else heads
         kv_heads = kv_heads or heads
         if heads % kv_heads:
-            raise Refused(f"config.json: {heads} heads do not share {kv_heads} key heads evenly")
+            raise ModelError(f"config.json: {heads} heads do not share {kv_heads} key heads evenly")
         latent = None
         rank = _number(config, "kv_lora_rank")
         if rank is not None:
             parts = (config.get("qk_nope_head_dim"), config.get("qk_rope_head_dim"), config.get("v_head_dim"))
             sizes = [part for part in parts if isinstance(part, int) and part is not True and part > 0]
             if len(sizes) < 3:
-                raise Refused("config.json: latent attention without its head sizes")
+                raise ModelError("config.json: latent attention without its head sizes")
             latent = (sizes[0], sizes[1], sizes[2], rank)
             head_dim, kv_heads = latent[0] + latent[1], heads
         return cls(heads, kv_heads, head_dim, width, latent)
@@ -397,7 +398,7 @@ def _ends(
     parents = {"", prefix, prefix.removesuffix("model.")}
     heads = {tensor for parent in parents for head in layouts.HEADS if (tensor := parameter(names, parent + head))}
     if len(heads) > 1:
-        raise Refused(f"the output head is ambiguous: {' or '.join(sorted(heads))}")
+        raise ModelError(f"the output head is ambiguous: {' or '.join(sorted(heads))}")
     for tensor in heads:
         views["head", None] = TensorView(tensor)
     return views
@@ -420,7 +421,7 @@ class _LayerViews:
         feed_forward = matching(layouts.FEED_FORWARD, self.names, layer, "the feed-forward")
         norms = matching(layouts.NORMS, self.names, layer, "the norms")
         if norms is None and self.config.get("model_type") not in layouts.UNSCALED:
-            raise Refused(f"{layer.rstrip('.')}: its norms have no known names")
+            raise ModelError(f"{layer.rstrip('.')}: its norms have no known names")
         packing = _packing(attention, self.config)
         for scheme in (attention, feed_forward, norms):
             if scheme is not None:
@@ -468,7 +469,7 @@ class _LayerViews:
             return {role: None}
         out, inner = shape
         if out % 2 or inner != self.sizes.width:
-            raise Refused(f"{tensor}: shape {self.names[tensor].shape} does not tell gate from up")
+            raise ModelError(f"{tensor}: shape {self.names[tensor].shape} does not tell gate from up")
         if self.config.get("model_type") in layouts.EXPERTS_WOVEN:
             return {name: tuple((row, row + 1) for row in range(at, out, 2)) for at, name in enumerate(("gate", "up"))}
         return {"gate": ((0, out // 2),), "up": ((out // 2, out),)}
@@ -480,7 +481,7 @@ def _packing(attention: Scheme, config: Mapping[str, object]) -> str:
     packing = layouts.PACKING.get(str(config.get("model_type")))
     if packing is None:
         module = attention.required["qkv"]
-        raise Refused(f"{module}: rows may be interleaved in three ways, and model_type does not say which")
+        raise ModelError(f"{module}: rows may be interleaved in three ways, and model_type does not say which")
     if packing == "falcon":
         if config.get("new_decoder_architecture"):
             return "group"
@@ -499,7 +500,7 @@ def _cut_qkv(sizes: _Sizes, packing: str, out: int, module: str) -> dict[str, tu
     if packing == "head":
         kv_heads = heads
     if out != (heads + 2 * kv_heads) * dim:
-        raise Refused(f"{module}: {out} rows are not {heads} query and twice {kv_heads} key heads of {dim}")
+        raise ModelError(f"{module}: {out} rows are not {heads} query and twice {kv_heads} key heads of {dim}")
     if packing == "concat":
         cuts = [0, heads * dim, (heads + kv_heads) * dim, out]
         return {role: ((cuts[i], cuts[i + 1]),) for i, role in enumerate("qkv")}
@@ -567,7 +568,7 @@ def _rotary_share(config: Mapping[str, object], head_dim: int) -> float:
         if value is None or value == 0:
             continue
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
-            raise Refused(f"config.json: {key} {value!r:.40}: wanted a share between 0 and 1")
+            raise ModelError(f"config.json: {key} {value!r:.40}: wanted a share between 0 and 1")
         return float(value)
     return 1.0
 
@@ -589,9 +590,9 @@ def _check_shapes(weights: Weights) -> None:
             continue
         shape = weights.store.tensors[view.tensor].shape
         if len(shape) != (2 if view.item is None else 3):
-            raise Refused(f"{view.tensor}: shape {shape} is not a matrix")
+            raise ModelError(f"{view.tensor}: shape {shape} is not a matrix")
         out, inner = shape[-2:][::-1] if view.transposed else shape[-2:]
         if view.rows is not None:
             out = sum(stop - start for start, stop in view.rows)
         if any(w is not None and w != s for w, s in zip(want[role], (out, inner), strict=True)):
-            raise Refused(f"{view.tensor}: {role} of layer {layer} is {out}×{inner}, wanted {want[role]}")
+            raise ModelError(f"{view.tensor}: {role} of layer {layer} is {out}×{inner}, wanted {want[role]}")

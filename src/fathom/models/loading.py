@@ -25,10 +25,6 @@ LEARNED = ("max_position_embeddings", "position_offset")
 """Those that do so only where positions are a learned table."""
 
 
-class ShapeError(ValueError):
-    """Keys that contradict a checkpoint's tensors; the message is one line."""
-
-
 def require_shapes(theirs: PreTrainedConfig, wanted: Mapping[str, object], keys: Collection[str] = SHAPING) -> None:
     """Refuse values of shaping keys other than the checkpoint's.
 
@@ -43,7 +39,7 @@ def require_shapes(theirs: PreTrainedConfig, wanted: Mapping[str, object], keys:
     if wrong:
         said = ", ".join(f"{key}={_shown(getattr(theirs, key))} (not {_shown(wanted[key])})" for key in wrong)
         these = "this key" if len(wrong) == 1 else "these keys"
-        raise ShapeError(f"the checkpoint has {said}; its config.json decides, so leave {these} out")
+        raise ValueError(f"the checkpoint has {said}; its config.json decides, so leave {these} out")
 
 
 def differing(
@@ -87,7 +83,7 @@ def require_one_head(model: PreTrainedModel) -> None:
     if not model.config.tie_word_embeddings or not isinstance(head, nn.Module) or not isinstance(embedding, nn.Module):
         return
     if head.weight is not embedding.weight and not head.weight.is_meta and not embedding.weight.is_meta:
-        raise ShapeError(
+        raise ValueError(
             "config.json says tie_word_embeddings=true, but lm_head.weight differs from the embedding; "
             "write tie_word_embeddings=false there to keep the head, or delete lm_head.weight"
         )

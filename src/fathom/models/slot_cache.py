@@ -72,7 +72,7 @@ class SlotLayer(GrowingLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Refused: a slot needs a token and a trip, which only the model's own pass knows (`exchange`)."""
+        """ModelError: a slot needs a token and a trip, which only the model's own pass knows (`exchange`)."""
         raise TypeError("a slot cache is written by the model that made it")
 
     def exchange(self, placement: Placement, new: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

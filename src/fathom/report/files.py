@@ -15,7 +15,7 @@ from typing import Any, TypedDict
 
 from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 
-from fathom.errors import FathomError
+from fathom.errors import DataError, HeldError
 
 # Errors of file systems without locks, such as FUSE or a network drive whose lock service is down.
 NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL}
@@ -26,15 +26,6 @@ class Digest(TypedDict):
 
     bytes: int
     sha256: str
-
-
-class HeldError(FathomError):
-    """Another process holds a lock."""
-
-    def __init__(self, marker: Path | None = None) -> None:
-        self.advice = "" if marker is None else f"; if that process is gone, delete {marker}"
-        """The end of an error message: how to remove a marker; empty where the system frees a dead process' lock."""
-        super().__init__(f"another process holds it{self.advice}")
 
 
 @contextmanager
@@ -120,12 +111,8 @@ def read_json(path: Path) -> Any:
     return value
 
 
-class DamagedError(FathomError):
-    """A file of ours that does not hold what was written; the message says what to do about it."""
-
-
 def read_written(path: Path, *keys: str, remedy: str) -> Any:
-    """A JSON object that Fathom wrote, with these keys at least; a `DamagedError` if that is not what is there.
+    """A JSON object that Fathom wrote, with these keys at least; a `DataError` if that is not what is there.
 
     Args:
         path: The file.
@@ -137,7 +124,7 @@ def read_written(path: Path, *keys: str, remedy: str) -> Any:
     except ValueError:
         value = {}
     if not value or any(key not in value for key in keys):
-        raise DamagedError(f"{path} is damaged: {remedy}")
+        raise DataError(f"{path} is damaged: {remedy}")
     return value
 
 

@@ -1,17 +1,16 @@
 """Training: `train` for a whole run, `build_training` to drive the steps yourself."""
 
+from fathom.errors import TrainingError
 from fathom.training.build import StepMetrics, Training, build_training
 from fathom.training.change import Change, branch, extension, read_history
-from fathom.training.checkpoint import CheckpointError
 from fathom.training.heldout import Evaluation, Score, evaluate
 from fathom.training.hooks import Hook, Tracker
-from fathom.training.loop import TrainingError, TrainResult, train
+from fathom.training.loop import TrainResult, train
 from fathom.training.parallel import Ranks, start
 from fathom.training.tracking import read_metrics
 
 __all__ = [
     "Change",
-    "CheckpointError",
     "Evaluation",
     "Hook",
     "Ranks",

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from fathom.checkpoints.layout import ADAPTER, ADAPTER_WEIGHTS
 from fathom.checkpoints.runs import load_tensors, model_directory
-from fathom.errors import to_install
+from fathom.errors import SettingsError, to_install
 from fathom.kvcache.lora import with_lora
 from fathom.models.modeling import FathomForCausalLM
-from fathom.recipe import Lora, Recipe, RecipeError
+from fathom.recipe import Lora, Recipe
 from fathom.training.hooks import Hook
 from fathom.training.parallel import whole
 
@@ -43,12 +43,12 @@ def adapt(model: FathomForCausalLM, recipe: Recipe, world_size: int) -> PeftMode
     if rank is None:
         return None
     if world_size > 1 and recipe.lora.rank is None:
-        raise RecipeError(f"{key}={rank}: allowed in one process, here are {world_size}")
+        raise SettingsError(f"{key}={rank}: allowed in one process, here are {world_size}")
     torch.manual_seed(recipe.train.seed)  # adapters are initialised at random: alike in each run and on each rank
     try:
         return _wrapped(model, recipe.lora) if recipe.lora.rank else with_lora(model, rank, alpha=2 * rank)
     except (ImportError, ValueError) as error:
-        raise RecipeError(f"{key}={rank}: {error}") from error
+        raise SettingsError(f"{key}={rank}: {error}") from error
 
 
 def _wrapped(model: FathomForCausalLM, lora: Lora) -> PeftModel:
@@ -61,9 +61,11 @@ def _wrapped(model: FathomForCausalLM, lora: Lora) -> PeftModel:
         lora = replace(lora, targets=tuple(name for name in lora.targets if name in leaves))
     for key, names in (("targets", lora.targets), ("whole", lora.whole)):
         if missing := sorted(set(names) - leaves):
-            raise RecipeError(f"lora.{key}: this model has no {missing[0]}")
+            raise SettingsError(f"lora.{key}: this model has no {missing[0]}")
     if model.config.tie_word_embeddings and "lm_head" in (*lora.targets, *lora.whole):
-        raise RecipeError("lora: lm_head is the input embedding of this model: name embed_tokens in lora.whole instead")
+        raise SettingsError(
+            "lora: lm_head is the input embedding of this model: name embed_tokens in lora.whole instead"
+        )
     assert lora.rank is not None
     config = LoraConfig(
         r=lora.rank,

@@ -18,11 +18,12 @@ from fathom.data.batches import Batch, BatchPlan
 from fathom.data.mixture import Mixture, Phase
 from fathom.data.puzzles import open_data
 from fathom.data.shards import TokenDataset
+from fathom.errors import SettingsError
 from fathom.kernels import require, use
 from fathom.models.configuration import FathomConfig
 from fathom.models.flex_reading import FLEX, NO_BACKWARD
 from fathom.models.modeling import FathomCausalLMOutput, FathomForCausalLM
-from fathom.recipe import Recipe, RecipeError
+from fathom.recipe import Recipe
 from fathom.training.adapters import adapt
 from fathom.training.guard import Guard
 from fathom.training.kvcache import compress
@@ -159,7 +160,7 @@ def check_device(recipe: Recipe, device: str) -> None:
     """Refuse kernels and an attention that cannot train on this type of device."""
     require(recipe.train.kernels, device)
     if recipe.train.attention == FLEX and device in NO_BACKWARD:
-        raise RecipeError(f"train.attention={FLEX}: no backward pass on {device}; allowed: sdpa, eager")
+        raise SettingsError(f"train.attention={FLEX}: no backward pass on {device}; allowed: sdpa, eager")
 
 
 def check_model(recipe: Recipe, data: TokenDataset) -> None:
@@ -209,7 +210,7 @@ def build_model(recipe: Recipe, config: FathomConfig, device: torch.device, begi
         try:
             model, info = FathomForCausalLM.from_pretrained(None if isinstance(found, Saved) else found, **settings)
         except ValueError as error:
-            raise RecipeError(f"model.from_pretrained={source}: {error}") from error
+            raise SettingsError(f"model.from_pretrained={source}: {error}") from error
         initialize(model.to(device), recipe.train.seed, info["missing_keys"])
         return cast("FathomForCausalLM", model)
     with device:
@@ -224,12 +225,12 @@ def _source(source: str) -> Path | Saved:
     if (directory := model_directory(source)) is not None:
         check_checkpoint(directory)
         if problem := changed(directory):
-            raise RecipeError(f"model.from_pretrained={source}: {problem}")
+            raise SettingsError(f"model.from_pretrained={source}: {problem}")
         return directory
     saved = find_checkpoint(source)
     if not is_settled(source, saved):  # the next reader, another arm or this run again, may find a newer one
         one = f"{source}@step-{saved.step}"
-        raise RecipeError(f"model.from_pretrained={source}: not finished; name a checkpoint of it, as in {one}")
+        raise SettingsError(f"model.from_pretrained={source}: not finished; name a checkpoint of it, as in {one}")
     return saved
 
 
@@ -285,7 +286,7 @@ def clip_gradients(parameters: Iterable[Tensor], limit: float | None) -> Tensor:
 
 def _require_context(recipe: Recipe, config: FathomConfig) -> None:
     if recipe.data.sequence_length > config.max_position_embeddings:
-        raise RecipeError(
+        raise SettingsError(
             f"data.sequence_length={recipe.data.sequence_length}: allowed: at most the model's "
             f"max_position_embeddings={config.max_position_embeddings}"
         )
@@ -294,12 +295,12 @@ def _require_context(recipe: Recipe, config: FathomConfig) -> None:
 def _require_rows_per_rank(recipe: Recipe, world_size: int) -> None:
     rows, remainder = divmod(recipe.rows_per_step, world_size)
     if remainder:
-        raise RecipeError(
+        raise SettingsError(
             f"train.tokens_per_step={recipe.train.tokens_per_step}: allowed: a multiple of data.sequence_length"
             f"={recipe.data.sequence_length} times {world_size} ranks"
         )
     if rows % min(recipe.train.micro_batch, rows):
-        raise RecipeError(f"train.micro_batch={recipe.train.micro_batch}: allowed: a divisor of {rows} rows per rank")
+        raise SettingsError(f"train.micro_batch={recipe.train.micro_batch}: allowed: a divisor of {rows} rows per rank")
 
 
 def _seed(*parts: object) -> int:

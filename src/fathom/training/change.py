@@ -14,7 +14,8 @@ from typing import TypedDict
 from fathom.checkpoints.find import checkpoint_steps, experiment_of
 from fathom.checkpoints.layout import HISTORY, METRICS, RECIPE, RESULT, step_name
 from fathom.checkpoints.runs import Saved, find_checkpoint, newest_checkpoint
-from fathom.recipe import FREE_ON_RESUME, Recipe, RecipeError, differences, load_recipe, values_of
+from fathom.errors import SettingsError
+from fathom.recipe import FREE_ON_RESUME, Recipe, differences, load_recipe, values_of
 from fathom.report.files import sync_directory, write_atomically
 from fathom.training.optimizer import learning_rate, leaves_peak
 
@@ -59,7 +60,7 @@ def extension(run_dir: str | Path, overrides: Sequence[str] = ()) -> Change:
     """Continue a run in its own directory, finished or not, with `key=value` overrides.
 
     Warm-up keeps its number of steps. A key that cannot change, or a schedule that would contradict the rates of the
-    steps already taken, is a `RecipeError`.
+    steps already taken, is a `SettingsError`.
     """
     run_dir = Path(run_dir)
     before = load_recipe(run_dir / RECIPE)
@@ -68,17 +69,17 @@ def extension(run_dir: str | Path, overrides: Sequence[str] = ()) -> Change:
         return Change(after, run_dir, before, 0)
     if experiment := experiment_of(run_dir):
         planned = f"is part of a {experiment} and stays as planned"
-        raise RecipeError(f"{run_dir} {planned}; branch: --from {run_dir} --run NEW")
+        raise SettingsError(f"{run_dir} {planned}; branch: --from {run_dir} --run NEW")
     saved = newest_checkpoint(run_dir)
     finished = (run_dir / RESULT).exists()
     if saved is None:
         if finished:
-            raise RecipeError(f"{run_dir} is finished and has no intact checkpoint to go on from")
+            raise SettingsError(f"{run_dir} is finished and has no intact checkpoint to go on from")
         _require_changeable(run_dir, before, after)
         return Change(after, run_dir, before, 0)
     after = _continued(str(run_dir), before, after, saved.step, overrides)
     if finished and after.train.steps == saved.step:
-        raise RecipeError(f"{run_dir} has taken all of its {saved.step} steps; train.steps=N takes more")
+        raise SettingsError(f"{run_dir} has taken all of its {saved.step} steps; train.steps=N takes more")
     return Change(after, run_dir, before, saved.step)
 
 
@@ -100,14 +101,14 @@ def branch(
     overrides = [*overrides, *_cooldown(before, saved.step, cooldown, overrides)]
     after = _continued(name, before, before.override(*overrides), saved.step, overrides)
     if after.train.steps <= saved.step:
-        raise RecipeError(f"train.steps={after.train.steps}: {name} has taken {saved.step}; allowed: more")
+        raise SettingsError(f"train.steps={after.train.steps}: {name} has taken {saved.step}; allowed: more")
     if not (run_dir / RECIPE).exists():
         if checkpoint_steps(run_dir) and not read_history(run_dir):
-            raise RecipeError(f"{run_dir} holds checkpoints of something else; choose another place")
+            raise SettingsError(f"{run_dir} holds checkpoints of something else; choose another place")
         return Change(after, run_dir, before, saved.step, saved)
     begun = [entry["from"] for entry in read_history(run_dir) if "from" in entry]
     if begun[-1:] != [name] or differences(load_recipe(run_dir / RECIPE), after):
-        raise RecipeError(f"{run_dir} holds another run already; `fathom train {run_dir}` goes on with that")
+        raise SettingsError(f"{run_dir} holds another run already; `fathom train {run_dir}` goes on with that")
     return Change(after, run_dir, after, saved.step)
 
 
@@ -116,11 +117,11 @@ def _cooldown(before: Recipe, step: int, length: int | None, overrides: Sequence
     if length is None:
         return []
     if length < 1:
-        raise RecipeError(f"--cooldown {length}: allowed: 1 or more steps")
+        raise SettingsError(f"--cooldown {length}: allowed: 1 or more steps")
     given = {word.partition("=")[0] for word in overrides}
     for key in ("train.steps", "optim.schedule", "optim.decay", "optim.decay_steps"):
         if key in given:
-            raise RecipeError(f"--cooldown {length} sets {key}; leave one of the two out")
+            raise SettingsError(f"--cooldown {length} sets {key}; leave one of the two out")
     keys = [f"train.steps={step + length}", "optim.schedule=wsd", f"optim.decay_steps={length}"]
     if "optim.lr" not in given and leaves_peak(before.optim, step - 1, before.train.steps):
         keys.append(f"optim.lr={_rate(before, step - 1)!r}")
@@ -128,7 +129,7 @@ def _cooldown(before: Recipe, step: int, length: int | None, overrides: Sequence
 
 
 def _continued(name: str, before: Recipe, after: Recipe, step: int, overrides: Sequence[str]) -> Recipe:
-    """The recipe under which a run is continued, with its warm-up; a `RecipeError` if it cannot be."""
+    """The recipe under which a run is continued, with its warm-up; a `SettingsError` if it cannot be."""
     _require_changeable(name, before, after)
     given = {word.partition("=")[0] for word in overrides}
     warmup = before.optim.rising(before.train.steps)
@@ -136,12 +137,14 @@ def _continued(name: str, before: Recipe, after: Recipe, step: int, overrides: S
         after = after.override(f"optim.warmup_steps={warmup}")
     after = _with_phases(name, before, after, step, "data.phases" in given)
     if after.train.steps < step:
-        raise RecipeError(f"train.steps={after.train.steps}: {name} has taken {step}; an earlier checkpoint can branch")
+        raise SettingsError(
+            f"train.steps={after.train.steps}: {name} has taken {step}; an earlier checkpoint can branch"
+        )
     if before.train.steps == after.train.steps or given & {"optim.schedule"}:
         return after
     schedule, planned = before.optim.schedule, before.train.steps
     if schedule in ("cosine", "linear") or leaves_peak(before.optim, step - 1, planned):
-        raise RecipeError(
+        raise SettingsError(
             f"train.steps={after.train.steps}: {name} follows a {schedule} schedule made for {planned} steps; the rate "
             f"of step {step + 1} would go from {_rate(before, step):.4g} to {_rate(after, step):.4g}; say how it goes "
             "on by optim.schedule=constant, wsd, linear or cosine"
@@ -156,7 +159,7 @@ def _with_phases(name: str, before: Recipe, after: Recipe, step: int, given: boo
         after = after.override(f"data.phases={json.dumps([{'at': at, 'mixture': mix} for at, mix in planned])}")
     begun = [[one for one in phases if one[0] < step] for phases in (planned, after.data.later(after.train.steps))]
     if begun[0] != begun[1]:
-        raise RecipeError(
+        raise SettingsError(
             f"{name}: data.phases: what held before step {step} stays; allowed: other shares from then on"
         )
     return after
@@ -164,7 +167,7 @@ def _with_phases(name: str, before: Recipe, after: Recipe, step: int, given: boo
 
 def _require_changeable(name: str | Path, before: Recipe, after: Recipe) -> None:
     if fixed := differences(before, after, ignore=CHANGEABLE):
-        raise RecipeError(
+        raise SettingsError(
             f"{name}: {', '.join(fixed)} cannot change on the way; a new run with model.from_pretrained={name} can"
         )
 
@@ -254,7 +257,7 @@ def read_history(run_dir: Path) -> list[HistoryLine]:
         lines = [json.loads(line) for line in path.read_bytes().splitlines()]
         return [{**line, "step": int(line["step"]), "changes": dict(line["changes"])} for line in lines]
     except (ValueError, KeyError, TypeError):
-        raise RecipeError(f"{path} is damaged: move it away to go on without it") from None
+        raise SettingsError(f"{path} is damaged: move it away to go on without it") from None
 
 
 def _in_effect(history: Sequence[HistoryLine], recipe: Recipe) -> list[HistoryLine]:

@@ -22,7 +22,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from fathom.checkpoints.find import checkpoint_steps
 from fathom.checkpoints.layout import LATEST, MANIFEST, MODEL, RECIPE, TRAINER, step_name
-from fathom.checkpoints.runs import CheckpointError, Saved, load_tensors, newest_checkpoint, reason
+from fathom.checkpoints.runs import Saved, load_tensors, newest_checkpoint, reason
+from fathom.errors import TrainingError
 from fathom.report.files import Digest, digest, read_json, sync_directory, write_atomically, write_durably
 from fathom.training.parallel import Ranks, host_group
 from fathom.training.results import TrainerState
@@ -158,7 +159,7 @@ class Checkpointer:
             parts = [{}] * self.ranks.world_size
             dist.all_gather_object(parts, mine, group=self.group)
         for problem in (part for part in parts if isinstance(part, str)):
-            raise CheckpointError(problem)
+            raise TrainingError(problem)
         return {file: entry for part in parts if not isinstance(part, str) for file, entry in part.items()}
 
     def _prune(self, step: int) -> None:

@@ -11,8 +11,9 @@ import torch
 from fathom.checkpoints.runs import changes_of
 from fathom.data.collections import collection_sizes, locate
 from fathom.data.puzzles import is_puzzle, open_data
-from fathom.data.shards import DataError, read_index
+from fathom.data.shards import read_index
 from fathom.data.targets import TARGETS
+from fathom.errors import DataError
 from fathom.models.configuration import FathomConfig
 from fathom.models.cost import (
     cache_bytes_per_token,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from fathom.checkpoints.layout import METRICS
-from fathom.errors import FathomError
+from fathom.errors import TrainingError
 from fathom.training.heldout import token_losses
 from fathom.training.hooks import Hook
 from fathom.training.tracking import read_metrics
@@ -28,20 +28,6 @@ TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}
 """Allowed relative difference of the first loss from the evaluation, by precision."""
 INFORMED = 0.8
 """Only a loss below this share of ln(vocabulary) is that of a trained model, which can be destroyed."""
-
-
-class FirstStepsError(FathomError):
-    """A run whose first loss is not that of its checkpoint; the message is one line."""
-
-    exit_code = 1
-
-
-class ForgottenError(FirstStepsError):
-    """A run that destroyed its checkpoint's weights; in a comparison it counts as diverged."""
-
-    def __init__(self, message: str, step: int) -> None:
-        super().__init__(message)
-        self.step = step
 
 
 class FirstSteps(Hook):
@@ -98,7 +84,7 @@ class FirstSteps(Hook):
         assert self._expected is not None
         tolerance = TOLERANCE[self._run.recipe.train.precision]
         if abs(loss - self._expected) > tolerance * max(1.0, self._expected):
-            raise FirstStepsError(
+            raise TrainingError(
                 f"the first batch has a loss of {loss:.5f} in training and of {self._expected:.5f} as it is evaluated: "
                 "these must be equal; train.compile=false and parallel.name=single may tell where they part"
             )
@@ -110,7 +96,7 @@ class FirstSteps(Hook):
         if self._known is None or self._known > INFORMED * nothing:
             return
         if loss > (self._known + nothing) / 2:
-            raise ForgottenError(
+            raise TrainingError(
                 f"step {step}: the loss went from {self._known:.3f} to {loss:.3f}, towards the {nothing:.2f} of a "
                 f"model that knows nothing: optim.lr={self._run.recipe.optim.lr:g} or its warm-up destroys what was "
                 "learnt, or the optimizer's state was lost",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from fathom.errors import SettingsError
 from fathom.kvcache import METHODS, compress_in_training
 from fathom.models.modeling import FathomForCausalLM
-from fathom.recipe import Recipe, RecipeError
+from fathom.recipe import Recipe
 
 
 def compress(model: FathomForCausalLM, recipe: Recipe) -> None:
@@ -17,7 +18,7 @@ def compress(model: FathomForCausalLM, recipe: Recipe) -> None:
     try:
         compress_in_training(model, **schedule)
     except ValueError as error:
-        raise RecipeError(f"kvcache.method={recipe.kvcache.method}: {error}") from error
+        raise SettingsError(f"kvcache.method={recipe.kvcache.method}: {error}") from error
     model.config.kvcache = schedule
 
 

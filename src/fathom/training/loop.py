@@ -20,12 +20,12 @@ from fathom.checkpoints.layout import LOCK, MODEL, RECIPE, RESULT, TRAINER, step
 from fathom.checkpoints.runs import Saved, changes_of
 from fathom.data.puzzles import has_split, open_data
 from fathom.data.shards import TokenDataset
-from fathom.errors import FathomError
+from fathom.errors import FathomError, HeldError, SettingsError, TrainingError
 from fathom.models.loading import described
 from fathom.models.modeling import FathomForCausalLM
 from fathom.models.registry import AXES, DEFAULTS, present_options
-from fathom.recipe import Recipe, RecipeError, differences, load_recipe
-from fathom.report.files import HeldError, lock, read_json, write_atomically, write_json
+from fathom.recipe import Recipe, differences, load_recipe
+from fathom.report.files import lock, read_json, write_atomically, write_json
 from fathom.training.adapters import AdapterFiles, merged
 from fathom.training.build import Training, build_training
 from fathom.training.change import CHANGEABLE, Change, begin, record
@@ -44,12 +44,6 @@ if TYPE_CHECKING:
 
 FORWARDED = 3.0
 """Signals within this many seconds count as one: a scheduler and a launcher may both signal every process."""
-
-
-class TrainingError(FathomError):
-    """Training cannot continue; the message is one line."""
-
-    exit_code = 1
 
 
 @dataclass(frozen=True)
@@ -92,7 +86,7 @@ def train(
     require_backends(change.recipe)
     ranks = start(change.recipe)
     if not resume and (change.run_dir / RECIPE).exists():
-        raise RecipeError(f"{change.run_dir} holds a run already")
+        raise SettingsError(f"{change.run_dir} holds a run already")
     result = _result(change)
     if result is not None:
         return result
@@ -115,9 +109,9 @@ def claimed(run_dir: Path) -> Iterator[None]:
                 run_dir.mkdir(parents=True, exist_ok=True)
                 stack.enter_context(lock(run_dir / LOCK))
             except HeldError as held:
-                raise RecipeError(f"{run_dir}: another process is training this run{held.advice}") from None
+                raise SettingsError(f"{run_dir}: another process is training this run{held.advice}") from None
             except OSError as error:
-                raise RecipeError(f"{run_dir}: {error.strerror or error}") from None
+                raise SettingsError(f"{run_dir}: {error.strerror or error}") from None
             yield
     finally:
         with suppress(OSError):
@@ -239,7 +233,8 @@ class Run:
             where = f"the checkpoint of step {kept[-1]} is intact" if kept else "no checkpoint was written yet"
             raise TrainingError(
                 f"stopped at step {self.step}: {self.meter.refused_in_a_row} steps in a row had a non-finite loss or a "
-                f"gradient spike and were skipped; {where}; {self._advice()}"
+                f"gradient spike and were skipped; {where}; {self._advice()}",
+                self.step,
             )
 
     def _refused_too_often(self) -> bool:
@@ -329,7 +324,7 @@ class Run:
         if saved is None:
             return
         if not self.training.data.has_fingerprint(read_json(saved.directory / TRAINER)["corpus"]):
-            raise RecipeError(f"data.directory={self.recipe.data.directory}: not the tokens that this run began with")
+            raise SettingsError(f"data.directory={self.recipe.data.directory}: not the tokens that this run began with")
 
     def _settle(self, change: Change, saved: Saved | None, command: str) -> None:
         """Write recipe and history to the directory. The recipe is last: without it the run has not begun.
@@ -432,11 +427,11 @@ def _as_planned(recipe: Recipe, run_dir: str | Path | None) -> Change:
     try:
         before, recipe = in_present_words(before), in_present_words(recipe)
     except ValueError as error:  # one option under both names
-        raise RecipeError(f"model.{error}") from error
+        raise SettingsError(f"model.{error}") from error
     if differing := differences(before, recipe):
         able = not differences(before, recipe, ignore=CHANGEABLE)
         hint = f"; `fathom train {run_dir} key=value` changes them on the way" if able else ""
-        raise RecipeError(f"{run_dir} holds a run of another recipe; different: {', '.join(differing)}{hint}")
+        raise SettingsError(f"{run_dir} holds a run of another recipe; different: {', '.join(differing)}{hint}")
     return Change(recipe, run_dir, before, 0)
 
 
@@ -453,9 +448,11 @@ def _result(change: Change) -> TrainResult | None:
             return None
         model = finished_model(run_dir)
         if model is not None and (problem := changed(model)):
-            raise RecipeError(f"{problem}; to write the model again from the checkpoint, delete {path} and train again")
+            raise SettingsError(
+                f"{problem}; to write the model again from the checkpoint, delete {path} and train again"
+            )
         return TrainResult(run_dir, values["step"], True, values["tokens"], values["seconds"], evaluation, model)
     except FathomError:
         raise
     except (ValueError, KeyError, TypeError):
-        raise RecipeError(f"{path} is damaged: delete it, and the same command writes it again") from None
+        raise SettingsError(f"{path} is damaged: delete it, and the same command writes it again") from None

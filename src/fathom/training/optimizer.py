@@ -17,7 +17,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from fathom.recipe import Optim, RecipeError
+from fathom.errors import SettingsError
+from fathom.recipe import Optim
 from fathom.training.adamw import AdamW
 from fathom.training.muon import Muon
 
@@ -83,7 +84,7 @@ def freeze(model: nn.Module, only: Sequence[str]) -> None:
     names = [name for name, _ in model.named_parameters()]
     for pattern in only:
         if not any(named(name, pattern) for name in names):
-            raise RecipeError(
+            raise SettingsError(
                 f"optim.only={pattern}: names no parameter of this model; there are {', '.join(names[:3])}, …"
             )
     for name, parameter in model.named_parameters():
@@ -104,12 +105,12 @@ def shares(model: nn.Module, optim: Optim) -> dict[str, tuple[str | None, Share]
     for pattern, factors in optim.groups.items():
         mine = [name for name in trained if named(name, pattern)]
         if not mine:
-            raise RecipeError(
+            raise SettingsError(
                 f"optim.groups={pattern}: names no parameter that is trained; there are {', '.join(trained[:3])}, …"
             )
         for name in mine:
             if found[name][0] is not None:
-                raise RecipeError(f"optim.groups: {name} is named twice, by {found[name][0]} and by {pattern}")
+                raise SettingsError(f"optim.groups: {name} is named twice, by {found[name][0]} and by {pattern}")
             found[name] = (pattern, Share(**factors))
     return found
 

@@ -22,7 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from fathom.recipe import ParallelRecipe, Recipe, RecipeError
+from fathom.errors import SettingsError
+from fathom.recipe import ParallelRecipe, Recipe
 
 if TYPE_CHECKING:
     from fathom.models import FathomForCausalLM
@@ -149,7 +150,7 @@ def _strategy(parallel: ParallelRecipe, world_size: int) -> str:
     if name == "auto":
         return "fsdp" if world_size > 1 else "single"
     if name == "single" and world_size > 1:
-        raise RecipeError(f"parallel.name=single: allowed with {world_size} ranks: auto, ddp, fsdp, hsdp")
+        raise SettingsError(f"parallel.name=single: allowed with {world_size} ranks: auto, ddp, fsdp, hsdp")
     return name
 
 
@@ -159,7 +160,7 @@ def device_of(name: str) -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda":
         if not torch.cuda.is_available():
-            raise RecipeError("train.device=cuda: no CUDA device here; allowed: auto, cpu")
+            raise SettingsError("train.device=cuda: no CUDA device here; allowed: auto, cpu")
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
@@ -181,5 +182,5 @@ def _mesh(parallel: ParallelRecipe, ranks: Ranks) -> DeviceMesh:
     machine = int(os.environ.get("LOCAL_WORLD_SIZE", str(world)))
     shard = 1 if ranks.name == "ddp" else parallel.shard_size or machine
     if world % shard:
-        raise RecipeError(f"parallel.shard_size={shard}: allowed: a divisor of {world} ranks")
+        raise SettingsError(f"parallel.shard_size={shard}: allowed: a divisor of {world} ranks")
     return init_device_mesh(kind, (world // shard, shard), mesh_dim_names=("replicate", "shard"))

@@ -16,9 +16,10 @@ from fathom.checkpoints.layout import (
 )
 from fathom.checkpoints.runs import find_checkpoint, model_directory
 from fathom.checkpoints.tokenizers import identity
-from fathom.data.shards import DataError, TokenDataset
+from fathom.data.shards import TokenDataset
 from fathom.data.tokenizer import load_tokenizer
-from fathom.recipe import Recipe, RecipeError, load_recipe
+from fathom.errors import DataError, SettingsError
+from fathom.recipe import Recipe, load_recipe
 from fathom.report.files import read_json
 
 
@@ -33,7 +34,7 @@ def require_tokenizer(recipe: Recipe, data: TokenDataset) -> None:
     theirs, ours = _of_source(source), _known(data.tokenizer_directory) or {data.tokenizer_identity}
     if theirs and not theirs & ours:
         one, other = (sorted(map(str, known))[0][:12] for known in (theirs, ours))
-        raise RecipeError(
+        raise SettingsError(
             f"model.from_pretrained={source}: its tokenizer ({one}) is not that of data.directory={data.directory} "
             f"({other}): prepare the corpus with it, or say data.other_tokenizer=true"
         )

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from fathom.checkpoints.layout import ARMS, IDENTITY, METRICS
-from fathom.errors import to_install
-from fathom.recipe import Recipe, RecipeError
+from fathom.errors import SettingsError, to_install
+from fathom.recipe import Recipe
 from fathom.report.files import read_json, write_atomically, write_json
 from fathom.training.hooks import Hook
 
@@ -156,7 +156,7 @@ def require_backends(recipe: Recipe) -> None:
     """Refuse a recipe that names a tracker which is not installed."""
     for name in recipe.track.backends:
         if importlib.util.find_spec(name) is None:
-            raise RecipeError(f"track.backends={name}: not installed; {to_install(name)}")
+            raise SettingsError(f"track.backends={name}: not installed; {to_install(name)}")
 
 
 def open_trackers(recipe: Recipe, run_dir: Path, step: int, say: Callable[[str], None]) -> list[Hook]:

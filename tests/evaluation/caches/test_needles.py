@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fathom.evaluation.caches.needles import Needles, Recall, RetrievalError, Rows, enough, plant, recall
+from fathom.errors import SettingsError
+from fathom.evaluation.caches.needles import Needles, Recall, Rows, enough, plant, recall
 from fathom.kvcache import Schedule
 from fathom.report.statistics import wilson
 
@@ -136,11 +137,11 @@ def test_more_compressions_than_are_counted_are_left_out() -> None:
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    with pytest.raises(RetrievalError, match="7 needles of 1 tokens"):
+    with pytest.raises(SettingsError, match="7 needles of 1 tokens"):
         plant(torch.zeros(1, 320, dtype=torch.long), needles(1), 7, generator())
-    with pytest.raises(RetrievalError, match="do not fit 8 tokens"):
+    with pytest.raises(SettingsError, match="do not fit 8 tokens"):
         plant(torch.zeros(1, 320, dtype=torch.long), needles(3), 3, generator(), 8)
-    with pytest.raises(RetrievalError, match="too few"):
+    with pytest.raises(SettingsError, match="too few"):
         Needles.drawn(torch.arange(10), generator())
 
 

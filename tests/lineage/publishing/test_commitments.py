@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fathom.checkpoints.origin import Refused
 from fathom.cli import lineage as commands
+from fathom.errors import ModelError
 from tests.lineage.zoo import build, save, tiny_config
 
 
@@ -63,7 +63,7 @@ def test_what_a_commitment_publishes_must_give_its_root(family, tmp_path, change
 def test_a_key_that_is_none_is_one_line(family, tmp_path):
     commands.commit(str(family / "base"), tmp_path / "c.json", blind=True, key_out=tmp_path / "key")
     (tmp_path / "key").write_text("not a key")
-    with pytest.raises(Refused, match="hexadecimal"):
+    with pytest.raises(ModelError, match="hexadecimal"):
         commands.verify(tmp_path / "c.json", str(family / "base"), tmp_path / "key")
 
 
@@ -95,7 +95,7 @@ def test_every_word_of_a_commitment_is_bound(family, tmp_path, lie):
     (tmp_path / "c.json").write_text(json.dumps(body))
     try:
         result = commands.verify(tmp_path / "c.json", str(family / "base"))
-    except Refused as error:
+    except ModelError as error:
         assert "'licence' is no entry" in str(error)
         return
     assert result.exit_code == 1 and result.text.splitlines()[0] == "does not hold"
@@ -108,5 +108,5 @@ def test_a_blinded_commitment_binds_its_owner_too(family, tmp_path):
 
 
 def test_a_date_is_a_day(family, tmp_path):
-    with pytest.raises(Refused, match="wanted a day"):
+    with pytest.raises(ModelError, match="wanted a day"):
         commands.commit(str(family / "base"), tmp_path / "c.json", date="yesterday")

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from fathom.checkpoints.origin import Refused
 from fathom.cli import lineage as commands
 from fathom.cli.main import main
+from fathom.errors import ModelError
 from fathom.lineage import huref, nulls
 from fathom.lineage.comparison import Options, measure
 from fathom.lineage.publishing import cards, commitments
@@ -236,7 +236,7 @@ def test_calibrated_null_replaces_controls(family, tmp_path):
     body = json.loads((tmp_path / "null.json").read_text())
     body["classes"] = {"width 9/9, equal depth": next(iter(body["classes"].values()))}
     (tmp_path / "other.json").write_text(json.dumps(body))
-    with pytest.raises(Refused, match="no null for"):
+    with pytest.raises(ModelError, match="no null for"):
         ran(family, "child", controls=(), null=tmp_path / "other.json")
 
 
@@ -280,9 +280,9 @@ def test_commitments_open_to_the_same_weights_only(family, tmp_path):
     blinded = commands.commit(str(family / "base"), tmp_path / "b.json", blind=True, key_out=tmp_path / "key")
     assert "leaves" not in blinded.data and "sketch" not in blinded.data
     assert commands.verify(tmp_path / "b.json", str(family / "base"), tmp_path / "key").exit_code == 0
-    with pytest.raises(Refused, match="key"):
+    with pytest.raises(ModelError, match="key"):
         commands.verify(tmp_path / "b.json", str(family / "base"))
-    with pytest.raises(Refused, match="key"):
+    with pytest.raises(ModelError, match="key"):
         commands.commit(str(family / "base"), tmp_path / "c.json", blind=True)
     again = commands.commit(str(family / "base"), tmp_path / "d.json", blind=True, key_out=tmp_path / "key2")
     assert again.data["root"] != blinded.data["root"]

@@ -17,9 +17,9 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
-from fathom.checkpoints.origin import Refused
 from fathom.cli import lineage as commands
 from fathom.cli.main import main
+from fathom.errors import ModelError
 from fathom.lineage.publishing import verification
 from tests.lineage.zoo import build, save, tiny_config
 
@@ -157,7 +157,7 @@ def test_a_forged_report_does_not_hold(reports, tmp_path, name):
     (tmp_path / "forged.json").write_text(json.dumps(body))
     try:
         result = commands.verify(tmp_path / "forged.json")
-    except Refused:  # what it names is not there
+    except ModelError:  # what it names is not there
         return
     assert result.exit_code == 1 and result.text.splitlines()[0] == "does not hold"
 
@@ -202,7 +202,7 @@ def test_another_null_file_or_none_fails(family, reports):
         result = commands.verify(reports["null"])
         assert result.exit_code == 1 and "null.file.sha256" in result.text
         path.unlink()
-        with pytest.raises(Refused):
+        with pytest.raises(ModelError):
             commands.verify(reports["null"])
     finally:
         path.write_text(kept)
@@ -214,7 +214,7 @@ def test_reports_without_hashes_or_of_old_are_no_proof(family, tmp_path):
     result = commands.verify(tmp_path / "bare.json")
     assert result.exit_code == 1 and "neither hashes of its files nor a commit" in result.text
     (tmp_path / "old.json").write_text(json.dumps(body | {"fathom_lineage_report": 1}))
-    with pytest.raises(Refused, match="not a report of version"):
+    with pytest.raises(ModelError, match="not a report of version"):
         commands.verify(tmp_path / "old.json")
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from fathom.checkpoints.layout import CONFIG
+from fathom.errors import SettingsError
 from fathom.evaluation.caches.measure import CHUNK, each_length, losses, scorer, stretches
 from fathom.evaluation.caches.needles import Needles, Rows, enough, plant, recall
 from fathom.evaluation.caches.page import summarize, write_report
@@ -27,7 +28,7 @@ from fathom.evaluation.results import (
     RecallValues,
     SpectrumValues,
 )
-from fathom.evaluation.scoring import Checkpoint, EvaluateError, Settings, kept, name_checkpoints
+from fathom.evaluation.scoring import Checkpoint, Settings, kept, name_checkpoints
 from fathom.kvcache import METHODS, NAMES, Schedule, build_cache
 from fathom.kvcache.whole import WHOLE
 from fathom.recipe import CacheSettings, CacheWishes, cache_policy
@@ -75,15 +76,15 @@ class Asked:
         try:
             return Schedule.at(policy["window"] or 0, policy["sinks"], policy["ratio"], policy["kept"])
         except ValueError as error:
-            raise EvaluateError(f"--kvcache: {error}") from error
+            raise SettingsError(f"--kvcache: {error}") from error
 
 
 def evaluate_caches(checkpoints: Sequence[str | Path], settings: Settings, asked: Asked) -> CacheReport:
     """Evaluate every checkpoint with every cache; returns what `report.json` holds."""
     if settings.tasks:
-        raise EvaluateError("--tasks reads short prompts, in which no cache is ever full: leave out --kvcache")
+        raise SettingsError("--tasks reads short prompts, in which no cache is ever full: leave out --kvcache")
     if settings.max_trips is not None:
-        raise EvaluateError("--max-trips and --kvcache: ask one question at a time")
+        raise SettingsError("--max-trips and --kvcache: ask one question at a time")
     named = name_checkpoints(checkpoints, settings)
     domains = settings.texts()
     schedules = [asked.schedule(checkpoint) for checkpoint in named]
@@ -108,10 +109,10 @@ def ask(kvcache: str, wishes: CacheWishes, at: str = "1x,2x,4x,8x") -> Asked:
     methods = tuple(dict.fromkeys(word.strip() for word in kvcache.split(",") if word.strip()))
     for method in methods:
         if method not in NAMES and method not in WHOLE:
-            raise EvaluateError(f"--kvcache {method}: allowed: {', '.join(dict.fromkeys([*WHOLE, *NAMES]))}")
+            raise SettingsError(f"--kvcache {method}: allowed: {', '.join(dict.fromkeys([*WHOLE, *NAMES]))}")
     numbers = [word.strip().removesuffix("x") for word in at.split(",")]
     if not methods or not all(number.isdigit() and int(number) for number in numbers):
-        raise EvaluateError(f"--at {at}: expected numbers of windows, as in 1x,2x,4x")
+        raise SettingsError(f"--at {at}: expected numbers of windows, as in 1x,2x,4x")
     return Asked(methods, tuple(sorted({int(number) for number in numbers})), wishes)
 
 
@@ -163,7 +164,7 @@ def _cache(
     try:
         build_cache(model, **{"window": 1, **policy} if policy["window"] is None else policy)
     except ValueError as error:
-        raise EvaluateError(f"{checkpoint.name}: --kvcache {policy['method']}: {error}") from error
+        raise SettingsError(f"{checkpoint.name}: --kvcache {policy['method']}: {error}") from error
 
     def made_for(room: int) -> Cache:
         return build_cache(model, **{**policy, "window": room} if policy["method"] in WHOLE else policy)
@@ -251,7 +252,7 @@ def _texts(checkpoint: Checkpoint, domains: Sequence[Domain], length: int, most:
             if len(ids) >= length:
                 found.append(torch.from_numpy(ids).unsqueeze(0))
     if not found:
-        raise EvaluateError(
+        raise SettingsError(
             f"--at: no document has {length:,} tokens; the longest has {longest:,}: give shorter lengths"
         )
     return found

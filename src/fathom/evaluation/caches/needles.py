@@ -12,17 +12,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fathom.errors import FathomError
+from fathom.errors import SettingsError
 from fathom.kvcache.schedule import Schedule
 from fathom.models.loss import IGNORE
 from fathom.report.statistics import wilson
 
 Scorer = Callable[[Tensor, Tensor], Tensor]
 """Ids `[B, T]`, and n tokens of interest, to the logits of these, `[B, T, n]`."""
-
-
-class RetrievalError(FathomError, ValueError):
-    """Needles that cannot be planted as asked; the message is one line."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +61,7 @@ class Needles:
             length: Tokens of a key.
         """
         if len(ids) < values + 2 * length:
-            raise RetrievalError(f"{len(ids)} tokens are too few to make needles of")
+            raise SettingsError(f"{len(ids)} tokens are too few to make needles of")
         order = ids[torch.randperm(len(ids), generator=generator)]
         answers, rest = order[:values], order[values:]
         asked = rest[torch.randint(0, len(rest), (keys, length), generator=generator)]
@@ -130,7 +126,7 @@ def plant(
     first, slots = -(-after // wide), length // wide
     border = 3 * within // (4 * wide) if within else (first + slots) // 2
     if count > len(needles.asked) or count > border - first or 2 * count > slots - first:
-        raise RetrievalError(f"{count} needles of {wide} tokens do not fit {within or length} tokens")
+        raise SettingsError(f"{count} needles of {wide} tokens do not fit {within or length} tokens")
 
     def drawn(n: int, k: int) -> Tensor:
         return torch.rand(batch, n, generator=generator).argsort(1)[:, :k]

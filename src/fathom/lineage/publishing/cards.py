@@ -9,8 +9,9 @@ from typing import cast
 import numpy as np
 
 from fathom._version import __version__
-from fathom.checkpoints.origin import Refused, parse_json
+from fathom.checkpoints.origin import parse_json
 from fathom.checkpoints.tensors import Array
+from fathom.errors import ModelError
 from fathom.lineage import huref, vocabulary
 from fathom.lineage.publishing import portrait
 from fathom.lineage.publishing.results import Card
@@ -63,10 +64,10 @@ def read_card(path: Path) -> Card:
     body = parse_json(path.read_bytes(), str(path))
     held = body.get("sketches")
     if body.get("fathom_card") != VERSION or not isinstance(held, dict) or "z_last" not in held:
-        raise Refused(f"{path}: not a card of version {VERSION}")
+        raise ModelError(f"{path}: not a card of version {VERSION}")
     for name, text in held.items():
         if not isinstance(text, str) or len(text) != 2 * huref.SKETCH or set(text) - set("0123456789abcdef"):
-            raise Refused(f"{path}: sketch {name!r:.40} is not {huref.SKETCH} bytes in hexadecimal")
+            raise ModelError(f"{path}: sketch {name!r:.40} is not {huref.SKETCH} bytes in hexadecimal")
     return cast(Card, body)
 
 
@@ -86,7 +87,7 @@ def search(query: Card, library: Iterable[Path]) -> list[tuple[float, str, str]]
     for path in library:
         try:
             other = read_card(path)
-        except Refused:
+        except ModelError:
             continue
         name = "z_all" if "z_all" in query["sketches"] and "z_all" in other["sketches"] else "z_last"
         cosine = huref.sketch_cosine(sketch_of(query, name), sketch_of(other, name))

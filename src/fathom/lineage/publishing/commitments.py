@@ -32,8 +32,9 @@ from fathom.checkpoints.layout import (
     TOKENIZER_JSON,
     VOCABULARY,
 )
-from fathom.checkpoints.origin import LocalOrigin, Origin, Refused, safe_name
+from fathom.checkpoints.origin import LocalOrigin, Origin, safe_name
 from fathom.checkpoints.tensors import AdapterStore, TensorInfo, TensorStore
+from fathom.errors import ModelError
 from fathom.lineage import huref
 from fathom.lineage.publishing.cards import sketches
 from fathom.lineage.publishing.results import Content
@@ -59,7 +60,7 @@ def merkle_root(leaves: Sequence[bytes]) -> bytes:
     """Root of a binary tree; an odd node is carried up. Leaves and nodes are hashed under different prefixes."""
     level = list(leaves)
     if not level:
-        raise Refused("nothing to commit to")
+        raise ModelError("nothing to commit to")
     while len(level) > 1:
         pairs = [hashlib.sha256(b"\1" + a + b).digest() for a, b in zip(level[::2], level[1::2], strict=False)]
         level = pairs + level[len(pairs) * 2 :]
@@ -160,9 +161,9 @@ def commit(
         date: The day, as 2026-11-25; today by default.
     """
     if isinstance(weights.store, AdapterStore):
-        raise Refused("commit to the base and to the merged model; an adapter alone is not a model")
+        raise ModelError("commit to the base and to the merged model; an adapter alone is not a model")
     if owner is not None and not 0 < len(owner) <= NAMED:
-        raise Refused(f"the owner's name has {len(owner)} characters; wanted 1 to {NAMED}")
+        raise ModelError(f"the owner's name has {len(owner)} characters; wanted 1 to {NAMED}")
     key = secrets.token_bytes(32) if blind else b""
     body: dict[str, object] = {
         "fathom_commitment": VERSION,
@@ -185,7 +186,7 @@ def _day(text: str) -> str:
     try:
         return day.fromisoformat(text).isoformat()
     except ValueError:
-        raise Refused(f"date {text!r:.40}: wanted a day, such as 2026-11-25") from None
+        raise ModelError(f"date {text!r:.40}: wanted a day, such as 2026-11-25") from None
 
 
 @dataclass(frozen=True)
@@ -209,13 +210,13 @@ def verify(
         name: Its name in error messages.
     """
     if body.get("fathom_commitment") != VERSION or not isinstance(body.get("root"), str):
-        raise Refused(f"{name}: not a commitment of version {VERSION}")
+        raise ModelError(f"{name}: not a commitment of version {VERSION}")
     if bool(body.get("blinded")) != bool(key):
-        raise Refused("a blinded commitment needs its key, and only that")
+        raise ModelError("a blinded commitment needs its key, and only that")
     if key and not re.fullmatch(r"[0-9a-f]{64}", key):
-        raise Refused("the key is not 32 bytes in hexadecimal")
+        raise ModelError("the key is not 32 bytes in hexadecimal")
     if unknown := sorted(set(body) - ENTRIES):
-        raise Refused(f"{name}: {unknown[0]!r:.40} is no entry of a commitment; nothing would bind it to the root")
+        raise ModelError(f"{name}: {unknown[0]!r:.40} is no entry of a commitment; nothing would bind it to the root")
     secret = bytes.fromhex(key) if key else b""
     leaves = {**leaves_of(weights, secret), STATEMENT: statement_leaf(body, secret)}
     findings = _unfounded(body, len(weights.store.tensors), leaves)

@@ -9,7 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeGuard, cast
 
-from fathom.checkpoints.origin import Refused, parse_json
+from fathom.checkpoints.origin import parse_json
+from fathom.errors import ModelError
 from fathom.lineage import comparison, huref
 from fathom.lineage.comparison import Given, Options
 from fathom.lineage.publishing import page, report
@@ -58,16 +59,16 @@ def verify(body: Mapping[str, object], name: str = "report", page_text: str | No
         page_text: The page beside it, whose every word is compared with the one that the report gives.
     """
     if body.get("fathom_lineage_report") != report.SCHEMA:
-        raise Refused(f"{name}: not a report of version {report.SCHEMA}: earlier ones hold no hashes of the files")
+        raise ModelError(f"{name}: not a report of version {report.SCHEMA}: earlier ones hold no hashes of the files")
     said = cast(LineageReport, body)  # missing keys are refused below
     try:
         given, options = _given(said["given"]), _options(said["options"])
         first, second = (_opened(item, given) for item in said["inputs"])
         controls = [_opened(item, Given()) for item in said["controls"]]
-    except Refused:
+    except ModelError:
         raise
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise Refused(f"{name}: not a complete report: {error!r}") from None
+        raise ModelError(f"{name}: not a complete report: {error!r}") from None
     found = comparison.compare(first, second, controls, given.null, options)
     found.given = given
     again = report.made(found, page.command(found), hashed=True)
