@@ -54,10 +54,11 @@ from fathom.corpus.recipe import load_corpus_recipe
 from fathom.corpus.synthetic import Question, World, write_world
 from fathom.evaluation.pairs import evaluate_pair, read_benchmarks
 from fathom.evaluation.scoring import Settings, run
-from fathom.recipe import parse_recipe, read_values
+from fathom.recipe import parse_recipe
 from fathom.report.files import read_json, write_atomically, write_json
 from fathom.report.provenance import provenance
 from fathom.report.statistics import Difference, mcnemar, paired_difference, wilson
+from fathom.settings import read_values
 from fathom.training import train
 
 RECIPES = Path(__file__).parents[1] / "recipes" / "specialise"

@@ -22,7 +22,19 @@ from fathom.checkpoints import layout
 
 ROOT = Path(fathom.__file__).parent
 ROOMS = (
-    *("_version", "errors", "models", "kernels", "kvcache", "report", "checkpoints", "data", "recipe", "corpus"),
+    *(
+        "_version",
+        "errors",
+        "models",
+        "kernels",
+        "kvcache",
+        "report",
+        "checkpoints",
+        "data",
+        "settings",
+        "recipe",
+        "corpus",
+    ),
     *("training", "evaluation", "inference", "lens", "lineage", "experiments", "cli", "__main__"),
 )
 """Each may import those before it."""
@@ -32,7 +44,18 @@ STRANGERS = {
     "checkpoints": {"kernels", "kvcache"},
     "data": {"models", "kernels", "kvcache"},
     "corpus": {"models", "kernels", "kvcache"},
-    "lineage": {"kernels", "kvcache", "data", "recipe", "corpus", "training", "evaluation", "inference", "lens"},
+    "lineage": {
+        "kernels",
+        "kvcache",
+        "data",
+        "settings",
+        "recipe",
+        "corpus",
+        "training",
+        "evaluation",
+        "inference",
+        "lens",
+    },
 }
 """Rooms above that a room must not know all the same."""
 COMPUTING = "models kernels kvcache checkpoints training evaluation inference lens experiments"
@@ -46,7 +69,7 @@ FOREIGN = {
     "huggingface_hub": "models checkpoints recipe inference.generate",
     "safetensors": "checkpoints.families.tensors kvcache.saved lineage.attacks training.adapters",
     "tokenizers": "data evaluation.perplexity inference.control",
-    "yaml": "checkpoints.find checkpoints.runs recipe corpus experiments.compare_page experiments.ladder_page",
+    "yaml": "checkpoints.find checkpoints.runs settings corpus experiments.compare_page experiments.ladder_page",
     "jinja2": "report.templates corpus.chat_template inference.prompt",
     "markupsafe": "report evaluation.caches.page evaluation.pair_page evaluation.scores_page experiments.compare_page "
     "experiments.ladder_page",

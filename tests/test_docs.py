@@ -38,7 +38,8 @@ from fathom.evaluation.caches import evaluate as cache_evaluation
 from fathom.models import FathomConfig, FathomForCausalLM
 from fathom.models.registry import MECHANISMS
 from fathom.models.roles import Mechanism, ValueMixer
-from fathom.recipe import describe, load_recipe, parse_recipe, read_values
+from fathom.recipe import describe, load_recipe, parse_recipe
+from fathom.settings import read_values
 from fathom.training.estimate import estimate
 from tests.processes import Command
 

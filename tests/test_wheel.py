@@ -70,7 +70,7 @@ def test_the_wheel_of_the_sdist_trains_by_name(tmp_path: Path, corpus: Path) -> 
     home = tmp_path / "elsewhere"
     home.mkdir()
     assert str(tmp_path) in run(python, "-c", "import fathom; print(fathom.__file__)", cwd=home)
-    listed = run(python, "-c", "from fathom.recipe import packaged_recipes as p; print(*p())", cwd=home)
+    listed = run(python, "-c", "from fathom.settings import packaged_recipes as p; print(*p())", cwd=home)
     assert set(listed.split()) == RECIPES
     short = (
         "train.steps=2",
@@ -98,5 +98,5 @@ def test_an_editable_install_reads_the_repository_s_recipes(tmp_path: Path) -> N
     run(*pip, "install", "--no-deps", "--no-index", "--no-build-isolation", "-e", ".", cwd=tree)
     assert not list((tmp_path / "venv").rglob("__editable__*finder*"))
     (tree / "recipes" / "mine.yaml").write_text("base: tiny.yaml\n")
-    listed = run(python, "-c", "from fathom.recipe import packaged_recipes as p; print(*p())", cwd=tmp_path)
+    listed = run(python, "-c", "from fathom.settings import packaged_recipes as p; print(*p())", cwd=tmp_path)
     assert set(listed.split()) == {*RECIPES, "mine"}

@@ -1,60 +1,31 @@
-"""Recipes: a whole run as data. Dataclasses are the schema, the docstring under a field is its help, YAML gives values.
-
-A recipe file may name another as `base`; its own keys win, and dotted `key=value` overrides win over both.
-Every section checks itself when it is made, from YAML or in Python, before anything is loaded. An error is one line:
-the key, the value, what is allowed.
-"""
+"""Recipes: a whole run as data."""
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import difflib
-import inspect
 import itertools
 import math
 import re
-import sys
 import types
 import typing
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Union
+from typing import TYPE_CHECKING, Any, Literal
 
-import yaml
-
+from fathom import settings
 from fathom.checkpoints.layout import PUZZLE
-from fathom.errors import SettingsError
+from fathom.errors import ModelError, SettingsError
+from fathom.settings import Rule, Section, check_keys, fill, overridden, packaged_recipes, read_values, show
 
 if TYPE_CHECKING:
     from fathom.models.configuration import FathomConfig
 
 
-Rule = tuple[bool, str, str]
-"""A check of a section: whether it holds, the key, and what is allowed."""
-
-
-class Section:
-    """A part of a recipe. Making one converts its values to their declared types and checks its rules."""
-
-    def __post_init__(self) -> None:
-        name = next(name for name, section in SECTIONS.items() if section is type(self))
-        for key, hint in _hints(SECTIONS[name]).items():
-            value = _convert(f"{name}.{key}", hint, getattr(self, key))
-            object.__setattr__(self, key, value)
-            _require(_finite(value), f"{name}.{key}", value, "allowed: a finite number")
-        for holds, key, words in self.rules():
-            _require(holds, f"{name}.{key}", getattr(self, key), words)
-
-    def rules(self) -> Iterator[Rule]:
-        """Checks beyond the types of the fields."""
-        yield from ()
-
-
 @dataclass(frozen=True)
-class Data(Section):
+class Data(Section, section="data"):
     """What is read, and in which order."""
 
     directory: str = "data"
@@ -116,7 +87,7 @@ GROUP_FACTORS = ("lr", "weight_decay")
 
 
 @dataclass(frozen=True)
-class Optim(Section):
+class Optim(Section, section="optim"):
     """How the weights move."""
 
     name: Literal["adamw", "muon"] = "adamw"
@@ -168,7 +139,7 @@ class Optim(Section):
             yield value is None or value >= 0, key, "allowed: 0 or more, or null"
         if self.schedule == "wsd" and self.warmup_steps is None and self.decay_steps is None:
             fits = self.warmup + self.decay <= 1
-            yield fits, "decay", f"allowed: at most 1 - optim.warmup={_show(self.warmup)}"
+            yield fits, "decay", f"allowed: at most 1 - optim.warmup={show(self.warmup)}"
 
     def rising(self, steps: int) -> int:
         """Steps of warm-up in a run of `steps` steps."""
@@ -180,7 +151,7 @@ class Optim(Section):
 
 
 @dataclass(frozen=True)
-class Train(Section):
+class Train(Section, section="train"):
     """How long, how large, how safe."""
 
     steps: int = 1000
@@ -235,7 +206,7 @@ class Train(Section):
 
 
 @dataclass(frozen=True)
-class ParallelRecipe(Section):
+class ParallelRecipe(Section, section="parallel"):
     """How ranks share the work; ranks come from torchrun."""
 
     name: Literal["auto", "single", "ddp", "fsdp", "hsdp"] = "auto"
@@ -251,7 +222,7 @@ class ParallelRecipe(Section):
 
 
 @dataclass(frozen=True)
-class Evaluate(Section):
+class Evaluate(Section, section="evaluate"):
     """Evaluation on held-out text during training."""
 
     every: int = 1000
@@ -272,7 +243,7 @@ class Evaluate(Section):
 
 
 @dataclass(frozen=True)
-class Track(Section):
+class Track(Section, section="track"):
     """Where numbers go. metrics.jsonl in the run directory is always written."""
 
     backends: tuple[str, ...] = ()
@@ -325,7 +296,7 @@ class CacheWishes:
 
 
 @dataclass(frozen=True)
-class KVCache(Section):
+class KVCache(Section, section="kvcache"):
     """What attention keeps of the past while the weights are tuned: everything, or a compressed memory."""
 
     method: str = "full"
@@ -376,7 +347,7 @@ class KVCache(Section):
 
 
 @dataclass(frozen=True)
-class Lora(Section):
+class Lora(Section, section="lora"):
     """Low-rank adapters that train in place of the weights of a checkpoint, which stay as they are."""
 
     rank: int | None = None
@@ -399,7 +370,7 @@ class Lora(Section):
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Recipe(Section):
     """A run: model, data, optimizer, loop, ranks, evaluation, tracking, cache, adapters."""
 
     model: dict[str, Any] = field(default_factory=dict)
@@ -421,15 +392,32 @@ class Recipe:
     lora: Lora = field(default_factory=Lora)
     """adapters in place of the weights"""
 
-    def __post_init__(self) -> None:
-        _require(isinstance(self.model, dict), "model", self.model, "expected the keys of a config.json")
-        for name, section in SECTIONS.items():
-            value = getattr(self, name)
-            _require(isinstance(value, section), name, value, f"expected keys: {', '.join(_hints(section))}")
-        for holds, key, words in _rules(self):
-            if not holds:
-                name, _, field_ = key.partition(".")
-                raise SettingsError(f"{key}={_show(_plain(getattr(getattr(self, name), field_)))}: {words}")
+    def rules(self) -> Iterator[Rule]:
+        """Checks between sections."""
+        data, train, length = self.data, self.train, self.data.sequence_length
+        context = self.model.get("max_position_embeddings")
+        fits = not isinstance(context, int) or length <= context
+        yield fits, "data.sequence_length", f"allowed: at most model.max_position_embeddings={context}"
+        yield from _schedule_rules(self.optim, train)
+        puzzle, given = data.directory.startswith(PUZZLE), f"with data.directory={data.directory}"
+        yield not (train.export and puzzle), "train.export", f"allowed: false {given}, which has no tokenizer"
+        yield not (data.mixture and puzzle), "data.mixture", f"allowed: none, {given}"
+        begins = [0, *(step for step, _ in data.later(train.steps)), train.steps]
+        rising = all(a < b for a, b in itertools.pairwise(begins))
+        yield rising, "data.phases", f"allowed: steps that rise, from 1 to train.steps - 1 = {train.steps - 1}"
+        rows = train.tokens_per_step % length == 0
+        yield rows, "train.tokens_per_step", f"allowed: a multiple of data.sequence_length={length}"
+        yield from _lora_rules(self)
+        buckets = self.evaluate.position_buckets < length
+        yield buckets, "evaluate.position_buckets", "allowed: 1 to data.sequence_length - 1, the targets of a row"
+        kvcache = self.kvcache
+        if kvcache.method == "full":
+            return
+        shorter = f"allowed: less than data.sequence_length={length}, or nothing is ever compressed"
+        yield (kvcache.window or 0) < length, "kvcache.window", shorter
+        yield not (kvcache.lora_rank and self.optim.only), "optim.only", "allowed: empty, with kvcache.lora_rank"
+        one_text = data.packing == "windows"
+        yield one_text, "data.packing", "allowed: windows, since one memory cannot hold several documents apart"
 
     @property
     def rows_per_step(self) -> int:
@@ -449,19 +437,6 @@ class Recipe:
         """This recipe with `key=value` overrides applied."""
         return parse_recipe(self.to_dict(), assignments)
 
-    def to_dict(self) -> dict[str, object]:
-        """Plain lists, dicts and scalars."""
-        return typing.cast("dict[str, object]", _plain(dataclasses.asdict(self)))
-
-    def to_yaml(self) -> str:
-        """The resolved recipe; `load_recipe` reads it back to an equal one."""
-        text = yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True)
-        # PyYAML folds these line breaks into spaces when it reads them, unless they are escaped.
-        escaped = any(character in text for character in "\x85\u2028\u2029")
-        return yaml.safe_dump(self.to_dict(), sort_keys=False) if escaped else text
-
-
-SECTIONS: dict[str, type] = {name: kind for name, kind in typing.get_type_hints(Recipe).items() if name != "model"}
 
 # Keys that change how a run is carried out, not what it computes: a resumed run may change them.
 FREE_ON_RESUME = (
@@ -480,20 +455,6 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         overrides: `key=value` words, which win over the file's values.
     """
     return parse_recipe(read_values(find_recipe(path)), overrides)
-
-
-def recipes_folder() -> Path:
-    """Where the recipes that come with Fathom are: inside an installed package, or the source tree's `recipes/`."""
-    package = Path(__file__).parent
-    inside = package / "recipes"
-    return inside if inside.is_dir() else package.parents[1] / "recipes"
-
-
-def packaged_recipes() -> dict[str, Path]:
-    """The recipes that come with Fathom, by name: `tiny`, `specialise/base`, and ladders as `ladders/cpu`."""
-    folder = recipes_folder()
-    files = sorted(folder.glob("*.yaml")) + sorted(folder.glob("*/*.yaml"))
-    return {path.relative_to(folder).as_posix().removesuffix(".yaml"): path for path in files}
 
 
 def find_recipe(name: str | Path) -> Path:
@@ -518,26 +479,7 @@ def summary_of(recipe: Path) -> str:
 
 def parse_recipe(values: dict[str, object], overrides: Sequence[str] = ()) -> Recipe:
     """A checked recipe from nested values and `key=value` overrides."""
-    values = overridden(values, overrides)
-    sections = {name: kind(**mapping(name, kind, values.get(name))) for name, kind in SECTIONS.items()}
-    check_keys(values, ["model", *SECTIONS])
-    model: Any = values.get("model")
-    return Recipe(model={} if model is None else model, **sections)
-
-
-def read_values(path: Path) -> dict[str, object]:
-    """The values of a YAML file on top of those of its `base`, unchecked."""
-    return _read(path, ())
-
-
-def overridden(values: dict[str, object], overrides: Sequence[str]) -> dict[str, object]:
-    """Nested values with dotted `key=value` words applied."""
-    for assignment in overrides:
-        key, equals, text = assignment.partition("=")
-        if not equals or not key:
-            raise SettingsError(f"{assignment}: an override is written key=value, as in optim.lr=3e-4")
-        values = _merge(values, _nest(key, _yaml(text, key)))
-    return values
+    return fill(Recipe, overridden(values, overrides))
 
 
 def cache_policy(method: str, recorded: object, wishes: CacheWishes) -> CacheSettings:
@@ -587,51 +529,8 @@ def differences(a: Recipe, b: Recipe, ignore: Sequence[str] = FREE_ON_RESUME) ->
 
 def describe() -> list[tuple[str, str, str, str]]:
     """Every key as (dotted key, allowed values, default, help), for `fathom train --help`."""
-    rows = [("model.*", "see config.json", "", help_of(Recipe)["model"])]
-    for name, section in SECTIONS.items():
-        defaults, hints, help_ = section(), _hints(section), help_of(section)
-        for key in hints:
-            rows.append((f"{name}.{key}", allowed(hints[key]), _show(getattr(defaults, key)), help_[key]))
-    return rows
-
-
-def _require(holds: bool, key: str, value: object, words: str) -> None:
-    if not holds:
-        raise SettingsError(f"{key}={_show(_plain(value))}: {words}")
-
-
-def _finite(value: object) -> bool:
-    values = value if isinstance(value, tuple) else (value,)
-    return not any(isinstance(item, float) and not math.isfinite(item) for item in values)
-
-
-def _rules(recipe: Recipe) -> Iterator[Rule]:
-    """Checks between sections."""
-    data, train, length = recipe.data, recipe.train, recipe.data.sequence_length
-    context = recipe.model.get("max_position_embeddings")
-    fits = not isinstance(context, int) or length <= context
-    yield fits, "data.sequence_length", f"allowed: at most model.max_position_embeddings={context}"
-    yield from _schedule_rules(recipe.optim, train)
-    has_tokenizer = not (train.export and data.directory.startswith(PUZZLE))
-    yield has_tokenizer, "train.export", f"allowed: false with data.directory={data.directory}, which has no tokenizer"
-    no_puzzle = not data.mixture or not data.directory.startswith(PUZZLE)
-    yield no_puzzle, "data.mixture", f"allowed: none, with data.directory={data.directory}"
-    begins = [0, *(step for step, _ in data.later(train.steps)), train.steps]
-    rising = all(a < b for a, b in itertools.pairwise(begins))
-    yield rising, "data.phases", f"allowed: steps that rise, from 1 to train.steps - 1 = {train.steps - 1}"
-    rows = train.tokens_per_step % length == 0
-    yield rows, "train.tokens_per_step", f"allowed: a multiple of data.sequence_length={length}"
-    yield from _lora_rules(recipe)
-    buckets = recipe.evaluate.position_buckets < length
-    yield buckets, "evaluate.position_buckets", "allowed: 1 to data.sequence_length - 1, the targets of a row"
-    kvcache = recipe.kvcache
-    if kvcache.method == "full":
-        return
-    shorter = f"allowed: less than data.sequence_length={length}, or nothing is ever compressed"
-    yield (kvcache.window or 0) < length, "kvcache.window", shorter
-    yield not (kvcache.lora_rank and recipe.optim.only), "optim.only", "allowed: empty, with kvcache.lora_rank"
-    one_text = data.packing == "windows"
-    yield one_text, "data.packing", "allowed: windows, since one memory cannot hold several documents apart"
+    rows = list(settings.describe(Recipe))
+    return [("model.*", "see config.json", "", rows[0][-1]), *rows[1:]]
 
 
 def _lora_rules(recipe: Recipe) -> Iterator[Rule]:
@@ -655,14 +554,13 @@ def _config(model: dict[str, object]) -> FathomConfig:
     from huggingface_hub.errors import StrictDataclassError
 
     from fathom.checkpoints.runs import config_of, is_source
-    from fathom.errors import ModelError
     from fathom.models.configuration import FathomConfig
 
     keys = dict(model)
     source = keys.pop("from_pretrained", None)
     check_keys(keys, _keys_of(FathomConfig), "model")
     if not isinstance(source, (str, Path, types.NoneType)):
-        raise SettingsError(f"model.from_pretrained={_show(source)}: allowed: a path, or null")
+        raise SettingsError(f"model.from_pretrained={show(source)}: allowed: a path, or null")
     if source is not None and not is_source(source):
         raise SettingsError(f"model.from_pretrained={source}: no config.json there, and no run")
     try:
@@ -679,209 +577,9 @@ def _keys_of(config: type[FathomConfig]) -> tuple[str, ...]:
     return tuple(sorted({f.name for f in dataclasses.fields(config)} | set(config().to_dict())))
 
 
-@lru_cache
-def _hints(section: type) -> dict[str, Any]:
-    """The types of a section's fields, which are written as text and evaluated once."""
-    return typing.get_type_hints(section)
-
-
-def _convert(key: str, hint: object, value: object) -> object:
-    """The value as the field's type; else a `SettingsError` says what is allowed."""
-    try:
-        return convert(hint, value)
-    except ValueError as error:
-        raise SettingsError(f"{key}={_show(value)}: allowed: {allowed(hint)}") from error
-
-
-def convert(hint: Any, value: Any) -> Any:
-    """A value of YAML, or a word of the command line, converted to a type hint; a `ValueError` if it does not fit.
-
-    Args:
-        hint: int, float, bool, str, Path, a Literal of texts, a tuple, list, dict or Sequence of these, or a union.
-        value: A scalar, a list or a mapping; a string is read as YAML unless the hint is a string.
-    """
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (Union, types.UnionType):
-        return _first(arguments, value)
-    if hint is types.NoneType and value in (None, "null"):
-        return None
-    if origin is Literal and isinstance(value, str) and value in arguments:
-        return value
-    if hint in (str, Path) and isinstance(value, (str, hint)):
-        return hint(value)
-    if isinstance(value, str) and (hint in (int, float, bool) or origin in (tuple, list, dict, Sequence)):
-        value = _yaml(value, value)
-    # In Python a bool is an int; in a recipe it must not pass for one.
-    if (hint in (int, bool) and type(value) is hint) or (hint is float and type(value) in (int, float)):
-        return hint(value)
-    if origin in (tuple, list, Sequence) and isinstance(value, (tuple, list)):
-        return _items(origin, arguments, value)
-    if origin is dict and isinstance(value, dict):
-        return {convert(arguments[0], name): convert(arguments[1], inner) for name, inner in value.items()}
-    raise ValueError(f"{value!r} is not {allowed(hint)}")
-
-
-def _first(hints: Sequence[object], value: object) -> object:
-    """The value as the first of several types that takes it."""
-    for hint in hints:
-        try:
-            return convert(hint, value)
-        except ValueError:
-            continue
-    raise ValueError(f"{value!r} is none of {hints}")
-
-
-def _items(origin: object, hints: tuple[object, ...], values: Sequence[object]) -> object:
-    """The items of a list, each converted to its type."""
-    if origin is tuple and hints[-1] is not Ellipsis:
-        if len(values) != len(hints):
-            raise ValueError(f"{len(hints)} values are wanted, not {len(values)}")
-        return tuple(map(convert, hints, values))
-    made = (convert(hints[0], value) for value in values)
-    return tuple(made) if origin is tuple else list(made)
-
-
-def allowed(hint: Any) -> str:
-    """A type in words."""
-    names = {int: "an integer", float: "a number", bool: "true or false", str: "text", Path: "a path"}
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin is Literal:
-        return f"one of {', '.join(arguments)}"
-    if origin in (Union, types.UnionType):
-        return " or ".join(allowed(argument) for argument in arguments)
-    if origin is tuple and arguments[-1] is not Ellipsis:
-        return f"a list of {len(arguments)} numbers"
-    if origin in (tuple, list, Sequence):
-        return f"a list of {_several(arguments[0])}"
-    if origin is dict:
-        return f"a mapping of names to {allowed(arguments[1])}"
-    return "null" if hint is types.NoneType else names.get(hint, str(hint))
-
-
-def _several(hint: Any) -> str:
-    """What a list holds, in words."""
-    if typing.get_origin(hint) is Literal:
-        return f"names, of {', '.join(typing.get_args(hint))}"
-    return {int: "integers", float: "numbers", str: "names", Path: "paths"}.get(hint, "mappings")
-
-
-def help_of(section: type) -> dict[str, str]:
-    """The text under each field of a section."""
-    return _helps(section.__module__)[section.__name__]
-
-
-@lru_cache
-def _helps(module: str) -> dict[str, dict[str, str]]:
-    """The texts of every class of a module, whose source is parsed once."""
-    found: dict[str, dict[str, str]] = {}
-    for definition in ast.parse(inspect.getsource(sys.modules[module])).body:
-        if isinstance(definition, ast.ClassDef):
-            texts = found[definition.name] = {}
-            for field_, text in itertools.pairwise(definition.body):
-                if isinstance(field_, ast.AnnAssign) and isinstance(text, ast.Expr):
-                    texts[ast.unparse(field_.target)] = " ".join(ast.literal_eval(text.value).split())
-    return found
-
-
-def check_keys(keys: Iterable[object], known: Sequence[str], section: str = "") -> None:
-    """Refuse a key that a section does not have: names the nearest one that it has, or all."""
-    dot = f"{section}." if section else ""
-    for key in map(str, keys):
-        if key not in known:
-            # Without the section, by which all of them would be alike.
-            close = difflib.get_close_matches(key, known, n=1)
-            hint = f"did you mean {dot}{close[0]}?" if close else f"allowed: {', '.join(known)}"
-            raise SettingsError(f"{dot}{key}: unknown key; {hint}")
-
-
-def mapping(name: str, section: type, values: object) -> dict[str, object]:
-    """The values of a section, none where nothing is given; what is no mapping or has an unknown key is refused."""
-    hints = _hints(section)
-    if values is None:
-        return {}
-    if not isinstance(values, dict):
-        raise SettingsError(f"{name}={_show(values)}: expected keys: {', '.join(hints)}")
-    check_keys(values, list(hints), name)
-    return values
-
-
-class _Loader(yaml.SafeLoader):
-    """Safe YAML in which, as in YAML 1.2, 1e-3 is a number and a key may be given once only."""
-
-    def compose_mapping_node(self, anchor: dict[Any, yaml.Node]) -> yaml.MappingNode:
-        """As in PyYAML, but a key that is given twice is an error."""
-        node, seen = super().compose_mapping_node(anchor), set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and (key.tag, key.value) in seen:
-                raise yaml.composer.ComposerError(None, None, f"key {key.value!r} is given twice", key.start_mark)
-            seen.add((key.tag, str(key.value)))
-        return node
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
-)
-
-
-def _yaml(text: str, source: str) -> Any:
-    try:
-        return yaml.load(text, _Loader)
-    except yaml.YAMLError as error:
-        raise SettingsError(f"{source}: not YAML: {' '.join(str(error).split())}") from error
-    except RecursionError:
-        raise SettingsError(f"{source}: nested too deep") from None
-
-
-def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, object]:
-    """A file's values on top of its base's."""
-    if path.resolve() in seen:
-        raise SettingsError(f"{path}: base refers back to itself")
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise SettingsError(f"{path}: not a text file") from None
-    values = _yaml(text, str(path))
-    if not isinstance(values, dict):
-        raise SettingsError(f"{path}: a recipe is a mapping of sections")
-    base = values.pop("base", None)
-    if base is None:
-        return values
-    beside = path.parent / str(base)
-    # A copy of one of our recipes in another folder still finds its base among ours.
-    ours = (found for found in packaged_recipes().values() if found.name == Path(str(base)).name)
-    below = beside if beside.is_file() else next(ours, None)
-    if below is None:
-        raise SettingsError(f"{path}: base: {beside}: no such recipe")
-    return _merge(_read(below, (*seen, path.resolve())), values)
-
-
-def _merge(below: dict[str, object], above: dict[str, object]) -> dict[str, object]:
-    merged = dict(below)
-    for key, value in above.items():
-        under = merged.get(key)
-        merged[key] = _merge(under, value) if isinstance(under, dict) and isinstance(value, dict) else value
-    return merged
-
-
-def _nest(key: str, value: object) -> dict[str, object]:
-    for part in reversed(key.split(".")):
-        value = {part: value}
-    return typing.cast("dict[str, object]", value)
-
-
 def _leaves(values: dict[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
     for key, value in values.items():
         if isinstance(value, dict) and value:
             yield from _leaves(value, f"{prefix}{key}.")
         else:
             yield prefix + str(key), value
-
-
-def _plain(value: object) -> object:
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
-
-
-def _show(value: object) -> str:
-    return {"None": "null", "True": "true", "False": "false"}.get(str(value), str(value))

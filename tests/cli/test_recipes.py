@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from fathom.cli.main import main
-from fathom.recipe import load_recipe, packaged_recipes
+from fathom.recipe import load_recipe
+from fathom.settings import packaged_recipes
 
 
 @pytest.fixture(autouse=True)

@@ -79,7 +79,7 @@ class Planted:
         self.chance_to_die()
         if recipe.optim.lr >= self.diverges:
             (run_dir / "metrics.jsonl").write_text(json.dumps({"step": 3, "skipped": 1}) + "\n")
-            raise TrainingError("stopped at step 3: diverged")
+            raise TrainingError("stopped at step 3: diverged", 3)
         loss = self.loss(recipe)
         names = [f"z60-{level}" for level in (2, 4)]
         score = {"loss": loss, "bits_per_byte": loss / math.log(2), "tokens": 10, "accuracy": 0.5}

@@ -7,8 +7,9 @@ from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fathom.cli.parser import Parser
-from fathom.corpus.recipe import describe_corpus, load_corpus_recipe
+from fathom.cli.parser import Parser, keys
+from fathom.corpus.recipe import CorpusRecipe, load_corpus_recipe
+from fathom.settings import describe
 
 if TYPE_CHECKING:
     from fathom.corpus.pipeline import Preview
@@ -22,8 +23,7 @@ def add(parser: Parser) -> None:
     parser.add_argument("--workers", type=int, metavar="N", help="processes at once; short for executor.workers=N")
     parser.add_argument("--dry-run", action="store_true", help="print inputs, stages and budget, and stop")
     parser.add_argument("--json", action="store_true", help="print the result for a program")
-    lines = [f"  {key} = {default}  ({words})\n      {text}" for key, words, default, text in describe_corpus()]
-    parser.epilog = "recipe keys:\n" + "\n".join(lines)
+    parser.epilog = f"recipe keys:\n{keys(describe(CorpusRecipe))}"
 
 
 def run(options: Namespace) -> int:

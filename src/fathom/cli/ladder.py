@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-import typing
 from argparse import Namespace
-from dataclasses import MISSING, fields
 from pathlib import Path
 
 from rich.console import Console
 
 from fathom.checkpoints.layout import PAGE, REPORT
-from fathom.cli.parser import Parser, add_recipe
+from fathom.cli.parser import Parser, add_recipe, keys
 from fathom.errors import SettingsError
 from fathom.experiments.rules import Rules, ladders_folder
-from fathom.recipe import allowed, help_of
+from fathom.settings import describe
 
 STAGES = ("tune", "rungs", "seal", "last", "check")
 
@@ -24,7 +22,7 @@ def add(parser: Parser) -> None:
     packaged = ", ".join(sorted(path.stem for path in ladders_folder().glob("*.yaml")))
     ladder = f"a ladder's YAML file, or one that comes with Fathom: {packaged}"
     add_recipe(parser, what=f"{ladder}; or the directory of a ladder that goes on")
-    parser.epilog = f"{_keys()}\n\n{parser.epilog}"
+    parser.epilog = f"ladder keys:\n{keys(describe(Rules, 'ladder.'))}\n\n{parser.epilog}"
     parser.add_argument(
         "--arms",
         help="MECHANISM or NAME=MECHANISM[;key=value...], comma between; the first is the control; ladder.layers=1/3 "
@@ -102,15 +100,6 @@ def run(options: Namespace) -> int:
         )
     console.print(f"\nreport: {(out / PAGE).resolve()}", markup=False, soft_wrap=True)
     return 0
-
-
-def _keys() -> str:
-    """Every key of the `ladder` section, as those of a recipe are listed."""
-    hints, texts, lines = typing.get_type_hints(Rules), help_of(Rules), ["ladder keys:"]
-    for field in fields(Rules):
-        default = "needed" if field.default is MISSING else f"= {json.dumps(field.default)}"
-        lines.append(f"  ladder.{field.name} {default}  ({allowed(hints[field.name])})\n      {texts[field.name]}")
-    return "\n".join(lines)
 
 
 def _numbers(text: str) -> list[int]:

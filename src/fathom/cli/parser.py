@@ -10,11 +10,12 @@ import itertools
 import re
 import typing
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from fathom.errors import SettingsError
-from fathom.recipe import allowed, convert, describe, help_of
+from fathom.recipe import describe
+from fathom.settings import allowed, convert, help_of
 
 MAY_BE_EMPTY = {"prompt", "text", "system", "separator", "eos_token", "api_key", "command"}
 """Arguments that accept an empty string, or have an error message of their own for it."""
@@ -131,8 +132,12 @@ def add_recipe(
     parser.add_argument("recipe", nargs="?" if runs else None, help=what)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="values that win over the file's")
     if parser.epilog is None:
-        lines = [f"  {key} = {default}  ({words})\n      {text}" for key, words, default, text in describe()]
-        parser.epilog = "recipe keys:\n" + "\n".join(lines)
+        parser.epilog = f"recipe keys:\n{keys(describe())}"
+
+
+def keys(rows: Iterable[tuple[str, str, str, str]]) -> str:
+    """The keys of a file of settings, for the end of a help text."""
+    return "\n".join(f"  {key} = {default}  ({words})\n      {text}" for key, words, default, text in rows)
 
 
 def add_parameters(parser: Parser, function: Callable[..., object], *positional: str) -> None:

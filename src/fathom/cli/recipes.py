@@ -9,8 +9,9 @@ from pathlib import Path
 
 from fathom.cli.parser import Parser
 from fathom.errors import SettingsError
-from fathom.recipe import find_recipe, packaged_recipes, summary_of
+from fathom.recipe import find_recipe, summary_of
 from fathom.report.tables import line_width
+from fathom.settings import packaged_recipes
 
 
 def add(parser: Parser) -> None:

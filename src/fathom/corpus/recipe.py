@@ -1,27 +1,18 @@
-"""The recipe of `fathom corpus`: collections of documents and how they are processed, as dataclasses.
-
-As in a training recipe, the docstring under a field is its help, an unknown key is refused by name, and `key=value`
-words win over the file.
-"""
+"""The recipe of `fathom corpus`: collections of documents and how they are processed."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
 import json
-import math
 import re
-import types
-import typing
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-import yaml
-
 from fathom.errors import SettingsError
-from fathom.recipe import allowed, convert, help_of, mapping, overridden, read_values
+from fathom.settings import Rule, Section, fill, overridden, read_values
 
 MOST_TOKENS = 1 << 22
 """Of a tokenizer that is trained: room for all of them is taken at once."""
@@ -31,7 +22,7 @@ MOST_HASHES = 4096
 
 
 @dataclass(frozen=True)
-class Collection:
+class Collection(Section):
     """A named body of documents with one licence and one mixing weight."""
 
     inputs: tuple[str, ...] = ()
@@ -57,9 +48,16 @@ class Collection:
     filter: dict[str, object] = field(default_factory=dict)
     """keys of the filter section with other values for this collection"""
 
+    def rules(self) -> Iterator[Rule]:
+        """Checks beyond the types of the fields."""
+        yield bool(self.inputs), "inputs", "name at least one file, directory or glob"
+        paired = len(self.templates) % 2 == 0 and all("{entity}" in one for one in self.templates[::2])
+        yield paired, "templates", "write a question with {entity} in it, then its answer, and so on"
+        yield _is_encoding(self.encoding), "encoding", "no such encoding"
+
 
 @dataclass(frozen=True)
-class IngestOptions:
+class IngestOptions(Section, section="ingest"):
     """How files become text."""
 
     html: Literal["trafilatura", "plain"] = "trafilatura"
@@ -77,9 +75,14 @@ class IngestOptions:
     sentinels: bool = False
     """mark figures, tables, formulas and citations of TEI as [START_FIGURE]...[END_FIGURE]"""
 
+    def rules(self) -> Iterator[Rule]:
+        """Checks beyond the types of the fields."""
+        for key in ("max_file_bytes", "max_document_bytes", "max_seconds", "max_memory"):
+            yield getattr(self, key) > 0, key, "allowed: a positive number"
+
 
 @dataclass(frozen=True)
-class Normalize:
+class Normalize(Section, section="normalize"):
     """How documents are written; conversations stay as they are."""
 
     form: Literal["nfc", "nfkc"] = "nfc"
@@ -89,9 +92,14 @@ class Normalize:
     blank_lines: int = 2
     """longer runs of blank lines are cut to this many"""
 
+    def rules(self) -> Iterator[Rule]:
+        """Checks beyond the types of the fields."""
+        yield all(map(_compiles, self.strip)), "strip", "allowed: regular expressions"
+        yield self.blank_lines >= 0, "blank_lines", "allowed: 0 or more"
+
 
 @dataclass(frozen=True)
-class Filter:
+class Filter(Section):
     """Which documents are kept; null turns a rule off. Values as in Gopher's rules."""
 
     min_words: int | None = 50
@@ -143,7 +151,7 @@ class Filter:
 
 
 @dataclass(frozen=True)
-class Deduplicate:
+class Deduplicate(Section, section="deduplicate"):
     """Which documents count as the same."""
 
     exact: bool = True
@@ -161,9 +169,18 @@ class Deduplicate:
     seed: int = 0
     """seed of the hashes"""
 
+    def rules(self) -> Iterator[Rule]:
+        """Checks beyond the types of the fields."""
+        yield 0 < self.jaccard <= 1, "jaccard", "allowed: a share above 0, 1 at most"
+        for key in ("shingle", "bands", "rows"):
+            yield getattr(self, key) >= 1, key, "allowed: 1 or more"
+        most = max(1, MOST_HASHES // self.rows)
+        yield self.bands <= most, "bands", f"allowed: {most:,} at most with deduplicate.rows={self.rows}"
+        yield 0 <= self.seed < 1 << 64, "seed", "allowed: 0 to 2^64 - 1"
+
 
 @dataclass(frozen=True)
-class BenchmarkFile:
+class BenchmarkFile(Section, short="path"):
     """Where a benchmark's items are, and what is done with documents that hold one."""
 
     path: str = ""
@@ -173,9 +190,13 @@ class BenchmarkFile:
     action: Literal["drop", "cut", "report"] | None = None
     """null takes decontaminate.action"""
 
+    def rules(self) -> Iterator[Rule]:
+        """Checks beyond the types of the fields."""
+        yield bool(self.path), "path", "name a file"
+
 
 @dataclass(frozen=True)
-class Decontaminate:
+class Decontaminate(Section, section="decontaminate"):
     """Benchmarks whose items must not occur in the training text."""
 
     benchmarks: dict[str, BenchmarkFile] = field(default_factory=dict)
@@ -193,9 +214,17 @@ class Decontaminate:
     strict: bool = False
     """end with exit code 1 if a benchmark gives one question two answers"""
 
+    def rules(self) -> Iterator[Rule]:
+        """Checks beyond the types of the fields."""
+        ordered = 1 <= self.shortest <= self.whole <= self.words
+        yield ordered, "whole", "allowed: 1 <= shortest <= whole <= words"
+        yield self.margin >= 0, "margin", "allowed: 0 or more"
+        named = all(map(_is_name, self.benchmarks))
+        yield named, "benchmarks", "allowed: names of letters, digits, - and _"
+
 
 @dataclass(frozen=True)
-class TokenizeOptions:
+class TokenizeOptions(Section, section="tokenize"):
     """How text becomes tokens."""
 
     tokenizer: str | None = None
@@ -211,9 +240,19 @@ class TokenizeOptions:
     shard_bytes: int = 1 << 28
     """approximate bytes of text in one shard"""
 
+    def rules(self) -> Iterator[Rule]:
+        """Checks beyond the types of the fields."""
+        one = (self.tokenizer is None) != (self.train is None)
+        yield one, "tokenizer", "give either tokenize.tokenizer or tokenize.train"
+        small = self.train is None or self.train <= MOST_TOKENS
+        yield small, "train", f"allowed: {MOST_TOKENS:,} at most"
+        yield 0 <= self.held_out < 1, "held_out", "allowed: a share from 0 to less than 1"
+        for key in ("train_bytes", "shard_bytes"):
+            yield getattr(self, key) >= 1, key, "allowed: 1 or more"
+
 
 @dataclass(frozen=True)
-class ConverseOptions:
+class ConverseOptions(Section, section="converse"):
     """How conversations become tokens, and which of these are learnt."""
 
     template: Literal["chatml", "alpaca", "react", "tokenizer"] = "chatml"
@@ -221,9 +260,13 @@ class ConverseOptions:
     max_tokens: int = 2048
     """longer conversations lose their oldest exchanges; one whose last exchange alone is longer is rejected"""
 
+    def rules(self) -> Iterator[Rule]:
+        """Checks beyond the types of the fields."""
+        yield self.max_tokens >= 2, "max_tokens", "allowed: 2 or more"
+
 
 @dataclass(frozen=True)
-class Mix:
+class Mix(Section, section="mix"):
     """The mixture that a training run reads."""
 
     shares: dict[str, float] = field(default_factory=dict)
@@ -235,9 +278,19 @@ class Mix:
     block: int = 2048
     """tokens in a training row"""
 
+    def rules(self) -> Iterator[Rule]:
+        """Checks beyond the types of the fields."""
+        for name, share in self.shares.items():
+            yield share > 0, f"shares.{name}", "allowed: a positive number"
+        total = sum(self.shares.values())
+        yield not self.shares or abs(total - 1) < 1e-9, "shares", f"they add up to {total:g}, not to 1"
+        yield self.tokens is None or self.tokens >= 1, "tokens", "allowed: 1 or more, or null"
+        yield self.epochs > 0, "epochs", "allowed: a positive number"
+        yield self.block >= 2, "block", "allowed: 2 or more"
+
 
 @dataclass(frozen=True)
-class Executor:
+class Executor(Section, section="executor", short="name"):
     """How the tasks of a stage are run; the results do not depend on it."""
 
     name: Literal["local", "datatrove", "slurm", "ray"] = "local"
@@ -253,48 +306,54 @@ class Executor:
     environment: str = ""
     """slurm: a shell command that sets up a job, such as the activation of an environment"""
 
+    def rules(self) -> Iterator[Rule]:
+        """Checks beyond the types of the fields."""
+        yield self.workers is None or self.workers >= 1, "workers", "allowed: 1 or more"
+
 
 @dataclass(frozen=True)
-class CorpusRecipe:
+class CorpusRecipe(Section):
     """A corpus: collections, and what is done to them."""
 
     collections: dict[str, Collection] = field(default_factory=dict)
     """what is read, by name"""
-    ingest: IngestOptions = IngestOptions()
+    ingest: IngestOptions = field(default_factory=IngestOptions)
     """files to text"""
-    normalize: Normalize = Normalize()
+    normalize: Normalize = field(default_factory=Normalize)
     """how text is written"""
-    filter: Filter = Filter()
+    filter: Filter = field(default_factory=Filter)
     """what is kept"""
-    deduplicate: Deduplicate = Deduplicate()
+    deduplicate: Deduplicate = field(default_factory=Deduplicate)
     """what counts as the same"""
-    decontaminate: Decontaminate = Decontaminate()
+    decontaminate: Decontaminate = field(default_factory=Decontaminate)
     """benchmark items to keep out"""
-    tokenize: TokenizeOptions = TokenizeOptions()
+    tokenize: TokenizeOptions = field(default_factory=TokenizeOptions)
     """text to tokens"""
-    converse: ConverseOptions = ConverseOptions()
+    converse: ConverseOptions = field(default_factory=ConverseOptions)
     """conversations to tokens"""
-    mix: Mix = Mix()
+    mix: Mix = field(default_factory=Mix)
     """the mixture of a training run"""
     exports: tuple[Literal["llamafactory", "axolotl", "trl", "lm_eval"], ...] = ()
     """export formats for other programs, beside the shards"""
-    executor: Executor = Executor()
+    executor: Executor = field(default_factory=Executor)
     """how tasks are run; may be written as the name alone"""
+
+    def rules(self) -> Iterator[Rule]:
+        """Checks between sections."""
+        yield bool(self.collections), "collections", "name at least one"
+        for name in self.collections:
+            yield _is_name(name), f"collections.{name}", "a name is made of letters, digits, - and _"
+        names = [name for name, one in self.collections.items() if one.kind == "documents"]
+        for name in self.mix.shares:
+            there = f"no such collection of documents; there are {', '.join(names)}"
+            yield name in names, f"mix.shares.{name}", there
+        for name in self.collections:
+            self.filter_of(name)
 
     def filter_of(self, collection: str) -> Filter:
         """The filter of a collection: the section, with the collection's own keys over it."""
-        own = self.collections[collection].filter
-        return typing.cast(
-            "Filter", fill(Filter, f"collections.{collection}.filter", dataclasses.asdict(self.filter) | own)
-        )
-
-    def to_dict(self) -> dict[str, object]:
-        """Plain lists, dicts and scalars."""
-        return typing.cast("dict[str, object]", json.loads(json.dumps(dataclasses.asdict(self))))
-
-    def to_yaml(self) -> str:
-        """The resolved recipe."""
-        return yaml.safe_dump(self.to_dict(), sort_keys=False)
+        own = dataclasses.asdict(self.filter) | self.collections[collection].filter
+        return fill(Filter, own, f"collections.{collection}.filter")
 
     def digest(self) -> str:
         """A digest of every value."""
@@ -310,129 +369,11 @@ def load_corpus_recipe(path: Path, overrides: Sequence[str] = ()) -> CorpusRecip
 
 def parse_corpus_recipe(values: dict[str, object]) -> CorpusRecipe:
     """A checked recipe from nested values."""
-    recipe = typing.cast("CorpusRecipe", fill(CorpusRecipe, "", values))
-    for holds, key, words in _rules(recipe):
-        if not holds:
-            raise SettingsError(f"{key}: {words}")
-    for name in recipe.collections:
-        recipe.filter_of(name)
-    return recipe
+    return fill(CorpusRecipe, values)
 
 
-SHORT: dict[object, str] = {BenchmarkFile: "path", Executor: "name"}
-"""Sections that may be written as the value of this one key."""
-
-
-def fill(section: type, name: str, values: object) -> object:
-    """A dataclass from a mapping, with its nested sections."""
-    hints, dot = typing.get_type_hints(section), f"{name}." if name else ""
-    given = mapping(name, section, values)
-    return section(**{key: _value(hints[key], f"{dot}{key}", value) for key, value in given.items()})
-
-
-def _value(hint: object, name: str, value: object) -> object:
-    if isinstance(value, str) and hint in SHORT:
-        value = {SHORT[hint]: value}
-    if isinstance(value, str) and typing.get_origin(hint) is tuple and not value.startswith("["):
-        value = [value]
-    if dataclasses.is_dataclass(hint):
-        return fill(typing.cast("type", hint), name, value)
-    if typing.get_origin(hint) is dict:
-        inner = typing.get_args(hint)[1]
-        if not isinstance(value, dict):
-            raise SettingsError(f"{name}={value}: expected names and what they stand for")
-        return {str(key): _value(inner, f"{name}.{key}", item) for key, item in value.items()}
-    if hint is object:
-        return value
-    try:
-        converted = convert(hint, value)
-    except ValueError:
-        raise SettingsError(f"{name}={value}: allowed: {allowed(hint)}") from None
-    if isinstance(converted, float) and not math.isfinite(converted):
-        raise SettingsError(f"{name}={value}: allowed: a number that is finite")
-    return converted
-
-
-def describe_corpus() -> list[tuple[str, str, str, str]]:
-    """Every key as (dotted key, allowed values, default, help), for `fathom corpus --help`."""
-    return list(_describe(CorpusRecipe, ""))
-
-
-def _describe(section: type, name: str) -> Iterator[tuple[str, str, str, str]]:
-    hints, texts = typing.get_type_hints(section), help_of(section)
-    for one in dataclasses.fields(section):
-        hint, key = hints[one.name], f"{name}{one.name}"
-        if dataclasses.is_dataclass(hint):
-            yield from _describe(typing.cast("type", hint), f"{key}.")
-            continue
-        inner = typing.get_args(hint)[1] if typing.get_origin(hint) is dict else None
-        if dataclasses.is_dataclass(inner):
-            yield from _describe(typing.cast("type", inner), f"{key}.NAME.")
-            continue
-        default = one.default if one.default is not dataclasses.MISSING else "{}"
-        shown = {"None": "null", "True": "true", "False": "false", "()": "[]"}.get(str(default), str(default))
-        words = "names and numbers" if inner is float else "keys and values" if inner else _words(hint)
-        yield key, words, shown, texts[one.name]
-
-
-def _words(hint: object) -> str:
-    return "a list of names" if isinstance(hint, types.GenericAlias) else allowed(hint)
-
-
-def _rules(recipe: CorpusRecipe) -> Iterator[tuple[bool, str, str]]:
-    """Checks beyond the types, as (holds, key, what is allowed)."""
-    yield bool(recipe.collections), "collections", "name at least one"
-    for name, collection in recipe.collections.items():
-        key = f"collections.{name}"
-        yield bool(re.fullmatch(r"[\w-]+", name)), key, "a name is made of letters, digits, - and _"
-        yield bool(collection.inputs), f"{key}.inputs", "name at least one file, directory or glob"
-        paired = len(collection.templates) % 2 == 0 and all("{entity}" in one for one in collection.templates[::2])
-        yield paired, f"{key}.templates", "write a question with {entity} in it, then its answer, and so on"
-        yield _is_encoding(collection.encoding), f"{key}.encoding", f"{collection.encoding} is no encoding"
-    for number, pattern in enumerate(recipe.normalize.strip):
-        yield _compiles(pattern), f"normalize.strip[{number}]", f"{pattern!r} is not a regular expression"
-    yield recipe.normalize.blank_lines >= 0, "normalize.blank_lines", "allowed: 0 or more"
-    for key in ("max_file_bytes", "max_document_bytes", "max_seconds", "max_memory"):
-        yield getattr(recipe.ingest, key) > 0, f"ingest.{key}", "allowed: a positive number"
-    near = recipe.deduplicate
-    yield 0 < near.jaccard <= 1, "deduplicate.jaccard", "allowed: a share above 0, 1 at most"
-    for key in ("shingle", "bands", "rows"):
-        yield getattr(near, key) >= 1, f"deduplicate.{key}", "allowed: 1 or more"
-    hashes = near.bands * near.rows
-    yield hashes <= MOST_HASHES, "deduplicate", f"bands * rows is {hashes:,}; allowed: {MOST_HASHES:,} at most"
-    yield 0 <= near.seed < 1 << 64, "deduplicate.seed", "allowed: 0 to 2^64 - 1"
-    leaks = recipe.decontaminate
-    ordered = 1 <= leaks.shortest <= leaks.whole <= leaks.words
-    yield ordered, "decontaminate", "allowed: 1 <= shortest <= whole <= words"
-    yield leaks.margin >= 0, "decontaminate.margin", "allowed: 0 or more"
-    for name, benchmark in leaks.benchmarks.items():
-        yield bool(re.fullmatch(r"[\w-]+", name)), f"decontaminate.benchmarks.{name}", "letters, digits, - and _"
-        yield bool(benchmark.path), f"decontaminate.benchmarks.{name}.path", "name a file"
-    tokens = recipe.tokenize
-    one = (tokens.tokenizer is None) != (tokens.train is None)
-    yield one, "tokenize", "give either tokenize.tokenizer or tokenize.train"
-    small = tokens.train is None or tokens.train <= MOST_TOKENS
-    yield small, "tokenize.train", f"allowed: {MOST_TOKENS:,} at most"
-    yield 0 <= tokens.held_out < 1, "tokenize.held_out", "allowed: a share from 0 to less than 1"
-    for key in ("train_bytes", "shard_bytes"):
-        yield getattr(tokens, key) >= 1, f"tokenize.{key}", "allowed: 1 or more"
-    yield recipe.converse.max_tokens >= 2, "converse.max_tokens", "allowed: 2 or more"
-    yield from _mix_rules(recipe)
-
-
-def _mix_rules(recipe: CorpusRecipe) -> Iterator[tuple[bool, str, str]]:
-    mix = recipe.mix
-    names = [name for name, one in recipe.collections.items() if one.kind == "documents"]
-    for name, share in mix.shares.items():
-        yield name in names, f"mix.shares.{name}", f"no such collection of documents; there are {', '.join(names)}"
-        yield share > 0, f"mix.shares.{name}", "allowed: a positive number"
-    if mix.shares:
-        total = sum(mix.shares.values())
-        yield abs(total - 1) < 1e-9, "mix.shares", f"they add up to {total:g}, not to 1"
-    yield mix.tokens is None or mix.tokens >= 1, "mix.tokens", "allowed: 1 or more, or null"
-    yield mix.epochs > 0, "mix.epochs", "allowed: a positive number"
-    yield mix.block >= 2, "mix.block", "allowed: 2 or more"
-    yield recipe.executor.workers is None or recipe.executor.workers >= 1, "executor.workers", "allowed: 1 or more"
+def _is_name(name: str) -> bool:
+    return bool(re.fullmatch(r"[\w-]+", name))
 
 
 def _is_encoding(name: str) -> bool:

@@ -25,8 +25,9 @@ from fathom.experiments.rules import Rules, ladders_folder
 from fathom.experiments.scaling import ESTIMATOR
 from fathom.models.configuration import FathomConfig
 from fathom.models.cost import count_parameters
-from fathom.recipe import Recipe, allowed, check_keys, convert, differences, parse_recipe, read_values
+from fathom.recipe import Recipe, differences, parse_recipe
 from fathom.report.files import read_json, write_json
+from fathom.settings import fill, read_values
 
 SECTION = "ladder"
 PLANNED = "plan"
@@ -246,7 +247,7 @@ class Ladder:
         if values["estimator"] != ESTIMATOR:
             raise SettingsError(f"{path}: estimator {values['estimator']}; this version has {ESTIMATOR}")
         arms = tuple(Arm(arm["name"], arm["mechanism"], tuple(arm["overrides"])) for arm in values["arms"])
-        return cls(parse_recipe(values["recipe"]), parse_rules(values["rules"], str(path)), arms, _added(out))
+        return cls(parse_recipe(values["recipe"]), fill(Rules, values["rules"]), arms, _added(out))
 
     def changed(self, asked: Ladder) -> list[str]:
         """Keys of this plan whose values are others in one that is asked for now."""
@@ -345,8 +346,8 @@ def _base_rates(ladder: Ladder) -> dict[str, float]:
     return dict.fromkeys((arm.name for arm in ladder.every_arm), ladder.recipe.optim.lr)
 
 
-STEEPEST, WIDEST, MOST = 10, 1 << 20, 100
-"""Bounds of exponents, of the multiple of an MLP's width and of a share of layers, beyond which numbers overflow."""
+MOST = 100
+"""The largest share of layers, beyond which numbers overflow."""
 SHARE = re.compile(r"\s*\d+(\s*/\s*\d+|\.\d*)?\s*", re.ASCII)
 MATCHED = "as-large-as-"
 """Prefix of the name of a control that matches an arm's parameters."""
@@ -380,30 +381,10 @@ def load_ladder(path: Path, arms: str, overrides: Sequence[str] = (), out: Path 
         key, _, value = word.removeprefix(f"{SECTION}.").partition("=")
         rules[key] = value
     recipe = parse_recipe(values, [word for word in overrides if word not in own])
-    ladder = Ladder(recipe, parse_rules(rules, str(path)), tuple(parse_arms(arms)))
+    ladder = Ladder(recipe, fill(Rules, rules), tuple(parse_arms(arms)))
     if out is not None and (out / LADDER).exists() and not (before := Ladder.read(out)).changed(ladder):
         return checked(before, begins=False)
     return checked(ladder)
-
-
-def parse_rules(values: Mapping[str, object], source: str) -> Rules:
-    """The `ladder` section, checked; an error is one line."""
-    hints = typing.get_type_hints(Rules)
-    check_keys(values, list(hints), SECTION)
-    given = {}
-    for key, value in values.items():
-        try:
-            given[key] = convert(hints[key], value)
-        except ValueError:
-            raise SettingsError(f"{SECTION}.{key}={value}: allowed: {allowed(hints[key])}") from None
-    for key in ("layers", "hidden", "seeds"):
-        if not given.get(key):
-            raise SettingsError(f"{source}: {SECTION}.{key} is missing")
-    rules = Rules(**given)
-    for holds, key, words in _rules(rules):
-        if not holds:
-            raise SettingsError(f"{SECTION}.{key}={getattr(rules, key)}: allowed: {words}")
-    return rules
 
 
 def checked(ladder: Ladder, begins: bool = True) -> Ladder:
@@ -506,31 +487,3 @@ def sha256_of(value: object) -> str:
     """SHA-256 of a value as canonical JSON: sorted keys, no spaces."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _rules(rules: Rules) -> typing.Iterator[tuple[bool, str, str]]:
-    count = len(rules.layers)
-    yield all(layers >= 1 for layers in rules.layers), "layers", "1 or more"
-    yield len(rules.hidden) == count, "hidden", f"as many as ladder.layers, {count}"
-    yield len(rules.seeds) == count, "seeds", f"as many as ladder.layers, {count}"
-    yield all(seeds >= 1 for seeds in rules.seeds), "seeds", "1 or more for each rung"
-    yield (
-        all(0 < t < math.inf for t in rules.tokens_per_parameter) and bool(rules.tokens_per_parameter),
-        ("tokens_per_parameter"),
-        "positive numbers, at least one",
-    )
-    alike = len(set(rules.tokens_per_parameter)) < len(rules.tokens_per_parameter)
-    yield not alike, "tokens_per_parameter", "different numbers: φ stands on budgets that differ"
-    yield abs(rules.batch_exponent) <= STEEPEST, "batch_exponent", f"-{STEEPEST} to {STEEPEST}"
-    steep = any(not abs(exponent) <= STEEPEST for exponent in rules.rate_exponents or ())
-    yield not steep, "rate_exponents", f"-{STEEPEST} to {STEEPEST} each, or null"
-    yield rules.tokens is None or rules.tokens >= 1, "tokens", "1 or more, or null"
-    several = len(rules.tokens_per_parameter) > 1
-    yield rules.tokens is None or not several, "tokens", "null where ladder.tokens_per_parameter has several budgets"
-    yield len(rules.tune_points) <= count, "tune_points", f"at most one number for each of {count} rungs"
-    yield all(points >= 3 for points in rules.tune_points), "tune_points", "3 or more: fewer make no parabola"
-    enough = len(rules.tune_seeds) >= len(rules.tune_points) and all(seeds >= 1 for seeds in rules.tune_seeds)
-    yield enough, "tune_seeds", "a number of seeds for each of ladder.tune_points"
-    yield all(seeds >= 0 for seeds in rules.twin), "twin", "0 or more"
-    yield rules.pairs >= 0, "pairs", "0 or more"
-    yield 1 <= rules.mlp_multiple <= WIDEST, "mlp_multiple", f"1 to {WIDEST}"

@@ -1,0 +1,377 @@
+"""Settings: dataclasses are the schema, the docstring under a field is its help, YAML gives values.
+
+A file may name another as `base`; its own keys win, and dotted `key=value` words win over both. A section checks itself
+when it is made, from YAML or in Python. An error is one line: the key, the value, what is allowed.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import inspect
+import itertools
+import math
+import re
+import sys
+import types
+import typing
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, ClassVar, Literal, TypeVar, Union
+
+import yaml
+
+from fathom.errors import SettingsError
+
+Rule = tuple[bool, str, str]
+"""A check: whether it holds, the key, and what is allowed."""
+
+
+class Section:
+    """A part of a file of settings. Making one converts its values to their declared types and checks its rules."""
+
+    section: ClassVar[str] = ""
+    """Its name in error messages; empty for the file itself, and for what occurs under several names."""
+    short: ClassVar[str] = ""
+    """The key whose value may stand for the whole section."""
+
+    def __init_subclass__(cls, section: str = "", short: str = "") -> None:
+        cls.section, cls.short = section, short
+
+    def __post_init__(self) -> None:
+        for key, hint in hints_of(type(self)).items():
+            object.__setattr__(self, key, _checked(self._named(key), hint, getattr(self, key)))
+        for holds, key, words in self.rules():
+            if not holds:
+                raise SettingsError(f"{self._named(key)}{_assigned(self, key)}: {words}")
+
+    def _named(self, key: str) -> str:
+        return f"{self.section}.{key}" if self.section else key
+
+    def rules(self) -> Iterator[Rule]:
+        """Checks beyond the types of the fields; a key may be dotted."""
+        yield from ()
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain lists, dicts and scalars."""
+        assert dataclasses.is_dataclass(self)
+        return typing.cast("dict[str, object]", plain(dataclasses.asdict(self)))
+
+    def to_yaml(self) -> str:
+        """The settings as YAML, which reads back as equal ones."""
+        text = yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True)
+        # PyYAML folds these line breaks into spaces when it reads them, unless they are escaped.
+        escaped = any(character in text for character in "\x85\u2028\u2029")
+        return yaml.safe_dump(self.to_dict(), sort_keys=False) if escaped else text
+
+
+S = TypeVar("S", bound=Section)
+
+
+def fill(kind: type[S], values: object, name: str = "") -> S:
+    """A section from nested values; None stands for no values.
+
+    Args:
+        kind: The section's class.
+        values: A mapping, or the value of the key that may stand for the section.
+        name: The section's name in error messages, if it has no own.
+    """
+    name, hints = kind.section or name, hints_of(kind)
+    if values is None:
+        values = {}
+    elif kind.short and isinstance(values, str):
+        values = {kind.short: values}
+    if not isinstance(values, dict):
+        raise SettingsError(f"{name}={show(values)}: expected keys: {', '.join(hints)}")
+    check_keys(values, list(hints), name)
+    dot = f"{name}." if name else ""
+    given = {key: _nested(hints[key], value, f"{dot}{key}") for key, value in values.items()}
+    try:
+        return kind(**given)
+    except SettingsError as error:
+        raise (error if kind.section or not name else SettingsError(f"{name}.{error}")) from None
+
+
+def _nested(hint: object, value: object, name: str) -> object:
+    """A value in which mappings have become sections, where the type says so."""
+    if (kind := _section(hint)) is not None:
+        return fill(kind, value, name)
+    kind = _section(typing.get_args(hint)[1]) if typing.get_origin(hint) is dict else None
+    if kind is None:
+        return value
+    if not isinstance(value, dict):
+        raise SettingsError(f"{name}={show(value)}: expected names and what they stand for")
+    return {str(key): fill(kind, item, f"{name}.{key}") for key, item in value.items()}
+
+
+def _section(hint: object) -> type[Section] | None:
+    return hint if isinstance(hint, type) and issubclass(hint, Section) else None
+
+
+def describe(kind: type[Section], name: str = "") -> Iterator[tuple[str, str, str, str]]:
+    """Every key as (dotted key, allowed values, default, help), for a command's help; NAME stands for any name."""
+    texts, hints = help_of(kind), hints_of(kind)
+    for one in dataclasses.fields(typing.cast("Any", kind)):
+        hint, key = hints[one.name], f"{name}{one.name}"
+        inner = typing.get_args(hint)[1] if typing.get_origin(hint) is dict else None
+        if (nested := _section(hint)) is not None:
+            yield from describe(nested, f"{key}.")
+        elif (nested := _section(inner)) is not None:
+            yield from describe(nested, f"{key}.NAME.")
+        else:
+            made = one.default_factory() if one.default_factory is not dataclasses.MISSING else one.default
+            yield key, allowed(hint), show(plain(made)), texts[one.name]
+
+
+def _checked(key: str, hint: object, value: object) -> object:
+    """The value as the field's type; else a `SettingsError` says what is allowed."""
+    if (kind := _section(hint)) is not None:
+        if not isinstance(value, kind):
+            raise SettingsError(f"{key}={show(value)}: expected keys: {', '.join(hints_of(kind))}")
+        return value
+    try:
+        made = convert(hint, value)
+    except ValueError:
+        raise SettingsError(f"{key}={show(plain(value))}: allowed: {allowed(hint)}") from None
+    if not _finite(made):
+        raise SettingsError(f"{key}={show(plain(made))}: allowed: a finite number")
+    return made
+
+
+def _finite(value: object) -> bool:
+    values = value if isinstance(value, tuple) else (value,)
+    return not any(isinstance(item, float) and not math.isfinite(item) for item in values)
+
+
+def _assigned(section: Section, key: str) -> str:
+    """`=VALUE` of a dotted key; empty for what is no single value."""
+    value: object = section
+    for part in key.split("."):
+        value = value.get(part, section) if isinstance(value, dict) else getattr(value, part, section)
+    return "" if isinstance(value, Section) or value in ("", {}) else f"={show(plain(value))}"
+
+
+def hints_of(kind: type) -> dict[str, Any]:
+    """The types of a section's fields."""
+    return _hints(typing.cast("Hashable", kind))
+
+
+@lru_cache
+def _hints(kind: Any) -> dict[str, Any]:  # they are written as text, and evaluated once
+    names = {one.name for one in dataclasses.fields(kind)}
+    return {name: hint for name, hint in typing.get_type_hints(kind).items() if name in names}
+
+
+def convert(hint: Any, value: Any) -> Any:
+    """A value of YAML, or a word of the command line, converted to a type hint; a `ValueError` if it does not fit.
+
+    Args:
+        hint: int, float, bool, str, Path, a Literal of texts, a tuple, list, dict or Sequence of these, or a union.
+        value: A scalar, a list or a mapping; a string is read as YAML unless the hint is a string.
+    """
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (Union, types.UnionType):
+        return _first(arguments, value)
+    if hint is types.NoneType and value in (None, "null"):
+        return None
+    if origin is Literal and isinstance(value, str) and value in arguments:
+        return value
+    if hint is object or hint is Any or (_section(hint) is not None and isinstance(value, hint)):
+        return value
+    if hint in (str, Path) and isinstance(value, (str, hint)):
+        return hint(value)
+    if isinstance(value, str) and (hint in (int, float, bool) or origin in (tuple, list, dict, Sequence)):
+        value = _yaml(value, value)
+    if isinstance(value, str) and origin in (tuple, list, Sequence) and arguments[-1] in (str, Ellipsis):
+        value = [value]  # one item may stand for a list of it
+    # In Python a bool is an int; in a recipe it must not pass for one.
+    if (hint in (int, bool) and type(value) is hint) or (hint is float and type(value) in (int, float)):
+        return hint(value)
+    if origin in (tuple, list, Sequence) and isinstance(value, (tuple, list)):
+        return _items(origin, arguments, value)
+    if origin is dict and isinstance(value, dict):
+        return {convert(arguments[0], name): convert(arguments[1], inner) for name, inner in value.items()}
+    raise ValueError(f"{value!r} is not {allowed(hint)}")
+
+
+def _first(hints: Sequence[object], value: object) -> object:
+    """The value as the first of several types that takes it."""
+    for hint in hints:
+        try:
+            return convert(hint, value)
+        except ValueError:
+            continue
+    raise ValueError(f"{value!r} is none of {hints}")
+
+
+def _items(origin: object, hints: tuple[object, ...], values: Sequence[object]) -> object:
+    """The items of a list, each converted to its type."""
+    if origin is tuple and hints[-1] is not Ellipsis:
+        if len(values) != len(hints):
+            raise ValueError(f"{len(hints)} values are wanted, not {len(values)}")
+        return tuple(map(convert, hints, values))
+    made = (convert(hints[0], value) for value in values)
+    return tuple(made) if origin is tuple else list(made)
+
+
+def allowed(hint: Any) -> str:
+    """A type in words."""
+    names = {int: "an integer", float: "a number", bool: "true or false", str: "text", Path: "a path"}
+    names |= {object: "any value", Any: "any value"}
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        return f"one of {', '.join(arguments)}"
+    if origin in (Union, types.UnionType):
+        return " or ".join(allowed(argument) for argument in arguments)
+    if origin is tuple and arguments[-1] is not Ellipsis:
+        return f"a list of {len(arguments)} numbers"
+    if origin in (tuple, list, Sequence):
+        return f"a list of {_several(arguments[0])}"
+    if origin is dict:
+        return f"a mapping of names to {allowed(arguments[1])}"
+    return "null" if hint is types.NoneType else names.get(hint, str(hint))
+
+
+def _several(hint: Any) -> str:
+    """What a list holds, in words."""
+    if typing.get_origin(hint) is Literal:
+        return f"names, of {', '.join(typing.get_args(hint))}"
+    return {int: "integers", float: "numbers", str: "names", Path: "paths"}.get(hint, "mappings")
+
+
+def help_of(section: type) -> dict[str, str]:
+    """The text under each field of a section."""
+    return _helps(section.__module__)[section.__name__]
+
+
+@lru_cache
+def _helps(module: str) -> dict[str, dict[str, str]]:
+    """The texts of every class of a module, whose source is parsed once."""
+    found: dict[str, dict[str, str]] = {}
+    for definition in ast.parse(inspect.getsource(sys.modules[module])).body:
+        if isinstance(definition, ast.ClassDef):
+            texts = found[definition.name] = {}
+            for field_, text in itertools.pairwise(definition.body):
+                if isinstance(field_, ast.AnnAssign) and isinstance(text, ast.Expr):
+                    texts[ast.unparse(field_.target)] = " ".join(ast.literal_eval(text.value).split())
+    return found
+
+
+def check_keys(keys: Iterable[object], known: Sequence[str], section: str = "") -> None:
+    """Refuse a key that a section does not have: names the nearest one that it has, or all."""
+    dot = f"{section}." if section else ""
+    for key in map(str, keys):
+        if key not in known:
+            # Without the section, by which all of them would be alike.
+            close = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean {dot}{close[0]}?" if close else f"allowed: {', '.join(known)}"
+            raise SettingsError(f"{dot}{key}: unknown key; {hint}")
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML in which, as in YAML 1.2, 1e-3 is a number and a key may be given once only."""
+
+    def compose_mapping_node(self, anchor: dict[Any, yaml.Node]) -> yaml.MappingNode:
+        """As in PyYAML, but a key that is given twice is an error."""
+        node, seen = super().compose_mapping_node(anchor), set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and (key.tag, key.value) in seen:
+                raise yaml.composer.ComposerError(None, None, f"key {key.value!r} is given twice", key.start_mark)
+            seen.add((key.tag, str(key.value)))
+        return node
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
+
+
+def _yaml(text: str, source: str) -> Any:
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.YAMLError as error:
+        raise SettingsError(f"{source}: not YAML: {' '.join(str(error).split())}") from error
+    except RecursionError:
+        raise SettingsError(f"{source}: nested too deep") from None
+
+
+def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, object]:
+    """A file's values on top of its base's."""
+    if path.resolve() in seen:
+        raise SettingsError(f"{path}: base refers back to itself")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise SettingsError(f"{path}: not a text file") from None
+    values = _yaml(text, str(path))
+    if not isinstance(values, dict):
+        raise SettingsError(f"{path}: a recipe is a mapping of sections")
+    base = values.pop("base", None)
+    if base is None:
+        return values
+    beside = path.parent / str(base)
+    # A copy of one of our recipes in another folder still finds its base among ours.
+    ours = (found for found in packaged_recipes().values() if found.name == Path(str(base)).name)
+    below = beside if beside.is_file() else next(ours, None)
+    if below is None:
+        raise SettingsError(f"{path}: base: {beside}: no such recipe")
+    return _merge(_read(below, (*seen, path.resolve())), values)
+
+
+def _merge(below: dict[str, object], above: dict[str, object]) -> dict[str, object]:
+    merged = dict(below)
+    for key, value in above.items():
+        under = merged.get(key)
+        merged[key] = _merge(under, value) if isinstance(under, dict) and isinstance(value, dict) else value
+    return merged
+
+
+def _nest(key: str, value: object) -> dict[str, object]:
+    for part in reversed(key.split(".")):
+        value = {part: value}
+    return typing.cast("dict[str, object]", value)
+
+
+def recipes_folder() -> Path:
+    """Where the recipes that come with Fathom are: inside an installed package, or the source tree's `recipes/`."""
+    package = Path(__file__).parent
+    inside = package / "recipes"
+    return inside if inside.is_dir() else package.parents[1] / "recipes"
+
+
+def packaged_recipes() -> dict[str, Path]:
+    """The recipes that come with Fathom, by name: `tiny`, `specialise/base`, and ladders as `ladders/cpu`."""
+    folder = recipes_folder()
+    files = sorted(folder.glob("*.yaml")) + sorted(folder.glob("*/*.yaml"))
+    return {path.relative_to(folder).as_posix().removesuffix(".yaml"): path for path in files}
+
+
+def read_values(path: Path) -> dict[str, object]:
+    """The values of a YAML file on top of those of its `base`, unchecked."""
+    return _read(path, ())
+
+
+def overridden(values: dict[str, object], overrides: Sequence[str]) -> dict[str, object]:
+    """Nested values with dotted `key=value` words applied."""
+    for assignment in overrides:
+        key, equals, text = assignment.partition("=")
+        if not equals or not key:
+            raise SettingsError(f"{assignment}: an override is written key=value, as in optim.lr=3e-4")
+        values = _merge(values, _nest(key, _yaml(text, key)))
+    return values
+
+
+def plain(value: object) -> object:
+    """A value in which tuples have become lists, as YAML has them."""
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def show(value: object) -> str:
+    """A value as YAML writes it."""
+    if isinstance(value, list):
+        return f"[{', '.join(map(show, value))}]"
+    return {"None": "null", "True": "true", "False": "false"}.get(str(value), str(value))
