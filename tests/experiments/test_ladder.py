@@ -723,7 +723,7 @@ class Dying(Planted):
             return super().train(recipe, run_dir, callbacks, **more)
         rows = [{"step": 1, "val/z60-2/accuracy": share, "val/z60-4/accuracy": share}, {"step": 2, "skipped": 1}]
         (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        raise TrainingError("stopped at step 2: diverged")
+        raise TrainingError("stopped at step 2: diverged", 2)
 
 
 def test_what_diverged_has_not_solved_a_puzzle(tmp_path: Path, monkeypatch) -> None:

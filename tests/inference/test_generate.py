@@ -14,7 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from fathom.checkpoints.export import export
 from fathom.checkpoints.open import open_checkpoint
 from fathom.cli.main import main
-from fathom.errors import SettingsError
+from fathom.errors import RequestError, SettingsError
 from fathom.inference.conversation import chat
 from fathom.inference.generate import generate, generate_batch
 from fathom.inference.prompt import encode
@@ -324,7 +324,7 @@ def test_logits_that_are_no_numbers_are_refused(exported: Path, tmp_path: Path, 
         assert main(["generate", directory, "the", "--temperature", temperature, "--device", "cpu"]) == 2
         shown = capsys.readouterr()
         assert shown.out == "the\n" and shown.err.startswith("fathom: the model's scores are not finite"), shown
-    with pytest.raises(SettingsError, match="not finite"):
+    with pytest.raises(RequestError, match="not finite"):
         generate_batch(model, tokenizer, [encode(tokenizer, text) for text in PROMPTS[:3]], Sampling(4, temperature=0))
     ruled_out = Sampling(4, options={"suppress_tokens": list(range(300))})
     with pytest.raises(SettingsError, match="leave no token"):
