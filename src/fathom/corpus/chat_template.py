@@ -62,7 +62,7 @@ class TokenizerTemplate:
 
     def _render(self, messages: Sequence[ChatMessage]) -> tuple[str, list[tuple[int, int]]]:
         """What the template makes of messages, and the spans that it marks."""
-        from jinja2.exceptions import DataError as JinjaError
+        from jinja2.exceptions import TemplateError as JinjaError
         from transformers.utils.chat_template_utils import render_jinja_template
 
         plain = [{key: value for key, value in one.items() if key != "train"} for one in messages]

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jinja2 import DataError
+from jinja2 import TemplateError
 from jinja2.defaults import DEFAULT_NAMESPACE
 from transformers import PreTrainedTokenizerBase
 
@@ -109,7 +109,7 @@ def written(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any
     turns = [_turn(message) for message in messages]
     try:
         return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, **variables))
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError, DataError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, TemplateError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise SettingsError(f"this conversation cannot be read: {reason}") from error
 
