@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from fathom.inference.engine import Scored
 from fathom.inference.texts import UNKNOWN, Text
+from fathom.inference.tools import Call
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -64,7 +65,7 @@ class Envelope:
 
     def whole(self, texts: Sequence[Text]) -> dict[str, object]:
         """An answer in one piece."""
-        said = [{"message": {"role": "assistant", "content": x.said}} if self.chat else {"text": x.said} for x in texts]
+        said = [{"message": _message(text)} if self.chat else {"text": text.said} for text in texts]
         choices = [self._choice(i, text, said[i]) for i, text in enumerate(texts)]
         return {**self.head, "object": self.kind, "choices": choices, "usage": self._usage(texts)}
 
@@ -72,10 +73,14 @@ class Envelope:
         """The first chunk of a streamed chat."""
         return self._chunk([self._choice(index, text, {"delta": {"role": "assistant", "content": ""}})])
 
-    def chunk(self, index: int, text: Text, new: str) -> dict[str, object]:
-        """A part of a choice."""
-        said = {"delta": {"content": new} if new else {}} if self.chat else {"text": new}
-        return self._chunk([self._choice(index, text, said)])
+    def chunk(self, index: int, text: Text, new: str) -> dict[str, object] | None:
+        """A part of a choice; None if it has nothing to say yet."""
+        if not self.chat:
+            return self._chunk([self._choice(index, text, {"text": new})])
+        delta = _delta(text, new)
+        if not (delta or text.finish or text.scores):
+            return None
+        return self._chunk([self._choice(index, text, {"delta": delta})])
 
     def last(self, texts: Sequence[Text]) -> dict[str, object]:
         """The chunk that says how many tokens there were."""
@@ -86,7 +91,8 @@ class Envelope:
         scores, text.scores = text.scores, []
         in_format = chat_logprobs if self.chat else completion_logprobs
         logprobs = in_format(self.tokenizer, scores) if scores else None
-        return {"index": index, **said, "logprobs": logprobs, "finish_reason": text.finish}
+        called = text.finish == "stop" and text.reader is not None and bool(text.reader.calls)
+        return {"index": index, **said, "logprobs": logprobs, "finish_reason": "tool_calls" if called else text.finish}
 
     def _chunk(self, choices: list[dict[str, object]]) -> dict[str, object]:
         return {**self.head, "object": f"{self.kind}.chunk" if self.chat else self.kind, "choices": choices}
@@ -95,3 +101,29 @@ class Envelope:
         made = sum(text.tokens for text in texts)
         total = self.prompt_tokens + made
         return {"prompt_tokens": self.prompt_tokens, "completion_tokens": made, "total_tokens": total}
+
+
+def _message(text: Text) -> dict[str, object]:
+    """A whole turn: what it says and what it calls."""
+    if text.reader is None:
+        return {"role": "assistant", "content": text.said}
+    text.reader.hear(text.said, last=True)
+    message: dict[str, object] = {"role": "assistant", "content": text.reader.content or None}
+    calls = [_call(call, call.arguments) for call in text.reader.calls]
+    return {**message, "tool_calls": calls} if calls else message
+
+
+def _delta(text: Text, new: str) -> dict[str, object]:
+    """What a piece of a text adds to its turn."""
+    if text.reader is None:
+        return {"content": new} if new else {}
+    heard = text.reader.hear(new, last=text.finish is not None)
+    calls = [
+        {"index": i, **({"function": {"arguments": more}} if begun is None else _call(begun, ""))}
+        for i, begun, more in heard.calls
+    ]
+    return {**({"content": heard.content} if heard.content else {}), **({"tool_calls": calls} if calls else {})}
+
+
+def _call(call: Call, arguments: str) -> dict[str, object]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}

@@ -528,19 +528,25 @@ class Engine:
             self.counts["first_tokens"] += 1
             self.first_seconds += time.perf_counter() - job.began
         self._out.append((job, scored))
-        why = "stop" if token in job.stops else "length" if len(job.made) == job.new_tokens else None
-        if why is not None:
-            self._end(lane, job, why)
-        return why is None
+        constraint = job.choice.constraint
+        complete = constraint is not None and constraint.complete(job.made)
+        ended = "stop" if complete or token in job.stops else "length" if len(job.made) == job.new_tokens else None
+        if constraint is not None and constraint.fault is not None:
+            self._refuse(lane, job, constraint.fault)
+        elif ended is not None:
+            self._end(lane, job, ended)
+        else:
+            return True
+        return False
 
     def _end(self, lane: Lane, job: Job, why: str) -> None:
         self._out.append((job, why))
         self.counts["finished"] += 1
         self._leave(lane, job)
 
-    def _refuse(self, lane: Lane, job: Job) -> None:
-        """End a job whose logits are no numbers."""
-        self._out.append((job, RequestError(NO_NUMBERS, "failed")))
+    def _refuse(self, lane: Lane, job: Job, why: str = NO_NUMBERS) -> None:
+        """End a job whose next token cannot be chosen; by default since its logits are no numbers."""
+        self._out.append((job, RequestError(why, "failed")))
         self.counts["failed"] += 1
         self._leave(lane, job)
 

@@ -12,6 +12,7 @@ import json
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,7 @@ from fathom.errors import RequestError, SettingsError
 from fathom.evaluation.budgets import most_trips
 from fathom.inference.answers import Envelope
 from fathom.inference.api import ApiError, ChatBody, CompletionBody, Message, TextBody, TokensBody, told, wrong
+from fathom.inference.api_structure import Tool
 from fathom.inference.cache import Policy
 from fathom.inference.engine import Engine, Event, Job, compiled_steps, deliver
 from fathom.inference.gate import Gate
@@ -34,6 +36,7 @@ from fathom.inference.packed import pack
 from fathom.inference.prompt import encode, reserved_variables
 from fathom.inference.sampling import Choice, refused
 from fathom.inference.settings import as_strings
+from fathom.inference.shape import Shape, Shapes
 from fathom.inference.texts import AnswerWords, Text
 from fathom.inference.tokenising import Tokenising
 
@@ -84,6 +87,7 @@ class Service:
         self.allow_control = False  # whether texts of messages may write special tokens, as <|im_end|>
         self.tokenising = Tokenising()
         self.reserved = reserved_variables(tokenizer)
+        self.shapes = Shapes(tokenizer, model.config.vocab_size, self.stops)
         self.loop: asyncio.AbstractEventLoop | None = None
         memory = memory or default_memory(model)
         steps = None if compiled is None else compiled_steps(model, memory, compiled, max_trips)
@@ -122,7 +126,9 @@ class Service:
         except (TypeError, ValueError) as error:
             raise wrong(field, f"cannot be read: {' '.join(str(error).split()):.300}") from error
 
-    async def conversation(self, messages: Sequence[Message], variables: Mapping[str, object]) -> list[int]:
+    async def conversation(
+        self, messages: Sequence[Message], variables: Mapping[str, object], tools: Sequence[Tool] = ()
+    ) -> list[int]:
         """A conversation as token ids; `variables` are the template's."""
         if not self.tokenizer.chat_template:
             message = "this model has no chat template, so it was not trained to converse; use /v1/completions"
@@ -130,23 +136,35 @@ class Service:
         # A template of the client's, or padding to a length of its choice, would be more than variables.
         if own := variables.keys() & self.reserved:
             raise wrong("chat_template_kwargs", f"{min(own)} is not allowed")
+        if tools:
+            if "tools" not in str(self.tokenizer.chat_template):
+                raise wrong("tools", "this model's chat template does not write tools")
+            variables = {**variables, "tools": [tool.model_dump(exclude_none=True) for tool in tools]}
         if any(one.tool_calls for one in messages) and "tool_calls" not in str(self.tokenizer.chat_template):
             raise wrong("messages", "this model's chat template does not write tool calls")
         turns = [one.turn() for one in messages]
         read = partial(encode, self.tokenizer, turns, variables, self.context, self.allow_control)
         return await self.encoded("messages", sum(len(one.content or "") for one in messages), read)
 
+    async def shape(self, body: Asked) -> Shape | None:
+        """What a request wants its texts to look like; grammars are compiled where texts are tokenised."""
+        if body.response_format is None and body.structured_outputs is None and not body.callable_tools:
+            return None
+        return await self.tokenising.run(0, partial(self.shapes.of, body))
+
     async def prompts(self, body: Asked) -> list[list[int]]:
         """The prompts of a request as token ids."""
         if isinstance(body, ChatBody):
-            return [await self.conversation(body.messages, body.chat_template_kwargs)]
+            return [await self.conversation(body.messages, body.chat_template_kwargs, body.tools)]
 
         async def ids(prompt: str) -> list[int]:
             return await self.encoded("prompt", len(prompt), partial(encode, self.tokenizer, prompt, {}, self.context))
 
         return [await ids(prompt) if isinstance(prompt, str) else prompt for prompt in body.prompts]
 
-    def jobs(self, body: Asked, prompts: Sequence[list[int]], queue: asyncio.Queue) -> list[Job]:
+    def jobs(
+        self, body: Asked, prompts: Sequence[list[int]], queue: asyncio.Queue, shape: Shape | None = None
+    ) -> list[Job]:
         """One for each prompt and each of the `n` texts that are asked for."""
         most, trips = most_trips(self.model), body.max_trips or self.max_trips
         if (body.max_trips or 1) > most:
@@ -166,6 +184,8 @@ class Service:
             for which, (ids, room) in enumerate(zip(prompts, rooms, strict=True))
             for i in range(body.n)
         ]
+        if shape is not None:
+            texts = [(ids, room, replace(choice, constraint=shape.constraint())) for ids, room, choice in texts]
         return [job(*text, partial(_put, queue, i)) for i, text in enumerate(texts)]
 
     def _new_tokens(self, prompt: int, wanted: int | None, trips: int | None) -> int:
@@ -184,14 +204,12 @@ class Service:
             if not allowed:
                 raise wrong(field, message)
         self.loop = asyncio.get_running_loop()
-        prompts = await self.prompts(body)
+        shape, prompts = await self.shape(body), await self.prompts(body)
         queue: asyncio.Queue = asyncio.Queue()
-        jobs = self.jobs(body, prompts, queue)
+        jobs = self.jobs(body, prompts, queue, shape)
         self.engine.submit(jobs)
-        echoes, stops = [self._echo(body, i // body.n) for i in range(len(jobs))], [*body.stops, *self.stop_strings]
+        texts = [self._text(body, job, shape, i) for i, job in enumerate(jobs)]
         talk = isinstance(body, ChatBody)
-        words = [AnswerWords(self.tokenizer, after=() if talk else job.prompt) for job in jobs]
-        texts = [Text(each, stops, echo, body.min_tokens) for each, echo in zip(words, echoes, strict=True)]
         envelope = Envelope(self.name, talk, self.tokenizer, sum(map(len, prompts)))
         parts = self._parts(jobs, texts, queue)
         if body.stream:
@@ -199,6 +217,14 @@ class Service:
         async for _ in parts:
             pass
         return JSONResponse(envelope.whole(texts))
+
+    def _text(self, body: Asked, job: Job, shape: Shape | None, index: int) -> Text:
+        """What the tokens of a job become."""
+        after = () if isinstance(body, ChatBody) else job.prompt
+        marked = shape is not None and shape.special
+        words = AnswerWords(self.tokenizer, marked, after, mute=job.stops | self.stops if marked else ())
+        stops, echo = [*body.stops, *self.stop_strings], self._echo(body, index // body.n)
+        return Text(words, stops, echo, body.min_tokens, reader=None if shape is None else shape.reader())
 
     def _echo(self, body: Asked, which: int) -> str:
         """A prompt as text, if its answer begins with it."""
@@ -250,7 +276,8 @@ async def _stream(parts: Parts, texts: list[Text], envelope: Envelope, usage: bo
         for i in range(len(texts) if envelope.chat else 0):
             yield _line(envelope.begin(i, texts[i]))
         async for index, new in parts:
-            yield _line(envelope.chunk(index, texts[index], new))
+            if chunk := envelope.chunk(index, texts[index], new):
+                yield _line(chunk)
         if usage:
             yield _line(envelope.last(texts))
     except RequestError as error:
