@@ -56,10 +56,29 @@ def chat_logprobs(tokenizer: PreTrainedTokenizerBase, scores: Sequence[tuple[Sco
 
 
 class Envelope:
-    """The JSON around the choices of one answer."""
+    """The JSON around the choices of one answer.
 
-    def __init__(self, model: str, chat: bool, tokenizer: PreTrainedTokenizerBase, prompt_tokens: int) -> None:
-        self.chat, self.tokenizer, self.prompt_tokens = chat, tokenizer, prompt_tokens
+    Args:
+        model: What clients call it.
+        chat: Whether the answer is a turn of a conversation.
+        tokenizer: The model's.
+        prompts: As token ids.
+        ids: Whether choices have their tokens' ids, and the answer has those of the prompts.
+        trips: Whether choices have the loop iterations behind each token.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        chat: bool,
+        tokenizer: PreTrainedTokenizerBase,
+        prompts: Sequence[Sequence[int]],
+        ids: bool = False,
+        trips: bool = False,
+    ) -> None:
+        self.chat, self.tokenizer, self.prompt_tokens = chat, tokenizer, sum(map(len, prompts))
+        self.ids, self.trips = ids, trips
+        self.prompt_ids = {"prompt_token_ids": list(prompts[0] if len(prompts) == 1 else prompts)} if ids else {}
         self.kind, short = ("chat.completion", "chatcmpl") if chat else ("text_completion", "cmpl")
         self.head = {"id": f"{short}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
@@ -67,18 +86,19 @@ class Envelope:
         """An answer in one piece."""
         said = [{"message": _message(text)} if self.chat else {"text": text.said} for text in texts]
         choices = [self._choice(i, text, said[i]) for i, text in enumerate(texts)]
-        return {**self.head, "object": self.kind, "choices": choices, "usage": self._usage(texts)}
+        return {**self.head, "object": self.kind, "choices": choices, **self.prompt_ids, "usage": self._usage(texts)}
 
     def begin(self, index: int, text: Text) -> dict[str, object]:
         """The first chunk of a streamed chat."""
-        return self._chunk([self._choice(index, text, {"delta": {"role": "assistant", "content": ""}})])
+        chunk = self._chunk([self._choice(index, text, {"delta": {"role": "assistant", "content": ""}})])
+        return {**chunk, **self.prompt_ids}
 
     def chunk(self, index: int, text: Text, new: str) -> dict[str, object] | None:
         """A part of a choice; None if it has nothing to say yet."""
         if not self.chat:
             return self._chunk([self._choice(index, text, {"text": new})])
         delta = _delta(text, new)
-        if not (delta or text.finish or text.scores):
+        if not (delta or text.finish or text.scores or (text.made and (self.ids or self.trips))):
             return None
         return self._chunk([self._choice(index, text, {"delta": delta})])
 
@@ -91,8 +111,12 @@ class Envelope:
         scores, text.scores = text.scores, []
         in_format = chat_logprobs if self.chat else completion_logprobs
         logprobs = in_format(self.tokenizer, scores) if scores else None
+        made, text.made = text.made, []
+        extra: dict[str, object] = {"token_ids": [one.token for one in made]} if self.ids else {}
+        extra |= {"trips": [one.trips for one in made]} if self.trips else {}
         called = text.finish == "stop" and text.reader is not None and bool(text.reader.calls)
-        return {"index": index, **said, "logprobs": logprobs, "finish_reason": "tool_calls" if called else text.finish}
+        why = "tool_calls" if called else text.finish
+        return {"index": index, **said, "logprobs": logprobs, "finish_reason": why, **extra}
 
     def _chunk(self, choices: list[dict[str, object]]) -> dict[str, object]:
         return {**self.head, "object": f"{self.kind}.chunk" if self.chat else self.kind, "choices": choices}

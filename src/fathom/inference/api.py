@@ -169,6 +169,8 @@ class Body(Strict):
     n: int = Field(1, ge=1, le=64)
     user: str | None = None
     max_trips: int | None = Field(None, ge=1)
+    return_token_ids: bool = False
+    return_trips: bool = False
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     # Fields that clients send along, and that change no text.

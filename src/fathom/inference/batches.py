@@ -26,6 +26,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
 from fathom.errors import SettingsError
+from fathom.evaluation.budgets import counting
 from fathom.inference.cache import Policy
 from fathom.inference.compiled import Compiled
 from fathom.inference.positions import depends_on_company
@@ -74,6 +75,10 @@ class LiveBatch(ABC):
         """Tokens that each row's cache holds."""
         self.read_already = 0
         """Prompt tokens read so far of the row that is joining."""
+        self.count_trips = False
+        """Whether the next call counts loop iterations, where tokens halt."""
+        self.trips_made: list[int] | None = None
+        """Of the last call, if it counted: the loop iterations of each row's last token."""
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -116,7 +121,12 @@ class LiveBatch(ABC):
         if positions is not None:
             keep["position_ids"] = positions.to(device)
         given = {"input_ids": ids.to(device), "attention_mask": mask, "past_key_values": cache, "use_cache": True}
-        return self.model(**given, **keep, **self.arguments).logits.float()
+        if not (self.count_trips and _slotted(self.model)):
+            return self.model(**given, **keep, **self.arguments).logits.float()
+        with counting(self.model) as made:
+            logits = self.model(**given, **keep, **self.arguments).logits.float()
+        self.trips_made = made[-1].expand(len(ids), -1)[:, -1].tolist() if made[-1].dim() > 1 else None
+        return logits
 
     def _compiled_step(self, tokens: Sequence[int], positions: Tensor, cache: Cache, mask: Mask) -> Tensor:
         """One more token for each row: logits `[n, V]`."""
@@ -569,8 +579,11 @@ class LoneBatch(LiveBatch):
 
     def step(self, tokens: Sequence[int]) -> Tensor:
         """As `LiveBatch.step`."""
-        rows = zip(tokens, self.caches, strict=True)
-        logits = [self._call(torch.tensor([[token]]), None, cache)[0] for token, cache in rows]
+        logits, made = [], list[int]()
+        for token, cache in zip(tokens, self.caches, strict=True):
+            logits.append(self._call(torch.tensor([[token]]), None, cache)[0])
+            made += self.trips_made or []
+        self.trips_made = made or None
         self.lengths = [length + 1 for length in self.lengths]
         return torch.cat(logits)
 

@@ -33,6 +33,7 @@ from fathom.inference.batches import (
     may_chunk,
     refuse_longrope,
     token_bytes,
+    trips_of,
 )
 from fathom.inference.cache import Policy
 from fathom.inference.compiled import Compiled
@@ -64,6 +65,8 @@ class Scored:
     token: int
     logprob: float | None = None
     top: Sequence[tuple[int, float]] = ()
+    trips: int | None = None
+    """Loop iterations of the forward pass that chose it, if they were asked for."""
 
 
 Event = Scored | list[Scored] | str | Exception
@@ -84,6 +87,8 @@ class Job:
     logprobs: int | None = None
     """Number of likeliest tokens to deliver with log-probabilities; None for no log-probabilities."""
     score_prompt: bool = False
+    tell_trips: bool = False
+    """Whether to deliver the loop iterations behind each token."""
     trips: int | None = None
     cancelled: str = ""
     """As what it is counted once it was cancelled: `cancelled`, or `finished` if all of it that is wanted was made."""
@@ -411,6 +416,7 @@ class Engine:
         lane.batch.reserve(*lane.rectangle)
         whole = len(job.prompt) if not may_chunk(self.model) else SCORED if job.score_prompt else left
         chunk = job.prompt[job.read : job.read + whole]
+        self._listen(lane, [job])
         logits = lane.batch.read(chunk, every=job.score_prompt)
         if job.score_prompt:
             job.prompt_scores += self._scored(job, logits)
@@ -431,6 +437,7 @@ class Engine:
         assert self.joining is not None
         lane, jobs = self.joining
         lane.batch.reserve(*lane.rectangle)
+        self._listen(lane, jobs)
         logits = lane.batch.read_several([job.prompt for job in jobs])
         self.joining = None
         lane.jobs += jobs
@@ -448,7 +455,13 @@ class Engine:
                 self._refuse(lane, job)
             elif not job.new_tokens:
                 self._end(lane, job, "length")
+        if lane.batch.trips_made is not None:
+            lane.batch.trips_made = [lane.batch.trips_made[i] for i in wanting]
         self._take(lane, [jobs[i] for i in wanting], logits[wanting])
+
+    def _listen(self, lane: Lane, jobs: Sequence[Job]) -> None:
+        """Have the next call count the loop iterations of its rows' last tokens, if one of their jobs tells them."""
+        lane.batch.trips_made, lane.batch.count_trips = None, any(job.tell_trips for job in jobs)
 
     def _scored(self, job: Job, logits: Tensor) -> list[Scored]:
         """The prompt's tokens that a chunk's logits `[T, V]` predict; the first token is not predicted."""
@@ -464,7 +477,9 @@ class Engine:
         self.counts["steps"] += 1
         if isinstance(lane.batch, DraftBatch):
             return self._step_drafted(lane, lane.batch)
-        self._take(lane, list(lane.jobs), lane.batch.step([job.made[-1] for job in lane.jobs]))
+        jobs = list(lane.jobs)
+        self._listen(lane, jobs)
+        self._take(lane, jobs, lane.batch.step([job.made[-1] for job in jobs]))
 
     def _step_drafted(self, lane: Lane, batch: DraftBatch) -> None:
         """Several tokens for every row: drafts that the whole model confirms, and its own in place of the next."""
@@ -491,7 +506,7 @@ class Engine:
             if not fine:
                 self._refuse(lane, job)
                 continue
-            for scored in self._scores([job] * len(tokens), tokens, rows[: len(tokens)]):
+            for scored in self._scores(lane, [job] * len(tokens), tokens, rows[: len(tokens)]):
                 if not self._give(lane, job, scored):
                     break
 
@@ -501,23 +516,32 @@ class Engine:
         for i, job in enumerate(jobs):
             if not job.choice.plain:
                 tokens[i] = job.choice.token(logits[i], job.prompt, job.made)
-        for job, scored, fine in zip(jobs, self._scores(jobs, tokens, logits), sound, strict=True):
+        for job, scored, fine in zip(jobs, self._scores(lane, jobs, tokens, logits), sound, strict=True):
             if fine:
                 self._give(lane, job, scored)
             else:
                 self._refuse(lane, job)
 
-    def _scores(self, jobs: Sequence[Job], tokens: Sequence[int], logits: Tensor) -> list[Scored]:
+    def _scores(self, lane: Lane, jobs: Sequence[Job], tokens: Sequence[int], logits: Tensor) -> list[Scored]:
         """A token of each job, with what it asked for of `logits` `[n, V]`."""
-        scored = [Scored(token) for token in tokens]
+        made = self._trips_made(lane, jobs)
+        scored = [Scored(token, trips=trips) for token, trips in zip(tokens, made, strict=True)]
         # One call for each number that is asked for: of tokens that are equally likely, another takes others.
         for count in {job.logprobs for job in jobs if job.logprobs is not None}:
             rows = [i for i, job in enumerate(jobs) if job.logprobs == count]
             given = logits if len(rows) == len(jobs) else logits[rows]  # all of them are not copied
             found = likeliest(given, [tokens[i] for i in rows], count)
             for i, one in zip(rows, found, strict=True):
-                scored[i] = Scored(tokens[i], *one)
+                scored[i] = Scored(tokens[i], *one, trips=made[i])
         return scored
+
+    def _trips_made(self, lane: Lane, jobs: Sequence[Job]) -> list[int | None]:
+        """The loop iterations that chose the next token of each job, for those that tell them."""
+        counted = lane.batch.trips_made
+        if not any(job.tell_trips for job in jobs) or (counted is None and lane.batch.compiled is not None):
+            return [None] * len(jobs)
+        made = [trips_of(self.model, job.trips) for job in jobs] if counted is None else counted
+        return [trips if job.tell_trips else None for job, trips in zip(jobs, made, strict=True)]
 
     def _give(self, lane: Lane, job: Job, scored: Scored) -> bool:
         """Deliver a job's next token; returns whether the text goes on."""

@@ -174,7 +174,8 @@ class Service:
         scored, own = body.likeliest, self.model.generation_config
         wants_prompt = body.echo and scored is not None
         stops = frozenset(body.stop_token_ids) | (frozenset() if body.ignore_eos else self.stops)
-        job = partial(Job, stops=stops, logprobs=scored, score_prompt=wants_prompt, trips=trips)
+        told = {"logprobs": scored, "score_prompt": wants_prompt, "tell_trips": body.return_trips}
+        job = partial(Job, stops=stops, trips=trips, **told)
         wanted = body.min_tokens if body.max_tokens is None and body.min_tokens > NEW_TOKENS else body.max_tokens
         rooms = [self._new_tokens(len(ids), wanted, trips) for ids in prompts]
         # Under a seed that was named, a prompt's texts do not depend on the prompts beside it.
@@ -210,7 +211,7 @@ class Service:
         self.engine.submit(jobs)
         texts = [self._text(body, job, shape, i) for i, job in enumerate(jobs)]
         talk = isinstance(body, ChatBody)
-        envelope = Envelope(self.name, talk, self.tokenizer, sum(map(len, prompts)))
+        envelope = Envelope(self.name, talk, self.tokenizer, prompts, body.return_token_ids, body.return_trips)
         parts = self._parts(jobs, texts, queue)
         if body.stream:
             return StreamingResponse(_stream(parts, texts, envelope, body.usage), media_type="text/event-stream")

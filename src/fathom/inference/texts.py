@@ -121,6 +121,8 @@ class Text:
     """Tokens before which no stop string ends it."""
     said: str = ""
     tokens: int = 0
+    made: list[Scored] = field(default_factory=list)
+    """Tokens that were not sent yet."""
     finish: str | None = None
     """Why it ended."""
     reader: CallReader | None = None
@@ -143,6 +145,7 @@ class Text:
             self._length = len(new)
         if isinstance(event, Scored):
             self.tokens += 1
+            self.made.append(event)
             if event.logprob is not None:
                 self.scores.append((event, self._length))
             word = self.words.add([event.token])
