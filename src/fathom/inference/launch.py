@@ -171,7 +171,7 @@ def _run(
     app = build_app(service, options.api_key, lens, hosts, options.allow_origin)
     address, port = listener.getsockname()[:2]
     url = f"http://{f'[{address}]' if ':' in address else address}:{port}"
-    ready = f"{name} at {url}/v1" + (f", lens at {url}/lens" if lens else "")
+    ready = f"{name} at {url}/v1, page at {url}/" + (f", lens at {url}/lens" if lens else "")
     # Generations end themselves after the grace period; this limit is for connections that then still hang.
     limit = int(options.grace) + 5
     config = uvicorn.Config(app, log_level="warning", http=Timed, timeout_graceful_shutdown=limit)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
@@ -33,12 +33,14 @@ from fathom.inference.engine import Engine, Event, Job, compiled_steps, deliver
 from fathom.inference.gate import Gate
 from fathom.inference.memory import default_memory
 from fathom.inference.packed import pack
+from fathom.inference.page import talk_page
 from fathom.inference.prompt import encode, reserved_variables
 from fathom.inference.sampling import Choice, refused
 from fathom.inference.settings import as_strings
 from fathom.inference.shape import Shape, Shapes
 from fathom.inference.texts import AnswerWords, Text
 from fathom.inference.tokenising import Tokenising
+from fathom.models import FathomForCausalLM
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -359,14 +361,7 @@ def build_app(
             raise wrong("tokens", f"must be 0 to {service.model.config.vocab_size - 1}")
         return {"prompt": service.tokenizer.decode(body.tokens)}
 
-    @app.get("/metrics")
-    async def metrics() -> Response:
-        return PlainTextResponse(service.metrics(), media_type="text/plain; version=0.0.4")
-
-    @app.get("/health")
-    async def health() -> dict[str, str]:
-        return {"status": "ok"}
-
+    _add_reports(app, service, lens is not None)
     if lens is not None:
         lens(app, service)
     # Every character may be escaped into six bytes, and few tokens have more than ten characters.
@@ -375,6 +370,25 @@ def build_app(
     if origins:
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"])
     return app
+
+
+def _add_reports(app: FastAPI, service: Service, lens: bool) -> None:
+    """Routes about the server itself, and its page."""
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return PlainTextResponse(service.metrics(), media_type="text/plain; version=0.0.4")
+
+    @app.get("/")
+    async def page() -> Response:
+        looks = None if not isinstance(service.model, FathomForCausalLM) else lens
+        talks, most = bool(service.tokenizer.chat_template), service.max_trips or most_trips(service.model)
+        text, headers = talk_page(service.name, service.context, most, talks, looks)
+        return HTMLResponse(text, headers=headers)
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        return {"status": "ok"}
 
 
 async def _say_why(request: Request, error: Exception) -> JSONResponse:

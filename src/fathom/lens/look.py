@@ -263,7 +263,7 @@ def look(
         if progress is not None:
             progress(len(says.chosen))
 
-    with _evaluating(model), _hooks(model, mixed, left):
+    with evaluating(model), hooks(model, mixed, left):
         out = model.model(ids[None], use_cache=False, head=model.lm_head)
         for stage in range(stages if passed else 0):
             for state in passed:
@@ -352,7 +352,7 @@ class _Says:
         """Predictions by visit, final predictions and the text's tokens as indices into a list of strings; the list."""
         predicted, own = np.stack(self.chosen), self.ids.cpu().numpy()
         distinct = np.unique(np.concatenate([predicted.ravel(), self.said.ravel(), own]))
-        spelled = [_spell(tokenizer, int(i)) for i in distinct]
+        spelled = [spell(tokenizer, int(i)) for i in distinct]
         return *(np.searchsorted(distinct, found) for found in (predicted, self.said, own)), spelled  # type: ignore[return-value]
 
     def _blocks(self, hidden: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -368,7 +368,8 @@ def _bits(logprobs: Tensor, following: Tensor) -> Tensor:
 
 
 @contextmanager
-def _evaluating(model: torch.nn.Module) -> Iterator[None]:
+def evaluating(model: torch.nn.Module) -> Iterator[None]:
+    """A model in evaluation mode, and afterwards as it was."""
     training = model.training
     model.eval()
     try:
@@ -378,7 +379,7 @@ def _evaluating(model: torch.nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _hooks(
+def hooks(
     model: FathomForCausalLM, mixed: Callable[..., None], after: Callable[[ResidualState], None]
 ) -> Iterator[None]:
     """Call `mixed` with every mixer's inputs and `after` with every layer's residual state, in the plan's order."""
@@ -408,7 +409,7 @@ def _tokenise(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int],
     """Ids, and the stretch of text that each one adds."""
     if not getattr(tokenizer, "is_fast", False):
         ids = tokenizer(text)["input_ids"]
-        return ids, [_spell(tokenizer, i) for i in ids]
+        return ids, [spell(tokenizer, i) for i in ids]
     encoded = tokenizer(text, return_offsets_mapping=True)
     pieces, done = [], 0
     for _, end in encoded["offset_mapping"]:
@@ -418,7 +419,7 @@ def _tokenise(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int],
     return encoded["input_ids"], pieces
 
 
-def _spell(tokenizer: PreTrainedTokenizerBase, index: int) -> str:
+def spell(tokenizer: PreTrainedTokenizerBase, index: int) -> str:
     """A token as text; its bytes if it is a part of a character."""
     spelled = tokenizer.decode([index])
     if spelled and "\ufffd" not in spelled:
