@@ -2,6 +2,7 @@
 
 import http.client
 import math
+import time
 
 import pytest
 
@@ -139,11 +140,13 @@ def test_a_model_that_was_not_taught_to_converse_continues(served, browser):
 
 
 def test_a_long_answer_is_stopped_and_settings_are_checked(served, browser):
+    slowly = served.service.model.lm_head.register_forward_hook(lambda *_: time.sleep(0.03))
     browser.value("document.querySelector('[value=continue]').click()")
     send(browser, "x", max_tokens=900)
     browser.until("document.querySelectorAll('.t').length > 2")
     browser.click("#stop")
     browser.until("document.getElementById('stop').hidden")
+    slowly.remove()
     assert "stopped" in text_of(browser, "#status")
     assert 2 < browser.value("document.querySelectorAll('.t').length") < 900
     for name, value in (("temperature", "hot"), ("top_p", "7"), ("seed", "1.5")):

@@ -176,8 +176,8 @@ class Service:
         scored, own = body.likeliest, self.model.generation_config
         wants_prompt = body.echo and scored is not None
         stops = frozenset(body.stop_token_ids) | (frozenset() if body.ignore_eos else self.stops)
-        told = {"logprobs": scored, "score_prompt": wants_prompt, "tell_trips": body.return_trips}
-        job = partial(Job, stops=stops, trips=trips, **told)
+        job = partial(Job, stops=stops, logprobs=scored, score_prompt=wants_prompt, trips=trips)
+        job = partial(job, tell_trips=body.return_trips)
         wanted = body.min_tokens if body.max_tokens is None and body.min_tokens > NEW_TOKENS else body.max_tokens
         rooms = [self._new_tokens(len(ids), wanted, trips) for ids in prompts]
         # Under a seed that was named, a prompt's texts do not depend on the prompts beside it.
