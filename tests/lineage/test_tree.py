@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fathom.checkpoints.origin import Refused
 from fathom.cli import lineage as commands
+from fathom.errors import ModelError
 from fathom.lineage import tree
 from tests.lineage.test_direction import changed, moved, pruned
 from tests.lineage.zoo import build, save, tiny_config
@@ -60,7 +60,7 @@ def test_the_tree_of_a_family(models, tmp_path):
 def test_unrelated_models_have_no_tree(models):
     found = tree.tree([models / "stranger", models / "another"])
     assert [family.edges for family in found.families] == [(), ()] and not found.merges
-    with pytest.raises(Refused, match="at least two"):
+    with pytest.raises(ModelError, match="at least two"):
         tree.tree([models / "base", models / "base"])
 
 

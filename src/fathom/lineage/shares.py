@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import stats
 
-from fathom.checkpoints.origin import Refused
 from fathom.checkpoints.tensors import Array
+from fathom.errors import ModelError
 from fathom.lineage.weights import Weights
 
 Told = Callable[[str], None]
@@ -64,7 +64,7 @@ def products(models: Sequence[Weights], progress: Told = lambda _: None) -> Arra
     first = models[0].geometry
     for other in models[1:]:
         if shape_of(other) != shape_of(models[0]):
-            raise Refused(f"{other.name}: another shape than {models[0].name}; a mean needs one shape")
+            raise ModelError(f"{other.name}: another shape than {models[0].name}; a mean needs one shape")
     out = np.zeros((first.layers, len(models), len(models)))
     for layer in range(first.layers):
         progress(f"layer {layer + 1} of {first.layers}")
@@ -91,12 +91,12 @@ def shares(child: Weights, parents: Sequence[Weights], progress: Told = lambda _
         progress: Called before each layer.
     """
     if len(parents) < 2:
-        raise Refused("a merge has at least two parents")
+        raise ModelError("a merge has at least two parents")
     gram = products([child, *parents], progress)
     total = gram.sum(0)
     sizes = np.sqrt(np.maximum(np.diag(total), 1e-300))
     if (total[0, 1:] / sizes[0] / sizes[1:]).max() < SAME_PLACE:
-        raise Refused(
+        raise ModelError(
             f"{child.name}: its weights are in no parent's order (cosines below {SAME_PLACE}); "
             "a disguised or unrelated model is no mean of them"
         )
@@ -106,7 +106,7 @@ def shares(child: Weights, parents: Sequence[Weights], progress: Told = lambda _
 def solved(gram: Array, names: Sequence[str]) -> Shares:
     """The shares from inner products [layers, 1 + parents, 1 + parents], the child first."""
     if len(gram) < FEWEST_LAYERS:
-        raise Refused(f"{len(gram)} layers are too few for an interval; {FEWEST_LAYERS} are needed")
+        raise ModelError(f"{len(gram)} layers are too few for an interval; {FEWEST_LAYERS} are needed")
     nearest = 1 + int(np.argmin([_apart(gram.sum(0), 0, i) for i in range(1, gram.shape[1])]))
     others = [i for i in range(1, gram.shape[1]) if i != nearest]
     # differences from the nearest parent, for precision: [layers, others, others] and [layers, others]
@@ -114,7 +114,7 @@ def solved(gram: Array, names: Sequence[str]) -> Shares:
     right = np.array([[_inner(layer, (i, nearest), (0, nearest)) for i in others] for layer in gram])
     scale = float(np.trace(gram.sum(0)))
     if np.linalg.eigvalsh(left.sum(0)).min() <= APART * scale:
-        raise Refused("two parents are the same, or one is a mean of others: their shares cannot be told apart")
+        raise ModelError("two parents are the same, or one is a mean of others: their shares cannot be told apart")
     whole = np.linalg.solve(left.sum(0), right.sum(0))
     without = np.array(
         [np.linalg.solve(left.sum(0) - a, right.sum(0) - b) for a, b in zip(left, right, strict=True)]

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import numpy as np
 
-from fathom.checkpoints.origin import Refused
 from fathom.checkpoints.tensors import Array
+from fathom.errors import ModelError
 from fathom.lineage import evidence, shares
 from fathom.lineage.comparison import Options, holding, judge, measure
 from fathom.lineage.direction import Direction, direction
@@ -87,7 +87,7 @@ def tree(where: Sequence[str | Path], seed: int = 0, progress: Told = lambda _: 
     """
     models = [open_weights(place) for place in dict.fromkeys(map(str, where))]
     if len(models) < 2:
-        raise Refused("a tree needs at least two models")
+        raise ModelError("a tree needs at least two models")
     pairs: dict[Place, Pair] = {}
     places = list(combinations(range(len(models)), 2))
     for number, (i, j) in enumerate(places):
@@ -220,7 +220,7 @@ def _mean(gram: Array, child: int, parents: Place, names: Sequence[str]) -> Shar
     place = [child, *parents]
     try:
         found = shares.solved(gram[:, place][:, :, place], [names[i] for i in parents])
-    except Refused:
+    except ModelError:
         return None
     return found if found.is_merge and found.residual <= EXACT else None
 
