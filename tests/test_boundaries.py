@@ -65,7 +65,7 @@ FOREIGN = {
     "lens cli.export",
     **dict.fromkeys(("triton", "liger_kernel"), "kernels"),
     "numpy": "report checkpoints data corpus training evaluation lens lineage experiments inference.draws "
-    "inference.structure",
+    "inference.structure inference.prefixes",
     "scipy": "report.statistics corpus lineage experiments",
     "huggingface_hub": "models checkpoints recipe inference.generate",
     "safetensors": "checkpoints.families.tensors kvcache.saved lineage.attacks training.adapters",

@@ -276,3 +276,18 @@ def test_models_that_think(tmp_path, recurrence):
         with ThreadPoolExecutor(4) as pool:
             some = list(pool.map(lambda seed: ask(served, response_format=FORMAT, seed=seed), range(6)))
         assert all(follows(one.choices[0].message.content) for one in some)
+
+
+def test_a_prompt_that_was_read_before_is_counted(folder):
+    own = service(folder)
+    own.engine.prefixes.budget = 1 << 24
+    with in_thread(server.build_app(own)) as served:
+        first = ask(served, tools=TOOLS, max_tokens=4)
+        again = ask(served, tools=TOOLS, max_tokens=4)
+        assert first.usage.prompt_tokens_details.cached_tokens == 0
+        assert again.usage.prompt_tokens_details.cached_tokens == again.usage.prompt_tokens > 100
+        assert first.choices[0].message == again.choices[0].message
+        *_, last = ask(served, tools=TOOLS, max_tokens=4, stream=True, stream_options={"include_usage": True})
+        assert last.usage.prompt_tokens_details.cached_tokens == again.usage.prompt_tokens
+        assert own.engine.counts["hits"] == 2
+        assert f"fathom_prefix_tokens_total {2 * again.usage.prompt_tokens}" in own.metrics()

@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from fathom.inference.engine import Scored
+from fathom.inference.engine import Job, Scored
 from fathom.inference.texts import UNKNOWN, Text
 from fathom.inference.tools import Call
 
@@ -78,6 +78,8 @@ class Envelope:
     ) -> None:
         self.chat, self.tokenizer, self.prompt_tokens = chat, tokenizer, sum(map(len, prompts))
         self.ids, self.trips = ids, trips
+        self.first: Sequence[Job] = ()
+        """The first job of each prompt."""
         self.prompt_ids = {"prompt_token_ids": list(prompts[0] if len(prompts) == 1 else prompts)} if ids else {}
         self.kind, short = ("chat.completion", "chatcmpl") if chat else ("text_completion", "cmpl")
         self.head = {"id": f"{short}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
@@ -121,10 +123,12 @@ class Envelope:
     def _chunk(self, choices: list[dict[str, object]]) -> dict[str, object]:
         return {**self.head, "object": f"{self.kind}.chunk" if self.chat else self.kind, "choices": choices}
 
-    def _usage(self, texts: Sequence[Text]) -> dict[str, int]:
+    def _usage(self, texts: Sequence[Text]) -> dict[str, object]:
         made = sum(text.tokens for text in texts)
         total = self.prompt_tokens + made
-        return {"prompt_tokens": self.prompt_tokens, "completion_tokens": made, "total_tokens": total}
+        cached = {"cached_tokens": sum(job.cached for job in self.first)}
+        counts = {"prompt_tokens": self.prompt_tokens, "completion_tokens": made, "total_tokens": total}
+        return {**counts, "prompt_tokens_details": cached}
 
 
 def _message(text: Text) -> dict[str, object]:

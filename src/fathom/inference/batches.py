@@ -17,9 +17,10 @@ fixed number of rows and tokens, and compute every row in every trip.
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -67,6 +68,10 @@ class LiveBatch(ABC):
     """Whether several whole prompts can be read in one call."""
     compiled: Compiled | None = None
     """What makes its steps, if they are compiled."""
+    keeps_prefixes = False
+    """Whether a row's first tokens can be taken over by another."""
+    keeps_steps = False
+    """Whether those that it generated can."""
 
     def __init__(self, model: PreTrainedModel, trips: int | None) -> None:
         self.model, self.trips = model, trips
@@ -109,6 +114,14 @@ class LiveBatch(ABC):
 
         Nothing of it stays where another row will be: a masked place weighs 0, but 0 times NaN is NaN.
         """
+
+    def kept(self, row: int | None = None) -> tuple[object, int]:
+        """A copy of what a row, or the one that is joining, has in the cache, and its bytes."""
+        raise NotImplementedError(f"{type(self).__name__} keeps no prefixes")
+
+    def take_over(self, state: object, count: int) -> None:
+        """The row that is joining begins with the first `count` tokens of what `kept` returned."""
+        raise NotImplementedError(f"{type(self).__name__} keeps no prefixes")
 
     def reserve(self, rows: int, tokens: int) -> None:  # noqa: B027
         """Make room for `rows` rows of `tokens` tokens, the one that joins among them; and free what is beyond."""
@@ -238,6 +251,8 @@ class SlabBatch(LiveBatch):
     """Trips that do not read one another, or one: masks say how far each row is filled."""
 
     reads_several = True
+    keeps_prefixes = True
+    keeps_steps = True
 
     def __init__(self, model: PreTrainedModel, trips: int | None) -> None:
         super().__init__(model, trips)
@@ -248,6 +263,21 @@ class SlabBatch(LiveBatch):
         self.windows = {kind: window if kind == "sliding_attention" else None for kind in kinds or ()}
         if not kinds:  # one mask for all layers: these decoders ignore a window in their configuration
             self.windows = {"full_attention": window if config.model_type == "mistral" else None}
+
+    def kept(self, row: int | None = None) -> tuple[object, int]:
+        """As `LiveBatch.kept`."""
+        at, tokens = (len(self), self.read_already) if row is None else (row, self.lengths[row])
+        state = [tuple(x[at, :, :tokens].clone() for x in (layer.keys, layer.values)) for layer in self.cache.layers]
+        return state, sum(x.nbytes for pair in state for x in pair)
+
+    def take_over(self, state: object, count: int) -> None:
+        """As `LiveBatch.take_over`."""
+        for layer, pair in zip(self.cache.layers, cast(list[tuple[Tensor, Tensor]], state), strict=True):
+            if not layer.is_initialized:
+                layer.lazy_initialization(*(x[None] for x in pair))
+            for stored, x in zip((layer.keys, layer.values), pair, strict=True):
+                stored[len(self), :, :count] = x[:, :count]
+        self.read_already = count
 
     def reserve(self, rows: int, tokens: int) -> None:
         """Grow all banks, or shrink them; what rows hold is kept."""
@@ -390,6 +420,8 @@ class DraftBatch(SlabBatch):
         draft_trips: With how many of them drafts are made.
     """
 
+    keeps_steps = False  # several at a time, which a later reading would not repeat
+
     def __init__(self, model: FathomForCausalLM, trips: int, draft_trips: int) -> None:
         check_speculation(model, Speculation(draft_trips), trips)
         super().__init__(model, trips)
@@ -436,11 +468,27 @@ class SlotBatch(LiveBatch):
     """Models that need slots: prompts have a cache of their own until their rows are merged."""
 
     reads_several = True
+    keeps_prefixes = True
 
     def __init__(self, model: PreTrainedModel, trips: int | None) -> None:
         super().__init__(model, trips)
         self.cache: Cache | None = None
         self.fresh: Cache | None = None
+
+    def kept(self, row: int | None = None) -> tuple[object, int]:
+        """As `LiveBatch.kept`, of the row that is joining."""
+        assert row is None and self.fresh is not None
+        state = copy.deepcopy(self.fresh)
+        trim_slots(state, 0)
+        held = [x for layer in state.layers for x in layer.stored] + list(state.layers[0].table.tensors().values())
+        return (state, self.read_already), sum(x.nbytes for x in held)
+
+    def take_over(self, state: object, count: int) -> None:
+        """As `LiveBatch.take_over`."""
+        cache, tokens = cast(tuple[Cache, int], state)
+        self.fresh, self.read_already = copy.deepcopy(cache), count
+        if count < tokens:
+            self.fresh.crop(count - tokens)
 
     def reserve(self, rows: int, tokens: int) -> None:
         """Free what rows that have left held, and those that were longer; others grow by themselves."""

@@ -214,6 +214,7 @@ class Service:
         texts = [self._text(body, job, shape, i) for i, job in enumerate(jobs)]
         talk = isinstance(body, ChatBody)
         envelope = Envelope(self.name, talk, self.tokenizer, prompts, body.return_token_ids, body.return_trips)
+        envelope.first = jobs[:: body.n]
         parts = self._parts(jobs, texts, queue)
         if body.stream:
             return StreamingResponse(_stream(parts, texts, envelope, body.usage), media_type="text/event-stream")
@@ -261,6 +262,8 @@ class Service:
             **{f"texts_{how}_total": counts[how] for how in ("finished", "cancelled", "failed")},
             **{f"{which}_tokens_total": counts[which] for which in ("drafted", "accepted")},
             "requests_refused_total": counts["refused"],
+            "prefix_hits_total": counts["hits"],
+            "prefix_tokens_total": counts["cached"],
             "first_token_seconds_sum": round(engine.first_seconds, 6),
             "first_token_seconds_count": counts["first_tokens"],
         }
@@ -269,6 +272,8 @@ class Service:
             "texts_waiting": len(engine.waiting),
             "cache_bytes": engine.cache_bytes,
             "cache_budget_bytes": engine.budget,
+            "prefix_bytes": engine.prefixes.bytes,
+            "prefix_budget_bytes": engine.prefixes.budget,
         }
         kinds = (("counter", counters), ("gauge", gauges))
         return "".join(f"# TYPE fathom_{k} {kind}\nfathom_{k} {v}\n" for kind, these in kinds for k, v in these.items())
