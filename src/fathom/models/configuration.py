@@ -15,7 +15,7 @@ from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 
 from .foreign import reader
 from .norms import NORMS
-from .registry import AXES, DEFAULTS, check_trips, present_options, recurrence_class, resolve_options
+from .registry import AXES, check_trips, recurrence_class, resolve_options
 
 CHOICES = {
     "norm": tuple(NORMS),
@@ -223,10 +223,8 @@ class FathomConfig(Qwen3Config):
             options = f"{axis}_options"
             if axis in kwargs and kwargs[axis] != config_dict.get(axis):
                 config_dict.pop(options, None)  # they belonged to another mechanism
-            elif isinstance(kwargs.get(options), dict):
-                name = kwargs.get(axis) or config_dict.get(axis) or DEFAULTS[axis]
-                both = (present_options(axis, name, part or {}) for part in (config_dict.get(options), kwargs[options]))
-                kwargs[options] = {key: value for part in both for key, value in part.items()}
+            elif isinstance(kwargs.get(options), dict) and isinstance(config_dict.get(options), dict):
+                kwargs[options] = config_dict[options] | kwargs[options]
         if "num_hidden_layers" in kwargs:
             config_dict.pop("layer_types", None)
             config_dict.pop("no_rope_layers", None)

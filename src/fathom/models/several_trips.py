@@ -23,6 +23,7 @@ from .flex_reading import FLEX, NO_BACKWARD, ReadingRule, read_rule
 from .host import to_host
 from .reading import MASKED, read_mask, side_by_side
 from .roles import TripState, View
+from .rotary import Rotation, signed
 from .slot_cache import repeat_last
 from .slot_table import FixedTable, Placement, SlotTable, Tags
 from .slots import Out, TokenSubset, Turn, Visit, jacobi, joined, sweep
@@ -174,7 +175,7 @@ class Pass:
 
     visits: Sequence[Visit]
     masks: Mapping[str, object]
-    position_embeddings: KeyValue
+    rotation: Rotation
     position_ids: Tensor
     cache: Cache | Exchange | None = None
     """Anything with `update(key, value, layer)`."""
@@ -215,7 +216,7 @@ class TripMaker:
         self.plan = model.plans[inputs.trips]
         self.sources: dict[int, KeyValue] = {}
         """By visit: keys and mixed values of the call's tokens that mixers of later trips read."""
-        self.rotary: KeyValue | None = None
+        self.rotary: Rotation = None
 
     @cached_property
     def reach(self) -> dict[str, int | None]:
@@ -233,11 +234,11 @@ class TripMaker:
         tokens, positions = turn.tokens, self.inputs.positions
         if tokens.whole:
             if self.rotary is None:
-                self.rotary = self.model.rotary_emb(turn.x, positions)
+                self.rotary = signed(self.model.rotary_emb(turn.x, positions))
             rotary, sources = self.rotary, dict(self.sources)
         else:
             positions = tokens.take(positions.expand(turn.x.shape[:2]))
-            rotary = self.model.rotary_emb(turn.x, positions)
+            rotary = signed(self.model.rotary_emb(turn.x, positions))
             sources = {i: (_take(tokens, key), _take(tokens, value)) for i, (key, value) in self.sources.items()}
         one = Pass(self.plan[turn.trip], masks, rotary, positions, sources=sources, **reading)
         recurrence = self.model.recurrence
@@ -269,7 +270,7 @@ class TripMaker:
         residual, entry_layer = model.final_residual, model.recurrence.entry_layer
         coda = None if one.leave is None else model.recurrence.span(model.config)[1]
         given = {
-            "position_embeddings": one.position_embeddings,
+            "rotation": one.rotation,
             "position_ids": one.position_ids,
             "past_key_values": one.cache,
             **({} if one.alive is None else {"alive": one.alive}),
@@ -402,7 +403,7 @@ class Interleaved(TripMaker):
         x = torch.stack([turn.x for turn in turns], 2).flatten(1, 2)  # [B, T (m+1), hidden_size]
         positions = inputs.positions.repeat_interleave(stages, 1)
         tags = self._tags(turns)
-        reading = Pass(self.plan[0], {}, self.model.rotary_emb(x, positions), positions)
+        reading = Pass(self.plan[0], {}, signed(self.model.rotary_emb(x, positions)), positions)
         placement, fresh = None, store is None or not store.table.end
         if store is not None and (final or not fresh):
             placement = store.table.place(tags, None)
