@@ -577,8 +577,7 @@ class FixedSlotBatch(SlotBatch):
         """As `LiveBatch.step`."""
         assert self.cache is not None
         positions = torch.tensor(self.lengths, device=self.model.device).unsqueeze(1)
-        table = self.cache.layers[0].table
-        table.columns, table.end = positions.clone(), (max(self.lengths) + 1) * table.trips  # nothing is behind it
+        self.cache.layers[0].table.at(positions, max(self.lengths) + 1)
         logits = self._compiled_step(tokens, positions, self.cache, None)
         self.lengths = [length + 1 for length in self.lengths]
         return logits

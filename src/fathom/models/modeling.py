@@ -314,7 +314,7 @@ class FathomModel(FathomPreTrainedModel):
         head = getattr(self, "lm_head", None) if head is None else head
         inputs = Inputs(trips, position_ids, packed, attention_mask, given, x.dtype, head, kwargs)
         inputs.hidden = None if places is None else []
-        state = run_trips(self, x, inputs, self._store(past_key_values, inputs))
+        state = run_trips(self, x, inputs, self._store(past_key_values, inputs, x))
         hidden = self.recurrence.readout(state)
         return FathomModelOutput(
             last_hidden_state=hidden,
@@ -329,15 +329,15 @@ class FathomModel(FathomPreTrainedModel):
             x if self.embed_positions is None else x + self.embed_positions(position_ids + self.config.position_offset)
         )
 
-    def _store(self, cache: Cache | None, inputs: Inputs) -> Cache | Store | None:
+    def _store(self, cache: Cache | None, inputs: Inputs, x: Tensor) -> Cache | Store | None:
         """`cache` with room for every trip."""
         if self.slotted and not (inputs.padding is None or getattr(inputs.padding, "ndim", 0) == 2):
             raise ValueError(f"recurrence={self.config.recurrence} makes its own masks: pass a padding mask [B, T]")
         if cache is None:
             return None
         if self.slotted:
-            table = with_slots(cache, self.config.num_hidden_layers, inputs.trips, self.recurrence.view)
-            return Store(cache, table)
+            layers, view = self.config.num_hidden_layers, self.recurrence.view
+            return Store(cache, with_slots(cache, layers, inputs.trips, view, len(x), x.device))
         return with_banks(cache, self.plan_of(inputs.trips))
 
     def _embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:

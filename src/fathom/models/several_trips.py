@@ -19,13 +19,14 @@ from torch import Tensor, distributed, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import Cache
 
+from .fixed_table import FixedTable
 from .flex_reading import FLEX, NO_BACKWARD, ReadingRule, read_rule
 from .host import to_host
 from .reading import MASKED, read_mask, side_by_side
 from .roles import TripState, View
 from .rotary import Rotation, signed
 from .slot_cache import repeat_last
-from .slot_table import FixedTable, Placement, SlotTable, Tags
+from .slot_table import Placement, SlotTable, Tags
 from .slots import Out, TokenSubset, Turn, Visit, jacobi, joined, sweep
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ class Store:
     """A slot cache and its table."""
 
     cache: Cache
-    table: SlotTable
+    table: SlotTable | FixedTable
 
 
 def run(model: FathomModel, x: Tensor, inputs: Inputs, cache: Cache | Store | None) -> TripState:
@@ -142,7 +143,7 @@ def _stored(model: FathomModel, x: Tensor, inputs: Inputs, store: Store, solve: 
     recurrence, table, length = model.recurrence, store.table, x.shape[1]
     if model.config._attn_implementation == FLEX and isinstance(table, FixedTable):
         raise ValueError(f"attn_implementation={FLEX} reads no static cache of slots: take sdpa, or a dynamic cache")
-    table.open(x.shape[0], table.columns + length, x.device)
+    table.open(table.columns + length)  # type: ignore[arg-type]  # each kind counts its own way
     exact = recurrence.exact()
     step = AT_ONCE if not solve else 1 if exact else length
     if length > step and inputs.hidden is None and inputs.packed is None:
@@ -534,7 +535,7 @@ class Stored(Picking):
         assert masks is not None
         passed = self.make(turn, masks, cache=Exchange(self.store, placement, own_only))
         table.commit(query, placement)
-        self.complete = turn.trip == getattr(table, "trips", 0) - 1 and self._all(query, placement)
+        self.complete = isinstance(table, FixedTable) and turn.trip == table.trips - 1 and self._all(query, placement)
         return self.out(passed.residual, turn.trip, passed.entry)
 
     def finish(self) -> None:
@@ -554,7 +555,7 @@ class Stored(Picking):
             full = placement.found is None
         else:
             full = placement.slot is None and everything[self.view]
-        plain = table.bias is None and table.document is None and set(self.reach.values()) == {None}
+        plain = not table.extra and set(self.reach.values()) == {None}
         if self.alone and full and plain and not self.by_rule:  # without a rule transformers' kernel would read
             return dict.fromkeys(self.reach)
         return self.masks(query, table.tags(placement))
