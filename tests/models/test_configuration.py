@@ -5,7 +5,16 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, BloomConfig, BloomForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    BloomConfig,
+    BloomForCausalLM,
+    LlamaConfig,
+    Olmo2Config,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 from transformers.utils.generic import find_labels
 
 from fathom import FathomForCausalLM
@@ -204,3 +213,18 @@ def test_hidden_states_as_the_configuration_says(tmp_path):
     with torch.no_grad():
         found, wanted = ours(ids).hidden_states, theirs(ids, output_hidden_states=True).hidden_states
     assert len(found) == len(wanted) and all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize(
+    "qk_norm,theirs,gone",
+    [
+        ("head", Qwen3Config, ()),
+        ("full", Olmo2Config, ()),
+        ("none", LlamaConfig, ()),
+        ("none", LlamaConfig, ("gate_proj",)),
+    ],
+)
+def test_projections_are_split_over_processes_as_their_family_splits_them(qk_norm, theirs, gone):
+    found = config(qk_norm=qk_norm, gated_mlp=not gone)
+    wanted = {name: how for name, how in theirs.base_model_tp_plan.items() if not name.endswith(gone or "-")}
+    assert found.base_model_tp_plan == wanted and "base_model_tp_plan" not in found.to_dict()

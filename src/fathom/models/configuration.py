@@ -158,12 +158,28 @@ class FathomConfig(Qwen3Config):
             raise ValueError(f"pad_token_id must be below vocab_size ({self.vocab_size}), got {self.pad_token_id}")
         for axis in AXES:
             setattr(self, f"{axis}_options", resolve_options(self, axis))
+        self.base_model_tp_plan = self._tensor_parallel_plan()
         check_trips(self)
         most = recurrence_class(self).most_trips(self)
         if self.max_trips is not None and not 1 <= self.max_trips <= most:
             raise ValueError(
                 f"max_trips must be between 1 and {most}, the trips of this {self.recurrence}, got {self.max_trips}"
             )
+
+    def _tensor_parallel_plan(self) -> dict[str, str]:
+        """How transformers splits a layer's projections over processes: heads, and channels of the MLP.
+
+        A norm over the full width of queries and keys needs all heads: then attention runs whole on each process.
+        """
+        full = self.qk_norm == "full"
+        attention = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "colwise_gather_output" if full else "colwise")
+        if self.qk_norm == "head":
+            attention |= dict.fromkeys(("q_norm", "k_norm"), "replicated_with_grad_allreduce")
+        attention["o_proj"] = "rowwise_split_input" if full else "rowwise"
+        mlp = dict.fromkeys(("gate_proj", "up_proj") if self.gated_mlp else ("up_proj",), "colwise")
+        mlp["down_proj"] = "rowwise"
+        parts = {"self_attn": attention, "mlp": mlp}
+        return {f"layers.*.{part}.{name}": how for part, plan in parts.items() for name, how in plan.items()}
 
     def _check_switches(self) -> None:
         """Refuse what no backbone is."""
