@@ -103,7 +103,8 @@ class Uniform:
     rows_that_fit = 10**9
 
     def __init__(self, vocab_size: int) -> None:
-        self.config = SimpleNamespace(max_position_embeddings=32)
+        text = SimpleNamespace(vocab_size=vocab_size)
+        self.config = SimpleNamespace(max_position_embeddings=32, get_text_config=lambda decoder: text)
         self.vocab_size = vocab_size
         self.seen: list[int] = []
 

@@ -141,7 +141,10 @@ class LocalOrigin:
 
     def size(self, path: str) -> int:
         """Length of a file in bytes."""
-        return (self.directory / safe_name(path)).stat().st_size
+        try:
+            return (self.directory / safe_name(path)).stat().st_size
+        except FileNotFoundError:
+            raise Absent(f"{path}: no such file") from None
 
     def read(self, path: str, start: int, stop: int) -> bytearray:
         """Exactly the bytes [start, stop) of a file."""

@@ -20,14 +20,7 @@ from transformers.utils import logging
 
 from fathom.checkpoints.check import check_checkpoint
 from fathom.checkpoints.families import known
-from fathom.checkpoints.find import (
-    best_run,
-    checkpoint_steps,
-    finished_model,
-    finished_step,
-    holds_comparison,
-    require_there,
-)
+from fathom.checkpoints.find import best_run, checkpoint_steps, finished_model, finished_step, holds_comparison
 from fathom.checkpoints.from_gguf import is_gguf, open_gguf
 from fathom.checkpoints.hashes import warn_if_changed
 from fathom.checkpoints.hub import local, repository
@@ -42,7 +35,7 @@ from fathom.checkpoints.layout import (
     step_name,
 )
 from fathom.checkpoints.tokenizers import open_tokenizer
-from fathom.errors import ModelError, TrainingError
+from fathom.errors import FathomError, ModelError, TrainingError
 from fathom.models import FathomConfig, FathomForCausalLM
 from fathom.models.loading import differing, require_shapes
 from fathom.report.files import digest, read_json
@@ -94,7 +87,6 @@ def open_source(source: Path, tokenizer: PreTrainedTokenizerBase | None = None) 
         unpacked, own = open_gguf(source)
         return Opened(unpacked, tokenizer or own, facts)
     source = local(source)
-    require_there(source)
     source = best_run(source) if holds_comparison(source) else source
     directory = source
     if (source / RECIPE).exists():
@@ -130,7 +122,7 @@ def read_config(directory: Path) -> FathomConfig:
         raise ModelError(f"{directory} is a {kind} model; Fathom opens {', '.join(known())}")
     try:
         return FathomConfig.from_pretrained(directory)
-    except (ValueError, OSError, StrictDataclassError) as error:
+    except Exception as error:  # of which class depends on the value in the file
         raise ModelError(f"{directory / CONFIG}: {reason(error)}") from error
 
 
@@ -147,7 +139,9 @@ def open_decoder(directory: Path, config: FathomConfig, **settings: object) -> F
     logging.set_verbosity_error()  # what transformers warns of here is an error of ours
     try:
         return FathomForCausalLM.from_pretrained(directory, local_files_only=True, **settings)
-    except (ValueError, OSError) as error:
+    except (FathomError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
         raise ModelError(f"{directory}: {reason(error)}") from error
     finally:
         logging.set_verbosity(before)
@@ -162,7 +156,7 @@ def _check_size(directory: Path, config: FathomConfig) -> None:
     try:
         with torch.device("meta"):
             needed = sum(parameter.numel() for parameter in FathomForCausalLM(config).parameters())
-    except ValueError as error:  # an attn_implementation that does not exist or is not installed
+    except Exception as error:  # as an attn_implementation that does not exist or is not installed
         raise ModelError(f"{directory / CONFIG}: {reason(error)}") from error
     if needed > held:  # a parameter takes a byte at least
         raise ModelError(f"{words}: {needed:,} parameters")

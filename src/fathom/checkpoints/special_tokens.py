@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 Ids = int | Sequence[int] | None
 """A field of token ids in a configuration: one, several or none."""
@@ -40,6 +40,14 @@ def as_list(ids: Ids) -> list[int]:
 def as_field(ids: Sequence[int]) -> Ids:
     """A list of ids as a configuration holds it: one id, a list, or None."""
     return None if not ids else ids[0] if len(ids) == 1 else list(ids)
+
+
+def unknown_token(ids: Iterable[int], model: PreTrainedModel) -> str | None:
+    """Why a model cannot read these tokens of its tokenizer, if it cannot: it has no embedding for one of them."""
+    size, largest = model.config.get_text_config(decoder=True).vocab_size, max(ids, default=0)
+    if largest < size:
+        return None
+    return f"the tokenizer makes token {largest}, and the model has {size}: the two do not belong together"
 
 
 def settle_generation(config: GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> None:

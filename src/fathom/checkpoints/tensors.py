@@ -77,6 +77,8 @@ def parse_header(raw: bytes, data_start: int, size: int, file: str) -> dict[str,
     found: dict[str, TensorInfo] = {}
     for name, entry in table.items():
         if name == "__metadata__":
+            if not isinstance(entry, dict) or not all(isinstance(word, str) for word in entry.values()):
+                raise ModelError(f"{file}: header: __metadata__ is no object of texts")
             continue
         found[name] = _tensor_info(name, entry, data_start, size, file)
     cursor = data_start

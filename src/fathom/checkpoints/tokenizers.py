@@ -13,6 +13,9 @@ from fathom.errors import ModelError
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+PROBE = "To fathom is to measure a depth, 6 feet at a time."
+"""What a tokenizer reads when it is opened."""
+
 
 def open_tokenizer(
     directory: Path, config: PretrainedConfig | None = None, trust_remote_code: bool = False
@@ -31,8 +34,10 @@ def open_tokenizer(
         made = AutoTokenizer.from_pretrained(
             directory, local_files_only=True, trust_remote_code=trust_remote_code, **given
         )
-        made.decode(made("a", verbose=False)["input_ids"])  # some settings are first read here
-    except Exception as error:  # none of our code runs in there, so every error is about the directory's files
+        made.decode(made(PROBE, verbose=False)["input_ids"])  # some settings are first read here
+    except BaseException as error:  # none of our code runs in there, so every error is about the directory's files
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # Rust's are no Exceptions
+            raise
         hint = "; --trust-remote-code allows it" if "trust_remote_code" in str(error) else ""
         raise ModelError(f"{directory}: cannot load the tokenizer: {' '.join(str(error).split())}{hint}") from error
     return made

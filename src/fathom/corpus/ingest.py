@@ -23,14 +23,14 @@ from fathom.corpus.verbalizer import TEMPLATES, pairs_of
 from fathom.data.sources import (
     COMPRESSIONS,
     JSON,
-    READERS,
+    JSONL,
+    PARQUET,
     TEXT,
+    Kind,
     Payload,
     Reading,
     Source,
     find_files,
-    reader_of,
-    record_suffixes,
     suffix_of,
 )
 from fathom.errors import DataError, to_install
@@ -40,9 +40,11 @@ from fathom.report.progress import ProgressBar
 TASK_BYTES, TASK_FILES = 1 << 27, 512
 """A task reads files up to this total size and number; a larger file is a task of its own."""
 HTML, PDF, TEI = (".html", ".htm", ".xhtml"), (".pdf",), (".tei",)
-MIMES = {"html": "text/html", "pdf": "application/pdf", "tei": "application/tei+xml"}
-"""What is not text/plain."""
-NEEDS = {"pdf": "pypdfium2", "html": "trafilatura"}
+MIMES = {"jsonl": "text/plain", "parquet": "text/plain", "text": "text/plain", "html": "text/html"} | {
+    "pdf": "application/pdf",
+    "tei": "application/tei+xml",
+}
+NEEDS = {"pdf": "pypdfium2", "html": "trafilatura", "parquet": "pyarrow"}
 KEPT_FIELDS = ("id", "title", "url", "source", "date")
 """Fields of a JSON row that its document keeps in `meta`."""
 DIGESTS = ".digests.json"
@@ -51,8 +53,10 @@ DIGESTS = ".digests.json"
 def kind_of(path: Path) -> str | None:
     """The kind of a file, which decides how it is read; None for an unknown one."""
     suffix = suffix_of(path)
-    if (reader := reader_of(path)) is not None or suffix == JSON:
-        return reader.name if reader else "jsonl"
+    if suffix in (*JSONL, JSON):
+        return "jsonl"
+    if suffix in PARQUET:
+        return "parquet"
     if suffix in (*HTML, *PDF, *TEI, ".xml") and path.suffix.lower() in COMPRESSIONS:
         return None
     if suffix in PDF:
@@ -73,7 +77,7 @@ class Ingest(Stage):
     """Reads what the collections name."""
 
     name = "ingest"
-    version = 3
+    version = 2
 
     def settings(self) -> dict[str, object]:
         """The values of the recipe that this stage's results depend on."""
@@ -119,13 +123,12 @@ class Ingest(Stage):
         return Task(tuple(inputs), arguments)
 
     def _require(self, kinds: set[str]) -> None:
-        for kind in sorted(kinds):
-            needed = READERS[kind].needs if kind in READERS else NEEDS.get(kind, "")
+        for kind in sorted(kinds & NEEDS.keys()):
             if kind == "html" and self.recipe.ingest.html == "plain":
                 continue
-            if needed and importlib.util.find_spec(needed) is None:
-                extra = "data" if kind in READERS else "corpus"
-                raise DataError(f"reading {kind} needs {needed}: {to_install(extra)}")
+            if importlib.util.find_spec(NEEDS[kind]) is None:
+                extra = "data" if kind == "parquet" else "corpus"
+                raise DataError(f"reading {kind} needs {NEEDS[kind]}: {to_install(extra)}")
 
     def _identities(self, paths: list[Path]) -> dict[Path, str]:
         """A digest of each file's contents; files are not read again while size and modification time stay the same."""
@@ -183,7 +186,7 @@ def _require_unchanged(label: str, file: Input) -> None:
 
 def collection_files(name: str, collection: Collection, out: Path | None = None) -> Iterator[tuple[str, Path, str]]:
     """(label, path, kind) of each file of a collection, in a fixed order."""
-    words = f"known are {' '.join([*record_suffixes(), *PDF, *HTML, '.tei.xml', *TEXT[:4]])} ..."
+    words = f"known are {' '.join([*JSONL, *PARQUET, *PDF, *HTML, '.tei.xml', *TEXT[:4]])} ..."
     for text in collection.inputs:
         try:
             paths = find_files(text, lambda file: kind_of(file) is not None, words, out)
@@ -220,9 +223,8 @@ class _Reader:
 
     def read(self, label: str, kind: str, path: Path) -> Iterator[Document | Failed]:
         """Documents of a file, and a `Failed` for each record that gave none."""
-        lines = kind in READERS and READERS[kind].gives == "lines"
-        if self._arguments["kind"] != "documents" and not lines:
-            said = f"{self._arguments['kind']} are read from lines of JSON or of a table, not from {kind}"
+        if self._arguments["kind"] != "documents" and kind != "jsonl":
+            said = f"{self._arguments['kind']} are read from JSON lines, not from {kind}"
             yield _failure(label, Extracted("parse_error", detail=said))
             return
         if kind in ("pdf", "html", "tei"):
@@ -251,8 +253,8 @@ class _Reader:
             oversize="skip",
             max_record_bytes=self._limit,
         )
-        gives = READERS[kind].gives if kind in READERS else "text"
-        for record in Source(gives, str(path), "", (path,), reader=kind).records(reading):
+        kinds: dict[str, Kind] = {"jsonl": "jsonl", "parquet": "parquet", "text": "text"}
+        for record in Source(kinds[kind], str(path), "", (path,)).records(reading):
             yield record.payload
 
     def _row(self, place: str, kind: str, payload: Payload) -> Document | Failed | None:
@@ -260,7 +262,7 @@ class _Reader:
         meta: dict[str, object] = {}
         messages = license_ = None
         try:
-            if kind in READERS and READERS[kind].gives == "rows":
+            if kind == "parquet":
                 text = payload[0] or ""
                 if not isinstance(text, str):
                     raise ValueError(f"{self._arguments['text_field']} is {type(text).__name__}, not text")
@@ -336,7 +338,7 @@ class _Reader:
             text=extracted.text,
             path=place,
             collection=self._arguments["collection"],
-            mime=MIMES.get(kind, "text/plain"),
+            mime=MIMES[kind],
             license=declared,
             meta=meta,
             messages=messages,

@@ -24,6 +24,7 @@ import torch
 from torch.nn import functional as F
 
 from fathom.checkpoints.layout import TOKENIZER_JSON
+from fathom.checkpoints.special_tokens import unknown_token
 from fathom.data.shards import INDEX, TokenDataset
 from fathom.data.sources import HUB, Reading, find_sources, parse
 from fathom.data.tokenizer import plain
@@ -255,7 +256,7 @@ def score(
     with ProgressBar(domain.name, sum(document.bytes for document in domain.documents)) as bar:
         done = 0
         for number, document in enumerate(domain.documents):
-            ids = np.concatenate([[begin], encode(document)]).astype(np.int64)
+            ids = _ids(model, begin, encode(document))
             result.nats.append(0.0)
             result.tokens.append(len(ids) - 1)
             result.bytes.append(document.bytes)
@@ -297,9 +298,17 @@ def read_sample(
     """A sample of what `score` reads, in parallel and by decoding; None for a model whose passes need no rounds."""
     encode, begin, rows = encoder(tokenizer, domain), beginning(tokenizer), []
     for number, window in sampled(tokens, cut):
-        ids = np.concatenate([[begin], encode(domain.documents[number])]).astype(np.int64)
+        ids = _ids(model, begin, encode(domain.documents[number]))
         rows.append(Row(torch.from_numpy(ids[window.start : window.stop + 1]), window.stop - window.scored))
     return read_both_ways(model, rows) if rows else None
+
+
+def _ids(model: PreTrainedModel, begin: int, ids: Sequence[int] | np.ndarray) -> np.ndarray:
+    """A document's tokens behind the one that begins it, `[n + 1]`; tokens that the model does not have are refused."""
+    whole = np.concatenate([[begin], ids]).astype(np.int64)
+    if (fault := unknown_token([int(whole.max())], model)) is not None:
+        raise SettingsError(fault)
+    return whole
 
 
 def beginning(tokenizer: PreTrainedTokenizerBase) -> int:

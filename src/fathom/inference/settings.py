@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from fathom.checkpoints.special_tokens import as_list, stop_tokens
+from fathom.checkpoints.special_tokens import as_list, stop_tokens, unknown_token
 from fathom.errors import SettingsError
 from fathom.inference.cache import Policy
 from fathom.inference.sampling import refused
@@ -148,6 +148,8 @@ class Sampling:
 
     def room(self, model: PreTrainedModel, ids: Sequence[int]) -> int:
         """Tokens that the context holds after these; a prompt that fills it is refused."""
+        if (fault := unknown_token(ids, model)) is not None:
+            raise SettingsError(fault)
         if self.memory is not None:
             return sys.maxsize
         limit = getattr(model.config, "max_position_embeddings", None) or sys.maxsize

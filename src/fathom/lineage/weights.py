@@ -37,6 +37,8 @@ Layer = dict[str, Array]
 """The tensors of one layer by role; matrices are (out, in)."""
 
 LARGEST = 1e15  # products of larger weights overflow, here and in the model
+WIDE_GAINS = frozenset({"attn_norm", "ffn_norm", "post_attn_norm", "post_ffn_norm", "final_norm"})
+"""Gains with an entry for each channel of the stream."""
 LATENT_ROLES = {"q": ("q", "q_a", "q_a_norm", "q_b"), "k": ("kv_a", "kv_a_norm", "kv_b")}
 
 
@@ -308,7 +310,10 @@ def resolve(
         count += 1
     _check_layers(config, count, names)
     views: dict[tuple[str, int | None], TensorView] = _ends(names, prefix, stack)
-    width = names[views["embed", None].tensor].shape[-1]
+    embed = names[views["embed", None].tensor].shape
+    if len(embed) != 2:
+        raise ModelError(f"{views['embed', None].tensor}: shape {embed} is not a matrix")
+    width = embed[1]
     sizes = _Sizes.of(config, width)
     packing = ""
     for index in range(count):
@@ -447,6 +452,8 @@ class _LayerViews:
             if tensor is None:
                 continue
             shape = self.names[tensor].shape
+            if len(shape) < (2 if part == "weight" and not role.endswith("norm") else 1):
+                raise ModelError(f"{tensor}: shape {shape} is not a {'matrix' if part == 'weight' else 'vector'}")
             conv1d = self.config.get("model_type") in layouts.CONV1D and len(shape) == 2
             out = shape[1] if conv1d else shape[0]
             item = None
@@ -584,11 +591,15 @@ def _check_shapes(weights: Weights) -> None:
             "v": (None, g.width),
             "o": (g.width, None),
         }
-    want |= {"up": (None, g.width), "gate": (None, g.width), "down": (g.width, None)}
+    want |= {"up": (None, g.width), "gate": (None, g.width), "down": (g.width, None), "head": (None, g.width)}
     for (role, layer), view in weights.views.items():
+        if role == "up" and (("gate", layer) in weights.views) != g.gated:
+            raise ModelError(f"layer {layer} has {'no' if g.gated else 'a'} gate, unlike the last one")
+        shape = weights.store.tensors[view.tensor].shape
+        if role.removesuffix("_bias") in WIDE_GAINS and shape != (g.width,):
+            raise ModelError(f"{view.tensor}: shape {shape}, wanted {(g.width,)}")
         if role not in want:
             continue
-        shape = weights.store.tensors[view.tensor].shape
         if len(shape) != (2 if view.item is None else 3):
             raise ModelError(f"{view.tensor}: shape {shape} is not a matrix")
         out, inner = shape[-2:][::-1] if view.transposed else shape[-2:]
@@ -596,3 +607,6 @@ def _check_shapes(weights: Weights) -> None:
             out = sum(stop - start for start, stop in view.rows)
         if any(w is not None and w != s for w, s in zip(want[role], (out, inner), strict=True)):
             raise ModelError(f"{view.tensor}: {role} of layer {layer} is {out}×{inner}, wanted {want[role]}")
+        bias = weights.views.get((f"{role}_bias", layer))
+        if bias is not None and bias.rows is None and weights.store.tensors[bias.tensor].shape[-1] != out:
+            raise ModelError(f"{bias.tensor}: shape {weights.store.tensors[bias.tensor].shape}, wanted {(out,)}")
