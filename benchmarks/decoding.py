@@ -37,10 +37,11 @@ from transformers.cache_utils import Cache
 
 from fathom.evaluation.clock import Clock
 from fathom.models import FathomConfig, FathomForCausalLM, slot_table
+from fathom.models.fixed_table import FixedTable
 from fathom.models.registry import parse_mechanism
 from fathom.models.roles import View
 from fathom.models.slot_cache import repeat_last, with_slots
-from fathom.models.slot_table import FixedTable, Tags
+from fathom.models.slot_table import Tags
 from fathom.models.speculation import Speculation
 from fathom.report.provenance import provenance
 from fathom.report.statistics import quartiles
@@ -317,10 +318,10 @@ def filled(model: FathomForCausalLM, halt: Tensor, view: View, room: int, fixed:
     batch, columns = halt.shape
     config, trips = model.config, model.model.recurrence.trips
     cache = StaticCache(config=config, max_cache_len=columns + room) if fixed else DynamicCache()
-    table = with_slots(cache, config.num_hidden_layers, trips, view)
+    table = with_slots(cache, config.num_hidden_layers, trips, view, batch, halt.device)
     if fixed and view is View.ALL:
         table.__class__ = ReadWhole
-    table.open(batch, columns, halt.device)
+    table.open(table.columns + columns)
     table.columns += columns
     token = torch.arange(columns, device=halt.device).repeat_interleave(trips).unsqueeze(0)
     trip = torch.arange(trips, device=halt.device).repeat(columns).unsqueeze(0)

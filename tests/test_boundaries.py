@@ -64,7 +64,8 @@ FOREIGN = {
     "transformers": "models kvcache checkpoints data.tokenizer corpus.chat_template training evaluation inference "
     "lens cli.export",
     **dict.fromkeys(("triton", "liger_kernel"), "kernels"),
-    "numpy": "report checkpoints data corpus training evaluation lens lineage experiments inference.draws",
+    "numpy": "report checkpoints data corpus training evaluation lens lineage experiments inference.draws "
+    "inference.structure inference.prefixes",
     "scipy": "report.statistics corpus lineage experiments",
     "huggingface_hub": "models checkpoints recipe inference.generate",
     "safetensors": "checkpoints.families.tensors kvcache.saved lineage.attacks training.adapters",
@@ -81,6 +82,7 @@ FOREIGN = {
     "peft": "kvcache.lora training.adapters training.build",
     "gguf": "checkpoints.to_gguf checkpoints.gguf",
     "vllm": "inference.vllm_model",
+    "llguidance": "inference.structure",
     **dict.fromkeys(("trafilatura", "pypdfium2", "py3langid", "datatrove", "ray"), "corpus"),
     "fastapi": "inference lens.live",
     **dict.fromkeys(("starlette", "pydantic", "pydantic_core", "uvicorn", "h11", "psutil"), "inference"),
@@ -404,7 +406,18 @@ def test_import_is_light():
 
 def test_optional_packages_stay_out():
     """Training and inference run without any of them; torch itself may bring triton."""
-    optional = ["datasets", "lm_eval", "vllm", "wandb", "trackio", "matplotlib", "peft", "fastapi", "liger_kernel"]
+    optional = [
+        "datasets",
+        "lm_eval",
+        "vllm",
+        "wandb",
+        "trackio",
+        "matplotlib",
+        "peft",
+        "fastapi",
+        "liger_kernel",
+        "llguidance",
+    ]
     modules = "fathom.training, fathom.inference.generate, fathom.experiments.compare, fathom.lens.look, fathom.lineage"
     code = f"import sys, {modules}; print([m for m in {optional} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)

@@ -112,6 +112,19 @@ def test_it_trains_and_skips(corpus, tmp_path):
     training.optimizer.step(0.1, torch.ones(()))
     assert all(torch.equal(weight, before[name]) for name, weight in training.weights().items())
 """
+INI_TEST = """
+from fathom.evaluation.perplexity import read_domains
+from fathom.corpus.ingest import kind_of
+from fathom.data.sources import lines_of
+
+
+def test_sections_are_records(tmp_path):
+    path = tmp_path / "a.ini"
+    path.write_text("[one]\\ntext = Hello\\n[two]\\ntext = Bye\\n")
+    (domain,) = read_domains([str(tmp_path)])
+    assert [one.text for one in domain.documents] == ["Hello", "Bye"]
+    assert len(list(lines_of(path))) == 2 and kind_of(path) == "ini"
+"""
 IMPORT = "from fathom.training.rmsprop import RMSprop\n"
 GREET = '''
 """`fathom greet NAME`."""
@@ -196,6 +209,26 @@ WALKS = {
             "src/fathom/recipe.py": (('name: Literal["adamw", "muon"]', 'name: Literal["adamw", "muon", "rmsprop"]'),),
         },
         ("tests/training/test_rmsprop.py",),
+    ),
+    "a reader": Walk(
+        {
+            "src/fathom/data/sections.py": re.search(r'```python\n("""Sections.*?)```', PAGE, re.DOTALL)[1],
+            "tests/data/test_sections.py": INI_TEST,
+        },
+        {
+            "src/fathom/data/sources.py": (
+                (
+                    "from fathom.data.shards import first_line\n",
+                    "from fathom.data.sections import ini_rows\nfrom fathom.data.shards import first_line\n",
+                ),
+                (
+                    '        Reader("parquet",',
+                    '        Reader("ini", (".ini",), _as_lines(ini_rows)),\n        Reader("parquet",',
+                ),
+            )
+        },
+        ("tests/data/test_sections.py",),
+        {("prepare", "--help"): "INPUT"},
     ),
     "a backbone": Walk(
         {"src/fathom/checkpoints/families/arcee.py": re.search(r'```python\n("""Arcee.*?)```', PAGE, re.DOTALL)[1]},

@@ -7,6 +7,7 @@ import shutil
 import struct
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM, StableLmConfig, StableLmForCausalLM
 
 from fathom.checkpoints.check import check_checkpoint
+from fathom.checkpoints.find import find_model
 from fathom.checkpoints.open import multiplies, open_checkpoint
+from fathom.checkpoints.runs import open_source
 from fathom.cli.main import main
 from fathom.errors import ModelError
 from fathom.models import FathomForCausalLM
@@ -366,3 +369,14 @@ def test_checking_imports_no_torch_model(whole):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "False", done.stderr
+
+
+@pytest.mark.parametrize("name", ["nowhere.gguf", "models/nowhere.gguf", "/nowhere/at/all.gguf"])
+def test_a_gguf_file_that_is_not_there_is_called_a_file(name, tmp_path, monkeypatch):
+    """By every way of opening, and no repository of that name is asked for."""
+    monkeypatch.chdir(tmp_path)
+    for opens in (open_checkpoint, open_source, find_model):
+        with pytest.raises(ModelError, match=rf"^{name}: no such file$"):
+            opens(Path(name))
+    with pytest.raises(ModelError, match=r"^nowhere: no such directory$"):
+        open_checkpoint("nowhere")

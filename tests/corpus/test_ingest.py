@@ -139,12 +139,14 @@ def test_what_utf8_lacks_is_named_as_json_escapes_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["conversations", "table"])
-def test_conversations_are_read_from_json_alone(tmp_path: Path, kind: str) -> None:
+def test_conversations_are_read_from_lines_alone(tmp_path: Path, kind: str) -> None:
     write(tmp_path / "in" / "notes.txt", "Hi")
     write(tmp_path / "in" / "page.html", PAGE)
     workspace = ingested(tmp_path, [tmp_path / "in"], {"kind": kind})
     assert failures(workspace) == {"in/notes.txt": "parse_error", "in/page.html": "parse_error"}
-    assert all("JSON lines" in row["detail"] for row in lines(workspace.stage("ingest") / "failed.jsonl"))
+    assert all(
+        "lines of JSON or of a table" in row["detail"] for row in lines(workspace.stage("ingest") / "failed.jsonl")
+    )
 
 
 def test_what_cannot_be_found_is_named(tmp_path: Path) -> None:

@@ -31,6 +31,8 @@ def test_running_heads_go_and_the_rest_stays() -> None:
     assert [page[0] for page in without_running_heads(pages[:2])] == ["body a one", "body b one"]
     inner = [f"{word}\nJournal of Depths\nbody {word}\nlast {word}" for word in ("first", "second")]
     assert without_running_heads(inner)[0][1] == "Journal of Depths"  # further in, two pages prove nothing
+    outside = [f"body {word}\nAnnals of Heads, {n}\nhttp://a/b {n}/2" for n, word in enumerate("ab", 1)]
+    assert without_running_heads(outside) == [["body a"], ["body b"]], "head and foot at the end, as browsers print"
     assert without_running_heads(pages[:1])[0][0] == "Journal of Depths"
 
 
@@ -38,6 +40,15 @@ def test_words_that_pdfium_joined_with_a_noncharacter() -> None:
     """A word of which the document has a form with a hyphen alone keeps the hyphen."""
     lines = ["a popu\ufffelous town, well\ufffeknown to all", "and a well-known one"]
     assert flow([lines]).startswith("a populous town, well-known to all")
+
+
+def test_no_hyphenation_divides_before_a_capital() -> None:
+    assert flow([["from Epping\ufffeChatswood to B\ufffe29 in self\ufffedefence"]]) == (
+        "from Epping-Chatswood to B-29 in selfdefence"
+    )
+    assert flow([["the line from here to Epping-", "Chatswood, in the year 1990-", "1995, and so on to the end"]]) == (
+        "the line from here to Epping-Chatswood, in the year 1990-1995, and so on to the end"
+    )
 
 
 def test_hyphens_of_layout_go_and_those_of_spelling_stay() -> None:

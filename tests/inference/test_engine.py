@@ -24,6 +24,7 @@ from transformers import (
 )
 
 from fathom.errors import RequestError
+from fathom.evaluation.budgets import counting
 from fathom.inference import batches, sampling
 from fathom.inference.batches import LoneBatch, SlabBatch, SlabLayer, SlotBatch, batch_for
 from fathom.inference.cache import Policy
@@ -863,3 +864,25 @@ def test_limits_and_penalties():
     assert likely == [(0, 0.0), (1, -9999.0)]  # JSON has no infinite numbers
     assert Choice(1e-300, seed=3).token(logits, [], []) == 1
     assert Choice().plain and not Choice(frequency_penalty=0.1).plain
+
+
+@pytest.mark.parametrize("case", ["adaponder+depth_attention", "latent_cot", "loop-middle", "vanilla"])
+def test_the_iterations_behind_each_token(case):
+    """In company as alone, and in all as many as the forward passes say."""
+    model, chance = build(config_of(case)), random.Random(case)
+    prompts = prompts_of(chance, 4)
+    noted = []
+    with counting(model) as made:
+        for prompt in prompts:
+            tokens = alone(model, prompt, 8)
+            noted.append([int(one.expand(1, -1)[0, -1] if one.dim() > 1 else one) for one in made] or [1] * len(tokens))
+            made.clear()
+    engine = Engine(model, BUDGET)
+    collected = [Collected(prompt, 8, Choice(), tell_trips=True) for prompt in prompts]
+    silent = Collected(prompts[0], 8, Choice())
+    engine.submit([one.job for one in (*collected, silent)])
+    for one in (*collected, silent):
+        one.wait()
+    engine.join(10)
+    assert [[event.trips for event in one.events[:-1]] for one in collected] == noted
+    assert {event.trips for event in silent.events[:-1]} == {None}

@@ -5,7 +5,6 @@ thread.
 """
 
 import asyncio
-import contextlib
 import ctypes
 import http.client
 import json
@@ -20,11 +19,10 @@ from concurrent.futures import ThreadPoolExecutor
 import openai
 import pytest
 import torch
-import uvicorn
 
 from fathom.checkpoints.open import open_checkpoint
 from fathom.errors import SettingsError
-from fathom.inference import gate, launch, server, texts
+from fathom.inference import gate, server, texts
 from fathom.inference.batches import token_bytes
 from fathom.inference.engine import Scored
 from fathom.inference.generate import generate, generate_batch
@@ -34,6 +32,7 @@ from fathom.lens import live as live_lens
 from fathom.lens.live import add_lens
 from fathom.lens.look import look
 from fathom.models import FathomForCausalLM
+from tests.inference.served import Served, in_thread
 from tests.processes import Command
 from tests.tiny import CHATML, TEXT, export_tiny, piece_tokenizer, say, tiny_config
 
@@ -46,48 +45,6 @@ PROMPTS = [f"{TEXT[i % 3][: 7 + 5 * i]} {i}" for i in range(16)]
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
     return export_tiny(tmp_path_factory.mktemp("serve") / "tiny", max_position_embeddings=CONTEXT)
-
-
-class Served:
-    def __init__(self, port, pid, key=None):
-        self.port, self.pid, self.key = port, pid, key
-        self.client = openai.OpenAI(
-            base_url=f"http://127.0.0.1:{port}/v1", api_key=key or "none", max_retries=0, timeout=60
-        )
-
-    def raw(self, method, path, body=None, headers=None):
-        """Status and JSON of a request that no client would send."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-        try:
-            connection.request(method, path, body, {"Content-Type": "application/json", **(headers or {})})
-            response = connection.getresponse()
-            return response.status, json.loads(response.read())
-        finally:
-            connection.close()
-
-    def post(self, path="/v1/completions", **body):
-        return self.raw("POST", path, json.dumps(body))
-
-    def complete(self, prompt, **options):
-        options = {"max_tokens": 12, "temperature": 0, **options}
-        return self.client.completions.create(model="tiny", prompt=prompt, **options)
-
-    def chat(self, text, **options):
-        options = {"max_tokens": 12, "temperature": 0, **options}
-        messages = [{"role": "user", "content": text}]
-        return self.client.chat.completions.create(model="tiny", messages=messages, **options)
-
-    def hang_up(self, **body):
-        """Send a request and leave before it is answered; of a stream, after its first words."""
-        with socket.create_connection(("127.0.0.1", self.port), timeout=60) as connection:
-            raw = json.dumps(body).encode()
-            lines = ["POST /v1/completions HTTP/1.1", "Host: localhost", "Content-Type: application/json"]
-            head = "\r\n".join([*lines, f"Content-Length: {len(raw)}", "", ""])
-            connection.sendall(head.encode() + raw)
-            if body.get("stream"):
-                assert b"200 OK" in connection.recv(1000)
-            else:
-                time.sleep(0.03)
 
 
 @pytest.fixture(scope="module")
@@ -103,23 +60,6 @@ def served(process):
     line = process.first_line()
     assert line.startswith("tiny at http://127.0.0.1:"), line + process.err
     return Served(int(line.rsplit(":", 1)[1].split("/")[0]), process.pid)
-
-
-@contextlib.contextmanager
-def in_thread(app, key=None):
-    """The application in this process."""
-    listener = launch._bind("127.0.0.1", 0)
-    running = uvicorn.Server(uvicorn.Config(app, log_level="warning", http=gate.Timed))
-    thread = threading.Thread(target=running.run, kwargs={"sockets": [listener]})
-    thread.start()
-    while not running.started:
-        time.sleep(0.01)
-    try:
-        yield Served(listener.getsockname()[1], os.getpid(), key)
-    finally:
-        running.should_exit = True
-        thread.join()
-        app.state.engine.join(10)
 
 
 # Answers.
@@ -405,7 +345,7 @@ BAD_CHATS = {
     "picture": ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, 400, None),
     "tools": ({"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function"}]}, 400, None),
     "schema": (
-        {"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "json_object"}},
+        {"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "json_schema"}},
         400,
         None,
     ),
@@ -478,8 +418,10 @@ def test_errors_name_the_field_and_what_is_allowed(served):
     picture = {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}
     for fields, words in (
         (picture, "messages.0.content: a text or a list of text parts; images and audio are not read here"),
-        ({"messages": HELLO, "tools": [{"type": "function"}]}, "tools: tool calls are not made here"),
-        ({"messages": HELLO, "tool_choice": "required"}, "tool_choice: tool calls are not made here"),
+        ({"messages": HELLO, "tools": [{"type": "function"}]}, "tools.0.function: Field required"),
+        ({"messages": HELLO, "tool_choice": "required"}, "tool_choice: a tool that the request does not have"),
+        ({"messages": HELLO, "guided_json": {}}, "guided_json: vLLM replaced it by structured_outputs.json"),
+        ({"messages": HELLO, "functions": [{}]}, "functions: OpenAI replaced it by tools"),
         ({"messages": HELLO, "field0": 1, "field1": 1}, "field0: not supported by this server"),
         ({"messages": HELLO, "chat_template_kwargs": {"self": 1}}, "chat_template_kwargs: self is not allowed"),
     ):

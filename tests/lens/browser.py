@@ -136,6 +136,14 @@ class Browser:
             self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key)
         self.settle()
 
+    def press_enter(self):
+        """Press Enter, which needs the letter that it makes."""
+        for kind in ("keyDown", "keyUp"):
+            self.call(
+                "Input.dispatchKeyEvent", type=kind, key="Enter", code="Enter", text="\r", windowsVirtualKeyCode=13
+            )
+        self.settle()
+
     def settle(self):
         """Two frames."""
         self.value("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done(0))))")

@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import numpy as np
 import pytest
 import torch
-from transformers import BloomConfig, BloomForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from fathom.cli.main import main
 from fathom.errors import SettingsError
@@ -644,11 +644,3 @@ def test_two_thousand_tokens(tokenizer, visit):
     })"""
     assert browser.value(times) < 500  # milliseconds; a tenth of it is usual
     assert selected(browser) == [1999]
-
-
-def test_another_decoder_is_refused_in_one_line(tmp_path, capsys) -> None:
-    config = BloomConfig(vocab_size=384, hidden_size=32, n_layer=2, n_head=2)
-    BloomForCausalLM(config).save_pretrained(tmp_path)
-    tiny_tokenizer().save_pretrained(tmp_path)
-    assert main(["lens", str(tmp_path), "To fathom", "-o", str(tmp_path / "lens.html")]) == 2
-    assert capsys.readouterr().err == "fathom: the lens looks into Fathom's decoder; this is a BloomForCausalLM\n"

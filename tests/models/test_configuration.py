@@ -5,13 +5,21 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, BloomConfig, BloomForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    BloomConfig,
+    BloomForCausalLM,
+    LlamaConfig,
+    Olmo2Config,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 from transformers.utils.generic import find_labels
 
 from fathom import FathomForCausalLM
-from fathom.models import FathomConfig, registry
+from fathom.models import FathomConfig
 from fathom.models.registry import across_trips, mechanism_name, parse_mechanism
-from fathom.models.slots import plan
 
 from .cases import CASES, SHAPE, build, config_of, tokens
 
@@ -29,6 +37,10 @@ def config(**keys):
         ({"mixer": "loop"}, "mixer must be one of"),
         ({"residual": "dense"}, "residual must be one of plain, denseformer"),
         ({"recurrence": "ponder9"}, "recurrence must be one of once, loop"),
+        (
+            {"recurrence": "loop", "recurrence_options": {"count": 2}},
+            r"count is not an option of loop \(it has: .*trips",
+        ),
         ({"k_norm_position": "middle"}, "k_norm_position must be one of before_rope, after_rope"),
         ({"mixer": "depth_attention", "mixer_options": {"stride": 0}}, "mixer_options.stride must be between 1 and 4"),
         ({"mixer": "depth_attention", "mixer_options": {"stride": 5}}, "mixer_options.stride .* got 5"),
@@ -112,7 +124,7 @@ def test_overrides_retrofit(tmp_path):
 def test_changing_the_mechanism_drops_the_old_options(tmp_path):
     build(config_of("depth_attention-dense")).save_pretrained(tmp_path)
     model = FathomForCausalLM.from_pretrained(tmp_path, mixer="value_residual")
-    assert model.config.mixer_options == {}
+    assert "stride" not in model.config.mixer_options
 
 
 def test_wrong_shape_names_the_tensor(tmp_path):
@@ -203,58 +215,16 @@ def test_hidden_states_as_the_configuration_says(tmp_path):
     assert len(found) == len(wanted) and all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
-# --- options under the names that they once had ----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
-    "recurrence,earlier,present",
+    "qk_norm,theirs,gone",
     [
-        ("loop", {"count": 2, "prelude": 1}, {"trips": 2, "prelude": 1}),
-        ("ponder", {"depth": 2, "depth_range": [0, 3]}, {"trips": 3, "trips_range": [1, 4]}),
-        ("ponder", {"depth_range": None}, {"trips_range": None}),
-        ("ponder2", {"depth": 0}, {"trips": 1}),
-        ("ponder3", {"depth": 3}, {"trips": 4}),
-        ("adaponder", {"depth": 1, "penalty_window": [0.2, 0.4]}, {"trips": 2, "penalty_span": [0.2, 0.4]}),
-        ("latent_cot", {"depth": 1}, {"trips": 2}),
+        ("head", Qwen3Config, ()),
+        ("full", Olmo2Config, ()),
+        ("none", LlamaConfig, ()),
+        ("none", LlamaConfig, ("gate_proj",)),
     ],
 )
-def test_earlier_names_are_read_and_present_ones_written(recurrence, earlier, present, tmp_path):
-    old = config_of(recurrence, recurrence_options=earlier)
-    new = config_of(recurrence, recurrence_options=present)
-    assert old.recurrence_options == new.recurrence_options
-    assert [len(trip) for trip in plan(old)] == [len(trip) for trip in plan(new)]
-    old.save_pretrained(tmp_path)
-    written = json.loads((tmp_path / "config.json").read_text())["recurrence_options"]
-    assert not written.keys() & (earlier.keys() - present.keys()) and written.items() >= present.items()
-
-
-def test_an_earlier_checkpoint_takes_a_present_override(tmp_path):
-    """As `config.json` was written before, and `trips` given to `from_pretrained`."""
-    config_of("latent_cot", recurrence_options={"trips": 4}).save_pretrained(tmp_path)
-    path = tmp_path / "config.json"
-    values = json.loads(path.read_text())
-    values["recurrence_options"] |= {"depth": values["recurrence_options"].pop("trips") - 1}
-    path.write_text(json.dumps(values))
-    assert FathomConfig.from_pretrained(tmp_path).recurrence_options["trips"] == 4
-    again = FathomConfig.from_pretrained(tmp_path, recurrence_options={"trips": 2})
-    assert again.recurrence_options["trips"] == 2
-
-
-def test_an_earlier_name_is_noted_once(caplog):
-    registry.logger.warning_once.__func__.cache_clear()
-    for _ in range(2):
-        config_of("depth_attention", mixer_options={"recent_window": 1})
-    (record,) = caplog.records
-    assert record.getMessage() == (
-        "mixer_options.recent_window of depth_attention is now called recent_layers; read as recent_layers: 1"
-    )
-
-
-def test_an_earlier_name_of_no_number_is_one_clear_line():
-    with pytest.raises(ValueError, match=r"recurrence_options.trips must be int, got 'two'"):
-        config_of("ponder", recurrence_options={"depth": "two"})
-
-
-def test_both_names_are_one_clear_line():
-    with pytest.raises(ValueError, match=r"recurrence_options.depth is an earlier name of trips: give trips alone"):
-        config_of("ponder", recurrence_options={"depth": 2, "trips": 3})
+def test_projections_are_split_over_processes_as_their_family_splits_them(qk_norm, theirs, gone):
+    found = config(qk_norm=qk_norm, gated_mlp=not gone)
+    wanted = {name: how for name, how in theirs.base_model_tp_plan.items() if not name.endswith(gone or "-")}
+    assert found.base_model_tp_plan == wanted and "base_model_tp_plan" not in found.to_dict()

@@ -10,6 +10,7 @@ from fathom.errors import ModelError
 from fathom.models import FathomForCausalLM
 from fathom.models.arithmetic import attention_flops
 from fathom.models.cost import cache_bytes_per_token, flops_per_token, mechanism_cost
+from fathom.models.rotary import signed
 from fathom.models.slots import Out
 
 from .cases import SHAPE, build, config_of, tokens
@@ -341,11 +342,11 @@ def by_hand(model, ids, trips, first, last, damping, blend):
     """Logits: x_{k+1} = x_k + δ (g(x_k) - x_k) over layers `first` … `last`, then n + λ (x_K - n) with n = g(x_0)."""
     decoder = model.model
     x = decoder.embed_tokens(ids)
-    turned = decoder.rotary_emb(x, torch.arange(ids.shape[1]).unsqueeze(0))
+    turned = signed(decoder.rotary_emb(x, torch.arange(ids.shape[1]).unsqueeze(0)))
 
     def through(x, layers):
         for layer in layers:
-            x = layer(x, position_embeddings=turned, attention_mask=None)[0]
+            x = layer(x, rotation=turned, attention_mask=None)[0]
         return x
 
     x = through(x, decoder.layers[:first])

@@ -20,6 +20,7 @@ from fathom.models.cost import cache_bytes_per_token, count_parameters, mechanis
 from fathom.models.depth_attention import depth_weights
 from fathom.models.registry import AXES, MECHANISMS, mechanism
 from fathom.models.roles import Residual, ValueMixer, View
+from fathom.models.rotary import signed
 
 from .cases import (
     CASES,
@@ -315,7 +316,7 @@ class _KeysOnly:
     def step(self, token, position):
         model = self.model.model
         x = model.embed_tokens(token)
-        rotary = model.rotary_emb(x, torch.tensor([[position]]))
+        rotary = signed(model.rotary_emb(x, torch.tensor([[position]])))
         state, kept = (x,), {}
         with torch.no_grad():
             for visit in model.plan[0]:
@@ -325,7 +326,7 @@ class _KeysOnly:
                     *state,
                     sources=sources,
                     attention_mask=None,
-                    position_embeddings=rotary,
+                    rotation=rotary,
                     past_key_values=self,
                     is_causal=False,
                 )
@@ -587,7 +588,7 @@ def test_declared_cost_is_measured(case):
     declared = cache_bytes_per_token(config, 4)
     if model.model.slotted:
         table = cache.layers[0].table
-        bias = 0 if table.bias is None else 4
+        bias = 4 * ("bias" in table.extra)
         assert table.end == (1 + table.halt).sum()
         trips = model.model.recurrence.trips
         assert held + bias * table.end == table.end * declared / trips

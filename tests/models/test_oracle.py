@@ -31,6 +31,7 @@ from fathom.models.depth_attention import DepthAttention
 from fathom.models.pondering import Pondering
 from fathom.models.registry import ALL as MECHANISMS
 from fathom.models.registry import known
+from fathom.models.rotary import signed
 from fathom.models.slot_table import SlotTable
 
 from .oracle_numpy import Angles, Held, Oracle, Row, Token, rotations
@@ -425,7 +426,7 @@ def angles_of(model: FathomForCausalLM) -> dict[str, Angles]:
         rope = config.rope_parameters[kind] if config.rope_by_layer_type else config.rope_parameters
         width = int(config.head_dim * rope.get("partial_rotary_factor", 1.0))
         tables = made[kind] if config.rope_by_layer_type else made
-        cos, sin = (table[0, :, width // 2 :].numpy() for table in tables)  # the first half's sines are negative
+        cos, sin = (table[0, :, width // 2 :].numpy() for table in tables)
         own = rotations(rope["rope_theta"], width, 64)
         assert max(np.abs(cos - own[0]).max(), np.abs(sin - own[1]).max()) < 1e-5
         found[kind] = cos, sin
@@ -838,7 +839,7 @@ def trips_take_positions(patch: pytest.MonkeyPatch) -> None:
     through = several_trips.TripMaker.through
 
     def faulty(self: several_trips.TripMaker, x: Any, found: several_trips.Pass) -> several_trips.Passed:
-        found.position_embeddings = self.model.rotary_emb(x, found.position_ids + found.visits[0].trip)
+        found.rotation = signed(self.model.rotary_emb(x, found.position_ids + found.visits[0].trip))
         return through(self, x, found)
 
     patch.setattr(several_trips.TripMaker, "through", faulty)

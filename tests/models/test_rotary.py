@@ -153,4 +153,14 @@ def test_the_model_turns_pairs_as_the_equation_says():
     cos, sin = model.model.rotary_emb(torch.zeros(1, 5, 32), torch.arange(5)[None])
     wanted = angles(5, 8, torch.float32)
     assert torch.allclose(cos, wanted[0], atol=1e-6)
-    assert torch.allclose(sin, torch.cat((-wanted[1][..., :4], wanted[1][..., 4:]), -1), atol=1e-6)
+    assert torch.allclose(sin, wanted[1], atol=1e-6)
+
+
+def test_the_models_angles_are_qwen3s_for_its_own_function():
+    """`rotary_emb` may be used as Qwen3's. Layers get signed sines, which Qwen3's function would misread."""
+    made = build(config_of("vanilla")).model.rotary_emb(torch.zeros(1, 5, 32), torch.arange(5)[None])
+    query, key = heads(torch.float32)
+    theirs = apply_rotary_pos_emb(query, key, *made)
+    ours = rotary.rotate(query, key, *rotary.signed(made))
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    assert not torch.equal(apply_rotary_pos_emb(query, key, *rotary.signed(made))[0], theirs[0])

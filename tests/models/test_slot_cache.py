@@ -12,9 +12,9 @@ from transformers import CompileConfig, DynamicCache, StaticCache, cache_utils
 
 from fathom.models import several_trips
 from fathom.models.cost import cache_bytes_per_token
+from fathom.models.fixed_table import FixedTable
 from fathom.models.roles import View
 from fathom.models.slot_cache import SlotLayer, drop_row, trim_slots, with_slots
-from fathom.models.slot_table import FixedTable, SlotTable
 
 from .cases import build, config_of, tokens
 from .slot_oracle import METHODS, thinker
@@ -50,7 +50,7 @@ def test_slots_and_bytes(method):
     per_slot = cache_bytes_per_token(config, 8) / trips
     bias = 4 if method == "ponder3" else 0  # kept once, whatever the type of keys and values
     assert held == 2 * table.end * (per_slot - bias)
-    assert (table.bias is not None) == (method == "ponder3")
+    assert set(table.extra) == ({"bias"} if method == "ponder3" else set())
     # A table entry for every slot that was made, in the order in which tokens came.
     for row in range(2):
         slots = list(zip(table.token[row].tolist(), table.trip[row].tolist(), strict=True))[: table.count[row]]
@@ -296,7 +296,7 @@ def test_refusals():
     with pytest.raises(ValueError, match="as a negative number, got 2"):
         filled("latent_cot", tokens(1, 3))[1].crop(2)
     with pytest.raises(TypeError, match="written by the model that made it"):
-        SlotLayer(SlotTable(), True).update(torch.zeros(1, 2, 1, 8), torch.zeros(1, 2, 1, 8))
+        SlotLayer(filled("latent_cot", ids)[2], []).update(torch.zeros(1, 2, 1, 8), torch.zeros(1, 2, 1, 8))
 
 
 def test_quantised_caches_are_refused():
@@ -311,15 +311,18 @@ def test_quantised_caches_are_refused():
     cache = DynamicCache(config=thinker("ponder2").config)
     cache.layers = [Quantised(nbits=4)]
     with pytest.raises(ValueError, match="cannot keep its slots in a Quantised"):
-        with_slots(cache, 2, 3, View.ALL)
+        with_slots(cache, 2, 3, View.ALL, 1, torch.device("cpu"))
 
 
 def test_making_slots_twice_is_making_them_once():
     cache = DynamicCache(config=thinker("ponder2").config)
-    table = with_slots(cache, 2, 3, View.ALL)
-    assert with_slots(cache, 2, 3, View.ALL) is table
+    table = with_slots(cache, 2, 3, View.ALL, 1, torch.device("cpu"))
+    assert with_slots(cache, 2, 3, View.ALL, 1, torch.device("cpu")) is table
     assert {id(layer.table) for layer in cache.layers} == {id(table)}
-    assert [layer.owner for layer in cache.layers] == [True, False]
+    assert [layer.first for layer in cache.layers] == [True, False]
+    other = with_slots(cache, 2, 3, View.ALL, 2, torch.device("cpu"))  # nothing is stored, so the rows may be others
+    assert other is not table and len(other.count) == 2
+    assert {id(layer.table) for layer in cache.layers} == {id(other)}
 
 
 def test_buffers_grow_by_a_part():

@@ -1,10 +1,16 @@
 """The table of a slot cache: which places a trip reads, copied out or under a mask, is one sum."""
 
+import ast
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import DynamicCache, StaticCache
 
+import fathom
 from fathom.models import slot_table
+from fathom.models.fixed_table import FixedTable
+from fathom.models.roles import View
 from fathom.models.slot_cache import SlotLayer
 from fathom.models.slot_table import SlotTable, grown
 
@@ -30,7 +36,7 @@ def course(model, gathers, monkeypatch):
         where = (seen.cumsum(1) - 1).clamp(min=0)[:, start:]
         found.append(goes_on(model, cache, ids[:, start:stop], attention_mask=seen, position_ids=where)[:, -1])
         table = cache.layers[0].table
-        assert asked and (table.index is not None) == gathers
+        assert asked and bool(table.index.shape[1]) == gathers
         assert not gathers or torch.equal(table.index, table._indexed())
         if move == "exchange":
             order = torch.tensor([2, 0, 0])
@@ -77,7 +83,7 @@ def reads(monkeypatch):
     def noted(layer, placement, new):
         pair = exchange(layer, placement, new)
         places, kept = (x.untyped_storage().data_ptr() for x in (pair[0], layer.stored[0]))
-        seen.extend([(pair[0].shape[2], places != kept)] if layer.owner else [])
+        seen.extend([(pair[0].shape[2], places != kept)] if layer.first else [])
         return pair
 
     monkeypatch.setattr(SlotLayer, "exchange", noted)
@@ -116,3 +122,38 @@ def test_when_gathering_pays():
 def test_a_buffer_keeps_its_places():
     old = torch.arange(6.0).view(1, 6, 1)
     assert grown(old, 9, 5).flatten().tolist() == [0, 1, 2, 3, 4, 0, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("view", list(View))
+def test_a_table_is_whole_from_the_start(view):
+    """No field waits for a later call to be made, and a view changes no field's type."""
+    device = torch.device("cpu")
+    for table in (SlotTable(2, view, device), FixedTable(4, 3, 2, view, device)):
+        fields = {name: type(value) for name, value in vars(table).items()}
+        assert type(None) not in fields.values() and len(table.count) == len(table.halt) == 2
+        emptied = table.emptied(3, device)
+        assert {name: type(value) for name, value in vars(emptied).items()} == fields and len(emptied.count) == 3
+
+
+def assigned(source):
+    """Fields of something called `table` that code assigns."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        targets = [part for target in targets for part in (target.elts if isinstance(target, ast.Tuple) else [target])]
+        for target in targets:
+            owner = target.value if isinstance(target, ast.Attribute) else None
+            if getattr(owner, "id", None) == "table" or getattr(owner, "attr", None) == "table":
+                found.add(target.attr)
+    return found
+
+
+def test_only_models_write_to_a_table():
+    """The batches of the server say where a pass is (`at`)."""
+    files = [path for path in Path(fathom.__file__).parent.rglob("*.py") if path.parent.name != "models"]
+    assert len(files) > 100 and {str(path): names for path in files if (names := assigned(path.read_text()))} == {}
+    assert assigned("table = x\ntable.end, (a.table.columns) = 1, 2\nb.table.count += 1\n") == {
+        "end",
+        "columns",
+        "count",
+    }

@@ -16,6 +16,15 @@ from transformers import AutoModelForCausalLM
 from tests.outside.models import ONE_TRIP, SEVERAL_TRIPS, exported
 
 LENGTH = 16
+BACKBONES: dict[str, dict[str, Any]] = {
+    "llama": {"qk_norm": "none"},
+    "olmo2": {"qk_norm": "full", "norm_placement": "after", "norm": "rms_wide"},
+    "gpt_neox": {
+        **{"qk_norm": "none", "norm": "layer", "parallel_residual": True, "gated_mlp": False, "hidden_act": "gelu"},
+        **{"attention_bias": True, "output_bias": True, "mlp_bias": True},
+    },
+}
+"""Switches of other families than Qwen3, under depth_attention."""
 PROMPTS = [torch.randint(3, 384, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (5, 23)]
 RANK = """
 import json, sys
@@ -47,7 +56,8 @@ def tokens(model: Any) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     place = tmp_path_factory.mktemp("exports")
-    return {name: exported(name, place) for name in (*ONE_TRIP, *SEVERAL_TRIPS, "loop+depth_attention")}
+    found = {name: exported(name, place) for name in (*ONE_TRIP, *SEVERAL_TRIPS, "loop+depth_attention")}
+    return found | {name: exported("depth_attention", place / name, **BACKBONES[name]) for name in BACKBONES}
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +77,7 @@ def answers(directories: dict[str, Path], tmp_path_factory: pytest.TempPathFacto
     return json.loads(file.with_name("models.json.answers").read_text())
 
 
-@pytest.mark.parametrize("name", [*ONE_TRIP, *SEVERAL_TRIPS, "loop+depth_attention"])
+@pytest.mark.parametrize("name", [*ONE_TRIP, *SEVERAL_TRIPS, "loop+depth_attention", *BACKBONES])
 def test_tokens_are_those_of_one_process(name: str, answers: dict[str, Any], directories: dict[str, Path]) -> None:
     alone = AutoModelForCausalLM.from_pretrained(directories[name], dtype=torch.float32)
     assert answers[name] == {"tokens": tokens(alone), "share": 0.5}

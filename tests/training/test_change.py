@@ -340,16 +340,6 @@ def test_what_is_proposed_to_a_diverged_run_works(
     assert max(line["lr"] for line in read_metrics(tmp_path / "run")[-2:] if "lr" in line) <= 0.005
 
 
-def test_an_earlier_name_of_an_option_is_no_difference(corpus: Path, tmp_path: Path) -> None:
-    """A run planned as `count` goes on as `trips`, and another number is another run."""
-    earlier = tiny_recipe(corpus, "model.recurrence=loop", "model.recurrence_options.count=2", "train.steps=4")
-    train(earlier, tmp_path, callbacks=[StopAt(2)])
-    now = tiny_recipe(corpus, "model.recurrence=loop", "model.recurrence_options.trips=2", "train.steps=4")
-    with pytest.raises(SettingsError, match=r"different: model\.recurrence_options\.trips$"):
-        train(now.override("model.recurrence_options.trips=3"), tmp_path)
-    assert train(now, tmp_path).finished
-
-
 def damage_weights(checkpoint: Path) -> None:
     weights = next(checkpoint.glob("*.safetensors"))
     weights.write_bytes(weights.read_bytes()[:-1] + b"\x01")

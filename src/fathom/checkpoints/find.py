@@ -41,8 +41,7 @@ class _Report(TypedDict):
 def find_model(path: str | Path) -> Path:
     """The exported model behind a path: a model directory, a run, or a comparison, whose best arm is taken."""
     path = local(path)
-    if not path.exists():
-        raise ModelError(f"{path}: no such directory")
+    require_there(path)
     if (path / CONFIG).exists():
         return path
     if (model := finished_model(path)) is not None:
@@ -54,6 +53,12 @@ def find_model(path: str | Path) -> Path:
             f"{path}: this run wrote no model at its last step; it is unfinished, or train.export was false"
         )
     raise ModelError(f"{path}: neither a model directory ({CONFIG}) nor a run nor a comparison")
+
+
+def require_there(path: Path) -> None:
+    """Refuse a model that does not exist."""
+    if not path.exists():
+        raise ModelError(f"{path}: no such {'file' if path.suffix == '.gguf' else 'directory'}")
 
 
 def finished_model(run: Path) -> Path | None:

@@ -32,7 +32,8 @@ def repository(where: str | Path) -> tuple[str, str] | None:
     """
     path = Path(where)
     named = repository_of(str(where))
-    return None if named is None or path.exists() or path.parent.is_dir() else named
+    file = path.suffix == ".gguf" or path.exists() or path.parent.is_dir()
+    return None if named is None or file else named
 
 
 def local(where: str | Path, code: bool = False) -> Path:

@@ -20,7 +20,14 @@ from transformers.utils import logging
 
 from fathom.checkpoints.check import check_checkpoint
 from fathom.checkpoints.families import known
-from fathom.checkpoints.find import best_run, checkpoint_steps, finished_model, finished_step, holds_comparison
+from fathom.checkpoints.find import (
+    best_run,
+    checkpoint_steps,
+    finished_model,
+    finished_step,
+    holds_comparison,
+    require_there,
+)
 from fathom.checkpoints.from_gguf import is_gguf, open_gguf
 from fathom.checkpoints.hashes import warn_if_changed
 from fathom.checkpoints.hub import local, repository
@@ -87,6 +94,7 @@ def open_source(source: Path, tokenizer: PreTrainedTokenizerBase | None = None) 
         unpacked, own = open_gguf(source)
         return Opened(unpacked, tokenizer or own, facts)
     source = local(source)
+    require_there(source)
     source = best_run(source) if holds_comparison(source) else source
     directory = source
     if (source / RECIPE).exists():

@@ -24,7 +24,8 @@ def add(parser: Parser) -> None:
     parser.add_argument(
         "--tasks",
         metavar="NAMES",
-        help="lm-eval's tasks, groups and tags, comma between; * allowed; choice:FILE, cloze:FILE: your own JSONL",
+        help="lm-eval's tasks, groups and tags, comma between; * allowed; choice:FILE, cloze:FILE: your own JSONL; "
+        "with --kvcache, RULER's synthetic tasks (ruler: all)",
     )
     parser.add_argument("--include", type=Path, metavar="PATH", help="a folder of further tasks, as lm-eval's YAML")
     parser.add_argument("--task-data", type=Path, metavar="DIR", help="their documents, for work without a network")
@@ -47,7 +48,7 @@ def add(parser: Parser) -> None:
         "--max-trips", metavar="N[,N...]", help="score a model of several trips under each of these budgets"
     )
     add_kvcache(parser, several=True)
-    parser.add_argument("--at", metavar="LENGTHS", help=f"windows read, for --kvcache (default: {WINDOWS})")
+    add_questions(parser)
     parser.add_argument(
         "--benchmark",
         type=Path,
@@ -66,6 +67,23 @@ def add(parser: Parser) -> None:
     parser.add_argument("--json", action="store_true", help="print the report for a program")
 
 
+def add_questions(parser: Parser) -> None:
+    """Add what `--kvcache` reads and asks."""
+    parser.add_argument("--at", metavar="LENGTHS", help=f"windows read, for --kvcache (default: {WINDOWS})")
+    parser.add_argument(
+        "--questions", type=int, metavar="N", help="asked of each cache, over everything that is asked (default: 300)"
+    )
+    parser.add_argument(
+        "--compressions", metavar="LIST", help="how often a cache is compressed before an answer (default: 1,2,4)"
+    )
+    parser.add_argument(
+        "--needles",
+        choices=["tokens", "natural"],
+        help="plant drawn tokens (default), or sentences in the text of --perplexity, asked for in words",
+    )
+    parser.add_argument("--no-needles", action="store_true", help="ask for no needles")
+
+
 def run(options: Namespace) -> int:
     """Score, keep, print."""
     from fathom.evaluation.caches.evaluate import ask, evaluate_caches
@@ -81,8 +99,14 @@ def run(options: Namespace) -> int:
     settings = Settings(**{field.name: getattr(options, field.name) for field in dataclasses.fields(Settings)})
     wishes = CacheWishes.of(options)
     alone = [f"--kvcache-{name} {value}" for name, value in wishes.said().items()]
-    if not options.kvcache and (alone or options.at is not None):
-        raise SettingsError(f"{[*alone, f'--at {options.at}'][0]}: give --kvcache METHODS with it")
+    for name in ("at", "questions", "compressions", "needles"):
+        if getattr(options, name) is not None:
+            alone.append(f"--{name} {getattr(options, name)}")
+    alone += ["--no-needles"] if options.no_needles else []
+    if not options.kvcache and alone:
+        raise SettingsError(f"{alone[0]}: give --kvcache METHODS with it")
+    if options.needles and options.no_needles:
+        raise SettingsError("--needles and --no-needles: give one of them")
     if options.benchmark is not None:
         if options.kvcache:
             raise SettingsError("--benchmark and --kvcache: give one of them")
@@ -93,7 +117,16 @@ def run(options: Namespace) -> int:
             show_pair(pair, options.out)
         return 0
     if options.kvcache:
-        caches = evaluate_caches(options.checkpoints, settings, ask(options.kvcache, wishes, options.at or WINDOWS))
+        asked = ask(
+            options.kvcache,
+            wishes,
+            options.at or WINDOWS,
+            questions=options.questions,
+            compressions=options.compressions,
+            needles=None if options.no_needles else options.needles or "tokens",
+            tasks=options.tasks,
+        )
+        caches = evaluate_caches(options.checkpoints, settings, asked)
         if options.json:
             print(json.dumps(caches, ensure_ascii=False))
         else:

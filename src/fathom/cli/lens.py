@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def add(parser: Parser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("model", help="an exported directory, a run, or any Qwen3")
+    parser.add_argument("model", help="an exported directory, a run, or any causal language model")
     parser.add_argument("text", nargs="?", help="what to look at")
     parser.add_argument("--file", type=Path, metavar="FILE", help="look at a file's text instead")
     parser.add_argument("-o", "--out", type=Path, help="the page to write (default: lens.html, or none with --json)")
@@ -32,8 +32,10 @@ def add(parser: Parser) -> None:
 def run(options: Namespace) -> int:
     """Look, write the page, say where it is."""
     from fathom.checkpoints.open import open_checkpoint
-    from fathom.lens.look import LensData, look, require_decoder, same_tokenizer
+    from fathom.lens.look import LensData, look, same_tokenizer
     from fathom.lens.page import lens_page
+    from fathom.lens.plain import layers_of, look_plain
+    from fathom.models import FathomForCausalLM
 
     if (options.text is None) == (options.file is None):
         raise SettingsError("give a text or --file FILE, one of them")
@@ -52,10 +54,11 @@ def run(options: Namespace) -> int:
                 f"{options.compare}: another tokenizer than {options.model}'s; --compare needs the same"
             )
         first = first or tokenizer
-        require_decoder(model)
-        visits = sum(map(len, model.model.plan_of(model.model.served_trips)))
+        ours = isinstance(model, FathomForCausalLM)
+        visits = sum(map(len, model.model.plan_of(model.model.served_trips))) if ours else len(layers_of(model))
         with ProgressBar(f"looking through {_name(path)}", visits) as bar:
-            looked.append(look(model, tokenizer, text, options.top, options.max_tokens, _name(path), bar.update))
+            see = look if ours else look_plain
+            looked.append(see(model, tokenizer, text, options.top, options.max_tokens, _name(path), bar.update))
     if len({len(data.tokens) for data in looked}) > 1:  # the contexts differ
         shortest = min(len(data.tokens) for data in looked)
         raise SettingsError(f"one of the models holds {shortest} tokens only; give --max-tokens {shortest}")

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 ACTIONS = {
     "compare": ("a", "b"),
     "layers": ("a", "b"),
+    "direction": ("a", "b"),
+    "shares": ("child", "parents"),
+    "tree": ("models",),
     "portrait": ("a",),
     "card": ("a",),
     "search": ("a",),
@@ -88,7 +91,7 @@ class Choices:
     """How much of two models `compare` looks at."""
 
     mode: str = "fast"
-    """fast (1,024 channels, of large models some layers) or exact"""
+    """fast (768 channels, of large models some layers) or exact"""
     layers: int | None = None
     """score this many evenly spaced layers"""
     align: Sequence[str] = ()
@@ -191,6 +194,59 @@ def layers(a: str, b: str, seed: int = 0, quiet: bool = False) -> Result:
     traced = sum(one.source is not None for one in found)
     lines.append(f"{traced} of {len(found)} layers have a source. Direction is not claimed.")
     return Result(0, "\n".join(lines), {"a": a, "b": b, "layers": [vars(one) for one in found]})
+
+
+def direction(a: str, b: str, quiet: bool = False) -> Result:
+    """Say which of two related models came first, where the weights can tell.
+
+    Args:
+        a: A model.
+        b: A model that `compare` calls related to it.
+        quiet: No progress line.
+    """
+
+    with _status(quiet) as say:
+        say("what was lost or repeated")
+        found = lineage.direction.direction(lineage.open_weights(a), lineage.open_weights(b))
+    return Result(0, str(found), vars(found))
+
+
+def shares(child: str, parents: Sequence[str], quiet: bool = False) -> Result:
+    """Say how much of each parent is in a merged model, with 95 % intervals.
+
+    Args:
+        child: The model that may be a weighted mean.
+        parents: At least two models of its shape.
+        quiet: No progress line.
+    """
+
+    with _status(quiet) as say:
+        found = lineage.shares.shares(
+            lineage.open_weights(child), [lineage.open_weights(parent) for parent in parents], say
+        )
+    lines = [f"{one.share:7.1%}  ({one.low:.1%} to {one.high:.1%})  {one.parent}" for one in found.shares]
+    lines.append(f"unexplained: {found.residual:.1%} of the distance to the nearest parent")
+    what = "a weighted mean of these models" if found.is_merge else "no weighted mean of these models alone"
+    lines.append(f"{child} is {what}.")
+    data = {"child": child, "shares": [vars(one) for one in found.shares], "residual": found.residual}
+    return Result(0, "\n".join(lines), {**data, "layers": found.layers, "is_merge": found.is_merge})
+
+
+def tree(models: Sequence[str], out: Path | None = None, seed: int = 0, quiet: bool = False) -> Result:
+    """Draw the family tree of many models, with the support of every edge.
+
+    Args:
+        models: At least two models; unrelated ones serve as controls of the others.
+        out: Directory for report.json and report.html.
+        seed: Seed of every sample.
+        quiet: No progress line.
+    """
+
+    with _status(quiet) as say:
+        found = lineage.tree.tree(models, seed, say)
+    if out is not None:
+        lineage.publishing.family.write(out, found)
+    return Result(0, lineage.tree.drawn(found), lineage.publishing.family.as_json(found))
 
 
 def portrait(a: str, out: Path | None = None) -> Result:

@@ -46,6 +46,13 @@ def add(parser: Parser) -> None:
         help="for keys and values of all requests: 2GiB, 512MiB (default: a quarter of the free memory; of a GPU most)",
     )
     parser.add_argument(
+        "--prefix-memory",
+        type=lambda text: 0 if text == "0" else size(text),
+        metavar="SIZE",
+        help="for prompts that were read, so that others that begin alike read only their rest (default: a quarter of "
+        "--cache-memory, beside it); 0 for none",
+    )
+    parser.add_argument(
         "--allow-origin",
         action="append",
         default=[],

@@ -13,7 +13,7 @@ from typing import Any, TypedDict
 
 from fathom.corpus.normalization import normalize
 from fathom.corpus.words import lower, words_of
-from fathom.data.sources import JSON, Reading, Source, suffix_of
+from fathom.data.sources import JSON, lines_of, suffix_of
 from fathom.errors import DataError
 
 QUESTIONS = (
@@ -147,9 +147,9 @@ def _rows(path: Path, name: str) -> Iterator[Any]:
             if values is not None:
                 yield from _of_json(values, key)
                 return
-        for record in Source("jsonl", place, "", (path,)).records(Reading()):
-            if record.payload and record.payload.strip():
-                yield json.loads(record.payload.decode("utf-8-sig"))
+        for line in lines_of(path):
+            if line and line.strip():
+                yield json.loads(line.decode("utf-8-sig"))
     except (DataError, ValueError) as error:
         raise DataError(f"decontaminate.benchmarks.{name}: {path}: {' '.join(str(error).split())}") from None
 

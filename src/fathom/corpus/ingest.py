@@ -23,14 +23,14 @@ from fathom.corpus.verbalizer import TEMPLATES, pairs_of
 from fathom.data.sources import (
     COMPRESSIONS,
     JSON,
-    JSONL,
-    PARQUET,
+    READERS,
     TEXT,
-    Kind,
     Payload,
     Reading,
     Source,
     find_files,
+    reader_of,
+    record_suffixes,
     suffix_of,
 )
 from fathom.errors import DataError, to_install
@@ -40,11 +40,9 @@ from fathom.report.progress import ProgressBar
 TASK_BYTES, TASK_FILES = 1 << 27, 512
 """A task reads files up to this total size and number; a larger file is a task of its own."""
 HTML, PDF, TEI = (".html", ".htm", ".xhtml"), (".pdf",), (".tei",)
-MIMES = {"jsonl": "text/plain", "parquet": "text/plain", "text": "text/plain", "html": "text/html"} | {
-    "pdf": "application/pdf",
-    "tei": "application/tei+xml",
-}
-NEEDS = {"pdf": "pypdfium2", "html": "trafilatura", "parquet": "pyarrow"}
+MIMES = {"html": "text/html", "pdf": "application/pdf", "tei": "application/tei+xml"}
+"""What is not text/plain."""
+NEEDS = {"pdf": "pypdfium2", "html": "trafilatura"}
 KEPT_FIELDS = ("id", "title", "url", "source", "date")
 """Fields of a JSON row that its document keeps in `meta`."""
 DIGESTS = ".digests.json"
@@ -53,10 +51,8 @@ DIGESTS = ".digests.json"
 def kind_of(path: Path) -> str | None:
     """The kind of a file, which decides how it is read; None for an unknown one."""
     suffix = suffix_of(path)
-    if suffix in (*JSONL, JSON):
-        return "jsonl"
-    if suffix in PARQUET:
-        return "parquet"
+    if (reader := reader_of(path)) is not None or suffix == JSON:
+        return reader.name if reader else "jsonl"
     if suffix in (*HTML, *PDF, *TEI, ".xml") and path.suffix.lower() in COMPRESSIONS:
         return None
     if suffix in PDF:
@@ -77,7 +73,7 @@ class Ingest(Stage):
     """Reads what the collections name."""
 
     name = "ingest"
-    version = 2
+    version = 3
 
     def settings(self) -> dict[str, object]:
         """The values of the recipe that this stage's results depend on."""
@@ -123,12 +119,13 @@ class Ingest(Stage):
         return Task(tuple(inputs), arguments)
 
     def _require(self, kinds: set[str]) -> None:
-        for kind in sorted(kinds & NEEDS.keys()):
+        for kind in sorted(kinds):
+            needed = READERS[kind].needs if kind in READERS else NEEDS.get(kind, "")
             if kind == "html" and self.recipe.ingest.html == "plain":
                 continue
-            if importlib.util.find_spec(NEEDS[kind]) is None:
-                extra = "data" if kind == "parquet" else "corpus"
-                raise DataError(f"reading {kind} needs {NEEDS[kind]}: {to_install(extra)}")
+            if needed and importlib.util.find_spec(needed) is None:
+                extra = "data" if kind in READERS else "corpus"
+                raise DataError(f"reading {kind} needs {needed}: {to_install(extra)}")
 
     def _identities(self, paths: list[Path]) -> dict[Path, str]:
         """A digest of each file's contents; files are not read again while size and modification time stay the same."""
@@ -186,7 +183,7 @@ def _require_unchanged(label: str, file: Input) -> None:
 
 def collection_files(name: str, collection: Collection, out: Path | None = None) -> Iterator[tuple[str, Path, str]]:
     """(label, path, kind) of each file of a collection, in a fixed order."""
-    words = f"known are {' '.join([*JSONL, *PARQUET, *PDF, *HTML, '.tei.xml', *TEXT[:4]])} ..."
+    words = f"known are {' '.join([*record_suffixes(), *PDF, *HTML, '.tei.xml', *TEXT[:4]])} ..."
     for text in collection.inputs:
         try:
             paths = find_files(text, lambda file: kind_of(file) is not None, words, out)
@@ -223,8 +220,9 @@ class _Reader:
 
     def read(self, label: str, kind: str, path: Path) -> Iterator[Document | Failed]:
         """Documents of a file, and a `Failed` for each record that gave none."""
-        if self._arguments["kind"] != "documents" and kind != "jsonl":
-            said = f"{self._arguments['kind']} are read from JSON lines, not from {kind}"
+        lines = kind in READERS and READERS[kind].gives == "lines"
+        if self._arguments["kind"] != "documents" and not lines:
+            said = f"{self._arguments['kind']} are read from lines of JSON or of a table, not from {kind}"
             yield _failure(label, Extracted("parse_error", detail=said))
             return
         if kind in ("pdf", "html", "tei"):
@@ -253,8 +251,8 @@ class _Reader:
             oversize="skip",
             max_record_bytes=self._limit,
         )
-        kinds: dict[str, Kind] = {"jsonl": "jsonl", "parquet": "parquet", "text": "text"}
-        for record in Source(kinds[kind], str(path), "", (path,)).records(reading):
+        gives = READERS[kind].gives if kind in READERS else "text"
+        for record in Source(gives, str(path), "", (path,), reader=kind).records(reading):
             yield record.payload
 
     def _row(self, place: str, kind: str, payload: Payload) -> Document | Failed | None:
@@ -262,7 +260,7 @@ class _Reader:
         meta: dict[str, object] = {}
         messages = license_ = None
         try:
-            if kind == "parquet":
+            if kind in READERS and READERS[kind].gives == "rows":
                 text = payload[0] or ""
                 if not isinstance(text, str):
                     raise ValueError(f"{self._arguments['text_field']} is {type(text).__name__}, not text")
@@ -338,7 +336,7 @@ class _Reader:
             text=extracted.text,
             path=place,
             collection=self._arguments["collection"],
-            mime=MIMES[kind],
+            mime=MIMES.get(kind, "text/plain"),
             license=declared,
             meta=meta,
             messages=messages,

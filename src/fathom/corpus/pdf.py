@@ -58,16 +58,23 @@ def extract(path: Path, settings: IngestValues) -> Extracted:
 def without_running_heads(pages: Sequence[str]) -> list[list[str]]:
     """The lines of each page, without those that most pages have at their edges."""
     lines = [[line.rstrip() for line in page.split("\n")] for page in pages]
-    filled = [[number for number, line in enumerate(page) if line.strip()] for page in lines]
+    if len(pages) != 2:
+        return _without_edges(lines, EDGE_LINES)
     # Of two pages only the outermost lines count: further in, a repeated line may be a coincidence.
-    depth = EDGE_LINES if len(pages) > 2 else 1
+    for _ in range(EDGE_LINES):
+        lines = _without_edges(lines, 1)
+    return lines
+
+
+def _without_edges(lines: Sequence[Sequence[str]], depth: int) -> list[list[str]]:
+    filled = [[number for number, line in enumerate(page) if line.strip()] for page in lines]
     edges = [{*one[:depth], *one[-depth:]} for one in filled]
     seen = Counter(
         key
         for page, places in zip(lines, edges, strict=True)
         for key in {_without_digits(page[number]) for number in places}
     )
-    needed = max(min(3, len(pages)), 2, EDGE_SHARE * len(pages))
+    needed = max(min(3, len(lines)), 2, EDGE_SHARE * len(lines))
     return [
         [line for number, line in enumerate(page) if number not in places or seen[_without_digits(line)] < needed]
         for page, places in zip(lines, edges, strict=True)
@@ -81,7 +88,8 @@ def _without_digits(line: str) -> str:
 def _without_marks(lines: Sequence[str]) -> list[str]:
     """Lines without U+FFFE, which PDFium puts for the hyphen where it joins the lines of a divided word itself.
 
-    The hyphen is written where the document has the word with a hyphen elsewhere, and not without one.
+    The hyphen is written where the document has the word with a hyphen elsewhere, and not without one, and before a
+    capital or a digit: no hyphenation divides a word there.
     """
     if not any("\ufffe" in line[:-1] for line in lines):
         return list(lines)
@@ -90,7 +98,7 @@ def _without_marks(lines: Sequence[str]) -> list[str]:
     def joined(match: re.Match[str]) -> str:
         one, other = match[1], match[2]
         spelled = f"{one}-{other}".lower() in whole and f"{one}{other}".lower() not in whole
-        return f"{one}-{other}" if spelled else one + other
+        return f"{one}-{other}" if spelled or not other[0].islower() else one + other
 
     return [re.sub("(\\w+)\ufffe(\\w+)", joined, line) for line in lines]
 
@@ -120,6 +128,8 @@ def flow(pages: Sequence[Sequence[str]]) -> str:
             if tail and head and head[0][0].islower():
                 if (tail[1] + head[0]).lower() in words or text[-1][-1] != "-":
                     text[-1] = text[-1][:-1]
+            elif tail and head:  # before a capital or a digit it is one of spelling
+                text[-1] = f"{text[-1][:-1]}-"
             else:
                 text.append(" ")
         elif text and text[-1] != "\n\n":

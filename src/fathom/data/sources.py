@@ -14,7 +14,7 @@ import io
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +23,7 @@ from typing import IO, TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeAl
 from urllib.parse import parse_qsl
 
 from fathom.data.shards import first_line
+from fathom.data.tables import table_rows
 from fathom.errors import DataError, to_install
 
 if TYPE_CHECKING:
@@ -31,14 +32,13 @@ if TYPE_CHECKING:
 FileFormat = Literal["auto", "text", "jsonl", "parquet"]
 Undecodable = Literal["error", "replace", "skip"]
 Oversize = Literal["error", "skip", "split"]
-Kind = Literal["files", "text", "jsonl", "parquet", "hub"]
+Kind = Literal["files", "text", "lines", "rows", "hub"]
+"""Records are paths of files, texts between separators, lines of JSON, rows of fields, or rows of the Hub."""
 
 DEFAULT_DOMAIN = "default"
 HUB = "hf:"
 COMPRESSIONS = {".gz": "gzip", ".xz": "lzma", ".bz2": "bz2", ".zst": "zstandard"}
-JSONL = (".jsonl", ".ndjson")
 JSON = ".json"  # JSON lines under another name, as C4 has them
-PARQUET = (".parquet",)
 TEXT = (
     *(".txt", ".text", ".md", ".rst", ".tex", ".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cs", ".css", ".go"),
     *(".html", ".java", ".jl", ".js", ".kt", ".lua", ".php", ".pl", ".r", ".rb", ".rs", ".scala", ".sh", ".sql"),
@@ -120,18 +120,18 @@ class Source:
     paths: tuple[Path, ...] = ()
     size: int = 0
     """Bytes on disk; 0 where unknown."""
+    reader: str = ""
+    """Which of `READERS` reads it."""
 
     def records(self, reading: Reading, start: int = 0) -> Iterator[Record]:
         """Read the records from number `start` on."""
         if self.kind == "files":
             return self._files(start)
-        if self.kind == "parquet":
-            return _parquet(self.paths[0], reading, start)
         if self.kind == "hub":
             return _hub(self.name, reading, start)
         if self.kind == "text":
             return _skip(_separated(self.paths[0], reading), start)
-        return _skip(_lines(self.paths[0], reading), start)
+        return READERS[self.reader].records(self.paths[0], reading, start)
 
     def _files(self, start: int) -> Iterator[Record]:
         position = sum(path.stat().st_size for path in self.paths[:start])
@@ -153,13 +153,13 @@ def find_sources(
             continue
         whole_files: list[Path] = []
         for path in _expand(name, file_format, out):
-            kind = _kind(path, reading, file_format)
+            kind, reader = _kind(path, reading, file_format)
             if kind == "files" and reading.oversize == "split" and not _surely_small(path, reading):
                 kind = "text"
             if kind == "files":
                 whole_files.append(path)
             else:
-                sources.append(Source(kind, str(path), domain, (path,), path.stat().st_size))
+                sources.append(Source(kind, str(path), domain, (path,), path.stat().st_size, reader))
         if whole_files and sources and (sources[-1].kind, sources[-1].domain) == ("files", domain):
             # Files of a glob that the shell expanded are one source too, so that small files share chunks.
             whole_files = [*sources.pop().paths, *whole_files]
@@ -175,7 +175,7 @@ def parse(
     kind: Kind, name: str, domain: str, number: int, payload: Payload, reading: Reading
 ) -> list[SourceText] | None:
     """Turn record `number` into the documents it holds, one or none or pieces of one; None where it is left out."""
-    where = f"{name}:{number + 1}" if kind == "jsonl" else f"{name} (document {number + 1})"
+    where = f"{name}:{number + 1}" if kind == "lines" else f"{name} (document {number + 1})"
     lead = None
     if kind == "files":
         where, payload = str(payload), _read_file(payload, reading)
@@ -184,12 +184,12 @@ def parse(
     if payload is None:
         return None
     try:
-        if kind == "jsonl":
+        if kind == "lines":
             fields = _json_fields(payload, domain, reading, where)
             if fields is None:
                 return []
             text, domain = fields
-        elif kind in ("parquet", "hub"):
+        elif kind in ("rows", "hub"):
             text, domain = _require_text(payload[0], reading, where), _domain(payload[1:], domain, reading)
         else:
             text = payload.decode("utf-8")
@@ -244,7 +244,7 @@ def _cut(data: bytes | bytearray, limit: int) -> int:
 
 
 def _repair(kind: Kind, domain: str, payload: Payload, reading: Reading, where: str) -> tuple[str, str]:
-    if kind == "jsonl":
+    if kind == "lines":
         text, domain = _json_fields(payload.decode("utf-8", "replace").encode(), domain, reading, where) or ("", domain)
     else:
         text = payload[0] if isinstance(payload, tuple) else payload.decode("utf-8", "replace")
@@ -333,7 +333,7 @@ def _apart(files: list[Path], named: Path, out: Path | None) -> list[Path]:
 
 def _is_known(file: Path) -> bool:
     suffix = suffix_of(file)
-    return suffix in (*JSONL, *PARQUET, *TEXT) or (suffix == JSON and file.suffix.lower() in COMPRESSIONS)
+    return suffix in TEXT or reader_of(file) is not None or (suffix == JSON and file.suffix.lower() in COMPRESSIONS)
 
 
 def _below(folder: Path, wanted: Callable[[Sequence[str]], bool]) -> list[Path]:
@@ -413,20 +413,42 @@ def suffix_of(path: Path) -> str:
 
 
 def _known_suffixes() -> str:
-    return f"known are {' '.join([*JSONL, *PARQUET, *TEXT[:6]])} ..., also with {' '.join(COMPRESSIONS)}"
+    return f"known are {' '.join([*record_suffixes(), *TEXT[:6]])} ..., also with {' '.join(COMPRESSIONS)}"
 
 
-def _kind(path: Path, reading: Reading, file_format: FileFormat) -> Kind:
+def record_suffixes() -> list[str]:
+    """The extensions of files that hold records, by `READERS`."""
+    return [suffix for reader in READERS.values() for suffix in reader.suffixes]
+
+
+def reader_of(path: Path) -> Reader | None:
+    """The reader of a file of records, by its extension; None for a text, a `.json` and an unknown one."""
+    suffix = suffix_of(path)
+    return next((reader for reader in READERS.values() if suffix in reader.suffixes), None)
+
+
+def lines_of(path: Path) -> Iterator[bytes | None]:
+    """The records of a file as JSON, by its extension; of an unknown one the lines. None stands for a lost one."""
+    reader = reader_of(path) or READERS["jsonl"]
+    if reader.gives != "lines":
+        raise DataError(f"{path}: expected lines of JSON or of a table, not {reader.name}")
+    for record in reader.records(path, Reading(), 0):
+        yield record.payload
+
+
+def _kind(path: Path, reading: Reading, file_format: FileFormat) -> tuple[Kind, str]:
     suffix, compression = suffix_of(path), path.suffix.lower()
     if compression in COMPRESSIONS:
         _require(COMPRESSIONS[compression], str(path))
-    if file_format == "parquet" or (file_format == "auto" and suffix in PARQUET):
-        _require("pyarrow", str(path))
-        return "parquet"
-    if file_format == "jsonl" or (file_format == "auto" and suffix in (*JSONL, JSON)):
-        return "jsonl"
+    reader = reader_of(path) if file_format == "auto" else READERS.get(file_format)
+    if reader is None and file_format == "auto" and suffix == JSON:
+        reader = READERS["jsonl"]
+    if reader is not None:
+        if reader.needs:
+            _require(reader.needs, str(path))
+        return reader.gives, reader.name
     if file_format == "text" or suffix in TEXT:
-        return "files" if reading.separator is None else "text"
+        return ("files" if reading.separator is None else "text"), ""
     raise DataError(f"{path}: unknown extension {suffix!r}: {_known_suffixes()}; or say --file-format text or jsonl")
 
 
@@ -502,7 +524,11 @@ class _Frames(io.RawIOBase):
         return count
 
 
-def _lines(path: Path, reading: Reading) -> Iterator[Record]:
+def _lines(path: Path, reading: Reading, start: int) -> Iterator[Record]:
+    return _skip(_each_line(path, reading), start)
+
+
+def _each_line(path: Path, reading: Reading) -> Iterator[Record]:
     position, limit = 0, reading.line_bytes
     with _opened(path) as (file, raw):
         number = 0
@@ -525,6 +551,23 @@ def _lines(path: Path, reading: Reading) -> Iterator[Record]:
                 position = raw.tell()
             yield Record(payload, position)
             number += 1
+
+
+def _as_lines(rows: Callable[[IO[bytes], str], Iterator[Mapping[str, object]]]) -> Records:
+    """A function that reads a file's rows as JSON lines, from one that reads an open file as mappings."""
+
+    def records(path: Path, reading: Reading, start: int) -> Iterator[Record]:
+        with _opened(path) as (file, raw):
+            for number, row in enumerate(rows(file, str(path))):
+                if number >= start:
+                    # What is no UTF-8 comes out as it went in, and is treated as in any other line.
+                    line = json.dumps(row, ensure_ascii=False).encode("utf-8", "surrogateescape")
+                    if len(line) > reading.line_bytes:
+                        _oversize(f"{path}:{number + 1}", reading)
+                    read = path.stat().st_size if raw.closed else raw.tell()  # some parsers close what they read
+                    yield Record(line if len(line) <= reading.line_bytes else None, read)
+
+    return records
 
 
 def _separated(path: Path, reading: Reading) -> Iterator[Record]:
@@ -670,3 +713,31 @@ def _foreign(name: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise DataError(f"{name}: cannot read it: {first_line(error)}") from None
+
+
+Records: TypeAlias = Callable[[Path, Reading, int], Iterator[Record]]
+
+
+@dataclass(frozen=True)
+class Reader:
+    """How files of some extensions become records."""
+
+    name: str
+    suffixes: tuple[str, ...]
+    records: Records
+    gives: Kind = "lines"
+    """`lines` are objects of JSON; `rows` are the wanted fields alone."""
+    needs: str = ""
+    """A module that reading takes."""
+
+
+READERS = {
+    reader.name: reader
+    for reader in (
+        Reader("jsonl", (".jsonl", ".ndjson"), _lines),
+        Reader("csv", (".csv",), _as_lines(partial(table_rows, delimiter=","))),
+        Reader("tsv", (".tsv",), _as_lines(partial(table_rows, delimiter="\t"))),
+        Reader("parquet", (".parquet",), _parquet, "rows", "pyarrow"),
+    )
+}
+"""Every kind of file that holds records: `prepare`, `corpus`, prompts, benchmarks and evaluated text read these."""

@@ -233,6 +233,31 @@ class Load(TypedDict):
     """Which clock, in words."""
 
 
+class AnswerValues(TypedDict):
+    """What a model with one cache said to one question."""
+
+    task: str
+    place: str
+    """`outside` or `inside`: whether the question came after or before the last compression."""
+    compressions: int
+    beyond: bool
+    """Whether what is asked for is older than what forgetting still holds."""
+    score: float
+    """1 for an exact answer; of RULER's tasks, the share of the expected strings."""
+    nats: float | None
+    """Per token of the answer, where it is scored token by token."""
+
+
+class QuestionValues(TypedDict):
+    """The questions that every cache was asked."""
+
+    asked: int
+    left_out: dict[str, str]
+    """Tasks that do not fit, and why."""
+    reference: list[AnswerValues]
+    """The answers of the full cache."""
+
+
 class CacheValues(TypedDict):
     """One cache of one checkpoint, as measured."""
 
@@ -240,6 +265,7 @@ class CacheValues(TypedDict):
     """By document, over stretches of positions."""
     recall: dict[str, RecallValues]
     chance: float
+    answers: list[AnswerValues]
     loads: list[Load]
 
 
@@ -287,6 +313,7 @@ class CheckpointCaches(TypedDict):
     schedule: ScheduleValues
     documents: int
     haystack: str
+    questions: QuestionValues
     caches: dict[str, CacheRow]
     spectrum: SpectrumValues
 

@@ -22,7 +22,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from fathom.data.sources import Reading, find_sources
+from fathom.data.sources import lines_of
 from fathom.errors import DataError
 
 if TYPE_CHECKING:
@@ -267,9 +267,7 @@ def _json(path: Path) -> Iterator[TaskRow]:
 
 
 def _lines(path: Path) -> Iterator[bytes]:
-    reading = Reading()
-    for source in find_sources([str(path)], reading, "jsonl"):
-        yield from (record.payload for record in source.records(reading))
+    return (line for line in lines_of(path) if line is not None)
 
 
 def _adapted(row: TaskRow) -> TaskRow:

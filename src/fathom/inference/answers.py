@@ -7,8 +7,9 @@ import uuid
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from fathom.inference.engine import Scored
+from fathom.inference.engine import Job, Scored
 from fathom.inference.texts import UNKNOWN, Text
+from fathom.inference.tools import Call
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -55,27 +56,53 @@ def chat_logprobs(tokenizer: PreTrainedTokenizerBase, scores: Sequence[tuple[Sco
 
 
 class Envelope:
-    """The JSON around the choices of one answer."""
+    """The JSON around the choices of one answer.
 
-    def __init__(self, model: str, chat: bool, tokenizer: PreTrainedTokenizerBase, prompt_tokens: int) -> None:
-        self.chat, self.tokenizer, self.prompt_tokens = chat, tokenizer, prompt_tokens
+    Args:
+        model: What clients call it.
+        chat: Whether the answer is a turn of a conversation.
+        tokenizer: The model's.
+        prompts: As token ids.
+        ids: Whether choices have their tokens' ids, and the answer has those of the prompts.
+        trips: Whether choices have the loop iterations behind each token.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        chat: bool,
+        tokenizer: PreTrainedTokenizerBase,
+        prompts: Sequence[Sequence[int]],
+        ids: bool = False,
+        trips: bool = False,
+    ) -> None:
+        self.chat, self.tokenizer, self.prompt_tokens = chat, tokenizer, sum(map(len, prompts))
+        self.ids, self.trips = ids, trips
+        self.first: Sequence[Job] = ()
+        """The first job of each prompt."""
+        self.prompt_ids = {"prompt_token_ids": list(prompts[0] if len(prompts) == 1 else prompts)} if ids else {}
         self.kind, short = ("chat.completion", "chatcmpl") if chat else ("text_completion", "cmpl")
         self.head = {"id": f"{short}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
     def whole(self, texts: Sequence[Text]) -> dict[str, object]:
         """An answer in one piece."""
-        said = [{"message": {"role": "assistant", "content": x.said}} if self.chat else {"text": x.said} for x in texts]
+        said = [{"message": _message(text)} if self.chat else {"text": text.said} for text in texts]
         choices = [self._choice(i, text, said[i]) for i, text in enumerate(texts)]
-        return {**self.head, "object": self.kind, "choices": choices, "usage": self._usage(texts)}
+        return {**self.head, "object": self.kind, "choices": choices, **self.prompt_ids, "usage": self._usage(texts)}
 
     def begin(self, index: int, text: Text) -> dict[str, object]:
         """The first chunk of a streamed chat."""
-        return self._chunk([self._choice(index, text, {"delta": {"role": "assistant", "content": ""}})])
+        chunk = self._chunk([self._choice(index, text, {"delta": {"role": "assistant", "content": ""}})])
+        return {**chunk, **self.prompt_ids}
 
-    def chunk(self, index: int, text: Text, new: str) -> dict[str, object]:
-        """A part of a choice."""
-        said = {"delta": {"content": new} if new else {}} if self.chat else {"text": new}
-        return self._chunk([self._choice(index, text, said)])
+    def chunk(self, index: int, text: Text, new: str) -> dict[str, object] | None:
+        """A part of a choice; None if it has nothing to say yet."""
+        if not self.chat:
+            return self._chunk([self._choice(index, text, {"text": new})])
+        delta = _delta(text, new)
+        if not (delta or text.finish or text.scores or (text.made and (self.ids or self.trips))):
+            return None
+        return self._chunk([self._choice(index, text, {"delta": delta})])
 
     def last(self, texts: Sequence[Text]) -> dict[str, object]:
         """The chunk that says how many tokens there were."""
@@ -86,12 +113,45 @@ class Envelope:
         scores, text.scores = text.scores, []
         in_format = chat_logprobs if self.chat else completion_logprobs
         logprobs = in_format(self.tokenizer, scores) if scores else None
-        return {"index": index, **said, "logprobs": logprobs, "finish_reason": text.finish}
+        made, text.made = text.made, []
+        extra: dict[str, object] = {"token_ids": [one.token for one in made]} if self.ids else {}
+        extra |= {"trips": [one.trips for one in made]} if self.trips else {}
+        called = text.finish == "stop" and text.reader is not None and bool(text.reader.calls)
+        why = "tool_calls" if called else text.finish
+        return {"index": index, **said, "logprobs": logprobs, "finish_reason": why, **extra}
 
     def _chunk(self, choices: list[dict[str, object]]) -> dict[str, object]:
         return {**self.head, "object": f"{self.kind}.chunk" if self.chat else self.kind, "choices": choices}
 
-    def _usage(self, texts: Sequence[Text]) -> dict[str, int]:
+    def _usage(self, texts: Sequence[Text]) -> dict[str, object]:
         made = sum(text.tokens for text in texts)
         total = self.prompt_tokens + made
-        return {"prompt_tokens": self.prompt_tokens, "completion_tokens": made, "total_tokens": total}
+        cached = {"cached_tokens": sum(job.cached for job in self.first)}
+        counts = {"prompt_tokens": self.prompt_tokens, "completion_tokens": made, "total_tokens": total}
+        return {**counts, "prompt_tokens_details": cached}
+
+
+def _message(text: Text) -> dict[str, object]:
+    """A whole turn: what it says and what it calls."""
+    if text.reader is None:
+        return {"role": "assistant", "content": text.said}
+    text.reader.hear(text.said, last=True)
+    message: dict[str, object] = {"role": "assistant", "content": text.reader.content or None}
+    calls = [_call(call, call.arguments) for call in text.reader.calls]
+    return {**message, "tool_calls": calls} if calls else message
+
+
+def _delta(text: Text, new: str) -> dict[str, object]:
+    """What a piece of a text adds to its turn."""
+    if text.reader is None:
+        return {"content": new} if new else {}
+    heard = text.reader.hear(new, last=text.finish is not None)
+    calls = [
+        {"index": i, **({"function": {"arguments": more}} if begun is None else _call(begun, ""))}
+        for i, begun, more in heard.calls
+    ]
+    return {**({"content": heard.content} if heard.content else {}), **({"tool_calls": calls} if calls else {})}
+
+
+def _call(call: Call, arguments: str) -> dict[str, object]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}

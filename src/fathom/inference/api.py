@@ -15,6 +15,7 @@ from pydantic_core import PydanticCustomError
 from starlette.exceptions import HTTPException
 
 from fathom.errors import RequestError
+from fathom.inference.api_structure import NamedTool, ResponseFormat, Strict, StructuredOutputs, Tool
 from fathom.inference.engine import WAITING
 
 KINDS = {429: "rate_limit_error", 408: "timeout_error", 503: "server_error", 500: "server_error"}
@@ -22,13 +23,14 @@ STATUS = {"rate_limit_exceeded": 429, "shutting_down": 503, "failed": 500}
 STATUS |= dict.fromkeys(("cache_memory_exceeded", "context_length_exceeded", "empty_prompt"), 400)
 """By the code of an engine's error."""
 ELSEWHERE = {
-    **dict.fromkeys(
-        ("tools", "tool_choice", "functions", "function_call"), "tool calls are not made here; vLLM serves them"
-    ),
+    **dict.fromkeys(("functions", "function_call"), "OpenAI replaced it by tools and tool_choice"),
+    **{f"guided_{kind}": f"vLLM replaced it by structured_outputs.{kind}" for kind in ("json", "regex", "choice")},
+    "guided_grammar": "vLLM replaced it by structured_outputs.grammar",
     "store": "answers are not kept here; only false is allowed",
-    "response_format": "only text; vLLM serves JSON schemas",
 }
-"""Error messages for fields that other servers have."""
+"""Error messages for fields that other servers have, or had."""
+TOOLS = 128
+"""Most tools of a request."""
 TURNS = 4096
 """Most messages of a conversation."""
 BIASES = 1024
@@ -89,22 +91,9 @@ def _invalid(first: dict) -> ApiError:
     if not place or first["type"] == "json_invalid":
         return ApiError(400, "the body must be a JSON object, sent as application/json", "malformed_body")
     what = "not supported by this server" if first["type"] == "extra_forbidden" else first["msg"]
-    return ApiError(400, f"{'.'.join(place)}: {ELSEWHERE.get(place[0], what)}", param=place[0])
-
-
-class _Strict(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_nulls(cls, given: object) -> object:
-        """Without nulls; of fields that are not known the first alone, since each would make an error of its own."""
-        if not isinstance(given, dict):
-            return given
-        said = {key: value for key, value in given.items() if value is not None}
-        others = {key for key in said if key not in cls.model_fields}
-        first = next((key for key in said if key in others), None)
-        return {key: value for key, value in said.items() if key == first or key not in others}
+    if place[0] in ELSEWHERE:
+        return wrong(place[0], ELSEWHERE[place[0]])
+    return ApiError(400, f"{'.'.join(place)}: {what}", param=place[0])
 
 
 class Message(BaseModel):
@@ -153,11 +142,11 @@ def _call(given: dict[str, object]) -> dict[str, object]:
     return {**given, "function": {**function, "arguments": arguments}}
 
 
-class _StreamOptions(_Strict):
+class _StreamOptions(Strict):
     include_usage: bool = False
 
 
-class Body(_Strict):
+class Body(Strict):
     """The fields that both routes take."""
 
     model: str | None = None
@@ -180,6 +169,10 @@ class Body(_Strict):
     n: int = Field(1, ge=1, le=64)
     user: str | None = None
     max_trips: int | None = Field(None, ge=1)
+    return_token_ids: bool = False
+    return_trips: bool = False
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     # Fields that clients send along, and that change no text.
     store: Literal[False] = False
     metadata: dict[str, object] = {}
@@ -204,6 +197,11 @@ class Body(_Strict):
         return [stop for stop in ([self.stop] if isinstance(self.stop, str) else self.stop) if stop]
 
     @property
+    def callable_tools(self) -> list[Tool]:
+        """The tools that the answer may call."""
+        return []
+
+    @property
     def usage(self) -> bool:
         """Whether a stream ends with a chunk of token counts."""
         return self.stream_options is not None and self.stream_options.include_usage
@@ -220,6 +218,10 @@ class Body(_Strict):
             "min_tokens": (most is None or self.min_tokens <= most, f"max_tokens ({most}) at most"),
             "logit_bias": (all(token < vocabulary for token in self.logit_bias), f"token ids up to {vocabulary - 1}"),
             "stream_options": (self.stream_options is None or self.stream, "only with stream=true"),
+            "structured_outputs": (
+                not (self.structured_outputs and (self.response_format or self.callable_tools)),
+                "give this, or response_format, or tools",
+            ),
         }
 
 
@@ -260,10 +262,6 @@ class CompletionBody(Body):
         }
 
 
-class _Text(BaseModel):
-    type: Literal["text"]
-
-
 class ChatBody(Body):
     """`POST /v1/chat/completions`."""
 
@@ -272,11 +270,10 @@ class ChatBody(Body):
     max_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=20)
-    response_format: _Text | None = None
     chat_template_kwargs: dict[str, bool | int | str] = Field({}, max_length=64)
-    tools: list[object] = Field([], max_length=0)
+    tools: list[Tool] = Field([], max_length=TOOLS)
     functions: list[object] = Field([], max_length=0)
-    tool_choice: Literal["none", "auto"] = "none"
+    tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
     function_call: Literal["none", "auto"] = "none"
     parallel_tool_calls: bool = True
     echo: ClassVar[bool] = False
@@ -294,10 +291,25 @@ class ChatBody(Body):
     def rules(self, vocabulary: int) -> FieldRules:
         """As `Body.rules`."""
         alone = not self.top_logprobs or self.logprobs
-        return super().rules(vocabulary) | {"top_logprobs": (alone, "only with logprobs=true")}
+        names = [tool.function.name for tool in self.tools]
+        chosen = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
+        known = chosen in names if chosen is not None else self.tool_choice != "required" or bool(names)
+        return super().rules(vocabulary) | {
+            "top_logprobs": (alone, "only with logprobs=true"),
+            "tools": (len(set(names)) == len(names), "two tools have one name"),
+            "tool_choice": (known, "a tool that the request does not have"),
+        }
+
+    @property
+    def callable_tools(self) -> list[Tool]:
+        """The tools that the answer may call."""
+        if isinstance(self.tool_choice, NamedTool):
+            chosen = self.tool_choice.function.name
+            return [tool for tool in self.tools if tool.function.name == chosen]
+        return [] if self.tool_choice == "none" else self.tools
 
 
-class TextBody(_Strict):
+class TextBody(Strict):
     """`POST /tokenize`: a text, or a conversation."""
 
     model: str | None = None
@@ -306,7 +318,7 @@ class TextBody(_Strict):
     add_special_tokens: bool = True
 
 
-class TokensBody(_Strict):
+class TokensBody(Strict):
     """`POST /detokenize`."""
 
     model: str | None = None

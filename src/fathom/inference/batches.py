@@ -17,15 +17,17 @@ fixed number of rows and tokens, and compute every row in every trip.
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
 from fathom.errors import SettingsError
+from fathom.evaluation.budgets import counting
 from fathom.inference.cache import Policy
 from fathom.inference.compiled import Compiled
 from fathom.inference.positions import depends_on_company
@@ -66,6 +68,10 @@ class LiveBatch(ABC):
     """Whether several whole prompts can be read in one call."""
     compiled: Compiled | None = None
     """What makes its steps, if they are compiled."""
+    keeps_prefixes = False
+    """Whether a row's first tokens can be taken over by another."""
+    keeps_steps = False
+    """Whether those that it generated can."""
 
     def __init__(self, model: PreTrainedModel, trips: int | None) -> None:
         self.model, self.trips = model, trips
@@ -74,6 +80,10 @@ class LiveBatch(ABC):
         """Tokens that each row's cache holds."""
         self.read_already = 0
         """Prompt tokens read so far of the row that is joining."""
+        self.count_trips = False
+        """Whether the next call counts loop iterations, where tokens halt."""
+        self.trips_made: list[int] | None = None
+        """Of the last call, if it counted: the loop iterations of each row's last token."""
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -105,6 +115,14 @@ class LiveBatch(ABC):
         Nothing of it stays where another row will be: a masked place weighs 0, but 0 times NaN is NaN.
         """
 
+    def kept(self, row: int | None = None) -> tuple[object, int]:
+        """A copy of what a row, or the one that is joining, has in the cache, and its bytes."""
+        raise NotImplementedError(f"{type(self).__name__} keeps no prefixes")
+
+    def take_over(self, state: object, count: int) -> None:
+        """The row that is joining begins with the first `count` tokens of what `kept` returned."""
+        raise NotImplementedError(f"{type(self).__name__} keeps no prefixes")
+
     def reserve(self, rows: int, tokens: int) -> None:  # noqa: B027
         """Make room for `rows` rows of `tokens` tokens, the one that joins among them; and free what is beyond."""
 
@@ -116,7 +134,12 @@ class LiveBatch(ABC):
         if positions is not None:
             keep["position_ids"] = positions.to(device)
         given = {"input_ids": ids.to(device), "attention_mask": mask, "past_key_values": cache, "use_cache": True}
-        return self.model(**given, **keep, **self.arguments).logits.float()
+        if not (self.count_trips and _slotted(self.model)):
+            return self.model(**given, **keep, **self.arguments).logits.float()
+        with counting(self.model) as made:
+            logits = self.model(**given, **keep, **self.arguments).logits.float()
+        self.trips_made = made[-1].expand(len(ids), -1)[:, -1].tolist() if made[-1].dim() > 1 else None
+        return logits
 
     def _compiled_step(self, tokens: Sequence[int], positions: Tensor, cache: Cache, mask: Mask) -> Tensor:
         """One more token for each row: logits `[n, V]`."""
@@ -228,6 +251,8 @@ class SlabBatch(LiveBatch):
     """Trips that do not read one another, or one: masks say how far each row is filled."""
 
     reads_several = True
+    keeps_prefixes = True
+    keeps_steps = True
 
     def __init__(self, model: PreTrainedModel, trips: int | None) -> None:
         super().__init__(model, trips)
@@ -238,6 +263,21 @@ class SlabBatch(LiveBatch):
         self.windows = {kind: window if kind == "sliding_attention" else None for kind in kinds or ()}
         if not kinds:  # one mask for all layers: these decoders ignore a window in their configuration
             self.windows = {"full_attention": window if config.model_type == "mistral" else None}
+
+    def kept(self, row: int | None = None) -> tuple[object, int]:
+        """As `LiveBatch.kept`."""
+        at, tokens = (len(self), self.read_already) if row is None else (row, self.lengths[row])
+        state = [tuple(x[at, :, :tokens].clone() for x in (layer.keys, layer.values)) for layer in self.cache.layers]
+        return state, sum(x.nbytes for pair in state for x in pair)
+
+    def take_over(self, state: object, count: int) -> None:
+        """As `LiveBatch.take_over`."""
+        for layer, pair in zip(self.cache.layers, cast(list[tuple[Tensor, Tensor]], state), strict=True):
+            if not layer.is_initialized:
+                layer.lazy_initialization(*(x[None] for x in pair))
+            for stored, x in zip((layer.keys, layer.values), pair, strict=True):
+                stored[len(self), :, :count] = x[:, :count]
+        self.read_already = count
 
     def reserve(self, rows: int, tokens: int) -> None:
         """Grow all banks, or shrink them; what rows hold is kept."""
@@ -380,6 +420,8 @@ class DraftBatch(SlabBatch):
         draft_trips: With how many of them drafts are made.
     """
 
+    keeps_steps = False  # several at a time, which a later reading would not repeat
+
     def __init__(self, model: FathomForCausalLM, trips: int, draft_trips: int) -> None:
         check_speculation(model, Speculation(draft_trips), trips)
         super().__init__(model, trips)
@@ -426,11 +468,27 @@ class SlotBatch(LiveBatch):
     """Models that need slots: prompts have a cache of their own until their rows are merged."""
 
     reads_several = True
+    keeps_prefixes = True
 
     def __init__(self, model: PreTrainedModel, trips: int | None) -> None:
         super().__init__(model, trips)
         self.cache: Cache | None = None
         self.fresh: Cache | None = None
+
+    def kept(self, row: int | None = None) -> tuple[object, int]:
+        """As `LiveBatch.kept`, of the row that is joining."""
+        assert row is None and self.fresh is not None
+        state = copy.deepcopy(self.fresh)
+        trim_slots(state, 0)
+        held = [x for layer in state.layers for x in layer.stored] + list(state.layers[0].table.tensors().values())
+        return (state, self.read_already), sum(x.nbytes for x in held)
+
+    def take_over(self, state: object, count: int) -> None:
+        """As `LiveBatch.take_over`."""
+        cache, tokens = cast(tuple[Cache, int], state)
+        self.fresh, self.read_already = copy.deepcopy(cache), count
+        if count < tokens:
+            self.fresh.crop(count - tokens)
 
     def reserve(self, rows: int, tokens: int) -> None:
         """Free what rows that have left held, and those that were longer; others grow by themselves."""
@@ -519,8 +577,7 @@ class FixedSlotBatch(SlotBatch):
         """As `LiveBatch.step`."""
         assert self.cache is not None
         positions = torch.tensor(self.lengths, device=self.model.device).unsqueeze(1)
-        table = self.cache.layers[0].table
-        table.columns, table.end = positions.clone(), (max(self.lengths) + 1) * table.trips  # nothing is behind it
+        self.cache.layers[0].table.at(positions, max(self.lengths) + 1)
         logits = self._compiled_step(tokens, positions, self.cache, None)
         self.lengths = [length + 1 for length in self.lengths]
         return logits
@@ -569,8 +626,11 @@ class LoneBatch(LiveBatch):
 
     def step(self, tokens: Sequence[int]) -> Tensor:
         """As `LiveBatch.step`."""
-        rows = zip(tokens, self.caches, strict=True)
-        logits = [self._call(torch.tensor([[token]]), None, cache)[0] for token, cache in rows]
+        logits, made = [], list[int]()
+        for token, cache in zip(tokens, self.caches, strict=True):
+            logits.append(self._call(torch.tensor([[token]]), None, cache)[0])
+            made += self.trips_made or []
+        self.trips_made = made or None
         self.lengths = [length + 1 for length in self.lengths]
         return torch.cat(logits)
 

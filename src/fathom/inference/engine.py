@@ -33,9 +33,11 @@ from fathom.inference.batches import (
     may_chunk,
     refuse_longrope,
     token_bytes,
+    trips_of,
 )
 from fathom.inference.cache import Policy
 from fathom.inference.compiled import Compiled
+from fathom.inference.prefixes import LEAST, NOTHING, Found, Kept, Prefixes
 from fathom.inference.sampling import NO_NUMBERS, Choice, Draft, finite, likeliest
 
 if TYPE_CHECKING:
@@ -64,6 +66,8 @@ class Scored:
     token: int
     logprob: float | None = None
     top: Sequence[tuple[int, float]] = ()
+    trips: int | None = None
+    """Loop iterations of the forward pass that chose it, if they were asked for."""
 
 
 Event = Scored | list[Scored] | str | Exception
@@ -84,11 +88,23 @@ class Job:
     logprobs: int | None = None
     """Number of likeliest tokens to deliver with log-probabilities; None for no log-probabilities."""
     score_prompt: bool = False
+    tell_trips: bool = False
+    """Whether to deliver the loop iterations behind each token."""
     trips: int | None = None
     cancelled: str = ""
     """As what it is counted once it was cancelled: `cancelled`, or `finished` if all of it that is wanted was made."""
     made: list[int] = field(default_factory=list)
     read: int = 0
+    cached: int = 0
+    """Tokens of its prompt that another's reading left in the cache."""
+    cut: int = 0
+    """Where its reading is cut, for prompts that begin alike."""
+    cuts: list[int] = field(default_factory=list)
+    """How much of it had been read at the end of each chunk."""
+    behind: Tensor | None = None
+    """The logits `[1, V]` behind its prompt, if they were kept."""
+    kept: Kept | None = None
+    """What is kept of it."""
     prompt_scores: list[Scored] = field(default_factory=list)
     sound: bool = True
     """Whether the scores of its prompt's tokens are numbers."""
@@ -127,6 +143,7 @@ class Engine:
         waiting: Most jobs that may wait.
         draft_trips: Draft with so many first trips, for jobs whose tokens make more.
         compiled: Makes the steps; its rows and tokens, which are always reserved, must fit into the budget.
+        prefix_budget: Bytes that prompts may take after they were read, for others that begin alike; beside `budget`.
     """
 
     def __init__(
@@ -138,18 +155,20 @@ class Engine:
         waiting: int = WAITING,
         draft_trips: int | None = None,
         compiled: Compiled | None = None,
+        prefix_budget: int = 0,
     ) -> None:
         refuse_longrope(model)
         batch_for(model, None, policy, draft_trips)  # refuses, before a request does, what cannot be drafted
         self.model, self.budget, self.policy, self.most_waiting = model, budget, policy, waiting
         self.hand_out, self.draft_trips, self.compiled = hand_out or deliver, draft_trips, compiled
+        self.prefixes = Prefixes(prefix_budget)
         self.lanes: dict[int | None, Lane] = {}
         self.waiting: deque[Job] = deque()
         self.calls: deque[tuple[Callable[[], object], Future]] = deque()
         self.joining: tuple[Lane, list[Job]] | None = None
         """Jobs whose prompts are being read: one, or several whose whole prompts are read at once."""
         self.counts = {"prompt_tokens": 0, "tokens": 0, "steps": 0, "finished": 0, "cancelled": 0, "failed": 0}
-        self.counts |= {"drafted": 0, "accepted": 0, "refused": 0, "first_tokens": 0}
+        self.counts |= {"drafted": 0, "accepted": 0, "refused": 0, "first_tokens": 0, "cached": 0, "hits": 0}
         """Counts since the start, for /metrics."""
         self.first_seconds = 0.0
         """Of all texts together: from `submit` to the first token."""
@@ -369,7 +388,8 @@ class Engine:
         padded = max(lengths) * len(lengths)
         alike = job.trips == jobs[0].trips and self.lanes[job.trips].batch.reads_several
         alike = alike and not any(one.score_prompt for one in all_jobs)
-        return alike and padded <= left and sum(lengths) >= FILLED * padded
+        alike = alike and padded <= left and sum(lengths) >= FILLED * padded
+        return alike and not any(self._found(one) is not NOTHING for one in all_jobs)
 
     def _make_room(self, job: Job, beside: Sequence[Job]) -> bool:
         """Make room for a job and those `beside` it that are admitted with it; False if the budget has none."""
@@ -409,15 +429,22 @@ class Engine:
         assert self.joining is not None
         lane, (job,) = self.joining
         lane.batch.reserve(*lane.rectangle)
+        if not job.read:
+            self._take_over(lane, job)
         whole = len(job.prompt) if not may_chunk(self.model) else SCORED if job.score_prompt else left
-        chunk = job.prompt[job.read : job.read + whole]
-        logits = lane.batch.read(chunk, every=job.score_prompt)
+        end = job.cut if job.read < job.cut else len(job.prompt)
+        chunk = job.prompt[job.read : min(end, job.read + whole)]
+        self._listen(lane, [job])
+        logits = lane.batch.read(chunk, every=job.score_prompt) if job.behind is None else job.behind
         if job.score_prompt:
             job.prompt_scores += self._scored(job, logits)
         job.read += len(chunk)
+        job.cuts += [job.read] if chunk else []
         self.counts["prompt_tokens"] += len(chunk)
         if job.read < len(job.prompt):
             return len(chunk)
+        if job.behind is None:
+            self._keep(lane, job, logits[-1:])
         lane.batch.join()
         self.joining = None  # not before: where joining fails, the job is told
         lane.jobs.append(job)
@@ -426,17 +453,56 @@ class Engine:
         self._begin(lane, [job], logits[-1:])
         return len(chunk)
 
+    def _found(self, job: Job) -> Found:
+        """What a job's prompt can take over from others."""
+        lane = self.lanes.get(job.trips)
+        if not self.prefixes.budget or job.score_prompt or job.tell_trips or (lane and not lane.batch.keeps_prefixes):
+            return NOTHING
+        return self.prefixes.find(job.prompt, job.trips, may_chunk(self.model))
+
+    def _take_over(self, lane: Lane, job: Job) -> None:
+        """Begin a prompt with what others that begin alike left."""
+        found = self._found(job)
+        job.cut = found.cut
+        if found.kept is None:
+            return
+        lane.batch.take_over(found.kept.state, found.count)
+        job.read = job.cached = found.count
+        job.cuts = [cut for cut in found.kept.cuts if cut <= found.count]
+        job.behind = found.kept.scores.get(found.count) if found.count == len(job.prompt) else None
+        job.kept = found.kept if job.behind is not None or found.count == len(found.kept) else None
+        self.counts["cached"] += found.count
+        self.counts["hits"] += 1
+
+    def _keep(self, lane: Lane, job: Job, logits: Tensor | None = None, row: int | None = None) -> None:
+        """Keep what a row, or the one that is joining, has in the cache, with the logits `[1, V]` behind it."""
+        batch = lane.batch
+        if not (self.prefixes.budget and batch.keeps_prefixes and (batch.keeps_steps or row is None)):
+            return
+        before, scores = job.kept, dict(job.kept.scores) if job.kept is not None else {}
+        size = batch.read_already if row is None else batch.lengths[row]
+        if size < LEAST or (before is not None and len(before) >= size):
+            return
+        if logits is not None:
+            scores[size] = logits.clone()
+        cuts = [*job.cuts, *range(len(job.prompt) + 1, size + 1)]
+        tokens = [*job.prompt, *job.made][:size]
+        job.kept = self.prefixes.keep(tokens, job.trips, cuts, scores, batch.kept(row), before)
+
     def _read_several(self, left: int) -> int:
         """Read the joining prompts, of `left` tokens at most, and choose the first new token of each."""
         assert self.joining is not None
         lane, jobs = self.joining
         lane.batch.reserve(*lane.rectangle)
+        self._listen(lane, jobs)
         logits = lane.batch.read_several([job.prompt for job in jobs])
         self.joining = None
         lane.jobs += jobs
         for job in jobs:
             job.read = len(job.prompt)
             self.counts["prompt_tokens"] += job.read
+            job.cuts = [job.read]
+            self._keep(lane, job, logits[jobs.index(job)][None], lane.jobs.index(job))
         self._begin(lane, jobs, logits)
         return sum(len(job.prompt) for job in jobs)
 
@@ -448,7 +514,13 @@ class Engine:
                 self._refuse(lane, job)
             elif not job.new_tokens:
                 self._end(lane, job, "length")
+        if lane.batch.trips_made is not None:
+            lane.batch.trips_made = [lane.batch.trips_made[i] for i in wanting]
         self._take(lane, [jobs[i] for i in wanting], logits[wanting])
+
+    def _listen(self, lane: Lane, jobs: Sequence[Job]) -> None:
+        """Have the next call count the loop iterations of its rows' last tokens, if one of their jobs tells them."""
+        lane.batch.trips_made, lane.batch.count_trips = None, any(job.tell_trips for job in jobs)
 
     def _scored(self, job: Job, logits: Tensor) -> list[Scored]:
         """The prompt's tokens that a chunk's logits `[T, V]` predict; the first token is not predicted."""
@@ -464,7 +536,9 @@ class Engine:
         self.counts["steps"] += 1
         if isinstance(lane.batch, DraftBatch):
             return self._step_drafted(lane, lane.batch)
-        self._take(lane, list(lane.jobs), lane.batch.step([job.made[-1] for job in lane.jobs]))
+        jobs = list(lane.jobs)
+        self._listen(lane, jobs)
+        self._take(lane, jobs, lane.batch.step([job.made[-1] for job in jobs]))
 
     def _step_drafted(self, lane: Lane, batch: DraftBatch) -> None:
         """Several tokens for every row: drafts that the whole model confirms, and its own in place of the next."""
@@ -491,7 +565,7 @@ class Engine:
             if not fine:
                 self._refuse(lane, job)
                 continue
-            for scored in self._scores([job] * len(tokens), tokens, rows[: len(tokens)]):
+            for scored in self._scores(lane, [job] * len(tokens), tokens, rows[: len(tokens)]):
                 if not self._give(lane, job, scored):
                     break
 
@@ -501,23 +575,32 @@ class Engine:
         for i, job in enumerate(jobs):
             if not job.choice.plain:
                 tokens[i] = job.choice.token(logits[i], job.prompt, job.made)
-        for job, scored, fine in zip(jobs, self._scores(jobs, tokens, logits), sound, strict=True):
+        for job, scored, fine in zip(jobs, self._scores(lane, jobs, tokens, logits), sound, strict=True):
             if fine:
                 self._give(lane, job, scored)
             else:
                 self._refuse(lane, job)
 
-    def _scores(self, jobs: Sequence[Job], tokens: Sequence[int], logits: Tensor) -> list[Scored]:
+    def _scores(self, lane: Lane, jobs: Sequence[Job], tokens: Sequence[int], logits: Tensor) -> list[Scored]:
         """A token of each job, with what it asked for of `logits` `[n, V]`."""
-        scored = [Scored(token) for token in tokens]
+        made = self._trips_made(lane, jobs)
+        scored = [Scored(token, trips=trips) for token, trips in zip(tokens, made, strict=True)]
         # One call for each number that is asked for: of tokens that are equally likely, another takes others.
         for count in {job.logprobs for job in jobs if job.logprobs is not None}:
             rows = [i for i, job in enumerate(jobs) if job.logprobs == count]
             given = logits if len(rows) == len(jobs) else logits[rows]  # all of them are not copied
             found = likeliest(given, [tokens[i] for i in rows], count)
             for i, one in zip(rows, found, strict=True):
-                scored[i] = Scored(tokens[i], *one)
+                scored[i] = Scored(tokens[i], *one, trips=made[i])
         return scored
+
+    def _trips_made(self, lane: Lane, jobs: Sequence[Job]) -> list[int | None]:
+        """The loop iterations that chose the next token of each job, for those that tell them."""
+        counted = lane.batch.trips_made
+        if not any(job.tell_trips for job in jobs) or (counted is None and lane.batch.compiled is not None):
+            return [None] * len(jobs)
+        made = [trips_of(self.model, job.trips) for job in jobs] if counted is None else counted
+        return [trips if job.tell_trips else None for job, trips in zip(jobs, made, strict=True)]
 
     def _give(self, lane: Lane, job: Job, scored: Scored) -> bool:
         """Deliver a job's next token; returns whether the text goes on."""
@@ -528,19 +611,26 @@ class Engine:
             self.counts["first_tokens"] += 1
             self.first_seconds += time.perf_counter() - job.began
         self._out.append((job, scored))
-        why = "stop" if token in job.stops else "length" if len(job.made) == job.new_tokens else None
-        if why is not None:
-            self._end(lane, job, why)
-        return why is None
+        constraint = job.choice.constraint
+        complete = constraint is not None and constraint.complete(job.made)
+        ended = "stop" if complete or token in job.stops else "length" if len(job.made) == job.new_tokens else None
+        if constraint is not None and constraint.fault is not None:
+            self._refuse(lane, job, constraint.fault)
+        elif ended is not None:
+            self._end(lane, job, ended)
+        else:
+            return True
+        return False
 
     def _end(self, lane: Lane, job: Job, why: str) -> None:
+        self._keep(lane, job, row=lane.jobs.index(job))
         self._out.append((job, why))
         self.counts["finished"] += 1
         self._leave(lane, job)
 
-    def _refuse(self, lane: Lane, job: Job) -> None:
-        """End a job whose logits are no numbers."""
-        self._out.append((job, RequestError(NO_NUMBERS, "failed")))
+    def _refuse(self, lane: Lane, job: Job, why: str = NO_NUMBERS) -> None:
+        """End a job whose next token cannot be chosen; by default since its logits are no numbers."""
+        self._out.append((job, RequestError(why, "failed")))
         self.counts["failed"] += 1
         self._leave(lane, job)
 

@@ -87,7 +87,7 @@ class Gate:
         if self.key is None or scope["path"] == "/health":
             return None
         scheme, _, value = headers.get(b"authorization", b"").partition(b" ")
-        if scheme.lower() == b"basic":  # a browser, for the lens: any name, with the key as password
+        if scheme.lower() == b"basic":  # a browser, for the pages: any name, with the key as password
             try:
                 value = base64.b64decode(value, validate=True).partition(b":")[2]
             except ValueError:
@@ -96,7 +96,7 @@ class Gate:
             value = b""
         if hmac.compare_digest(value.strip(), self.key):
             return None
-        asked = {"WWW-Authenticate": "Basic" if scope["path"].startswith("/lens") else "Bearer"}
+        asked = {"WWW-Authenticate": "Basic" if scope["path"] == "/" or scope["path"].startswith("/lens") else "Bearer"}
         return ApiError(401, "wrong or missing API key", "invalid_api_key", headers=asked)
 
     async def _read_in_time(self, receive: Receive, chunks: list[bytes], fault: ApiError | None) -> bool:

@@ -23,6 +23,7 @@ from fathom.inference.cache import NO_WISHES, choose
 from fathom.inference.engine import Engine
 from fathom.inference.gate import Timed
 from fathom.inference.generate import check_drafts
+from fathom.inference.memory import default_memory
 from fathom.inference.sampling import Choice
 from fathom.inference.server import AddPages, Service, build_app
 from fathom.recipe import CacheWishes
@@ -79,6 +80,8 @@ class ServeOptions(Opening):
     """The schedule of that; by default what the checkpoint was tuned for."""
     cache_memory: int | None = None
     """Bytes that the keys and values of all requests may take."""
+    prefix_memory: int | None = None
+    """Bytes that prompts may take after they were read, for others that begin alike; by default a quarter of that."""
     max_trips: int | None = None
     """Trips per token at most, where a request does not say."""
     speculate: int | None = None
@@ -160,8 +163,10 @@ def _run(
     check_trips(model, options.max_trips)
     check_drafts(model, options.speculate, options.max_trips)
     policy = choose(model, options.kvcache, options.wishes)
-    limits = options.cache_memory, policy, options.max_trips
+    memory = options.cache_memory or default_memory(model)
+    limits = memory, policy, options.max_trips
     service = Service(model, tokenizer, name, *limits, options.speculate, options.compile)
+    service.engine.prefixes.budget = memory // 4 if options.prefix_memory is None else options.prefix_memory
     service.allow_control = options.allow_control_tokens
     if others := Choice.left_out(model.generation_config):
         words = "is not done here: texts are not those of `fathom generate`"
@@ -171,7 +176,7 @@ def _run(
     app = build_app(service, options.api_key, lens, hosts, options.allow_origin)
     address, port = listener.getsockname()[:2]
     url = f"http://{f'[{address}]' if ':' in address else address}:{port}"
-    ready = f"{name} at {url}/v1" + (f", lens at {url}/lens" if lens else "")
+    ready = f"{name} at {url}/v1, page at {url}/" + (f", lens at {url}/lens" if lens else "")
     # Generations end themselves after the grace period; this limit is for connections that then still hang.
     limit = int(options.grace) + 5
     config = uvicorn.Config(app, log_level="warning", http=Timed, timeout_graceful_shutdown=limit)

@@ -13,6 +13,7 @@ from typing import IO, TypedDict
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from fathom.data.sources import lines_of
 from fathom.errors import HeldError, RequestError, SettingsError
 from fathom.inference.generate import generate_each, seed_draws
 from fathom.inference.prompt import encode
@@ -140,10 +141,8 @@ def _read_records(path: Path) -> list[Prompt]:
     if not path.is_file():
         raise SettingsError(f"--prompts {path}: no such file")
     records = []
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
+    for number, line in enumerate(lines_of(path), 1):
+        if line and line.strip():
             try:
                 record = json.loads(line.decode("utf-8-sig"))
                 json.dumps(record, ensure_ascii=False).encode()

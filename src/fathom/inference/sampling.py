@@ -12,7 +12,7 @@ import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ from transformers import (
 )
 
 from fathom.inference.draws import ACCEPT, DRAFT, INSTEAD, TOKEN, Source
+
+if TYPE_CHECKING:
+    from fathom.inference.structure import Constraint
 
 LARGEST = torch.finfo(torch.float64).max
 BINS, BINS_PER_NAT = 4096, 64
@@ -104,6 +107,8 @@ class Choice:
     """Tokens of the text before which none of `ends` is chosen."""
     ends: frozenset[int] = frozenset()
     """Tokens that end the text."""
+    constraint: Constraint | None = field(default=None, compare=False)
+    """The grammar that the text follows."""
 
     @classmethod
     def of(
@@ -143,7 +148,7 @@ class Choice:
     @property
     def _changes(self) -> bool:
         penalties = self.repetition_penalty != 1, self.presence_penalty, self.frequency_penalty, self.logit_bias
-        return any(map(bool, penalties)) or bool(self.min_tokens and self.ends)
+        return any(map(bool, penalties)) or bool(self.min_tokens and self.ends) or self.constraint is not None
 
     def scores(self, logits: Tensor, prompt: Sequence[int], made: Sequence[int]) -> Tensor:
         """Logits `[V]` after penalties and biases, in float64."""
@@ -158,9 +163,17 @@ class Choice:
                 at = torch.tensor(list(changes), device=logits.device)
                 by = torch.tensor(list(changes.values()), dtype=scores.dtype, device=logits.device)
                 scores = scores.index_add(0, at, by, alpha=sign)
-        if self.ends and len(made) < self.min_tokens:
-            scores = scores.index_fill(0, torch.tensor(sorted(self.ends), device=logits.device), -torch.inf)
-        return scores
+        allowed = self._allowed(made, len(scores))
+        return scores if allowed is None else scores.masked_fill(~allowed.to(logits.device), -torch.inf)
+
+    def _allowed(self, made: Sequence[int], size: int) -> Tensor | None:
+        """Which of `size` tokens may be chosen, `[V]`; None for all."""
+        allowed = None if self.constraint is None else self.constraint.allowed(made)
+        if not self.ends or len(made) >= self.min_tokens:
+            return allowed
+        later = torch.ones(size, dtype=torch.bool) if allowed is None else allowed
+        later = later.index_fill(0, torch.tensor(sorted(self.ends)), False)
+        return later if bool(later.any()) else allowed  # a text that can only end does
 
     def probabilities(self, scores: Tensor) -> Tensor:
         """The probabilities from which a token is drawn, `[V]`, from `scores`."""

@@ -12,12 +12,13 @@ import json
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
@@ -26,16 +27,20 @@ from fathom.errors import RequestError, SettingsError
 from fathom.evaluation.budgets import most_trips
 from fathom.inference.answers import Envelope
 from fathom.inference.api import ApiError, ChatBody, CompletionBody, Message, TextBody, TokensBody, told, wrong
+from fathom.inference.api_structure import Tool
 from fathom.inference.cache import Policy
 from fathom.inference.engine import Engine, Event, Job, compiled_steps, deliver
 from fathom.inference.gate import Gate
 from fathom.inference.memory import default_memory
 from fathom.inference.packed import pack
+from fathom.inference.page import talk_page
 from fathom.inference.prompt import encode, reserved_variables
 from fathom.inference.sampling import Choice, refused
 from fathom.inference.settings import as_strings
+from fathom.inference.shape import Shape, Shapes
 from fathom.inference.texts import AnswerWords, Text
 from fathom.inference.tokenising import Tokenising
+from fathom.models import FathomForCausalLM
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -84,6 +89,7 @@ class Service:
         self.allow_control = False  # whether texts of messages may write special tokens, as <|im_end|>
         self.tokenising = Tokenising()
         self.reserved = reserved_variables(tokenizer)
+        self.shapes = Shapes(tokenizer, model.config.vocab_size, self.stops)
         self.loop: asyncio.AbstractEventLoop | None = None
         memory = memory or default_memory(model)
         steps = None if compiled is None else compiled_steps(model, memory, compiled, max_trips)
@@ -125,7 +131,9 @@ class Service:
             raise wrong(field, fault)
         return ids
 
-    async def conversation(self, messages: Sequence[Message], variables: Mapping[str, object]) -> list[int]:
+    async def conversation(
+        self, messages: Sequence[Message], variables: Mapping[str, object], tools: Sequence[Tool] = ()
+    ) -> list[int]:
         """A conversation as token ids; `variables` are the template's."""
         if not self.tokenizer.chat_template:
             message = "this model has no chat template, so it was not trained to converse; use /v1/completions"
@@ -133,23 +141,35 @@ class Service:
         # A template of the client's, or padding to a length of its choice, would be more than variables.
         if own := variables.keys() & self.reserved:
             raise wrong("chat_template_kwargs", f"{min(own)} is not allowed")
+        if tools:
+            if "tools" not in str(self.tokenizer.chat_template):
+                raise wrong("tools", "this model's chat template does not write tools")
+            variables = {**variables, "tools": [tool.model_dump(exclude_none=True) for tool in tools]}
         if any(one.tool_calls for one in messages) and "tool_calls" not in str(self.tokenizer.chat_template):
             raise wrong("messages", "this model's chat template does not write tool calls")
         turns = [one.turn() for one in messages]
         read = partial(encode, self.tokenizer, turns, variables, self.context, self.allow_control)
         return await self.encoded("messages", sum(len(one.content or "") for one in messages), read)
 
+    async def shape(self, body: Asked) -> Shape | None:
+        """What a request wants its texts to look like; grammars are compiled where texts are tokenised."""
+        if body.response_format is None and body.structured_outputs is None and not body.callable_tools:
+            return None
+        return await self.tokenising.run(0, partial(self.shapes.of, body))
+
     async def prompts(self, body: Asked) -> list[list[int]]:
         """The prompts of a request as token ids."""
         if isinstance(body, ChatBody):
-            return [await self.conversation(body.messages, body.chat_template_kwargs)]
+            return [await self.conversation(body.messages, body.chat_template_kwargs, body.tools)]
 
         async def ids(prompt: str) -> list[int]:
             return await self.encoded("prompt", len(prompt), partial(encode, self.tokenizer, prompt, {}, self.context))
 
         return [await ids(prompt) if isinstance(prompt, str) else prompt for prompt in body.prompts]
 
-    def jobs(self, body: Asked, prompts: Sequence[list[int]], queue: asyncio.Queue) -> list[Job]:
+    def jobs(
+        self, body: Asked, prompts: Sequence[list[int]], queue: asyncio.Queue, shape: Shape | None = None
+    ) -> list[Job]:
         """One for each prompt and each of the `n` texts that are asked for."""
         most, trips = most_trips(self.model), body.max_trips or self.max_trips
         if (body.max_trips or 1) > most:
@@ -160,6 +180,7 @@ class Service:
         wants_prompt = body.echo and scored is not None
         stops = frozenset(body.stop_token_ids) | (frozenset() if body.ignore_eos else self.stops)
         job = partial(Job, stops=stops, logprobs=scored, score_prompt=wants_prompt, trips=trips)
+        job = partial(job, tell_trips=body.return_trips)
         wanted = body.min_tokens if body.max_tokens is None and body.min_tokens > NEW_TOKENS else body.max_tokens
         rooms = [self._new_tokens(len(ids), wanted, trips) for ids in prompts]
         # Under a seed that was named, a prompt's texts do not depend on the prompts beside it.
@@ -169,6 +190,8 @@ class Service:
             for which, (ids, room) in enumerate(zip(prompts, rooms, strict=True))
             for i in range(body.n)
         ]
+        if shape is not None:
+            texts = [(ids, room, replace(choice, constraint=shape.constraint())) for ids, room, choice in texts]
         return [job(*text, partial(_put, queue, i)) for i, text in enumerate(texts)]
 
     def _new_tokens(self, prompt: int, wanted: int | None, trips: int | None) -> int:
@@ -187,21 +210,28 @@ class Service:
             if not allowed:
                 raise wrong(field, message)
         self.loop = asyncio.get_running_loop()
-        prompts = await self.prompts(body)
+        shape, prompts = await self.shape(body), await self.prompts(body)
         queue: asyncio.Queue = asyncio.Queue()
-        jobs = self.jobs(body, prompts, queue)
+        jobs = self.jobs(body, prompts, queue, shape)
         self.engine.submit(jobs)
-        echoes, stops = [self._echo(body, i // body.n) for i in range(len(jobs))], [*body.stops, *self.stop_strings]
+        texts = [self._text(body, job, shape, i) for i, job in enumerate(jobs)]
         talk = isinstance(body, ChatBody)
-        words = [AnswerWords(self.tokenizer, after=() if talk else job.prompt) for job in jobs]
-        texts = [Text(each, stops, echo, body.min_tokens) for each, echo in zip(words, echoes, strict=True)]
-        envelope = Envelope(self.name, talk, self.tokenizer, sum(map(len, prompts)))
+        envelope = Envelope(self.name, talk, self.tokenizer, prompts, body.return_token_ids, body.return_trips)
+        envelope.first = jobs[:: body.n]
         parts = self._parts(jobs, texts, queue)
         if body.stream:
             return StreamingResponse(_stream(parts, texts, envelope, body.usage), media_type="text/event-stream")
         async for _ in parts:
             pass
         return JSONResponse(envelope.whole(texts))
+
+    def _text(self, body: Asked, job: Job, shape: Shape | None, index: int) -> Text:
+        """What the tokens of a job become."""
+        after = () if isinstance(body, ChatBody) else job.prompt
+        marked = shape is not None and shape.special
+        words = AnswerWords(self.tokenizer, marked, after, mute=job.stops | self.stops if marked else ())
+        stops, echo = [*body.stops, *self.stop_strings], self._echo(body, index // body.n)
+        return Text(words, stops, echo, body.min_tokens, reader=None if shape is None else shape.reader())
 
     def _echo(self, body: Asked, which: int) -> str:
         """A prompt as text, if its answer begins with it."""
@@ -235,6 +265,8 @@ class Service:
             **{f"texts_{how}_total": counts[how] for how in ("finished", "cancelled", "failed")},
             **{f"{which}_tokens_total": counts[which] for which in ("drafted", "accepted")},
             "requests_refused_total": counts["refused"],
+            "prefix_hits_total": counts["hits"],
+            "prefix_tokens_total": counts["cached"],
             "first_token_seconds_sum": round(engine.first_seconds, 6),
             "first_token_seconds_count": counts["first_tokens"],
         }
@@ -243,6 +275,8 @@ class Service:
             "texts_waiting": len(engine.waiting),
             "cache_bytes": engine.cache_bytes,
             "cache_budget_bytes": engine.budget,
+            "prefix_bytes": engine.prefixes.bytes,
+            "prefix_budget_bytes": engine.prefixes.budget,
         }
         kinds = (("counter", counters), ("gauge", gauges))
         return "".join(f"# TYPE fathom_{k} {kind}\nfathom_{k} {v}\n" for kind, these in kinds for k, v in these.items())
@@ -253,7 +287,8 @@ async def _stream(parts: Parts, texts: list[Text], envelope: Envelope, usage: bo
         for i in range(len(texts) if envelope.chat else 0):
             yield _line(envelope.begin(i, texts[i]))
         async for index, new in parts:
-            yield _line(envelope.chunk(index, texts[index], new))
+            if chunk := envelope.chunk(index, texts[index], new):
+                yield _line(chunk)
         if usage:
             yield _line(envelope.last(texts))
     except RequestError as error:
@@ -334,14 +369,7 @@ def build_app(
             raise wrong("tokens", f"must be 0 to {service.model.config.vocab_size - 1}")
         return {"prompt": service.tokenizer.decode(body.tokens)}
 
-    @app.get("/metrics")
-    async def metrics() -> Response:
-        return PlainTextResponse(service.metrics(), media_type="text/plain; version=0.0.4")
-
-    @app.get("/health")
-    async def health() -> dict[str, str]:
-        return {"status": "ok"}
-
+    _add_reports(app, service, lens is not None)
     if lens is not None:
         lens(app, service)
     # Every character may be escaped into six bytes, and few tokens have more than ten characters.
@@ -350,6 +378,25 @@ def build_app(
     if origins:
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"])
     return app
+
+
+def _add_reports(app: FastAPI, service: Service, lens: bool) -> None:
+    """Routes about the server itself, and its page."""
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return PlainTextResponse(service.metrics(), media_type="text/plain; version=0.0.4")
+
+    @app.get("/")
+    async def page() -> Response:
+        looks = None if not isinstance(service.model, FathomForCausalLM) else lens
+        talks, most = bool(service.tokenizer.chat_template), service.max_trips or most_trips(service.model)
+        text, headers = talk_page(service.name, service.context, most, talks, looks)
+        return HTMLResponse(text, headers=headers)
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        return {"status": "ok"}
 
 
 async def _say_why(request: Request, error: Exception) -> JSONResponse:

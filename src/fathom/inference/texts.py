@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
 from typing import TYPE_CHECKING
 
 from fathom.inference.engine import Scored
+from fathom.inference.tools import CallReader
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -41,10 +42,17 @@ class AnswerWords:
         tokenizer: The model's.
         special: Whether special tokens are part of the text.
         after: Tokens of a text that these go on from: a decoder may take a blank from what begins a text.
+        mute: Tokens that are no part of the text, though others like them are.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, special: bool = False, after: Sequence[int] = ()) -> None:
-        self.tokenizer, self.hidden = tokenizer, not special
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        special: bool = False,
+        after: Sequence[int] = (),
+        mute: Collection[int] = (),
+    ) -> None:
+        self.tokenizer, self.hidden, self.mute = tokenizer, not special, mute
         self.ids: list[int] = []
         tails = (list(after[-n:]) for n in range(1, min(len(after), BEHIND) + 1))
         end = next((tail for tail in tails if self._decoded(tail)), [])
@@ -56,7 +64,7 @@ class AnswerWords:
     def add(self, tokens: Sequence[int], last: bool = False) -> str:
         """The text that tokens add; empty while a character may be incomplete, unless they are the last."""
         self.ids += tokens
-        new = "".join(map(self._heard, tokens))
+        new = "".join(self._heard(token) for token in tokens if token not in self.mute)
         if last:
             new, self._said = new + self._text[self._said :], max(self._said, len(self._text))
         return new
@@ -113,8 +121,12 @@ class Text:
     """Tokens before which no stop string ends it."""
     said: str = ""
     tokens: int = 0
+    made: list[Scored] = field(default_factory=list)
+    """Tokens that were not sent yet."""
     finish: str | None = None
     """Why it ended."""
+    reader: CallReader | None = None
+    """What tells the text from the calls in it, if there may be any."""
     scores: list[tuple[Scored, int]] = field(default_factory=list)
     """Scores that were not sent yet, each with the position in the text where its token begins."""
     _held: str = ""
@@ -133,6 +145,7 @@ class Text:
             self._length = len(new)
         if isinstance(event, Scored):
             self.tokens += 1
+            self.made.append(event)
             if event.logprob is not None:
                 self.scores.append((event, self._length))
             word = self.words.add([event.token])

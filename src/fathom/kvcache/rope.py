@@ -35,15 +35,6 @@ PLACE, TOKENS = 37, 6
 Apply = Callable[..., tuple[Tensor, Tensor]]
 
 
-class OurEmbedding(RotaryEmbedding):
-    """Our decoder's angles, which may be of a part of each head, as its family's own code gives them."""
-
-    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines, `[B, T, R]` each."""
-        cos, sin = super().forward(x, position_ids)
-        return cos, sin[..., sin.shape[-1] // 2 :].repeat(1, 1, 2)
-
-
 class Still:
     """A layer whose keys hold no position: there is nothing to rotate."""
 
@@ -205,7 +196,7 @@ def _turns(config: PreTrainedConfig, code: ModuleType) -> Iterator[tuple[str | N
     for kind in by_type or [None]:
         own = copy.copy(config)
         own.rope_parameters = config.rope_parameters if kind is None else config.rope_parameters[kind]
-        yield kind, Turn(OurEmbedding(own), code.apply_rotary_pos_emb)
+        yield kind, Turn(RotaryEmbedding(own), code.apply_rotary_pos_emb)
 
 
 def _answers(decoder: PreTrainedModel, rope: Rope) -> list[str | None]:

@@ -11,9 +11,11 @@ from fastapi.responses import HTMLResponse, JSONResponse
 
 from fathom.errors import SettingsError
 from fathom.inference.api import ApiError
+from fathom.inference.api_structure import Strict
 from fathom.inference.prompt import encode
 from fathom.lens.look import LensData, look
 from fathom.lens.page import lens_page, pack
+from fathom.lens.place import look_at
 from fathom.models import FathomForCausalLM
 
 if TYPE_CHECKING:
@@ -21,6 +23,15 @@ if TYPE_CHECKING:
 
 TEXT = "To fathom: to measure a depth; to understand after much thought."
 """The text that the page shows at first."""
+
+
+class PlaceBody(Strict):
+    """`POST /lens/place`."""
+
+    tokens: list[int]
+    """What stands before the place, as token ids."""
+    said: int
+    """The token that was said there."""
 
 
 def add_lens(app: FastAPI, service: Service) -> None:
@@ -39,6 +50,14 @@ def add_lens(app: FastAPI, service: Service) -> None:
     @app.get("/lens")
     async def page() -> HTMLResponse:
         return HTMLResponse(lens_page(await looked(TEXT), live_endpoint="/lens/data"))
+
+    @app.post("/lens/place")
+    async def place(body: PlaceBody) -> dict[str, object]:
+        work = partial(look_at, model, tokenizer, body.tokens, body.said)
+        try:
+            return await asyncio.shield(asyncio.wrap_future(service.engine.call(work)))
+        except SettingsError as error:
+            raise ApiError(400, str(error), param="tokens") from error
 
     @app.post("/lens/data")
     async def data(body: dict) -> JSONResponse:

@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import singledispatch
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fathom.checkpoints.special_tokens import unknown_token
 from fathom.checkpoints.tokenizers import byte_letters
@@ -241,7 +241,8 @@ def look(
         name: The model's name on the page.
         progress: Called after every visit with the number of visits done.
     """
-    every_id, pieces = _checked(model, tokenizer, text, top, max_tokens)
+    require_decoder(model)
+    every_id, pieces = checked(model, tokenizer, text, top, max_tokens)
     length = min(len(every_id), max_tokens, model.config.max_position_embeddings)
     ids = torch.tensor(every_id[:length], device=model.device)
     trips = model.model.plan_of(model.model.served_trips)
@@ -249,7 +250,8 @@ def look(
     # Under the view ALL the slots go through the stack side by side, round after round; the last round counts.
     stages = 1 if model.model.recurrence.view.depth_parallel else len(trips)
     passed: deque[ResidualState] = deque(maxlen=model.config.num_hidden_layers)
-    says = _Says(model, ids, min(top, model.config.vocab_size))
+    norm, residual = model.model.norm, model.model.final_residual
+    says = Says(lambda state: norm(residual.read(state)[0])[0], model.lm_head, ids, min(top, model.config.vocab_size))
     weights: list[Tensor | None] = []
 
     def mixed(mixer: ValueMixer, query: Tensor, key: Tensor, _: Tensor, sources: tuple[Tensor, ...]) -> None:
@@ -264,46 +266,37 @@ def look(
         if progress is not None:
             progress(len(says.chosen))
 
-    with _evaluating(model), _hooks(model, mixed, left):
+    with evaluating(model), hooks(model, mixed, left):
         out = model.model(ids[None], use_cache=False, head=model.lm_head)
         for stage in range(stages if passed else 0):
             for state in passed:
                 says.after(tuple(part[:, stage::stages] for part in state))
-    surprisal = np.concatenate([[np.nan], says.final(out.last_hidden_state)])
+    says.final(out.last_hidden_state[0])
     made = out.recurrence_state.get("trips", torch.full((1, length), len(trips)))
 
     if stages > 1:
         weights = _by_stage(weights[-model.config.num_hidden_layers :], stages)
     known = [w.numpy() for w in weights if w is not None]
     shown = len(known) == len(visits)
-    predictions, said, labels, vocabulary = says.vocabulary(tokenizer)
     return LensData(
         model=name,
         mechanism=mechanism_name(model.config),
         parameters=count_parameters(model.config),  # the model's own may be packed
         tokens=pieces[:length],
-        labels=labels,
         dropped=len(every_id) - length,
         visits=[(visit.layer, visit.trip) for visit in visits],
         trips=made[0].tolist(),
-        surprisal=surprisal,
-        vocabulary=vocabulary,
-        predictions=predictions,
-        probabilities=np.stack(says.probabilities),
-        said=said,
-        said_probabilities=says.said_probabilities,
-        next_surprisal=np.stack(says.next_surprisal),
+        **says.found(tokenizer),
         sources=[(*visit.sources, visit.index) for visit in visits] if shown else [],
         weights=known if shown else [],
         layer_weights=_layer_weights(model, visits),
     )
 
 
-def _checked(
-    model: object, tokenizer: PreTrainedTokenizerBase, text: str, top: int, max_tokens: int
+def checked(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str, top: int, max_tokens: int
 ) -> tuple[list[int], list[str]]:
-    """Ids and pieces of a text that can be looked at through a model."""
-    require_decoder(model)
+    """Ids and pieces of a text that can be looked at."""
     for option, value in (("--top", top), ("--max-tokens", max_tokens)):
         if value < 1:
             raise SettingsError(f"{option} {value}: allowed: 1 or more")
@@ -320,29 +313,46 @@ def _by_stage(weights: Sequence[Tensor | None], stages: int) -> list[Tensor | No
     return [w if w is None or len(w) == 1 else w[stage::stages] for stage in range(stages) for w in weights]
 
 
-class _Says:
-    """The logit lens: predictions of the last norm and the head from the residual stream, visit by visit."""
+class Says:
+    """The logit lens: predictions of the last norm and the head from the residual stream, visit by visit.
 
-    def __init__(self, model: FathomForCausalLM, ids: Tensor, top: int) -> None:
-        self.model, self.ids, self.top = model, ids, top
+    Args:
+        norm: From what a layer leaves to what the head reads, `[T, hidden_size]`.
+        head: From `[n, hidden_size]` to logits, `[n, vocab_size]`.
+        ids: The text, `[T]`.
+        top: Predictions to keep.
+    """
+
+    def __init__(self, norm: Callable[[Any], Tensor], head: Callable[[Tensor], Tensor], ids: Tensor, top: int) -> None:
+        self.norm, self.head, self.ids, self.top = norm, head, ids, top
         self.chosen: list[Array] = []
         self.probabilities: list[Array] = []
         self.next_surprisal: list[Array] = []
 
-    def after(self, state: ResidualState) -> None:
+    def after(self, state: Any) -> None:
         """Read the stream as the head would, were this the last layer."""
-        hidden = self.model.model.norm(self.model.model.final_residual.read(state)[0])[0]
-        chosen, probabilities, bits = self._read(hidden)
+        chosen, probabilities, bits = self._read(self.norm(state))
         self.chosen.append(chosen)
         self.probabilities.append(probabilities)
         self.next_surprisal.append(np.append(bits, np.nan))
 
-    def final(self, hidden: Tensor) -> Array:
-        """Bits of every token but the first, under the model's own readout."""
-        self.said, self.said_probabilities, bits = self._read(hidden[0])
+    def final(self, hidden: Tensor) -> None:
+        """Read the model's own readout, `[T, hidden_size]`."""
+        self.said, self.said_probabilities, bits = self._read(hidden)
         if not np.isfinite(self.said_probabilities).all():
             raise SettingsError("the model's scores are not finite: its weights are damaged, or its numbers overflow")
-        return bits
+        self.surprisal = np.concatenate([[np.nan], bits])
+
+    def found(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+        """The fields of `LensData` that are about predictions."""
+        predictions, said, labels, vocabulary = self.vocabulary(tokenizer)
+        return {
+            **{"predictions": predictions, "said": said, "labels": labels, "vocabulary": vocabulary},
+            "probabilities": np.stack(self.probabilities),
+            "said_probabilities": self.said_probabilities,
+            "next_surprisal": np.stack(self.next_surprisal),
+            "surprisal": self.surprisal,
+        }
 
     def _read(self, hidden: Tensor) -> tuple[Array, Array, Array]:
         chosen, probabilities, bits = [], [], []
@@ -357,15 +367,16 @@ class _Says:
         """Predictions by visit, final predictions and the text's tokens as indices into a list of strings; the list."""
         predicted, own = np.stack(self.chosen), self.ids.cpu().numpy()
         distinct = np.unique(np.concatenate([predicted.ravel(), self.said.ravel(), own]))
-        spelled = [_spell(tokenizer, int(i)) for i in distinct]
+        spelled = [spell(tokenizer, int(i)) for i in distinct]
         return *(np.searchsorted(distinct, found) for found in (predicted, self.said, own)), spelled  # type: ignore[return-value]
 
     def _blocks(self, hidden: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Log-probabilities and the tokens that followed, in blocks of rows."""
-        rows = max(1, LOGITS_AT_ONCE // self.model.config.vocab_size)
-        for start in range(0, len(hidden), rows):
-            logits = widen(self.model.lm_head(hidden[start : start + rows]))
+        start, rows = 0, 1
+        while start < len(hidden):  # the first row tells how many logits there are of one
+            logits = widen(self.head(hidden[start : start + rows]))
             yield logits.log_softmax(-1), self.ids[start + 1 : start + 1 + rows]
+            start, rows = start + rows, max(1, LOGITS_AT_ONCE // logits.shape[-1])
 
 
 def _bits(logprobs: Tensor, following: Tensor) -> Tensor:
@@ -373,7 +384,8 @@ def _bits(logprobs: Tensor, following: Tensor) -> Tensor:
 
 
 @contextmanager
-def _evaluating(model: torch.nn.Module) -> Iterator[None]:
+def evaluating(model: torch.nn.Module) -> Iterator[None]:
+    """A model in evaluation mode, and afterwards as it was."""
     training = model.training
     model.eval()
     try:
@@ -383,7 +395,7 @@ def _evaluating(model: torch.nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _hooks(
+def hooks(
     model: FathomForCausalLM, mixed: Callable[..., None], after: Callable[[ResidualState], None]
 ) -> Iterator[None]:
     """Call `mixed` with every mixer's inputs and `after` with every layer's residual state, in the plan's order."""
@@ -413,7 +425,7 @@ def _tokenise(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int],
     """Ids, and the stretch of text that each one adds."""
     if not getattr(tokenizer, "is_fast", False):
         ids = tokenizer(text)["input_ids"]
-        return ids, [_spell(tokenizer, i) for i in ids]
+        return ids, [spell(tokenizer, i) for i in ids]
     encoded = tokenizer(text, return_offsets_mapping=True)
     pieces, done = [], 0
     for _, end in encoded["offset_mapping"]:
@@ -423,7 +435,7 @@ def _tokenise(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int],
     return encoded["input_ids"], pieces
 
 
-def _spell(tokenizer: PreTrainedTokenizerBase, index: int) -> str:
+def spell(tokenizer: PreTrainedTokenizerBase, index: int) -> str:
     """A token as text; its bytes if it is a part of a character."""
     spelled = tokenizer.decode([index])
     if spelled and "\ufffd" not in spelled:

@@ -16,10 +16,13 @@ if TYPE_CHECKING:
     from fathom.lineage import ancestry as ancestry
     from fathom.lineage import attacks as attacks
     from fathom.lineage import comparison as comparison
+    from fathom.lineage import direction as direction
     from fathom.lineage import evidence as evidence
     from fathom.lineage import huref as huref
     from fathom.lineage import nulls as nulls
     from fathom.lineage import publishing as publishing
+    from fathom.lineage import shares as shares
+    from fathom.lineage import tree as tree
     from fathom.lineage.comparison import Comparison, Options, compare
     from fathom.lineage.weights import Weights, open_weights
 
@@ -34,7 +37,8 @@ _HOMES = {
     "compare": "fathom.lineage.comparison",
     "open_weights": "fathom.lineage.weights",
 }
-_MODULES = {"ancestry", "attacks", "comparison", "evidence", "huref", "nulls", "publishing"}
+_MODULES = {"ancestry", "attacks", "comparison", "direction", "evidence", "huref", "nulls", "publishing"}
+_MODULES |= {"shares", "tree"}
 
 if not TYPE_CHECKING:  # a type checker would otherwise accept every misspelt name
 

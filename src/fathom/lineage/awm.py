@@ -24,7 +24,7 @@ from fathom.lineage.weights import Weights
 
 MAP_CHANNELS = 256
 LARGEST = 1e4
-FAST_CHANNELS = 1024
+FAST_CHANNELS = 768
 CHUNK_ROWS = 2048
 CLEAR = 2.0  # a pair is clear where it is this many times as alike as the next best
 TIE = 1e-5  # similarities of two rows that differ by less than this share of the largest are equal
@@ -411,7 +411,14 @@ def layer_kernels(
 ) -> list[Kernels]:
     """The kernels of one layer for every method. Side 1 is not aligned: its channels keep their order."""
     matrices = read_qk(weights, index, living)
-    return [_kernels(matrices[m.published], m.how if side == 0 else identity(width), m, width, seed) for m in methods]
+    if side == 0:
+        return [_kernels(matrices[m.published], m.how, m, width, seed) for m in methods]
+    made: dict[tuple[bool, int | None], Kernels] = {}  # alignments do not touch this side: most methods share theirs
+    for method in methods:
+        key = method.published, method.channels
+        if key not in made:
+            made[key] = _kernels(matrices[method.published], identity(width), method, width, seed)
+    return [made[method.published, method.channels] for method in methods]
 
 
 def _kernels(matrices: Matrices, how: Alignment, method: MatchMethod, width: int, seed: int) -> Kernels:

@@ -52,7 +52,7 @@ class Options:
     """How much to look at.
 
     Attributes:
-        mode: fast samples 1,024 channels and, of large models, some layers; exact takes all.
+        mode: fast samples 768 channels and, of large models, some layers; exact takes all.
         layers: Score this many evenly spaced layers (equal depths only); None leaves it to the mode.
         align: Any of order, lap, procrustes.
         reorder: Match layers freely instead of in order.
@@ -206,7 +206,7 @@ def _frames(a: Weights, b: Weights, aligned: Aligned, options: Options) -> Frame
     if a.geometry.width == b.geometry.width:
         out.append((neurons.order(a.geometry.width, options.seed),) * 2)
     if aligned.shared >= neurons.FEWEST_STRINGS:
-        kept = evidence.middle(*aligned.rows, evidence.PROBES)
+        kept = evidence.middle(*aligned.rows, evidence.PROBES if options.all_of(a, b) else evidence.PROBES // 2)
         sides = [neurons.tokens(evidence.probes(w, rows)) for w, rows in zip((a, b), kept, strict=True)]
         out.append((sides[0], sides[1]))
     return out

@@ -15,7 +15,7 @@ from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 
 from .foreign import reader
 from .norms import NORMS
-from .registry import AXES, DEFAULTS, check_trips, present_options, recurrence_class, resolve_options
+from .registry import AXES, check_trips, recurrence_class, resolve_options
 
 CHOICES = {
     "norm": tuple(NORMS),
@@ -158,12 +158,28 @@ class FathomConfig(Qwen3Config):
             raise ValueError(f"pad_token_id must be below vocab_size ({self.vocab_size}), got {self.pad_token_id}")
         for axis in AXES:
             setattr(self, f"{axis}_options", resolve_options(self, axis))
+        self.base_model_tp_plan = self._tensor_parallel_plan()
         check_trips(self)
         most = recurrence_class(self).most_trips(self)
         if self.max_trips is not None and not 1 <= self.max_trips <= most:
             raise ValueError(
                 f"max_trips must be between 1 and {most}, the trips of this {self.recurrence}, got {self.max_trips}"
             )
+
+    def _tensor_parallel_plan(self) -> dict[str, str]:
+        """How transformers splits a layer's projections over processes: heads, and channels of the MLP.
+
+        A norm over the full width of queries and keys needs all heads: then attention runs whole on each process.
+        """
+        full = self.qk_norm == "full"
+        attention = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "colwise_gather_output" if full else "colwise")
+        if self.qk_norm == "head":
+            attention |= dict.fromkeys(("q_norm", "k_norm"), "replicated_with_grad_allreduce")
+        attention["o_proj"] = "rowwise_split_input" if full else "rowwise"
+        mlp = dict.fromkeys(("gate_proj", "up_proj") if self.gated_mlp else ("up_proj",), "colwise")
+        mlp["down_proj"] = "rowwise"
+        parts = {"self_attn": attention, "mlp": mlp}
+        return {f"layers.*.{part}.{name}": how for part, plan in parts.items() for name, how in plan.items()}
 
     def _check_switches(self) -> None:
         """Refuse what no backbone is."""
@@ -223,10 +239,8 @@ class FathomConfig(Qwen3Config):
             options = f"{axis}_options"
             if axis in kwargs and kwargs[axis] != config_dict.get(axis):
                 config_dict.pop(options, None)  # they belonged to another mechanism
-            elif isinstance(kwargs.get(options), dict):
-                name = kwargs.get(axis) or config_dict.get(axis) or DEFAULTS[axis]
-                both = (present_options(axis, name, part or {}) for part in (config_dict.get(options), kwargs[options]))
-                kwargs[options] = {key: value for part in both for key, value in part.items()}
+            elif isinstance(kwargs.get(options), dict) and isinstance(config_dict.get(options), dict):
+                kwargs[options] = config_dict[options] | kwargs[options]
         if "num_hidden_layers" in kwargs:
             config_dict.pop("layer_types", None)
             config_dict.pop("no_rope_layers", None)

@@ -37,7 +37,7 @@ from .pretrained import FathomPreTrainedModel
 from .reading import attend_beside, with_key_bias
 from .registry import mechanism
 from .roles import Recurrence, Residual, ResidualState, TripState, ValueMixer, View, direct
-from .rotary import PositionEmbeddings, build_rotary, rotate
+from .rotary import Rotation, build_rotary, rotate
 from .several_trips import Inputs, Store
 from .several_trips import run as run_trips
 from .slot_cache import with_slots
@@ -95,7 +95,7 @@ class Attention(nn.Module):
     def forward(
         self,
         hidden_states: Tensor,
-        position_embeddings: PositionEmbeddings,
+        rotation: Rotation,
         attention_mask: Tensor | ReadingRule | None,
         past_key_values: Cache | None = None,
         bank: int | None = None,
@@ -113,7 +113,7 @@ class Attention(nn.Module):
         """
         shape = hidden_states.shape[:-1]
         query, key, value = self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
-        query, key, value = self._mixed(query, key, value, position_embeddings, sources)
+        query, key, value = self._mixed(query, key, value, rotation, sources)
         if alive is not None:
             key, value = (torch.where(alive, new, old) for new, old in zip((key, value), earlier, strict=True))
             earlier = ()
@@ -146,14 +146,14 @@ class Attention(nn.Module):
         return self.o_proj(output.reshape(*shape, -1).contiguous()), weights, key, value
 
     def _mixed(
-        self, query: Tensor, key: Tensor, value: Tensor, positions: PositionEmbeddings, sources: tuple[Tensor, ...]
+        self, query: Tensor, key: Tensor, value: Tensor, rotation: Rotation, sources: tuple[Tensor, ...]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values `[B, H, T, D]` for attention, of the projections `[B, T, H D]`."""
         if self.qk_norm == "full":
             query, key = self.q_norm(query), self.k_norm(key)
         heads = (*query.shape[:-1], -1, self.head_dim)
         query, key, value = query.view(heads), key.view(heads), value.view(heads)
-        angles = (positions[self.layer_type] if isinstance(positions, Mapping) else positions) if self.rotates else None
+        angles = (rotation[self.layer_type] if isinstance(rotation, Mapping) else rotation) if self.rotates else None
         fused = self.mixer.fused(value, sources) if sources and self.fusible else None
         if fused is not None and all(direct(part) is not part for part in (self.q_norm, self.k_norm, self.mixer)):
             return fused((query, key, value), sources, (self.q_norm, self.k_norm), angles, self.norm_rotated_keys)
@@ -314,7 +314,7 @@ class FathomModel(FathomPreTrainedModel):
         head = getattr(self, "lm_head", None) if head is None else head
         inputs = Inputs(trips, position_ids, packed, attention_mask, given, x.dtype, head, kwargs)
         inputs.hidden = None if places is None else []
-        state = run_trips(self, x, inputs, self._store(past_key_values, inputs))
+        state = run_trips(self, x, inputs, self._store(past_key_values, inputs, x))
         hidden = self.recurrence.readout(state)
         return FathomModelOutput(
             last_hidden_state=hidden,
@@ -329,15 +329,15 @@ class FathomModel(FathomPreTrainedModel):
             x if self.embed_positions is None else x + self.embed_positions(position_ids + self.config.position_offset)
         )
 
-    def _store(self, cache: Cache | None, inputs: Inputs) -> Cache | Store | None:
+    def _store(self, cache: Cache | None, inputs: Inputs, x: Tensor) -> Cache | Store | None:
         """`cache` with room for every trip."""
         if self.slotted and not (inputs.padding is None or getattr(inputs.padding, "ndim", 0) == 2):
             raise ValueError(f"recurrence={self.config.recurrence} makes its own masks: pass a padding mask [B, T]")
         if cache is None:
             return None
         if self.slotted:
-            table = with_slots(cache, self.config.num_hidden_layers, inputs.trips, self.recurrence.view)
-            return Store(cache, table)
+            layers, view = self.config.num_hidden_layers, self.recurrence.view
+            return Store(cache, with_slots(cache, layers, inputs.trips, view, len(x), x.device))
         return with_banks(cache, self.plan_of(inputs.trips))
 
     def _embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
 from typing import TYPE_CHECKING
-
-from transformers.utils import logging
 
 from .adaponder import ADAPONDER
 from .attention_residuals import ATTENTION_RESIDUALS
@@ -48,20 +46,6 @@ late: list[Callable[[], None]] = []
 AXES = ("mixer", "residual", "recurrence")
 DEFAULTS = {"mixer": "none", "residual": "plain", "recurrence": "once"}
 VANILLA = "vanilla"
-DEPTH = {"depth": ("trips", 1)}
-EARLIER_NAMES = {
-    "loop": {"count": ("trips", 0)},
-    "ponder": DEPTH | {"depth_range": ("trips_range", 1)},
-    "ponder2": DEPTH,
-    "ponder3": DEPTH,
-    "adaponder": DEPTH | {"penalty_window": ("penalty_span", 0)},
-    "latent_cot": DEPTH,
-    "depth_attention": {"recent_window": ("recent_layers", 0)},
-    "uniform_depth": {"recent_window": ("recent_layers", 0)},
-}
-"""Former option names of a mechanism: their present name, and what to add to the value."""
-
-logger = logging.get_logger(__name__)
 
 
 def known() -> dict[str, Mechanism]:
@@ -103,30 +87,11 @@ def mechanism_name(config: FathomConfig) -> str:
     return "+".join(names) or VANILLA
 
 
-def present_options(axis: str, name: str, given: Mapping[str, object]) -> dict[str, object]:
-    """Options with former names replaced by the present ones, so that old configurations stay readable."""
-    read = dict(given)
-    for earlier, (present, more) in EARLIER_NAMES.get(name, {}).items():
-        if earlier not in given:
-            continue
-        if present in given:
-            raise ValueError(f"{axis}_options.{earlier} is an earlier name of {present}: give {present} alone")
-        value = read.pop(earlier)
-        if more and isinstance(value, list | tuple):
-            value = [v + more if isinstance(v, int) else v for v in value]
-        elif more and isinstance(value, int):
-            value += more
-        read[present] = value
-        logger.warning_once(f"{axis}_options.{earlier} of {name} is now called {present}; read as {present}: {value}")
-    return read
-
-
 def resolve_options(config: FathomConfig, axis: str) -> dict[str, object]:
     """The axis' options with every default filled in; a `ValueError` names a wrong key or value."""
     chosen, given = mechanism(axis, getattr(config, axis)), getattr(config, f"{axis}_options") or {}
     if not isinstance(given, dict):
         raise ValueError(f"{axis}_options must be a dictionary of options, got {given!r}")
-    given = present_options(axis, chosen.name, given)
     types = {f.name: f.type for f in fields(chosen.options)}
     for key, value in given.items():
         if key not in types:

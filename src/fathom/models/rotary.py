@@ -22,9 +22,10 @@ if TYPE_CHECKING:
     from .configuration import FathomConfig
 
 Angles: TypeAlias = tuple[Tensor, Tensor]
-"""Cosines and (−sin, sin), `[B, T, R]` each, R the dimensions of a head that are turned."""
-PositionEmbeddings: TypeAlias = Angles | Mapping[str, Angles] | None
-"""The angles of all layers, of each type of layer, or none where positions are learned."""
+"""Cosines and sines, `[B, T, R]` each, R the dimensions of a head that are turned."""
+Rotation: TypeAlias = Angles | Mapping[str, Angles] | None
+"""The angles of all layers, of each type of layer, or none where positions are learned. `rotary_emb` makes them, as
+Qwen3's does; layers get them with signed sines."""
 
 
 def build_rotary(config: FathomConfig) -> nn.Module:
@@ -57,9 +58,7 @@ class RotaryEmbedding(Qwen3RotaryEmbedding):
 
     def forward(self, x: Tensor, position_ids: Tensor) -> Angles:
         """The angles of positions `[B, T]`, in the dtype of `x`, or in at least float32."""
-        cos, sin = super().forward(widen(x[..., :0]) if self.wide else x, position_ids)
-        half = sin.shape[-1] // 2
-        return cos, torch.cat((-sin[..., :half], sin[..., half:]), -1)
+        return super().forward(widen(x[..., :0]) if self.wide else x, position_ids)
 
 
 class RotaryByType(nn.ModuleDict):
@@ -84,8 +83,22 @@ class NoRotary(nn.Module):
         """None."""
 
 
+def signed(made: Rotation) -> Rotation:
+    """Angles with (−sin, sin) in place of (sin, sin): the signs of the rotation, once for all layers."""
+    if made is None:
+        return None
+    if isinstance(made, Mapping):
+        return {kind: _signed(*angles) for kind, angles in made.items()}
+    return _signed(*made)
+
+
+def _signed(cos: Tensor, sin: Tensor) -> Angles:
+    half = sin.shape[-1] // 2
+    return cos, torch.cat((-sin[..., :half], sin[..., half:]), -1)
+
+
 def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotate the first R channels of queries and keys `[B, H, T, D]` by what `RotaryEmbedding` makes, `[B, T, R]`."""
+    """Rotate the first R channels of queries and keys `[B, H, T, D]` by signed angles, `[B, T, R]`."""
     turned = cos.shape[-1]
     if turned < query.shape[-1]:
         first = rotate(query[..., :turned], key[..., :turned], cos, sin)

@@ -19,12 +19,14 @@ from torch import Tensor, distributed, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import Cache
 
+from .fixed_table import FixedTable
 from .flex_reading import FLEX, NO_BACKWARD, ReadingRule, read_rule
 from .host import to_host
 from .reading import MASKED, read_mask, side_by_side
 from .roles import TripState, View
+from .rotary import Rotation, signed
 from .slot_cache import repeat_last
-from .slot_table import FixedTable, Placement, SlotTable, Tags
+from .slot_table import Placement, SlotTable, Tags
 from .slots import Out, TokenSubset, Turn, Visit, jacobi, joined, sweep
 
 if TYPE_CHECKING:
@@ -84,7 +86,7 @@ class Store:
     """A slot cache and its table."""
 
     cache: Cache
-    table: SlotTable
+    table: SlotTable | FixedTable
 
 
 def run(model: FathomModel, x: Tensor, inputs: Inputs, cache: Cache | Store | None) -> TripState:
@@ -141,7 +143,7 @@ def _stored(model: FathomModel, x: Tensor, inputs: Inputs, store: Store, solve: 
     recurrence, table, length = model.recurrence, store.table, x.shape[1]
     if model.config._attn_implementation == FLEX and isinstance(table, FixedTable):
         raise ValueError(f"attn_implementation={FLEX} reads no static cache of slots: take sdpa, or a dynamic cache")
-    table.open(x.shape[0], table.columns + length, x.device)
+    table.open(table.columns + length)  # type: ignore[arg-type]  # each kind counts its own way
     exact = recurrence.exact()
     step = AT_ONCE if not solve else 1 if exact else length
     if length > step and inputs.hidden is None and inputs.packed is None:
@@ -174,7 +176,7 @@ class Pass:
 
     visits: Sequence[Visit]
     masks: Mapping[str, object]
-    position_embeddings: KeyValue
+    rotation: Rotation
     position_ids: Tensor
     cache: Cache | Exchange | None = None
     """Anything with `update(key, value, layer)`."""
@@ -215,7 +217,7 @@ class TripMaker:
         self.plan = model.plans[inputs.trips]
         self.sources: dict[int, KeyValue] = {}
         """By visit: keys and mixed values of the call's tokens that mixers of later trips read."""
-        self.rotary: KeyValue | None = None
+        self.rotary: Rotation = None
 
     @cached_property
     def reach(self) -> dict[str, int | None]:
@@ -233,11 +235,11 @@ class TripMaker:
         tokens, positions = turn.tokens, self.inputs.positions
         if tokens.whole:
             if self.rotary is None:
-                self.rotary = self.model.rotary_emb(turn.x, positions)
+                self.rotary = signed(self.model.rotary_emb(turn.x, positions))
             rotary, sources = self.rotary, dict(self.sources)
         else:
             positions = tokens.take(positions.expand(turn.x.shape[:2]))
-            rotary = self.model.rotary_emb(turn.x, positions)
+            rotary = signed(self.model.rotary_emb(turn.x, positions))
             sources = {i: (_take(tokens, key), _take(tokens, value)) for i, (key, value) in self.sources.items()}
         one = Pass(self.plan[turn.trip], masks, rotary, positions, sources=sources, **reading)
         recurrence = self.model.recurrence
@@ -269,7 +271,7 @@ class TripMaker:
         residual, entry_layer = model.final_residual, model.recurrence.entry_layer
         coda = None if one.leave is None else model.recurrence.span(model.config)[1]
         given = {
-            "position_embeddings": one.position_embeddings,
+            "rotation": one.rotation,
             "position_ids": one.position_ids,
             "past_key_values": one.cache,
             **({} if one.alive is None else {"alive": one.alive}),
@@ -402,7 +404,7 @@ class Interleaved(TripMaker):
         x = torch.stack([turn.x for turn in turns], 2).flatten(1, 2)  # [B, T (m+1), hidden_size]
         positions = inputs.positions.repeat_interleave(stages, 1)
         tags = self._tags(turns)
-        reading = Pass(self.plan[0], {}, self.model.rotary_emb(x, positions), positions)
+        reading = Pass(self.plan[0], {}, signed(self.model.rotary_emb(x, positions)), positions)
         placement, fresh = None, store is None or not store.table.end
         if store is not None and (final or not fresh):
             placement = store.table.place(tags, None)
@@ -533,7 +535,7 @@ class Stored(Picking):
         assert masks is not None
         passed = self.make(turn, masks, cache=Exchange(self.store, placement, own_only))
         table.commit(query, placement)
-        self.complete = turn.trip == getattr(table, "trips", 0) - 1 and self._all(query, placement)
+        self.complete = isinstance(table, FixedTable) and turn.trip == table.trips - 1 and self._all(query, placement)
         return self.out(passed.residual, turn.trip, passed.entry)
 
     def finish(self) -> None:
@@ -553,7 +555,7 @@ class Stored(Picking):
             full = placement.found is None
         else:
             full = placement.slot is None and everything[self.view]
-        plain = table.bias is None and table.document is None and set(self.reach.values()) == {None}
+        plain = not table.extra and set(self.reach.values()) == {None}
         if self.alone and full and plain and not self.by_rule:  # without a rule transformers' kernel would read
             return dict.fromkeys(self.reach)
         return self.masks(query, table.tags(placement))

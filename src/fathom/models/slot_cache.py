@@ -8,12 +8,15 @@ where. `get_seq_length` counts tokens, since positions and masks of `generate` d
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, StaticLayer, StaticSlidingWindowLayer
 
+from .fixed_table import FixedTable
 from .roles import View
-from .slot_table import FixedTable, Placement, SlotTable, grown
+from .slot_table import Placement, SlotTable, grown, without
 
 
 def _stored(which: int, words: str) -> property:
@@ -45,7 +48,14 @@ class GrowingLayer(CacheLayerMixin):
 
 
 class SlotLayer(GrowingLayer):
-    """Keys and values of one physical layer, slot by slot. The last place of the buffers is for what is thrown away."""
+    """Keys and values of one physical layer, slot by slot. The last place of the buffers is for what is thrown away.
+
+    transformers calls every layer of a cache in turn; the first one acts for all layers of its `family`.
+
+    Args:
+        table: The table of all layers.
+        family: The layers of the cache, this one included.
+    """
 
     is_croppable = True
 
@@ -54,14 +64,13 @@ class SlotLayer(GrowingLayer):
         """Whether shapes never change."""
         return isinstance(self.table, FixedTable)
 
-    def __init__(self, table: SlotTable, owner: bool) -> None:
+    def __init__(self, table: SlotTable | FixedTable, family: list[SlotLayer]) -> None:
         super().__init__()
-        self.table, self.owner = table, owner
+        self.table, self.family = table, family
         self.stored: tuple[Tensor, Tensor] | None = None  # [B, capacity + 1, H_kv, D] each
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Make the buffers; `[B, H_kv, T, D]` tells heads, width, dtype and device."""
-        assert self.table.count is not None
         places = (len(self.table.count), self.table.capacity + 1)
         self.stored = tuple(  # type: ignore[assignment]
             states.new_zeros((*places, states.shape[1], states.shape[3])) for states in (key_states, value_states)
@@ -96,53 +105,75 @@ class SlotLayer(GrowingLayer):
         """Tokens, not slots; a tensor where places are fixed, as transformers' static caches have it."""
         return self.table.columns  # type: ignore[return-value]
 
-    def _select(self, rows: Tensor) -> None:
-        if self.owner:
-            self.table.select(rows)
-        if self.stored is not None:
-            self.stored = tuple(x.index_select(0, rows.to(x.device)) for x in self.stored)  # type: ignore[assignment]
+    @property
+    def first(self) -> bool:
+        """Whether this layer acts for all."""
+        return self.family[0] is self
+
+    def change(self, how: Callable[[Tensor], Tensor]) -> None:
+        """Change what all layers have stored."""
+        for layer in self.family:
+            if layer.stored is not None:
+                layer.stored = how(layer.stored[0]), how(layer.stored[1])
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Rows in a new order, for beam search."""
-        self._select(beam_idx)
+        if self.first:
+            self.table.select(beam_idx)
+            self.change(lambda x: x.index_select(0, beam_idx.to(x.device)))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep some rows."""
-        self._select(indices)
+        self.reorder_cache(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row."""
-        if self.table.count is not None:
-            rows = len(self.stored[0]) if self.stored is not None else len(self.table.count)
-            device = self.table.count.device
-            self._select(torch.arange(rows, device=device).repeat_interleave(repeats))
+        count = self.table.count
+        self.reorder_cache(torch.arange(len(count), device=count.device).repeat_interleave(repeats))
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last `-tokens_to_remove` tokens, as transformers counts them."""
         if tokens_to_remove > 0:
             raise ValueError(f"crop takes the number of tokens to remove as a negative number, got {tokens_to_remove}")
-        if self.owner:
-            self.table.order = None
-            if tokens_to_remove and self.table.columns:
-                self.table.crop(max(0, self.table.columns + tokens_to_remove))
-        order = self.table.order
-        if order is not None and self.stored is not None:
-            self.stored = tuple(x.gather(1, order[:, :, None, None].expand_as(x)) for x in self.stored)  # type: ignore
+        if not self.first or not tokens_to_remove or not self.table.columns:
+            return
+        if isinstance(self.table, FixedTable):
+            self.table.crop((self.table.columns + tokens_to_remove).clamp(min=0))
+        else:
+            order = self.table.crop(max(0, self.table.columns + tokens_to_remove))[:, :, None, None]
+            self.change(lambda x: x.gather(1, order.expand_as(x)))
 
     def reset(self) -> None:
         """Forget all slots."""
-        if self.owner:
-            self.table.clear()
-        self.stored, self.is_initialized = None, False
+        if self.first:
+            count = self.table.count
+            empty_slots(self.family, len(count), count.device)
 
 
-def with_slots(cache: Cache, layers: int, trips: int, view: View) -> SlotTable:
-    """Make an empty cache a slot cache, in place, and return its table. Idempotent."""
-    if cache.layers and isinstance(cache.layers[0], SlotLayer):
-        table = cache.layers[0].table
-        if isinstance(table, FixedTable) and table.trips < trips:
-            raise ValueError(f"this static cache has room for {table.trips} trips of a token, not {trips}")
-        return table
+def empty_slots(layers: list[SlotLayer], rows: int, device: torch.device) -> None:
+    """Begin anew, with so many rows."""
+    table = layers[0].table.emptied(rows, device)
+    for layer in layers:
+        layer.table, layer.stored, layer.is_initialized = table, None, False
+
+
+def slot_layers(table: SlotTable | FixedTable, count: int) -> list[SlotLayer]:
+    """The layers of an empty slot cache."""
+    family: list[SlotLayer] = []
+    family.extend(SlotLayer(table, family) for _ in range(count))
+    return family
+
+
+def with_slots(
+    cache: Cache, layers: int, trips: int, view: View, rows: int, device: torch.device
+) -> SlotTable | FixedTable:
+    """Make an empty cache a slot cache of so many rows, in place, and return its table. Idempotent."""
+    if cache.layers and isinstance(first := cache.layers[0], SlotLayer):
+        if isinstance(first.table, FixedTable) and first.table.trips < trips:
+            raise ValueError(f"this static cache has room for {first.table.trips} trips of a token, not {trips}")
+        if first.stored is None and (len(first.table.count), first.table.count.device) != (rows, device):
+            empty_slots(first.family, rows, device)
+        return first.table
     for layer in cache.layers:
         if not isinstance(layer, DynamicLayer | StaticLayer) or hasattr(layer, "_quantize"):
             raise ValueError(f"a model whose trips read one another cannot keep its slots in a {type(layer).__name__}")
@@ -153,18 +184,15 @@ def with_slots(cache: Cache, layers: int, trips: int, view: View) -> SlotTable:
     # A layer of a window says how wide that is, not how many tokens the cache is for: with no other kind, slots grow.
     whole = [layer for layer in cache.layers if not isinstance(layer, StaticSlidingWindowLayer)]
     static = [layer.max_cache_len for layer in whole if isinstance(layer, StaticLayer)]
-    table = FixedTable(max(static), trips, view) if static else SlotTable(view=view)
-    cache.layers[:] = [SlotLayer(table, owner=i == 0) for i in range(layers)]
+    table = FixedTable(max(static), trips, rows, view, device) if static else SlotTable(rows, view, device)
+    cache.layers = slot_layers(table, layers)
     cache.layer_class_to_replicate = None
     return table
 
 
 def fixed_slots(layers: int, rows: int, tokens: int, trips: int, view: View, device: torch.device) -> Cache:
     """An empty slot cache of fixed places."""
-    table = FixedTable(tokens, trips, view)
-    table.open(rows, 0, device)
-    table.end, table.whole = table.capacity, True
-    return Cache(layers=[SlotLayer(table, owner=i == 0) for i in range(layers)])
+    return Cache(layers=slot_layers(FixedTable(tokens, trips, rows, view, device, whole=True), layers))
 
 
 def fix_slots(cache: Cache, first: int, other: Cache) -> None:
@@ -193,10 +221,13 @@ def repeat_last(cache: Cache, token: Tensor, first: int = 0) -> None:
 
 def move_row(cache: Cache, source: int, target: int) -> None:
     """Copy a row of a fixed slot cache over another."""
-    table = cache.layers[0].table
-    stored = [x for layer in cache.layers for x in layer.stored]
-    for x in (*stored, *table.tensors().values()):
+
+    def moved(x: Tensor) -> Tensor:
         x[target] = x[source]
+        return x
+
+    cache.layers[0].table.each(moved)
+    cache.layers[0].change(moved)
 
 
 def merge_slots(cache: Cache, other: Cache) -> None:
@@ -218,12 +249,8 @@ def drop_row(cache: Cache, row: int) -> None:
 
     Only that one is copied: the memory of a row is free once others are merged, or `trim_slots` is called.
     """
-    for layer in cache.layers:
-        layer.stored = tuple(_without(x, row) for x in layer.stored)
-    table = cache.layers[0].table
-    for name, tensor in table.tensors().items():
-        setattr(table, name, _without(tensor, row))
-    table.settle()
+    cache.layers[0].change(lambda x: without(x, row))
+    cache.layers[0].table.drop(row)
 
 
 def trim_slots(cache: Cache, capacity: int) -> None:
@@ -238,9 +265,3 @@ def trim_slots(cache: Cache, capacity: int) -> None:
             stored[i] = grown(stored[i], capacity, table.end)
             layer.stored = tuple(stored)
     table.resize(capacity)
-
-
-def _without(rows: Tensor, row: int) -> Tensor:
-    if row != len(rows) - 1:
-        rows[row] = rows[-1]
-    return rows[:-1]

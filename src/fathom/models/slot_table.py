@@ -1,18 +1,16 @@
 """The table of a slot cache: the token and trip of each stored place, and which places a trip reads.
 
-One table serves all layers. A table grows, its slots one after another in each row of the batch, padding left out; or
-it is fixed, with a place for every trip of every token, so that shapes never change and decoding can be compiled.
+One table serves all layers. A `SlotTable` grows, its slots one after another in each row of the batch, padding left
+out. The places of a `FixedTable` (`fixed_table.py`) are fixed, so that decoding can be compiled. Both hold a `Table`.
 
 Under SAME and DUO a trip reads some of the slots only. It finds them by an index of the places, `[B, trip, token]`, and
-copies them out, or reads every place under a mask: `gathering_pays` says which. At fixed places under DUO and ALL those
-of trips that were not made are masked; under SAME they repeat what the token's last trip left, so that a trip reads its
-own places as they stand, every so many in the buffers.
+copies them out, or reads every place under a mask: `gathering_pays` says which.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -27,6 +25,8 @@ EMPTY = -1
 COPYING = 1.5
 """What copying the keys and values of a place costs, in readings of it by one query. Measured on CPUs; on a GPU, whose
 time is bytes, a copy that does not stay in its cache is a reading and a writing: 2."""
+EXTRA = ("bias", "document")
+"""Tags that a table holds only once a pass brings them: for most models every pass would read zeros."""
 
 
 def with_spare(places: int) -> int:
@@ -79,8 +79,8 @@ class Placement:
     start: int
     end: int
     """The pass reads the places before this one."""
-    counts: list[int] | None = None
-    """Slots of each row once these are stored; None where the host does not know it."""
+    counts: list[int] = field(default_factory=list)
+    """Slots of each row once these are stored, of a table that grows."""
     seen: Tensor | slice | None = None
     """The places that the pass reads: a range, or `[B', N]`, counted over all rows; None for all before `end`."""
     found: Tensor | None = None
@@ -110,54 +110,124 @@ class Placement:
         return buffer[:, places] if self.slot is None else buffer[: len(self.slot), places]
 
 
-class SlotTable:
-    """Token, trip and bias of every stored slot, and how far each row is filled."""
+class Table:
+    """What both kinds of table hold: the slots of each row, the last trip of each token, and tags that few models have.
+
+    Args:
+        rows: Of the batch.
+        columns: Tokens that it has room for.
+        capacity: Places of each row; one more is for what is thrown away.
+        view: Which slots a slot may read.
+        device: Of its tensors.
+    """
+
+    def __init__(self, rows: int, columns: int, capacity: int, view: View, device: torch.device) -> None:
+        self.capacity, self.view = capacity, view
+        self.end = 0
+        """A pass reads the places before this one."""
+        self.deepest = 0
+        """The latest trip that any token made."""
+        self.count = torch.zeros(rows, dtype=torch.long, device=device)  # [B]
+        self.halt = torch.full((rows, columns), EMPTY, dtype=torch.long, device=device)  # [B, columns]
+        self.extra: dict[str, Tensor] = {}
+        """The tags of `EXTRA` that passes have brought, `[B, capacity + 1]`."""
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Change everything that belongs to a row of the batch."""
+        self.count, self.halt = change(self.count), change(self.halt)
+        self.extra = {name: change(tensor) for name, tensor in self.extra.items()}
+
+    def select(self, rows: Tensor) -> None:
+        """Reorder, repeat or drop rows of the batch."""
+        self.each(lambda x: x.index_select(0, rows.to(x.device)))
+
+    def note(self, query: Tags, placement: Placement, deepest: int) -> None:
+        """Record the trips that the tokens of a pass have made; `deepest` is the latest trip in it."""
+        rows, live = self._members(query, placement)
+        place = (rows.unsqueeze(1) * self.halt.shape[1] + query.token).expand_as(live)
+        trip = torch.where(live, query.trip, EMPTY)  # the maximum below ignores it
+        self.halt.view(-1).scatter_reduce_(0, place.flatten(), trip.flatten(), "amax")
+        self.deepest = max(self.deepest, deepest)
+
+    def commit(self, query: Tags, placement: Placement) -> None:
+        """Count the slots that a pass has written."""
+        rows, live = self._members(query, placement)
+        self.count.index_add_(0, rows, live.sum(1))
+        self.end = max(self.end, placement.end)
+
+    def _members(self, query: Tags, placement: Placement) -> tuple[Tensor, Tensor]:
+        """Rows of the batch `[B']`, and which slots of theirs are kept `[B', M]`."""
+        shape = placement.shape(len(self.count), query)
+        rows = torch.arange(shape[0], device=self.count.device) if placement.batch is None else placement.batch
+        live = torch.ones((), dtype=torch.bool, device=rows.device) if query.live is None else query.live
+        return rows, live.expand(shape)
+
+    def _write(self, query: Tags, placement: Placement) -> None:
+        """Keep the tags of a pass' slots."""
+        shape = placement.shape(len(self.count), query)
+        for name in EXTRA:
+            value = getattr(query, name)
+            if value is not None and name not in self.extra:
+                self.extra[name] = value.new_zeros(len(self.count), self.capacity + 1)
+            if name in self.extra:
+                buffer = self.extra[name]
+                placement.write(buffer, buffer.new_zeros(shape) if value is None else value.expand(shape))
+
+    def _extra(self, name: str, placement: Placement) -> Tensor | None:
+        return placement.read(self.extra[name]) if name in self.extra else None
+
+    def _across(self, place: Tensor, placement: Placement) -> Tensor:
+        """Places `[B', N]` of a pass' rows, counted over all rows."""
+        rows = torch.arange(len(place), device=place.device) if placement.batch is None else placement.batch
+        return place.clamp(min=0) + rows.unsqueeze(1) * (self.capacity + 1)
+
+
+class SlotTable(Table):
+    """A table that grows: each row holds its slots one after another.
+
+    Args:
+        rows: Of the batch.
+        view: Which slots a slot may read.
+        device: Of its tensors.
+    """
 
     whole = False
     """Whether a pass leaves no token out while another goes on, so that its shapes stay."""
 
-    def __init__(self, capacity: int = 0, view: View = View.ALL) -> None:
-        self.capacity, self.view = capacity, view
-        self.columns: int | Tensor = 0
-        """Tokens seen, padding included; a tensor where places are fixed."""
-        self.deepest = 0
-        """The latest trip that any token made."""
+    def __init__(self, rows: int, view: View, device: torch.device) -> None:
+        super().__init__(rows, 0, 0, view, device)
+        self.columns = 0
+        """Tokens seen, padding included."""
         self.even = True
         """Whether all rows hold the same slots, so that no place has to be masked."""
         self.padded = False
         """Whether some columns of some rows may be padding."""
-        self.end = 0
-        self.count: Tensor | None = None  # [B]
-        self.counts: list[int] | None = None
-        """`count` on the host; None where it is not known."""
-        self.halt: Tensor | None = None  # [B, columns]
-        self.token = self.trip = self.bias = self.document = None
-        self.index: Tensor | None = None
-        """Where each slot stands, `[B, trip, column]`, or `EMPTY`; None until a pass wants to know."""
-        self.order: Tensor | None = None
-        """How the last `crop` moved the slots, for the layers to follow."""
+        self.counts = [0] * rows
+        """`count` on the host."""
+        self.token = torch.full((rows, 1), EMPTY, dtype=torch.long, device=device)  # [B, capacity + 1]
+        self.trip = torch.zeros_like(self.token)
+        self.index = self.halt.new_empty(rows, 0, 0)
+        """Where each slot stands, `[B, trip, column]`, or `EMPTY`; without trips until a pass wants to know."""
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Everything that belongs to a row of the batch, by name."""
-        names = ("count", "halt", "token", "trip", "bias", "document", "index")
-        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+    def emptied(self, rows: int, device: torch.device) -> SlotTable:
+        """A new table of this kind."""
+        return SlotTable(rows, self.view, device)
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> None:
+        """As `Table.each`."""
+        super().each(change)
+        self.token, self.trip, self.index = change(self.token), change(self.trip), change(self.index)
 
     def select(self, rows: Tensor) -> None:
-        """Reorder, repeat or drop rows of the batch."""
-        self.counts = None
-        for name, tensor in self.tensors().items():
-            setattr(self, name, tensor.index_select(0, rows.to(tensor.device)))
+        """As `Table.select`."""
+        super().select(rows)
+        self.counts = self.counts[:1] * len(rows) if self.even else [self.counts[i] for i in to_host(rows)]
 
-    def open(self, batch: int, columns: int | Tensor, device: torch.device) -> None:
+    def open(self, columns: int) -> None:
         """Make room for tokens that are about to be seen."""
-        assert isinstance(columns, int)
-        if self.count is None:
-            self.count, self.counts = torch.zeros(batch, dtype=torch.long, device=device), [0] * batch
-            self.halt = torch.full((batch, 0), EMPTY, dtype=torch.long, device=device)
-        assert self.halt is not None
         more = (0, columns - self.halt.shape[1])
         self.halt = torch.nn.functional.pad(self.halt, more, value=EMPTY)
-        if self.index is not None:
+        if self.index.shape[1]:
             self.index = torch.nn.functional.pad(self.index, more, value=EMPTY)
 
     def place(self, query: Tags, batch: Tensor | None, rows: list[int] | None = None) -> Placement:
@@ -168,11 +238,9 @@ class SlotTable:
             batch: Their rows of the batch, `[B']`; None for all.
             rows: The same on the host.
         """
-        assert self.count is not None
         new = query.token.shape[1]
         if self.even and query.live is None and batch is None:
-            counts = None if self.counts is None else [count + new for count in self.counts]
-            placement = Placement(None, None, self.end, self.end + new, counts)
+            placement = Placement(None, None, self.end, self.end + new, [count + new for count in self.counts])
             self._grow(placement.end)
         else:
             count = self.count if batch is None else self.count[batch]
@@ -182,28 +250,18 @@ class SlotTable:
             self._grow(end)
             slot = torch.where(live, count.unsqueeze(1) + live.cumsum(1) - 1, self.capacity)
             placement = Placement(batch, slot, 0, end, counts)
-        self._write(query, placement, ("token", "trip", "bias", "document"))
+        self._write(query, placement)
         return placement
 
-    def _write(self, query: Tags, placement: Placement, names: Sequence[str]) -> None:
-        """Keep some of the tags of a pass' slots."""
-        assert self.count is not None
+    def _write(self, query: Tags, placement: Placement) -> None:
         shape = placement.shape(len(self.count), query)
-        for name in names:
-            value = getattr(query, name)
-            if value is None and getattr(self, name) is None:
-                continue
-            if getattr(self, name) is None:
-                fill = EMPTY if name == "token" else 0
-                setattr(self, name, value.new_full((len(self.count), self.capacity + 1), fill))
-            buffer = getattr(self, name)
-            value = buffer.new_zeros(shape) if value is None else value.expand(shape)
-            placement.write(buffer, value)
+        placement.write(self.token, query.token.expand(shape))
+        placement.write(self.trip, query.trip.expand(shape))
+        super()._write(query, placement)
 
     def _counted(self, query: Tags, live: Tensor, rows: list[int] | None) -> tuple[list[int], int]:
-        """Slots of each row once these are kept, and where reading ends; reads from the device what is not known."""
-        assert self.count is not None
-        counts = list(self.counts) if self.counts is not None else to_host(self.count)
+        """Slots of each row once these are kept, and where reading ends."""
+        counts = list(self.counts)
         rows = list(range(len(counts))) if rows is None else rows
         living = query.living
         if query.live is None:
@@ -215,32 +273,24 @@ class SlotTable:
         return counts, max(1, *(counts[row] for row in rows))
 
     def _grow(self, end: int) -> None:
-        if self.token is not None and end <= self.token.shape[1] - 1:
-            return
-        self.resize(max(self.capacity, with_spare(end)))
+        if end > self.capacity:
+            self.resize(with_spare(end))
 
     def resize(self, capacity: int) -> None:
         """Give every row room for so many slots, and a place for what is thrown away."""
         self.capacity = capacity
-        for name in ("token", "trip", "bias", "document"):
-            if (tensor := getattr(self, name)) is not None:
-                setattr(self, name, grown(tensor, capacity, self.end, EMPTY if name == "token" else 0))
+        self.token, self.trip = grown(self.token, capacity, self.end, EMPTY), grown(self.trip, capacity, self.end)
+        self.extra = {name: grown(tensor, capacity, self.end) for name, tensor in self.extra.items()}
 
     def note(self, query: Tags, placement: Placement, deepest: int) -> None:
-        """Record the trips that the tokens of a pass have made; `deepest` is the latest trip in it."""
-        assert self.halt is not None
-        rows, live = self._members(query, placement)
-        place = (rows.unsqueeze(1) * self.halt.shape[1] + query.token).expand_as(live)
-        trip = torch.where(live, query.trip, EMPTY)  # the maximum below ignores it
-        self.halt.view(-1).scatter_reduce_(0, place.flatten(), trip.flatten(), "amax")
-        self.deepest = max(self.deepest, deepest)
+        """As `Table.note`."""
+        super().note(query, placement, deepest)
         self.padded = self.padded or (deepest == 0 and query.live is not None)
-        if self.index is not None:
+        if self.index.shape[1]:
             self._point(query, placement)
 
     def _point(self, query: Tags, placement: Placement) -> None:
         """Add the slots of a pass to the index."""
-        assert self.index is not None
         rows, live = self._members(query, placement)
         if self.deepest >= self.index.shape[1]:
             more = (0, 0, 0, self.deepest + 1 - self.index.shape[1])
@@ -254,7 +304,6 @@ class SlotTable:
 
     def _indexed(self) -> Tensor:
         """An index of the slots that are counted."""
-        assert self.count is not None and self.halt is not None and self.token is not None and self.trip is not None
         trips, columns = self.deepest + 1, self.halt.shape[1]
         place = torch.arange(self.token.shape[1], device=self.token.device)
         at = torch.where(place < self.count.unsqueeze(1), self.trip * columns + self.token, trips * columns)
@@ -271,12 +320,11 @@ class SlotTable:
             trip: Their trip.
             alone: Whether the call has one token of each row; one that is left of several does not count.
         """
-        assert self.halt is not None
         found = self.halt.shape[1] * (1 if self.view is View.SAME else trip + 1)
         copied = placement.batch is not None
         if self.view is View.ALL or not gathering_pays(query.token.shape[1], found, placement.end, copied):
             return placement
-        if self.index is None:
+        if not self.index.shape[1]:
             self.index = self._indexed()
             self._point(query, placement)
         index = self.index[:, : trip + 1]
@@ -287,31 +335,14 @@ class SlotTable:
         holes = self.padded or (trip > 0 and self.view is View.DUO)
         return replace(placement, seen=self._across(index, placement), found=index != EMPTY if holes else None)
 
-    def _across(self, place: Tensor, placement: Placement) -> Tensor:
-        """Places `[B', N]` of a pass' rows, counted over all rows."""
-        rows = torch.arange(len(place), device=place.device) if placement.batch is None else placement.batch
-        return place.clamp(min=0) + rows.unsqueeze(1) * (self.capacity + 1)
-
     def commit(self, query: Tags, placement: Placement) -> None:
-        """Count the slots that a pass has written."""
-        assert self.count is not None
-        rows, live = self._members(query, placement)
-        self.count.index_add_(0, rows, live.sum(1))
+        """As `Table.commit`."""
+        super().commit(query, placement)
         self.counts = placement.counts
-        self.end = max(self.end, placement.end)
         self.even = self.even and placement.slot is None
-
-    def _members(self, query: Tags, placement: Placement) -> tuple[Tensor, Tensor]:
-        """Rows of the batch `[B']`, and which slots of theirs are kept `[B', M]`."""
-        assert self.count is not None
-        shape = placement.shape(len(self.count), query)
-        rows = torch.arange(shape[0], device=self.count.device) if placement.batch is None else placement.batch
-        live = torch.ones((), dtype=torch.bool, device=rows.device) if query.live is None else query.live
-        return rows, live.expand(shape)
 
     def tags(self, placement: Placement) -> Tags:
         """The slots that a pass can see, its own included."""
-        assert self.count is not None and self.halt is not None and self.token is not None and self.trip is not None
         token, trip = placement.read(self.token), placement.read(self.trip)
         batch, live = placement.batch, None
         if isinstance(placement.seen, Tensor):
@@ -319,65 +350,55 @@ class SlotTable:
         elif placement.slot is not None:
             count = (self.count if batch is None else self.count[batch]) + (placement.slot < self.capacity).sum(1)
             live = torch.arange(placement.end, device=token.device) < count.unsqueeze(1)
-        return Tags(
-            token,
-            trip,
-            live,
-            None if self.bias is None else placement.read(self.bias),
-            None if self.document is None else placement.read(self.document),
-            (self.halt if batch is None else self.halt[batch]).gather(1, token.clamp(min=0)),
-        )
+        halt = (self.halt if batch is None else self.halt[batch]).gather(1, token.clamp(min=0))
+        return Tags(token, trip, live, self._extra("bias", placement), self._extra("document", placement), halt)
 
-    def crop(self, columns: int | Tensor) -> None:
-        """Forget the tokens from a column on."""
-        assert isinstance(columns, int)
-        assert self.count is not None and self.halt is not None and self.token is not None
+    def crop(self, columns: int) -> Tensor:
+        """Forget the tokens from a column on; returns how the slots moved, `[B, capacity + 1]`."""
         within = torch.arange(self.token.shape[1], device=self.token.device) < self.count.unsqueeze(1)
         keep = within & (self.token < columns)
         order = (~keep).to(torch.int8).argsort(dim=1, stable=True)
-        for name in ("token", "trip", "bias", "document"):
-            if (tensor := getattr(self, name)) is not None:
-                setattr(self, name, tensor.gather(1, order))
-        self.token = self.token.masked_fill(~keep.gather(1, order), EMPTY)
+        self.token = self.token.gather(1, order).masked_fill(~keep.gather(1, order), EMPTY)
+        self.trip = self.trip.gather(1, order)
+        self.extra = {name: tensor.gather(1, order) for name, tensor in self.extra.items()}
         self.count = keep.sum(1)
         self.counts = to_host(self.count)
-        self.halt, self.index = self.halt[:, :columns], None
+        self.halt, self.index = self.halt[:, :columns], self.index[:, :0]
         # At least 1 as long as there are columns, if only of padding: an `end` of 0 means that nothing was seen.
-        self.columns, self.end, self.order = columns, max(*self.counts, min(columns, 1)), order
+        self.columns, self.end = columns, max(*self.counts, min(columns, 1))
+        return order
 
     def absorb(self, other: SlotTable) -> None:
         """Take in another table's rows below these. All rows then end at one column, as padding on the left would do.
 
         The other table is used up.
         """
-        assert self.count is not None and other.count is not None and self.halt is not None
-        assert other.halt is not None and self.token is not None and other.token is not None
-        mine, theirs = len(self.count), len(other.count)
+        last = max(self.columns, other.columns)
         for table in (self, other):
-            table._end_at(max(self.columns, other.columns))
+            table._end_at(last)
         capacity = max(self.capacity, other.capacity)
-        for name in ("token", "trip", "bias", "document"):
-            fill, pair = EMPTY if name == "token" else 0, (getattr(self, name), getattr(other, name))
-            like = next((x for x in pair if x is not None), None)
-            if like is None:
-                continue
-            rows = (mine, self.end), (theirs, other.end)
-            parts = [
-                grown(like.new_full((n, end + 1), fill) if x is None else x, capacity, end, fill)
-                for x, (n, end) in zip(pair, rows, strict=True)
-            ]
-            setattr(self, name, torch.cat(parts))
+
+        def joined(mine: Tensor, theirs: Tensor, fill: int = 0) -> Tensor:
+            parts = ((mine, self.end), (theirs, other.end))
+            return torch.cat([grown(x, capacity, end, fill) for x, end in parts])
+
+        for name in {*self.extra, *other.extra}:
+            like = self.extra.get(name, other.extra.get(name))
+            assert like is not None
+            mine, theirs = (t.extra.get(name, like.new_zeros(len(t.count), t.end)) for t in (self, other))
+            self.extra[name] = joined(mine, theirs)
+        self.token, self.trip = joined(self.token, other.token, EMPTY), joined(self.trip, other.trip)
         self.count, self.halt = torch.cat((self.count, other.count)), torch.cat((self.halt, other.halt))
         self.capacity, self.deepest = capacity, max(self.deepest, other.deepest)
         self.settle()
 
-    def clear(self) -> None:
-        """Forget everything."""
-        self.__init__(view=self.view)  # type: ignore[misc]
+    def drop(self, row: int) -> None:
+        """Take a row out; the last one takes its place."""
+        self.each(lambda x: without(x, row))
+        self.settle()
 
     def settle(self) -> None:
         """After rows came or went: drop columns that are padding in every row, and recount the slots of each."""
-        assert self.count is not None and self.halt is not None and self.token is not None and self.trip is not None
         made = self.halt != EMPTY
         used, full = to_host(torch.stack([made.any(0), made.all(0)]))
         self.padded = used != full
@@ -389,126 +410,10 @@ class SlotTable:
 
     def _end_at(self, columns: int) -> None:
         """Renumber columns so that there are `columns` of them, ending where they ended."""
-        assert self.token is not None and self.halt is not None
-        by, self.index = columns - self.columns, None
+        by, self.index = columns - self.columns, self.halt.new_empty(len(self.halt), 0, 0)
         self.token = torch.where(self.token == EMPTY, EMPTY, self.token + by)
         self.halt = torch.nn.functional.pad(self.halt, (by, 0), value=EMPTY)  # a negative pad crops
         self.columns = columns
-
-
-class FixedTable(SlotTable):
-    """A table of fixed places: that of trip k of token t is t · trips + k, whether it was made or not.
-
-    Under SAME the places of trips that were not made hold what the token's last one left, once a call is over.
-
-    A pass may be of the first rows alone, if `columns` says of each of them how many tokens it has, `[B', 1]`.
-    """
-
-    def __init__(self, tokens: int, trips: int, view: View = View.ALL) -> None:
-        super().__init__(tokens * trips, view)
-        self.tokens, self.trips, self.even, self.deepest = tokens, trips, False, trips - 1
-
-    def open(self, batch: int, columns: int | Tensor, device: torch.device) -> None:
-        """Make the table if there is none; refuse more tokens than it has room for."""
-        if self.count is None:
-            self.count = torch.zeros(batch, dtype=torch.long, device=device)
-            self.halt = torch.full((batch, self.tokens), EMPTY, dtype=torch.long, device=device)
-            self.columns = torch.zeros((), dtype=torch.long, device=device)
-        if not torch.compiler.is_compiling() and max(to_host(torch.as_tensor(columns).flatten())) > self.tokens:
-            raise ValueError(f"a static cache has room for {self.tokens} tokens of this model, no more")
-
-    def place(self, query: Tags, batch: Tensor | None, rows: list[int] | None = None) -> Placement:
-        """As `SlotTable.place`."""
-        assert self.count is not None and isinstance(self.columns, Tensor)
-        slot = query.token * self.trips + query.trip
-        if query.live is not None:
-            slot = torch.where(query.live, slot, self.capacity)
-        if self.columns.ndim == 0:  # all rows take part, and may agree
-            slot = slot.expand(len(self.count) if batch is None else len(batch), -1)
-        placement = Placement(batch, slot, 0, self.end or self.capacity)
-        self._write(query, placement, ("bias",))
-        return placement
-
-    def narrow(self, placement: Placement, query: Tags, trip: int, alone: bool) -> Placement:
-        """As `SlotTable.narrow`. Copied are only the tokens of a longer call under SAME: it has yet to end."""
-        assert self.halt is not None
-        if self.view is not View.SAME:
-            return placement
-        seen: Tensor | slice = slice(trip, placement.end, self.trips)
-        if not alone:
-            last = self._rows(self.halt, placement)[:, : placement.end // self.trips].clamp(min=0, max=trip)
-            seen = self._across(torch.arange(last.shape[1], device=last.device) * self.trips + last, placement)
-        return replace(placement, seen=seen)
-
-    def tags(self, placement: Placement) -> Tags:
-        """As `SlotTable.tags`; live are the trips up to each token's last, and what the pass itself stores."""
-        assert self.halt is not None and placement.slot is not None
-        if isinstance(placement.seen, Tensor):
-            place = placement.seen % (self.capacity + 1)
-        else:
-            places = torch.arange(placement.end, device=self.halt.device).unsqueeze(0)
-            place = places if placement.seen is None else places[:, placement.seen]
-        token, trip = place // self.trips, place % self.trips
-        halt = self._rows(self.halt, placement)
-        halt = halt.gather(1, token.expand(len(halt), -1))  # [B', N]
-        if placement.seen is None:
-            own = placement.slot.clamp(max=placement.end)  # what is thrown away goes behind all that is read
-            live = torch.nn.functional.pad(trip <= halt, (0, 1)).scatter(1, own, True)[:, :-1]
-        else:
-            live = halt != EMPTY
-        return Tags(token, trip, live, None if self.bias is None else placement.read(self.bias), None, halt)
-
-    @staticmethod
-    def _rows(x: Tensor, placement: Placement) -> Tensor:
-        """The rows of a pass."""
-        assert placement.slot is not None
-        return x[: len(placement.slot)] if placement.batch is None else x[placement.batch]
-
-    def repeats(self, rows: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
-        """The places of trips after the first of the tokens in some columns, `[B, M]`, of rows `[B, 1]`, and what each
-        repeats: its own trip, or the token's last. Both are `[B, (trips - 1) M]`."""
-        assert self.halt is not None
-        trip = torch.arange(1, self.trips, device=token.device).unsqueeze(1)
-        last = self.halt[rows, token].clamp(min=0).unsqueeze(1)  # [B', 1, M]
-        token = token.unsqueeze(1)
-        places = (token * self.trips + each for each in (trip, torch.minimum(trip, last)))
-        to, of = (place.flatten(1) for place in places)
-        return to, of
-
-    def crop(self, columns: int | Tensor) -> None:
-        """As `SlotTable.crop`; nothing moves."""
-        assert self.halt is not None
-        columns = torch.as_tensor(columns, device=self.halt.device)
-        later = torch.arange(self.tokens, device=self.halt.device) >= columns
-        self.halt = self.halt.masked_fill(later, EMPTY)
-        self.count, self.columns = (self.halt + 1).sum(1), columns.clone()
-
-    def clear(self) -> None:
-        """As `SlotTable.clear`."""
-        self.__init__(self.tokens, self.trips, self.view)  # type: ignore[misc]
-
-    def take(self, first: int, other: SlotTable) -> tuple[Tensor, Tensor]:
-        """Copy the rows of a growing table over those from `first` on, each moved to begin at column 0.
-
-        Returns where their slots go: rows `[n, 1]` and places `[n, end]`.
-        """
-        assert self.halt is not None and self.count is not None and other.halt is not None and other.count is not None
-        assert other.token is not None and other.trip is not None
-        device, made = self.halt.device, other.halt != EMPTY  # [n, columns]
-        rows = torch.arange(first, first + len(made), device=device).unsqueeze(1)
-        begins = made.to(torch.int8).argmax(1, keepdim=True)
-        column = torch.arange(made.shape[1], device=device) - begins
-        halt = torch.full((len(made), self.tokens + 1), EMPTY, dtype=torch.long, device=device)
-        halt.scatter_(1, torch.where(column < 0, self.tokens, column), other.halt)
-        self.halt[rows[:, 0]], self.count[rows[:, 0]] = halt[:, :-1], other.count
-        within = torch.arange(other.end, device=device) < other.count.unsqueeze(1)
-        place = (other.token[:, : other.end] - begins) * self.trips + other.trip[:, : other.end]
-        place = torch.where(within, place, self.capacity)
-        if other.bias is not None:
-            if self.bias is None:
-                self.bias = other.bias.new_zeros(len(self.count), self.capacity + 1)
-            self.bias[rows, place] = other.bias[:, : other.end]
-        return rows, place
 
 
 def grown(buffer: Tensor, capacity: int, used: int, fill: int = 0, more: int = 0) -> Tensor:
@@ -516,3 +421,10 @@ def grown(buffer: Tensor, capacity: int, used: int, fill: int = 0, more: int = 0
     new = buffer.new_full((len(buffer) + more, capacity + 1, *buffer.shape[2:]), fill)
     new[: len(buffer), :used] = buffer[:, :used]
     return new
+
+
+def without(rows: Tensor, row: int) -> Tensor:
+    """All rows but one, whose place the last one takes."""
+    if row != len(rows) - 1:
+        rows[row] = rows[-1]
+    return rows[:-1]

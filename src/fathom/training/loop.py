@@ -6,7 +6,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -23,7 +23,6 @@ from fathom.data.shards import TokenDataset
 from fathom.errors import FathomError, HeldError, SettingsError, TrainingError
 from fathom.models.loading import described
 from fathom.models.modeling import FathomForCausalLM
-from fathom.models.registry import AXES, DEFAULTS, present_options
 from fathom.recipe import Recipe, differences, load_recipe
 from fathom.report.files import lock, read_json, write_atomically, write_json
 from fathom.training.adapters import AdapterFiles, merged
@@ -408,26 +407,12 @@ def export_model(training: Training, directory: Path, facts: Facts) -> Path:
     return directory
 
 
-def in_present_words(recipe: Recipe) -> Recipe:
-    """The recipe with the options of its mechanisms under their present names."""
-    model = dict(recipe.model)
-    for axis in AXES:
-        name, options = model.get(axis, DEFAULTS[axis]), model.get(f"{axis}_options")
-        if isinstance(options, dict):
-            model[f"{axis}_options"] = present_options(axis, name, options)
-    return replace(recipe, model=model)
-
-
 def _as_planned(recipe: Recipe, run_dir: str | Path | None) -> Change:
     """A run that begins or continues under its own recipe; a directory with another recipe is refused."""
     if run_dir is None:
         raise TypeError("train(recipe, run_dir): a recipe needs a directory")
     run_dir = Path(run_dir)
     before = load_recipe(run_dir / RECIPE) if (run_dir / RECIPE).exists() else recipe
-    try:
-        before, recipe = in_present_words(before), in_present_words(recipe)
-    except ValueError as error:  # one option under both names
-        raise SettingsError(f"model.{error}") from error
     if differing := differences(before, recipe):
         able = not differences(before, recipe, ignore=CHANGEABLE)
         hint = f"; `fathom train {run_dir} key=value` changes them on the way" if able else ""

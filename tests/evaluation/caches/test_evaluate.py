@@ -79,7 +79,7 @@ def test_every_number_and_a_page(here: Path, tmp_path: Path, capsys: pytest.Capt
     assert run(here, *words, "--json", "--out", str(tmp_path), checkpoints=both) == 0
     second = capsys.readouterr()
     assert json.loads(second.out)["checkpoints"] == report["checkpoints"]
-    assert second.err.count("done before\n") == 8 and "done before" not in first.err
+    assert second.err.count("done before\n") == 2 * (3 * 5 + 1) and "done before" not in first.err
 
 
 class Page(HTMLParser):
@@ -153,7 +153,10 @@ def test_without_text_there_are_needles_and_costs(here: Path, capsys: pytest.Cap
         (["--kvcache", "learned", *SCHEDULE], f"--kvcache learned: allowed: {ALLOWED}"),
         (["--kvcache", "freqkv", *SCHEDULE, "--at", "2x,many"], "--at 2x,many: expected numbers of windows"),
         (["--kvcache", "freqkv", "--kvcache-window", "8", "--kvcache-sinks", "4"], "--kvcache: a window of 8"),
-        (["--kvcache", "freqkv", *SCHEDULE, "--tasks", "piqa"], "--tasks reads short prompts"),
+        (
+            ["--kvcache", "freqkv", *SCHEDULE, "--tasks", "piqa"],
+            "--tasks piqa: with --kvcache, allowed: ruler, niah_single_1",
+        ),
         (["--at", "2x", "--tasks", "piqa"], "--at 2x: give --kvcache"),
         (["--kvcache-ratio", "0.5", "--tasks", "piqa"], "--kvcache-ratio 0.5: give --kvcache"),
         (["--kvcache-kept", "7", "--tasks", "piqa"], "--kvcache-kept 7: give --kvcache"),
@@ -168,6 +171,39 @@ def test_bad_words_are_one_line(here: Path, words: list[str], message: str, caps
     assert run(here, *words) == 2
     errors = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("plain: ")]
     assert len(errors) == 1 and message in errors[0]
+
+
+def test_questions_in_words_end_to_end(here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The tokens are said before anything is read; all caches answer the same questions; run again, it goes on."""
+    (tmp_path / "long.txt").write_text(". ".join(f"The {word} is here" for word in " ".join(TEXT).split() * 40))
+    words = (
+        "--kvcache",
+        "tova,drop",
+        "--kvcache-window",
+        "512",
+        "--at",
+        "1x",
+        "--perplexity",
+        str(tmp_path / "long.txt"),
+    )
+    words += ("--needles", "natural", "--questions", "4", "--compressions", "1", "--json", "--out", str(tmp_path))
+    assert run(here, *words) == 0
+    first = capsys.readouterr()
+    assert "plain: each of 3 caches reads" in first.err.split("tova, loss")[0] and " in all" in first.err
+    values = json.loads(first.out)["checkpoints"]["plain"]
+    assert values["questions"]["asked"] == 4 and not values["caches"]["tova"]["recall"]
+    cells = [
+        [(one["task"], one["place"], one["compressions"]) for one in answers]
+        for answers in (*(cache["answers"] for cache in values["caches"].values()), values["questions"]["reference"])
+    ]
+    assert cells[0] == cells[1] == cells[2] and len(cells[0]) == 4
+    assert "The full cache solves" in json.loads(first.out)["verdict"]
+    assert "score by task" in (tmp_path / "report.html").read_text()
+    (tmp_path / "plain" / ".done" / "kvcache-drop%2C costs.json").unlink()
+    assert run(here, *words) == 0
+    again = capsys.readouterr()
+    assert again.err.count("done before\n") == again.err.count("plain: ") - 3  # opening, what it takes, and the one
+    assert json.loads(again.out)["checkpoints"]["plain"]["caches"]["tova"] == values["caches"]["tova"]
 
 
 def test_entries_may_be_counted(here: Path) -> None:
@@ -202,6 +238,7 @@ def test_the_sentence_says_no_more_than_the_interval() -> None:
         "schedule": {"window": 64},
         "tuned": {"method": "freqkv"},
         "differences": gaps,
+        "questions": {"reference": []},
         "caches": {"freqkv": {"recall": recall, "chance": 0.1, "loads": [load]}},
     }
     said = verdict({"methods": ["freqkv"], "checkpoints": {"m": values}})
@@ -236,7 +273,7 @@ def test_spans_begin_at_the_window_whatever_the_ratio() -> None:
     recall = {"4 needles": {"right": [1], "asked": [1]}}
     load = {"cache_bytes": 1, "tokens": 120}
     cache = {"nats": nats, "recall": recall, "loads": [load]}
-    values = {"schedule": shape, "tuned": None, "caches": {"freqkv": cache}}
+    values = {"schedule": shape, "tuned": None, "questions": {"reference": []}, "caches": {"freqkv": cache}}
     found = summarize({"m": values}, ["freqkv"], [1, 3])["checkpoints"]["m"]["caches"]["freqkv"]
     assert found["spans"] == [[0.0, 0.0], [1.0, 1.0]] and found["beyond"] == [1.0, 1.0]
     assert found["loss"] == [0.0, pytest.approx(1 / 3), 1.0, 1.0, 1.0]

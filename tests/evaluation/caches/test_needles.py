@@ -89,7 +89,7 @@ def test_every_number_of_compressions_gets_its_questions(within: int | None) -> 
         drawn += 10
         return plant(text, kinds, 2, source, within)
 
-    rows = enough(draw, SCHEDULE, 4, 20)
+    rows = enough(draw, SCHEDULE, range(5), 20)
     counts = torch.bincount(rows.compressions(SCHEDULE).flatten(), minlength=5)
     assert (counts >= 20).all() and len(rows.ids) < drawn
     last = rows.asked.max(1).values
@@ -97,7 +97,7 @@ def test_every_number_of_compressions_gets_its_questions(within: int | None) -> 
     early = rows.pick(slice(0, 5)).cut()
     assert early.ids.shape[1] == early.asked.max() + 1 < 64 + 4 * 32
     # What never comes up is not waited for.
-    assert len(enough(draw, SCHEDULE, 9, 1).ids) > 0
+    assert len(enough(draw, SCHEDULE, range(10), 1).ids) > 0
 
 
 def test_intervals_are_wilsons_where_something_was_asked() -> None:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, cast
 
@@ -16,34 +20,40 @@ from transformers.cache_utils import Cache
 
 from fathom.checkpoints.layout import CONFIG
 from fathom.errors import SettingsError
-from fathom.evaluation.caches.measure import CHUNK, each_length, losses, scorer, stretches
+from fathom.evaluation.caches import natural, ruler
+from fathom.evaluation.caches.asking import answer, batches, make_prompts
+from fathom.evaluation.caches.measure import CHUNK, each_length, losses, read, scorer, stretches
 from fathom.evaluation.caches.needles import Needles, Rows, enough, plant, recall
 from fathom.evaluation.caches.page import summarize, write_report
+from fathom.evaluation.caches.prompts import Frame, Prompt
 from fathom.evaluation.caches.spectrum import spectrum
 from fathom.evaluation.perplexity import Domain, encoder
 from fathom.evaluation.results import (
+    AnswerValues,
     CacheReport,
-    CacheValues,
+    CacheRow,
     CheckpointCaches,
+    Load,
     RecallValues,
     SpectrumValues,
 )
 from fathom.evaluation.scoring import Checkpoint, Settings, kept, name_checkpoints
-from fathom.kvcache import METHODS, NAMES, Schedule, build_cache
+from fathom.kvcache import METHODS, NAMES, Schedule, UntunedWarning, build_cache
 from fathom.kvcache.whole import WHOLE
 from fathom.recipe import CacheSettings, CacheWishes, cache_policy
 from fathom.report.files import read_json
 from fathom.report.progress import ProgressBar
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 TASKS = {"1 needle": (1, True), "4 needles": (4, True), "4 needles, anywhere": (4, False)}
-"""Tasks: number of needles in a text, and whether all are planted in its first window."""
-COMPRESSIONS = 8
-"""Needles are asked for after up to this many compressions."""
-QUESTIONS = 200
-"""Fewest questions for each task and number of compressions."""
+"""Needles of tokens: number in a text, and whether all are planted in its first window."""
+NEEDLES = ("tokens", "natural")
+"""Kinds of needles: drawn tokens among which the answer is chosen, or sentences in real text."""
+COMPRESSIONS = (1, 2, 4)
+QUESTIONS = 300
+"""Questions for each cache, over all tasks, places and numbers of compressions."""
 DECODED = 64
 """Tokens decoded at every length; more if no compression would happen among them."""
 READ_AT_ONCE = 4096
@@ -60,6 +70,17 @@ class Asked:
     """Text lengths, in windows."""
     wishes: CacheWishes
     """The schedule, as far as the command line says it."""
+    questions: int = QUESTIONS
+    compressions: tuple[int, ...] = COMPRESSIONS
+    """How often the cache is compressed before a question is answered."""
+    needles: str | None = "tokens"
+    tasks: tuple[str, ...] = ()
+    """Tasks of RULER."""
+
+    @property
+    def prompted(self) -> tuple[str, ...]:
+        """The tasks that are asked in words."""
+        return (*(natural.TASKS if self.needles == "natural" else ()), *self.tasks)
 
     def policy(self, checkpoint: Checkpoint, method: str) -> CacheSettings:
         """Method and schedule."""
@@ -81,16 +102,16 @@ class Asked:
 
 def evaluate_caches(checkpoints: Sequence[str | Path], settings: Settings, asked: Asked) -> CacheReport:
     """Evaluate every checkpoint with every cache; returns what `report.json` holds."""
-    if settings.tasks:
-        raise SettingsError("--tasks reads short prompts, in which no cache is ever full: leave out --kvcache")
     if settings.max_trips is not None:
         raise SettingsError("--max-trips and --kvcache: ask one question at a time")
     named = name_checkpoints(checkpoints, settings)
     domains = settings.texts()
+    if asked.needles == "natural" and not domains:
+        raise SettingsError("--needles natural: give --perplexity FILES: the needles are planted in their text")
     schedules = [asked.schedule(checkpoint) for checkpoint in named]
     found = {}
     for checkpoint, schedule in zip(named, schedules, strict=True):
-        found[checkpoint.name] = _checkpoint(checkpoint, schedule, asked, domains, settings)
+        found[checkpoint.name] = Evaluation(checkpoint, schedule, asked, domains, settings).run()
         checkpoint.close()
     report = summarize(found, asked.methods, asked.at)
     if settings.out is not None:
@@ -98,13 +119,26 @@ def evaluate_caches(checkpoints: Sequence[str | Path], settings: Settings, asked
     return report
 
 
-def ask(kvcache: str, wishes: CacheWishes, at: str = "1x,2x,4x,8x") -> Asked:
+def ask(
+    kvcache: str,
+    wishes: CacheWishes,
+    at: str = "1x,2x,4x,8x",
+    *,
+    questions: int | None = None,
+    compressions: str | None = None,
+    needles: str | None = "tokens",
+    tasks: str | None = None,
+) -> Asked:
     """The settings of a cache evaluation, checked before anything is opened.
 
     Args:
         kvcache: Methods, comma between.
         wishes: The schedule; what it does not say is as the checkpoint was tuned.
         at: Numbers of windows, comma between.
+        questions: Questions for each cache, over everything that is asked.
+        compressions: Numbers of compressions before an answer, comma between.
+        needles: A kind of `NEEDLES`, or None.
+        tasks: Tasks of RULER, comma between, or `ruler` for all.
     """
     methods = tuple(dict.fromkeys(word.strip() for word in kvcache.split(",") if word.strip()))
     for method in methods:
@@ -113,113 +147,250 @@ def ask(kvcache: str, wishes: CacheWishes, at: str = "1x,2x,4x,8x") -> Asked:
     numbers = [word.strip().removesuffix("x") for word in at.split(",")]
     if not methods or not all(number.isdigit() and int(number) for number in numbers):
         raise SettingsError(f"--at {at}: expected numbers of windows, as in 1x,2x,4x")
-    return Asked(methods, tuple(sorted({int(number) for number in numbers})), wishes)
+    counts = [word.strip() for word in (compressions or ",".join(map(str, COMPRESSIONS))).split(",")]
+    if not all(count.isdigit() and int(count) for count in counts):
+        raise SettingsError(f"--compressions {compressions}: expected numbers of compressions, as in 1,2,4")
+    questions = QUESTIONS if questions is None else questions
+    if questions < 1:
+        raise SettingsError(f"--questions {questions}: allowed: 1 or more")
+    words = [word.strip() for word in (tasks or "").split(",") if word.strip()]
+    chosen = dict.fromkeys(task for word in words for task in (ruler.TASKS if word == "ruler" else (word,)))
+    for task in chosen:
+        if task not in ruler.TASKS:
+            raise SettingsError(f"--tasks {task}: with --kvcache, allowed: ruler, {', '.join(ruler.TASKS)}")
+    return Asked(
+        methods,
+        tuple(sorted({int(number) for number in numbers})),
+        wishes,
+        questions,
+        tuple(sorted({int(count) for count in counts})),
+        needles,
+        tuple(chosen),
+    )
 
 
-def _checkpoint(
-    checkpoint: Checkpoint, schedule: Schedule, asked: Asked, domains: Sequence[Domain], settings: Settings
-) -> CheckpointCaches:
-    """All results of one checkpoint."""
-    length = max(asked.at) * schedule.window
-    # Texts of needles hold a window and COMPRESSIONS compressions, whatever the lengths asked for.
-    size = schedule.window + COMPRESSIONS * schedule.freed
-    texts = _texts(checkpoint, domains, length + 1, max(length + 1, size)) if domains else []
-    key = {
-        "checkpoint": checkpoint.fingerprint(),
-        "dtype": settings.dtype,
-        "schedule": asdict(schedule),
-        "at": list(asked.at),
-        "questions": QUESTIONS,
-        "compressions": COMPRESSIONS,
-        "texts": [hash_of(text) for text in texts],
-    }
-    caches = {}
-    for method in asked.methods:
-        policy = asked.policy(checkpoint, method)
-        work = partial(_cache, checkpoint, policy, schedule, asked.at, texts)
-        caches[method] = kept(checkpoint, settings.out, "kvcache", method, {**key, "policy": policy}, work)
-    look = partial(_spectrum, checkpoint, schedule, texts)
-    return {
-        "directory": str(checkpoint.directory),
-        "tuned": read_json(checkpoint.directory / CONFIG).get("kvcache"),
-        "schedule": {
-            "window": schedule.window,
-            "sinks": schedule.sinks,
-            "kept": schedule.kept,
-            "freed": schedule.freed,
-            "chunk": schedule.chunk,
-        },
-        "documents": len(texts),
-        "haystack": "documents" if any(text.shape[1] >= size for text in texts) else "random tokens",
-        "caches": caches,
-        "spectrum": kept(checkpoint, settings.out, "kvcache", "spectrum", key, look),
-    }
+class Evaluation:
+    """One checkpoint with every cache, in parts that are kept as they come."""
 
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        schedule: Schedule,
+        asked: Asked,
+        domains: Sequence[Domain],
+        settings: Settings,
+    ) -> None:
+        self.checkpoint, self.schedule, self.asked, self.settings = checkpoint, schedule, asked, settings
+        self.lengths = [n * schedule.window for n in asked.at]
+        length = self.lengths[-1]
+        # Texts of needles hold a window and all compressions, whatever the lengths asked for.
+        self.size = schedule.window + max(asked.compressions) * schedule.freed
+        self.texts = _texts(checkpoint, domains, length + 1, max(length + 1, self.size)) if domains else []
+        self.key = {
+            "checkpoint": checkpoint.fingerprint(),
+            "dtype": settings.dtype,
+            "schedule": asdict(schedule),
+            "texts": [hash_of(text) for text in self.texts],
+        }
+        self.questions = {**self.key, "questions": asked.questions, "compressions": list(asked.compressions)}
+        _, tokenizer = checkpoint.open()
+        self.usable = _usable(tokenizer)
+        self.generator = torch.Generator().manual_seed(0)
+        self.needles = Needles.drawn(self.usable, self.generator) if asked.needles == "tokens" else None
+        self.width = min(CHUNK, schedule.freed)  # the same for full caches, so that pieces have one size for all
+        self.planted: dict[str, list[Rows]] = {}
+        if self.needles is not None:
+            self.planted = {name: self._planted(self.needles, task) for name, task in TASKS.items()}
+        self.prompts: list[Prompt] = []
+        self.left_out: dict[str, str] = {}
+        if asked.prompted:
+            strings = [str(tokenizer.decode(text[0].tolist(), skip_special_tokens=True)) for text in self.texts]
+            self.prompts, self.left_out = make_prompts(
+                Frame(tokenizer), schedule, asked.prompted, asked.compressions, strings, asked.questions
+            )
 
-def _cache(
-    checkpoint: Checkpoint, policy: CacheSettings, schedule: Schedule, at: Sequence[int], texts: Sequence[Tensor]
-) -> CacheValues:
-    """The results of one checkpoint with one cache: loss, needles, costs."""
-    model, tokenizer = checkpoint.open()
-    try:
-        build_cache(model, **{"window": 1, **policy} if policy["window"] is None else policy)
-    except ValueError as error:
-        raise SettingsError(f"{checkpoint.name}: --kvcache {policy['method']}: {error}") from error
+    def run(self) -> CheckpointCaches:
+        """All results."""
+        policies = {method: self.asked.policy(self.checkpoint, method) for method in self.asked.methods}
+        for method, policy in policies.items():
+            self._check(method, policy)
+        self._say_what_it_takes(policies)
+        caches = {method: self._cache(method, policy) for method, policy in policies.items()}
+        reference = self._answers("full", {**next(iter(policies.values())), "method": "full", "window": None})
+        look = partial(_spectrum, self.checkpoint, self.schedule, self.texts)
+        schedule = self.schedule
+        return {
+            "directory": str(self.checkpoint.directory),
+            "tuned": read_json(self.checkpoint.directory / CONFIG).get("kvcache"),
+            "schedule": {
+                "window": schedule.window,
+                "sinks": schedule.sinks,
+                "kept": schedule.kept,
+                "freed": schedule.freed,
+                "chunk": schedule.chunk,
+            },
+            "documents": len(self.texts),
+            "haystack": "documents" if any(text.shape[1] >= self.size for text in self.texts) else "random tokens",
+            "questions": {"asked": len(self.prompts), "left_out": self.left_out, "reference": reference},
+            "caches": caches,
+            "spectrum": self._part("spectrum", self.key, look),
+        }
 
-    def made_for(room: int) -> Cache:
-        return build_cache(model, **{**policy, "window": room} if policy["method"] in WHOLE else policy)
+    def _part(self, name: str, key: Mapping[str, object], work: Callable[[], T]) -> T:
+        return cast("T", kept(self.checkpoint, self.settings.out, "kvcache", name, key, work))
 
-    generator = torch.Generator().manual_seed(0)
-    usable = _usable(tokenizer)
-    needles = Needles.drawn(usable, generator)
-    tasks = {name: _planted(texts, usable, needles, task, schedule, generator) for name, task in TASKS.items()}
-    lengths = [n * schedule.window for n in at]
-    width = min(CHUNK, schedule.freed)  # the same for full caches, so that pieces and logits have one size for all
-    work = len(texts) + sum(map(len, tasks.values())) + len(at)
-    with ProgressBar(f"{checkpoint.name}: {policy['method']}", work) as bar:
+    def _check(self, method: str, policy: CacheSettings) -> None:
+        model, _ = self.checkpoint.open()
+        try:
+            _quietly(model, {**policy, "window": 1} if policy["window"] is None else policy)
+        except ValueError as error:
+            raise SettingsError(f"{self.checkpoint.name}: --kvcache {method}: {error}") from error
+
+    def _new(self, policy: CacheSettings, room: int) -> Cache:
+        model, _ = self.checkpoint.open()
+        return _quietly(model, {**policy, "window": room} if policy["method"] in WHOLE else policy)
+
+    def _cache(self, method: str, policy: CacheSettings) -> CacheRow:
+        key = {**self.key, "policy": policy, "at": list(self.asked.at)}
+        nats = self._part(f"{method}, loss", key, partial(self._losses, method, policy)) if self.texts else []
+        recall = {
+            task: self._part(
+                f"{method}, {task}", {**self.questions, "policy": policy}, partial(self._recall, method, policy, task)
+            )
+            for task in self.planted
+        }
+        answers = self._answers(method, policy)
+        loads = self._part(f"{method}, costs", key, partial(self._loads, policy))
+        chance = self.needles.chance if self.needles is not None else 0.0
+        return {"nats": nats, "recall": recall, "chance": chance, "answers": answers, "loads": loads}
+
+    def _losses(self, method: str, policy: CacheSettings) -> list[list[float]]:
+        """Nats by document, over stretches of positions."""
+        model, _ = self.checkpoint.open()
         by_document: list[list[float]] = []
-        for rows in _side_by_side([text[:, : lengths[-1] + 1] for text in texts], schedule.window):
-            by_document += stretches(losses(model, rows, made_for(rows.shape[1]), width), schedule.chunk)
-            bar.update(len(by_document))
-        done = len(texts)
+        with ProgressBar(f"{self.checkpoint.name}: {method}, loss", len(self.texts)) as bar:
+            for rows in _side_by_side([text[:, : self.lengths[-1] + 1] for text in self.texts], self.schedule.window):
+                nats = losses(model, rows, self._new(policy, rows.shape[1]), self.width)
+                by_document += stretches(nats, self.schedule.chunk)
+                bar.update(len(by_document))
+        return by_document
 
-        def counted(parts: Iterable[T]) -> Iterator[T]:
-            nonlocal done
-            for part in parts:
-                yield part
-                done += 1
-                bar.update(done)
+    def _recall(self, method: str, policy: CacheSettings, task: str) -> RecallValues:
+        """Right answers of needles of tokens."""
+        assert self.needles is not None
+        model, _ = self.checkpoint.open()
+        batches = self.planted[task]
+        with ProgressBar(f"{self.checkpoint.name}: {method}, {task}", len(batches)) as bar:
+            score = scorer(model, partial(self._new, policy, self.size), self.width)
+            found = recall(score, _counted(batches, bar), self.needles, self.schedule, max(self.asked.compressions))
+        return cast("RecallValues", asdict(found))
 
-        found = {}
-        for name, batches in tasks.items():
-            new = partial(made_for, schedule.window + COMPRESSIONS * schedule.freed)
-            answers = recall(scorer(model, new, width), counted(batches), needles, schedule, COMPRESSIONS)
-            found[name] = cast(RecallValues, asdict(answers))
-        decode = _decoded(schedule, lengths)
-        ids = usable[torch.randint(0, len(usable), (1, lengths[-1] + decode), generator=generator)]
-        costs = list(counted(each_length(model, ids, made_for, lengths, decode, width)))
-    return {"nats": by_document, "recall": found, "chance": needles.chance, "loads": costs}
+    def _answers(self, method: str, policy: CacheSettings) -> list[AnswerValues]:
+        """Answers to the questions in words, in their order."""
+        if not self.prompts:
+            return []
+        model, tokenizer = self.checkpoint.open()
+        by_task = groupby(self.prompts, key=lambda prompt: prompt.cell.task)
+        found: list[AnswerValues] = []
+        for task, group in by_task:
+            prompts = list(group)
+
+            def work(task: str = task, prompts: list[Prompt] = prompts) -> list[AnswerValues]:
+                parts = list(batches(prompts))
+                with ProgressBar(f"{self.checkpoint.name}: {method}, {task}", len(parts)) as bar:
+                    return [
+                        one
+                        for part in _counted(parts, bar)
+                        for one in answer(
+                            model, tokenizer, partial(self._new, policy), part, self.schedule.survivors, self.width
+                        )
+                    ]
+
+            # A full cache answers alike on every schedule, and is asked for as a reference too.
+            shown = {"method": method} if method in WHOLE else policy
+            found += self._part(f"{method}, {task}", {**self.questions, "policy": shown}, work)
+        return found
+
+    def _loads(self, policy: CacheSettings) -> list[Load]:
+        """Bytes and speed at every length."""
+        model, _ = self.checkpoint.open()
+        decode = _decoded(self.schedule, self.lengths)
+        generator = torch.Generator().manual_seed(0)
+        draw = torch.randint(0, len(self.usable), (1, self.lengths[-1] + decode), generator=generator)
+        with ProgressBar(f"{self.checkpoint.name}: {policy['method']}, costs", len(self.lengths)) as bar:
+            new = partial(self._new, policy)
+            return list(_counted(each_length(model, self.usable[draw], new, self.lengths, decode, self.width), bar))
+
+    def _planted(self, needles: Needles, task: tuple[int, bool]) -> list[Rows]:
+        """Batches of texts with the task's share of the questions, cut after the last one."""
+        count, early = task
+        batch = max(1, READ_AT_ONCE // self.size)
+
+        def draw() -> Rows:
+            text = _haystack(self.texts, self.usable, batch, self.size, self.generator)
+            within = self.schedule.window if early else None
+            return plant(text, needles, count, self.generator, within, after=self.schedule.sinks)
+
+        wanted = [0, *self.asked.compressions]
+        each = -(-self.asked.questions // (len(TASKS) * len(wanted)))
+        rows = enough(draw, self.schedule, wanted, each)
+        return [rows.pick(slice(start, start + batch)).cut() for start in range(0, len(rows.ids), batch)]
+
+    def _say_what_it_takes(self, policies: Mapping[str, CacheSettings]) -> None:
+        """Tokens and time, before anything is measured."""
+        lengths, decode = self.lengths, _decoded(self.schedule, self.lengths)
+        tokens = {
+            "loss": sum(min(text.shape[1], lengths[-1] + 1) for text in self.texts),
+            "needles": sum(rows.ids.numel() for batches in self.planted.values() for rows in batches),
+            "questions": sum(len(prompt.ids) for prompt in self.prompts),
+            "costs": sum(lengths),
+        }
+        steps = len(lengths) * decode + sum(max(prompt.most for prompt in part) for part in batches(self.prompts))
+        model, _ = self.checkpoint.open()
+        read_one, decode_one = _speed(model, self.usable, self.width)
+        caches = len(policies) + bool(self.prompts and "full" not in policies)
+        seconds = caches * (sum(tokens.values()) * read_one + steps * decode_one)
+        parts = ", ".join(f"{name} {count:,}" for name, count in tokens.items() if count)
+        print(
+            f"{self.checkpoint.name}: each of {caches} caches reads {sum(tokens.values()):,} tokens ({parts}) and "
+            f"decodes up to {steps:,} steps; at {1 / read_one:,.0f} tokens and {1 / decode_one:,.1f} steps a second, "
+            f"about {duration(seconds)} in all",
+            file=sys.stderr,
+        )
 
 
-def _planted(
-    texts: Sequence[Tensor],
-    usable: Tensor,
-    needles: Needles,
-    task: tuple[int, bool],
-    schedule: Schedule,
-    generator: torch.Generator,
-) -> list[Rows]:
-    """Batches of texts with at least QUESTIONS questions after each number of compressions, cut after the last one."""
-    count, early = task
-    size = schedule.window + COMPRESSIONS * schedule.freed
-    batch = max(1, READ_AT_ONCE // size)
+def _quietly(model: PreTrainedModel, policy: CacheSettings) -> Cache:
+    """A cache; that a checkpoint was not tuned is said in the report."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UntunedWarning)
+        return build_cache(model, **policy)
 
-    def draw() -> Rows:
-        text = _haystack(texts, usable, batch, size, generator)
-        return plant(text, needles, count, generator, schedule.window if early else None, after=schedule.sinks)
 
-    rows = enough(draw, schedule, COMPRESSIONS, QUESTIONS)
-    return [rows.pick(slice(start, start + batch)).cut() for start in range(0, len(rows.ids), batch)]
+def _counted(parts: Iterable[T], bar: ProgressBar) -> Iterator[T]:
+    for done, part in enumerate(parts, 1):
+        yield part
+        bar.update(done)
+
+
+@torch.no_grad()
+def _speed(model: PreTrainedModel, usable: Tensor, width: int) -> tuple[float, float]:
+    """Seconds for a token that is read with others, and for a step of decoding, by a short trial."""
+    ids = usable[torch.arange(2 * width) % len(usable)].unsqueeze(0)
+    cache = build_cache(model, "full")
+    first, second = ids.split(width, dim=1)
+    marks = []
+    for piece in (first, second, *first[:, :3].split(1, dim=1)):  # the first call allocates
+        for _ in read(model, piece, cache, keep=1):
+            pass
+        marks.append(time.perf_counter())
+    return max(marks[1] - marks[0], 1e-9) / width, max(marks[-1] - marks[1], 1e-9) / 3
+
+
+def duration(seconds: float) -> str:
+    """Time in words."""
+    if seconds < 90:
+        return f"{max(1, round(seconds))} s"
+    return f"{seconds / 60:.0f} minutes" if seconds < 5400 else f"{seconds / 3600:.1f} hours"
 
 
 def _decoded(schedule: Schedule, lengths: Sequence[int]) -> int:

@@ -6,7 +6,7 @@ can carry one needle as a constant over the whole memory, but not several, so se
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -149,21 +149,23 @@ IDLE = 50
 """Drawing stops after this many batches in a row without a wanted question."""
 
 
-def enough(draw: Callable[[], Rows], schedule: Schedule, compressions: int, questions: int) -> Rows:
-    """Draw rows until each number of compressions up to the one given has enough questions.
+def enough(draw: Callable[[], Rows], schedule: Schedule, compressions: Sequence[int], questions: int) -> Rows:
+    """Draw rows until each of some numbers of compressions has enough questions.
 
     A row is kept if it asks after a number of compressions that still lacks questions. Numbers that are never drawn
     stay without.
     """
-    taken, lacks, idle = [], torch.full((compressions + 1,), questions), 0
+    most = max(compressions)
+    taken, lacks, idle = [], torch.zeros(most + 1, dtype=torch.long), 0
+    lacks[list(compressions)] = questions
     while (lacks > 0).any() and idle < IDLE:
         rows = draw()
         counts, chosen = rows.compressions(schedule), []
         for row, here in enumerate(counts):
-            here = here[here <= compressions]
+            here = here[here <= most]
             if (lacks[here] > 0).any():
                 chosen.append(row)
-                lacks -= torch.bincount(here, minlength=compressions + 1)
+                lacks -= torch.bincount(here, minlength=most + 1)
         idle = 0 if chosen else idle + 1
         taken.append(rows.pick(torch.tensor(chosen, dtype=torch.long)))
     parts = ([getattr(part, name) for part in taken] for name in ("ids", "value", "planted", "asked"))

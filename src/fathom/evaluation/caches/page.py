@@ -12,6 +12,7 @@ from markupsafe import Markup
 
 from fathom.evaluation.caches.measure import stretches
 from fathom.evaluation.caches.needles import Recall
+from fathom.evaluation.caches.questions import question_tables, sentence
 from fathom.evaluation.results import (
     CacheGap,
     CacheReport,
@@ -68,7 +69,9 @@ def _sentence(name: str, values: CheckpointCacheRow, report: CacheResults) -> st
     load = mine["loads"][-1]
     held = f"holds {size(load['cache_bytes'])} after {load['tokens']:,} tokens"
     tuned = "" if values["tuned"] else ", not tuned under compression"
-    return f"{name}{tuned}: {loss}{_found(Recall(**mine['recall']['4 needles']))}, and {held}."
+    asked = mine["recall"].get("4 needles")
+    found = f"{_found(Recall(**asked))}, and {held}" if asked else held
+    return f"{name}{tuned}: {loss}{found}.{sentence(values, first)}"
 
 
 def _found(recall: Recall) -> str:
@@ -140,7 +143,12 @@ Table = tuple[str, list[str], list[list[str]]]
 
 def tables(name: str, values: CheckpointCacheRow, report: CacheReport) -> list[Table]:
     """Loss by position, needles by compressions, costs by length."""
-    found = [*_loss_table(values, report), *_recall_tables(values, report), _cost_table(values, report)]
+    found = [
+        *_loss_table(values, report),
+        *_recall_tables(values, report),
+        *question_tables(values, report["methods"]),
+        _cost_table(values, report),
+    ]
     return [(f"{name}: {caption}", columns, rows) for caption, columns, rows in found]
 
 
@@ -211,7 +219,8 @@ def page(report: CacheReport) -> str:
             html.section(
                 f"{name}: loss by position", legend if loss else "", loss, _gaps(values), *_html(shown, "nats")
             ),
-            html.section(f"{name}: needles", legend, needles, *_html(shown, "accuracy")),
+            html.section(f"{name}: needles", legend, needles, *_html(shown, "accuracy")) if needles else Markup(),
+            html.section(f"{name}: questions", *_html(shown, "answers")) if _html(shown, "answers") else Markup(),
             html.section(f"{name}: cost", legend, cost, *_html(shown, "costs")),
         ]
     title = f"Caches: {', '.join(report['methods'])}"
@@ -318,6 +327,9 @@ def _method(report: CacheReport) -> list[str]:
         "is long enough); the key is asked for once, and the likeliest of the values is the answer. Compressions are "
         "counted by one schedule for all; a needle that is not found at 0 says nothing about the cache. Intervals are "
         "Wilson's, over questions.",
+        "Questions in words: 'outside' comes after the last compression, which could not see it; 'inside' comes just "
+        "before it. All caches answer the same questions, and differences to the full cache are paired over them. The "
+        "tasks one, several and lookalike count exact answers; RULER's count the expected strings that appear.",
         "Bytes are those of the cache's tensors. Peak memory is what the process or device used at most over what it "
         f"used before. Decoding times single tokens in {clock}, compressions included: the slowest token is one.",
         "Spectrum: how much of the energy lies in the mean over a window, which averaging keeps too, and how much of "

@@ -1,0 +1,129 @@
+"""What the answers to questions say: scores by cell, which tasks the full cache solves, and differences to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+
+import numpy as np
+
+from fathom.evaluation.results import AnswerValues, CheckpointCaches
+from fathom.report.numbers import DASH, signed
+from fathom.report.statistics import paired_difference, wilson
+
+SOLVED = 0.5
+"""Tasks that the full cache answers less well enter no verdict."""
+Table = tuple[str, list[str], list[list[str]]]
+Filter = Callable[[AnswerValues], bool]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Answers of one cache, with those of the full cache to the same questions."""
+
+    mine: Sequence[AnswerValues]
+    full: Sequence[AnswerValues]
+
+    def where(self, wanted: Filter) -> Scores:
+        """Some of the questions."""
+        kept = [i for i, one in enumerate(self.full) if wanted(one)]
+        return Scores([self.mine[i] for i in kept], [self.full[i] for i in kept])
+
+    @property
+    def score(self) -> str:
+        """The mean score with a 95 % interval: Wilson's for answers that are right or wrong, else Student's."""
+        scores = [one["score"] for one in self.mine]
+        if not scores:
+            return DASH
+        if set(scores) <= {0.0, 1.0}:
+            low, high = wilson(int(sum(scores)), len(scores))
+        else:
+            gap = paired_difference(scores, [0.0] * len(scores))
+            half = gap.half_width or 0.0
+            low, high = max(0.0, gap.mean - half), min(1.0, gap.mean + half)
+        return f"{np.mean(scores):.2f} ({low:.2f}–{high:.2f})"
+
+    @property
+    def nats(self) -> str:
+        """The mean of nats per answer token."""
+        found = [one["nats"] for one in self.mine if one["nats"] is not None]
+        return f"{np.mean(found):.2f}" if found else DASH
+
+    def gap(self, of: Callable[[AnswerValues], float | None]) -> str:
+        """The mean difference to the full cache, paired over questions, with its interval."""
+        pairs = [(of(a), of(b)) for a, b in zip(self.mine, self.full, strict=True)]
+        mine = [a for a, b in pairs if a is not None and b is not None]
+        full = [b for a, b in pairs if a is not None and b is not None]
+        if not mine:
+            return DASH
+        found = paired_difference(mine, full)
+        return signed(found.mean, found.half_width)
+
+
+def solved(values: CheckpointCaches) -> tuple[list[str], list[str]]:
+    """The tasks that the full cache solves, and those that it does not."""
+    by_task: dict[str, list[float]] = {}
+    for one in values["questions"]["reference"]:
+        by_task.setdefault(one["task"], []).append(one["score"])
+    good = [task for task, scores in by_task.items() if np.mean(scores) >= SOLVED]
+    return good, [task for task in by_task if task not in good]
+
+
+def scores_of(values: CheckpointCaches, method: str) -> Scores:
+    """One cache's answers beside the full cache's."""
+    return Scores(values["caches"][method]["answers"], values["questions"]["reference"])
+
+
+def sentence(values: CheckpointCaches, method: str) -> str:
+    """What the questions say of a cache; nothing if none were asked."""
+    if not values["questions"]["reference"]:
+        return ""
+    good, bad = solved(values)
+    words = f" The full cache solves {', '.join(good) or 'no task'}"
+    if bad:
+        words += f"; the tasks that it solves below 50 % say nothing about caches: {', '.join(bad)}"
+    if not good:
+        return words + "."
+    mine = scores_of(values, method).where(lambda one: one["task"] in good)
+    parts = [
+        f"{mine.where(lambda one, place=place: one['place'] == place).score} with the question {place}"  # type: ignore[misc]
+        for place in ("outside", "inside")
+    ]
+    full = Scores(mine.full, mine.full).score
+    return f"{words}. There {method} scores {', '.join(parts)} the last compression, and full {full}."
+
+
+def question_tables(values: CheckpointCaches, methods: Sequence[str]) -> Iterator[Table]:
+    """Scores and nats by task and place, by compressions, and differences to the full cache."""
+    reference = values["questions"]["reference"]
+    if not reference:
+        return
+    good, bad = solved(values)
+    shown = [*methods, *(["full"] if "full" not in methods else [])]
+
+    def of(method: str) -> Scores:
+        return Scores(reference, reference) if method == "full" else scores_of(values, method)
+
+    places = list(dict.fromkeys(one["place"] for one in reference))
+    cells = [(task, place) for task in (*good, *bad) for place in places]
+
+    def in_cell(task: str, place: str) -> Filter:
+        return lambda one: one["task"] == task and one["place"] == place
+
+    rows = [[method, *(of(method).where(in_cell(*cell)).score for cell in cells)] for method in shown]
+    note = f"; below 50 % with the full cache, so without a verdict: {', '.join(bad)}" if bad else ""
+    columns = ["cache", *(f"{task}, {place}" for task, place in cells)]
+    yield f"answers, 95 % intervals: score by task and by place of the question{note}", columns, rows
+    rows = []
+    for method in shown:
+        mine = of(method).where(lambda one: one["task"] in good)
+        row = [method]
+        for count in dict.fromkeys(sorted(one["compressions"] for one in reference)):
+            here = mine.where(lambda one, count=count: one["compressions"] == count)  # type: ignore[misc]
+            row += [f"{here.score}, {here.nats}"]
+        older = mine.where(lambda one: one["beyond"])
+        rows.append([*row, f"{older.score}, {older.nats}", mine.gap(itemgetter("score")), mine.gap(itemgetter("nats"))])
+    counts = [f"after {n}" for n in dict.fromkeys(sorted(one["compressions"] for one in reference))]
+    caption = "answers to the tasks that the full cache solves: score, nats per answer token, by compressions"
+    yield caption, ["cache", *counts, "beyond what drop holds", "score − full's", "nats − full's"], rows

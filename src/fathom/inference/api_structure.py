@@ -1,0 +1,125 @@
+"""Fields of a request that say what an answer must look like: JSON schemas, patterns, grammars and tools."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic_core import PydanticCustomError
+
+from fathom.inference.structure import (
+    ANY_OBJECT,
+    WHITESPACE,
+    choice_grammar,
+    json_grammar,
+    lark_grammar,
+    regex_grammar,
+)
+
+
+class Strict(BaseModel):
+    """An object without fields that are not known."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: object) -> object:
+        """Without nulls; of fields that are not known the first alone, since each would make an error of its own."""
+        if not isinstance(given, dict):
+            return given
+        said = {key: value for key, value in given.items() if value is not None}
+        others = {key for key in said if key not in cls.model_fields}
+        first = next((key for key in said if key in others), None)
+        return {key: value for key, value in said.items() if key == first or key not in others}
+
+
+class _NamedSchema(Strict):
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, object] = Field(alias="schema")
+    strict: bool = True
+
+
+class ResponseFormat(Strict):
+    """OpenAI's way to ask for JSON."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: _NamedSchema | None = None
+
+    @property
+    def wanted(self) -> Mapping[str, object] | None:
+        """The JSON schema; None for any text."""
+        if self.type == "text":
+            return None
+        return ANY_OBJECT if self.json_schema is None else self.json_schema.schema_
+
+    @model_validator(mode="after")
+    def _with_schema(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise PydanticCustomError("json_schema", "type json_schema goes with a json_schema that holds a schema")
+        return self
+
+
+class StructuredOutputs(Strict):
+    """vLLM's way to ask for JSON, a pattern, one of several texts or a grammar: one of them."""
+
+    json_: dict[str, object] | str | None = Field(None, alias="json")
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: Annotated[list[str], Field(fail_fast=True)] | None = Field(None, min_length=1, max_length=1024)
+    grammar: str | None = None
+    whitespace_pattern: str | None = None
+    disable_any_whitespace: bool = False
+
+    @model_validator(mode="after")
+    def _one(self) -> StructuredOutputs:
+        kinds = [self.json_, self.json_object or None, self.regex, self.choice, self.grammar]
+        if sum(kind is not None for kind in kinds) != 1:
+            raise PydanticCustomError("one", "give one of json, json_object, regex, choice and grammar")
+        return self
+
+    def grammar_text(self) -> str:
+        """The grammar, as `structure.py` makes it."""
+        if self.regex is not None:
+            return regex_grammar(self.regex)
+        if self.choice is not None:
+            return choice_grammar(self.choice)
+        if self.grammar is not None:
+            return lark_grammar(self.grammar)
+        between = None if self.disable_any_whitespace else self.whitespace_pattern or WHITESPACE
+        return json_grammar(ANY_OBJECT if self.json_ is None else self.json_, between)
+
+
+class _Function(BaseModel):
+    model_config = ConfigDict(strict=True)
+    name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
+    description: str | None = None
+    parameters: dict[str, object] | None = None
+
+    @field_validator("parameters")
+    @classmethod
+    def _of_an_object(cls, given: dict[str, object] | None) -> dict[str, object] | None:
+        if given is not None and given.get("type", "object") != "object":
+            raise PydanticCustomError("parameters", "a JSON schema of an object")
+        return given
+
+
+class Tool(BaseModel):
+    """A tool that an answer may call; what else a client says of it is passed over."""
+
+    model_config = ConfigDict(strict=True)
+    type: Literal["function"]
+    function: _Function
+
+
+class _Chosen(BaseModel):
+    name: str
+
+
+class NamedTool(BaseModel):
+    """As `tool_choice`: the tool to call."""
+
+    type: Literal["function"]
+    function: _Chosen

@@ -1,0 +1,33 @@
+"""The page at `/`: talk to the model, and look at each token. One HTML file that loads nothing."""
+
+from __future__ import annotations
+
+import secrets
+
+from fathom.report.templates import render
+
+
+def talk_page(name: str, context: int, trips: int, chat: bool, lens: bool | None) -> tuple[str, dict[str, str]]:
+    """The page, and the headers that go with it.
+
+    Args:
+        name: What clients call the model.
+        context: Most tokens of a text.
+        trips: Most loop iterations of a token.
+        chat: Whether the model has a chat template.
+        lens: Whether /lens is there; None for a model that it cannot look into.
+    """
+    nonce = secrets.token_urlsafe(16)
+    data = {"name": name, "context": context, "trips": trips, "chat": chat, "lens": lens}
+    page = render("inference/talk/talk.html.j2", title=f"{name} · Fathom", data=data, nonce=nonce)
+    allowed = {
+        "default-src": "'none'",
+        "connect-src": "'self'",
+        "img-src": "data:",
+        "style-src": "'unsafe-inline'",  # the colour of a token is a style of its own
+        "script-src": f"'nonce-{nonce}'",
+        **dict.fromkeys(("base-uri", "form-action", "frame-ancestors"), "'none'"),
+    }
+    policy = "; ".join(f"{what} {where}" for what, where in allowed.items())
+    headers = {"Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
+    return page, {**headers, "Cache-Control": "no-store"}

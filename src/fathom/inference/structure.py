@@ -1,0 +1,205 @@
+"""Structured output: which tokens may come next, so that a text follows a JSON schema, a pattern or a grammar.
+
+llguidance compiles the grammar and finds the tokens. A `Constraint` is a function of the tokens that were made, as a
+`Choice` is: drafts that are not kept, and other texts of a batch, leave nothing behind in it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fathom.errors import SettingsError, to_install
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+    from transformers import PreTrainedTokenizerBase
+
+KEPT = 16
+"""Grammars that stay compiled: an agent sends the same one with each request."""
+WHITESPACE = r"[ \n\r\t]{0,64}"
+"""Between the parts of JSON. A model that has lost its way would write blanks without end."""
+ANY_OBJECT: Mapping[str, object] = {"type": "object"}
+
+
+class Constraint:
+    """The grammar of one text, and how far the text has followed it.
+
+    Args:
+        matcher: llguidance's, at its beginning, which is written to.
+        ends: Tokens that end a text.
+        size: The model's number of token ids.
+        never: Tokens that are not allowed, whatever the grammar says.
+    """
+
+    def __init__(self, matcher: LLMatcher, ends: frozenset[int], size: int, never: Sequence[int] = ()) -> None:
+        self.ends, self.size, self._never, self._matcher = ends, size, list(never), matcher
+        self._taken: list[int] = []  # the tokens that the matcher has consumed
+
+    def allowed(self, made: Sequence[int]) -> Tensor:
+        """Which tokens may follow these, `[V]`; all of them once the text is complete, or the grammar gave up."""
+        if self._over(made) or self._matcher.is_error():
+            return torch.ones(self.size, dtype=torch.bool)
+        mask = self._matcher.compute_bitmask()  # a grammar that is too complex here becomes an error
+        if self._matcher.is_error():
+            return torch.ones(self.size, dtype=torch.bool)
+        bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")[: self.size]
+        bits[self._never] = 0
+        return torch.from_numpy(bits).bool()
+
+    def complete(self, made: Sequence[int]) -> bool:
+        """Whether nothing can follow these tokens but the end."""
+        return self._over(made)
+
+    @property
+    def fault(self) -> str | None:
+        """Why the text cannot go on, if the grammar's limits were met."""
+        return f"structured output: {one_line(self._matcher.get_error())}" if self._matcher.is_error() else None
+
+    def _over(self, made: Sequence[int]) -> bool:
+        """Bring the matcher to the end of these tokens; whether the text was complete there or before."""
+        taken, matcher = self._taken, self._matcher
+        if list(made[: len(taken)]) != taken:
+            pairs = zip(taken, made, strict=False)
+            same = next((i for i, (ours, given) in enumerate(pairs) if ours != given), min(len(taken), len(made)))
+            matcher.rollback(len(taken) - same)
+            del taken[same:]
+        for token in made[len(taken) :]:
+            if matcher.is_stopped() or token in self.ends:
+                return True
+            if not matcher.consume_token(token):
+                return False
+            taken.append(token)
+        return bool(matcher.is_stopped()) and not matcher.is_error()
+
+
+class Grammars:
+    """Compiles grammars for one model.
+
+    Args:
+        tokenizer: The model's.
+        size: The model's number of token ids.
+        ends: Tokens that end a text.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, size: int, ends: frozenset[int]) -> None:
+        self.tokenizer, self.size, self.ends = tokenizer, size, ends
+        self._lock = threading.Lock()
+        self._read: LLTokenizer | None = None
+        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+
+    def compile(self, grammar: str) -> LLMatcher:
+        """A matcher to copy, from what `json_grammar` and its like return; a `SettingsError` if it is no grammar."""
+        from llguidance import LLMatcher
+
+        with self._lock:
+            if (known := self._compiled.get(grammar)) is not None:
+                self._compiled.move_to_end(grammar)
+                return known
+        made = LLMatcher(self.words, grammar, log_level=0)
+        if made.is_error():
+            raise SettingsError(one_line(made.get_error()))
+        with self._lock:
+            self._compiled[grammar] = made
+            while len(self._compiled) > KEPT:
+                self._compiled.popitem(last=False)
+        return made
+
+    def begin(self, matcher: LLMatcher) -> Constraint:
+        """The constraint of one more text that follows a compiled grammar."""
+        guessed = [] if self.ends else self.words.eos_tokens  # llguidance's, for a model that has no end
+        return Constraint(matcher.deep_copy(), self.ends, self.size, guessed)
+
+    def pieces(self, text: str) -> str:
+        """A text in Lark's notation, in which a special token's name is that token."""
+        names = {token.content: i for i, token in self.tokenizer.added_tokens_decoder.items()}
+        names = {name: i for name, i in names.items() if name in text and self.words.is_special_token(i)}
+        if not names:
+            return json.dumps(text) if text else ""
+        parts = re.split("(" + "|".join(map(re.escape, sorted(names, key=len, reverse=True))) + ")", text)
+        return " ".join(f"<[{names[part]}]>" if part in names else json.dumps(part) for part in parts if part)
+
+    @property
+    def words(self) -> LLTokenizer:
+        """The vocabulary as llguidance keeps it; reading it takes a second."""
+        with self._lock:
+            if self._read is None:
+                self._read = self._vocabulary()
+            return self._read
+
+    def _vocabulary(self) -> LLTokenizer:
+        try:
+            from llguidance import LLTokenizer
+        except ModuleNotFoundError as error:
+            raise SettingsError(f"llguidance is not installed: {to_install('serve')}") from error
+        if not self.tokenizer.is_fast:
+            raise SettingsError("structured output needs a fast tokenizer (tokenizer.json), which this model lacks")
+        content = json.loads(self.tokenizer.backend_tokenizer.to_str()) | {"truncation": None, "padding": None}
+        size = max(self.size, len(self.tokenizer))
+        return LLTokenizer(json.dumps(content), n_vocab=size, eos_token=sorted(self.ends) or None)
+
+
+def with_options(schema: Mapping[str, Any], whitespace: str | None, **more: object) -> dict[str, Any]:
+    """A JSON schema with llguidance's options; those that it has of its own do not count.
+
+    Args:
+        schema: A JSON schema.
+        whitespace: A pattern for what may stand between the parts; None for nothing.
+        more: Further options.
+    """
+    how: dict[str, object] = {"lenient": False, "coerce_one_of": False, **more}
+    how |= {"whitespace_flexible": False} if whitespace is None else {"whitespace_pattern": whitespace}
+    return {**schema, "x-guidance": how}
+
+
+def json_grammar(schema: Mapping[str, Any] | str, whitespace: str | None = WHITESPACE) -> str:
+    """The grammar of JSON that follows a schema, an object or text; whitespace as `with_options` takes it."""
+    try:
+        found = json.loads(schema) if isinstance(schema, str) else schema
+        if not isinstance(found, Mapping):
+            raise SettingsError("a JSON schema is an object")
+        return str(_matcher().grammar_from_json_schema(json.dumps(with_options(found, whitespace))))
+    except (ValueError, RecursionError) as error:
+        raise SettingsError(one_line(str(error))) from error
+
+
+def regex_grammar(pattern: str) -> str:
+    """The grammar of texts that a pattern matches as a whole."""
+    return str(_matcher().grammar_from_regex(pattern))
+
+
+def choice_grammar(texts: Sequence[str]) -> str:
+    """The grammar of one of several texts."""
+    return lark_grammar("start: " + " | ".join(json.dumps(text) for text in texts))
+
+
+def lark_grammar(text: str) -> str:
+    """A grammar in Lark's notation, or in GBNF, which llama.cpp and vLLM's xgrammar read."""
+    _matcher()
+    from llguidance import grammar_from
+
+    try:
+        return str(grammar_from("grammar", text))
+    except (ValueError, IndexError, RecursionError) as error:
+        raise SettingsError(one_line(str(error))) from error
+
+
+def one_line(message: str) -> str:
+    """A message of several lines as one."""
+    return " ".join(message.split())[:300]
+
+
+def _matcher() -> type[LLMatcher]:
+    try:
+        from llguidance import LLMatcher
+    except ModuleNotFoundError as error:
+        raise SettingsError(f"llguidance is not installed: {to_install('serve')}") from error
+    return LLMatcher

@@ -1,0 +1,142 @@
+"""How much of each parent is in a merge, with an interval.
+
+A merge is a weighted mean C = Σ wᵢ Pᵢ, Σ wᵢ = 1, in the coordinates that its parents share. Per layer only inner
+products of the models are kept, so the same pass serves every choice of child and parents:
+
+    w = argmin ‖(C − P₁) − Σ_{i≥2} wᵢ (Pᵢ − P₁)‖²
+
+The interval comes from leaving out one layer at a time (jackknife): what differs over the layers, by training, rounding
+or another recipe, widens it. What the parents do not explain is the residual, as a share of ‖C − P₁‖².
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import stats
+
+from fathom.checkpoints.tensors import Array
+from fathom.errors import ModelError
+from fathom.lineage.weights import Weights
+
+Told = Callable[[str], None]
+
+ROLES = ("q", "k", "v", "o", "gate", "up", "down")
+FEWEST_LAYERS = 3
+SAME_PLACE = 0.1  # cosine with a parent below which the child's numbers are not in the parents' order
+APART = 1e-12  # parents that differ by less than this, relative to their size, are one
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True)
+class Share:
+    """The weight of one parent in a merge."""
+
+    parent: str
+    share: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Shares:
+    """The weights of all parents, and what they leave unexplained."""
+
+    shares: tuple[Share, ...]
+    residual: float  # of ‖child − nearest parent‖²; 0 for an exact mean
+    layers: int
+
+    @property
+    def is_merge(self) -> bool:
+        """Whether the child is a mean of at least two parents, and of nothing else."""
+        return self.residual <= 0.1 and sum(one.low > 0.02 for one in self.shares) > 1
+
+
+def products(models: Sequence[Weights], progress: Told = lambda _: None) -> Array:
+    """Inner products of all models, [layers, models, models]; every layer matrix counts as long as it is.
+
+    Args:
+        models: Of one shape.
+        progress: Called before each layer.
+    """
+    first = models[0].geometry
+    for other in models[1:]:
+        if shape_of(other) != shape_of(models[0]):
+            raise ModelError(f"{other.name}: another shape than {models[0].name}; a mean needs one shape")
+    out = np.zeros((first.layers, len(models), len(models)))
+    for layer in range(first.layers):
+        progress(f"layer {layer + 1} of {first.layers}")
+        for role in (r for r in ROLES if all(w.has(r, layer) for w in models)):
+            rows = np.stack([w.tensor(role, layer).reshape(-1) for w in models])
+            size = max(float(np.abs(rows).max()), 1e-30)
+            rows = (rows / size).astype(np.float64) if rows.size < 1 << 24 else rows / np.float32(size)
+            out[layer] += np.asarray(rows @ rows.T, np.float64) * size**2
+    return out
+
+
+def shape_of(weights: Weights) -> tuple[object, ...]:
+    """What two models must have in common for their weights to be averaged."""
+    g = weights.geometry
+    return g.layers, g.width, g.heads, g.kv_heads, g.head_dim, g.ffn, g.gated, g.latent
+
+
+def shares(child: Weights, parents: Sequence[Weights], progress: Told = lambda _: None) -> Shares:
+    """The share of each parent in a child, with 95 % intervals.
+
+    Args:
+        child: The model that may be a merge.
+        parents: At least two, of the same shape.
+        progress: Called before each layer.
+    """
+    if len(parents) < 2:
+        raise ModelError("a merge has at least two parents")
+    gram = products([child, *parents], progress)
+    total = gram.sum(0)
+    sizes = np.sqrt(np.maximum(np.diag(total), 1e-300))
+    if (total[0, 1:] / sizes[0] / sizes[1:]).max() < SAME_PLACE:
+        raise ModelError(
+            f"{child.name}: its weights are in no parent's order (cosines below {SAME_PLACE}); "
+            "a disguised or unrelated model is no mean of them"
+        )
+    return solved(gram, [w.name for w in parents])
+
+
+def solved(gram: Array, names: Sequence[str]) -> Shares:
+    """The shares from inner products [layers, 1 + parents, 1 + parents], the child first."""
+    if len(gram) < FEWEST_LAYERS:
+        raise ModelError(f"{len(gram)} layers are too few for an interval; {FEWEST_LAYERS} are needed")
+    nearest = 1 + int(np.argmin([_apart(gram.sum(0), 0, i) for i in range(1, gram.shape[1])]))
+    others = [i for i in range(1, gram.shape[1]) if i != nearest]
+    # differences from the nearest parent, for precision: [layers, others, others] and [layers, others]
+    left = np.array([[[_inner(layer, (i, nearest), (j, nearest)) for j in others] for i in others] for layer in gram])
+    right = np.array([[_inner(layer, (i, nearest), (0, nearest)) for i in others] for layer in gram])
+    scale = float(np.trace(gram.sum(0)))
+    if np.linalg.eigvalsh(left.sum(0)).min() <= APART * scale:
+        raise ModelError("two parents are the same, or one is a mean of others: their shares cannot be told apart")
+    whole = np.linalg.solve(left.sum(0), right.sum(0))
+    without = np.array(
+        [np.linalg.solve(left.sum(0) - a, right.sum(0) - b) for a, b in zip(left, right, strict=True)]
+    )  # [layers, others]
+    weights = np.insert(whole, nearest - 1, 1 - whole.sum())
+    spread = np.insert(without, nearest - 1, 1 - without.sum(1), axis=1)
+    count = len(gram)
+    error = np.sqrt((count - 1) / count * np.square(spread - spread.mean(0)).sum(0))
+    reach = float(stats.t.ppf((1 + CONFIDENCE) / 2, count - 1)) * error
+    moved = sum(_inner(layer, (0, nearest), (0, nearest)) for layer in gram)
+    left_over = moved - 2 * float(whole @ right.sum(0)) + float(whole @ left.sum(0) @ whole)
+    made = tuple(
+        Share(name, float(w), float(w - r), float(w + r)) for name, w, r in zip(names, weights, reach, strict=True)
+    )
+    return Shares(made, max(0.0, left_over / max(moved, 1e-300)), count)
+
+
+def _inner(layer: Array, one: tuple[int, int], other: tuple[int, int]) -> float:
+    """⟨a − b, c − d⟩."""
+    (a, b), (c, d) = one, other
+    return float(layer[a, c] - layer[a, d] - layer[b, c] + layer[b, d])
+
+
+def _apart(total: Array, i: int, j: int) -> float:
+    return _inner(total, (i, j), (i, j))

@@ -1,0 +1,275 @@
+"""The family tree of many models: who is related, who is next to whom, with the support of every edge.
+
+Every pair is measured once. Models of a pair whose matching tests are sure, after Bonferroni over all pairs, are of one
+family; models of no family with either are the pair's controls. Within a family the tree is the one of least total
+drift: a score s = 1 / (1 + ε²) is a drift of ε times the weights. Another shape counts as a drift of half the weights,
+so that a copy hangs below its original and not below the original's deeper sibling. The support of an edge is how often
+it is in the tree when the layers are drawn anew. A tree has no root of its own: direction is said edge by edge, where
+the weights tell.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+
+from fathom.checkpoints.tensors import Array
+from fathom.errors import ModelError
+from fathom.lineage import evidence, shares
+from fathom.lineage.comparison import Options, holding, judge, measure
+from fathom.lineage.direction import Direction, direction
+from fathom.lineage.pairs import Pair
+from fathom.lineage.shares import Shares
+from fathom.lineage.weights import Weights, open_weights
+from fathom.report.statistics import holm
+
+Told = Callable[[str], None]
+Place = tuple[int, int]
+
+DRAWS = 200
+LEAST_SCORE = 1e-3
+RESHAPED = 0.5  # the drift that a change of shape counts as
+EXACT = 0.02  # what the parents of a merge that is named may leave unexplained
+MOST_MERGES = 12  # models of one shape among which parents of merges are looked for
+
+
+@dataclass(frozen=True)
+class Edge:
+    """Two models that are next to each other in a tree."""
+
+    a: str
+    b: str
+    verdict: str
+    p: float  # of the matching tests, corrected for the number of tests and of pairs
+    score: float
+    drift: float
+    support: float  # share of the draws of layers whose tree has this edge
+    direction: Direction
+
+
+@dataclass(frozen=True)
+class Merge:
+    """A model that is a mean of others."""
+
+    child: str
+    found: Shares
+
+
+@dataclass(frozen=True)
+class Family:
+    """Related models and their tree."""
+
+    models: tuple[str, ...]
+    edges: tuple[Edge, ...]
+
+
+@dataclass(frozen=True)
+class Tree:
+    """All families, the largest first; a model without relatives is a family of one."""
+
+    families: tuple[Family, ...]
+    merges: tuple[Merge, ...]
+    pairs: int
+
+
+def tree(where: Sequence[str | Path], seed: int = 0, progress: Told = lambda _: None) -> Tree:
+    """Measure all pairs and build the trees.
+
+    Args:
+        where: At least two models.
+        seed: Of every sample.
+        progress: Called before each step.
+    """
+    models = [open_weights(place) for place in dict.fromkeys(map(str, where))]
+    if len(models) < 2:
+        raise ModelError("a tree needs at least two models")
+    pairs: dict[Place, Pair] = {}
+    places = list(combinations(range(len(models)), 2))
+    for number, (i, j) in enumerate(places):
+        one, other = models[i], models[j]
+
+        def told(what: str, n: int = number, a: Weights = one, b: Weights = other) -> None:
+            progress(f"pair {n + 1} of {len(places)}, {a.name} and {b.name}: {what}")
+
+        with holding(one, other):
+            pairs[i, j] = measure(one, other, Options(seed=seed, extras=False), told)
+    sure = {place: p for place, pair in pairs.items() if (p := _p(pair) * len(places)) <= evidence.ALPHA}
+    groups = grouped(len(models), list(sure))
+    made = [_family(models, group, pairs, sure, groups, seed, progress) for group in groups]
+    made.sort(key=lambda family: -len(family.models))
+    return Tree(tuple(made), tuple(_merges(models, progress)), len(places))
+
+
+def _p(pair: Pair) -> float:
+    own = [test.p for test in pair.own_tests()]
+    return min(holm(own)) if own else 1.0
+
+
+def grouped(count: int, edges: Sequence[Place]) -> list[list[int]]:
+    """Connected components, in the order of their first members."""
+    group = list(range(count))
+    for i, j in edges:
+        old, new = max(group[i], group[j]), min(group[i], group[j])
+        group = [new if g == old else g for g in group]
+    return [[i for i in range(count) if group[i] == g] for g in sorted(set(group))]
+
+
+def _family(
+    models: Sequence[Weights],
+    group: Sequence[int],
+    pairs: Mapping[Place, Pair],
+    sure: Mapping[Place, float],
+    groups: Sequence[Sequence[int]],
+    seed: int,
+    progress: Told,
+) -> Family:
+    names = tuple(models[i].name for i in group)
+    if len(group) < 2:
+        return Family(names, ())
+    curves = {place: _curve(pairs[place]) for place in sure if place[0] in group}
+    drifts = {place: _drift(float(np.mean(curve))) for place, curve in curves.items()}
+    extra = {p: RESHAPED * (shares.shape_of(models[p[0]]) != shares.shape_of(models[p[1]])) for p in curves}
+    extra = {p: more or RESHAPED * (_experts(models[p[0]]) != _experts(models[p[1]])) for p, more in extra.items()}
+    chosen = spanning(group, {p: drifts[p] + extra[p] for p in curves})
+    support = supports(group, curves, extra, chosen, seed)
+    strangers = [i for other in groups if other is not group for i in other]
+    edges = []
+    for place in chosen:
+        a, b = models[place[0]], models[place[1]]
+        progress(f"direction of {a.name} and {b.name}")
+        controls = [
+            (models[k].name, [pairs[min(i, k), max(i, k)] for i in place]) for k in strangers[: evidence.FEWEST]
+        ]
+        with holding(a, b):
+            said = judge(pairs[place], controls).verdict.label
+            way = direction(a, b)
+        score = float(np.mean(curves[place]))
+        edges.append(Edge(a.name, b.name, said, min(1.0, sure[place]), score, drifts[place], support[place], way))
+    return Family(names, tuple(edges))
+
+
+def _experts(weights: Weights) -> int:
+    last = weights.geometry.layers - 1
+    return weights.experts(last) if weights.has("down", last) else 0
+
+
+def _curve(pair: Pair) -> Array:
+    """Scores of the layers by the best alignment; layers without a partner count 0."""
+    if pair.best is None:
+        return np.zeros(1)
+    found = pair.scores[pair.best].per_layer
+    return np.array([*found, *[0.0] * (min(pair.scores[pair.best].map.shape) - len(found))] or [0.0])
+
+
+def _drift(score: float) -> float:
+    return math.sqrt(1 / min(max(score, LEAST_SCORE), 1.0) - 1)
+
+
+def spanning(group: Sequence[int], drifts: Mapping[Place, float]) -> list[Place]:
+    """The edges of the tree of least total drift, nearest first (Kruskal)."""
+    chosen: list[Place] = []
+    for place in sorted(drifts, key=lambda p: (drifts[p], p)):
+        joined = {i: n for n, part in enumerate(grouped(max(group) + 1, chosen)) for i in part}
+        if joined[place[0]] != joined[place[1]]:
+            chosen.append(place)
+    return chosen
+
+
+def supports(
+    group: Sequence[int],
+    curves: Mapping[Place, Array],
+    extra: Mapping[Place, float],
+    chosen: Sequence[Place],
+    seed: int,
+) -> dict[Place, float]:
+    """How often each edge is in the tree when layers are drawn anew, at the same relative depths for all pairs."""
+    draw, found = np.random.default_rng(seed), dict.fromkeys(chosen, 0)
+    depth = max(map(len, curves.values()))
+    for _ in range(DRAWS):
+        places = draw.random(depth)
+        again = {p: _drift(float(np.mean(c[(places * len(c)).astype(int)]))) + extra[p] for p, c in curves.items()}
+        kept = set(spanning(group, again))
+        for place in chosen:
+            found[place] += place in kept
+    return {place: count / DRAWS for place, count in found.items()}
+
+
+def _merges(models: Sequence[Weights], progress: Told) -> list[Merge]:
+    """Models that are means of two others of their shape."""
+    out = []
+    for shape in dict.fromkeys(map(shares.shape_of, models)):
+        alike = [w for w in models if shares.shape_of(w) == shape and _experts(w) <= 1][:MOST_MERGES]
+        if len(alike) < 3 or alike[0].geometry.layers < shares.FEWEST_LAYERS:
+            continue
+        gram = shares.products(alike, lambda at: progress(f"merges: {at}"))
+        names = [w.name for w in alike]
+        for child in range(len(alike)):
+            pairs = combinations([i for i in range(len(alike)) if i != child], 2)
+            found = [one for pair in pairs if (one := _mean(gram, child, pair, names)) is not None]
+            if found:
+                out.append(Merge(names[child], min(found, key=lambda one: one.residual)))
+    return out
+
+
+def _mean(gram: Array, child: int, parents: Place, names: Sequence[str]) -> Shares | None:
+    place = [child, *parents]
+    try:
+        found = shares.solved(gram[:, place][:, :, place], [names[i] for i in parents])
+    except ModelError:
+        return None
+    return found if found.is_merge and found.residual <= EXACT else None
+
+
+def drawn(found: Tree, width: int = 80) -> str:
+    """The trees as text, at most `width` columns."""
+    lines: list[str] = []
+    for number, family in enumerate(found.families):
+        if len(family.models) == 1:
+            lines.append(_cut(f"{family.models[0]}: no relative among these models", width))
+            continue
+        lines += [f"family {number + 1}, {len(family.models)} models"]
+        root = first(family)
+        lines += [_cut(line, width) for line in _branches(family, root)]
+        lines.append("")
+    for merge in found.merges:
+        lines.append(_cut(f"{merge.child} is a weighted mean, to {merge.found.residual:.1%}:", width))
+        parts = [f"  {s.share:.0%} ({s.low:.0%} to {s.high:.0%}) of {s.parent}" for s in merge.found.shares]
+        lines += [_cut(part, width) for part in parts]
+        lines.append("")
+    lines += [
+        "The top of a tree is drawn, not claimed: direction is said where the weights",
+        "tell it. Drift is in units of the weights' own size; support is how often an",
+        "edge stays when layers are drawn anew.",
+    ]
+    return "\n".join(lines)
+
+
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: width - 1] + "…"
+
+
+def first(family: Family) -> str:
+    """Where to begin to draw: a source of others that was made from none, with the most neighbours."""
+    made = {edge.direction.made for edge in family.edges}
+    source = {edge.direction.source for edge in family.edges}
+    neighbours = {m: sum(m in (e.a, e.b) for e in family.edges) for m in family.models}
+    return max(family.models, key=lambda m: (m not in made, m in source, neighbours[m]))
+
+
+def _branches(family: Family, model: str, before: str = "", above: str | None = None) -> list[str]:
+    lines = [model] if above is None else []
+    below = [e for e in family.edges if model in (e.a, e.b) and above not in (e.a, e.b)]
+    for edge in below:
+        other = edge.b if edge.a == model else edge.a
+        last = edge is below[-1]
+        lines.append(f"{before}{'└' if last else '├'}─ {other}")
+        inside = before + ("   " if last else "│  ")
+        lines.append(f"{inside}{edge.verdict}; drift {edge.drift:.2f}, support {edge.support:.0%}")
+        lines.append(f"{inside}direction: {edge.direction if edge.direction.made else 'cannot be told'}")
+        lines += _branches(family, other, inside, model)
+    return lines

@@ -1,0 +1,73 @@
+"""A server that a test talks to: its raw HTTP, and OpenAI's client."""
+
+import contextlib
+import http.client
+import json
+import os
+import socket
+import threading
+import time
+
+import openai
+import uvicorn
+
+from fathom.inference import gate, launch
+
+
+class Served:
+    def __init__(self, port, pid, key=None):
+        self.port, self.pid, self.key = port, pid, key
+        self.client = openai.OpenAI(
+            base_url=f"http://127.0.0.1:{port}/v1", api_key=key or "none", max_retries=0, timeout=60
+        )
+
+    def raw(self, method, path, body=None, headers=None):
+        """Status and JSON of a request that no client would send."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        try:
+            connection.request(method, path, body, {"Content-Type": "application/json", **(headers or {})})
+            response = connection.getresponse()
+            return response.status, json.loads(response.read())
+        finally:
+            connection.close()
+
+    def post(self, path="/v1/completions", **body):
+        return self.raw("POST", path, json.dumps(body))
+
+    def complete(self, prompt, **options):
+        options = {"max_tokens": 12, "temperature": 0, **options}
+        return self.client.completions.create(model="tiny", prompt=prompt, **options)
+
+    def chat(self, text, **options):
+        options = {"max_tokens": 12, "temperature": 0, **options}
+        messages = [{"role": "user", "content": text}]
+        return self.client.chat.completions.create(model="tiny", messages=messages, **options)
+
+    def hang_up(self, **body):
+        """Send a request and leave before it is answered; of a stream, after its first words."""
+        with socket.create_connection(("127.0.0.1", self.port), timeout=60) as connection:
+            raw = json.dumps(body).encode()
+            lines = ["POST /v1/completions HTTP/1.1", "Host: localhost", "Content-Type: application/json"]
+            head = "\r\n".join([*lines, f"Content-Length: {len(raw)}", "", ""])
+            connection.sendall(head.encode() + raw)
+            if body.get("stream"):
+                assert b"200 OK" in connection.recv(1000)
+            else:
+                time.sleep(0.03)
+
+
+@contextlib.contextmanager
+def in_thread(app, key=None):
+    """The application in this process."""
+    listener = launch._bind("127.0.0.1", 0)
+    running = uvicorn.Server(uvicorn.Config(app, log_level="warning", http=gate.Timed))
+    thread = threading.Thread(target=running.run, kwargs={"sockets": [listener]})
+    thread.start()
+    while not running.started:
+        time.sleep(0.01)
+    try:
+        yield Served(listener.getsockname()[1], os.getpid(), key)
+    finally:
+        running.should_exit = True
+        thread.join()
+        app.state.engine.join(10)

@@ -1,0 +1,293 @@
+"""Structured output and tools over HTTP, as agents ask for them: whole, streamed, and several at once."""
+
+import json
+import re
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from fathom.checkpoints.open import open_checkpoint
+from fathom.inference import server
+from tests.inference.notations import ADD, HERMES, LLAMA, NOW, TOOLS
+from tests.inference.served import in_thread
+from tests.tiny import export_tiny
+
+pytest.importorskip("llguidance", reason="llguidance is not installed (the extra serve brings it)")
+ASK = [{"role": "user", "content": "How deep?"}]
+SCHEMA = {
+    "type": "object",
+    "properties": {"depth": {"type": "integer", "minimum": 0, "maximum": 9}, "unit": {"enum": ["m", "fathom"]}},
+    "required": ["depth", "unit"],
+    "additionalProperties": False,
+}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA, "strict": True}}
+
+
+def service(folder, template=HERMES, **fields):
+    model, tokenizer = open_checkpoint(folder, "cpu")
+    tokenizer.chat_template = template
+    return server.Service(model, tokenizer, "tiny", **fields)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return export_tiny(tmp_path_factory.mktemp("agents") / "tiny", max_position_embeddings=2048)
+
+
+@pytest.fixture(scope="module")
+def served(folder):
+    with in_thread(server.build_app(service(folder))) as running:
+        yield running
+
+
+def ask(served, messages=ASK, **options):
+    options = {"max_tokens": 300, "temperature": 1, "seed": 1, **options}
+    return served.client.chat.completions.create(model="tiny", messages=messages, **options)
+
+
+def streamed(served, **options):
+    """Content, calls and why it ended, put together as OpenAI's clients do; and how many pieces arguments came in."""
+    content, calls, why, pieces = "", [], None, 0
+    for chunk in ask(served, stream=True, **options):
+        choice = chunk.choices[0]
+        content += choice.delta.content or ""
+        for part in choice.delta.tool_calls or []:
+            if part.index == len(calls):
+                assert part.id and part.type == "function"
+                calls.append([part.function.name, ""])
+            calls[part.index][1] += part.function.arguments or ""
+            pieces += 1
+        why = choice.finish_reason or why
+    return content, calls, why, pieces
+
+
+def follows(answer):
+    found = json.loads(answer)
+    return set(found) == {"depth", "unit"} and 0 <= found["depth"] <= 9 and found["unit"] in ("m", "fathom")
+
+
+def test_json_of_a_schema(served):
+    for seed in range(4):
+        answer = ask(served, response_format=FORMAT, seed=seed).choices[0]
+        assert answer.finish_reason == "stop" and follows(answer.message.content)
+    text = served.complete("x", max_tokens=300, extra_body={"response_format": FORMAT}).choices[0]
+    assert text.finish_reason == "stop" and follows(text.text)
+    content, _, why, _ = streamed(served, response_format=FORMAT)
+    assert why == "stop" and follows(content)
+    several = ask(served, response_format=FORMAT, n=3, temperature=2).choices
+    assert all(follows(one.message.content) for one in several)
+    assert len({one.message.content for one in several}) > 1
+
+
+def test_any_object(served):
+    found = [ask(served, response_format={"type": "json_object"}, seed=seed).choices[0] for seed in range(6)]
+    ended = [json.loads(one.message.content) for one in found if one.finish_reason == "stop"]
+    assert ended and all(isinstance(one, dict) for one in ended)
+
+
+@pytest.mark.parametrize(
+    ("asked", "pattern"),
+    [
+        ({"regex": r"[ab]{3}-\d"}, r"[ab]{3}-\d"),
+        ({"choice": ["yes", "no, \"never\""]}, 'yes|no, "never"'),
+        ({"grammar": 'start: "x" /[0-9]/'}, "x[0-9]"),
+        ({"grammar": 'root ::= "y" [0-9]'}, "y[0-9]"),
+        ({"json": SCHEMA, "disable_any_whitespace": True}, r'\{"depth":\d,"unit":"(m|fathom)"\}'),
+        ({"json": json.dumps(SCHEMA), "whitespace_pattern": "_?"}, r'\{_?"depth"_?:_?\d_?,_?"unit"_?:_?"\w+"_?\}'),
+    ],
+)  # fmt: skip
+def test_what_vllm_calls_structured_outputs(served, asked, pattern):
+    answer = ask(served, extra_body={"structured_outputs": asked}).choices[0]
+    assert answer.finish_reason == "stop" and re.fullmatch(pattern, answer.message.content), answer
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_calls_that_are_required(served, stream):
+    for seed in range(4):
+        if stream:
+            content, calls, why, pieces = streamed(served, tools=TOOLS, tool_choice="required", seed=seed)
+            assert not calls[0][1] or pieces > len(calls)
+        else:
+            answer = ask(served, tools=TOOLS, tool_choice="required", seed=seed).choices[0]
+            content, why = answer.message.content, answer.finish_reason
+            calls = [[call.function.name, call.function.arguments] for call in answer.message.tool_calls]
+        assert not content and calls and why in ("tool_calls", "length")
+        for name, arguments in calls if why == "tool_calls" else calls[:-1]:
+            keys = {"add": {"a", "b"}, "say": {"text", "loud"}, "now": set()}
+            assert set(json.loads(arguments)) == keys[name]
+
+
+def test_a_named_tool_and_one_call_at_a_time(served):
+    chosen = {"type": "function", "function": {"name": "now"}}
+    answer = ask(served, tools=TOOLS, tool_choice=chosen).choices[0]
+    assert [(call.function.name, call.function.arguments) for call in answer.message.tool_calls] == [("now", "{}")]
+    assert answer.finish_reason == "tool_calls" and answer.message.content is None
+    for seed in range(4):
+        answer = ask(served, tools=TOOLS, tool_choice="required", parallel_tool_calls=False, seed=seed).choices[0]
+        assert len(answer.message.tool_calls) == 1 and answer.finish_reason == "tool_calls"
+
+
+def scripted(service, text):
+    """Make the model say a text, token by token, and then end; a token that the grammar forbids is not said."""
+    tokens = [*service.tokenizer.encode(text, add_special_tokens=False), 0]
+    left = iter(tokens)
+
+    def head(module, given, logits):
+        if logits.shape[-2] > 1:
+            return logits
+        row = torch.full_like(logits, -1.0)
+        row[..., next(left, 0)] = 1.0
+        return row
+
+    return service.model.lm_head.register_forward_hook(head)
+
+
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        ("It is six deep.", "It is six deep.", []),
+        (CALL, None, [{"a": 2, "b": 3}]),
+        (f"Let me add.\n\n{CALL}\n{CALL}", "Let me add.", [{"a": 2, "b": 3}] * 2),
+        ("No <tool or {} here", "No <tool or {} here", []),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_model_decides(folder, text, content, calls, stream):
+    own = service(folder)
+    with in_thread(server.build_app(own)) as served:
+        hook = scripted(own, text)
+        if stream:
+            said, made, why, _ = streamed(served, tools=[ADD, NOW], temperature=0)
+            said = said or None
+        else:
+            answer = ask(served, tools=[ADD, NOW], temperature=0).choices[0]
+            said, why = answer.message.content, answer.finish_reason
+            made = [[call.function.name, call.function.arguments] for call in answer.message.tool_calls or []]
+        hook.remove()
+    assert said == content and [json.loads(arguments) for _, arguments in made] == calls
+    assert why == ("tool_calls" if calls else "stop") and {name for name, _ in made} <= {"add"}
+
+
+def test_llamas_notation(folder):
+    own = service(folder, LLAMA)
+    with in_thread(server.build_app(own)) as served:
+        answer = ask(served, tools=TOOLS, tool_choice="required").choices[0]
+        assert len(answer.message.tool_calls) == 1 and answer.finish_reason == "tool_calls"
+        hook = scripted(own, '{"name": "add", "parameters": {"a": 2, "b": 3}}')
+        found = streamed(served, tools=[ADD], temperature=0)  # few enough for one chunk of the prompt
+        assert found[1:3] == ([["add", '{"a": 2, "b": 3}']], "tool_calls")
+        hook.remove()
+
+
+def test_a_conversation_with_calls_and_results(served):
+    """The client's own answer goes back, and the template writes it as the model did."""
+    message = ask(served, tools=TOOLS, tool_choice="required", parallel_tool_calls=False).choices[0].message
+    call = message.tool_calls[0]
+    history = [*ASK, message.model_dump(exclude_none=True), {"role": "tool", "tool_call_id": call.id, "content": "6"}]
+    tokens = served.post("/tokenize", messages=history)[1]["tokens"]
+    text = served.post("/detokenize", tokens=tokens)[1]["prompt"]
+    assert f'<tool_call>\n{{"name": "{call.function.name}", "arguments": {call.function.arguments}}}' in text
+    assert "<tool_response>6</tool_response>" in text
+    assert ask(served, messages=history, tools=TOOLS, max_tokens=4).choices[0].finish_reason
+
+
+def schema(**schema):
+    return {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
+
+
+def function(name, **function):
+    return {"type": "function", "function": {"name": name, **function}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        (schema(type="objekt"), "response_format", "objekt"),
+        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format", "Field required"),
+        ({"response_format": {"type": "xml"}}, "response_format", "json_schema"),
+        ({"structured_outputs": {"regex": "((("}}, "structured_outputs", "unclosed"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "one of"),
+        ({"structured_outputs": {"regex": "a"}, "response_format": FORMAT}, "structured_outputs", "give this"),
+        ({"structured_outputs": {"regex": "a"}, "tools": TOOLS}, "structured_outputs", "or tools"),
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs", ""),
+        ({"structured_outputs": {}}, "structured_outputs", "one of"),
+        ({"structured_outputs": {"backend": "x"}}, "structured_outputs", "not supported"),
+        ({"tools": [NOW, NOW]}, "tools", "one name"),
+        ({"tools": [function("a b")]}, "tools", "pattern"),
+        ({"tools": [function("a", parameters={"type": "string"})]}, "tools", "object"),
+        ({"tools": [ADD, function("x", parameters={"not": {}})]}, "tools.1.function.parameters", "not"),
+        ({"tools": TOOLS, "tool_choice": function("dig")}, "tool_choice", "does not have"),
+        ({"tool_choice": "required"}, "tool_choice", "does not have"),
+        ({"tools": TOOLS, "tool_choice": "sometimes"}, "tool_choice", ""),
+    ],
+)
+def test_what_cannot_be_followed_is_one_line(served, fields, param, words):
+    status, body = served.post("/v1/chat/completions", messages=ASK, **fields)
+    error = body["error"]
+    assert status == 400 and error["param"] == param and "\n" not in error["message"], error
+    assert error["message"].startswith(param) and words in error["message"]
+
+
+def test_a_template_without_tools_says_so(folder):
+    with in_thread(server.build_app(service(folder, "{{ messages[0].content }}"))) as served:
+        status, body = served.post("/v1/chat/completions", messages=ASK, tools=TOOLS)
+    assert status == 400 and body["error"]["message"] == "tools: this model's chat template does not write tools"
+
+
+def test_without_the_library_the_answer_says_what_to_install(served, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
+    body = served.post("/v1/chat/completions", messages=ASK, response_format=FORMAT)[1]
+    assert "pip install '.[serve]'" in body["error"]["message"]
+    assert served.post("/v1/chat/completions", messages=ASK, max_tokens=2)[0] == 200
+
+
+def test_at_once_as_one_at_a_time(served):
+    kinds = [
+        {},
+        {"response_format": FORMAT},
+        {"tools": TOOLS, "tool_choice": "required"},
+        {"tools": TOOLS},
+        {"extra_body": {"structured_outputs": {"regex": "[a-z ]{5,40}!"}}},
+    ]
+    asked = [{**kinds[i % 5], "seed": i, "max_tokens": 60} for i in range(20)]
+
+    def said(options):
+        message = ask(served, **options).choices[0].message
+        return message.content, [(call.function.name, call.function.arguments) for call in message.tool_calls or []]
+
+    with ThreadPoolExecutor(20) as pool:
+        together = list(pool.map(said, asked))
+    assert together == [said(options) for options in asked]
+
+
+@pytest.mark.parametrize("recurrence", ["adaponder", "loop"])
+def test_models_that_think(tmp_path, recurrence):
+    """Halting models, and those of several iterations with drafts, follow as well."""
+    folder = export_tiny(tmp_path / "tiny", recurrence=recurrence, mixer="none", max_position_embeddings=2048)
+    own = service(folder, speculate=1 if recurrence == "loop" else None)
+    with in_thread(server.build_app(own)) as served:
+        assert follows(ask(served, response_format=FORMAT).choices[0].message.content)
+        answer = ask(served, tools=[NOW, ADD], tool_choice="required", parallel_tool_calls=False).choices[0]
+        assert answer.finish_reason == "tool_calls"
+        with ThreadPoolExecutor(4) as pool:
+            some = list(pool.map(lambda seed: ask(served, response_format=FORMAT, seed=seed), range(6)))
+        assert all(follows(one.choices[0].message.content) for one in some)
+
+
+def test_a_prompt_that_was_read_before_is_counted(folder):
+    own = service(folder)
+    own.engine.prefixes.budget = 1 << 24
+    with in_thread(server.build_app(own)) as served:
+        first = ask(served, tools=TOOLS, max_tokens=4)
+        again = ask(served, tools=TOOLS, max_tokens=4)
+        assert first.usage.prompt_tokens_details.cached_tokens == 0
+        assert again.usage.prompt_tokens_details.cached_tokens == again.usage.prompt_tokens > 100
+        assert first.choices[0].message == again.choices[0].message
+        *_, last = ask(served, tools=TOOLS, max_tokens=4, stream=True, stream_options={"include_usage": True})
+        assert last.usage.prompt_tokens_details.cached_tokens == again.usage.prompt_tokens
+        assert own.engine.counts["hits"] == 2
+        assert f"fathom_prefix_tokens_total {2 * again.usage.prompt_tokens}" in own.metrics()

@@ -1,0 +1,207 @@
+"""Texts that follow a grammar, whatever the model: alone, in company, with drafts, and where tokens halt."""
+
+import json
+import random
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fathom.errors import RequestError, SettingsError
+from fathom.inference import structure
+from fathom.inference.engine import Engine
+from fathom.inference.sampling import Choice
+from fathom.inference.structure import Grammars, choice_grammar, json_grammar, lark_grammar, regex_grammar
+from fathom.models import FathomForCausalLM
+from tests.inference.schemas import random_record
+from tests.inference.test_engine import Collected
+from tests.tiny import tiny_config, tiny_tokenizer
+
+pytest.importorskip("llguidance", reason="llguidance is not installed (the extra serve brings it)")
+END = 0
+NEW = 220
+BUDGET = 1 << 27
+CASES = {
+    "one trip": ({}, None),
+    "halting": ({"recurrence": "adaponder", "mixer": "none"}, None),
+    "drafts": ({"recurrence": "loop", "recurrence_options": {"trips": 3}, "mixer": "none"}, 1),
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return tiny_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def grammars(tokenizer):
+    return Grammars(tokenizer, 400, frozenset({END}))
+
+
+def model_of(fields):
+    torch.manual_seed(0)
+    return FathomForCausalLM(tiny_config(vocab_size=400, initializer_range=0.3, **fields)).eval()
+
+
+def texts(model, tokenizer, asked, drafts=None, temperature=1.0):
+    """What an engine makes of matchers that are given at once: each text, and why it ended."""
+    engine, collected = Engine(model, BUDGET, draft_trips=drafts), []
+    for i, constraint in enumerate(asked):
+        choice = Choice(temperature, seed=i, ends=frozenset({END}), constraint=constraint)
+        collected.append(Collected([5 + i % 50, 7], NEW, choice, stops=frozenset({END})))
+    try:
+        engine.submit([one.job for one in collected])
+        whys = [one.wait() for one in collected]
+    finally:
+        engine.join(10)
+    return [
+        (tokenizer.decode(one.tokens, skip_special_tokens=True), why) for one, why in zip(collected, whys, strict=True)
+    ]
+
+
+def follow(case, tokenizer, grammars, seeds):
+    """Asserts that texts follow random schemas; returns how many came to their end."""
+    fields, drafts = CASES[case]
+    pairs = [random_record(random.Random(seed)) for seed in seeds]
+    constraints = [grammars.begin(grammars.compile(json_grammar(schema))) for schema, _ in pairs]
+    ended = 0
+    for (schema, check), (text, why) in zip(
+        pairs, texts(model_of(fields), tokenizer, constraints, drafts), strict=True
+    ):
+        assert why in ("stop", "length"), why
+        if why == "stop":
+            ended += 1
+            assert check(json.loads(text)), (schema, text)
+    return ended
+
+
+@pytest.mark.parametrize(("case", "count"), [("one trip", 30), ("halting", 12), ("drafts", 12)])
+def test_texts_follow_random_schemas(case, count, tokenizer, grammars):
+    assert follow(case, tokenizer, grammars, range(count)) >= 0.7 * count
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_texts_follow_500_schemas(case, tokenizer, grammars):
+    ended = sum(follow(case, tokenizer, grammars, range(at, at + 50)) for at in range(1000, 1500, 50))
+    assert ended >= 350
+
+
+def test_without_a_grammar_no_text_is_json(tokenizer):
+    """The model is random: what the test above finds is the grammars' doing."""
+    for text, _ in texts(model_of({}), tokenizer, [None] * 8):
+        with pytest.raises(ValueError):
+            json.loads(text)
+
+
+def test_a_text_does_not_depend_on_its_company(tokenizer, grammars):
+    """Alone, and beside others that follow another grammar or none, which stay as they are."""
+    schema = random_record(random.Random(3))[0]
+
+    def asked():
+        number = grammars.begin(grammars.compile(regex_grammar(r"[0-9]{3,9}!")))
+        return [grammars.begin(grammars.compile(json_grammar(schema))), None, number, None]
+
+    for fields, drafts in CASES.values():
+        model = model_of(fields)
+        together = texts(model, tokenizer, asked(), drafts)
+        one = Collected([6, 7], NEW, Choice(1.0, seed=1, ends=frozenset({END})), stops=frozenset({END}))
+        engine = Engine(model, BUDGET, draft_trips=drafts)
+        engine.submit([one.job])
+        one.wait()
+        engine.join(10)
+        assert together[1][0] == tokenizer.decode(one.tokens, skip_special_tokens=True)
+        assert texts(model, tokenizer, asked()[:1], drafts) == together[:1]
+        assert re.fullmatch(r"[0-9]{3,9}!", together[2][0]) and together[2][1] == "stop"
+
+
+def test_a_constraint_is_a_function_of_the_tokens(tokenizer, grammars):
+    """In whatever order it is asked, as drafts that are not kept do."""
+    matcher = grammars.compile(json_grammar({"type": "object", "properties": {"a": {"type": "integer"}}}))
+    made = tokenizer.encode('{"a": 120}', add_special_tokens=False)
+    fresh = [grammars.begin(matcher).allowed(made[:n]) for n in range(len(made) + 1)]
+    chance, one = random.Random(0), grammars.begin(matcher)
+    for _ in range(60):
+        n = chance.randint(0, len(made))
+        other = [*made[:n], *chance.choices(fresh[n].nonzero()[:, 0].tolist(), k=1)] if n < len(made) else [*made, END]
+        one.allowed(other)
+        assert torch.equal(one.allowed(made[:n]), fresh[n])
+    assert not one.complete(made[:-1]) and not one.fault
+    assert one.complete([*made, END]) and one.allowed([*made, END, 9, 9]).all()
+
+
+def test_least_tokens_give_way_to_a_text_that_is_complete(grammars):
+    """Where the grammar allows no more, `min_tokens` cannot ask for more."""
+    constraint = grammars.begin(grammars.compile(choice_grammar(["a"])))
+    choice = Choice(0.0, min_tokens=9, ends=frozenset({END}), constraint=constraint)
+    scores = choice.scores(torch.zeros(400), [1], [])
+    assert scores.isfinite().sum() == 1
+    letter = int(scores.argmax())
+    assert constraint.complete([letter])
+    longer = Choice(
+        0.0, min_tokens=9, ends=frozenset({END}), constraint=grammars.begin(grammars.compile(regex_grammar("a+")))
+    )
+    assert not longer.scores(torch.zeros(400), [1], [letter])[END].isfinite()
+
+
+@pytest.mark.parametrize(
+    ("grammar", "texts_of_it"),
+    [
+        (lambda: choice_grammar(["yes", "no"]), {"yes", "no"}),
+        (lambda: regex_grammar("(ab|cd)e"), {"abe", "cde"}),
+        (lambda: lark_grammar('start: "x" ("1" | "2")'), {"x1", "x2"}),
+        (lambda: lark_grammar('root ::= "y" ("1" | "2")'), {"y1", "y2"}),
+        (lambda: json_grammar({"const": [1]}, None), {"[1]"}),
+        (lambda: json_grammar('{"enum": [true, null]}'), {"true", "null"}),
+    ],
+)
+def test_kinds_of_grammars(grammar, texts_of_it, tokenizer, grammars):
+    compiled = grammars.compile(grammar())
+    found = texts(model_of({}), tokenizer, [grammars.begin(compiled) for _ in range(12)], temperature=2.0)
+    assert {text for text, _ in found} == texts_of_it and {why for _, why in found} == {"stop"}
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        lambda: json_grammar({"type": "objekt"}),
+        lambda: json_grammar({"type": "object", "properties": 5}),
+        lambda: json_grammar({"not": {"type": "string"}, "x-guidance": {"lenient": True}}),
+        lambda: json_grammar({"type": "string", "pattern": "((("}),
+        lambda: json_grammar({"$ref": "http://example.com/schema.json"}),
+        lambda: json_grammar({"type": "integer", "minimum": 5, "maximum": 3}),
+        lambda: json_grammar("[1"),
+        lambda: json_grammar("[1]"),
+        lambda: regex_grammar("[a-z"),
+        lambda: lark_grammar("start: nothing_of_that_name"),
+        lambda: lark_grammar(""),
+    ],
+)
+def test_what_is_no_grammar_is_refused_in_one_line(grammar, grammars):
+    with pytest.raises(SettingsError) as found:
+        grammars.compile(grammar())
+    assert "\n" not in str(found.value) and 5 < len(str(found.value)) <= 300
+
+
+def test_a_grammar_that_grows_too_complex_ends_its_own_text_alone(tokenizer, grammars):
+    bad, good = (grammars.begin(grammars.compile(regex_grammar("[0-9]{4}"))) for _ in range(2))
+    given_up = {"is_error": True, "is_stopped": True, "consume_token": False, "get_error": "too\ncomplex"}
+    bad._matcher = SimpleNamespace(**{name: lambda *_, value=value: value for name, value in given_up.items()})
+    (_, why), (text, end), _ = texts(model_of({}), tokenizer, [bad, good, None])
+    assert isinstance(why, RequestError) and str(why) == "structured output: too complex"
+    assert re.fullmatch("[0-9]{4}", text) and end == "stop"
+
+
+def test_compiled_grammars_are_kept_but_not_all(grammars):
+    one = grammars.compile(regex_grammar("once"))
+    assert grammars.compile(regex_grammar("once")) is one
+    for i in range(structure.KEPT):
+        grammars.compile(regex_grammar(f"{i}"))
+    assert grammars.compile(regex_grammar("once")) is not one
+
+
+def test_a_model_without_an_end_ends_where_the_grammar_does(tokenizer):
+    endless = Grammars(tokenizer, 400, frozenset())
+    constraints = [endless.begin(endless.compile(regex_grammar(text))) for text in ("abc", "a+")]
+    assert texts(model_of({}), tokenizer, constraints) == [("abc", "stop"), ("a" * NEW, "length")]

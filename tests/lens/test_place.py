@@ -1,0 +1,43 @@
+"""The lens at one place says what the lens of the whole text says there."""
+
+import pytest
+import torch
+
+from fathom.errors import SettingsError
+from fathom.lens.look import look
+from fathom.lens.place import look_at
+from fathom.models import FathomForCausalLM
+from fathom.models.registry import parse_mechanism
+from tests.lens.test_look import MECHANISMS, PONDERING
+from tests.tiny import TEXT, tiny_config, tiny_tokenizer
+
+
+def model_of(case):
+    name, options = {**MECHANISMS, **PONDERING}[case]
+    torch.manual_seed(0)
+    return FathomForCausalLM(tiny_config(**{**parse_mechanism(name), **options}, initializer_range=0.3)).eval().double()
+
+
+@pytest.mark.parametrize("case", [*MECHANISMS, *PONDERING])
+def test_a_place_is_as_in_the_whole_text(case):
+    model, tokenizer = model_of(case), tiny_tokenizer()
+    ids = tokenizer(TEXT[0])["input_ids"]
+    whole = look(model, tokenizer, TEXT[0])
+    for at in (1, len(ids) - 1):
+        found = look_at(model, tokenizer, ids[:at], ids[at])
+        assert [(one["layer"], one["trip"]) for one in found["visits"]] == whole.visits
+        assert found["trips"] == whole.trips[at - 1]
+        for v, one in enumerate(found["visits"]):
+            assert one["bits"] == pytest.approx(whole.next_surprisal[v, at - 1], abs=1e-3)
+            assert [word for word, _ in one["top"]] == [
+                whole.vocabulary[entry] for entry in whole.predictions[v, at - 1]
+            ]
+        assert found["final"]["bits"] == pytest.approx(whole.surprisal[at], abs=1e-3)
+
+
+@pytest.mark.parametrize("tokens", [[], [1] * 513, [-1], [384]])
+def test_a_place_that_is_none(tokens):
+    with pytest.raises(SettingsError, match="tokens: "):
+        look_at(model_of("vanilla"), tiny_tokenizer(), tokens, 3)
+    with pytest.raises(SettingsError, match="tokens: "):
+        look_at(model_of("vanilla"), tiny_tokenizer(), [1], 384)

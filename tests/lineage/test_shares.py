@@ -1,0 +1,93 @@
+"""Shares of a merge: right, with intervals that cover, and refused where the question has no answer."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file, save_file
+
+from fathom.errors import ModelError
+from fathom.lineage import shares
+from fathom.lineage.attacks import attack
+from fathom.lineage.weights import open_weights
+from tests.lineage.zoo import build, save, tiny_config
+
+
+def simulated(draw, count, layers, size=400, drift=0.3, heterogeneity=0.0):
+    """Inner products of a merge that was trained on, its parents having moved from one base."""
+    weights = draw.dirichlet(np.full(count, 2.0))
+    out = []
+    for _ in range(layers):
+        base = draw.normal(size=size)
+        loud = np.exp(draw.normal(0, 0.5))
+        parents = base + loud * draw.normal(size=(count, size))
+        own = weights + heterogeneity * (lambda z: z - z.mean())(draw.normal(size=count))
+        child = own @ parents + drift * loud * draw.normal(size=size)
+        rows = np.vstack([child, parents])
+        out.append(rows @ rows.T)
+    return np.stack(out), weights
+
+
+@pytest.mark.parametrize(("layers", "count"), [(6, 2), (6, 3), (24, 2), (24, 4)])
+@pytest.mark.parametrize("heterogeneity", [0.0, 0.1])
+def test_intervals_cover(layers, count, heterogeneity):
+    """At least 90 % of the 95 % intervals hold the truth; intervals that ignore the layers' differences do not."""
+    draw = np.random.default_rng(layers + count)
+    inside, naive = [], []
+    for _ in range(120):
+        gram, truth = simulated(draw, count, layers, heterogeneity=heterogeneity)
+        found = shares.solved(gram, [str(i) for i in range(count)]).shares
+        inside += [one.low <= want <= one.high for one, want in zip(found, truth, strict=True)]
+        naive += [abs(one.share - want) <= (one.high - one.low) / 8 for one, want in zip(found, truth, strict=True)]
+    assert np.mean(inside) >= 0.9
+    assert np.mean(naive) < 0.9  # intervals of a quarter of the width do not cover
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory):
+    """Two children of one base, their mean of 70 and 30 %, and a stranger."""
+    root = tmp_path_factory.mktemp("merge")
+    base = build(tiny_config("llama", num_hidden_layers=4), 0)
+    save(base, root / "base", 512)
+    save(build(tiny_config("llama", num_hidden_layers=4), 9), root / "stranger", 512)
+    tensors = load_file(root / "base" / "model.safetensors")
+    sides = []
+    for number in (1, 2):
+        draw = np.random.default_rng(number)
+        sides.append({n: t + 0.01 * t.new_tensor(draw.normal(size=t.shape)) for n, t in tensors.items()})
+    mean = {n: 0.7 * sides[0][n] + 0.3 * sides[1][n] for n in tensors}
+    for name, some in (("one", sides[0]), ("two", sides[1]), ("mean", mean)):
+        (root / name).mkdir()
+        for file in ("config.json", "tokenizer.json"):
+            (root / name / file).write_bytes((root / "base" / file).read_bytes())
+        save_file({n: t.contiguous() for n, t in some.items()}, root / name / "model.safetensors")
+    return root
+
+
+def opened(root, *names):
+    return [open_weights(root / name) for name in names]
+
+
+def test_a_mean_is_told_from_its_relatives(family):
+    child, *parents = opened(family, "mean", "one", "two")
+    found = shares.shares(child, parents)
+    assert [one.share for one in found.shares] == pytest.approx([0.7, 0.3], abs=1e-6)
+    assert found.residual < 1e-6 and found.is_merge
+    child, *parents = opened(family, "base", "one", "two")  # the base is between its children, and no mean of them
+    assert not shares.shares(child, parents).is_merge
+    child, *parents = opened(family, "mean", "one", "two", "stranger")
+    found = shares.shares(child, parents)
+    assert found.shares[2].low <= 0 <= found.shares[2].high + 1e-9 or abs(found.shares[2].share) < 1e-6
+
+
+def test_questions_without_an_answer_are_refused(family, tmp_path):
+    one, two, same = opened(family, "one", "two", "one")
+    with pytest.raises(ModelError, match="at least two parents"):
+        shares.shares(one, [two])
+    with pytest.raises(ModelError, match="cannot be told apart"):
+        shares.shares(two, [one, same])
+    with pytest.raises(ModelError, match="another shape"):
+        shares.shares(one, [two, open_weights(save(build(tiny_config("llama"), 1), tmp_path / "shallow"))])
+    attack(one, ("permute", "neuron", "head"), tmp_path / "hidden")
+    with pytest.raises(ModelError, match="in no parent's order"):
+        shares.shares(open_weights(tmp_path / "hidden"), [one, two])

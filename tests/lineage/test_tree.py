@@ -1,0 +1,79 @@
+"""The tree of a family: its edges, their support, what is said of direction, and what is not."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from fathom.cli import lineage as commands
+from fathom.errors import ModelError
+from fathom.lineage import tree
+from tests.lineage.test_direction import changed, moved, pruned
+from tests.lineage.zoo import build, save, tiny_config
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """base → tuned → further, base → sparse, a mean of two of them, and two strangers."""
+    root = tmp_path_factory.mktemp("tree")
+    config = tiny_config("llama", num_hidden_layers=4)
+    base = save(build(config, 3, torch.float32, trained=True), root / "base", 512)
+    tuned = changed(base, root / "tuned", moved(0.2, 1))
+    changed(tuned, root / "further", moved(0.2, 2))
+    changed(base, root / "sparse", pruned)
+    one, two = (load_file(root / name / "model.safetensors") for name in ("base", "further"))
+    mean = changed(base, root / "mean", lambda t: t)
+    save_file({n: (0.9 * one[n] + 0.1 * two[n]).contiguous() for n in one}, mean / "model.safetensors")
+    for seed, name in ((11, "stranger"), (12, "another")):
+        save(build(config, seed, torch.float32, trained=True), root / name, 512)
+    return root
+
+
+def test_the_tree_of_a_family(models, tmp_path):
+    names = ["further", "sparse", "base", "tuned", "stranger", "another", "mean"]
+    result = commands.tree([str(models / name) for name in names], out=tmp_path / "out", quiet=True)
+    data = json.loads((tmp_path / "out" / "report.json").read_text())
+    family, *alone = data["families"]
+    short = {str(models / name): name for name in names}
+    edges = {frozenset((short[e["a"]], short[e["b"]])): e for e in family["edges"]}
+    assert len(family["models"]) == 5 and len(edges) == 4
+    assert {short[one["models"][0]] for one in alone} == {"stranger", "another"}
+    assert {frozenset(("tuned", "further")), frozenset(("base", "sparse"))} <= set(edges)
+    assert frozenset(("base", "further")) not in edges  # two steps apart
+    assert all(0.4 <= e["support"] <= 1 and e["p"] < 1e-6 for e in edges.values())
+    sparse = edges[frozenset(("base", "sparse"))]["direction"]
+    assert short[sparse["made"]] == "sparse" and short[sparse["source"]] == "base"
+    assert edges[frozenset(("tuned", "further"))]["direction"]["made"] is None
+    (merge,) = data["merges"]
+    assert short[merge["child"]] == "mean"
+    assert {short[s["parent"]]: round(s["share"], 3) for s in merge["shares"]} == {"base": 0.9, "further": 0.1}
+    assert all(len(line) <= 80 for line in result.text.splitlines())
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "http" not in page.split("</style>")[1] and "<script" not in page
+    assert "direction" in page.lower() and "cannot be told" in page
+
+
+def test_unrelated_models_have_no_tree(models):
+    found = tree.tree([models / "stranger", models / "another"])
+    assert [family.edges for family in found.families] == [(), ()] and not found.merges
+    with pytest.raises(ModelError, match="at least two"):
+        tree.tree([models / "base", models / "base"])
+
+
+def test_a_spanning_tree_joins_the_nearest_first():
+    """A chain of drifts that add up comes back as that chain, whatever the order of the models."""
+    draw = np.random.default_rng(0)
+    for _ in range(20):
+        order = draw.permutation(6)
+        place = np.argsort(order)
+        drifts = {(i, j): float(abs(place[i] - place[j]) ** 0.5) for i in range(6) for j in range(i + 1, 6)}
+        chosen = {frozenset(edge) for edge in tree.spanning(range(6), drifts)}
+        assert chosen == {frozenset((int(order[k]), int(order[k + 1]))) for k in range(5)}
+
+
+def test_components_are_what_edges_connect():
+    assert tree.grouped(5, [(0, 3), (3, 4)]) == [[0, 3, 4], [1], [2]]
