@@ -89,3 +89,38 @@ def test_the_stored_type_is_kept_where_it_is_asked_for(directory: tuple[str, Pat
         config = json.loads((path / "config.json").read_text())
         (path / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k not in TYPES}))
     assert FathomForCausalLM.from_pretrained(path, dtype="auto").dtype == torch.bfloat16
+
+
+def gradients(theirs: torch.nn.Module, ours: FathomForCausalLM, place: Path) -> dict[str, tuple[torch.Tensor, ...]]:
+    """By our names: each parameter's gradient in our decoder and in the family's own class."""
+    ids = torch.randint(0, 97, (2, 13), generator=torch.Generator().manual_seed(2))
+    for model in (theirs, ours):
+        model(input_ids=ids, labels=ids).loss.backward()
+    with torch.no_grad():  # their gradients as the weights of a checkpoint, which opens under our names
+        for parameter in theirs.parameters():
+            parameter.copy_(parameter.grad)
+    theirs.save_pretrained(place)
+    under_our_names = dict(FathomForCausalLM.from_pretrained(place, dtype=torch.float32).named_parameters())
+    return {name: (p.grad, under_our_names[name].detach()) for name, p in ours.named_parameters()}
+
+
+def deviation(found: dict[str, tuple[torch.Tensor, ...]]) -> float:
+    """The length of the difference of both gradients, in lengths of the gradient."""
+    ours, theirs = (torch.cat([pair[i].flatten() for pair in found.values()]) for i in (0, 1))
+    return float((ours - theirs).norm() / theirs.norm())
+
+
+def test_gradients_are_the_family_s_own(directory: tuple[str, Path], tmp_path: Path) -> None:
+    """But for the order of sums: backward passes of norms, rotation and loss are written by hand."""
+    _, path = directory
+    settings = {"dtype": torch.float32, "attn_implementation": "eager"}
+    theirs, ours, other = (
+        kind.from_pretrained(path, **settings).eval()
+        for kind in (AutoModelForCausalLM, FathomForCausalLM, FathomForCausalLM)
+    )
+    with torch.no_grad():
+        other.model.layers[1].mlp.up_proj.weight.mul_(1.001)
+    found = gradients(theirs, ours, tmp_path / "gradients")
+    assert deviation(found) < 1e-6 and all(pair[1].abs().max() > 0 for pair in found.values())
+    theirs = AutoModelForCausalLM.from_pretrained(path, **settings).eval()
+    assert deviation(gradients(theirs, other, tmp_path / "other")) > 1e-5
