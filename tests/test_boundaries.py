@@ -35,7 +35,7 @@ ROOMS = (
         "recipe",
         "corpus",
     ),
-    *("training", "evaluation", "inference", "lens", "lineage", "experiments", "cli", "__main__"),
+    *("training", "evaluation", "deepen", "inference", "lens", "lineage", "experiments", "cli", "__main__"),
 )
 """Each may import those before it."""
 STRANGERS = {
@@ -58,24 +58,25 @@ STRANGERS = {
     },
 }
 """Rooms above that a room must not know all the same."""
-COMPUTING = "models kernels kvcache checkpoints training evaluation inference lens experiments"
+COMPUTING = "models kernels kvcache checkpoints training evaluation deepen inference lens experiments"
 FOREIGN = {
     "torch": f"{COMPUTING} data.batches report.provenance",
     "transformers": "models kvcache checkpoints data.tokenizer corpus.chat_template training evaluation inference "
-    "lens cli.export",
+    "deepen lens cli.export",
     **dict.fromkeys(("triton", "liger_kernel"), "kernels"),
-    "numpy": "report checkpoints data corpus training evaluation lens lineage experiments inference.draws "
+    "numpy": "report checkpoints data corpus training evaluation deepen lens lineage experiments inference.draws "
     "inference.structure inference.prefixes",
     "scipy": "report.statistics corpus lineage experiments",
     "huggingface_hub": "models checkpoints recipe inference.generate",
     "safetensors": "checkpoints.families.tensors kvcache.saved lineage.attacks training.adapters",
     "tokenizers": "data evaluation.perplexity inference.control",
-    "yaml": "checkpoints.find checkpoints.runs settings corpus experiments.compare_page experiments.ladder_page",
+    "yaml": "checkpoints.find checkpoints.runs settings corpus deepen.heal experiments.compare_page "
+    "experiments.ladder_page",
     "jinja2": "report.templates corpus.chat_template inference.prompt",
     "markupsafe": "report evaluation.caches.page evaluation.pair_page evaluation.scores_page experiments.compare_page "
     "experiments.ladder_page",
     "filelock": "report.files",
-    "rich": "report training.tracking evaluation experiments cli",
+    "rich": "report training.tracking evaluation deepen experiments cli",
     # Of the extras.
     "datasets": "evaluation.tasks",
     "lm_eval": "evaluation",

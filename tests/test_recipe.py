@@ -53,7 +53,7 @@ MECHANISMS = {
         ("optim.lr=-1", "optim.lr=-1.0: allowed: a positive number"),
         ("optim.lr=null", "optim.lr=null: allowed: a number"),
         ("optim.lrr=1", "optim.lrr: unknown key; did you mean optim.lr?"),
-        ("lora.colour=1", "lora.colour: unknown key; allowed: rank, alpha, dropout, targets, whole"),
+        ("lora.colour=1", "lora.colour: unknown key; allowed: rank, alpha, dropout, targets, whole, mechanisms"),
         ("optm.lr=1", "optm: unknown key; did you mean optim?"),
         ("optim.name=sgd", "optim.name=sgd: allowed: one of adamw, muon"),
         ("optim.betas=[0.9]", "optim.betas=[0.9]: allowed: a list of 2 numbers"),

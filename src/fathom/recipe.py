@@ -360,6 +360,8 @@ class Lora(Section, section="lora"):
     """modules that get one, by the last part of their names"""
     whole: tuple[str, ...] = ()
     """modules that train in full beside them, such as [embed_tokens] for new tokens"""
+    mechanisms: bool = False
+    """whether parameters of depth mechanisms train in full beside them; the merged export has them, RUN/adapter not"""
 
     def rules(self) -> Iterator[Rule]:
         """Checks beyond the types of the fields."""
@@ -370,8 +372,25 @@ class Lora(Section, section="lora"):
 
 
 @dataclass(frozen=True)
+class Distill(Section, section="distill"):
+    """Learning what an unchanged model predicts, beside what the text says."""
+
+    teacher: str | None = None
+    """checkpoint whose predictions are learnt, named as model.from_pretrained is; null for none"""
+    weight: float = 0.5
+    """w of (1 - w) cross-entropy + w divergence from the teacher (forward KL, on its live logits)"""
+    temperature: float = 1.0
+    """of both models' softmax in the divergence, which is scaled by its square"""
+
+    def rules(self) -> Iterator[Rule]:
+        """Checks beyond the types of the fields."""
+        yield 0 < self.weight <= 1, "weight", "allowed: a share above 0 and up to 1"
+        yield self.temperature > 0, "temperature", "allowed: a positive number"
+
+
+@dataclass(frozen=True)
 class Recipe(Section):
-    """A run: model, data, optimizer, loop, ranks, evaluation, tracking, cache, adapters."""
+    """A run: model, data, optimizer, loop, ranks, evaluation, tracking, cache, adapters, teacher."""
 
     model: dict[str, Any] = field(default_factory=dict)
     """the keys of config.json, and from_pretrained: a model directory, org/name on the Hub, a run or RUN@step-N"""
@@ -391,6 +410,8 @@ class Recipe(Section):
     """what attention keeps of the past"""
     lora: Lora = field(default_factory=Lora)
     """adapters in place of the weights"""
+    distill: Distill = field(default_factory=Distill)
+    """what an unchanged model predicts"""
 
     def rules(self) -> Iterator[Rule]:
         """Checks between sections."""
@@ -408,6 +429,8 @@ class Recipe(Section):
         rows = train.tokens_per_step % length == 0
         yield rows, "train.tokens_per_step", f"allowed: a multiple of data.sequence_length={length}"
         yield from _lora_rules(self)
+        whole = self.distill.teacher is None or self.kvcache.method == "full"
+        yield whole, "distill.teacher", "allowed: null, with kvcache.method"
         buckets = self.evaluate.position_buckets < length
         yield buckets, "evaluate.position_buckets", "allowed: 1 to data.sequence_length - 1, the targets of a row"
         kvcache = self.kvcache

@@ -21,6 +21,7 @@ COMMANDS = {
     "prepare": "turn text into token shards",
     "corpus": "turn documents into a deduplicated, decontaminated, mixed corpus with a card",
     "recipes": "list the recipes that come with Fathom, or copy one",
+    "deepen": "make a pretrained model deeper: the same function, and a recipe that trains it further",
     "export": "write a run or a model as a Hugging Face directory",
     "mechanisms": "show every mechanism and what it would add to a model",
     "compare": "compare mechanisms fairly: same tokens, same initial values, several seeds",

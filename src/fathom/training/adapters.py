@@ -17,6 +17,7 @@ from fathom.checkpoints.runs import load_tensors, model_directory
 from fathom.errors import SettingsError, to_install
 from fathom.kvcache.lora import with_lora
 from fathom.models.modeling import FathomForCausalLM
+from fathom.models.roles import MechanismModule
 from fathom.recipe import Lora, Recipe
 from fathom.training.hooks import Hook
 from fathom.training.parallel import whole
@@ -76,7 +77,11 @@ def _wrapped(model: FathomForCausalLM, lora: Lora) -> PeftModel:
         ensure_weight_tying=bool(model.config.tie_word_embeddings) and "embed_tokens" in lora.whole,
         task_type="CAUSAL_LM",
     )
-    return cast("PeftModel", get_peft_model(cast("PreTrainedModel", model), config))
+    wrapped = cast("PeftModel", get_peft_model(cast("PreTrainedModel", model), config))
+    for module in model.modules() if lora.mechanisms else ():
+        if isinstance(module, MechanismModule):
+            module.requires_grad_(True)
+    return wrapped
 
 
 def merged(adapters: PeftModel) -> dict[str, Tensor]:

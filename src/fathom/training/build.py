@@ -5,15 +5,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
 
-from fathom.checkpoints.check import check_checkpoint
-from fathom.checkpoints.hashes import changed
-from fathom.checkpoints.runs import Saved, config_of, find_checkpoint, is_settled, model_directory, read_weights
+from fathom.checkpoints.runs import Saved, config_of, read_weights
 from fathom.data.batches import Batch, BatchPlan
 from fathom.data.mixture import Mixture, Phase
 from fathom.data.puzzles import open_data
@@ -25,15 +22,19 @@ from fathom.models.flex_reading import FLEX, NO_BACKWARD
 from fathom.models.modeling import FathomCausalLMOutput, FathomForCausalLM
 from fathom.recipe import Recipe
 from fathom.training.adapters import adapt
+from fathom.training.distill import distilled, open_teacher
 from fathom.training.guard import Guard
 from fathom.training.kvcache import compress
 from fathom.training.optimizer import Optimizer, freeze, learning_rate, shares
 from fathom.training.parallel import Ranks, parallelize, release_gathered, start, synchronize_gradients, whole
+from fathom.training.source import source_of
 from fathom.training.tokenizer import require_tokenizer
 from fathom.training.tracking import require_backends
 
 if TYPE_CHECKING:
     from peft import PeftModel
+
+FROM = "model.from_pretrained"
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,8 @@ class Training:
     plan: BatchPlan
     adapters: PeftModel | None = None
     """peft's wrapper of the model, if only adapters are trained."""
+    teacher: FathomForCausalLM | None = None
+    """What the model is distilled from."""
 
     @property
     def micro_batch(self) -> int:
@@ -89,7 +92,11 @@ class Training:
         extra: dict[str, Tensor] = {}
         for number, batch in enumerate(batches):
             synchronize_gradients(model, last=number == len(batches) - 1)
-            out = forward(model, batch.to(ranks.device))
+            placed = batch.to(ranks.device)
+            if self.teacher is None:
+                out = forward(model, placed)
+            else:
+                out = distilled(forward(model, placed, with_logits=True), self.teacher, placed, recipe.distill)
             # FSDP averages gradients over ranks; the loss is already divided by the targets of all of them.
             (out.loss * ranks.world_size).backward()
             loss += out.loss.detach().float()
@@ -153,7 +160,8 @@ def build_training(
     parallelize(model, ranks, recipe)
     optimizer = Optimizer(model, recipe.optim)
     guard = Guard(recipe.train.skip_spikes, ranks.device, recipe.optim.clip or 0.0)
-    return Training(recipe, ranks, config, model, optimizer, guard, data, plan, adapters)
+    teacher = open_teacher(recipe, ranks, data, config.vocab_size)
+    return Training(recipe, ranks, config, model, optimizer, guard, data, plan, adapters, teacher)
 
 
 def check_device(recipe: Recipe, device: str) -> None:
@@ -170,7 +178,7 @@ def check_model(recipe: Recipe, data: TokenDataset) -> None:
     config, source = recipe.config(), recipe.model.get("from_pretrained")
     _require_context(recipe, config)
     if source is not None:
-        _source(source)
+        source_of(source, FROM)
     with torch.device("meta"):
         model = FathomForCausalLM(config)
     freeze(model, recipe.optim.only)
@@ -202,7 +210,7 @@ def build_model(recipe: Recipe, config: FathomConfig, device: torch.device, begi
     """The recipe's model with its initial weights in fp32, or if it `begins` those of `model.from_pretrained`."""
     source = recipe.model.get("from_pretrained")
     if source is not None and begins:
-        found = _source(source)
+        found = source_of(source, FROM)
         settings: dict[str, object] = {"config": config, "dtype": torch.float32, "output_loading_info": True}
         if isinstance(found, Saved):
             settings |= {"state_dict": read_weights(found)}
@@ -218,20 +226,6 @@ def build_model(recipe: Recipe, config: FathomConfig, device: torch.device, begi
     model.float()
     initialize(model, recipe.train.seed)
     return model
-
-
-def _source(source: str) -> Path | Saved:
-    """The directory or the checkpoint of a run that `model.from_pretrained` names, checked."""
-    if (directory := model_directory(source)) is not None:
-        check_checkpoint(directory)
-        if problem := changed(directory):
-            raise SettingsError(f"model.from_pretrained={source}: {problem}")
-        return directory
-    saved = find_checkpoint(source)
-    if not is_settled(source, saved):  # the next reader, another arm or this run again, may find a newer one
-        one = f"{source}@step-{saved.step}"
-        raise SettingsError(f"model.from_pretrained={source}: not finished; name a checkpoint of it, as in {one}")
-    return saved
 
 
 def initialize(model: FathomForCausalLM, seed: int, missing: Set[str] | None = None) -> None:
@@ -264,7 +258,7 @@ def _draw_from(seed: int, device: torch.device) -> None:
     (torch.default_generator if device.type == "cpu" else torch).manual_seed(seed)
 
 
-def forward(model: nn.Module, batch: Batch) -> FathomCausalLMOutput:
+def forward(model: nn.Module, batch: Batch, with_logits: bool = False) -> FathomCausalLMOutput:
     """Run a batch through the model; the loss is this batch's share of the mean over the global batch."""
     return model(
         input_ids=batch.input_ids,
@@ -272,6 +266,7 @@ def forward(model: nn.Module, batch: Batch) -> FathomCausalLMOutput:
         position_ids=batch.position_ids,
         num_items_in_batch=batch.num_targets,
         use_cache=False,
+        **({"return_logits": True} if with_logits else {}),
     )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from fathom.checkpoints.runs import changes_of
+from fathom.checkpoints.runs import changes_of, config_of
 from fathom.data.collections import collection_sizes, locate
 from fathom.data.puzzles import is_puzzle, open_data
 from fathom.data.shards import read_index
@@ -71,9 +71,10 @@ class Estimate:
     """FLOPs of the whole run, forward and backward."""
     ranks: int
     state_bytes: int
-    """Per rank: fp32 weights, gradients and optimizer moments, and the bf16 weights in use."""
+    """Per rank: fp32 weights, gradients and optimizer moments, the bf16 weights in use, and a teacher's weights."""
     activation_bytes: int
-    """Per rank and micro-batch: activations that a fused implementation keeps for the backward pass; an estimate."""
+    """Per rank and micro-batch: activations that a fused implementation keeps for the backward pass, and what
+    distillation holds of logits; an estimate."""
     evaluation_bytes: int
     """Per rank: peak of evaluating a batch of held-out text, with the logits of one chunk; an estimate."""
     compressions: int
@@ -105,6 +106,7 @@ def estimate(recipe: Recipe) -> Estimate:
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     sharers = {"single": 1, "ddp": 1, "hsdp": recipe.parallel.shard_size or ranks}.get(recipe.parallel.name, ranks)
     # Weights, gradients and two moments in fp32 (muon keeps one, but only of some); bf16 adds a copy, gathered or not.
+    teacher = _teacher_bytes(recipe) // sharers
     state = 16 * parameters // sharers + (2 * parameters if recipe.train.precision == "bf16" else 0) // sharers
     return Estimate(
         mechanism=mechanism_name(config),
@@ -117,8 +119,8 @@ def estimate(recipe: Recipe) -> Estimate:
         collections=_collections(recipe),
         training_flops=mean * tokens,
         ranks=ranks,
-        state_bytes=state,
-        activation_bytes=_activation_bytes(recipe, config),
+        state_bytes=state + teacher,
+        activation_bytes=_activation_bytes(recipe, config) + _distill_bytes(recipe, config),
         evaluation_bytes=_evaluation_bytes(recipe, config),
         compressions=compressions(recipe),
         groups=_groups(recipe, config),
@@ -189,6 +191,21 @@ def _activation_bytes(recipe: Recipe, config: FathomConfig) -> int:
     per_token = visits * config.hidden_size + layer if recipe.train.activation_checkpointing else visits * layer
     rows = min(recipe.train.micro_batch, recipe.rows_per_step)
     return rows * recipe.data.sequence_length * per_token * _scalar(recipe)
+
+
+def _teacher_bytes(recipe: Recipe) -> int:
+    """fp32 weights of the teacher, and those in bf16 that are in use."""
+    if (teacher := recipe.distill.teacher) is None:
+        return 0
+    return count_parameters(config_of({"from_pretrained": teacher})) * (6 if recipe.train.precision == "bf16" else 4)
+
+
+def _distill_bytes(recipe: Recipe, config: FathomConfig) -> int:
+    """Logits of the model and of its teacher, and the gradient of the former."""
+    if recipe.distill.teacher is None:
+        return 0
+    rows = min(recipe.train.micro_batch, recipe.rows_per_step)
+    return 3 * rows * recipe.data.sequence_length * config.vocab_size * _scalar(recipe)
 
 
 def _evaluation_bytes(recipe: Recipe, config: FathomConfig) -> int:

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 WATCHED = 10
 """Number of first steps of every call that are checked."""
+CROSS_ENTROPY = "cross_entropy"
+"""The loss on the text among a step's numbers, where `loss` holds more: what an evaluation computes."""
 TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}
 """Allowed relative difference of the first loss from the evaluation, by precision."""
 INFORMED = 0.8
@@ -59,7 +61,7 @@ class FirstSteps(Hook):
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Check the loss of a step."""
-        loss = values.get("loss")
+        loss = values.get(CROSS_ENTROPY, values.get("loss"))
         if loss is None or not math.isfinite(loss) or values.get("skipped"):
             return
         if step == 1 and self._expected is not None:
@@ -107,5 +109,6 @@ class FirstSteps(Hook):
 def _last_loss(run_dir: Path) -> float | None:
     """The mean loss of the last logged steps; None if there are none, or the file is damaged."""
     rows = read_metrics(run_dir) if (run_dir / METRICS).is_file() else []
-    losses = [row["loss"] for row in rows if "grad_norm" in row and math.isfinite(row["loss"]) and not row["skipped"]]
+    taken = [row for row in rows if "grad_norm" in row and math.isfinite(row["loss"]) and not row["skipped"]]
+    losses = [row.get(CROSS_ENTROPY, row["loss"]) for row in taken]
     return math.fsum(losses[-WATCHED:]) / len(losses[-WATCHED:]) if losses else None

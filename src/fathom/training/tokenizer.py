@@ -28,14 +28,19 @@ def require_tokenizer(recipe: Recipe, data: TokenDataset) -> None:
 
     A checkpoint without a tokenizer cannot be checked and passes.
     """
-    source = recipe.model.get("from_pretrained")
-    if source is None or recipe.data.other_tokenizer:
+    if (source := recipe.model.get("from_pretrained")) is not None:
+        require_same_tokenizer(source, f"model.from_pretrained={source}", recipe, data)
+
+
+def require_same_tokenizer(source: str, key: str, recipe: Recipe, data: TokenDataset) -> None:
+    """Refuse a corpus with another tokenizer than that of a checkpoint, which `key` names in the message."""
+    if recipe.data.other_tokenizer:
         return
     theirs, ours = _of_source(source), _known(data.tokenizer_directory) or {data.tokenizer_identity}
     if theirs and not theirs & ours:
         one, other = (sorted(map(str, known))[0][:12] for known in (theirs, ours))
         raise SettingsError(
-            f"model.from_pretrained={source}: its tokenizer ({one}) is not that of data.directory={data.directory} "
+            f"{key}: its tokenizer ({one}) is not that of data.directory={data.directory} "
             f"({other}): prepare the corpus with it, or say data.other_tokenizer=true"
         )
 

@@ -1,0 +1,127 @@
+"""`fathom deepen MODEL --with MECHANISM --out DIR`, or `--search` for the layers of a loop."""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import Namespace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fathom.cli.parser import Parser
+from fathom.errors import SettingsError
+
+if TYPE_CHECKING:
+    from fathom.deepen.request import Request
+    from fathom.deepen.write import Deepened
+
+EPILOG = """examples:
+  fathom deepen MODEL --with depth_attention --out deeper
+  fathom deepen MODEL --with loop:trips=2,damping=0.5 --layers 12-16 --out deeper
+  fathom deepen MODEL --with loop --search --text TEXT --out spans
+  fathom train deeper/heal.yaml data.directory=SHARDS
+
+fathom mechanisms lists the mechanisms. Those that start exactly are added closed: docs/deepen.md."""
+
+
+def add(parser: Parser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument("model", help="a directory of any family, a GGUF file, a run, or org/name on the Hub")
+    parser.add_argument(
+        "--with",
+        dest="mechanism",
+        required=True,
+        metavar="MECHANISM[:KEY=VALUE,...]",
+        help="what to add; join several with +",
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where to write")
+    parser.add_argument("--layers", metavar="A-B", help="first and last layer of a loop, from 0 (default: all)")
+    parser.add_argument("--search", action="store_true", help="rank the spans of a loop by held-out loss, untrained")
+    parser.add_argument("--text", nargs="+", default=(), metavar="[NAME=]INPUT", help="text for --search")
+    parser.add_argument("--sizes", default="2-6", metavar="A-B", help="layers of a span, for --search (default: 2-6)")
+    parser.add_argument(
+        "--documents",
+        default="12,40",
+        metavar="N,M",
+        help="for --search: N documents for all spans, M others for the best 20 (default: 12,40)",
+    )
+    parser.add_argument("--tokens", type=int, default=512, help="for --search: tokens of a document (default: 512)")
+    parser.add_argument("--json", action="store_true", help="print the result for a program")
+    parser.epilog = EPILOG
+
+
+def run(options: Namespace) -> int:
+    """Write the model, or rank the spans."""
+    from fathom.deepen.request import parse_request
+    from fathom.deepen.write import deepen
+
+    request = parse_request(options.mechanism, options.layers)
+    if options.search:
+        return _search(options, request)
+    if options.text:
+        raise SettingsError("--text is read by --search")
+    made = deepen(options.model, request, options.out)
+    print(json.dumps(made.to_dict()) if options.json else _words(made))
+    return 0
+
+
+def _words(made: Deepened) -> str:
+    """What was written, in lines."""
+    base, deeper = made.base, made.deeper
+    rows = {
+        "model": f"{made.directory}, {made.mechanism}",
+        "start": _start(made),
+        "parameters": f"{deeper.parameters:,} (+{deeper.parameters - base.parameters:,})",
+        "FLOPs per token": f"{deeper.flops_per_token:,.0f} ({deeper.flops_per_token / base.flops_per_token - 1:+.1%})",
+        "cache per token": f"{deeper.cache_bytes_per_token:,} bytes (bf16) "
+        f"({deeper.cache_bytes_per_token / base.cache_bytes_per_token - 1:+.1%})",
+        "train it": f"fathom train {made.recipe} data.directory=SHARDS",
+    }
+    return "\n".join(f"{name:<16} {value}" for name, value in rows.items())
+
+
+def _start(made: Deepened) -> str:
+    if made.deviation == 0:
+        return "equal to the model's logits, to the last bit (read back, on a short text)"
+    largest = f"the largest logit deviation on a short text is {made.deviation:.2g}"
+    return largest if made.exact else f"{made.mechanism} does not start as the model; {largest}"
+
+
+def _search(options: Namespace, request: Request) -> int:
+    from fathom.checkpoints.open import open_checkpoint
+    from fathom.deepen.search_page import show, write
+    from fathom.deepen.spans import Search, search
+    from fathom.models.modeling import FathomForCausalLM
+
+    given = request.options.get("loop", {})
+    if request.name != "loop" or options.layers or given.keys() - {"trips", "damping"}:
+        raise SettingsError("--search ranks the layers of --with loop, whose options may be trips and damping")
+    if not options.text:
+        raise SettingsError("--search needs --text, held-out text to score")
+    asked = Search(
+        sizes=_pair(options.sizes, "-", "--sizes"),
+        trips=int(given.get("trips", 2)),  # type: ignore[call-overload]
+        dampings=(float(given["damping"]),) if "damping" in given else Search().dampings,  # type: ignore[arg-type]
+        documents=_pair(options.documents, ",", "--documents"),
+        tokens=options.tokens,
+    )
+    model, tokenizer = open_checkpoint(options.model)
+    if not isinstance(model, FathomForCausalLM):
+        raise SettingsError(
+            f"{options.model} is a {type(model).__name__}, a family that Fathom does not open as its own"
+        )
+    ranked = search(model, tokenizer, options.text, asked, options.out)
+    write(options.out, options.model, asked, ranked)
+    if options.json:
+        print(json.dumps([row.to_dict() for row in ranked]))
+    else:
+        show(options.model, options.out, asked, ranked, sys.stdout)
+    return 0
+
+
+def _pair(text: str, sign: str, flag: str) -> tuple[int, int]:
+    """Two whole numbers, `A-B` or `N,M`."""
+    words = text.split(sign)
+    if len(words) != 2 or not all(word.strip().isdigit() for word in words):
+        raise SettingsError(f"{flag} {text}: allowed: two whole numbers, as in 2{sign}6")
+    return int(words[0]), int(words[1])

@@ -1,0 +1,121 @@
+"""What `--with` and `--layers` ask for, as keys of a configuration."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+
+from fathom.errors import SettingsError
+from fathom.models.configuration import FathomConfig
+from fathom.models.registry import AXES, DEFAULTS, known, mechanism
+from fathom.models.roles import Mechanism
+from fathom.settings import overridden
+
+TRIPS = 2
+"""Loop iterations and pondering steps where `--with` does not say: the fewest that are more than one."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """Mechanisms to add, and their options."""
+
+    parts: tuple[Mechanism, ...]
+    options: dict[str, dict[str, object]] = field(default_factory=dict)
+    """By mechanism's name: what was given, nothing else."""
+    layers: tuple[int, int] | None = None
+    """First and last layer of a loop; None for all."""
+
+    @property
+    def name(self) -> str:
+        """The mechanisms' names, joined."""
+        return "+".join(part.name for part in self.parts)
+
+    @property
+    def loops(self) -> bool:
+        """Whether a loop is among them."""
+        return any(part.name == "loop" for part in self.parts)
+
+    def keys(self, config: FathomConfig) -> dict[str, object]:
+        """Keys of `FathomConfig` that add the mechanisms to a model, closed where they can be."""
+        found: dict[str, object] = {}
+        for part in self.parts:
+            if (held := getattr(config, part.axis)) != DEFAULTS[part.axis]:
+                raise SettingsError(f"--with {part.name}: this model has {part.axis}={held} already")
+            names = {one.name for one in fields(part.options)}
+            options: dict[str, object] = {"trips": TRIPS} if "trips" in names else {}
+            if part.name == "loop" and self.layers is not None:
+                options |= _span(self.layers, config.num_hidden_layers)
+            options |= dict(part.closed or {}) | self.options.get(part.name, {})
+            found |= {part.axis: part.name, f"{part.axis}_options": options}
+        return found
+
+    def opening(self, steps: int) -> dict[str, dict[str, object]]:
+        """By axis' key of options: what opens the closed mechanisms over so many training steps."""
+        closed = [part for part in self.parts if "blend" in (part.closed or {})]
+        return {
+            f"{part.axis}_options": {"blend": 1.0, "blend_steps": steps}
+            for part in closed
+            if "blend" not in self.options.get(part.name, {})
+        }
+
+
+def parse_request(text: str, layers: str | None = None) -> Request:
+    """`loop:trips=2,damping=0.5+depth_attention` as a request.
+
+    Args:
+        text: Mechanisms joined by +, each with options after a colon, separated by commas.
+        layers: `A-B`, first and last layer of a loop.
+    """
+    parts: list[Mechanism] = []
+    options: dict[str, dict[str, object]] = {}
+    for word in re.split(r"\+(?=[a-z])", text):
+        name, _, given = word.strip().partition(":")
+        part = _named(name)
+        if any(part.axis == other.axis for other in parts):
+            raise SettingsError(f"--with {text}: two values of the {part.axis} axis")
+        parts.append(part)
+        options[name] = _options(part, given)
+    order = sorted(parts, key=lambda part: -AXES.index(part.axis))
+    request = Request(tuple(order), options, None if layers is None else _layers(layers))
+    if layers is not None and not request.loops:
+        raise SettingsError(f"--layers {layers}: only a loop has a span of layers; add loop to --with")
+    if layers is not None and options["loop"].keys() & {"prelude", "coda"}:
+        raise SettingsError(f"--layers {layers}: leave prelude and coda out of --with")
+    return request
+
+
+def _named(name: str) -> Mechanism:
+    """The mechanism of that name, which is no axis' first value."""
+    names = [one for one in known() if one not in DEFAULTS.values()]
+    if name in names:
+        one = known()[name]
+        return mechanism(one.axis, name)
+    close = difflib.get_close_matches(name, names, n=1)
+    hint = f"did you mean {close[0]}?" if close else f"allowed: {', '.join(names)}"
+    raise SettingsError(f"--with {name}: no such mechanism; {hint}")
+
+
+def _options(part: Mechanism, text: str) -> dict[str, object]:
+    names, found = [one.name for one in fields(part.options)], dict[str, object]()
+    for word in re.split(r",(?=\s*\w+=)", text) if text else ():
+        key, equals, value = (piece.strip() for piece in word.partition("="))
+        if not equals or key not in names:
+            raise SettingsError(f"--with {part.name}:{word.strip()}: allowed: {', '.join(names)}, each as key=value")
+        found[key] = overridden({}, [f"{key}={value}"])[key]
+    return found
+
+
+def _layers(text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"(\d+)(?:-(\d+))?", text.strip())
+    if match is None or int(match[1]) > int(match[2] or match[1]):
+        raise SettingsError(f"--layers {text}: allowed: FIRST-LAST, counted from 0, as in 12-16")
+    return int(match[1]), int(match[2] or match[1])
+
+
+def _span(layers: tuple[int, int], count: int) -> Mapping[str, int]:
+    first, last = layers
+    if last >= count:
+        raise SettingsError(f"--layers {first}-{last}: this model has the layers 0 to {count - 1}")
+    return {"prelude": first, "coda": count - 1 - last}

@@ -1,0 +1,259 @@
+"""Which layers cost least to run again: every span of layers as a loop, scored on text, with nothing trained.
+
+A loop over the layers a … b of K iterations with damping δ needs the stream before layer a and after layer b, which one
+pass of the model without a loop gives for all spans. So a span computes its own layers K - 1 times and those above it
+once.
+
+All spans are scored on a first set of documents. The best of them are scored again on other documents, since the best
+of many is too good on the documents by which it was chosen.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from fathom.errors import SettingsError
+from fathom.evaluation.perplexity import beginning, encoder, read_domains
+from fathom.models.loss import token_losses
+from fathom.models.modeling import FathomForCausalLM
+from fathom.models.registry import AXES, DEFAULTS
+from fathom.report.progress import ProgressBar
+from fathom.report.statistics import Difference, weighted_difference
+
+LOG = "spans.jsonl"
+
+
+class Candidate(NamedTuple):
+    """A loop over some layers."""
+
+    first: int
+    last: int
+    """The last layer, included."""
+    trips: int
+    damping: float
+
+    @property
+    def layers(self) -> str:
+        """As `--layers` takes them."""
+        return f"{self.first}-{self.last}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """What is tried, and on how much text."""
+
+    sizes: tuple[int, int] = (2, 6)
+    """Fewest and most layers of a span."""
+    trips: int = 2
+    """Loop iterations, the first included."""
+    dampings: tuple[float, ...] = (0.5, 1.0)
+    """δ of every span."""
+    documents: tuple[int, int] = (12, 40)
+    """Documents for all spans, and others for the best of them."""
+    keep: int = 20
+    """How many spans are scored on the second set."""
+    tokens: int = 512
+    """Tokens of each document, from its beginning."""
+
+    def candidates(self, layers: int) -> list[Candidate]:
+        """Every span of a model of so many layers, with every damping."""
+        least, most = self.sizes
+        if not 1 <= least <= most <= layers:
+            raise SettingsError(f"--sizes {least}-{most}: allowed: 1 to {layers}, the layers of this model")
+        spans = [(a, a + n - 1) for n in range(least, most + 1) for a in range(layers - n + 1)]
+        return [Candidate(a, b, self.trips, damping) for damping in self.dampings for a, b in spans]
+
+
+class Document(NamedTuple):
+    """Tokens to score."""
+
+    name: str
+    ids: np.ndarray
+    """`[T + 1]`, a start token first."""
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """A loop, and by how much it raises the loss."""
+
+    candidate: Candidate
+    gap: Difference
+    """Nats a token, the loop's loss minus the model's own, paired by document."""
+    again: Difference | None = None
+    """The same on the other documents, if it was among the best."""
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain values."""
+        return {"layers": self.candidate.layers, **self.candidate._asdict()} | {
+            name: None if found is None else asdict(found) | {"low": found.low, "high": found.high}
+            for name, found in (("gap", self.gap), ("again", self.again))
+        }
+
+
+def read_documents(
+    tokenizer: PreTrainedTokenizerBase, inputs: Sequence[str], count: int, tokens: int
+) -> list[Document]:
+    """`count` documents at random, the same ones every time, each cut after so many tokens."""
+    found = []
+    for domain in read_domains(inputs):
+        encode = encoder(tokenizer, domain)
+        found += [(f"{domain.name}/{i}", encode, document) for i, document in enumerate(domain.documents)]
+    drawn = []
+    for place in np.random.default_rng(0).permutation(len(found)).tolist():
+        name, encode, document = found[place]
+        ids = np.asarray([beginning(tokenizer), *encode(document)[:tokens]], dtype=np.int64)
+        if len(ids) > 1:
+            drawn.append(Document(name, ids))
+        if len(drawn) == count:
+            return drawn
+    raise SettingsError(
+        f"{', '.join(inputs)}: {len(drawn)} documents, {count} are needed; give more, or fewer --documents"
+    )
+
+
+class Reading:
+    """One document read by a model without a loop, from which its loops are read."""
+
+    def __init__(self, model: FathomForCausalLM, document: Document) -> None:
+        self.model = model
+        self.ids = torch.from_numpy(document.ids).to(model.device).unsqueeze(0)
+        decoder = model.model
+        out = decoder(input_ids=self.ids[:, :-1], use_cache=False, output_hidden_states=True)
+        self.before: list[Tensor] = list(out.hidden_states[:-1])
+        """The stream before every layer and, last, after all of them."""
+        positions = torch.arange(self.ids.shape[1] - 1, device=self.ids.device).unsqueeze(0)
+        self.given = {
+            "position_embeddings": decoder.rotary_emb(self.before[0], positions),
+            "position_ids": positions,
+        }
+        self.masks = decoder.causal_masks(self.before[0], None, None, None)
+        self.before.append(self.through(self.before[-1], len(decoder.layers) - 1, len(decoder.layers)))
+        self.nats = self.score(self.before[-1])
+
+    def through(self, x: Tensor, start: int, stop: int) -> Tensor:
+        """The stream after the layers `[start, stop)`."""
+        for i in range(start, stop):
+            mask = self.masks[self.model.config.layer_types[i]]
+            x = self.model.model.layers[i](x, attention_mask=mask, **self.given)[0]
+        return x
+
+    def score(self, stream: Tensor) -> float:
+        """Nats of the document, of the stream after the last layer."""
+        hidden = self.model.model.norm(stream)
+        return float(token_losses(hidden, self.model.lm_head, self.ids[:, 1:]).double().sum())
+
+    def looped(self, one: Candidate) -> float:
+        """Nats of the document with some layers as a loop."""
+        x, made = self.before[one.first], self.before[one.last + 1]
+        for trip in range(one.trips):
+            made = made if trip == 0 else self.through(x, one.first, one.last + 1)
+            x = made if one.damping == 1 else torch.lerp(x, made, one.damping)
+        return self.score(self.through(x, one.last + 1, len(self.before) - 1))
+
+
+class Log:
+    """Scores by document and loop, kept in a file where there is one, so that a search goes on where it was stopped."""
+
+    def __init__(self, path: Path | None, about: dict[str, object]) -> None:
+        self.path, self.found = path, dict[tuple[str, Candidate | None], tuple[float, int]]()
+        lines = path.read_text(encoding="utf-8").splitlines() if path is not None and path.exists() else []
+        for number, line in enumerate(lines):
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue  # the end of a line that was not written whole
+            if number == 0:
+                if row != about:
+                    raise SettingsError(f"{path}: scores of another model or length; choose another --out")
+                continue
+            one = None if row["first"] is None else Candidate(*(row[key] for key in Candidate._fields))
+            self.found[row["document"], one] = row["nats"], row["tokens"]
+        if path is not None and not lines:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(about) + "\n", encoding="utf-8")
+
+    def add(self, document: Document, scores: Sequence[tuple[Candidate | None, float]]) -> None:
+        """Keep the scores of a document; None stands for the model without a loop."""
+        lines = []
+        for one, nats in scores:
+            self.found[document.name, one] = nats, len(document.ids) - 1
+            fields = one._asdict() if one is not None else dict.fromkeys(Candidate._fields)
+            row = {"document": document.name, **fields, "nats": nats, "tokens": len(document.ids) - 1}
+            lines.append(json.dumps(row) + "\n")
+        if self.path is not None:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write("".join(lines))
+
+    def gap(self, one: Candidate, documents: Sequence[Document]) -> Difference:
+        """The loop's loss minus the model's own, per token, paired by document."""
+        pairs = [(self.found[document.name, one], self.found[document.name, None]) for document in documents]
+        return weighted_difference([ours[0] - own[0] for ours, own in pairs], [own[1] for _, own in pairs])
+
+
+def search(
+    model: FathomForCausalLM,
+    tokenizer: PreTrainedTokenizerBase,
+    text: Sequence[str],
+    asked: Search,
+    out: Path | None = None,
+) -> list[Ranked]:
+    """Every loop that `asked` names, the nearest to free first: the best by the second set, then the others.
+
+    Args:
+        model: Without any mechanism.
+        tokenizer: Its tokenizer.
+        text: What `fathom evaluate --perplexity` takes.
+        asked: Which loops, and how much text.
+        out: A directory that keeps the scores; run again, the search goes on there.
+    """
+    for axis in AXES:
+        if (name := getattr(model.config, axis)) != DEFAULTS[axis]:
+            raise SettingsError(f"--search needs a model without mechanisms, this one has {axis}={name}")
+    every = asked.candidates(model.config.num_hidden_layers)
+    length = min(asked.tokens, model.config.max_position_embeddings)
+    documents = read_documents(tokenizer, text, sum(asked.documents), length)
+    about = {"tokens": length, "layers": model.config.num_hidden_layers, "parameters": model.num_parameters()}
+    log = Log(None if out is None else out / LOG, about)
+    first, others = documents[: asked.documents[0]], documents[asked.documents[0] :]
+    _score(model, first, every, log)
+    ranked = sorted((Ranked(one, log.gap(one, first)) for one in every), key=lambda row: row.gap.mean)
+    best = ranked[: asked.keep] if others else []
+    _score(model, others, [row.candidate for row in best], log)
+    again = [Ranked(row.candidate, row.gap, log.gap(row.candidate, others)) for row in best]
+    again.sort(key=lambda row: row.again.mean if row.again is not None else 0.0)
+    return [*again, *ranked[len(best) :]]
+
+
+@torch.no_grad()
+def _score(model: FathomForCausalLM, documents: Sequence[Document], loops: Sequence[Candidate], log: Log) -> None:
+    """Score what the log does not hold yet, some loops at a time."""
+    training = model.training
+    model.eval()
+    with ProgressBar("spans", len(documents) * len(loops)) as bar:
+        for number, document in enumerate(documents):
+            left = [one for one in loops if (document.name, one) not in log.found]
+            if not left:
+                continue
+            reading = Reading(model, document)
+            log.add(document, [(None, reading.nats)])
+            for done, group in enumerate(_groups(left)):
+                log.add(document, [(one, reading.looped(one)) for one in group])
+                bar.update(number * len(loops) + done * GROUP)
+    model.train(training)
+
+
+GROUP = 16
+"""Loops whose scores are written at once."""
+
+
+def _groups(loops: Sequence[Candidate]) -> Iterator[Sequence[Candidate]]:
+    return (loops[i : i + GROUP] for i in range(0, len(loops), GROUP))

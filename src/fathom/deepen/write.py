@@ -1,0 +1,134 @@
+"""A pretrained model with mechanisms of depth, written as a checkpoint that computes what the model did."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers.utils import logging
+
+from fathom.checkpoints.export import export
+from fathom.checkpoints.hub import repository
+from fathom.checkpoints.runs import Opened, open_decoder, open_source, read_config
+from fathom.deepen.heal import HEAL, heal_recipe
+from fathom.deepen.request import Request
+from fathom.errors import SettingsError
+from fathom.models.configuration import FathomConfig
+from fathom.models.cost import cache_bytes_per_token, count_parameters, flops_per_token
+from fathom.models.modeling import FathomForCausalLM
+from fathom.report.files import write_atomically
+from fathom.training.build import initialize
+
+SAMPLE = "To fathom a thing is to measure its depth, and after much thought to understand it. The sea is deep."
+CONTEXT = 512
+"""Tokens of the context at which FLOPs are counted."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Parameters, and what one token costs."""
+
+    parameters: int
+    flops_per_token: float
+    """FLOPs of decoding a token, with a mean context of half of `CONTEXT`."""
+    cache_bytes_per_token: int
+    """Bytes of keys and values, at two bytes a number."""
+
+    @classmethod
+    def of(cls, config: FathomConfig) -> Sizes:
+        """Of a model."""
+        length = min(CONTEXT, config.max_position_embeddings)
+        return cls(count_parameters(config), flops_per_token(config, length), cache_bytes_per_token(config))
+
+
+@dataclass(frozen=True)
+class Deepened:
+    """What was written."""
+
+    directory: Path
+    mechanism: str
+    recipe: Path
+    """The healing recipe."""
+    base: Sizes
+    deeper: Sizes
+    deviation: float
+    """The largest difference of a logit from the model's own, on a short text; 0: equal to the last bit."""
+    exact: bool
+    """Whether the mechanism declares a start that changes nothing."""
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain values."""
+        return asdict(self) | {"directory": str(self.directory), "recipe": str(self.recipe)}
+
+
+def deepen(source: str | Path, request: Request, out: str | Path) -> Deepened:
+    """Write a model with further mechanisms, and the recipe that trains it; returns what was written.
+
+    Args:
+        source: A model directory of any family that opens, a GGUF file, a run, or `org/name[@revision]` on the Hub.
+        request: Which mechanisms, as `parse_request` reads them.
+        out: The directory to write.
+    """
+    where, out = Path(source), Path(out)
+    if not where.exists() and repository(str(source)) is None:
+        raise SettingsError(f"{source}: no such directory, and no org/name on the Hub")
+    if out.exists() and where.exists() and out.samefile(where):
+        raise SettingsError(f"--out {out} is the model itself; choose another place")
+    logging.disable_progress_bar()
+    opened = open_source(where)
+    base = opened.model.eval()
+    config = deeper_config(base.config, request)
+    model = deeper_model(base, config)
+    healing = heal_recipe(out, str(source), config, request)
+    export(model, out, opened.tokenizer)
+    recipe = out / HEAL
+    write_atomically(recipe, healing)
+    exact = all(part.closed is not None for part in request.parts)
+    deviation = written_deviation(opened, out)
+    return Deepened(out, request.name, recipe, Sizes.of(base.config), Sizes.of(config), deviation, exact)
+
+
+def deeper_config(config: FathomConfig, request: Request) -> FathomConfig:
+    """The model's configuration with the mechanisms; what they refuse is one line."""
+    keys = request.keys(config)
+    try:
+        return FathomConfig.from_dict(config.to_dict(), **keys)
+    except ValueError as error:
+        raise SettingsError(f"--with {request.name}: {' '.join(str(error).split())}") from error
+
+
+def deeper_model(base: FathomForCausalLM, config: FathomConfig) -> FathomForCausalLM:
+    """The same weights under another configuration; what is new is initialised as in training, alike every time."""
+    model, info = FathomForCausalLM.from_pretrained(
+        None,
+        config=config,
+        state_dict=base.state_dict(),
+        state_config=base.config.to_dict(),
+        dtype=base.dtype,
+        output_loading_info=True,
+    )
+    initialize(model, 0, info["missing_keys"])
+    model.generation_config = base.generation_config
+    return model.eval()
+
+
+@torch.no_grad()
+def written_deviation(opened: Opened, out: Path) -> float:
+    """The largest difference of a logit between the model and what was written, read back, on a short text."""
+    again = open_decoder(out, read_config(out), dtype=opened.model.dtype).eval()
+    ids = _sample(opened)
+    logits = [model(input_ids=ids, use_cache=False).logits.float() for model in (opened.model, again)]
+    return float((logits[0] - logits[1]).abs().max())
+
+
+def _sample(opened: Opened) -> Tensor:
+    """A short text, or random tokens of a model without a tokenizer."""
+    config = opened.model.config
+    if opened.tokenizer is None:
+        draw = torch.Generator().manual_seed(0)
+        ids = torch.randint(config.vocab_size, (1, 32), generator=draw)
+    else:
+        ids = torch.tensor([opened.tokenizer(SAMPLE)["input_ids"]])
+    return ids[:, : config.max_position_embeddings].to(opened.model.device)

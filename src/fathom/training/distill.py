@@ -1,0 +1,126 @@
+"""Distillation: the loss also asks for what an unchanged model, the teacher, predicts at the same place.
+
+    L = (1 - w) CE + w τ² KL( softmax(z_T / τ) ‖ softmax(z / τ) )        mean over the targets of the step
+
+z are the logits, z_T the teacher's, which are computed live. The forward KL covers everything that the teacher holds
+possible. Its gradient by z is w τ (softmax(z / τ) - softmax(z_T / τ)) / N; it is formed in the forward pass, some rows
+at a time, so that no other tensor of the logits' size exists than the two models' logits and that gradient.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fathom.checkpoints.runs import Saved, config_of, read_weights
+from fathom.data.batches import Batch
+from fathom.data.shards import TokenDataset
+from fathom.errors import SettingsError
+from fathom.models.loss import IGNORE, chunk_rows, shifted
+from fathom.models.modeling import FathomCausalLMOutput, FathomForCausalLM
+from fathom.models.numerics import widen
+from fathom.recipe import Distill, Recipe
+from fathom.training.first import CROSS_ENTROPY
+from fathom.training.parallel import Ranks, parallelize
+from fathom.training.source import source_of
+from fathom.training.tokenizer import require_same_tokenizer
+
+NAME = "distill"
+"""The divergence among a step's numbers."""
+
+
+def open_teacher(recipe: Recipe, ranks: Ranks, data: TokenDataset, vocabulary: int) -> FathomForCausalLM | None:
+    """The teacher that a recipe names, sharded as the model is; None without one.
+
+    Args:
+        recipe: What is trained.
+        ranks: This process among the others.
+        data: The corpus, whose tokenizer the teacher must have.
+        vocabulary: Tokens that the model scores.
+    """
+    if (name := recipe.distill.teacher) is None:
+        return None
+    found, key = source_of(name, "distill.teacher"), f"distill.teacher={name}"
+    require_same_tokenizer(name, key, recipe, data)
+    settings: dict[str, object] = {"dtype": torch.float32}
+    if isinstance(found, Saved):
+        config = config_of({"from_pretrained": name})
+        settings |= {"config": config, "state_dict": read_weights(found), "state_config": config.to_dict()}
+    try:
+        teacher = FathomForCausalLM.from_pretrained(None if isinstance(found, Saved) else found, **settings)
+    except ValueError as error:
+        raise SettingsError(f"{key}: {error}") from error
+    if teacher.config.vocab_size != vocabulary:
+        raise SettingsError(f"{key}: it has {teacher.config.vocab_size} tokens, the model {vocabulary}")
+    if recipe.data.sequence_length > (longest := teacher.config.max_position_embeddings):
+        raise SettingsError(
+            f"data.sequence_length={recipe.data.sequence_length}: allowed: at most {longest}, with {key}"
+        )
+    teacher.requires_grad_(False).eval().to(ranks.device)
+    teacher.set_attn_implementation(recipe.train.attention)
+    parallelize(teacher, ranks, recipe)
+    return cast("FathomForCausalLM", teacher)
+
+
+def distilled(
+    out: FathomCausalLMOutput, teacher: FathomForCausalLM, batch: Batch, settings: Distill
+) -> FathomCausalLMOutput:
+    """A step's output with L in place of its cross-entropy; penalties stay.
+
+    Args:
+        out: The model's, with logits.
+        teacher: Its predictions count where the batch has a target.
+        batch: What both read, on their device.
+        settings: w and τ.
+    """
+    with torch.no_grad():
+        theirs = teacher(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False).logits
+    assert out.logits is not None and out.loss is not None
+    targets = shifted(batch.labels)
+    divergence = forward_kl(out.logits, theirs, targets, settings.temperature) / batch.num_targets
+    others = dict(out.aux_losses or {})
+    penalties = sum(others.values()) if others else torch.zeros_like(out.loss)
+    cross_entropy, w = out.loss - penalties, settings.weight
+    out.loss = (1 - w) * cross_entropy + w * divergence + penalties
+    out.aux_losses = {**others, CROSS_ENTROPY: cross_entropy, NAME: divergence}  # for the log, without their weights
+    return out
+
+
+def forward_kl(logits: Tensor, theirs: Tensor, targets: Tensor, temperature: float) -> Tensor:
+    """τ² KL(softmax(z_T / τ) ‖ softmax(z / τ)), summed over the positions whose target is not -100.
+
+    Args:
+        logits: z, `[B, T, V]`.
+        theirs: z_T, without a gradient.
+        targets: `[B, T]`
+        temperature: τ.
+    """
+    return cast(Tensor, _ForwardKL.apply(logits, theirs, targets, temperature))
+
+
+class _ForwardKL(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, theirs: Tensor, targets: Tensor, temperature: float) -> Tensor:
+        rows, other = logits.flatten(0, -2), theirs.flatten(0, -2)
+        counted = (targets != IGNORE).flatten().unsqueeze(1)
+        grad = torch.empty_like(rows)
+        total = widen(rows.new_zeros(()))
+        size = chunk_rows(len(rows), rows.shape[-1], rows.device.type)
+        for start in range(0, len(rows), size):
+            part = slice(start, start + size)
+            own = (widen(rows[part]) / temperature).log_softmax(-1)
+            goal = (widen(other[part]) / temperature).log_softmax(-1)
+            p = goal.exp()
+            total = total + (p * (goal - own)).sum(-1, keepdim=True).where(counted[part], 0).sum()
+            grad[part] = ((own.exp() - p) * temperature).where(counted[part], 0)
+        ctx.save_for_backward(grad.view_as(logits))
+        return total * temperature**2
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (slopes,) = ctx.saved_tensors
+        return (widen(slopes) * grad).to(slopes.dtype), None, None, None

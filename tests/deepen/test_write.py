@@ -1,0 +1,155 @@
+"""`fathom deepen` writes a model that computes what it was given, of any family, and a recipe that trains it."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from fathom.checkpoints.export import export
+from fathom.checkpoints.runs import open_source
+from fathom.cli.main import main
+from fathom.deepen.heal import HEAL
+from fathom.deepen.request import parse_request
+from fathom.deepen.write import Sizes, deepen
+from fathom.models import FathomConfig, FathomForCausalLM
+from fathom.models.registry import AXES
+from fathom.recipe import load_recipe
+from fathom.training.estimate import estimate
+from tests.models.cases import BACKBONES, SHAPE, build, tokens
+from tests.tiny import export_tiny
+
+KINDS = {"qwen3": {}, "llama": BACKBONES["llama"], "gpt_neox": {**BACKBONES["neox"], "num_key_value_heads": 4}}
+KINDS["gpt2"] = {
+    **{"norm": "layer", "qk_norm": "none", "gated_mlp": False, "attention_bias": True, "mlp_bias": True},
+    **{"positions": "learned", "hidden_act": "gelu_new", "num_key_value_heads": 4, "tie_word_embeddings": True},
+}
+REQUESTS = (
+    ("depth_attention", None),
+    ("loop:damping=0.5+depth_attention:stride=1", "1-2"),
+    ("attention_residuals+uniform_depth", None),
+    ("ponder:trips=3", None),
+)
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory):
+    """A model of every kind in its family's own format, without a tokenizer."""
+    folder, made = tmp_path_factory.mktemp("bases"), {}
+    for kind, keys in KINDS.items():
+        model = build(FathomConfig(**SHAPE | keys))
+        made[kind] = export(model, folder / kind, form=kind)
+    return made
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("text,layers", REQUESTS)
+def test_every_family_starts_as_itself(bases, kind, text, layers, tmp_path):
+    made = deepen(bases[kind], parse_request(text, layers), tmp_path / "deeper")
+    assert made.exact and made.deviation <= (1e-5 if kind == "gpt_neox" and "residuals" in text else 0)
+    base, deeper = (open_source(place).model.eval() for place in (bases[kind], made.directory))
+    for part in parse_request(text).parts:
+        assert getattr(deeper.config, part.axis) == part.name
+    ids = tokens(2, 17)
+    with torch.no_grad():
+        assert (base(ids).logits - deeper(ids).logits).abs().max() <= made.deviation * 10
+    if kind == "qwen3":
+        text_of = [m.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=None) for m in (base, deeper)]
+        assert torch.equal(*text_of)
+
+
+def test_the_recipe_opens_what_was_closed(bases, tmp_path):
+    made = deepen(bases["llama"], parse_request("loop:trips=2+denseformer"), tmp_path / "deeper")
+    recipe = load_recipe(made.recipe, ["data.directory=elsewhere", "train.export=true"])
+    config = recipe.config()
+    assert (config.recurrence_options["blend"], config.recurrence_options["blend_steps"]) == (1.0, 300)
+    assert recipe.lora.mechanisms and recipe.distill.teacher == str(bases["llama"])
+    cost = estimate(recipe)
+    assert cost.mechanism == "loop+denseformer" and cost.changed["recurrence_options.blend"] == (0.0, 1.0)
+    alone = estimate(recipe.override("distill.teacher=null"))
+    assert cost.state_bytes - alone.state_bytes == 4 * Sizes.of(open_source(bases["llama"]).model.config).parameters
+    assert cost.activation_bytes > alone.activation_bytes
+
+
+def test_what_does_not_start_exactly_is_said(bases, tmp_path, capsys):
+    assert main(["deepen", str(bases["llama"]), "--with", "ponder2", "--out", str(tmp_path / "deeper")]) == 0
+    printed = capsys.readouterr().out
+    assert "ponder2 does not start as the model; the largest logit deviation on a short text is" in printed
+    recipe = load_recipe(tmp_path / "deeper" / HEAL)
+    assert "recurrence_options" not in recipe.model
+
+
+def test_the_command_says_what_it_added(tmp_path, capsys):
+    base = export_tiny(tmp_path / "base", mixer="none")
+    words = ["deepen", str(base), "--with", "loop:damping=0.5", "--layers", "1-2", "--out", str(tmp_path / "deeper")]
+    assert main(words) == 0
+    printed = capsys.readouterr().out
+    assert "equal to the model's logits, to the last bit" in printed and "(+0)" in printed and "(+50.0%)" in printed
+    assert f"fathom train {tmp_path / 'deeper' / HEAL} data.directory=SHARDS" in printed
+    assert main([*words, "--json"]) == 0, "an earlier one is replaced"
+    found = json.loads(capsys.readouterr().out)
+    assert (
+        found["deviation"] == 0
+        and found["deeper"]["cache_bytes_per_token"] == 1.5 * found["base"]["cache_bytes_per_token"]
+    )
+    model = FathomForCausalLM.from_pretrained(tmp_path / "deeper")
+    assert [getattr(model.config, axis) for axis in AXES] == ["none", "plain", "loop"]
+
+
+@pytest.mark.parametrize(
+    "words,says",
+    [
+        (["--with", "loop", "--layers", "3-9"], "--layers 3-9: this model has the layers 0 to 3"),
+        (["--with", "lop"], "--with lop: no such mechanism; did you mean loop?"),
+        (["--with", "loop", "--search"], "--search needs --text"),
+        (["--with", "ponder", "--search", "--text", "x"], "--search ranks the layers of --with loop"),
+        (["--with", "loop", "--text", "x"], "--text is read by --search"),
+        (
+            ["--with", "loop", "--search", "--text", "x", "--sizes", "2"],
+            "--sizes 2: allowed: two whole numbers, as in 2-6",
+        ),
+    ],
+)
+def test_bad_requests_are_one_line(words, says, tmp_path, capsys, bases):
+    assert main(["deepen", str(bases["llama"]), *words, "--out", str(tmp_path / "out")]) == 2
+    printed = capsys.readouterr()
+    assert says in printed.err and printed.err.count("\n") == 1 and not printed.out
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("kind,says", [("t5", "is a t5 model; Fathom opens"), (None, "no such directory")])
+def test_families_that_cannot_are_one_line(kind, says, tmp_path, capsys):
+    place = tmp_path / "model"
+    if kind is not None:
+        place.mkdir()
+        (place / "config.json").write_text(json.dumps({"model_type": kind}))
+        save_file({"shared.weight": torch.zeros(4, 4)}, place / "model.safetensors")
+    assert main(["deepen", str(place), "--with", "loop", "--out", str(tmp_path / "out")]) == 2
+    printed = capsys.readouterr().err
+    assert says in printed and printed.count("\n") == 1
+
+
+def test_the_model_itself_is_not_overwritten(bases, capsys):
+    before = (Path(bases["llama"]) / "config.json").read_text()
+    assert main(["deepen", str(bases["llama"]), "--with", "loop", "--out", str(bases["llama"])]) == 2
+    assert "is the model itself" in capsys.readouterr().err
+    assert (Path(bases["llama"]) / "config.json").read_text() == before
+
+
+def test_a_search_prints_a_table_and_keeps_a_figure(tmp_path, capsys):
+    base = export_tiny(tmp_path / "base", mixer="none")
+    text = tmp_path / "text.jsonl"
+    rows = [{"text": f"{i} fathoms of a dark sea, measured with lead and line " * 2} for i in range(9)]
+    text.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["deepen", str(base), "--with", "loop", "--search", "--text", str(text), "--out", str(tmp_path / "spans")]
+    words += ["--sizes", "1-2", "--documents", "4,5", "--tokens", "24"]
+    assert main(words) == 0
+    printed = capsys.readouterr().out
+    report = json.loads((tmp_path / "spans" / "spans.json").read_text())
+    best = report["spans"][0]
+    assert f"--layers {best['layers']}" in printed and len(report["spans"]) == 2 * (4 + 3)
+    assert best["again"]["pairs"] == 5 and best["again"]["low"] < best["again"]["high"]
+    assert (tmp_path / "spans" / "spans.svg").read_text().lstrip().startswith("<svg")
+    assert main([*words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["layers"] == best["layers"]
