@@ -62,7 +62,7 @@ $(TRITON)/.ready:
 	$(BIN)/python -m pip install --disable-pip-version-check --target $(TRITON) --no-deps 'triton>=3.5' 'liger-kernel>=0.6'
 	@touch $@
 
-# Everything on a GPU that is not there (docs/gpu.md), with torch's CUDA build, 5 GB, in an environment of its own.
+# Everything on a GPU that is not there (docs/how-to/gpu.md), with torch's CUDA build, 5 GB, in an environment of its own.
 DRY := .venv-gpu-dry
 DRY_PYTHON ?= python3.13
 gpu-dry: $(DRY)/.ready
@@ -77,7 +77,7 @@ $(DRY)/.ready: pyproject.toml
 	@touch $@
 DRY_TORCH ?= torch
 
-# A GPU (docs/gpu.md): calls of MINUTES until the cells of PLAN are there, or with ONCE=1 a single call.
+# A GPU (docs/how-to/gpu.md): calls of MINUTES until the cells of PLAN are there, or with ONCE=1 a single call.
 PLAN ?= 120
 MINUTES ?= 9
 gpu: setup
@@ -85,7 +85,7 @@ gpu: setup
 	@while :; do $(BIN)/python benchmarks/gpu.py --plan $(PLAN) --minutes $(MINUTES); code=$$?; \
 	  [ $$code -eq 3 ] || exit $$code; [ -z "$(ONCE)" ] || exit 0; done
 
-# Other people's tests and tools (docs/outside.md), in two directories of their own; what was set up is not set up again.
+# Other people's tests and tools (docs/how-to/outside.md), in two directories of their own; what was set up is not set up again.
 SUITES ?= transformers clients tensor_parallel lm_eval trl llama_cpp vllm
 OUTSIDE := .venv-outside
 VLLM := .venv-vllm

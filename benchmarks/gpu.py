@@ -1,4 +1,4 @@
-"""What a GPU is asked for, cell by cell: conformance, kernels, bandwidth, training, decoding (docs/gpu.md).
+"""What a GPU is asked for, cell by cell: conformance, kernels, bandwidth, training, decoding (docs/how-to/gpu.md).
 
     python benchmarks/gpu.py --plan 10            # the cells of the ten-minute plan; again: it goes on where it stopped
     python benchmarks/gpu.py --plan 120 --minutes 9 --step train

@@ -1,4 +1,4 @@
-"""Token shards read with numpy alone, as a trainer that is not Fathom's would (the format: docs/data.md)."""
+"""Token shards read with numpy alone, as a trainer that is not Fathom's would (the format: docs/how-to/data.md)."""
 
 import json
 import sys

@@ -251,7 +251,7 @@ WALKS = {
         ("tests/checkpoints/families -k arcee",),
     ),
     "a command": Walk(
-        {"src/fathom/cli/greet.py": GREET, "docs/greet.md": GREET_PAGE, "tests/cli/test_greet.py": GREET_TEST},
+        {"src/fathom/cli/greet.py": GREET, "docs/how-to/greet.md": GREET_PAGE, "tests/cli/test_greet.py": GREET_TEST},
         {"src/fathom/cli/main.py": (COMMAND,)},
         ("tests/cli/test_greet.py", "tests/test_docs.py::test_a_page_does_what_it_says[greet]"),
         {("--help",): "say hello", ("greet", "--help"): "whom to greet"},
@@ -265,7 +265,7 @@ WALKS = {
                 "import Parser, SettingsError\n",
                 "import Parser, SettingsError\nfrom fathom.manners.words import hello\n",
             ).replace('print(f"Hello, {options.name}")', "print(hello(options.name))"),
-            "docs/manners.md": GREET_PAGE,
+            "docs/how-to/manners.md": GREET_PAGE,
             "tests/manners/__init__.py": "",
             "tests/manners/test_words.py": GREET_TEST,
         },

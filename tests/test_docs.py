@@ -44,9 +44,10 @@ from fathom.training.estimate import estimate
 from tests.processes import Command
 
 ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
 PAGES = [
     ROOT / "README.md",
-    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted(DOCS.rglob("*.md")),
     *(ROOT / folder / "README.md" for folder in ("recipes", "benchmarks")),
     ROOT / "CONTRIBUTING.md",
 ]
@@ -77,7 +78,7 @@ STANDS_FOR_ANY = "NAME"
 
 TEXT = "the depth of a river is measured with rope and lead or with sound in fathoms and in feet"
 CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
-# A run of a second, and every key as the recipe has it otherwise. Six layers: docs/lens.md looks at visit 5.
+# A run of a second, and every key as the recipe has it otherwise. Six layers: docs/how-to/lens.md looks at visit 5.
 MICRO = {
     "model.num_hidden_layers": 6,
     "model.hidden_size": 16,
@@ -249,7 +250,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (here / "chapter.txt").write_text(sentence(chance, 20))
     files("papers", ".txt", 60, words=120)
     files("docs", ".txt", 60, words=120)
-    recipe = next(body for _, _, body in fences(ROOT / "docs" / "corpus.md") if "geology.yaml" in body)
+    recipe = next(body for _, _, body in fences(DOCS / "how-to" / "corpus.md") if "geology.yaml" in body)
     (here / "geology.yaml").write_text(recipe.replace("min_words: 20", "min_words: 5"))
     (here / "quiz.jsonl").write_text(
         json.dumps({"question": "how deep is the water below the old bridge today"}) + "\n"
@@ -300,9 +301,9 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def specialise(here: Path) -> None:
-    """The recipes that docs/specialise.md writes, and the probe: a second each, of whatever model they name."""
+    """The recipes that the tutorial on experts writes, and the probe: a second each, of whatever model they name."""
     bodies = {
-        body.partition("\n")[0].removeprefix("# "): body for _, _, body in fences(ROOT / "docs" / "specialise.md")
+        body.partition("\n")[0].removeprefix("# "): body for _, _, body in fences(DOCS / "tutorials" / "specialise.md")
     }
     (here / "expert.yaml").write_text(bodies["expert.yaml"].replace("max_tokens: 2048", "max_tokens: 64"))
     small = [f"{key}={value}" for key, value in MICRO.items() if not key.startswith("model.")]
@@ -332,9 +333,10 @@ def quiet(words: list[str]) -> None:
 
 
 @pytest.fixture
-def world(template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def world(template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     shutil.copytree(template, tmp_path / "here")
     monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.syspath_prepend(tmp_path / "here")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     small = {path.stem: path for path in (tmp_path / "here" / "recipes").glob("*.yaml")}
     monkeypatch.setattr("fathom.recipe.packaged_recipes", lambda: small)  # a recipe's name means the small one too
@@ -342,7 +344,10 @@ def world(template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     monkeypatch.delenv("FATHOM_API_KEY", raising=False)
     # A conversation of one turn, and as wide a terminal as anybody's.
     monkeypatch.setattr(sys, "stdin", io.StringIO("How deep is it?\n"))
-    return tmp_path / "here"
+    known = set(MECHANISMS)
+    yield tmp_path / "here"
+    for added in set(MECHANISMS) - known:
+        del MECHANISMS[added]
 
 
 class Reader:
@@ -428,6 +433,9 @@ class Reader:
         source = step.text.replace(":8000/", f":{self.port}/")
         for long, short in BRIEFLY.items():
             source = source.replace(long, short)
+        if named := re.match(r"# (\w+\.py)\n", source):  # a file that the reader writes
+            Path(named[1]).write_text(source)
+            return
         source = "\n" * (step.line - 1) + source
         if mechanism := WRITTEN.get(step.page.stem):
             as_module(mechanism, source, step.page)
@@ -673,8 +681,10 @@ def test_what_the_readme_shows_is_well_typed(tmp_path: Path, monkeypatch: pytest
 
 def test_the_example_policy_decodes_what_it_trains(monkeypatch: pytest.MonkeyPatch) -> None:
     """In ragged batches, with padding on the left, and each token as deep as it needs."""
-    (block,) = (item.text for item in items(ROOT / "docs" / "recurrence.md") if item.kind == "python")
-    monkeypatch.setitem(MECHANISMS, "settle", as_module("settle", block, ROOT / "docs" / "recurrence.md")["SETTLE"])
+    (block,) = (item.text for item in items(DOCS / "explanation" / "recurrence.md") if item.kind == "python")
+    monkeypatch.setitem(
+        MECHANISMS, "settle", as_module("settle", block, DOCS / "explanation" / "recurrence.md")["SETTLE"]
+    )
     torch.manual_seed(0)
     shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
     shape |= {"num_key_value_heads": 1, "head_dim": 16, "vocab_size": 300, "initializer_range": 0.3}

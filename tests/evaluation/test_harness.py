@@ -77,7 +77,7 @@ FILES: dict[str, list[dict[str, Any]]] = {
 
 @pytest.fixture(scope="module")
 def task_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder in the layout of docs/evaluate.md."""
+    """A folder in the layout of docs/how-to/evaluate.md."""
     folder = tmp_path_factory.mktemp("task-data")
     for name, lines in FILES.items():
         path = folder / f"{name}.jsonl.xz"

@@ -92,7 +92,12 @@ TASKS = {
 
 def rows_under(heading: str) -> list[list[str]]:
     """The cells of the page's table below a heading."""
-    text = (PLACE.parent / "docs" / "kvcache.md").read_text().partition(f"### {heading}")[2].partition("### ")[0]
+    text = (
+        (PLACE.parent / "docs" / "how-to" / "kvcache.md")
+        .read_text()
+        .partition(f"### {heading}")[2]
+        .partition("### ")[0]
+    )
     return [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")][2:]
 
 
@@ -146,7 +151,12 @@ def test_tuned_needles_are_those_of_the_log():
 
 def test_every_cache_has_its_costs_on_the_page():
     """As the log has them: bytes, milliseconds of a decoded token and prefill, `full_static` beside `full`."""
-    text = (PLACE.parent / "docs" / "kvcache.md").read_text().partition("| one row of | bytes")[2].partition("\n\n")[0]
+    text = (
+        (PLACE.parent / "docs" / "how-to" / "kvcache.md")
+        .read_text()
+        .partition("| one row of | bytes")[2]
+        .partition("\n\n")[0]
+    )
     lines = ([cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()[2:])
     rows = {cache: cells for cache, *cells in lines}
     log = json.loads((PLACE / "results" / "kvcache-system-all.json").read_text())

@@ -33,8 +33,8 @@ def test_the_mean_is_over_all_heads():
 
 
 def test_the_six_lines_of_the_documents_are_tova(monkeypatch):
-    """What docs/kvcache.md tells to write is run, and gives the same text."""
-    page = (Path(__file__).parents[2] / "docs" / "kvcache.md").read_text()
+    """What docs/how-to/kvcache.md tells to write is run, and gives the same text."""
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "kvcache.md").read_text()
     code = page.partition("**Write your own.**")[2].partition("```python\n")[2].partition("```")[0]
     lines = code[code.index("class Mine") :].partition("METHODS[")[0].splitlines()
     assert len([line for line in lines if line.strip()]) == 6

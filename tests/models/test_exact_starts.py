@@ -1,4 +1,4 @@
-"""What starts as the model that it was given: the table of docs/deepen.md, measured.
+"""What starts as the model that it was given: the table of docs/tutorials/deepen.md, measured.
 
 `python -m tests.models.test_exact_starts` writes it.
 """
@@ -15,7 +15,7 @@ from fathom.models.registry import DEFAULTS, MECHANISMS
 
 from .cases import BACKBONES, SHAPE, tokens, with_gains
 
-PAGE = Path(__file__).parents[2] / "docs" / "deepen.md"
+PAGE = Path(__file__).parents[2] / "docs" / "tutorials" / "deepen.md"
 BEGIN, END = "<!-- exact starts: python -m tests.models.test_exact_starts -->\n", "<!-- end -->"
 KINDS = {
     "Qwen3": {},

@@ -356,7 +356,7 @@ def draw_chunks(rng: random.Random, kind: str, length: int) -> list[tuple[str, i
 
 
 def view_of(config: dict[str, Any]) -> str:
-    """What a trip reads of others, by the names of docs/recurrence.md."""
+    """What a trip reads of others, by the names of docs/explanation/recurrence.md."""
     default = {"ponder2": "all", "ponder3": "all", "latent_cot": "duo"}.get(config["recurrence"], "same")
     return config["recurrence_options"].get("view", default)
 

@@ -1,4 +1,4 @@
-"""The Slurm script of docs/nodes.md, on two nodes that are both this machine: stopped, queued again, and finished."""
+"""The Slurm script of the page on nodes, on two nodes that are one machine: stopped, queued again, and finished."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fathom.training import read_metrics, train
 from tests import processes
 from tests.tiny import tiny_recipe
 
-PAGE = Path(__file__).parents[2] / "docs" / "nodes.md"
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "nodes.md"
 STEPS = 150
 
 # Slurm's commands, as far as the script needs them. Like Slurm's, this srun tells every process of a step.

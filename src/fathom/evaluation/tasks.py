@@ -1,7 +1,7 @@
 """lm-eval's tasks with their documents from a folder instead of the network.
 
 Prompts, metrics and versions stay lm-eval's own: only where a task would download its data set, it reads it here. The
-folder holds, for a task T whose data set is ORG/BASE with the subset SUB (see docs/evaluate.md)::
+folder holds, for a task T whose data set is ORG/BASE with the subset SUB (see docs/how-to/evaluate.md)::
 
     T/SPLIT*.jsonl          or SUB/, or BASE/ if T has no subset or each line names it as `subject`
     BASE/SUB.jsonl          one file per subset, as for BLiMP
@@ -194,7 +194,7 @@ def _fill(task: Task, folder: Path, notes: list[str]) -> None:
     files = _find(folder, fields)
     if not files:
         raise DataError(
-            f"{config.task}: no data in {folder}; expected {config.task}/SPLIT.jsonl or what docs/evaluate.md says"
+            f"{config.task}: no data in {folder}; expected {config.task}/SPLIT.jsonl or as on docs/how-to/evaluate.md"
         )
     own = config.test_split or config.validation_split
     scored: str | None = (
