@@ -66,6 +66,7 @@ SUBJECT = {
     "serving": "serve",
     "lineage": "lineage",
     "recipes": "train",
+    "first_model": "train",
 }
 FOREIGN = ("vllm ", "pip ", "pytest ", "make ")  # programs of others
 COMMAND = re.compile(r"(fathom|torchrun|make|python benchmarks/\S+\.py)( |$)")

@@ -121,8 +121,13 @@ def describe(kind: type[Section], name: str = "") -> Iterator[tuple[str, str, st
         elif (nested := _section(inner)) is not None:
             yield from describe(nested, f"{key}.NAME.")
         else:
-            made = one.default_factory() if one.default_factory is not dataclasses.MISSING else one.default
-            yield key, allowed(hint), show(plain(made)), texts[one.name]
+            yield key, allowed(hint), default_of(one), texts[one.name]
+
+
+def default_of(field: dataclasses.Field[Any]) -> str:
+    """A field's default, as YAML writes it."""
+    made = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
+    return show(plain(made))
 
 
 def _checked(key: str, hint: object, value: object) -> object:
@@ -242,8 +247,9 @@ def _several(hint: Any) -> str:
 
 
 def help_of(section: type) -> dict[str, str]:
-    """The text under each field of a section."""
-    return _helps(section.__module__)[section.__name__]
+    """The text under each field of a dataclass, inherited ones included."""
+    kinds = [kind for kind in reversed(section.__mro__) if dataclasses.is_dataclass(kind)]
+    return {name: text for kind in kinds for name, text in _helps(kind.__module__)[kind.__name__].items()}
 
 
 @lru_cache

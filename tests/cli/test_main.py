@@ -170,7 +170,22 @@ def test_train_help_tells_scripts_how_it_ends(capsys: pytest.CaptureFixture[str]
     with pytest.raises(SystemExit):
         main(["train", "--help"])
     shown = capsys.readouterr().out
-    assert "exit code:" in shown and "SIGTERM" in shown and "result.json" in shown and "recipe keys:" in shown
+    assert "exit code:" in shown and "SIGTERM" in shown and "result.json" in shown
+
+
+@pytest.mark.parametrize(
+    ("command", "key"),
+    [
+        ("train", "optim.lr = 0.001  (a number)"),
+        ("compare", "optim.lr = 0.001  (a number)"),
+        ("ladder", "ladder.pairs = 12  (an integer)"),
+        ("corpus", "collections.NAME.license = unknown  (text)"),
+    ],
+)
+def test_keys_lists_the_keys_of_the_file(command: str, key: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([command, "--keys"])
+    assert ended.value.code == 0 and f"{key}\n    " in capsys.readouterr().out
 
 
 def test_train_and_stop(corpus: Path, tmp_path: Path) -> None:

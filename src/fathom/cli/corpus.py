@@ -7,7 +7,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fathom.cli.parser import Parser, keys
+from fathom.cli.parser import Parser, add_keys
 from fathom.corpus.recipe import CorpusRecipe, load_corpus_recipe
 from fathom.settings import describe
 
@@ -23,7 +23,7 @@ def add(parser: Parser) -> None:
     parser.add_argument("--workers", type=int, metavar="N", help="processes at once; short for executor.workers=N")
     parser.add_argument("--dry-run", action="store_true", help="print inputs, stages and budget, and stop")
     parser.add_argument("--json", action="store_true", help="print the result for a program")
-    parser.epilog = f"recipe keys:\n{keys(describe(CorpusRecipe))}"
+    add_keys(parser, lambda: describe(CorpusRecipe))
 
 
 def run(options: Namespace) -> int:

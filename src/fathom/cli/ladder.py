@@ -9,9 +9,10 @@ from pathlib import Path
 from rich.console import Console
 
 from fathom.checkpoints.layout import PAGE, REPORT
-from fathom.cli.parser import Parser, add_recipe, keys
+from fathom.cli.parser import Parser, add_recipe
 from fathom.errors import SettingsError
 from fathom.experiments.rules import Rules, ladders_folder
+from fathom.recipe import describe as recipe_keys
 from fathom.settings import describe
 
 STAGES = ("tune", "rungs", "seal", "last", "check")
@@ -21,8 +22,8 @@ def add(parser: Parser) -> None:
     """Add the command's arguments."""
     packaged = ", ".join(sorted(path.stem for path in ladders_folder().glob("*.yaml")))
     ladder = f"a ladder's YAML file, or one that comes with Fathom: {packaged}"
-    add_recipe(parser, what=f"{ladder}; or the directory of a ladder that goes on")
-    parser.epilog = f"ladder keys:\n{keys(describe(Rules, 'ladder.'))}\n\n{parser.epilog}"
+    rows = lambda: [*describe(Rules, "ladder."), *recipe_keys()]  # noqa: E731
+    add_recipe(parser, what=f"{ladder}; or the directory of a ladder to resume", rows=rows)
     parser.add_argument(
         "--arms",
         help="MECHANISM or NAME=MECHANISM[;key=value...], comma between; the first is the control; ladder.layers=1/3 "

@@ -42,7 +42,7 @@ def add(parser: Parser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="COMMAND", required=True)
     for name, positional in ACTIONS.items():
         summary = (globals()[name].__doc__ or "").partition("\n")[0]
-        action = actions.add_parser(name, help=summary[0].lower() + summary[1:].rstrip("."))
+        action = actions.add_parser(name, help=(summary[0].lower() + summary[1:].rstrip(".")).replace("%", "%%"))
         action.add_argument("--json", action="store_true", help="print the result for a program")
         add_parameters(action, globals()[name], *positional)
 

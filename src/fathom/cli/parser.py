@@ -21,14 +21,49 @@ MAY_BE_EMPTY = {"prompt", "text", "system", "separator", "eos_token", "api_key",
 """Arguments that accept an empty string, or have an error message of their own for it."""
 
 T = TypeVar("T")
+Key = tuple[str, str, str, str]
+"""A dotted key, what is allowed, its default, and its help."""
+
+
+class Help(argparse.RawDescriptionHelpFormatter):
+    """Help that fits on a screen: the usage names the positional arguments alone; tables keep their line breaks."""
+
+    def __init__(self, prog: str, **settings: Any) -> None:
+        super().__init__(prog, max_help_position=26, **settings)
+
+    def add_usage(
+        self, usage: str | None, actions: Iterable[argparse.Action], groups: Any, prefix: str | None = None
+    ) -> None:
+        """The usage, without the options that follow it."""
+        options = [one for one in actions if one.option_strings and one.required]
+        shown = [one for one in actions if not one.option_strings or one in options]
+        if usage is None and len(shown) < len(list(actions)):
+            usage = f"{self._prog} [options] {self._format_actions_usage(shown, [])}".rstrip()
+        super().add_usage(usage, shown, groups, prefix)
+
+
+class Keys(argparse.Action):
+    """`--keys`: print the keys of a command's file of settings, and stop."""
+
+    def __init__(
+        self, option_strings: Sequence[str], dest: str, rows: Callable[[], Iterable[Key]], **more: Any
+    ) -> None:
+        super().__init__(option_strings, dest, nargs=0, default=argparse.SUPPRESS, help=more["help"])
+        self.rows = rows
+
+    def __call__(self, parser: argparse.ArgumentParser, *rest: object) -> NoReturn:
+        """Print and end with exit code 0."""
+        for key, words, default, text in self.rows():
+            print(f"{key} = {default}  ({words})\n    {text}")
+        parser.exit()
 
 
 class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are one line."""
 
     def __init__(self, **settings: Any) -> None:
-        # Raw: tables keep their line breaks. No abbreviations: a new option must not change what an old script means.
-        super().__init__(**{"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False, **settings})
+        # No abbreviations: a new option must not change what an old script means.
+        super().__init__(**{"formatter_class": Help, "allow_abbrev": False, **settings})
 
     def parse(self, words: Sequence[str]) -> Namespace:
         """Parse words, with flags and positional arguments in any order."""
@@ -61,23 +96,20 @@ class Parser(argparse.ArgumentParser):
 def add_kvcache(parser: Parser, several: bool = False) -> None:
     """Add the arguments of the cache: its method, and when it is compressed."""
     words = "METHOD[,METHOD...]" if several else "METHOD"
-    parser.add_argument(
-        "--kvcache",
-        metavar=words,
-        help="freqkv, drop, snapkv and others (a wrong name lists all): hold no more than a window; full: everything"
-        + (" (full_static, full_fp8: in room set aside, in 8 bits); compare these caches" if several else " (default)"),
+    names = "freqkv, tova, snapkv, key_norm, sinks, drop, ..."
+    what = (
+        f"compare KV caches: full, full_static, full_fp8, {names}" if several else f"KV cache: full (default), {names}"
     )
-    tuned = "default: what the checkpoint was tuned for"
-    parser.add_argument("--kvcache-window", type=int, metavar="N", help=f"entries that a cache may hold ({tuned})")
-    parser.add_argument("--kvcache-sinks", type=int, metavar="S", help=f"never compressed ({tuned}, or 4)")
+    parser.add_argument("--kvcache", metavar=words, help=what)
+    parser.add_argument("--kvcache-window", type=int, metavar="N", help="entries of the cache (default: as tuned)")
     parser.add_argument(
-        "--kvcache-ratio", type=float, metavar="R", help=f"share that a compression leaves ({tuned}, or 0.5)"
+        "--kvcache-sinks", type=int, metavar="S", help="first entries to keep (default: as tuned, or 4)"
     )
     parser.add_argument(
-        "--kvcache-kept",
-        type=int,
-        metavar="L",
-        help=f"entries that it leaves beside the sinks, in place of R ({tuned})",
+        "--kvcache-ratio", type=float, metavar="R", help="share left by a compression (default: as tuned, or 0.5)"
+    )
+    parser.add_argument(
+        "--kvcache-kept", type=int, metavar="L", help="entries left beside the sinks, in place of a ratio"
     )
 
 
@@ -89,7 +121,7 @@ def add_speculate(parser: Parser) -> None:
         type=int,
         const=1,
         metavar="TRIPS",
-        help="draft with the first trip, or TRIPS, and check with the rest: the same texts",
+        help="draft with the first TRIPS iterations (1), verify with the rest; the output is unchanged",
     )
 
 
@@ -98,13 +130,11 @@ def add_opening(parser: Parser) -> None:
     parser.add_argument(
         "--dtype",
         default="auto",
-        help="float32, bfloat16, float16 (default: auto, as stored, or float32 where this CPU is slow with that)",
+        help="float32, bfloat16 or float16 (default: auto, as stored if this CPU is fast with it)",
     )
     parser.add_argument("--device", help="cpu, cuda, ... (default: cuda where there is one)")
-    parser.add_argument("--verify", action="store_true", help="check the hashes of weights above 2 GB too")
-    parser.add_argument(
-        "--trust-remote-code", action="store_true", help="run Python files of the directory, for unknown architectures"
-    )
+    parser.add_argument("--verify", action="store_true", help="check the hashes of weights above 2 GB, too")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run Python files of the directory")
 
 
 def add_kernels(parser: Parser) -> None:
@@ -114,8 +144,7 @@ def add_kernels(parser: Parser) -> None:
         type=_names,
         default=(),
         metavar="NAMES",
-        help="on a GPU, compute these by kernels: depth_mix, depth_pool, norm_rotate_mix, rms_norm, swiglu; "
-        "comma between",
+        help="GPU kernels: depth_mix,depth_pool,norm_rotate_mix,rms_norm,swiglu",
     )
 
 
@@ -124,20 +153,22 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def add_recipe(
-    parser: Parser, runs: bool = False, what: str = "a YAML file, or a name that `fathom recipes` lists"
+    parser: Parser,
+    runs: bool = False,
+    what: str = "a YAML file, or a name that `fathom recipes` lists",
+    rows: Callable[[], Iterable[Key]] = describe,
 ) -> None:
-    """Add a recipe (or a run) and its overrides, and list every key of a recipe under `--help`."""
+    """Add a recipe (or a run), its overrides, and `--keys`."""
     if runs:
-        what += "; or the directory of a run that goes on, with what is to change"
+        what += "; or the directory of a run to resume with changes"
     parser.add_argument("recipe", nargs="?" if runs else None, help=what)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="values that win over the file's")
-    if parser.epilog is None:
-        parser.epilog = f"recipe keys:\n{keys(describe())}"
+    add_keys(parser, rows)
 
 
-def keys(rows: Iterable[tuple[str, str, str, str]]) -> str:
-    """The keys of a file of settings, for the end of a help text."""
-    return "\n".join(f"  {key} = {default}  ({words})\n      {text}" for key, words, default, text in rows)
+def add_keys(parser: Parser, rows: Callable[[], Iterable[Key]]) -> None:
+    """Add `--keys`, which lists the keys that key=value and the YAML file may set."""
+    parser.add_argument("--keys", action=Keys, rows=rows, help="list the keys of the file with their defaults")
 
 
 def add_parameters(parser: Parser, function: Callable[..., object], *positional: str) -> None:

@@ -20,11 +20,12 @@ if TYPE_CHECKING:
 
 
 EXIT_CODES = """exit code:
-  0  the last step was taken, and RUN/result.json is there; or SIGTERM or SIGINT came: a checkpoint was written, there
-     is no result.json, and the same command goes on (torchrun, when it is sent SIGTERM itself, ends with 1)
-  1  the run cannot go on
+  0  the run is finished and wrote RUN/result.json; or SIGTERM or SIGINT came,
+     and it wrote a checkpoint but no result.json: the same command resumes it
+     (torchrun that is sent SIGTERM itself ends with 1)
+  1  the run cannot continue
   2  the recipe or the directory is refused
-  143, 130  a second signal came, three seconds after the first or later"""
+  143, 130  a second signal came three seconds after the first, or later"""
 
 
 def add(parser: Parser) -> None:
@@ -52,7 +53,7 @@ def add(parser: Parser) -> None:
         help="print the resolved recipe and its cost, check that the corpus exists, and stop",
     )
     parser.add_argument("--json", action="store_true", help="print the result for a program")
-    parser.epilog = f"{EXIT_CODES}\n\n{parser.epilog}"
+    parser.epilog = EXIT_CODES
 
 
 def run(options: Namespace) -> int:
