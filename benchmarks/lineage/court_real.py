@@ -19,7 +19,7 @@ from checkpoints import Checkpoint, in_layers
 from fathom.lineage import open_weights
 from fathom.lineage.attacks import attack
 
-LENGTH, ROWS, STEPS = 128, 2, 10
+LENGTH, ROWS, STEPS = 64, 2, 6
 RANK = 8
 EXPERTS = 2
 

@@ -1,0 +1,194 @@
+"""Damaged inputs of every kind: an answer or one line of refusal, in bounded time and memory."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import resource
+import shutil
+import signal
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import save_file
+
+from fathom.cli import lineage as commands
+from fathom.errors import FathomError
+from fathom.lineage import comparison
+from fathom.lineage.publishing import verification
+from fathom.lineage.weights import Weights, open_weights
+from tests.lineage.test_weights import gguf
+from tests.lineage.zoo import build, save, tiny_config
+
+SECONDS, GROWTH = 20, 1 << 20  # of one input; kilobytes over all
+ODD = (None, True, -1, 0, 1, 3, 1 << 31, 1 << 62, -0.5, 1e308, "", "llama", "x" * 300, [], [1], {}, {"a": 1}, "../x")
+SMALL = dict(hidden_size=32, num_hidden_layers=2, intermediate_size=48, vocab_size=96, head_dim=8)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One undamaged input of each kind."""
+    root = tmp_path_factory.mktemp("whole")
+    for seed, name in enumerate(("base", "other", "third")):
+        save(build(tiny_config("llama", **SMALL), seed, torch.float32), root / name, 96)
+    (root / "adapter").mkdir()
+    part = "base_model.model.model.layers.1.self_attn.q_proj"
+    low = {f"{part}.lora_A.weight": (4, 32), f"{part}.lora_B.weight": (32, 4)}
+    draw = np.random.default_rng(0)
+    factors = {name: draw.normal(size=shape).astype(np.float32) for name, shape in low.items()}
+    save_file(factors, root / "adapter" / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "base_model_name_or_path": str(root / "base")}
+    (root / "adapter" / "adapter_config.json").write_text(json.dumps(config))
+    commands.attack(str(root / "base"), root / "sharded", ["permute"])
+    commands.calibrate([str(root / name) for name in ("base", "other", "third")], root / "null.json")
+    commands.commit(str(root / "base"), root / "commitment.json", owner="somebody")
+    commands.compare(str(root / "base"), str(root / "other"), out=root / "report")
+    (root / "gguf").mkdir()
+    as_gguf(open_weights(root / "base"), root / "gguf" / "model.gguf")
+    return root
+
+
+def as_gguf(weights: Weights, path: Path) -> None:
+    """The same model as a GGUF file of float32."""
+    parts = {"q": "attn_q", "k": "attn_k", "v": "attn_v", "o": "attn_output", "attn_norm": "attn_norm"}
+    parts |= {"gate": "ffn_gate", "up": "ffn_up", "down": "ffn_down", "ffn_norm": "ffn_norm"}
+    named = {"token_embd": ("embed", None), "output_norm": ("final_norm", None), "output": ("head", None)}
+    for layer in range(2):
+        named |= {f"blk.{layer}.{part}": (role, layer) for role, part in parts.items()}
+    values = {f"{name}.weight": weights.tensor(*place) for name, place in named.items()}
+    tensors = {name: (0, value.shape, value.astype("<f4").tobytes()) for name, value in values.items()}
+    meta = {"general.architecture": "llama", "llama.block_count": 2, "llama.embedding_length": 32}
+    meta |= {"llama.attention.head_count": 4, "llama.attention.head_count_kv": 2, "llama.feed_forward_length": 48}
+    meta |= {"llama.attention.key_length": 8, "tokenizer.ggml.model": "gpt2"}
+    gguf(path, meta | {"tokenizer.ggml.tokens": [f"w{row}" for row in range(96)]}, tensors)
+
+
+def places(value: Any, path: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:
+    """Every place in a JSON value."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [path, *(place for key, inner in items for place in places(inner, (*path, key)))]
+
+
+def mutated(draw: np.random.Generator, body: Any) -> Any:
+    """A JSON value with one entry replaced, removed or moved."""
+    body = copy.deepcopy(body)
+    everywhere = places(body)[1:]
+    place = everywhere[draw.integers(len(everywhere))]
+    parent = functools.reduce(lambda value, key: value[key], place[:-1], body)
+    what = draw.integers(4)
+    if what == 0:
+        del parent[place[-1]]
+    elif what == 1 and isinstance(parent[place[-1]], int | float):
+        parent[place[-1]] = parent[place[-1]] * int(draw.choice([-1, 2, 1000])) + int(draw.integers(2))
+    else:
+        parent[place[-1]] = ODD[draw.integers(len(ODD))]
+    return body
+
+
+def flipped(draw: np.random.Generator, raw: bytes, within: int) -> bytes:
+    """Some bytes changed, or the end cut off."""
+    if draw.random() < 0.2:
+        return raw[: draw.integers(len(raw))]
+    out = bytearray(raw)
+    for at in draw.integers(0, min(within, len(raw)), draw.integers(1, 9)):
+        out[at] = draw.integers(256)
+    return bytes(out)
+
+
+def damage(draw: np.random.Generator, file: Path) -> None:
+    """One file, one fault."""
+    raw = file.read_bytes()
+    if file.suffix == ".json":
+        if draw.random() < 0.8:
+            file.write_text(json.dumps(mutated(draw, json.loads(raw))))
+        else:
+            file.write_bytes(flipped(draw, raw, len(raw)))
+    elif file.suffix == ".safetensors" and draw.random() < 0.6:
+        length = int.from_bytes(raw[:8], "little")
+        head = json.dumps(mutated(draw, json.loads(raw[8 : 8 + length]))).encode()
+        file.write_bytes(len(head).to_bytes(8, "little") + head + raw[8 + length :])
+    else:
+        file.write_bytes(flipped(draw, raw, 4096))
+
+
+MODELS = {
+    "base": ("config.json", "tokenizer.json", "model.safetensors"),
+    "sharded": ("model.safetensors.index.json", "model-00001.safetensors"),
+    "adapter": ("adapter_config.json", "adapter_model.safetensors"),
+    "gguf": ("model.gguf",),
+}
+STATEMENTS = ("null.json", "commitment.json", "report")
+
+
+def tried(draw: np.random.Generator, whole: Path, work: Path) -> str:
+    """Damage one input and use it; what came of it."""
+    shutil.rmtree(work, ignore_errors=True)
+    kind = str(draw.choice([*MODELS, *STATEMENTS]))
+    other = str(whole / "other")
+    if kind in MODELS:
+        shutil.copytree(whole / kind, work)
+        damage(draw, work / str(draw.choice(MODELS[kind])))
+        where = work / "model.gguf" if kind == "gguf" else work
+        comparison.compare(open_weights(where), open_weights(other), options=comparison.Options(extras=False))
+        return f"{kind}: answered"
+    work.mkdir()
+    if kind == "report":
+        file = work / "report.json"
+        shutil.copy(whole / "report" / "report.json", file)
+        damage(draw, file)
+        return f"report: {commands.verify(file).text.splitlines()[0]}"
+    file = work / kind
+    shutil.copy(whole / kind, file)
+    damage(draw, file)
+    if kind == "commitment.json":
+        return f"commitment: {commands.verify(file, str(whole / 'base')).text.splitlines()[0]}"
+    commands.compare(str(whole / "base"), other, null=file, quiet=True)
+    return "null: answered"
+
+
+def too_long(*_: object) -> None:
+    raise TimeoutError
+
+
+def fuzzed(whole: Path, work: Path, count: int, seed: int) -> Counter[str]:
+    """What came of so many damaged inputs."""
+    draw, found = np.random.default_rng(seed), Counter[str]()
+    before = signal.signal(signal.SIGALRM, too_long)
+    for _ in range(count):
+        signal.alarm(SECONDS)
+        try:
+            found[tried(draw, whole, work)] += 1
+        except FathomError as error:
+            assert str(error) and "\n" not in str(error).strip()
+            found["refused"] += 1
+        finally:
+            signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+    return found
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("count", [60, pytest.param(2000, marks=pytest.mark.slow)])
+def test_damaged_inputs_are_answered_or_refused(whole, tmp_path, monkeypatch, count):
+    """No traceback, no hang, no memory beyond a gigabyte; a damaged statement holds only where nothing was said."""
+    known: dict[str, Any] = {}
+
+    def remembered(*models: Any, **options: Any) -> Any:
+        key = repr([m.name for m in models[:2]]) + repr(models[2:]) + repr(options)
+        if key not in known:
+            known[key] = comparison_compare(*models, **options)
+        return known[key]
+
+    comparison_compare = comparison.compare
+    monkeypatch.setattr(verification.comparison, "compare", remembered)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    found = fuzzed(whole, tmp_path / "work", count, seed=count)
+    print(dict(found))
+    assert sum(found.values()) == count
+    assert found["refused"] > count // 8 and found["base: answered"] > 0
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < GROWTH
