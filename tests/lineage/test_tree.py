@@ -54,7 +54,7 @@ def test_the_tree_of_a_family(models, tmp_path):
     assert all(len(line) <= 80 for line in result.text.splitlines())
     page = (tmp_path / "out" / "report.html").read_text()
     assert "http" not in page.split("</style>")[1] and "<script" not in page
-    assert "direction" in page.lower() and "cannot be told" in page
+    assert "Direction cannot be told." in page and "Direction: " in page
 
 
 def test_unrelated_models_have_no_tree(models):

@@ -238,7 +238,7 @@ def drawn(found: Tree, width: int = 80) -> str:
         lines.append("")
     for merge in found.merges:
         lines.append(_cut(f"{merge.child} is a weighted mean, to {merge.found.residual:.1%}:", width))
-        parts = [f"  {s.share:.0%} ({s.low:.0%} to {s.high:.0%}) of {s.parent}" for s in merge.found.shares]
+        parts = [f"  {s.share:.1%} ({s.low:.1%} to {s.high:.1%}) of {s.parent}" for s in merge.found.shares]
         lines += [_cut(part, width) for part in parts]
         lines.append("")
     lines += [

@@ -163,14 +163,13 @@ def _kept(inherited: Inherited | None) -> str:
 
 
 def _sentence(label: str, found: Findings) -> str:
-    opening = {
+    return {
         SHARED: "These weights share a lineage.",
         INITIALISATION: "These weights share an initialisation or a lineage.",
         PARTIAL: "Parts of these weights share an initialisation or a lineage: " + ", ".join(found.blocks) + ".",
         INCONCLUSIVE: "The evidence is inconclusive.",
         NONE: "No evidence of weight reuse was found.",
     }[label]
-    return opening if label in {INCONCLUSIVE, NONE} else f"{opening} {_fact(found.tests)}"
 
 
 def _fact(tests: Sequence[Test]) -> str:
@@ -200,9 +199,9 @@ def _sure(label: str, found: Findings) -> str:
     if label == INCONCLUSIVE:
         return "Not sure enough to say anything: see the reasons below."
     best = min(found.tests, key=lambda test: test.corrected)
-    p = "less than one in a million" if best.corrected > 0 else "too small to write as a number"
+    p = "of less than one in a million" if best.corrected > 0 else "too small to write as a number"
     kind = "an exact bound" if best.kind == "exact" else "an assumption that was checked on unrelated models"
     return (
-        "If the models had begun with unrelated random numbers, a coincidence like this would have a probability of "
-        f"{p}. That rests on {kind}. It is not the probability that anybody did anything wrong."
+        f"{_fact(found.tests)} If the models had begun with unrelated random numbers, a coincidence like this would "
+        f"have a probability {p}. That rests on {kind}. It is not the probability that anybody did anything wrong."
     )

@@ -63,7 +63,7 @@ def render(found: Tree) -> str:
 
 
 def _mean(merge: Merge) -> str:
-    parts = [f"{s.share:.0%} of {s.parent} (95 % interval {s.low:.0%} to {s.high:.0%})" for s in merge.found.shares]
+    parts = [f"{s.share:.1%} of {s.parent} (95 % interval {s.low:.1%} to {s.high:.1%})" for s in merge.found.shares]
     return f"{merge.child} is a weighted mean: {' and '.join(parts)}; {merge.found.residual:.1%} is unexplained."
 
 
@@ -78,6 +78,6 @@ def _node(family: Family, model: str, edge: Edge | None) -> dict[str, object]:
         "verdict": edge.verdict,
         "drift": f"{edge.drift:.2f}",
         "support": f"{edge.support:.0%}",
-        "direction": f"Direction: {edge.direction}.",
+        "direction": f"Direction: {edge.direction}." if edge.direction.made else "Direction cannot be told.",
     }
     return {"name": model, "edge": shown, "below": [_node(family, e.b if e.a == model else e.a, e) for e in below]}
