@@ -4,7 +4,8 @@
         --directory court --kit env/bin/python --out benchmarks/results/lineage-court.json
 
 `zoo` and `strangers` are what zoo.py and strangers.py made. Every answer is a line of court/answers.jsonl; a run that
-was stopped goes on where it ended, and `--fresh` begins anew. A tool is a function from a case to an answer:
+was stopped resumes where it ended, and `--fresh` begins anew; several runs with other `--tools` may share a directory.
+A tool is a function from a case to an answer:
 
     @tool("name")
     def name(case: Case) -> Answer:
@@ -26,6 +27,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -311,8 +313,7 @@ class Court:
         """A model turned to its principal axes."""
         path = self.directory / "axes" / f"{number}-{side}"
         if not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            small.axes_of(weights, path, family)
+            self.moved(small.axes_of(weights, self.work / path.name, family), path)
         return path
 
     def disguise(self, source: Path, family: str, number: int) -> Path:
@@ -322,13 +323,23 @@ class Court:
             draw = np.random.default_rng(number)
             usable = [*FAMILIES[family], *(EXTRA if family != "gpt2" else ("relabel",))]
             kinds = [str(k) for k in draw.choice(usable, min(int(draw.integers(1, 6)), len(usable)), replace=False)]
-            work = self.directory / "work"
-            shutil.rmtree(work, ignore_errors=True)
-            work.mkdir(parents=True)
-            path.parent.mkdir(exist_ok=True)
-            disguised(source, kinds, work, draw).rename(path)
-            shutil.rmtree(work, ignore_errors=True)
+            self.moved(disguised(source, kinds, self.work, draw), path)
         return path
+
+    @property
+    def work(self) -> Path:
+        """An empty directory of this process."""
+        path = self.directory / f"work-{os.getpid()}"
+        shutil.rmtree(path, ignore_errors=True)
+        path.mkdir(parents=True)
+        return path
+
+    def moved(self, made: Path, path: Path) -> None:
+        """Put a model in its place, unless another run did."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(OSError):
+            made.rename(path)
+        shutil.rmtree(self.directory / f"work-{os.getpid()}", ignore_errors=True)
 
 
 def answered(name: str, case: Case) -> Answer:
@@ -432,6 +443,7 @@ def main(words: Sequence[str] | None = None) -> int:
     known, resumed = {(row["tool"], row["key"]) for row in rows}, bool(rows)
     court = Court(options.directory, options.zoo, options.strangers, real, options.gguf)
     cases = list({case.key: case for case in court.cases()}.values())
+    np.random.default_rng(0).shuffle(cases)  # so that a run that is stopped has heard some of every kind
     for number, case in enumerate(cases):
         for name in options.tools or TOOLS:
             if (name, case.key) in known:
@@ -442,6 +454,7 @@ def main(words: Sequence[str] | None = None) -> int:
                 file.write(json.dumps(rows[-1]) + "\n")
         print(f"{number + 1} of {len(cases)}: {case.key}", file=sys.stderr)
     keys = {case.key for case in cases}
+    rows = [json.loads(line) for line in log.read_text().splitlines()]  # other runs may have answered meanwhile
     found = summary([row for row in rows if row["key"] in keys])
     body = {
         "command": "python benchmarks/lineage/court.py " + " ".join(words or sys.argv[1:]),
