@@ -202,6 +202,11 @@ def test_what_does_not_fit_is_refused(tmp_path, models, change, config, reason):
             open_weights(path)
 
 
+def test_a_name_that_no_file_can_have_is_one_line():
+    with pytest.raises(ModelError, match="File name too long"):
+        open_weights("x" * 300)
+
+
 def test_a_refusal_says_whose_weights(tmp_path, models):
     damaged = edited(tmp_path, models, lambda tensors: None)
     whole = (damaged / "model.safetensors").read_bytes()
