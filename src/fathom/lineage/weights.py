@@ -268,7 +268,7 @@ def open_weights(where: str | Path, base: str | Path | None = None, max_bytes: i
             raise
         raise type(error)(f"{error} (in {where})") from None  # of two checkpoints, which
     except OSError as error:  # a name too long for the system, a file that may not be read
-        raise ModelError(f"{str(where):.200}: {error.strerror}") from None
+        raise ModelError(f"{where!s:.200}: {error.strerror}") from None
 
 
 def _opened(where: str | Path, base: str | Path | None, max_bytes: int | None) -> Weights:
