@@ -60,6 +60,11 @@ def add(parser: Parser) -> None:
         type=int,
         help="documents of each task and domain, for trying out; with --benchmark, questions drawn at random",
     )
+    parser.add_argument(
+        "--deepened",
+        action="store_true",
+        help="say what a mechanism was worth: the checkpoints are BASE DEEPER CONTROL, the control trained alike",
+    )
     parser.add_argument("--batch-size", type=int, help="rows at once (default: as many as fit; some on a CPU)")
     add_opening(parser)
     add_kernels(parser)
@@ -88,6 +93,7 @@ def run(options: Namespace) -> int:
     """Score, keep, print."""
     from fathom.evaluation.caches.evaluate import ask, evaluate_caches
     from fathom.evaluation.caches.page import show as show_caches
+    from fathom.evaluation.deepened import compare, require_three
     from fathom.evaluation.pair_page import show as show_pair
     from fathom.evaluation.pairs import evaluate_pair
     from fathom.evaluation.scoring import Settings, show
@@ -132,10 +138,14 @@ def run(options: Namespace) -> int:
         else:
             show_caches(caches, options.out)
         return 0
+    if options.deepened:
+        require_three(options.checkpoints)
     checkpoints, report = score(options.checkpoints, settings)
+    deepened = compare(checkpoints, options.out) if options.deepened else None
     if options.json:
-        print(json.dumps(report, ensure_ascii=False))
+        print(json.dumps(report if deepened is None else {**report, "deepened": deepened}, ensure_ascii=False))
     else:
         show(checkpoints, report, options.out)
+        print("".join(f"\n{sentence}" for sentence in ([] if deepened is None else deepened["sentences"])))
     # A failed task was reported when it failed; the results of the others are printed and kept.
     return int(any(entry["failed"] for entry in report["checkpoints"].values()))

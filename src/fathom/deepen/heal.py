@@ -27,7 +27,7 @@ HEADER = """\
 # The control is the same training of the model without them:
 #   fathom train {recipe} data.directory=SHARDS model=null model.from_pretrained={base} --run runs/control
 # and the report on both:
-#   fathom evaluate {base} runs/healed runs/control --perplexity domain=TEXT other=TEXT --out report
+#   fathom evaluate {base} runs/healed runs/control --deepened --perplexity domain=TEXT other=TEXT --out report
 # Replay against forgetting: 'data.mixture={{SHARDS: 0.8, GENERAL: 0.2}}'.
 # All weights in place of LoRA: lora.rank=null optim.lr=2e-5
 """

@@ -1,0 +1,174 @@
+"""What making a model deeper was worth: a base, the model that was made of it, and a control without the mechanism.
+
+The control was trained alike. So the deeper model beside the control is the mechanism's part of a change, and beside
+the base the whole change, the training's part included. Texts are paired by document and tasks by item; a decoded token
+is timed on both models in turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, TypedDict
+
+import torch
+from transformers import DynamicCache
+
+from fathom.errors import SettingsError
+from fathom.evaluation.clock import Clock
+from fathom.evaluation.harness import items_of
+from fathom.evaluation.paired import Scored, is_significant, rows
+from fathom.evaluation.results import ScoreGap
+from fathom.report.files import write_json
+from fathom.report.statistics import paired_ratio
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from fathom.evaluation.scoring import Checkpoint
+
+REPORT = "deepened.json"
+HIGHER_IS_BETTER = ("acc", "acc_norm", "exact_match", "f1", "mcc")
+"""Metrics of tasks that are judged."""
+PAIRS = 9
+"""How often both models are timed."""
+DECODED, PROMPT = 24, 48
+"""Tokens that are timed, after a prompt of so many."""
+NEEDED = 3
+
+
+class Effect(TypedDict):
+    """The deeper model's score minus another one's, and what can be said of it."""
+
+    on: str
+    metric: str
+    against: str
+    gap: ScoreGap
+    verdict: str
+    """`better`, `worse`, or `cannot be said`."""
+
+
+class Speed(TypedDict):
+    """Seconds of a decoded token of the deeper model over the control's."""
+
+    ratio: float
+    low: float
+    high: float
+    clock: str
+    pairs: int
+
+
+class DeepenedReport(TypedDict):
+    """`deepened.json`."""
+
+    base: str
+    deeper: str
+    control: str
+    effects: list[Effect]
+    speed: Speed | None
+    sentences: list[str]
+
+
+def require_three(names: Sequence[object]) -> None:
+    """Refuse another number of checkpoints, before anything is scored."""
+    if len(names) != NEEDED:
+        raise SettingsError(f"--deepened compares BASE DEEPER CONTROL, three checkpoints; got {len(names)}")
+
+
+def compare(checkpoints: Sequence[Checkpoint], out: Path | None = None) -> DeepenedReport:
+    """The report on three checkpoints that were scored: base, deeper, control."""
+    require_three(checkpoints)
+    base, deeper, control = checkpoints
+    effects = [*effects_of(deeper, control), *effects_of(deeper, base)]
+    speed = time_decoding(deeper, control)
+    report: DeepenedReport = {
+        "base": base.name,
+        "deeper": deeper.name,
+        "control": control.name,
+        "effects": effects,
+        "speed": speed,
+        "sentences": [*map(sentence, effects), *([] if speed is None else [speed_sentence(speed, control.name)])],
+    }
+    if out is not None:
+        write_json(out / REPORT, report)
+    return report
+
+
+def effects_of(deeper: Checkpoint, other: Checkpoint) -> list[Effect]:
+    """The differences on every text and task, with Holm's adjustment over them."""
+    found = []
+    for row in rows({other.name: scored(other), deeper.name: scored(deeper)}):
+        gap = row["differences"].get(deeper.name)
+        if gap is None or gap["value"] is None:
+            continue
+        better = -1 if row["metric"] == "bits_per_byte" else 1
+        verdict = "cannot be said"
+        if is_significant(gap):
+            verdict = "better" if gap["value"] * better > 0 else "worse"
+        found.append(Effect(on=row["task"], metric=row["metric"], against=other.name, gap=gap, verdict=verdict))
+    return found
+
+
+def scored(checkpoint: Checkpoint) -> dict[tuple[str, str], Scored]:
+    """Bits per byte of every text, and the metrics of every task that are judged."""
+    found: dict[tuple[str, str], Scored] = {
+        (name, "bits_per_byte"): score.items()["bits_per_byte"] for name, score in checkpoint.domains.items()
+    }
+    tasks = items_of(list(checkpoint.tasks.values())) if checkpoint.tasks else {}
+    return found | {key: items for key, items in tasks.items() if key[1].split(",")[0] in HIGHER_IS_BETTER}
+
+
+def sentence(effect: Effect) -> str:
+    """An effect in words."""
+    gap, unit = effect["gap"], "bits per byte" if effect["metric"] == "bits_per_byte" else effect["metric"]
+    numbers = f"{abs(gap['value'] or 0):.4f} {unit}"
+    if gap["low"] is None or gap["high"] is None:
+        return (
+            f"{effect['on']}: against {effect['against']}: cannot be said; {gap['pairs']} documents give no interval."
+        )
+    ends = f"95 % interval of the difference {gap['low']:+.4f} to {gap['high']:+.4f}"
+    if effect["verdict"] == "cannot be said":
+        return f"{effect['on']}: against {effect['against']}: cannot be said ({ends} {unit})."
+    return f"{effect['on']}: {effect['verdict']} than {effect['against']} by {numbers} ({ends})."
+
+
+def speed_sentence(speed: Speed, control: str) -> str:
+    """The time of a decoded token in words."""
+    ends = f"95 % interval of the ratio {speed['low']:.2f} to {speed['high']:.2f}"
+    if speed["low"] <= 1 <= speed["high"]:
+        return f"A decoded token: against {control}: cannot be said ({ends})."
+    word = "slower" if speed["ratio"] > 1 else "faster"
+    return f"A decoded token: {word} than {control} by {abs(speed['ratio'] - 1):.0%} ({ends})."
+
+
+def time_decoding(deeper: Checkpoint, control: Checkpoint) -> Speed | None:
+    """A decoded token's time on both models in turn, in the order A B B A; None if the interval has no bounds."""
+    models = [checkpoint.open()[0] for checkpoint in (deeper, control)]
+    clock = Clock(models[0].device)
+    times: list[list[float]] = [[], []]
+    for pair in range(PAIRS + 1):
+        for i in (0, 1) if pair % 2 == 0 else (1, 0):
+            seconds = _seconds(models[i], clock)
+            if pair:  # the first one warms up
+                times[i].append(seconds)
+    for checkpoint in (deeper, control):
+        checkpoint.close()
+    found = paired_ratio(*times)
+    if found is None:
+        return None
+    return Speed(ratio=found.value, low=found.low, high=found.high, clock=clock.words, pairs=PAIRS)
+
+
+@torch.no_grad()
+def _seconds(model: PreTrainedModel, clock: Clock) -> float:
+    """Seconds for one decoded token."""
+    vocabulary = min(int(model.config.vocab_size), 1000)
+    ids = (torch.arange(PROMPT, device=model.device) * 7 % vocabulary).unsqueeze(0)
+    out = model(input_ids=ids, past_key_values=DynamicCache(config=model.config), use_cache=True)
+
+    def decode() -> None:
+        cache, token = out.past_key_values, ids[:, -1:]
+        for _ in range(DECODED):
+            token = model(input_ids=token, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(-1)
+
+    return clock.seconds(decode) / DECODED

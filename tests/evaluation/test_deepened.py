@@ -1,0 +1,104 @@
+"""What making a model deeper was worth: sentences, and intervals that hold the planted gain."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fathom.cli.main import main
+from fathom.evaluation import deepened
+from fathom.evaluation.deepened import Speed, effects_of, sentence, speed_sentence
+from fathom.evaluation.perplexity import DomainScore
+from fathom.evaluation.scoring import Checkpoint
+from tests.tiny import export_tiny
+
+
+def scores(nats: np.ndarray, tokens: np.ndarray, name: str) -> Checkpoint:
+    """A checkpoint that was scored on one text."""
+    domain = DomainScore(nats.tolist(), tokens.tolist(), (4 * tokens).tolist())
+    return Checkpoint(name, Path(name), lambda _: None, domains={"wiki": domain})  # type: ignore[arg-type]
+
+
+def planted(gain: float, documents: int, draw: np.random.Generator) -> tuple[Checkpoint, Checkpoint]:
+    """A control, and a model that is better by `gain` nats a token on average; documents of very different lengths."""
+    tokens = draw.integers(50, 800, documents)
+    control = tokens * draw.normal(3.5, 0.5, documents)
+    gaps = tokens * (gain + draw.normal(0, 0.05, documents)) + np.sqrt(tokens) * draw.normal(0, 0.3, documents)
+    return scores(control - gaps, tokens, "deeper"), scores(control, tokens, "control")
+
+
+@pytest.mark.parametrize("documents", [20, 60])
+@pytest.mark.parametrize("gain", [0.0, 0.03, -0.1])
+def test_intervals_hold_the_planted_gain(documents, gain):
+    draw, held, said = np.random.default_rng(0), 0, []
+    bits = -gain / np.log(2) / 4
+    for _ in range(1500):
+        (effect,) = effects_of(*planted(gain, documents, draw))
+        held += effect["gap"]["low"] <= bits <= effect["gap"]["high"]
+        said.append(effect["verdict"])
+    assert held / 1500 >= 0.94
+    wrong = {0.0: {"better", "worse"}, 0.03: {"worse"}, -0.1: {"better"}}[gain]
+    assert sum(word in wrong for word in said) / 1500 <= 0.06
+    if gain:
+        assert said.count("better" if gain > 0 else "worse") > (0.9 if documents > 20 or gain < 0 else 0.5) * 1500
+
+
+def test_an_interval_of_half_the_width_would_be_seen(monkeypatch):
+    """The negative control of the coverage."""
+    draw, held, original = np.random.default_rng(0), 0, deepened.rows
+
+    def narrow(found):
+        made = original(found)
+        for gap in (gap for row in made for gap in row["differences"].values()):
+            half = (gap["high"] - gap["low"]) / 4
+            gap["low"], gap["high"] = gap["value"] - half, gap["value"] + half
+        return made
+
+    monkeypatch.setattr(deepened, "rows", narrow)
+    for _ in range(300):
+        (effect,) = effects_of(*planted(0.03, 40, draw))
+        held += effect["gap"]["low"] <= -0.03 / np.log(2) / 4 <= effect["gap"]["high"]
+    assert held / 300 < 0.85
+
+
+def test_sentences():
+    draw = np.random.default_rng(1)
+    (better,) = effects_of(*planted(0.1, 40, draw))
+    (worse,) = effects_of(*planted(-0.1, 40, draw))
+    (unclear,) = effects_of(*planted(0.0, 40, draw))
+    assert sentence(better).startswith(
+        "wiki: better than control by 0.03"
+    ) and "bits per byte (95 % interval" in sentence(better)
+    assert sentence(worse).startswith("wiki: worse than control by 0.03")
+    assert sentence(unclear).startswith("wiki: against control: cannot be said (95 % interval")
+    (alone,) = effects_of(*planted(0.1, 1, draw))
+    assert sentence(alone) == "wiki: against control: cannot be said; 1 documents give no interval."
+    speed = Speed(ratio=1.31, low=1.2, high=1.4, clock="wall time", pairs=9)
+    assert speed_sentence(speed, "control") == (
+        "A decoded token: slower than control by 31% (95 % interval of the ratio 1.20 to 1.40)."
+    )
+    assert "cannot be said" in speed_sentence({**speed, "low": 0.9}, "control")
+    assert "faster than control by 20%" in speed_sentence({**speed, "ratio": 0.8, "low": 0.7, "high": 0.9}, "control")
+
+
+def test_the_command(tmp_path, capsys):
+    loop = {"recurrence": "loop", "recurrence_options": {"trips": 4}}
+    for name, keys in (("base", {}), ("deeper", loop), ("control", {})):
+        export_tiny(tmp_path / name, mixer="none", **keys)
+    text = tmp_path / "text.jsonl"
+    rows = [{"text": f"{i} fathoms under the keel, by the deep {i * i}, and no bottom " * 2} for i in range(8)]
+    text.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    models = [str(tmp_path / name) for name in ("base", "deeper", "control")]
+    words = ["evaluate", *models, "--deepened", "--perplexity", f"sea={text}", "--out", str(tmp_path / "out")]
+    assert main(words) == 0
+    printed = capsys.readouterr().out
+    assert "sea: " in printed and " than control" in printed and " than base" in printed
+    assert "A decoded token: slower than control by" in printed, "four times the layers"
+    assert main([*words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["deepened"]
+    kept = json.loads((tmp_path / "out" / "deepened.json").read_text())
+    assert [effect["against"] for effect in found["effects"]] == ["control", "base"]
+    assert kept["effects"] == found["effects"] and found["speed"]["ratio"] > 1.5
+    assert main([*words[:3], *words[4:]]) == 2
+    assert "--deepened compares BASE DEEPER CONTROL, three checkpoints; got 2" in capsys.readouterr().err
