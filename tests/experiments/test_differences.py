@@ -63,9 +63,9 @@ def test_a_share_is_said_with_its_interval_or_not_at_all(simulation: ModuleType)
 
 
 def test_the_documented_rates_are_the_simulated_ones() -> None:
-    """The tables of docs/how-to/compare.md, against the log; and what they must show."""
+    """The tables of docs/explanation/statistics.md, against the log; and what they must show."""
     results = json.loads((BENCHMARKS / "results" / "verdict.json").read_text())
-    page = (BENCHMARKS.parent / "docs" / "how-to" / "compare.md").read_text()
+    page = (BENCHMARKS.parent / "docs" / "explanation" / "statistics.md").read_text()
     numbers = [row["false_claims"] for row in (*results["families"], *results["stopping"])]
     numbers += [row["coverage"] for row in results["coverage"]] + [row["held"] for row in results["shares"]]
     assert [number for number in numbers if f"| {100 * number:.1f} % |" not in page] == []
