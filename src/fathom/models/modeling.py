@@ -153,7 +153,7 @@ class Attention(nn.Module):
             query, key = self.q_norm(query), self.k_norm(key)
         heads = (*query.shape[:-1], -1, self.head_dim)
         query, key, value = query.view(heads), key.view(heads), value.view(heads)
-        angles = (rotation[self.layer_type] if isinstance(rotation, Mapping) else rotation) if self.rotates else None
+        angles = (rotation[self.layer_type] if isinstance(rotation, dict) else rotation) if self.rotates else None
         fused = self.mixer.fused(value, sources) if sources and self.fusible else None
         if fused is not None and all(direct(part) is not part for part in (self.q_norm, self.k_norm, self.mixer)):
             return fused((query, key, value), sources, (self.q_norm, self.k_norm), angles, self.norm_rotated_keys)

@@ -9,7 +9,6 @@ layer, or have none at all, where positions are learned.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 
 Angles: TypeAlias = tuple[Tensor, Tensor]
 """Cosines and sines, `[B, T, R]` each, R the dimensions of a head that are turned."""
-Rotation: TypeAlias = Angles | Mapping[str, Angles] | None
+Rotation: TypeAlias = Angles | dict[str, Angles] | None
 """The angles of all layers, of each type of layer, or none where positions are learned. `rotary_emb` makes them, as
 Qwen3's does; layers get them with signed sines."""
 
@@ -87,7 +86,7 @@ def signed(made: Rotation) -> Rotation:
     """Angles with (−sin, sin) in place of (sin, sin): the signs of the rotation, once for all layers."""
     if made is None:
         return None
-    if isinstance(made, Mapping):
+    if isinstance(made, dict):
         return {kind: _signed(*angles) for kind, angles in made.items()}
     return _signed(*made)
 
