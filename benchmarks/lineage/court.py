@@ -105,8 +105,9 @@ def by_threshold(score: float, high: float) -> Answer:
 
 
 def opened(case: Case) -> tuple[Weights, Weights]:
-    """Both models."""
-    return open_weights(case.a), open_weights(case.b)
+    """Both models, the wider one first."""
+    a, b = open_weights(case.a), open_weights(case.b)
+    return (b, a) if b.geometry.width > a.geometry.width else (a, b)
 
 
 @tool("Fathom")
@@ -122,7 +123,6 @@ def fathom(case: Case) -> Answer:
 def awm_published(case: Case) -> Answer:
     """Raw weights, reordered; its code prints how many standard deviations a score is above 90 unrelated pairs."""
     a, b = opened(case)
-    a, b = (b, a) if b.geometry.width > a.geometry.width else (a, b)
     how = aligning.align(a, b, ("lap",), False, lambda _: None).ways["published"]
     layers = list(range(a.geometry.layers)), list(range(b.geometry.layers))
     scores = awm.score_layers((a, b), layers, [awm.MatchMethod("awm", how, published=True, channels=None)], 0)
@@ -219,9 +219,8 @@ class Court:
             if inner is None and config.get("model_type") == "fathom":
                 config = {k: v for k, v in config.items() if k != "auto_map"}
                 config |= {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
-            for file in ("model.safetensors", "tokenizer.json", "tokenizer_config.json"):
-                if (source / file).exists():
-                    shutil.copyfile(source / file, target / file)
+            for file in (f for pattern in ("*.safetensors*", "tokenizer*.json") for f in source.glob(pattern)):
+                shutil.copyfile(file, target / file.name)
             (target / "config.json").write_text(json.dumps(config))
         return target
 
@@ -427,6 +426,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--gguf", type=Path, help="its GGUF file")
     parser.add_argument("--kit", help="python of an environment with Cisco's Model Provenance Kit")
     parser.add_argument("--tools", nargs="+", help="these tools alone")
+    parser.add_argument("--backwards", action="store_true", help="begin with the last case, for a second run beside")
     parser.add_argument("--fresh", action="store_true", help="forget the answers of earlier runs")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(words)
@@ -444,7 +444,7 @@ def main(words: Sequence[str] | None = None) -> int:
     court = Court(options.directory, options.zoo, options.strangers, real, options.gguf)
     cases = list({case.key: case for case in court.cases()}.values())
     np.random.default_rng(0).shuffle(cases)  # so that a run that is stopped has heard some of every kind
-    for number, case in enumerate(cases):
+    for number, case in enumerate(cases[:: -1 if options.backwards else 1]):
         for name in options.tools or TOOLS:
             if (name, case.key) in known:
                 continue
@@ -455,7 +455,7 @@ def main(words: Sequence[str] | None = None) -> int:
         print(f"{number + 1} of {len(cases)}: {case.key}", file=sys.stderr)
     keys = {case.key for case in cases}
     rows = [json.loads(line) for line in log.read_text().splitlines()]  # other runs may have answered meanwhile
-    found = summary([row for row in rows if row["key"] in keys])
+    found = summary(list({(r["tool"], r["key"]): r for r in rows if r["key"] in keys}.values()))
     body = {
         "command": "python benchmarks/lineage/court.py " + " ".join(words or sys.argv[1:]),
         "date": time.strftime("%Y-%m-%d"),
