@@ -415,6 +415,16 @@ def table(found: dict[str, dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def shared_out(cases: Sequence[Case], share: float) -> list[Case]:
+    """A share of each kind of case, at least one."""
+    sizes, taken, out = Counter(case.kind for case in cases), Counter[str](), []
+    for case in cases:
+        if taken[case.kind] < max(1, round(share * sizes[case.kind])):
+            taken[case.kind] += 1
+            out.append(case)
+    return out
+
+
 def main(words: Sequence[str] | None = None) -> int:
     """Hear all cases."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -426,6 +436,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--gguf", type=Path, help="its GGUF file")
     parser.add_argument("--kit", help="python of an environment with Cisco's Model Provenance Kit")
     parser.add_argument("--tools", nargs="+", help="these tools alone")
+    parser.add_argument("--share", type=float, default=1.0, help="hear this share of every kind of case, at least one")
     parser.add_argument("--backwards", action="store_true", help="begin with the last case, for a second run beside")
     parser.add_argument("--fresh", action="store_true", help="forget the answers of earlier runs")
     parser.add_argument("--out", type=Path)
@@ -444,6 +455,7 @@ def main(words: Sequence[str] | None = None) -> int:
     court = Court(options.directory, options.zoo, options.strangers, real, options.gguf)
     cases = list({case.key: case for case in court.cases()}.values())
     np.random.default_rng(0).shuffle(cases)  # so that a run that is stopped has heard some of every kind
+    cases = shared_out(cases, options.share)
     for number, case in enumerate(cases[:: -1 if options.backwards else 1]):
         for name in options.tools or TOOLS:
             if (name, case.key) in known:
