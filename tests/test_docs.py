@@ -58,6 +58,7 @@ SUBJECT = {
     "data": "prepare",
     "corpus": "corpus",
     "specialise": "evaluate",
+    "deepen": "deepen",
     "compare": "compare",
     "ladder": "ladder",
     "evaluate": "evaluate",
@@ -405,6 +406,8 @@ class Reader:
                 out = Path(given[given.index("--out") + 1])
                 shutil.rmtree(out, ignore_errors=True)
                 given += ["--workers", "1"]
+            if given[0] == "train" and given[1].endswith("heal.yaml"):
+                given += [f"{key}={value}" for key, value in MICRO.items() if not key.startswith("model.")]
             if given[0] == "compare" and "--arms" in given:  # one process, few rounds
                 given += ["--workers", "1", "--pairs", "2", "--seeds", "2"]
             assert cli.main(given) == 0, "did not end with 0"

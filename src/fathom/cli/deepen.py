@@ -21,7 +21,7 @@ EPILOG = """examples:
   fathom deepen MODEL --with loop --search --text TEXT --out spans
   fathom train deeper/heal.yaml data.directory=SHARDS
 
-fathom mechanisms lists the mechanisms. Those that start exactly are added closed: docs/deepen.md."""
+fathom mechanisms lists the mechanisms. Those that start exactly are added closed: docs/tutorials/deepen.md."""
 
 
 def add(parser: Parser) -> None:
