@@ -112,12 +112,13 @@ $(VLLM)/.ready: pyproject.toml
 	@touch $@
 VLLM_TORCH ?= torch==2.13.0
 
-# README, docs/ and what they link to as a site in build/site, in an environment of its own; a broken link is an error.
+# docs/ and what it links to as a site in build/site, in an environment of its own; a broken link is an error.
 SITE := .venv-docs
-PAGES = README.md CONTRIBUTING.md CHANGELOG.md LICENSE docs recipes examples benchmarks/README.md benchmarks/results
+PAGES = CONTRIBUTING.md CHANGELOG.md LICENSE docs recipes examples benchmarks/README.md benchmarks/results
 docs: $(SITE)/.ready
 	@rm -rf build/docs && mkdir -p build/docs
 	tar cf - --exclude='*.jsonl' $(PAGES) | tar xf - -C build/docs
+	sed -E 's#\]\(([a-z]+/)#](docs/\1#; s#\]\(\.\./#](#' docs/index.md > build/docs/index.md  # the front page, one folder up
 	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/mkdocs build --strict --quiet
 	@echo "build/site/index.html"
 

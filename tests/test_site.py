@@ -22,6 +22,7 @@ def listed(entries: list) -> list[str]:
 
 def missing(pages: list[str]) -> list[str]:
     """Pages of the documentation that a navigation leaves out, and pages that it names and that are not there."""
+    pages = ["docs/index.md" if page == "index.md" else page for page in pages]  # `make docs` puts it in front
     own = {str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")}
     return sorted(own - set(pages)) + sorted(page for page in pages if not (ROOT / page).is_file())
 
