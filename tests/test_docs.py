@@ -54,6 +54,7 @@ PAGES = [
 # The command that a page is about: whose flags it means when it names one alone.
 SUBJECT = {
     "training": "train",
+    "python": "train",
     "nodes": "train",
     "data": "prepare",
     "corpus": "corpus",
