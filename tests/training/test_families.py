@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from fathom.checkpoints.export import export
+from fathom.kvcache import build_cache, compress_in_training
 from fathom.models import FathomForCausalLM
 from fathom.recipe import Recipe
 from fathom.training.loop import train
@@ -65,6 +66,22 @@ def test_adapters(kind: str, corpus: Path, tmp_path: Path) -> None:
     assert train(continued(corpus, saved(kind, tmp_path), *LORA), tmp_path / "run").finished
 
 
-def test_adapters_under_a_compressed_cache(corpus: Path, tmp_path: Path) -> None:
+def test_a_llama_is_tuned_for_freqkv_as_the_paper_does(corpus: Path, tmp_path: Path) -> None:
+    """By one command: adapters, embeddings and norms under compression. What is exported is that family's own model,
+    which says what it was tuned for, and reads through the cache what training saw."""
     pytest.importorskip("peft")
-    assert train(continued(corpus, saved("rms", tmp_path), *FREQKV), tmp_path / "run").finished
+    base = saved("rms", tmp_path)
+    result = train(continued(corpus, base, *FREQKV, "train.steps=8", "optim.lr=1e-2"), tmp_path / "run")
+    assert result.finished
+    export(FathomForCausalLM.from_pretrained(result.model), tmp_path / "back", form="native")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval()
+    before = AutoModelForCausalLM.from_pretrained(base).eval()
+    assert type(theirs) is type(before) and theirs.config.model_type == "llama"
+    moved = {name for name, p in theirs.named_parameters() if not torch.equal(p, before.get_parameter(name))}
+    assert any("q_proj" in name for name in moved) and not any("mlp" in name for name in moved)
+    assert any("embed_tokens" in name for name in moved) and any("layernorm" in name for name in moved)
+    ids = torch.randint(3, VOCAB, (4, 40), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        through = theirs(ids, past_key_values=build_cache(theirs, "freqkv", window=16, sinks=2)).logits
+        with compress_in_training(theirs, "freqkv", window=16, sinks=2):
+            assert (theirs(ids, use_cache=False).logits - through).abs().max() < 1e-5

@@ -53,8 +53,9 @@ class ExpectedAttention(Selection):
             return rotation.turn_mean(x, start, self.future)
 
         mean, spread = ahead(mean), ahead(ahead(spread).mT)
-        keys = held.keys[:, :, sinks:].unsqueeze(2)  # [B, H_kv, 1, M, D]
-        mean, spread = (x.to(keys.dtype).unflatten(1, (keys.shape[1], -1)) for x in (mean, spread))
-        looks = (keys @ mean.mT).squeeze(-1) + ((keys @ spread) * keys).sum(-1) / 2  # [B, H_kv, G, M]
-        scores = looks.softmax(-1).mean(2) * held.values[:, :, sinks:].norm(dim=-1)
+        keys = held.keys[:, :, sinks:]  # [B, H_kv, M, D]
+        mean, spread = (x.to(keys.dtype).unflatten(1, (keys.shape[1], -1)) for x in (mean, spread))  # G heads each
+        mixed = (keys @ spread.transpose(2, 3).flatten(3)).unflatten(-1, (-1, keys.shape[-1]))  # [B, H_kv, M, G, D]
+        looks = keys @ mean.squeeze(3).mT + (mixed @ keys.unsqueeze(-1)).squeeze(-1) / 2  # [B, H_kv, M, G]
+        scores = looks.softmax(-2).mean(-1) * held.values[:, :, sinks:].norm(dim=-1)
         return F.pad(scores, (sinks, 0), value=torch.inf)

@@ -12,6 +12,7 @@ angles of the L entries are zeros of the next polynomial, cos Lα = 0. What is l
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -78,33 +79,42 @@ def dct(x: Tensor, rows: int | None = None) -> Tensor:
     rows = n if rows is None else rows
     x = x.mT
     spectrum = torch.fft.rfft(torch.cat([x[..., 0::2], x[..., 1::2].flip(-1)], dim=-1))
+    turn = _turn(n, x.dtype, x.device)
     half = min(rows, n // 2 + 1)
-    found = (spectrum[..., :half] * _twiddle(half, n, x)).real
+    found = (spectrum[..., :half] * turn[:half]).real
     if rows > half:  # coefficient t is, but for its factor, the conjugate of coefficient n − t
-        rest = spectrum[..., n - rows + 1 : (n + 1) // 2].flip(-1).conj() * _twiddle(rows, n, x)[half:]
+        rest = spectrum[..., n - rows + 1 : (n + 1) // 2].flip(-1).conj() * turn[half:rows]
         found = torch.cat([found, rest.real], dim=-1)
-    return (found * _norm(rows, n, x)).mT
+    return found.mT
 
 
 def inverse_dct(y: Tensor) -> Tensor:
     """Dᵀ y along the last but one dimension."""
     n = y.shape[-2]
-    y = y.mT / _norm(n, n, y)
-    half = n // 2 + 1
+    y, half = y.mT, n // 2 + 1
     mirrored = torch.cat([torch.zeros_like(y[..., :1]), y.flip(-1)[..., : half - 1]], dim=-1)
-    folded = torch.fft.irfft(torch.complex(y[..., :half], -mirrored) * _twiddle(half, n, y).conj(), n=n)
+    folded = torch.fft.irfft(torch.complex(y[..., :half], -mirrored) * _back(n, y.dtype, y.device), n=n)
     x = torch.empty_like(folded)
     x[..., 0::2] = folded[..., : (n + 1) // 2]
     x[..., 1::2] = folded[..., (n + 1) // 2 :].flip(-1)
     return x.mT
 
 
-def _twiddle(rows: int, n: int, like: Tensor) -> Tensor:
-    angle = -torch.pi / (2 * n) * torch.arange(rows, dtype=like.dtype, device=like.device)
-    return torch.polar(torch.ones_like(angle), angle)
+@lru_cache(maxsize=16)
+def _turn(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """a_t exp(−iπt / 2n), for every coefficient t."""
+    with torch.inference_mode(False):  # training may use it later
+        angle = -torch.pi / (2 * n) * torch.arange(n, dtype=dtype, device=device)
+        norm = torch.full((n,), math.sqrt(2 / n), dtype=dtype, device=device)
+        norm[0] = math.sqrt(1 / n)
+        return torch.polar(norm, angle)
 
 
-def _norm(rows: int, n: int, like: Tensor) -> Tensor:
-    norm = torch.full((rows,), math.sqrt(2 / n), dtype=like.dtype, device=like.device)
-    norm[0] = math.sqrt(1 / n)
-    return norm
+@lru_cache(maxsize=16)
+def _back(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """exp(iπt / 2n) / a_t, for the first half of the coefficients."""
+    with torch.inference_mode(False):
+        turn = _turn(n, dtype, device)[: n // 2 + 1]
+        back = turn.conj() / turn.abs() * math.sqrt(n / 2)
+        back[0] *= math.sqrt(2)
+        return back

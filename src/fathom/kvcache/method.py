@@ -50,9 +50,10 @@ class Held:
         heads, n = self.keys.shape[1:3]
         observed = self.queries.shape[2]
         grouped = self.queries.to(self.keys.dtype).unflatten(1, (heads, -1))
-        looks = grouped @ self.keys.detach().unsqueeze(2).mT
-        future = torch.ones(observed, n, dtype=torch.bool, device=self.keys.device).triu(n - observed + 1)
-        return looks.masked_fill(future, -torch.inf).softmax(-1)
+        looks = (grouped.flatten(2, 3) @ self.keys.detach().mT).view(*grouped.shape[:-1], n)
+        future = torch.ones(observed, observed, dtype=torch.bool, device=self.keys.device).triu(1)
+        looks[..., n - observed :].masked_fill_(future, -torch.inf)
+        return looks.softmax(-1)
 
 
 class Method(ABC):
@@ -150,7 +151,9 @@ class Selection(Method):
         sinks, freed = self.schedule.sinks, self.schedule.freed
         with torch.no_grad():
             chosen = self.choose(self.scores(held)[..., sinks:])  # [B, H_kv, L]
-        keys, values = (x[:, :, sinks:].take_along_dim(chosen.unsqueeze(-1), dim=2) for x in (held.keys, held.values))
+        heads, n = held.keys.shape[:2].numel(), held.keys.shape[2]
+        rows = (torch.arange(heads, device=chosen.device).unsqueeze(1) * n + sinks + chosen.flatten(0, 1)).flatten()
+        keys, values = (x.flatten(0, 2).index_select(0, rows).view(*chosen.shape, -1) for x in (held.keys, held.values))
         moves = torch.arange(self.schedule.kept, device=chosen.device) + freed - chosen
         return self.rotation(held).turn_each(keys, moves, 0, freed), values
 

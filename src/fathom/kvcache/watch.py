@@ -71,7 +71,7 @@ def _before(
         raise ValueError("this model compresses in its attention function: stop() that before you use a cache")
     if not training and not isinstance(cache, MemoryCache):
         return None
-    whole_rows(given.get("attention_mask"))
+    whole_rows(given.get("attention_mask"), right=training)
     positions = given.get("position_ids")
     if positions is not None:
         unbroken(positions)
@@ -165,13 +165,19 @@ def turns_keys_as(decoder: PreTrainedModel, cache: MemoryCache) -> None:
         )
 
 
-def whole_rows(attention_mask: object) -> None:
-    """Refuse padding: zeros would leave the mask after a compression, while what they wrote stays in the memory."""
+def whole_rows(attention_mask: object, right: bool = False) -> None:
+    """Refuse padding: zeros would leave the mask after a compression, while what they wrote stays in the memory.
+
+    Args:
+        attention_mask: Of a call.
+        right: Allow padding behind a row, which no token of the row sees: in training, where nothing follows.
+    """
     if attention_mask is None:
         return
     if not isinstance(attention_mask, Tensor) or attention_mask.ndim != 2:
         raise ValueError("compression makes its own causal mask: pass no attention_mask, or a [batch, length] of ones")
-    if not attention_mask.bool().all():
+    seen = attention_mask.bool()
+    if not (seen.cummin(1).values == seen).all() if right else not seen.all():
         raise ValueError(
             "attention_mask has zeros, and compression would mix padding into the memory: batch rows of equal length; "
             "where the prompt itself contains pad_token_id, pass attention_mask=torch.ones_like(input_ids)"

@@ -1,0 +1,354 @@
+"""Compressed caches on a real model: loss on texts, needles and RULER's tasks, by equal bytes; each cell as it ends.
+
+    python benchmarks/kvcache_smollm2.py MODEL --texts books=FILE wiki=FILE --log LOG.jsonl [--rounds 8]
+    python benchmarks/kvcache_smollm2.py --table LOG.jsonl
+
+A cache of ½ or ¼ holds at most that share of the entries of a full one after T tokens: its window is T/2 or T/4, and a
+compression leaves half of a window (`sinks` lets 32 tokens go at a time). Every cell is one line of the log; run again,
+it goes on after the last one. A round has one question of each kind and one document of each text, so that the log can
+be read at any time. All caches read the same; the first window is read once for all of a share, since none has been
+compressed yet. The loss is that of the last quarter of T tokens. RULER's tasks are asked of the full cache first, and
+of the others where it solves half; at most 48 tokens are generated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import statistics
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.cache_utils import Cache
+
+from fathom.evaluation.caches.asking import answer, make_prompts
+from fathom.evaluation.caches.natural import TASKS as NATURAL
+from fathom.evaluation.caches.prompts import Frame, Prompt
+from fathom.evaluation.caches.ruler import TASKS as RULER
+from fathom.evaluation.perplexity import read_domains
+from fathom.kvcache import MemoryCache, Schedule, build_cache, cache_bytes
+from fathom.kvcache.build import cache_of, config_of
+from fathom.kvcache.memory import Memory
+from fathom.kvcache.method import Held, Method
+from fathom.kvcache.rope import Rope
+from fathom.report.numbers import signed, size
+from fathom.report.provenance import provenance
+from fathom.report.statistics import paired_difference, wilson
+
+WHOLE = ("full", "full_fp8")
+METHODS = (
+    "drop",
+    "tova",
+    "snapkv",
+    "key_norm",
+    "expected_attention",
+    "freqkv",
+    "average",
+    "orthogonal",
+    "keydiff",
+    "sinks",
+)
+SHARES = (0.5, 0.25)
+ASKED = 512
+"""Tokens before the answer to a question."""
+TEXTS = {1024: 1, 2048: 2, 4096: 4}
+"""Lengths of text, and in every how many rounds each is read; the longest of one text only."""
+MOST = 48
+LONG = 14_000
+"""Characters of a document, enough for the second of the lengths."""
+
+
+class Everything(Method):
+    """Keeps all queries of a first window, for all methods to note what they need of them."""
+
+    name = "everything"
+
+    def condense(self, held: Held) -> tuple[Tensor, Tensor]:
+        """Never asked for."""
+        raise AssertionError
+
+
+class Bench:
+    """A model, its texts, and the log."""
+
+    def __init__(self, directory: Path, texts: Sequence[str], log: Path) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="sdpa").eval()
+        self.tokenizer = AutoTokenizer.from_pretrained(directory)
+        self.log = log
+        self.domains = {
+            domain.name: [text for text in map(str, domain.documents) if len(text) > LONG]
+            for domain in read_domains(texts, limit=400)
+        }
+        for name, found in self.domains.items():
+            print(f"{name}: {len(found)} documents of more than {LONG:,} characters", flush=True)
+        self.done = {json.dumps(line["cell"]): line for line in lines(log)}
+
+    def cell(self, cell: dict[str, Any], work: Any) -> Any:
+        """The results of a cell, from the log or computed now."""
+        key = json.dumps(cell)
+        if key not in self.done:
+            began = time.process_time()
+            self.done[key] = {"cell": cell, "found": work(), "cpu_seconds": time.process_time() - began}
+            with self.log.open("a") as file:
+                file.write(json.dumps(self.done[key]) + "\n")
+            print(f"{time.strftime('%H:%M:%S')} {key}", flush=True)
+        return self.done[key]["found"]
+
+    def cache(self, method: str, window: int) -> Cache:
+        """An empty cache."""
+        if method in WHOLE:
+            return build_cache(self.model, method)
+        given = {"kept": window - 4 - 32} if method == "sinks" else {}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return build_cache(self.model, method, window=window, **given)
+
+    @torch.no_grad()
+    def first_window(self, ids: Tensor, window: int) -> MemoryCache:
+        """The first window of texts `[B, T]`, with all its queries."""
+        config = config_of(self.model)
+        keeps = Everything(Schedule.at(window, 4, 0.5), Rope(config))
+        keeps.observed = window
+        cache = cache_of(keeps, config, self.model)
+        self.model(ids[:, :window], past_key_values=cache, logits_to_keep=1)
+        return cache
+
+    def after(self, first: MemoryCache, method: str, window: int) -> Cache:
+        """A cache of a method that has read the first window."""
+        cache = self.cache(method, window)
+        for i, (layer, read) in enumerate(zip(cache.layers, first.layers, strict=True)):
+            if isinstance(layer, Memory):
+                layer.lazy_initialization(read.keys, read.values)
+                layer.keys, layer.values, layer.seen = read.keys, read.values, window
+                if layer.method.observed:
+                    layer.queries = layer.method.note(None, read.queries, 0, layer.rotation).clone()
+            else:
+                cache.update(read.keys, read.values, i)
+        return cache
+
+    def round(self, number: int) -> None:
+        """One question of each kind and one document of each text."""
+        self.questions(number, NATURAL, (*WHOLE, *METHODS))
+        for length, every in TEXTS.items():
+            if number % every == 0:
+                for name in list(self.domains)[: 1 if length == max(TEXTS) else None]:
+                    self.text(name, number, length)
+        self.questions(number, RULER, ("full",))
+        found = [line for line in self.done.values() if line["cell"].get("method") == "full"]
+        scores: dict[str, list[float]] = {}
+        for one in (one for line in found if line["cell"]["kind"] == "questions" for one in line["found"]):
+            scores.setdefault(one["task"], []).append(one["score"])
+        good = [task for task in RULER if task in scores and statistics.fmean(scores[task]) >= 0.5]
+        for task in good:
+            self.questions(number, (task,), METHODS)
+
+    def questions(self, number: int, tasks: Sequence[str], methods: Sequence[str]) -> None:
+        """The round's questions of some tasks; those of a share have the same context."""
+        texts = [text for found in self.domains.values() for text in found[:20]]
+        # Both shares compress for the last time at the same token, so they have the same prompts.
+        largest = int(max(SHARES) * ASKED)
+        schedule, times = Schedule.at(largest, 4, 0.5), 1 + (ASKED - largest) // (largest // 2)
+
+        def made(rounds: int) -> list[Prompt]:
+            if not rounds:
+                return []
+            count = 2 * len(tasks) * rounds
+            return make_prompts(Frame(self.tokenizer), schedule, tasks, (times,), texts, count)[0]
+
+        before = {tuple(prompt.ids.tolist()) for prompt in made(number)}
+        new = [prompt for prompt in made(number + 1) if tuple(prompt.ids.tolist()) not in before]
+        for share in SHARES:
+            window = int(share * ASKED)
+            for prompt in new:
+                first = None
+                for method in methods:
+                    if method in WHOLE and share != SHARES[0]:
+                        continue
+                    cell = {"kind": "questions", "task": prompt.cell.task, "place": prompt.cell.place, "round": number}
+                    cell |= {"share": share, "method": method}
+                    if json.dumps(cell) not in self.done and first is None:
+                        first = self.first_window(prompt.ids[None], window)
+                    self.cell(cell, lambda: self.said(first, prompt, method, window))  # noqa: B023
+
+    def said(self, first: MemoryCache, prompt: Prompt, method: str, window: int) -> list[Any]:
+        """The answer to one question, after the shared first window."""
+        rest = dataclasses.replace(prompt, ids=prompt.ids[window:], most=min(prompt.most, MOST))
+        survivors = window // 2
+        return answer(self.model, self.tokenizer, lambda room: self.after(first, method, window), [rest], survivors)
+
+    def text(self, name: str, number: int, length: int) -> None:
+        """The loss of one document through every cache, its bytes, and the time of a decoded token."""
+        document = self.domains[name][number % len(self.domains[name])]
+        ids = torch.tensor([self.tokenizer(document, add_special_tokens=False)["input_ids"][: length + 1]])
+        if ids.shape[1] < length + 1:
+            return
+        for share in SHARES:
+            window, first = int(share * length), None
+            for method in (*WHOLE, *METHODS):
+                if method in WHOLE and share != SHARES[0]:
+                    continue
+                cell = {
+                    "kind": "text",
+                    "text": name,
+                    "round": number,
+                    "length": length,
+                    "share": share,
+                    "method": method,
+                }
+                if json.dumps(cell) not in self.done and first is None:
+                    first = self.first_window(ids, window)
+                self.cell(cell, lambda: self.loss(first, ids, method, window))  # noqa: B023
+
+    @torch.no_grad()
+    def loss(self, first: MemoryCache, ids: Tensor, method: str, window: int) -> dict[str, Any]:
+        """Nats a token over the last quarter."""
+        cache, length = self.after(first, method, window), ids.shape[1] - 1
+        held, nats, clock = [cache_bytes(cache)], [], time.thread_time()
+        for start in range(window, length, 64):
+            logits = self.model(ids[:, start : start + 64], past_key_values=cache).logits
+            held.append(cache_bytes(cache))
+            if start >= length * 3 // 4:
+                wanted = ids[:, start + 1 : start + 65]
+                nats.append(F.cross_entropy(logits.float().mT, wanted, reduction="none")[0])
+        spent = (time.thread_time() - clock) / (length - window)
+        steps = []
+        for _ in range(3):
+            began = time.thread_time()
+            self.model(ids[:, -1:], past_key_values=cache)
+            steps.append(time.thread_time() - began)
+        return {
+            "nats": float(torch.cat(nats).mean()),
+            "peak_bytes": max(held),
+            "mean_bytes": statistics.fmean(held),
+            "read_seconds": spent,
+            "decode_seconds": statistics.median(steps),
+        }
+
+
+def lines(log: Path) -> Iterator[dict[str, Any]]:
+    """The cells of a log."""
+    for line in log.read_text().splitlines() if log.exists() else ():
+        found = json.loads(line)
+        if "cell" in found:
+            yield found
+
+
+def table(log: Path) -> Iterator[str]:
+    """Markdown: by cache and share, loss against the full cache, and answers."""
+    found = list(lines(log))
+    texts = [line for line in found if line["cell"]["kind"] == "text"]
+    asked = [(line["cell"], one) for line in found if line["cell"]["kind"] == "questions" for one in line["found"]]
+    full = {place(line["cell"]): line["found"]["nats"] for line in texts if line["cell"]["method"] == "full"}
+    kinds = sorted({(line["cell"]["text"], line["cell"]["length"]) for line in texts}, key=lambda kind: kind[::-1])
+    yield "| cache | " + " | ".join(f"{name}, {length:,}" for name, length in kinds) + " | peak | mean | ms a token |"
+    yield "| --- |" + " ---: |" * (len(kinds) + 3)
+    for method, share in rows(texts):
+        mine = [line for line in texts if (line["cell"]["method"], line["cell"]["share"]) == (method, share)]
+        cells = []
+        for name, length in kinds:
+            pairs = [
+                (line["found"]["nats"], full[place(line["cell"])])
+                for line in mine
+                if (line["cell"]["text"], line["cell"]["length"]) == (name, length) and place(line["cell"]) in full
+            ]
+            cells.append(nats(pairs, method))
+        short = [line["found"] for line in mine if line["cell"]["length"] == min(TEXTS)]
+        peak, mean = (size(statistics.fmean(one[key] for one in short)) for key in ("peak_bytes", "mean_bytes"))
+        ms = 1000 * statistics.median(one["decode_seconds"] for one in short)
+        yield f"| {label(method, share)} | {' | '.join(cells)} | {peak} | {mean} | {ms:.0f} |"
+    yield ""
+    tasks = list(dict.fromkeys(one["task"] for _, one in asked))
+    solved = {
+        t: statistics.fmean(o["score"] for c, o in asked if c["method"] == "full" and o["task"] == t) for t in tasks
+    }
+    needles = [(task, spot) for task in NATURAL if task in tasks for spot in ("outside", "inside")]
+    others = [(task, None) for task in tasks if task not in NATURAL and solved[task] >= 0.5]
+    heads = [f"{task}{', ' + spot if spot else ''}" for task, spot in (*needles, *others)]
+    yield f"| cache | {' | '.join(heads)} | needles beyond drop | nats |"
+    yield "| --- |" + " ---: |" * (len(heads) + 2)
+    for method, share in rows([line for line in found if line["cell"]["kind"] == "questions"]):
+        mine = [one for cell, one in asked if (cell["method"], cell["share"]) == (method, share)]
+        cells = [
+            answers([one for one in mine if one["task"] == task and spot in (None, one["place"])])
+            for task, spot in (*needles, *others)
+        ]
+        natural = [one for one in mine if one["task"] in NATURAL]
+        cost = statistics.fmean(one["nats"] for one in natural) if natural else float("nan")
+        beyond = answers([one for one in natural if one["beyond"]])
+        yield f"| {label(method, share)} | {' | '.join(cells)} | {beyond} | {cost:.2f} |"
+    bad = [f"{task} ({solved[task]:.2f})" for task in tasks if solved[task] < 0.5]
+    yield ""
+    yield f"Not solved by the full cache: {', '.join(bad) or 'none'}."
+
+
+def place(cell: dict[str, Any]) -> tuple[Any, ...]:
+    """What a cell of a text has read."""
+    return cell["text"], cell["round"], cell["length"]
+
+
+def rows(found: Sequence[dict[str, Any]]) -> list[tuple[str, float]]:
+    """Caches with their shares, the full ones first."""
+    there = {(line["cell"]["method"], line["cell"]["share"]) for line in found}
+    return [(m, share) for share in SHARES for m in (*WHOLE, *METHODS) if (m, share) in there]
+
+
+def label(method: str, share: float) -> str:
+    """A row's name."""
+    return method if method in WHOLE else f"{method} {'½' if share == 0.5 else '¼'}"
+
+
+def nats(pairs: Sequence[tuple[float, float]], method: str) -> str:
+    """The loss of the full cache; of others, the difference to it."""
+    if not pairs:
+        return ""
+    if method == "full":
+        return f"{np.mean([mine for mine, _ in pairs]):.3f} ({len(pairs)})"
+    gap = paired_difference(*map(list, zip(*pairs, strict=True)))
+    return signed(gap.mean, gap.half_width)
+
+
+def answers(found: Sequence[dict[str, Any]]) -> str:
+    """The mean score of some answers; exact ones with Wilson's interval."""
+    if not found:
+        return ""
+    scores = [one["score"] for one in found]
+    if set(scores) <= {0.0, 1.0}:
+        low, high = wilson(int(sum(scores)), len(scores))
+        return f"{int(sum(scores))}/{len(scores)} ({low:.2f}–{high:.2f})"
+    return f"{statistics.fmean(scores):.2f} ({len(scores)})"
+
+
+def main() -> None:
+    """Measure, or print the tables of a log."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path, nargs="?")
+    parser.add_argument("--texts", nargs="+", default=[], metavar="NAME=FILE")
+    parser.add_argument("--log", type=Path)
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--table", type=Path, metavar="LOG")
+    options = parser.parse_args()
+    if options.table:
+        print(*table(options.table), sep="\n")
+        return
+    torch.set_num_threads(1)
+    with options.log.open("a") as file:
+        file.write(json.dumps(provenance()) + "\n")
+    bench = Bench(options.model, options.texts, options.log)
+    each = sum(6 * ASKED * len(METHODS) for _ in SHARES)
+    each += sum(length * len(METHODS) * 2 * len(bench.domains) // every for length, every in TEXTS.items())
+    print(f"about {each:,} tokens a round and RULER's tasks, {options.rounds} rounds", flush=True)
+    for number in range(options.rounds):
+        bench.round(number)
+
+
+if __name__ == "__main__":
+    main()
