@@ -3,8 +3,11 @@
     python benchmarks/decontamination.py DATA/eval --plain DATA/corpora/wiki/train-*.jsonl.xz --judge 50 --out LOG
 
 Each kind is a form in which a document may hold a question with its answer. A plant stands in the midst of a document
-that holds no item. `siblings` counts other items that a plant marks. Then every document of `--plain` is searched for
-all benchmarks, without plants: the share of documents and of items that are found, and `--judge` passages, at random.
+that holds no item. `siblings` counts other items that a plant marks, `contained` those of them whose question stands
+whole in the planted one or in its answer. Then every document of `--plain` is searched for all benchmarks, without
+plants: the share of documents and of items that are found, and `--judge` passages, at random. `--across` searches the
+items of each benchmark, and of others in the folder, for those of the other benchmarks, in which nobody planted or
+removed any.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from fathom.corpus.benchmarks import Item, item_of
+from fathom.corpus.benchmarks import Item, item_of, plain
 from fathom.corpus.confusables import LOOKALIKES
 from fathom.corpus.leaks import Matcher, build_index
 from fathom.corpus.recipe import Decontaminate
@@ -164,19 +167,61 @@ def recall(items: Sequence[Item], covers: Sequence[str], plants: int, chance: ra
             continue
         chosen = chance.sample(numbers, min(plants, len(numbers)))
         texts = [f"{chance.choice(covers)}\n{form(items[n])}\n{chance.choice(covers)}" for n in chosen]
-        found, siblings, worst = 0, 0, 0
+        found, siblings, worst, contained = 0, 0, 0, 0
         for number, hits in zip(chosen, matcher.hits(texts), strict=True):
             marked = {hit.item for _, hit in hits}
             found += number in marked
-            others = len({keys[one] for one in marked} - {keys[number]})
-            siblings, worst = siblings + others, max(worst, others)
-        cells[kind] = {"plants": len(chosen), "found": found, "siblings": siblings, "most_siblings": worst}
+            others = {keys[one]: one for one in marked if keys[one] != keys[number]}
+            inside = sum(_holds(items[number], items[one]) for one in others.values())
+            siblings, worst = siblings + len(others) - inside, max(worst, len(others) - inside)
+            contained += inside
+        facts = {"siblings": siblings, "most_siblings": worst, "contained": contained}
+        cells[kind] = {"plants": len(chosen), "found": found, **facts}
     return {
         "items": len(items),
         "too_short": len(unfound.short),
         "template_only": len(unfound.template),
         "kinds": cells,
     }
+
+
+def _holds(planted: Item, other: Item) -> bool:
+    """Whether another question stands whole in a plant."""
+    said = plain(" ".join([asked(planted), planted.gold, *planted.choices, planted.gold]))
+    return f" {plain(asked(other))} " in f" {said} "
+
+
+def everything(folder: Path) -> Iterator[tuple[str, str]]:
+    """(benchmark, text) of all that stands in a folder of benchmarks: questions, passages and choices."""
+    for place in sorted(folder.rglob("*.jsonl.xz")):
+        for row in rows_of(place.parent, [place.name.removesuffix(".jsonl.xz")]):
+            item = [row.get(key) for key in ("support", "passage", "text", "query", "goal", "premise", "sentence")]
+            question = row.get("question")
+            stem = question.get("stem") if isinstance(question, dict) else question or row.get("question_stem")
+            choices = row.get("choices") or row.get("endings")
+            choices = choices.get("text") if isinstance(choices, dict) else choices
+            item += [stem, *(choices if isinstance(choices, list) else ()), row.get("correct_answer")]
+            yield place.parent.name, "\n".join(one for one in item if isinstance(one, str))
+
+
+def across(benchmarks: dict[str, list[Item]], folder: Path) -> dict[str, Any]:
+    """What the items of one benchmark hold of the others'."""
+    names, texts = list(benchmarks), list(everything(folder))
+    matcher = Matcher(
+        [build_index(items, Decontaminate())[0] for items in benchmarks.values()], list(benchmarks.values())
+    )
+    passages = []
+    for start in range(0, len(texts), 500):
+        some = texts[start : start + 500]
+        for (name, text), hits in zip(some, matcher.hits([text for _, text in some]), strict=True):
+            for benchmark, item in sorted({(b, hit.item) for b, hit in hits if names[b] != name}):
+                spans = [hit for b, hit in hits if (b, hit.item) == (benchmark, item)]
+                row = benchmarks[names[benchmark]][item]
+                said = text[min(one.start for one in spans) : max(one.end for one in spans)]
+                quoted = {"says": said[:300], "question": asked(row)[-300:], "answer": row.gold[:100]}
+                passages.append({"document_of": name, "benchmark": names[benchmark], **quoted})
+    size = sum(len(text) for _, text in texts)
+    return {"documents": len(texts), "megacharacters": round(size / 1e6, 1), "hits": passages}
 
 
 def unplanted(
@@ -222,6 +267,7 @@ def main() -> int:
     parser.add_argument("--documents", type=int, help="search so many documents at most")
     parser.add_argument("--plants", type=int, default=200)
     parser.add_argument("--judge", type=int, default=50)
+    parser.add_argument("--across", action="store_true", help="search each benchmark for the others, too")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -239,6 +285,9 @@ def main() -> int:
         benchmarks, islice(texts_of(options.plain), options.documents), options.judge, chance
     )
     print(json.dumps(found["unplanted"], indent=1, ensure_ascii=False))
+    if options.across:
+        found["across"] = across({name: benchmarks[name] for name in FILES}, options.folder)
+        print(f"across: {len(found['across']['hits'])} hits in {found['across']['documents']:,} documents")
     if options.out:
         write_json(options.out, found)
     return 0
