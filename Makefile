@@ -9,7 +9,7 @@ STAMP := $(VENV)/.ready
 TORCH ?= torch
 CPU_TORCH := torch==2.13.0 --extra-index-url https://download.pytorch.org/whl/cpu
 
-.PHONY: setup extras test test-all test-transformers test-kernels test-outside gpu-dry gpu lint docs demo specialise clean
+.PHONY: setup extras test test-all test-transformers test-kernels test-outside gpu-dry gpu lint docs demo specialise expert clean
 
 setup: $(STAMP)
 
@@ -156,10 +156,36 @@ specialise: $(VENV)/.evaluate
 	@HF_DATASETS_OFFLINE=1 $(BIN)/fathom evaluate specialise/base specialise/expert \
 	  --benchmark specialise/corpus/benchmark --out specialise/report
 
+# A real expert: MODEL continued on DOMAIN with REPLAY, tuned, audited, and compared with itself and with a control that
+# read replay alone (docs/tutorials/expert.md). Stopped and started again it resumes.
+MODEL ?=
+DOMAIN ?=
+REPLAY ?=
+EXPERT_PAIR = --benchmark expert/corpus/benchmark --dtype bfloat16 --out expert/report \
+  --perplexity domain=expert/world/held-domain.jsonl general=expert/world/held-general.jsonl
+expert: $(VENV)/.evaluate
+	@[ -n '$(MODEL)' ] && [ -n '$(DOMAIN)' ] && [ -n '$(REPLAY)' ] || { \
+	  echo "make expert MODEL=DIRECTORY DOMAIN='documents to learn' REPLAY='documents not to forget'"; exit 2; }
+	@echo "1/7  Holding documents out, and making questions of them"
+	@[ -f expert/world/questions.jsonl ] || $(BIN)/python benchmarks/expert.py documents expert --domain $(DOMAIN) --replay $(REPLAY)
+	@echo "2/7  Documents and conversations to shards; what gives a question away is dropped"
+	@$(BIN)/fathom corpus recipes/expert/corpus.yaml tokenize.tokenizer='$(MODEL)' --out expert/corpus
+	@echo "3/7  Continued on the domain, with replay"
+	@$(BIN)/fathom train recipes/expert/continue.yaml model.from_pretrained='$(MODEL)' --run expert/continued
+	@echo "4/7  Tuned on conversations"
+	@$(BIN)/fathom train recipes/expert/tune.yaml --run expert/expert
+	@echo "5/7  The control: as long, on replay alone"
+	@$(BIN)/fathom train recipes/expert/control.yaml model.from_pretrained='$(MODEL)' --run expert/control
+	@echo "6/7  Control and expert, base and expert, on questions and on held-out text"
+	@HF_DATASETS_OFFLINE=1 $(BIN)/fathom evaluate control=expert/control expert/expert $(EXPERT_PAIR) --json > expert/control.json
+	@HF_DATASETS_OFFLINE=1 $(BIN)/fathom evaluate base='$(MODEL)' expert/expert $(EXPERT_PAIR)
+	@echo "7/7  The log: expert/log.json"
+	@$(BIN)/python benchmarks/expert.py log expert --out expert/log.json
+
 # lm-eval, which scores the questions: half a gigabyte.
 $(VENV)/.evaluate: $(STAMP)
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev,evaluate]'
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(OUTSIDE) $(VLLM) $(TRITON) $(DRY) $(SITE) build dist demo specialise src/*.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(OUTSIDE) $(VLLM) $(TRITON) $(DRY) $(SITE) build dist demo specialise expert src/*.egg-info .pytest_cache .mypy_cache .ruff_cache

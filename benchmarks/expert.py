@@ -10,7 +10,6 @@ what the runs left behind: seconds, losses, contamination, and both reports.
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from fathom.report.provenance import provenance
 
 MINERALS, ASKED, LEAKS = 24, 192, 12
 RUNS = ("continued", "expert", "control")
-REPORTS = {"base": "report", "control": "report-control"}
+REPORTS = {"base": "report/report.json", "control": "control.json"}
 
 
 def documents(place: Path, domain: list[str], replay: list[str]) -> None:
@@ -31,30 +30,24 @@ def documents(place: Path, domain: list[str], replay: list[str]) -> None:
     print("     " + ", ".join(f"{name} {count:,}" for name, count in found.items()))
 
 
-def log(place: Path) -> dict[str, Any]:
-    """What a finished `make expert` left behind."""
+def log(place: Path, note: str = "") -> dict[str, Any]:
+    """What a finished `make expert` left behind, and what somebody has to say of the run."""
     corpus = read_json(place / "corpus" / "run.json")
     stages = corpus["stages"]
     runs = {}
     for name in RUNS:
         result = read_json(place / name / "result.json")
         runs[name] = {key: result.get(key) for key in ("step", "tokens", "seconds", "evaluation")}
-        runs[name]["resumed"] = resumed(place / name)
-    reports = {against: read_json(place / folder / "report.json") for against, folder in REPORTS.items()}
+    reports = {against: read_json(place / file) for against, file in REPORTS.items()}
     keys = ("verdict", "texts", "questions", "asked", "guessing")
     return {
         **provenance(),
+        "note": note,
         "corpus": {name: stage.get("counts") for name, stage in stages.items()},
         "corpus_seconds": sum(stage.get("seconds", 0) for stage in stages.values()),
         "runs": runs,
         "reports": {against: {key: one[key] for key in keys} for against, one in reports.items()},
     }
-
-
-def resumed(run: Path) -> list[int]:
-    """Steps from which a run resumed, as its metrics say."""
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    return [row["step"] for row in rows if row.get("resumed")]
 
 
 def main() -> None:
@@ -68,11 +61,12 @@ def main() -> None:
     write = commands.add_parser("log", help="write the log of a finished run")
     write.add_argument("place", type=Path)
     write.add_argument("--out", type=Path, required=True)
+    write.add_argument("--note", default="", help="what the log does not know, such as kills")
     options = parser.parse_args()
     if options.command == "documents":
         documents(options.place, options.domain, options.replay)
     else:
-        write_json(options.out, log(options.place))
+        write_json(options.out, log(options.place, options.note))
 
 
 if __name__ == "__main__":

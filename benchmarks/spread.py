@@ -23,7 +23,7 @@ from fathom.report.provenance import provenance
 ROOT = Path(__file__).parent.parent
 LOG = ROOT / "benchmarks" / "results" / "specialise-spread.json"
 PICTURE = ROOT / "docs" / "pictures" / "specialise.svg"
-PAGE = ROOT / "docs" / "specialise.md"
+PAGE = ROOT / "docs" / "tutorials" / "specialise.md"
 BEGIN, END = "<!-- benchmarks/spread.py writes this -->\n", "<!-- to here -->\n"
 RUNS = {"base": "base.yaml", "continued": "continue.yaml", "expert": "tune.yaml"}
 
@@ -75,7 +75,7 @@ def sentence(log: dict[str, Any]) -> str:
     return (
         f"In {len(shares)} runs ({len(seeds)} training seeds, {' and '.join(map(str, sorted(threads)))} threads) the "
         f"expert answers {min(expert):.1f} to {max(expert):.1f} % of the {log['cells'][0]['asked']} uncontaminated "
-        f"questions rightly (mean {sum(expert) / len(expert):.1f} %) and the base {min(base):.1f} to {max(base):.1f} %. "
+        f"questions rightly (mean {sum(expert) / len(expert):.1f} %) the base {min(base):.1f} to {max(base):.1f} %. "
         f"The expert is significantly better in {better} of {len(shares)} runs."
     )
 
@@ -96,7 +96,7 @@ def write(log: dict[str, Any]) -> None:
     write_atomically(PICTURE, picture(log))
     text = PAGE.read_text(encoding="utf-8")
     block = re.compile(f"{re.escape(BEGIN)}.*?{re.escape(END)}", re.DOTALL)
-    shown = f"{sentence(log)}\n\n![Right answers of every run](pictures/specialise.svg)\n"
+    shown = f"{sentence(log)}\n\n![Right answers of every run](../pictures/specialise.svg)\n"
     if not block.search(text):
         raise SystemExit(f"{PAGE}: no place for the sentence")
     write_atomically(PAGE, block.sub(lambda _: BEGIN + shown + END, text))

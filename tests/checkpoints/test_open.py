@@ -380,3 +380,13 @@ def test_a_gguf_file_that_is_not_there_is_called_a_file(name, tmp_path, monkeypa
             opens(Path(name))
     with pytest.raises(ModelError, match=r"^nowhere: no such directory$"):
         open_checkpoint("nowhere")
+
+
+def test_what_trainers_leave_behind_is_not_opened(whole, tmp_path):
+    """`training_args.bin` of transformers' trainers: the model opens, and the pickle stays closed."""
+    copy = tmp_path / "copy"
+    shutil.copytree(whole, copy)
+    (copy / "training_args.bin").write_bytes(pickle.dumps(Bomb(copy / "mark")))
+    assert check_checkpoint(copy)["model_type"]
+    AutoModelForCausalLM.from_pretrained(copy)
+    assert not (copy / "mark").exists()

@@ -14,6 +14,7 @@ from fathom.corpus.converse import Converse
 from fathom.corpus.pipeline import build, preview
 from fathom.corpus.recipe import parse_corpus_recipe
 from fathom.corpus.templates import CHATS, TEMPLATES, ConversationEncoder, rendered
+from fathom.corpus.traces import trace_messages
 from fathom.data.tokenizer import plain, save_tokenizer, train_bpe
 from fathom.errors import DataError
 from tests.corpus.prose import Prose, lines, recipe_values, write_jsonl
@@ -55,6 +56,63 @@ def saved(folder: Path, template: str | None) -> Path:
 def shown(messages: list[dict[str, Any]], template: TokenizerTemplate) -> str:
     marked = "".join(f"⟦{one.text}⟧" if one.learnt else one.text for one in template(messages))
     return marked.replace("⟧⟦", "")
+
+
+TOOLS = (
+    "{% for m in messages %}{% if m.role == 'tool' %}{{ '<start>user\n<tool>' + m.content + '</tool><stop>\n' }}"
+    "{% elif m.role == 'assistant' %}{{ '<start>assistant\n' }}{% generation %}{{ m.content + '<stop>' }}"
+    "{% endgeneration %}{{ '\n' }}{% else %}{{ '<start>' + m.role + '\n' + m.content + '<stop>\n' }}{% endif %}"
+    "{% endfor %}"
+)
+TRACE = (
+    "You have one tool, lead.\nQuestion: How deep is it?\nThought: I must measure.\nAction: lead\nAction Input: here\n"
+    "Observation: two fathoms\nThought: Now I know.\nFinal Answer: Two fathoms."
+)
+
+
+def test_a_trace_of_tools_is_learnt_as_the_template_says(tmp_path: Path) -> None:
+    """Thoughts, calls and the answer, and the end of each turn; never what the tool said. The mask is transformers'."""
+    from transformers import AutoTokenizer
+
+    folder = saved(tmp_path / "t", TOOLS)
+    messages: list[Any] = trace_messages(TRACE)
+    assert [one["role"] for one in messages] == ["system", "user", "assistant", "tool", "assistant"]
+    assert shown(messages, TokenizerTemplate(folder)) == (
+        "<start>system\nYou have one tool, lead.<stop>\n<start>user\nHow deep is it?<stop>\n<start>assistant\n"
+        "⟦Thought: I must measure.\nAction: lead\nAction Input: here<stop>⟧\n"
+        "<start>user\n<tool>two fathoms</tool><stop>\n"
+        "<start>assistant\n⟦Thought: Now I know.\nFinal Answer: Two fathoms.<stop>⟧\n"
+    )
+    whole: Any = AutoTokenizer.from_pretrained(folder)
+    theirs = whole.apply_chat_template(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+    fast = plain(Tokenizer.from_file(str(folder / "tokenizer.json")))
+    end = fast.token_to_id("<|endoftext|>")
+    made = ConversationEncoder(fast, end, TokenizerTemplate(folder), 9999).encode(messages)
+    assert made is not None
+    count = len(theirs["input_ids"])
+    assert made.ids[:count] == theirs["input_ids"]
+    assert [int(bit) for bit in made.learnt[:count]] == theirs["assistant_masks"]
+
+
+@pytest.mark.parametrize("template", [*GOLDEN, TOOLS], ids=["without marks", "with marks", "tools"])
+def test_a_conversation_may_quote_its_own_template(template: str, tmp_path: Path) -> None:
+    """Its source, its tokens and a whole turn in it are text: nothing of a quotation is a token or ends a turn."""
+    folder = saved(tmp_path / "t", template)
+    quoted = "<start>assistant\nTwo fathoms.<stop>\n{% generation %}{{ m.content }}{% endgeneration %}"
+    talk = [
+        {"role": "user", "content": f"Explain {template} and {quoted}"},
+        {"role": "assistant", "content": f"It writes {quoted} and {template}, then it ends."},
+    ]
+    fast = plain(Tokenizer.from_file(str(folder / "tokenizer.json")))
+    end = fast.token_to_id("<|endoftext|>")
+    made = ConversationEncoder(fast, end, TokenizerTemplate(folder), 99999).encode(talk)
+    assert made is not None
+    for token, count in (("<start>", 2), ("<stop>", 2)):
+        assert made.ids.count(fast.token_to_id(token)) == count, "those of the two turns alone"
+    learnt = fast.decode(
+        [one for one, bit in zip(made.ids, made.learnt, strict=True) if bit], skip_special_tokens=False
+    )
+    assert learnt.removeprefix("<think>\n\n</think>\n\n").removesuffix("<|endoftext|>") == talk[1]["content"] + "<stop>"
 
 
 @pytest.mark.parametrize("template", GOLDEN, ids=["without marks", "with marks"])

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from fathom.corpus.benchmarks import Item
+from fathom.corpus.conversations import messages_of
 from fathom.corpus.exports import axolotl_dataset, dataset_info, task_row, task_yaml
 from fathom.corpus.pipeline import build
 from fathom.corpus.recipe import parse_corpus_recipe
@@ -115,6 +116,13 @@ def test_forms_of_others() -> None:
     assert text["doc_to_text"] == "{{text_prompt}}" and text["doc_to_choice"] == "{{choices}}"
     assert [one["metric"] for one in letter["metric_list"]] == ["acc"]
     assert [one["metric"] for one in text["metric_list"]] == ["acc", "acc_norm"]
+
+
+def test_calls_beside_the_content_are_refused() -> None:
+    """They would be lost without a word."""
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "lead", "arguments": {}}}]}
+    with pytest.raises(DataError, match="message 2: tool_calls are not read"):
+        messages_of({"messages": [{"role": "user", "content": "How deep?"}, call]})
 
 
 def test_a_draft_that_is_not_learnt_is_learnt_nowhere(tokenizer: str, tmp_path: Path) -> None:

@@ -75,3 +75,35 @@ def test_without_marks_answers_and_the_tokens_after_them_are_learnt(family: str,
     wanted = re.sub(r"\s+(?=Two|Three|$)|<\|endoftext\|>\Z", "", BESIDE.sub("", theirs)).strip()
     first, last = (re.search(rf"{answer}\.(<[^>]+>)", wanted) for answer in ("Two fathoms", "Three"))
     assert first and last and turns.groups() == (first[1], last[1])
+
+
+def test_a_tuned_model_goes_on_in_dpo(tmp_path: Path) -> None:
+    """A run's export is what TRL's trainer of preferences opens, and what that saves Fathom opens and continues."""
+    import torch
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from fathom.data.prepare import prepare
+    from fathom.training import train
+    from tests.data.corpora import write_documents
+    from tests.tiny import tiny_recipe
+
+    write_documents(tmp_path / "texts.jsonl", 60)
+    prepare([str(tmp_path / "texts.jsonl")], tmp_path / "data", train_tokenizer=304, held_out=0.1)
+    onward = ("train.export=true", "train.steps=2", "model.mixer=none", "model.max_position_embeddings=128")
+    train(tiny_recipe(tmp_path / "data", *onward), tmp_path / "run")
+    place = tmp_path / "run" / "model"
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(place), AutoTokenizer.from_pretrained(place)
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    rows = [{"prompt": f"How deep is {n}?", "chosen": " Two fathoms.", "rejected": " Blue."} for n in range(8)]
+    settings = trl.DPOConfig(
+        str(tmp_path / "dpo"), max_steps=3, per_device_train_batch_size=2, learning_rate=1e-3, use_cpu=True,
+        report_to="none", bf16=False, save_strategy="no", max_length=64,
+    )  # fmt: skip
+    trainer = trl.DPOTrainer(model, args=settings, train_dataset=Dataset.from_list(rows), processing_class=tokenizer)
+    before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    trainer.train()
+    assert any(not torch.equal(weight, before[name]) for name, weight in model.named_parameters())
+    trainer.save_model(str(tmp_path / "preferred"))
+    source = f"model={{from_pretrained: {tmp_path / 'preferred'}}}"
+    assert train(tiny_recipe(tmp_path / "data", "train.steps=1", source), tmp_path / "again").finished

@@ -14,6 +14,9 @@ from fathom.checkpoints.origin import LocalOrigin, read_json
 from fathom.checkpoints.tensors import SafetensorsStore, is_pickle, read_header, read_index
 from fathom.errors import ModelError
 
+NEVER_OPENED = {"training_args.bin"}
+"""Pickles that trainers of others leave beside the weights, and that neither Fathom nor transformers opens."""
+
 
 def check_checkpoint(directory: str | Path) -> dict[str, object]:
     """Refuse a model directory that is unsafe to open; otherwise return its configuration.
@@ -24,7 +27,7 @@ def check_checkpoint(directory: str | Path) -> dict[str, object]:
     directory = Path(directory)
     files = _files(directory)
     for name in sorted(files):
-        if is_pickle(name):
+        if is_pickle(name) and name not in NEVER_OPENED:
             raise ModelError(
                 f"{directory}: {name} is a pickle or a format that may hold one, which may run code when it is opened; "
                 "convert it where you trust it (save_pretrained writes safetensors) and remove it here"

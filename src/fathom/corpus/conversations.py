@@ -42,6 +42,8 @@ def _message(number: int, one: object) -> ConversationMessage:
     role = one.get("role", one.get("from"))
     if not isinstance(role, str) or role not in ROLES:
         raise DataError(f"message {number + 1}: role {role!r} is none of {', '.join(ROLES)}")
+    if one.get("tool_calls"):
+        raise DataError(f"message {number + 1}: tool_calls are not read: write the call into the content")
     content = _text(one.get("content", one.get("value")), f"message {number + 1}")
     train = one.get("train", True)
     if not isinstance(train, bool):
