@@ -188,5 +188,5 @@ def test_from_a_recipe(tokenizer: str, tmp_path: Path) -> None:
 
 def test_templates_come_in_pairs() -> None:
     values = recipe_values({"t": {"inputs": ["x"], "kind": "table", "templates": ["{key} of {entity}?"]}})
-    with pytest.raises(SettingsError, match=r"collections\.t\.templates: write a question with \{entity\} in it"):
+    with pytest.raises(SettingsError, match=r"collections\.t\.templates.*: write a question with \{entity\} in it"):
         parse_corpus_recipe(values)
