@@ -415,6 +415,14 @@ def table(found: dict[str, dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def by_all(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The last answer of every tool to the cases that every tool has answered."""
+    answers = {(row["tool"], row["key"]): row for row in rows}
+    tools = {tool for tool, _ in answers}
+    heard = {key for _, key in answers if all((tool, key) in answers for tool in tools)}
+    return [row for (_, key), row in answers.items() if key in heard]
+
+
 def shared_out(cases: Sequence[Case], share: float) -> list[Case]:
     """A share of each kind of case, at least one."""
     sizes, taken, out = Counter(case.kind for case in cases), Counter[str](), []
@@ -465,9 +473,8 @@ def main(words: Sequence[str] | None = None) -> int:
             with log.open("a") as file:
                 file.write(json.dumps(rows[-1]) + "\n")
         print(f"{number + 1} of {len(cases)}: {case.key}", file=sys.stderr)
-    keys = {case.key for case in cases}
-    rows = [json.loads(line) for line in log.read_text().splitlines()]  # other runs may have answered meanwhile
-    found = summary(list({(r["tool"], r["key"]): r for r in rows if r["key"] in keys}.values()))
+    heard = by_all([row for row in rows if row["key"] in {case.key for case in cases}])
+    found = summary(heard)
     body = {
         "command": "python benchmarks/lineage/court.py " + " ".join(words or sys.argv[1:]),
         "date": time.strftime("%Y-%m-%d"),
@@ -475,6 +482,7 @@ def main(words: Sequence[str] | None = None) -> int:
         "hardware": f"{platform.machine()}, {os.cpu_count()} cores, shared",
         "uninterrupted": not resumed,
         "cases": len(cases),
+        "heard by all tools": len({row["key"] for row in heard}),
         "summary": found,
     }
     if options.out:

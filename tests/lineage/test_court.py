@@ -45,6 +45,11 @@ def test_the_summary_counts_what_was_said(court):
     assert "1 of 3" in court.table({"t": found}) and "1 of 10" in court.table({"t": found})
 
 
+def test_tools_are_compared_on_the_cases_that_all_have_answered(court):
+    rows = [{"tool": tool, "key": key, "said": said} for tool, key, said in ("axo", "ayo", "bxo", "axn")]
+    assert [(r["tool"], r["key"], r["said"]) for r in court.by_all(rows)] == [("a", "x", "n"), ("b", "x", "o")]
+
+
 def test_bounds_count_roots_and_not_pairs(court):
     """Twenty roots make ten disjoint pairs: a hundred pairs of them bound no better than ten."""
     assert court.bound(0, 100, 20) == pytest.approx(1 - 0.05 ** (1 / 10))
