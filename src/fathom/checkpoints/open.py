@@ -21,9 +21,10 @@ from fathom.checkpoints.find import find_model
 from fathom.checkpoints.from_gguf import is_gguf, open_gguf
 from fathom.checkpoints.hashes import warn_if_changed
 from fathom.checkpoints.hub import local
+from fathom.checkpoints.int8 import WEIGHTS, quantise
 from fathom.checkpoints.runs import open_decoder, read_config
 from fathom.checkpoints.tokenizers import open_tokenizer
-from fathom.errors import FathomError, ModelError
+from fathom.errors import FathomError, ModelError, SettingsError
 from fathom.models.loading import without_report
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -41,10 +42,22 @@ class Opening:
     """Run Python files of the directory, for architectures that neither transformers nor Fathom has."""
     verify: bool = False
     """Compare weights of more than 2 GB with their hashes too."""
+    weights: str = "stored"
+    """`stored`, or `int8`: linear layers in eight bits, for inference on a CPU."""
 
     def open(self, path: str | Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         """Model and tokenizer, as `open_checkpoint` gives them."""
-        return open_checkpoint(path, self.device, self.dtype, self.trust_remote_code, self.verify)
+        if self.weights not in WEIGHTS:
+            raise SettingsError(f"--weights {self.weights}: allowed: {', '.join(WEIGHTS)}")
+        model, tokenizer = open_checkpoint(path, self.device, self.dtype, self.trust_remote_code, self.verify)
+        if self.weights == "int8":
+            quantise(model)
+        return model, tokenizer
+
+    @property
+    def numbers(self) -> str:
+        """What computes, as results name it."""
+        return self.dtype if self.weights == "stored" else f"{self.dtype}, weights {self.weights}"
 
 
 def load(

@@ -96,6 +96,7 @@ def run(options: Namespace) -> int:
         dtype=options.dtype,
         trust_remote_code=options.trust_remote_code,
         verify=options.verify,
+        weights=options.weights,
     )
     model, tokenizer = opening.open(options.model)
     check_trips(model, options.max_trips)
@@ -158,6 +159,8 @@ def _check(options: Namespace) -> None:
         raise SettingsError("--json is for a prompt or --prompts FILE: leave it out of a --chat")
     if options.batch_size is not None and (options.prompts is None or options.batch_size < 1):
         raise SettingsError(f"--batch-size {options.batch_size}: allowed: 1 or more, with --prompts")
+    if options.weights != "stored" and options.compile:
+        raise SettingsError(f"--weights {options.weights}: its products are not compiled; leave out --compile")
     if options.kvcache is not None and (options.static_cache or options.compile):
         raise SettingsError("--kvcache makes a cache that grows and shrinks: leave out --static-cache and --compile")
 

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from fathom._version import __version__
 from fathom.checkpoints.check import check_checkpoint
 from fathom.checkpoints.find import find_model
+from fathom.checkpoints.int8 import WEIGHTS
 from fathom.checkpoints.layout import CONFIG, PAGE
 from fathom.checkpoints.open import DTYPES, Opening, check_device, own_context
 from fathom.data.sources import Reading
@@ -85,6 +86,8 @@ class Settings(Opening):
                 raise SettingsError(f"--{key.replace('_', '-')} {value}: allowed: 1 or more")
         if self.num_fewshot is not None and self.num_fewshot < 0:
             raise SettingsError(f"--num-fewshot {self.num_fewshot}: allowed: 0 or more")
+        if self.weights not in WEIGHTS:
+            raise SettingsError(f"--weights {self.weights}: allowed: {', '.join(WEIGHTS)}")
         if self.dtype not in DTYPES:
             raise SettingsError(f"--dtype {self.dtype}: allowed: {', '.join(DTYPES)}")
         if self.device is not None:
@@ -308,7 +311,7 @@ def _task(checkpoint: Checkpoint, name: str, settings: Settings) -> TaskResult:
         "checkpoint": checkpoint.fingerprint(),
         **({} if checkpoint.max_trips is None else {"max_trips": checkpoint.max_trips}),
         "settings": asdict(asked),
-        "dtype": settings.dtype,
+        "dtype": settings.numbers,
         "data": _digest(stamps),
         "lm_eval": version("lm_eval"),
     }
@@ -357,7 +360,7 @@ def _text_key(checkpoint: Checkpoint, domain: Domain, context: int, settings: Se
         **({} if checkpoint.max_trips is None else {"max_trips": checkpoint.max_trips}),
         "context": context,
         "stride": settings.stride or context,
-        "dtype": settings.dtype,
+        "dtype": settings.numbers,
         "data": text.hexdigest(),
     }
 

@@ -129,6 +129,8 @@ def serve(
         raise SettingsError("--speculate takes back what it wrote: leave out --kvcache")
     if chosen.compile is not None and (chosen.speculate is not None or chosen.kvcache not in (None, "full")):
         raise SettingsError("--compile needs a cache of a fixed shape: leave out --speculate and --kvcache")
+    if chosen.compile is not None and chosen.weights != "stored":
+        raise SettingsError(f"--weights {chosen.weights}: its products are not compiled; leave out --compile")
     listener = _bind(host, port)
     # uvicorn puts this back and repeats the signal once it has stopped, so that it ends this process with 0.
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))

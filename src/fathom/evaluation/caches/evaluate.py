@@ -188,7 +188,7 @@ class Evaluation:
         self.texts = _texts(checkpoint, domains, length + 1, max(length + 1, self.size)) if domains else []
         self.key = {
             "checkpoint": checkpoint.fingerprint(),
-            "dtype": settings.dtype,
+            "dtype": settings.numbers,
             "schedule": asdict(schedule),
             "texts": [hash_of(text) for text in self.texts],
         }
