@@ -380,6 +380,15 @@ OPENED = [
     ("reports/elsewhere", "reports/elsewhere"),
     ("''", "argument"),
 ]
+CHAT = [
+    ("", "model"),
+    *OPENED,
+    *((f"bad/{name}", says) for name, says in BAD_MODELS.items()),
+    ("plain", "chat template"),
+    ("model --weights int4", "--weights"),
+    ("model --top-p 0", "--top-p"),
+    ("model --set min_p", "--set min_p"),
+]
 GENERATE = [
     ("", "model"),
     *((f"{where} x", says) for where, says in OPENED),
@@ -387,7 +396,6 @@ GENERATE = [
     ("bad/tokenizer_gone x", "tokenizer"),
     ("bad/config_typeless x", "model_type"),
     ("bad/generation_text x", "temperature"),
-    ("model x --chat", "--chat"),
     ("model x --prompts prompts.jsonl --out new", "--prompts"),
     ("model --prompts prompts.jsonl", "--out"),
     ("model --prompts nowhere.jsonl --out new", "nowhere.jsonl"),
@@ -399,8 +407,6 @@ GENERATE = [
     ("model --prompts prompts.jsonl --out file", "file"),
     ("model --prompts prompts.jsonl --out file/new", "file"),
     ("model --prompts prompts.jsonl --out prompts.jsonl", "prompts.jsonl"),
-    ("model x --system y", "--system"),
-    ("model --chat", "chat"),
     ("model x --batch-size 2", "--batch-size 2"),
     ("model --prompts prompts.jsonl --out new --batch-size 0", "--batch-size 0"),
     ("model x --max-new-tokens 0", "--max-new-tokens 0"),
@@ -714,6 +720,7 @@ def _cases() -> Iterator[Case]:
         "compare": COMPARE,
         "ladder": LADDER,
         "generate": GENERATE,
+        "chat": CHAT,
         "evaluate": EVALUATE,
         "serve": SERVE,
     }

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -47,8 +44,8 @@ def test_a_run_and_a_comparison_lead_to_their_model(exported: Path, tmp_path: Pa
             "--set token_healing: transformers' GenerationConfig has no such",
         ),
         (["MODEL", "a", "--set", "min_p"], "--set min_p: expected key=value"),
-        (["MODEL", "a", "--chat"], "one of them"),
-        (["MODEL", "a", "--allow-control-tokens"], "--allow-control-tokens is for --chat and --prompts FILE"),
+        (["MODEL", "a", "--prompts", "x.jsonl"], "one of them"),
+        (["MODEL", "a", "--allow-control-tokens"], "--allow-control-tokens is for --prompts FILE"),
         (["MODEL", "--out", "x.jsonl"], "--out x.jsonl is for the answers to a file: give --prompts FILE"),
         (["MODEL", "--prompts", "x.jsonl", "--json"], "without --out the answers are printed: give --out"),
         (["MODEL", "a", "--set", "min_p=7"], "min_p=7: allowed: a number"),
@@ -74,12 +71,9 @@ def test_a_run_and_a_comparison_lead_to_their_model(exported: Path, tmp_path: Pa
         (["MODEL", "a", "--set", "min_new_tokens=two"], "--set min_new_tokens=two: allowed: a whole number, 0 or more"),
         (["MODEL", "a", "--set", "eos_token_id=end"], "--set eos_token_id=end: allowed: a token id"),
         (["MODEL", "a", "--set", "suppress_tokens=3"], "--set suppress_tokens=3: allowed: a list"),
-        (["MODEL", "a", "--system", "Be brief."], "--system says how to answer: give --chat with it"),
         (["MODEL", "a", "--batch-size", "4"], "--batch-size 4: allowed: 1 or more, with --prompts"),
         (["MODEL", "--prompts", "x", "--out", "y", "--batch-size", "0"], "--batch-size 0: allowed: 1 or more"),
-        (["MODEL", "--chat", "--json"], "--json is for a prompt"),
         (["MODEL", "\udcff"], "the prompt is not UTF-8"),
-        (["MODEL", "--chat", "--system", "\udcff"], "--system is not UTF-8"),
         (["MODEL", "a", "--set", "max_time=a"], "--set max_time: transformers: "),
         (["MODEL", "a", "--set", "num_beams=2", "length_penalty=a"], "--set num_beams length_penalty: transformers: "),
         (["MODEL", "a", "--set", "forced_eos_token_id=99999"], "--set forced_eos_token_id: transformers: "),
@@ -102,10 +96,6 @@ def test_the_command(exported: Path, capsys, monkeypatch) -> None:
     assert printed.out.startswith("the") and "tokens/s" in printed.err
     assert main([*words, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["tokens"] <= 5
-    monkeypatch.setattr(sys, "stdin", iter(["how deep\n"]))
-    monkeypatch.setattr("fathom.cli.generate.typed_lines", lambda: sys.stdin)
-    assert main(["generate", str(exported), "--chat", "--max-new-tokens", "4", "--device", "cpu"]) == 0
-    assert "tokens/s" in capsys.readouterr().err
 
 
 def test_a_file_of_errors_alone_ends_with_one(exported: Path, tmp_path: Path, capsys) -> None:
@@ -134,42 +124,6 @@ def test_standard_input_is_a_prompt(exported: Path, tmp_path: Path, capsys, monk
         monkeypatch.setattr(sys, "stdin", file)
         assert main(command) == 2
     assert capsys.readouterr().err == "fathom: standard input is not UTF-8 (byte 0)\n"
-
-
-def test_a_conversation_on_an_input_that_is_no_text(exported: Path, tmp_path: Path, capsys, monkeypatch) -> None:
-    (tmp_path / "lines").write_bytes(b"the depth\n\xff\n")
-    command = ["generate", str(exported), "--chat", "--max-new-tokens", "2", "--device", "cpu"]
-    with (tmp_path / "lines").open(encoding="utf-8") as file:
-        for stdin, message in ((file, "standard input is not UTF-8"), (None, "--chat reads standard input")):
-            monkeypatch.setattr(sys, "stdin", stdin)
-            assert main(command) == 2
-            assert message in capsys.readouterr().err.splitlines()[-1]
-
-
-LINES = "from fathom.cli.generate import typed_lines; print([ascii(line) for line in typed_lines()])"
-
-
-@pytest.mark.parametrize("terminal", [False, True])
-@pytest.mark.parametrize(("typed", "said"), [("é".encode(), "\\xe9"), (b"\xe9", "standard input is not UTF-8")])
-def test_typed_lines_are_text_in_every_locale(typed: bytes, said: str, terminal: bool) -> None:
-    """In the locale C, Python lets bytes in that are no text."""
-    keyboard, ours = pytest.importorskip("pty").openpty() if terminal else os.pipe()[::-1]
-    ends = {"stdin": ours, "stdout": ours if terminal else subprocess.PIPE, "stderr": subprocess.STDOUT}
-    running = subprocess.Popen([sys.executable, "-c", LINES], env={**os.environ, "LC_ALL": "C"}, **ends)
-    os.close(ours)
-    shown = b""
-    while terminal and b"> " not in shown:
-        shown += os.read(keyboard, 1000)
-    os.write(keyboard, b"caf" + typed + b"\n" + b"\x04" * terminal)
-    if terminal:
-        with contextlib.suppress(OSError):  # the end of a terminal
-            while some := os.read(keyboard, 1000):
-                shown += some
-    os.close(keyboard)
-    if not terminal:
-        shown = running.communicate(timeout=60)[0]
-    running.wait(60)
-    assert said in shown.decode(errors="replace"), shown
 
 
 def test_a_closed_or_null_input_is_a_new_document(exported: Path, capsys, monkeypatch) -> None:

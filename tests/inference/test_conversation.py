@@ -40,7 +40,7 @@ def test_a_message_that_a_template_refuses_ends_no_conversation(opened) -> None:
     chat(model, tokenizer, Sampling(3, temperature=0), iter(["a\n", "no\n", "b\n"]), said.append)
     expected: list[str] = []
     chat(model, tokenizer, Sampling(3, temperature=0), iter(["a\n", "b\n"]), expected.append)
-    refused = "[this conversation cannot be read: no means no; /new starts over]\n"
+    refused = "[this conversation cannot be read: no means no; /reset starts over]\n"
     assert refused in said and [text for text in said if text != refused] == expected
 
 
@@ -65,7 +65,7 @@ def test_a_conversation_remembers(opened, monkeypatch) -> None:
     whole = model.generate
     monkeypatch.setattr(model, "generate", lambda ids, **a: asked.append(tokenizer.decode(ids[0])) or whole(ids, **a))
     said: list[str] = []
-    lines = iter(["deep\n", "\n", "in\n", "/new\n", "the\n", "x " * 99, "end\n"])
+    lines = iter(["deep\n", "\n", "in\n", "/reset\n", "the\n", "x " * 99, "end\n"])
     chat(model, tokenizer, Sampling(4, temperature=0), lines, said.append, "of")
     assert len(asked) == 4
     answer = generate(model, tokenizer, "s:of\nu:deep\na:", Sampling(4, temperature=0)).text
@@ -74,8 +74,65 @@ def test_a_conversation_remembers(opened, monkeypatch) -> None:
     assert asked[2] == "s:of\nu:the\na:"
     assert asked[3].endswith("\nu:end\na:") and "x x" not in asked[3]
     answers = "".join(said).split("\n")
-    assert any("/new starts over" in answer for answer in answers)
+    assert any("/reset starts over" in answer for answer in answers)
     tokenizer.chat_template, kept = None, tokenizer.chat_template
     with pytest.raises(SettingsError, match="no chat template"):
         chat(model, tokenizer, Sampling(4), iter(["a"]), said.append)
     tokenizer.chat_template = kept
+
+
+def lines_of(opened, *lines, **settings):
+    """What a conversation says, as one text."""
+    said: list[str] = []
+    chat(*opened, Sampling(**{"max_new_tokens": 3, "temperature": 0, **settings}), iter(lines), said.append)
+    return "".join(said)
+
+
+def test_commands(opened) -> None:
+    plain = lines_of(opened, "the depth\n")
+    assert "/reset" in lines_of(opened, "/help\n") and "Ctrl-C" in lines_of(opened, "/help\n")
+    assert lines_of(opened, "/sing\n") == "[/sing: no such command; /help lists them]\n"
+    assert lines_of(opened, "/reset\n", "the depth\n") == plain
+    shown = lines_of(opened, "/set\n", temperature=None)
+    assert shown.startswith("[max_new_tokens=3, temperature=the model's own, top_k=") and shown.endswith("]\n")
+    longer = lines_of(opened, "/set max_new_tokens=6\n", "the depth\n").split("\n", 1)[1]
+    assert longer == lines_of(opened, "the depth\n", max_new_tokens=6) != plain
+    drawn = [lines_of(opened, "/set temperature=1 seed=4 min_p=0.01\n", "the depth\n") for _ in range(2)]
+    assert drawn[0] == drawn[1] and "min_p=0.01" in drawn[0]
+    for words, fault in (
+        ("temperature", "/set temperature: expected key=value"),
+        ("temperature=hot", "/set temperature=hot: allowed: a number"),
+        ("top_k=1.5", "/set top_k=1.5: allowed: a whole number"),
+        ("top_p=7", "--top-p 7: allowed: above 0, up to 1"),
+        ("tempratur=1", "/set tempratur: transformers' GenerationConfig has no such option"),
+    ):
+        said = lines_of(opened, f"/set {words}\n", "the depth\n")
+        assert said.startswith(f"[{fault}") and said.endswith(plain)
+
+
+def test_a_message_that_begins_with_a_stroke(opened, monkeypatch) -> None:
+    asked: list[str] = []
+    whole = opened[0].generate
+    decode = opened[1].decode
+    monkeypatch.setattr(opened[0], "generate", lambda ids, **a: asked.append(decode(ids[0])) or whole(ids, **a))
+    lines_of(opened, " /reset\n")
+    assert asked == ["u:/reset\na:"]
+
+
+def test_ctrl_c_stops_an_answer_and_keeps_what_was_said(opened) -> None:
+    said: list[str] = []
+
+    def write(text: str) -> None:
+        said.append(text)
+        if len(said) == 2:
+            raise KeyboardInterrupt
+
+    asked: list[list[int]] = []
+    whole = opened[0].generate
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(opened[0], "generate", lambda ids, **a: asked.append(ids[0].tolist()) or whole(ids, **a))
+        chat(*opened, Sampling(20, temperature=0), iter(["the depth\n", "and\n"]), write)
+    assert "\n[stopped]\n" in said
+    stopped = said.index("\n[stopped]\n")
+    kept = "".join(said[:stopped])
+    assert opened[1].decode(asked[1]) == f"u:the depth\na:{kept}\nu:and\na:"

@@ -1,15 +1,14 @@
-"""`fathom generate MODEL PROMPT`, `--chat`, or `--prompts FILE [--out FILE]`."""
+"""`fathom generate MODEL PROMPT`, or `--prompts FILE [--out FILE]`."""
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
 import os
 import stat
 import sys
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,8 +24,6 @@ def add(parser: Parser) -> None:
     """Add the command's arguments."""
     parser.add_argument("model", help="a model directory, a run, or a comparison (its best arm)")
     parser.add_argument("prompt", nargs="?", help="what to continue; - or a pipe: standard input; else a new document")
-    parser.add_argument("--chat", action="store_true", help="a conversation on the terminal")
-    parser.add_argument("--system", metavar="TEXT", help="how to answer, for --chat")
     parser.add_argument(
         "--allow-control-tokens",
         action="store_true",
@@ -40,6 +37,17 @@ def add(parser: Parser) -> None:
         help="JSONL for --prompts (default: print); run again, it resumes",
     )
     parser.add_argument("--batch-size", type=int, help="prompts of a file at once (default: 8 on a CPU, else 32)")
+    add_sampling(parser)
+    parser.add_argument("--static-cache", action="store_true", help="reserve the cache for the whole text at once")
+    parser.add_argument("--compile", action="store_true", help="compile decoding, with a static cache")
+    add_kvcache(parser)
+    add_opening(parser)
+    add_kernels(parser)
+    parser.add_argument("--json", action="store_true", help="print text and speed for a program")
+
+
+def add_sampling(parser: Parser) -> None:
+    """Add how tokens are drawn, and how many."""
     parser.add_argument("--max-new-tokens", type=int, default=128, help="tokens at most (default: 128)")
     own = "default: as the checkpoint says"
     parser.add_argument("--temperature", type=float, help=f"0 takes the likeliest token ({own}, or 0.8)")
@@ -56,20 +64,13 @@ def add(parser: Parser) -> None:
     parser.add_argument("--seed", type=int, help="draw the same text every time")
     parser.add_argument("--max-trips", type=int, metavar="N", help="trips per token at most (default: all it may make)")
     add_speculate(parser)
-    parser.add_argument("--static-cache", action="store_true", help="reserve the cache for the whole text at once")
-    parser.add_argument("--compile", action="store_true", help="compile decoding, with a static cache")
-    add_kvcache(parser)
-    add_opening(parser)
-    add_kernels(parser)
-    parser.add_argument("--json", action="store_true", help="print text and speed for a program")
 
 
 def run(options: Namespace) -> int:
-    """Continue a prompt, a conversation or a file of prompts; the speed goes to standard error."""
+    """Continue a prompt, or answer a file of prompts; the speed goes to standard error."""
     from fathom.checkpoints.open import Opening
     from fathom.evaluation.budgets import check_chunks, check_trips
     from fathom.inference.cache import choose
-    from fathom.inference.conversation import chat
     from fathom.inference.generate import check_drafts, generate, report_speed
     from fathom.inference.prompt_file import generate_file
     from fathom.inference.settings import Sampling
@@ -77,7 +78,7 @@ def run(options: Namespace) -> int:
     from fathom.recipe import CacheWishes
 
     _check(options)
-    prompt = None if options.chat or options.prompts is not None else prompt_of(options.prompt)
+    prompt = None if options.prompts is not None else prompt_of(options.prompt)
     sampling = Sampling(
         options.max_new_tokens,
         options.temperature,
@@ -104,9 +105,7 @@ def run(options: Namespace) -> int:
     check_drafts(model, options.speculate, options.max_trips)
     memory = choose(model, options.kvcache, CacheWishes.of(options))
     sampling = replace(sampling, memory=memory, max_trips=options.max_trips)
-    if options.chat:
-        chat(model, tokenizer, sampling, typed_lines(), to_terminal, options.system)
-    elif options.prompts is not None:
+    if options.prompts is not None:
         done = generate_file(model, tokenizer, options.prompts, options.out, sampling, options.batch_size)
         return _report(done, options)
     else:
@@ -140,29 +139,29 @@ def _report(summary: FileSummary, options: Namespace) -> int:
 
 def _check(options: Namespace) -> None:
     """Refuse contradictory options before anything is loaded."""
-    if sum((options.prompt is not None, options.chat, options.prompts is not None)) > 1:
-        raise SettingsError("give a prompt, --chat or --prompts FILE, one of them")
+    if options.prompt is not None and options.prompts is not None:
+        raise SettingsError("give a prompt or --prompts FILE, one of them")
     if options.prompts is None and options.out is not None:
         raise SettingsError(f"--out {options.out} is for the answers to a file: give --prompts FILE with it")
     if options.json and options.prompts is not None and options.out is None:
         raise SettingsError(
             "--json prints a summary of --prompts, and without --out the answers are printed: give --out"
         )
-    for name, text in (("the prompt", options.prompt), ("--system", options.system)):
-        if any("\ud800" <= letter <= "\udfff" for letter in text or ""):  # so Python shows bytes that are no text
-            raise SettingsError(f"{name} is not UTF-8")
-    if options.system is not None and not options.chat:
-        raise SettingsError("--system says how to answer: give --chat with it")
-    if options.allow_control_tokens and not options.chat and options.prompts is None:
-        raise SettingsError("--allow-control-tokens is for --chat and --prompts FILE: a prompt writes them anyway")
-    if options.json and options.chat:
-        raise SettingsError("--json is for a prompt or --prompts FILE: leave it out of a --chat")
+    if not_text(options.prompt):
+        raise SettingsError("the prompt is not UTF-8")
+    if options.allow_control_tokens and options.prompts is None:
+        raise SettingsError("--allow-control-tokens is for --prompts FILE: a prompt writes them anyway")
     if options.batch_size is not None and (options.prompts is None or options.batch_size < 1):
         raise SettingsError(f"--batch-size {options.batch_size}: allowed: 1 or more, with --prompts")
     if options.weights != "stored" and options.compile:
         raise SettingsError(f"--weights {options.weights}: its products are not compiled; leave out --compile")
     if options.kvcache is not None and (options.static_cache or options.compile):
         raise SettingsError("--kvcache makes a cache that grows and shrinks: leave out --static-cache and --compile")
+
+
+def not_text(word: str | None) -> bool:
+    """Whether a word of the command line has bytes that are no text, as Python shows them."""
+    return any("\ud800" <= letter <= "\udfff" for letter in word or "")
 
 
 def to_terminal(text: str) -> None:
@@ -206,30 +205,3 @@ def options_of(words: Sequence[str]) -> dict[str, object]:
         except ValueError:
             made[key] = {"True": True, "False": False, "None": None}.get(value, value)
     return made
-
-
-def typed_lines() -> Iterator[str]:
-    """Lines from the terminal, with a prompt, or from a pipe, without."""
-    if sys.stdin is None:
-        raise SettingsError("--chat reads standard input, which is closed")
-    typed = sys.stdin.isatty()
-    encoding = sys.stdin.encoding if typed else "utf-8-sig"
-    if isinstance(sys.stdin, io.TextIOWrapper):  # in the locale C, bytes that are no text would be let in
-        sys.stdin.reconfigure(encoding=encoding, errors="strict")
-    try:
-        yield from _typed() if typed else sys.stdin
-    except UnicodeDecodeError:
-        raise SettingsError(f"standard input is not {encoding.removesuffix('-sig').upper()}") from None
-
-
-def _typed() -> Iterator[str]:
-    """Lines from the terminal."""
-    with contextlib.suppress(ImportError):
-        import readline  # noqa: F401  (arrow keys and history)
-    print("Type; /new starts over, Ctrl-D ends.", file=sys.stderr)
-    while True:
-        try:
-            yield input("\n> ")
-        except EOFError:
-            print()
-            return

@@ -212,7 +212,7 @@ def direction(a: str, b: str, quiet: bool = False) -> Result:
 
 
 def shares(child: str, parents: Sequence[str], quiet: bool = False) -> Result:
-    """Say how much of each parent is in a merged model, with 95 % intervals.
+    """Say how much of each parent is in a merged model, with confidence intervals.
 
     Args:
         child: The model that may be a weighted mean.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from dataclasses import replace
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -11,6 +13,14 @@ from fathom.inference.generate import generate_stream, report_speed, seed_draws
 from fathom.inference.processing import Write
 from fathom.inference.prompt import encode
 from fathom.inference.settings import Sampling
+
+HELP = """/help   lists these commands
+/reset  forgets what was said
+/set    shows how tokens are drawn; /set temperature=0.7 top_p=0.9 max_new_tokens=200 seed=1 changes it
+A message that begins with / has a blank before it. Ctrl-C stops an answer, Ctrl-D ends.
+"""
+OWN = ("max_new_tokens", "temperature", "top_k", "top_p", "seed")
+"""What `/set` changes; other names are options of transformers' GenerationConfig."""
 
 
 def chat(
@@ -21,7 +31,7 @@ def chat(
     write: Write,
     system: str | None = None,
 ) -> None:
-    """A conversation: every line is answered with the whole conversation as context; `/new` starts another.
+    """A conversation: every line is answered with the whole conversation as context, or is a command (`HELP`).
 
     Args:
         model: Any Hugging Face causal language model.
@@ -36,20 +46,83 @@ def chat(
     messages = list(opening)
     seed_draws(sampling.seed)
     for line in lines:
+        command, _, words = line.rstrip().partition(" ")
         if not line.strip():
             continue
-        if line.strip() == "/new":
-            messages = list(opening)
-            continue
-        messages.append({"role": "user", "content": line.rstrip("\n")})
         try:
-            ids = encode(tokenizer, messages, allow_control=sampling.allow_control)
-            sampling.room(model, ids)
+            if command == "/reset":
+                messages = list(opening)
+            elif command == "/help":
+                write(HELP)
+            elif command == "/set":
+                sampling = _set(sampling, words.split())
+                write(_settings(sampling))
+            elif command.startswith("/"):
+                write(f"[{command}: no such command; /help lists them]\n")
+            else:
+                messages = _answered(model, tokenizer, sampling, [*messages, _turn(line)], write)
         except (SettingsError, RequestError) as error:
-            messages.pop()
-            write(f"[{error}; /new starts over]\n")
-            continue
-        made = generate_stream(model, tokenizer, ids, sampling, write, talk=True)
-        messages.append({"role": "assistant", "content": made.text})
-        write("\n")
-        report_speed(made.tokens, made.seconds, made.trips, made.acceptance)
+            write(f"[{error}; /reset starts over]\n" if command != "/set" else f"[{error}]\n")
+
+
+def _turn(line: str) -> dict[str, str]:
+    text = line.rstrip("\n")
+    return {"role": "user", "content": text[1:] if text.startswith(" /") else text}
+
+
+def _answered(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    sampling: Sampling,
+    messages: list[dict[str, str]],
+    write: Write,
+) -> list[dict[str, str]]:
+    """The conversation with the answer, of which Ctrl-C leaves what was said."""
+    ids = encode(tokenizer, messages, allow_control=sampling.allow_control)
+    sampling.room(model, ids)
+    said: list[str] = []
+
+    def heard(text: str) -> None:
+        said.append(text)
+        write(text)
+
+    try:
+        made = generate_stream(model, tokenizer, ids, sampling, heard, talk=True)
+    except KeyboardInterrupt:
+        write("\n[stopped]\n")
+        return [*messages, {"role": "assistant", "content": "".join(said)}]
+    write("\n")
+    report_speed(made.tokens, made.seconds, made.trips, made.acceptance)
+    return [*messages, {"role": "assistant", "content": made.text}]
+
+
+def _set(sampling: Sampling, words: list[str]) -> Sampling:
+    """Other settings; a seed begins anew."""
+    given: dict[str, object] = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals:
+            raise SettingsError(f"/set {word}: expected key=value")
+        try:
+            given[key] = json.loads(value)
+        except ValueError:
+            given[key] = value
+    own = {key: value for key, value in given.items() if key in OWN}
+    for key, found in own.items():
+        kinds = (int, float) if key in ("temperature", "top_p") else (int,)
+        if found is not None and (isinstance(found, bool) or not isinstance(found, kinds)):
+            raise SettingsError(f"/set {key}={found}: allowed: a {'' if float in kinds else 'whole '}number")
+    others = {key: value for key, value in given.items() if key not in OWN}
+    try:
+        made = replace(sampling, **own, options={**sampling.options, **others})  # type: ignore[arg-type]
+    except SettingsError as error:
+        raise SettingsError(str(error).replace("--set ", "/set ")) from error
+    if "seed" in own:
+        seed_draws(made.seed)
+    return made
+
+
+def _settings(sampling: Sampling) -> str:
+    own = {name: getattr(sampling, name) for name in OWN}
+    shown = {name: "the model's own" if value is None else value for name, value in own.items()}
+    return "[" + ", ".join(f"{name}={value}" for name, value in {**shown, **sampling.options}.items()) + "]\n"

@@ -1,0 +1,80 @@
+"""`fathom chat` at a terminal and over a pipe."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fathom.cli.main import main
+from tests.inference.talker import export_talker
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return export_talker(tmp_path_factory.mktemp("chat") / "model")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--system", "\udcff"], "--system is not UTF-8"),
+        (["--top-p", "0"], "--top-p 0.0: allowed"),
+        (["--set", "tempratur=1"], "--set tempratur: transformers' GenerationConfig has no such option"),
+        (["--weights", "int4"], "--weights int4: allowed: stored, int8"),
+    ],
+)
+def test_errors_are_one_line(exported: Path, capsys, words: list[str], message: str) -> None:
+    assert main(["chat", str(exported), *words, "--device", "cpu"]) == 2
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("fathom: ")]
+    assert len(said) == 1 and message in said[0]
+
+
+def test_lines_of_a_pipe_are_turns(exported: Path, tmp_path: Path, capsys, monkeypatch) -> None:
+    (tmp_path / "lines").write_text("how deep\n/reset\nhow deep\n/help\n")
+    with (tmp_path / "lines").open(encoding="utf-8") as file:
+        monkeypatch.setattr(sys, "stdin", file)
+        assert main(["chat", str(exported), "--max-new-tokens", "4", "--temperature", "0", "--device", "cpu"]) == 0
+    printed = capsys.readouterr()
+    first, second, *rest = printed.out.split("\n")
+    assert first == second and rest[0].startswith("/help") and "tokens/s" in printed.err
+
+
+def test_a_conversation_on_an_input_that_is_no_text(exported: Path, tmp_path: Path, capsys, monkeypatch) -> None:
+    (tmp_path / "lines").write_bytes(b"the depth\n\xff\n")
+    command = ["chat", str(exported), "--max-new-tokens", "2", "--device", "cpu"]
+    with (tmp_path / "lines").open(encoding="utf-8") as file:
+        for stdin, message in ((file, "standard input is not UTF-8"), (None, "a conversation reads standard input")):
+            monkeypatch.setattr(sys, "stdin", stdin)
+            assert main(command) == 2
+            assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+LINES = "from fathom.cli.chat import typed_lines; print([ascii(line) for line in typed_lines()])"
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+@pytest.mark.parametrize(("typed", "said"), [("é".encode(), "\\xe9"), (b"\xe9", "standard input is not UTF-8")])
+def test_typed_lines_are_text_in_every_locale(typed: bytes, said: str, terminal: bool) -> None:
+    """In the locale C, Python lets bytes in that are no text."""
+    keyboard, ours = pytest.importorskip("pty").openpty() if terminal else os.pipe()[::-1]
+    ends = {"stdin": ours, "stdout": ours if terminal else subprocess.PIPE, "stderr": subprocess.STDOUT}
+    running = subprocess.Popen([sys.executable, "-c", LINES], env={**os.environ, "LC_ALL": "C"}, **ends)
+    os.close(ours)
+    shown = b""
+    while terminal and b"> " not in shown:
+        shown += os.read(keyboard, 1000)
+    os.write(keyboard, b"caf" + typed + b"\n" + b"\x04" * terminal)
+    if terminal:
+        with contextlib.suppress(OSError):  # the end of a terminal
+            while some := os.read(keyboard, 1000):
+                shown += some
+    os.close(keyboard)
+    if not terminal:
+        shown = running.communicate(timeout=60)[0]
+    running.wait(60)
+    assert said in shown.decode(errors="replace"), shown
