@@ -13,7 +13,7 @@ from fathom.lineage import canonical
 from fathom.lineage.weights import Weights
 
 DIRECTIONS = 16
-TWIN = 1e-4  # heads attend alike where the products differ by less, relative to their size
+TWIN = 1e-3  # heads attend alike where the products differ by less, relative to their size
 DEAD = 1e-4  # of the median head's effect
 
 
@@ -43,6 +43,7 @@ def living(weights: Weights, index: int) -> Array | None:
 
 def _twins(read: Array) -> Array:
     """Which heads attend alike, [heads, heads], each with itself."""
+    read = read.astype(np.float64)  # differences of squares lose what float32 has
     squares = np.einsum("ij,ij->i", read, read)
     apart = squares[:, None] + squares - 2 * (read @ read.T)
     near: Array = apart <= TWIN**2 * np.maximum(squares[:, None], squares)
