@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
+import subprocess
+import sys
 import threading
+import urllib.request
 from collections.abc import Iterator
 from hashlib import sha1
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -20,6 +25,8 @@ from fathom.cli.main import main
 from fathom.errors import ModelError
 from fathom.recipe import load_recipe, parse_recipe
 from tests.tiny import export_tiny, tiny_recipe
+
+RANGE = re.compile(r"bytes=(\d+)-(\d+)")
 
 
 class Hub(ThreadingHTTPServer):
@@ -82,7 +89,13 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
 
     def _send(self, body: bytes, repo: str, revision: str) -> None:
-        self.send_response(200)
+        part, whole = RANGE.fullmatch(self.headers.get("Range") or ""), len(body)
+        if part is not None:
+            first, last = (int(text) for text in part.groups())
+            body = body[first : last + 1]
+        self.send_response(200 if part is None else 206)
+        if part is not None:
+            self.send_header("Content-Range", f"bytes {first}-{first + len(body) - 1}/{whole}")
         self.send_header("X-Repo-Commit", commit(repo, revision))
         self.send_header("ETag", f'"{sha1(body, usedforsecurity=False).hexdigest()}"')
         self.send_header("Content-Length", str(len(body)))
@@ -114,6 +127,7 @@ def served(repositories: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         threading.Thread(target=server.serve_forever, daemon=True).start()
         where = f"http://127.0.0.1:{server.server_address[1]}"
         monkeypatch.setattr(constants, "ENDPOINT", where)
+        monkeypatch.setenv("HF_ENDPOINT", where)
         monkeypatch.setattr(
             constants, "HUGGINGFACE_CO_URL_TEMPLATE", where + "/{repo_id}/resolve/{revision}/{filename}"
         )
@@ -185,6 +199,36 @@ def test_every_command_takes_a_name(served: Hub, tmp_path: Path, capsys: pytest.
         assert main(words) == 0, capsys.readouterr().err
     assert (tmp_path / "exported/model.safetensors").is_file()
     AutoModelForCausalLM.from_pretrained(tmp_path / "exported", trust_remote_code=True)
+
+
+def test_lineage_reads_repositories_by_ranges(served: Hub, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing is downloaded whole: the weights that the scores need are asked for by their bytes."""
+    assert main(["lineage", "compare", "org/tiny", "org/tiny@v2", "--json"]) == 0
+    told = capsys.readouterr().out
+    assert '"org/tiny"' in told and '"org/tiny@v2"' in told
+    assert main(["lineage", "card", "org/tiny", "--out", "card.json"]) == 0, capsys.readouterr().err
+    assert not [name for name in served.sent if name.endswith(".bin")]
+    assert main(["lineage", "compare", "org/tiny", "org/nowhere"]) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == "fathom: org/nowhere@main: no safetensors weights"
+
+
+@pytest.mark.slow
+def test_a_repository_is_served(served: Hub, tmp_path: Path) -> None:
+    """From the name to an answer, in a process of its own."""
+    command = [sys.executable, "-m", "fathom", "serve", "org/tiny@v2", "--port", "0", "--device", "cpu"]
+    environment = {**os.environ, "HF_HUB_CACHE": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "0"}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        first = process.stdout.readline()
+        where = re.search(r"http://[\w.]+:\d+", first)
+        assert where is not None, first
+        body = json.dumps({"prompt": "the depth", "max_tokens": 2}).encode()
+        asked = urllib.request.Request(f"{where[0]}/v1/completions", body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(asked, timeout=60) as answer:
+            assert json.load(answer)["usage"]["completion_tokens"] == 2
+        process.terminate()
+        assert process.wait(60) == 0
+    assert "model.safetensors" in served.sent
 
 
 def test_training_begins_with_a_repository(served: Hub, corpus: Path, tmp_path: Path) -> None:

@@ -267,6 +267,8 @@ def score(
                 _flush(forward, pending, result)
                 bar.update(done)
         _flush(forward, pending, result)
+    if not any(result.tokens):
+        raise SettingsError(f"{domain.name}: the tokenizer makes no tokens of these documents")
     return result
 
 
