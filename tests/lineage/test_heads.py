@@ -47,7 +47,8 @@ def test_junk_heads_in_company_hide_no_attention(tmp_path, kind, cancel, dtype):
     base = save(build(tiny_config(kind, rms_norm_eps=1e-12), 80), tmp_path / "base", 512)
     padded = with_junk(base, tmp_path / "padded", cancel)
     attack(open_weights(padded), ("rotate", "gain", "plane", "head", "neuron"), tmp_path / "copy", dtype=dtype)
-    assert (logits(base) - logits(tmp_path / "copy")).abs().max() < (1e-6 if dtype == "float64" else 1e-3)
+    close = 1e-6 if (dtype, kind) == ("float64", "llama") else 1e-3  # the norms of heads are computed in float32
+    assert (logits(base) - logits(tmp_path / "copy")).abs().max() < close
     for copy in (padded, tmp_path / "copy"):
         found = compare(open_weights(base), open_weights(copy))
         assert found.verdict.label == verdict.INITIALISATION
