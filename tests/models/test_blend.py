@@ -83,6 +83,9 @@ def test_the_schedule_rises_and_a_saved_model_settles_it(name, tmp_path):
         found, wanted = opened(ids, use_cache=False).logits, model(ids, use_cache=False).logits
         assert torch.allclose(found, wanted, rtol=0, atol=1e-6)  # tensors lie elsewhere in memory
         assert not torch.equal(found, plain(ids).logits)
+    opened.set_step(3, 100)
+    assert {part.blend_now for part in opened.modules() if isinstance(part, Blended)} == {0.375}, "it rises once"
+    assert getattr(model.config, f"{axis}_options")["blend_steps"] == 4, "the caller's configuration is the caller's"
 
 
 def test_a_schedule_at_its_end_computes_what_the_settled_model_does():

@@ -221,11 +221,11 @@ def test_options_that_take_tensors_away_or_need_others_are_refused(corpus: Path,
 
 
 def test_a_schedule_goes_on_from_where_a_run_has_it(corpus: Path, tmp_path: Path) -> None:
-    options = "model.mixer_options={self_bias: 30.0, self_bias_steps: 4}"
+    options = "model.mixer_options={blend: 0.5, blend_steps: 4}"
     train(tiny_recipe(corpus, options, "train.export=true", "train.keep_last=9"), tmp_path / "run")
-    for source, bias in (("run@step-2", 15.0), ("run@step-6", 0.0), ("run", 0.0), ("run/model", 0.0)):
+    for source, blend in (("run@step-2", 0.25), ("run@step-6", 0.5), ("run", 0.5), ("run/model", 0.5)):
         config = parse_recipe({"model": {"from_pretrained": str(tmp_path / source)}}).config()
-        assert (config.mixer_options["self_bias"], config.mixer_options["self_bias_steps"]) == (bias, 0), source
+        assert (config.mixer_options["blend"], config.mixer_options["blend_steps"]) == (blend, 0), source
 
 
 @pytest.mark.parametrize("name", ["depth-attention", "denseformer", "attnres"])

@@ -34,7 +34,6 @@ from torch.autograd.function import once_differentiable
 from transformers import initialization as init
 
 from .blend import Blended, BlendOptions
-from .identity import warn_if_not_itself
 from .norms import unit
 from .numerics import few, head_pool, head_sum, softmax_list, weighted_sum, widen
 from .replaceable import faster
@@ -51,20 +50,14 @@ class DepthAttentionOptions(ScheduleOptions, BlendOptions):
     """Options of `depth_attention`."""
 
     self_bias: float = 0.0
-    """Added to the logit of the layer's own value. A pretrained model starts nearly as itself if the bias exceeds, by
-    15 or so, every lead of an earlier layer's logit over the own one; leads grow with the gains of the norms."""
-    self_bias_steps: int = 0
-    """Training steps over which `self_bias` falls linearly to 0; with 0 it stays."""
-
+    """Added to the logit of the layer's own value."""
     norm_scores: bool = False
     """Whether the mean query and the keys are RMS-normed, without a weight, for the scores over depth alone."""
 
     def resolve(self, config: FathomConfig) -> DepthAttentionOptions:
-        """As the schedule does, and no negative number of steps."""
+        """As the schedule does."""
         if not math.isfinite(self.self_bias):
             raise ValueError(f"mixer_options.self_bias must be a number, got {self.self_bias}")
-        if self.self_bias_steps < 0:
-            raise ValueError(f"mixer_options.self_bias_steps must not be negative, got {self.self_bias_steps}")
         self.check_blend()
         return super().resolve(config)
 
@@ -75,12 +68,10 @@ class DepthAttention(Blended, ValueMixer):
     def __init__(self, config: FathomConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
         options = DepthAttentionOptions.of(config)
-        self.initial_bias = self.bias_now = float(options.self_bias)
-        self.steps = options.self_bias_steps
+        self.bias = float(options.self_bias)
         self.norm_scores = options.norm_scores
         self.eps = config.rms_norm_eps
-        # A tensor, since a Python number that changes every step would recompile every step.
-        self.self_bias = nn.Buffer(torch.tensor(self.initial_bias), persistent=False) if self.initial_bias else None
+        self.self_bias = nn.Buffer(torch.tensor(self.bias), persistent=False) if self.bias else None
 
     source_layers = staticmethod(grid_sources)
 
@@ -90,20 +81,7 @@ class DepthAttention(Blended, ValueMixer):
         """Only the bias and λ, which no checkpoint holds."""
         super().init_weights(std)
         if self.self_bias is not None:
-            init.constant_(self.self_bias, self.bias_now)
-
-    def set_step(self, step: int, steps: int | None = None) -> None:
-        """Let go of the own value."""
-        super().set_step(step, steps)
-        if self.self_bias is not None and self.steps:
-            self.bias_now = self.initial_bias * max(0.0, 1.0 - step / self.steps)
-            self.self_bias.fill_(self.bias_now)
-
-    def settle(self, config: FathomConfig) -> None:
-        """The bias as it is now, for good."""
-        super().settle(config)
-        if self.steps:
-            config.mixer_options |= {"self_bias": self.bias_now, "self_bias_steps": 0}
+            init.constant_(self.self_bias, self.bias)
 
     def fused(
         self, projected: Tensor, sources: tuple[Tensor, ...]
@@ -255,5 +233,4 @@ DEPTH_ATTENTION = Mechanism(
     cost=cost,
     options=DepthAttentionOptions,
     closed={"blend": 0.0},
-    check_start=warn_if_not_itself,
 )

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from .foreign import HUB_KEYS, opened
-from .registry import AXES, mechanism
+from .registry import AXES
 from .roles import MechanismModule, Recurrence, Residual, ValueMixer
 
 SHAPING = (
@@ -147,7 +147,6 @@ class StrictLoading(PreTrainedModel):
         _require_places(model, info, own, renamed=path is not given, tolerant=bool(tolerant))
         if trained:
             _require_tensors(model, info, own)
-            _check_starts(model, own)
         return (model, info) if wants_info else model
 
 
@@ -194,11 +193,3 @@ def _new_mechanisms(model: nn.Module, missing: set[str], own: Mapping[str, objec
         tensors = {f"{name}.{p}" for name, module in parts for p, _ in module.named_parameters()}
         found |= tensors if tensors <= missing else set()
     return found
-
-
-def _check_starts(model: Any, own: Mapping[str, object]) -> None:
-    """Let mechanisms that the checkpoint does not name look at the pretrained model."""
-    for axis in AXES:
-        added = mechanism(axis, getattr(model.config, axis))
-        if added.check_start is not None and own.get(axis) != added.name:
-            added.check_start(model)

@@ -21,7 +21,6 @@ from .loss import IGNORE
 
 if TYPE_CHECKING:
     from .configuration import FathomConfig
-    from .pretrained import FathomPreTrainedModel
     from .slots import Out, Visit
 
 ResidualState = tuple[Tensor, ...]
@@ -144,9 +143,6 @@ class Mechanism:
     options: type[MechanismOptions] = NoOptions
     closed: Mapping[str, object] | None = None
     """Options with which a pretrained model computes, for a start, what it did without the mechanism; None for none."""
-    check_start: Callable[[FathomPreTrainedModel], None] | None = None
-    """Called with a pretrained model to which this mechanism was just added; warns if the model does not start as
-    itself."""
 
 
 class MechanismModule(nn.Module):
