@@ -93,10 +93,10 @@ TASKS = {
 def rows_under(heading: str) -> list[list[str]]:
     """The cells of the page's table below a heading."""
     text = (
-        (PLACE.parent / "docs" / "how-to" / "kvcache.md")
+        (PLACE.parent / "docs" / "results" / "2026-11-22-caches-toy.md")
         .read_text()
-        .partition(f"### {heading}")[2]
-        .partition("### ")[0]
+        .partition(f"## {heading}")[2]
+        .partition("\n## ")[0]
     )
     return [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")][2:]
 
@@ -152,7 +152,7 @@ def test_tuned_needles_are_those_of_the_log():
 def test_every_cache_has_its_costs_on_the_page():
     """As the log has them: bytes, milliseconds of a decoded token and prefill, `full_static` beside `full`."""
     text = (
-        (PLACE.parent / "docs" / "how-to" / "kvcache.md")
+        (PLACE.parent / "docs" / "results" / "2026-11-22-caches-toy.md")
         .read_text()
         .partition("| one row of | bytes")[2]
         .partition("\n\n")[0]
