@@ -72,10 +72,11 @@ def sentence(log: dict[str, Any]) -> str:
     base, expert = zip(*shares, strict=True)
     seeds, threads = ({row[key] for row in log["cells"]} for key in ("seed", "threads"))
     better = sum(row["p"] < 0.05 and row["right"][1] > row["right"][0] for row in log["cells"])
+    words = " and ".join(map(str, sorted(threads))) + (" thread" if threads == {1} else " threads")
     return (
-        f"In {len(shares)} runs ({len(seeds)} training seeds, {' and '.join(map(str, sorted(threads)))} threads) the "
-        f"expert answers {min(expert):.1f} to {max(expert):.1f} % of the {log['cells'][0]['asked']} uncontaminated "
-        f"questions rightly (mean {sum(expert) / len(expert):.1f} %) the base {min(base):.1f} to {max(base):.1f} %. "
+        f"In {len(shares)} runs ({len(seeds)} training seed{'s' * (len(seeds) > 1)}, {words}) the expert answers "
+        f"{min(expert):.1f} to {max(expert):.1f} % of the {log['cells'][0]['asked']} uncontaminated questions rightly "
+        f"(mean {sum(expert) / len(expert):.1f} %), the base {min(base):.1f} to {max(base):.1f} %. "
         f"The expert is significantly better in {better} of {len(shares)} runs."
     )
 
