@@ -446,6 +446,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--tools", nargs="+", help="these tools alone")
     parser.add_argument("--share", type=float, default=1.0, help="hear this share of every kind of case, at least one")
     parser.add_argument("--backwards", action="store_true", help="begin with the last case, for a second run beside")
+    parser.add_argument("--tally", action="store_true", help="ask nothing; sum up what was answered")
     parser.add_argument("--fresh", action="store_true", help="forget the answers of earlier runs")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(words)
@@ -465,14 +466,15 @@ def main(words: Sequence[str] | None = None) -> int:
     np.random.default_rng(0).shuffle(cases)  # so that a run that is stopped has heard some of every kind
     cases = shared_out(cases, options.share)
     for number, case in enumerate(cases[:: -1 if options.backwards else 1]):
-        for name in options.tools or TOOLS:
+        for name in () if options.tally else options.tools or TOOLS:
             if (name, case.key) in known:
                 continue
             row = {"tool": name, "key": case.key, "kind": case.kind, "truth": case.truth, "roots": case.roots}
             rows.append({**row, **asdict(answered(name, case))})
             with log.open("a") as file:
                 file.write(json.dumps(rows[-1]) + "\n")
-        print(f"{number + 1} of {len(cases)}: {case.key}", file=sys.stderr)
+        if not options.tally:
+            print(f"{number + 1} of {len(cases)}: {case.key}", file=sys.stderr)
     heard = by_all([row for row in rows if row["key"] in {case.key for case in cases}])
     found = summary(heard)
     body = {
