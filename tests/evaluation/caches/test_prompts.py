@@ -78,7 +78,8 @@ def test_a_natural_question_has_one_answer_in_the_text(frame: Frame, task: str) 
         planted = re.findall(r"The \w+ number of \w+ is \d+\.", whole)
         assert len(planted) == {"one": 1, "several": 4, "lookalike": 4}[task]
         assert frame.tokenizer.decode(prompt.wanted.tolist()).strip() == prompt.answers[0]
-        end = len(frame.ids(whole[: whole.index(planted[0]) + len(planted[0])]))
+        needle = f"The secret number of {asked[1]} is {prompt.answers[0]}."  # not one that looks like it
+        end = len(frame.ids(whole[: whole.index(needle) + len(needle)]))
         assert prompt.age == len(prompt.ids) - end
 
 

@@ -66,7 +66,7 @@ class Prompt:
     """`[n]`, the answer's tokens, where it is scored token by token."""
     most: int
     age: int
-    """Tokens that were read after the end of the oldest planted sentence."""
+    """Tokens that were read after the end of the oldest planted sentence that holds an answer."""
 
 
 @dataclass
@@ -128,10 +128,11 @@ class Frame:
         places = sorted(draw.randrange(len(units) + 1) for _ in planted)
         ids, oldest = list(head), None
         for i in range(len(units) + 1):
-            for place, sentence in zip(places, planted, strict=True):
+            for place, sentence, words in zip(places, planted, parts.planted, strict=True):
                 if place == i:
                     ids += sentence
-                    oldest = len(ids) if oldest is None else oldest
+                    if oldest is None and any(answer in words for answer in parts.answers):
+                        oldest = len(ids)
             ids += units[i] if i < len(units) else []
         ids += tail
         age = len(ids) - (len(ids) if oldest is None else oldest)
