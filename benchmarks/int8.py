@@ -51,7 +51,7 @@ def main() -> None:
             found[f"decode, {rows} rows"] = turns(
                 models, options.turns, lambda model, rows=rows: decode(model, ids, rows, options.steps)
             )
-        found["read 512"] = turns(models, options.turns, lambda model: read(model, ids))
+        found[f"read {min(CHUNK, len(ids))}"] = turns(models, options.turns, lambda model: read(model, ids))
     print(json.dumps(found, indent=2))
     if options.out is not None:
         options.out.write_text(json.dumps(found, indent=2) + "\n")
