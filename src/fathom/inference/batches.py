@@ -480,8 +480,7 @@ class SlotBatch(LiveBatch):
         assert row is None and self.fresh is not None
         state = copy.deepcopy(self.fresh)
         trim_slots(state, 0)
-        held = [x for layer in state.layers for x in layer.stored] + list(state.layers[0].table.tensors().values())
-        return (state, self.read_already), sum(x.nbytes for x in held)
+        return (state, self.read_already), sum(x.nbytes for layer in state.layers for x in layer.stored)
 
     def take_over(self, state: object, count: int) -> None:
         """As `LiveBatch.take_over`."""
