@@ -36,7 +36,7 @@ from .norms import NORMS
 from .pretrained import FathomPreTrainedModel
 from .reading import attend_beside, with_key_bias
 from .registry import mechanism
-from .roles import Recurrence, Residual, ResidualState, TripState, ValueMixer, View, direct
+from .roles import Recurrence, Residual, ResidualState, TripState, ValueMixer, View, direct, ways
 from .rotary import Rotation, build_rotary, rotate
 from .several_trips import Inputs, Store
 from .several_trips import run as run_trips
@@ -198,17 +198,17 @@ class DecoderLayer(GradientCheckpointingLayer):
 
         Inputs and outputs are tensors, not tuples of tensors: reentrant checkpointing tracks gradients of tensors only.
         """
-        attn, mlp = direct(self.attn_residual), direct(self.mlp_residual)
-        x, state, context = attn(state)
+        (read, write), (read_mlp, write_mlp) = ways(self.attn_residual), ways(self.mlp_residual)
+        x, state, context = read(state)
         if self.parallel:  # two reads of one state, then two writes
-            y, state, second = mlp(state)
+            y, state, second = read_mlp(state)
         update, key, value = self.attend(x, sources=sources, **kwargs)
         if self.one_write:
-            return *attn(state, update + self.feed_forward(y), context), key, value
-        state = attn(state, update, context)
+            return *write(state, update + self.feed_forward(y), context), key, value
+        state = write(state, update, context)
         if not self.parallel:
-            y, state, second = mlp(state)
-        return *mlp(state, self.feed_forward(y), second), key, value
+            y, state, second = read_mlp(state)
+        return *write_mlp(state, self.feed_forward(y), second), key, value
 
     def attend(self, x: Tensor, **kwargs: object) -> tuple[Tensor, Tensor, Tensor]:
         """Attention's update of the residual, and its key and mixed value."""

@@ -222,6 +222,12 @@ class ValueMixer(MechanismModule):
         return value
 
 
+def ways(residual: Residual) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """`read` and `write` of a residual; twice the module itself if hooks wait for its calls."""
+    free = direct(residual) is not residual
+    return (residual.read, residual.write) if free else (residual, residual)
+
+
 class Residual(MechanismModule):
     """Decides how a sub-layer's output reaches later ones: `layers.N.{attn,mlp}_residual`, `model.final_residual`.
 
