@@ -9,6 +9,7 @@ import threading
 import time
 
 import openai
+import torch
 import uvicorn
 
 from fathom.inference import gate, launch
@@ -71,3 +72,18 @@ def in_thread(app, key=None):
         running.should_exit = True
         thread.join()
         app.state.engine.join(10)
+
+
+def scripted(service, text):
+    """Make the model say a text, token by token, and then end; a token that the grammar forbids is not said."""
+    tokens = [*service.tokenizer.encode(text, add_special_tokens=False), 0]
+    left = iter(tokens)
+
+    def head(module, given, logits):
+        if logits.shape[-2] > 1:
+            return logits
+        row = torch.full_like(logits, -1.0)
+        row[..., next(left, 0)] = 1.0
+        return row
+
+    return service.model.lm_head.register_forward_hook(head)

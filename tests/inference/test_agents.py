@@ -5,12 +5,11 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import torch
 
 from fathom.checkpoints.open import open_checkpoint
 from fathom.inference import server
 from tests.inference.notations import ADD, HERMES, LLAMA, NOW, TOOLS
-from tests.inference.served import in_thread
+from tests.inference.served import in_thread, scripted
 from tests.tiny import export_tiny
 
 pytest.importorskip("llguidance", reason="llguidance is not installed (the extra serve brings it)")
@@ -126,21 +125,6 @@ def test_a_named_tool_and_one_call_at_a_time(served):
     for seed in range(4):
         answer = ask(served, tools=TOOLS, tool_choice="required", parallel_tool_calls=False, seed=seed).choices[0]
         assert len(answer.message.tool_calls) == 1 and answer.finish_reason == "tool_calls"
-
-
-def scripted(service, text):
-    """Make the model say a text, token by token, and then end; a token that the grammar forbids is not said."""
-    tokens = [*service.tokenizer.encode(text, add_special_tokens=False), 0]
-    left = iter(tokens)
-
-    def head(module, given, logits):
-        if logits.shape[-2] > 1:
-            return logits
-        row = torch.full_like(logits, -1.0)
-        row[..., next(left, 0)] = 1.0
-        return row
-
-    return service.model.lm_head.register_forward_hook(head)
 
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'

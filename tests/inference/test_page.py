@@ -10,8 +10,7 @@ from fathom.checkpoints.open import open_checkpoint
 from fathom.inference import server
 from fathom.inference.page import talk_page
 from fathom.lens.live import add_lens
-from tests.inference.served import in_thread
-from tests.inference.test_agents import scripted
+from tests.inference.served import in_thread, scripted
 from tests.lens.browser import Browser
 from tests.tiny import export_tiny
 
