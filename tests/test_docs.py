@@ -296,7 +296,15 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (here / "models/Qwen3-0.6B-Base/chat_template.jinja").write_text(CHAT.replace("\n", "<|endoftext|>\n"))
     for name, of in (("vanilla", "tiny"), ("depth", "other")):
         shutil.copytree(here / "runs" / of, here / "runs" / name)
-    for name, of in (("A", "tiny"), ("B", "other"), ("C", "other"), ("M1", "tiny"), ("M2", "other"), ("M3", "third")):
+    for name, of in (
+        ("A", "tiny"),
+        ("B", "other"),
+        ("C", "other"),
+        ("D", "third"),
+        ("M1", "tiny"),
+        ("M2", "other"),
+        ("M3", "third"),
+    ):
         shutil.copytree(here / "runs" / of / "model", here / name)
     (here / "cards").mkdir()
     quiet(["lineage", "card", str(here / "B"), "--out", str(here / "cards" / "B.json")])
