@@ -27,6 +27,7 @@ from types import ModuleType
 import mypy.api
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fathom.cli import main as cli
@@ -306,9 +307,21 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("M3", "third"),
     ):
         shutil.copytree(here / "runs" / of / "model", here / name)
+    merged(here)
     (here / "cards").mkdir()
     quiet(["lineage", "card", str(here / "B"), "--out", str(here / "cards" / "B.json")])
     return here
+
+
+def merged(here: Path) -> None:
+    """Two models that share an origin, and their mean."""
+    first = load_file(here / "A" / "model.safetensors")
+    torch.manual_seed(0)
+    second = {name: x + 0.1 * x.std(correction=0) * torch.randn_like(x) for name, x in first.items()}
+    mean = {name: (x + second[name]) / 2 for name, x in first.items()}
+    for name, tensors in (("P1", first), ("P2", second), ("MERGE", mean)):
+        shutil.copytree(here / "A", here / name)
+        save_file(tensors, here / name / "model.safetensors", {"format": "pt"})
 
 
 def specialise(here: Path) -> None:
