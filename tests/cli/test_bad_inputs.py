@@ -697,6 +697,14 @@ OTHERS = [
     ("Train good.yaml", "did you mean train"),
     ("--help-me", "--help-me"),
     ("serve bad/config_deep --port 0", "config.json"),
+    ("deepen", "required"),
+    ("deepen nowhere --with loop --out new", "nowhere"),
+    ("deepen model --with nope --out new", "nope"),
+    ("deepen model --with loop:trip=2 --out new", "trip"),
+    ("deepen model --with loop --layers 7-9 --out new", "--layers 7-9"),
+    ("deepen model --with loop --layers two --out new", "--layers two"),
+    ("deepen model --with loop --out file", "file"),
+    ("deepen model --with loop --search --out new", "--text"),
 ]
 
 

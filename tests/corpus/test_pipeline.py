@@ -239,7 +239,7 @@ def test_the_command(corpora: Path, tokenizer: str, tmp_path: Path, capsys: pyte
     assert main(["corpus", str(recipe), "--out", out, "filter.min_wrds=3"]) == 2
     assert capsys.readouterr().err == "fathom: filter.min_wrds: unknown key; did you mean filter.min_words?\n"
     assert main(["corpus", str(recipe), "--out", out, "--workers", "0", "--dry-run"]) == 2
-    assert capsys.readouterr().err == "fathom: executor.workers: allowed: 1 or more\n"
+    assert capsys.readouterr().err == "fathom: executor.workers=0: allowed: 1 or more\n"
     (tmp_path / "other").mkdir()
     write(tmp_path / "other" / "thesis.txt", "mine")
     assert main(["corpus", str(recipe), "--out", str(tmp_path / "other")]) == 2

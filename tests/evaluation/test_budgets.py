@@ -107,7 +107,7 @@ def test_gates_where_there_are_none(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["train", "recipes/tiny.yaml", "--dry-run", "model.recurrence=ponder"]
     assert main([*words, "model.recurrence_options.tau=0.1"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "recurrence_options.tau is not an option of ponder (it has: trips," in line
+    assert "recurrence_options.tau is not an option of ponder (it has: blend, blend_steps, trips," in line
 
 
 def test_serve(models: Path) -> None:
