@@ -87,7 +87,7 @@ def test_errors(override: str, message: str) -> None:
         (lambda: Track(peak_flops=-1.0), "track.peak_flops=-1.0: allowed: a positive number, or null"),
         (lambda: KVCache(method="freqkv"), "kvcache.window=null: kvcache.method=freqkv needs it"),
         (lambda: Recipe(data=Data(sequence_length=7)), "train.tokens_per_step=524288: allowed: a multiple of"),
-        (lambda: Recipe(optim={"lr": 1}), "optim={'lr': 1}: expected keys: name, lr"),  # type: ignore[arg-type]
+        (lambda: Recipe(optim={"lr": 1}), "optim={lr: 1}: expected keys: name, lr"),  # type: ignore[arg-type]
         (lambda: dataclasses.replace(Recipe(), model=[1]), "model=[1]: allowed: a mapping of names to any value"),
     ],
 )

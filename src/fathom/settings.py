@@ -380,4 +380,6 @@ def show(value: object) -> str:
     """A value as YAML writes it."""
     if isinstance(value, list):
         return f"[{', '.join(map(show, value))}]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {show(item)}" for key, item in value.items()) + "}"
     return {"None": "null", "True": "true", "False": "false"}.get(str(value), str(value))

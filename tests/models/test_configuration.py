@@ -33,7 +33,10 @@ def config(**keys):
     [
         ({"num_attention_heads": 5}, r"num_attention_heads \(5\) must be a multiple of num_key_value_heads \(2\)"),
         ({"head_dim": 7}, "head_dim"),
-        ({"mixer": "depth_attn"}, "mixer must be one of none, depth_attention, .* got 'depth_attn'"),
+        (
+            {"mixer": "depth_attn"},
+            "mixer must be one of none, depth_attention, .* got 'depth_attn'; did you mean depth_attention",
+        ),
         ({"mixer": "loop"}, "mixer must be one of"),
         ({"residual": "dense"}, "residual must be one of plain, denseformer"),
         ({"recurrence": "ponder9"}, "recurrence must be one of once, loop"),

@@ -102,6 +102,15 @@ def test_a_damaged_result_is_one_line(recipe: Recipe, tmp_path: Path, text: str)
     assert train(recipe.override("train.steps=1"), tmp_path / "run").evaluation is not None
 
 
+def test_a_mechanism_that_a_short_run_does_not_open_is_named(recipe: Recipe, tmp_path: Path, capsys) -> None:
+    options = ("model.mixer=depth_attention", "train.steps=2", "evaluate.every=0", "track.display=lines")
+    for steps, says in ((2, False), (100, True)):
+        words = (*options, f"model.mixer_options.blend_steps={steps}")
+        train(recipe.override(*words), tmp_path / str(steps))
+        notice = "model.mixer_options.blend_steps=100 exceeds train.steps=2: the mechanism opens to 2% only"
+        assert (notice in capsys.readouterr().err) == says
+
+
 def test_repeats_are_said(recipe: Recipe, tmp_path: Path, capsys) -> None:
     cost = estimate(recipe)
     index = read_index(Path(recipe.data.directory))

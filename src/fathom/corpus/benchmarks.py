@@ -150,7 +150,7 @@ def _rows(path: Path, name: str) -> Iterator[Any]:
         for line in lines_of(path):
             if line and line.strip():
                 yield json.loads(line.decode("utf-8-sig"))
-    except (DataError, ValueError) as error:
+    except ValueError as error:
         raise DataError(f"decontaminate.benchmarks.{name}: {path}: {' '.join(str(error).split())}") from None
 
 

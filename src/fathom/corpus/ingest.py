@@ -271,7 +271,7 @@ class _Reader:
                 return None
             else:
                 text, meta, messages, license_ = self._json(payload)
-        except (UnicodeError, ValueError, RecursionError, DataError) as error:
+        except (ValueError, RecursionError) as error:
             said = " ".join(str(error).split())[:300]
             return _failure(place, Extracted("parse_error", detail=said or type(error).__name__))
         extracted = Extracted("ok" if text.strip() else "empty", text, meta=meta)
@@ -288,7 +288,7 @@ class _Reader:
             if not isinstance(values, dict):
                 raise ValueError(f"expected a JSON object, found {type(values).__name__}")
             pairs = list(pairs_of(values, self._arguments["entity_field"], chosen))
-        except (UnicodeError, ValueError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             yield _failure(place, Extracted("parse_error", detail=" ".join(str(error).split())[:300]))
             return
         for number, messages in enumerate(pairs, 1):

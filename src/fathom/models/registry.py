@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
+from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
 from .adaponder import ADAPONDER
@@ -60,7 +61,9 @@ def mechanism(axis: str, name: str) -> Mechanism:
     found = known().get(name) if isinstance(name, str) else None
     if found is None or found.axis != axis:
         names = ", ".join(m.name for m in known().values() if m.axis == axis)
-        raise ValueError(f"{axis} must be one of {names}, got {name!r}")
+        close = get_close_matches(str(name), names.split(", "), n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise ValueError(f"{axis} must be one of {names}, got {name!r}{hint}")
     return found
 
 

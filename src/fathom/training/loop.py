@@ -23,6 +23,7 @@ from fathom.data.shards import TokenDataset
 from fathom.errors import FathomError, HeldError, SettingsError, TrainingError
 from fathom.models.loading import described
 from fathom.models.modeling import FathomForCausalLM
+from fathom.models.registry import AXES
 from fathom.recipe import Recipe, differences, load_recipe
 from fathom.report.files import lock, read_json, write_atomically, write_json
 from fathom.training.adapters import AdapterFiles, merged
@@ -156,6 +157,11 @@ class Run:
         """The step of a save that the hooks were not told about yet."""
         if saved is None and (changes := changes_of(recipe.model)):
             self.say(f"changed from {recipe.model['from_pretrained']}: {described(changes)}")
+        for axis in AXES:
+            steps = (getattr(self.training.config, f"{axis}_options") or {}).get("blend_steps", 0)
+            if steps > recipe.train.steps:
+                key, share = f"model.{axis}_options.blend_steps={steps}", recipe.train.steps / steps
+                self.say(f"{key} exceeds train.steps={recipe.train.steps}: the mechanism opens to {share:.0%} only")
         collections = self.training.plan.epochs(recipe.train.steps)
         if collections:
             self.say(f"epochs: {in_words(collections)}")
