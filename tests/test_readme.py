@@ -64,23 +64,12 @@ def evening() -> dict[str, dict]:
     return {arm["name"]: arm for arm in read("ladder-evening.json")["arms"]}
 
 
-@pytest.mark.parametrize(
-    ("name", "arm"),
-    [
-        ("Depth-Attention minus", "depth_attention"),
-        ("uniform depth minus", "uniform_depth"),
-        ("attention residuals minus", "attention_residuals"),
-        ("loop minus", "loop"),
-    ],
-)
-def test_text(name: str, arm: str) -> None:
+@pytest.mark.parametrize("arm", ["depth_attention", "uniform_depth", "attention_residuals", "loop"])
+def test_text(arm: str) -> None:
     rung = evening()[arm]["rungs"][0]
     gap = rung["difference"]
-    cells = row(README, name)
-    assert cells[1] == f"{read('ladder-evening.json')['rungs'][0]['parameters'] / 1e6:.2f} M parameters, 5 seeds"
-    assert cells[2] == f"{signed(gap['mean'])} ± {gap['half_width']:.3f} nats" and len(rung["seeds"]) == 5
     note = row((ROOT / "docs/results/2026-11-24-depth-on-text.md").read_text(encoding="utf-8"), arm)
-    assert note[1] == f"{signed(gap['mean'])} ± {gap['half_width']:.3f}"
+    assert note[1] == f"{signed(gap['mean'])} ± {gap['half_width']:.3f}" and len(rung["seeds"]) == 5
     (prediction,) = (one for one in read("ladder-evening.json")["prediction"]["rows"] if one["arm"] == arm)
     ends = [signed(prediction["difference"][end]) for end in ("low", "high")]
     assert note[2:4] == [signed(prediction["observed"]), " to ".join(ends)] and prediction["inside"]
@@ -92,7 +81,7 @@ def test_what_is_significant() -> None:
     arms += [evening()["attention_residuals"]]
     adjusted = holm([arm["rungs"][0]["difference"]["p"] for arm in arms])
     assert [arm["name"] for arm, p in zip(arms, adjusted, strict=True) if p < 0.05] == ["loop"]
-    assert "The loop is significantly worse" in README and "no mechanism is\nsignificantly better" in README
+    assert "the loop is significantly worse" in README and "no mechanism is significantly better" in README
 
 
 def test_puzzles() -> None:
@@ -101,22 +90,51 @@ def test_puzzles() -> None:
         for one in read("ladder-hops.json")["puzzle"]["rows"]
     }
     (both,) = (name for name in solved if "loop" in name and "depth" in name)
-    assert row(README, "two-hop puzzles")[2] == f"{solved[both]} of 5 and {solved['vanilla']} of 5"
+    note = (ROOT / "docs/results/2026-11-23-hops.md").read_text(encoding="utf-8").partition("Each seed")[0]
+    assert row(note, "loop with depth_attention")[2] == f"{solved[both]} of 5"
+    assert row(note, "vanilla |")[2] == f"{solved['vanilla']} of 5"
 
 
-def test_the_expert() -> None:
-    (found,) = (one for one in read("specialise.json")["questions"] if (one["way"], one["part"]) == ("text", "clean"))
-    base, new = (100 * right / found["asked"] for right in found["right"])
-    low, high = (100 * end for end in found["intervals"][1])
-    cells = row(README, "expert minus base")
-    assert cells[1:3] == [
-        f"1 M parameters, {found['asked']} questions",
-        f"{base:.0f} % to {new:.0f} % ({low:.0f} to {high:.0f} %)",
+def test_logits() -> None:
+    assert read("smollm2.json")["logits equal to the last bit"] is True
+    assert row(README, "logits opened")[2] == "equal to the last bit"
+
+
+def test_the_span() -> None:
+    (span,) = (one for one in read("deepen-spans.json")["spans"] if one["layers"] == "9-10")
+    found = span["again"]
+    low, high = signed(found["low"]), signed(found["high"])
+    assert row(README, "loss of looping layers 9 and 10")[1:3] == [
+        f"SmolLM2-135M, {found['pairs']} articles",
+        f"{signed(found['mean'])} ({low} to {high}) nats",
+    ]
+
+
+def test_the_real_expert() -> None:
+    text = read("expert.json")["reports"]["control"]["texts"]["domain"]
+    gap = text["difference"]
+    assert row(README, "expert on Python's proposals")[1:3] == [
+        f"SmolLM2-135M, {text['documents']} documents",
+        f"{signed(gap['value'])} ({signed(gap['low'])} to {signed(gap['high'])}) bits per byte",
+    ]
+
+
+def test_the_expert_in_miniature() -> None:
+    cells = read("specialise-spread.json")["cells"]
+    base, expert = ([100 * cell["right"][i] / cell["asked"] for cell in cells] for i in range(2))
+    assert row(README, "right answers on an invented domain")[1:3] == [
+        f"1 M parameters, {len({cell['seed'] for cell in cells})} seeds",
+        f"{min(base):.1f} to {max(base):.1f} % and {min(expert):.1f} to {max(expert):.1f} %",
     ]
 
 
 def test_the_time_of_a_step() -> None:
-    lines = [json.loads(line) for line in (LOGS / "train-cpu-eager.jsonl").read_text().splitlines() if line]
-    first = next(one for one in lines if one.get("a") == "depth_attention" and one["shape"] == "tiny")
-    low, high = first["quartiles"]
-    assert row(README, "time of a training step")[2] == f"{first['ratio']:.3f} (quartiles {low:.3f} to {high:.3f})"
+    lines = [json.loads(line) for line in (LOGS / "train-cpu-tokens.jsonl").read_text().splitlines() if line]
+    (one,) = (one for one in lines if one.get("a") == "depth_attention" and one["tokens"] == 2048)
+    low, high = one["quartiles"]
+    assert row(README, "time of a training step")[2] == f"{one['ratio']:.3f} (quartiles {low:.3f} to {high:.3f})"
+
+
+def test_eight_bits() -> None:
+    low, middle, high = read("int8.json")["decode, 1 rows"]["int8 / float32"]
+    assert row(README, "time of a decoded token")[2] == f"{middle:.2f} (quartiles {low:.2f} to {high:.2f})"
