@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
+
 import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
+from fathom.cli import lineage as commands
 from fathom.errors import ModelError
 from fathom.lineage import shares
 from fathom.lineage.attacks import attack
@@ -91,3 +94,22 @@ def test_questions_without_an_answer_are_refused(family, tmp_path):
     attack(one, ("permute", "neuron", "head"), tmp_path / "hidden")
     with pytest.raises(ModelError, match="in no parent's order"):
         shares.shares(open_weights(tmp_path / "hidden"), [one, two])
+
+
+def test_a_missing_parent_gets_no_share(family, tmp_path):
+    """A stranger would get a quarter of the fit; and a mean that stands in for a parent is exact, so the words warn."""
+    save(build(tiny_config("llama", num_hidden_layers=4), 10), tmp_path / "absent", 512)
+    places = (family / "stranger", tmp_path / "absent", family / "one", family / "two")
+    tensors = [load_file(place / "model.safetensors") for place in places]
+    for name, weights in (("unrelated", (0.5, 0.5, 0, 0)), ("half", (0, 0, 0.5, 0.5))):
+        shutil.copytree(family / "base", tmp_path / name)
+        mixed = {n: sum(w * t[n] for w, t in zip(weights, tensors, strict=True)) for n in tensors[0]}
+        save_file({n: t.contiguous() for n, t in mixed.items()}, tmp_path / name / "model.safetensors")
+    said = commands.shares(str(tmp_path / "unrelated"), [str(family / "stranger"), str(family / "two")], quiet=True)
+    assert said.data["shares"] == [] and not said.data["is_merge"] and said.data["residual"] > 0.2
+    assert "parent may be missing" in said.text and said.text.count("%") == 1  # of the residual
+    stand_in = commands.shares(str(family / "mean"), [str(family / "one"), str(tmp_path / "half")], quiet=True)
+    assert [round(one["share"], 3) for one in stand_in.data["shares"]] == [0.4, 0.6]
+    assert stand_in.text.endswith(shares.IF_COMPLETE)
+    same = commands.shares(str(family / "one"), [str(family / "one"), str(family / "two")], quiet=True)
+    assert "one alone explains it" in same.text and same.data["shares"] == []

@@ -53,6 +53,7 @@ def test_the_tree_of_a_family(models, tmp_path):
     assert {short[s["parent"]]: round(s["share"], 3) for s in merge["shares"]} == {"base": 0.9, "further": 0.1}
     assert all(len(line) <= 80 for line in result.text.splitlines())
     page = (tmp_path / "out" / "report.html").read_text()
+    assert all("no parent is missing" in " ".join(text.split()) for text in (result.text, page, data["merges_note"]))
     assert "http" not in page.split("</style>")[1] and "<script" not in page
     assert "Direction cannot be told." in page and "Direction: " in page
 

@@ -224,12 +224,10 @@ def shares(child: str, parents: Sequence[str], quiet: bool = False) -> Result:
         found = lineage.shares.shares(
             lineage.open_weights(child), [lineage.open_weights(parent) for parent in parents], say
         )
-    lines = [f"{one.share:7.1%}  ({one.low:.1%} to {one.high:.1%})  {one.parent}" for one in found.shares]
-    lines.append(f"unexplained: {found.residual:.1%} of the distance to the nearest parent")
-    what = "a weighted mean of these models" if found.is_merge else "no weighted mean of these models alone"
-    lines.append(f"{child} is {what}.")
-    data = {"child": child, "shares": [vars(one) for one in found.shares], "residual": found.residual}
-    return Result(0, "\n".join(lines), {**data, "layers": found.layers, "is_merge": found.is_merge})
+    fit = [vars(one) for one in found.shares]
+    data = {"child": child, "shares": fit if found.is_merge else [], "fit": fit, "residual": found.residual}
+    text = "\n".join(lineage.shares.in_words(child, found))
+    return Result(0, text, {**data, "layers": found.layers, "is_merge": found.is_merge})
 
 
 def tree(models: Sequence[str], out: Path | None = None, seed: int = 0, quiet: bool = False) -> Result:

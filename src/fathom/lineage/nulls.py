@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -94,7 +95,7 @@ def structure_class(a: Weights, b: Weights) -> str:
 
 def read(path: Path, kind: str) -> Null:
     """The part of a calibration file that matches a structure class."""
-    if not path.is_file():
+    if not os.path.isfile(path):  # of a name that no file can have, is_file raises
         raise ModelError(f"{path}: no such null file")
     raw = path.read_bytes()
     body = parse_json(raw, str(path))

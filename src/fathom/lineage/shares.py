@@ -28,6 +28,11 @@ FEWEST_LAYERS = 3
 SAME_PLACE = 0.1  # cosine with a parent below which the child's numbers are not in the parents' order
 APART = 1e-12  # parents that differ by less than this, relative to their size, are one
 CONFIDENCE = 0.95
+UNEXPLAINED = 0.1  # the residual above which no shares are named
+IF_COMPLETE = (
+    "Shares hold if no parent is missing. A model that is itself a mean can stand in for a missing parent: then the "
+    "fit is as exact, and the shares are other ones."
+)
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,27 @@ class Shares:
     @property
     def is_merge(self) -> bool:
         """Whether the child is a mean of at least two parents, and of nothing else."""
-        return self.residual <= 0.1 and sum(one.low > 0.02 for one in self.shares) > 1
+        return self.residual <= UNEXPLAINED and sum(one.low > 0.02 for one in self.shares) > 1
+
+
+def in_words(child: str, found: Shares) -> list[str]:
+    """What the shares say of a child, line by line; no numbers where the child is no mean of these parents alone."""
+    if found.is_merge:
+        lines = [f"{one.share:7.1%}  ({one.low:.1%} to {one.high:.1%})  {one.parent}" for one in found.shares]
+        lines.append(f"unexplained: {found.residual:.1%} of the distance to the nearest parent")
+        return [*lines, f"{child} is a weighted mean of these models.", IF_COMPLETE]
+    most = max(found.shares, key=lambda one: one.share)
+    if found.residual > UNEXPLAINED:
+        why = (
+            f"they leave {found.residual:.1%} of its distance to the nearest of them unexplained. A parent may be "
+            "missing, or it was trained after the merge. --json holds the best fit, which is right only in the "
+            "second case."
+        )
+    elif most.share > 1.02:
+        why = f"it lies on the line through them, beyond {most.parent}."
+    else:
+        why = f"{most.parent} alone explains it."
+    return [f"{child} is no weighted mean of these models{' alone' * (found.residual > UNEXPLAINED)}: {why}"]
 
 
 def products(models: Sequence[Weights], progress: Told = lambda _: None) -> Array:

@@ -11,6 +11,7 @@ the weights tell.
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -241,6 +242,8 @@ def drawn(found: Tree, width: int = 80) -> str:
         parts = [f"  {s.share:.1%} ({s.low:.1%} to {s.high:.1%}) of {s.parent}" for s in merge.found.shares]
         lines += [_cut(part, width) for part in parts]
         lines.append("")
+    if found.merges:
+        lines += [*textwrap.wrap(shares.IF_COMPLETE, width), ""]
     lines += [
         "The top of a tree is drawn, not claimed: direction is said where the weights",
         "tell it. Drift is in units of the weights' own size; support is how often an",

@@ -137,6 +137,31 @@ def test_portraits_are_checked(reports, entry):
     assert verification.differences(body | {"portraits": {}}, body)
 
 
+@pytest.mark.parametrize("entry", [("inputs", 0, "bytes_read"), ("inputs", 1, "bytes_read"), ("seconds",)])
+@pytest.mark.parametrize("value", [None, True, -1, "many", [], 1e999, {"a": 1}])
+def test_what_cannot_be_recomputed_must_still_be_possible(reports, entry, value):
+    """Bytes read and seconds are of one run, and yet no text, no list and nothing below 0."""
+    body = json.loads(reports["controls"].read_text())
+    changed = copy.deepcopy(body)
+    functools.reduce(lambda inner, key: inner[key], entry[:-1], changed)[entry[-1]] = value
+    (found,) = verification.differences(changed, body)
+    assert found.startswith(".".join(map(str, entry))) and "cannot be" in found
+    assert not verification.differences(body | {"seconds": 12}, body)
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [("options", "reorder", 0), ("options", "reorder", None), ("options", "extras", "yes"), ("options", "seed", 1e308)]
+    + [("given", "null", value) for value in (0, "", [], {}, "x" * 300)]
+    + [("options", "align", "lap"), ("options", "further", 1), ("options", "layers", "2")],
+)
+def test_options_of_another_type_are_refused(reports, section, key, value):
+    body = json.loads(reports["controls"].read_text())
+    body[section][key] = value
+    with pytest.raises(ModelError):
+        verification.verify(body)
+
+
 FORGERIES = {
     "p-values": lambda body: [test.update(p=1e-300, corrected=1e-300, statistic=4096) for test in body["tests"]],
     "sentence": lambda body: body["verdict"].update(sentence="These weights were stolen."),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from pathlib import Path
 
+from fathom.lineage.shares import IF_COMPLETE
 from fathom.lineage.tree import Edge, Family, Merge, Tree, first
 from fathom.report import html
 from fathom.report.files import finite
@@ -34,7 +35,8 @@ def as_json(found: Tree) -> dict[str, object]:
         for family in found.families
     ]
     merges = [{"child": merge.child, **asdict(merge.found)} for merge in found.merges]
-    return {"fathom_lineage_tree": SCHEMA, "pairs": found.pairs, "families": families, "merges": merges}
+    note = {"merges_note": IF_COMPLETE} if merges else {}
+    return {"fathom_lineage_tree": SCHEMA, "pairs": found.pairs, "families": families, "merges": merges, **note}
 
 
 def write(out: Path, found: Tree) -> None:
@@ -56,7 +58,7 @@ def render(found: Tree) -> str:
         f"{len(alone)} {'has' if len(alone) == 1 else 'have'} no relative here.",
         meaning="Related means: made from one another, from a common source, or started from the same random numbers.",
         families=[_shown(number, family) for number, family in enumerate(related)],
-        merges=list(map(_mean, found.merges)),
+        merges=[*map(_mean, found.merges), *[IF_COMPLETE] * bool(found.merges)],
         alone=alone,
         reading=READING,
     )

@@ -7,7 +7,8 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeGuard, cast
+from types import UnionType
+from typing import Any, TypeGuard, cast, get_args, get_origin, get_type_hints
 
 from fathom.checkpoints.origin import parse_json
 from fathom.errors import ModelError
@@ -104,13 +105,30 @@ def page_differences(said: str, again: str) -> list[str]:
 
 
 def _given(said: GivenEntry) -> Given:
-    values: dict[str, Any] = {**said, "null": said["null"] and Path(said["null"])}
-    return Given(**values)
+    values = _typed(GivenEntry, said)
+    return Given(**{**values, "null": None if values["null"] is None else Path(values["null"])})
 
 
 def _options(said: OptionsEntry) -> Options:
-    values: dict[str, Any] = {**said, "align": tuple(said["align"])}
-    return Options(**values)
+    values = _typed(OptionsEntry, said)
+    return Options(**{**values, "align": tuple(values["align"])})
+
+
+def _typed(kind: type, said: Mapping[str, Any]) -> dict[str, Any]:
+    """A section's entries, of the types that it has; 0 is no `false`, and an empty text no path."""
+    hints = get_type_hints(kind)
+    odd = [key for key in {*hints, *said} if key not in hints or key not in said or not _is_of(hints[key], said[key])]
+    if odd or "" in said.values():
+        raise ValueError(f"wrong: {', '.join(sorted(odd)) or 'an empty text'}")
+    return dict(said)
+
+
+def _is_of(hint: object, value: object) -> bool:
+    if isinstance(hint, UnionType):
+        return any(_is_of(one, value) for one in get_args(hint))
+    if get_origin(hint) is list:
+        return isinstance(value, list) and all(_is_of(get_args(hint)[0], one) for one in value)
+    return type(value) is hint
 
 
 def _opened(item: ModelEntry | ControlEntry, given: Given) -> Weights:
@@ -166,9 +184,11 @@ def differences(said: LineageReport, again: LineageReport) -> list[str]:
 
 
 def _differences(said: object, again: object, path: tuple[str, ...]) -> Iterator[str]:
-    if path and (path[-1] in COSTS or (path[0] == "tool" and path[-1] in MADE)):
-        return
     where = ".".join(path)
+    if path and (path[-1] in COSTS or (path[0] == "tool" and path[-1] in MADE)):
+        if not _may_be(said, again):
+            yield f"{where}: the report says {_short(said)}, which it cannot be"
+        return
     if isinstance(said, dict) and isinstance(again, dict):
         for key in [*again, *(key for key in said if key not in again)]:
             if key not in said or key not in again:
@@ -180,6 +200,13 @@ def _differences(said: object, again: object, path: tuple[str, ...]) -> Iterator
             yield from _differences(one, other, (*path, str(place)))
     elif not _same(said, again, path):
         yield f"{where}: the report says {_short(said)}, recomputed {_short(again)}"
+
+
+def _may_be(said: object, again: object) -> bool:
+    """Whether an entry that is of one run alone has a possible value: words, or a number of at least 0."""
+    if not _is_number(again):
+        return type(said) is type(again)
+    return _is_number(said) and 0 <= said < math.inf and not (isinstance(again, int) and isinstance(said, float))
 
 
 def _short(value: object) -> str:
