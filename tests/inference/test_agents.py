@@ -8,7 +8,9 @@ import pytest
 
 from fathom.checkpoints.open import open_checkpoint
 from fathom.inference import server
-from tests.inference.notations import ADD, HERMES, LLAMA, NOW, TOOLS
+from fathom.inference.api import ChatBody
+from fathom.inference.structure import KEPT
+from tests.inference.notations import ADD, HERMES, LLAMA, NOW, TOOLS, tool
 from tests.inference.served import in_thread, scripted
 from tests.tiny import export_tiny
 
@@ -93,6 +95,7 @@ def test_any_object(served):
         ({"grammar": 'start: "x" /[0-9]/'}, "x[0-9]"),
         ({"grammar": 'root ::= "y" [0-9]'}, "y[0-9]"),
         ({"json": SCHEMA, "disable_any_whitespace": True}, r'\{"depth":\d,"unit":"(m|fathom)"\}'),
+        ({"json": SCHEMA, "whitespace_pattern": ""}, r'\{"depth":\d,"unit":"(m|fathom)"\}'),
         ({"json": json.dumps(SCHEMA), "whitespace_pattern": "_?"}, r'\{_?"depth"_?:_?\d_?,_?"unit"_?:_?"\w+"_?\}'),
     ],
 )  # fmt: skip
@@ -156,6 +159,38 @@ def test_the_model_decides(folder, text, content, calls, stream):
     assert why == ("tool_calls" if calls else "stop") and {name for name, _ in made} <= {"add"}
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("stop", "arguments", "why"), [("3}", '{"a": 2, "b": ', "stop"), ("</tool", None, "tool_calls")])
+def test_a_stop_string_within_a_call(folder, stop, arguments, why, stream):
+    """Arguments that it cuts are no JSON, so an agent must not run them."""
+    own = service(folder)
+    with in_thread(server.build_app(own)) as served:
+        hook = scripted(own, CALL)
+        if stream:
+            _, ((_, made),), found, _ = streamed(served, tools=[ADD, NOW], temperature=0, stop=stop)
+        else:
+            answer = ask(served, tools=[ADD, NOW], temperature=0, stop=stop).choices[0]
+            made, found = answer.message.tool_calls[0].function.arguments, answer.finish_reason
+        hook.remove()
+    assert (made, found) == (arguments or '{"a": 2, "b": 3}', why)
+
+
+def test_many_tools_are_compiled_once(folder):
+    """More of them than grammars are kept."""
+    shapes, asked = service(folder).shapes, [tool(f"dig_{i}", depth={"type": "integer"}) for i in range(KEPT + 4)]
+    body = ChatBody.model_validate({"messages": ASK, "tools": asked})
+    assert shapes.of(body).matcher is shapes.of(body).matcher
+    assert len(shapes.grammars._compiled) == 1
+
+
+def test_arguments_that_are_nested_too_deeply(served):
+    nested = '{"a": ' * 900 + "{}" + "}" * 900
+    calls = '[{"function": {"name": "f", "arguments": %s}}]' % nested
+    body = '{"messages": [{"role": "assistant", "tool_calls": %s}]}' % calls
+    status, answer = served.raw("POST", "/v1/chat/completions", body)
+    assert status == 400 and answer["error"]["message"] == "messages: nested too deeply"
+
+
 def test_llamas_notation(folder):
     own = service(folder, LLAMA)
     with in_thread(server.build_app(own)) as served:
@@ -193,6 +228,7 @@ def function(name, **function):
         (schema(type="objekt"), "response_format", "objekt"),
         ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format", "Field required"),
         ({"response_format": {"type": "xml"}}, "response_format", "json_schema"),
+        (schema(**{"$ref": "#"}), "response_format", "no text follows"),
         ({"structured_outputs": {"regex": "((("}}, "structured_outputs", "unclosed"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "one of"),
         ({"structured_outputs": {"regex": "a"}, "response_format": FORMAT}, "structured_outputs", "give this"),
@@ -203,6 +239,7 @@ def function(name, **function):
         ({"tools": [NOW, NOW]}, "tools", "one name"),
         ({"tools": [function("a b")]}, "tools", "pattern"),
         ({"tools": [function("a", parameters={"type": "string"})]}, "tools", "object"),
+        ({"tools": [function("x", parameters={"not": {}})]}, "tools.0.function.parameters", "not"),
         ({"tools": [ADD, function("x", parameters={"not": {}})]}, "tools.1.function.parameters", "not"),
         ({"tools": TOOLS, "tool_choice": function("dig")}, "tool_choice", "does not have"),
         ({"tool_choice": "required"}, "tool_choice", "does not have"),

@@ -176,17 +176,28 @@ def test_kinds_of_grammars(grammar, texts_of_it, tokenizer, grammars):
         lambda: regex_grammar("[a-z"),
         lambda: lark_grammar("start: nothing_of_that_name"),
         lambda: lark_grammar(""),
+        lambda: json_grammar({"$ref": "#"}),
+        lambda: lark_grammar("start: start start"),
+        lambda: regex_grammar(r"[^\s\S]"),
     ],
 )
 def test_what_is_no_grammar_is_refused_in_one_line(grammar, grammars):
     with pytest.raises(SettingsError) as found:
         grammars.compile(grammar())
     assert "\n" not in str(found.value) and 5 < len(str(found.value)) <= 300
+    assert "<state>" not in str(found.value)
+
+
+def test_a_grammar_that_is_too_complex_later_is_the_requests_fault(tokenizer, grammars):
+    constraint = grammars.begin(grammars.compile(regex_grammar("(a?){500}a{500}")))
+    ((_, why),) = texts(model_of({}), tokenizer, [constraint])
+    assert isinstance(why, RequestError) and why.code == "grammar_too_complex" and "<state>" not in str(why)
 
 
 def test_a_grammar_that_grows_too_complex_ends_its_own_text_alone(tokenizer, grammars):
     bad, good = (grammars.begin(grammars.compile(regex_grammar("[0-9]{4}"))) for _ in range(2))
-    given_up = {"is_error": True, "is_stopped": True, "consume_token": False, "get_error": "too\ncomplex"}
+    given_up = {"is_error": True, "is_stopped": True, "consume_token": False}
+    given_up["get_error"] = "too\ncomplex\n<state>\nTokens: 0"
     bad._matcher = SimpleNamespace(**{name: lambda *_, value=value: value for name, value in given_up.items()})
     (_, why), (text, end), _ = texts(model_of({}), tokenizer, [bad, good, None])
     assert isinstance(why, RequestError) and str(why) == "structured output: too complex"

@@ -116,7 +116,7 @@ class Envelope:
         made, text.made = text.made, []
         extra: dict[str, object] = {"token_ids": [one.token for one in made]} if self.ids else {}
         extra |= {"trips": [one.trips for one in made]} if self.trips else {}
-        called = text.finish == "stop" and text.reader is not None and bool(text.reader.calls)
+        called = text.finish == "stop" and text.reader is not None and text.reader.complete  # no stop string cut it
         why = "tool_calls" if called else text.finish
         return {"index": index, **said, "logprobs": logprobs, "finish_reason": why, **extra}
 

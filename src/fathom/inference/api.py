@@ -20,7 +20,7 @@ from fathom.inference.engine import WAITING
 
 KINDS = {429: "rate_limit_error", 408: "timeout_error", 503: "server_error", 500: "server_error"}
 STATUS = {"rate_limit_exceeded": 429, "shutting_down": 503, "failed": 500}
-STATUS |= dict.fromkeys(("cache_memory_exceeded", "context_length_exceeded", "empty_prompt"), 400)
+STATUS |= dict.fromkeys(("cache_memory_exceeded", "context_length_exceeded", "empty_prompt", "grammar_too_complex"), 400)
 """By the code of an engine's error."""
 ELSEWHERE = {
     **dict.fromkeys(("functions", "function_call"), "OpenAI replaced it by tools and tool_choice"),

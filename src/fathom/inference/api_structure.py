@@ -88,7 +88,8 @@ class StructuredOutputs(Strict):
             return choice_grammar(self.choice)
         if self.grammar is not None:
             return lark_grammar(self.grammar)
-        between = None if self.disable_any_whitespace else self.whitespace_pattern or WHITESPACE
+        between = WHITESPACE if self.whitespace_pattern is None else self.whitespace_pattern or None
+        between = None if self.disable_any_whitespace else between
         return json_grammar(ANY_OBJECT if self.json_ is None else self.json_, between)
 
 

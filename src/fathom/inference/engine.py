@@ -615,7 +615,7 @@ class Engine:
         complete = constraint is not None and constraint.complete(job.made)
         ended = "stop" if complete or token in job.stops else "length" if len(job.made) == job.new_tokens else None
         if constraint is not None and constraint.fault is not None:
-            self._refuse(lane, job, constraint.fault)
+            self._refuse(lane, job, RequestError(constraint.fault, "grammar_too_complex"))
         elif ended is not None:
             self._end(lane, job, ended)
         else:
@@ -628,9 +628,9 @@ class Engine:
         self.counts["finished"] += 1
         self._leave(lane, job)
 
-    def _refuse(self, lane: Lane, job: Job, why: str = NO_NUMBERS) -> None:
+    def _refuse(self, lane: Lane, job: Job, why: RequestError | None = None) -> None:
         """End a job whose next token cannot be chosen; by default since its logits are no numbers."""
-        self._out.append((job, RequestError(why, "failed")))
+        self._out.append((job, why or RequestError(NO_NUMBERS, "failed")))
         self.counts["failed"] += 1
         self._leave(lane, job)
 

@@ -125,6 +125,8 @@ class Service:
             raise ApiError(400, str(error), error.code, field) from error
         except SettingsError as error:
             raise wrong(field, str(error)) from error
+        except RecursionError as error:
+            raise wrong(field, "nested too deeply") from error
         except (TypeError, ValueError) as error:
             raise wrong(field, f"cannot be read: {' '.join(str(error).split()):.300}") from error
         if (fault := unknown_token(ids, self.model)) is not None:

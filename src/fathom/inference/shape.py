@@ -8,7 +8,7 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from fathom.errors import SettingsError
-from fathom.inference.api import ChatBody, CompletionBody, wrong
+from fathom.inference.api import ApiError, ChatBody, CompletionBody, wrong
 from fathom.inference.api_structure import NamedTool
 from fathom.inference.control import special_names
 from fathom.inference.structure import Constraint, Grammars, json_grammar, lark_grammar
@@ -80,10 +80,13 @@ class Shapes:
 
     def _with_tools(self, body: ChatBody, schema: Mapping[str, Any] | None) -> Shape:
         tools = [tool.model_dump(exclude_none=True) for tool in body.callable_tools]
-        for i, tool in enumerate(tools if len(tools) > 1 else ()):  # so that a fault has its tool's name
-            self._compiled(f"tools.{i}.function.parameters", partial(json_grammar, schema_of(tool)))
         named = isinstance(body.tool_choice, NamedTool)
         required, several = named or body.tool_choice == "required", body.parallel_tool_calls and not named
         wish = Wish(tools, required, several, schema)
-        shape = self._compiled("tools", lambda: lark_grammar(tool_grammar(wish, self.notation, self.grammars.pieces)))
+        try:
+            shape = self._compiled("tools", lambda: lark_grammar(tool_grammar(wish, self.notation, self.grammars.pieces)))
+        except ApiError:
+            for i, tool in enumerate(tools):  # so that a fault has its tool's name
+                self._compiled(f"tools.{i}.function.parameters", partial(json_grammar, schema_of(tool)))
+            raise
         return replace(shape, how=self.notation, names=[tool["function"]["name"] for tool in tools])

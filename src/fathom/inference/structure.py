@@ -62,7 +62,7 @@ class Constraint:
     @property
     def fault(self) -> str | None:
         """Why the text cannot go on, if the grammar's limits were met."""
-        return f"structured output: {one_line(self._matcher.get_error())}" if self._matcher.is_error() else None
+        return f"structured output: {reason(self._matcher)}" if self._matcher.is_error() else None
 
     def _over(self, made: Sequence[int]) -> bool:
         """Bring the matcher to the end of these tokens; whether the text was complete there or before."""
@@ -105,8 +105,10 @@ class Grammars:
                 self._compiled.move_to_end(grammar)
                 return known
         made = LLMatcher(self.words, grammar, log_level=0)
+        if not made.is_error():
+            made.compute_bitmask()  # of the first token: a grammar that allows none, as one that only repeats itself
         if made.is_error():
-            raise SettingsError(one_line(made.get_error()))
+            raise SettingsError(reason(made))
         with self._lock:
             self._compiled[grammar] = made
             while len(self._compiled) > KEPT:
@@ -190,6 +192,12 @@ def lark_grammar(text: str) -> str:
         return str(grammar_from("grammar", text))
     except (ValueError, IndexError, RecursionError) as error:
         raise SettingsError(one_line(str(error))) from error
+
+
+def reason(matcher: LLMatcher) -> str:
+    """Why a matcher gave up, without the state that llguidance appends."""
+    said = one_line(matcher.get_error().partition("<state>")[0])
+    return "no text follows this grammar" if said == "NoExtensionBias" else said
 
 
 def one_line(message: str) -> str:

@@ -219,6 +219,11 @@ class CallReader:
         self.content += heard.content
         return heard
 
+    @property
+    def complete(self) -> bool:
+        """Whether there are calls, and the last one's arguments are whole."""
+        return bool(self.calls) and not self._inside
+
     def _listen(self, heard: Heard, last: bool) -> bool:
         """Text, or a call as far as its arguments; returns whether there may be more to hear."""
         rest, opening = self._rest, self._opening

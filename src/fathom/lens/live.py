@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from fastapi import FastAPI
 from fastapi.responses import HTMLResponse, JSONResponse
+from pydantic import Field
 
 from fathom.errors import SettingsError
 from fathom.inference.api import ApiError
@@ -28,7 +29,7 @@ TEXT = "To fathom: to measure a depth; to understand after much thought."
 class PlaceBody(Strict):
     """`POST /lens/place`."""
 
-    tokens: list[int]
+    tokens: Annotated[list[int], Field(fail_fast=True)]
     """What stands before the place, as token ids."""
     said: int
     """The token that was said there."""
