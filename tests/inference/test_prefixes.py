@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fathom.inference import engine as engines
-from fathom.inference.batches import batch_for
+from fathom.inference.batches import SlabBatch, batch_for
 from fathom.inference.engine import Engine
 from fathom.inference.prefixes import LEAST, NOTHING, Prefixes
 from fathom.inference.sampling import Choice
@@ -158,8 +158,29 @@ def test_bytes_are_bounded_and_the_latest_stay(model):
     assert 0 < small.prefixes.bytes <= small.prefixes.budget and len(small.prefixes) == 3
     assert ask(small, tokens_of(2, 64), new=1)[0].cached == 0, "the one that was not used for the longest time"
     ask(small, tokens_of(5, 500), new=1)
-    assert small.prefixes.bytes <= small.prefixes.budget
+    assert small.prefixes.bytes <= small.prefixes.budget and len(small.prefixes) == 3, "too large a one changes nothing"
     small.join(10)
+
+
+def test_a_row_that_cannot_be_kept_is_not_copied(monkeypatch):
+    copied = []
+    monkeypatch.setattr(SlabBatch, "kept", lambda self, row=None: copied.append(row))
+    engine = Watched(build(config_of("vanilla", **LONG)), BUDGET, prefix_budget=1000)
+    ask(engine, tokens_of(1, 64))
+    engine.join(10)
+    assert not copied
+
+
+def test_a_waiting_prompt_is_not_looked_up_anew_for_each_that_joins_it(monkeypatch):
+    engine = Watched(build(config_of("vanilla", **LONG)), BUDGET, prefix_budget=BUDGET)
+    ask(engine, tokens_of(1, 64))
+    found, looked = engine.prefixes.find, []
+    monkeypatch.setattr(engine.prefixes, "find", lambda *given: looked.append(1) or found(*given))
+    some = [Collected(tokens_of(seed, 32), 1, Choice()) for seed in range(2, 18)]
+    engine.submit([one.job for one in some])
+    assert [one.wait() for one in some] == ["length"] * 16
+    engine.join(10)
+    assert len(looked) <= 2 * len(some)
 
 
 def test_without_a_budget_nothing_is_kept(model):
@@ -184,7 +205,7 @@ def test_what_can_be_taken_over():
     found = store.find([*row, 1], None)
     assert (found.count, found.cut) == (100, 0)
     store.keep([*row, 5], None, [40, 100, 101], {}, (None, 1200))
-    assert len(store) == 0 and store.bytes == 0, "a row that is larger than all room"
+    assert store.find(row, None).count == 100, "a row that is larger than all room takes no other's"
 
 
 @pytest.mark.parametrize("case", ["ponder2", "ponder3"])

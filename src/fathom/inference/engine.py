@@ -28,6 +28,7 @@ from fathom.inference.batches import (
     GRAIN,
     DraftBatch,
     LiveBatch,
+    SlabBatch,
     batch_for,
     compiles,
     may_chunk,
@@ -389,7 +390,8 @@ class Engine:
         alike = job.trips == jobs[0].trips and self.lanes[job.trips].batch.reads_several
         alike = alike and not any(one.score_prompt for one in all_jobs)
         alike = alike and padded <= left and sum(lengths) >= FILLED * padded
-        return alike and not any(self._found(one) is not NOTHING for one in all_jobs)
+        unsure = all_jobs if len(jobs) == 1 else [job]  # the others were looked up when they came
+        return alike and all(self._found(one) is NOTHING for one in unsure)
 
     def _make_room(self, job: Job, beside: Sequence[Job]) -> bool:
         """Make room for a job and those `beside` it that are admitted with it; False if the budget has none."""
@@ -483,6 +485,8 @@ class Engine:
         size = batch.read_already if row is None else batch.lengths[row]
         if size < LEAST or (before is not None and len(before) >= size):
             return
+        if isinstance(batch, SlabBatch) and size * lane.token_bytes > self.prefixes.budget:
+            return  # it would be copied for nothing
         if logits is not None:
             scores[size] = logits.clone()
         cuts = [*job.cuts, *range(len(job.prompt) + 1, size + 1)]

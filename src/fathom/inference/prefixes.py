@@ -8,6 +8,7 @@ the third finds a place. The scores behind a prompt are kept too, so the same pr
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ class Kept:
 
     tokens: np.ndarray
     cuts: list[int]
-    """How many tokens had been read at the end of each chunk."""
+    """How many tokens had been read at the end of each chunk, in ascending order."""
     scores: dict[int, Tensor]
     """By how many tokens had been read: the logits for the next, `[1, V]`."""
     state: object
@@ -74,7 +75,8 @@ class Prefixes:
                 best = Found(kept, shared)
                 break
             longest = max(longest, shared)
-            count = max((cut for cut in kept.cuts if cut <= min(shared, len(tokens) - 1)), default=0)
+            cuts = bisect_right(kept.cuts, min(shared, len(tokens) - 1))
+            count = kept.cuts[cuts - 1] if cuts else 0
             if in_parts and count >= LEAST and count > best.count:
                 best = Found(kept, count)
         if best.kept is not None:
@@ -93,6 +95,8 @@ class Prefixes:
     ) -> Kept:
         """Keep a row, in place of one that it goes on from; the longest unused ones make room.
 
+        A row that is larger than all room is not kept, and takes no other's room.
+
         Args:
             tokens: What it holds.
             trips: As a job has them.
@@ -103,11 +107,13 @@ class Prefixes:
         """
         size = state[1] + sum(one.nbytes for one in scores.values())
         kept = Kept(np.asarray(tokens), list(cuts), dict(scores), state[0], trips, size)
+        if kept.bytes > self.budget:
+            return kept
         if instead is not None:
             self._drop(instead)
         self._all[id(kept)] = kept
         self.bytes += kept.bytes
-        while self.bytes > self.budget:  # a row that is larger than all room goes as well
+        while self.bytes > self.budget:
             self._drop(next(iter(self._all.values())))
         return kept
 
