@@ -130,6 +130,17 @@ def test_iterations_of_a_model_that_halts(served, browser):
     assert "iter. · layer" in text_of(browser, "#lens thead")
 
 
+@pytest.mark.parametrize("served", [{"recurrence": "loop", "mixer": "none"}], indirect=True)
+def test_the_lens_makes_as_many_iterations_as_the_answer_might(served, browser):
+    send(browser, "How deep?", max_trips=1)
+    done(browser)
+    click_widest(browser)
+    browser.until("!!document.querySelector('#lens table')")
+    layers = served.service.model.config.num_hidden_layers
+    assert browser.value("document.querySelectorAll('#lens tbody tr').length") == layers
+    assert "iter." not in text_of(browser, "#lens thead")
+
+
 @pytest.mark.parametrize("served", [{"chat": False}], indirect=True)
 def test_a_model_that_was_not_taught_to_converse_continues(served, browser):
     assert browser.value("document.getElementById('modes').hidden")

@@ -871,6 +871,18 @@ def test_the_lens_is_live(directory):
         check_error(live.post("/lens/data", txet="x"), 400)
 
 
+def test_the_lens_at_one_place(tmp_path):
+    """With the server's number of loop iterations, or the request's; what is no place is a 400."""
+    folder = export_tiny(tmp_path / "tiny", recurrence="loop", recurrence_options={"trips": 3}, mixer="none")
+    own = server.Service(*open_checkpoint(folder, "cpu"), "tiny", max_trips=2)
+    with in_thread(server.build_app(own, lens=add_lens)) as live:
+        place = {"tokens": [5, 6], "said": 7}
+        made = [live.post("/lens/place", **place, **more)[1]["trips"] for more in ({}, {"max_trips": 3})]
+        assert made == [2, 3]
+        for wrong in ({"max_trips": 4}, {"max_trips": 0}, {"tokens": []}, {"tokens": [""] * 9}, {"said": -1}):
+            check_error(live.post("/lens/place", **{**place, **wrong}), 400)
+
+
 def test_the_lens_refuses_what_cannot_fit_before_the_engine_sees_it(directory, monkeypatch):
     """The engine's thread tokenises for the lens, and every other client waits for it."""
     seen = []

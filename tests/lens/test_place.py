@@ -1,5 +1,7 @@
 """The lens at one place says what the lens of the whole text says there."""
 
+import math
+
 import pytest
 import torch
 
@@ -33,6 +35,18 @@ def test_a_place_is_as_in_the_whole_text(case):
                 whole.vocabulary[entry] for entry in whole.predictions[v, at - 1]
             ]
         assert found["final"]["bits"] == pytest.approx(whole.surprisal[at], abs=1e-3)
+
+
+@pytest.mark.parametrize("case", PONDERING)
+def test_a_place_under_a_budget_is_what_the_model_says_under_it(case):
+    model, tokenizer = model_of(case), tiny_tokenizer()
+    ids = torch.tensor([tokenizer(TEXT[0])["input_ids"]])
+    found = look_at(model, tokenizer, ids[0, :-1].tolist(), int(ids[0, -1]), max_trips=1)
+    with torch.no_grad():
+        logits = model(ids[:, :-1], max_trips=1).logits[0, -1]
+    bits = -logits.log_softmax(-1)[ids[0, -1]] / math.log(2)
+    assert found["final"]["bits"] == pytest.approx(float(bits), abs=1e-3)
+    assert found["trips"] == 1 and {one["trip"] for one in found["visits"]} == {0}
 
 
 @pytest.mark.parametrize("tokens", [[], [1] * 513, [-1], [384]])

@@ -20,7 +20,9 @@ from fathom.inference.engine import WAITING
 
 KINDS = {429: "rate_limit_error", 408: "timeout_error", 503: "server_error", 500: "server_error"}
 STATUS = {"rate_limit_exceeded": 429, "shutting_down": 503, "failed": 500}
-STATUS |= dict.fromkeys(("cache_memory_exceeded", "context_length_exceeded", "empty_prompt", "grammar_too_complex"), 400)
+STATUS |= dict.fromkeys(
+    ("cache_memory_exceeded", "context_length_exceeded", "empty_prompt", "grammar_too_complex"), 400
+)
 """By the code of an engine's error."""
 ELSEWHERE = {
     **dict.fromkeys(("functions", "function_call"), "OpenAI replaced it by tools and tool_choice"),
@@ -323,3 +325,13 @@ class TokensBody(Strict):
 
     model: str | None = None
     tokens: Annotated[list[int], Field(fail_fast=True)]
+
+
+class PlaceBody(Strict):
+    """`POST /lens/place`."""
+
+    tokens: Annotated[list[int], Field(fail_fast=True)]
+    """What stands before the place."""
+    said: int
+    """The token that was said there."""
+    max_trips: int | None = Field(None, ge=1)

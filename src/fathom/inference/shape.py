@@ -84,7 +84,9 @@ class Shapes:
         required, several = named or body.tool_choice == "required", body.parallel_tool_calls and not named
         wish = Wish(tools, required, several, schema)
         try:
-            shape = self._compiled("tools", lambda: lark_grammar(tool_grammar(wish, self.notation, self.grammars.pieces)))
+            shape = self._compiled(
+                "tools", lambda: lark_grammar(tool_grammar(wish, self.notation, self.grammars.pieces))
+            )
         except ApiError:
             for i, tool in enumerate(tools):  # so that a fault has its tool's name
                 self._compiled(f"tools.{i}.function.parameters", partial(json_grammar, schema_of(tool)))

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 from fastapi.responses import HTMLResponse, JSONResponse
-from pydantic import Field
 
 from fathom.errors import SettingsError
-from fathom.inference.api import ApiError
-from fathom.inference.api_structure import Strict
+from fathom.evaluation.budgets import most_trips
+from fathom.inference.api import ApiError, PlaceBody, wrong
 from fathom.inference.prompt import encode
 from fathom.lens.look import LensData, look
 from fathom.lens.page import lens_page, pack
@@ -24,15 +23,6 @@ if TYPE_CHECKING:
 
 TEXT = "To fathom: to measure a depth; to understand after much thought."
 """The text that the page shows at first."""
-
-
-class PlaceBody(Strict):
-    """`POST /lens/place`."""
-
-    tokens: Annotated[list[int], Field(fail_fast=True)]
-    """What stands before the place, as token ids."""
-    said: int
-    """The token that was said there."""
 
 
 def add_lens(app: FastAPI, service: Service) -> None:
@@ -54,7 +44,10 @@ def add_lens(app: FastAPI, service: Service) -> None:
 
     @app.post("/lens/place")
     async def place(body: PlaceBody) -> dict[str, object]:
-        work = partial(look_at, model, tokenizer, body.tokens, body.said)
+        most, trips = most_trips(model), body.max_trips or service.max_trips
+        if (trips or 1) > most:
+            raise wrong("max_trips", f"{trips}; a token of this model makes {most} at most")
+        work = partial(look_at, model, tokenizer, body.tokens, body.said, trips)
         try:
             return await asyncio.shield(asyncio.wrap_future(service.engine.call(work)))
         except SettingsError as error:

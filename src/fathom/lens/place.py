@@ -25,7 +25,11 @@ TOP = 5
 
 @torch.no_grad()
 def look_at(
-    model: FathomForCausalLM, tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], said: int
+    model: FathomForCausalLM,
+    tokenizer: PreTrainedTokenizerBase,
+    tokens: Sequence[int],
+    said: int,
+    max_trips: int | None = None,
 ) -> dict[str, object]:
     """What every visit (one layer in one trip) would have said after these tokens, as plain numbers.
 
@@ -36,13 +40,14 @@ def look_at(
         tokenizer: Its tokenizer.
         tokens: What stands before the place.
         said: The token that was said there.
+        max_trips: Loop iterations per token at most; None for the model's own number.
     """
     size = model.config.vocab_size
     if not tokens or not all(0 <= token < size for token in (*tokens, said)):
         raise SettingsError(f"tokens: token ids of 0 to {size - 1}, at least one before the place")
     if len(tokens) > model.config.max_position_embeddings:
         raise SettingsError(f"tokens: this model's context is {model.config.max_position_embeddings} tokens")
-    plan = model.model.plan_of(model.model.served_trips)
+    plan = model.model.plan_of(max_trips or model.model.served_trips)
     stages = 1 if model.model.recurrence.view.depth_parallel else len(plan)
     last: deque[ResidualState] = deque(maxlen=sum(map(len, plan)) // stages)
 
@@ -51,7 +56,7 @@ def look_at(
 
     ids = torch.tensor([list(tokens)], device=model.device)
     with evaluating(model), hooks(model, lambda *_: None, left):
-        out = model.model(ids, use_cache=False, head=model.lm_head)
+        out = model.model(ids, use_cache=False, head=model.lm_head, max_trips=max_trips)
     made = out.recurrence_state.get("trips", torch.tensor([[len(plan)]]))
     # Under the view ALL the slots of a token stand side by side, and each round has them all.
     states = [tuple(part[:, stage : stage + 1] for part in state) for stage in range(stages) for state in last]

@@ -106,6 +106,7 @@ async function answer(prompt) {
   let why = null;
   try {
     const [route, request] = body(mine, prompt, said);
+    mine.budget = said.max_trips;
     const response = await fetch(route, { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(request), signal: state.aborter.signal });
     if (!response.ok) throw new Error((await response.json()).error.message);
     for await (const part of parts(response)) {
@@ -218,7 +219,7 @@ async function through(token) {
   $("lens").replaceChildren(make("p", "soft", "Looking …"));
   try {
     if (!token.seen) {
-      const request = { tokens: [...token.mine.before, ...said], said: token.id };
+      const request = { tokens: [...token.mine.before, ...said], said: token.id, max_trips: token.mine.budget };
       const response = await fetch("/lens/place", { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(request) });
       const found = await response.json();
       if (!response.ok) throw new Error(found.error.message);
