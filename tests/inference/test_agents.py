@@ -161,7 +161,7 @@ def test_the_model_decides(folder, text, content, calls, stream):
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
-    ("stop", "arguments", "why"), [("3}", '{"a": 2, "b": ', "stop"), ("</tool", None, "tool_calls")]
+    ("stop", "arguments", "why"), [("3}", '{"a": 2, "b": ', "stop"), ("</tool", '{"a": 2, "b": 3}', "tool_calls")]
 )
 def test_a_stop_string_within_a_call(folder, stop, arguments, why, stream):
     """Arguments that it cuts are no JSON, so an agent must not run them."""
