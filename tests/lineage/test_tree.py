@@ -58,6 +58,14 @@ def test_the_tree_of_a_family(models, tmp_path):
     assert "Direction cannot be told." in page and "Direction: " in page
 
 
+def test_siblings_without_their_parent_are_joined_and_it_is_said(models, tmp_path):
+    result = commands.tree([str(models / name) for name in ("tuned", "sparse")], out=tmp_path, quiet=True)
+    data, page = json.loads((tmp_path / "report.json").read_text()), (tmp_path / "report.html").read_text()
+    (edge,) = data["families"][0]["edges"]
+    assert edge["direction"]["made"] is None and data["note"] == tree.MISSING
+    assert all(tree.MISSING in " ".join(text.split()) for text in (result.text, page))
+
+
 def test_unrelated_models_have_no_tree(models):
     found = tree.tree([models / "stranger", models / "another"])
     assert [family.edges for family in found.families] == [(), ()] and not found.merges

@@ -37,6 +37,10 @@ LEAST_SCORE = 1e-3
 RESHAPED = 0.5  # the drift that a change of shape counts as
 EXACT = 0.02  # what the parents of a merge that is named may leave unexplained
 MOST_MERGES = 12  # models of one shape among which parents of merges are looked for
+MISSING = (
+    "A parent may be missing from the set: neighbours are then siblings, or a grandparent and its grandchild, although "
+    "the tree joins them."
+)
 
 
 @dataclass(frozen=True)
@@ -248,6 +252,7 @@ def drawn(found: Tree, width: int = 80) -> str:
         "The top of a tree is drawn, not claimed: direction is said where the weights",
         "tell it. Drift is in units of the weights' own size; support is how often an",
         "edge stays when layers are drawn anew.",
+        *textwrap.wrap(MISSING, width),
     ]
     return "\n".join(lines)
 

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from fathom.lineage.shares import IF_COMPLETE
-from fathom.lineage.tree import Edge, Family, Merge, Tree, first
+from fathom.lineage.tree import MISSING, Edge, Family, Merge, Tree, first
 from fathom.report import html
 from fathom.report.files import finite
 from fathom.report.templates import render as render_template
@@ -20,6 +20,7 @@ READING = (
     "Support is how often an edge stays in the tree when the layers are drawn anew, 200 times.",
     "The top of a tree is drawn, not claimed. Direction is said only where the weights lost or repeated something: "
     "rounding, zeros, repeated layers, copied experts.",
+    MISSING,
     "A tree shows nothing about intent, consent or licences. Two runs from one public seed stand next to each other "
     "too.",
 )
@@ -36,7 +37,8 @@ def as_json(found: Tree) -> dict[str, object]:
     ]
     merges = [{"child": merge.child, **asdict(merge.found)} for merge in found.merges]
     note = {"merges_note": IF_COMPLETE} if merges else {}
-    return {"fathom_lineage_tree": SCHEMA, "pairs": found.pairs, "families": families, "merges": merges, **note}
+    body = {"fathom_lineage_tree": SCHEMA, "pairs": found.pairs, "families": families, "merges": merges}
+    return {**body, "note": MISSING, **note}
 
 
 def write(out: Path, found: Tree) -> None:
