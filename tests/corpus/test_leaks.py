@@ -136,6 +136,18 @@ def test_a_shared_preamble_gives_nothing_away() -> None:
     } == {1}
 
 
+def test_a_question_that_begins_in_anothers_answer() -> None:
+    """As in HellaSwag, a label, two sentences, and the next one as the answer; each item begins a sentence later."""
+    story = [" ".join(Prose(n).words[:7]) for n in range(8)]
+    items = [
+        Item(str(n), f"Bathing dog: {a}. {b}.", (c, "none"), 0, c)
+        for n, (a, b, c) in enumerate(zip(story[:-2], story[1:-1], story[2:], strict=True))
+    ]
+    before = Item("before", f"Bathing dog: {story[7]} on the dog. {story[0]}.", ("none", "one"), 0, "none")
+    for number, item in enumerate(items):
+        assert {hit.item for hit in hits([*items, before], around(f"{item.stem} {item.gold}"))} == {number}
+
+
 def test_repetitions_of_a_question_are_found_together() -> None:
     items = [Item(str(n), " ".join(WORDS[:20]), ("yes", "no")[:: (-1) ** n], n % 2, "yes") for n in range(3)]
     assert {hit.item for hit in hits(items, around(" ".join(WORDS[2:17])))} == {0, 1, 2}

@@ -1,7 +1,8 @@
 """What gives an item of a benchmark away, and where texts do so.
 
-A question is given away by a run of 13 words of it that no other question of the benchmark has; if it has 8 to 12
-words, by all of it, unless another question contains it; and any question by all of it with its answer after it.
+A question is given away by a run of 13 words of it that no other question of the benchmark has, nor its right answer;
+if it has 8 to 12 words, by all of it, unless another contains it; and any question by all of it with its answer after
+it.
 Between question and answer may stand label words ("Answer: (b)", "He replied:") and the other choices. Runs that
 several questions share are the benchmark's template, and choices alone are no question: neither gives anything away.
 """
@@ -14,7 +15,7 @@ import re
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -108,26 +109,20 @@ class Hit:
     end: int
 
 
-@dataclass(frozen=True)
-class Unfound:
+class Unfound(NamedTuple):
     """Ids of items whose own words do not suffice."""
 
-    template: list[str]
-    """Others share every run of theirs: they are found only with their answer after them, if they have one."""
-    short: list[str]
-    """Too short to be found."""
+    template: list[str]  # other questions share all their runs: found only with the answer after the question
+    short: list[str]  # too short to be found
 
 
-@dataclass(frozen=True)
-class Wanted:
+class Wanted(NamedTuple):
     """The words of an item, as numbers."""
 
     stem: list[int]
     golds: list[list[int]]
-    others: list[list[int]]
-    """Choices that are not right."""
-    filled: list[int]
-    """The question with the answer in its blank; empty if it has none."""
+    others: list[list[int]]  # choices that are wrong
+    filled: list[int]  # the question with the answer in its blank; empty if it has none
 
 
 def stems_of(items: Sequence[Item]) -> list[str]:
@@ -224,23 +219,26 @@ def _shared(
 ) -> tuple[dict[int, dict[int, int]], list[tuple[int, int]], set[int]]:
     """How many questions hold each run, by its length; (run, item) of long runs of one question alone; their items.
 
+    A run in a question's right answer counts as held by it, since the next question of a story may begin with that.
     Runs of a question with its blank filled in are among the second, but do not make its item one of the third.
     """
     asked = asked_texts(items)
-    words = words_of([folded(text).text for _, text in asked])
-    owner = np.array([number for number, _ in asked])
+    answered = [(number, f"{item.context}\n{item.stem} {item.gold}") for number, item in enumerate(items)]
+    words = words_of([folded(text).text for _, text in (*asked, *answered)])
+    owner = np.array([number for number, _ in (*asked, *answered)])
     group = np.array(groups_of(items))[owner]
     shared: dict[int, dict[int, int]] = {length: {} for length in range(rules.whole, rules.words)}
     own: list[tuple[int, int]] = []
     items_of_runs: set[int] = set()
-    first = np.concatenate([[True], owner[1:] != owner[:-1]])
+    question = np.arange(len(owner)) < len(asked)
+    first = question & np.concatenate([[True], owner[1:] != owner[:-1]])
     for length, runs, places in words.runs_of({*shared, rules.words, *ANCHORS}):
         of = np.searchsorted(words.bounds, places, "right") - 1
         pairs = np.unique(np.stack([runs, group[of].astype(np.uint64)], 1), axis=0)
         known, counts = np.unique(pairs[:, 0], return_counts=True)
         shared[length] = dict(zip(known.tolist(), counts.tolist(), strict=True))
         if length == rules.words:
-            alone = counts[np.searchsorted(known, runs)] == 1
+            alone = question[of] & (counts[np.searchsorted(known, runs)] == 1)
             rows = np.stack([runs[alone], owner[of[alone]].astype(np.uint64)], 1)
             items_of_runs = set(owner[of[alone & first[of]]].tolist())
             own = [(run, item) for run, item in np.unique(rows, axis=0).tolist()]
