@@ -82,6 +82,7 @@ def main() -> int:
     parser.add_argument("--planted", type=int, default=200, help="copies in each group of similarity")
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--hunted-workers", type=int, help="of the run that is killed (default: as many)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--work", type=Path, help="where both corpora go, and stay (default: a temporary directory)")
     parser.add_argument("--out", type=Path)
@@ -95,11 +96,13 @@ def main() -> int:
         alone, hunted = work / "alone", work / "hunted"
         for place in (alone, hunted):
             shutil.rmtree(place, ignore_errors=True)
-        first = undisturbed(work, alone)
-        found = {**provenance(), "workers": options.workers, **facts_of(alone, recipe, first, planted)}
+        workers = options.hunted_workers or options.workers
+        first = undisturbed(work, alone, options.workers)
+        found = {**provenance(), "workers": options.workers, "hunted_workers": workers}
+        found |= facts_of(alone, recipe, first, planted)
         points = moments(first, options.kills, random.Random(options.seed))
-        kills = hunt(work, hunted, points, first.history[-1][1])
-        last = undisturbed(work, hunted)
+        kills = hunt(work, hunted, points, first.history[-1][1], workers)
+        last = undisturbed(work, hunted, workers)
         found |= {"kills": kills, "seconds_of_the_run_after_them": round(last.history[-1][0], 1)}
         found |= compared(alone, hunted)
     text = json.dumps(found, indent=1)
@@ -131,18 +134,19 @@ def recipe_of(options: argparse.Namespace, work: Path) -> tuple[dict[str, Any], 
     }, planted
 
 
-def start(work: Path, out: Path) -> Watch:
+def start(work: Path, out: Path, workers: int) -> Watch:
     """The command, in a process group of its own."""
-    command = [sys.executable, "-m", "fathom", "corpus", str(work / "recipe.yaml"), "--out", str(out)]
+    command = [sys.executable, "-m", "fathom", "corpus", str(work / "recipe.yaml"), f"executor.workers={workers}"]
+    command += ["--out", str(out)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with (work / "log.txt").open("ab") as log:
         process = subprocess.Popen(command, env=environment, start_new_session=True, stdout=log, stderr=log)
     return Watch(out, process, before=drafts(out))
 
 
-def undisturbed(work: Path, out: Path) -> Watch:
+def undisturbed(work: Path, out: Path, workers: int) -> Watch:
     """A run to its end."""
-    watch = start(work, out)
+    watch = start(work, out, workers)
     while watch.process.poll() is None:
         watch.look()
         time.sleep(0.5)
@@ -162,24 +166,26 @@ def moments(first: Watch, kills: int, chance: random.Random) -> list[tuple[int, 
     return found
 
 
-def hunt(work: Path, out: Path, points: list[tuple[int, float]], total: int) -> list[dict[str, Any]]:
+def hunt(work: Path, out: Path, points: list[tuple[int, float]], total: int, workers: int) -> list[dict[str, Any]]:
     """Kill every process of a run at each of these points; what was done, and what was in work.
 
     A run is killed when it is at work again, or when all tasks are done and it writes the corpus.
     """
     kills: list[dict[str, Any]] = []
     for target, wait in points:
-        watch, reached, before = start(work, out), None, finished(out)
+        watch, reached, before = start(work, out, workers), None, finished(out)
         while watch.process.poll() is None:
             seconds, done = watch.look(memory=False)
             at_work = done > before or watch.in_work() or done == total
             if reached is None and done >= target and at_work:
                 reached = seconds
-            if reached is not None and seconds - reached >= wait:
+            if reached is not None and (seconds - reached >= wait or done > target):
                 break
             time.sleep(0.05)
-        if watch.process.poll() is not None:
+        if watch.process.poll():
             raise SystemExit(f"the corpus ended with {watch.process.returncode} before kill {len(kills) + 1}")
+        if watch.process.poll() is not None:  # faster than the first run, it was through
+            continue
         os.killpg(watch.process.pid, signal.SIGKILL)
         watch.process.wait()
         while resident(watch.process.pid):

@@ -7,7 +7,7 @@ that holds no item. `siblings` counts other items that a plant marks, `contained
 whole in the planted one or in its answer. Then every document of `--plain` is searched for all benchmarks, without
 plants: the share of documents and of items that are found, and `--judge` passages, at random. `--across` searches the
 items of each benchmark, and of others in the folder, for those of the other benchmarks, in which nobody planted or
-removed any.
+removed any. `--plants 0` leaves the plants out and searches for more benchmarks, those of `MORE`, too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from fathom.corpus.benchmarks import Item, item_of, plain
 from fathom.corpus.confusables import LOOKALIKES
@@ -42,6 +42,17 @@ FILES = {
     "hellaswag": ("hellaswag/validation",),
     "boolq": ("boolq/validation",),
 }
+MORE = {
+    "piqa": ("piqa/validation", "piqa/train_500"),
+    "boolq": ("boolq/validation", "boolq/train_500"),
+    "winogrande_xl": ("winogrande_xl/validation", "winogrande_xl/train_500"),
+    "copa": ("copa/validation",),
+    "lambada_openai": ("lambada_openai/test",),
+    "basic_arithmetic": ("basic_arithmetic/validation",),
+    "copycolors": ("copycolors/test",),
+    "blimp": ("blimp/*",),
+}
+"""Benchmarks of another shape, and more items of some."""
 CYRILLIC = {latin: next(one for one in shapes if "\u0400" <= one <= "\u052f")
             for latin, shapes in LOOKALIKES.items() if any("\u0400" <= one <= "\u052f" for one in shapes)}  # fmt: skip
 ACCENTED = dict(zip("aeioucn", "\u00e1\u00ea\u00ef\u00f6\u00fb\u00e7\u00f1", strict=True))
@@ -135,23 +146,41 @@ def generated(shape: str, count: int, chance: random.Random) -> list[dict[str, A
     return rows
 
 
+def opened(place: Path) -> TextIO:
+    return lzma.open(place, "rt", encoding="utf-8") if place.suffix == ".xz" else place.open(encoding="utf-8")
+
+
 def rows_of(folder: Path, names: Sequence[str]) -> Iterator[dict[str, Any]]:
-    for name in names:
-        with lzma.open(folder / f"{name}.jsonl.xz", "rt", encoding="utf-8") as lines:
+    for place in (place for name in names for place in sorted(folder.glob(f"{name}.jsonl*"))):
+        with opened(place) as lines:
             yield from map(json.loads, lines)
 
 
-def read_benchmarks(folder: Path, chance: random.Random) -> dict[str, list[Item]]:
-    rows = {name: list(rows_of(folder, files)) for name, files in FILES.items()}
-    rows |= {f"{shape} (generated)": generated(shape, 1200, chance) for shape in ("nq", "triviaqa", "svamp")}
+def as_question(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of a benchmark that asks no question: COPA's premise, LAMBADA's last word, BLiMP's good sentence."""
+    if "premise" in row:
+        return {**row, "question": row["premise"]}
+    if "sentence_good" in row:
+        return {"question": row["sentence_good"]}
+    if set(row) == {"text"}:
+        text, _, last = row["text"].rpartition(" ")
+        return {"question": text, "answer": last}
+    return row
+
+
+def read_benchmarks(folder: Path, chance: random.Random, more: bool) -> dict[str, list[Item]]:
+    files = {**FILES, **MORE} if more else FILES
+    rows = {name: list(map(as_question, rows_of(folder, some))) for name, some in files.items()}
+    if not more:
+        rows |= {f"{shape} (generated)": generated(shape, 1200, chance) for shape in ("nq", "triviaqa", "svamp")}
     return {name: [item_of(row, number) for number, row in enumerate(found)] for name, found in rows.items()}
 
 
 def texts_of(places: Sequence[Path]) -> Iterator[str]:
+    """The documents of JSON lines, or a file of text."""
     for place in places:
-        with lzma.open(place, "rt", encoding="utf-8") as lines:
-            for line in lines:
-                yield json.loads(line)["text"]
+        with opened(place) as lines:
+            yield from (json.loads(line)["text"] for line in lines) if ".jsonl" in place.name else (lines.read(),)
 
 
 def recall(items: Sequence[Item], covers: Sequence[str], plants: int, chance: random.Random) -> dict[str, Any]:
@@ -193,14 +222,15 @@ def _holds(planted: Item, other: Item) -> bool:
 
 def everything(folder: Path) -> Iterator[tuple[str, str]]:
     """(benchmark, text) of all that stands in a folder of benchmarks: questions, passages and choices."""
-    for place in sorted(folder.rglob("*.jsonl.xz")):
-        for row in rows_of(place.parent, [place.name.removesuffix(".jsonl.xz")]):
+    for place in sorted(folder.rglob("*.jsonl*")):
+        for row in rows_of(place.parent, [place.name.partition(".")[0]]):
             item = [row.get(key) for key in ("support", "passage", "text", "query", "goal", "premise", "sentence")]
             question = row.get("question")
             stem = question.get("stem") if isinstance(question, dict) else question or row.get("question_stem")
             choices = row.get("choices") or row.get("endings")
             choices = choices.get("text") if isinstance(choices, dict) else choices
             item += [stem, *(choices if isinstance(choices, list) else ()), row.get("correct_answer")]
+            item += [row.get(key) for key in ("sol1", "sol2", "choice1", "choice2", "sentence_good")]
             yield place.parent.name, "\n".join(one for one in item if isinstance(one, str))
 
 
@@ -272,10 +302,10 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     chance = random.Random(options.seed)
-    benchmarks = read_benchmarks(options.folder, chance)
+    benchmarks = read_benchmarks(options.folder, chance, more=not options.plants)
     covers = [text[:300] for text in islice(texts_of(options.plain), 300)]
     found: dict[str, Any] = {**provenance(), "plants": options.plants, "recall": {}}
-    for name, items in benchmarks.items():
+    for name, items in benchmarks.items() if options.plants else ():
         found["recall"][name] = one = recall(items, covers, options.plants, chance)
         cells = " ".join(f"{kind}={cell['found']}/{cell['plants']}" for kind, cell in one["kinds"].items())
         print(
@@ -286,7 +316,7 @@ def main() -> int:
     )
     print(json.dumps(found["unplanted"], indent=1, ensure_ascii=False))
     if options.across:
-        found["across"] = across({name: benchmarks[name] for name in FILES}, options.folder)
+        found["across"] = across({name: items for name, items in benchmarks.items() if "(" not in name}, options.folder)
         print(f"across: {len(found['across']['hits'])} hits in {found['across']['documents']:,} documents")
     if options.out:
         write_json(options.out, found)

@@ -59,11 +59,9 @@ class Prompt:
     """One question, as every cache reads it."""
 
     cell: Cell
-    ids: Tensor
-    """`[T]`"""
+    ids: Tensor  # [T]
     answers: tuple[str, ...]
-    wanted: Tensor
-    """`[n]`, the answer's tokens, where it is scored token by token."""
+    wanted: Tensor  # [n], the answer's tokens, where it is scored token by token
     most: int
     age: int
     """Tokens that were read after the end of the oldest planted sentence that holds an answer."""
