@@ -67,7 +67,7 @@ def _bandwidths() -> Iterator[Cell]:
 
 def _trainings(tiny: bool) -> Iterator[Cell]:
     """`SHAPE MODEL HOW`."""
-    one_trip = ("depth_attention", "attention_residuals", "denseformer", "hyper_connections")
+    one_trip = ("depth_attention", "attention_residuals", "denseformer", "hyper_connections", "mudd")
     several = ("loop", "ponder", "ponder2", "ponder3", "adaponder", "latent_cot")
     for number, shape in enumerate((TINY,) if tiny else ("410m", "1.5b", "3b")):
         for model in ("hf", "vanilla", "depth_attention"):

@@ -41,6 +41,8 @@ ARMS: dict[str, tuple[str, dict[str, dict[str, object]]]] = {
     "attention_residuals": ("attention_residuals", {}),
     "attention_residuals, blocks of 4": ("attention_residuals", {"residual": {"block_size": 4}}),
     "attention_residuals, snapshot": ("attention_residuals", {"residual": {"variant": "snapshot"}}),
+    "attention_residuals, delta": ("attention_residuals", {"residual": {"variant": "delta"}}),
+    "mudd": ("mudd", {}),
     "hyper_connections": ("hyper_connections", {}),
     "hyper_connections, no Sinkhorn": ("hyper_connections", {"residual": {"sinkhorn_iterations": 0}}),
     "loop": ("loop", {}),

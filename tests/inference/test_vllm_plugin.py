@@ -35,6 +35,7 @@ SERVED = [
     {"mixer": "none", "residual": "denseformer"},
     {"mixer": "none", "residual": "attention_residuals"},
     {"mixer": "none", "residual": "hyper_connections"},
+    {"mixer": "none", "residual": "mudd", "residual_options": {"ways": "r"}},
     {"mixer": "depth_attention", "residual": "hyper_connections"},
     {"recurrence": "loop", "mixer": "none"},
     {"recurrence": "loop", "mixer_options": {"across_trips": "grid", "stride": 2}},

@@ -38,6 +38,30 @@ CASES: dict[str, tuple[str, dict]] = {
     "denseformer-sparse": ("denseformer", {"residual": {"dilation": 2, "period": 2}}),
     "attention_residuals": ("attention_residuals", {"residual": {"block_size": 3}}),
     "attention_residuals-snapshot": ("attention_residuals", {"residual": {"block_size": 3, "variant": "snapshot"}}),
+    "attention_residuals-delta": ("attention_residuals", {"residual": {"variant": "delta"}}),
+    "attention_residuals-delta_block": (
+        "attention_residuals",
+        {"residual": {"block_size": 3, "variant": "delta_block"}},
+    ),
+    "attention_residuals-delta-blend": ("attention_residuals", {"residual": {"variant": "delta", "blend": 0.5}}),
+    "loop+attention_residuals-delta_block": (
+        "loop+attention_residuals",
+        {
+            "recurrence": {"trips": 2, "prelude": 1},
+            "residual": {"block_size": 3, "variant": "delta_block"},
+        },
+    ),
+    "latent_cot+depth_attention+attention_residuals-delta": (
+        "latent_cot+depth_attention+attention_residuals",
+        {"recurrence": {"trips": 2, "tau": 0.3}, "residual": {"variant": "delta"}},
+    ),
+    "mudd": ("mudd", {}),
+    "mudd-last": ("mudd", {"residual": {"ways": "vr", "last": 2, "sources": "few", "hidden": 5}}),
+    "loop+depth_attention+mudd": (
+        "loop+depth_attention+mudd",
+        {"recurrence": {"trips": 2, "prelude": 1}},
+    ),
+    "latent_cot+mudd": ("latent_cot+mudd", {"recurrence": {"trips": 2, "tau": 0.3}}),
     "hyper_connections": ("hyper_connections", {"residual": {"streams": 3}}),
     "hyper_connections-free": ("hyper_connections", {"residual": {"streams": 2, "sinkhorn_iterations": 0}}),
     "loop": ("loop", {"recurrence": {"trips": 3}}),
@@ -137,14 +161,14 @@ BACKBONES = {
 ALONE = [case for case in CASES if "+" not in case and "-" not in case]
 CASES |= {
     f"{case}@{backbone}": (CASES[case][0], {**CASES[case][1], "backbone": switches})
-    for case in (*ALONE, "loop+depth_attention-grid", "latent_cot+depth_attention")
+    for case in (*ALONE, "loop+depth_attention-grid", "latent_cot+depth_attention", "attention_residuals-delta")
     for backbone, switches in BACKBONES.items()
 }
 CASES["depth_attention-normed@llama"] = (
     "depth_attention",
     {"mixer": {"norm_scores": True}, "backbone": BACKBONES["llama"]},
 )
-LATER = ("-blend", "-diagonal", "-dense", "-sparse", "-snapshot", "-free", "-middle")
+LATER = ("-blend", "-diagonal", "-dense", "-sparse", "-snapshot", "-free", "-middle", "-last", "-delta")
 FAST = [case for case in CASES if not set("+@") & set(case) and not case.endswith(LATER)]
 FAST += ["loop+depth_attention-grid", "latent_cot+depth_attention"]
 FAST += ["depth_attention@neox", "attention_residuals@neox", "ponder@gpt2", "loop@olmo2", "latent_cot@gemma"]

@@ -157,9 +157,13 @@ class Plain:
         place = "model.final_residual" if last else f"model.layers.{layer}.{('attn', 'mlp')[half]}_residual"
         return self.o.w[f"{place}.{name}"]
 
-    def read(self, sublayer: int) -> Array:
-        """What the sub-layer's norm gets."""
+    def read(self, sublayer: int) -> Any:
+        """What the sub-layer's norm gets; three of it where queries, keys and values read different things."""
         return self.x
+
+    def gained(self, sublayer: int, ways: list[Array]) -> list[Array]:
+        """What queries, keys and values are made of, of what the layer's norm made."""
+        return ways
 
     def write(self, sublayer: int, update: Array) -> None:
         """Take in what the sub-layer made."""
@@ -215,6 +219,74 @@ class AttentionResiduals(Plain):
             self.earlier.append(self.current)
 
 
+class Delta(Plain):
+    """What a learned query finds among earlier updates, or sums of them by block, is added to the stream."""
+
+    def __init__(self, oracle: Oracle, x: Array) -> None:
+        super().__init__(oracle, x)
+        self.start = x
+        self.blocks: list[list[Array]] = []
+
+    def read(self, sublayer: int) -> Array:
+        """The open block is no source."""
+        if not self.blocks or sublayer == 2 * self.o.layers:
+            return self.x
+        closed = self.blocks[:-1] if self.o.residual["variant"] == "delta_block" else self.blocks
+        sources = np.stack([self.start, *(sum(block) for block in closed)])
+        found = sources[0]
+        if len(sources) > 1:
+            query = self.weight(sublayer, "norm.weight") * self.weight(sublayer, "pseudo_query")
+            found = softmax(self.o.unit(sources) @ query) @ sources
+        return self.x + self.o.residual["blend"] * found
+
+    def write(self, sublayer: int, update: Array) -> None:
+        """`delta` has a block for each sub-layer."""
+        super().write(sublayer, update)
+        by_block = self.o.residual["variant"] == "delta_block"
+        if not self.blocks or not by_block or sublayer % self.o.residual["block_size"] == 0:
+            self.blocks.append([])
+        self.blocks[-1].append(update)
+
+
+class Mudd(Plain):
+    """An MLP on what enters a layer weighs what entered earlier ones, way by way."""
+
+    def __init__(self, oracle: Oracle, x: Array) -> None:
+        super().__init__(oracle, x)
+        self.kept: list[Array] = []
+
+    def read(self, sublayer: int) -> Any:
+        """Sums of the newest sources first; the MLP reads the stream."""
+        layer, mlp = divmod(sublayer, 2)
+        options, layers, newest = self.o.residual, self.o.layers, self.x
+        if mlp:
+            return self.x
+        sources, sums = [newest, *self.kept[::-1]], {}
+        if layer >= max(1, layers - (options["last"] or layers)):
+            ways = options["ways"] if layer < layers else "r"
+            hidden = gelu(self.weight(sublayer, "weigher.w1.weight") @ self.o.unit(newest))
+            made = (self.weight(sublayer, "weigher.w2.weight") @ hidden).reshape(len(ways), -1)
+            made = made + self.weight(sublayer, "static")
+            for way, row in zip(ways, made, strict=True):
+                sums[way] = sum(a * x for a, x in zip(row[::-1], sources, strict=False))
+        stream = sums.pop("r", newest)
+        if layer == layers:
+            return stream
+        if options["sources"] == "all" or layer in (0, layers // 2):
+            self.kept.append(newest)
+        self.x = stream
+        return tuple(sums.get(way, stream) for way in "qkv")
+
+    def gained(self, sublayer: int, ways: list[Array]) -> list[Array]:
+        """Keys' and values' norms are others where they are mixed."""
+        names = {1: "key_gain", 2: "value_gain"}
+        layer, options = sublayer // 2, self.o.residual
+        if layer < max(1, self.o.layers - (options["last"] or self.o.layers)):
+            return ways
+        mixed = [i for i in names if "qkv"[i] in options["ways"]]
+        return [self.weight(sublayer, f"{names[i]}.weight") * x if i in mixed else x for i, x in enumerate(ways)]
+
+
 class HyperConnections(Plain):
     """Several streams, mixed around every sub-layer by maps that depend on the token."""
 
@@ -259,11 +331,17 @@ def balanced(logits: Array, rounds: int) -> Array:
     return m
 
 
-STREAMS = {
+def attention_residuals(oracle: Oracle, x: Array) -> Plain:
+    """By variant."""
+    return (Delta if oracle.residual["variant"].startswith("delta") else AttentionResiduals)(oracle, x)
+
+
+STREAMS: dict[str, Callable[[Oracle, Array], Plain]] = {
     "plain": Plain,
     "denseformer": DenseFormer,
-    "attention_residuals": AttentionResiduals,
+    "attention_residuals": attention_residuals,
     "hyper_connections": HyperConnections,
+    "mudd": Mudd,
 }
 
 
@@ -355,10 +433,10 @@ class Oracle:
         inner = act(self.linear(x, f"{name}.gate_proj")) * up if self.config["gated_mlp"] else act(up)
         return self.linear(inner, f"{name}.down_proj")
 
-    def project(self, x: Array, layer: int, position: int) -> tuple[Array, Array, Array]:
-        """Query `[H, D]`, key and raw value `[H_kv, D]`."""
+    def project(self, ways: Sequence[Array], layer: int, position: int) -> tuple[Array, Array, Array]:
+        """Query `[H, D]`, key and raw value `[H_kv, D]`, each of an input of its own."""
         name, width, over = f"model.layers.{layer}.self_attn", self.config["head_dim"], self.config["qk_norm"]
-        query, key, value = (self.linear(x, f"{name}.{part}_proj") for part in "qkv")
+        query, key, value = (self.linear(x, f"{name}.{part}_proj") for x, part in zip(ways, "qkv", strict=True))
         if over == "full":
             query, key = self.normed(query, f"{name}.q_norm"), self.normed(key, f"{name}.k_norm")
         query, key, value = (part.reshape(-1, width) for part in (query, key, value))
@@ -468,7 +546,8 @@ class Oracle:
                 step.entry = stream.read(2 * self.layers) if layer else step.x
             x = stream.read(2 * layer)
             beside = stream.read(2 * layer + 1) if self.config["parallel_residual"] else None
-            query, key, value = self.project(self.before(x, layer, 0), layer, token.position)
+            ways = [self.before(way, layer, 0) for way in (x if isinstance(x, tuple) else (x, x, x))]
+            query, key, value = self.project(stream.gained(2 * layer, ways), layer, token.position)
             if self.config["mixer"] != "none":
                 found = [own[place] for place in sorted(self.sources(layer, trip, own))]
                 value = self.mixed(query, key, value, found)

@@ -217,3 +217,92 @@ def test_half_precision_scores_are_wide():
 def test_bad_options_name_the_key(options, says):
     with pytest.raises(ValueError, match=f"residual_options.{says}"):
         config_of("attention_residuals", residual_options=options)
+
+
+# --- delta: what is pooled is added to the running stream -------------------------------------------------------------
+
+
+def run_delta(oracle, x, layers, block_size, published=False):
+    """One trip of `delta` (no block size) or `delta_block`: the stream, and how many sources every read had.
+
+    `published` is the recurrence of the public code: each block's end less the source before it.
+    """
+    blocks, start, counts, sources = [], x, [], []
+    for i in layers:
+        for part, kind in enumerate(("attn", "mlp")):
+            if published and sources:
+                found = sources
+            else:
+                closed = blocks if block_size is None else blocks[:-1]
+                found = [start, *(sum(block) for block in closed)] if blocks else []
+            counts.append(len(found))
+            h = x
+            if len(found) == 1:
+                h = x + found[0]
+            if len(found) > 1:
+                h = x + aggregate(oracle, f"model.layers.{i}.{kind}_residual", found, snapshot=False)
+            update = oracle.attention(i, h) if part == 0 else oracle.mlp(i, h)
+            if block_size is None or not blocks or (2 * i + part) % block_size == 0:
+                blocks.append([])
+                sources = [*sources, x - sources[-1] if sources else x] if published else []
+            blocks[-1].append(update)
+            x = x + update
+    return x, [*counts, 0]
+
+
+def delta(block_size, layers=4, **options):
+    named = {"variant": "delta"} if block_size is None else {"variant": "delta_block", "block_size": block_size}
+    return config_of("attention_residuals", num_hidden_layers=layers, residual_options=named | options)
+
+
+@pytest.mark.parametrize("block_size", [None, 1, 2, 3, 12])
+def test_deltas_equations(block_size):
+    model = build(delta(block_size), dtype=torch.float64)
+    oracle, ids = Oracle(model), tokens(2, 7)
+    stream, counts = run_delta(oracle, oracle.embedding[ids], range(4), block_size)
+    agree(model, ids, oracle.logits(stream), oracle)
+    assert sources_of(model.config) == counts
+
+
+@pytest.mark.parametrize("block_size", [None, 3])
+def test_deltas_start_afresh_in_every_trip(block_size):
+    config = config_of(
+        "loop",
+        num_hidden_layers=5,
+        residual="attention_residuals",
+        residual_options=delta(block_size).residual_options,
+        recurrence_options={"trips": 2, "prelude": 1, "coda": 1},
+    )
+    model = build(config, dtype=torch.float64)
+    oracle, ids = Oracle(model), tokens(1, 6)
+    x, first = run_delta(oracle, oracle.embedding[ids], range(4), block_size)
+    x, second = run_delta(oracle, x, range(1, 5), block_size)
+    agree(model, ids, oracle.logits(x), oracle)
+    assert sources_of(model.config) == first + second
+
+
+@pytest.mark.parametrize("layers,same", [(4, True), (5, False)])
+def test_the_published_delta_block_has_other_sources_from_the_third_on(layers, same):
+    """With blocks of two layers the MLP of the fifth is the first to read a third source."""
+    model = build(delta(4, layers=layers), dtype=torch.float64)
+    oracle, ids = Oracle(model), tokens(1, 6)
+    stream, _ = run_delta(oracle, oracle.embedding[ids], range(layers), 4, published=True)
+    with torch.no_grad():
+        off = (oracle.logits(stream) - model(ids).logits).abs().max()
+    assert off < 1e-9 if same else off > 1e-3
+
+
+@pytest.mark.parametrize("block_size", [None, 3])
+def test_a_closed_delta_is_vanilla(block_size):
+    vanilla = build(config_of("vanilla"))
+    model = build(delta(block_size, blend=0.0), seed=1)
+    model.load_state_dict(vanilla.state_dict(), strict=False)
+    ids = tokens(2, 9)
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, vanilla(ids).logits)
+
+
+def test_only_reads_of_several_sources_have_a_query():
+    """One for each sub-layer but the first; with blocks of three, for those after the second block has begun."""
+    for block_size, reads in ((None, 7), (3, 4), (12, 0)):
+        assert count_parameters(delta(block_size)) - count_parameters(config_of("vanilla")) == reads * 2 * 32

@@ -2,8 +2,8 @@
 
 A case is a pure function of its seed: a composition, its options and weights, and what is done with the model (chunks,
 padding, packing, mutations of the cache and reading on, generating, training). Seeds below 10,000 have Qwen3's
-backbone; those above draw one as well. `python -m tests.models.test_oracle 17` runs one again, and with a second number
-as many from there on.
+backbone; those above draw one as well, and those above 20,000 the newer mechanisms too.
+`python -m tests.models.test_oracle 17` runs one again, and with a second number as many from there on.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ STRIDES, STEEP, ULP = (1e-4, 1e-5), 1e-2, 2.0**-52
 Place = tuple[int, int, int]
 """A token's column, position and id."""
 NAMES = {axis: [m.name for m in MECHANISMS if m.axis == axis] for axis in ("recurrence", "residual", "mixer")}
-COMPOSITIONS = list(itertools.product(*NAMES.values()))
+LATER = {"mudd"}
+"""Mechanisms that only the seeds from `NEIGHBOURS` on draw."""
+COMPOSITIONS = list(itertools.product(*([name for name in names if name not in LATER] for names in NAMES.values())))
 KINDS = (
     *("full", "default", "chunks", "tokens", "static", "left", "holes", "packed"),
     *("crop", "reorder", "repeat", "select", "budget", "embeds"),
@@ -56,6 +58,8 @@ KINDS = (
 MUTATIONS = ("crop", "reorder", "repeat", "select")
 OTHERS = 10_000
 """The first seed that draws a backbone; before it all are Qwen3's."""
+NEIGHBOURS = 20_000
+"""The first seed that draws mechanisms which `COMPOSITIONS` and `draw_options` lack."""
 MORE = ("generate", "train", "train")
 """Further kinds of use, which every fourth of these seeds has."""
 
@@ -263,6 +267,8 @@ BACKBONES: dict[str, Callable[[random.Random, dict[str, Any]], dict[str, Any]]] 
 def draw(seed: int) -> Case:
     """The case of a seed: a use of a model, and from `OTHERS` on another backbone than Qwen3's."""
     case = draw_use(seed)
+    if seed >= NEIGHBOURS:
+        draw_neighbour(random.Random(f"neighbour {seed}"), case.config)
     draw_blend(random.Random(f"blend {seed}"), case.config)
     if seed < OTHERS:
         return case
@@ -342,6 +348,22 @@ def draw_blend(rng: random.Random, config: dict[str, Any]) -> None:
     plain = loop.get("injection", "none") == loop.get("norm_between", "none") == "none"
     if config["recurrence"] == "loop" and plain and rng.random() < 0.5:
         loop["damping"] = rng.choice((0.25, 0.5, 0.8))
+
+
+def draw_neighbour(rng: random.Random, config: dict[str, Any]) -> None:
+    """Newer mechanisms and variants, in place of what was drawn."""
+    layers = config["num_hidden_layers"]
+    if rng.random() < 0.4:
+        config["residual"] = "mudd"
+        ways = "".join(way for way in "qkvr" if rng.random() < 0.6) or "qkvr"
+        config["residual_options"] = {
+            "ways": rng.choice(("qkvr", ways)),
+            "last": rng.choice((None, None, rng.randint(1, layers))),
+            "sources": rng.choice(("all", "few")),
+            "hidden": rng.choice((None, 3)),
+        }
+    elif config["residual"] == "attention_residuals" and rng.random() < 0.7:
+        config["residual_options"]["variant"] = rng.choice(("delta", "delta_block"))
 
 
 def draw_chunks(rng: random.Random, kind: str, length: int) -> list[tuple[str, int]]:
@@ -764,10 +786,10 @@ def test_draws_reach_everything():
     chosen."""
     fixed, many = [draw(seed) for seed in FIXED], [draw(seed) for seed in range(1000)]
     for axis, names in NAMES.items():
-        assert {case.config[axis] for case in fixed} == set(names)
+        assert {case.config[axis] for case in fixed} == set(names), axis
     assert {case.kind for case in fixed} == {*KINDS, *MORE} and {case.precision for case in fixed} == set(TOLERANCE)
     assert {case.backbone for case in fixed} == {"qwen3", *BACKBONES}
-    others = [draw(seed).config for seed in range(OTHERS, OTHERS + 1000)]
+    others = [draw(seed).config for seed in range(NEIGHBOURS, NEIGHBOURS + 1000)]
     for key, values in {name: CHOICES[name] for name in CHOICES if name != "output_init"}.items():
         assert {config.get(key, values[0]) for config in others} == set(values)
     assert {config["recurrence_options"].get("gradient_passes", 0) for config in others} == {0, 1, 2, 3}

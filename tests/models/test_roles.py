@@ -18,6 +18,9 @@ RESIDUALS = [
     "denseformer",
     "attention_residuals",
     "attention_residuals-snapshot",
+    "attention_residuals-delta",
+    "attention_residuals-delta_block",
+    "mudd",
     "hyper_connections",
     "hyper_connections-four",
     "hyper_connections-free",
@@ -30,9 +33,9 @@ def parallel(self, *state, sources=(), **kwargs):
     """Attention and MLP of one input: two reads of the residual, then two writes."""
     x, state, attended = self.attn_residual(state)
     y, state, fed = self.mlp_residual(state)
-    update, _, key, value = self.self_attn(self.input_layernorm(x), sources=sources, **kwargs)
+    update, key, value = self.attend(x, sources=sources, **kwargs)
     state = self.attn_residual(state, update, attended)
-    state = self.mlp_residual(state, self.mlp(self.post_attention_layernorm(y)), fed)
+    state = self.mlp_residual(state, self.feed_forward(y), fed)
     return *state, key, value
 
 

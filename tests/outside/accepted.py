@@ -41,6 +41,7 @@ ACCEPTED: dict[str, dict[str, str]] = {
     "denseformer": ONE_TRIP,
     "attention_residuals": ONE_TRIP,
     "hyper_connections": ONE_TRIP,
+    "mudd": ONE_TRIP,
     "loop": {**ONE_TRIP, "test_attention_outputs": VISITS},
     "ponder": {**HEADED, "test_attention_outputs": VISITS},
     "ponder2": SLOTTED,

@@ -2,10 +2,19 @@
 
     α = softmax_s( (w ⊙ p) · s / rms(s) )        h = Σ_s α_s s        over the sources s
 
-Two published variants differ in what a source is. `block_sum`: the embeddings, the *sum* of each completed block's
+The published variants differ in what a source is. `block_sum`: the embeddings, the *sum* of each completed block's
 sub-layer outputs, and the sum of the current block so far. `snapshot`: the embeddings, a snapshot of the running
 stream at each block's end, and the running stream itself, which is never reset and has a learned `recency_bias` on
 its logit. `block_size` counts sub-layers.
+
+Delta Attention Residuals keep the running stream x and add to it what they read:
+
+    h = x + λ Σ_s α_s s        before each sub-layer; the final norm reads x
+
+`delta`: the sources are the embeddings and the output of each earlier sub-layer. `delta_block`: the embeddings and the
+sum of each completed block. A source enters with the write after the read that follows it, so the open block, and the
+embeddings before the first write, are in x alone. The public code of `delta_block` stores other sources from the third
+on: x at a block's end minus the source before, not minus x at the block's start.
 """
 
 from __future__ import annotations
@@ -20,7 +29,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import initialization as init
 
-from .blend import BlendedResidual, BlendOptions, blending_cost
+from .blend import Blended, BlendedResidual, BlendOptions, blending_cost
 from .numerics import few, softmax_list, weighted_sum, widen
 from .replaceable import faster
 from .roles import Cost, Mechanism, Residual, ResidualOptions, ResidualState, WriteContext, direct
@@ -29,7 +38,8 @@ if TYPE_CHECKING:
     from .configuration import FathomConfig
     from .slots import Visit
 
-VARIANTS = ("block_sum", "snapshot")
+DELTAS = ("delta", "delta_block")
+VARIANTS = ("block_sum", "snapshot", *DELTAS)
 
 
 @dataclass(frozen=True)
@@ -37,9 +47,10 @@ class AttentionResidualsOptions(ResidualOptions, BlendOptions):
     """Options of `attention_residuals`."""
 
     block_size: int = 12
-    """Sub-layers per block (two to a layer)."""
+    """Sub-layers per block (two to a layer); `delta` has no blocks."""
     variant: str = "block_sum"
-    """`block_sum` (reset after each block) or `snapshot` (cumulative, with a recency bias)."""
+    """`block_sum` (reset after each block), `snapshot` (cumulative, with a recency bias), or what is added to the
+    running stream: `delta` (each sub-layer is a source) or `delta_block` (each completed block)."""
     recency_bias: float = 3.0
     """Initial bias on the running stream, `snapshot` only."""
 
@@ -65,26 +76,56 @@ class SourceNorm(nn.Module):
         return widen(self.weight) * widen(query)
 
 
-class AttentionResiduals(Residual):
+class Pooling(Residual):
+    """A residual that reads a softmax over sources."""
+
+    def __init__(self, config: FathomConfig, sublayer: int, chooses: bool = True) -> None:
+        super().__init__(config, sublayer)
+        options = AttentionResidualsOptions.of(config)
+        self.starts_block = sublayer % options.block_size == 0
+        self.ends_block = (sublayer + 1) % options.block_size == 0
+        self.eps = config.rms_norm_eps
+        self.recency_bias: nn.Parameter | None = None
+        self.chooses = chooses
+        """Whether it ever has more than one source; else no query could be trained."""
+        if chooses:
+            self.pseudo_query = nn.Parameter(torch.empty(config.hidden_size))
+            self.norm = SourceNorm(config.hidden_size)
+
+    def init_weights(self, std: float) -> None:
+        """A zero query: every source alike."""
+        super().init_weights(std)
+        if self.chooses:
+            init.zeros_(self.pseudo_query)
+            init.ones_(self.norm.weight)
+
+    def pooled(self, sources: ResidualState) -> tuple[Tensor, ResidualState]:
+        """The weighted sum of the un-normed sources; and the sources, for the next call."""
+        query = direct(self.norm)(self.pseudo_query)  # [hidden_size]
+        if (kernel := faster("depth_pool", sources[0])) is not None:
+            return kernel(sources, query, self.eps, self.recency_bias), sources
+        if few(sources[0]):
+            return pool_stacked(sources, query, self.eps, self.recency_bias), sources
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return pool(sources, query, self.eps, self.recency_bias), sources
+        h, *through = _Pool.apply(query, self.recency_bias, self.eps, *sources)
+        return h, tuple(through)
+
+
+class AttentionResiduals(Pooling):
     """Its state: the sources themselves, oldest first, beginning with the embeddings."""
 
     def __init__(self, config: FathomConfig, sublayer: int) -> None:
         super().__init__(config, sublayer)
         options = AttentionResidualsOptions.of(config)
         self.snapshot = options.variant == "snapshot"
-        self.starts_block = sublayer % options.block_size == 0
-        self.ends_block = (sublayer + 1) % options.block_size == 0
-        self.eps = config.rms_norm_eps
         self.initial_bias = options.recency_bias
-        self.pseudo_query = nn.Parameter(torch.empty(config.hidden_size))
-        self.norm = SourceNorm(config.hidden_size)
         # One element, not none: FSDP2 cannot shard a scalar.
         self.recency_bias = nn.Parameter(torch.empty(1)) if self.snapshot else None
 
     def init_weights(self, std: float) -> None:
-        """A zero query: every source alike, but for the recency bias."""
-        init.zeros_(self.pseudo_query)
-        init.ones_(self.norm.weight)
+        """Also the recency bias."""
+        super().init_weights(std)
         if self.recency_bias is not None:
             init.constant_(self.recency_bias, self.initial_bias)
 
@@ -93,18 +134,10 @@ class AttentionResiduals(Residual):
         return (embeddings, embeddings) if self.snapshot else (embeddings,)
 
     def read(self, state: ResidualState) -> tuple[Tensor, ResidualState, WriteContext]:
-        """The weighted sum of the un-normed sources."""
+        """The weighted sum."""
         if len(state) == 1 and not torch.is_grad_enabled():
             return state[0], state, None  # its weight is 1
-        query = direct(self.norm)(self.pseudo_query)  # [hidden_size]
-        if (kernel := faster("depth_pool", state[0])) is not None:
-            return kernel(state, query, self.eps, self.recency_bias), state, None
-        if few(state[0]):
-            return pool_stacked(state, query, self.eps, self.recency_bias), state, None
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-            return pool(state, query, self.eps, self.recency_bias), state, None
-        h, *through = _Pool.apply(query, self.recency_bias, self.eps, *state)
-        return h, tuple(through), None
+        return *self.pooled(state), None
 
     def write(self, state: ResidualState, update: Tensor, context: WriteContext) -> ResidualState:
         """Add to the current sum, or start one; `snapshot` adds to the stream and keeps a copy at a block's end."""
@@ -118,6 +151,51 @@ class AttentionResiduals(Residual):
 
 class BlendedAttentionResiduals(BlendedResidual, AttentionResiduals):
     """Attention residuals with λ."""
+
+
+class Delta(Blended, Pooling):
+    """Its state: the running stream and the sources, oldest first; in `delta_block` the open block's sum is last, and
+    no source yet."""
+
+    def __init__(self, config: FathomConfig, sublayer: int) -> None:
+        super().__init__(config, sublayer, self.has_several(config, sublayer))
+        self.by_block = AttentionResidualsOptions.of(config).variant == "delta_block"
+        self.final = sublayer == 2 * config.num_hidden_layers
+
+    @staticmethod
+    def has_several(config: FathomConfig, sublayer: int) -> bool:
+        """Whether a sub-layer ever reads more than the embeddings."""
+        options = AttentionResidualsOptions.of(config)
+        written = sublayer - sublayer % 2 if config.parallel_residual else sublayer  # before it reads
+        first = options.block_size if options.variant == "delta_block" else 0
+        return first < written and sublayer < 2 * config.num_hidden_layers
+
+    def read(self, state: ResidualState) -> tuple[Tensor, ResidualState, WriteContext]:
+        """The stream, and what is pooled; the stream alone before the final norm."""
+        stream, *rest = state
+        if self.final or not rest:
+            return stream, state, None
+        sources, open_block = (rest[:-1], rest[-1:]) if self.by_block else (rest, [])
+        if not self.chooses:
+            return stream + self.opened(sources[0]), state, None  # its weight is 1
+        h, through = self.pooled(tuple(sources))
+        return stream + self.opened(h), (stream, *through, *open_block), None
+
+    def write(self, state: ResidualState, update: Tensor, context: WriteContext) -> ResidualState:
+        """Add to the stream; the update is a source, or a part of the open block."""
+        stream, *rest = state
+        made = stream + update
+        if not rest:  # the trip's input becomes a source
+            return (made, stream, update)
+        if not self.by_block or self.starts_block:
+            return (made, *rest, update)
+        return (made, *rest[:-1], rest[-1] + update)
+
+
+def attention_residuals(config: FathomConfig, sublayer: int) -> Residual:
+    """The residual of the configuration's variant."""
+    delta = AttentionResidualsOptions.of(config).variant in DELTAS
+    return (Delta if delta else BlendedAttentionResiduals)(config, sublayer)
 
 
 def pool(sources: Sequence[Tensor], query: Tensor, eps: float, recency_bias: Tensor | None = None) -> Tensor:
@@ -205,29 +283,60 @@ def _weights(scores: Tensor, recency_bias: Tensor | None) -> Tensor:
 
 
 def source_counts(config: FathomConfig, visits: Sequence[Visit]) -> list[tuple[int, int]]:
-    """For every read of a forward pass, the one before the final norm included: sources, and different tensors among
-    them (the running stream coincides with a snapshot just taken)."""
+    """For every read of a forward pass, the one before the final norm included: sources, and different tensors in the
+    state (the running stream coincides with a snapshot just taken)."""
+    options = AttentionResidualsOptions.of(config)
+    count = _delta_counts if options.variant in DELTAS else _counts
+    trips = [[visit.layer for visit in trip] for _, trip in groupby(visits, lambda visit: visit.trip)]
+    return [pair for trip in trips for pair in count(config, [s for i in trip for s in (2 * i, 2 * i + 1)])]
+
+
+def _counts(config: FathomConfig, sublayers: list[int]) -> list[tuple[int, int]]:
+    """Of one trip through these sub-layers."""
     options = AttentionResidualsOptions.of(config)
     block, snapshot = options.block_size, options.variant == "snapshot"
     counts = []
-    for _, trip in groupby(visits, lambda visit: visit.trip):
-        sources, repeated = (2, 1) if snapshot else (1, 0)
-        for sublayer in (s for visit in trip for s in (2 * visit.layer, 2 * visit.layer + 1)):
-            counts.append((sources, sources - repeated))
-            repeated = int(snapshot and (sublayer + 1) % block == 0)
-            sources += repeated if snapshot else int(sublayer % block == 0 or sources == 1)
+    sources, repeated = (2, 1) if snapshot else (1, 0)
+    for sublayer in sublayers:
         counts.append((sources, sources - repeated))
+        repeated = int(snapshot and (sublayer + 1) % block == 0)
+        sources += repeated if snapshot else int(sublayer % block == 0 or sources == 1)
+    return [*counts, (sources, sources - repeated)]
+
+
+def _delta_counts(config: FathomConfig, sublayers: list[int]) -> list[tuple[int, int]]:
+    """Of one trip of a delta variant, whose final read has no source."""
+    options = AttentionResidualsOptions.of(config)
+    by_block = options.variant == "delta_block"
+    counts = []
+    for read in range(len(sublayers) + 1):
+        written = sublayers[: read - read % 2 if config.parallel_residual else read]
+        closed = [s % options.block_size == 0 for s in written[1:]] if by_block else written
+        sources = 1 + sum(closed) if by_block else 1 + len(written)
+        sources = sources if written else 0
+        counts.append((sources if read < len(sublayers) else 0, 1 + sources + (by_block and bool(written))))
     return counts
 
 
 def cost(config: FathomConfig, visits: Sequence[Visit], scalar: int) -> Cost:
     """Per source: a product with the query for the score, and a weighted sum."""
     counts, width = source_counts(config, visits), config.hidden_size
-    reads = sum(sources for sources, _ in counts)
     options = AttentionResidualsOptions.of(config)
-    snapshot = options.variant == "snapshot"
-    return blending_cost(width, len(counts), scalar, options.blends) + Cost(
-        parameters=(2 * config.num_hidden_layers + 1) * (2 * width + snapshot),
+    delta, snapshot = options.variant in DELTAS, options.variant == "snapshot"
+    reads = sum(sources for sources, _ in counts if sources > 1 or not delta)
+    if delta:
+        added = sum(sources > 0 for sources, _ in counts)
+        choosing = sum(Delta.has_several(config, s) for s in range(2 * config.num_hidden_layers))
+        sums = 2 * len(visits) * (options.variant == "delta_block")
+        own = Cost(
+            parameters=choosing * 2 * width,
+            elementwise_flops=width * (added * (1 + options.blends) + sums),
+            io_bytes=scalar * width * 2 * added,
+        )
+    else:
+        own = blending_cost(width, len(counts), scalar, options.blends)
+        own += Cost(parameters=(2 * config.num_hidden_layers + 1) * (2 * width + snapshot))
+    return own + Cost(
         flops=4 * width * reads,
         elementwise_flops=2 * width * reads,  # the sources' rms
         transient_bytes=scalar * width * (max(different for _, different in counts) - 1),
@@ -240,7 +349,7 @@ ATTENTION_RESIDUALS = Mechanism(
     axis="residual",
     summary="softmax over earlier blocks, scored by a learned query",
     paper="arXiv 2603.15031",
-    build=BlendedAttentionResiduals,
+    build=attention_residuals,
     cost=cost,
     options=AttentionResidualsOptions,
     closed={"blend": 0.0},

@@ -108,8 +108,9 @@ def check_engine(
     plan: Visits,
     arguments: Mapping[str, object] | None = None,
     attentions: Iterable[Attention] = (),
+    multiway: bool = False,
 ) -> None:
-    """Refuse an engine that would make a model of several trips answer wrongly.
+    """Refuse an engine that would make a model answer wrongly.
 
     Args:
         config: The model's; its attention backend names the engine.
@@ -117,10 +118,16 @@ def check_engine(
         plan: The visits of a forward pass.
         arguments: Further keyword arguments of the call; None while the model is made.
         attentions: The attention modules of its layers, which may have banks.
+        multiway: Whether queries, keys and values are made of different inputs.
     """
+    backend = str(config._attn_implementation)
+    if multiway and backend.startswith(ENGINES):
+        raise ValueError(
+            f"attn_implementation={backend} makes queries, keys and values of one input; with residual="
+            f"{config.residual} each has its own. Use `generate` or `fathom serve`"
+        )
     if len(plan) == 1:
         return
-    backend = str(config._attn_implementation)
     foreign = next((name for name in HANDED_OVER if name in (arguments or ())), None)
     if backend.startswith(BACKENDS) and foreign is None:
         return

@@ -36,7 +36,7 @@ from .norms import NORMS
 from .pretrained import FathomPreTrainedModel
 from .reading import attend_beside, with_key_bias
 from .registry import mechanism
-from .roles import Recurrence, Residual, ResidualState, TripState, ValueMixer, View, direct, ways
+from .roles import Recurrence, Residual, ResidualState, TripState, ValueMixer, View, Ways, direct, ways
 from .rotary import Rotation, build_rotary, rotate
 from .several_trips import Inputs, Store
 from .several_trips import run as run_trips
@@ -103,16 +103,21 @@ class Attention(nn.Module):
         earlier: tuple[Tensor, ...] = (),
         alive: Tensor | None = None,
         key_bias: Tensor | None = None,
+        others: tuple[Tensor, Tensor] | None = None,
         **kwargs: object,
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
         """The output, the weights if the backend returns them, and the new tokens' key and mixed value.
 
+        Queries, keys and values are made of `hidden_states`, or with `others` keys of the first, values of the second.
         `earlier` holds keys and values of the same tokens' earlier trips through this layer. They are read beside the
         new ones, or, where `alive` (`[B, 1, T, 1]`) is False, in their place. `key_bias` (`[B, T]`) is added to the
         logit of every query that reads the slot.
         """
         shape = hidden_states.shape[:-1]
-        query, key, value = self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
+        if isinstance(others, tuple):
+            query, key, value = self._projected(hidden_states, *others)
+        else:  # also where vLLM traces with a stand-in for every argument, to fuse these three
+            query, key, value = self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
         query, key, value = self._mixed(query, key, value, rotation, sources)
         if alive is not None:
             key, value = (torch.where(alive, new, old) for new, old in zip((key, value), earlier, strict=True))
@@ -144,6 +149,10 @@ class Attention(nn.Module):
         if key_bias is not None:
             output = output[..., : self.head_dim]
         return self.o_proj(output.reshape(*shape, -1).contiguous()), weights, key, value
+
+    def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> Ways:
+        """The projections `[B, T, H D]` of three inputs."""
+        return self.q_proj(query), self.k_proj(key), self.v_proj(value)
 
     def _mixed(
         self, query: Tensor, key: Tensor, value: Tensor, rotation: Rotation, sources: tuple[Tensor, ...]
@@ -210,12 +219,24 @@ class DecoderLayer(GradientCheckpointingLayer):
             y, state, second = read_mlp(state)
         return *write_mlp(state, self.feed_forward(y), second), key, value
 
-    def attend(self, x: Tensor, **kwargs: object) -> tuple[Tensor, Tensor, Tensor]:
+    def attend(self, x: Tensor | Ways, **kwargs: object) -> tuple[Tensor, Tensor, Tensor]:
         """Attention's update of the residual, and its key and mixed value."""
-        x = x if self.norm_placement == "after" else self.input_layernorm(x)
-        x, _, key, value = self.self_attn(x, **kwargs)
-        x = x if self.norm_placement == "before" else self.post_attention_layernorm(x)
-        return x if self.multiplier == 1.0 else x * self.multiplier, key, value
+        if isinstance(x, tuple):
+            query, *others = self.normed(*x)
+            kwargs["others"] = tuple(others)
+        else:
+            query = x if self.norm_placement == "after" else self.input_layernorm(x)
+        update, _, key, value = self.self_attn(query, **kwargs)
+        update = update if self.norm_placement == "before" else self.post_attention_layernorm(update)
+        return update if self.multiplier == 1.0 else update * self.multiplier, key, value
+
+    def normed(self, query: Tensor, key: Tensor, value: Tensor) -> Ways:
+        """The inputs of the three projections, of what they read: one norm for each that is a tensor of its own."""
+        norm = nn.Identity() if self.norm_placement == "after" else self.input_layernorm
+        q = norm(query)
+        k = q if key is query else norm(key)
+        v = q if value is query else k if value is key else norm(value)
+        return self.attn_residual.gained((q, k, v))
 
     def feed_forward(self, x: Tensor) -> Tensor:
         """The MLP's update of the residual."""
@@ -272,7 +293,8 @@ class FathomModel(FathomPreTrainedModel):
         if own_head and self.recurrence.needs_head(config):
             self.lm_head = build_head(config)
             self._tied_weights_keys = {"lm_head.weight": "embed_tokens.weight"}
-        check_engine(self.config, self.recurrence, self.plan)
+        self.multiway = any(layer.attn_residual.multiway for layer in self.layers)  # type: ignore[union-attr]
+        check_engine(self.config, self.recurrence, self.plan, multiway=self.multiway)
         if config._attn_implementation == "vllm" and len(self.plan) > 1:
             self.banks = take_banks(self._attentions(), plan(config, self.served_trips))
         self.post_init()
@@ -296,7 +318,7 @@ class FathomModel(FathomPreTrainedModel):
         `max_trips` is a budget at run time."""
         x = self._embed(input_ids, inputs_embeds)  # [B, T, hidden_size]
         trips = self._trips(max_trips)
-        check_engine(self.config, self.recurrence, self.plan_of(trips), kwargs, self._attentions())
+        check_engine(self.config, self.recurrence, self.plan_of(trips), kwargs, self._attentions(), self.multiway)
         places = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         places = None if places is False else places  # 0 is one
 

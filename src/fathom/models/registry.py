@@ -15,6 +15,7 @@ from .depth_attention import DEPTH_ATTENTION
 from .hyper_connections import HYPER_CONNECTIONS
 from .latent_cot import LATENT_COT
 from .looping import LOOP
+from .mudd import MUDD
 from .ponder import PONDER
 from .ponder2 import PONDER2
 from .ponder3 import PONDER3
@@ -38,7 +39,7 @@ ONCE = Mechanism("once", "recurrence", "one trip through the stack", "Qwen3", Re
 
 ALL = (
     *(NONE, DEPTH_ATTENTION, UNIFORM_DEPTH, VALUE_RESIDUAL),
-    *(PLAIN, DENSEFORMER, ATTENTION_RESIDUALS, HYPER_CONNECTIONS),
+    *(PLAIN, DENSEFORMER, ATTENTION_RESIDUALS, HYPER_CONNECTIONS, MUDD),
     *(ONCE, LOOP, PONDER, PONDER2, PONDER3, ADAPONDER, LATENT_COT),
 )
 MECHANISMS: dict[str, Mechanism] = {mechanism.name: mechanism for mechanism in ALL}

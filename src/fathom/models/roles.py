@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 ResidualState = tuple[Tensor, ...]
 """What a residual hands from one sub-layer to the next."""
+Ways = tuple[Tensor, Tensor, Tensor]
+"""What queries, keys and values are made of, `[B, T, hidden_size]` each, where they read different things."""
 WriteContext = tuple[Tensor, ...] | None
 """What a residual's `read` computes for its `write` of the same sub-layer, such as mixing weights; never the state."""
 TripState = dict[str, Tensor]
@@ -238,6 +240,8 @@ class Residual(MechanismModule):
     """
 
     axis = "residual"
+    multiway = False
+    """Whether `read` gives attention three inputs."""
 
     def __init__(self, config: FathomConfig, sublayer: int) -> None:
         super().__init__()
@@ -255,8 +259,11 @@ class Residual(MechanismModule):
         """
         return (embeddings,)
 
-    def read(self, state: ResidualState) -> tuple[Tensor, ResidualState, WriteContext]:
+    def read(self, state: ResidualState) -> tuple[Any, ResidualState, WriteContext]:
         """The sub-layer's input, `[B, T, hidden_size]`; the state that the next call takes; what `write` will need.
+
+        Before attention the input may be `Ways`: what queries, keys and values are made of. The layer's norm is called
+        for each that is a tensor of its own, then `gained` for all three.
 
         The state has the values that it had. A mechanism with a backward pass of its own may return other tensors for
         it, so that the gradients of all later uses arrive there as one sum.
@@ -265,6 +272,11 @@ class Residual(MechanismModule):
             state: As the last call left it; its tensors are this mechanism's own, `[B, T, ...]`.
         """
         return state[0], state, None
+
+    def gained(self, ways: Ways) -> Ways:
+        """The inputs of the three projections, of what the layer's norm made of `Ways`: for gains of their own. Called
+        without hooks, so parameters belong to modules inside this one."""
+        return ways
 
     def write(self, state: ResidualState, update: Tensor, context: WriteContext) -> ResidualState:
         """Merge the sub-layer's output into the state; returns a new one.

@@ -1,0 +1,214 @@
+"""`mudd`: sums over all layers' outputs, weighed anew for each token and for what reads them (multiway dynamic dense).
+
+X_0 are the embeddings, X_i is the output of layer i - 1, and N divides by the root mean square. Layer i ≥ 1 reads, for
+each way c of `ways` (query, key, value, residual):
+
+    A^c = (gelu(N(X_i) W1) W2)^c + a^c          X̄^c = Σ_{j ≤ i} A^c_j X_j
+    x   = Attention(norm(X̄^q), norm(X̄^k) ⊙ g_k, norm(X̄^v) ⊙ g_v) + X̄^r          X_{i+1} = x + MLP(norm(x))
+
+The final norm reads such a sum with weights of its own, over way r alone. The gains g give each way its own norm. A way
+that `ways` lacks reads the stream: X̄^r, or X_i without way r. W2 = 0, and a is a one-hot on X_i, so a pretrained model
+starts as itself, to the last bit.
+
+With `last` n only the last n layers and the final norm read sums. With `sources: few` these are sums of the embeddings,
+of what enters the middle layer, and of X_i.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from transformers import initialization as init
+
+from .norms import unit
+from .numerics import few, weighted_sum
+from .roles import Cost, Mechanism, Residual, ResidualOptions, ResidualState, Ways, WriteContext
+
+if TYPE_CHECKING:
+    from .configuration import FathomConfig
+    from .slots import Visit
+
+WAYS = "qkvr"
+SOURCES = ("all", "few")
+
+
+@dataclass(frozen=True)
+class MuddOptions(ResidualOptions):
+    """Options of `mudd`."""
+
+    ways: str = WAYS
+    """What is mixed: some letters of `qkvr`, the inputs of query, key and value, and the residual stream."""
+    last: int | None = None
+    """How many of the last layers read sums; by default all but the first layer, which has one source."""
+    sources: str = "all"
+    """`all` earlier layers' outputs, or `few`: the embeddings, what enters the middle layer, and the newest output."""
+    hidden: int | None = None
+    """Inner width of the MLP that makes the weights; by default as many as there are weights."""
+
+    def resolve(self, config: FathomConfig) -> MuddOptions:
+        """Refuse ways, layers and widths that do not exist."""
+        if not self.ways or "".join(way for way in WAYS if way in self.ways) != self.ways:
+            raise ValueError(f"residual_options.ways must be some of the letters {WAYS}, in order, got {self.ways!r}")
+        if self.last is not None and not 1 <= self.last <= config.num_hidden_layers:
+            raise ValueError(
+                f"residual_options.last must be between 1 and {config.num_hidden_layers} (the number of layers), "
+                f"got {self.last}"
+            )
+        if self.sources not in SOURCES:
+            raise ValueError(f"residual_options.sources must be one of {', '.join(SOURCES)}, got {self.sources}")
+        if self.hidden is not None and self.hidden < 1:
+            raise ValueError(f"residual_options.hidden must be at least 1, got {self.hidden}")
+        return self
+
+
+def mixing(config: FathomConfig, layer: int) -> tuple[str, int]:
+    """The ways that layer number `layer` mixes, and of how many sources; the final norm counts as one more layer."""
+    options, layers = MuddOptions.of(config), config.num_hidden_layers
+    first = 1 if options.last is None else max(1, layers - options.last)
+    ways = options.ways if layer < layers else "r"
+    return (ways, len(sources_of(config, layer))) if first <= layer else ("", 0)
+
+
+def sources_of(config: FathomConfig, layer: int) -> list[int]:
+    """Which X_j a layer may read, oldest first."""
+    return [j for j in range(layer) if is_kept(config, j)] + [layer]
+
+
+def is_kept(config: FathomConfig, layer: int) -> bool:
+    """Whether later layers read what enters this one."""
+    return MuddOptions.of(config).sources == "all" or layer in (0, config.num_hidden_layers // 2)
+
+
+class Gain(nn.Module):
+    """What makes a layer's norm another one for a way: a factor for each channel."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[B, T, hidden_size]` to the same."""
+        return x * self.weight
+
+
+class Weigher(nn.Module):
+    """The MLP that makes a layer's weights of what enters it."""
+
+    def __init__(self, width: int, inner: int, made: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.w1 = nn.Linear(width, inner, bias=False)
+        self.w2 = nn.Linear(inner, made, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[B, T, hidden_size]` to `[B, T, made]`."""
+        return self.w2(nn.functional.gelu(self.w1(unit(x, self.eps).to(x.dtype))))
+
+
+class Mudd(Residual):
+    """Its state: the stream, then the X_j that later layers read, oldest first."""
+
+    no_weight_decay = ("static",)
+
+    def __init__(self, config: FathomConfig, sublayer: int) -> None:
+        super().__init__(config, sublayer)
+        layer, mlp = divmod(sublayer, 2)
+        self.begins_layer, self.keeps = not mlp, is_kept(config, layer)
+        self.ways, sources = ("", 0) if mlp else mixing(config, layer)
+        self.multiway = not set(self.ways) <= {"r"}
+        width, made = config.hidden_size, len(self.ways) * sources
+        self.key_gain = Gain(width) if "k" in self.ways else None
+        self.value_gain = Gain(width) if "v" in self.ways else None
+        if self.ways:
+            self.weigher = Weigher(width, MuddOptions.of(config).hidden or made, made, config.rms_norm_eps)
+            self.static = nn.Parameter(torch.empty(len(self.ways), sources))  # a
+
+    def init_weights(self, std: float) -> None:
+        """W2 = 0, and a one-hot on the newest."""
+        if not self.ways:
+            return
+        init.normal_(self.weigher.w1.weight, std=self.weigher.w1.in_features**-0.5)
+        init.zeros_(self.weigher.w2.weight)
+        init.copy_(self.static, torch.eye(self.static.shape[1])[-1].expand_as(self.static))
+        for gain in (self.key_gain, self.value_gain):
+            if gain is not None:
+                init.ones_(gain.weight)
+
+    def read(self, state: ResidualState) -> tuple[Tensor | Ways, ResidualState, WriteContext]:
+        """The sums of a layer's attention, which begins the layer; its MLP reads the stream."""
+        newest, *history = state
+        if not self.begins_layer:
+            return newest, state, None
+        mixed = self.mixed((*history, newest)) if self.ways else {}
+        stream = mixed.get("r", newest)
+        state = (stream, *history, newest) if self.keeps else (stream, *history)
+        if not self.multiway:
+            return stream, state, None
+        return (mixed.get("q", stream), mixed.get("k", stream), mixed.get("v", stream)), state, None
+
+    def mixed(self, sources: Sequence[Tensor]) -> dict[str, Tensor]:
+        """X̄ of every way, `[B, T, hidden_size]`. A later trip of a loop may have fewer sources: the newest ones."""
+        weights = self.weigher(sources[-1]).unflatten(-1, self.static.shape) + self.static
+        weights = weights[..., -len(sources) :]  # [B, T, ways, sources]
+        if few(sources[-1]):
+            sums = torch.matmul(weights, torch.stack(tuple(sources), 2)).unbind(2)
+            return dict(zip(self.ways, sums, strict=True))
+        newest_first = [weights[..., j, None].unbind(2) for j in reversed(range(len(sources)))]
+        return {
+            way: weighted_sum([source[c] for source in newest_first], sources[::-1]) for c, way in enumerate(self.ways)
+        }
+
+    def write(self, state: ResidualState, update: Tensor, context: WriteContext) -> ResidualState:
+        """Into the stream."""
+        return (state[0] + update, *state[1:])
+
+    def gained(self, ways: Ways) -> Ways:
+        """Keys' and values' inputs have gains of their own."""
+        query, key, value = ways
+        return (
+            query,
+            key if self.key_gain is None else self.key_gain(key),
+            value if self.value_gain is None else self.value_gain(value),
+        )
+
+
+def cost(config: FathomConfig, visits: Sequence[Visit], scalar: int) -> Cost:
+    """The MLP that makes the weights, and a weighted sum for each way; the X_j of a trip stay alive."""
+    options, width, layers = MuddOptions.of(config), config.hidden_size, config.num_hidden_layers
+    trips = [[visit.layer for visit in trip] for _, trip in groupby(visits, lambda visit: visit.trip)]
+    total = Cost()
+    for layer in range(layers + 1):
+        ways, sources = mixing(config, layer)
+        made, gains = len(ways) * sources, sum(way in ways for way in "kv")
+        inner = options.hidden or made
+        vectors = width * inner + inner * made
+        total += Cost(parameters=vectors + made + gains * width if ways else 0)
+        for trip in trips if ways else ():
+            if layer < layers and layer not in trip:
+                continue
+            read = min(sources, sum(is_kept(config, j) for j in trip if j < layer) + 1)
+            norms = len(set(ways) & set("qkv")) - (ways[:3] == "qkv")  # beyond the layer's one
+            total += Cost(
+                flops=2 * vectors + 2 * len(ways) * read * width,
+                elementwise_flops=width * (4 + gains + 4 * norms) + made,
+                io_bytes=scalar * width * len(ways) * (2 * read + 1),
+            )
+    alive = max(sum(is_kept(config, layer) for layer in trip) for trip in trips)
+    return total + Cost(transient_bytes=scalar * width * alive)
+
+
+MUDD = Mechanism(
+    name="mudd",
+    axis="residual",
+    summary="sums over all layer outputs, weighed anew for queries, keys, values and the stream",
+    paper="arXiv 2502.12170",
+    build=Mudd,
+    cost=cost,
+    options=MuddOptions,
+    closed={},
+)
