@@ -68,6 +68,7 @@ SUBJECT = {
     "lens": "lens",
     "serving": "serve",
     "lineage": "lineage",
+    "lineage_publish": "lineage",
     "recipes": "train",
     "first_model": "train",
 }
