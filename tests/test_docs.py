@@ -59,11 +59,13 @@ SUBJECT = {
     "nodes": "train",
     "data": "prepare",
     "corpus": "corpus",
+    "conversations": "corpus",
     "specialise": "evaluate",
     "deepen": "deepen",
     "compare": "compare",
     "ladder": "ladder",
     "evaluate": "evaluate",
+    "evaluate_base": "evaluate",
     "generate": "generate",
     "lens": "lens",
     "serving": "serve",
@@ -472,7 +474,7 @@ class Reader:
 
 FOLLOWED = [page for page in PAGES if items(page)]
 # Pages whose commands measure something, and those of recurrences, each of which runs a comparison of its own.
-LONG = ("benchmarks", "kvcache", "compare", "ladder", "ponder", "ponder2", "ponder3", "adaponder", "latent_cot")
+LONG = ("benchmarks", "kvcache", "cache", "compare", "ladder", "ponder", "ponder2", "ponder3", "adaponder", "latent_cot")
 
 
 @pytest.mark.parametrize(
