@@ -474,7 +474,18 @@ class Reader:
 
 FOLLOWED = [page for page in PAGES if items(page)]
 # Pages whose commands measure something, and those of recurrences, each of which runs a comparison of its own.
-LONG = ("benchmarks", "kvcache", "cache", "compare", "ladder", "ponder", "ponder2", "ponder3", "adaponder", "latent_cot")
+LONG = (
+    "benchmarks",
+    "kvcache",
+    "cache",
+    "compare",
+    "ladder",
+    "ponder",
+    "ponder2",
+    "ponder3",
+    "adaponder",
+    "latent_cot",
+)
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@
     model, tokenizer = fathom.load("runs/mine")
     print(fathom.generate(model, tokenizer, "It was", fathom.Sampling(max_new_tokens=20)).text)
 
-Importing the package loads none of this, and no torch: a name brings its module when it is first touched. A model's
-name, `register()` and `import fathom.models` make our classes known to transformers' Auto classes. Errors that a
+`import fathom` does not import torch: a name imports its module when it is first used. A model's
+name, `register()` and `import fathom.models` register Fathom's classes with transformers' Auto classes. Errors that a
 caller can correct are `FathomError`s.
 """
 
@@ -83,11 +83,11 @@ _HOMES = {
 
 
 def register() -> None:
-    """Make Fathom's models known to transformers' Auto classes, and other families to Fathom's models."""
+    """Register Fathom's models with transformers' Auto classes, and the supported families with Fathom's models."""
     importlib.import_module("fathom.checkpoints.families")
 
 
-if not TYPE_CHECKING:  # a type checker would otherwise accept every misspelt name
+if not TYPE_CHECKING:  # hidden from type checkers, which would otherwise accept any misspelt name
 
     def __getattr__(name: str) -> object:
         """A public name, from its module (PEP 562)."""

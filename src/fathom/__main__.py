@@ -5,5 +5,5 @@ import sys
 from fathom.cli.main import main
 
 if __name__ == "__main__":
-    sys.argv[0] = "fathom"  # what reports quote as the command
+    sys.argv[0] = "fathom"  # the command that reports quote
     sys.exit(main())

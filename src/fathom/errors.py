@@ -6,9 +6,8 @@ from pathlib import Path
 
 
 class FathomError(Exception):
-    """An error of the caller's: the message is one line that says what is wrong and what would be right.
-
-    Every other exception is a bug and keeps its traceback.
+    """An error that the caller can correct. The message is one line: what is wrong, and what is allowed. Every other
+    exception is a bug and keeps its traceback.
     """
 
     exit_code = 2
@@ -25,11 +24,11 @@ class SettingsError(FathomError, ValueError):
 
 
 class DataError(FathomError, ValueError):
-    """Documents, shards, benchmarks or conversations that cannot be used."""
+    """Unusable documents, shards, benchmarks or conversations."""
 
 
 class ModelError(FathomError, ValueError):
-    """A model, or a file about one, that cannot be opened, compared or written as asked."""
+    """A model or model file that cannot be opened, compared or written."""
 
 
 class Absent(ModelError, FileNotFoundError):
@@ -51,8 +50,9 @@ class HeldError(FathomError):
     """Another process holds a lock."""
 
     def __init__(self, marker: Path | None = None) -> None:
-        self.advice = "" if marker is None else f"; if that process is gone, delete {marker}"
-        """The end of an error message: how to remove a marker; empty where the system frees a dead process' lock."""
+        self.advice = "" if marker is None else f"; if that process has ended, delete {marker}"
+        """The end of an error message: how to remove a stale marker. Empty if the system frees the locks of dead
+        processes."""
         super().__init__(f"another process holds it{self.advice}")
 
 
@@ -62,7 +62,7 @@ class RequestError(FathomError, ValueError):
     def __init__(self, message: str, code: str) -> None:
         super().__init__(message)
         self.code = code
-        """OpenAI's name of the error, or one of ours: `context_length_exceeded`, `failed` and others."""
+        """OpenAI's name of the error, or Fathom's: `context_length_exceeded`, `failed` and others."""
 
 
 def to_install(extra: str) -> str:

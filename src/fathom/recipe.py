@@ -26,24 +26,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Data(Section, section="data"):
-    """What is read, and in which order."""
+    """The training data and its order."""
 
     directory: str = "data"
-    """directory of token shards that `fathom prepare` wrote; or puzzle:NAME, of hops, a5, z60, arithmetic, recall"""
+    """directory of token shards from `fathom prepare`; or puzzle:NAME with hops, a5, z60, arithmetic or recall"""
     mixture: dict[str, float] = field(default_factory=dict)
-    """shares of rows: {web: 0.8, papers: 0.2}, by domain of data.directory or by directory; empty reads all as it is"""
+    """shares of the sequences, by domain of data.directory or by directory: {web: 0.8, papers: 0.2}; empty reads
+    everything in proportion to its size"""
     phases: tuple[dict[str, float | dict[str, float]], ...] = ()
-    """other shares later on: [{at: 0.8, mixture: {papers: 1}}]; at is a share of train.steps, or a step from 1 on"""
+    """later shares: [{at: 0.8, mixture: {papers: 1}}]; at is a fraction of train.steps below 1, or a step"""
     sequence_length: int = 2048
-    """tokens in a row"""
+    """tokens per sequence"""
     packing: Literal["windows", "documents"] = "windows"
-    """windows: documents run on, EOS between them; documents: no attention across documents, positions restart"""
+    """windows: concatenated documents with EOS between them; documents: no attention across documents, positions
+    restart"""
     seed: int | None = None
-    """seed of the data order; null takes train.seed"""
+    """seed of the data order; null means train.seed"""
     verify: bool = True
-    """compare every shard with its checksum before training"""
+    """verify the checksum of every shard before training"""
     other_tokenizer: bool = False
-    """allow model.from_pretrained with the tokens of another tokenizer, whose ids mean other words"""
+    """allow fine-tuning on data made with a different tokenizer"""
 
     def rules(self) -> Iterator[Rule]:
         """Checks beyond the types of the fields."""
@@ -88,12 +90,12 @@ GROUP_FACTORS = ("lr", "weight_decay")
 
 @dataclass(frozen=True)
 class Optim(Section, section="optim"):
-    """How the weights move."""
+    """The optimizer and its schedule."""
 
     name: Literal["adamw", "muon"] = "adamw"
     """adamw everywhere, or muon for the matrices inside layers and adamw for everything else"""
     lr: float = 1e-3
-    """peak learning rate; muon's update is scaled to adamw's size, so one number serves both"""
+    """peak learning rate; muon's update is scaled to adamw's size, so the same value suits both"""
     betas: tuple[float, float] = (0.9, 0.95)
     """adamw's decay rates of the first and second moment"""
     eps: float = 1e-8
@@ -103,23 +105,23 @@ class Optim(Section, section="optim"):
     weight_decay: float = 0.1
     """decoupled weight decay of matrices; parameters with fewer than two dimensions get none"""
     clip: float | None = 1.0
-    """largest global gradient norm; null clips nothing"""
+    """maximum global gradient norm; null disables clipping"""
     schedule: Literal["cosine", "wsd", "linear", "constant"] = "cosine"
     """shape after warm-up: cosine or linear down to the floor, or warm-up, stable, decay"""
     warmup: float = 0.02
-    """share of the steps over which the learning rate rises linearly from zero"""
+    """fraction of the steps with linear warm-up from zero"""
     warmup_steps: int | None = None
-    """steps of warm-up, whatever train.steps; null takes the share"""
+    """warm-up steps, independent of train.steps; null means optim.warmup"""
     decay: float = 0.2
-    """share of the steps over which wsd decays at the end"""
+    """fraction of the steps over which wsd decays at the end"""
     decay_steps: int | None = None
-    """steps over which wsd decays at the end; null takes the share"""
+    """steps over which wsd decays at the end; null means optim.decay"""
     floor: float = 0.1
-    """final learning rate as a share of the peak"""
+    """final learning rate as a fraction of the peak"""
     only: tuple[str, ...] = ()
-    """parameters that train, by name, beginning of a name, or pattern (model.recurrence, *.mlp.*); empty trains all"""
+    """trainable parameters, by name, prefix or pattern (model.recurrence, *.mlp.*); empty trains all"""
     groups: dict[str, dict[str, float]] = field(default_factory=dict)
-    """factors on lr and weight_decay of some parameters, named as in only: {model.recurrence: {lr: 0.1}}"""
+    """factors on lr and weight_decay for parameters, named as in optim.only: {model.recurrence: {lr: 0.1}}"""
 
     def rules(self) -> Iterator[Rule]:
         """Checks beyond the types of the fields."""
@@ -152,42 +154,42 @@ class Optim(Section, section="optim"):
 
 @dataclass(frozen=True)
 class Train(Section, section="train"):
-    """How long, how large, how safe."""
+    """Length, batch size, precision and checkpoints."""
 
     steps: int = 1000
     """optimizer steps"""
     tokens_per_step: int = 524288
-    """tokens in a step over all ranks; gradient accumulation follows from it"""
+    """tokens per optimizer step over all ranks; determines gradient accumulation"""
     micro_batch: int = 8
-    """rows a rank takes through the model at once; a divisor of its rows per step"""
+    """sequences per forward pass of a rank; must divide its sequences per step"""
     precision: Literal["fp32", "bf16"] = "fp32"
     """bf16 computes in bfloat16 on fp32 master weights, with fp32 gradient sums and optimizer state"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto takes cuda where there is one"""
+    """auto uses cuda if available"""
     compile: bool = False
     """torch.compile for each layer"""
     kernels: tuple[str, ...] = ()
     """functions to replace by GPU kernels: any of depth_mix, depth_pool, norm_rotate_mix, rms_norm, swiglu,
     linear_cross_entropy"""
     attention: Literal["sdpa", "eager", "flex_attention"] = "sdpa"
-    """what computes attention; flex_attention has no backward pass on a CPU"""
+    """attention backend; flex_attention has no backward pass on a CPU"""
     activation_checkpointing: bool = False
     """recompute each layer in the backward pass instead of keeping its activations"""
     seed: int = 0
-    """seed of the initial weights and of anything random in a step"""
+    """seed of the initial weights and of all randomness in a step"""
     skip_spikes: float | None = 10.0
-    """skip a step whose gradient norm is more than this many times its running mean, and more than this many times
-    optim.clip; null skips non-finite steps only"""
+    """skip a step whose gradient norm exceeds this many times its running mean and this many times optim.clip; null
+    skips only non-finite steps"""
     max_skipped: int = 10
     """stop after this many skipped steps in a row"""
     log_every: int = 10
-    """steps between two looks at the device; every step is logged"""
+    """steps between two reads from the device; every step is logged"""
     checkpoint_every: int = 500
     """steps between checkpoints; the last step is always saved"""
     keep_last: int = 3
-    """checkpoints kept"""
+    """number of checkpoints to keep"""
     async_save: bool = True
-    """write checkpoints while training goes on"""
+    """write checkpoints in the background"""
     export: bool = True
     """write a Hugging Face directory at the end of the run"""
 
@@ -207,14 +209,14 @@ class Train(Section, section="train"):
 
 @dataclass(frozen=True)
 class ParallelRecipe(Section, section="parallel"):
-    """How ranks share the work; ranks come from torchrun."""
+    """Data parallelism over the ranks of torchrun."""
 
     name: Literal["auto", "single", "ddp", "fsdp", "hsdp"] = "auto"
-    """auto: single in one process, fsdp under torchrun; hsdp shards within groups and replicates across them"""
+    """auto: single without torchrun, else fsdp; hsdp shards within groups and replicates across groups"""
     shard_size: int | None = None
-    """ranks that share one copy of the weights under hsdp; null takes the ranks of one machine"""
+    """ranks per sharding group of hsdp; null means the ranks of one machine"""
     reshard_after_forward: bool = True
-    """free a layer's gathered weights after its forward pass: less memory, one more gather"""
+    """free a layer's gathered weights after its forward pass: less memory, one more all-gather"""
 
     def rules(self) -> Iterator[Rule]:
         """Checks beyond the types of the fields."""
@@ -226,13 +228,13 @@ class Evaluate(Section, section="evaluate"):
     """Evaluation on held-out text during training."""
 
     every: int = 1000
-    """steps between evaluations; 0 evaluates at the end alone"""
+    """steps between evaluations; 0 evaluates only at the end"""
     tokens: int = 1048576
-    """held-out tokens per evaluation, shared evenly among the domains and spread evenly over each"""
+    """held-out tokens per evaluation, divided evenly among the domains and spread over each"""
     micro_batch: int | None = None
-    """rows at once; null takes train.micro_batch"""
+    """batch size; null means train.micro_batch"""
     position_buckets: int = 8
-    """equal stretches of the context over which the loss is reported"""
+    """number of equal parts of the context for which the loss is reported"""
 
     def rules(self) -> Iterator[Rule]:
         """Checks beyond the types of the fields."""
@@ -244,16 +246,16 @@ class Evaluate(Section, section="evaluate"):
 
 @dataclass(frozen=True)
 class Track(Section, section="track"):
-    """Where numbers go. metrics.jsonl in the run directory is always written."""
+    """Experiment trackers. metrics.jsonl in the run directory is always written."""
 
     backends: tuple[str, ...] = ()
     """any of wandb, trackio, tensorboard"""
     project: str = "fathom"
-    """project under which wandb and trackio file the run"""
+    """project name for wandb and trackio"""
     display: Literal["auto", "live", "lines", "none"] = "auto"
-    """live panel on a terminal, else one line per log interval"""
+    """auto shows a live panel on a terminal, else one line per log interval"""
     peak_flops: float | None = None
-    """peak FLOP/s of one device, for MFU; null knows the common accelerators"""
+    """peak FLOP/s of one device, for MFU; null looks up common accelerators"""
 
     def rules(self) -> Iterator[Rule]:
         """Checks beyond the types of the fields."""
@@ -274,16 +276,16 @@ class CacheSettings(typing.TypedDict):
 
 @dataclass(frozen=True)
 class CacheWishes:
-    """What a command line says of a cache's schedule; None where it says nothing."""
+    """The cache schedule from the command line; None for options that were not given."""
 
     window: int | None = None
-    """Entries that a cache may hold."""
+    """Maximum entries of a cache."""
     sinks: int | None = None
     """First entries that are never compressed."""
     ratio: float | None = None
-    """Share of the window that a compression leaves."""
+    """Share of the window that a compression keeps."""
     kept: int | None = None
-    """Entries that a compression leaves beside the sinks, in place of `ratio`."""
+    """Entries that a compression keeps in addition to the sinks, instead of `ratio`."""
 
     @classmethod
     def of(cls, options: object) -> CacheWishes:
@@ -291,35 +293,40 @@ class CacheWishes:
         return cls(**{one.name: getattr(options, f"kvcache_{one.name}") for one in dataclasses.fields(cls)})
 
     def said(self) -> dict[str, int | float]:
-        """Those that are not None, by name."""
+        """The options that were given, by name."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
 
 @dataclass(frozen=True)
 class KVCache(Section, section="kvcache"):
-    """What attention keeps of the past while the weights are tuned: everything, or a compressed memory."""
+    """The KV cache during training: full, or compressed to tune the weights for it."""
 
     method: str = "full"
-    """how a memory is compressed whenever it is full; the weights get used to it. full keeps everything"""
+    """compression method under which the weights are tuned; full means an ordinary cache"""
     window: int | None = None
-    """entries that a memory holds at most; the context that the weights were trained at, and less than a row"""
+    """maximum entries of the cache, less than data.sequence_length; usually the context length of the checkpoint"""
     sinks: int = 4
-    """first entries, which are never compressed"""
+    """first entries, never compressed"""
     ratio: float = 0.5
-    """share of the window that is left after a compression, sinks included"""
+    """share of the window that a compression keeps, sinks included"""
     kept: int | None = None
-    """entries that a compression leaves beside the sinks, in place of ratio"""
+    """entries that a compression keeps in addition to the sinks, instead of ratio"""
     lora_rank: int | None = None
-    """train adapters of attention of this rank, embeddings and norms, merged in the export; null trains every weight"""
+    """train LoRA adapters of this rank on attention, plus embeddings and norms, merged in the export; null trains all
+    weights"""
 
     def rules(self) -> Iterator[Rule]:
         """Checks beyond the types of the fields."""
         if self.method == "full":
             for key in ("window", "kept", "lora_rank"):
-                yield getattr(self, key) is None, key, "allowed: null, unless kvcache.method compresses"
+                yield getattr(self, key) is None, key, "allowed: null, because kvcache.method=full compresses nothing"
             for key in ("sinks", "ratio"):
                 default = getattr(KVCache, key)
-                yield getattr(self, key) == default, key, f"allowed: {default}, unless kvcache.method compresses"
+                yield (
+                    getattr(self, key) == default,
+                    key,
+                    f"allowed: {default}, because kvcache.method=full compresses nothing",
+                )
             return
         from fathom.kvcache import METHODS, NAMES
 
@@ -348,20 +355,20 @@ class KVCache(Section, section="kvcache"):
 
 @dataclass(frozen=True)
 class Lora(Section, section="lora"):
-    """Low-rank adapters that train in place of the weights of a checkpoint, which stay as they are."""
+    """LoRA adapters on a frozen checkpoint."""
 
     rank: int | None = None
-    """rank of the adapters, which the export merges; null trains the weights themselves. Needs peft"""
+    """rank of the adapters, which the export merges; null disables LoRA. Needs peft"""
     alpha: float | None = None
-    """adapters are scaled by alpha / rank; null takes twice the rank"""
+    """adapters are scaled by alpha / rank; null means twice the rank"""
     dropout: float = 0.0
     """dropout on the inputs of the adapters"""
     targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-    """modules that get one, by the last part of their names"""
+    """modules that get an adapter, by the last part of their names"""
     whole: tuple[str, ...] = ()
-    """modules that train in full beside them, such as [embed_tokens] for new tokens"""
+    """modules that are trained in full, such as [embed_tokens] for new tokens"""
     mechanisms: bool = False
-    """whether parameters of depth mechanisms train in full beside them; the merged export has them, RUN/adapter not"""
+    """whether parameters of mechanisms are trained in full; the merged export has them, RUN/adapter does not"""
 
     def rules(self) -> Iterator[Rule]:
         """Checks beyond the types of the fields."""
@@ -373,14 +380,14 @@ class Lora(Section, section="lora"):
 
 @dataclass(frozen=True)
 class Distill(Section, section="distill"):
-    """Learning what an unchanged model predicts, beside what the text says."""
+    """Distillation from a frozen teacher, in addition to the cross-entropy."""
 
     teacher: str | None = None
-    """checkpoint whose predictions are learnt, named as model.from_pretrained is; null for none"""
+    """the teacher's checkpoint, named as in model.from_pretrained; null for none"""
     weight: float = 0.5
-    """w of (1 - w) cross-entropy + w divergence from the teacher (forward KL, on its live logits)"""
+    """w in (1 - w) cross-entropy + w forward KL to the teacher"""
     temperature: float = 1.0
-    """of both models' softmax in the divergence, which is scaled by its square"""
+    """temperature of both softmaxes in the KL, which is scaled by its square"""
 
     def rules(self) -> Iterator[Rule]:
         """Checks beyond the types of the fields."""
@@ -390,28 +397,28 @@ class Distill(Section, section="distill"):
 
 @dataclass(frozen=True)
 class Recipe(Section):
-    """A run: model, data, optimizer, loop, ranks, evaluation, tracking, cache, adapters, teacher."""
+    """A training run."""
 
     model: dict[str, Any] = field(default_factory=dict)
     """the keys of config.json, and from_pretrained: a model directory, org/name on the Hub, a run or RUN@step-N"""
     data: Data = field(default_factory=Data)
-    """what is read"""
+    """training data"""
     optim: Optim = field(default_factory=Optim)
-    """how the weights move"""
+    """optimizer and schedule"""
     train: Train = field(default_factory=Train)
-    """how long, how large, how safe"""
+    """length, batch size, precision, checkpoints"""
     parallel: ParallelRecipe = field(default_factory=ParallelRecipe)
-    """how ranks share the work"""
+    """data parallelism"""
     evaluate: Evaluate = field(default_factory=Evaluate)
     """held-out text"""
     track: Track = field(default_factory=Track)
-    """where numbers go"""
+    """experiment trackers"""
     kvcache: KVCache = field(default_factory=KVCache)
-    """what attention keeps of the past"""
+    """tuning for a compressed KV cache"""
     lora: Lora = field(default_factory=Lora)
-    """adapters in place of the weights"""
+    """LoRA adapters"""
     distill: Distill = field(default_factory=Distill)
-    """what an unchanged model predicts"""
+    """distillation"""
 
     def rules(self) -> Iterator[Rule]:
         """Checks between sections."""
@@ -432,19 +439,21 @@ class Recipe(Section):
         whole = self.distill.teacher is None or self.kvcache.method == "full"
         yield whole, "distill.teacher", "allowed: null, with kvcache.method"
         buckets = self.evaluate.position_buckets < length
-        yield buckets, "evaluate.position_buckets", "allowed: 1 to data.sequence_length - 1, the targets of a row"
+        yield buckets, "evaluate.position_buckets", "allowed: 1 to data.sequence_length - 1, the targets of a sequence"
         kvcache = self.kvcache
         if kvcache.method == "full":
             return
-        shorter = f"allowed: less than data.sequence_length={length}, or nothing is ever compressed"
+        shorter = (
+            f"allowed: less than data.sequence_length={length}(a window as long as a sequence is never compressed)"
+        )
         yield (kvcache.window or 0) < length, "kvcache.window", shorter
         yield not (kvcache.lora_rank and self.optim.only), "optim.only", "allowed: empty, with kvcache.lora_rank"
         one_text = data.packing == "windows"
-        yield one_text, "data.packing", "allowed: windows, since one memory cannot hold several documents apart"
+        yield one_text, "data.packing", "allowed: windows, because a compressed cache cannot separate documents"
 
     @property
     def rows_per_step(self) -> int:
-        """Rows of a step over all ranks."""
+        """Sequences per step over all ranks."""
         return self.train.tokens_per_step // self.data.sequence_length
 
     @property
@@ -475,13 +484,13 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
     Args:
         path: A YAML file, or the name of a recipe that comes with Fathom.
-        overrides: `key=value` words, which win over the file's values.
+        overrides: `key=value` words that override the file.
     """
     return parse_recipe(read_values(find_recipe(path)), overrides)
 
 
 def find_recipe(name: str | Path) -> Path:
-    """The file of a recipe, given as a file or as the name of one that comes with Fathom; an existing file wins."""
+    """The file of a recipe, given by path or by the name of a packaged recipe; an existing path takes precedence."""
     path, packaged = Path(name), packaged_recipes()
     if path.is_file():
         return path
@@ -506,12 +515,12 @@ def parse_recipe(values: dict[str, object], overrides: Sequence[str] = ()) -> Re
 
 
 def cache_policy(method: str, recorded: object, wishes: CacheWishes) -> CacheSettings:
-    """Method and schedule of a cache: as asked for, else as the checkpoint was tuned, else the defaults.
+    """Method and schedule of a cache: as requested, else as the checkpoint was tuned, else the defaults.
 
     Args:
         method: A name of `fathom.kvcache.METHODS`, or `full`.
         recorded: `kvcache` of the checkpoint's configuration, None if it has none.
-        wishes: What is asked for.
+        wishes: The requested schedule.
     """
     from fathom.kvcache import METHODS, NAMES, WHOLE
 
@@ -523,7 +532,7 @@ def cache_policy(method: str, recorded: object, wishes: CacheWishes) -> CacheSet
     was: dict[str, object] = recorded if isinstance(recorded, dict) else {}
     known = {"sinks": KVCache.sinks, "ratio": KVCache.ratio, "kept": None, **was}
     without_ratio = method in METHODS and not METHODS[method].has_ratio
-    # What is recorded may be of another schedule than the one that is asked for.
+    # The recorded tuning may be for another schedule than the requested one.
     if kept is not None or without_ratio:
         known["ratio"] = KVCache.ratio
     if window is not None or ratio is not None or (without_ratio and was.get("method") != method):
@@ -573,7 +582,7 @@ def _schedule_rules(optim: Optim, train: Train) -> Iterator[Rule]:
 
 
 def _config(model: dict[str, object]) -> FathomConfig:
-    """The configuration; its errors as a `SettingsError` of one line."""
+    """The configuration; its errors become a one-line `SettingsError`."""
     from huggingface_hub.errors import StrictDataclassError
 
     from fathom.checkpoints.runs import config_of, is_source
@@ -596,7 +605,7 @@ def _config(model: dict[str, object]) -> FathomConfig:
 
 @lru_cache
 def _keys_of(config: type[FathomConfig]) -> tuple[str, ...]:
-    """What a model block may hold; to make a configuration takes a millisecond, and a recipe is checked often."""
+    """The keys of a model block, cached because building a configuration takes a millisecond."""
     return tuple(sorted({f.name for f in dataclasses.fields(config)} | set(config().to_dict())))
 
 

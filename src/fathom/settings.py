@@ -1,7 +1,7 @@
 """Settings: dataclasses are the schema, the docstring under a field is its help, YAML gives values.
 
-A file may name another as `base`; its own keys win, and dotted `key=value` words win over both. A section checks itself
-when it is made, from YAML or in Python. An error is one line: the key, the value, what is allowed.
+A file may name another as `base` and overrides its keys; dotted `key=value` words override both. A section checks
+itself when it is created, from YAML or in Python. An error is one line: the key, the value, and what is allowed.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ import yaml
 from fathom.errors import SettingsError
 
 Rule = tuple[bool, str, str]
-"""A check: whether it holds, the key, and what is allowed."""
+"""A check: whether it passed, the key, and what is allowed."""
 
 
 class Section:
-    """A part of a file of settings. Making one converts its values to their declared types and checks its rules."""
+    """A section of a settings file. Creating one converts its values to their declared types and checks its rules."""
 
     section: ClassVar[str] = ""
-    """Its name in error messages; empty for the file itself, and for what occurs under several names."""
+    """Its name in error messages; empty for the file itself, and for sections that occur under several names."""
     short: ClassVar[str] = ""
-    """The key whose value may stand for the whole section."""
+    """The key whose value may replace the whole section."""
 
     def __init_subclass__(cls, section: str = "", short: str = "") -> None:
         cls.section, cls.short = section, short
@@ -60,7 +60,7 @@ class Section:
         return typing.cast("dict[str, object]", plain(dataclasses.asdict(self)))
 
     def to_yaml(self) -> str:
-        """The settings as YAML, which reads back as equal ones."""
+        """The settings as YAML, which reads back equal."""
         text = yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True)
         # PyYAML folds these line breaks into spaces when it reads them, unless they are escaped.
         escaped = any(character in text for character in "\x85\u2028\u2029")
@@ -75,7 +75,7 @@ def fill(kind: type[S], values: object, name: str = "") -> S:
 
     Args:
         kind: The section's class.
-        values: A mapping, or the value of the key that may stand for the section.
+        values: A mapping, or the value of the section's short form.
         name: The section's name in error messages, if it has no own.
     """
     name, hints = kind.section or name, hints_of(kind)
@@ -95,14 +95,14 @@ def fill(kind: type[S], values: object, name: str = "") -> S:
 
 
 def _nested(hint: object, value: object, name: str) -> object:
-    """A value in which mappings have become sections, where the type says so."""
+    """A value whose mappings are converted to sections, if the type is a section."""
     if (kind := _section(hint)) is not None:
         return fill(kind, value, name)
     kind = _section(typing.get_args(hint)[1]) if typing.get_origin(hint) is dict else None
     if kind is None:
         return value
     if not isinstance(value, dict):
-        raise SettingsError(f"{name}={show(value)}: expected names and what they stand for")
+        raise SettingsError(f"{name}={show(value)}: expected a mapping of names to values")
     return {str(key): fill(kind, item, f"{name}.{key}") for key, item in value.items()}
 
 
@@ -131,7 +131,7 @@ def default_of(field: dataclasses.Field[Any]) -> str:
 
 
 def _checked(key: str, hint: object, value: object) -> object:
-    """The value as the field's type; else a `SettingsError` says what is allowed."""
+    """The value converted to the field's type; a `SettingsError` names what is allowed."""
     if (kind := _section(hint)) is not None:
         if not isinstance(value, kind):
             raise SettingsError(f"{key}={show(value)}: expected keys: {', '.join(hints_of(kind))}")
@@ -151,7 +151,7 @@ def _finite(value: object) -> bool:
 
 
 def _assigned(section: Section, key: str) -> str:
-    """`=VALUE` of a dotted key; empty for what is no single value."""
+    """`=VALUE` of a dotted key; empty for anything but a scalar."""
     value: object = section
     for part in key.split("."):
         value = value.get(part, section) if isinstance(value, dict) else getattr(value, part, section)
@@ -164,7 +164,7 @@ def hints_of(kind: type) -> dict[str, Any]:
 
 
 @lru_cache
-def _hints(kind: Any) -> dict[str, Any]:  # they are written as text, and evaluated once
+def _hints(kind: Any) -> dict[str, Any]:  # annotations are strings, evaluated once
     names = {one.name for one in dataclasses.fields(kind)}
     return {name: hint for name, hint in typing.get_type_hints(kind).items() if name in names}
 
@@ -190,8 +190,8 @@ def convert(hint: Any, value: Any) -> Any:
     if isinstance(value, str) and (hint in (int, float, bool) or origin in (tuple, list, dict, Sequence)):
         value = _yaml(value, value)
     if isinstance(value, str) and origin in (tuple, list, Sequence) and arguments[-1] in (str, Ellipsis):
-        value = [value]  # one item may stand for a list of it
-    # In Python a bool is an int; in a recipe it must not pass for one.
+        value = [value]  # a single item is accepted as a list
+    # In Python a bool is an int; in a recipe it is not.
     if (hint in (int, bool) and type(value) is hint) or (hint is float and type(value) in (int, float)):
         return hint(value)
     if origin in (tuple, list, Sequence) and isinstance(value, (tuple, list)):
@@ -202,7 +202,7 @@ def convert(hint: Any, value: Any) -> Any:
 
 
 def _first(hints: Sequence[object], value: object) -> object:
-    """The value as the first of several types that takes it."""
+    """The value converted to the first of several types that accepts it."""
     for hint in hints:
         try:
             return convert(hint, value)
@@ -240,7 +240,7 @@ def allowed(hint: Any) -> str:
 
 
 def _several(hint: Any) -> str:
-    """What a list holds, in words."""
+    """A list's item type, in words."""
     if typing.get_origin(hint) is Literal:
         return f"names, of {', '.join(typing.get_args(hint))}"
     return {int: "integers", float: "numbers", str: "names", Path: "paths"}.get(hint, "mappings")
@@ -266,18 +266,18 @@ def _helps(module: str) -> dict[str, dict[str, str]]:
 
 
 def check_keys(keys: Iterable[object], known: Sequence[str], section: str = "") -> None:
-    """Refuse a key that a section does not have: names the nearest one that it has, or all."""
+    """Reject an unknown key; the error suggests the nearest key, or lists all."""
     dot = f"{section}." if section else ""
     for key in map(str, keys):
         if key not in known:
-            # Without the section, by which all of them would be alike.
+            # Without the section, which all of them share.
             close = difflib.get_close_matches(key, known, n=1)
             hint = f"did you mean {dot}{close[0]}?" if close else f"allowed: {', '.join(known)}"
             raise SettingsError(f"{dot}{key}: unknown key; {hint}")
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML in which, as in YAML 1.2, 1e-3 is a number and a key may be given once only."""
+    """Safe YAML in which, as in YAML 1.2, 1e-3 is a number and duplicate keys are errors."""
 
     def compose_mapping_node(self, anchor: dict[Any, yaml.Node]) -> yaml.MappingNode:
         """As in PyYAML, but a key that is given twice is an error."""
@@ -304,7 +304,7 @@ def _yaml(text: str, source: str) -> Any:
 
 
 def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, object]:
-    """A file's values on top of its base's."""
+    """A file's values merged over its base's."""
     if path.resolve() in seen:
         raise SettingsError(f"{path}: base refers back to itself")
     try:
@@ -318,7 +318,7 @@ def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, object]:
     if base is None:
         return values
     beside = path.parent / str(base)
-    # A copy of one of our recipes in another folder still finds its base among ours.
+    # A copy of a packaged recipe in another folder still finds its base.
     ours = (found for found in packaged_recipes().values() if found.name == Path(str(base)).name)
     below = beside if beside.is_file() else next(ours, None)
     if below is None:
@@ -355,7 +355,7 @@ def packaged_recipes() -> dict[str, Path]:
 
 
 def read_values(path: Path) -> dict[str, object]:
-    """The values of a YAML file on top of those of its `base`, unchecked."""
+    """The values of a YAML file merged over those of its `base`, unchecked."""
     return _read(path, ())
 
 
@@ -370,7 +370,7 @@ def overridden(values: dict[str, object], overrides: Sequence[str]) -> dict[str,
 
 
 def plain(value: object) -> object:
-    """A value in which tuples have become lists, as YAML has them."""
+    """A value with tuples converted to lists, for YAML."""
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
     return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value

@@ -92,7 +92,7 @@ def test_the_command_line(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["tokens"] == 3
     for words, fault in (
         (["generate", str(folder), "x", "--weights", "int4"], "--weights int4: allowed: stored, int8"),
-        (["generate", str(folder), "x", "--weights", "int8", "--compile"], "leave out --compile"),
+        (["generate", str(folder), "x", "--weights", "int8", "--compile"], "does not work with --compile"),
         (["evaluate", str(folder), "--weights", "int4", "--perplexity", str(folder)], "--weights int4: allowed"),
     ):
         assert main(words) == 2 and fault in capsys.readouterr().err

@@ -685,7 +685,7 @@ OTHERS = [
     ("mechanisms --bytes-per-scalar 0", "--bytes-per-scalar 0"),
     ("mechanisms --bytes-per-scalar two", "two"),
     ("mechanisms extra", "extra"),
-    ("recipes copy", "which recipe"),
+    ("recipes copy", "a recipe's name is missing"),
     ("recipes copy nope", "nope"),
     ("recipes copy tiny --to file", "file"),
     ("recipes copy tiny --to folder", "folder"),

@@ -39,4 +39,4 @@ def test_sources_that_are_no_literals_are_imported(monkeypatch: pytest.MonkeyPat
 
 def test_bytes_are_of_a_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["mechanisms", "--bytes-per-scalar", "4"]) == 2
-    assert "give --config MODEL with it" in capsys.readouterr().err
+    assert "needs --config MODEL" in capsys.readouterr().err

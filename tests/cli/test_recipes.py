@@ -72,7 +72,7 @@ def test_a_copy_is_the_same_recipe(elsewhere: Path, capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["copy"], "which recipe?"),
+        (["copy"], "a recipe's name is missing"),
         (["copy", "6om"], "6om: no such recipe; did you mean 60m?"),
         (["60m"], "invalid choice"),
         (["list", "60m"], "to copy a recipe"),

@@ -75,7 +75,7 @@ def test_the_recipe_opens_what_was_closed(bases, tmp_path):
 def test_what_does_not_start_exactly_is_said(bases, tmp_path, capsys):
     assert main(["deepen", str(bases["llama"]), "--with", "ponder2", "--out", str(tmp_path / "deeper")]) == 0
     printed = capsys.readouterr().out
-    assert "ponder2 does not start as the model; the largest logit deviation on a short text is" in printed
+    assert "ponder2 does not start as the model; the largest difference of a logit on a short text is" in printed
     recipe = load_recipe(tmp_path / "deeper" / HEAL)
     assert "recurrence_options" not in recipe.model
 
@@ -85,7 +85,7 @@ def test_the_command_says_what_it_added(tmp_path, capsys):
     words = ["deepen", str(base), "--with", "loop:damping=0.5", "--layers", "1-2", "--out", str(tmp_path / "deeper")]
     assert main(words) == 0
     printed = capsys.readouterr().out
-    assert "equal to the model's logits, to the last bit" in printed and "(+0)" in printed and "(+50.0%)" in printed
+    assert "logits equal the base model's to the last bit" in printed and "(+0)" in printed and "(+50.0%)" in printed
     assert f"fathom train {tmp_path / 'deeper' / HEAL} data.directory=SHARDS" in printed
     assert main([*words, "--json"]) == 0, "an earlier one is replaced"
     found = json.loads(capsys.readouterr().out)
@@ -104,7 +104,7 @@ def test_the_command_says_what_it_added(tmp_path, capsys):
         (["--with", "lop"], "--with lop: no such mechanism; did you mean loop?"),
         (["--with", "loop", "--search"], "--search needs --text"),
         (["--with", "ponder", "--search", "--text", "x"], "--search ranks the layers of --with loop"),
-        (["--with", "loop", "--text", "x"], "--text is read by --search"),
+        (["--with", "loop", "--text", "x"], "--text needs --search"),
         (
             ["--with", "loop", "--search", "--text", "x", "--sizes", "2"],
             "--sizes 2: allowed: two whole numbers, as in 2-6",

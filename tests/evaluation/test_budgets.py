@@ -69,7 +69,7 @@ def test_generate(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["generate", str(models / "ponder"), TEXT, "--max-new-tokens", "3", "--temperature", "0", "--json"]
     assert main([*words, "--max-trips", "2"]) == 0
     shown = capsys.readouterr()
-    assert json.loads(shown.out)["trips"] == 2 and "2.00 trips per token" in shown.err
+    assert json.loads(shown.out)["trips"] == 2 and "2.00 iterations per token" in shown.err
     assert main([*words[:1], str(models / "once"), *words[2:]]) == 0
     shown = capsys.readouterr()
     assert json.loads(shown.out)["trips"] is None and "trips" not in shown.err
@@ -145,7 +145,7 @@ def test_evaluate(models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert one["perplexity"]["text"]["loss"] == pytest.approx(loss, rel=1e-5)
 
     assert main([*words, "--max-trips", "1,3"]) == 0
-    assert "trips per token" in capsys.readouterr().out
+    assert "iterations per token" in capsys.readouterr().out
     for wrong in ("1,1", "many", "0"):
         assert main([*words, "--max-trips", wrong]) == 2
         assert f"--max-trips {wrong}: expected" in capsys.readouterr().err

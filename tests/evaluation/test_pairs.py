@@ -359,7 +359,7 @@ def test_the_command_line_refuses_what_is_no_pair(tmp_path: Path, capsys: pytest
     for words, said in (
         (["one", "--benchmark", str(tmp_path)], "--benchmark compares two checkpoints, BASE and NEW"),
         (["one", "two", "--benchmark", str(tmp_path / "none")], "none: no such directory"),
-        (["one", "two", "--benchmark", str(tmp_path), "--kvcache", "freqkv"], "give one of them"),
+        (["one", "two", "--benchmark", str(tmp_path), "--kvcache", "freqkv"], "exclude each other"),
     ):
         assert main(["evaluate", *words]) == 2
         assert said in capsys.readouterr().err

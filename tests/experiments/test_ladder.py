@@ -681,12 +681,12 @@ def test_the_command(tmp_path: Path, monkeypatch, capsys) -> None:
     assert not (tmp_path / "out").exists()
     assert main([*words, "--until", "seal"]) == 0
     shown = capsys.readouterr().out
-    assert "prediction of the last rung sealed" in shown and "Not finished" in shown
+    assert "prediction of the largest size sealed" in shown and "Not finished" in shown
     assert "fathom ladder" in (tmp_path / "out/ladder.sbatch").read_text()
     assert main(["ladder", str(file)]) == 2
     assert "--arms is missing" in capsys.readouterr().err
     assert main(["ladder", str(tmp_path / "out"), "--arms", "vanilla,loop"]) == 2
-    assert "goes on as it was planned" in capsys.readouterr().err
+    assert "resumes as planned" in capsys.readouterr().err
 
 
 def test_a_puzzle_is_told_by_solved_runs(whole) -> None:

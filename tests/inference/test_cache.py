@@ -116,7 +116,7 @@ def test_the_command(directory: Path, tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_a_static_cache_is_another_thing() -> None:
-    with pytest.raises(SettingsError, match="leave out --static-cache"):
+    with pytest.raises(SettingsError, match="does not work with --static-cache"):
         Sampling(memory=FREQKV, static_cache=True)
 
 

@@ -369,12 +369,12 @@ def test_command(checkpoints, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["deep"], "give a text or --file"),
-        (["deep", "a", "--file", "b"], "give a text or --file"),
+        (["deep"], "a text and --file FILE exclude each other"),
+        (["deep", "a", "--file", "b"], "a text and --file FILE exclude each other"),
         (["deep", "a", "--compare", "foreign"], "another tokenizer"),
         (["deep", "--file", "nowhere.txt"], "nowhere.txt"),
         (["deep", ""], "no text"),
-        (["deep", "a", "-o", "nowhere/page.html"], "nowhere is no directory"),
+        (["deep", "a", "-o", "nowhere/page.html"], "nowhere is not a directory"),
         (["nowhere", "a"], "nowhere"),
     ],
 )

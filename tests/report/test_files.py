@@ -54,7 +54,7 @@ def test_a_file_system_without_locks_is_not_called_held(tmp_path: Path, monkeypa
     monkeypatch.setattr(filelock._unix.fcntl, "flock", flock)
     with lock(tmp_path / "x"):
         # The marker that stands in for the lock keeps a second process out, and is named, for a crash leaves it behind.
-        with pytest.raises(HeldError, match=f"if that process is gone, delete {tmp_path}/x") as caught:
+        with pytest.raises(HeldError, match=f"if that process has ended, delete {tmp_path}/x") as caught:
             lock(tmp_path / "x").__enter__()
         assert Path(caught.value.advice.rpartition(" ")[2]).exists()
     assert not list(tmp_path.iterdir())

@@ -163,7 +163,7 @@ def refusals(run: Path, new: Path) -> list[tuple[list[str], str]]:
         ([str(run), "train.seed=3", "model.mixer=none", "train.steps=9"], "cannot change on the way; a new run"),
         ([str(run), "train.tokens_per_step=512"], "train.tokens_per_step cannot change on the way"),
         ([str(run), "--run", str(new)], "is a run itself"),
-        ([str(run), "--cooldown", "3"], "it needs --from"),
+        ([str(run), "--cooldown", "3"], "--cooldown needs --from"),
         ([str(run), "train.steps=16", "--new"], "holds a run already"),
         (["--from", f"{run}@step-4"], "needs --run"),
         (["--from", f"{run}@step-5", "--run", str(new)], "has no checkpoint of step 5; it has 2, 4, 6, 8"),

@@ -15,10 +15,8 @@ from fathom.errors import SettingsError
 
 def add(parser: Parser) -> None:
     """Add the command's arguments."""
-    parser.add_argument(
-        "model", help="a model directory, a run, or a comparison (its best arm); it has a chat template"
-    )
-    parser.add_argument("--system", metavar="TEXT", help="a first message that says how to answer")
+    parser.add_argument("model", help="a model directory, a run, or a comparison (its best run) with a chat template")
+    parser.add_argument("--system", metavar="TEXT", help="system message")
     parser.add_argument(
         "--allow-control-tokens",
         action="store_true",
@@ -44,7 +42,7 @@ def run(options: Namespace) -> int:
     if not_text(options.system):
         raise SettingsError("--system is not UTF-8")
     given = (options.max_new_tokens, options.temperature, options.top_k, options.top_p, options.seed)
-    Sampling(*given, options_of(options.set), speculate=options.speculate)  # what is wrong is said before a model opens
+    Sampling(*given, options_of(options.set), speculate=options.speculate)  # check the input before the model is loaded
     use(options.kernels, options.device)
     names = ("device", "dtype", "trust_remote_code", "verify", "weights")
     model, tokenizer = Opening(**{name: getattr(options, name) for name in names}).open(options.model)
@@ -68,7 +66,7 @@ def typed_lines() -> Iterator[str]:
         raise SettingsError("a conversation reads standard input, which is closed")
     typed = sys.stdin.isatty()
     encoding = sys.stdin.encoding if typed else "utf-8-sig"
-    if isinstance(sys.stdin, io.TextIOWrapper):  # in the locale C, bytes that are no text would be let in
+    if isinstance(sys.stdin, io.TextIOWrapper):  # the locale C would accept bytes that are not text
         sys.stdin.reconfigure(encoding=encoding, errors="strict")
     try:
         yield from _typed() if typed else sys.stdin

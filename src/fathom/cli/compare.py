@@ -23,30 +23,30 @@ def add(parser: Parser) -> None:
     """Add the command's arguments."""
     add_recipe(parser)
     parser.add_argument(
-        "--arms", help="MECHANISM or NAME=MECHANISM[;key=value...], comma between; the first is the control"
+        "--arms", help="comma-separated MECHANISM or NAME=MECHANISM[;key=value...]; the first is the control"
     )
-    parser.add_argument("--seeds", type=int, default=3, help="runs of each arm (default: 3)")
+    parser.add_argument("--seeds", type=int, default=3, help="runs per arm (default: 3)")
     parser.add_argument(
         "--equal",
         choices=("tokens", "flops", "trips"),
         default="tokens",
-        help="the budget arms share, in training: tokens, FLOPs, or tokens times their trips through the stack",
+        help="the training budget that all arms share: tokens, FLOPs, or tokens times loop iterations",
     )
     parser.add_argument(
-        "--pairs", type=int, default=12, help="how often an arm is timed A B B A; 0 for not at all (default: 12)"
+        "--pairs", type=int, default=12, help="timing rounds per arm, in the order A B B A; 0 for none (default: 12)"
     )
     parser.add_argument("--out", type=Path, help="directory (default: runs/ and the recipe's name, -compare)")
-    parser.add_argument("--workers", type=int, default=1, help="processes on this machine; more may join from others")
-    parser.add_argument("--threads", type=int, help="CPU threads of a worker (default: 1 if there are several)")
-    parser.add_argument("--report", action="store_true", help="only write the report again from what is finished")
+    parser.add_argument("--workers", type=int, default=1, help="worker processes on this machine; others may join")
+    parser.add_argument("--threads", type=int, help="CPU threads per worker (default: 1 with several workers)")
+    parser.add_argument("--report", action="store_true", help="only rewrite the report from finished runs")
     parser.add_argument(
-        "--retry-failed", action="store_true", help="go on with runs that diverged; without it they stay left out"
+        "--retry-failed", action="store_true", help="resume runs that diverged; otherwise they are excluded"
     )
     parser.add_argument("--json", action="store_true", help="print the report for a program")
 
 
 def run(options: Namespace) -> int:
-    """Plan, run what is missing, and print. With a comparison's directory in place of a recipe, continue it."""
+    """Plan, run what is missing, and print. The directory of a comparison, instead of a recipe, resumes it."""
     from fathom.experiments.compare import carry_out, refuse_torchrun, rewrite_report
     from fathom.experiments.compare_page import tables
     from fathom.experiments.plan import Plan, check, make_plan
@@ -54,11 +54,11 @@ def run(options: Namespace) -> int:
     refuse_torchrun()
     retry = options.retry_failed
     if retry and options.report:
-        raise SettingsError("--retry-failed trains, --report does not: give one of them")
+        raise SettingsError("--retry-failed trains and --report does not: use one of them")
     source = Path(options.recipe)
     if source.is_dir():
         if options.arms or options.overrides or options.out:
-            raise SettingsError(f"{source}: a comparison goes on as it was planned; give its recipe to plan another")
+            raise SettingsError(f"{source}: a comparison resumes as planned; name its recipe to plan another one")
         out, plan = source, Plan.read(source)
         check(plan, out)
     else:
@@ -80,7 +80,7 @@ def run(options: Namespace) -> int:
 
 
 def _show(report: ComparisonReport, out: Path, found: Iterable[Table]) -> None:
-    """The tables, the sentence, and where the rest is."""
+    """The tables, the verdict, and the path of the full report."""
     console = Console(highlight=False)
     for table in found:
         console.print(table, "")

@@ -18,16 +18,18 @@ if TYPE_CHECKING:
 def add(parser: Parser) -> None:
     """Add the command's arguments."""
     parser.add_argument("recipe", type=Path, help="a YAML file")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="values that win over the file's")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="where to (default: corpora/ and the recipe's name)")
-    parser.add_argument("--workers", type=int, metavar="N", help="processes at once; short for executor.workers=N")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="override values of the file")
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="output directory (default: corpora/ and the recipe's name)"
+    )
+    parser.add_argument("--workers", type=int, metavar="N", help="worker processes; short for executor.workers=N")
     parser.add_argument("--dry-run", action="store_true", help="print inputs, stages and budget, and stop")
     parser.add_argument("--json", action="store_true", help="print the result for a program")
     add_keys(parser, lambda: describe(CorpusRecipe))
 
 
 def run(options: Namespace) -> int:
-    """Make the corpus, or with `--dry-run` print what that would take."""
+    """Build the corpus, or with `--dry-run` print the plan."""
     from fathom.corpus.pipeline import build, preview
 
     words = [*options.overrides, *([f"executor.workers={options.workers}"] if options.workers is not None else [])]
@@ -50,7 +52,7 @@ def _words(found: Preview) -> str:
     width = max(map(len, found["stages"]))
     lines += [f"  {name:<{width}}  {stage['state']}  {stage.get('key', '')}" for name, stage in found["stages"].items()]
     budget = found["budget"]
-    origin = "counted" if budget["counted"] else "guessed from the inputs' size"
+    origin = "counted" if budget["counted"] else "estimated from the size of the inputs"
     if "infeasible" in budget:
         lines.append(f"infeasible, by tokens {origin}: {budget['infeasible']}")
     else:

@@ -21,7 +21,7 @@ EPILOG = """examples:
   fathom deepen MODEL --with loop --search --text TEXT --out spans
   fathom train deeper/heal.yaml data.directory=SHARDS
 
-fathom mechanisms lists the mechanisms. Those that start exactly are added closed: docs/tutorials/deepen.md."""
+fathom mechanisms lists the mechanisms. docs/tutorials/deepen.md says which of them start without changing the model."""
 
 
 def add(parser: Parser) -> None:
@@ -32,26 +32,30 @@ def add(parser: Parser) -> None:
         dest="mechanism",
         required=True,
         metavar="MECHANISM[:KEY=VALUE,...]",
-        help="what to add; join several with +",
+        help="the mechanisms to add, joined by +",
     )
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where to write")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="output directory")
     parser.add_argument("--layers", metavar="A-B", help="first and last layer of a loop, from 0 (default: all)")
-    parser.add_argument("--search", action="store_true", help="rank the spans of a loop by held-out loss, untrained")
+    parser.add_argument(
+        "--search", action="store_true", help="rank the layers to loop by held-out loss, without training"
+    )
     parser.add_argument("--text", nargs="+", default=(), metavar="[NAME=]INPUT", help="text for --search")
-    parser.add_argument("--sizes", default="2-6", metavar="A-B", help="layers of a span, for --search (default: 2-6)")
+    parser.add_argument(
+        "--sizes", default="2-6", metavar="A-B", help="for --search: fewest and most layers of a loop (default: 2-6)"
+    )
     parser.add_argument(
         "--documents",
         default="12,40",
         metavar="N,M",
-        help="for --search: N documents for all spans, M others for the best 20 (default: 12,40)",
+        help="for --search: N documents for all loops, M others for the best 20 (default: 12,40)",
     )
-    parser.add_argument("--tokens", type=int, default=512, help="for --search: tokens of a document (default: 512)")
+    parser.add_argument("--tokens", type=int, default=512, help="for --search: tokens per document (default: 512)")
     parser.add_argument("--json", action="store_true", help="print the result for a program")
     parser.epilog = EPILOG
 
 
 def run(options: Namespace) -> int:
-    """Write the model, or rank the spans."""
+    """Write the model, or rank the layers to loop."""
     from fathom.deepen.request import parse_request
     from fathom.deepen.write import deepen
 
@@ -59,14 +63,14 @@ def run(options: Namespace) -> int:
     if options.search:
         return _search(options, request)
     if options.text:
-        raise SettingsError("--text is read by --search")
+        raise SettingsError("--text needs --search")
     made = deepen(options.model, request, options.out)
     print(json.dumps(made.to_dict()) if options.json else _words(made))
     return 0
 
 
 def _words(made: Deepened) -> str:
-    """What was written, in lines."""
+    """The summary of what was written."""
     base, deeper = made.base, made.deeper
     rows = {
         "model": f"{made.directory}, {made.mechanism}",
@@ -82,8 +86,8 @@ def _words(made: Deepened) -> str:
 
 def _start(made: Deepened) -> str:
     if made.deviation == 0:
-        return "equal to the model's logits, to the last bit (read back, on a short text)"
-    largest = f"the largest logit deviation on a short text is {made.deviation:.2g}"
+        return "logits equal the base model's to the last bit (read back from disk, on a short text)"
+    largest = f"the largest difference of a logit on a short text is {made.deviation:.2g}"
     return largest if made.exact else f"{made.mechanism} does not start as the model; {largest}"
 
 

@@ -19,33 +19,39 @@ def add(parser: Parser) -> None:
         "checkpoints",
         nargs="+",
         metavar="[NAME=]MODEL",
-        help="model directories, runs or comparisons; the first is what the others are held against",
+        help="model directories, runs or comparisons; all are compared with the first",
     )
     parser.add_argument(
         "--tasks",
         metavar="NAMES",
-        help="lm-eval's tasks, groups and tags, comma between; * allowed; choice:FILE, cloze:FILE: your own JSONL; "
-        "with --kvcache, RULER's synthetic tasks (ruler: all)",
+        help=(
+            "comma-separated lm-eval tasks, groups, tags or patterns; choice:FILE or cloze:FILE for your own JSONL; "
+            "with --kvcache, RULER's synthetic tasks (ruler: all)"
+        ),
     )
-    parser.add_argument("--include", type=Path, metavar="PATH", help="a folder of further tasks, as lm-eval's YAML")
-    parser.add_argument("--task-data", type=Path, metavar="DIR", help="their documents, for work without a network")
-    parser.add_argument("--num-fewshot", type=int, help="examples in the prompt (default: as the task says)")
-    parser.add_argument("--apply-chat-template", action="store_true", help="put task prompts as messages")
+    parser.add_argument("--include", type=Path, metavar="PATH", help="a folder of your own tasks in lm-eval's YAML")
+    parser.add_argument(
+        "--task-data", type=Path, metavar="DIR", help="a folder with the tasks' documents, for use without a network"
+    )
+    parser.add_argument("--num-fewshot", type=int, help="few-shot examples (default: the task's)")
+    parser.add_argument("--apply-chat-template", action="store_true", help="apply the chat template to prompts")
     parser.add_argument(
         "--perplexity",
         nargs="+",
         metavar="[NAME=]INPUT",
-        help="text, JSONL or Parquet files, directories, globs, hf:..., or prepared corpora; a name is a domain's",
+        help="text, JSONL or Parquet files, directories, globs, hf:..., or prepared corpora; NAME= names the domain",
     )
-    parser.add_argument("--split", default="val", help="of corpora (default: val)")
-    parser.add_argument("--text-field", default="text", help="of JSONL and Parquet (default: text)")
+    parser.add_argument("--split", default="val", help="split of prepared corpora (default: val)")
+    parser.add_argument("--text-field", default="text", help="field of JSONL and Parquet with the text (default: text)")
     parser.add_argument("--domain-field", help="the field that names the domain")
     parser.add_argument(
-        "--context", type=int, help="tokens a prediction may see (default: the model's own; for text 2048 at most)"
+        "--context", type=int, help="context length in tokens (default: the model's; for text at most 2048)"
     )
-    parser.add_argument("--stride", type=int, help="tokens from window to window of text (default: the context)")
     parser.add_argument(
-        "--max-trips", metavar="N[,N...]", help="score a model of several trips under each of these budgets"
+        "--stride", type=int, help="tokens between the starts of two windows of text (default: the context)"
+    )
+    parser.add_argument(
+        "--max-trips", metavar="N[,N...]", help="score a recurrent model with each of these limits on its iterations"
     )
     add_kvcache(parser, several=True)
     add_questions(parser)
@@ -53,44 +59,50 @@ def add(parser: Parser) -> None:
         "--benchmark",
         type=Path,
         metavar="DIR",
-        help="a base and what was made of it: questions (*.jsonl), and held-out text of the corpus beside them",
+        help=(
+            "compare a base with a tuned model: a directory of questions (*.jsonl); the held-out text of its corpus "
+            "is scored too"
+        ),
     )
     parser.add_argument(
         "--limit",
         type=int,
-        help="documents of each task and domain, for trying out; with --benchmark, questions drawn at random",
+        help="limit the documents per task and domain, for a trial; with --benchmark, the questions drawn at random",
     )
     parser.add_argument(
         "--deepened",
         action="store_true",
-        help="say what a mechanism was worth: the checkpoints are BASE DEEPER CONTROL, the control trained alike",
+        help=(
+            "report the effect of a mechanism: the checkpoints are BASE DEEPER CONTROL, and the control had the same "
+            "training"
+        ),
     )
-    parser.add_argument("--batch-size", type=int, help="rows at once (default: as many as fit; some on a CPU)")
+    parser.add_argument(
+        "--batch-size", type=int, help="batch size (default: as large as memory allows; fixed on a CPU)"
+    )
     add_opening(parser)
     add_kernels(parser)
-    parser.add_argument("--out", type=Path, metavar="DIR", help="keep results here; run again, it goes on")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="store results here; the same command resumes")
     parser.add_argument("--json", action="store_true", help="print the report for a program")
 
 
 def add_questions(parser: Parser) -> None:
-    """Add what `--kvcache` reads and asks."""
-    parser.add_argument("--at", metavar="LENGTHS", help=f"windows read, for --kvcache (default: {WINDOWS})")
-    parser.add_argument(
-        "--questions", type=int, metavar="N", help="asked of each cache, over everything that is asked (default: 300)"
-    )
-    parser.add_argument(
-        "--compressions", metavar="LIST", help="how often a cache is compressed before an answer (default: 1,2,4)"
-    )
+    """Add the options of `--kvcache`."""
+    parser.add_argument("--at", metavar="LENGTHS", help=f"lengths for --kvcache, in windows (default: {WINDOWS})")
+    parser.add_argument("--questions", type=int, metavar="N", help="questions per cache in total (default: 300)")
+    parser.add_argument("--compressions", metavar="LIST", help="compressions before an answer (default: 1,2,4)")
     parser.add_argument(
         "--needles",
         choices=["tokens", "natural"],
-        help="plant drawn tokens (default), or sentences in the text of --perplexity, asked for in words",
+        help=(
+            "kind of needles: random tokens (default), or sentences in the text of --perplexity with questions in words"
+        ),
     )
-    parser.add_argument("--no-needles", action="store_true", help="ask for no needles")
+    parser.add_argument("--no-needles", action="store_true", help="skip the needles")
 
 
 def run(options: Namespace) -> int:
-    """Score, keep, print."""
+    """Score, store, print."""
     from fathom.evaluation.caches.evaluate import ask, evaluate_caches
     from fathom.evaluation.caches.page import show as show_caches
     from fathom.evaluation.deepened import compare, require_three
@@ -110,12 +122,12 @@ def run(options: Namespace) -> int:
             alone.append(f"--{name} {getattr(options, name)}")
     alone += ["--no-needles"] if options.no_needles else []
     if not options.kvcache and alone:
-        raise SettingsError(f"{alone[0]}: give --kvcache METHODS with it")
+        raise SettingsError(f"{alone[0]} needs --kvcache METHODS")
     if options.needles and options.no_needles:
-        raise SettingsError("--needles and --no-needles: give one of them")
+        raise SettingsError("--needles and --no-needles exclude each other")
     if options.benchmark is not None:
         if options.kvcache:
-            raise SettingsError("--benchmark and --kvcache: give one of them")
+            raise SettingsError("--benchmark and --kvcache exclude each other")
         pair = evaluate_pair(options.checkpoints, options.benchmark, settings)
         if options.json:
             print(json.dumps(pair, ensure_ascii=False))
@@ -147,5 +159,5 @@ def run(options: Namespace) -> int:
     else:
         show(checkpoints, report, options.out)
         print("".join(f"\n{sentence}" for sentence in ([] if deepened is None else deepened["sentences"])))
-    # A failed task was reported when it failed; the results of the others are printed and kept.
+    # A failed task was reported when it failed; the other results are printed and stored.
     return int(any(entry["failed"] for entry in report["checkpoints"].values()))

@@ -26,9 +26,11 @@ def add(parser: Parser) -> None:
         dest="form",
         default="fathom",
         metavar="FORM",
-        help="fathom: any mechanism, with its code; native: the family that the model was opened from, without "
-        "mechanisms; unrolled: a loop as the deeper native model that it equals; gguf: either of these as FILE.gguf "
-        "for llama.cpp; or a family's name, such as llama or gpt_neox (default: fathom)",
+        help=(
+            "fathom: any mechanism, with its code (default); native: the model's own family, without mechanisms; "
+            "unrolled: a loop as the equal, deeper native model; gguf: native or unrolled as FILE.gguf for llama.cpp; "
+            "or a family such as llama or gpt_neox"
+        ),
     )
     parser.add_argument("--json", action="store_true", help="print the result for a program")
 

@@ -22,8 +22,10 @@ if TYPE_CHECKING:
 
 def add(parser: Parser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("model", help="a model directory, a run, or a comparison (its best arm)")
-    parser.add_argument("prompt", nargs="?", help="what to continue; - or a pipe: standard input; else a new document")
+    parser.add_argument("model", help="a model directory, a run, or a comparison (its best run)")
+    parser.add_argument(
+        "prompt", nargs="?", help="the prompt; - or a pipe reads standard input; without it a new document starts"
+    )
     parser.add_argument(
         "--allow-control-tokens",
         action="store_true",
@@ -34,11 +36,11 @@ def add(parser: Parser) -> None:
         "--out",
         type=Path,
         metavar="FILE",
-        help="JSONL for --prompts (default: print); run again, it resumes",
+        help="JSONL output of --prompts (default: print); the same command resumes",
     )
-    parser.add_argument("--batch-size", type=int, help="prompts of a file at once (default: 8 on a CPU, else 32)")
+    parser.add_argument("--batch-size", type=int, help="batch size for --prompts (default: 8 on a CPU, else 32)")
     add_sampling(parser)
-    parser.add_argument("--static-cache", action="store_true", help="reserve the cache for the whole text at once")
+    parser.add_argument("--static-cache", action="store_true", help="preallocate the cache for the whole text")
     parser.add_argument("--compile", action="store_true", help="compile decoding, with a static cache")
     add_kvcache(parser)
     add_opening(parser)
@@ -47,22 +49,26 @@ def add(parser: Parser) -> None:
 
 
 def add_sampling(parser: Parser) -> None:
-    """Add how tokens are drawn, and how many."""
-    parser.add_argument("--max-new-tokens", type=int, default=128, help="tokens at most (default: 128)")
-    own = "default: as the checkpoint says"
-    parser.add_argument("--temperature", type=float, help=f"0 takes the likeliest token ({own}, or 0.8)")
-    parser.add_argument("--top-k", type=int, help=f"draw from the k likeliest tokens; 0 for all ({own}, or 0)")
-    parser.add_argument("--top-p", type=float, help=f"draw from so much probability ({own}, or 0.95)")
+    """Add the sampling options and the number of tokens."""
+    parser.add_argument("--max-new-tokens", type=int, default=128, help="maximum new tokens (default: 128)")
+    own = "default: the checkpoint's"
+    parser.add_argument("--temperature", type=float, help=f"temperature; 0 is greedy ({own}, or 0.8)")
+    parser.add_argument("--top-k", type=int, help=f"sample from the k likeliest tokens; 0 for all ({own}, or 0)")
+    parser.add_argument(
+        "--top-p", type=float, help=f"sample from the likeliest tokens with this total probability ({own}, or 0.95)"
+    )
     parser.add_argument(
         "--set",
         nargs="+",
         action="extend",
         default=[],
         metavar="KEY=VALUE",
-        help="any other option of transformers' GenerationConfig: min_p=0.05 num_beams=4 repetition_penalty=1.1 ...",
+        help="other options of transformers' GenerationConfig: min_p=0.05 num_beams=4 repetition_penalty=1.1 ...",
     )
-    parser.add_argument("--seed", type=int, help="draw the same text every time")
-    parser.add_argument("--max-trips", type=int, metavar="N", help="trips per token at most (default: all it may make)")
+    parser.add_argument("--seed", type=int, help="random seed, for reproducible samples")
+    parser.add_argument(
+        "--max-trips", type=int, metavar="N", help="maximum loop iterations per token (default: the model's)"
+    )
     add_speculate(parser)
 
 
@@ -114,7 +120,7 @@ def run(options: Namespace) -> int:
             to_terminal(prompt)
         try:
             made = generate(model, tokenizer, prompt, sampling, None if options.json else to_terminal)
-        finally:  # so that a message has a line of its own
+        finally:  # messages start on a line of their own
             if not options.json:
                 print(flush=True)
         if options.json:
@@ -124,7 +130,7 @@ def run(options: Namespace) -> int:
 
 
 def _report(summary: FileSummary, options: Namespace) -> int:
-    """Print what a file of prompts came to; returns the exit code."""
+    """Print the summary of a file of prompts; returns the exit code."""
     from fathom.inference.generate import report_speed
 
     report_speed(summary["tokens"], summary["seconds"])
@@ -138,40 +144,38 @@ def _report(summary: FileSummary, options: Namespace) -> int:
 
 
 def _check(options: Namespace) -> None:
-    """Refuse contradictory options before anything is loaded."""
+    """Reject contradictory options before anything is loaded."""
     if options.prompt is not None and options.prompts is not None:
-        raise SettingsError("give a prompt or --prompts FILE, one of them")
+        raise SettingsError("a prompt and --prompts FILE exclude each other")
     if options.prompts is None and options.out is not None:
-        raise SettingsError(f"--out {options.out} is for the answers to a file: give --prompts FILE with it")
+        raise SettingsError(f"--out {options.out} needs --prompts FILE")
     if options.json and options.prompts is not None and options.out is None:
-        raise SettingsError(
-            "--json prints a summary of --prompts, and without --out the answers are printed: give --out"
-        )
+        raise SettingsError("--json with --prompts needs --out, because the answers would be printed too")
     if not_text(options.prompt):
         raise SettingsError("the prompt is not UTF-8")
     if options.allow_control_tokens and options.prompts is None:
-        raise SettingsError("--allow-control-tokens is for --prompts FILE: a prompt writes them anyway")
+        raise SettingsError("--allow-control-tokens needs --prompts FILE; a prompt may always contain control tokens")
     if options.batch_size is not None and (options.prompts is None or options.batch_size < 1):
         raise SettingsError(f"--batch-size {options.batch_size}: allowed: 1 or more, with --prompts")
     if options.weights != "stored" and options.compile:
-        raise SettingsError(f"--weights {options.weights}: its products are not compiled; leave out --compile")
+        raise SettingsError(f"--weights {options.weights} does not work with --compile")
     if options.kvcache is not None and (options.static_cache or options.compile):
-        raise SettingsError("--kvcache makes a cache that grows and shrinks: leave out --static-cache and --compile")
+        raise SettingsError("--kvcache does not work with --static-cache and --compile")
 
 
 def not_text(word: str | None) -> bool:
-    """Whether a word of the command line has bytes that are no text, as Python shows them."""
+    """Whether a command-line argument contains undecodable bytes."""
     return any("\ud800" <= letter <= "\udfff" for letter in word or "")
 
 
 def to_terminal(text: str) -> None:
-    """Show text at once."""
+    """Print without buffering."""
     sys.stdout.write(text)
     sys.stdout.flush()
 
 
 def prompt_of(word: str | None) -> str:
-    """The prompt: the word given; for `-`, or without a word if it is a pipe or file, all of standard input."""
+    """The prompt: the argument; for `-`, or if standard input is a pipe or file, all of standard input."""
     if word is not None and word != "-":
         return word
     if word is None and not _fed():
@@ -194,7 +198,7 @@ def _fed() -> bool:
 
 
 def options_of(words: Sequence[str]) -> dict[str, object]:
-    """`key=value` words; values are JSON, or text where they are not."""
+    """`key=value` words; values are parsed as JSON, else taken as text."""
     made: dict[str, object] = {}
     for word in words:
         key, equals, value = word.partition("=")

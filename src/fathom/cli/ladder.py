@@ -26,26 +26,30 @@ def add(parser: Parser) -> None:
     add_recipe(parser, what=f"{ladder}; or the directory of a ladder to resume", rows=rows)
     parser.add_argument(
         "--arms",
-        help="MECHANISM or NAME=MECHANISM[;key=value...], comma between; the first is the control; ladder.layers=1/3 "
-        "gives an arm a share of the rung's layers",
+        help=(
+            "comma-separated MECHANISM or NAME=MECHANISM[;key=value...]; the first is the control; ladder.layers=1/3 "
+            "gives an arm that share of the layers"
+        ),
     )
     parser.add_argument("--out", type=Path, help="directory (default: runs/ and the ladder file's name)")
-    parser.add_argument("--workers", type=int, default=1, help="processes on this machine; more may join from others")
-    parser.add_argument("--threads", type=int, help="CPU threads of a worker (default: 1 if there are several)")
+    parser.add_argument("--workers", type=int, default=1, help="worker processes on this machine; others may join")
+    parser.add_argument("--threads", type=int, help="CPU threads per worker (default: 1 with several workers)")
     parser.add_argument(
         "--seeds",
         metavar="N[,N...]",
-        help="of an existing ladder: give its rungs more seeds, all arms alike, and go on; the report says when",
+        help="add seeds to the model sizes of an existing ladder, for all arms, and resume; the report records when",
     )
-    parser.add_argument("--until", choices=STAGES, default=STAGES[-1], help="the last stage to carry out")
-    parser.add_argument("--dry-run", action="store_true", help="print runs, FLOPs, hours and what to resolve, and stop")
-    parser.add_argument("--report", action="store_true", help="only write the report again from what is finished")
-    parser.add_argument("--retry-failed", action="store_true", help="go on with runs that diverged")
+    parser.add_argument("--until", choices=STAGES, default=STAGES[-1], help="the last stage to run")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the runs, FLOPs, hours and expected intervals, and stop"
+    )
+    parser.add_argument("--report", action="store_true", help="only rewrite the report from finished runs")
+    parser.add_argument("--retry-failed", action="store_true", help="resume runs that diverged")
     parser.add_argument("--json", action="store_true", help="print the report for a program")
 
 
 def run(options: Namespace) -> int:
-    """Plan, run what is missing, and print. With a ladder's directory in place of a file, continue it."""
+    """Plan, run what is missing, and print. The directory of a ladder, instead of a file, resumes it."""
     from fathom.experiments.budget import budget, budget_rows
     from fathom.experiments.ladder import add_seeds, climb, rewrite
     from fathom.experiments.ladder_page import tables
@@ -53,22 +57,22 @@ def run(options: Namespace) -> int:
     from fathom.report.tables import terminal_table
 
     if options.report and (options.retry_failed or options.dry_run):
-        raise SettingsError("--report runs nothing: give it alone")
+        raise SettingsError("--report excludes options that run something")
     for name, count in (("--workers", options.workers), ("--threads", options.threads)):
         if count is not None and count < 1:
             raise SettingsError(f"{name} {count}: allowed: 1 or more")
     if options.seeds is not None and (options.report or options.dry_run):
-        raise SettingsError("--seeds adds runs: give it without --report and --dry-run")
+        raise SettingsError("--seeds adds runs and excludes --report and --dry-run")
     source, console = Path(options.recipe), Console(highlight=False)
     if source.is_dir():
         if options.arms or options.overrides or options.out:
-            raise SettingsError(f"{source}: a ladder goes on as it was planned; give its file to plan another")
+            raise SettingsError(f"{source}: a ladder resumes as planned; name its file to plan another one")
         out, ladder = source, checked(Ladder.read(source), begins=False)
         if options.seeds is not None:
             ladder = add_seeds(out, _numbers(options.seeds))
     else:
         if options.seeds is not None:
-            raise SettingsError("--seeds is for a ladder's directory; in a plan write ladder.seeds=[...]")
+            raise SettingsError("--seeds needs the directory of a ladder; in a new plan write ladder.seeds=[...]")
         source = find_ladder(source)
         if not options.arms:
             raise SettingsError("--arms is missing; for example --arms vanilla,uniform_depth,depth_attention")
@@ -95,7 +99,8 @@ def run(options: Namespace) -> int:
     sealed = report["prediction"]
     if sealed is not None and any(row["observed"] is None for row in sealed["rows"]):
         console.print(
-            f"\nprediction of the last rung sealed: {sealed['sha256']} (commit or post it before the rung runs)",
+            f"\nprediction of the largest size sealed: {sealed['sha256']} (publish it before the largest size is "
+            "trained)",
             markup=False,
             soft_wrap=True,
         )

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 def add(parser: Parser) -> None:
     """Add the command's arguments."""
     parser.add_argument("model", help="an exported directory, a run, or any causal language model")
-    parser.add_argument("text", nargs="?", help="what to look at")
-    parser.add_argument("--file", type=Path, metavar="FILE", help="look at a file's text instead")
-    parser.add_argument("-o", "--out", type=Path, help="the page to write (default: lens.html, or none with --json)")
-    parser.add_argument("--compare", metavar="MODEL", help="a second model of the same tokenizer, side by side")
+    parser.add_argument("text", nargs="?", help="the text to analyse")
+    parser.add_argument("--file", type=Path, metavar="FILE", help="analyse the text of a file")
+    parser.add_argument("-o", "--out", type=Path, help="output page (default: lens.html, or none with --json)")
+    parser.add_argument("--compare", metavar="MODEL", help="a second model with the same tokenizer, shown side by side")
     parser.add_argument("--max-tokens", type=int, default=2000, help="maximum tokens to analyse (default: 2000)")
     parser.add_argument("--top", type=int, default=5, help="predictions to keep after every layer (default: 5)")
     parser.add_argument("--device", help="cpu, cuda, ... (default: cuda where there is one)")
@@ -30,7 +30,7 @@ def add(parser: Parser) -> None:
 
 
 def run(options: Namespace) -> int:
-    """Look, write the page, say where it is."""
+    """Analyse, write the page, and print its path."""
     from fathom.checkpoints.open import open_checkpoint
     from fathom.lens.look import LensData, look, same_tokenizer
     from fathom.lens.page import lens_page
@@ -38,10 +38,10 @@ def run(options: Namespace) -> int:
     from fathom.models import FathomForCausalLM
 
     if (options.text is None) == (options.file is None):
-        raise SettingsError("give a text or --file FILE, one of them")
+        raise SettingsError("a text and --file FILE exclude each other")
     out = options.out or (None if options.json else Path("lens.html"))
     if out is not None and not out.parent.is_dir():
-        raise SettingsError(f"{out}: {out.parent} is no directory")
+        raise SettingsError(f"{out}: {out.parent} is not a directory")
     if out is not None and out.is_dir():
         raise SettingsError(f"{out} is a directory; the page is a file")
     text = options.text if options.file is None else _read(options.file)
@@ -68,7 +68,7 @@ def run(options: Namespace) -> int:
         print(json.dumps({"models": [data.to_dict() for data in looked]}))
         return 0
     for data in looked:
-        depth = f", {sum(data.trips) / len(data.trips):.2f} trips per token" if data.halts else ""
+        depth = f", {sum(data.trips) / len(data.trips):.2f} iterations per token" if data.halts else ""
         print(f"{data.model}: {len(data.tokens)} tokens, {data.bits_per_token:.2f} bits per token{depth}")
     if out is not None:
         print(f"{out}: {out.stat().st_size / 1e3:,.0f} KB")

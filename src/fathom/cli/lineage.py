@@ -48,7 +48,7 @@ def add(parser: Parser) -> None:
 
 
 def run(options: Namespace) -> int:
-    """Do it and print how it ended."""
+    """Run the action and print its result."""
     result: Result = call(globals()[options.action], options)
     return result.show(options.json)
 
@@ -68,13 +68,13 @@ class Result:
 
 
 def _plain(value: object) -> object:
-    """A value that JSON does not know, as one it does: numpy's numbers and arrays as Python's, all else as text."""
+    """Convert a value for JSON: numpy's numbers and arrays to Python's, all else to text."""
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 @contextmanager
 def _status(quiet: bool) -> Iterator[Callable[[str], None]]:
-    """A line on standard error that says what is being done, on a terminal."""
+    """The progress line on standard error, if it is a terminal."""
     from rich.console import Console
 
     console = Console(stderr=True)
@@ -88,10 +88,10 @@ def _status(quiet: bool) -> Iterator[Callable[[str], None]]:
 
 @dataclass(frozen=True)
 class Choices:
-    """How much of two models `compare` looks at."""
+    """How much of two models `compare` reads."""
 
     mode: str = "fast"
-    """fast (768 channels, of large models some layers) or exact"""
+    """fast (768 channels, and some layers of large models) or exact"""
     layers: int | None = None
     """score this many evenly spaced layers"""
     align: Sequence[str] = ()
@@ -121,17 +121,17 @@ def compare(
     quiet: bool = False,
     choices: Choices | None = None,
 ) -> Result:
-    """Say whether one set of weights came from the other.
+    """Test whether one set of weights came from the other.
 
     Args:
         a: Directory, run, comparison, .safetensors, .gguf, PEFT adapter or org/name@revision.
         b: The other model; the order implies no direction.
-        control: Unrelated models of the same kind; without one a score cannot be called high.
+        control: Unrelated models of the same kind; without one no score counts as high.
         null: A file that `calibrate` wrote, instead of or besides controls.
         out: Directory for report.json, report.html and the portraits.
         exit_code: End with 10 shared lineage, 11 partial, 12 inconclusive, 13 shared initialisation or lineage.
         quiet: No progress line.
-        choices: How much is looked at.
+        choices: How much is read.
     """
 
     chosen = choices or Choices()
@@ -175,7 +175,7 @@ def _summary(found: Comparison) -> str:
 
 
 def layers(a: str, b: str, seed: int = 0, quiet: bool = False) -> Result:
-    """Say which layer of B comes from which layer of A, with p-values.
+    """Find which layer of B comes from which layer of A, with p-values.
 
     Args:
         a: The model that layers may come from.
@@ -188,7 +188,7 @@ def layers(a: str, b: str, seed: int = 0, quiet: bool = False) -> Result:
         found = lineage.ancestry.sources(lineage.open_weights(a), lineage.open_weights(b), seed, say)
     lines = []
     for one in found:
-        count = f"{one.paired:,} of {one.of:,} neurons paired, p {lineage.evidence.probability(one.p)}"
+        count = f"{one.paired:,} of {one.of:,} neurons match, p {lineage.evidence.probability(one.p)}"
         from_where = "none" if one.source is None else f"layer {one.source + 1} of {a}"
         lines.append(f"layer {one.layer + 1} of {b}: {from_where} ({count}; next best {one.second:,})")
     traced = sum(one.source is not None for one in found)
@@ -197,7 +197,7 @@ def layers(a: str, b: str, seed: int = 0, quiet: bool = False) -> Result:
 
 
 def direction(a: str, b: str, quiet: bool = False) -> Result:
-    """Say which of two related models came first, where the weights can tell.
+    """Find which of two related models came first, if the weights show it.
 
     Args:
         a: A model.
@@ -212,7 +212,7 @@ def direction(a: str, b: str, quiet: bool = False) -> Result:
 
 
 def shares(child: str, parents: Sequence[str], quiet: bool = False) -> Result:
-    """Say how much of each parent is in a merged model, with confidence intervals.
+    """Estimate how much of each parent is in a merged model, with confidence intervals.
 
     Args:
         child: The model that may be a weighted mean.
@@ -248,7 +248,7 @@ def tree(models: Sequence[str], out: Path | None = None, seed: int = 0, quiet: b
 
 
 def portrait(a: str, out: Path | None = None) -> Result:
-    """Draw the portrait of a model or of a card, and say its six words.
+    """Draw the portrait of a model or of a card, and print its six words.
 
     Args:
         a: A model, or a card that `card` wrote.
@@ -294,7 +294,7 @@ def card(a: str, out: Path, all_layers: bool = False) -> Result:
 
 
 def search(a: Path, library: Path, top: int = 10) -> Result:
-    """Rank the cards of a directory by likeness to one card. Finds candidates; `compare` decides.
+    """Rank the cards of a directory by similarity to one card. Use `compare` on the candidates.
 
     Args:
         a: A card.
@@ -317,7 +317,7 @@ def search(a: Path, library: Path, top: int = 10) -> Result:
 
 
 def attack(a: str, out: Path, kind: Sequence[str], seed: int = 0, dtype: str = "float32") -> Result:
-    """Write a copy of a model that computes the same function with other weights, to test a detector with.
+    """Write a copy of a model that computes the same function with other weights, to test a detector.
 
     Args:
         a: A local model.
@@ -349,19 +349,19 @@ def commit(
         a: A model.
         out: The commitment to write and publish.
         owner: Who commits; the root covers the name.
-        date: The day of the commitment, as 2026-11-25; today by default; nobody else vouches for it.
-        blind: Publish a root that says nothing about the weights until its key is shown.
-        key_out: Where the key of a blinded commitment goes; keep it.
+        date: The day of the commitment, as 2026-11-25; today by default; it is not verified.
+        blind: Publish a root that reveals nothing about the weights until its key is shown.
+        key_out: The file for the key of a blinded commitment. Keep it.
     """
 
     if blind and key_out is None:
-        raise lineage.ModelError("a blinded commitment needs --key-out: without its key it can never be opened")
+        raise lineage.ModelError("--blind needs --key-out: a blinded commitment cannot be opened without its key")
     if key_out is not None and not blind:
-        raise lineage.ModelError(f"--key-out {key_out}: only a commitment with --blind has a key")
+        raise lineage.ModelError(f"--key-out {key_out} needs --blind")
     if key_out is not None and key_out.absolute() == out.absolute():
-        raise lineage.ModelError(f"--key-out {key_out} is --out itself; the key is kept, the commitment published")
+        raise lineage.ModelError(f"--key-out {key_out} is the same file as --out")
     body, key = lineage.publishing.commitments.commit(lineage.open_weights(a), blind, owner, date)
-    if key is not None and key_out is not None:  # first: a commitment whose key is lost can never be opened
+    if key is not None and key_out is not None:  # before the commitment, which is useless without its key
         key_out.touch(mode=0o600)
         key_out.write_text(key + "\n")
     write_json(out, body)
@@ -369,11 +369,11 @@ def commit(
 
 
 def verify(statement: Path, a: str | None = None, key: Path | None = None) -> Result:
-    """Recompute a commitment from weights, or a report from its models, and say whether it holds.
+    """Recompute a commitment from weights, or a report from its models, and compare.
 
     Args:
         statement: A commitment, or a report.json.
-        a: The model a commitment is checked against; a report names its own models.
+        a: The model of a commitment; a report names its own models.
         key: Key of a blinded commitment.
     """
 
@@ -385,7 +385,7 @@ def verify(statement: Path, a: str | None = None, key: Path | None = None) -> Re
         text = page.read_text(encoding="utf-8", errors="replace") if page.is_file() else None
         done = lineage.publishing.verification.verify(body, str(statement), text)
     elif a is None:
-        raise lineage.ModelError(f"{statement}: a commitment is checked against a model: name it")
+        raise lineage.ModelError(f"{statement}: name the model to compare the commitment with")
     else:
         done = lineage.publishing.commitments.verify(lineage.open_weights(a), body, _read_key(key), str(statement))
     lines = ["holds" if done.holds else "does not hold", *(f"- {line}" for line in done.findings)]
@@ -405,10 +405,10 @@ def _read_key(file: Path | None) -> str | None:
 
 
 def calibrate(models: Sequence[str], out: Path, mode: str = "fast", seed: int = 0, quiet: bool = False) -> Result:
-    """Measure all pairs of models known to be unrelated, and write them as a null file for `compare --null`.
+    """Measure all pairs of unrelated models, and write a null file for `compare --null`.
 
     Args:
-        models: At least two unrelated models; the hardest are the same data and architecture, another seed.
+        models: At least two unrelated models. The strictest null has the same data and architecture, and other seeds.
         out: The null file to write.
         mode: As in `compare`.
         seed: As in `compare`.
@@ -418,7 +418,7 @@ def calibrate(models: Sequence[str], out: Path, mode: str = "fast", seed: int = 
     if len(models) < 2:
         raise lineage.ModelError("a null needs at least two unrelated models")
     if out.is_dir():
-        raise lineage.ModelError(f"{out}: a directory; --out is the null file to write")
+        raise lineage.ModelError(f"{out} is a directory; allowed: the null file to write")
     opened = [lineage.open_weights(where) for where in models]
     groups: dict[str, list[Pair]] = {}
     with _status(quiet) as say:

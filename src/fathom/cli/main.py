@@ -1,4 +1,4 @@
-"""The command line: find the command's file, parse, run, and report errors of the caller in one line."""
+"""The command line: find the command's file, parse, run, and report the caller's errors in one line."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ COMMANDS = {
     "prepare": "turn text into token shards",
     "corpus": "turn documents into a deduplicated, decontaminated, mixed corpus with a card",
     "recipes": "list the recipes that come with Fathom, or copy one",
-    "deepen": "make a pretrained model deeper: the same function, and a recipe that trains it further",
+    "deepen": "add mechanisms to a pretrained model without changing its output, and write a recipe to train it",
     "export": "write a run or a model as a Hugging Face directory",
-    "mechanisms": "show every mechanism and what it would add to a model",
+    "mechanisms": "list the mechanisms, and what each would add to a model",
     "compare": "compare mechanisms fairly: same tokens, same initial values, several seeds",
-    "ladder": "compare mechanisms at several sizes: how much more compute would match them, and does that grow",
-    "generate": "continue a text, or work through a file of prompts",
+    "ladder": "compare mechanisms at several model sizes: the compute that would match them, and its trend",
+    "generate": "generate from a prompt, or from a file of prompts",
     "chat": "talk with a model in the terminal",
     "evaluate": "score checkpoints on lm-eval's tasks and on any text, with paired differences",
-    "lens": "see how deep a model looked: a page of its depth weights and of what it would say after every layer",
-    "serve": "serve a trained model to OpenAI's clients",
-    "lineage": "tell whether one model's weights come from another's",
+    "lens": "write a page with a model's depth weights and its predictions after every layer",
+    "serve": "serve a model with an OpenAI-compatible API",
+    "lineage": "test whether one model's weights come from another's",
 }
 """Commands and their summaries. Each is a file in this folder with `add(parser)` and `run(options)`."""
 PLACES = {
     *(errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY, errno.ENAMETOOLONG, errno.ELOOP),
     *(errno.EACCES, errno.EPERM, errno.EROFS),
 }
-"""System errors about a path that cannot be used as asked: exit code 2; all others, such as a full disk, give 1."""
+"""System errors about an unusable path: exit code 2. All others, such as a full disk, give 1."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -56,10 +56,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except FileNotFoundError as error:
         if not _named(error.filename, words):
-            raise  # not a file that the user named: a bug
+            raise  # the user did not name this file: a bug
         return _complain(Exception(f"{error.filename}: {error.strerror}"), 2)
-    except OSError as error:  # a directory that is a file, a place that may not be written; a full disk
-        place = error.filename2 or error.filename  # of a copy, the place that is written
+    except OSError as error:  # a file where a directory is needed, no permission to write; a full disk
+        place = error.filename2 or error.filename  # the destination of a copy
         where = f"{place}: " if place else ""
         return _complain(Exception(f"{where}{error.strerror or error}"), 2 if error.errno in PLACES else 1)
     except (MemoryError, RuntimeError) as error:
@@ -69,12 +69,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if type(error).__name__ != "SafetensorError" or "I/O error" not in str(error):
             raise
-        return _complain(error, 1)  # a full disk, in the words of safetensors, which is not loaded for a help text
+        return _complain(
+            error, 1
+        )  # a full disk, by the message of safetensors, which is not imported here to keep --help fast
 
 
 @contextmanager
 def _plain_warnings() -> Iterator[None]:
-    """Show warnings as errors are shown, in one line without a place in the code, each text once."""
+    """Show each warning once, in one line without a file name, as errors are shown."""
     before, shown = warnings.formatwarning, set[str]()
 
     def plain(
@@ -107,7 +109,7 @@ def _dispatch(words: Sequence[str]) -> int:
         prog="fathom",
         usage="fathom COMMAND ...",
         description="Decoder language models whose depth does more work.",
-        epilog=f"commands:\n{listing}\n\nfathom COMMAND --help says more.",
+        epilog=f"commands:\n{listing}\n\nfathom COMMAND --help describes a command.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"fathom {__version__}")

@@ -16,7 +16,7 @@ from fathom.recipe import load_recipe
 AXES = {
     "mixer": "which value attention reads",
     "residual": "how a layer's output reaches later layers",
-    "recurrence": "how many times a token goes through the stack",
+    "recurrence": "how often a token passes the layers",
 }
 
 
@@ -28,7 +28,9 @@ def add(parser: Parser) -> None:
         help="show what each would add to this model: a checkpoint directory, a recipe file, or a name that "
         "`fathom recipes` lists",
     )
-    parser.add_argument("--bytes-per-scalar", type=int, help="of cache and activations (default: 2, bf16)")
+    parser.add_argument(
+        "--bytes-per-scalar", type=int, help="bytes per number of cache and activations (default: 2, bf16)"
+    )
     parser.add_argument("--json", action="store_true", help="print the rows for a program")
 
 
@@ -40,7 +42,7 @@ def run(options: Namespace) -> int:
     if options.config is not None:
         return _show_costs(options.config, size, options.json)
     if options.bytes_per_scalar is not None:
-        raise SettingsError(f"--bytes-per-scalar {size}: give --config MODEL with it")
+        raise SettingsError(f"--bytes-per-scalar {size} needs --config MODEL")
     found = _of_other_packages() if entry_points(group="fathom.mechanisms") else _of_ours()
     if options.json:
         print(json.dumps({"mechanisms": found}))
@@ -59,7 +61,7 @@ def _of_ours() -> list[dict[str, str]]:
     """Name, axis, summary and paper of every mechanism, read from the sources: importing them would load torch."""
     try:
         return list(_in_sources())
-    except (ValueError, KeyError):  # one is not written as a literal
+    except (ValueError, KeyError):  # an argument is not a literal
         return _of_other_packages()
 
 
@@ -75,7 +77,7 @@ def _in_sources() -> Iterator[dict[str, str]]:
 
 
 def _of_other_packages() -> list[dict[str, str]]:
-    """The same of all mechanisms, where a package brings some of its own: these are imported."""
+    """The same for all mechanisms if installed packages register their own, which are imported."""
     from fathom.models.registry import known
 
     return [{"name": m.name, "axis": m.axis, "summary": m.summary, "paper": m.paper} for m in known().values()]

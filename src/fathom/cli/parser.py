@@ -1,4 +1,4 @@
-"""What commands share: a parser whose errors are one line, and the arguments that several commands take."""
+"""Shared by all commands: a parser with one-line errors, and common arguments."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fathom.recipe import describe
 from fathom.settings import allowed, convert, help_of
 
 MAY_BE_EMPTY = {"prompt", "text", "system", "separator", "eos_token", "api_key", "command"}
-"""Arguments that accept an empty string, or have an error message of their own for it."""
+"""Arguments that accept an empty string or check it themselves."""
 
 T = TypeVar("T")
 Key = tuple[str, str, str, str]
@@ -26,7 +26,7 @@ Key = tuple[str, str, str, str]
 
 
 class Help(argparse.RawDescriptionHelpFormatter):
-    """Help that fits on a screen: the usage names the positional arguments alone; tables keep their line breaks."""
+    """Help that fits on a screen: the usage shows only positional arguments, and tables keep their line breaks."""
 
     def __init__(self, prog: str, **settings: Any) -> None:
         super().__init__(prog, max_help_position=26, **settings)
@@ -43,7 +43,7 @@ class Help(argparse.RawDescriptionHelpFormatter):
 
 
 class Keys(argparse.Action):
-    """`--keys`: print the keys of a command's file of settings, and stop."""
+    """`--keys`: print the keys of a command's settings file, and stop."""
 
     def __init__(
         self, option_strings: Sequence[str], dest: str, rows: Callable[[], Iterable[Key]], **more: Any
@@ -72,7 +72,7 @@ class Parser(argparse.ArgumentParser):
         return self.parse_args(words) if self._subparsers else self.parse_intermixed_args(words)
 
     def refuse_unknown(self, words: Sequence[str]) -> None:
-        """Report an unknown flag before argparse reports the arguments that are missing without it."""
+        """Report an unknown flag before argparse reports missing arguments."""
         for word in itertools.takewhile(lambda word: word != "--", words):
             flag = word.partition("=")[0]
             if word.startswith("--") and flag not in self._option_string_actions:
@@ -80,7 +80,7 @@ class Parser(argparse.ArgumentParser):
                 self.error(f"unrecognized arguments: {word}" + (f"; did you mean {close[0]}?" if close else ""))
 
     def _get_values(self, action: argparse.Action, words: list[str]) -> object:
-        """As in argparse, but an empty word, as from an unset shell variable, is an error."""
+        """As in argparse, but an empty argument, for instance from an unset shell variable, is an error."""
         if "" in words and action.dest not in MAY_BE_EMPTY:
             name = "/".join(action.option_strings) or action.metavar or action.dest
             self.error(f"argument {name}: empty")
@@ -90,31 +90,39 @@ class Parser(argparse.ArgumentParser):
         """Raise a `SettingsError` without the usage, which `--help` prints."""
         # argparse lists key=value among the required arguments, though it is optional.
         message = message.replace(", key=value", "")
-        raise SettingsError(f"{message} ({self.prog} --help shows what there is)")
+        raise SettingsError(f"{message} ({self.prog} --help lists the options)")
 
 
 def add_kvcache(parser: Parser, several: bool = False) -> None:
-    """Add the arguments of the cache: its method, and when it is compressed."""
+    """Add the cache arguments: method and schedule."""
     words = "METHOD[,METHOD...]" if several else "METHOD"
     names = "freqkv, tova, snapkv, key_norm, sinks, drop, ..."
     what = (
         f"compare KV caches: full, full_static, full_fp8, {names}" if several else f"KV cache: full (default), {names}"
     )
     parser.add_argument("--kvcache", metavar=words, help=what)
-    parser.add_argument("--kvcache-window", type=int, metavar="N", help="entries of the cache (default: as tuned)")
+    parser.add_argument(
+        "--kvcache-window", type=int, metavar="N", help="window: maximum entries of the cache (default: as tuned)"
+    )
     parser.add_argument(
         "--kvcache-sinks", type=int, metavar="S", help="first entries to keep (default: as tuned, or 4)"
     )
     parser.add_argument(
-        "--kvcache-ratio", type=float, metavar="R", help="share left by a compression (default: as tuned, or 0.5)"
+        "--kvcache-ratio",
+        type=float,
+        metavar="R",
+        help="share of the window that a compression keeps (default: as tuned, or 0.5)",
     )
     parser.add_argument(
-        "--kvcache-kept", type=int, metavar="L", help="entries left beside the sinks, in place of a ratio"
+        "--kvcache-kept",
+        type=int,
+        metavar="L",
+        help="entries that a compression keeps in addition to the sinks, instead of a ratio",
     )
 
 
 def add_speculate(parser: Parser) -> None:
-    """Add `--speculate`: how many trips draft."""
+    """Add `--speculate`: the number of draft iterations."""
     parser.add_argument(
         "--speculate",
         nargs="?",
@@ -126,30 +134,30 @@ def add_speculate(parser: Parser) -> None:
 
 
 def add_opening(parser: Parser) -> None:
-    """Add the arguments of opening a model."""
+    """Add the arguments for opening a model."""
     parser.add_argument(
         "--dtype",
         default="auto",
-        help="float32, bfloat16 or float16 (default: auto, as stored if this CPU is fast with it)",
+        help="float32, bfloat16 or float16 (default: as stored, if this CPU is fast with it)",
     )
     parser.add_argument(
         "--weights",
         default="stored",
-        help="int8: linear layers in eight bits, a quarter of the memory and faster on a CPU (default: stored)",
+        help="int8: 8-bit linear layers, a quarter of the memory and faster on a CPU (default: as stored)",
     )
     parser.add_argument("--device", help="cpu, cuda, ... (default: cuda where there is one)")
-    parser.add_argument("--verify", action="store_true", help="check the hashes of weights above 2 GB, too")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run Python files of the directory")
+    parser.add_argument("--verify", action="store_true", help="also check the hashes of weight files above 2 GB")
+    parser.add_argument("--trust-remote-code", action="store_true", help="allow Python code from the model directory")
 
 
 def add_kernels(parser: Parser) -> None:
-    """Add `--kernels`: the functions that kernels compute."""
+    """Add `--kernels`: the functions to replace by kernels."""
     parser.add_argument(
         "--kernels",
         type=_names,
         default=(),
         metavar="NAMES",
-        help="GPU kernels: depth_mix,depth_pool,norm_rotate_mix,rms_norm,swiglu",
+        help="functions to replace by GPU kernels: depth_mix,depth_pool,norm_rotate_mix,rms_norm,swiglu",
     )
 
 
@@ -167,7 +175,7 @@ def add_recipe(
     if runs:
         what += "; or the directory of a run to resume with changes"
     parser.add_argument("recipe", nargs="?" if runs else None, help=what)
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="values that win over the file's")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="override values of the file")
     add_keys(parser, rows)
 
 
@@ -177,10 +185,10 @@ def add_keys(parser: Parser, rows: Callable[[], Iterable[Key]]) -> None:
 
 
 def add_parameters(parser: Parser, function: Callable[..., object], *positional: str) -> None:
-    """Make the parameters of a typed, documented function the options of a command.
+    """Turn the parameters of a typed, documented function into command-line options.
 
     Args:
-        parser: Gets an argument for each parameter.
+        parser: Receives an argument for each parameter.
         function: What `call` will call.
         positional: Parameters given without a flag, in this order; a sequence takes one word or more.
     """
@@ -197,7 +205,7 @@ def add_parameters(parser: Parser, function: Callable[..., object], *positional:
         elif hint is bool:
             parser.add_argument(flag, action="store_true", help=text)
         else:
-            # A list may be given at once or by repeated flags; its default is not added to.
+            # Several words or repeated flags make a list, which replaces the default.
             listed = {"nargs": "+", "action": "extend", "default": None} if several else {}
             parser.add_argument(flag, required=needed, **(settings | listed))
 
@@ -217,7 +225,7 @@ def call(function: Callable[..., T], options: Namespace) -> T:
 
 
 class _Given(NamedTuple):
-    """An option that a parameter becomes."""
+    """The option of a parameter."""
 
     name: str
     hint: object

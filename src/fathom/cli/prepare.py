@@ -16,7 +16,7 @@ def add(parser: Parser) -> None:
 
 
 def run(options: Namespace) -> int:
-    """Prepare, and print what was written."""
+    """Prepare the shards and print a summary."""
     made: Summary = call(prepare, options)
     print(json.dumps(made.to_dict()) if options.json else made)
     return 0

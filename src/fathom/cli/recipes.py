@@ -17,13 +17,15 @@ from fathom.settings import packaged_recipes
 def add(parser: Parser) -> None:
     """Add the command's arguments."""
     parser.add_argument("action", nargs="?", choices=("list", "copy"), default="list", help="default: list")
-    parser.add_argument("name", nargs="?", help="of the recipe to copy")
-    parser.add_argument("--to", type=Path, metavar="FILE", help="where to (default: NAME.yaml, here)")
+    parser.add_argument("name", nargs="?", help="name of the recipe to copy")
+    parser.add_argument(
+        "--to", type=Path, metavar="FILE", help="output file (default: NAME.yaml in the current directory)"
+    )
     parser.add_argument("--json", action="store_true", help="print the result for a program")
 
 
 def run(options: Namespace) -> int:
-    """List them, or copy one to be edited."""
+    """List the recipes, or copy one for editing."""
     if options.action == "copy":
         return _copy(options)
     if options.name or options.to:
@@ -39,13 +41,13 @@ def run(options: Namespace) -> int:
 
 
 def _copy(options: Namespace) -> int:
-    """Write one recipe's file, comments and all; nothing is overwritten."""
+    """Copy a recipe's file with its comments; never overwrite."""
     if options.name is None:
-        raise SettingsError("which recipe? fathom recipes copy NAME [--to FILE]")
+        raise SettingsError("a recipe's name is missing: fathom recipes copy NAME [--to FILE]")
     source = find_recipe(options.name)
     target = options.to or Path(source.name)
     if target.exists():
-        raise SettingsError(f"{target} exists; give --to another file")
+        raise SettingsError(f"{target} exists; name another file with --to")
     target.write_bytes(source.read_bytes())
     print(json.dumps({"path": str(target)}) if options.json else target)
     return 0

@@ -15,63 +15,69 @@ UNITS = {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 
 def add(parser: Parser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("model", help="a model directory, a run, or a comparison (its best arm)")
+    parser.add_argument("model", help="a model directory, a run, or a comparison (its best run)")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine)")
-    parser.add_argument("--port", type=int, default=8000, help="port to listen on; 0 takes a free one (default: 8000)")
-    parser.add_argument("--name", help="what clients call the model (default: the directory's name)")
+    parser.add_argument("--port", type=int, default=8000, help="port; 0 picks a free one (default: 8000)")
+    parser.add_argument("--name", help="the model's name for clients (default: the directory's name)")
     parser.add_argument(
-        "--api-key", default=os.environ.get("FATHOM_API_KEY"), help="clients must send it (default: $FATHOM_API_KEY)"
+        "--api-key",
+        default=os.environ.get("FATHOM_API_KEY"),
+        help="key that clients must send (default: $FATHOM_API_KEY)",
     )
     add_opening(parser)
     add_kernels(parser)
     add_kvcache(parser)
-    parser.add_argument("--max-trips", type=int, metavar="N", help="trips per token at most, unless a request says so")
+    parser.add_argument(
+        "--max-trips", type=int, metavar="N", help="maximum loop iterations per token, if a request sets none"
+    )
     add_speculate(parser)
     parser.add_argument(
         "--compile",
         type=int,
         metavar="TOKENS",
-        help="compile decoding, for texts of TOKENS tokens at most, prompt included; the start then takes longer",
+        help="compile decoding for sequences of at most TOKENS tokens, prompt included; starting takes longer",
     )
     parser.add_argument(
         "--no-pack",
         dest="pack",
         action="store_false",
-        help="on a CPU, leave the weights of a float32 model as they are; several requests at once are then slower",
+        help="on a CPU, keep float32 weights as stored; several requests at once are then slower",
     )
     parser.add_argument(
         "--cache-memory",
         type=size,
         metavar="SIZE",
-        help="for keys and values of all requests: 2GiB, 512MiB (default: a quarter of the free memory; of a GPU most)",
+        help="memory for keys and values, such as 2GiB (default: a quarter of the free memory, 80 %% on a GPU)",
     )
     parser.add_argument(
         "--prefix-memory",
         type=lambda text: 0 if text == "0" else size(text),
         metavar="SIZE",
-        help="for prompts that were read, so that others that begin alike read only their rest (default: a quarter of "
-        "--cache-memory, beside it); 0 for none",
+        help="memory for the prefix cache, in addition to --cache-memory (default: a quarter of it); 0 for none",
     )
     parser.add_argument(
         "--allow-origin",
         action="append",
         default=[],
         metavar="ORIGIN",
-        help="a site whose pages may call the server, as https://app.example; * for all; repeatable (default: none)",
+        help=(
+            "a website whose pages may call the server, such as https://app.example; * for all; repeatable (default: "
+            "none)"
+        ),
     )
     parser.add_argument(
         "--allow-control-tokens",
         action="store_true",
         help="let message texts write the chat template's control tokens, as <|im_end|> (default: as plain text)",
     )
-    parser.add_argument("--lens", action="store_true", help="offer the lens at /lens")
+    parser.add_argument("--lens", action="store_true", help="serve the lens at /lens")
     parser.add_argument(
-        "--grace", type=float, default=20.0, help="seconds to finish requests when told to stop (default: 20)"
+        "--grace", type=float, default=20.0, help="seconds for running requests to finish after SIGTERM (default: 20)"
     )
 
 
 def size(text: str) -> int:
-    """Bytes from a number with `KiB`, `MiB`, `GiB` or nothing behind it."""
+    """Bytes from a number with an optional `KiB`, `MiB` or `GiB`."""
     number = text.strip().lower()
     unit = next((name for name in UNITS if number.endswith(name)), "")
     try:
@@ -79,12 +85,12 @@ def size(text: str) -> int:
     except (ValueError, OverflowError):
         found = 0
     if found < 1:
-        raise ArgumentTypeError(f"{text}: expected a size above 0, as 2GiB or 512MiB")
+        raise ArgumentTypeError(f"{text}: expected a size above 0, such as 2GiB or 512MiB")
     return found
 
 
 def run(options: Namespace) -> int:
-    """Serve until told to stop."""
+    """Serve until a signal arrives."""
     try:
         from fathom.inference.launch import ServeOptions, serve
         from fathom.kernels import use

@@ -1,4 +1,4 @@
-"""`fathom train RECIPE [key=value ...]`, or a run that is continued with changes."""
+"""`fathom train RECIPE [key=value ...]`, or resume a run with changes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def add(parser: Parser) -> None:
     add_recipe(parser, runs=True)
     parser.add_argument(
         "--run",
-        "--out",  # torchrun takes --run for an abbreviation of its own --run-path
+        "--out",  # torchrun reads --run as an abbreviation of its own --run-path
         type=Path,
         help="run directory (default: runs/ and the recipe's name); under torchrun write --out",
     )
@@ -41,23 +41,26 @@ def add(parser: Parser) -> None:
         "--from",
         dest="origin",
         metavar="RUN[@step-N]",
-        help="branch: begin --run with the weights, optimizer state and data position of a checkpoint of another run",
+        help="branch: start --run from the weights, optimizer state and data position of another run's checkpoint",
     )
     parser.add_argument(
-        "--cooldown", type=int, metavar="STEPS", help="with --from: let the rate fall over this many steps, and end"
+        "--cooldown",
+        type=int,
+        metavar="STEPS",
+        help="with --from: decay the learning rate over this many steps, and end",
     )
-    parser.add_argument("--new", action="store_true", help="refuse to continue a run that exists")
+    parser.add_argument("--new", action="store_true", help="refuse to resume an existing run")
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="print the resolved recipe and its cost, check that the corpus exists, and stop",
+        help="print the resolved recipe and its cost, check the corpus, and stop",
     )
     parser.add_argument("--json", action="store_true", help="print the result for a program")
     parser.epilog = EXIT_CODES
 
 
 def run(options: Namespace) -> int:
-    """Train, or print what it would cost."""
+    """Train, or print the cost."""
     from fathom.data.puzzles import open_data
     from fathom.training import branch, extension, train
     from fathom.training.estimate import estimate
@@ -69,10 +72,10 @@ def run(options: Namespace) -> int:
             raise SettingsError(f"--from {options.origin} needs --run, a new directory")
         change = branch(options.origin, options.run, words, options.cooldown)
     elif options.cooldown is not None:
-        raise SettingsError("--cooldown branches: it needs --from RUN[@step-N] and --run")
+        raise SettingsError("--cooldown needs --from RUN[@step-N] and --run")
     elif options.recipe is None:
         raise SettingsError(
-            "the following arguments are required: recipe, or --from (fathom train --help shows what there is)"
+            "the following arguments are required: recipe, or --from (fathom train --help lists the options)"
         )
     elif (Path(options.recipe) / RECIPE).is_file():
         if options.run is not None:
@@ -83,7 +86,7 @@ def run(options: Namespace) -> int:
     recipe = change.recipe if change is not None else load_recipe(options.recipe, options.overrides)
     if options.dry_run:
         _show_cost(recipe, estimate(recipe), options.json, change)
-        # Costs are wanted before a corpus is made, so that its absence is said last.
+        # The cost does not need the corpus, so a missing corpus is reported last.
         open_data(recipe.data.directory, verify=False, collections=recipe.data.collections)
         return 0
 
@@ -114,7 +117,7 @@ def _command(options: Namespace) -> str:
 
 
 def _show_cost(recipe: Recipe, cost: Estimate, as_json: bool, change: Change | None) -> None:
-    """The resolved recipe and what it would cost."""
+    """The resolved recipe and its cost."""
     if as_json:
         print(json.dumps({"recipe": recipe.to_dict(), **cost.to_dict()}))
         return
@@ -130,12 +133,12 @@ def _show_cost(recipe: Recipe, cost: Estimate, as_json: bool, change: Change | N
         "ranks": f"{cost.ranks}",
         "memory per rank": f"{cost.state_bytes / gib:.2f} GiB of weights, gradients and optimizer state, "
         f"and about {cost.activation_bytes / gib:.2f} GiB of activations; about {cost.evaluation_bytes / gib:.2f} GiB "
-        "in place of these while held-out text is read",
+        "instead of the activations during evaluation",
     }
     if cost.collections:
         rows["epochs"] = ", ".join(f"{name} {value:.3g}" for name, value in cost.collections.items())
     if cost.compressions:
-        rows["compressions"] = f"{cost.compressions} of each row's memory, {recipe.kvcache.method}"
+        rows["compressions"] = f"{cost.compressions} per sequence, {recipe.kvcache.method}"
     if cost.changed:
         rows["from checkpoint"] = cost.changes_in_words
     if change is not None and change.keys:
@@ -150,5 +153,5 @@ def _show_cost(recipe: Recipe, cost: Estimate, as_json: bool, change: Change | N
 
 def _training_multiple(multiple: tuple[float, float, float]) -> str:
     least, mean, most = (f"{value:.3g}" for value in multiple)
-    drawn = "" if least == most else f" ({least} to {most}, as rounds and trips are drawn)"
+    drawn = "" if least == most else f" ({least} to {most}, depending on the iterations drawn)"
     return f"in training {mean} x vanilla's{drawn}"

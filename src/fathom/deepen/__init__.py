@@ -1,1 +1,1 @@
-"""A pretrained model made deeper: what is added, where, and how it is trained further."""
+"""Add mechanisms to a pretrained model: which, in which layers, and the recipe that trains it further."""

@@ -1,4 +1,4 @@
-"""The recipe that trains a deepened model: it opens the mechanisms, beside the unchanged model as the teacher."""
+"""The recipe that trains a deepened model: the mechanisms are blended in, and the unchanged model is the teacher."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from fathom.recipe import parse_recipe
 
 HEAL = "heal.yaml"
 STEPS = 600
-"""Optimizer steps of the recipe: with its 8,192 tokens each, about 5 million."""
+"""Optimizer steps of the recipe. A step has 8,192 tokens, so about 5 million tokens in all."""
 OPENING = 0.5
 """Share of the steps over which a mechanism opens."""
 LONGEST = 1024
-"""Tokens in a row at most."""
+"""Maximum tokens in a sequence."""
 ROWS = 8
-"""Rows of a step."""
+"""Sequences per step."""
 
 HEADER = """\
-# Trains {directory}, {name}, further: the mechanisms open over the first {opening} of {steps} steps.
+# Trains {directory}, {name}, further: the mechanisms are blended in over the first {opening} of {steps} steps.
 #   fathom train {recipe} data.directory=SHARDS --run runs/healed
-# The control is the same training of the model without them:
+# The control is the same training of the base model:
 #   fathom train {recipe} data.directory=SHARDS model=null model.from_pretrained={base} --run runs/control
-# and the report on both:
+# The report on both:
 #   fathom evaluate {base} runs/healed runs/control --deepened --perplexity domain=TEXT other=TEXT --out report
 # Replay against forgetting: 'data.mixture={{SHARDS: 0.8, GENERAL: 0.2}}'.
-# All weights in place of LoRA: lora.rank=null optim.lr=2e-5
+# All weights instead of LoRA: lora.rank=null optim.lr=2e-5
 """
 
 
 def heal_recipe(directory: Path, base: str, config: FathomConfig, request: Request) -> str:
-    """The recipe, as YAML with a header that says how it is used.
+    """The recipe as YAML, with its usage in a header.
 
     Args:
         directory: Where the deepened model is.
-        base: The model it was made of, as `fathom deepen` was given it.
+        base: The base model, as named on the command line.
         config: The deepened model's.
         request: What was added.
     """
@@ -60,7 +60,7 @@ def heal_recipe(directory: Path, base: str, config: FathomConfig, request: Reque
     }
     if not request.opening(1):
         values["model"] = {"from_pretrained": str(directory)}
-    parse_recipe(values)  # a recipe that Fathom itself refuses is not written
+    parse_recipe(values)  # never write an invalid recipe
     words = {"directory": directory, "name": request.name, "recipe": directory / HEAL, "base": base}
     header = HEADER.format(**words, opening=round(OPENING * STEPS), steps=STEPS)
     return header + "\n" + yaml.safe_dump(values, sort_keys=False, allow_unicode=True)

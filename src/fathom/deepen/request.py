@@ -1,4 +1,4 @@
-"""What `--with` and `--layers` ask for, as keys of a configuration."""
+"""Parse `--with` and `--layers` into keys of a configuration."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fathom.models.roles import Mechanism
 from fathom.settings import overridden
 
 TRIPS = 2
-"""Loop iterations and pondering steps where `--with` does not say: the fewest that are more than one."""
+"""Default loop iterations and pondering steps: the smallest number above one."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Request:
 
     parts: tuple[Mechanism, ...]
     options: dict[str, dict[str, object]] = field(default_factory=dict)
-    """By mechanism's name: what was given, nothing else."""
+    """By mechanism's name, only the options that were given."""
     layers: tuple[int, int] | None = None
     """First and last layer of a loop; None for all."""
 
@@ -38,7 +38,7 @@ class Request:
         return any(part.name == "loop" for part in self.parts)
 
     def keys(self, config: FathomConfig) -> dict[str, object]:
-        """Keys of `FathomConfig` that add the mechanisms to a model, closed where they can be."""
+        """Keys of `FathomConfig` that add the mechanisms to a model, switched off at the start if they allow it."""
         found: dict[str, object] = {}
         for part in self.parts:
             if (held := getattr(config, part.axis)) != DEFAULTS[part.axis]:
@@ -52,7 +52,7 @@ class Request:
         return found
 
     def opening(self, steps: int) -> dict[str, dict[str, object]]:
-        """By axis' key of options: what opens the closed mechanisms over so many training steps."""
+        """By the axis' options key: the settings that blend the mechanisms in over so many training steps."""
         closed = [part for part in self.parts if "blend" in (part.closed or {})]
         return {
             f"{part.axis}_options": {"blend": 1.0, "blend_steps": steps}
@@ -80,14 +80,14 @@ def parse_request(text: str, layers: str | None = None) -> Request:
     order = sorted(parts, key=lambda part: -AXES.index(part.axis))
     request = Request(tuple(order), options, None if layers is None else _layers(layers))
     if layers is not None and not request.loops:
-        raise SettingsError(f"--layers {layers}: only a loop has a span of layers; add loop to --with")
+        raise SettingsError(f"--layers {layers}: needs loop in --with")
     if layers is not None and options["loop"].keys() & {"prelude", "coda"}:
-        raise SettingsError(f"--layers {layers}: leave prelude and coda out of --with")
+        raise SettingsError(f"--layers {layers}: remove prelude and coda from --with")
     return request
 
 
 def _named(name: str) -> Mechanism:
-    """The mechanism of that name, which is no axis' first value."""
+    """The mechanism of that name; the default of an axis is not one."""
     names = [one for one in known() if one not in DEFAULTS.values()]
     if name in names:
         one = known()[name]

@@ -1,4 +1,4 @@
-"""A search for the layers of a loop, as a table, a figure and JSON."""
+"""The result of a search for the layers to loop: a table, a figure and JSON."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SHOWN = 20
 
 
 def write(out: Path, model: str, asked: Search, ranked: Sequence[Ranked]) -> None:
-    """`spans.json` and `spans.svg`, beside the scores."""
+    """Write `spans.json` and `spans.svg` next to the scores."""
     spans = [row.to_dict() for row in ranked]
     write_json(out / REPORT, {**provenance(), "model": model, "asked": vars(asked), "spans": spans})
     write_atomically(out / FIGURE, figure(asked, ranked))
@@ -36,8 +36,9 @@ def show(model: str, out: Path, asked: Search, ranked: Sequence[Ranked], file: T
     best = ranked[0].candidate
     words = f"loop:trips={best.trips},damping={best.damping:g}"
     console.print(
-        "Nats per token above the model's own, with 95 % intervals over documents. The right column did not choose the "
-        f"spans.\n\nfathom deepen {model} --with {words} --layers {best.layers} --out DIR\n"
+        "Nats per token above the base model's loss, with 95 % intervals over documents. The right column uses "
+        "documents that did not choose the layers.\n\n"
+        f"fathom deepen {model} --with {words} --layers {best.layers} --out DIR\n"
         f"report: {out / REPORT}, {out / FIGURE}",
         soft_wrap=True,
         markup=False,
@@ -53,7 +54,7 @@ def _words(gap: Difference | None) -> str:
 
 
 def figure(asked: Search, ranked: Sequence[Ranked]) -> str:
-    """The loss by first layer, a curve for each size of span, at the damping of the best."""
+    """The loss by first layer, one curve for each number of layers, at the best damping."""
     damping = ranked[0].candidate.damping
     lines = []
     for series, size in enumerate(range(asked.sizes[0], asked.sizes[1] + 1)):
@@ -65,7 +66,7 @@ def figure(asked: Search, ranked: Sequence[Ranked]) -> str:
             low = [gap.mean if gap.low is None else gap.low for gap in gaps]
             high = [gap.mean if gap.high is None else gap.high for gap in gaps]
             lines.append(Line(f"{size} layers", x, y, series, low, high))
-    words = f"Loss above the model's own, by the first layer of a loop of {asked.trips} with damping {damping:g}."
+    words = f"Loss above the base model's, by the first layer of a loop of {asked.trips} with damping {damping:g}."
     return str(line_plot(lines, "first layer of the loop", "nats per token", words, zero=True))
 
 

@@ -1,11 +1,11 @@
-"""Which layers cost least to run again: every span of layers as a loop, scored on text, with nothing trained.
+"""Which layers cost least to repeat: every span of layers is scored as a loop on text, without training.
 
-A loop over the layers a … b of K iterations with damping δ needs the stream before layer a and after layer b, which one
-pass of the model without a loop gives for all spans. So a span computes its own layers K - 1 times and those above it
-once.
+A loop over the layers a … b of K iterations with damping δ needs the residual stream before layer a and after layer b.
+One pass of the base model gives both for all spans, so a span computes only its own layers K - 1 times and those above
+it once.
 
-All spans are scored on a first set of documents. The best of them are scored again on other documents, since the best
-of many is too good on the documents by which it was chosen.
+All spans are scored on a first set of documents. The best are scored again on other documents, because the best of many
+is biased on the documents that chose it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Candidate(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """What is tried, and on how much text."""
+    """The spans to try, and the amount of text."""
 
     sizes: tuple[int, int] = (2, 6)
     """Fewest and most layers of a span."""
@@ -59,14 +59,14 @@ class Search:
     dampings: tuple[float, ...] = (0.5, 1.0)
     """δ of every span."""
     documents: tuple[int, int] = (12, 40)
-    """Documents for all spans, and others for the best of them."""
+    """Documents for all spans, and other documents for the best spans."""
     keep: int = 20
     """How many spans are scored on the second set."""
     tokens: int = 512
     """Tokens of each document, from its beginning."""
 
     def candidates(self, layers: int) -> list[Candidate]:
-        """Every span of a model of so many layers, with every damping."""
+        """Every span of a model with so many layers, with every damping."""
         least, most = self.sizes
         if not 1 <= least <= most <= layers:
             raise SettingsError(f"--sizes {least}-{most}: allowed: 1 to {layers}, the layers of this model")
@@ -84,11 +84,11 @@ class Document(NamedTuple):
 
 @dataclass(frozen=True)
 class Ranked:
-    """A loop, and by how much it raises the loss."""
+    """A loop, and its increase of the loss."""
 
     candidate: Candidate
     gap: Difference
-    """Nats a token, the loop's loss minus the model's own, paired by document."""
+    """Nats per token: the loop's loss minus the base model's, paired by document."""
     again: Difference | None = None
     """The same on the other documents, if it was among the best."""
 
@@ -122,7 +122,7 @@ def read_documents(
 
 
 class Reading:
-    """One document read by a model without a loop, from which its loops are read."""
+    """One forward pass of the base model over a document, from which all loops start."""
 
     def __init__(self, model: FathomForCausalLM, document: Document) -> None:
         self.model = model
@@ -130,7 +130,7 @@ class Reading:
         decoder = model.model
         out = decoder(input_ids=self.ids[:, :-1], use_cache=False, output_hidden_states=True)
         self.before: list[Tensor] = list(out.hidden_states[:-1])
-        """The stream before every layer and, last, after all of them."""
+        """The residual stream before every layer and, last, after all of them."""
         positions = torch.arange(self.ids.shape[1] - 1, device=self.ids.device).unsqueeze(0)
         self.given = {
             "rotation": signed(decoder.rotary_emb(self.before[0], positions)),
@@ -141,14 +141,14 @@ class Reading:
         self.nats = self.score(self.before[-1])
 
     def through(self, x: Tensor, start: int, stop: int) -> Tensor:
-        """The stream after the layers `[start, stop)`."""
+        """The residual stream after the layers `[start, stop)`."""
         for i in range(start, stop):
             mask = self.masks[self.model.config.layer_types[i]]
             x = self.model.model.layers[i](x, attention_mask=mask, **self.given)[0]
         return x
 
     def score(self, stream: Tensor) -> float:
-        """Nats of the document, of the stream after the last layer."""
+        """Nats of the document, from the residual stream after the last layer."""
         hidden = self.model.model.norm(stream)
         return float(token_losses(hidden, self.model.lm_head, self.ids[:, 1:]).double().sum())
 
@@ -162,7 +162,7 @@ class Reading:
 
 
 class Log:
-    """Scores by document and loop, kept in a file where there is one, so that a search goes on where it was stopped."""
+    """Scores by document and loop. They are stored in a file, if one is given, so that a search can resume."""
 
     def __init__(self, path: Path | None, about: dict[str, object]) -> None:
         self.path, self.found = path, dict[tuple[str, Candidate | None], tuple[float, int]]()
@@ -171,10 +171,10 @@ class Log:
             try:
                 row = json.loads(line)
             except ValueError:
-                continue  # the end of a line that was not written whole
+                continue  # an incomplete last line
             if number == 0:
                 if row != about:
-                    raise SettingsError(f"{path}: scores of another model or length; choose another --out")
+                    raise SettingsError(f"{path}: contains scores of another model or length; choose another --out")
                 continue
             one = None if row["first"] is None else Candidate(*(row[key] for key in Candidate._fields))
             self.found[row["document"], one] = row["nats"], row["tokens"]
@@ -183,7 +183,7 @@ class Log:
             path.write_text(json.dumps(about) + "\n", encoding="utf-8")
 
     def add(self, document: Document, scores: Sequence[tuple[Candidate | None, float]]) -> None:
-        """Keep the scores of a document; None stands for the model without a loop."""
+        """Store the scores of a document; None is the base model."""
         lines = []
         for one, nats in scores:
             self.found[document.name, one] = nats, len(document.ids) - 1
@@ -195,7 +195,7 @@ class Log:
                 file.write("".join(lines))
 
     def gap(self, one: Candidate, documents: Sequence[Document]) -> Difference:
-        """The loop's loss minus the model's own, per token, paired by document."""
+        """The loop's loss minus the base model's, per token, paired by document."""
         pairs = [(self.found[document.name, one], self.found[document.name, None]) for document in documents]
         return weighted_difference([ours[0] - own[0] for ours, own in pairs], [own[1] for _, own in pairs])
 
@@ -207,14 +207,14 @@ def search(
     asked: Search,
     out: Path | None = None,
 ) -> list[Ranked]:
-    """Every loop that `asked` names, the nearest to free first: the best by the second set, then the others.
+    """Every loop that `asked` names, cheapest first: the best by the second set, then the others.
 
     Args:
         model: Without any mechanism.
         tokenizer: Its tokenizer.
         text: What `fathom evaluate --perplexity` takes.
-        asked: Which loops, and how much text.
-        out: A directory that keeps the scores; run again, the search goes on there.
+        asked: The loops, and the amount of text.
+        out: A directory for the scores; a later call resumes the search.
     """
     for axis in AXES:
         if (name := getattr(model.config, axis)) != DEFAULTS[axis]:
@@ -236,7 +236,7 @@ def search(
 
 @torch.no_grad()
 def _score(model: FathomForCausalLM, documents: Sequence[Document], loops: Sequence[Candidate], log: Log) -> None:
-    """Score what the log does not hold yet, some loops at a time."""
+    """Score what is not in the log yet, some loops at a time."""
     training = model.training
     model.eval()
     with ProgressBar("spans", len(documents) * len(loops)) as bar:
@@ -253,7 +253,7 @@ def _score(model: FathomForCausalLM, documents: Sequence[Document], loops: Seque
 
 
 GROUP = 16
-"""Loops whose scores are written at once."""
+"""Loops whose scores are written together."""
 
 
 def _groups(loops: Sequence[Candidate]) -> Iterator[Sequence[Candidate]]:

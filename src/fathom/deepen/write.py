@@ -1,4 +1,4 @@
-"""A pretrained model with mechanisms of depth, written as a checkpoint that computes what the model did."""
+"""Add mechanisms to a pretrained model and write a checkpoint that computes the same function."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fathom.training.build import initialize
 
 SAMPLE = "To fathom a thing is to measure its depth, and after much thought to understand it. The sea is deep."
 CONTEXT = 512
-"""Tokens of the context at which FLOPs are counted."""
+"""Context length at which FLOPs are counted."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,9 @@ class Deepened:
     base: Sizes
     deeper: Sizes
     deviation: float
-    """The largest difference of a logit from the model's own, on a short text; 0: equal to the last bit."""
+    """The largest difference of a logit from the base model's, on a short text; 0 means bitwise equal."""
     exact: bool
-    """Whether the mechanism declares a start that changes nothing."""
+    """Whether the mechanism declares that it starts as the identity."""
 
     def to_dict(self) -> dict[str, object]:
         """Plain values."""
@@ -64,7 +64,7 @@ class Deepened:
 
 
 def deepen(source: str | Path, request: Request, out: str | Path) -> Deepened:
-    """Write a model with further mechanisms, and the recipe that trains it; returns what was written.
+    """Write a model with added mechanisms, and the recipe that trains it; returns a summary.
 
     Args:
         source: A model directory of any family that opens, a GGUF file, a run, or `org/name[@revision]` on the Hub.
@@ -75,7 +75,7 @@ def deepen(source: str | Path, request: Request, out: str | Path) -> Deepened:
     if not where.exists() and repository(str(source)) is None:
         raise SettingsError(f"{source}: no such directory, and no org/name on the Hub")
     if out.exists() and where.exists() and out.samefile(where):
-        raise SettingsError(f"--out {out} is the model itself; choose another place")
+        raise SettingsError(f"--out {out} is the model itself; choose another directory")
     logging.disable_progress_bar()
     opened = open_source(where)
     base = opened.model.eval()
@@ -91,7 +91,7 @@ def deepen(source: str | Path, request: Request, out: str | Path) -> Deepened:
 
 
 def deeper_config(config: FathomConfig, request: Request) -> FathomConfig:
-    """The model's configuration with the mechanisms; what they refuse is one line."""
+    """The model's configuration with the mechanisms; their errors become one line."""
     keys = request.keys(config)
     try:
         return FathomConfig.from_dict(config.to_dict(), **keys)
@@ -100,7 +100,8 @@ def deeper_config(config: FathomConfig, request: Request) -> FathomConfig:
 
 
 def deeper_model(base: FathomForCausalLM, config: FathomConfig) -> FathomForCausalLM:
-    """The same weights under another configuration; what is new is initialised as in training, alike every time."""
+    """The same weights under another configuration. New parameters are initialised as in training, with a fixed
+    seed."""
     model, info = FathomForCausalLM.from_pretrained(
         None,
         config=config,
