@@ -138,7 +138,10 @@ def test_a_closed_or_null_input_is_a_new_document(exported: Path, capsys, monkey
 def test_drafts_are_refused_before_anything_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shape = {"recurrence": "loop", "recurrence_options": {"trips": 2}}
     once, loop = export_tiny(tmp_path / "once"), export_tiny(tmp_path / "loop", **shape)
-    for directory, message in ((once, "this model makes one trip"), (loop, "draft_trips must be between 1 and 1")):
+    for directory, message in (
+        (once, "this model has no loop iterations"),
+        (loop, "draft_trips must be between 1 and 1"),
+    ):
         assert main(["generate", str(directory), "deep", "--speculate", "9", "--device", "cpu"]) == 2
         shown = capsys.readouterr()
         assert shown.out == "" and shown.err.startswith("fathom: --speculate 9: ") and message in shown.err

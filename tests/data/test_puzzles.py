@@ -258,7 +258,7 @@ def test_a_run_learns_and_says_how_much(tmp_path) -> None:
     assert result.evaluation.flat()["val/z60-2/accuracy"] == domains["z60-2"].accuracy
     again = train(recipe, tmp_path / "run")
     assert again.evaluation == result.evaluation
-    with pytest.raises(SettingsError, match=r"not the tokens that this run began with|another recipe"):
+    with pytest.raises(SettingsError, match=r"differs from the corpus with which this run began|another recipe"):
         train(recipe.override("data.directory=puzzle:a5?elements=4", "train.steps=80"), tmp_path / "run")
 
 

@@ -78,9 +78,9 @@ def test_generate(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("name", "words", "message"),
     [
-        ("ponder", ["--max-trips", "4"], "--max-trips 4: this model was trained for 3 trips; allowed: 1 to 3"),
+        ("ponder", ["--max-trips", "4"], "--max-trips 4: this model was trained for 3 iterations; allowed: 1 to 3"),
         ("ponder", ["--max-trips", "0"], "allowed: 1 to 3"),
-        ("once", ["--max-trips", "1"], "makes one trip, there is nothing to limit"),
+        ("once", ["--max-trips", "1"], "has no loop iterations to limit"),
         ("ponder2", ["--set", "prefill_chunk_size=4"], "set recurrence_options.prefill=exact, or leave the chunk size"),
     ],
 )

@@ -71,14 +71,14 @@ def test_sentences():
         "wiki: better than control by 0.0"
     ) and "bits per byte (95 % interval" in sentence(better)
     assert sentence(worse).startswith("wiki: worse than control by 0.0")
-    assert sentence(unclear).startswith("wiki: against control: cannot be said (95 % interval")
+    assert sentence(unclear).startswith("wiki: against control: not significant (95 % interval")
     (alone,) = effects_of(*planted(0.1, 1, draw))
-    assert sentence(alone) == "wiki: against control: cannot be said (too few documents for an interval)."
+    assert sentence(alone) == "wiki: against control: not significant (too few documents for an interval)."
     speed = Speed(ratio=1.31, low=1.2, high=1.4, clock="wall time", pairs=9)
     assert speed_sentence(speed, "control") == (
         "A decoded token: slower than control by 31% (95 % interval of the ratio 1.20 to 1.40)."
     )
-    assert "cannot be said" in speed_sentence({**speed, "low": 0.9}, "control")
+    assert "not significant" in speed_sentence({**speed, "low": 0.9}, "control")
     assert "faster than control by 20%" in speed_sentence({**speed, "ratio": 0.8, "low": 0.7, "high": 0.9}, "control")
 
 

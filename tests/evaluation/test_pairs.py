@@ -171,10 +171,10 @@ def test_the_sentence_says_no_more_than_intervals_do() -> None:
     assert "towns shows no clear difference in bits per byte (+0.0000" in better
     assert "new is worse than base" in report_of([True] * 40, base)["verdict"]
     one_more = [*base[:-1], not base[-1]]
-    assert "new is not told apart from base" in report_of(base, one_more)["verdict"]
+    assert "new is not significantly different from base" in report_of(base, one_more)["verdict"]
     # What is known by heart is no knowledge: right on the ten dirty ones alone.
     leaked = report_of(base, [True] * 10 + base[10:])
-    assert "new is not told apart from base" in leaked["verdict"]
+    assert "new is not significantly different from base" in leaked["verdict"]
     dirty = [row for row in leaked["questions"] if (row["way"], row["part"]) == ("text", "dirty")]
     assert dirty[0]["right"][1] == 10
     assert "rocks takes more bits" in report_of(base, base, gap=+10)["verdict"]
@@ -189,7 +189,7 @@ def test_questions_that_are_all_dirty_are_not_judged() -> None:
     rows = [one.row() for one in count_answers("leaked", "text", items(20, dirty=20), [False] * 20, [True] * 20)]
     report = {"base": {"name": "base"}, "new": {"name": "new"}, "texts": {}}
     alone = verdict({**report, "guessing": {"leaked": {}}, "questions": rows})
-    assert alone == "No clean question of leaked is left (training text gives away 20 of 20), and none is judged."
+    assert alone == "No clean question of leaked is left (training text contains 20 of 20), so there is no verdict."
     rows += [one.row() for one in count_answers("quiz", "text", items(20, dirty=0), [False] * 20, [True] * 20)]
     both = verdict(
         {
@@ -227,7 +227,10 @@ def test_several_benchmarks_are_judged_together() -> None:
         "questions": [{**row, "benchmark": name} for name in "ab"],
     }
     said = verdict(both)
-    assert said.count("new is not told apart from base") == 2 and said.count("0.062 by Holm over 2 benchmarks") == 2
+    assert (
+        said.count("new is not significantly different from base") == 2
+        and said.count("0.062 by Holm over 2 benchmarks") == 2
+    )
     sure = {**row, "benchmark": "b", "won": 30, "right": [10, 40], "p": mcnemar(0, 30)}
     mixed = verdict({**both, "questions": [{**row, "benchmark": "a"}, sure]})
     assert mixed.count("is better than") == 2, "the other one's certainty is no price for it"
@@ -263,7 +266,7 @@ def test_repeated_questions_are_asked_once() -> None:
         False,
         True,
     ] + 4 * [False]
-    skipped = {"no choices, or none that is right": 1, "repeated": 2}
+    skipped = {"no choices, or no right one": 1, "repeated": 2}
     assert asking == {"asked": 6, "of": 9, "skipped": skipped, "checked": True}
 
 
@@ -280,9 +283,9 @@ def test_a_score_below_the_guess_is_remarked_on() -> None:
     row |= {"p": mcnemar(0, 22), "intervals": [(0.04, 0.15), (0.22, 0.4)]}
     report = {"base": {"name": "base"}, "new": {"name": "new"}, "texts": {}, "questions": [row]}
     report |= {"guessing": {"quiz": GUESS}, "asked": {"quiz": ASKED}}
-    assert "base answered fewer questions of quiz rightly than a guess would (25.0 %)" in verdict(report)
+    assert "base answered fewer questions of quiz correctly than guessing would (25.0 %)" in verdict(report)
     row["intervals"] = [(0.04, 0.26), (0.22, 0.4)]
-    assert "than a guess would" not in verdict(report)
+    assert "than guessing would" not in verdict(report)
 
 
 def test_clean_rows_stand_beside_dirty_ones_alone() -> None:
@@ -304,7 +307,7 @@ def test_the_page_has_all_of_it() -> None:
     corpus = dict.fromkeys(("unreadable", "filtered", "duplicate", "cut", "conversations"), 0)
     whole = {**report, "runs": runs, "corpus": {**corpus, "read": 1104, "dropped": 12, "tokens": 5000}}
     for made in (page(whole), card(whole)):
-        assert "Of 1,104 documents read: 12 dropped because they give questions away. 5,000 tokens are left." in made
+        assert "Of 1,104 documents read: 12 dropped as contaminated. 5,000 tokens remain." in made
         assert made.count("rocks 80 % (27.4), towns 20 % (1.1)") == 2
         assert made.count("towns 20 % (1.1); from step 240 towns 50 %, seas 50 % (2); from step 300 towns 100 %") == 1
         assert "new, adapters of rank 8" in made

@@ -161,7 +161,7 @@ def test_shards_and_their_text_score_alike(corpus: Path, tokenizer) -> None:
             found = score(model, other, domain_, Cut(32))
             assert found.to_dict() == score(model, other, domain(*texts), Cut(32)).to_dict()
         torn = replace(domain_, documents=[domain_.documents[0]._replace(bytes=7)])
-        with pytest.raises(SettingsError, match="give the text"):
+        with pytest.raises(SettingsError, match="use the text"):
             score(tiny(tokenizer), tokenizer, torn, Cut(32))
 
 
@@ -189,7 +189,7 @@ def test_shards_of_changed_text_are_refused(normalizer, kept: bool, tokenizer, t
     if kept:
         assert score(tiny(tokenizer), tokenizer, shards, Cut(32)).bytes == [size]
         return
-    with pytest.raises(SettingsError, match=r"do not decode to the text .* give the text"):
+    with pytest.raises(SettingsError, match=r"do not decode to their original text.* use the text"):
         score(tiny(tokenizer), tokenizer, shards, Cut(32))
 
 

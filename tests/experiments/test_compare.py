@@ -387,7 +387,7 @@ def test_what_no_run_could_begin_with_is_said_before_work(small: Recipe, planted
     begun = {**own, "model": {"from_pretrained": str(source)}}
     assert "allowed: at most the model's max_position_embeddings=32" in said(begun, "data.sequence_length=64")
     (source / "result.json").unlink()
-    assert "not finished; name a checkpoint of it" in said(begun)
+    assert "not finished; name one of its checkpoints" in said(begun)
 
 
 def test_another_recipe_is_refused(small: Recipe, planted):

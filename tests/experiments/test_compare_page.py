@@ -149,7 +149,7 @@ def test_step_times_name_their_tokens(full: dict) -> None:
 
 def test_a_share_of_the_gain_has_an_interval_or_is_not_said(full: dict) -> None:
     for text in (full["verdict"], html.unescape(page(full))):
-        assert "what share of depth_attention's gain uniform_depth has cannot be said" in text
+        assert "what share of depth_attention's gain uniform_depth has not significant" in text
     pair = full["share_of_uniform_depth"]["difference"]
     known = {"share": 0.5, "low": -0.06, "high": 0.93, "defined": True, "difference": pair}
     said = report_of(*full["arms"], between=(pair,), share=known)

@@ -158,13 +158,13 @@ def test_a_schedule_made_for_a_length_must_be_said_anew(
 def refusals(run: Path, new: Path) -> list[tuple[list[str], str]]:
     branched = ["--from", f"{run}@step-4", "--run", str(new)]
     return [
-        ([str(run), "train.steps=8", "optim.lr=1e-3"], "has taken all of its 8 steps"),
+        ([str(run), "train.steps=8", "optim.lr=1e-3"], "has already taken all of its 8 steps"),
         ([str(run), "train.steps=6"], "has taken 8"),
-        ([str(run), "train.seed=3", "model.mixer=none", "train.steps=9"], "cannot change on the way; a new run"),
-        ([str(run), "train.tokens_per_step=512"], "train.tokens_per_step cannot change on the way"),
+        ([str(run), "train.seed=3", "model.mixer=none", "train.steps=9"], "cannot change in a resumed run; a new run"),
+        ([str(run), "train.tokens_per_step=512"], "train.tokens_per_step cannot change in a resumed run"),
         ([str(run), "--run", str(new)], "is a run itself"),
         ([str(run), "--cooldown", "3"], "--cooldown needs --from"),
-        ([str(run), "train.steps=16", "--new"], "holds a run already"),
+        ([str(run), "train.steps=16", "--new"], "already contains a run"),
         (["--from", f"{run}@step-4"], "needs --run"),
         (["--from", f"{run}@step-5", "--run", str(new)], "has no checkpoint of step 5; it has 2, 4, 6, 8"),
         (["--from", str(new), "--run", str(new)], "no run (recipe.yaml) there"),
@@ -175,7 +175,7 @@ def refusals(run: Path, new: Path) -> list[tuple[list[str], str]]:
         ([*branched, "--cooldown", "4", "train.steps=20"], "--cooldown 4 sets train.steps"),
         ([*branched, "model.hidden_size=64"], "model.hidden_size cannot change"),
         ([*branched, "data.directory=nowhere"], "nowhere: no such directory"),
-        (["--from", f"{run}@step-4", "--run", str(run), "optim.lr=1"], "holds another run already"),
+        (["--from", f"{run}@step-4", "--run", str(run), "optim.lr=1"], "already contains another run"),
         ([*branched, "recipes/tiny.yaml"], "an override is written key=value"),
         ([], "required: recipe, or --from"),
     ]
@@ -204,7 +204,7 @@ def test_another_corpus_is_refused_before_anything_is_written(run: Path, tmp_pat
         extension(run, ["train.steps=16", f"data.directory={other}"]),
         branch(f"{run}@step-4", tmp_path / "new", [f"data.directory={other}", "optim.lr=1e-3"]),
     ):
-        with pytest.raises(SettingsError, match="not the tokens that this run began with"):
+        with pytest.raises(SettingsError, match="differs from the corpus with which this run began"):
             train(made)
     assert held == {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     assert not (tmp_path / "new").exists()
@@ -223,7 +223,7 @@ def test_a_run_of_an_experiment_stays_as_planned(constant: Path, tmp_path: Path,
     run = Path(shutil.copytree(constant, tmp_path / place))
     if experiment == "ladder":
         (tmp_path / "ladder.json").touch()
-    with pytest.raises(SettingsError, match=f"part of a {experiment} and stays as planned"):
+    with pytest.raises(SettingsError, match=f"part of a {experiment} and cannot change here"):
         extension(run, ["train.steps=16"])
 
 
@@ -315,9 +315,7 @@ def test_free_keys_are_recorded_too(corpus: Path, tmp_path: Path) -> None:
 
 
 def test_another_recipe_says_what_changes_a_run(corpus: Path, constant: Path) -> None:
-    with pytest.raises(
-        SettingsError, match=r"different: optim\.lr; `fathom train .* key=value` changes them on the way"
-    ):
+    with pytest.raises(SettingsError, match=r"different: optim\.lr; `fathom train .* key=value` resumes with changes"):
         train(tiny_recipe(corpus, *CONSTANT, "optim.lr=0.5"), constant)
     with pytest.raises(SettingsError, match=r"different: train\.seed$"):
         train(tiny_recipe(corpus, *CONSTANT, "train.seed=5"), constant)

@@ -151,7 +151,7 @@ def test_training_outlives_a_full_disk(recipe: Recipe, tmp_path: Path, monkeypat
     """It goes on while later saves may succeed; if the last does not, it fails with the last good state on disk."""
     run_dir = tmp_path / "run"
     full_disk(monkeypatch, lambda: (run_dir / "step-000004").exists())
-    with pytest.raises(TrainingError, match="step 8 is not on disk"):
+    with pytest.raises(TrainingError, match="step 8 could not be written"):
         train(recipe, run_dir)
     monkeypatch.undo()
     assert len(processes.losses(run_dir)) == STEPS
@@ -166,7 +166,7 @@ def train_with_small_files(recipe: Recipe, run_dir: Path) -> None:
     """As on a disk that takes metrics but no checkpoint: the kernel refuses, not a stand-in."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-    with pytest.raises(TrainingError, match="not on disk"):
+    with pytest.raises(TrainingError, match="could not be written"):
         train(recipe, run_dir)
 
 

@@ -48,7 +48,7 @@ def test_the_first_batch_is_evaluated_to_its_loss(
     }[kind]
     train(continued(recipe, base, *words, "train.steps=1"), tmp_path / "run")
     said = capsys.readouterr()
-    (loss,) = re.findall(r"first batch: loss ([\d.]+), as an evaluation of it gives", said.out + said.err)
+    (loss,) = re.findall(r"first batch: loss ([\d.]+), equal to its evaluation", said.out + said.err)
     first = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])
     assert float(loss) == pytest.approx(first["loss"], abs=1e-4)
 

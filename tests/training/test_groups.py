@@ -66,9 +66,12 @@ def test_weight_decay(corpus: Path, optimizer: str) -> None:
     [
         (
             "{model.recurence: {lr: 2}}",
-            r"optim\.groups=model\.recurence: names no parameter that is trained; there are",
+            r"optim\.groups=model\.recurence: matches no trainable parameter; there are",
         ),
-        ("{'*.mlp.*': {lr: 2}, '*.gate_proj.*': {lr: 3}}", r"gate_proj\.weight is named twice, by \*\.mlp\.\* and by"),
+        (
+            "{'*.mlp.*': {lr: 2}, '*.gate_proj.*': {lr: 3}}",
+            r"gate_proj\.weight is matched twice, by \*\.mlp\.\* and by",
+        ),
         ("{lm_head: {lr: -1}}", r"optim\.groups=.*: allowed: by pattern, lr and weight_decay, 0 or more"),
         ("{lm_head: {rate: 1}}", r"allowed: by pattern, lr and weight_decay"),
         ("{lm_head: {}}", r"allowed: by pattern, lr and weight_decay"),

@@ -58,7 +58,7 @@ def test_a_longer_run_keeps_the_rows_that_it_has_read(mixed: Recipe, tmp_path: P
     assert [at for at, _ in annealed.data.later(16)] == [4, 8]
     with pytest.raises(SettingsError, match="what held before step 8 stays"):
         extension(run, ["train.steps=16", 'data.phases=[{"at": 8, "mixture": {"seas": 1}}]'])
-    with pytest.raises(SettingsError, match=r"data.mixture.rivers cannot change on the way"):
+    with pytest.raises(SettingsError, match=r"data.mixture.rivers cannot change in a resumed run"):
         extension(run, ["train.steps=16", "data.mixture.rivers=0.5"])
 
 

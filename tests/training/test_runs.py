@@ -29,7 +29,7 @@ def test_damaged_metrics_do_not_stop_a_resume(tmp_path: Path, damage: bytes) -> 
     JsonLines(path, 3, said.append).log(4, {"loss": 1.0})
     assert [line["step"] for line in read_metrics(tmp_path)] == [1, 3, 4]
     assert len(path.read_bytes().splitlines()) == 3
-    assert said == [f"{path}: {damage.count(10)} damaged lines are left out"]
+    assert said == [f"{path}: {damage.count(10)} damaged lines are skipped"]
 
 
 def test_intact_metrics_are_left_as_they_are(tmp_path: Path) -> None:
@@ -94,9 +94,7 @@ def test_evaluations_that_are_asked_for_need_it(without_val: Path, tmp_path: Pat
 def test_a_damaged_result_is_one_line(recipe: Recipe, tmp_path: Path, text: str) -> None:
     train(recipe.override("train.steps=1"), tmp_path / "run")
     (tmp_path / "run" / "result.json").write_text(text)
-    with pytest.raises(
-        SettingsError, match=r"result\.json is damaged: delete it, and the same command writes it again"
-    ):
+    with pytest.raises(SettingsError, match=r"result\.json is damaged: delete it and run the same command again"):
         train(recipe.override("train.steps=1"), tmp_path / "run")
     (tmp_path / "run" / "result.json").unlink()
     assert train(recipe.override("train.steps=1"), tmp_path / "run").evaluation is not None

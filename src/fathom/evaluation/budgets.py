@@ -1,4 +1,4 @@
-"""Trips per token: a limit at run time (`--max-trips`), and how many were made."""
+"""Loop iterations per token: the limit at run time (`--max-trips`), and the number made."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ if TYPE_CHECKING:
 
 
 def most_trips(model: PreTrainedModel) -> int:
-    """Most trips of a token; 1 for a model that is not Fathom's."""
+    """Maximum iterations of a token; 1 for a model that is not Fathom's."""
     recurrence = getattr(getattr(model, "model", None), "recurrence", None)
     return 1 if recurrence is None else recurrence.most_trips(model.config)
 
 
 def check_trips(model: PreTrainedModel, asked: int | None) -> None:
-    """Refuse a limit on trips for a model of one trip, or beyond the trips that it was trained for."""
+    """Reject a limit for a model without iterations, or above the iterations that it was trained for."""
     most = most_trips(model)
     if asked is not None and most == 1:
-        raise SettingsError(f"--max-trips {asked}: a token of this model makes one trip, there is nothing to limit")
+        raise SettingsError(f"--max-trips {asked}: this model has no loop iterations to limit")
     if asked is not None and not 1 <= asked <= most:
-        raise SettingsError(f"--max-trips {asked}: this model was trained for {most} trips; allowed: 1 to {most}")
+        raise SettingsError(f"--max-trips {asked}: this model was trained for {most} iterations; allowed: 1 to {most}")
 
 
 def check_chunks(model: PreTrainedModel, size: int | None) -> None:
-    """Refuse to read a prompt in chunks if that would change the result."""
+    """Reject chunked prompts if they would change the result."""
     if most_trips(model) > 1:
         try:
             model.check_chunks(size)
@@ -53,8 +53,8 @@ def limited(model: PreTrainedModel, most: int | None) -> PreTrainedModel:
 def stored_trips(
     model: PreTrainedModel, cache: Cache, rows: int, columns: list[int], most: int | None = None
 ) -> list[float | None]:
-    """Mean trips of the tokens in the cache after generation, row by row; None for a model of one trip, and for beams
-    of one that halts, since the cache is of those that ran on.
+    """Mean iterations of the tokens in the cache after generation, by sequence. None for a model without iterations,
+    and for beam search with a halting model, whose cache holds only the surviving beams.
 
     Args:
         model: The model that filled the cache.
@@ -77,9 +77,8 @@ def stored_trips(
 
 @contextmanager
 def counting(model: PreTrainedModel) -> Iterator[list[Tensor]]:
-    """A list to which every forward pass of a model adds the trips of its tokens: `[B, T]`, or one number for all.
-
-    Nothing is added for a model that is not Fathom's.
+    """A list to which every forward pass appends the iterations of its tokens: `[B, T]`, or one number for all. A model
+    that is not Fathom's appends nothing.
     """
     made: list[Tensor] = []
     if most_trips(model) == 1:

@@ -1,7 +1,6 @@
-"""What making a model deeper was worth: a base, the model that was made of it, and a control without the mechanism.
-
-The control was trained alike. So the deeper model beside the control is the mechanism's part of a change, and beside
-the base the whole change, the training's part included. Texts are paired by document and tasks by item; a decoded token
+"""The effect of deepening: a base, the deepened model, and a control without the mechanism that had the same training.
+The difference to the control is the effect of the mechanism. The difference to the base includes the effect of the
+training. Texts are paired by document and tasks by item; a decoded token
 is timed on both models in turn.
 """
 
@@ -29,23 +28,23 @@ if TYPE_CHECKING:
 
 REPORT = "deepened.json"
 HIGHER_IS_BETTER = ("acc", "acc_norm", "exact_match", "f1", "mcc")
-"""Metrics of tasks that are judged."""
+"""Task metrics in the verdict."""
 PAIRS = 9
 """How often both models are timed."""
 DECODED, PROMPT = 24, 48
-"""Tokens that are timed, after a prompt of so many."""
+"""Number of timed tokens, after a prompt of as many tokens."""
 NEEDED = 3
 
 
 class Effect(TypedDict):
-    """The deeper model's score minus another one's, and what can be said of it."""
+    """The deeper model's score minus another one's, and the verdict."""
 
     on: str
     metric: str
     against: str
     gap: ScoreGap
     verdict: str
-    """`better`, `worse`, or `cannot be said`."""
+    """`better`, `worse`, or `not significant`."""
 
 
 class Speed(TypedDict):
@@ -70,7 +69,7 @@ class DeepenedReport(TypedDict):
 
 
 def require_three(names: Sequence[object]) -> None:
-    """Refuse another number of checkpoints, before anything is scored."""
+    """Reject any other number of checkpoints, before anything is scored."""
     if len(names) != NEEDED:
         raise SettingsError(f"--deepened compares BASE DEEPER CONTROL, three checkpoints; got {len(names)}")
 
@@ -102,7 +101,7 @@ def effects_of(deeper: Checkpoint, other: Checkpoint) -> list[Effect]:
         if gap is None or gap["value"] is None:
             continue
         better = -1 if row["metric"] == "bits_per_byte" else 1
-        verdict = "cannot be said"
+        verdict = "not significant"
         if is_significant(gap):
             verdict = "better" if gap["value"] * better > 0 else "worse"
         found.append(Effect(on=row["task"], metric=row["metric"], against=other.name, gap=gap, verdict=verdict))
@@ -123,10 +122,10 @@ def sentence(effect: Effect) -> str:
     gap, unit = effect["gap"], "bits per byte" if effect["metric"] == "bits_per_byte" else effect["metric"]
     numbers = f"{abs(gap['value'] or 0):.4f} {unit}"
     if gap["low"] is None or gap["high"] is None:
-        return f"{effect['on']}: against {effect['against']}: cannot be said (too few documents for an interval)."
+        return f"{effect['on']}: against {effect['against']}: not significant (too few documents for an interval)."
     ends = f"95 % interval of the difference {gap['low']:+.4f} to {gap['high']:+.4f}"
-    if effect["verdict"] == "cannot be said":
-        return f"{effect['on']}: against {effect['against']}: cannot be said ({ends} {unit})."
+    if effect["verdict"] == "not significant":
+        return f"{effect['on']}: against {effect['against']}: not significant ({ends} {unit})."
     return f"{effect['on']}: {effect['verdict']} than {effect['against']} by {numbers} ({ends})."
 
 
@@ -134,7 +133,7 @@ def speed_sentence(speed: Speed, control: str) -> str:
     """The time of a decoded token in words."""
     ends = f"95 % interval of the ratio {speed['low']:.2f} to {speed['high']:.2f}"
     if speed["low"] <= 1 <= speed["high"]:
-        return f"A decoded token: against {control}: cannot be said ({ends})."
+        return f"A decoded token: relative to {control}: not significant ({ends})."
     word = "slower" if speed["ratio"] > 1 else "faster"
     return f"A decoded token: {word} than {control} by {abs(speed['ratio'] - 1):.0%} ({ends})."
 

@@ -1,4 +1,4 @@
-"""lm-eval on a model that is already open, with lm-eval's prompts, metrics, tables and JSON unchanged."""
+"""lm-eval on a loaded model, with lm-eval's prompts, metrics, tables and JSON unchanged."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def run_task(
     """
     from lm_eval import evaluator
 
-    evaluator.get_git_commit_hash = commit  # lm-eval's own lets git complain where the working directory is no checkout
+    evaluator.get_git_commit_hash = commit  # lm-eval's own version makes git complain outside a checkout
     # lm-eval prints to standard output, which is for results: send that to the log.
     with redirect_stdout(sys.stderr):
         loaded, notes = load_task(name, task_data, include)
@@ -169,7 +169,7 @@ def plain(results: Mapping[str, object]) -> dict[str, Any]:
 def _items(
     documents: list[dict[str, Any]], metric: str, aggregation: str, numbers: Mapping[str, object]
 ) -> dict[str, ItemValues]:
-    """Each document's contribution to a metric, if the aggregation is known and reproduces lm-eval's number."""
+    """Each document's contribution to a metric, if Fathom's aggregation reproduces lm-eval's number."""
     made: dict[str, ItemValues] = {}
     for chosen in dict.fromkeys(document["filter"] for document in documents):
         found = [d[metric] for d in documents if d["filter"] == chosen and metric in d]

@@ -1,4 +1,4 @@
-"""How a model was made from a base: the runs in between, and the corpus that a benchmark belongs to, from disk."""
+"""The origin of a model, from disk: the runs between it and its base, and the corpus of a benchmark."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def runs_between(base: Path, new: Path) -> list[RunBetween]:
     """The training runs that lead from one model directory to another, first to last; empty if there are none.
 
     Args:
-        base: Where to stop: a run's model, or any other.
+        base: Where to stop: any model.
         new: Where to begin; a run's model knows its run, and the run its `model.from_pretrained`.
     """
     found: list[RunBetween] = []

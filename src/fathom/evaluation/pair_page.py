@@ -16,7 +16,7 @@ from fathom.report.statistics import LEAST_BOOTSTRAPPED
 from fathom.report.tables import line_width, terminal_table
 
 WAYS = {"text": "option text", "length": "option text, by length", "letter": "letter", "shuffled": "letter, shuffled"}
-"""Ways of asking a question; the verdict is about the first."""
+"""Ways of asking a question; the verdict uses the first."""
 COLUMNS = ["", "n", "base", "new", "difference", "95 % interval, or changes and p"]
 MARKS = {True: "right", False: "wrong"}
 
@@ -55,7 +55,7 @@ def asked_words(report: PairResults) -> list[str]:
 
 
 def interval_words(text: TextPair) -> str:
-    """The interval of a text's difference; of too few documents, how many there are and must be."""
+    """The interval of a text's difference; with too few documents, their number and the minimum."""
     low, high = text["difference"]["low"], text["difference"]["high"]
     if low is None or high is None:
         return f"no interval: documents {text['documents']}, needed {LEAST_BOOTSTRAPPED}"
@@ -63,7 +63,7 @@ def interval_words(text: TextPair) -> str:
 
 
 def show(report: PairReport, out: Path | None) -> None:
-    """The table, the sentence, and where the page is."""
+    """The table, the verdict, and the path of the page."""
     from rich.console import Console
 
     console = Console(highlight=False, width=line_width())
@@ -88,7 +88,7 @@ def page(report: PairReport) -> str:
     return html.page(
         title,
         report["verdict"],
-        html.section("What it learnt", html.figures(*_right_answers(report), _bits(report))),
+        html.section("What it learned", html.figures(*_right_answers(report), _bits(report))),
         html.section("What was asked", html.bullets(asked_words(report)), _examples(report)),
         html.section(f"From {report['base']['name']} to {report['new']['name']}", _corpus(report), _runs(report)),
         html.section("Every number", table),
@@ -102,22 +102,24 @@ def reading(report: PairResults) -> list[str]:
     flagged = any(row["part"] != "all" for row in report["questions"])
     checked = bool(report["asked"]) and all(one["checked"] for one in report["asked"].values())
     return [
-        "Text: bits per byte of held-out documents, each read alone; intervals are of 1,000 bootstrap samples of "
-        f"documents, both models on the same ones; below {LEAST_BOOTSTRAPPED} documents there is none, and no claim.",
-        "Questions: lm-eval's scores. By option text the choices are not listed, and the likeliest is the answer; by "
-        "length, the likeliest per character. By letter they are listed in the prompt. Brackets: Wilson's intervals; "
-        "won and lost are questions that one model alone answers rightly, p is McNemar's exact test of that row alone.",
-        "random is a guess, majority the letter that is right most often.",
-        "Dirty questions are those that training text gives away; the sentence above speaks of the clean ones."
+        "Text: bits per byte of held-out documents, each read alone; intervals are from 1,000 paired bootstrap "
+        "samples of documents; below {LEAST_BOOTSTRAPPED} documents there is no interval and no "
+        "claim.",
+        "Questions: lm-eval's scores. Option text: the choices are not listed, and the likeliest is the answer; by "
+        "length, the likeliest per character. Letter: the choices are listed in the prompt. Brackets are Wilson's "
+        "intervals. Won and lost are questions that only one model answers correctly; p is McNemar's exact test of "
+        "that row, uncorrected.",
+        "random is the score of guessing, majority that of always choosing the most frequent letter.",
+        "Contaminated questions appear in training text; the verdict above is about uncontaminated questions."
         if flagged
-        else "Training text gives none of these questions away."
+        else "None of these questions is contaminated."
         if checked
-        else "Nothing is known of whether training text gives questions away.",
+        else "It is not known whether questions are contaminated.",
     ]
 
 
 def _right_answers(report: PairResults) -> list[Markup]:
-    """Shares of right answers beside a guess, one picture for each benchmark."""
+    """Shares of right answers and the score of guessing, one figure for each benchmark."""
     pictures = []
     names = [report["base"]["name"], report["new"]["name"]]
     for benchmark, guess in report["guessing"].items():
@@ -134,7 +136,7 @@ def _right_answers(report: PairResults) -> list[Markup]:
                 marks.append(IntervalMark(f"{label}: {name}", share, 100 * low, 100 * high, number))
         words = f"Shares of right answers on {benchmark}, with 95 % intervals."
         picture = interval_plot(marks, "% right", words, line=100 * guess["random"])
-        caption = f"Dots with Wilson's 95 % intervals; the line is a guess, {100 * guess['random']:.0f} %."
+        caption = f"Dots with Wilson's 95 % intervals; the line is guessing, {100 * guess['random']:.0f} %."
         pictures.append(html.figure(f"Right answers on {benchmark}", picture, caption))
     return pictures
 
@@ -149,7 +151,7 @@ def _bits(report: PairResults) -> Markup:
         return Markup()
     words = "Differences in bits per byte of held-out text, with 95 % intervals."
     picture = interval_plot(marks, f"{report['new']['name']} minus {report['base']['name']}, bits per byte", words)
-    caption = "Left of the line the new model predicts a text better; right of it, worse: it has forgotten."
+    caption = "Left of the line the new model predicts a text better; right of the line worse: it has forgotten."
     return html.figure("Held-out text", picture, caption)
 
 
@@ -175,13 +177,13 @@ def corpus_words(report: PairResults) -> str:
         "unreadable": found["unreadable"],
         "filtered out": found["filtered"],
         "duplicates": found["duplicate"],
-        "dropped because they give questions away": found["dropped"],
+        "dropped as contaminated": found["dropped"],
         "cut for the same reason": found["cut"],
     }
     left = [f"{count:,} {words}" for words, count in counts.items() if count]
     talk = f", and {found['conversations']:,} conversations" if found["conversations"] else ""
-    out = ", ".join(left) or "none left out"
-    return f"Of {found['read']:,} documents read: {out}. {found['tokens']:,} tokens are left{talk}."
+    out = ", ".join(left) or "none dropped"
+    return f"Of {found['read']:,} documents read: {out}. {found['tokens']:,} tokens remain{talk}."
 
 
 def _corpus(report: PairResults) -> Markup:
@@ -210,7 +212,7 @@ def run_rows(report: PairResults) -> list[list[str]]:
 
 
 def _reads(one: RunBetween) -> str:
-    """The shares of each phase; how often the run reads a collection stands where that is first named."""
+    """The shares of each phase; the epochs of a collection are given once, at its first phase."""
     named: set[str] = set()
     phases = []
     for start, shares in (("", one["data"]), *((f"from step {x['step']:,} ", x["data"]) for x in one["later"])):
@@ -234,7 +236,7 @@ def _runs(report: PairResults) -> Markup:
 
 
 def card(report: PairReport) -> str:
-    """The page's contents as Markdown, to lie beside the model."""
+    """The page's contents as Markdown, to store with the model."""
     return "\n".join(_card(report)) + "\n"
 
 

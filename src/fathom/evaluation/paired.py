@@ -1,8 +1,8 @@
-"""Differences between checkpoints, paired over what they were scored on: documents, or the items of a task.
+"""Differences between checkpoints, paired over documents or the items of a task.
 
 A score is a ratio Σa/Σw over documents: of right answers to answers, of nats to tokens, of bits to bytes. The
-difference of two such scores on the same documents is Σd/Σw with d = a - a'. Its interval is Student's t with one
-degree of freedom less than there are documents, its standard error that of the residuals d - w Σd/Σw. With equal
+difference of two such scores on the same documents is Σd/Σw with d = a - a'. Its interval is Student's t with n - 1
+degrees of freedom for n documents; the standard error comes from the residuals d - w Σd/Σw. With equal
 weights this is the ordinary paired t interval. Documents count as independent draws; tokens of one document do not.
 """
 
@@ -45,7 +45,7 @@ class Items:
 
 
 def difference(items: Items, control: Items) -> Difference:
-    """The score minus the control's; of logarithms where the score is a perplexity."""
+    """The score minus the control's; for a perplexity, the difference of logarithms."""
     gaps = np.asarray(items.values, float) - np.asarray(control.values, float)
     return weighted_difference(gaps.tolist(), _weights(items).tolist())
 
@@ -92,7 +92,7 @@ def table(found: Sequence[ScoreRow], names: Sequence[str]) -> Table:
 
 
 def table_of(found: Sequence[ScoreRow], names: Sequence[str]) -> tuple[list[str], list[list[str]]]:
-    """Columns and rows; an asterisk marks differences that Holm's adjustment over the table calls significant."""
+    """Columns and rows; an asterisk marks differences that are significant after Holm's adjustment over the table."""
     cells = []
     for row in found:
         values = [_number(row["scores"].get(name)) for name in names]

@@ -45,7 +45,7 @@ class Quizzed:
     choices: tuple[str, ...]
     answer: int
     dirty: bool | None = None
-    """Whether training text gives it away; None if that was not checked."""
+    """Whether it is contaminated by training text; None if that was not checked."""
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,9 @@ class Answered:
     right: tuple[int, int]
     """Base and new."""
     lost: int
-    """Answered rightly by the base alone."""
+    """Answered correctly only by the base."""
     won: int
-    """Answered rightly by the new model alone."""
+    """Answered correctly only by the new model."""
 
     @property
     def p(self) -> float:
@@ -96,12 +96,12 @@ def _read(directory: Path) -> dict[str, list[Quizzed | None]]:
         raise SettingsError(f"--benchmark {directory}: no such directory")
     found = {path.stem: list(_asked(path)) for path in sorted(directory.glob("*.jsonl"))}
     if not any(one is not None for rows in found.values() for one in rows):
-        raise SettingsError(f"--benchmark {directory}: no *.jsonl with question, choices and answer")
+        raise SettingsError(f"--benchmark {directory}: no *.jsonl file with question, choices and answer")
     return found
 
 
 def left_out(directory: Path, name: str) -> dict[str, int]:
-    """How many items of a benchmark are not in its file, by reason, as `fathom corpus` wrote down beside it."""
+    """The number of items missing from a benchmark's file, by reason, as `fathom corpus` recorded it."""
     path = directory / f"{name}.check.json"
     return read_json(path).get("left_out", {}) if path.is_file() else {}
 
@@ -120,7 +120,7 @@ def chosen(
     for one in rows:
         if one is not None:
             same = once.setdefault((one.question, tuple(sorted(one.choices))), one)
-            if one.dirty and not same.dirty:  # given away is given away under either number
+            if one.dirty and not same.dirty:  # a duplicate is contaminated if either copy is
                 once[one.question, tuple(sorted(one.choices))] = replace(same, dirty=True)
     items = list(once.values())
     if limit is not None and limit < len(items):
@@ -161,17 +161,17 @@ def _asked(path: Path) -> Iterator[Quizzed | None]:
         fits = texts and type(answer) is int and 0 <= answer < len(choices) and 2 <= len(choices) <= len(LETTERS)
         if not isinstance(question, str) or not fits:
             raise SettingsError(
-                f"{path}:{number + 1}: expected question, 2 to {len(LETTERS)} choices that are texts, and answer, the "
-                "number of the right one from 0"
+                f"{path}:{number + 1}: expected question, 2 to {len(LETTERS)} choices (strings), and answer, the "
+                "index of the right choice from 0"
             )
         dirty = row.get("dirty")
-        if not isinstance(dirty, bool | None):  # 1 would be neither among the clean ones nor among the dirty
-            raise SettingsError(f"{path}:{number + 1}: dirty: expected true or false, or nothing where it is not known")
+        if not isinstance(dirty, bool | None):  # 1 would be neither clean nor dirty
+            raise SettingsError(f"{path}:{number + 1}: dirty: expected true or false, or no such field")
         yield Quizzed(str(row.get("id", number)), question, tuple(choices), answer, dirty)
 
 
 def task_rows(items: Sequence[Quizzed], way: str) -> list[dict[str, object]]:
-    """The questions as lm-eval is asked them: by `letter`, `shuffled` letter or `text`."""
+    """The questions for lm-eval: by `letter`, `shuffled` letter or `text`."""
     rows = []
     for item in items:
         if way == "text":
@@ -240,7 +240,7 @@ def _task_files(benchmarks: Mapping[str, Sequence[Quizzed]], out: Path | None) -
 def summarize(
     pair: Sequence[Checkpoint], benchmarks: Mapping[str, Sequence[Quizzed]], tasks: Mapping[tuple[str, str], str]
 ) -> PairReport:
-    """Everything for a program.
+    """The report for programs.
 
     Args:
         pair: Base and new, scored.
@@ -272,12 +272,12 @@ def summarize(
 
 
 def _right(one: Checkpoint, task: str, metric: str = "acc") -> list[bool]:
-    """For every question, whether a checkpoint answers it rightly."""
+    """For every question, whether a checkpoint answers it correctly."""
     return [value == 1 for value in one.tasks[task].items[f"{task}/{metric}"]["values"]]
 
 
 def _examples(items: Sequence[Quizzed], pair: Sequence[Checkpoint], task: str) -> list[ExampleRow]:
-    """The first questions that are not known to be dirty, and who is right on them by option text."""
+    """The first questions that are not known to be contaminated, with each model's result by option text."""
     base, new = (_right(one, task) for one in pair)
     clean = [number for number, item in enumerate(items) if not item.dirty]
     return [
@@ -294,10 +294,10 @@ def _examples(items: Sequence[Quizzed], pair: Sequence[Checkpoint], task: str) -
 def count_answers(
     benchmark: str, way: str, items: Sequence[Quizzed], base: Sequence[bool], new: Sequence[bool]
 ) -> list[Answered]:
-    """All questions together, and the clean and the dirty ones where both kinds are known."""
+    """All questions together, and the uncontaminated and contaminated ones if both exist."""
     rows = list(zip(items, base, new, strict=True))
     split = {word: [row for row in rows if row[0].dirty is flag] for word, flag in _FLAGS.items()}
-    parts = {"all": rows, **(split if split["dirty"] else {})}  # where nothing is dirty, all are clean
+    parts = {"all": rows, **(split if split["dirty"] else {})}  # without contaminated questions, all are clean
     return [
         Answered(
             benchmark,
@@ -340,7 +340,8 @@ def compare_texts(base: DomainScore, new: DomainScore) -> TextPair:
 
 
 def verdict(report: PairResults) -> str:
-    """One sentence on the questions by option text (clean ones if known), then on texts, as far as intervals allow."""
+    """The verdict: on questions by option text (uncontaminated ones if known), then on texts, as far as intervals
+    allow."""
     sentence = "; ".join([*_of_questions(report), *_of_texts(report)]) + "."
     return sentence[0].upper() + sentence[1:]
 
@@ -350,8 +351,8 @@ def _of_questions(report: PairResults) -> Iterator[str]:
     for name in report["guessing"]:
         rows = {row["part"]: row for row in report["questions"] if (row["benchmark"], row["way"]) == (name, "text")}
         if "dirty" in rows and "clean" not in rows:
-            given = f"training text gives away {rows['dirty']['asked']:,} of {rows['all']['asked']:,}"
-            yield f"no clean question of {name} is left ({given}), and none is judged"
+            given = f"training text contains {rows['dirty']['asked']:,} of {rows['all']['asked']:,}"
+            yield f"no uncontaminated question of {name} is left ({given}), so there is no verdict"
             continue
         judged[name] = rows["clean"] if "clean" in rows else rows["all"]
     adjusted = holm([row["p"] for row in judged.values()])
@@ -359,8 +360,8 @@ def _of_questions(report: PairResults) -> Iterator[str]:
         base, new = (f"{100 * right / row['asked']:.1f} %" for right in row["right"])
         known = " clean" if row["part"] == "clean" or report["asked"][name]["checked"] else ""
         ahead = "better than" if row["won"] > row["lost"] else "worse than"
-        how = ahead if p < 0.05 else "not told apart from"
-        among = f", {p:.2g} by Holm over {len(judged)} benchmarks" if len(judged) > 1 else ""
+        how = ahead if p < 0.05 else "not significantly different from"
+        among = f", {p:.2g} after Holm's correction over {len(judged)} benchmarks" if len(judged) > 1 else ""
         words = f"on {row['asked']:,}{known} questions of {name} ({new} right) {report['new']['name']} is {how} "
         yield f"{words}{report['base']['name']} ({base}; McNemar p = {row['p']:.2g}{among})"
         guess = report["guessing"][name]["random"]
@@ -368,8 +369,8 @@ def _of_questions(report: PairResults) -> Iterator[str]:
         below = [model for model, (_, high) in zip(models, row["intervals"], strict=True) if high < guess]
         if below:
             yield (
-                f"{' and '.join(below)} answered fewer questions of {name} rightly than a guess would "
-                f"({100 * guess:.1f} %), which hints at a fault of the benchmark or of the way of asking"
+                f"{' and '.join(below)} answered fewer questions of {name} correctly than guessing would "
+                f"({100 * guess:.1f} %), which suggests a fault of the benchmark or of the prompt"
             )
 
 

@@ -1,10 +1,10 @@
 """Perplexity and bits per byte of text, document by document and domain by domain.
 
-The tokens x_1 … x_n of a document follow a start token: BOS, or EOS where there is none, which is what stands between
-documents in training. Windows of at most C tokens begin at 0, S, 2S, … of that sequence (context C, stride S ≤ C), and
-every token is predicted once, in the first window that reaches it. So after the first window a token is predicted from
-more than C - S tokens and at most C. With S = C windows do not overlap. Nothing is predicted across documents, and the
-end of a document is not predicted, since it has no bytes.
+The tokens x_1 … x_n of a document follow a start token: BOS, or EOS if there is no BOS, as between documents in
+training. Windows of at most C tokens begin at 0, S, 2S, … of that sequence (context C, stride S ≤ C), and
+every token is predicted once, in the first window that reaches it. After the first window a token is therefore
+predicted from more than C - S tokens and at most C. With S = C windows do not overlap. No prediction crosses documents,
+and the end of a document is not predicted, because it has no bytes.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Passage(NamedTuple):
 
 @dataclass(frozen=True)
 class Domain:
-    """Documents that are scored together."""
+    """Documents with a common score."""
 
     name: str
     documents: list[Passage]
@@ -77,7 +77,7 @@ class Cut:
     """How a document is cut into windows."""
 
     context: int
-    """Most tokens that a prediction may see, the start token included."""
+    """Maximum context of a prediction, start token included."""
     stride: int | None = None
     """Tokens from the start of a window to that of the next; by default the context."""
 
@@ -101,7 +101,7 @@ class DomainScore:
     """Summed over tokens predicted from [1, 2), [2, 4), [4, 8), … tokens."""
     position_tokens: list[int] = field(default_factory=list)
     trips: float = 0.0
-    """Sum of the trips of all tokens that predicted one; 0 for a model that is not Fathom's."""
+    """Sum of the iterations of all predicting tokens; 0 for a model that is not Fathom's."""
 
     @property
     def loss(self) -> float:
@@ -119,12 +119,12 @@ class DomainScore:
         return sum(self.nats) / math.log(2) / sum(self.bytes)
 
     def items(self) -> dict[str, Items]:
-        """Both scores as what each document adds to them."""
+        """The contribution of each document to both scores."""
         bits = [nats / math.log(2) for nats in self.nats]
         return {"bits_per_byte": Items(bits, self.bytes), "perplexity": Items(self.nats, self.tokens, log=True)}
 
     def summary(self) -> TextScore:
-        """The numbers a reader wants."""
+        """The scores for a report."""
         places: list[PlaceLoss] = [
             {"from": 1 << i, "to": (2 << i) - 1, "loss": nats / count, "tokens": count}
             for i, (nats, count) in enumerate(zip(self.position_nats, self.position_tokens, strict=True))
@@ -184,7 +184,7 @@ def read_domains(
 
     Args:
         inputs: `[NAME=]INPUT`: text, JSONL or Parquet files, directories or globs of them, `hf:` data sets, or corpora
-            that `fathom prepare` made. Without a name a file is called after itself; a corpus has its own domains.
+            that `fathom prepare` made. Without a name a domain is named after its file; a corpus has its own domains.
         reading: How records become documents.
         split: Of corpora.
         limit: Documents at most per domain, the first ones.
@@ -206,7 +206,7 @@ def read_domains(
         for label in corpus.domains:
             documents = _shard_documents(corpus.select(label), limit)
             domains.append(Domain(f"{name}/{label}" if name else label, documents, file))
-    _require_one_each([*given, *stems])  # inputs that were given one name are one text
+    _require_one_each([*given, *stems])  # inputs with the same name form one domain
     found: dict[str, list[Passage]] = defaultdict(list)
     for source in find_sources(texts, reading) if texts else ():
         for number, record in enumerate(source.records(reading)):
@@ -268,7 +268,7 @@ def score(
                 bar.update(done)
         _flush(forward, pending, result)
     if not any(result.tokens):
-        raise SettingsError(f"{domain.name}: the tokenizer makes no tokens of these documents")
+        raise SettingsError(f"{domain.name}: the tokenizer returns no tokens for these documents")
     return result
 
 
@@ -306,7 +306,7 @@ def read_sample(
 
 
 def _ids(model: PreTrainedModel, begin: int, ids: Sequence[int] | np.ndarray) -> np.ndarray:
-    """A document's tokens behind the one that begins it, `[n + 1]`; tokens that the model does not have are refused."""
+    """The start token and a document's tokens, `[n + 1]`; tokens outside the model's vocabulary are rejected."""
     whole = np.concatenate([[begin], ids]).astype(np.int64)
     if (fault := unknown_token([int(whole.max())], model)) is not None:
         raise SettingsError(fault)
@@ -317,7 +317,7 @@ def beginning(tokenizer: PreTrainedTokenizerBase) -> int:
     """The token that is put before a document."""
     begin = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     if begin is None:
-        raise SettingsError("the tokenizer has neither BOS nor EOS for a document to begin with")
+        raise SettingsError("the tokenizer has neither BOS nor EOS to start a document")
     return begin
 
 
@@ -342,7 +342,7 @@ class _Forward:
     def __call__(
         self, jobs: Sequence[tuple[np.ndarray, int]], made: list[torch.Tensor]
     ) -> Iterator[tuple[np.ndarray, float]]:
-        """For every (ids, n): the losses of the last n ids, and the trips made to predict them, from `made`."""
+        """For every (ids, n): the losses of the last n ids, and the iterations to predict them, from `made`."""
         done = 0
         while done < len(jobs):
             count = max(1, self.tokens // (len(jobs[done][0]) - 1))
@@ -351,7 +351,7 @@ class _Forward:
             losses = self._losses_if_they_fit(batch)
             if losses is None:
                 self.tokens = len(batch) // 2 * (len(batch[0][0]) - 1)
-                print(f"out of memory: going on with {self.tokens} tokens at once", file=sys.stderr)
+                print(f"out of memory: continuing with {self.tokens} tokens at once", file=sys.stderr)
                 continue
             yield from zip(losses, _trips(batch, made), strict=True)
             done += len(batch)
@@ -363,7 +363,7 @@ class _Forward:
             out_of_memory = isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
             if not out_of_memory or len(batch) == 1:
                 raise
-        # Outside of `except`, since the exception keeps every tensor of the failed pass alive.
+        # Outside `except`, because the exception keeps every tensor of the failed pass alive.
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         return None
@@ -389,7 +389,7 @@ class _Forward:
 
 
 def _trips(batch: Sequence[tuple[np.ndarray, int]], made: Sequence[torch.Tensor]) -> Iterator[float]:
-    """For every (ids, n): the trips of the n tokens that predict."""
+    """For every (ids, n): the iterations of the n predicting tokens."""
     for row, (ids, count) in enumerate(batch):
         found = made[-1] if made else torch.zeros(())
         stop = len(ids) - 1
@@ -416,16 +416,14 @@ def encoder(tokenizer: PreTrainedTokenizerBase, domain: Domain) -> Callable[[Pas
     normalizer = json.loads(theirs.to_str())["normalizer"]
     if not _keeps_text(normalizer):
         raise SettingsError(
-            f"{domain.name}: the shards' tokens do not decode to the text they were made of, since their tokenizer "
-            f"changes it first ({normalizer['type']}); give the text"
+            f"{domain.name}: the shards do not decode to their original text, because their tokenizer changes it "
+            f"({normalizer['type']}); use the text instead"
         )
 
     def translate(document: Passage) -> list[int]:
         text = theirs.decode(document.ids.tolist(), skip_special_tokens=False)  # type: ignore[union-attr]
         if len(text.encode()) != document.bytes:
-            raise SettingsError(
-                f"{domain.name}: the shards' tokens do not decode to the text they were made of; give the text"
-            )
+            raise SettingsError(f"{domain.name}: the shards do not decode to their original text; use the text instead")
         return encode(text)
 
     return translate
@@ -440,7 +438,7 @@ KEPT = (
 
 
 def _keeps_text(normalizer: Mapping[str, Any] | None) -> bool:
-    """Whether decoding gives the text: byte lengths do not tell, for lower case is as long as upper case."""
+    """Whether decoding restores the text. Byte lengths are not enough: lower case is as long as upper case."""
     if normalizer is None or normalizer in KEPT:
         return True
     return normalizer["type"] == "Sequence" and all(map(_keeps_text, normalizer["normalizers"]))

@@ -1,4 +1,4 @@
-"""What the `report.json` of `fathom evaluate` holds: of scores, of a pair on a benchmark, and of caches."""
+"""The schema of `report.json` of `fathom evaluate`: for scores, for a pair on a benchmark, and for caches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ class ItemValues(TypedDict, total=False):
 
 
 class ScoreGap(TypedDict):
-    """A checkpoint's score beside the first one's, paired over items: a `difference`, or a `ratio` of perplexities."""
+    """A checkpoint's score relative to the first one's, paired over items: a `difference`, or a `ratio` of
+    perplexities."""
 
     kind: str
     value: float | None
@@ -47,7 +48,7 @@ PlaceLoss = TypedDict("PlaceLoss", {"from": int, "to": int, "loss": float, "toke
 
 
 class TextScore(TypedDict, total=False):
-    """The loss on a text; `trips_per_token` of a model with several, `decoding` where its reading takes rounds."""
+    """The loss on a text; `trips_per_token` for a model with iterations, `decoding` if it reads text in rounds."""
 
     documents: int
     tokens: int
@@ -82,7 +83,7 @@ class ScoresReport(TypedDict):
 
 
 class RatioValues(TypedDict):
-    """A ratio of means with its 95 % interval, or None for both ends where it is of too few."""
+    """A ratio of means with its 95 % interval; both ends are None if there are too few items."""
 
     value: float
     low: float | None
@@ -121,7 +122,7 @@ class NamedModel(TypedDict):
 
 
 class ExampleRow(TypedDict):
-    """A question, and whether base and new answer it rightly."""
+    """A question, and whether base and new answer it correctly."""
 
     question: str
     answer: str
@@ -176,7 +177,7 @@ class Asking(TypedDict):
     skipped: dict[str, int]
     """how many, by reason"""
     checked: bool
-    """whether it is known which of them training text gives away"""
+    """whether contamination was checked"""
 
 
 class PairResults(Provenance):
@@ -234,14 +235,14 @@ class Load(TypedDict):
 
 
 class AnswerValues(TypedDict):
-    """What a model with one cache said to one question."""
+    """The answer of a model with one cache to one question."""
 
     task: str
     place: str
     """`outside` or `inside`: whether the question came after or before the last compression."""
     compressions: int
     beyond: bool
-    """Whether what is asked for is older than what forgetting still holds."""
+    """Whether the answer is older than the entries that `drop` keeps."""
     score: float
     """1 for an exact answer; of RULER's tasks, the share of the expected strings."""
     nats: float | None

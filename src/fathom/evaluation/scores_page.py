@@ -13,7 +13,7 @@ from fathom.report import html
 from fathom.report.provenance import Provenance
 
 INTERVALS = "Intervals: 95 %, Student's t over paired documents or items; × is the ratio of perplexities."
-ASTERISK = "An asterisk: significant after Holm's adjustment over all rows."
+ASTERISK = "An asterisk marks significance after Holm's adjustment over all rows."
 
 
 def page(report: ScoresReport, source: Provenance) -> str:
@@ -30,7 +30,7 @@ def page(report: ScoresReport, source: Provenance) -> str:
 
 
 def verdict(report: ScoresReport) -> str:
-    """The result in one sentence."""
+    """The verdict in one sentence."""
     first, *others = report["checkpoints"]
     gaps = [row["differences"][name] for row in report["rows"] for name in others if name in row["differences"]]
     if others:
@@ -45,7 +45,7 @@ def verdict(report: ScoresReport) -> str:
 
 
 def notes(report: ScoresReport) -> Iterator[str]:
-    """What a reader must know of the numbers; of intervals only where there are some."""
+    """Notes on the numbers; on intervals only if there are any."""
     gaps = [gap for row in report["rows"] for gap in row["differences"].values()]
     if has_intervals(gaps):
         yield INTERVALS
@@ -57,7 +57,7 @@ def notes(report: ScoresReport) -> Iterator[str]:
 
 
 def context_table(report: ScoresReport) -> tuple[list[str], list[list[str]]]:
-    """Columns and rows: the loss of tokens that see so much context."""
+    """Columns and rows: the loss by context length."""
     columns, rows = {}, []
     for name, entry in report["checkpoints"].items():
         texts = entry["perplexity"]

@@ -1,4 +1,4 @@
-"""Score every checkpoint on every task and text; results are stored as they come, and make one table."""
+"""Score every checkpoint on every task and text, store the results, and print one table."""
 
 from __future__ import annotations
 
@@ -47,18 +47,18 @@ Opener = Callable[[Path], tuple[PreTrainedModel, PreTrainedTokenizerBase]]
 
 @dataclass(frozen=True)
 class Settings(Opening):
-    """What checkpoints are scored on, and how they are opened."""
+    """The tasks and texts, and how checkpoints are opened."""
 
     tasks: str | None = None
     """lm-eval's tasks, groups and tags, comma between; * allowed; `choice:FILE` and `cloze:FILE` of your own."""
     include: Path | None = None
     """A folder of further tasks, as lm-eval's own YAML."""
     task_data: Path | None = None
-    """A folder with the tasks' documents, for work without a network."""
+    """A folder with the tasks' documents, for use without a network."""
     num_fewshot: int | None = None
-    """Examples in the prompt; by default as the task says."""
+    """Few-shot examples; by default the task's."""
     apply_chat_template: bool = False
-    """Put task prompts as messages."""
+    """Apply the chat template to prompts."""
     perplexity: Sequence[str] = ()
     """`[NAME=]INPUT`: text, JSONL or Parquet files, directories, globs, hf:..., or prepared corpora."""
     split: str = "val"
@@ -68,17 +68,17 @@ class Settings(Opening):
     domain_field: str | None = None
     """The field that names the domain."""
     context: int | None = None
-    """Tokens a prediction may see; by default the model's own, for text at most 2,048."""
+    """Context length; by default the model's, for text at most 2,048."""
     stride: int | None = None
-    """Tokens from window to window of text; by default the context."""
+    """Tokens between the starts of two windows of text; by default the context."""
     max_trips: str | None = None
-    """Budgets of trips per token, comma between: each checkpoint is scored under each."""
+    """Comma-separated limits on iterations per token: each checkpoint is scored with each."""
     limit: int | None = None
     """Documents of each task and domain."""
     batch_size: int | None = None
-    """Rows at once; by default as many as fit."""
+    """Batch size; by default as large as memory allows."""
     out: Path | None = None
-    """Keeps results, so that a second call goes on."""
+    """Directory for results, so that a second call resumes."""
 
     def __post_init__(self) -> None:
         for key in ("context", "stride", "limit", "batch_size"):
@@ -96,7 +96,7 @@ class Settings(Opening):
             self._check_out(self.out)
 
     def _check_out(self, out: Path) -> None:
-        """Refuse a place that cannot become a directory before anything is scored."""
+        """Reject an unusable output directory before anything is scored."""
         above = next(path for path in (out, *out.absolute().parents) if path.exists())
         if not above.is_dir():
             raise SettingsError(f"--out {out}: {above} is not a directory")
@@ -113,7 +113,7 @@ class Settings(Opening):
 
 @dataclass
 class Checkpoint:
-    """A model directory, opened when something is left to do."""
+    """A model directory, opened only if something is left to compute."""
 
     name: str
     directory: Path
@@ -121,13 +121,13 @@ class Checkpoint:
     opened: tuple[PreTrainedModel, PreTrainedTokenizerBase] | None = None
     lm: HFLM | None = None
     max_trips: int | None = None
-    """A budget of trips per token."""
+    """A limit on iterations per token."""
     tasks: dict[str, TaskResult] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     """By task: why it could not be scored."""
     domains: dict[str, DomainScore] = field(default_factory=dict)
     samples: dict[str, Sample] = field(default_factory=dict)
-    """By domain, of a model that reads text by Jacobi rounds: some of it decoded as well."""
+    """By domain, for a model that reads text by Jacobi rounds: the gap to decoding."""
 
     def open(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         """Model and tokenizer."""
@@ -144,7 +144,7 @@ class Checkpoint:
     def fingerprint(self) -> str:
         """Changes whenever the directory's weights, configuration, tokenizer or chat template do."""
         names = ("*.safetensors", CONFIG, "tokenizer*", "vocab*", "merges.txt")
-        # Last, so that a directory without them has the fingerprint of earlier editions.
+        # Last, and only if present.
         more = ("chat_template*", "additional_chat_templates/*", "special_tokens_map.json", "added_tokens.json")
         return _digest([_stamp(path) for pattern in names + more for path in sorted(self.directory.glob(pattern))])
 
@@ -159,9 +159,8 @@ def evaluate(
     """Score checkpoints on tasks and texts, with paired differences; returns what `report.json` holds.
 
     Args:
-        checkpoints: Model directories, runs or comparisons, or `NAME=PATH`; the first is what the others are held
-            against.
-        settings: Everything else that can be chosen. With `out`, results are kept and a second call goes on.
+        checkpoints: Model directories, runs or comparisons, or `NAME=PATH`; all are compared with the first.
+        settings: All other options. With `out`, results are stored and a second call resumes.
         perplexity: Texts: files, directories, globs, `hf:...` or prepared corpora, `NAME=` before one; in place of
             the settings' own.
         tasks: lm-eval's tasks, groups and tags, comma between; in place of the settings' own.
@@ -194,7 +193,7 @@ def run(checkpoints: Sequence[str | Path], settings: Settings) -> tuple[list[Che
 
 
 def name_checkpoints(entries: Sequence[str | Path], settings: Settings) -> list[Checkpoint]:
-    """`[NAME=]PATH` as checkpoints; a nameless one is called after its directory."""
+    """`[NAME=]PATH` as checkpoints; by default the name of the directory."""
     made: list[Checkpoint] = []
     for entry in map(str, entries):
         name, equals, path = entry.partition("=")
@@ -204,7 +203,7 @@ def name_checkpoints(entries: Sequence[str | Path], settings: Settings) -> list[
         check_checkpoint(directory)
         place = directory.resolve()
         name = name or (place.parent.name if place.name == "model" else place.name)
-        if name in (".", ".."):  # its results would lie beside those of all
+        if name in (".", ".."):  # its results would collide with those of all checkpoints
             raise SettingsError(f"{name}: a checkpoint needs another name: NAME=PATH")
         if any(other.name == name for other in made):
             raise SettingsError(f"two checkpoints are called {name!r}; name them: NAME=PATH")
@@ -227,7 +226,7 @@ def under_budgets(checkpoints: Sequence[Checkpoint], words: str | None) -> list[
 
 
 def summarize(checkpoints: Sequence[Checkpoint], context: int | None, stride: int | None) -> ScoresReport:
-    """Everything for a program: lm-eval's JSON as it is, the text scores, and the table's rows."""
+    """The report for programs: lm-eval's JSON unchanged, the text scores, and the table's rows."""
     scores: dict[str, dict[tuple[str, str], Scored]] = {}
     for checkpoint in checkpoints:
         mine = scores[checkpoint.name] = {}
@@ -255,7 +254,7 @@ def summarize(checkpoints: Sequence[Checkpoint], context: int | None, stride: in
 
 
 def show(checkpoints: Sequence[Checkpoint], report: ScoresReport, out: Path | None = None) -> None:
-    """lm-eval's tables, then one for all checkpoints, and where the page is."""
+    """lm-eval's tables, then one for all checkpoints, and the path of the page."""
     from rich.console import Console
 
     console = Console(highlight=False, width=line_width())
@@ -276,8 +275,9 @@ def show(checkpoints: Sequence[Checkpoint], report: ScoresReport, out: Path | No
         console.print("", _by_trips(report))
     if any("decoding" in score for score in scores):
         print(
-            "\nA model whose trips read later trips of earlier tokens (view ALL) reads text by Jacobi rounds, and its "
-            "loss is theirs. Decoding's is measured on a sample; intervals: 95 %, over its windows."
+            "\nA model whose iterations read later iterations of earlier tokens (view ALL) reads text in Jacobi "
+            "rounds, which approximate decoding. The gap to decoding is measured on a sample, with 95 % intervals "
+            "over windows."
         )
     gaps = [gap for row in report["rows"] for gap in row["differences"].values()]
     notes = [INTERVALS] * has_intervals(gaps) + [ASTERISK] * any(map(is_significant, gaps))
@@ -288,12 +288,12 @@ def show(checkpoints: Sequence[Checkpoint], report: ScoresReport, out: Path | No
 
 
 def _try_task(checkpoint: Checkpoint, name: str, settings: Settings) -> None:
-    """Score a task; one that fails is named, and does not cost the others."""
+    """Score a task; if it fails, the error is recorded and the other tasks continue."""
     try:
         checkpoint.tasks[name] = _task(checkpoint, name, settings)
-    except (torch.OutOfMemoryError, OSError, ModelError):  # what is wrong with the model is no task's fault
+    except (torch.OutOfMemoryError, OSError, ModelError):  # an error of the model, not of the task
         raise
-    except Exception as error:  # a task is lm-eval's code, templates and data: anything may be raised
+    except Exception as error:  # a task runs lm-eval's code, templates and data, which may raise anything
         kind = "" if isinstance(error, FathomError) else f"{type(error).__name__}: "
         checkpoint.failed[name] = reason = kind + " ".join(str(error).split())
         print(f"fathom: {checkpoint.name}: {name} failed: {reason}", file=sys.stderr)
@@ -302,7 +302,7 @@ def _try_task(checkpoint: Checkpoint, name: str, settings: Settings) -> None:
 def _task(checkpoint: Checkpoint, name: str, settings: Settings) -> TaskResult:
     asked = TaskSettings(settings.num_fewshot, settings.limit, settings.context, settings.apply_chat_template)
     data = settings.task_data
-    # lm-eval's own data sets are versioned by its tasks; a folder's are what lies in it.
+    # lm-eval versions its data sets by task; a folder is identified by its files.
     own = file_task(name)
     places = [own[1]] if own else [place for place in (data, settings.include) if place]
     found = [path for place in places for path in (place, *sorted(place.rglob("*"))) if path.is_file()]
@@ -368,18 +368,18 @@ def _text_key(checkpoint: Checkpoint, domain: Domain, context: int, settings: Se
 def kept(
     checkpoint: Checkpoint, out: Path | None, kind: str, name: str, key: Mapping[str, object], make: Callable[[], Any]
 ) -> Any:
-    """What was computed before under the same conditions; else computed now, and kept where there is a place."""
+    """The stored result for the same conditions, else a new one, which is stored if there is an output directory."""
     path = out and out / quote(checkpoint.name, safe=" ") / ".done" / f"{kind}-{quote(name, safe=' ')}.json"
     if path and path.is_file():
         try:
             kept = read_json(path)
             same, before = kept["key"] == key, kept["value"]
         except (ValueError, KeyError) as error:
-            raise SettingsError(f"{path} is damaged ({error}); delete it to compute that again") from None
+            raise SettingsError(f"{path} is damaged ({error}); delete it to compute it again") from None
         if same:
             print(f"{checkpoint.name}: {name}: done before", file=sys.stderr)
             return before
-        print(f"{checkpoint.name}: {name}: done before under other conditions; computing it again", file=sys.stderr)
+        print(f"{checkpoint.name}: {name}: stored under other conditions; computing it again", file=sys.stderr)
     print(f"{checkpoint.name}: {name}", file=sys.stderr)
     value = make()
     if path:
@@ -397,7 +397,7 @@ def _task_names(words: str, include: Path | None) -> list[str]:
 
 
 def _common_context(checkpoints: Sequence[Checkpoint], trust_remote_code: bool) -> int:
-    """The largest context that all have, so that all predict the same tokens from the same ones."""
+    """The largest common context, so that all models predict the same tokens from the same context."""
     own = [own_context(checkpoint.directory, trust_remote_code) for checkpoint in checkpoints]
     return min([LONGEST_DEFAULT_CONTEXT, *(size for size in own if size is not None)])
 
@@ -407,7 +407,7 @@ def _with_whole(domains: Mapping[str, DomainScore]) -> dict[str, DomainScore]:
 
 
 def _perplexity(checkpoint: Checkpoint) -> dict[str, TextScore]:
-    """By text: its score and, where decoding would have another, by how much."""
+    """By text: its score and, for models that read in rounds, the gap to decoding."""
     found = {name: score.summary() for name, score in _with_whole(checkpoint.domains).items()}
     gaps = {name: gap_of([sample]) for name, sample in checkpoint.samples.items()}
     if WHOLE in found and checkpoint.samples:
@@ -423,7 +423,7 @@ def _texts(report: ScoresReport) -> set[str]:
 
 
 def _by_trips(report: ScoresReport) -> Table:
-    """Per model of several trips and text: the loss, what it took, and how far it lies from decoding."""
+    """By recurrent model and text: the loss, the iterations, and the gap to decoding."""
     lines, solved = [], False
     for name, entry in report["checkpoints"].items():
         for text, score in entry["perplexity"].items():
@@ -432,8 +432,8 @@ def _by_trips(report: ScoresReport) -> Table:
             cells = [str(entry["max_trips"] or ""), f"{score['trips_per_token']:.3f}", f"{score['loss']:.4f}"]
             solved |= "decoding" in score
             lines.append([f"{name.partition('@')[0]}, {text}", *cells, *_gap_cells(score.get("decoding"))])
-    columns = ["model and text", "trips at most", "trips per token", "loss"]
-    columns += ["Jacobi rounds", "loss minus decoding's", "on tokens"] if solved else []
+    columns = ["model and text", "max iterations", "iterations per token", "loss"]
+    columns += ["Jacobi rounds", "loss − decoding's", "on tokens"] if solved else []
     return terminal_table("", columns, [line[: len(columns)] for line in lines])
 
 

@@ -41,7 +41,7 @@ TaskRow: TypeAlias = dict[str, Any]
 
 @lru_cache(maxsize=4)
 def task_manager(include: Path | None = None) -> TaskManager:
-    """lm-eval's index of tasks, read once per process: it takes seconds.
+    """lm-eval's index of tasks, read once per process because it takes seconds.
 
     Args:
         include: A folder of further tasks, as lm-eval's own YAML.
@@ -72,7 +72,7 @@ def task_names(words: Iterable[str], include: Path | None = None) -> list[str]:
 
 
 def load_task(name: str, folder: Path | None, include: Path | None = None) -> tuple[dict[str, Any], list[str]]:
-    """What lm-eval's `TaskManager.load` returns for a name, and notes on what a folder lacks.
+    """The result of lm-eval's `TaskManager.load` for a name, and notes on missing data.
 
     Args:
         name: A task, group or tag, or `choice:FILE` or `cloze:FILE`.
@@ -99,7 +99,7 @@ CHOICE = {
 CLOZE = {
     "output_type": "loglikelihood",
     "doc_to_text": "{{text}}",
-    "doc_to_target": "{{' ' + answer}}",  # lm-eval puts a space before choices, not before this
+    "doc_to_target": "{{' ' + answer}}",  # lm-eval puts a space before choices, but not here
     "metric_list": [
         {"metric": "acc", "aggregation": "mean", "higher_is_better": True},
         {"metric": "perplexity", "aggregation": "perplexity", "higher_is_better": False},
@@ -132,7 +132,7 @@ def _of_file(name: str, kind: str, path: Path) -> dict[str, object]:
 
 
 def _problem(kind: str, row: Mapping[str, object]) -> str | None:
-    """What a document of a generic task lacks, in words."""
+    """What a document of a generic task is missing, as an error message."""
     text, answer = ("question" if kind == "choice" else "text"), row.get("answer")
     if not isinstance(row.get(text), str):
         return f"needs `{text}`, a text"
@@ -142,7 +142,7 @@ def _problem(kind: str, row: Mapping[str, object]) -> str | None:
     if not isinstance(choices, list) or len(choices) < 2 or not all(isinstance(one, str) and one for one in choices):
         return "needs `choices`, a list of two or more texts"
     if type(answer) is not int or not 0 <= answer < len(choices):
-        return f"needs `answer`, the number of the right choice, 0 to {len(choices) - 1}"
+        return f"needs `answer`, the index of the right choice, 0 to {len(choices) - 1}"
     return None
 
 

@@ -11,7 +11,7 @@ from fathom.recipe import Optim
 
 
 class AdamW(torch.optim.AdamW):
-    """A fused step reads `found_inf` on the device; another one does not know it."""
+    """Only a fused step reads `found_inf` on the device."""
 
     only_matrices = False
     reads_found_inf = False

@@ -1,4 +1,4 @@
-"""Training low-rank adapters (LoRA, by peft) instead of weights: added, saved beside checkpoints, merged at the end."""
+"""LoRA adapters (by peft): added to the model, saved next to checkpoints, merged at the end."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ WRAPPED = "base_model.model."
 
 
 def adapt(model: FathomForCausalLM, recipe: Recipe, world_size: int) -> PeftModel | None:
-    """Add adapters to the model if the recipe says so, and freeze its other parameters.
+    """Add adapters to the model if the recipe asks for them, and freeze its other parameters.
 
     Args:
         model: Changed in place; its parameters get peft's names.
@@ -45,7 +45,9 @@ def adapt(model: FathomForCausalLM, recipe: Recipe, world_size: int) -> PeftMode
         return None
     if world_size > 1 and recipe.lora.rank is None:
         raise SettingsError(f"{key}={rank}: allowed in one process, here are {world_size}")
-    torch.manual_seed(recipe.train.seed)  # adapters are initialised at random: alike in each run and on each rank
+    torch.manual_seed(
+        recipe.train.seed
+    )  # adapters are initialised at random, with the same seed in each run and on each rank
     try:
         return _wrapped(model, recipe.lora) if recipe.lora.rank else with_lora(model, rank, alpha=2 * rank)
     except (ImportError, ValueError) as error:
@@ -58,7 +60,7 @@ def _wrapped(model: FathomForCausalLM, lora: Lora) -> PeftModel:
     except ImportError as error:
         raise ImportError(f"LoRA needs peft: {to_install('lora')}") from error
     leaves = {name.rpartition(".")[2] for name, _ in model.named_modules()}
-    if lora.targets == Lora().targets:  # the default names every projection; a plain MLP has no gate
+    if lora.targets == Lora().targets:  # the default names every projection, but a plain MLP has no gate
         lora = replace(lora, targets=tuple(name for name in lora.targets if name in leaves))
     for key, names in (("targets", lora.targets), ("whole", lora.whole)):
         if missing := sorted(set(names) - leaves):
@@ -88,7 +90,7 @@ def merged(adapters: PeftModel) -> dict[str, Tensor]:
     """The weights by their ordinary names, with the adapters merged."""
     from peft import get_peft_model
 
-    # Into another model: this one continues to train, and a sharded one can be neither copied nor merged.
+    # Merge into another model: this one continues to train, and a sharded model can be neither copied nor merged.
     twin = get_peft_model(FathomForCausalLM(adapters.config), copy.deepcopy(adapters.peft_config["default"]))
     with torch.no_grad():
         for (name, own), (same, trained) in zip(twin.named_parameters(), adapters.named_parameters(), strict=True):
@@ -98,10 +100,10 @@ def merged(adapters: PeftModel) -> dict[str, Tensor]:
 
 
 class AdapterFiles(Hook):
-    """Writes the adapters of every checkpoint to `RUN/adapter`, in peft's format, whole or not at all."""
+    """Writes the adapters of every checkpoint to `RUN/adapter`, atomically, in peft's format."""
 
     def after_save(self, run: Run, checkpoint: Path) -> None:
-        """Read them from the checkpoint, since the model may have taken further steps; the first rank does it alone."""
+        """Read them from the checkpoint, because the model may have taken further steps. Only the first rank does."""
         from peft import get_peft_model_state_dict
         from safetensors.torch import save_file
 

@@ -51,7 +51,7 @@ class StepMetrics:
     skipped: Tensor
     """1.0 if the step was skipped and the weights did not change."""
     extra: dict[str, Tensor] = field(default_factory=dict)
-    """The mechanism's numbers: auxiliary losses, which `loss` includes, and means of its metrics."""
+    """The mechanism's auxiliary losses, which `loss` includes, and the means of its metrics."""
 
 
 @dataclass
@@ -73,11 +73,11 @@ class Training:
 
     @property
     def micro_batch(self) -> int:
-        """Rows a rank takes through the model at once."""
+        """Sequences per forward pass of a rank."""
         return min(self.recipe.train.micro_batch, self.recipe.rows_per_step // self.ranks.world_size)
 
     def batches(self, start: int, stop: int) -> Iterator[tuple[int, Sequence[Batch]]]:
-        """This rank's micro-batches of a range of steps, read ahead by a thread."""
+        """This rank's micro-batches of a range of steps, prefetched by a thread."""
         return self.plan.prefetch(start, stop, self.ranks.rank, self.ranks.world_size, self.micro_batch)
 
     def step(self, step: int, batches: Sequence[Batch] | None = None) -> StepMetrics:
@@ -97,10 +97,10 @@ class Training:
                 out = forward(model, placed)
             else:
                 out = distilled(forward(model, placed, with_logits=True), self.teacher, placed, recipe.distill)
-            # FSDP averages gradients over ranks; the loss is already divided by the targets of all of them.
+            # FSDP averages gradients over ranks, but the loss is already divided by the targets of all ranks.
             (out.loss * ranks.world_size).backward()
             loss += out.loss.detach().float()
-            # Penalties of micro-batches add up, as their losses do; metrics are averaged.
+            # Penalties of micro-batches are summed, as their losses are; metrics are averaged.
             for found, parts in ((out.aux_losses, 1), (out.metrics, len(batches) * ranks.world_size)):
                 for name, value in (found or {}).items():
                     extra[name] = extra.get(name, torch.zeros_like(loss)) + value.detach().float() / parts
@@ -132,9 +132,9 @@ def build_training(
 
     Args:
         recipe: What to build.
-        ranks: This process among the others; by default it joins those that torchrun started, as `start` does.
+        ranks: This process; by default it joins the ranks of torchrun, as `start` does.
         data: The training split, if it is already open.
-        begins: Whether the run begins with the weights of `model.from_pretrained`; a checkpoint of its own needs none.
+        begins: Whether to load the weights of `model.from_pretrained`; a run with a checkpoint of its own does not.
     """
     ranks = ranks or start(recipe)
     check_device(recipe, ranks.device.type)
@@ -165,14 +165,14 @@ def build_training(
 
 
 def check_device(recipe: Recipe, device: str) -> None:
-    """Refuse kernels and an attention that cannot train on this type of device."""
+    """Reject kernels and attention backends that cannot train on this type of device."""
     require(recipe.train.kernels, device)
     if recipe.train.attention == FLEX and device in NO_BACKWARD:
         raise SettingsError(f"train.attention={FLEX}: no backward pass on {device}; allowed: sdpa, eager")
 
 
 def check_model(recipe: Recipe, data: TokenDataset) -> None:
-    """Refuse what `build_training` would refuse of a run's model as it begins; no weights are made or read."""
+    """Reject models that `build_training` would reject, without creating or reading weights."""
     require_backends(recipe)
     require_tokenizer(recipe, data)
     config, source = recipe.config(), recipe.model.get("from_pretrained")
@@ -196,7 +196,7 @@ def batch_plan(recipe: Recipe, data: TokenDataset) -> BatchPlan:
 
 
 def mixture_of(recipe: Recipe) -> Mixture | None:
-    """Which collection each row of a run comes from; None without `data.mixture`."""
+    """The collection of each sequence of a run; None without `data.mixture`."""
     names = recipe.data.collections
     if not names:
         return None
@@ -207,7 +207,7 @@ def mixture_of(recipe: Recipe) -> Mixture | None:
 
 
 def build_model(recipe: Recipe, config: FathomConfig, device: torch.device, begins: bool = True) -> FathomForCausalLM:
-    """The recipe's model with its initial weights in fp32, or if it `begins` those of `model.from_pretrained`."""
+    """The recipe's model with initial weights in fp32; if it `begins`, with those of `model.from_pretrained`."""
     source = recipe.model.get("from_pretrained")
     if source is not None and begins:
         found = source_of(source, FROM)
@@ -229,16 +229,15 @@ def build_model(recipe: Recipe, config: FathomConfig, device: torch.device, begi
 
 
 def initialize(model: FathomForCausalLM, seed: int, missing: Set[str] | None = None) -> None:
-    """Initialise the weights, each module's from a generator seeded with its name.
-
-    So two models with different mechanisms start from equal values in every parameter that they share.
+    """Initialise the weights of each module from a generator seeded with the module's name, so that two models with
+    different mechanisms start from equal values in all shared parameters.
 
     Args:
         model: Which.
         seed: The seed of all.
-        missing: Parameters that a checkpoint lacks; only modules that hold these alone are initialised then.
+        missing: Parameters that a checkpoint lacks; only modules that consist of these are initialised.
     """
-    named = list(model.named_parameters(remove_duplicate=False))  # a tied head is held with the embedding
+    named = list(model.named_parameters(remove_duplicate=False))  # a tied head belongs to the embedding
     held = {id(p) for name, p in named if missing is not None and name not in missing}
     for name, module in reversed(list(model.named_modules())):  # children first, as transformers does
         own = {id(p) for p in module.parameters()}
@@ -250,16 +249,14 @@ def initialize(model: FathomForCausalLM, seed: int, missing: Set[str] | None = N
 
 
 def _draw_from(seed: int, device: torch.device) -> None:
-    """`torch.manual_seed` for what is drawn on a device.
-
-    For a CPU that is its own generator: torch seeds all kinds of devices, and for each kind that is not there formats
-    the whole stack, a millisecond a call.
+    """`torch.manual_seed` for one device. For a CPU it seeds only the CPU's generator: torch would seed every kind of
+    device, and formats the stack for each missing kind, a millisecond per call.
     """
     (torch.default_generator if device.type == "cpu" else torch).manual_seed(seed)
 
 
 def forward(model: nn.Module, batch: Batch, with_logits: bool = False) -> FathomCausalLMOutput:
-    """Run a batch through the model; the loss is this batch's share of the mean over the global batch."""
+    """Forward pass of a batch; the loss is this batch's share of the mean over the global batch."""
     return model(
         input_ids=batch.input_ids,
         labels=batch.labels,
@@ -271,7 +268,7 @@ def forward(model: nn.Module, batch: Batch, with_logits: bool = False) -> Fathom
 
 
 def clip_gradients(parameters: Iterable[Tensor], limit: float | None) -> Tensor:
-    """Scale all gradients to a global norm of at most `limit`; returns the norm before, as a tensor."""
+    """Clip the global gradient norm to `limit`; returns the norm before clipping, as a tensor."""
     parameters = [p for p in parameters if p.grad is not None]
     norm = whole(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
     if limit is not None:
@@ -295,7 +292,9 @@ def _require_rows_per_rank(recipe: Recipe, world_size: int) -> None:
             f"={recipe.data.sequence_length} times {world_size} ranks"
         )
     if rows % min(recipe.train.micro_batch, rows):
-        raise SettingsError(f"train.micro_batch={recipe.train.micro_batch}: allowed: a divisor of {rows} rows per rank")
+        raise SettingsError(
+            f"train.micro_batch={recipe.train.micro_batch}: allowed: a divisor of {rows} sequences per rank"
+        )
 
 
 def _seed(*parts: object) -> int:

@@ -1,4 +1,4 @@
-"""Runs that are continued with changes: longer, at other learning rates, or branched from a checkpoint."""
+"""Resume a run with changes: more steps, another learning rate, or a branch from a checkpoint."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fathom.recipe import FREE_ON_RESUME, Recipe, differences, load_recipe, valu
 from fathom.report.files import sync_directory, write_atomically
 from fathom.training.optimizer import learning_rate, leaves_peak
 
-# Keys that a run may change on its way: weights, optimizer state and data order are not affected.
+# Keys that a resumed run may change, because weights, optimizer state and data order do not depend on them.
 CHANGEABLE = (
     *("evaluate", "data.phases", "train.steps", "train.precision", "train.skip_spikes"),
     *(f"optim.{key}" for key in ("lr", "betas", "eps", "momentum", "weight_decay", "clip", "schedule", "floor")),
@@ -30,12 +30,12 @@ CHANGEABLE = (
 
 @dataclass(frozen=True)
 class Change:
-    """A change of a run: the recipe from now on, and where weights and state come from."""
+    """A change of a run: the new recipe, and the source of weights and state."""
 
     recipe: Recipe
     run_dir: Path
     before: Recipe
-    """The recipe until now."""
+    """The recipe before the change."""
     step: int
     """Steps taken so far."""
     origin: Saved | None = None
@@ -57,10 +57,9 @@ class Change:
 
 
 def extension(run_dir: str | Path, overrides: Sequence[str] = ()) -> Change:
-    """Continue a run in its own directory, finished or not, with `key=value` overrides.
-
-    Warm-up keeps its number of steps. A key that cannot change, or a schedule that would contradict the rates of the
-    steps already taken, is a `SettingsError`.
+    """Resume a run in its own directory, finished or not, with `key=value` overrides. Warm-up keeps its number of
+    steps. A key that cannot change, or a schedule that contradicts the learning rates of past steps, is a
+    `SettingsError`.
     """
     run_dir = Path(run_dir)
     before = load_recipe(run_dir / RECIPE)
@@ -68,31 +67,31 @@ def extension(run_dir: str | Path, overrides: Sequence[str] = ()) -> Change:
     if not differences(before, after):
         return Change(after, run_dir, before, 0)
     if experiment := experiment_of(run_dir):
-        planned = f"is part of a {experiment} and stays as planned"
+        planned = f"is part of a {experiment} and cannot change here"
         raise SettingsError(f"{run_dir} {planned}; branch: --from {run_dir} --run NEW")
     saved = newest_checkpoint(run_dir)
     finished = (run_dir / RESULT).exists()
     if saved is None:
         if finished:
-            raise SettingsError(f"{run_dir} is finished and has no intact checkpoint to go on from")
+            raise SettingsError(f"{run_dir} is finished and has no intact checkpoint to resume from")
         _require_changeable(run_dir, before, after)
         return Change(after, run_dir, before, 0)
     after = _continued(str(run_dir), before, after, saved.step, overrides)
     if finished and after.train.steps == saved.step:
-        raise SettingsError(f"{run_dir} has taken all of its {saved.step} steps; train.steps=N takes more")
+        raise SettingsError(f"{run_dir} has already taken all of its {saved.step} steps; train.steps=N takes more")
     return Change(after, run_dir, before, saved.step)
 
 
 def branch(
     source: str | Path, run_dir: str | Path, overrides: Sequence[str] = (), cooldown: int | None = None
 ) -> Change:
-    """Begin a new run with weights, optimizer state and data position of another run's checkpoint.
+    """Start a new run from the weights, optimizer state and data position of another run's checkpoint.
 
     Args:
         source: `RUN` (its newest checkpoint), `RUN@step-400` or `RUN/step-000400`.
-        run_dir: The new run's directory. If it holds the same branch already, that is continued.
+        run_dir: The new run's directory. If it already holds the same branch, the branch is resumed.
         overrides: `key=value` words: the changes.
-        cooldown: Let the learning rate fall linearly to the floor over this many steps, and end there.
+        cooldown: Decay the learning rate linearly to the floor over this many steps, and end.
     """
     run_dir = Path(run_dir)
     saved = find_checkpoint(source)
@@ -104,16 +103,16 @@ def branch(
         raise SettingsError(f"train.steps={after.train.steps}: {name} has taken {saved.step}; allowed: more")
     if not (run_dir / RECIPE).exists():
         if checkpoint_steps(run_dir) and not read_history(run_dir):
-            raise SettingsError(f"{run_dir} holds checkpoints of something else; choose another place")
+            raise SettingsError(f"{run_dir} contains checkpoints of another run; choose another directory")
         return Change(after, run_dir, before, saved.step, saved)
     begun = [entry["from"] for entry in read_history(run_dir) if "from" in entry]
     if begun[-1:] != [name] or differences(load_recipe(run_dir / RECIPE), after):
-        raise SettingsError(f"{run_dir} holds another run already; `fathom train {run_dir}` goes on with that")
+        raise SettingsError(f"{run_dir} already contains another run; `fathom train {run_dir}` resumes it")
     return Change(after, run_dir, after, saved.step)
 
 
 def _cooldown(before: Recipe, step: int, length: int | None, overrides: Sequence[str]) -> list[str]:
-    """The overrides for a linear fall of the rate over a number of steps from here on."""
+    """The overrides for a linear decay of the learning rate over the next steps."""
     if length is None:
         return []
     if length < 1:
@@ -121,7 +120,7 @@ def _cooldown(before: Recipe, step: int, length: int | None, overrides: Sequence
     given = {word.partition("=")[0] for word in overrides}
     for key in ("train.steps", "optim.schedule", "optim.decay", "optim.decay_steps"):
         if key in given:
-            raise SettingsError(f"--cooldown {length} sets {key}; leave one of the two out")
+            raise SettingsError(f"--cooldown {length} sets {key}; use one of the two")
     keys = [f"train.steps={step + length}", "optim.schedule=wsd", f"optim.decay_steps={length}"]
     if "optim.lr" not in given and leaves_peak(before.optim, step - 1, before.train.steps):
         keys.append(f"optim.lr={_rate(before, step - 1)!r}")
@@ -129,7 +128,7 @@ def _cooldown(before: Recipe, step: int, length: int | None, overrides: Sequence
 
 
 def _continued(name: str, before: Recipe, after: Recipe, step: int, overrides: Sequence[str]) -> Recipe:
-    """The recipe under which a run is continued, with its warm-up; a `SettingsError` if it cannot be."""
+    """The recipe with which a run resumes, with its warm-up; a `SettingsError` if it cannot."""
     _require_changeable(name, before, after)
     given = {word.partition("=")[0] for word in overrides}
     warmup = before.optim.rising(before.train.steps)
@@ -146,14 +145,14 @@ def _continued(name: str, before: Recipe, after: Recipe, step: int, overrides: S
     if schedule in ("cosine", "linear") or leaves_peak(before.optim, step - 1, planned):
         raise SettingsError(
             f"train.steps={after.train.steps}: {name} follows a {schedule} schedule made for {planned} steps; the rate "
-            f"of step {step + 1} would go from {_rate(before, step):.4g} to {_rate(after, step):.4g}; say how it goes "
-            "on by optim.schedule=constant, wsd, linear or cosine"
+            f"of step {step + 1} would go from {_rate(before, step):.4g} to {_rate(after, step):.4g}; set "
+            "optim.schedule to constant, wsd, linear or cosine"
         )
     return after
 
 
 def _with_phases(name: str, before: Recipe, after: Recipe, step: int, given: bool) -> Recipe:
-    """Keep the steps at which phases begin, unless phases are given; a phase that has begun must not change."""
+    """Keep the steps at which phases begin, unless new phases are given. A phase that has begun cannot change."""
     planned, now = before.data.later(before.train.steps), after.data.later(after.train.steps)
     if not given and now != planned:
         after = after.override(f"data.phases={json.dumps([{'at': at, 'mixture': mix} for at, mix in planned])}")
@@ -168,7 +167,8 @@ def _with_phases(name: str, before: Recipe, after: Recipe, step: int, given: boo
 def _require_changeable(name: str | Path, before: Recipe, after: Recipe) -> None:
     if fixed := differences(before, after, ignore=CHANGEABLE):
         raise SettingsError(
-            f"{name}: {', '.join(fixed)} cannot change on the way; a new run with model.from_pretrained={name} can"
+            f"{name}: {', '.join(fixed)} cannot change in a resumed run; a new run with model.from_pretrained={name} "
+            "can"
         )
 
 
@@ -177,9 +177,8 @@ def _rate(recipe: Recipe, step: int) -> float:
 
 
 def begin(change: Change) -> None:
-    """Put a branch's first files into its directory: the checkpoint, and the metrics up to it.
-
-    A process that dies here leaves a directory without a recipe, in which the same branch starts over.
+    """Write a branch's first files: the checkpoint, and the metrics up to it. If the process dies here, the directory
+    has no recipe, and the same branch starts over.
     """
     assert change.origin is not None
     source, target = change.origin.directory.parent, change.run_dir / step_name(change.step)
@@ -209,15 +208,15 @@ def _link(source: str, target: str) -> None:
 def record(run_dir: Path, before: Recipe, after: Recipe, step: int, command: str, origin: Saved | None = None) -> None:
     """Add a line to a run's history: time, step, command, and the old and new value of every key that changed.
 
-    It is written before the recipe is. If the process dies in between, the line is removed again by the next call.
+    The line is written before the recipe. If the process dies in between, the next call removes the line.
 
     Args:
         run_dir: The run's directory.
-        before: The recipe until now.
-        after: The recipe from now on.
+        before: The recipe before the change.
+        after: The new recipe.
         step: Steps taken.
         command: The command as typed.
-        origin: The checkpoint that a branch begins with; its run's history until then is put before its own.
+        origin: The checkpoint from which a branch starts; the history of its run is copied.
     """
     known = read_history(run_dir if origin is None else origin.directory.parent)
     if origin is None:
@@ -257,11 +256,11 @@ def read_history(run_dir: Path) -> list[HistoryLine]:
         lines = [json.loads(line) for line in path.read_bytes().splitlines()]
         return [{**line, "step": int(line["step"]), "changes": dict(line["changes"])} for line in lines]
     except (ValueError, KeyError, TypeError):
-        raise SettingsError(f"{path} is damaged: move it away to go on without it") from None
+        raise SettingsError(f"{path} is damaged: move it away to resume without it") from None
 
 
 def _in_effect(history: Sequence[HistoryLine], recipe: Recipe) -> list[HistoryLine]:
-    """The history without last lines whose change never reached the recipe."""
+    """The history without trailing lines whose change never reached the recipe."""
     kept, values = list(history), values_of(recipe)
     while kept and any(values.get(key) != new for key, (_, new) in kept[-1]["changes"].items()):
         kept.pop()

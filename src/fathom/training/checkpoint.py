@@ -1,9 +1,9 @@
 """Checkpoints that survive crashes: written under a temporary name, with checksums, renamed into place.
 
 `step-000200/` holds safetensors files written by torch.distributed.checkpoint (each rank its shards; no pickle
-anywhere), `trainer.json`, `recipe.yaml` and `manifest.json` with the size and SHA-256 of all of them. It is written
-under a temporary name; every file and directory is fsynced before the rename, and `latest` is updated after it. So a
-directory named `step-*` was once complete, and the manifest shows whether it still is.
+anywhere), `trainer.json`, `recipe.yaml` and `manifest.json` with the size and SHA-256 of all of them. Every file and
+directory is fsynced before the rename, and `latest` is updated after it. A directory named `step-*` was therefore
+complete once, and the manifest shows whether it still is.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from fathom.training.results import TrainerState
 UNFINISHED = ".unfinished-"
 REPLACED = ".replaced-"
 LEFT_BY_A_KILL = (f"{UNFINISHED}*", f"{REPLACED}*", f".{MODEL}-*")
-"""What a killed process leaves in a run: a checkpoint half written, one half deleted, an export half written."""
-FILE_BYTES = 2 << 30  # a file is serialised in memory before it is written
+"""Directories that a killed process may leave in a run: half-written or half-deleted checkpoints and exports."""
+FILE_BYTES = 2 << 30  # files are serialised in memory first
 
 
 class Checkpointer:
@@ -75,7 +75,7 @@ class Checkpointer:
 
     @property
     def written(self) -> bool:
-        """Whether this rank has nothing left to write; `wait` then only waits for the other ranks."""
+        """Whether this rank has finished writing; `wait` then only waits for the other ranks."""
         return self._pending is None or self._pending.done()
 
     def wait(self) -> bool:
@@ -86,7 +86,7 @@ class Checkpointer:
         try:
             pending.result()
             problem = ""
-        except (Exception, CheckpointException) as error:  # the latter is a BaseException
+        except (Exception, CheckpointException) as error:  # KeyboardInterrupt is a BaseException
             problem = reason(error)
         self._succeeded = not self.ranks.any(bool(problem))
         if not self._succeeded:
@@ -134,7 +134,7 @@ class Checkpointer:
     def _finish(
         self, writing: Future[None], temporary: Path, step: int, trainer: dict[str, object], recipe: str
     ) -> None:
-        """In the saving thread: once the tensors are written, add the rest and put the directory in place."""
+        """In the saving thread: once the tensors are written, add the other files and rename the directory."""
         writing.result()
         sums = self._checksums(temporary)
         if self.ranks.first:
@@ -169,7 +169,7 @@ class Checkpointer:
 
 
 def discard(directory: Path) -> None:
-    """Delete a directory. It is renamed first: half-deleted, it must not look like a whole one."""
+    """Delete a directory after renaming it, so that a half-deleted one is not mistaken for a checkpoint."""
     doomed = directory.with_name(REPLACED + directory.name)
     shutil.rmtree(doomed, ignore_errors=True)
     os.replace(directory, doomed)

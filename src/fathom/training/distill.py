@@ -1,10 +1,10 @@
-"""Distillation: the loss also asks for what an unchanged model, the teacher, predicts at the same place.
+"""Distillation: the loss also includes the KL divergence to a frozen model, the teacher.
 
     L = (1 - w) CE + w τ² KL( softmax(z_T / τ) ‖ softmax(z / τ) )        mean over the targets of the step
 
-z are the logits, z_T the teacher's, which are computed live. The forward KL covers everything that the teacher holds
-possible. Its gradient by z is w τ (softmax(z / τ) - softmax(z_T / τ)) / N; it is formed in the forward pass, some rows
-at a time, so that no other tensor of the logits' size exists than the two models' logits and that gradient.
+z are the logits, z_T the teacher's, which are computed live. The forward KL covers all modes of the teacher. Its
+gradient by z is w τ (softmax(z / τ) - softmax(z_T / τ)) / N; it is computed in the forward pass, some rows at a time,
+so that the only tensors of this size are the two models' logits and the gradient.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def open_teacher(recipe: Recipe, ranks: Ranks, data: TokenDataset, vocabulary: i
 
     Args:
         recipe: What is trained.
-        ranks: This process among the others.
+        ranks: This process.
         data: The corpus, whose tokenizer the teacher must have.
         vocabulary: Tokens that the model scores.
     """
@@ -85,7 +85,7 @@ def distilled(
     penalties = sum(others.values()) if others else torch.zeros_like(out.loss)
     cross_entropy, w = out.loss - penalties, settings.weight
     out.loss = (1 - w) * cross_entropy + w * divergence + penalties
-    out.aux_losses = {**others, CROSS_ENTROPY: cross_entropy, NAME: divergence}  # for the log, without their weights
+    out.aux_losses = {**others, CROSS_ENTROPY: cross_entropy, NAME: divergence}  # for the log, unweighted
     return out
 
 

@@ -58,7 +58,7 @@ class Estimate:
     flops_per_token: float
     """FLOPs of decoding a token: causal attention counted once, the head but not the embedding."""
     training_multiple: tuple[float, float, float]
-    """Cost of a training step relative to vanilla's: least, mean and most over what is drawn for it."""
+    """Cost of a training step relative to vanilla's: minimum, mean and maximum over the random draws."""
     cache_bytes_per_token: int
     """Bytes of keys and values, at two bytes a number."""
     tokens: int
@@ -73,12 +73,12 @@ class Estimate:
     state_bytes: int
     """Per rank: fp32 weights, gradients and optimizer moments, the bf16 weights in use, and a teacher's weights."""
     activation_bytes: int
-    """Per rank and micro-batch: activations that a fused implementation keeps for the backward pass, and what
-    distillation holds of logits; an estimate."""
+    """Per rank and micro-batch: activations that a fused implementation keeps for the backward pass, and the logits of
+    distillation; an estimate."""
     evaluation_bytes: int
     """Per rank: peak of evaluating a batch of held-out text, with the logits of one chunk; an estimate."""
     compressions: int
-    """Compressions of each row's memory; 0 without a cache policy."""
+    """Compressions of the cache per sequence; 0 without a cache policy."""
     groups: list[Group]
     """The parameter groups of `optim.groups`."""
     changed: dict[str, tuple[object, object]]
@@ -95,7 +95,7 @@ class Estimate:
 
 
 def estimate(recipe: Recipe) -> Estimate:
-    """Estimate a recipe's cost, of a corpus that fits it. Nothing is allocated, and no token is read."""
+    """Estimate a recipe's cost without allocating anything or reading tokens."""
     config = recipe.config()
     _require_vocabulary(recipe, config)
     parameters = count_parameters(config)
@@ -155,13 +155,13 @@ def _groups(recipe: Recipe, config: FathomConfig) -> list[Group]:
 
 def _epochs(recipe: Recipe) -> float | None:
     if is_puzzle(recipe.data.directory) or recipe.data.mixture:
-        return None  # a puzzle never repeats a row, and collections differ in epochs
+        return None  # a puzzle never repeats a sequence, and collections differ in epochs
     try:
         index = read_index(Path(recipe.data.directory))
     except DataError:
         return None
     if TARGETS in index:
-        return None  # the number of rows is known only after packing
+        return None  # the number of sequences is known only after packing
     domains = index["splits"]["train"]
     tokens = sum(shard["tokens"] for shards in domains.values() for shard in shards)
     windows = tokens // recipe.data.sequence_length
@@ -181,7 +181,7 @@ def _collections(recipe: Recipe) -> dict[str, float]:
     counts = mixture.counts(recipe.train.steps * recipe.rows_per_step)
     windows = [size // recipe.data.sequence_length for size in sizes]
     told = {name: had / each for name, had, each in zip(names, counts, windows, strict=True) if each}
-    # How many rows conversations fill is known once they are packed.
+    # The number of sequences of conversations is known only after packing.
     return {name: n for name, n in told.items() if TARGETS not in read_index(locate(recipe.data.directory, name)[0])}
 
 
@@ -209,13 +209,14 @@ def _distill_bytes(recipe: Recipe, config: FathomConfig) -> int:
 
 
 def _evaluation_bytes(recipe: Recipe, config: FathomConfig) -> int:
-    """The larger of a layer's activations and a chunk's logits, plus the tensors that later layers and trips read."""
+    """The larger of a layer's activations and a chunk's logits, plus the tensors that later layers and iterations
+    read."""
     recurrence, scalar = recurrence_class(config), _scalar(recipe)
     tokens = (recipe.evaluate.micro_batch or recipe.train.micro_batch) * recipe.data.sequence_length
     trips, view = recurrence.trips_of(config), recurrence.sees(config)
-    slots = trips if view is View.ALL else 1  # under ALL the trips of a token go through the stack side by side
+    slots = trips if view is View.ALL else 1  # under view ALL the iterations of a token run in parallel
     kept, seen = _kept_numbers(config, trips, view, recurrence.halts)
-    between = 5 * config.hidden_size if trips > 1 else 0  # inputs, outputs and states between trips
+    between = 5 * config.hidden_size if trips > 1 else 0  # inputs, outputs and states between iterations
     held = tokens * slots * ((kept + between) * scalar + _transient_bytes(config, scalar))
     queries, keys = _widths(config)
     work = 4 * config.hidden_size + max(4 * config.intermediate_size, 3 * queries + 3 * keys) + seen
@@ -231,7 +232,8 @@ def _evaluation_bytes(recipe: Recipe, config: FathomConfig) -> int:
 
 
 def _kept_numbers(config: FathomConfig, trips: int, view: View, halts: bool) -> tuple[int, int]:
-    """Numbers per slot: keys and values kept for later trips, and those concatenated for the trip that reads them."""
+    """Numbers per slot: keys and values kept for later iterations, and their concatenation for the iteration that reads
+    them."""
     queries, keys = _widths(config)
     if view is View.DUO:
         return 2 * keys * config.num_hidden_layers * trips, 2 * (keys + queries) * trips

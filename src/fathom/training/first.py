@@ -1,7 +1,7 @@
 """Checks on the first steps of a run that continues from a checkpoint.
 
-They find two faults: training that computes another loss than an evaluation of the same tokens, and an optimizer that
-destroys the weights within a few steps, so that the loss rises towards that of an untrained model, ln(vocabulary).
+They detect two faults: a training loss that differs from the evaluation loss of the same tokens, and an optimizer that
+destroys the weights within a few steps, so that the loss rises towards ln(vocab_size), that of an untrained model.
 """
 
 from __future__ import annotations
@@ -23,28 +23,27 @@ if TYPE_CHECKING:
     from fathom.training.loop import Run
 
 WATCHED = 10
-"""Number of first steps of every call that are checked."""
+"""Number of steps to check after each start."""
 CROSS_ENTROPY = "cross_entropy"
-"""The loss on the text among a step's numbers, where `loss` holds more: what an evaluation computes."""
+"""The cross-entropy among a step's numbers, if `loss` has further terms."""
 TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}
 """Allowed relative difference of the first loss from the evaluation, by precision."""
 INFORMED = 0.8
-"""Only a loss below this share of ln(vocabulary) is that of a trained model, which can be destroyed."""
+"""The model counts as trained if its loss is below this share of ln(vocab_size)."""
 
 
 class FirstSteps(Hook):
-    """Compares the first loss with an evaluation of the same batch, and stops a run that destroys its weights.
-
-    A resumed run is checked again, against the loss that it had reached.
+    """Compares the first loss with an evaluation of the same batch, and stops a run that destroys its weights. A
+    resumed run is checked again, relative to the loss that it had reached.
     """
 
     every_rank = True
 
     def __init__(self) -> None:
         self._expected: float | None = None
-        """The loss of the first batch, as an evaluation computes it."""
+        """The evaluation loss of the first batch."""
         self._known: float | None = None
-        """The run's present loss: the first one, later a running mean."""
+        """The current loss: first that of the first batch, later a running mean."""
         self._watched = range(0)
 
     def before_run(self, run: Run) -> None:
@@ -54,7 +53,7 @@ class FirstSteps(Hook):
         recipe, config = run.recipe, run.training.config
         self._known = _last_loss(run.run_dir) if run.step else None
         begins = run.step == 0 and recipe.model.get("from_pretrained") is not None
-        # With several trips, a compressed cache or dropout the training loss differs from that of an evaluation.
+        # With several iterations, a compressed cache or dropout the training loss differs from the evaluation loss.
         plain = config.recurrence == "once" and recipe.kvcache.method == "full" and not config.attention_dropout
         if begins and plain and not recipe.lora.dropout:
             self._expected = self._evaluated(run)
@@ -87,21 +86,21 @@ class FirstSteps(Hook):
         tolerance = TOLERANCE[self._run.recipe.train.precision]
         if abs(loss - self._expected) > tolerance * max(1.0, self._expected):
             raise TrainingError(
-                f"the first batch has a loss of {loss:.5f} in training and of {self._expected:.5f} as it is evaluated: "
-                "these must be equal; train.compile=false and parallel.name=single may tell where they part"
+                f"the first batch has a loss of {loss:.5f} in training and of {self._expected:.5f} in evaluation. "
+                "These must be equal; try train.compile=false and parallel.name=single to find the cause"
             )
-        self._run.say(f"first batch: loss {loss:.4f}, as an evaluation of it gives")
+        self._run.say(f"first batch: loss {loss:.4f}, equal to its evaluation")
 
     def _require_kept(self, step: int, loss: float) -> None:
-        """Refuse a loss more than half-way from the known one to ln(vocabulary)."""
+        """Reject a loss more than half-way from the known one to ln(vocab_size)."""
         nothing = math.log(self._run.training.config.vocab_size)
         if self._known is None or self._known > INFORMED * nothing:
             return
         if loss > (self._known + nothing) / 2:
             raise TrainingError(
-                f"step {step}: the loss went from {self._known:.3f} to {loss:.3f}, towards the {nothing:.2f} of a "
-                f"model that knows nothing: optim.lr={self._run.recipe.optim.lr:g} or its warm-up destroys what was "
-                "learnt, or the optimizer's state was lost",
+                f"step {step}: the loss went from {self._known:.3f} to {loss:.3f}, towards the {nothing:.2f} of an "
+                f"untrained model: optim.lr={self._run.recipe.optim.lr:g} is too high or its warm-up too "
+                "short, or the optimizer state was lost",
                 step,
             )
 

@@ -1,8 +1,7 @@
-"""The gap in loss between text read all at once, by Jacobi rounds, and the same text decoded token by token.
-
-Where a trip reads later trips of earlier tokens (view ALL) no parallel pass is exact: without a cache a model makes a
-few rounds towards the result of decoding, and its perplexity is that of those rounds. Here a sample of the text is read
-both ways. Models that need no rounds have no gap.
+"""The gap in loss between text read in parallel, by Jacobi rounds, and the same text decoded token by token. If an
+iteration reads later iterations of earlier tokens (view ALL), no parallel pass is exact: a model without a cache makes
+a few rounds that approximate decoding, and its perplexity is that of the rounds. Here a sample of the text is read both
+ways. Other models have no gap.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ if TYPE_CHECKING:
     from fathom.models.modeling import FathomCausalLMOutput
 
 SAMPLE = 4096
-"""Least number of predicted tokens in a sample, where the text has them."""
+"""Minimum number of predicted tokens in a sample, if the text has as many."""
 WINDOWS = 8
-"""Least number of windows in a sample, where the text has them: the interval is over windows."""
+"""Minimum number of windows in a sample, if the text has as many; the interval is over windows."""
 TOKENS_AT_ONCE = {"cpu": 1 << 12, "other": 1 << 13}
-"""Tokens of the rows that are decoded side by side; their cache holds every slot."""
+"""Maximum tokens of sequences that are decoded together, because their cache holds every slot."""
 
 
 class Row(NamedTuple):
@@ -57,7 +56,7 @@ class Sample:
 
 
 def gap_of(samples: Sequence[Sample], sizes: Sequence[float] = (1.0,)) -> DecodingGap:
-    """What samples of several texts say of all of them together, each counting as its text is large."""
+    """The gap of several texts together, weighted by their sizes."""
     shares = [size / sum(sizes) for size in sizes]
     found = combined_difference([sample.difference() for sample in samples], shares)
     rounds = sum(share * sample.rounds for share, sample in zip(shares, samples, strict=True))
@@ -76,11 +75,11 @@ def with_interval(gap: DecodingGap) -> str:
 def in_words(gap: DecodingGap) -> str:
     """The gap as the end of a line of output."""
     value = with_interval(gap)
-    return f"{gap['rounds']:g} Jacobi rounds, {value} nats per token against decoding on {gap['tokens']:,} tokens"
+    return f"{gap['rounds']:g} Jacobi rounds, {value} nats per token more than decoding on {gap['tokens']:,} tokens"
 
 
 def read_both_ways(model: PreTrainedModel, rows: Sequence[Row]) -> Sample | None:
-    """The losses of some rows, in parallel and by decoding; None for a model whose passes need no rounds.
+    """The losses of some sequences, in parallel and by decoding; None for a model that needs no rounds.
 
     Args:
         model: In evaluation mode.
@@ -110,7 +109,7 @@ def read_both_ways(model: PreTrainedModel, rows: Sequence[Row]) -> Sample | None
 
 @contextmanager
 def watching(model: PreTrainedModel) -> Iterator[list[float]]:
-    """A list that every forward pass adds its Jacobi rounds to; those that make none add nothing."""
+    """A list to which every forward pass appends its number of Jacobi rounds, if it makes any."""
     rounds: list[float] = []
 
     def note(_: object, __: object, out: FathomCausalLMOutput) -> None:
@@ -128,7 +127,7 @@ def watching(model: PreTrainedModel) -> Iterator[list[float]]:
 
 @torch.no_grad()
 def _in_parallel(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    """`[B, T]` to `[B, T - 1]`; what is filled up on the right is read by no other token."""
+    """`[B, T]` to `[B, T - 1]`; padding on the right is read by no other token."""
     return model(input_ids=ids, labels=ids, use_cache=False, return_token_losses=True).token_losses[:, :-1]
 
 

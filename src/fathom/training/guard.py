@@ -5,19 +5,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# Spikes are looked for after this many norms, since those of the first steps differ by orders of magnitude.
+# Spikes are detected after this many norms, because norms of the first steps differ by orders of magnitude.
 SETTLED = 50
 MEMORY = 0.98  # decay of the running mean of gradient norms
 
 
 class Guard:
-    """Refuses steps whose loss or gradient is not finite, or whose gradient norm is far above its running mean.
+    """Rejects steps with a non-finite loss or gradient, or with a gradient norm far above its running mean.
 
     Args:
-        spike: A norm above this many times the running mean is refused; None refuses what is not finite only.
+        spike: A norm above this many times the running mean is rejected; None rejects only non-finite values.
         device: Where norms are.
-        clip: What norms are clipped to. Against a mean below it spikes are measured from here: where nearly every
-            target is learnt, as in a puzzle, gradients vanish, and one mistake is hundreds of times their mean.
+        clip: The clipping norm. If the running mean is below it, spikes are measured from this value: on a solved
+            puzzle, gradients vanish, and one mistake is hundreds of times their mean.
     """
 
     def __init__(self, spike: float | None, device: torch.device, clip: float = 0.0) -> None:
@@ -33,7 +33,8 @@ class Guard:
         if self.spike is not None:
             limit = self.spike * self.mean_norm.clamp(min=self.clip)
             limit = torch.where(self.accepted >= SETTLED, limit, torch.inf)
-            # A spike counts as one at the limit, for a rise that lasts is none: five times the mean within ten steps.
+            # A spike enters the mean at the limit, so that a lasting rise, five times the mean within ten steps, is
+            # accepted.
             bad, counted = broken | (norm > limit), torch.minimum(norm, limit)
         weight = torch.where(self.accepted == 0, 1.0, 1 - MEMORY)
         self.mean_norm = torch.where(broken, self.mean_norm, torch.lerp(self.mean_norm, counted, weight))

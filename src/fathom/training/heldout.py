@@ -41,7 +41,7 @@ class Score:
     tokens: int
     """Tokens predicted."""
     accuracy: float | None = field(default=None, kw_only=True)
-    """Share of answers that are right, of a puzzle; None of text."""
+    """Accuracy on a puzzle; None for text."""
 
     @property
     def perplexity(self) -> float:
@@ -51,15 +51,15 @@ class Score:
 
 @dataclass(frozen=True)
 class Trips:
-    """Trips of tokens that may halt."""
+    """Iterations of tokens that may halt."""
 
     mean: float
     """Per token."""
     shares: list[float]
-    """Of the tokens that made one trip, two, …"""
+    """Share of tokens that made one iteration, two, …"""
     correlation: CorrelationValues | None
-    """Spearman's rank correlation of a token's loss and its trips: value, low and high of the 95 % bootstrap interval
-    over rows, and the number of rows (`clusters`). Above zero, what is hard to predict gets more trips."""
+    """Spearman's rank correlation of a token's loss and its iterations: value, ends of the 95 % bootstrap interval over
+    sequences, and number of sequences (`clusters`). Above zero, hard tokens get more iterations."""
 
 
 @dataclass(frozen=True)
@@ -68,27 +68,26 @@ class Evaluation(Score):
 
     domains: dict[str, Score]
     position_loss: list[float | None]
-    """Nats per token over equal stretches of the context, the first stretch first; None where one has no target."""
+    """Nats per token over equal parts of the context, in order; None for a part without targets."""
     trips: Trips | None = None
-    """Where tokens may halt."""
+    """If tokens may halt."""
     coverage: float | None = None
-    """The share of the split's windows that were read, spread evenly over every domain; None in results of earlier
-    versions, which read the head of every domain."""
+    """The share of the split's windows that were read, spread evenly over every domain."""
     jacobi_rounds: float | None = None
-    """Made to read the text, in the mean; None for a model whose passes need none."""
+    """Mean Jacobi rounds to read the text; None for a model that needs none."""
     gap: DecodingGap | None = None
-    """Of such a model, at the last evaluation: how far the loss lies from that of decoding."""
+    """For such a model, at the last evaluation: the gap in loss to decoding."""
 
     @property
     def how(self) -> str:
-        """What a line that gives the perplexity ends with: trips where tokens halt, rounds where the text took some."""
-        words = [] if self.trips is None else [f"{self.trips.mean:.2f} trips per token"]
+        """The end of a line with the perplexity: iterations if tokens halt, rounds if there were any."""
+        words = [] if self.trips is None else [f"{self.trips.mean:.2f} iterations per token"]
         if self.jacobi_rounds is not None:
             words.append(f"{self.jacobi_rounds:g} Jacobi rounds" if self.gap is None else in_words(self.gap))
         return "".join(f", {word}" for word in words)
 
     def flat(self) -> dict[str, float]:
-        """One level of names and numbers, for trackers."""
+        """A flat mapping of names to numbers, for trackers."""
         values = {"val/loss": self.loss, "val/perplexity": self.perplexity, "val/bits_per_byte": self.bits_per_byte}
         for name, score in self.domains.items():
             values[f"val/{name}/loss"], values[f"val/{name}/bits_per_byte"] = score.loss, score.bits_per_byte
@@ -108,7 +107,7 @@ class Evaluation(Score):
         return {**values, **places}
 
     def to_dict(self) -> EvaluationValues:
-        """Plain values for JSON, perplexity included; None stands for what is no number."""
+        """Plain values for JSON, perplexity included; None stands for NaN."""
         return cast(EvaluationValues, finite({**asdict(self), "perplexity": self.perplexity}))
 
     @classmethod
@@ -139,12 +138,12 @@ class HeldOut(Hook):
         self.data = data
         """The split; None in a corpus without one."""
         self.last: Evaluation | None = None
-        """The last evaluation of this call."""
+        """The last evaluation of this process."""
         self.last_step = -1
         """After which step that was."""
 
     def after_step(self, run: Run, metrics: StepMetrics) -> None:
-        """Evaluate if it is time."""
+        """Evaluate if due."""
         if run.due(run.recipe.evaluate.every):
             self.score(run)
 
@@ -168,14 +167,14 @@ class HeldOut(Hook):
 
 
 def evaluate(model: nn.Module, data: TokenDataset, recipe: Recipe, ranks: Ranks, decode: bool = False) -> Evaluation:
-    """Score a model on a held-out split; every rank takes a part and all get the result.
+    """Score a model on a held-out split; the ranks share the work and all get the result.
 
     Args:
         model: In any state; it is left in training mode if it was.
         data: The held-out split.
         recipe: `evaluate`, and the context and packing that `data` names.
-        ranks: Who shares the work.
-        decode: Whether to decode a sample token by token, where the model reads text by Jacobi rounds.
+        ranks: The processes.
+        decode: Whether to decode a sample token by token if the model reads text by Jacobi rounds.
     """
     was_training = model.training
     model.eval()
@@ -211,7 +210,7 @@ def evaluate(model: nn.Module, data: TokenDataset, recipe: Recipe, ranks: Ranks,
         sums.append(total[0].tolist())
         counts.append(total[1].tolist())
         num_bytes.append(seen_bytes)
-    # Of conversations only what is learnt has a label, and a label that is ignored would end the text before it.
+    # In conversations only trained tokens have labels, and an ignored label would end the text before it.
     whole_text = not any(isinstance(data.select(domain), TargetDataset) for domain in data.domains)
     gap = decoding_gap(model, data, recipe, ranks.device) if decode and rounds and whole_text else None
     model.train(was_training)
@@ -252,7 +251,7 @@ def decoding_gap(model: nn.Module, data: TokenDataset, recipe: Recipe, device: t
 
 
 def _stretches(ids: Tensor, labels: Tensor, device: torch.device) -> Iterator[Row]:
-    """The documents of a row, or the row: each label that is ignored ends one, and what follows the text is ignored."""
+    """The documents of a sequence, or the sequence: an ignored label ends a document, and padding is ignored."""
     ends = [*(labels < 0).nonzero().flatten().tolist(), len(ids)]
     for start, stop in pairwise([0, *ends]):
         if stop - start > 1:
@@ -267,13 +266,13 @@ class Tally:
     made: list[np.ndarray] = field(default_factory=list)
 
     def add(self, losses: Tensor, trips: Tensor, counts: Tensor) -> None:
-        """Some rows, `[rows, T - 1]`; `counts` is False where there was nothing to predict."""
+        """Some sequences, `[rows, T - 1]`; `counts` is False without a target."""
         for loss, made, valid in zip(losses, trips, counts, strict=True):
             self.losses.append(loss[valid].cpu().numpy())
             self.made.append(made[valid].cpu().numpy())
 
     def trips(self, ranks: Ranks, most: int) -> Trips | None:
-        """What all ranks saw together, of at most `most` trips; None where the model reports none."""
+        """The sums over all ranks, with at most `most` iterations; None if the model reports none."""
         rows = list(zip(self.losses, self.made, strict=True))
         if ranks.control is not None:
             found: list[list[tuple[np.ndarray, np.ndarray]]] = [[]] * ranks.world_size
@@ -298,7 +297,7 @@ def token_losses(model: nn.Module, input_ids: Tensor, labels: Tensor, position_i
 
 @torch.no_grad()
 def right_answers(model: nn.Module, batch: Batch) -> Tensor:
-    """How many of a batch's labels are the likeliest token."""
+    """The number of labels that are the likeliest token."""
     logits = model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False).logits
     labels = batch.labels[:, 1:]
     return ((logits[:, :-1].argmax(-1) == labels) & (labels != IGNORED)).sum().double()
@@ -308,9 +307,8 @@ def right_answers(model: nn.Module, batch: Batch) -> Tensor:
 def token_losses_and_trips(
     model: nn.Module, input_ids: Tensor, labels: Tensor, position_ids: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """`token_losses`, and the trips of every token, `[rows, T]`, where tokens may halt.
-
-    The logits of the rows never exist at once: the model makes its losses in chunks, as it does in training.
+    """`token_losses`, and the iterations of every token, `[rows, T]`, if tokens may halt. The full logits never exist:
+    the model computes losses in chunks, as in training.
     """
     out = model(
         input_ids=input_ids, labels=labels, position_ids=position_ids, use_cache=False, return_token_losses=True

@@ -1,4 +1,4 @@
-"""Hooks: objects that a run calls at fixed points, for displays, trackers, evaluations and users' own purposes."""
+"""Hooks: objects that a run calls at fixed points, for displays, trackers, evaluations and your own code."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class Hook:
     """A base class whose methods do nothing; override those you need, and pass the object to `train(callbacks=[...])`.
 
-    `run` is the run under way: `run.step`, `run.recipe`, `run.run_dir`, `run.ranks`, `run.training` (model, optimizer,
+    `run` is the current run: `run.step`, `run.recipe`, `run.run_dir`, `run.ranks`, `run.training` (model, optimizer,
     data), `run.log(values)` for numbers of your own, `run.say(text)`, and `run.stop()`.
     """
 
@@ -27,7 +27,7 @@ class Hook:
     """Whether to run on every rank, as collective operations need; else on the first rank only."""
 
     def before_run(self, run: Run) -> None:
-        """Before the first step of this call; the state of a checkpoint is loaded by now."""
+        """Before the first step of this process, after the checkpoint was loaded."""
 
     def before_step(self, run: Run) -> None:
         """Before step number `run.step`, counted from 0."""
@@ -36,7 +36,8 @@ class Hook:
         """After a step; `run.step` counts it. The metrics are tensors on the device: reading one waits for it."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Once for each step, when its numbers are read (every `train.log_every` steps), and after evaluations."""
+        """Once for each step, when its numbers are read from the device (every `train.log_every` steps), and after
+        evaluations."""
 
     def after_evaluation(self, run: Run, evaluation: Evaluation) -> None:
         """After the held-out split was scored."""
@@ -45,7 +46,7 @@ class Hook:
         """Once a checkpoint is on disk. Saving runs in the background, so further steps may have been taken."""
 
     def after_run(self, run: Run, error: BaseException | None) -> None:
-        """At the end of the run, however it ended; `error` is None if nothing went wrong."""
+        """At the end of the run; `error` is None if it succeeded."""
 
     def state(self) -> dict[str, object]:
         """State to keep in checkpoints, as JSON (numbers, strings, lists). Called before each save."""
@@ -103,7 +104,7 @@ class Hooks:
         error: BaseException | None = None
         try:
             for name in self.load(states):
-                run.say(f"the checkpoint holds the state of a hook {name}, which this call does not have")
+                run.say(f"the checkpoint holds the state of a hook {name}, which is not in callbacks now")
             for hook in self:
                 hook.before_run(run)
             yield

@@ -1,4 +1,4 @@
-"""Training under a compressed cache: puts the recipe's policy into the model's attention and configuration."""
+"""Train under a compressed cache: set the recipe's policy in the model's attention and configuration."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def compress(model: FathomForCausalLM, recipe: Recipe) -> None:
     """Make the model attend under the recipe's cache policy, and record the policy in its configuration."""
     if recipe.kvcache.method == "full":
         if getattr(model.config, "kvcache", None):
-            model.config.kvcache = None  # that of the checkpoint no longer applies
+            model.config.kvcache = None  # the checkpoint's policy no longer applies
         return
     schedule = recipe.kvcache.schedule()
     try:
@@ -23,7 +23,7 @@ def compress(model: FathomForCausalLM, recipe: Recipe) -> None:
 
 
 def compressions(recipe: Recipe) -> int:
-    """Number of compressions of a row's memory."""
+    """Number of compressions of the cache per sequence."""
     kvcache = recipe.kvcache
     if kvcache.method == "full" or kvcache.window is None:
         return 0

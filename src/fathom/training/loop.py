@@ -48,13 +48,13 @@ FORWARDED = 3.0
 
 @dataclass(frozen=True)
 class TrainResult:
-    """The result of a call of `train`."""
+    """The result of `train`."""
 
     run_dir: Path
     step: int
     """Steps taken over the life of the run."""
     finished: bool
-    """False if a signal ended it early; the same call continues it."""
+    """False if a signal stopped it; the same call resumes it."""
     tokens: int
     seconds: float
     """Seconds spent in steps over the life of the run: evaluation, checkpoints and downtime left out."""
@@ -72,12 +72,12 @@ def train(
     callbacks: Sequence[Hook | Tracker] = (),
     command: str = "",
 ) -> TrainResult:
-    """Train a recipe in a run directory, continuing where an earlier call ended.
+    """Train a recipe in a run directory; resumes the run if the directory has one.
 
     Args:
         recipe: What to train; or the result of `extension` or `branch`, which holds its directory.
         run_dir: Where the resolved recipe, metrics and checkpoints go.
-        resume: Whether a run that exists may be continued; if not, one that exists is an error.
+        resume: Whether an existing run may be resumed; otherwise it is an error.
         callbacks: Hooks, called at fixed points of the run; objects with `log` and `close` alone receive its numbers.
         command: The command for the run's history.
     """
@@ -86,7 +86,7 @@ def train(
     require_backends(change.recipe)
     ranks = start(change.recipe)
     if not resume and (change.run_dir / RECIPE).exists():
-        raise SettingsError(f"{change.run_dir} holds a run already")
+        raise SettingsError(f"{change.run_dir} already contains a run")
     result = _result(change)
     if result is not None:
         return result
@@ -98,9 +98,8 @@ def train(
 
 @contextmanager
 def claimed(run_dir: Path) -> Iterator[None]:
-    """Hold a run directory for this process alone; the system releases it however the process ends.
-
-    A directory that was created and stayed empty is removed again.
+    """Lock a run directory for this process; the system releases the lock when the process ends. A new directory that
+    stayed empty is removed.
     """
     made = [path for path in (run_dir, *run_dir.parents) if not path.exists()]
     try:
@@ -145,7 +144,7 @@ class Run:
         saved = change.origin or self.checkpoints.newest()
         self.training = build_training(recipe, ranks, begins=saved is None)
         self._require_corpus(saved)
-        ranks.barrier()  # checks that may fail on a rank are done by now
+        ranks.barrier()  # checks that may fail on one rank are done
         if ranks.first:
             self._settle(change, saved, command)
         ranks.barrier()
@@ -154,7 +153,7 @@ class Run:
         self._look_at = self._next_look()
         self._stopping = False
         self._unannounced: int | None = None
-        """The step of a save that the hooks were not told about yet."""
+        """The step of a save that was not reported to the hooks yet."""
         if saved is None and (changes := changes_of(recipe.model)):
             self.say(f"changed from {recipe.model['from_pretrained']}: {described(changes)}")
         for axis in AXES:
@@ -167,11 +166,11 @@ class Run:
             self.say(f"epochs: {in_words(collections)}")
         elif self.epochs > 1:
             data = self.training.data
-            self.say(f"{self.epochs:.3g} epochs: every one of {data.num_tokens:,} tokens is read that often")
+            self.say(f"{self.epochs:.3g} epochs: every one of {data.num_tokens:,} tokens is read this often")
         trackers = open_trackers(recipe, run_dir, self.step, self.say) if ranks.first else []
         own: list[Hook] = [FirstSteps()]
         own += [AdapterFiles()] if self.training.adapters is not None else []
-        probe = [ProbeReport()] if is_probe(recipe) else []  # last: it reads what the trackers wrote
+        probe = [ProbeReport()] if is_probe(recipe) else []  # last, because it reads what the trackers wrote
         self.hooks = Hooks([self.display, *own, *callbacks, self.held_out, *trackers, *probe], ranks.first)
         self._hook_states = trainer.get("hooks", {})  # an older checkpoint has none
 
@@ -186,7 +185,7 @@ class Run:
         return self.step * self.recipe.train.tokens_per_step
 
     def train(self) -> TrainResult:
-        """Take the steps that are left, then evaluate and export."""
+        """Take the remaining steps, then evaluate and export."""
         settings, training = self.recipe.train, self.training
         with self.hooks.around(self, self._hook_states), stop_signals() as stopped:
             for step, batches in training.batches(self.step, settings.steps):
@@ -217,11 +216,11 @@ class Run:
             hook.log(self.step, values)
 
     def say(self, text: str) -> None:
-        """Show a sentence."""
+        """Show a message."""
         self.display.say(text)
 
     def stop(self) -> None:
-        """End after the next step, as on a signal: with a checkpoint, from which the same command continues."""
+        """Stop after the next step, as on a signal: with a checkpoint, from which the same command resumes."""
         self._stopping = True
 
     def read(self) -> None:
@@ -254,10 +253,10 @@ class Run:
         return self.step + self.recipe.train.max_skipped - refused
 
     def _advice(self) -> str:
-        """A change that may help a diverging run, as a command that its directory accepts."""
+        """A command that may help a diverging run."""
         if experiment := experiment_of(self.run_dir):
             return f"a {experiment} with a lower optim.lr may help"
-        return f"`fathom train {self.run_dir} optim.lr={self.recipe.optim.lr / 2:g}` goes on at half the rate"
+        return f"`fathom train {self.run_dir} optim.lr={self.recipe.optim.lr / 2:g}` resumes at half the learning rate"
 
     def _save(self) -> None:
         self.read()
@@ -294,9 +293,11 @@ class Run:
     def _finish(self) -> TrainResult:
         """Wait for the last checkpoint; after the last step, evaluate and export."""
         if not self._settle_save():
-            raise TrainingError(f"step {self.step} is not on disk; free some space and run the same command again")
+            raise TrainingError(
+                f"step {self.step} could not be written; free disk space and run the same command again"
+            )
         if self.step < self.recipe.train.steps:
-            self.say(f"stopped after step {self.step}; the same command continues")
+            self.say(f"stopped after step {self.step}; the same command resumes")
             return TrainResult(self.run_dir, self.step, False, self.tokens, self.meter.seconds)
         evaluation = self.held_out.last if self.held_out.last_step == self.step else self.held_out.score(self)
         scores = None if evaluation is None else evaluation.to_dict()
@@ -316,7 +317,7 @@ class Run:
         return result
 
     def _export(self, facts: Facts) -> Path | None:
-        """Write the model, if it is wanted; if not, one of an earlier step must not be taken for it."""
+        """Write the model if the recipe asks for it, else remove a model of an earlier step."""
         directory = self.run_dir / MODEL
         if self.recipe.train.export:
             return export_model(self.training, directory, facts)
@@ -325,16 +326,17 @@ class Run:
         return None
 
     def _require_corpus(self, saved: Saved | None) -> None:
-        """Refuse tokens other than those that a checkpoint was trained on."""
+        """Reject a corpus that differs from the one that the checkpoint was trained on."""
         if saved is None:
             return
         if not self.training.data.has_fingerprint(read_json(saved.directory / TRAINER)["corpus"]):
-            raise SettingsError(f"data.directory={self.recipe.data.directory}: not the tokens that this run began with")
+            raise SettingsError(
+                f"data.directory={self.recipe.data.directory}: differs from the corpus with which this run began"
+            )
 
     def _settle(self, change: Change, saved: Saved | None, command: str) -> None:
-        """Write recipe and history to the directory. The recipe is last: without it the run has not begun.
-
-        The result of a run that takes further steps is gone first, and with it its model no longer counts.
+        """Write recipe and history to the directory. The recipe is last: a run without it has not begun. If the run
+        takes further steps, its old result is removed first, so that its model no longer counts.
         """
         self.run_dir.mkdir(parents=True, exist_ok=True)
         if (saved.step if saved else 0) < self.recipe.train.steps:
@@ -348,19 +350,19 @@ class Run:
             self.say(str(change))
 
     def _restore(self, saved: Saved | None) -> tuple[int, TrainerState]:
-        """Continue from a checkpoint; returns the steps so far and the contents of `trainer.json`."""
+        """Load a checkpoint; returns its step and the contents of `trainer.json`."""
         if saved is None:
             return 0, {}
         tensors = self.training.state()
         trainer = self.checkpoints.load(saved, tensors)
         self.training.guard.load({k.removeprefix("guard."): v for k, v in tensors.items() if k.startswith("guard.")})
-        self.say(f"continuing after step {saved.step} from {saved.directory}")
+        self.say(f"resuming after step {saved.step} from {saved.directory}")
         return saved.step, trainer
 
 
 @contextmanager
 def stop_signals() -> Iterator[list[int]]:
-    """A list that receives SIGTERM or SIGINT; a later one, after `FORWARDED` seconds, has its default effect."""
+    """A list that collects SIGTERM or SIGINT; a signal `FORWARDED` seconds later has its default effect."""
     received: list[int] = []
     before: dict[signal.Signals, Callable[[int, FrameType | None], object] | int | None] = {}
     first = 0.0
@@ -387,10 +389,10 @@ def stop_signals() -> Iterator[list[int]]:
 
 
 def export_model(training: Training, directory: Path, facts: Facts) -> Path:
-    """Gather the weights and write a Hugging Face directory, in the precision that the run computed in.
+    """Gather the weights and write a Hugging Face directory, in the precision of the run.
 
     Args:
-        training: What was trained.
+        training: The training.
         directory: Where to write.
         facts: Facts about the training, for the model card.
     """
@@ -414,20 +416,20 @@ def export_model(training: Training, directory: Path, facts: Facts) -> Path:
 
 
 def _as_planned(recipe: Recipe, run_dir: str | Path | None) -> Change:
-    """A run that begins or continues under its own recipe; a directory with another recipe is refused."""
+    """A run that starts or resumes with its own recipe; a directory with another recipe is rejected."""
     if run_dir is None:
         raise TypeError("train(recipe, run_dir): a recipe needs a directory")
     run_dir = Path(run_dir)
     before = load_recipe(run_dir / RECIPE) if (run_dir / RECIPE).exists() else recipe
     if differing := differences(before, recipe):
         able = not differences(before, recipe, ignore=CHANGEABLE)
-        hint = f"; `fathom train {run_dir} key=value` changes them on the way" if able else ""
-        raise SettingsError(f"{run_dir} holds a run of another recipe; different: {', '.join(differing)}{hint}")
+        hint = f"; `fathom train {run_dir} key=value` resumes with changes" if able else ""
+        raise SettingsError(f"{run_dir} contains a run of another recipe; different: {', '.join(differing)}{hint}")
     return Change(recipe, run_dir, before, 0)
 
 
 def _result(change: Change) -> TrainResult | None:
-    """The result of a run that finished earlier; None if it has fewer steps than are wanted now, or others."""
+    """The result of an earlier, finished run; None if the recipe now asks for other steps."""
     run_dir = change.run_dir
     path = run_dir / RESULT
     if not path.exists():
@@ -440,10 +442,10 @@ def _result(change: Change) -> TrainResult | None:
         model = finished_model(run_dir)
         if model is not None and (problem := changed(model)):
             raise SettingsError(
-                f"{problem}; to write the model again from the checkpoint, delete {path} and train again"
+                f"{problem}; to export the model again from the checkpoint, delete {path} and train again"
             )
         return TrainResult(run_dir, values["step"], True, values["tokens"], values["seconds"], evaluation, model)
     except FathomError:
         raise
     except (ValueError, KeyError, TypeError):
-        raise SettingsError(f"{path} is damaged: delete it, and the same command writes it again") from None
+        raise SettingsError(f"{path} is damaged: delete it and run the same command again") from None

@@ -1,4 +1,4 @@
-"""Speed, memory and losses of a run, read from the device only when they are shown."""
+"""Speed, memory and losses of a run, read from the device only when shown."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fathom.training.build import StepMetrics, Training
 
 @dataclass
 class Meter:
-    """Collects steps on the device and reads them back together, with speed, memory and the time left."""
+    """Collects the metrics of steps on the device and reads them together, with speed, memory and remaining time."""
 
     training: Training
     seconds: float
@@ -33,12 +33,12 @@ class Meter:
         self._peak = recipe.track.peak_flops or peak_flops(self.training.ranks.device)
 
     def add(self, metrics: StepMetrics) -> None:
-        """Remember a step without looking at it."""
+        """Add a step without reading it from the device."""
         self._steps.append(metrics)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Time in this block does not count as time of the steps."""
+        """Exclude the time of this block from the time of the steps."""
         began = time.perf_counter()
         yield
         self._since += time.perf_counter() - began
@@ -48,7 +48,7 @@ class Meter:
         if not self._steps:
             return []
         steps, self._steps = self._steps, []
-        # A term of the loss is missing in steps that drew fewer trips.
+        # Steps that drew fewer iterations lack a term of the loss.
         names, absent = list(dict.fromkeys(name for m in steps for name in m.extra)), torch.zeros_like(steps[-1].loss)
         columns = [[m.loss, m.grad_norm, m.skipped, *(m.extra.get(name, absent) for name in names)] for m in steps]
         table = torch.stack([torch.stack([value.float() for value in column]) for column in columns]).tolist()

@@ -4,7 +4,7 @@
     U = orthogonal(G + μ(M − G))
     W ← (1 − ηλ) W − 0.2 η √max(r, c) U
 
-The factor 0.2 √max(r, c) gives U, r × c, the size of one of adamw's updates, so that one rate serves both.
+The factor 0.2 √max(r, c) scales U, r × c, to the size of adamw's updates, so that one learning rate suits both.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from fathom.recipe import Optim
 # x ← x (a + b xᵀx + c (xᵀx)²): steep at zero, so that five rounds lift every singular value to between 0.7 and 1.2.
 COEFFICIENTS = 3.4445, -4.7750, 2.0315
 ROUNDS = 5
-# Elements that are worked on at a time: small matrices are stacked up to here, large ones are alone.
+# Elements per stack: small matrices are stacked up to this number, large ones are alone.
 STACK = 2**25
 
 
 def orthogonal(matrices: Tensor) -> Tensor:
-    """The orthogonal factors of matrices [n, r, c], nearly: their singular values end about 1."""
+    """The approximate orthogonal factors of matrices [n, r, c]: singular values end near 1."""
     if matrices.shape[-2] > matrices.shape[-1]:
         return orthogonal(matrices.mT).mT
     a, b, c = COEFFICIENTS
@@ -41,8 +41,8 @@ def orthogonal(matrices: Tensor) -> Tensor:
 class Muon(torch.optim.Optimizer):
     """Muon, for matrices that are stacked with others of their shape; sharded ones are gathered, one stack at a time.
 
-    Orthogonalised in bfloat16 on a GPU and in float32 elsewhere: few CPUs multiply in bfloat16, and on the others it
-    takes some fifteen times as long. Where `found_inf` holds 1 a step changes nothing, and the host need not know.
+    Orthogonalises in bfloat16 on a GPU and in float32 elsewhere, because bfloat16 takes about fifteen times as long on
+    most CPUs. If `found_inf` is 1, a step changes nothing, without a host synchronisation.
     """
 
     only_matrices = True
@@ -59,7 +59,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Move the weights that have gradients."""
+        """Update the parameters that have gradients."""
         for group in self.param_groups:
             for matrices in _stacks(p for p in group["params"] if p.grad is not None):
                 self._move(matrices, group["lr"], group["momentum"], group["weight_decay"])
@@ -72,7 +72,7 @@ class Muon(torch.optim.Optimizer):
         going = torch.ones((), dtype=g.dtype, device=g.device)
         if self.found_inf is not None:
             going = going - self.found_inf.to(g)
-            g = torch.where(going > 0, g, 0)  # they may be infinite, and infinity times zero is no zero
+            g = torch.where(going > 0, g, 0)  # they may be infinite, and infinity times zero is NaN
         kept = [_part(self.state[p]["momentum_buffer"]) for p in matrices]
         m = torch.stack(kept).lerp(g, going * (1 - momentum))
         u = _orthogonal(g.lerp(m, momentum), like=matrices[0])
@@ -84,7 +84,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def _stacks(matrices: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Matrices of one shape, kind and place, as many as are worked on together."""
+    """Matrices of one shape, dtype and placement that are stacked."""
     alike: dict[tuple[object, ...], list[Tensor]] = {}
     for p in matrices:
         place = (p.device_mesh, p.placements) if isinstance(p, DTensor) else p.device
@@ -95,7 +95,7 @@ def _stacks(matrices: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _part(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor."""
+    """This rank's shard of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

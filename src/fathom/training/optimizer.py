@@ -2,9 +2,9 @@
 
 An optimizer is a class in `OPTIMIZERS`, made by `of(groups, optim)`, that declares two things:
 
-- `only_matrices`: it moves the layers' matrices, and adamw the rest; or it moves everything.
-- `reads_found_inf`: its step changes nothing where its attribute `found_inf` holds 1. If false, the host reads whether
-  the step is skipped, and waits for the device.
+- `only_matrices`: it updates the layers' matrices and adamw the rest; otherwise it updates everything.
+- `reads_found_inf`: its step changes nothing if its attribute `found_inf` is 1. If false, the host reads whether to
+  skip the step, which waits for the device.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def learning_rate(optim: Optim, step: int, steps: int) -> float:
 
 
 def leaves_peak(optim: Optim, step: int, steps: int) -> bool:
-    """Whether a step, counted from 0, lies past the peak: its rate, unlike those before, depends on `steps`."""
+    """Whether a step, counted from 0, is past the peak, where the learning rate depends on `steps`."""
     if optim.schedule == "constant":
         return False
     return step > (steps - 1 - optim.falling(steps) if optim.schedule == "wsd" else optim.rising(steps))
@@ -85,7 +85,7 @@ def freeze(model: nn.Module, only: Sequence[str]) -> None:
     for pattern in only:
         if not any(named(name, pattern) for name in names):
             raise SettingsError(
-                f"optim.only={pattern}: names no parameter of this model; there are {', '.join(names[:3])}, …"
+                f"optim.only={pattern}: matches no parameter of this model, which has {', '.join(names[:3])}, …"
             )
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not only or any(named(name, pattern) for pattern in only))
@@ -106,11 +106,11 @@ def shares(model: nn.Module, optim: Optim) -> dict[str, tuple[str | None, Share]
         mine = [name for name in trained if named(name, pattern)]
         if not mine:
             raise SettingsError(
-                f"optim.groups={pattern}: names no parameter that is trained; there are {', '.join(trained[:3])}, …"
+                f"optim.groups={pattern}: matches no trainable parameter; there are {', '.join(trained[:3])}, …"
             )
         for name in mine:
             if found[name][0] is not None:
-                raise SettingsError(f"optim.groups: {name} is named twice, by {found[name][0]} and by {pattern}")
+                raise SettingsError(f"optim.groups: {name} is matched twice, by {found[name][0]} and by {pattern}")
             found[name] = (pattern, Share(**factors))
     return found
 
@@ -141,10 +141,7 @@ class Optimizer:
         self.parts: list[torch.optim.Optimizer] = [kind.of(groups(names), optim) for kind, names in made if names]
 
     def step(self, lr: float, skip: Tensor) -> None:
-        """Move the weights, unless `skip` holds 1.
-
-        Where every part reads `skip` on the device, the host does not wait.
-        """
+        """Update the parameters, unless `skip` is 1. If all parts read `skip` on the device, the host does not wait."""
         for part in self.parts:
             for group in part.param_groups:
                 group["lr"] = lr * group["share"]
@@ -153,19 +150,19 @@ class Optimizer:
             return
         for part, reads in zip(self.parts, on_device, strict=True):
             if reads:
-                part.__dict__.update(found_inf=skip, grad_scale=None)  # where a fused step looks for them
+                part.__dict__.update(found_inf=skip, grad_scale=None)  # read by a fused step
             part.step()
 
     def zero_grad(self) -> None:
-        """Forget the gradients."""
+        """Clear the gradients."""
         for parameter in self.parameters.values():
             parameter.grad = None
 
     def state(self) -> dict[str, Tensor]:
         """The optimizer's tensors by parameter name: `exp_avg.model.norm.weight` and so on, of every parameter.
 
-        Those of a parameter that had no gradient yet are as its first step will find them, so that a checkpoint holds
-        the same names at every step.
+        Parameters that had no gradient yet get their initial state, so that a checkpoint has the same names at every
+        step.
         """
         self._complete()
         found = {}
@@ -176,7 +173,7 @@ class Optimizer:
         return found
 
     def _complete(self) -> None:
-        """Create the state that a first gradient would; weights, gradients and all other state stay as they are."""
+        """Create the optimizer state that a first gradient would create; everything else is unchanged."""
         for part in self.parts:
             every = [parameter for group in part.param_groups for parameter in group["params"]]
             late = [parameter for parameter in every if parameter not in part.state]

@@ -1,8 +1,8 @@
 """Ranks and how they share a model: single, ddp, fsdp or hsdp, by name.
 
 Everything but a single fp32 process uses FSDP2, with another mesh for each name: under ddp a sharding group has one
-rank, under fsdp it has all ranks, and hsdp has several such groups. So precision, clipping and checkpoints have one
-code path, and a checkpoint written under one name opens under another.
+rank, under fsdp it has all ranks, and hsdp has several such groups. Precision, clipping and checkpoints therefore have
+one code path, and a checkpoint opens under any strategy.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among the others."""
+    """This process in its group."""
 
     name: str = "single"
     """The strategy: single, ddp, fsdp or hsdp."""
@@ -44,7 +44,7 @@ class Ranks:
 
     @property
     def first(self) -> bool:
-        """Whether this is the rank that prints and writes for all."""
+        """Whether this rank prints and writes for all."""
         return self.rank == 0
 
     def any(self, flag: bool) -> bool:
@@ -77,7 +77,7 @@ class Ranks:
 def start(recipe: Recipe) -> Ranks:
     """Join the ranks that torchrun started; without torchrun, a single process.
 
-    The process group is kept until the process ends: to open it again at the same address is a race.
+    The process group is kept until the process ends, because reopening it at the same address is a race.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     device = device_of(recipe.train.device)
@@ -93,7 +93,7 @@ def start(recipe: Recipe) -> Ranks:
 
 @cache
 def host_group(purpose: str) -> dist.ProcessGroup:
-    """A gloo group of all ranks, one for each purpose, since two threads must not use collectives of one group."""
+    """A gloo group of all ranks for one purpose, because two threads must not share the collectives of a group."""
     return dist.new_group(backend="gloo", timeout=timedelta(hours=2))
 
 
@@ -112,11 +112,11 @@ def parallelize(model: nn.Module, ranks: Ranks, recipe: Recipe) -> None:
     lowered = torch.bfloat16 if recipe.train.precision == "bf16" else None
     settings: dict[str, Any] = {
         "mesh": _mesh(recipe.parallel, ranks),
-        # Inputs are not cast: what a mechanism carries from layer to layer in fp32 stays fp32.
+        # Inputs are not cast: fp32 state that a mechanism passes between layers stays fp32.
         "mp_policy": MixedPrecisionPolicy(lowered, reduce_dtype=torch.float32, cast_forward_inputs=False),
         "reshard_after_forward": recipe.parallel.reshard_after_forward and ranks.name in ("fsdp", "hsdp"),
     }
-    # A layer returns its key and value, which are views and are not changed in place.
+    # A layer returns its key and value, which are views and never modified in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     for layer in layers:
         fully_shard(layer, **settings)
@@ -126,7 +126,7 @@ def parallelize(model: nn.Module, ranks: Ranks, recipe: Recipe) -> None:
 def synchronize_gradients(model: nn.Module, last: bool) -> None:
     """Called before a micro-batch: replicas sum their gradients once, after the step's last micro-batch.
 
-    Sharded gradients are still reduced after each, since a rank has no memory for whole gradients.
+    Sharded gradients are still reduced after each one, because a rank has no memory for full gradients.
     """
     if isinstance(model, FSDPModule):
         model.set_requires_all_reduce(last)

@@ -1,7 +1,6 @@
-"""A learning-rate probe: a run that is all warm-up, and the rates at which its gradient norm and its loss are least.
-
-Beyond the rate where the gradient norm begins to rise, steps work against each other. GeoGalactica took its rate from
-there. It is one run without a control: a starting point, not the best rate.
+"""A learning-rate probe: a run that consists of warm-up, and the learning rates with the least gradient norm and loss.
+Above the learning rate at which the gradient norm starts to rise, steps counteract each other. GeoGalactica chose its
+learning rate there. A probe is one run without a control: a starting point, not the optimum.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ if TYPE_CHECKING:
     from fathom.training.loop import Run
 
 SMOOTH = 0.05
-"""Numbers are averaged over this share of the steps on either side, since those of one batch are noisy."""
+"""Values are averaged over this share of the steps on either side, because single batches are noisy."""
 LEAST = 20
 """Fewest steps of a probe."""
 
 
 def is_probe(recipe: Recipe) -> bool:
-    """Whether a run only raises its rate: its warm-up is all of it."""
+    """Whether a run consists of warm-up."""
     return recipe.train.steps >= LEAST and recipe.optim.rising(recipe.train.steps) >= recipe.train.steps
 
 
@@ -39,23 +38,23 @@ class Probe:
 
     rates: tuple[float, ...]
     losses: tuple[float, ...]
-    """Smoothed, for every rate."""
+    """Smoothed losses, for every learning rate."""
     gradients: tuple[float, ...]
-    """Smoothed norms, for every rate."""
+    """Smoothed gradient norms, for every learning rate."""
 
     @property
     def loss(self) -> float:
-        """The rate at which the smoothed loss is least."""
+        """The learning rate with the least smoothed loss."""
         return self.rates[self.losses.index(min(self.losses))]
 
     @property
     def gradient(self) -> float:
-        """The rate at which the smoothed gradient norm is least."""
+        """The learning rate with the least smoothed gradient norm."""
         return self.rates[self.gradients.index(min(self.gradients))]
 
     @property
     def steps(self) -> int:
-        """Steps that were read, each with a rate of its own."""
+        """Number of steps, each with another learning rate."""
         return len(self.rates)
 
     def to_dict(self) -> dict[str, object]:
@@ -65,8 +64,9 @@ class Probe:
     def __str__(self) -> str:
         """The result as text."""
         return (
-            f"over {self.steps} rates up to {self.rates[-1]:.2g} the gradient norm was least at {self.gradient:.2g}, "
-            f"the loss at {self.loss:.2g}: begin with the smaller, warmed up"
+            f"over {self.steps} learning rates up to {self.rates[-1]:.2g} the gradient norm was least at "
+            f"{self.gradient:.2g}, "
+            f"the loss at {self.loss:.2g}: start with the smaller one, after a warm-up"
         )
 
 
@@ -78,9 +78,9 @@ def read_probe(run_dir: str | Path) -> Probe:
 
 
 def find_edges(rates: Sequence[float], losses: Sequence[float], gradients: Sequence[float]) -> Probe:
-    """Find where smoothed losses and gradient norms are least; one of each for every rate, rates rising."""
+    """Find the minima of smoothed losses and gradient norms, given for rising learning rates."""
     if len(rates) < LEAST:
-        raise ValueError(f"{len(rates)} steps are no probe: allowed: {LEAST} or more")
+        raise ValueError(f"{len(rates)} steps are too few for a probe: allowed: {LEAST} or more")
     width = max(2, round(SMOOTH * len(rates)))
     return Probe(tuple(rates), _smoothed(losses, width), _smoothed(gradients, width))
 
@@ -103,7 +103,7 @@ class ProbeReport(Hook):
         try:
             found = read_probe(run.run_dir)
         except (OSError, ValueError):
-            return  # it ended too early, and the run reports why
+            return  # it ended too early, which the run reports
         run.say(str(found))
         source = provenance()
         html.write(run.run_dir, {**source, "verdict": str(found), **found.to_dict()}, page(found, source))
@@ -127,9 +127,10 @@ def page(found: Probe, source: Provenance) -> str:
             html.figure(title, line_plot(lines, "rate, log10", title.lower(), words, x_from_zero=False), words)
         )
     reading = [
-        f"Every step has a rate of its own; curves are means over {100 * SMOOTH:.0f} % of the steps on either side.",
-        "Beyond the rate where the gradient norm turns up, steps begin to work against each other. This is one run "
-        "without a control: a place to begin, to be held against its neighbours.",
+        f"Every step has another learning rate; curves are means over {100 * SMOOTH:.0f} % of the steps on either "
+        "side.",
+        "Above the learning rate at which the gradient norm starts to rise, steps counteract each other. This is one "
+        "run without a control: a starting point. Compare it with neighbouring values.",
     ]
     return html.page(
         "Learning-rate probe",

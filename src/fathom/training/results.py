@@ -20,7 +20,7 @@ class CorrelationValues(TypedDict):
 
 
 class TripsValues(TypedDict):
-    """Trips that tokens of held-out text made: per token, and the share of tokens that made one, two, …"""
+    """Iterations of held-out tokens: per token, and the share of tokens with one, two, …"""
 
     mean: float
     shares: list[float]
@@ -42,7 +42,7 @@ class DecodingGap(TypedDict):
 
 
 class ScoreValues(TypedDict):
-    """The loss on some text; `accuracy` is of puzzles, and missing in results of older versions."""
+    """The loss on some text; `accuracy` is for puzzles."""
 
     loss: float
     bits_per_byte: float
@@ -51,7 +51,7 @@ class ScoreValues(TypedDict):
 
 
 class EvaluationValues(ScoreValues, total=False):
-    """A held-out evaluation; what follows `position_loss` is missing in results of older versions."""
+    """A held-out evaluation."""
 
     perplexity: float
     domains: dict[str, ScoreValues]
@@ -63,7 +63,7 @@ class EvaluationValues(ScoreValues, total=False):
 
 
 class RunResult(TypedDict, total=False):
-    """`result.json` of a finished run; `evaluation` is None for a run that has no held-out text."""
+    """`result.json` of a finished run; `evaluation` is None without held-out text."""
 
     step: int
     tokens: int
@@ -74,7 +74,7 @@ class RunResult(TypedDict, total=False):
 
 
 class TrainerState(TypedDict, total=False):
-    """What of a checkpoint's `trainer.json` is read again; older checkpoints have no `hooks`."""
+    """The part of a checkpoint's `trainer.json` that is read again."""
 
     seconds: float
     corpus: str
@@ -83,7 +83,7 @@ class TrainerState(TypedDict, total=False):
 
 def read_result(run_dir: Path) -> RunResult:
     """The result of a finished run: `numbers` are in its evaluation, where there is one."""
-    remedy = "delete it, and the same command evaluates the run again"
+    remedy = "delete it and run the same command to evaluate again"
     values: RunResult = read_written(run_dir / RESULT, "evaluation", remedy=remedy)
     scores = values["evaluation"]
     return values if scores is None else {**values, "evaluation": numbers(scores)}
@@ -92,15 +92,12 @@ def read_result(run_dir: Path) -> RunResult:
 def held_out(run_dir: Path) -> EvaluationValues:
     """The evaluation of a finished run that has held-out text, as every run of a comparison has."""
     scores = read_result(run_dir)["evaluation"]
-    assert scores is not None, f"{run_dir}: a run of a comparison has held-out text"
+    assert scores is not None, f"{run_dir}: a run of a comparison needs held-out text"
     return scores
 
 
 def numbers(scores: EvaluationValues) -> EvaluationValues:
-    """Scores out of JSON: a loss that is null is NaN again, and that of a stretch without targets None.
-
-    Results of earlier versions hold bare NaN for both.
-    """
+    """Scores from JSON: a null loss becomes NaN, and a part of the context without targets None."""
     domains = {name: cast(ScoreValues, {**score, **_losses(score)}) for name, score in scores["domains"].items()}
     stretches = [None if loss is None or math.isnan(loss) else loss for loss in scores["position_loss"]]
     return cast(EvaluationValues, {**scores, **_losses(scores), "domains": domains, "position_loss": stretches})

@@ -1,4 +1,4 @@
-"""What a recipe's name of a checkpoint stands for."""
+"""Resolve the name of a checkpoint in a recipe."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def source_of(source: str, key: str) -> Path | Saved:
             raise SettingsError(f"{key}={source}: {problem}")
         return directory
     saved = find_checkpoint(source)
-    if not is_settled(source, saved):  # the next reader, another arm or this run again, may find a newer one
+    if not is_settled(source, saved):  # the next reader may find a newer one
         one = f"{source}@step-{saved.step}"
-        raise SettingsError(f"{key}={source}: not finished; name a checkpoint of it, as in {one}")
+        raise SettingsError(f"{key}={source}: not finished; name one of its checkpoints, as in {one}")
     return saved

@@ -24,16 +24,15 @@ from fathom.report.files import read_json
 
 
 def require_tokenizer(recipe: Recipe, data: TokenDataset) -> None:
-    """Refuse a corpus with another tokenizer than that of the checkpoint that a recipe continues.
-
-    A checkpoint without a tokenizer cannot be checked and passes.
+    """Reject a corpus whose tokenizer differs from that of the recipe's checkpoint. A checkpoint without a tokenizer is
+    not checked.
     """
     if (source := recipe.model.get("from_pretrained")) is not None:
         require_same_tokenizer(source, f"model.from_pretrained={source}", recipe, data)
 
 
 def require_same_tokenizer(source: str, key: str, recipe: Recipe, data: TokenDataset) -> None:
-    """Refuse a corpus with another tokenizer than that of a checkpoint, which `key` names in the message."""
+    """Reject a corpus whose tokenizer differs from that of a checkpoint; `key` names the checkpoint in the message."""
     if recipe.data.other_tokenizer:
         return
     theirs, ours = _of_source(source), _known(data.tokenizer_directory) or {data.tokenizer_identity}
@@ -41,7 +40,7 @@ def require_same_tokenizer(source: str, key: str, recipe: Recipe, data: TokenDat
         one, other = (sorted(map(str, known))[0][:12] for known in (theirs, ours))
         raise SettingsError(
             f"{key}: its tokenizer ({one}) is not that of data.directory={data.directory} "
-            f"({other}): prepare the corpus with it, or say data.other_tokenizer=true"
+            f"({other}): prepare the corpus with that tokenizer, or set data.other_tokenizer=true"
         )
 
 
@@ -57,12 +56,12 @@ def _of_source(source: str) -> set[str | None]:
 
 
 def _known(directory: Path) -> set[str | None]:
-    """Identities of a tokenizer: of its files as they are, and as transformers writes them again."""
+    """Hashes of a tokenizer: of its files, and of the files that transformers writes for it."""
     found: set[str | None] = set()
     if (directory / TOKENIZER_JSON).exists():
         found.add(identity((directory / TOKENIZER_JSON).read_text(encoding="utf-8")))
     elif not any((directory / name).exists() for name in (SENTENCEPIECE_MODEL, VOCABULARY)):
         return found
-    with suppress(DataError):  # a tokenizer with which no corpus can be made
+    with suppress(DataError):  # no corpus can be prepared with this tokenizer
         found.add(identity(load_tokenizer(str(directory)).backend_tokenizer.to_str()))
     return found

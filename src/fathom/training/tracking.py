@@ -1,4 +1,4 @@
-"""Where a run's numbers go: metrics.jsonl always, wandb, trackio or TensorBoard by name, and the terminal."""
+"""Experiment trackers: metrics.jsonl always, wandb, trackio or TensorBoard by name, and the terminal."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ if TYPE_CHECKING:
 
 
 class JsonLines(Hook):
-    """One JSON object per line. A full disk delays lines; it does not lose them or stop the run."""
+    """One JSON object per line. With a full disk, lines wait in memory and the run continues."""
 
     def __init__(self, path: Path, step: int, say: Callable[[str], None]) -> None:
         self.path, self.say = path, say
         self._waiting: list[str] = []
         self._complained = False
         if damaged := _forget_after(path, step):
-            say(f"{path}: {damaged} damaged lines are left out")
+            say(f"{path}: {damaged} damaged lines are skipped")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Append a line."""
         # JSON has no NaN: null stands for any number that is not finite, and `read_metrics` returns NaN for it.
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
         self._waiting.append(json.dumps({"step": step, **finite}, allow_nan=False) + "\n")
-        # Whole lines in one write: a killed process leaves at most one broken line, and the last.
+        # Whole lines in one write: a killed process leaves at most one broken line, the last.
         text = "".join(self._waiting).encode()
         try:
             before = self.path.stat().st_size if self.path.exists() else 0
@@ -63,9 +63,9 @@ class Identity:
     """The identity of a run in a tracking service."""
 
     id: str
-    """An id kept in the run directory: the same after a resume, and different for every run."""
+    """An id in the run directory: the same after a resume, different for every run."""
     name: str
-    """The displayed name: the directory's, in a comparison with its arm."""
+    """The displayed name: the directory, in a comparison with the arm."""
     group: str | None
     """The comparison that a run is part of."""
 
@@ -88,7 +88,7 @@ class _Service(Protocol):
 
 
 class TrackingService(Hook):
-    """A tracking service to which the numbers of a step are sent together."""
+    """A tracking service that receives the numbers of a step together."""
 
     _run: _Service
 
@@ -153,7 +153,7 @@ BACKENDS: dict[str, Callable[[Path, Recipe], Hook]] = {
 
 
 def require_backends(recipe: Recipe) -> None:
-    """Refuse a recipe that names a tracker which is not installed."""
+    """Reject a recipe that names a tracker which is not installed."""
     for name in recipe.track.backends:
         if importlib.util.find_spec(name) is None:
             raise SettingsError(f"track.backends={name}: not installed; {to_install(name)}")
@@ -185,7 +185,8 @@ def _parsed(line: bytes) -> dict[str, float] | None:
 
 
 def _forget_after(path: Path, step: int) -> int:
-    """Drop lines after `step`, which a resumed run writes again, and damaged ones; returns how many are damaged."""
+    """Drop damaged lines and lines after `step`, which a resumed run writes again; returns the number of damaged
+    lines."""
     lines = _lines(path)
     parsed = [(line, _parsed(line)) for line in lines]
     kept = [line for line, values in parsed if values is not None and values["step"] <= step]
@@ -200,7 +201,7 @@ def _lines(path: Path) -> Sequence[bytes]:
 
 
 class Display(Hook):
-    """The terminal: a live panel where there is one, a line per log interval elsewhere."""
+    """The display: a live panel on a terminal, else one line per log interval."""
 
     def __init__(self, mode: str, title: str, steps: int) -> None:
         self.steps, self.title = steps, title
@@ -216,7 +217,7 @@ class Display(Hook):
             self._live.start()
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Show a step's numbers, if they came with a speed: one line per interval is enough."""
+        """Show a step's numbers if they include the speed, once per interval."""
         if "tokens_per_second" not in values or self.mode == "none":
             return
         if self._live is not None:
@@ -226,7 +227,7 @@ class Display(Hook):
             print("  ".join(parts), file=sys.stderr, flush=True)
 
     def say(self, text: str) -> None:
-        """Show a sentence."""
+        """Show a message."""
         if self._live is not None:
             self._live.console.print(text, markup=False, highlight=False)
         elif self.mode != "none":

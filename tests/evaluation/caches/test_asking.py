@@ -92,7 +92,7 @@ def test_tasks_that_the_full_cache_does_not_solve_enter_no_verdict() -> None:
     found = values({"one": [1.0, 1.0], "vt": [0.4, 0.2]}, {"one": [1.0, 0.0], "vt": [1.0, 1.0]})
     assert solved(found) == (["one"], ["vt"])
     words = sentence(found, "tova")
-    assert "The full cache solves one; the tasks that it solves below 50 % say nothing about caches: vt." in words
+    assert "The full cache solves one; tasks that it solves below 50 % are not used: vt." in words
     assert "There tova scores 0.50" in words and "full 1.00" in words
     (by_task, overall) = question_tables(found, ["tova"])
     assert "without a verdict: vt" in by_task[0] and by_task[1][1:3] == ["one, outside", "one, inside"]

@@ -1,7 +1,6 @@
-"""Questions: which are asked, and what a model with a cache answers.
-
-A natural needle's answer is read token by token: it is found if every token is the likeliest, and costs nats. RULER's
-answers are generated greedily, and score the share of expected strings that appear.
+"""Select questions, and score the answers of a model with a cache. A natural needle is found if every token of its
+answer is the likeliest; the nats are recorded too. RULER's answers are generated greedily, and score the share of
+expected strings that appear.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 BATCH_TOKENS = 8192
 """Prompts of one length are read together, up to so many tokens."""
 LOOKED_AT = 8
-"""Generated texts are looked at after every so many tokens, and end when all answers are there."""
+"""Generated text is checked every so many tokens, and ends when all answers appear."""
 
 
 def make_prompts(
@@ -91,14 +90,14 @@ def answer(
     survivors: int,
     width: int = CHUNK,
 ) -> list[AnswerValues]:
-    """What a model says to prompts that are read together.
+    """The model's answers to a batch of prompts.
 
     Args:
         model: Any causal language model.
         tokenizer: Its tokenizer.
         new_cache: An empty cache with room for so many tokens.
         prompts: As `batches` gives them.
-        survivors: Entries that a compression leaves: what forgetting still holds of the past.
+        survivors: Entries that a compression keeps: the past that `drop` still has.
         width: Tokens of a row to read at once.
     """
     ids = torch.stack([prompt.ids for prompt in prompts])

@@ -1,4 +1,4 @@
-"""Evaluate every checkpoint with every cache; results are stored as they come, and make a report."""
+"""Evaluate every checkpoint with every cache, store the results, and write a report."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 TASKS = {"1 needle": (1, True), "4 needles": (4, True), "4 needles, anywhere": (4, False)}
 """Needles of tokens: number in a text, and whether all are planted in its first window."""
 NEEDLES = ("tokens", "natural")
-"""Kinds of needles: drawn tokens among which the answer is chosen, or sentences in real text."""
+"""Kinds of needles: random tokens with multiple-choice answers, or sentences in real text."""
 COMPRESSIONS = (1, 2, 4)
 QUESTIONS = 300
 """Questions for each cache, over all tasks, places and numbers of compressions."""
@@ -69,7 +69,7 @@ class Asked:
     at: tuple[int, ...]
     """Text lengths, in windows."""
     wishes: CacheWishes
-    """The schedule, as far as the command line says it."""
+    """The schedule from the command line."""
     questions: int = QUESTIONS
     compressions: tuple[int, ...] = COMPRESSIONS
     """How often the cache is compressed before a question is answered."""
@@ -85,7 +85,7 @@ class Asked:
     def policy(self, checkpoint: Checkpoint, method: str) -> CacheSettings:
         """Method and schedule."""
         config = read_json(checkpoint.directory / CONFIG)
-        # A ratio is meant for the methods that have one.
+        # A ratio applies only to methods that have one.
         meant = method not in METHODS or METHODS[method].has_ratio
         return cache_policy(method, config.get("kvcache"), self.wishes if meant else replace(self.wishes, ratio=None))
 
@@ -103,11 +103,11 @@ class Asked:
 def evaluate_caches(checkpoints: Sequence[str | Path], settings: Settings, asked: Asked) -> CacheReport:
     """Evaluate every checkpoint with every cache; returns what `report.json` holds."""
     if settings.max_trips is not None:
-        raise SettingsError("--max-trips and --kvcache: ask one question at a time")
+        raise SettingsError("--max-trips and --kvcache exclude each other")
     named = name_checkpoints(checkpoints, settings)
     domains = settings.texts()
     if asked.needles == "natural" and not domains:
-        raise SettingsError("--needles natural: give --perplexity FILES: the needles are planted in their text")
+        raise SettingsError("--needles natural needs --perplexity FILES, in whose text the needles are planted")
     schedules = [asked.schedule(checkpoint) for checkpoint in named]
     found = {}
     for checkpoint, schedule in zip(named, schedules, strict=True):
@@ -133,7 +133,7 @@ def ask(
 
     Args:
         kvcache: Methods, comma between.
-        wishes: The schedule; what it does not say is as the checkpoint was tuned.
+        wishes: The schedule; the rest is as the checkpoint was tuned.
         at: Numbers of windows, comma between.
         questions: Questions for each cache, over everything that is asked.
         compressions: Numbers of compressions before an answer, comma between.
@@ -170,7 +170,7 @@ def ask(
 
 
 class Evaluation:
-    """One checkpoint with every cache, in parts that are kept as they come."""
+    """One checkpoint with every cache; finished parts are stored."""
 
     def __init__(
         self,
@@ -360,7 +360,7 @@ class Evaluation:
 
 
 def _quietly(model: PreTrainedModel, policy: CacheSettings) -> Cache:
-    """A cache; that a checkpoint was not tuned is said in the report."""
+    """A cache; the report states if the checkpoint was not tuned for it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UntunedWarning)
         return build_cache(model, **policy)

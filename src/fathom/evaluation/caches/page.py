@@ -60,7 +60,11 @@ def _sentence(name: str, values: CheckpointCacheRow, report: CacheResults) -> st
     first, window = report["methods"][0], values["schedule"]["window"]
     mine = values["caches"][first]
     parts = []
-    for words, holds in (("better than", _is_better), ("worse than", _is_worse), ("not told apart from", _is_open)):
+    for words, holds in (
+        ("better than", _is_better),
+        ("worse than", _is_worse),
+        ("not significantly different from", _is_open),
+    ):
         gaps = [gap for gap in values["differences"] if gap["method"] == first and holds(gap)]
         if gaps:
             others = ", ".join(f"{gap['other']} ({_signed(gap)})" for gap in gaps)
@@ -82,10 +86,10 @@ def _found(recall: Recall) -> str:
     last = next((r for r, most in enumerate(sure) if not most), len(sure)) - 1
     end = recall.intervals[last + 1] if last + 1 < len(sure) else None
     if last == 0 and end is not None and end[1] < 0.5:
-        return "loses most of four needles at the first compression"
+        return "loses most of the four needles at the first compression"
     if last == 0:
-        return "finds most of four needles in its window, but after one compression not clearly more or fewer than half"
-    return f"finds most of four needles through {last} compressions"
+        return "finds most of the four needles in its window; after one compression the result is inconclusive"
+    return f"finds most of the four needles through {last} compressions"
 
 
 def _is_better(gap: CacheGap) -> bool:
@@ -189,7 +193,7 @@ def _cost_table(values: CheckpointCacheRow, report: CacheReport) -> Table:
 
 
 def show(report: CacheReport, out: Path | None) -> None:
-    """The tables, the sentence, and where the page is."""
+    """The tables, the verdict, and the path of the page."""
     from rich.console import Console
 
     console = Console(highlight=False, width=line_width())
@@ -321,17 +325,18 @@ def _method(report: CacheReport) -> list[str]:
     ]
     haystacks = " and ".join(sorted({f"of {values['haystack']}" for values in report["checkpoints"].values()}))
     return [
-        "Every cache reads the same tokens once, as in serving: a prediction is made from what the cache then holds. "
-        "full holds everything: beyond the length that the weights were trained at it shows their limit, not its own.",
+        "Every cache reads the same tokens once, as in serving, and predicts from its entries. full keeps everything; "
+        "beyond the training length, its loss shows the limit of the weights, not of the cache.",
         f"A needle is a key of two tokens and a value, planted in a text {haystacks} (random tokens where no document "
-        "is long enough); the key is asked for once, and the likeliest of the values is the answer. Compressions are "
-        "counted by one schedule for all; a needle that is not found at 0 says nothing about the cache. Intervals are "
-        "Wilson's, over questions.",
-        "Questions in words: 'outside' comes after the last compression, which could not see it; 'inside' comes just "
-        "before it. All caches answer the same questions, and differences to the full cache are paired over them. The "
+        "is long enough); the key is asked for once, and the likeliest of the values is the answer. All caches count "
+        "compressions by the same schedule. A needle that is missed at 0 compressions says nothing about the cache. "
+        "Intervals are Wilson's, over questions.",
+        "Questions in words: 'outside' questions come just after the last compression, which could not use them; "
+        "'inside' questions come just before it. All caches answer the same questions, and differences to the full "
+        "cache are paired over them. The "
         "tasks one, several and lookalike count exact answers; RULER's count the expected strings that appear.",
-        "Bytes are those of the cache's tensors. Peak memory is what the process or device used at most over what it "
-        f"used before. Decoding times single tokens in {clock}, compressions included: the slowest token is one.",
+        "Bytes are those of the cache's tensors. Peak memory is the increase over the memory in use before. Decoding "
+        f"times single tokens in {clock}, compressions included: the slowest token is one.",
         "Spectrum: how much of the energy lies in the mean over a window, which averaging keeps too, and how much of "
         f"the rest in the frequencies that a first compression keeps; of white noise {' or '.join(whites) or DASH}.",
         *missing,

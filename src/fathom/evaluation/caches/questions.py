@@ -1,4 +1,4 @@
-"""What the answers to questions say: scores by cell, which tasks the full cache solves, and differences to it."""
+"""Summaries of the answers: scores by cell, the tasks that the full cache solves, and differences to it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fathom.report.numbers import DASH, signed
 from fathom.report.statistics import paired_difference, wilson
 
 SOLVED = 0.5
-"""Tasks that the full cache answers less well enter no verdict."""
+"""Tasks on which the full cache scores lower are not used in the verdict."""
 Table = tuple[str, list[str], list[list[str]]]
 Filter = Callable[[AnswerValues], bool]
 
@@ -76,13 +76,13 @@ def scores_of(values: CheckpointCaches, method: str) -> Scores:
 
 
 def sentence(values: CheckpointCaches, method: str) -> str:
-    """What the questions say of a cache; nothing if none were asked."""
+    """The verdict of the questions on a cache; empty if none were asked."""
     if not values["questions"]["reference"]:
         return ""
     good, bad = solved(values)
     words = f" The full cache solves {', '.join(good) or 'no task'}"
     if bad:
-        words += f"; the tasks that it solves below 50 % say nothing about caches: {', '.join(bad)}"
+        words += f"; tasks that it solves below 50 % are not used: {', '.join(bad)}"
     if not good:
         return words + "."
     mine = scores_of(values, method).where(lambda one: one["task"] in good)
@@ -112,7 +112,7 @@ def question_tables(values: CheckpointCaches, methods: Sequence[str]) -> Iterato
         return lambda one: one["task"] == task and one["place"] == place
 
     rows = [[method, *(of(method).where(in_cell(*cell)).score for cell in cells)] for method in shown]
-    note = f"; below 50 % with the full cache, so without a verdict: {', '.join(bad)}" if bad else ""
+    note = f"; not used, below 50 % with the full cache: {', '.join(bad)}" if bad else ""
     columns = ["cache", *(f"{task}, {place}" for task, place in cells)]
     yield f"answers, 95 % intervals: score by task and by place of the question{note}", columns, rows
     rows = []
