@@ -139,7 +139,7 @@ def test_drafts_are_refused_before_anything_is_shown(tmp_path: Path, capsys: pyt
     shape = {"recurrence": "loop", "recurrence_options": {"trips": 2}}
     once, loop = export_tiny(tmp_path / "once"), export_tiny(tmp_path / "loop", **shape)
     for directory, message in (
-        (once, "this model has no loop iterations"),
+        (once, "has no loop iterations"),
         (loop, "draft_trips must be between 1 and 1"),
     ):
         assert main(["generate", str(directory), "deep", "--speculate", "9", "--device", "cpu"]) == 2

@@ -242,8 +242,8 @@ def test_the_sentence_says_no_more_than_the_interval() -> None:
     said = verdict({"methods": ["freqkv"], "checkpoints": {"m": values}})
     assert said == (
         "m: freqkv's loss beyond 64 tokens is better than drop (−0.2000 ± 0.1000); worse than full (+0.3000 ± 0.1000); "
-        "not significantly different from average (−0.1000 ± 0.2000), sinks (−1.0000). It finds most of the four needles "
-        "through 2 compressions, and holds 32 kB after 4,096 tokens."
+        "not significantly different from average (−0.1000 ± 0.2000), sinks (−1.0000). It finds most of the four "
+        "needles through 2 compressions, and holds 32 kB after 4,096 tokens."
     )
     for right, words in (
         ([55, 20, 20, 20, 20], "is inconclusive on needles (recall within the window is not clearly above 50 %), and"),
