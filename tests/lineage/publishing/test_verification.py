@@ -81,7 +81,7 @@ def reports(family: Path) -> dict[str, Path]:
 def test_a_report_holds(reports, case):
     result = commands.verify(reports[case])
     assert result.exit_code == 0, result.text
-    assert result.text.splitlines()[0] == "holds" and "not recomputed: versions and platform" in result.text
+    assert result.text.splitlines()[0] == "holds" and "not recomputed: versions, platform" in result.text
     assert ("null file" in result.text) == (case == "null")
 
 
@@ -147,6 +147,16 @@ def test_what_cannot_be_recomputed_must_still_be_possible(reports, entry, value)
     (found,) = verification.differences(changed, body)
     assert found.startswith(".".join(map(str, entry))) and "cannot be" in found
     assert not verification.differences(body | {"seconds": 12}, body)
+
+
+@pytest.mark.parametrize(("factor", "noticed"), [(0, 1), (0.4, 1), (0.9, 0), (1.9, 0), (3, 1), (1 << 40, 1)])
+def test_a_report_cannot_say_that_more_or_less_of_a_model_was_read(reports, factor, noticed):
+    body = json.loads(reports["controls"].read_text())
+    changed = copy.deepcopy(body)
+    item = changed["inputs"][1]
+    item["bytes_read"] = int(factor * item["bytes_read"])
+    found = verification.differences(changed, body)
+    assert len(found) == noticed and all(one.startswith("inputs.1.bytes_read: ") for one in found)
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ from fathom.lineage.weights import Weights, open_weights
 
 SCORE, DRIFT = 1e-3, 0.05  # tolerances of scores and statistics, and of the drift
 P, PRINTED_P = 0.01, 0.1  # tolerances of log p: as a number, and as printed with two digits
+READ = 2.0  # tolerance of bytes read, which say how much of a model was looked at: a factor
 COSTS = {"bytes_read", "seconds"}
 MADE = {"version", "numpy", "platform"}
 SENTENCES = {
@@ -161,7 +162,7 @@ def unidentified(body: LineageReport) -> list[str]:
 def not_recomputed(body: LineageReport, with_page: bool = False) -> list[str]:
     """Statements of a report that recomputation cannot check."""
     out = [
-        "versions and platform, seconds, bytes read: of the run that made the report",
+        "versions, platform and seconds: of the run that made the report; bytes read, within a factor of two",
         "the drawings in report.html and the portrait files"
         if with_page
         else "report.html: it is not beside the report",
@@ -186,7 +187,7 @@ def differences(said: LineageReport, again: LineageReport) -> list[str]:
 def _differences(said: object, again: object, path: tuple[str, ...]) -> Iterator[str]:
     where = ".".join(path)
     if path and (path[-1] in COSTS or (path[0] == "tool" and path[-1] in MADE)):
-        if not _may_be(said, again):
+        if not _may_be(said, again, path[-1]):
             yield f"{where}: the report says {_short(said)}, which it cannot be"
         return
     if isinstance(said, dict) and isinstance(again, dict):
@@ -202,11 +203,13 @@ def _differences(said: object, again: object, path: tuple[str, ...]) -> Iterator
         yield f"{where}: the report says {_short(said)}, recomputed {_short(again)}"
 
 
-def _may_be(said: object, again: object) -> bool:
-    """Whether an entry that is of one run alone has a possible value: words, or a number of at least 0."""
+def _may_be(said: object, again: object, key: str) -> bool:
+    """Whether an entry of one run alone is possible: words, seconds, or about as many bytes as were read now."""
     if not _is_number(again):
         return type(said) is type(again)
-    return _is_number(said) and 0 <= said < math.inf and not (isinstance(again, int) and isinstance(said, float))
+    if key == "bytes_read":
+        return type(said) is int and again <= READ * said and said <= READ * again
+    return _is_number(said) and 0 <= said < math.inf
 
 
 def _short(value: object) -> str:
