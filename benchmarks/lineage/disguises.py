@@ -137,6 +137,7 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--directory", type=Path, required=True)
     parser.add_argument("--count", type=int, default=400)
     parser.add_argument("--minutes", type=float, default=60)
+    parser.add_argument("--only", nargs="+", choices=FAMILIES, default=list(FAMILIES), help="these families alone")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(words)
     torch.set_num_threads(1)
@@ -144,7 +145,7 @@ def main(words: list[str] | None = None) -> int:
     draw, started, rows = np.random.default_rng(0), time.monotonic(), []
     where = options.directory / "disguised"
     while len(rows) < options.count and time.monotonic() - started < 60 * options.minutes:
-        family = list(FAMILIES)[len(rows) % len(FAMILIES)]
+        family = options.only[len(rows) % len(options.only)]
         source = options.directory / f"{family}-{draw.integers(6)}"
         usable = [*FAMILIES[family], *(EXTRA if family != "gpt2" else ("relabel",))]
         kinds = [str(k) for k in draw.choice(usable, min(int(draw.integers(1, 6)), len(usable)), replace=False)]
@@ -168,7 +169,7 @@ def main(words: list[str] | None = None) -> int:
         "function kept": len(kept),
         "labels": dict(Counter(row["label"] for row in kept)),
         "labels by family": {
-            f: dict(Counter(r["label"] for r in kept if r["model"].rsplit("-", 1)[0] == f)) for f in FAMILIES
+            f: dict(Counter(r["label"] for r in kept if r["model"].rsplit("-", 1)[0] == f)) for f in options.only
         },
         "with signs": sum(bool(row["signs"]) for row in kept),
         "not found": [row for row in kept if row["label"] in {"no evidence found", "inconclusive"}],

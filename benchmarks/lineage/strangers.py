@@ -322,11 +322,12 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--strangers", type=int, default=2000)
     parser.add_argument("--rotated", type=int, default=240)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", nargs="+", choices=SHAPES, default=list(SHAPES), help="these families alone")
     parser.add_argument("--train-only", action="store_true")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(words)
     torch.set_num_threads(1)
-    every = members()
+    every = [m for m in members() if m.family in options.only]
     made(options.directory, every)
     if options.train_only:
         return 0
