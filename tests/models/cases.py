@@ -78,6 +78,10 @@ CASES: dict[str, tuple[str, dict]] = {
             }
         },
     ),
+    "loop-exit": (
+        "loop",
+        {"recurrence": {"trips": 3, "norm_between": "final", "exit": "joint", "exit_threshold": 0.6}},
+    ),
     "loop+depth_attention": ("loop+depth_attention", {"recurrence": {"trips": 2}}),
     "loop+depth_attention-grid": (
         "loop+depth_attention",
@@ -168,7 +172,7 @@ CASES["depth_attention-normed@llama"] = (
     "depth_attention",
     {"mixer": {"norm_scores": True}, "backbone": BACKBONES["llama"]},
 )
-LATER = ("-blend", "-diagonal", "-dense", "-sparse", "-snapshot", "-free", "-middle", "-last", "-delta")
+LATER = ("-blend", "-diagonal", "-dense", "-sparse", "-snapshot", "-free", "-middle", "-last", "-delta", "-exit")
 FAST = [case for case in CASES if not set("+@") & set(case) and not case.endswith(LATER)]
 FAST += ["loop+depth_attention-grid", "latent_cot+depth_attention"]
 FAST += ["depth_attention@neox", "attention_residuals@neox", "ponder@gpt2", "loop@olmo2", "latent_cot@gemma"]
@@ -210,7 +214,10 @@ def build(config: FathomConfig, seed: int = 0, dtype: torch.dtype = torch.float3
 def closed(config: FathomConfig) -> dict[str, dict]:
     """Options of every axis with which a model starts as the one without mechanisms, as far as there are any."""
     parts = {axis: known()[getattr(config, axis)].closed for axis in DEFAULTS}
-    return {f"{axis}_options": {**getattr(config, f"{axis}_options"), **(keys or {})} for axis, keys in parts.items()}
+    made = {f"{axis}_options": {**getattr(config, f"{axis}_options"), **(keys or {})} for axis, keys in parts.items()}
+    if "exit" in made["recurrence_options"]:
+        made["recurrence_options"]["exit"] = "none"  # a gate needs an open loop
+    return made
 
 
 def with_gains(model: FathomForCausalLM, gain: float = 3.0) -> FathomForCausalLM:

@@ -86,6 +86,8 @@ class Walk:
     """`latent_cot`: the first trip's hidden state."""
     first: Array | None = None
     """The stream that the first trip ended in."""
+    left: float = 1.0
+    """`loop` with an exit gate: the probability of further trips."""
 
     @property
     def trips(self) -> int:
@@ -599,7 +601,7 @@ class Oracle:
             return self._by_shares(walk, k, h, last)
         if self.recurrence == "latent_cot":
             return self._by_reach(walk, h, last)
-        walk.readout = h
+        walk.readout = self._chosen(walk, k, h) if self.options.get("exit", "none") != "none" else h
         if last:
             return None
         if self.recurrence == "adaponder":
@@ -616,6 +618,15 @@ class Oracle:
         if self.recurrence == "ponder":
             return Step(between(x, h, self.options))
         return Step(self._looped(walk, k, r, h) if self.recurrence == "loop" else h)
+
+    def _chosen(self, walk: Walk, k: int, h: Array) -> Array | float:
+        """What a token is read out as once trip k is made: with an exit gate, nothing new once it is sure enough."""
+        threshold = self.options["exit_threshold"]
+        if threshold == 1:
+            return h
+        gone = k > 0 and self.above(1 - walk.left, threshold)
+        walk.left *= 1 - float(sigmoid(self.linear(h, "model.recurrence.exit_gate"))[0])
+        return walk.readout if gone else h
 
     def _looped(self, walk: Walk, k: int, r: Array, h: Array) -> Array:
         """The next trip's input, by what it is given of the first one's."""

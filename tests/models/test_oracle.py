@@ -341,18 +341,22 @@ def draw_blend(rng: random.Random, config: dict[str, Any]) -> None:
     """λ of every mechanism that has one, and a loop's damping."""
     for axis in ("mixer", "residual", "recurrence"):
         closed = known()[config[axis]].closed
+        if "exit" in config[f"{axis}_options"]:
+            continue
         inside = axis == "recurrence" and config["residual"] != "plain" and config[f"{axis}_options"].get("coda")
         if closed and "blend" in closed and not inside and rng.random() < 0.4:
             config[f"{axis}_options"]["blend"] = rng.choice((0.0, 0.25, 0.75))  # numbers of float32, which λ is
     loop = config["recurrence_options"]
     plain = loop.get("injection", "none") == loop.get("norm_between", "none") == "none"
-    if config["recurrence"] == "loop" and plain and rng.random() < 0.5:
+    if config["recurrence"] == "loop" and plain and "exit" not in loop and rng.random() < 0.5:
         loop["damping"] = rng.choice((0.25, 0.5, 0.8))
 
 
 def draw_neighbour(rng: random.Random, config: dict[str, Any]) -> None:
     """Newer mechanisms and variants, in place of what was drawn."""
     layers = config["num_hidden_layers"]
+    if config["recurrence"] == "loop" and rng.random() < 0.4:
+        config["recurrence_options"] |= {"coda": 0, "exit": "gate", "exit_threshold": rng.choice((1.0, 0.5, 0.7, 0.9))}
     if rng.random() < 0.4:
         config["residual"] = "mudd"
         ways = "".join(way for way in "qkvr" if rng.random() < 0.6) or "qkvr"
@@ -629,6 +633,8 @@ class Session:
         where the passes that `gradient_passes` leaves out stay as they are."""
         ids, rows = self.prompt(length)
         model, oracle, recurrence = self.model.train(), self.oracle, self.model.model.recurrence
+        if "exit" in oracle.options:  # in training the last trip is read out
+            oracle.options["exit_threshold"] = 1.0
         depth = (self.case.budget or recurrence.drawn_trips) - 1
         first = self.mask.cumsum(1) == 1  # nothing comes before it but padding
         labels = np.where(self.mask & ~first & (self.numbers.random(ids.shape) < 0.9), ids, -100)

@@ -37,6 +37,7 @@ from .arithmetic import layer_cache_bytes, layer_flops
 from .blend import Blended, BlendOptions
 from .draws import DrawnOptions, DrawnTrips
 from .early_loss import EarlyLossOptions, EarlyReadout
+from .exit_gate import ExitGate, ExitOptions
 from .numerics import widen
 from .pondering import check_trips_range
 from .rms_norm import RMSNorm
@@ -58,7 +59,7 @@ def _or(names: Sequence[str]) -> str:
 
 
 @dataclass(frozen=True)
-class LoopOptions(DrawnOptions, EarlyLossOptions, BlendOptions):
+class LoopOptions(DrawnOptions, EarlyLossOptions, ExitOptions, BlendOptions):
     """Options of `loop`."""
 
     trips: int = 3
@@ -82,13 +83,19 @@ class LoopOptions(DrawnOptions, EarlyLossOptions, BlendOptions):
         """Refuse a loop without layers."""
         self.check_trips()
         self.check_early_loss()
+        self.check_exit()
         self.check_blend()
         self.check_damping()
         if self.blends and self.coda and config.residual != "plain":
             # Blended, the stream is read and begun again there, which a residual with a history would notice at λ = 1.
             raise ValueError(f"recurrence_options.blend with a coda needs residual=plain, got {config.residual}")
-        if self.early_loss and self.coda:
-            raise ValueError("recurrence_options.early_loss: a coda belongs to the last trip alone; set coda to 0")
+        early = "early_loss" if self.early_loss else "exit" if self.exits else None
+        if early and self.coda:
+            raise ValueError(f"recurrence_options.{early}: a coda belongs to the last trip alone; set coda to 0")
+        if early and (self.damping < 1 or self.blends):
+            raise ValueError(f"recurrence_options.{early} needs damping 1 and blend 1")
+        if self.early_loss and self.exits:
+            raise ValueError("recurrence_options.early_loss: exit reads early trips out already; set one of the two")
         if self.prelude < 0 or self.coda < 0 or self.prelude + self.coda >= config.num_hidden_layers:
             raise ValueError(
                 f"recurrence_options.prelude + coda must leave at least one of the {config.num_hidden_layers} layers "
@@ -107,21 +114,20 @@ class LoopOptions(DrawnOptions, EarlyLossOptions, BlendOptions):
         return replace(self, trips_range=drawn)
 
     def check_damping(self) -> None:
-        """Refuse a damping that has no formula, and a loss on trips that `max_trips` would read out otherwise."""
+        """Refuse a damping that has no formula."""
         if not 0 < self.damping <= 1:
             raise ValueError(f"recurrence_options.damping must lie above 0 and be at most 1, got {self.damping}")
         if self.damping < 1 and not (self.injection == "none" and self.norm_between == "none"):
             raise ValueError("recurrence_options.damping: set injection and norm_between to none, or damping to 1")
-        if self.early_loss and (self.damping < 1 or self.blends):
-            raise ValueError("recurrence_options.early_loss needs damping 1 and blend 1")
 
     @property
     def is_plain(self) -> bool:
         """Whether trips are further layers of a plain decoder and nothing else."""
-        return self.injection == "none" and self.norm_between == "none" and self.damping == 1 and not self.blends
+        altered = self.injection != "none" or self.norm_between != "none" or self.damping < 1
+        return not (altered or self.blends or self.exits)
 
 
-class Loop(Blended, DrawnTrips, EarlyReadout):
+class Loop(Blended, DrawnTrips, EarlyReadout, ExitGate):
     """Feeds the residual stream back into the stack."""
 
     no_weight_decay = ("entry_map",)
@@ -237,11 +243,14 @@ def cost(config: FathomConfig, visits: Sequence[Visit], scalar: int) -> Cost:
     again, options, width = len(visits) - config.num_hidden_layers, LoopOptions.of(config), config.hidden_size
     diagonal = options.injection == "diagonal"
     parameters = width * (options.entry_norm + (options.norm_between == "own")) + diagonal * (width * width + 2 * width)
+    parameters += (width + 1) * options.exits
     further = visits[-1].trip
     moving = (further + 1) * (options.damping < 1) + options.blends if further else 0
     return Cost(
         parameters=parameters,
-        flops=again * layer_flops(config) + (2 * width * width if diagonal and further else 0),
+        flops=again * layer_flops(config)
+        + (2 * width * width if diagonal and further else 0)
+        + 2 * width * further * options.exits,
         elementwise_flops=3 * width * moving,
         cache_bytes=again * layer_cache_bytes(config, scalar),
     )

@@ -7,6 +7,7 @@ plain way.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -51,6 +52,49 @@ def causal_lm_loss(
     if isinstance(num_items_in_batch, Tensor):
         num_items_in_batch = num_items_in_batch.to(total.device)
     return total / num_items_in_batch
+
+
+def weighted_lm_loss(
+    readouts: Sequence[tuple[Tensor, Tensor]],
+    head: nn.Module,
+    targets: Tensor,
+    num_items_in_batch: Tensor | int | None = None,
+) -> Tensor:
+    """Σ_k ω_k CE_k, averaged over targets as `causal_lm_loss` does; the weights get gradients too.
+
+    Chunks of logits are made again in the backward pass: a fourth matrix product for each readout.
+
+    Args:
+        readouts: Hidden states `[B, T, hidden_size]` and weights ω `[B, T]`.
+        head: As `causal_lm_loss` takes it.
+        targets: `[B, T]`, shifted; -100 is ignored.
+        num_items_in_batch: As `causal_lm_loss` takes it.
+    """
+    flat, pieces = targets.flatten().to(readouts[0][0].device), []
+    size = chunk_rows(len(flat), getattr(head, "out_features", 50_000), flat.device.type)
+    for hidden, weights in readouts:
+        rows, weight = hidden.flatten(0, -2), weights.flatten()
+        for i in range(0, len(rows), size):
+            part = slice(i, i + size)
+            chunk = rows[part], head, flat[part], weight[part]
+            pieces.append(checkpoint(_weighted, *chunk, use_reentrant=False))
+    return torch.stack(pieces).sum() / _items(targets, num_items_in_batch)
+
+
+def _weighted(rows: Tensor, head: nn.Module, targets: Tensor, weights: Tensor) -> Tensor:
+    losses = F.cross_entropy(widen(head(rows)), targets, ignore_index=IGNORE, reduction="none")
+    return (weights * losses).sum()
+
+
+def target_mean(values: Tensor, targets: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor:
+    """The mean of `[B, T]` over the places with a target, as a loss is averaged."""
+    return values.where(targets != IGNORE, 0).sum() / _items(targets, num_items_in_batch)
+
+
+def _items(targets: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor | int:
+    if num_items_in_batch is None:
+        return (targets != IGNORE).sum().clamp(min=1)
+    return num_items_in_batch.to(targets.device) if isinstance(num_items_in_batch, Tensor) else num_items_in_batch
 
 
 @torch.no_grad()

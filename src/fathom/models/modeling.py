@@ -31,7 +31,7 @@ from .feed_forward import FeedForward
 from .flex_reading import ReadingRule, attend_by_rule
 from .generation import FathomGenerationMixin
 from .head import build_head
-from .loss import causal_lm_loss, shifted, token_losses
+from .loss import causal_lm_loss, shifted, token_losses, weighted_lm_loss
 from .norms import NORMS
 from .pretrained import FathomPreTrainedModel
 from .reading import attend_beside, with_key_bias
@@ -576,7 +576,11 @@ class FathomForCausalLM(FathomPreTrainedModel, FathomGenerationMixin):
         """The loss, the named terms of it that the recurrence adds in training, and what is logged beside it."""
         recurrence = self.model.recurrence
         aux: dict[str, Tensor] = {}
-        loss = causal_lm_loss(hidden, self.lm_head, targets, num_items_in_batch)
+        weighted = recurrence.weighted_readouts(state) if self.training else None
+        if weighted is None:
+            loss = causal_lm_loss(hidden, self.lm_head, targets, num_items_in_batch)
+        else:
+            loss = weighted_lm_loss(weighted, self.lm_head, targets, num_items_in_batch)
         if self.training:
             aux = recurrence.aux_losses(state, targets, num_items_in_batch, self.lm_head)
             loss = loss + sum(aux.values()) if aux else loss

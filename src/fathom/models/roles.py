@@ -414,6 +414,11 @@ class Recurrence(MechanismModule):
         """The hidden state that the head reads, `[B, T, hidden_size]`, normed."""
         return state["hidden"]
 
+    def weighted_readouts(self, state: TripState) -> list[tuple[Tensor, Tensor]] | None:
+        """Hidden states `[B, T, hidden_size]` and weights `[B, T]`, whose weighted losses are in training the loss in
+        place of the readout's; None: the readout's."""
+        return None
+
     def rounds(self, purpose: str, length: int) -> int:
         """Jacobi rounds under the view ALL: for `train`, `evaluate` (no cache) or `prefill` (with one)."""
         return 0

@@ -20,6 +20,7 @@ from fathom.checkpoints.families.lumia import LUMIA
 from fathom.checkpoints.families.nanbeige import NANBEIGE
 from fathom.checkpoints.families.olmo2 import OLMO2
 from fathom.checkpoints.families.opt import OPT
+from fathom.checkpoints.families.ouro import OURO
 from fathom.checkpoints.families.phi3 import PHI3
 from fathom.checkpoints.families.smollm3 import SMOLLM3
 from fathom.checkpoints.families.tensors import read_tensors, to_theirs
@@ -29,7 +30,7 @@ from fathom.models.registry import AXES, DEFAULTS
 NATIVE = (LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, GPT_NEOX, GPT2, OPT, OLMO2, GEMMA, GEMMA2, GEMMA3, GRANITE, PHI3)
 """Families that transformers has a class of its own for, in the order in which one is looked for."""
 FAMILIES = {family.name: family for family in NATIVE}
-PUBLISHED = (LUMIA, NANBEIGE)
+PUBLISHED = (LUMIA, NANBEIGE, OURO)
 """Checkpoints with depth of their own, which transformers alone does not open."""
 ORIGIN = ("architectures", "auto_map", "transformers_version", "torch_dtype", "dtype", "_name_or_path")
 """Keys of a `config.json` that say who wrote it, not what the model is."""
