@@ -158,8 +158,8 @@ def test_the_sentence_names_what_is_told_apart() -> None:
             for name, found in arms.items()
         ]
         words = puzzle_words("vanilla", {"domains": ["hops-2"], "chance": 0.25, "solved_at": 0.9, "rows": rows})
-        assert words[0].endswith("by solved runs no arm can be told apart from vanilla")
-        assert words[1:] == ["until it solves it vanilla needs 2.00 times the FLOPs of loop"] * named
+        assert words[0].endswith("by solved runs no arm differs significantly from vanilla")
+        assert words[1:] == ["until it solves this level, vanilla needs 2.00 times the FLOPs of loop"] * named
 
 
 def test_no_more_false_claims_than_said() -> None:

@@ -104,7 +104,7 @@ def test_a_partial_comparison_says_so(planted, tmp_path: Path):
     report = summarize(Plan.read(out), tmp_path / "part", provenance())
     assert report["seeds"] == [0, 2] and len(report["arms"][0]["runs"]) == 2
     shutil.rmtree(tmp_path / "part/arms/better")
-    assert "nothing to say" in verdict(summarize(Plan.read(out), tmp_path / "part", provenance()))
+    assert "there is no result" in verdict(summarize(Plan.read(out), tmp_path / "part", provenance()))
 
 
 def test_stretches_of_the_context_without_targets_are_empty(tmp_path: Path):
@@ -123,7 +123,7 @@ def test_stretches_of_the_context_without_targets_are_empty(tmp_path: Path):
     assert len(known) == 8 and 2 <= sum(known) < 8
     assert known == [row is not None for row in arm["difference_by_position"]]
     text = page(report)
-    assert "A stretch in which nothing is predicted has no point." in text
+    assert "Parts of the context without targets have no point." in text
     assert not re.search(r"\bnan\b", text, re.IGNORECASE)
 
     results = sorted(tmp_path.glob("arms/*/*/result.json"))
@@ -201,7 +201,7 @@ def test_a_seed_whose_control_failed_is_left_out(planted, tmp_path: Path, monkey
 def test_nothing_finished_is_said(planted, tmp_path: Path):
     report = summarize(Plan.read(planted[1]), tmp_path, provenance())
     assert quality_rows(report)[0] == "Held-out loss: no seed is finished by every arm yet"
-    assert all(list(tables(report))) and "nothing to say" in page(report)
+    assert all(list(tables(report))) and "there is no result" in page(report)
 
 
 def test_torchrun_is_refused(planted, monkeypatch, capsys):
@@ -307,7 +307,7 @@ def test_halting_arms_tell_their_trips(small: Recipe, tmp_path: Path):
     for row in found["correlations"]:
         assert -1 <= row["low"] <= row["value"] <= row["high"] <= 1
     shown = page(report)
-    assert "Who halts when" in shown and "Loss against trips" in shown
+    assert "When tokens halt" in shown and "Loss over iterations" in shown
     lines = read_metrics(tmp_path / "arms/halting/seed-0")
     assert all(1 <= line["trips"] <= 3 for line in lines if "grad_norm" in line)
     assert any("val/trips" in line for line in lines)
@@ -349,7 +349,7 @@ def test_whole_seeds_come_first(small: Recipe, tmp_path: Path):
             "vanilla," + "a" * 300 + "=loop",
             "a name of 300 characters; allowed: 100 at most",
         ),
-        ("vanilla,a=vanilla;data.directory=/nowhere", "arm a: data.directory is shared by all arms"),
+        ("vanilla,a=vanilla;data.directory=/nowhere", "arm a: data.directory must be equal in all arms"),
         ("vanilla,a=vanilla;evaluate.tokens=9", "arm a: evaluate.tokens is shared"),
         ("vanilla,a=vanilla;train.seed=9", "arm a: train.seed is shared"),
         ("vanilla,a=vanilla;train={seed: 9}", "arm a: train.seed is shared"),
@@ -434,7 +434,7 @@ def test_seeds_that_are_added_after_a_report_make_it_exploratory(finished):
     assert not first["exploratory"] and "exploratory" not in page(first)
     for seeds in ((0, 1, 2), (0, 1, 2), (0, 1)):  # written again, and planned as it was at first
         report = carry_out(replace(plan, seeds=seeds), out, quiet=True)
-        assert report["exploratory"] and "exploratory and nothing here is sure" in report["verdict"]
+        assert report["exploratory"] and "exploratory and no difference counts as significant" in report["verdict"]
         assert not any(is_sure(arm["difference"]) for arm in report["arms"][1:]) and "exploratory" in page(report)
 
 
@@ -467,7 +467,7 @@ def test_a_seed_that_failed_is_not_awaited(finished):
 def test_a_damaged_report_is_an_error_before_work(finished):
     plan, out = finished
     (out / "report.json").write_text("{")
-    with pytest.raises(DataError, match=r"report\.json is damaged.* delete it, and what it showed is forgotten"):
+    with pytest.raises(DataError, match=r"report\.json is damaged.* delete it to discard its results"):
         carry_out(plan, out, quiet=True)
 
 

@@ -185,7 +185,7 @@ def test_the_last_rung_waits_for_its_seal(tmp_path: Path, monkeypatch) -> None:
     changed = {**sealed, "rung": 3}
     (out / "prediction.json").write_text(json.dumps(changed))
     trainer.done.clear()
-    with pytest.raises(SettingsError, match=r"prediction.json: sha256 does not fit"):
+    with pytest.raises(SettingsError, match=r"prediction.json: wrong sha256"):
         climb(Ladder.read(out), out, quiet=True)
     assert trainer.done == []
 
@@ -196,7 +196,7 @@ def test_the_seal_tells_late_results(whole, tmp_path: Path) -> None:
     result = tmp_path / "late/rungs/2/arms/better/seed-1/result.json"
     result.write_text(result.read_text() + "\n")
     report = rewrite(Ladder.read(tmp_path / "late"), tmp_path / "late")
-    assert report["prediction"]["stale"] and "earlier results changed after the seal" in report["verdict"]
+    assert report["prediction"]["stale"] and "results of smaller sizes changed after the seal" in report["verdict"]
     assert not whole[0]["prediction"]["stale"]
 
 
@@ -208,11 +208,11 @@ def test_a_changed_plan_is_refused(whole, tmp_path: Path, key: str, capsys) -> N
     {"rules": values["rules"], "recipe": values["recipe"]["optim"], "arms": values["arms"][1]}[key]["lr"] = 1
     (tmp_path / "out/ladder.json").write_text(json.dumps(values))
     assert main(["ladder", str(tmp_path / "out"), "--report"]) == 2
-    assert f"ladder.json: {key} is not what was planned" in capsys.readouterr().err
+    assert f"ladder.json: {key} differs from the plan" in capsys.readouterr().err
 
 
 def test_another_plan_needs_another_directory(whole, tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match=r"a ladder of another plan; different: ladder\.seeds$"):
+    with pytest.raises(SettingsError, match=r"a ladder with another plan; different: ladder\.seeds$"):
         climb(make(tmp_path, seeds=[4, 3, 3, 2]), whole[1], quiet=True)
 
 
@@ -224,7 +224,7 @@ def test_a_report_is_of_the_plan_that_ran(whole, tmp_path: Path, capsys) -> None
     before = (tmp_path / "out/report.json").read_bytes()
     words = ["ladder", str(write_ladder(tmp_path / "l.yaml", tokens_per_parameter=[11])), "--arms", ARMS, "--report"]
     assert main([*words, "--out", str(tmp_path / "out")]) == 2
-    assert "a ladder of another plan; different: ladder.tokens_per_parameter\n" in capsys.readouterr().err
+    assert "a ladder with another plan; different: ladder.tokens_per_parameter\n" in capsys.readouterr().err
     assert (tmp_path / "out/report.json").read_bytes() == before
     assert main([*words, "--out", str(tmp_path / "none")]) == 2
     assert "holds no ladder" in capsys.readouterr().err and not (tmp_path / "none").exists()
@@ -275,7 +275,7 @@ def test_lost_runs_begin_the_verdict(tmp_path: Path, monkeypatch) -> None:
     (run / "failed.json").write_text(json.dumps({"error": "stopped", "step": 7}))
     report = rewrite(Ladder.read(out), out)
     assert arm_of(report, "better")["diverged"] == [1, 13]
-    assert "uns diverged and are left out of the losses" in report["verdict"].splitlines()[1]
+    assert "uns diverged and are excluded from the losses" in report["verdict"].splitlines()[1]
     assert "count as unsolved: better 1 of 13" in report["verdict"].splitlines()[1]
     assert "are left out: better 1 of 13" in verdict({**report, "puzzle": None})
     assert [len(cell["loss"]) for cell in arm_of(report, "better")["rungs"]] == [5, 2, 3, 0]
@@ -286,7 +286,7 @@ def test_an_arm_that_is_the_control_cannot_be_told(tmp_path: Path, monkeypatch) 
     planted(monkeypatch, multipliers={})
     rules = {"seeds": [2, 2, 1, 1], "tune_points": []}
     report = climb(make(tmp_path, "vanilla,other=uniform_depth", **rules), tmp_path / "out", quiet=True)
-    assert "cannot be told apart" in report["verdict"] or "no effect above 10 %" in report["verdict"]
+    assert "do not differ significantly" in report["verdict"] or "no effect above 10 %" in report["verdict"]
     assert report["stage"] == "done" and not (tmp_path / "out/check").exists()
 
 
@@ -304,7 +304,10 @@ def test_seeds_may_be_added_to_all_arms(whole, tmp_path: Path, monkeypatch, caps
     assert after["ladder"] == before["ladder"] and [len(rung["seeds"]) for rung in after["rungs"]] == [6, 3, 3, 2]
     assert [row["seeds"] for row in after["seeds_added"]] == [[6, 3, 3, 2]] and before["seeds_added"] == []
     assert "Seeds were added to all arms on" in (out / "report.html").read_text()
-    assert "exploratory and nothing here is sure" in after["verdict"] and "times the compute" not in after["verdict"]
+    assert (
+        "exploratory and nothing counts as significant" in after["verdict"]
+        and "times the compute" not in after["verdict"]
+    )
     assert "times the compute" in before["verdict"], "the control"
     assert not after["prediction"]["stale"], "no earlier result is another one"
     plans = {path: path.stat().st_mtime_ns for path in out.glob("rungs/*/plan.json")}
@@ -313,7 +316,7 @@ def test_seeds_may_be_added_to_all_arms(whole, tmp_path: Path, monkeypatch, caps
     assert json.loads((out / "report.json").read_text())["seeds_added"] == after["seeds_added"]
     assert sorted(set(trainer.done)) == new
     capsys.readouterr()
-    for given, says in (("2", "more than the rungs have, 6,3,3,2"), ("7,3", "more than"), ("x", "whole numbers")):
+    for given, says in (("2", "more than the sizes have, 6,3,3,2"), ("7,3", "more than"), ("x", "whole numbers")):
         assert main(["ladder", str(out), "--seeds", given]) == 2
         assert says in capsys.readouterr().err
 
@@ -436,7 +439,7 @@ def test_what_begins_no_more_is_opened_by_its_command(
         assert main([*words, *more]) == 0, more
     capsys.readouterr()
     assert main([*words, "--report", "ladder.twin=[1]"]) == 2, "another plan begins, as far as can be seen"
-    assert "allowed: rungs from small to large" in (said := capsys.readouterr().err) or "is the ladder's" in said
+    assert "allowed: sizes from small to large" in (said := capsys.readouterr().err) or "is set by the ladder" in said
 
 
 def test_losses_of_a_puzzle_that_is_learnt_are_alike(tmp_path: Path, monkeypatch) -> None:
@@ -518,8 +521,8 @@ def test_a_share_of_the_layers(tmp_path: Path) -> None:
         ({"rate_exponents": [0, -5000, 0]}, r"ladder.rate_exponents=\[0.0, -5000.0, 0.0\]: allowed: -10 to 10 each"),
         ({"mlp_multiple": 10**22}, f"ladder.mlp_multiple={10**22}: allowed: 1 to 1048576"),
         ({"tune_domains": ["z60-3"]}, "ladder.tune_domains=z60-3: allowed: held-out domains, z60-2, z60-4"),
-        ({"layers": [2, 2, 2, 2], "hidden": [16, 48, 32, 48]}, "rung 3 takes .* allowed: rungs from small to large"),
-        ({"layers": [2, 2, 2, 2], "hidden": [16, 24, 24, 48]}, "rung 3 takes .* allowed: rungs from small to large"),
+        ({"layers": [2, 2, 2, 2], "hidden": [16, 48, 32, 48]}, "rung 3 takes .* allowed: sizes from small to large"),
+        ({"layers": [2, 2, 2, 2], "hidden": [16, 24, 24, 48]}, "rung 3 takes .* allowed: sizes from small to large"),
     ],
 )
 def test_a_wrong_rule_is_said_in_a_line(tmp_path: Path, rules: dict, words: str) -> None:
@@ -531,7 +534,7 @@ def test_a_wrong_rule_is_said_in_a_line(tmp_path: Path, rules: dict, words: str)
 def test_an_arm_has_no_rate_of_its_own(tmp_path: Path, own: str) -> None:
     """The ladder tunes and carries it: a rate written after an arm would not be the one that runs."""
     for arms in (f"vanilla,mine=vanilla;{own}", f"mine=vanilla;{own},depth_attention"):
-        with pytest.raises(SettingsError, match=r"arm mine: optim.(lr|weight_decay) is the ladder's"):
+        with pytest.raises(SettingsError, match=r"arm mine: optim.(lr|weight_decay) is set by the ladder"):
             make(tmp_path, arms)
     assert make(tmp_path, "vanilla,mine=vanilla;optim.warmup=0.2").arms[1].name == "mine"
 
@@ -643,7 +646,7 @@ def test_a_rungs_plan_is_not_written_over(whole, tmp_path: Path, monkeypatch, ca
     values["recipe"]["train"]["steps"] += 1
     path.write_text(json.dumps(values))
     assert main(["ladder", str(out), "--json"]) == 2
-    assert "plan.json: the rung began with another recipe; different: train.steps" in capsys.readouterr().err
+    assert "plan.json: runs of this size have another recipe; different: train.steps" in capsys.readouterr().err
     assert json.loads(path.read_text()) == values
 
 
@@ -666,8 +669,8 @@ def test_rungs_have_their_reports_where_nothing_is_tuned(tmp_path: Path, monkeyp
 def test_a_ladder_whose_runs_all_diverged_says_so(tmp_path: Path, monkeypatch) -> None:
     planted(monkeypatch, diverges=0.0)
     report = climb(make(tmp_path, **SMALL, tune_points=[]), tmp_path / "out", quiet=True)
-    assert report["stage"] == "done" and "No run of a rung has a result" in report["verdict"]
-    assert "uns diverged and are left out of the losses and count as unsolved: vanilla 4 of 4" in report["verdict"]
+    assert report["stage"] == "done" and "No run has a result yet" in report["verdict"]
+    assert "uns diverged and are excluded from the losses and count as unsolved: vanilla 4 of 4" in report["verdict"]
 
 
 @pytest.mark.slow
@@ -693,9 +696,15 @@ def test_a_puzzle_is_told_by_solved_runs(whole) -> None:
     report, out = whole
     assert report["puzzle"]["domains"] == ["z60-2", "z60-4"]
     assert "On z60-4, vanilla solved 0 of 2 (median accuracy 0.50)" in report["verdict"]
-    assert "by solved runs no arm can be told apart from vanilla" in report["verdict"]
+    assert "by solved runs no arm differs significantly from vanilla" in report["verdict"]
     page = (out / "report.html").read_text()
-    for heading in ("Loss and multiplier", "Rates", "The sealed rung", "The law and the noise", "How to read this"):
+    for heading in (
+        "Loss and multiplier",
+        "Rates",
+        "The sealed prediction",
+        "The law and the noise",
+        "How to read this",
+    ):
         assert f">{heading}<" in page
 
 
@@ -766,7 +775,7 @@ def test_a_rung_goes_on_at_the_rates_that_it_began_with(tmp_path: Path, monkeypa
     own["overrides"] = [f"optim.lr={2e-2}" if item.startswith("optim.lr") else item for item in own["overrides"]]
     file.write_text(json.dumps(plan))
     (out / "rungs/1/arms/better/seed-3/result.json").unlink()
-    with pytest.raises(SettingsError, match=r"began with another recipe; different: better's optim.lr$"):
+    with pytest.raises(SettingsError, match=r"have another recipe; different: better's optim.lr$"):
         climb(ladder, out, quiet=True)
     shutil.rmtree(out / "rungs/1/arms/better")
     climb(ladder, out, quiet=True)

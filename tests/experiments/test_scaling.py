@@ -152,7 +152,7 @@ def test_noise_is_pooled() -> None:
     assert noise.paired == pytest.approx(math.sqrt((0.1**2 * 2 + 0.0) / 2))
     assert noise.single == pytest.approx(math.sqrt((0.02 + 0.0 + 0.02 + 0.02) / 4))
     assert noise_of(rungs[1:2]) is None
-    with pytest.raises(ValueError, match="the noise of a seed is unknown"):
+    with pytest.raises(ValueError, match="the noise between seeds is unknown"):
         posterior(rungs[1:2] * 2)
     with pytest.raises(ValueError, match="two rungs"):
         posterior(rungs[:1])

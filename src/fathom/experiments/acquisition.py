@@ -1,7 +1,6 @@
-"""What a ladder on a puzzle found: accuracy, runs that solved it, and how much sooner than the control, in FLOPs.
-
-A run solved it somewhere between two evaluations, or did not with all its FLOPs: of a ratio only bounds are known. Runs
-jump or do not, so that means and normal intervals lie: the intervals are made of counts and ranks.
+"""The results of a ladder on a puzzle: accuracy, runs that solved it, and the ratio of FLOPs to the control. A run
+solves a puzzle between two evaluations, or not at all, so only bounds of a ratio are known. Accuracy jumps, so means
+and normal intervals mislead: the intervals use counts and ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ UNKNOWN = "unknown"
 
 
 class Spent(NamedTuple):
-    """FLOPs until a run solved a puzzle: more than `least`, and no more than `most`."""
+    """FLOPs until a run solved a puzzle: more than `least`, at most `most`."""
 
     least: float
     most: float
@@ -54,7 +53,7 @@ class Sooner(NamedTuple):
     """Confidence of `low` to `high`: 95 % or a little more of six pairs or more, that of their whole range of fewer."""
     pairs: int
     p: float
-    """Of the sign test, two-sided, that neither solves it sooner; a pair that tells nothing counts against it."""
+    """Two-sided p-value of the sign test that neither solves it sooner; an undecided pair counts against it."""
 
     @classmethod
     def read(cls, row: PuzzleSooner) -> Sooner:
@@ -77,7 +76,7 @@ class Sooner(NamedTuple):
         }
 
     def basis(self) -> str:
-        """What the ratio and its interval are, for a caption."""
+        """Describes the ratio and its interval, for a caption."""
         if self.pairs == 1:
             return "one pair of seeds"
         return f"median of {self.pairs} pairs of seeds and an interval of ranks ({self.level:.0%})"
@@ -108,7 +107,7 @@ def sooner(control: Sequence[Spent], arm: Sequence[Spent]) -> Sooner | None:
     lows, highs = (sorted(ends) for ends in zip(*pairs, strict=True))
     left = dropped(len(pairs))
     level = 1 - 2 * below(left, len(pairs))
-    # A run needs more than its least, so that a ratio is more than its own lower end, and less than its upper one.
+    # A run needs more than its least, so a ratio lies strictly between its ends.
     alike = max(sum(low >= 1 < high for low, high in pairs), sum(low < 1 >= high for low, high in pairs))
     p = min(1.0, 2 * below(len(pairs) - alike, len(pairs)))
     median = statistics.median(lows), statistics.median(highs)
@@ -116,7 +115,7 @@ def sooner(control: Sequence[Spent], arm: Sequence[Spent]) -> Sooner | None:
 
 
 def dropped(pairs: int) -> int:
-    """How many of the lowest and of the highest ratios an interval of 95 % may leave out."""
+    """How many of the lowest and of the highest ratios a 95 % interval may omit."""
     return max((left for left in range((pairs + 1) // 2) if 1 - 2 * below(left, pairs) >= SURE), default=0)
 
 
@@ -126,7 +125,8 @@ def below(left: int, pairs: int) -> float:
 
 
 def puzzle_result(state: State) -> PuzzleResult | None:
-    """Accuracy by difficulty, the number of runs that solved it, and the FLOPs to solve it beside the control's."""
+    """Accuracy by difficulty, the number of runs that solved it, and the FLOPs to solve it relative to the
+    control's."""
     directory = state.ladder.recipe.data.directory
     if not is_puzzle(directory):
         return None
@@ -143,7 +143,7 @@ def puzzle_result(state: State) -> PuzzleResult | None:
                 shares = [_accuracy(run, name) for run in over]
                 curves = [_curve(run, name, flops, share) for run, share in zip(over, shares, strict=True)]
                 spent = {
-                    run.seed: Spent.read(curve if run.done else [], flops)  # what diverged has not solved it
+                    run.seed: Spent.read(curve if run.done else [], flops)  # a diverged run has not solved it
                     for run, curve in zip(over, curves, strict=True)
                 }
                 beside = control.setdefault(name, spent)
@@ -176,7 +176,7 @@ def _shares(
 
 
 def _accuracy(run: RunTask, domain: str) -> float:
-    """A run's accuracy at its end; none of one that diverged, which leaves no model."""
+    """A run's final accuracy; none for a diverged run."""
     return float(read_json(run.run_dir / RESULT)["evaluation"]["domains"][domain]["accuracy"]) if run.done else 0.0
 
 
@@ -188,7 +188,7 @@ def _curve(run: RunTask, domain: str, flops: float, last: float) -> list[tuple[f
 
 
 def puzzle_words(control: str, puzzle: PuzzleResult) -> list[str]:
-    """The hardest difficulty at the last rung: runs solved, FLOPs to solve it, and what differs from the control."""
+    """The hardest difficulty at the largest size: runs solved, FLOPs to solve it, and significant differences."""
     hardest = puzzle["domains"][-1]
     last = max(row["index"] for row in puzzle["rows"])
     rows = {row["arm"]: row["domains"][hardest] for row in puzzle["rows"] if row["index"] == last and row["seeds"]}
@@ -201,9 +201,9 @@ def puzzle_words(control: str, puzzle: PuzzleResult) -> list[str]:
 
     parts = [words(name, row) for name, row in ((control, own), *rows.items())]
     apart = [name for name, row in rows.items() if row["low"] > own["high"] or row["high"] < own["low"]]
-    told = f"only {', '.join(apart)} can be told" if apart else "no arm can be told"
-    found = [f"on {hardest}, {', '.join(parts)}; by solved runs {told} apart from {control}"]
+    told = f"only {', '.join(apart)} differ" if apart else "no arm differs"
+    found = [f"on {hardest}, {', '.join(parts)}; by solved runs {told} significantly from {control}"]
     ratios = {name: Sooner.read(row["sooner"]) for name, row in rows.items() if row["sooner"] is not None}
     corrected = zip(ratios.items(), holm([ratio.p for ratio in ratios.values()]), strict=True)
     sure = [f"{ratio.words()} times the FLOPs of {name}" for (name, ratio), p in corrected if p < 1 - SURE]
-    return found + ([f"until it solves it {control} needs {', '.join(sure)}"] if sure else [])
+    return found + ([f"until it solves this level, {control} needs {', '.join(sure)}"] if sure else [])

@@ -16,9 +16,9 @@ from fathom.recipe import Recipe, differences, parse_recipe
 Equal = Literal["tokens", "flops", "trips"]
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
 LONGEST = 100
-"""Characters of an arm's name: files and directories are called after it."""
+"""Characters of an arm's name, which names files and directories."""
 SHARED = ("data", "evaluate", "train.seed", "train.tokens_per_step")
-"""Keys that an arm may not override, since arms are paired."""
+"""Keys that an arm may not override, because arms are paired."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ class Arm:
         for key in keys:
             if any(key == shared or key.startswith(f"{shared}.") for shared in SHARED):
                 raise SettingsError(
-                    f"arm {self.name}: {key} is shared by all arms, for they are paired; allowed: model.*, optim.*, "
-                    f"train.steps and how a run is carried out. {key}=... without an arm's name is for all arms"
+                    f"arm {self.name}: {key} must be equal in all arms, because they are paired; allowed: model.*, "
+                    f"optim.*, train.steps and execution settings. {key}=... without an arm's name sets it for all arms"
                 )
 
     @property
@@ -70,7 +70,7 @@ def parse_arms(text: str) -> list[Arm]:
     arms = [_parse_arm(part.strip()) for part in _parts(text)]
     for i, arm in enumerate(arms):
         if arm.name in [other.name for other in arms[:i]]:
-            raise SettingsError(f"--arms: {arm.name} appears twice; NAME={arm.mechanism} gives an arm another name")
+            raise SettingsError(f"--arms: {arm.name} appears twice; NAME={arm.mechanism} renames an arm")
     if len(arms) < 2:
         raise SettingsError(f"--arms {text}: a comparison needs a control and at least one more arm")
     return arms
@@ -96,9 +96,8 @@ def arm_recipes(base: Recipe, arms: Sequence[Arm], equal: Equal) -> dict[str, Re
 
 
 def _beside(control: Recipe, recipe: Recipe, steps: int) -> Recipe:
-    """A recipe of `steps` steps that reads what the control reads, step by step: its phases begin at the same steps.
-
-    A phase that it does not reach is left out; its collections stay, since the order of rows counts them all.
+    """A recipe of `steps` steps that reads the control's data step by step: its phases begin at the same steps. Phases
+    that it does not reach are dropped; their collections stay, because the data order depends on all of them.
     """
     planned = control.data.later(control.train.steps)
     if steps == control.train.steps or not planned:
@@ -120,7 +119,7 @@ def tokens(recipe: Recipe) -> int:
 
 
 def training_trips(recipe: Recipe) -> float:
-    """Passes of all tokens of a run through the stack, in forward passes of training."""
+    """Layer-stack passes of all tokens of a run, in forward passes of training."""
     config = recipe.config()
     return training_visits(config)[0] / config.num_hidden_layers * tokens(recipe)
 
@@ -130,7 +129,7 @@ def _spent(recipe: Recipe, equal: Equal) -> float:
 
 
 def _parts(text: str) -> list[str]:
-    """What stands between commas, those within brackets left alone."""
+    """Split at commas outside brackets."""
     parts, depth = [""], 0
     for character in text:
         depth += (character in "[{") - (character in "]}")

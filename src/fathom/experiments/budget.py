@@ -1,4 +1,4 @@
-"""The cost of a ladder, and the precision to expect of it: `fathom ladder --dry-run`."""
+"""The cost of a ladder and its expected precision: `fathom ladder --dry-run`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TOYS = Truth(sigma=(0.02, 0.006), shared=0.02, own=0.006)
 
 
 def budget(ladder: Ladder) -> LadderBudget:
-    """Runs, FLOPs and hours by rung on this machine, and the width of interval to expect."""
+    """Runs, FLOPs and hours by size on this machine, and the expected width of intervals."""
     rows = [_row(ladder, size) for size in ladder.all_sizes]
     hours = math.fsum(row["hours"] for row in rows)
     found: LadderBudget = {
@@ -93,9 +93,10 @@ def _words(found: LadderBudget) -> str:
     text = f"{found['runs']} runs, {found['flops']:.3g} FLOPs, {found['hours']:.2g} hours on {found['device']}."
     width = found["resolution"]
     if width is None:
-        return text + " No multiplier can be had: it needs two rungs, one of them with two seeds."
+        return text + " No multiplier can be estimated: that needs two model sizes, one of them with two seeds."
     return (
-        f"{text} Over {width['decades']:.2f} decades the multiplier of the last rung would be known to × ÷ "
+        f"{text} Over {width['decades']:.2f} decades, the expected 95 % interval of the multiplier at the largest "
+        "size is × ÷ "
         f"{width['text']['last_rung']:.2f} with the noise of long runs, × ÷ {width['toy']['last_rung']:.2f} with that "
         f"of short ones; its trend to × ÷ {width['text']['per_decade']:.2f} and {width['toy']['per_decade']:.2f} per "
         "decade."
@@ -115,5 +116,5 @@ def budget_rows(found: LadderBudget) -> tuple[str, list[str], list[list[str]]]:
         ]
         for row in found["rungs"]
     ]
-    words = "checks as if every arm were told apart; without points that tuning may add"
+    words = "checks as if every arm differed significantly; without points that tuning may add"
     return f"Arms at the control's speed for each FLOP, {words}", columns, rows

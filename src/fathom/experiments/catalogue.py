@@ -1,4 +1,4 @@
-"""The table of `fathom mechanisms`: every registered mechanism, and what it adds to a model by `models/cost.py`."""
+"""The table of `fathom mechanisms`: every registered mechanism and its cost by `models/cost.py`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class MechanismRow(TypedDict):
 
 
 class VanillaRow(TypedDict):
-    """What the decoder costs without a mechanism."""
+    """The cost of the decoder without a mechanism."""
 
     parameters: int
     flops: float
@@ -47,10 +47,10 @@ def with_mechanism(config: FathomConfig, axis: str, name: str) -> FathomConfig:
     """The same model with one axis set and the others at their first value; options of a set mechanism are kept."""
     keys = config.to_dict()
     if axis != "recurrence" or keys[axis] != name:
-        keys["max_trips"] = None  # it is of the model's own recurrence
+        keys["max_trips"] = None  # it depends on the model's own recurrence
     options = dict(keys[f"{axis}_options"]) if keys[axis] == name else {}
     if axis != "recurrence" and keys["recurrence"] != DEFAULTS["recurrence"]:
-        options.pop("across_trips", None)  # it is about several trips, and here there is one
+        options.pop("across_trips", None)  # it needs several iterations
     for other in AXES:
         keys |= {other: DEFAULTS[other], f"{other}_options": {}}
     return FathomConfig(**{**keys, axis: name, f"{axis}_options": options})
@@ -88,7 +88,7 @@ def mechanism_rows(config: FathomConfig, bytes_per_scalar: int = 2) -> Iterator[
 
 
 def vanilla_row(config: FathomConfig, bytes_per_scalar: int = 2) -> VanillaRow:
-    """What the decoder costs with every axis at its first value."""
+    """The cost of the decoder with every axis at its default."""
     vanilla = with_mechanism(config, "mixer", "none")
     return {
         "parameters": count_parameters(vanilla),
@@ -103,10 +103,10 @@ def mechanism_table(config: FathomConfig, bytes_per_scalar: int = 2) -> Table:
     vanilla = vanilla_row(config, bytes_per_scalar)
     caption = (
         f"vanilla: {vanilla['parameters']:,} parameters, {_short(vanilla['flops'])} FLOPs at {SEQUENCE} tokens, "
-        f"{vanilla['cache_bytes']:,} cache bytes. Shares are of 2N FLOPs; state lives no longer than its token."
+        f"{vanilla['cache_bytes']:,} cache bytes. Shares are relative to 2N FLOPs; state is freed after its token."
     )
     table = Table(
-        title="What each mechanism adds to the decoder, per token of a forward pass",
+        title="Cost that each mechanism adds, per token of a forward pass",
         caption=caption,
         box=None,
         padding=(0, 1, 0, 0),

@@ -1,9 +1,9 @@
 """`fathom compare`: the paired experiment. Arms differ in their mechanism; seeds, tokens and initial values are shared.
 
     out/plan.json               what is compared: recipe, arms, seeds
-    out/arms/ARM/seed-0/        an ordinary training run; failed.json in it says why it cannot go on
-    out/measured/ARM.json       step time, memory and cache beside the control's
-    out/claims/                 who works on what, see leases.py
+    out/arms/ARM/seed-0/        an ordinary training run; failed.json in it says why it cannot resume
+    out/measured/ARM.json       step time, memory and cache of the arm and the control
+    out/claims/                 which process works on what, see leases.py
     out/report.json, .html      written from the above alone
 
 Initial values are shared because each module draws from a generator seeded with its name (`training.build.initialize`);
@@ -33,7 +33,7 @@ from fathom.report.provenance import hardware, provenance, recorded
 
 
 def run_task(task: RunTask, claim: Claim) -> bool:
-    """Do or continue a task; False if a signal ended it early."""
+    """Run or resume a task; False if a signal stopped it."""
     if task.seed is not None:
         return run_training(task.plan.run_recipe(task.arm, task.seed), task.run_dir, claim)
     arm, control = (task.plan.run_recipe(name, task.plan.seeds[0]) for name in (task.arm, task.plan.control.name))
@@ -58,17 +58,17 @@ def compare(
     workers: int = 1,
     threads: int | None = None,
 ) -> ComparisonReport:
-    """Compare mechanisms fairly, or go on with the comparison in `out`; returns what its `report.json` holds.
+    """Compare mechanisms fairly, or resume the comparison in `out`; returns the contents of its `report.json`.
 
     Args:
         recipe: What all arms share.
         arms: `MECHANISM` or `NAME=MECHANISM[;key=value...]`, comma between; the first is the control.
-        out: The directory; further calls, on other machines too, may work on it at the same time.
+        out: The directory. Several calls, also on other machines, may work on it at the same time.
         seeds: Runs of each arm, which begin at `train.seed`.
-        equal: The budget that arms share: tokens, FLOPs, or tokens times their trips through the stack.
-        pairs: How often an arm is timed A B B A; 0 for not at all.
+        equal: The budget that arms share: tokens, FLOPs, or tokens times loop iterations.
+        pairs: Timing rounds per arm, in the order A B B A; 0 for none.
         workers: Processes on this machine. With more than one, a script needs `if __name__ == "__main__":`.
-        threads: CPU threads of each; one if there are several workers, else torch's choice.
+        threads: CPU threads per worker; one if there are several workers, else torch's choice.
     """
     out = Path(out)
     return carry_out(make_plan(recipe, arms, seeds, equal, pairs, out), out, workers, threads)
@@ -82,17 +82,16 @@ def carry_out(
     quiet: bool = False,
     retry_failed: bool = False,
 ) -> ComparisonReport:
-    """Run whatever is missing, then write the report; returns what `report.json` holds.
-
-    Any number of calls, on any number of machines, may work on one directory; each returns when all is done.
+    """Run what is missing, then write the report; returns the contents of `report.json`. Any number of calls, on any
+    number of machines, may work on one directory; each returns when everything is done.
 
     Args:
         plan: What to compare.
         out: The directory.
         workers: Local processes.
-        threads: CPU threads of each; one if there are several workers, else torch's choice.
+        threads: CPU threads per worker; one if there are several workers, else torch's choice.
         quiet: Show nothing.
-        retry_failed: Go on with runs that diverged; without it they stay left out.
+        retry_failed: Resume runs that diverged; otherwise they are excluded.
     """
 
     out = Path(out)
@@ -101,7 +100,7 @@ def carry_out(
         raise SettingsError(f"--workers {workers}: allowed: 1 or more")
     if threads is not None and threads < 1:
         raise SettingsError(f"--threads {threads}: allowed: 1 or more")
-    seeds_changed(plan, out)  # a damaged report is said before work
+    seeds_changed(plan, out)  # report a damaged file before any work
     check_machine(plan)
     out.mkdir(parents=True, exist_ok=True)
     write_json(out / PLAN, plan.to_dict())
@@ -111,16 +110,16 @@ def carry_out(
     with Progress(plan, out, quiet):
         finished = work(plan, out, threads) if workers == 1 else work_together(_resume, out, workers, threads or 1)
     if not finished:
-        raise TrainingError("stopped; the same command continues")
+        raise TrainingError("stopped; the same command resumes")
     report = summarize(plan, out, provenance())
     write_report(report, out)
     return report
 
 
 def rewrite_report(plan: Plan, out: Path) -> ComparisonReport:
-    """The report from what is finished, its provenance that of the last whole report where there is one."""
+    """The report of the finished runs, with the provenance of the last complete report if there is one."""
     if not (out / PLAN).exists():
-        raise SettingsError(f"{out}: holds no comparison ({PLAN} is missing)")
+        raise SettingsError(f"{out}: contains no comparison ({PLAN} is missing)")
     source = provenance()
     if (out / REPORT).exists():
         source = recorded(out / REPORT)

@@ -37,12 +37,12 @@ def write_report(report: ComparisonReport, out: Path) -> tuple[Path, Path]:
 
 
 def tables(report: ComparisonReport) -> list[Table]:
-    """Two tables for a terminal of 80 columns: what each arm reached, and what it cost."""
+    """Two tables for a terminal of 80 columns: the loss of each arm, and its cost."""
     return [terminal_table(*quality_rows(report)), terminal_table(*cost_rows(report, narrow=True))]
 
 
 def quality_rows(report: ComparisonReport) -> tuple[str, list[str], list[list[str]]]:
-    """Caption, columns, rows: what each arm reached."""
+    """Caption, columns, rows: the loss of each arm."""
     arms = report["arms"]
     columns = ["arm", "loss", "difference", "Holm p", "perplexity", "bits/byte"]
     rows = []
@@ -63,7 +63,7 @@ def quality_rows(report: ComparisonReport) -> tuple[str, list[str], list[list[st
 
 
 def cost_rows(report: ComparisonReport, narrow: bool = False) -> tuple[str, list[str], list[list[str]]]:
-    """Caption, columns, rows: what each arm cost; `narrow` shortens numbers for a terminal."""
+    """Caption, columns, rows: the cost of each arm; `narrow` shortens numbers for a terminal."""
     columns = ["arm", "params", "FLOPs/token", "cache B/token", "step time", "memory"]
     if not narrow:
         columns = ["arm", "parameters", "FLOPs/token", "cache bytes/token", "step time", "quartiles", "peak memory"]
@@ -122,11 +122,7 @@ def _compared(report: ComparisonReport) -> list[tuple[int, ArmResult]]:
 
 def _failed(report: ComparisonReport) -> Markup:
     rows = [[f"{row['arm']}, seed {row['seed']}", str(row["step"]), row["error"]] for row in report["failed"]]
-    return (
-        html.table("Left out: runs that could not go on", ["run", "step", "why"], rows, prose=["why"])
-        if rows
-        else Markup()
-    )
+    return html.table("Excluded: runs that failed", ["run", "step", "why"], rows, prose=["why"]) if rows else Markup()
 
 
 def _gap(gap: GapValues) -> str:
@@ -169,14 +165,16 @@ def _while_training(report: ComparisonReport) -> Markup:
     return html.figure(
         f"Training loss minus {control}'s",
         svg,
-        "On the very same batches, averaged over stretches. Bands span the seeds.",
+        "On the same batches, averaged over consecutive steps. Bands span the seeds.",
     )
 
 
 def _curves(report: ComparisonReport) -> Markup:
     budget = f"the comparison is at equal {'FLOPs' if report['equal'] == 'flops' else report['equal']}"
     machines = {str(run["machine"]) for arm in report["arms"] for run in arm["runs"]}
-    where = "on machines that differ" if len(machines) > 1 else "of wall clock, whatever else the machine did"
+    where = (
+        "on different machines" if len(machines) > 1 else "of wall-clock time, including any other load of the machine"
+    )
     return html.figures(
         _curve(report, "tokens", "tokens", "Against tokens"),
         _curve(report, "flops", "training FLOPs", "Against FLOPs", f"By arithmetic; {budget}."),
@@ -199,7 +197,7 @@ def _curve(
 
 
 def _positions(report: ComparisonReport) -> Markup:
-    """Loss, and its difference to the control, over equal stretches of the context."""
+    """Loss, and its difference to the control, over equal parts of the context."""
     control = report["arms"][0]
     length = _sequence_length(report["recipe"])
     count = len(control["position_loss"])
@@ -214,17 +212,17 @@ def _positions(report: ComparisonReport) -> Markup:
     gaps = [_gap_along(i, arm, places) for i, arm in arms[1:]]
     words = "; ".join(f"{line.name} from {line.y[0]:+.4f} to {line.y[-1]:+.4f}" for line in gaps)
     difference = line_plot(gaps, "position in the context", "nats", f"Loss minus the control's: {words}", zero=True)
-    empty = "A stretch in which nothing is predicted has no point." if len(read) < count else ""
+    empty = "Parts of the context without targets have no point." if len(read) < count else ""
     return html.figures(
         html.figure(
             "Validation loss", line_plot(lines, "position in the context", "nats per token", f"Loss: {ends}"), empty
         ),
-        html.figure(f"Minus {control['name']}'s", difference, "Bands are 95 % intervals, each stretch by itself."),
+        html.figure(f"Minus {control['name']}'s", difference, "Bands are 95 % intervals of each part alone."),
     )
 
 
 def _gap_along(series: int, arm: ArmResult, places: Sequence[float]) -> Line:
-    """The difference to the control over the stretches of the context that have targets."""
+    """The difference to the control over the parts of the context that have targets."""
     rows = [row for row in arm["difference_by_position"] if row is not None]
     low, high = ([row[end] for row in rows] for end in ("low", "high"))
     bands = (None, None) if None in low else (low, high)
@@ -238,13 +236,13 @@ def _sequence_length(recipe: Mapping[str, object]) -> int:
 
 
 def _trips(report: ComparisonReport) -> Markup:
-    """Trips per token, their correlation with the loss, and the loss they reach; nothing where no token halts."""
+    """Iterations per token, their correlation with the loss, and the loss they reach; nothing if no token halts."""
     arms = [(i, arm) for i, arm in enumerate(report["arms"]) if arm["runs"] and "trips" in arm]
     if not any(arm["trips"]["shares"] for _, arm in arms):
         return Markup()
     rows = [[arm["name"], f"{arm['trips']['mean']:.2f}", *_trips_cells(arm["trips"])] for _, arm in arms]
-    caption = "Trips per token on held-out text; the loss of a token against its trips"
-    columns = ["arm", "mean", "at most", "rank correlation", "95 % interval, seed by seed"]
+    caption = "Iterations per token on held-out text; correlation of a token's loss with its iterations"
+    columns = ["arm", "mean", "at most", "rank correlation", "95 % interval, by seed"]
     shares = [
         Line(arm["name"], list(range(1, len(found) + 1)), found, i)
         for i, arm in arms
@@ -254,8 +252,8 @@ def _trips(report: ComparisonReport) -> Markup:
     points = [Line(arm["name"], [arm["trips"]["mean"]], [arm["loss"]], i) for i, arm in arms]
     at = "; ".join(f"{line.name} {line.y[0]:.4f} at {line.x[0]:.2f}" for line in points)
     note = (
-        "A correlation above zero says that tokens which are harder to predict make more trips. It is Spearman's; its "
-        "interval is a bootstrap over rows of text and does not cover the seed."
+        "A correlation above zero means that tokens which are harder to predict make more iterations. It is "
+        "Spearman's; its bootstrap interval is over sequences and does not cover the seed."
     )
     return Markup().join(
         [
@@ -263,11 +261,11 @@ def _trips(report: ComparisonReport) -> Markup:
             html.paragraph(note, quiet=True),
             html.legend([arm["name"] for arm in report["arms"]]),
             html.figures(
-                html.figure("Who halts when", line_plot(shares, "trips", "share of tokens", f"Halting: {words}")),
+                html.figure("When tokens halt", line_plot(shares, "trips", "share of tokens", f"Halting: {words}")),
                 html.figure(
-                    "Loss against trips",
-                    line_plot(points, "mean trips per token", "validation loss", f"Validation loss: {at}"),
-                    "An arm that halts is worth it where it lies below those of a fixed number of trips.",
+                    "Loss over iterations",
+                    line_plot(points, "mean iterations per token", "validation loss", f"Validation loss: {at}"),
+                    "Halting pays off for an arm that lies below those with a fixed number of iterations.",
                 ),
             ),
         ]
@@ -275,7 +273,7 @@ def _trips(report: ComparisonReport) -> Markup:
 
 
 def _solved(report: ComparisonReport) -> Markup:
-    """The loss of arms that read text by Jacobi rounds against their own decoding; nothing without such arms."""
+    """The gap in loss to decoding of arms that read text by Jacobi rounds; nothing without such arms."""
     rows = []
     for arm in report["arms"]:
         for found in arm.get("trips", {}).get("solved", []):
@@ -288,9 +286,9 @@ def _solved(report: ComparisonReport) -> Markup:
         return Markup()
     columns = ["arm", "seed", "Jacobi rounds", "nats over decoding", "95 % interval", "on tokens"]
     note = (
-        "Trips of these arms read later trips of earlier tokens, so text that is read all at once takes rounds toward "
-        "what decoding computes, and every held-out loss here is that of the rounds. The gap is measured on a sample, "
-        "after the last step; its interval is over windows of text."
+        "In these arms an iteration reads later iterations of earlier tokens, so text that is read in parallel takes "
+        "rounds that approximate decoding, and every held-out loss here is that of the rounds. The gap is measured on "
+        "a sample, after the last step; its interval is over windows of text."
     )
     return Markup().join(
         [
@@ -319,15 +317,12 @@ def _domains(report: ComparisonReport) -> Markup:
         rows.append([arm["name"], *(DASH if score is None else _domain_cell(score) for score in found)])
     caption = "Bits per byte of each domain, and the paired difference of the loss"
     if len(report["seeds"]) > 1:
-        caption += (
-            " with its 95 % interval, each taken alone: not corrected for the number of domains and arms, outside the "
-            "family that Holm's p is of"
-        )
+        caption += " with its 95 % interval, uncorrected for the number of domains and arms and not part of Holm's test"
     return html.table(caption, ["arm", *names], rows)
 
 
 def _domain_cell(score: DomainValues) -> str:
-    if not math.isfinite(score["loss"]):  # nothing of the domain was predicted
+    if not math.isfinite(score["loss"]):  # the domain has no targets
         return DASH
     gap = f" ({_gap(score['difference'])})" if "difference" in score else ""
     return f"{score['bits_per_byte']:.4f}{gap}"
@@ -340,9 +335,7 @@ def _between(report: ComparisonReport) -> Markup:
     ]
     caption = "Paired differences of validation loss among the arms other than the control"
     if len(report["seeds"]) > 1:
-        caption += (
-            "; intervals are those of each difference taken alone, Holm's p is of the one family with the control's"
-        )
+        caption += "; intervals are uncorrected; Holm's p covers these and the differences to the control"
     return html.table(caption, ["pair", "difference", "Holm p"], rows) if rows else Markup()
 
 
@@ -354,11 +347,11 @@ def _share_sentence(report: ComparisonReport) -> Markup:
     pair = f"{gap['a']} minus {gap['b']} is {_gap(gap)}."
     words = share_in_words(share)
     why = (
-        "by Fieller's theorem, of this ratio taken alone; uniform_depth averages where depth_attention attends."
+        "by Fieller's theorem, uncorrected; uniform_depth averages where depth_attention attends."
         if share["defined"]
-        else "over these seeds depth_attention has no gain that stands clear of the noise."
+        else "depth_attention has no significant gain over these seeds."
     )
-    return html.paragraph(f"Averaging beside attending: {words}; {why} {pair}")
+    return html.paragraph(f"Averaging compared with attending: {words}; {why} {pair}")
 
 
 def _cost_notes(report: ComparisonReport) -> list[Markup]:
@@ -368,9 +361,9 @@ def _cost_notes(report: ComparisonReport) -> list[Markup]:
     time = found[0]["time"]
     text = (
         f"Step time: the arm and the control take turns A B B A in one process on the same batches, "
-        f"{time['pairs']} times, by {time['clock']}; the median of the ratios and their quartiles. "
-        f"The control's step took {time['seconds'][1]:.3f} s. "
-        f"Memory: {found[0]['memory']}. Cache: bytes that a real cache grows by per token really decoded."
+        f"{time['pairs']} times, by {time['clock']}; median of the ratios with quartiles. The control's step took "
+        f"{time['seconds'][1]:.3f} s. "
+        f"Memory: {found[0]['memory']}. Cache: measured growth in bytes per decoded token."
     )
     return [html.paragraph(text, quiet=True)]
 
@@ -380,7 +373,7 @@ def _budget(report: ComparisonReport) -> Markup:
         [arm["name"], f"{arm['steps']:,}", f"{arm['tokens']:,}", f"{arm['training_flops']:.4g}"]
         for arm in report["arms"]
     ]
-    return html.table("What each run of an arm was given", ["arm", "steps", "tokens", "training FLOPs"], rows)
+    return html.table("Settings of each run of an arm", ["arm", "steps", "tokens", "training FLOPs"], rows)
 
 
 def _runs(report: ComparisonReport) -> Markup:
@@ -393,73 +386,72 @@ def _runs(report: ComparisonReport) -> Markup:
         for arm in report["arms"]
         for run in arm["runs"]
     ]
-    return html.table("Each is an ordinary training run below this directory", columns, rows)
+    return html.table("Each is an ordinary training run in this directory", columns, rows)
 
 
 def _method(report: ComparisonReport) -> list[str]:
-    """What was held equal, and what the numbers mean."""
+    """What is equal in all arms, and what the numbers mean."""
     equal = {
-        "tokens": "Every arm saw equally many tokens.",
-        "trips": "Every arm took the control's tokens times trips through the stack, counted as training makes them "
-        "(with Jacobi rounds, and trips of tokens that halt): steps and learning-rate schedule were scaled.",
-        "flops": "Every arm spent the control's training FLOPs: steps and learning-rate schedule were scaled.",
+        "tokens": "All arms trained on the same number of tokens.",
+        "trips": "All arms have the control's tokens times iterations, as counted in training (with Jacobi rounds and "
+        "halting): steps and learning-rate schedule were scaled.",
+        "flops": "All arms spent the control's training FLOPs: steps and learning-rate schedule were scaled.",
     }
     own = [arm["name"] for arm in report["arms"][1:] if _own_steps(arm)]
-    budget = equal[report["equal"]] + (f" Except {', '.join(own)}, whose own train.steps were kept." if own else "")
+    budget = equal[report["equal"]] + (f" Except {', '.join(own)}, which have their own train.steps." if own else "")
     tests = family_size(report)
     lines = [
-        f"Paired: for each seed all arms read the same tokens in the same order. {_shared(report)}",
+        f"Paired: for each seed, all arms read the same tokens in the same order. {_shared(report)}",
         budget + _epochs(report),
         *_held_out(report),
         "Intervals are Student's t over the seeds' paired differences. They cover the choice of seed (initial weights "
-        "and data order), and neither the choice of corpus nor of learning rate, which "
+        "and data order), but not the corpus or the learning rate, which "
         + ("the ladder tuned for each arm." if report["ladder"] else "was not tuned for any arm."),
         _beyond(report),
     ]
     lines += _coverage(report)
     if tests > 1:
         lines.append(
-            "Several arms are several chances of a false alarm: the opening sentence calls a difference sure only if "
-            f"Holm's test over the family of all {tests} differences in this report, to the control and among the "
-            "other arms, agrees (p below 0.05, with Shaffer's counts of how many arms can still be equal). Intervals "
-            "are those of each comparison taken alone."
+            "To limit false alarms with several arms, the verdict calls a difference significant only if Holm's test "
+            f"over all {tests} differences in this report, to the control and among the other arms, agrees (p below "
+            "0.05, with Shaffer's counts of how many arms can still be equal). Intervals are uncorrected."
         )
     if len(report["seeds"]) in (2, 3):
-        lines.append("With so few seeds intervals are wide: a difference within the noise may still be real.")
+        lines.append("With so few seeds, intervals are wide: a difference that is not significant may still be real.")
     if report["exploratory"]:
         lines.append(
-            "The seeds were planned anew after a report had shown results, so this one is exploratory: who adds seeds "
-            "until an interval excludes zero finds a difference between equal arms in 10 % of cases with up to five."
+            "Seeds were added after a report had shown results, so this report is exploratory: adding up to five "
+            "seeds until an interval excludes zero finds a difference between equal arms in 10 % of cases."
         )
     lines.append("Perplexity is exp of the mean loss. FLOPs are by arithmetic: training costs three forward passes.")
     return lines
 
 
 def _beyond(report: ComparisonReport) -> str:
-    """Pointers to what one size and one learning rate cannot show."""
+    """Pointers to the limits of one size and one learning rate."""
     if report["ladder"]:
         link = Markup('<a href="{}">the whole ladder</a>').format(report["ladder"])
-        return Markup("This is one rung of a ladder: {} says how it goes on with size.").format(link)
+        return Markup("This is one model size of a ladder; see {} for the trend with size.").format(link)
     return (
-        "One size says nothing of another. `fathom ladder` compares the arms at several, each at a learning rate of "
-        "its own, and says how much more compute the control would need."
+        "Results at one size do not carry over to another. `fathom ladder` compares the arms at several sizes, each "
+        "with a tuned learning rate, and estimates how much more compute the control would need."
     )
 
 
 def _coverage(report: ComparisonReport) -> list[str]:
-    """The coverage of the intervals where differences between seeds are not normal."""
+    """The coverage of the intervals if differences between seeds are not normal."""
     count = len(report["seeds"])
     if count < 2:
         return []
     found = [f"{100 * coverage(count, name):.1f} % where they are {noise.words}" for name, noise in NOISE.items()]
     return [
-        f"How often such an interval holds the true difference with {count} seeds, simulated with differences of known "
-        f"distribution: {', '.join(found)}. Which of these the differences here are, so few seeds cannot tell."
+        f"Coverage of such an interval with {count} seeds, simulated with differences of known "
+        f"distribution: {', '.join(found)}. So few seeds do not show which distribution applies here."
     ]
 
 
 def _epochs(report: ComparisonReport) -> str:
-    """How many times the arms read the corpus, where that is known."""
+    """Epochs over the corpus, if known."""
     epochs = (run.get("epochs") for arm in report["arms"] for run in arm["runs"])
     counts = sorted(count for count in epochs if count is not None)
     if not counts:
@@ -469,7 +461,7 @@ def _epochs(report: ComparisonReport) -> str:
 
 
 def _held_out(report: ComparisonReport) -> list[str]:
-    """Which held-out text the losses are of."""
+    """The held-out text of the losses."""
     run: RunRow | None = next((run for arm in report["arms"] for run in arm["runs"] if "evaluated_tokens" in run), None)
     if run is None:
         return []
@@ -480,10 +472,10 @@ def _held_out(report: ComparisonReport) -> list[str]:
         where = "all of the validation split"
     else:
         where = (
-            f"{100 * coverage:.3g} % of the validation split: one window of each of equally long stretches of every "
+            f"{100 * coverage:.3g} % of the validation split: one window from each of equally long parts of every "
             "domain, chosen by a fixed hash"
         )
-    return [f"Held-out loss is of {tokens}, {where}; the same text for every arm and seed."]
+    return [f"Held-out loss is on {tokens}, {where}; the same text for every arm and seed."]
 
 
 def _own_steps(arm: ArmResult) -> bool:
@@ -504,7 +496,7 @@ def _unfinished(report: ComparisonReport) -> str:
     done, coming = len(report["seeds"]), len(awaited(report))
     if not coming:
         return ""
-    return f"Not finished: {done} of {done + coming} planned seeds are done by every arm and shown."
+    return f"Not finished: {done} of {done + coming} planned seeds are finished by every arm and shown."
 
 
 def _provenance(report: ComparisonReport) -> Markup:

@@ -1,4 +1,4 @@
-"""What a comparison's `report.json` and `measured/*.json` hold, key by key."""
+"""The schema of a comparison's `report.json` and `measured/*.json`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fathom.report.provenance import Provenance
 from fathom.training.results import CorrelationValues, DecodingGap, TripsValues
 
 CurveAxis = Literal["tokens", "flops", "seconds"]
-"""What a learning curve is drawn over."""
+"""The x axis of a learning curve."""
 
 
 class PairedGap(TypedDict):
@@ -30,20 +30,20 @@ class GapValues(PairedGap):
 
 
 class TestedGap(GapValues, total=False):
-    """A difference of the final loss, whose p is adjusted for all that were tested with it."""
+    """A difference of the final loss, with p adjusted for all tests."""
 
     p_holm: float | None
 
 
 class PairGap(TestedGap):
-    """The difference of two arms, neither of them the control."""
+    """The difference of two arms other than the control."""
 
     a: str
     b: str
 
 
 class ShareOfGain(TypedDict):
-    """The share of depth_attention's gain that uniform_depth already has."""
+    """The share of depth_attention's gain that uniform_depth reaches."""
 
     share: float | None
     low: float | None
@@ -61,7 +61,7 @@ class ParallelRun(TypedDict):
 
 
 class ArmTrips(TypedDict):
-    """Trips per token over an arm's runs; `shares` is None where tokens do not halt."""
+    """Iterations per token over an arm's runs; `shares` is None if tokens do not halt."""
 
     mean: float
     most: int
@@ -90,7 +90,7 @@ class Columns(TypedDict, total=False):
 
 
 class Evaluated(TypedDict):
-    """What every evaluation of a finished run has; a stretch of the context without targets has no loss."""
+    """An evaluation of a finished run; a part of the context without targets has no loss."""
 
     loss: float
     perplexity: float
@@ -149,7 +149,7 @@ class Time(TypedDict):
 
 
 class MeasuredValues(TypedDict, total=False):
-    """What an arm costs beside the control; every pair is the arm's number, then the control's."""
+    """The cost of an arm and of the control; in every pair the arm comes first."""
 
     time: Time
     memory_bytes: Sequence[int]
@@ -168,7 +168,7 @@ class CacheBytes(TypedDict):
 
 
 class ArmBasics(TypedDict):
-    """What is known of an arm before it has run."""
+    """Facts about an arm that are known before it has run."""
 
     name: str
     mechanism: str
@@ -184,7 +184,7 @@ class ArmBasics(TypedDict):
 
 
 class ArmResult(ArmBasics, total=False):
-    """An arm; what it reached is there once a seed counts, differences for every arm but the control."""
+    """An arm. Results exist once a seed is finished, differences for every arm but the control."""
 
     loss: float
     perplexity: float
@@ -221,14 +221,14 @@ class ComparisonResults(Provenance, total=False):
     seeds: list[int]
     seeds_planned: list[int]
     exploratory: bool
-    """Whether seeds were planned anew after a report with results: nothing is called sure."""
+    """Whether seeds were added after a report with results: no difference counts as significant."""
     failed: list[FailedRun]
     arms: list[ArmResult]
     between: list[PairGap]
     share_of_uniform_depth: ShareOfGain | None
     recipe: dict[str, object]
     ladder: str | None
-    """Where the report of the ladder is, of which this is a rung."""
+    """The path of the ladder's report, if this is one of its sizes."""
 
 
 class ComparisonReport(ComparisonResults):

@@ -1,4 +1,4 @@
-"""From the runs of a comparison to its numbers, and to the one sentence that they support."""
+"""From the runs of a comparison to its numbers and its verdict."""
 
 from __future__ import annotations
 
@@ -42,16 +42,14 @@ from fathom.training.results import held_out, read_result
 
 SIGNIFICANT = 0.05
 TUNED = "docs/results/2026-11-24-depth-on-text.md"
-"""Where Fathom's own comparisons at tuned learning rates are."""
+"""Fathom's own comparisons at tuned learning rates."""
 SMOOTHED = 20
 """Points of the curve of training-loss differences, each the mean over consecutive steps."""
 
 
 def summarize(plan: Plan, out: Path, source: Provenance) -> ComparisonReport:
-    """Everything that `report.json` holds, from the directory alone.
-
-    A seed counts once every arm has finished it or failed. A failed arm is left out of that seed; if the control
-    failed, the whole seed is left out.
+    """The contents of `report.json`, from the directory alone. A seed counts once every arm has finished it or failed.
+    A failed arm is excluded from that seed; if the control failed, the whole seed is excluded.
     """
     done = {seed: {arm.name: _result(plan, out, arm, seed) for arm in plan.arms} for seed in plan.seeds}
     failed = _failed(plan, out)
@@ -82,21 +80,20 @@ def summarize(plan: Plan, out: Path, source: Provenance) -> ComparisonReport:
 
 
 def seeds_changed(plan: Plan, out: Path) -> bool:
-    """Whether other seeds were planned when a report showed results.
-
-    Who adds seeds until a claim is sure claims falsely, so such a report is exploratory and calls nothing sure, and so
-    are all that follow it. A report of one seed shows no result.
+    """Whether seeds were added after a report with results. Adding seeds until a difference is significant inflates
+    false positives, so such a report and all later ones are exploratory and call nothing significant. A report of one
+    seed shows no result.
     """
     path = out / REPORT
     if not path.exists():
         return False
-    remedy = "delete it, and what it showed is forgotten"
+    remedy = "delete it to discard its results"
     before = read_written(path, "seeds", "seeds_planned", "exploratory", remedy=remedy)
     return bool(before["exploratory"] or (len(before["seeds"]) > 1 and before["seeds_planned"] != list(plan.seeds)))
 
 
 def _withhold(rows: Sequence[TestedGap]) -> None:
-    """Take the p values away by which differences are called sure."""
+    """Remove the p values that decide significance."""
     for row in rows:
         row["p_holm"] = None
 
@@ -114,17 +111,17 @@ def awaited(report: ComparisonResults) -> list[int]:
 
 
 def verdict(report: ComparisonResults) -> str:
-    """What the evidence shows, what it does not, and its limits, in one sentence; and whether rates were tuned."""
+    """The verdict in one sentence: significant differences, limits, and whether learning rates were tuned."""
     control, *planned = report["arms"]
     arms = [arm for arm in planned if "difference" in arm]
     count = len(report["seeds"])
     left_out = _left_out(report)
     if not count:
-        return f"No seed has been finished by every arm yet, so there is nothing to say{left_out}."
+        return f"No seed has been finished by every arm yet, so there is no result{left_out}."
     scope = f"at {in_words(control['parameters'])} parameters and {_tokens(control, arms)}"
     if count == 1:
         parts = [f"{arm['name']} ended {_direction(arm)} {control['name']}" for arm in arms]
-        words = f"{scope}, {_join(parts)}, and another seed might say otherwise"
+        words = f"{scope}, {_join(parts)}; another seed may give another order"
         return f"With one seed there is no interval: {words}{left_out}.{smoke_test(report)}"
     lower, higher = ([arm for arm in arms if _clear(arm) and sign * _mean(arm) > 0] for sign in (-1, 1))
     family = family_size(report)
@@ -142,13 +139,14 @@ def verdict(report: ComparisonResults) -> str:
 
 
 def _bad_runs(claimed: bool, seeds: int) -> list[str]:
-    """What a claim is worth where runs of one arm rarely end badly, which so few seeds do not show."""
+    """The error rate of a claim if runs of one arm rarely fail, which so few seeds would not show."""
     if not claimed:
         return []
     missed = f"{100 * (1 - coverage(seeds, 'outliers')):.0f} %"
     return [
-        f"if one run in ten of an arm ended badly, by ten standard deviations, {missed} of such intervals would miss "
-        "the true difference, not 5 %"
+        f"if one run in ten of an arm were an outlier by ten standard deviations, {missed} of such intervals would "
+        "miss "
+        "the true difference instead of 5 %"
     ]
 
 
@@ -157,12 +155,12 @@ def _conditions(report: ComparisonResults) -> list[str]:
     done, coming = len(report["seeds"]), len(awaited(report))
     found = [f"{done} of {done + coming} planned seeds are done"] if coming else []
     if report["exploratory"]:
-        found.append("the seeds were planned anew after a report, so this is exploratory and nothing here is sure")
+        found.append("seeds were added after a report, so this is exploratory and no difference counts as significant")
     return found
 
 
 def smoke_test(report: ComparisonResults) -> str:
-    """A sentence on a comparison that is too short to decide anything; empty if it is not."""
+    """A warning for comparisons that are too short to decide anything, else empty."""
     control = report["arms"][0]
     if control["tokens"] >= control["parameters"] or report["ladder"] is not None:
         return ""
@@ -173,7 +171,7 @@ def smoke_test(report: ComparisonResults) -> str:
 
 
 def _tokens(control: ArmResult, arms: Sequence[ArmResult]) -> str:
-    """How many tokens the control saw, and each arm that saw another number: at equal FLOPs, say."""
+    """The control's tokens, and those of arms with another number, for instance at equal FLOPs."""
     words = in_words(control["tokens"])
     others = [f"{arm['name']} {own}" for arm in arms if (own := in_words(arm["tokens"])) != words]
     return f"{words} tokens" + (f" ({', '.join(others)})" if others else "")
@@ -198,7 +196,7 @@ def _left_out(report: ComparisonResults) -> str:
         return ""
     names = _join([f"{row['arm']} with seed {row['seed']} (at step {row['step']})" for row in rows])
     control = any(row["arm"] == report["control"] for row in rows)
-    whole = f", and so are the seeds with which {report['control']} failed, for every arm" if control else ""
+    whole = f", and so are the seeds in which {report['control']} failed, for every arm" if control else ""
     return f"; {names} failed and {'is' if len(rows) == 1 else 'are'} left out{whole}"
 
 
@@ -238,7 +236,7 @@ def _arm(plan: Plan, out: Path, arm: Arm, runs: Sequence[RunRow]) -> ArmResult:
 
 
 def _trips(recipe: Recipe, runs: Sequence[RunRow]) -> ArmTrips:
-    """Trips per token of held-out text: as counted where tokens may halt, else the fixed number."""
+    """Iterations per token of held-out text: counted if tokens may halt, else the fixed number."""
     config = recipe.config()
     most = recurrence_class(config).trips_of(config)
     counted = [trips for run in runs if (trips := run.get("trips")) is not None]
@@ -307,7 +305,7 @@ def _curve(arm: ArmResult) -> Curve:
 
 
 def _by_step(lines: Sequence[dict[str, float]], key: str) -> list[dict[str, float]]:
-    """The lines that have a key, one for each step: a run that was killed and resumed may have written some twice."""
+    """The lines with a key, one for each step: a resumed run may have written some twice."""
     found = {line["step"]: line for line in lines if key in line}
     return [found[step] for step in sorted(found)]
 
@@ -323,15 +321,15 @@ def _losses(run: RunRow) -> dict[int, float]:
 
 
 def _common(runs: Sequence[Mapping[int, float]]) -> list[int]:
-    """The steps that all runs have: a power cut may have lost lines of some."""
+    """The steps that all runs have: a power cut may have lost lines."""
     return sorted(set(runs[0]).intersection(*runs[1:]))
 
 
 def compare_runs(arms: Sequence[ArmResult]) -> list[PairGap]:
     """Add paired differences to the control (the first arm) to every other arm; returns those between the others.
 
-    All p values are adjusted as one family: whatever the number of arms, the chance of calling any difference sure
-    that does not exist stays below 5 %.
+    All p values are adjusted as one family, so the chance of any false positive stays below 5 %, whatever the number of
+    arms.
     """
     found = [arm for arm in arms[1:] if arm["runs"]]
     _add_differences(found, arms[0])
@@ -341,7 +339,7 @@ def compare_runs(arms: Sequence[ArmResult]) -> list[PairGap]:
 
 
 def is_sure(difference: TestedGap) -> bool:
-    """Whether a report calls a difference sure."""
+    """Whether a difference is significant."""
     p = difference["p_holm"]
     return difference["excludes_zero"] and p is not None and p < SIGNIFICANT
 
@@ -441,9 +439,8 @@ def _between(arms: Sequence[ArmResult]) -> list[PairGap]:
 
 
 def share_of_gain(arms: Sequence[ArmResult], between: Sequence[PairGap]) -> ShareOfGain | None:
-    """How much of depth_attention's gain a plain average already has, with its interval by Fieller's theorem.
-
-    Where the gain is not told apart from zero the interval is unbounded, and no share is given.
+    """The share of depth_attention's gain that a plain average reaches, with its interval by Fieller's theorem. If the
+    gain is not significantly different from zero, the interval is unbounded and no share is given.
     """
     found = {arm["mechanism"]: arm for arm in arms[1:] if not arm["overrides"]}
     depth, uniform = found.get("depth_attention"), found.get("uniform_depth")
@@ -460,9 +457,9 @@ def share_of_gain(arms: Sequence[ArmResult], between: Sequence[PairGap]) -> Shar
 
 
 def share_in_words(share: ShareOfGain) -> str:
-    """The share and its interval in words, or that it cannot be said."""
+    """The share and its interval in words, or that it is undefined."""
     if not share["defined"]:
-        return "what share of depth_attention's gain uniform_depth has cannot be said"
+        return "the share of depth_attention's gain that uniform_depth reaches is undefined"
     ends = (share["share"], share["low"], share["high"])
     value, low, high = (DASH if end is None else f"{100 * end:.0f}".replace("-", "−") for end in ends)
     return f"uniform_depth has {value} % of depth_attention's gain (95 % interval {low} to {high} %)"
@@ -496,7 +493,7 @@ def _no_interval(arm: ArmResult) -> str:
     """Why an arm has no interval."""
     if arm["difference"]["pairs"] < 2:
         return "without an interval"
-    return "by the very same difference with every seed, which is too coarse to judge"
+    return "with the same difference for every seed, which is too coarse for an interval"
 
 
 def _clear(arm: ArmResult) -> bool:
@@ -504,7 +501,7 @@ def _clear(arm: ArmResult) -> bool:
 
 
 def _claim(found: Sequence[ArmResult], how: str, control: ArmResult, family: int) -> list[str]:
-    """Differences that are sure after Holm's adjustment."""
+    """Differences that are significant after Holm's adjustment."""
     if not found:
         return []
     amounts = [f"{abs(_mean(arm)):.4f} ± {arm['difference']['half_width']:.4f}" for arm in found]
@@ -518,7 +515,7 @@ def _claim(found: Sequence[ArmResult], how: str, control: ArmResult, family: int
 
 
 def _faint(arms: Sequence[ArmResult], control: ArmResult, family: int) -> list[str]:
-    """Differences whose own interval excludes zero but which Holm's adjustment does not call sure."""
+    """Differences whose own interval excludes zero but which are not significant after Holm's adjustment."""
     found = [arm for arm in arms if arm["difference"]["excludes_zero"] and not _clear(arm)]
     if not found:
         return []
@@ -526,7 +523,7 @@ def _faint(arms: Sequence[ArmResult], control: ArmResult, family: int) -> list[s
     exclude = "interval excludes zero" if len(found) == 1 else "intervals exclude zero"
     tested = any(arm["difference"]["p_holm"] is not None for arm in found)
     but = f", but not by Holm's test for {family} comparisons" if tested else ""
-    return [f"for {shown} the {exclude} taken alone{but}: a hint of a difference to {control['name']}, no more"]
+    return [f"for {shown} the {exclude} taken alone{but}: a hint of a difference to {control['name']}, not significant"]
 
 
 def _noise(arms: Sequence[ArmResult], control: ArmResult) -> list[str]:
@@ -537,7 +534,7 @@ def _noise(arms: Sequence[ArmResult], control: ArmResult) -> list[str]:
         return [f"{_join([arm['name'] for arm in found])} and {control['name']} have exactly equal losses"]
     shown = _join([f"{arm['name']} ({_signed(arm)} nats)" for arm in found])
     differ = "the difference of" if len(found) == 1 else "the differences of"
-    return [f"{differ} {shown} to {control['name']} {'is' if len(found) == 1 else 'are'} within the noise of the seeds"]
+    return [f"{differ} {shown} to {control['name']} {'is' if len(found) == 1 else 'are'} not significant"]
 
 
 def _rivals(report: ComparisonResults) -> list[str]:
@@ -558,7 +555,7 @@ def _rivals(report: ComparisonResults) -> list[str]:
     low, high = (row["a"], row["b"]) if row["mean"] < 0 else (row["b"], row["a"])
     if is_sure(row):
         return [f"{low} is also lower than {high}, by {abs(row['mean']):.4f} ± {row['half_width']:.4f}"]
-    return [f"{row['a']} and {row['b']} cannot be told apart"]
+    return [f"{row['a']} and {row['b']} do not differ significantly"]
 
 
 def _direction(arm: ArmResult) -> str:

@@ -50,16 +50,16 @@ def climb(
     quiet: bool = False,
     retry_failed: bool = False,
 ) -> LadderReport:
-    """Run whatever is missing up to a stage, then write the report; returns what `report.json` holds.
+    """Run what is missing up to a stage, then write the report; returns the contents of `report.json`.
 
     Args:
         ladder: The plan.
-        out: The directory; further calls, on other machines too, may work on it at the same time.
+        out: The directory. Several calls, also on other machines, may work on it at the same time.
         workers: Processes on this machine.
-        threads: CPU threads of each; one if there are several workers, else torch's choice.
+        threads: CPU threads per worker; one if there are several workers, else torch's choice.
         until: The last stage to run.
         quiet: Print nothing.
-        retry_failed: Go on with runs that diverged; without it they stay left out.
+        retry_failed: Resume runs that diverged; otherwise they are excluded.
     """
     refuse_torchrun("ladder")
     if workers < 1:
@@ -72,7 +72,7 @@ def climb(
         work(ladder, out, threads, until, quiet) if workers == 1 else work_together(job, out, workers, threads or 1)
     )
     if not finished:
-        raise TrainingError("stopped; the same command continues")
+        raise TrainingError("stopped; the same command resumes")
     return report(ladder, out)
 
 
@@ -92,7 +92,7 @@ def _as_written(ladder: Ladder, out: Path) -> Ladder:
     before = Ladder.read(out)
     changed = before.changed(ladder)
     if changed:
-        raise SettingsError(f"{out} holds a ladder of another plan; different: {', '.join(changed)}")
+        raise SettingsError(f"{out} contains a ladder with another plan; different: {', '.join(changed)}")
     return before
 
 
@@ -169,12 +169,12 @@ def _resume(out: Path, threads: int, until: str, quiet: bool) -> bool:
 
 
 def _do(state: State, stage: str, task: Work, claim: Claim) -> bool:
-    """Do or continue a run; False if a signal ended it early."""
+    """Run or resume a run; False if a signal stopped it."""
     facts = dict[str, str]()
     if stage == "last":
         sealed = state.sealed()
         if sealed is None:
-            raise SettingsError(f"{state.out}: the last rung does not start unsealed")
+            raise SettingsError(f"{state.out}: the largest size does not start before its prediction is sealed")
         facts["prediction"] = sealed["sha256"]
     if isinstance(task, LadderRun):
         return run_training(task.recipe, task.run_dir, claim, **facts)
@@ -194,8 +194,8 @@ def _said(task: Work) -> str:
 
 
 def _forget_failures(state: State) -> None:
-    """Let diverged runs go on, but for tuning runs of a rung whose optimum has been used: they count as infinitely bad,
-    and another optimum would give finished runs a rate that they did not have."""
+    """Resume diverged runs, except tuning runs of a size whose optimum is in use: they count as infinitely bad, because
+    another optimum would contradict the learning rates of finished runs."""
     found = [task for _, tasks in list(state.stages()) for task in tasks if task.failure is not None]
     for task in found:
         if not (isinstance(task, LadderRun) and state.used(task)):

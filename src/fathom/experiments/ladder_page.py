@@ -49,7 +49,7 @@ def write_report(report: LadderReport, out: Path) -> tuple[Path, Path]:
 
 
 def tables(report: LadderReport) -> list[Table]:
-    """Tables for a terminal; the multipliers' flags are in the verdict, and would be folded to nothing beside them."""
+    """Tables for a terminal; the multipliers' flags are in the verdict, because the table has no room for them."""
     caption, columns, rows = multiplier_rows(report)
     multipliers = caption, columns[:-1], [row[:-1] for row in rows]
     found = [multipliers, puzzle_rows(report), sooner_rows(report), loss_rows(report)]
@@ -61,7 +61,7 @@ def page(report: LadderReport) -> str:
     names = [arm["name"] for arm in report["arms"]] or [arm["name"] for arm in report["plan"]["arms"]]
     own = [name for name in names[1:] if name not in {arm["name"] for arm in report["arms"] if arm["matched"]}]
     return html.page(
-        f"{', '.join(own)} against {names[0]}, rung by rung",
+        f"{', '.join(own)} against {names[0]}, size by size",
         report["verdict"],
         _table(multiplier_rows(report), "flags"),
         _table(puzzle_rows(report)),
@@ -69,13 +69,13 @@ def page(report: LadderReport) -> str:
         html.section("Loss and multiplier", html.legend(names), html.figures(_losses(report), _multipliers(report))),
         html.section("Accuracy", *_accuracies(report)),
         html.section("Rates", html.figures(*_bowls(report)), _checks(report)),
-        html.section("The sealed rung", _sealed(report)),
-        html.section("What a trip is worth", _phi(report)),
-        html.section("Rung by rung", _table(loss_rows(report)), _twin(report)),
+        html.section("The sealed prediction", _sealed(report)),
+        html.section("The worth of an iteration", _phi(report)),
+        html.section("Size by size", _table(loss_rows(report)), _twin(report)),
         html.section("Other currencies", _views(report)),
         html.section("The law and the noise", _law(report)),
         html.section("Sizes", _table(_sizes(report)), _table(_cells(report))),
-        html.section("Runs that could not go on", _diverged(report)),
+        html.section("Runs that failed", _diverged(report)),
         html.section("How to read this", html.bullets(_method(report))),
         html.section("Where it comes from", _provenance(report)),
         note=_unfinished(report),
@@ -93,7 +93,7 @@ def multiplier_rows(report: LadderReport) -> tuple[str, list[str], list[list[str
         trend = arm["per_decade"]
         if not arm["multiplier"] or trend is None:
             continue
-        by_kind = {row["kind"]: row for row in arm["multiplier"]}  # the last rung is the one that stays
+        by_kind = {row["kind"]: row for row in arm["multiplier"]}  # the largest size is always shown
         rows.append(
             [
                 arm["name"],
@@ -145,8 +145,8 @@ def sooner_rows(report: LadderReport) -> tuple[str, list[str], list[list[str]]]:
             name = row["arm"] if len(report["rungs"]) == 1 else f"{row['arm']}, rung {row['index']}"
             rows.append([name, *(ratio.words() for ratio in ratios)])
     caption = (
-        f"FLOPs until {report['control']} solves it over those of the arm: {' or '.join(said)}; a run's lie between "
-        "two evaluations, or beyond all that it had"
+        f"FLOPs until {report['control']} solves it over those of the arm: {' or '.join(said)}; a run solves it "
+        "between two evaluations, or not within its FLOPs"
     )
     return caption, ["arm", *puzzle["domains"]], rows
 
@@ -185,7 +185,7 @@ def _log10(ln: float) -> float:
 
 
 def _losses(report: LadderReport) -> Markup:
-    """Losses of all seeds, and the law of each arm with its band, dashed beyond the last rung."""
+    """Losses of all seeds, and the law of each arm with its band, dashed beyond the largest size."""
     lines: list[Line] = []
     for i, arm in enumerate(report["arms"]):
         dots = [(math.log10(cell["flops"]), loss) for cell in arm["rungs"] for loss in cell["loss"] if cell["loss"]]
@@ -202,7 +202,7 @@ def _losses(report: LadderReport) -> Markup:
     )
     svg = line_plot(lines, "training FLOPs, log10", "held-out loss", f"Loss over compute: {words}", x_from_zero=False)
     return html.figure(
-        "Loss over compute", svg, "Dots are seeds, lines the law with its 95 % band, dotted where nothing was run."
+        "Loss over compute", svg, "Dots are seeds, lines the fitted law with its 95 % band, dotted beyond the runs."
     )
 
 
@@ -235,7 +235,7 @@ def _multipliers(report: LadderReport) -> Markup:
                 at, m, error = math.log10(cell["flops"]), cell["ln_m"] / math.log(2), cell["error"] / math.log(2)
                 lines.append(Line(f"{arm['name']}, rung {cell['index']}", [at], [m], i, joined=False))
                 lines.append(Line(f"{arm['name']}, seeds' error", [at, at], [m - error, m + error], i, marks=False))
-    told = "; ".join(f"{row[0]} {row[2]} at the last rung" for row in multiplier_rows(report)[2])
+    told = "; ".join(f"{row[0]} {row[2]} at the largest size" for row in multiplier_rows(report)[2])
     svg = line_plot(lines, "training FLOPs, log10", "M, doublings", f"Multiplier: {told}", zero=True, x_from_zero=False)
     caption = (
         "Doublings of compute that the control would need; 0 is no effect. Bars are one standard error of the seeds, "
@@ -246,7 +246,7 @@ def _multipliers(report: LadderReport) -> Markup:
 
 
 def _forecast(report: LadderReport, arm: ArmRow, series: int) -> list[Line]:
-    """The sealed prediction of ln M at the last rung, beside the observed value."""
+    """The sealed prediction of ln M at the largest size, and the observed value."""
     rows = [] if report["prediction"] is None else report["prediction"]["rows"]
     found = next((row["ln_m"] for row in rows if row["arm"] == arm["name"]), None)
     if found is None:
@@ -290,7 +290,7 @@ def _accuracies(report: LadderReport) -> list[Markup]:
             for curve in row["domains"][domain]["curves"]
             if row["index"] == last and curve
         ]
-        words = f"{domain} as it is learnt, every seed of every arm"
+        words = f"{domain} during training, every seed of every arm"
         svg = line_plot(learning, "training FLOPs", "accuracy", words, zero=True, top=1.0)
         if learning:
             panels.append(html.figure(f"{domain} while learning", svg, "Each line is a seed."))
@@ -341,8 +341,8 @@ def _checks(report: LadderReport) -> Markup:
         for arm in report["arms"]
         if arm["check"]
     ]
-    columns = ["arm", "half the rate", "chosen", "twice the rate", "excess by a parabola", "rate"]
-    return html.table("The rate at the last rung, one seed", columns, rows) if rows else Markup()
+    columns = ["arm", "half the learning rate", "chosen", "twice the learning rate", "excess by a parabola", "rate"]
+    return html.table("The rate at the largest size, one seed", columns, rows) if rows else Markup()
 
 
 def _sealed(report: LadderReport) -> Markup:
@@ -355,15 +355,17 @@ def _sealed(report: LadderReport) -> Markup:
         span = DASH if forecast is None else f"{signed(forecast['low'])} … {signed(forecast['high'])}"
         observed = DASH if row["observed"] is None else signed(row["observed"])
         rows.append([row["arm"], span, observed, {True: "inside", False: "outside", None: DASH}[row["inside"]]])
-    stale = " Results of earlier rungs changed after it was sealed." if found["stale"] else ""
+    stale = " Results of smaller sizes changed after the seal." if found["stale"] else ""
     return Markup().join(
         [
             html.table(
-                "Paired difference at the last rung: predicted 95 % interval, and what came",
+                "Paired difference at the largest size: predicted 95 % interval and observed value",
                 ["arm", "predicted", "observed", ""],
                 rows,
             ),
-            html.paragraph(f"Sealed before the rung ran, SHA-256 {found['sha256']}.{stale}", quiet=True),
+            html.paragraph(
+                f"Sealed before the largest size was trained, SHA-256 {found['sha256']}.{stale}", quiet=True
+            ),
         ]
     )
 
@@ -376,8 +378,8 @@ def _phi(report: LadderReport) -> Markup:
         return html.paragraph(f"Not resolved: {found['refused']}.")
     value, low, high = (f"{found[key]:.3f}".replace("-", "−") for key in ("value", "low", "high"))
     return html.paragraph(
-        f"φ = {value} ({low} … {high}), from {found['cells']} cells of width and tokens: 1 would make a trip worth a "
-        "layer of its own, 0 worth nothing. It prices parameters, not FLOPs."
+        f"φ = {value} ({low} … {high}), from {found['cells']} cells of width and tokens. With φ = 1 an iteration is "
+        "worth a layer of its own, with φ = 0 nothing. φ values parameters, not FLOPs."
     )
 
 
@@ -389,10 +391,12 @@ def _twin(report: LadderReport) -> Markup:
         [f"rung {row['index']}", f"{signed(row['difference']['mean'], row['difference']['half_width'])}"]
         for row in found["rungs"]
     ]
-    table = html.table("The control with other initial values beside the control, nats", ["rung", "difference"], rows)
+    table = html.table("The control minus itself with other initial values, nats", ["rung", "difference"], rows)
     if found["multiplier"] is None:
         return table
-    return Markup().join([table, html.paragraph(f"Its multiplier is {_span(found['multiplier'])}; the truth is 1.")])
+    return Markup().join(
+        [table, html.paragraph(f"Its multiplier is {_span(found['multiplier'])}; the true value is 1.")]
+    )
 
 
 def _views(report: LadderReport) -> Markup:
@@ -401,8 +405,8 @@ def _views(report: LadderReport) -> Markup:
         if arm["multiplier"]:
             keys: tuple[Currency, ...] = ("time", "parameters", "bytes_weights_once", "bytes_weights_each_trip")
             rows.append([arm["name"], *(DASH if (view := arm["views"][key]) is None else _span(view) for key in keys)])
-    columns = ["arm", "seconds", "parameters", "bytes, weights once", "bytes, weights each trip"]
-    table = html.table("The multiplier at the last rung in other currencies, from the same runs", columns, rows)
+    columns = ["arm", "seconds", "parameters", "bytes, weights once", "bytes, weights each iteration"]
+    table = html.table("The multiplier at the largest size in other costs, from the same runs", columns, rows)
     timed = next(
         (arm["views"]["time"] for arm in report["arms"][1:] if arm["multiplier"] and arm["views"]["time"]), None
     )
@@ -419,7 +423,7 @@ def _law(report: LadderReport) -> Markup:
         numbers = [f"{noise['single']:.4f}", f"{noise['paired']:.4f}", f"{noise['correlation']:.2f}"]
         rows.append([arm["name"], *spans, *numbers])
     columns = ["arm", "E", "α", "τ of the arm", "σ of a run", "σ of a pair", "ρ"]
-    return _table(("Posterior of the floor, the exponent and a rung's own deviation; noise over seeds", columns, rows))
+    return _table(("Posterior of the floor, the exponent and the deviation of a size; noise over seeds", columns, rows))
 
 
 def _sizes(report: LadderReport) -> tuple[str, list[str], list[list[str]]]:
@@ -435,7 +439,7 @@ def _sizes(report: LadderReport) -> tuple[str, list[str], list[list[str]]]:
         ]
         for rung in report["rungs"]
     ]
-    return "The rungs as the control has them; parameters without embeddings", columns, rows
+    return "The sizes of the control; parameters without embeddings", columns, rows
 
 
 def _named(index: int, budget: int) -> str:
@@ -458,7 +462,7 @@ def _cells(report: LadderReport) -> tuple[str, list[str], list[list[str]]]:
         for arm in report["arms"]
         for cell in (*arm["rungs"], *arm["further"])
     ]
-    return "Every arm at every rung", columns, rows
+    return "Every arm at every size", columns, rows
 
 
 def _diverged(report: LadderReport) -> Markup:
@@ -467,50 +471,50 @@ def _diverged(report: LadderReport) -> Markup:
 
 
 def _method(report: LadderReport) -> list[str]:
-    """What was held equal, and what the numbers mean."""
+    """What is equal in all arms, and what the numbers mean."""
     rules = report["plan"]["rules"]
     lines = [
         "The multiplier M is the compute that the control, scaled along this ladder's own path, would need to reach "
-        "the arm's loss, over what the arm spent. FLOPs are by arithmetic: a loop is charged for its trips.",
-        "Paired: at each rung and seed all arms read the same tokens in the same order, and start from equal "
-        "values wherever they share a parameter.",
-        "Intervals of M are of a Bayesian grid over the law's floor and over how rungs deviate from the law; they "
-        "cover seeds, such deviations and the floor, not the choice of text, of shapes or of the rule for the rate.",
-        "Intervals of paired differences are Student's t over seeds, at that rung alone.",
-        "Nothing here says that a multiplier holds at sizes, corpora or optimizers other than these.",
+        "the arm's loss, over what the arm spent. FLOPs are by arithmetic and include all iterations of a loop.",
+        "Paired: at each size and seed, all arms read the same tokens in the same order, and start from equal values "
+        "in shared parameters.",
+        "Intervals of M come from a Bayesian grid over the law's floor and the deviations of sizes from the law. They "
+        "cover seeds, deviations and the floor, but not the choice of text, shapes or learning-rate rule.",
+        "Intervals of paired differences are Student's t over seeds, at that size alone.",
+        "A multiplier holds only for these sizes, corpora and optimizers.",
     ]
     if len(set(rules["layers"])) > 1 and len(set(rules["hidden"])) > 1:
-        lines.append("Depth and width grow together along this path: a trend is one with scale and depth together.")
+        lines.append("Depth and width grow together, so a trend is one with both.")
     for added in report["seeds_added"]:
         lines.append(
             f"Seeds were added to all arms on {added['date']}, to {', '.join(map(str, added['seeds']))} by rung, after "
-            f"{added['finished']} runs of the rungs were finished: who adds until a claim is sure makes false claims."
+            f"{added['finished']} runs were finished, which inflates false positives."
         )
     if rules["tune_points"]:
         lines.append(
-            "Every arm tried learning rates a factor 2 apart, with seeds that are not the ladder's; one rule carries "
-            "the rate to larger rungs, and only the ratio to the control's is an arm's own."
+            "Every arm tried learning rates a factor 2 apart, with separate seeds. One rule scales the learning rate "
+            "to larger sizes; only the ratio to the control's belongs to an arm."
         )
     else:
         lines.append(
-            "No rate was tuned: every arm has the recipe's, and an arm that wants another is not judged fairly."
+            "No learning rate was tuned: every arm has the recipe's, which is unfair to arms that need another."
         )
     if any(arm["name"].startswith("as-large-as-") for arm in report["arms"]):
-        lines.append("`as-large-as-` arms are the control with a wider MLP, so that it has an arm's parameters.")
+        lines.append("`as-large-as-` arms are the control with a wider MLP and as many parameters as the arm.")
     if report["puzzle"] is not None:
         lines.append(
-            "A puzzle measures how fast a skill is acquired within a budget, and says nothing of text. Runs jump or do "
-            "not, so solved runs are counted; with so few seeds their Wilson intervals are wide."
+            "A puzzle measures how fast a skill is acquired within a budget, and does not predict results on text. "
+            "Accuracy jumps, so solved runs are counted; with so few seeds their Wilson intervals are wide."
         )
     if any(LAYERS in override for arm in report["arms"] for override in arm["overrides"]):
-        lines.append("Arms with a share of the layers have fewer of their own than the rung.")
+        lines.append("Arms with a share of the layers have fewer layers than the control.")
     return lines
 
 
 def _unfinished(report: LadderReport) -> str:
     if report["stage"] == "done" or report["verdict"].startswith("Not finished"):
         return ""
-    return f"Not finished: in its stage {report['stage']}, {report['pending']} runs of it are left."
+    return f"Not finished: in stage {report['stage']}, {report['pending']} runs remain."
 
 
 def _provenance(report: LadderReport) -> Markup:

@@ -1,4 +1,4 @@
-"""What a ladder's `report.json`, `prediction.json` and dry run hold, key by key."""
+"""The schema of a ladder's `report.json`, `prediction.json` and dry run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class CrossedSpan(Span):
 
 
 class Multiplier(CrossedSpan):
-    """M at a place: a rung, the middle of the ladder, or beyond the last rung."""
+    """M at a point: a size, the middle of the ladder, or beyond the largest size."""
 
     kind: str
     ln_flops: float
@@ -76,7 +76,7 @@ class Cell(TypedDict):
 
 
 class Check(TypedDict):
-    """Half and twice the rate at the last rung beside the chosen one."""
+    """Half and twice the chosen learning rate at the largest size."""
 
     rates: list[float]
     losses: list[float]
@@ -92,7 +92,7 @@ class TimedSpan(Span):
 
 
 class Views(TypedDict):
-    """M at the last rung in other costs than FLOPs (time, parameters, bytes)."""
+    """M at the largest size in other costs than FLOPs (time, parameters, bytes)."""
 
     time: TimedSpan | None
     parameters: Span
@@ -214,7 +214,7 @@ class SealedPrediction(PredictionBody):
 
 
 class Outcome(Forecast):
-    """A forecast beside the observed value."""
+    """A forecast and the observed value."""
 
     observed: float | None
     inside: bool | None
@@ -229,14 +229,14 @@ class PredictionRow(TypedDict):
 
 
 class TwinRung(TypedDict):
-    """The twin's difference at a rung."""
+    """The seed control's difference at a size."""
 
     index: int
     difference: PairedGap
 
 
 class Twin(TypedDict):
-    """The control beside itself with other initial values."""
+    """The seed control: the baseline compared with itself under other initial values."""
 
     rungs: list[TwinRung]
     multiplier: Span | None
@@ -244,7 +244,7 @@ class Twin(TypedDict):
 
 
 class Phi(TypedDict, total=False):
-    """φ, the worth of a trip; `refused` says why it was not estimated, else None."""
+    """φ, the worth of an iteration; `refused` says why it was not estimated, else None."""
 
     refused: str | None
     value: float

@@ -1,9 +1,8 @@
-"""Claims: which worker holds which task, where workers share nothing but a directory.
-
-A task's claims are files numbered 0, 1, 2, …; the highest number holds. Claiming creates the next number with `link`,
-which fails if another worker was faster, locally and on network file systems alike. Nothing is ever deleted, so no two
-processes can disagree about which number is next. A holder touches its file while it lives; a file whose process is
-gone, or that was not renewed for a while, may be taken over.
+"""Claims: which worker holds which task, if workers share only a directory. A task's claims are files numbered 0, 1, 2,
+…; the highest number is valid. Claiming creates the next number with `link`, which fails if another worker was faster,
+also on network file systems. Nothing is ever deleted, so no two processes can disagree about the next number. A holder
+touches its file while it runs. If its process has ended, or the file was not touched for a while, another worker may
+take over.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class Claims:
     directory: Path
     stale_seconds: float = STALE_SECONDS
     _seen: dict[Path, tuple[int, float]] = field(default_factory=dict)
-    """When each claim's heartbeat was last seen to change, by our own clock: those of two machines may differ."""
+    """When each claim's heartbeat last changed, by this machine's clock, because clocks differ."""
 
     def take(self, task: str) -> Claim | None:
         """Claim a task; None if another worker holds it."""
@@ -52,7 +51,7 @@ class Claims:
         return Claim(path, self._path(task, int(path.suffix[1:]) + 1))
 
     def holder(self, task: str) -> dict[str, object] | None:
-        """Who holds a task: `host` and `pid`; None if it is free."""
+        """The holder of a task: `host` and `pid`; None if it is free."""
         number = self._newest(task)
         if number is None or self._free(self._path(task, number)):
             return None
@@ -78,7 +77,7 @@ class Claims:
 
 
 class Claim:
-    """A task that is ours until the `with` block ends, or until another worker takes this process for dead."""
+    """A task that this process holds until the `with` block ends, or until another worker considers it dead."""
 
     def __init__(self, path: Path, successor: Path) -> None:
         self.path, self.successor = path, successor
@@ -91,9 +90,11 @@ class Claim:
         return self.successor.exists()
 
     def require(self) -> None:
-        """Stop here if the task is no longer ours."""
+        """Raise an error if another worker holds the task."""
         if self.lost:
-            raise TrainingError(f"{self.path.stem}: this process was silent for too long, and another one took over")
+            raise TrainingError(
+                f"{self.path.stem}: this process did not respond for too long, and another one took over"
+            )
 
     def __enter__(self) -> Claim:
         self._thread.start()
@@ -110,12 +111,12 @@ class Claim:
         while not self._done.wait(HEARTBEAT_SECONDS):
             try:
                 os.utime(self.path)
-            except OSError:  # the disk may be unavailable for a moment; a longer silence lets another worker take over
+            except OSError:  # the disk may be unavailable for a moment; after a longer time another worker takes over
                 continue
 
 
 def _holder(path: Path) -> dict[str, Any]:
-    """Who holds a claim; empty for a file that cannot be read, as a power cut may leave it: its silence frees it."""
+    """The holder of a claim; empty for an unreadable file, as after a power cut, which expires."""
     try:
         found: dict[str, Any] = read_json(path)
     except ValueError:
@@ -124,7 +125,7 @@ def _holder(path: Path) -> dict[str, Any]:
 
 
 def machine() -> str:
-    """Identifies boot and container: a process id means the same process only if both agree."""
+    """Identifies boot and container, because a process id is unique only within both."""
     parts = [platform.node()]
     try:
         parts += [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")]
@@ -140,7 +141,7 @@ def _alive(pid: int) -> bool:
         return False
     except PermissionError:
         return True
-    # A zombie is dead, but its parent has not looked yet.
+    # A zombie is dead, but not reaped yet.
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (OSError, IndexError):

@@ -1,4 +1,4 @@
-"""From a ladder's runs to its numbers, and to the one sentence that they support."""
+"""From a ladder's runs to its numbers and its verdict."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ WIDEST = 2.0
 
 @dataclass(frozen=True)
 class Study:
-    """One arm beside the control."""
+    """One arm and the control."""
 
     state: State
     arm: Arm
@@ -89,7 +89,7 @@ class Study:
 
     @cached_property
     def fit(self) -> Posterior | None:
-        """The posterior; None if it cannot be computed or is not usable."""
+        """The posterior; None if it cannot be computed or is unusable."""
         found = self.state.fit(self.arm, self.sizes)
         return found if found is not None and found.usable else None
 
@@ -105,7 +105,7 @@ class Study:
 
 
 def summarize(state: State, source: Provenance) -> LadderReport:
-    """Everything that `report.json` holds, from the directory alone."""
+    """The contents of `report.json`, from the directory alone."""
     ladder = state.ladder
     stage, pending = progress(state)
     tuned = state.finished_tuning is not None and (bool(state.tuned) or not ladder.rules.tune_points)
@@ -364,7 +364,7 @@ def _tuning(state: State) -> list[dict[str, TunedRow]]:
 
 
 def _check(state: State, arm: Arm) -> Check | None:
-    """Half and twice the rate at the top beside the chosen one, with the same seed."""
+    """Half, once and twice the chosen learning rate at the largest size, with the same seed."""
     mine = [run for run in state.checks() if run.run_dir.parent.parent.name == arm.name]
     if not mine or not all(run.settled for run in mine):
         return None
@@ -402,9 +402,8 @@ def _diverged(state: State) -> list[DivergedRun]:
 
 
 def _judge(arms: Sequence[ArmRow], studies: Sequence[Study], exploratory: bool) -> None:
-    """Set the tail probabilities of M = 1 at the last rung, with Holm's adjustment over all arms.
-
-    None are adjusted, and so nothing is sure, where seeds were added after runs of the rungs were finished.
+    """Set the p-values of M = 1 at the largest size, with Holm's adjustment over all arms. If seeds were added after
+    runs had finished, none is adjusted and nothing counts as significant.
     """
     tested = [study for study in studies if study.fit is not None]
     values = [study.fit.sides(study.top) for study in tested if study.fit is not None]
@@ -434,7 +433,7 @@ def _noise(studies: Sequence[Study]) -> NoiseRow | None:
 
 
 def _prediction(state: State) -> PredictionRow | None:
-    """The sealed prediction beside the observed results."""
+    """The sealed prediction and the observed results."""
     sealed = state.sealed()
     if sealed is None:
         return None
@@ -453,9 +452,8 @@ def _prediction(state: State) -> PredictionRow | None:
 
 
 def _stale(state: State, sealed: SealedPrediction) -> bool:
-    """Whether results of earlier rungs are other than at the seal: one changed, or a run that had failed has one.
-
-    Seeds that were added after it to all arms make none stale; the report names them elsewhere.
+    """Whether results of smaller sizes changed after the seal. Seeds that were added later to all arms do not count;
+    the report names them elsewhere.
     """
     told, now = sealed["results"], state.digests(state.ladder.sizes[:-1])
     first = state.ladder.first_seed()
@@ -472,7 +470,7 @@ def _rung_and_seed(path: str) -> tuple[int, int]:
 
 
 def _twin(state: State) -> Twin | None:
-    """The twin: the control with other initial values, whose multiplier's interval must cover 1."""
+    """The seed control: the control with other initial values, whose multiplier's interval must cover 1."""
     runs = [run for run in state.twins() if run.done]
     rungs, rows = list[Rung](), list[TwinRung]()
     for size in state.ladder.sizes:
@@ -500,7 +498,7 @@ def _seed(run: LadderRun) -> int:
 
 
 def _phi(state: State) -> Phi | None:
-    """φ, the worth of a trip, from the control and the plain loops at every budget; None without loops."""
+    """φ, the worth of an iteration, from the control and the plain loops at every budget; None without loops."""
     found: list[Looped] = []
     for size in state.ladder.all_sizes:
         for arm in state.ladder.arms:
@@ -508,7 +506,7 @@ def _phi(state: State) -> Phi | None:
             config = recipe.config()
             plain = config.mixer == DEFAULTS["mixer"] and config.residual == DEFAULTS["residual"]
             losses = list(state.losses(size, arm).values())
-            alike = tokens(recipe) == size.tokens  # an arm of its own train.steps is of no cell
+            alike = tokens(recipe) == size.tokens  # an arm with its own train.steps belongs to no cell
             if config.recurrence not in (DEFAULTS["recurrence"], "loop") or not plain or not alike or not losses:
                 continue
             recurrence = recurrence_class(config)
@@ -536,11 +534,12 @@ def _phi(state: State) -> Phi | None:
 
 
 def verdict(report: LadderResults) -> str:
-    """The verdict, by fixed rules, a line each: what is missing or doubtful, the sealed rung, then the findings."""
+    """The verdict, by fixed rules, a line each: what is missing or doubtful, the sealed prediction, then the
+    findings."""
     if not report["arms"] or not any(row["loss"] for arm in report["arms"] for row in arm["rungs"]):
         if report["stage"] != "done":
-            return "No rung has been finished yet, so there is nothing to say."
-        return _lines(["No run of a rung has a result, so there is nothing to say", *_missing(report)], [])
+            return "No model size has been finished yet, so there is no result."
+        return _lines(["No run has a result yet", *_missing(report)], [])
     arms = [arm for arm in report["arms"][1:] if not arm["matched"]]
     parts = [*_missing(report), *_doubts(report), *_seal_words(report)]
     if report["puzzle"] is not None:
@@ -549,13 +548,14 @@ def verdict(report: LadderResults) -> str:
     parts += [_finding(report, arm) for arm in told]
     if not told and report["puzzle"] is None:
         parts.append(
-            "cannot tell: a multiplier needs two rungs, one of them with two seeds, and losses that fall with compute"
+            "undecided: a multiplier needs two model sizes, one of them with two seeds, and losses that fall with "
+            "compute"
         )
     return _lines(parts, [arm["name"] for arm in report["arms"]])
 
 
 def _lines(parts: list[str], names: list[str]) -> str:
-    """Sentences; one that begins with an arm's name keeps it as it is."""
+    """Sentences with a capital letter, except for arms' names."""
     own = tuple(f"{name} " for name in names)
     return "\n".join(f"{part if part.startswith(own) else part[0].upper() + part[1:]}." for part in parts)
 
@@ -563,13 +563,13 @@ def _lines(parts: list[str], names: list[str]) -> str:
 def _missing(report: LadderResults) -> list[str]:
     found = []
     if report["stage"] != "done":
-        found.append(f"not finished: {report['pending']} runs are left of the stage `{report['stage']}`")
+        found.append(f"not finished: {report['pending']} runs remain in the stage `{report['stage']}`")
     if any(added["finished"] for added in report["seeds_added"]):
-        found.append("seeds were added after results, so this is exploratory and nothing here is sure")
+        found.append("seeds were added after results, so this is exploratory and nothing counts as significant")
     counts = {arm["name"]: arm["diverged"] for arm in report["arms"]}
     lost = [f"{name} {count} of {runs}" for name, (count, runs) in counts.items() if count]
-    counted = "" if report["puzzle"] is None else " of the losses and count as unsolved"
-    return found + ([f"runs diverged and are left out{counted}: {', '.join(lost)}"] if lost else [])
+    counted = "" if report["puzzle"] is None else " from the losses and count as unsolved"
+    return found + ([f"runs diverged and are excluded{counted}: {', '.join(lost)}"] if lost else [])
 
 
 def _doubts(report: LadderResults) -> list[str]:
@@ -578,7 +578,7 @@ def _doubts(report: LadderResults) -> list[str]:
     found = [f"in doubt: {words}"] if flags else []
     twin = report["twin"]
     if twin is not None and twin["covers"] is False:
-        found.append("the twin of the control is told apart from it, so the intervals are too narrow here")
+        found.append("the seed control differs significantly from the control, so the intervals are too narrow here")
     return found
 
 
@@ -592,11 +592,11 @@ def _seal_words(report: LadderResults) -> list[str]:
     spans = [(row["difference"]["high"] - row["difference"]["low"]) for row in sealed["rows"] if row["difference"]]
     wide = f"{min(spans):.3f}" if len(spans) == 1 else f"{min(spans):.3f} to {max(spans):.3f}"
     words = f"of the sealed predictions {sum(inside)} of {len(inside)} came true, of intervals {wide} nats wide"
-    return [words + (", but earlier results changed after the seal" if sealed["stale"] else "")]
+    return [words + (", but results of smaller sizes changed after the seal" if sealed["stale"] else "")]
 
 
 def _finding(report: LadderResults, arm: ArmRow) -> str:
-    """What an arm's intervals support."""
+    """The finding on an arm."""
     top, trend = next(row for row in reversed(arm["multiplier"]) if row["kind"] == "rung"), arm["per_decade"]
     assert trend is not None
     count = sum(row["kind"] == "rung" for row in arm["multiplier"])
@@ -612,7 +612,7 @@ def _finding(report: LadderResults, arm: ArmRow) -> str:
         times = f"{top['median']:.2f} times the compute (95 % interval {span})"
         said = f"{report['control']} needs {times} to match {arm['name']} {at}"
     else:
-        said = f"{arm['name']} and {report['control']} cannot be told apart {at}: the multiplier lies in {span}"
+        said = f"{arm['name']} and {report['control']} do not differ significantly {at}: the multiplier lies in {span}"
     if DISAGREE in arm["flags"]:
         said += f" by the grid, between {top['t_low']:.2f} and {top['t_high']:.2f} by the line"
     return f"{said}; {_trend(trend, count)}{_extrapolation(report, arm)}"
@@ -621,10 +621,10 @@ def _finding(report: LadderResults, arm: ArmRow) -> str:
 def _trend(trend: CrossedSpan, count: int) -> str:
     span = f"between × {trend['low']:.2f} and × {trend['high']:.2f} per decade"
     if trend["low"] <= 1 <= trend["high"]:
-        return f"no trend can be seen: {span} are compatible"
+        return f"no significant trend: {span} are compatible"
     way = "grows" if trend["median"] > 1 else "shrinks"
     if count <= 3:
-        return f"the {count} rungs suggest that it {way} with scale, {span}"
+        return f"the {count} sizes suggest that it {way} with scale, {span}"
     return f"the multiplier {way} with scale, {span}"
 
 

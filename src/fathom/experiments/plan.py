@@ -1,4 +1,4 @@
-"""What is compared, as data: the plan, its tasks, and which of them are done. Nothing here trains."""
+"""A comparison as data: the plan, its tasks, and which of them are done. Nothing here trains."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NOT_TIMED = (
     *("track", "data.directory", "data.mixture", "data.phases"),
     *(f"train.{key}" for key in ("checkpoint_every", "keep_last", "async_save", "export", "log_every")),
 )
-"""Keys on which a measurement does not depend."""
+"""Keys that a measurement does not depend on."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Plan:
     seeds: tuple[int, ...]
     equal: Equal = "tokens"
     pairs: int = 12
-    """How often an arm is timed A B B A; 0 for not at all."""
+    """Timing rounds per arm, in the order A B B A; 0 for none."""
 
     @property
     def control(self) -> Arm:
@@ -66,7 +66,7 @@ class Plan:
             raise SettingsError(f"{path} is damaged: {' '.join(str(error).split())}") from None
         numbers = isinstance(seeds, list) and seeds and all(type(number) is int for number in (*seeds, pairs))
         if not arms or not numbers or equal not in typing.get_args(Equal) or not isinstance(recipe, dict):
-            raise SettingsError(f"{path} is damaged: it holds no arms, seeds, budget, pairs and recipe")
+            raise SettingsError(f"{path} is damaged: arms, seeds, budget, pairs or recipe are missing")
         try:
             plan = cls(parse_recipe(recipe), tuple(Arm(*arm) for arm in arms), tuple(seeds), equal, pairs)
             _ = plan.recipes
@@ -81,16 +81,16 @@ def plan_file(out: Path, name: str, what: str) -> Path:
     Args:
         out: The directory.
         name: The file's name.
-        what: What is planned, for the error: a comparison or a ladder.
+        what: For the error: a comparison or a ladder.
     """
     if not (out / name).exists():
-        raise SettingsError(f"{out}: holds no {what} ({name} is missing)")
+        raise SettingsError(f"{out}: contains no {what} ({name} is missing)")
     return out / name
 
 
 @dataclass(frozen=True)
 class RunTask:
-    """One piece of work that one process does: a training run, or a measurement (without a seed)."""
+    """One task for one process: a training run, or a measurement (without a seed)."""
 
     plan: Plan
     out: Path
@@ -116,7 +116,7 @@ class RunTask:
 
     @property
     def run_dir(self) -> Path:
-        """Where a training run lives."""
+        """The directory of a training run."""
         return self.out / ARMS / self.arm / f"seed-{self.seed}"
 
     @property
@@ -126,31 +126,31 @@ class RunTask:
 
     @property
     def settled(self) -> bool:
-        """Whether nothing is left to do: it is done, it failed, or the control's run of that seed did."""
+        """Whether nothing is left to do: it is done, it failed, or the control failed for that seed."""
         control = RunTask(self.plan, self.out, self.plan.control.name, self.seed)
         return self.done or self.failure is not None or (not self.alone and control.failure is not None)
 
     @property
     def done(self) -> bool:
-        """Whether its result is there."""
+        """Whether its result exists."""
         if self.seed is not None:
             return (self.run_dir / RESULT).exists()
         return read_measured(self.plan, self.out, self.arm) is not None
 
 
 def read_failure(run_dir: Path) -> Failure | None:
-    """Why a run cannot go on; None if nothing says so."""
+    """Why a run cannot resume; None if it can."""
     path = run_dir / FAILED
     if not path.exists():
         return None
-    found: Failure = read_written(path, "error", "step", remedy="delete it, and the run goes on")
+    found: Failure = read_written(path, "error", "step", remedy="delete it to resume the run")
     return found
 
 
 def make_plan(
     recipe: Recipe, arms: str, seeds: int = 3, equal: Equal = "tokens", pairs: int = 12, out: Path | None = None
 ) -> Plan:
-    """A plan, checked together with its data and with the directory that it would continue."""
+    """A plan, checked together with its data and the directory that it would resume."""
     if seeds < 1:
         raise SettingsError(f"--seeds {seeds}: allowed: 1 or more")
     if pairs < 0:
@@ -162,7 +162,8 @@ def make_plan(
 
 
 def check(plan: Plan, out: Path | None = None, begins: bool = True) -> None:
-    """Open the data as every arm will, its device and model if none has begun, and compare existing runs with the plan.
+    """Open the data as every arm will, check device and model if no run exists, and compare existing runs with the
+    plan.
 
     Args:
         plan: What will run.
@@ -188,11 +189,13 @@ def check(plan: Plan, out: Path | None = None, begins: bool = True) -> None:
         if task.seed is not None and path.exists():
             differing = differences(load_recipe(path), plan.run_recipe(task.arm, task.seed))
             if differing:
-                raise SettingsError(f"{task.run_dir} holds a run of another recipe; different: {', '.join(differing)}")
+                raise SettingsError(
+                    f"{task.run_dir} contains a run of another recipe; different: {', '.join(differing)}"
+                )
 
 
 def check_machine(plan: Plan) -> None:
-    """Refuse what cannot train on this machine's device, before it works on a plan."""
+    """Reject recipes that cannot train on this machine's device."""
     for recipe in plan.recipes.values():
         check_device(recipe, device_of(recipe.train.device).type)
 
@@ -215,7 +218,7 @@ def read_measured(plan: Plan, out: Path, arm: str) -> MeasuredValues | None:
     path = out / MEASURED / f"{arm}.json"
     if not path.exists():
         return None
-    remedy = "delete it, and the same command measures again"
+    remedy = "delete it and run the same command to measure again"
     values: MeasuredValues = read_written(path, "recipes", "time", remedy=remedy)
     names = (arm, plan.control.name)
     expected = [plan.run_recipe(name, plan.seeds[0]) for name in names]

@@ -92,7 +92,7 @@ class Progress:
     def _result(self, i: int) -> str:
         loss = self.losses[i]
         if self.left_out[i]:
-            return f": {self.left_out[i]}, left out"
+            return f": {self.left_out[i]}, excluded"
         return "" if loss is None else f": held-out loss {loss:.4f}"
 
     def _work_done(self) -> float:

@@ -1,4 +1,4 @@
-"""The `ladder` section of a ladder's file. Nothing here waits for torch, so that the command's help can list it."""
+"""The `ladder` section of a ladder's file. It does not import torch, so that `--help` stays fast."""
 
 from __future__ import annotations
 
@@ -15,40 +15,41 @@ STEEPEST, WIDEST = 10, 1 << 20
 
 @dataclass(frozen=True)
 class Rules(Section, section="ladder"):
-    """The `ladder` section: sizes, budgets, seeds, and what is run beside the rungs."""
+    """The `ladder` section: model sizes, budgets, seeds and controls."""
 
     layers: tuple[int, ...] = ()
-    """depth of each rung, small to large; needed"""
+    """depth of each model size, small to large; required"""
     hidden: tuple[int, ...] = ()
-    """width of each rung; heads keep their width, the MLP is 8/3 of it; needed"""
+    """width of each model size; heads keep their width, the MLP is 8/3 of the width; required"""
     seeds: tuple[int, ...] = ()
-    """seeds of each rung; needed"""
+    """number of seeds of each model size; required"""
     tokens_per_parameter: tuple[float, ...] = (10.0,)
-    """tokens of a run over the control's parameters without embeddings; further budgets are for φ alone"""
+    """tokens per run over the control's parameters without embeddings; further budgets only serve φ"""
     tokens: int | None = None
-    """tokens of every run, whatever its size; null takes tokens_per_parameter"""
+    """tokens of every run, independent of size; null means tokens_per_parameter"""
     mlp_multiple: int = 16
     """the MLP's width is rounded to a multiple of this"""
     batch_exponent: float = 0.5
-    """the batch grows as (tokens of the rung / tokens of the first rung) to this power"""
+    """the batch grows as (tokens of a size / tokens of the first size) to this power"""
     rate_exponents: tuple[float, float, float] | None = None
-    """exponents of tokens, width and batch in the rule that scales the learning rate; null takes those of optim.name"""
+    """exponents of tokens, width and batch in the rule that scales the learning rate; null means those of optim.name"""
     tune_points: tuple[int, ...] = (4, 3)
-    """learning rates a factor 2 apart that each arm tries, at the first rung, the second, ...; empty tunes nothing"""
+    """number of learning rates, a factor 2 apart, that each arm tries at the first size, the second, ...; empty tunes
+    nothing"""
     tune_seeds: tuple[int, ...] = (2, 1)
     """seeds for each of these learning rates"""
     tune_domains: tuple[str, ...] = ()
-    """held-out domains whose mean loss is tuned; empty tunes the loss of all"""
+    """held-out domains whose mean loss is tuned; empty means all"""
     twin: tuple[int, ...] = (5, 2)
-    """seeds of the control with other initial values, at the first rung, the second, ..."""
+    """seeds of the seed control (the control with other initial values), at the first size, the second, ..."""
     parameters: bool = True
     """add a control with a wider MLP for each arm that adds more than 0.5 % of parameters"""
     seal: bool = True
-    """of three rungs or more: predict the last one, keep the prediction's hash, and only then run it"""
+    """with three sizes or more: predict the largest one and seal the prediction before it is trained"""
     check: bool = True
-    """after the last rung, try half and twice the rate there"""
+    """try half and twice the learning rate at the largest size"""
     pairs: int = 12
-    """how often an arm is timed A B B A; 0 for not at all"""
+    """timing rounds per arm, in the order A B B A; 0 for none"""
 
     def rules(self) -> Iterator[Rule]:
         """Checks beyond the types of the fields."""
@@ -63,13 +64,13 @@ class Rules(Section, section="ladder"):
         positive = bool(budgets) and all(0 < ratio < math.inf for ratio in budgets)
         yield positive, "tokens_per_parameter", "allowed: positive numbers, at least one"
         alike = len(set(budgets)) < len(budgets)
-        yield not alike, "tokens_per_parameter", "allowed: different numbers: φ stands on budgets that differ"
+        yield not alike, "tokens_per_parameter", "allowed: different numbers, because φ needs different budgets"
         yield abs(self.batch_exponent) <= STEEPEST, "batch_exponent", f"allowed: -{STEEPEST} to {STEEPEST}"
         steep = any(not abs(exponent) <= STEEPEST for exponent in self.rate_exponents or ())
         yield not steep, "rate_exponents", f"allowed: -{STEEPEST} to {STEEPEST} each, or null"
         yield self.tokens is None or self.tokens >= 1, "tokens", "allowed: 1 or more, or null"
         one = self.tokens is None or len(budgets) == 1
-        yield one, "tokens", "allowed: null where ladder.tokens_per_parameter has several budgets"
+        yield one, "tokens", "allowed: null, because ladder.tokens_per_parameter has several budgets"
         yield len(self.tune_points) <= count, "tune_points", f"allowed: at most one number for each of {count} rungs"
         parabola = all(points >= 3 for points in self.tune_points)
         yield parabola, "tune_points", "allowed: 3 or more: fewer make no parabola"
@@ -81,10 +82,10 @@ class Rules(Section, section="ladder"):
 
     @property
     def sealed(self) -> bool:
-        """Whether the last rung is predicted before it runs."""
+        """Whether the largest size is predicted before it runs."""
         return self.seal and len(self.layers) >= 3
 
 
 def ladders_folder() -> Path:
-    """Where the ladders that come with Fathom lie."""
+    """The directory of the packaged ladders."""
     return recipes_folder() / "ladders"

@@ -35,9 +35,9 @@ ADDED = "added.json"
 """The file of seeds that were added after the plan."""
 RUNGS, TUNE, TWIN, CHECK = "rungs", "tune", "twin", "check"
 LAYERS = "ladder.layers"
-"""Override of an arm: its depth as a share of the rung's, as in ladder.layers=1/3."""
+"""Override of an arm: its depth as a share of the control's, as in ladder.layers=1/3."""
 TUNING_SEED = 10_000
-"""Offset of the seeds of tuning runs, which never count for the ladder: the best of several is biased."""
+"""Offset of the seeds of tuning runs, which never enter the ladder, because the best of several is biased."""
 TWIN_SEED = 1_000_000
 RATE_RULES = {"adamw": (-0.28, -0.37, 0.5), "muon": (-0.32, 0.0, 0.56)}
 """Exponents of tokens, width and batch in the rule that scales the learning rate, by optimizer."""
@@ -96,7 +96,7 @@ class Added:
     """Number of seeds of each rung from then on."""
     date: str
     finished: int
-    """Finished runs of the rungs at that time, whose losses could have been looked at."""
+    """Finished runs at that time, whose losses may have been seen."""
 
 
 @dataclass(frozen=True)
@@ -224,14 +224,14 @@ class Ladder:
         return sha256_of(self.to_dict())
 
     def write(self, out: Path) -> None:
-        """Write the plan, with a hash of each of its parts."""
+        """Write the plan with a hash of each of its parts."""
         values = self.to_dict()
         parts = {key: sha256_of(value) for key, value in values.items()}
         write_json(out / LADDER, {**values, "sha256": {**parts, PLANNED: self.sha256}})
 
     @classmethod
     def read(cls, out: Path) -> Ladder:
-        """The plan of an existing ladder; one that was changed by hand is refused."""
+        """The plan of an existing ladder; a plan that was edited by hand is rejected."""
         path = plan_file(out, LADDER, "ladder")
         try:
             values = read_json(path)
@@ -239,18 +239,16 @@ class Ladder:
             del sealed[PLANNED]
             changed = [key for key in sealed if sha256_of(values.get(key)) != sealed[key]]
         except (ValueError, KeyError, AttributeError, TypeError):
-            raise SettingsError(f"{path} is damaged: it is not the plan that was written") from None
+            raise SettingsError(f"{path} is damaged: it differs from the plan that was written") from None
         if changed:
-            raise SettingsError(
-                f"{path}: {', '.join(changed)} is not what was planned; another plan needs another --out"
-            )
+            raise SettingsError(f"{path}: {', '.join(changed)} differs from the plan; another plan needs another --out")
         if values["estimator"] != ESTIMATOR:
             raise SettingsError(f"{path}: estimator {values['estimator']}; this version has {ESTIMATOR}")
         arms = tuple(Arm(arm["name"], arm["mechanism"], tuple(arm["overrides"])) for arm in values["arms"])
         return cls(parse_recipe(values["recipe"]), fill(Rules, values["rules"]), arms, _added(out))
 
     def changed(self, asked: Ladder) -> list[str]:
-        """Keys of this plan whose values are others in one that is asked for now."""
+        """Keys on which this plan and a new one differ."""
         mine, theirs = asdict(self.rules), asdict(asked.rules)
         rules = [f"ladder.{key}" for key, value in mine.items() if theirs[key] != value]
         return differences(self.recipe, asked.recipe, ()) + rules + ["arms"] * (self.arms != asked.arms)
@@ -269,7 +267,7 @@ class Ladder:
         more = any(new > old for new, old in zip(wanted, self.seeds, strict=False))
         if len(wanted) != len(self.seeds) or not more or any(n < o for n, o in zip(wanted, self.seeds, strict=True)):
             have = ",".join(map(str, self.seeds))
-            raise SettingsError(f"--seeds {','.join(map(str, seeds))}: allowed: more than the rungs have, {have}")
+            raise SettingsError(f"--seeds {','.join(map(str, seeds))}: allowed: more than the sizes have, {have}")
         date = datetime.now(timezone.utc).isoformat(timespec="seconds")
         added = (*self.added, Added(wanted, date, finished))
         write_json(out / ADDED, {"added": [asdict(one) for one in added]})
@@ -339,7 +337,7 @@ def _added(out: Path) -> tuple[Added, ...]:
     try:
         return tuple(Added(tuple(row["seeds"]), row["date"], row["finished"]) for row in read_json(path)["added"])
     except (ValueError, KeyError, TypeError):
-        raise SettingsError(f"{path} is damaged: it is not what was added") from None
+        raise SettingsError(f"{path} is damaged: it differs from what was added") from None
 
 
 def _base_rates(ladder: Ladder) -> dict[str, float]:
@@ -354,7 +352,7 @@ MATCHED = "as-large-as-"
 
 
 def find_ladder(name: Path) -> Path:
-    """The file of a ladder, given as a file or as the name of one that comes with Fathom; an existing file wins."""
+    """The file of a ladder, given by path or by the name of a packaged ladder; an existing path takes precedence."""
     if name.is_file():
         return name
     packaged = {path.stem: path for path in sorted(ladders_folder().glob("*.yaml"))}
@@ -388,8 +386,8 @@ def load_ladder(path: Path, arms: str, overrides: Sequence[str] = (), out: Path 
 
 
 def checked(ladder: Ladder, begins: bool = True) -> Ladder:
-    """Check a ladder: open the data, build every arm's recipe and, as it `begins`, its model, and refuse rungs that
-    read a row twice; as it begins, also rungs that do not climb and arms with a rate of their own."""
+    """Check a ladder: open the data, build every arm's recipe, and reject sizes that read a sequence twice. If it
+    `begins`, also build the models, and reject sizes that do not grow and arms with their own learning rate."""
     rates = _base_rates(ladder)
     for arm in ladder.arms:
         if arm.name.startswith(MATCHED):
@@ -405,27 +403,27 @@ def checked(ladder: Ladder, begins: bool = True) -> Ladder:
         if size.tokens > data.num_tokens:
             raise SettingsError(
                 f"rung {size.name} reads {size.tokens:,} tokens, {data.directory} has {data.num_tokens:,}: allowed: "
-                "rungs that read nothing twice"
+                "sizes that read nothing twice"
             )
         check(ladder.plan(size, rates), begins=begins)
     return ladder
 
 
 def _check_rate(ladder: Ladder, arm: Arm) -> None:
-    """Refuse an arm's own learning rate or weight decay, which the ladder would replace by those that it carries."""
+    """Reject an arm's own learning rate or weight decay, which the ladder would overwrite."""
     kept = _all_layers(arm)
     own, base = kept.recipe(ladder.recipe).optim, ladder.recipe.optim
     written = {override.partition("=")[0].strip() for override in kept.overrides}
     for key in ("lr", "weight_decay"):
         if f"optim.{key}" in written or getattr(own, key) != getattr(base, key):
             raise SettingsError(
-                f"arm {arm.name}: optim.{key} is the ladder's: it tunes each arm's rate and carries both by one rule; "
-                f"optim.{key}=... without an arm's name is where all arms begin"
+                f"arm {arm.name}: optim.{key} is set by the ladder, which tunes each arm's learning rate and scales "
+                f"both by one rule; optim.{key}=... without an arm's name sets the start for all arms"
             )
 
 
 def _check_domains(ladder: Ladder) -> None:
-    """Refuse to tune on a held-out domain that is not there."""
+    """Reject tuning on a held-out domain that does not exist."""
     data = ladder.recipe.data
     there = open_data(data.directory, "val", False, data.collections).domains
     for name in ladder.rules.tune_domains:
@@ -434,12 +432,12 @@ def _check_domains(ladder: Ladder) -> None:
 
 
 def _check_sizes(ladder: Ladder) -> None:
-    """Refuse rungs that do not climb: the last one is taken for the largest."""
+    """Reject sizes that do not grow, because the last one is treated as the largest."""
     flops = [ladder.flops(ladder.control, size) for size in ladder.sizes]
     for size, below, own in zip(ladder.sizes[1:], flops, flops[1:], strict=False):
         if own <= below:
             spent = f"rung {size.name} takes {own:.3g} FLOPs, the one before {below:.3g}"
-            raise SettingsError(f"{SECTION}.layers, {SECTION}.hidden: {spent}: allowed: rungs from small to large")
+            raise SettingsError(f"{SECTION}.layers, {SECTION}.hidden: {spent}: allowed: sizes from small to large")
 
 
 def _with_layers(arm: Arm, shape: Shape) -> Arm:

@@ -2,13 +2,13 @@
 
     ln(L_v - E) = c - α x                                  the control along the ladder, x = ln FLOPs
     ln(L_a - E) = c - α x - u - w (x - x̄)                  an arm
-    ln M(x)     = (u + w (x - x̄)) / α,     g = w / α       what the control would have to spend over what the arm spends
+    ln M(x)     = (u + w (x - x̄)) / α,     g = w / α       the control's FLOPs for the arm's loss over the arm's FLOPs
 
-All seeds of a rung share its deviation from the law, so resampling seeds cannot show it. Deviations have scales of
+All seeds of a size share its deviation from the law, so resampling seeds does not cover it. Deviations have scales of
 their own: τ_s for the part that both arms of a rung share, τ_d for an arm's own part, τ_w for the step of an arm's
 deviation that walks from rung to rung, as a learning rate that is carried slightly wrong makes it walk. E, τ_s, τ_d and
-τ_w are integrated over a grid; given them the model is linear and its posterior has a closed form. The cross-check
-beside it is a weighted line through the horizontal distances, with Student's t.
+τ_w are integrated over a grid; given them the model is linear and its posterior has a closed form. The cross-check is a
+weighted line through the horizontal distances, with Student's t.
 
 Losses are in nats; x is the natural logarithm of training FLOPs. Results depend on the losses alone.
 """
@@ -29,7 +29,7 @@ from fathom.experiments.ladder_results import Span
 
 Floats = NDArray[np.float64]
 ESTIMATOR = "grid-2"
-"""Name of the estimator in reports and sealed predictions; a changed one gets another number."""
+"""Name of the estimator in reports and sealed predictions; a new version gets another number."""
 DECADE = math.log(10.0)
 FLOORS = 24
 """Grid points of E between 0 and HIGHEST times the least loss."""
@@ -215,9 +215,9 @@ def posterior(rungs: Sequence[Rung], noise: Noise | None = None, draws: int = DR
     rungs = tuple(sorted(rungs, key=lambda rung: (rung.x_control, rung.x_arm)))
     noise = noise or noise_of(rungs)
     if noise is None:
-        raise ValueError("no rung has two seeds: the noise of a seed is unknown")
+        raise ValueError("no model size has two seeds: the noise between seeds is unknown")
     if len(rungs) < 2:
-        raise ValueError("a slope needs two rungs")
+        raise ValueError("a slope needs two model sizes")
     x_v, x_a = (np.array([getattr(rung, name) for rung in rungs]) for name in ("x_control", "x_arm"))
     losses = np.concatenate([[rung.means[side] for rung in rungs] for side in (0, 1)])  # [2R]
     centre = float(x_a.mean())
@@ -367,7 +367,7 @@ def horizontal(rungs: Sequence[Rung], noise: Noise | None = None) -> Horizontal:
     rungs = tuple(sorted(rungs, key=lambda rung: (rung.x_control, rung.x_arm)))
     noise = noise or noise_of(rungs)
     if noise is None:
-        raise ValueError("no rung has two seeds: the noise of a seed is unknown")
+        raise ValueError("no model size has two seeds: the noise between seeds is unknown")
     x_v, x_a = (np.array([getattr(rung, name) for rung in rungs]) for name in ("x_control", "x_arm"))
     v, a = (np.array([rung.means[side] for rung in rungs]) for side in (0, 1))
     n = np.array([rung.seeds for rung in rungs], float)

@@ -1,7 +1,6 @@
-"""One scheduler for all experiments: tasks are claimed, run and told, by any number of processes and machines.
-
-A task is a training run or a measurement; which come next is a function of the directory. A claim lies in the `claims/`
-of the task's own directory (leases.py), so that a rung of a ladder and a comparison see the same claims.
+"""One scheduler for all experiments: tasks are claimed, run and reported, by any number of processes and machines. A
+task is a training run or a measurement; the next tasks are a function of the directory. Claims are in `claims/` of the
+task's directory (leases.py), so that a ladder and a comparison see the same claims.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ from fathom.training.results import held_out
 
 POLL_SECONDS = 1.0
 STOPPED = 3
-"""Exit code of a worker that a signal ended in good order."""
+"""Exit code of a worker that a signal stopped cleanly."""
 
 
 class Task(Protocol):
-    """One piece of work that one process does."""
+    """One task for one process."""
 
     @property
     def name(self) -> str:
@@ -70,9 +69,9 @@ def work_off(
     """Take one task after another until none is left; False if a signal came.
 
     Args:
-        upcoming: The tasks as they stand in the directory, those that are settled included.
-        do: Do or continue a task; False if a signal ended it early.
-        told: Called after a task, with how many of how many are settled.
+        upcoming: The tasks of the directory, including settled ones.
+        do: Run or resume a task; False if a signal stopped it.
+        told: Called after a task with the numbers of settled and of all tasks.
     """
     claims = dict[Path, Claims]()
 
@@ -85,7 +84,7 @@ def work_off(
         if not pending:
             return True
         claimed = next(((task, claim) for task in _ready(pending) if (claim := take(task))), None)
-        if claimed is None:  # others hold them all; if one dies, its claim goes stale and can be taken
+        if claimed is None:  # other workers hold all tasks; if one dies, its claim expires and can be taken over
             time.sleep(POLL_SECONDS)
             continue
         task, claim = claimed
@@ -105,7 +104,7 @@ def _ready(pending: Sequence[T]) -> Sequence[T]:
 
 
 def run_training(recipe: Recipe, run_dir: Path, claim: Claim, **facts: str) -> bool:
-    """Train or continue a run; one that diverges leaves `failed.json`. False if a signal ended it early.
+    """Train or resume a run; a diverged run leaves `failed.json`. False if a signal stopped it.
 
     Args:
         recipe: What to train.
@@ -119,19 +118,19 @@ def run_training(recipe: Recipe, run_dir: Path, claim: Claim, **facts: str) -> b
         finished = train(recipe, run_dir, callbacks=[Watch(claim)]).finished
         if finished and not math.isfinite(held_out(run_dir)["loss"]):
             claim.require()
-            (run_dir / RESULT).unlink()  # first: killed here, the run is evaluated again
-            write_json(run_dir / FAILED, {"error": "its held-out loss is no number", "step": recipe.train.steps})
+            (run_dir / RESULT).unlink()  # first, so that a run that is killed here is evaluated again
+            write_json(run_dir / FAILED, {"error": "its held-out loss is not finite", "step": recipe.train.steps})
         return finished
     except TrainingError as error:
         if error.step is None:
-            raise  # not the arm's fault, such as a full disk
+            raise  # not caused by the arm, such as a full disk
         claim.require()
         write_json(run_dir / FAILED, {"error": " ".join(str(error).split()), "step": error.step})
         return True
 
 
 class Watch(Hook):
-    """Stops a run whose claim was taken over: two writers in one directory would ruin it."""
+    """Stops a run whose claim was taken over, because two writers would damage its directory."""
 
     def __init__(self, claim: Claim) -> None:
         self.claim = claim
@@ -142,13 +141,13 @@ class Watch(Hook):
 
 
 def refuse_torchrun(command: str = "compare") -> None:
-    """Refuse to run under torchrun: its ranks would each take other runs and wait for one another."""
+    """Reject torchrun, whose ranks would take different runs and wait for each other."""
     if os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
         raise SettingsError(f"{command} runs one process per arm: use --workers, not torchrun")
 
 
 def work_together(job: Callable[[Path, int], bool], out: Path, workers: int, threads: int) -> bool:
-    """Start workers and wait. If one fails the others are ended, and save checkpoints first.
+    """Start workers and wait. If one fails, the others save checkpoints and end.
 
     Args:
         job: What a worker does in `out` with `threads` threads, importable by name; False if a signal came.
@@ -174,7 +173,7 @@ def work_together(job: Callable[[Path, int], bool], out: Path, workers: int, thr
             process.join()
     codes = [process.exitcode for process in team if process.exitcode not in (0, STOPPED)]
     if codes and codes != [-signal.SIGTERM] * len(codes):
-        raise TrainingError("a worker failed; what it said is above. The same command continues")
+        raise TrainingError("a worker failed; its output is above. The same command resumes")
     return not any(process.exitcode for process in team)
 
 

@@ -1,10 +1,10 @@
-"""Which runs a ladder needs next: a function of its directory, so that all machines come to the same answer.
+"""The next runs of a ladder, as a function of its directory, so that all machines agree.
 
-tune    every arm at several rates, at the first rungs
-rungs   all rungs but a sealed last one, each a comparison; the twins of the control
+tune every arm at several learning rates, at the first sizes
+rungs all sizes but a sealed last one, each a comparison; the seed controls
 seal    the last rung predicted, its hash kept
 last    the last rung
-check   half and twice the rate at the top
+check   half and twice the learning rate at the largest size
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class LadderRun:
 
     @property
     def done(self) -> bool:
-        """Whether its result is there."""
+        """Whether its result exists."""
         return (self.run_dir / RESULT).exists()
 
     @property
@@ -241,7 +241,7 @@ class State:
         return self.finished_tuning
 
     def ratio(self, arm: Arm) -> float:
-        """An arm's rate over the control's, pooled over the tuned rungs; 1 if no optimum of its own is known."""
+        """An arm's learning rate over the control's, pooled over the tuned sizes; 1 if the arm's optimum is unknown."""
         control = self.ladder.control.name
         if arm.name == control or arm.name.startswith(MATCHED):
             return 1.0
@@ -255,7 +255,7 @@ class State:
         last = self.tuned[-1] if self.tuned else None
         if last is None or math.isfinite(_loss_at(last[arm.name], last[control].rate)):
             return 1.0
-        return last[arm.name].rate / last[control].rate  # it diverges at the control's rate
+        return last[arm.name].rate / last[control].rate  # it diverges at the control's learning rate
 
     def _carried(self, arm: Arm, index: int) -> float:
         """An arm's optimum at a tuned rung, scaled by the rule to the last of them."""
@@ -311,7 +311,7 @@ class State:
         return self.ladder.run(control, size, rate, seed + TWIN_SEED).override(f"data.seed={order}")
 
     def main_sizes(self) -> list[Size]:
-        """The rungs that run before the prediction is sealed."""
+        """The sizes that run before the prediction is sealed."""
         last = self.ladder.sizes[-1]
         return [size for size in self.ladder.all_sizes if not (self.ladder.rules.sealed and size == last)]
 
@@ -325,7 +325,7 @@ class State:
         return {seed: loss for seed, loss in found.items() if math.isfinite(loss)}
 
     def rung(self, size: Size, arm: Arm) -> Rung | None:
-        """An arm beside the control with the seeds that both finished."""
+        """An arm and the control with the seeds that both finished."""
         control, own = self.losses(size, self.ladder.control), self.losses(size, arm)
         seeds = sorted(set(control) & set(own))
         if not seeds:
@@ -346,7 +346,7 @@ class State:
     # The seal
 
     def prediction(self) -> PredictionBody:
-        """The prediction that is sealed before the last rung runs."""
+        """The prediction that is sealed before the largest size is trained."""
         last, before = self.ladder.sizes[-1], self.ladder.sizes[:-1]
         rows: list[Forecast] = []
         for arm in self.ladder.every_arm[1:]:
@@ -380,7 +380,7 @@ class State:
             write_json(path, {**body, "sha256": sha256_of(body)})
 
     def sealed(self) -> SealedPrediction | None:
-        """The sealed prediction; None before. A file that was changed is refused."""
+        """The sealed prediction; None before the seal. A file that was edited is rejected."""
         path = self.out / PREDICTION
         if not path.exists():
             return None
@@ -388,11 +388,11 @@ class State:
             values = read_json(path)
             named = values.pop("sha256")
         except (ValueError, KeyError):
-            raise SettingsError(f"{path} is damaged: it is not the prediction that was sealed") from None
+            raise SettingsError(f"{path} is damaged: it differs from the sealed prediction") from None
         if sha256_of(values) != named:
-            raise SettingsError(f"{path}: sha256 does not fit: it is not the prediction that was sealed")
+            raise SettingsError(f"{path}: wrong sha256: it differs from the sealed prediction")
         if values["ladder"] != self.ladder.sha256:
-            raise SettingsError(f"{path}: ladder: the prediction is of another plan")
+            raise SettingsError(f"{path}: ladder: the prediction belongs to another plan")
         values["sha256"] = named
         found: SealedPrediction = values
         return found
@@ -459,17 +459,19 @@ class State:
         sizes = {"rungs": self.main_sizes(), "last": self.ladder.sizes[-1:]}.get(stage, [])
         for size in sizes:
             path, planned = self.rung_dir(size) / PLAN, json.loads(json.dumps(self.plan(size).to_dict()))
-            remedy = "delete it, and it is written again"
+            remedy = "delete it to write it again"
             if not path.exists() or read_written(path, remedy=remedy) != planned:  # seeds were added
                 changed = _changed(Plan.read(path.parent), self.plan(size), path.parent) if path.exists() else []
                 if changed:
-                    raise SettingsError(f"{path}: the rung began with another recipe; different: {', '.join(changed)}")
+                    raise SettingsError(
+                        f"{path}: runs of this size have another recipe; different: {', '.join(changed)}"
+                    )
                 path.parent.mkdir(parents=True, exist_ok=True)
                 write_json(path, planned)
 
 
 def _changed(begun: Plan, planned: Plan, rung: Path) -> list[str]:
-    """What two plans of a rung differ in; arms, such as their rates, may do so until one has a run."""
+    """The differences of two plans of a size; arms may differ, for instance in learning rates, until a run exists."""
     found = differences(begun.recipe, planned.recipe)
     before = {arm.name: arm.overrides for arm in begun.arms}
     for arm in planned.arms:

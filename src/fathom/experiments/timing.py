@@ -1,7 +1,6 @@
-"""Measured costs of an arm beside the control: time and memory of a training step, and cache growth.
-
-Machines are noisy, so two models take turns A B B A in one process on the same batches, and each A B B A gives one
-ratio: whatever slows the machine for a while slows both. On a CPU with one thread the clock is that thread's CPU time.
+"""Measured costs of an arm and the control: time and memory of a training step, and cache growth. Two models take turns
+A B B A in one process on the same batches, and each A B B A gives one ratio, so that other load slows both. On a CPU
+with one thread the clock is that thread's CPU time.
 """
 
 from __future__ import annotations
@@ -49,13 +48,13 @@ class TimeRatio:
 
 @dataclass(frozen=True)
 class Measured:
-    """An arm beside the control."""
+    """An arm and the control."""
 
     time: TimeRatio
     memory_bytes: tuple[int, int]
     """Peak of a training step, of the arm and of the control."""
     memory: str
-    """What was counted as memory, in words."""
+    """What counts as memory, in words."""
     cache_bytes_per_token: tuple[float, float]
     """Grown per decoded token, of the arm and of the control."""
     shared_tensors: tuple[int, int]
@@ -67,7 +66,7 @@ class Measured:
 
 
 def measure(arm: Recipe, control: Recipe, pairs: int) -> Measured:
-    """Time and memory of an arm's training step beside the control's, both built from one seed, in turns A B B A."""
+    """Time and memory of a training step of an arm and the control, built from one seed, in turns A B B A."""
     ranks = start(control)
     base = _allocated(ranks.device)
     a = build_training(arm, ranks)
@@ -184,7 +183,7 @@ def cache_growth(model: PreTrainedModel) -> float:
 
 
 def _stepper(training: Training) -> Callable[[], object]:
-    """A function that makes one step, on a few batches that are read beforehand and repeated."""
+    """A function that makes one step on preloaded, repeated batches."""
     batches = list(training.plan.batch(2, micro_batch=training.micro_batch))
     return lambda: training.step(2, batches)
 
@@ -204,7 +203,7 @@ def _allocated(device: torch.device) -> int:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Turn the garbage collector off: its pauses would count for one side."""
+    """Turn the garbage collector off, because a pause would count for one side only."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,9 +1,10 @@
-"""φ: the worth of a further trip through a layer, compared with a further layer.
+"""φ: the worth of another iteration of a layer, compared with another layer.
 
     L = E + A (N_once + r^φ N_rec)^-α + B D^-β
 
-N_once and N_rec are the parameters outside and inside of the loop, counted once, r the trips, D the tokens. With φ = 1
-a further trip is worth as much as a further layer, with φ = 0 nothing. Models of one width and token budget are a cell:
+N_once and N_rec are the parameters outside and inside of the loop, counted once, r the iterations, D the tokens. With φ
+= 1 another iteration is worth as much as another layer, with φ = 0 nothing. Models of one width and token budget are a
+cell:
 they share batches and shape, and so a deviation from the law. With a single token budget φ is not identified.
 """
 
@@ -23,7 +24,7 @@ SHARES = (0.0, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 STARTS = ((0.3, 0.3, 0.5), (0.15, 0.3, 0.3), (0.3, 0.15, 0.8), (0.5, 0.4, 0.5), (0.2, 0.2, 0.2))
 """Starting points of α, β and φ."""
 LEAST_CELLS = 4
-ONE_BUDGET = "one token budget: φ cannot be told from the law; another budget at the same sizes resolves it"
+ONE_BUDGET = "one token budget: φ is not identified; add another budget at the same sizes"
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ def refusal(runs: Sequence[Looped]) -> str | None:
     if budgets_of(runs) < 2:
         return ONE_BUDGET
     if len({run.trips for run in runs}) < 2:
-        return "one number of trips: there is nothing to compare"
+        return "all models have the same number of iterations: there is nothing to compare"
     cells = len({run.cell for run in runs})
     if cells < LEAST_CELLS:
         return f"{cells} cells of width and tokens; the law alone needs {LEAST_CELLS}"

@@ -1,7 +1,7 @@
 """A learning rate for each arm: points a factor 2 apart, and a parabola in log2 of the rate, with its uncertainty.
 
-A rate is given by its place: its doublings above the centre. A diverged run has an infinite loss, which brackets an
-optimum like any other; the parabola is of the places on the best one's side of it.
+A learning rate is given by its place: its doublings above the centre. A diverged run has an infinite loss, which
+brackets an optimum like any other; the parabola uses only the places on the best one's side.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ WIDEST = 5
 UNCERTAIN = 1.0
 """An optimum whose 68 % interval is wider than this many doublings counts as unknown."""
 LEARNT = 0.01
-"""Nats below which losses are no longer told apart: of a puzzle that several rates solve, differences are noise."""
+"""Losses below this many nats count as equal: if several learning rates solve a puzzle, differences are noise."""
 LEVEL = 1e-9
-"""Losses that differ by less, as a share, are equal but for rounding."""
+"""Losses with a smaller relative difference are equal up to rounding."""
 EDGE, FLAT, UNKNOWN = "edge", "flat", "diverged everywhere"
 
 Points = Mapping[int, Sequence[float]]
@@ -47,7 +47,7 @@ class Bowl:
 
     @property
     def known(self) -> bool:
-        """Whether the optimum may be taken for the arm's own."""
+        """Whether the optimum counts as the arm's."""
         return FLAT not in self.flags and UNKNOWN not in self.flags
 
 
@@ -83,8 +83,7 @@ def next_place(points: Points, first: int) -> int | None:
 def bowl(points: Points, first: int, sigma: float | None = None) -> Bowl:
     """Fit the parabola; returns the optimum with its interval and flags.
 
-    Of a puzzle that some rates learn and others do not, the optimum is the middle of those that do: no parabola has a
-    floor and walls.
+    If only some learning rates solve a puzzle, the optimum is the middle of the solving range, which no parabola fits.
 
     Args:
         points: Losses at each place.
@@ -123,7 +122,7 @@ def bowl(points: Points, first: int, sigma: float | None = None) -> Bowl:
 
 
 def _floor(best: int, means: Mapping[int, float], extended: int) -> Bowl:
-    """The middle of the places around the best that are learnt; where all are, the best itself, and not known."""
+    """The middle of the solving places around the best; if all solve it, the best itself, flagged as unknown."""
     if all(map(_learns, means.values())):
         return Bowl(float(best), -math.inf, math.inf, None, LEARNT, (FLAT,), extended)
     low, high = _learning(best, means)
@@ -132,7 +131,7 @@ def _floor(best: int, means: Mapping[int, float], extended: int) -> Bowl:
 
 
 def _learning(best: int, means: Mapping[int, float]) -> tuple[int, int]:
-    """The lowest and the highest of the places around the best that are learnt."""
+    """The lowest and the highest solving place around the best."""
     low = high = best
     while _learns(means.get(low - 1, math.inf)):
         low -= 1
@@ -142,7 +141,7 @@ def _learning(best: int, means: Mapping[int, float]) -> tuple[int, int]:
 
 
 def _learns(loss: float) -> bool:
-    """Whether a puzzle is learnt; a mean of losses that are, too, whatever its rounding."""
+    """Whether a puzzle is solved, robust to the rounding of mean losses."""
     return loss <= LEARNT * (1 + LEVEL)
 
 
@@ -164,12 +163,12 @@ def _noise(points: Points, near: Sequence[int], fitted: np.ndarray, weight: np.n
         return known
     means = np.array([float(np.mean(points[place])) for place in near])
     freedom = len(near) - 3
-    # Three points always lie on a parabola, so the noise is unknown.
+    # Three points always fit a parabola, so the noise is unknown.
     return math.sqrt(float((((means - fitted) * weight) ** 2).sum()) / freedom) if freedom else math.nan
 
 
 def _beside(best: int, means: Mapping[int, float]) -> list[int]:
-    """Places from which the best is reached without crossing one that diverged."""
+    """Places that are not separated from the best by a diverged one."""
     diverged = [place for place, loss in means.items() if not math.isfinite(loss)]
     low = max((place for place in diverged if place < best), default=-math.inf)
     high = min((place for place in diverged if place > best), default=math.inf)

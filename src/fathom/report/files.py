@@ -1,4 +1,4 @@
-"""Files that other processes may be writing, reading or waiting for: locks, atomic replacement, digests."""
+"""Files that other processes may use at the same time: locks, atomic replacement, digests."""
 
 from __future__ import annotations
 
@@ -30,28 +30,27 @@ class Digest(TypedDict):
 
 @contextmanager
 def lock(path: Path) -> Iterator[None]:
-    """Hold a lock file for this process alone; the system releases it however the process ends.
-
-    A file system without locks gets a marker file instead, which a killed process leaves behind. The lock file is gone
-    afterwards. If another process holds the lock it raises `HeldError`; if the path cannot be written, an `OSError`.
+    """Hold a lock file; the system releases it when the process ends. A file system without locks gets a marker file
+    instead, which a killed process leaves behind. The lock file is deleted afterwards. If another process holds the
+    lock it raises `HeldError`; if the path cannot be written, an `OSError`.
     """
     taken = _native(path) or _marker(path)
     try:
         yield
     finally:
         if not isinstance(taken, SoftFileLock):
-            # Removed while it is held: a process that opened it before notices that the name is gone and tries again.
+            # Removed while held: a process that had opened it notices that the name was deleted, and tries again.
             with suppress(OSError):
                 path.unlink()
         taken.release()
 
 
 def _native(path: Path) -> BaseFileLock | None:
-    """The system's lock; None where the file system has none."""
+    """The system's lock; None if the file system has no locks."""
     taken = FileLock(path)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # filelock falls back to a marker by itself where flock is not implemented
+            warnings.simplefilter("ignore")  # filelock itself falls back to a marker if flock is not implemented
             taken.acquire(blocking=False)
     except Timeout:
         raise HeldError(path if isinstance(taken, SoftFileLock) else None) from None
@@ -75,7 +74,7 @@ def _marker(path: Path) -> BaseFileLock:
 
 
 def write_durably(path: Path, text: str) -> None:
-    """Write a file and wait until it is on the disk."""
+    """Write a file and fsync it."""
     with path.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
@@ -83,7 +82,7 @@ def write_durably(path: Path, text: str) -> None:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replace a file so that a reader, or a crash, finds either the old text or the new."""
+    """Replace a file atomically: a reader, also after a crash, finds either the old or the new text."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.new")  # other processes may write the same file
     try:
         write_durably(temporary, text)
@@ -98,13 +97,13 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: object) -> None:
-    """Replace a JSON file as `write_atomically` does; folders on the way are made."""
+    """Replace a JSON file as `write_atomically` does; missing folders are created."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
 
 
 def read_json(path: Path) -> Any:
-    """A JSON object from a file; a `ValueError` if it holds anything else."""
+    """A JSON object from a file; a `ValueError` for anything else."""
     value = json.loads(path.read_bytes())
     if not isinstance(value, dict):
         raise ValueError(f"{path} is not a JSON object")
@@ -112,12 +111,12 @@ def read_json(path: Path) -> Any:
 
 
 def read_written(path: Path, *keys: str, remedy: str) -> Any:
-    """A JSON object that Fathom wrote, with these keys at least; a `DataError` if that is not what is there.
+    """A JSON object that Fathom wrote, with at least these keys; else a `DataError`.
 
     Args:
         path: The file.
         keys: What it must hold.
-        remedy: What to do about a damaged one.
+        remedy: The advice for a damaged file.
     """
     try:
         value = read_json(path)
@@ -140,7 +139,7 @@ def finite(value: Any) -> Any:
 
 
 def sync_directory(path: Path) -> None:
-    """Wait until a directory's entries are on the disk."""
+    """Fsync a directory."""
     if os.name == "nt":  # cannot open directories; NTFS keeps names in order by itself
         return
     descriptor = os.open(path, os.O_RDONLY)

@@ -43,7 +43,7 @@ def provenance() -> Provenance:
 
 def recorded(path: Path) -> Provenance:
     """The provenance of an earlier report, read from its file."""
-    remedy = "delete it, and the report is of this machine and moment"
+    remedy = "delete it to use this machine and time instead"
     report: Provenance = read_written(path, *Provenance.__annotations__, remedy=remedy)
     return {
         "command": report["command"],
@@ -91,7 +91,7 @@ def commit() -> str | None:
 def hardware() -> dict[str, object]:
     """The processor, and the accelerator if there is one."""
     found: dict[str, object] = {"cpu": _cpu(), "cores": _cores(), "system": f"{platform.system()} {platform.machine()}"}
-    import torch  # slow to import, and not needed to write a page again
+    import torch  # slow to import, and not needed to rewrite a page
 
     if torch.cuda.is_available():
         found["gpu"] = torch.cuda.get_device_name()

@@ -1,4 +1,4 @@
-"""Paired differences: means, intervals and p values, and Holm's adjustment over all that were tested."""
+"""Paired differences: means, intervals and p values, with Holm's adjustment."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ CONFIDENCE = 0.95
 class Difference:
     """The mean of paired differences with its Student t interval.
 
-    One pair has no interval, and neither have pairs of one and the same difference: values on a grid are too coarse to
-    show their noise.
+    One pair has no interval. Equal differences have none either, because values on a grid are too coarse to show their
+    noise.
     """
 
     mean: float
@@ -46,7 +46,7 @@ class Difference:
 
 
 def paired_difference(values: Sequence[float], control: Sequence[float]) -> Difference:
-    """The mean of each value minus its partner, with its Student t interval; none of values that are no numbers."""
+    """The mean of paired differences with its Student t interval; no interval if a value is not finite."""
     gaps = [value - partner for value, partner in zip(values, control, strict=True)]
     mean, count = statistics.fmean(gaps), len(gaps)
     if count < 2 or not math.isfinite(mean):
@@ -153,8 +153,8 @@ class Ratio:
 def paired_ratio(values: Sequence[float], others: Sequence[float]) -> Ratio | None:
     """The mean of `values` over the mean of `others`, by Fieller's theorem; None where the interval has no bounds.
 
-    The interval holds every r for which the mean of value - r other is within Student's t of zero. It has bounds where
-    the mean of `others` is told apart from zero.
+    The interval holds every r for which the mean of value - r other is within Student's t of zero. It is bounded if the
+    mean of `others` is significantly different from zero.
     """
     count = len(values)
     if count < 2:
@@ -170,7 +170,7 @@ def paired_ratio(values: Sequence[float], others: Sequence[float]) -> Ratio | No
 
 
 def wilson(right: int, asked: int) -> tuple[float, float]:
-    """Wilson's 95 % interval of a share, which holds for few questions too.
+    """Wilson's 95 % interval of a share, valid for few questions too.
 
     Args:
         right: Questions answered rightly.
@@ -186,8 +186,8 @@ def mcnemar(lost: int, won: int) -> float:
     """Exact two-sided p value of McNemar's test.
 
     Args:
-        lost: Questions that the control alone answers rightly.
-        won: Questions that the other alone does.
+        lost: Questions that only the control answers correctly.
+        won: Questions that only the other answers correctly.
     """
     changed = lost + won
     tail = sum(math.comb(changed, i) for i in range(min(lost, won) + 1))
