@@ -85,11 +85,12 @@ gpu: setup
 	@while :; do $(BIN)/python benchmarks/gpu.py --plan $(PLAN) --minutes $(MINUTES); code=$$?; \
 	  [ $$code -eq 3 ] || exit $$code; [ -z "$(ONCE)" ] || exit 0; done
 
-# Other people's tests and tools (docs/how-to/outside.md), in two directories of their own; what was set up is not set up again.
-SUITES ?= transformers clients tensor_parallel lm_eval trl llama_cpp vllm
+# Other people's tests and tools (docs/how-to/outside.md), in three directories of their own; what was set up is not set up again.
+SUITES ?= transformers clients agents tensor_parallel lm_eval trl llama_cpp vllm
 OUTSIDE := .venv-outside
+AGENTS := .venv-agents
 VLLM := .venv-vllm
-test-outside: $(OUTSIDE)/.ready $(if $(filter vllm,$(SUITES)),$(VLLM)/.ready)
+test-outside: $(OUTSIDE)/.ready $(if $(filter agents,$(SUITES)),$(AGENTS)/.ready) $(if $(filter vllm,$(SUITES)),$(VLLM)/.ready)
 	$(OUTSIDE)/bin/python -m pytest -n $(JOBS) --dist loadfile -m outside $(SUITES:%=tests/outside/test_%.py)
 
 $(OUTSIDE)/.ready: pyproject.toml constraints.txt tests/outside/requirements.txt tests/outside/sources.py
@@ -100,6 +101,12 @@ $(OUTSIDE)/.ready: pyproject.toml constraints.txt tests/outside/requirements.txt
 	$(OUTSIDE)/bin/python -m pip install --disable-pip-version-check -c constraints.txt \
 	  -e '.[dev,evaluate,lora,gguf]' -r tests/outside/requirements.txt
 	$(OUTSIDE)/bin/python -m tests.outside.sources
+	@touch $@
+
+# What agents are made with, 200 MB: no torch, and openai in the version that these want.
+$(AGENTS)/.ready: tests/outside/agents.txt
+	$(PYTHON) -m venv $(AGENTS)
+	$(AGENTS)/bin/python -m pip install --disable-pip-version-check -r tests/outside/agents.txt
 	@touch $@
 
 # torchvision and its like come built for another torch, and models of text need none of them.

@@ -69,8 +69,8 @@ def bad_requests() -> dict[str, tuple[str, bytes]]:
 class Server:
     """`fathom serve` in a process of its own."""
 
-    def __init__(self, directory: Path) -> None:
-        command = [sys.executable, "-m", "fathom", "serve", str(directory), "--port", "0", "--device", "cpu"]
+    def __init__(self, directory: Path, *options: str) -> None:
+        command = [sys.executable, "-m", "fathom", "serve", str(directory), "--port", "0", "--device", "cpu", *options]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         self.port = int(self.process.stdout.readline().rsplit(":", 1)[1].split("/")[0])

@@ -15,10 +15,14 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from fathom.checkpoints.export import export
 from fathom.inference.generate import generate_batch
 from fathom.inference.settings import Sampling
-from tests.outside.models import CLIENTS, exported
+from tests.outside.models import CLIENTS, build, exported
 from tests.processes import Command
+from tests.tiny import tiny_tokenizer
+
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 
 ITEMS = [
     {
@@ -62,7 +66,7 @@ def test_the_command_line_asks_a_server(name: str, tmp_path: Path) -> None:
     directory = exported(name, tmp_path)
     server = Command(["serve", str(directory), "--name", "deep", "--port", "0", "--device", "cpu"], tmp_path, tmp_path)
     try:
-        address = server.first_line().split(" at ")[1].strip()
+        address = server.first_line().split(" at ")[1].split(",")[0]
         model = f"model=deep,base_url={address}/completions,tokenizer={directory},num_concurrent=4"
         likely, words = scored(tmp_path, ["--model", "local-completions", "--model_args", model], "fathoms", "words")
     finally:
@@ -73,6 +77,24 @@ def test_the_command_line_asks_a_server(name: str, tmp_path: Path) -> None:
     opened = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     made = [generate_batch(opened, tokenizer, [ids], Sampling(12, temperature=0))[0].text for ids in asked]
     assert [row["resps"][0][0] for row in words] == made
+
+
+def test_the_command_line_chats_with_a_server(tmp_path: Path) -> None:
+    """`--model local-chat-completions`: messages, written by the server's own template."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    directory = export(build("vanilla"), tmp_path / "model", tokenizer)
+    server = Command(["serve", str(directory), "--name", "deep", "--port", "0", "--device", "cpu"], tmp_path, tmp_path)
+    try:
+        address = server.first_line().split(" at ")[1].split(",")[0]
+        model = ["--model", "local-chat-completions", "--apply_chat_template", "--model_args"]
+        (words,) = scored(tmp_path, [*model, f"model=deep,base_url={address}/chat/completions"], "words")
+    finally:
+        server.kill()
+    opened = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    for row, item in zip(words, ITEMS, strict=True):
+        ids = tokenizer(f"user: {item['question']}\nassistant:", add_special_tokens=False)["input_ids"]
+        assert row["resps"][0][0] == generate_batch(opened, tokenizer, [ids], Sampling(12, temperature=0))[0].text
 
 
 def scored(place: Path, model: list[str], *tasks: str) -> list[list[dict[str, Any]]]:
