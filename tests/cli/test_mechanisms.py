@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from fathom.cli import mechanisms
 from fathom.cli.main import main
 from fathom.models.registry import AXES, MECHANISMS
+
+PAGE = Path(__file__).parents[2] / "docs" / "explanation" / "which_mechanism.md"
 
 
 def test_it_lists_what_is_registered(capsys: pytest.CaptureFixture[str]) -> None:
@@ -19,6 +22,21 @@ def test_it_lists_what_is_registered(capsys: pytest.CaptureFixture[str]) -> None
     said = {row["name"]: (row["axis"], row["summary"], row["paper"]) for row in rows}
     assert said == {m.name: (m.axis, m.summary, m.paper) for m in MECHANISMS.values()}
     assert tuple(mechanisms.AXES) == AXES
+    assert {row["name"]: row["closed"] for row in rows} == {m.name: m.closed for m in MECHANISMS.values()}
+
+
+def test_the_page_that_compares_them_names_them_all() -> None:
+    """With the start, the cache and vLLM as the code has them."""
+    rows = {}
+    for line in PAGE.read_text(encoding="utf-8").splitlines():
+        if line.startswith("| [`"):
+            name, _, starts, cache, *_ = (cell.strip() for cell in line.strip("|").split("|"))
+            rows[name.split("`")[1]] = starts, cache
+    mixers = {name for name, m in MECHANISMS.items() if name not in mechanisms.FIRST}
+    assert rows.keys() == mixers
+    for name, (starts, cache) in rows.items():
+        assert (starts != "no") == (MECHANISMS[name].closed is not None), name
+        assert (cache != "same") == (MECHANISMS[name].axis == "recurrence"), name
 
 
 def test_the_list_has_no_figures_and_loads_no_torch() -> None:

@@ -8,11 +8,14 @@ from argparse import Namespace
 from collections.abc import Iterator
 from importlib.metadata import entry_points
 from pathlib import Path
+from typing import Any
 
 from fathom.cli.parser import Parser
 from fathom.errors import SettingsError
 from fathom.recipe import load_recipe
 
+FIRST = ("none", "plain", "once")
+"""The first value of each axis: no mechanism."""
 AXES = {
     "mixer": "which value attention reads",
     "residual": "how a layer's output reaches later layers",
@@ -52,20 +55,22 @@ def run(options: Namespace) -> int:
         print(f"{axis}: {meaning}")
         for row in found:
             if row["axis"] == axis:
-                print(f"  {row['name']:<{width}}  {row['summary']} ({row['paper']})")
-    print("\nJoin them with +, as in loop+depth_attention. fathom mechanisms --config MODEL shows what each costs.")
+                mark = " *" if row["closed"] is not None and row["name"] not in FIRST else ""
+                print(f"  {row['name']:<{width}}  {row['summary']} ({row['paper']}){mark}")
+    print("\n* A pretrained model can start as itself: fathom deepen, docs/explanation/which_mechanism.md.")
+    print("Join them with +, as in loop+depth_attention. fathom mechanisms --config MODEL shows what each costs.")
     return 0
 
 
-def _of_ours() -> list[dict[str, str]]:
-    """Name, axis, summary and paper of every mechanism, read from the sources: importing them would load torch."""
+def _of_ours() -> list[dict[str, Any]]:
+    """What is listed of every mechanism, read from the sources: importing them would load torch."""
     try:
         return list(_in_sources())
     except (ValueError, KeyError):  # an argument is not a literal
         return _of_other_packages()
 
 
-def _in_sources() -> Iterator[dict[str, str]]:
+def _in_sources() -> Iterator[dict[str, Any]]:
     folder = Path(__file__).parents[1] / "models"
     first = folder / "registry.py"  # the first value of each axis
     for path in (first, *(path for path in sorted(folder.glob("*.py")) if path != first)):
@@ -73,14 +78,21 @@ def _in_sources() -> Iterator[dict[str, str]]:
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Mechanism":
                 words = dict(zip(("name", "axis", "summary", "paper"), node.args, strict=False))
                 words |= {keyword.arg: keyword.value for keyword in node.keywords if keyword.arg}
-                yield {key: str(ast.literal_eval(words[key])) for key in ("name", "axis", "summary", "paper")}
+                named = {key: str(ast.literal_eval(words[key])) for key in ("name", "axis", "summary", "paper")}
+                yield named | {"closed": ast.literal_eval(words["closed"]) if "closed" in words else None}
 
 
-def _of_other_packages() -> list[dict[str, str]]:
+def _of_other_packages() -> list[dict[str, Any]]:
     """The same for all mechanisms if installed packages register their own, which are imported."""
     from fathom.models.registry import known
 
-    return [{"name": m.name, "axis": m.axis, "summary": m.summary, "paper": m.paper} for m in known().values()]
+    return [
+        {
+            **{"name": m.name, "axis": m.axis, "summary": m.summary, "paper": m.paper},
+            "closed": None if m.closed is None else dict(m.closed),
+        }
+        for m in known().values()
+    ]
 
 
 def _show_costs(name: str, size: int, as_json: bool) -> int:
