@@ -130,7 +130,7 @@ def main() -> None:
         result = measure(options)
     print(json.dumps(result, indent=1), flush=True)
     if options.out is not None:
-        log = {"provenance": provenance(), "note": options.note, "results": [result]}
+        log = {"provenance": vars(provenance()), "note": options.note, "results": [result]}
         options.out.write_text(json.dumps(log, indent=1) + "\n")
 
 

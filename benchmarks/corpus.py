@@ -128,7 +128,7 @@ def found_leaks(workspace: Workspace, planted: list[dict[str, Any]]) -> dict[str
         "planted": len(paths),
         "found": len(paths & {row["path"] for row in hits}),
         "other_documents": len({row["path"] for row in hits} - paths),
-        "dirty_items": workspace.manifest("flags")["counts"].get("dirty", 0),
+        "dirty_items": workspace.manifest("flags").counts.get("dirty", 0),
     }
 
 
@@ -245,7 +245,7 @@ def main() -> None:
             "deduplication": {**dedup, "planted": found_copies(workspace, planted)},
             "contamination": found_leaks(workspace, planted),
         }
-    print(json.dumps({**result, **provenance()}, indent=1))
+    print(json.dumps({**result, **vars(provenance())}, indent=1))
 
 
 if __name__ == "__main__":

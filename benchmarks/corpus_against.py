@@ -73,7 +73,7 @@ def main() -> None:
         same = compared(place / "turn-0", place / "turn-3")
         seconds = {side: sum(turn["cpu_seconds"] for turn in turns if turn["side"] == side) for side in sources}
         found = {
-            **provenance(),
+            **vars(provenance()),
             "megabytes": options.megabytes,
             "ratio": round(seconds["here"] / seconds[options.commit], 3),
             "turns": turns,

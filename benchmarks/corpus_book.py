@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument("--encoding", default="utf-8", help="of text files")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    found: dict[str, Any] = {**provenance(), "files": {one.name: one.stat().st_size for one in options.files}}
+    found: dict[str, Any] = {**vars(provenance()), "files": {one.name: one.stat().st_size for one in options.files}}
     for way in ("plain", *(["trafilatura"] if find_spec("trafilatura") else [])):
         with tempfile.TemporaryDirectory() as place:
             found[way] = measured(recipe_of(options, way), Path(place))

@@ -23,7 +23,7 @@ def hashes(folder: Path) -> dict[str, str]:
     """The hash of every file that does not depend on the run."""
     files = (path for path in folder.rglob("*") if path.is_file() and path.name not in OF_THE_RUN)
     return {
-        str(path.relative_to(folder)): digest(path)["sha256"]
+        str(path.relative_to(folder)): digest(path).sha256
         for path in files
         if path.relative_to(folder).parts[0] != "logs"
     }
@@ -53,7 +53,7 @@ def main() -> None:
     found = {"files": len(one), "shards": shards, "differ": differ, "seconds": seconds, "stages_sent": sent}
     print(found)
     if options.out:
-        write_json(options.out, {**provenance(), **found})
+        write_json(options.out, {**vars(provenance()), **found})
     raise SystemExit(bool(differ))
 
 

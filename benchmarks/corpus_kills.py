@@ -98,7 +98,7 @@ def main() -> int:
             shutil.rmtree(place, ignore_errors=True)
         workers = options.hunted_workers or options.workers
         first = undisturbed(work, alone, options.workers)
-        found = {**provenance(), "workers": options.workers, "hunted_workers": workers}
+        found = {**vars(provenance()), "workers": options.workers, "hunted_workers": workers}
         found |= facts_of(alone, recipe, first, planted)
         points = moments(first, options.kills, random.Random(options.seed))
         kills = hunt(work, hunted, points, first.history[-1][1], workers)

@@ -289,7 +289,7 @@ def main() -> None:
     compare = {"datatrove": compare_deduplication, "datasets": compare_filtering}[arguments.peer]
     with tempfile.TemporaryDirectory() as folder:
         result = compare(arguments, Path(folder))
-    print(json.dumps({**result, **provenance()}, indent=1))
+    print(json.dumps({**result, **vars(provenance())}, indent=1))
 
 
 if __name__ == "__main__":

@@ -430,7 +430,7 @@ def main() -> None:
     arguments = parser.parse_args()
     results = {"plain": plain, "drafts": drafts, "slots": slots}[arguments.part](arguments)
     if arguments.out is not None:
-        arguments.out.write_text(json.dumps({"provenance": provenance(), "results": results}, indent=1) + "\n")
+        arguments.out.write_text(json.dumps({"provenance": vars(provenance()), "results": results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -304,7 +304,7 @@ def main() -> int:
     chance = random.Random(options.seed)
     benchmarks = read_benchmarks(options.folder, chance, more=not options.plants)
     covers = [text[:300] for text in islice(texts_of(options.plain), 300)]
-    found: dict[str, Any] = {**provenance(), "plants": options.plants, "recall": {}}
+    found: dict[str, Any] = {**vars(provenance()), "plants": options.plants, "recall": {}}
     for name, items in benchmarks.items() if options.plants else ():
         found["recall"][name] = one = recall(items, covers, options.plants, chance)
         cells = " ".join(f"{kind}={cell['found']}/{cell['plants']}" for kind, cell in one["kinds"].items())

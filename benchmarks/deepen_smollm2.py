@@ -19,7 +19,7 @@ from typing import Any
 from fathom.deepen.heal import HEAL
 from fathom.deepen.request import parse_request
 from fathom.deepen.write import deepen
-from fathom.evaluation.deepened import effects_of, sentence, speed_sentence, time_decoding
+from fathom.evaluation.deepened import effects_of, time_decoding
 from fathom.evaluation.perplexity import DomainScore
 from fathom.evaluation.scoring import Checkpoint, Settings, name_checkpoints, run
 from fathom.recipe import load_recipe
@@ -61,7 +61,7 @@ def main() -> None:
         "loop+depth_attention": (f"{loop}+depth_attention", options.layers),
     }
     log: dict[str, Any] = read_json(options.out) if options.out.exists() else {"tuning": {}, "runs": {}}
-    log["provenance"] = provenance()
+    log["provenance"] = vars(provenance())
     if BASE not in log["runs"]:
         log["runs"][BASE] = {"scores": scores(options.model, BASE, options)}
         write_json(options.out, log)
@@ -112,7 +112,7 @@ def trained(name: str, arm: Arm, options: argparse.Namespace, rate: float, token
 def scores(model: Path, name: str, options: argparse.Namespace) -> dict[str, Any]:
     """Every held-out document's score, by text."""
     (found,), _ = run([f"{name.replace('+', '_')}={model}"], Settings(perplexity=tuple(options.text), context=LENGTH))
-    return {text: score.to_dict() for text, score in found.domains.items()}
+    return {text: vars(score) for text, score in found.domains.items()}
 
 
 def effects(runs: dict[str, Any], names: list[str], seed: int, options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -126,14 +126,14 @@ def effects(runs: dict[str, Any], names: list[str], seed: int, options: argparse
         speed = time_decoding(timed[0], timed[1])
         found.append(said(one, base, control) | {"speed": speed})
         if speed is not None:
-            found[-1]["sentences"].append(speed_sentence(speed, CONTROL))
+            found[-1]["sentences"].append(speed.sentence(CONTROL))
     return found
 
 
 def said(one: Checkpoint, base: Checkpoint, control: Checkpoint | None) -> dict[str, Any]:
     """The differences from the base and the control."""
     found = [effect for other in (control, base) if other is not None for effect in effects_of(one, other)]
-    return {"model": one.name, "effects": found, "sentences": [*map(sentence, found)]}
+    return {"model": one.name, "effects": found, "sentences": [*map(str, found)]}
 
 
 def checkpoint(name: str, directory: Path, logged: dict[str, Any]) -> Checkpoint:

@@ -32,7 +32,7 @@ def main() -> None:
     assert opened.tokenizer is not None
     asked = Search(tokens=options.tokens, documents=tuple(options.documents), dampings=tuple(options.dampings))
     ranked = search(opened.model.float(), opened.tokenizer, options.text, asked, options.scores)
-    found = {"provenance": provenance(), "asked": vars(asked), "spans": [row.to_dict() for row in ranked]}
+    found = {"provenance": vars(provenance()), "asked": vars(asked), "spans": [row.to_dict() for row in ranked]}
     options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     for row in ranked[: asked.keep]:
         print(row.candidate, row.gap, row.again)

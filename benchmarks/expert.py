@@ -41,7 +41,7 @@ def log(place: Path, note: str = "") -> dict[str, Any]:
     reports = {against: read_json(place / file) for against, file in REPORTS.items()}
     keys = ("verdict", "texts", "questions", "asked", "guessing")
     return {
-        **provenance(),
+        **vars(provenance()),
         "note": note,
         "corpus": {name: stage.get("counts") for name, stage in stages.items()},
         "corpus_seconds": sum(stage.get("seconds", 0) for stage in stages.values()),

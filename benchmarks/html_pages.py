@@ -57,7 +57,7 @@ def main() -> None:
         rows.append(row)
         print(f"{row['page'][:60]:60} {row['words']:6}", *(f"{way} {row[way]}" for way in WAYS))
     if options.out:
-        write_json(options.out, {**provenance(), "pages": rows})
+        write_json(options.out, {**vars(provenance()), "pages": rows})
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ def main() -> None:
         packages, _ = planned(extra, options.torch)
         more[extra] = len(packages - core)
         print(f"{extra}: {more[extra]}", file=sys.stderr, flush=True)
-    found = {**provenance(), "core": sorted(core), "core_packages": len(core), "more_with_extra": more}
+    found = {**vars(provenance()), "core": sorted(core), "core_packages": len(core), "more_with_extra": more}
     print(json.dumps(found, indent=1))
     if options.out:
         write_json(options.out, found)

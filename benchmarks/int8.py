@@ -44,7 +44,7 @@ def main() -> None:
     pack(models["packed"])
     quantise(models["int8"])
     ids = torch.tensor(tokenizer(options.text.read_text())["input_ids"][: options.tokens])
-    found: dict[str, Any] = {**provenance(), "tokens": len(ids), "threads": 1}
+    found: dict[str, Any] = {**vars(provenance()), "tokens": len(ids), "threads": 1}
     with torch.inference_mode():
         found["perplexity"] = {name: perplexity(models[name], ids) for name in ("float32", "int8")}
         for rows in (1, 8):

@@ -405,7 +405,7 @@ def run_system(options: argparse.Namespace) -> dict[str, Any]:
             new = partial(cache_of, model, arm, Schedule.at(n, 4, 0.5))
             ids = torch.randint(0, 256, (batch, lengths[-1] + options.decode))
             measured = each_length(model, ids, new, lengths, options.decode)
-            return {"loads": list(measured)}
+            return {"loads": list(map(vars, measured))}
 
         found.append({"arm": arm, "batch": batch, "layers": layers, "width": width})
         found[-1] |= done(options.work / f"system-{n}-{arm}-{batch}-{lengths[-1]}.json", work)
@@ -536,7 +536,7 @@ def main() -> None:
         "books": (run_books, book_table),
         "rounds": (run_rounds, rounds_table),
     }[options.part]
-    report = {**provenance(), "threads": torch.get_num_threads(), **run(options)}
+    report = {**vars(provenance()), "threads": torch.get_num_threads(), **run(options)}
     print("\n".join(table(report)))
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)

@@ -197,7 +197,9 @@ def main() -> None:
     warnings.simplefilter("ignore")
     model = AutoModelForCausalLM.from_pretrained(options.model, attn_implementation="sdpa").eval()
     found = measured(model, AutoTokenizer.from_pretrained(options.model), options)
-    options.out.write_text(json.dumps({**provenance(), "window": options.window, **found}) + "\n", encoding="utf-8")
+    options.out.write_text(
+        json.dumps({**vars(provenance()), "window": options.window, **found}) + "\n", encoding="utf-8"
+    )
     print(*table(found), sep="\n")
 
 

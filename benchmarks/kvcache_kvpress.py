@@ -85,7 +85,7 @@ def ours(model: Any, tokenizer: Any, text: str) -> dict[str, Any]:
                 rows.append({"prompt": number, "method": method, "ratio": ratio, "options": given})
                 rows[-1] |= {"ours": nats, "kept": kept, "scores": scores}
                 print(f"{number} {method} {ratio}: {nats:.4f}", flush=True)
-    return {**provenance(), "prompts": prompts, "rows": rows}
+    return {**vars(provenance()), "prompts": prompts, "rows": rows}
 
 
 @torch.no_grad()

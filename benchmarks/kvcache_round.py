@@ -73,7 +73,7 @@ def main() -> None:
         print({name: round(min(spent), 4) for name, spent in rounds.items()}, round(min(prefill), 3), flush=True)
     share = {name: min(spent) / min(prefill) for name, spent in rounds.items()}
     found = {"window": options.window, "layers": model.config.num_hidden_layers, "seconds": rounds, "prefill": prefill}
-    options.out.write_text(json.dumps({**provenance(), **found, "share": share}) + "\n", encoding="utf-8")
+    options.out.write_text(json.dumps({**vars(provenance()), **found, "share": share}) + "\n", encoding="utf-8")
     for name, part in share.items():
         print(f"| {name} | {1000 * min(rounds[name]):.0f} ms | {100 * part:.1f} % |")
 

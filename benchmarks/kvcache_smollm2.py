@@ -183,7 +183,8 @@ class Bench:
         """The answer to one question, after the shared first window."""
         rest = dataclasses.replace(prompt, ids=prompt.ids[window:], most=min(prompt.most, MOST))
         survivors = window // 2
-        return answer(self.model, self.tokenizer, lambda room: self.after(first, method, window), [rest], survivors)
+        new = lambda room: self.after(first, method, window)  # noqa: E731
+        return [vars(one) for one in answer(self.model, self.tokenizer, new, [rest], survivors)]
 
     def text(self, name: str, number: int, length: int) -> None:
         """The loss of one document through every cache, its bytes, and the time of a decoded token."""
@@ -341,7 +342,7 @@ def main() -> None:
         return
     torch.set_num_threads(1)
     with options.log.open("a") as file:
-        file.write(json.dumps(provenance()) + "\n")
+        file.write(json.dumps(vars(provenance())) + "\n")
     bench = Bench(options.model, options.texts, options.log)
     each = sum(6 * ASKED * len(METHODS) for _ in SHARES)
     each += sum(length * len(METHODS) * 2 * len(bench.domains) // every for length, every in TEXTS.items())

@@ -69,7 +69,7 @@ def main() -> int:
         files = {str(path.relative_to(alone)) for path in alone.rglob("result.json")}
         found = {
             "command": " ".join(["python", *sys.argv]),
-            **provenance(),
+            **vars(provenance()),
             "kills": len(killed),
             "after_results": killed,
             "workers": options.workers,

@@ -196,7 +196,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, help="where the log goes")
     options = parser.parse_args(arguments)
     began = time.process_time()
-    report: Values = {**provenance(), "draws": options.draws, "cases": {}}
+    report: Values = {**vars(provenance()), "draws": options.draws, "cases": {}}
     for name, truth in CASES.items():
         found = report["cases"][name] = covered(truth, options.draws)
         if name in PUBLISHED:

@@ -233,7 +233,7 @@ def main() -> None:
             results["bad"] = with_server(Path(work) / options.mechanisms[0], bad)
             print(json.dumps(results["bad"]))
     if options.out is not None:
-        options.out.write_text(json.dumps({"provenance": provenance(), "results": results}, indent=1) + "\n")
+        options.out.write_text(json.dumps({"provenance": vars(provenance()), "results": results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

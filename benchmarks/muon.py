@@ -93,7 +93,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     rows = [measure(shape, options) for shape in options.shape]
-    text = json.dumps({"provenance": provenance(), "threads": options.threads, "rows": rows}, indent=1)
+    text = json.dumps({"provenance": vars(provenance()), "threads": options.threads, "rows": rows}, indent=1)
     print(text)
     if options.out is not None:
         options.out.write_text(text + "\n")

@@ -43,7 +43,11 @@ def main() -> int:
     options = parser.parse_args()
     share = -(-options.documents // len(options.files))
     texts = [text for place in options.files for text in islice(texts_of(place), share)]
-    found: dict[str, Any] = {**provenance(), "documents": len(texts), "megacharacters": sum(map(len, texts)) / 1e6}
+    found: dict[str, Any] = {
+        **vars(provenance()),
+        "documents": len(texts),
+        "megacharacters": sum(map(len, texts)) / 1e6,
+    }
     before = [NUMBERS.findall(CONTROLS.sub("", text)) for text in texts]
     found["runs"] = sum(map(len, before))
     for name, form in FORMS.items():

@@ -85,7 +85,7 @@ def main() -> None:
                 passed = time.monotonic() - start
                 print(f"{len(cases)} of {args.count} cases, {passed:.0f} s", file=sys.stderr, flush=True)
     found = {
-        **provenance(),
+        **vars(provenance()),
         "seeds": [args.first, args.first + args.count - 1],
         "seconds": round(time.monotonic() - start),
         **summary(cases),

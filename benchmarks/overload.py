@@ -180,7 +180,7 @@ def main() -> None:
                 server.stop()
             print(json.dumps({what: results[what]}, indent=1), flush=True)
     if arguments.out is not None:
-        log = {"provenance": provenance(), "note": arguments.note, "results": results}
+        log = {"provenance": vars(provenance()), "note": arguments.note, "results": results}
         arguments.out.write_text(json.dumps(log, indent=1) + "\n")
 
 

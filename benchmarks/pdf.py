@@ -175,7 +175,7 @@ def main() -> None:
     worst = min(row["recalled"] / row["words"] for row in rows)
     print(f"least of one file: {worst:.4f}")
     if options.out:
-        write_json(options.out, {**provenance(), "cells": cells, "least_recalled": worst, "files": rows})
+        write_json(options.out, {**vars(provenance()), "cells": cells, "least_recalled": worst, "files": rows})
 
 
 if __name__ == "__main__":

@@ -384,7 +384,7 @@ def main() -> None:
     options.steps = options.steps or {"decode": 120, "jacobi": 60}[options.part]
     torch.set_num_threads(1)
     run, table = {"decode": (run_decode, decode_table), "jacobi": (run_jacobi, jacobi_table)}[options.part]
-    report = {**provenance(), "threads": torch.get_num_threads(), **run(options)}
+    report = {**vars(provenance()), "threads": torch.get_num_threads(), **run(options)}
     print("\n".join(table(report)))
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)

@@ -183,7 +183,7 @@ def main() -> None:
         print("\n" + table(rows))
         found = {"rows": [asdict(row) for row in rows]}
     if options.out is not None:
-        options.out.write_text(json.dumps({**provenance(), **found}, indent=1) + "\n")
+        options.out.write_text(json.dumps({**vars(provenance()), **found}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

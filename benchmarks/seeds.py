@@ -144,7 +144,7 @@ def main() -> None:
         results.append({**one, **rates, "cost": cost(model, arguments.turns)})
         print(json.dumps(results[-1], indent=1), flush=True)
     if arguments.out is not None:
-        log = {"provenance": provenance(), "note": arguments.note, "results": results}
+        log = {"provenance": vars(provenance()), "note": arguments.note, "results": results}
         arguments.out.write_text(json.dumps(log, indent=1) + "\n")
 
 

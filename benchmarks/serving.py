@@ -330,7 +330,7 @@ def main() -> None:
             results.append(measure(argparse.Namespace(**{**vars(arguments), "mechanism": mechanism}), Path(work)))
         print(json.dumps({key: value for key, value in results[-1].items() if key != "runs"}, indent=1), flush=True)
         if arguments.out is not None:  # after each, since the next may take long
-            log = {"provenance": provenance(), "note": arguments.note, "results": results}
+            log = {"provenance": vars(provenance()), "note": arguments.note, "results": results}
             arguments.out.write_text(json.dumps(log, indent=1) + "\n")
 
 

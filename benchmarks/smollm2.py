@@ -61,7 +61,7 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         found = measured(options.gguf, Path(folder) / "llama", options.text, options.windows)
-    found = {"provenance": provenance(), **found}
+    found = {"provenance": vars(provenance()), **found}
     options.out.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     print(json.dumps(found, indent=2))
 

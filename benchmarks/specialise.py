@@ -117,7 +117,7 @@ def main() -> int:
     began = time.perf_counter()
     measure = {"exam": exam, "crammed": crammed}.get(options.what, measured)
     for found in measure(options, sizes):
-        log = {**provenance(), "sizes": sizes, **found}
+        log = {**vars(provenance()), "sizes": sizes, **found}
         log["seconds_of_this_call"] = round(time.perf_counter() - began, 1)
         log["niceness"] = os.nice(0)
         if options.out:

@@ -115,7 +115,7 @@ def main() -> None:
         work = options.work.resolve()
         made = corpus(work)
         cells = [cell(work, made, threads, seed) for seed in options.seeds for threads in options.threads]
-        write_json(LOG, {**provenance(), "cells": cells})
+        write_json(LOG, {**vars(provenance()), "cells": cells})
     log = read_json(LOG)
     write(log)
     print(sentence(log))

@@ -16,9 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from fathom.experiments.differences import compare_runs, is_sure, share_of_gain
+from fathom.experiments.compare_results import ArmResult, CacheBytes, RunRow, TrainingLoss, Validation
+from fathom.experiments.differences import compare_runs, share_of_gain
 from fathom.report.provenance import provenance
-from fathom.report.statistics import NOISE, holm, paired_difference
+from fathom.report.statistics import NOISE, adjust, paired_difference
 
 Values = dict[str, Any]
 SEEDS = (3, 5)
@@ -41,20 +42,22 @@ FAMILIES = {
 """True losses, the control's first."""
 
 
-def arms_of(losses: np.ndarray, names: Sequence[str] = ()) -> list[Values]:
+def arms_of(losses: np.ndarray, names: Sequence[str] = ()) -> list[ArmResult]:
     """Arms whose runs have these final losses and nothing else; `names` are of mechanisms."""
-    nothing = {"position_loss": [], "domains": {}, "training_loss": {"step": [], "loss": []}}
+    nothing = {"tokens": 0, "domains": {}, "position_loss": [], "directory": "", "seconds": 0.0, "epochs": 0.0}
+    curves = {"machine": None, "validation": Validation([], [], [], []), "training_loss": TrainingLoss([], [])}
     return [
-        {
-            **{"name": f"arm{i}", "mechanism": names[i] if names else "vanilla", "overrides": []},
-            **{"tokens": 1, "steps": 1, "position_loss": [], "domains": {}},
-            "runs": [{"seed": k, "loss": loss, "bits_per_byte": loss, **nothing} for k, loss in enumerate(row)],
-        }
+        ArmResult(
+            **{"name": f"arm{i}", "mechanism": names[i] if names else "vanilla", "overrides": ()},
+            **{"parameters": 1, "flops_per_token": 1.0, "cache_bytes_per_token": CacheBytes(0, None), "steps": 1},
+            **{"tokens": 1, "training_flops": 1.0, "measured": None},
+            runs=[RunRow(loss=loss, bits_per_byte=loss, seed=k, **nothing, **curves) for k, loss in enumerate(row)],
+        )
         for i, row in enumerate(losses.tolist())  # [arms, seeds]
     ]
 
 
-def experiments(truth: Sequence[float], seeds: int, draws: int) -> Iterator[list[Values]]:
+def experiments(truth: Sequence[float], seeds: int, draws: int) -> Iterator[list[ArmResult]]:
     """Simulated comparisons: a true loss for each arm, what a seed does to all of them, and noise."""
     chance = np.random.default_rng([seeds, len(truth)])
     shared = 3 * chance.normal(size=(draws, 1, seeds))
@@ -71,14 +74,13 @@ def false_claims(truth: Sequence[float], seeds: int, draws: int) -> tuple[float,
     mean = {f"arm{i}": value for i, value in enumerate(truth)}
     for arms in experiments(truth, seeds, draws):
         between = compare_runs(arms)
-        families = [[arm["difference"] for arm in arms[1:]], between]
-        equal = [arm["difference"] for arm in arms[1:] if mean[arm["name"]] == truth[0]]
-        equal += [row for row in between if mean[row["a"]] == mean[row["b"]]]
-        wrong += any(map(is_sure, equal))
+        families = [[arm.gap for arm in arms[1:]], between]
+        equal = [arm.gap for arm in arms[1:] if mean[arm.name] == truth[0]]
+        equal += [row for row in between if mean[row.a] == mean[row.b]]
+        wrong += any(gap.significant for gap in equal)
         for family in families:
-            for row, p in zip(family, holm([row["p"] for row in family]), strict=True):
-                row["p_holm"] = p
-        former += any(map(is_sure, equal))
+            adjust(family)
+        former += any(gap.significant for gap in equal)
     return wrong / draws, former / draws
 
 
@@ -107,9 +109,9 @@ def share(gain: float, seeds: int, draws: int) -> Values:
         arms = arms_of(losses, ("vanilla", "uniform_depth", "depth_attention"))
         found = share_of_gain(arms, compare_runs(arms))
         assert found is not None
-        bounded += found["low"] is not None
-        held += found["low"] is not None and found["low"] <= 0.5 <= found["high"]
-        naive.append(found["share"] if found["defined"] else None)
+        bounded += found.low is not None
+        held += found.low is not None and found.low <= 0.5 <= found.high
+        naive.append(found.share)
     return {
         **{"gain": gain, "seeds": seeds, "bounded": bounded / draws},
         **{"held": 1 - (bounded - held) / draws, "of_bounded": held / bounded if bounded else None},
@@ -156,7 +158,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write the results there too")
     options = parser.parse_args()
     start = time.perf_counter()
-    results = {**provenance(), "draws": options.draws}
+    results = {**vars(provenance()), "draws": options.draws}
     results |= {"families": families(options.draws), "shares": shares(options.draws)}
     results |= {"coverage": covered(options.draws), "stopping": stopping(options.draws)}
     results["seconds"] = round(time.perf_counter() - start)

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor, Qwen3ForCausalLM
 
 from fathom.checkpoints.export import export
+from fathom.checkpoints.find import Facts
 from fathom.cli.main import main
 from fathom.errors import ModelError
 from fathom.lineage.weights import open_weights
@@ -78,12 +79,7 @@ def test_forms_that_cannot_be(case, form, says, tmp_path):
 
 
 def test_card_says_what_how_and_how_well(tmp_path):
-    facts = {
-        "step": 1200,
-        "tokens": 3_456_000,
-        "evaluation": {"loss": 2.5, "domains": {}},
-        "recipe": "model:\n  a: 1\n",
-    }
+    facts = Facts("model:\n  a: 1\n", 1200, 3_456_000, {"loss": 2.5, "domains": {}})
     card = (export(build(config_of("depth_attention")), tmp_path / "q", facts=facts) / "README.md").read_text()
     for text in ("depth_attention", "trust_remote_code=True", "1,200 steps, 3,456,000 tokens", "loss 2.5000", "  a: 1"):
         assert text in card
@@ -119,7 +115,7 @@ def test_a_comparison_gives_its_best_run(tmp_path, capsys):
     (best / "recipe.yaml").write_text("model: {}\n")
     (best / "result.json").write_text('{"step": 7}')
     runs = [{"loss": 2.0, "directory": "arms/b/seed-0"}, {"loss": 1.0, "directory": "arms/b/seed-1"}]
-    (tmp_path / "report.json").write_text(json.dumps({"arms": [{"loss": 1.5, "runs": runs}]}))
+    (tmp_path / "report.json").write_text(json.dumps({"arms": [{"name": "b", "loss": 1.5, "runs": runs}]}))
     assert main(["export", str(tmp_path), "--to", str(tmp_path / "out")]) == 0
     again = FathomForCausalLM.from_pretrained(tmp_path / "out").state_dict()
     assert all(torch.equal(again[name], tensor) for name, tensor in model.state_dict().items())

@@ -121,7 +121,7 @@ def test_all_planted_faults_and_no_others() -> None:
         {"id": "signs", "question": "Signs?", "choices": ["+", "-"], "answer": 0},  # no words, yet not the same
     ]
     check = self_check([item_of(row, number) for number, row in enumerate([*good, *planted])])
-    assert check["faults"] == {
+    assert check.faults == {
         "duplicate_stems": [["good3", "same"], ["good4", "contrary"]],
         "contradictory": [["good4", "contrary"]],
         "repeated_options": ["twice"],
@@ -129,10 +129,10 @@ def test_all_planted_faults_and_no_others() -> None:
         "answer_out_of_range": ["beyond"],
         "unread_options": ["letters"],
     }
-    assert check["left_out"] == {"with an empty option": 1, "with fewer than 2 or more than 26 options": 1}
-    assert check["letters"] == {"A": 15, "B": 10, "C": 11} and check["majority_score"] == round(15 / 37, 6)
+    assert check.left_out == {"with an empty option": 1, "with fewer than 2 or more than 26 options": 1}
+    assert check.letters == {"A": 15, "B": 10, "C": 11} and check.majority_score == round(15 / 37, 6)
     clean = self_check([item_of(row, number) for number, row in enumerate(good)])
-    assert not any(clean["counts"].values())
+    assert not any(clean.counts.values())
 
 
 @pytest.mark.parametrize("key", ["question", "id", "choices", "context"])
@@ -152,7 +152,7 @@ def test_open_answers_in_other_words_are_no_contradiction() -> None:
     ]
     rows += [{"question": "Sure?", "choices": ["yes", "no"], "answer": number} for number in (0, 1)]
     check = self_check([item_of({"id": "same", **row}, number) for number, row in enumerate(rows)])
-    assert check["faults"]["contradictory"] == [["same (item 3)", "same (item 4)"]], "each by an address of its own"
+    assert check.faults["contradictory"] == [["same (item 3)", "same (item 4)"]], "each by an address of its own"
 
 
 def test_marks_are_true_or_false_where_all_answers_are(tmp_path: Path) -> None:

@@ -22,13 +22,13 @@ SHARES = {"geo": 0.8, "arxiv": 0.1, "code": 0.1}
 
 def test_published_numbers() -> None:
     budget = plan_budget(PUBLISHED, SHARES, 61_440_000_000, 4)
-    assert {name: round(value, 2) for name, value in budget["epochs"].items()} == {
+    assert {name: round(value, 2) for name, value in budget.epochs.items()} == {
         "geo": 0.93,
         "arxiv": 0.45,
         "code": 0.49,
     }
-    assert round(budget["largest"] / 1e9, 1) == 263.6 and budget["limited_by"] == "geo"
-    assert plan_budget(PUBLISHED, SHARES, 263_600_000_000, 4)["tokens"] == 263_600_000_000
+    assert round(budget.largest / 1e9, 1) == 263.6 and budget.limited_by == "geo"
+    assert plan_budget(PUBLISHED, SHARES, 263_600_000_000, 4).tokens == 263_600_000_000
     with pytest.raises(
         DataError, match=r"geo has 52,721,798,004 tokens and would be read 4\.01 times.*263,608,990,020"
     ):
@@ -37,8 +37,8 @@ def test_published_numbers() -> None:
 
 def test_without_shares_or_budget() -> None:
     budget = plan_budget({"a": 3000, "b": 1000, "none": 0}, {}, None, 4)
-    assert budget["weights"] == {"a": 3, "b": 1} and budget["tokens"] == 4000
-    assert budget["epochs"] == {"a": 1.0, "b": 1.0}
+    assert budget.weights == {"a": 3, "b": 1} and budget.tokens == 4000
+    assert budget.epochs == {"a": 1.0, "b": 1.0}
     with pytest.raises(DataError, match=r"mix\.shares\.b: nothing of this collection is left"):
         plan_budget({"a": 10, "b": 0}, {"a": 0.5, "b": 0.5}, None, 4)
 

@@ -79,7 +79,7 @@ def test_cut_leaves_the_rest(tmp_path: Path) -> None:
 def test_report_keeps_everything(tmp_path: Path) -> None:
     workspace, _ = leaking(tmp_path, action="report")
     assert len(remaining(workspace)) == 48
-    assert workspace.manifest("flags")["counts"]["dirty"] == 18
+    assert workspace.manifest("flags").counts["dirty"] == 18
 
 
 def test_contradictions_can_stop_the_work(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_a_piece_that_is_too_short_is_listed(tmp_path: Path) -> None:
         found = lines(workspace.stage("contamination") / "dropped.jsonl")
         assert {row["path"]: row["limit"] for row in found} == listed and all(row["value"] < 60 for row in found)
         assert [one.path.removeprefix("a.jsonl:") for one in remaining(workspace)] == kept
-        counts = workspace.manifest("contamination")["counts"]
+        counts = workspace.manifest("contamination").counts
         assert (counts["dropped"], counts["cut"], counts["short_pieces"]) == (*done, len(listed))
 
 
@@ -132,5 +132,5 @@ def test_what_cannot_be_asked_is_searched_for_and_left_out(tmp_path: Path) -> No
     workspace = until("flags", tmp_path / "out", recipe_values({"a": [place]}, decontaminate=leaks))
     (flags,) = (workspace.path(one) for one in workspace.outputs("flags", ".jsonl"))
     assert [row["number"] for row in lines(flags)] == [0, 3, 4]
-    assert workspace.manifest("flags")["counts"] == {"dirty": 1, "items": 5, "left_out": 2}
+    assert workspace.manifest("flags").counts == {"dirty": 1, "items": 5, "left_out": 2}
     assert [item.question for item in read_benchmarks(flags.parent)["quiz"]] == [stems[0]]

@@ -163,7 +163,7 @@ def test_one_bucket_or_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("fathom.corpus.duplicates.BUCKET_DOCUMENTS", 20)
     monkeypatch.setattr("fathom.corpus.duplicates.VERIFY_PAIRS", 3)
     second = until("duplicates", tmp_path / "many", values)
-    assert len(second.manifest("exact")["tasks"]) == 3 and len(second.manifest("verify")["tasks"]) > 3
+    assert len(second.manifest("exact").tasks) == 3 and len(second.manifest("verify").tasks) > 3
     one, many = (lines(place.stage("duplicates") / "duplicates.jsonl") for place in (first, second))
     assert one == many and len(one) == 14
 
@@ -236,15 +236,19 @@ def test_a_document_is_no_duplicate_of_a_conversation(tmp_path: Path) -> None:
     asked = write_jsonl(tmp_path / "t.jsonl", [talk(question, answer)])
     collections: dict[str, Any] = {"d": [text], "t": {"inputs": [str(asked)], "kind": "conversations"}}
     workspace = until("duplicates", tmp_path / "out", recipe_values(collections))
-    assert workspace.manifest("duplicates")["counts"]["removed"] == 0
+    assert workspace.manifest("duplicates").counts["removed"] == 0
 
 
 def test_a_table_asks_for_long_values_in_every_way(tmp_path: Path) -> None:
     """Of two equal rows one stays."""
     rows = [{"name": name, "history": Prose(16).sentence(80)} for name in ("Zorbite", "Zorbite", "Ulite")]
-    removed = until(
-        "duplicates",
-        tmp_path / "out",
-        recipe_values({"a": {"inputs": [str(write_jsonl(tmp_path / "a.jsonl", rows))], "kind": "table"}}),
-    ).manifest("duplicates")["counts"]
+    removed = (
+        until(
+            "duplicates",
+            tmp_path / "out",
+            recipe_values({"a": {"inputs": [str(write_jsonl(tmp_path / "a.jsonl", rows))], "kind": "table"}}),
+        )
+        .manifest("duplicates")
+        .counts
+    )
     assert (removed["removed"], removed["exact"]) == (5, 5)

@@ -101,7 +101,7 @@ def test_broken_records_have_a_status(tmp_path: Path) -> None:
         "in/void.html",
     }
     assert {"in/a.jsonl:1", "in/a.jsonl:12"} <= set(rows(workspace))
-    assert workspace.manifest("ingest")["counts"]["documents"] == len(rows(workspace)) + len(found)
+    assert workspace.manifest("ingest").counts["documents"] == len(rows(workspace)) + len(found)
     assert str(tmp_path) not in json.dumps(lines(workspace.stage("ingest") / "failed.jsonl"))
 
 

@@ -132,7 +132,7 @@ def test_a_corpus_below_its_inputs_does_not_read_itself(corpora: Path, tokenizer
     assert tree(made(domain / "corpus", values).directory / "shards") == first
     for inputs in (domain, domain / "**"):
         values["collections"]["domain"]["inputs"] = [str(inputs)]
-        assert preview(parse_corpus_recipe(values), domain / "corpus")["inputs"]["domain"]["files"] == 3
+        assert preview(parse_corpus_recipe(values), domain / "corpus").inputs["domain"].files == 3
 
 
 def test_a_threshold_does_again_what_follows_alone(corpora: Path, tokenizer: str, tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_a_threshold_does_again_what_follows_alone(corpora: Path, tokenizer: str
     # Another order of collections in the mixture touches no stage at all.
     mixed = {**stricter, "mix": {"shares": {"domain": 0.5, "replay": 0.5}, "block": 64}}
     report = made(tmp_path / "out", mixed)
-    assert not any(stage.done for stage in report.stages.values()) and report.budget["weights"] == {
+    assert not any(stage.done for stage in report.stages.values()) and report.budget.weights == {
         "domain": 1,
         "replay": 1,
     }
@@ -199,12 +199,12 @@ def test_a_preview_writes_nothing(corpora: Path, tokenizer: str, tmp_path: Path)
     recipe = parse_corpus_recipe(recipe_of(corpora, tokenizer))
     found = preview(recipe, tmp_path / "out")
     assert not (tmp_path / "out").exists()
-    assert found["inputs"]["domain"]["files"] == 3 and not found["budget"]["counted"]
-    assert found["stages"]["ingest"]["to_do"] == 2 and "waits" in found["stages"]["clean"]["state"]
+    assert found.inputs["domain"].files == 3 and not found.budget.counted
+    assert found.stages["ingest"].to_do == 2 and "waits" in found.stages["clean"].state
     build(recipe, tmp_path / "out")
     before = tree(tmp_path / "out")
     after = preview(recipe, tmp_path / "out")
-    assert {stage["state"] for stage in after["stages"].values()} == {"unchanged"} and after["budget"]["counted"]
+    assert {stage.state for stage in after.stages.values()} == {"unchanged"} and after.budget.counted
     assert tree(tmp_path / "out") == before
 
 
@@ -344,7 +344,7 @@ def test_a_users_file_is_no_module(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("fathom.corpus.executor.POOL_BYTES", 0)
     values = recipe_of(corpora, tokenizer, executor={"workers": 2})
-    assert until("clean", tmp_path / "out", values).manifest("clean")["counts"]["kept"] == 97
+    assert until("clean", tmp_path / "out", values).manifest("clean").counts["kept"] == 97
 
 
 def test_a_worker_ends_with_its_driver(tmp_path: Path) -> None:

@@ -178,8 +178,8 @@ def test_a_world_follows_from_its_seed(tmp_path: Path) -> None:
     other = write_world(tmp_path / "c", World(1, 20), 40, 5, 30)
     assert not [name for name, path in other.items() if path.read_bytes() == written[name]]
     check = self_check(read_items(files["questions"], "questions"))
-    assert check["items"] == check["with_choices"] == 40
-    assert set(check["counts"].values()) == {0}
+    assert check.items == check.with_choices == 40
+    assert set(check.counts.values()) == {0}
     assert len([json.loads(line) for line in files["leaks"].read_text().splitlines()]) == 5
 
 

@@ -1,6 +1,7 @@
 """What making a model deeper was worth: sentences, and intervals that hold the planted gain."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 
 from fathom.cli.main import main
 from fathom.evaluation import deepened
-from fathom.evaluation.deepened import Speed, effects_of, sentence, speed_sentence
+from fathom.evaluation.deepened import Speed, effects_of
 from fathom.evaluation.perplexity import DomainScore
 from fathom.evaluation.scoring import Checkpoint
 from tests.tiny import export_tiny
@@ -35,8 +36,8 @@ def test_intervals_hold_the_planted_gain(documents, gain):
     bits = -gain / np.log(2) / 4
     for _ in range(1500):
         (effect,) = effects_of(*planted(gain, documents, draw))
-        held += effect["gap"]["low"] <= bits <= effect["gap"]["high"]
-        said.append(effect["verdict"])
+        held += effect.gap.low <= bits <= effect.gap.high
+        said.append(effect.verdict)
     assert held / 1500 >= 0.94
     wrong = {0.0: {"better", "worse"}, 0.03: {"worse"}, -0.1: {"better"}}[gain]
     assert sum(word in wrong for word in said) / 1500 <= 0.06
@@ -50,15 +51,15 @@ def test_an_interval_of_half_the_width_would_be_seen(monkeypatch):
 
     def narrow(found):
         made = original(found)
-        for gap in (gap for row in made for gap in row["differences"].values()):
-            half = (gap["high"] - gap["low"]) / 4
-            gap["low"], gap["high"] = gap["value"] - half, gap["value"] + half
+        for gap in (gap for row in made for gap in row.differences.values()):
+            half = (gap.high - gap.low) / 4
+            gap.low, gap.high = gap.value - half, gap.value + half
         return made
 
     monkeypatch.setattr(deepened, "rows", narrow)
     for _ in range(300):
         (effect,) = effects_of(*planted(0.03, 40, draw))
-        held += effect["gap"]["low"] <= -0.03 / np.log(2) / 4 <= effect["gap"]["high"]
+        held += effect.gap.low <= -0.03 / np.log(2) / 4 <= effect.gap.high
     assert held / 300 < 0.85
 
 
@@ -67,19 +68,17 @@ def test_sentences():
     (better,) = effects_of(*planted(0.1, 40, draw))
     (worse,) = effects_of(*planted(-0.1, 40, draw))
     (unclear,) = effects_of(*planted(0.0, 40, draw))
-    assert sentence(better).startswith(
-        "wiki: better than control by 0.0"
-    ) and "bits per byte (95 % interval" in sentence(better)
-    assert sentence(worse).startswith("wiki: worse than control by 0.0")
-    assert sentence(unclear).startswith("wiki: against control: not significant (95 % interval")
+    assert str(better).startswith("wiki: better than control by 0.0") and "bits per byte (95 % interval" in str(better)
+    assert str(worse).startswith("wiki: worse than control by 0.0")
+    assert str(unclear).startswith("wiki: against control: not significant (95 % interval")
     (alone,) = effects_of(*planted(0.1, 1, draw))
-    assert sentence(alone) == "wiki: against control: not significant (too few documents for an interval)."
+    assert str(alone) == "wiki: against control: not significant (too few documents for an interval)."
     speed = Speed(ratio=1.31, low=1.2, high=1.4, clock="wall time", pairs=9)
-    assert speed_sentence(speed, "control") == (
+    assert speed.sentence("control") == (
         "A decoded token: slower than control by 31% (95 % interval of the ratio 1.20 to 1.40)."
     )
-    assert "not significant" in speed_sentence({**speed, "low": 0.9}, "control")
-    assert "faster than control by 20%" in speed_sentence({**speed, "ratio": 0.8, "low": 0.7, "high": 0.9}, "control")
+    assert "not significant" in replace(speed, low=0.9).sentence("control")
+    assert "faster than control by 20%" in replace(speed, ratio=0.8, low=0.7, high=0.9).sentence("control")
 
 
 def test_the_command(tmp_path, capsys):

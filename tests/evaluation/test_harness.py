@@ -169,13 +169,13 @@ def test_tasks_run_without_a_network(
     for a, b in zip(ours, theirs, strict=True):
         assert a.results["results"] == b.results["results"] and a.items == b.items
     found = rows({"ours": items_of(ours), "theirs": items_of(theirs)})
-    assert {row["task"] for row in found} == set(TASKS)
+    assert {row.task for row in found} == set(TASKS)
     for row in found:
-        gap = row["differences"]["theirs"]
-        assert gap["low"] <= (1 if gap["kind"] == "ratio" else 0) <= gap["high"]
+        gap = row.differences["theirs"]
+        assert gap.low <= (1 if gap.kind == "ratio" else 0) <= gap.high
     numbers = {name: value for result in ours for name, value in result.results["results"].items()}
     for row in found:
-        assert row["scores"]["ours"] == pytest.approx(numbers[row["task"]][f"{row['metric']},none"], rel=1e-9)
+        assert row.scores["ours"] == pytest.approx(numbers[row.task][f"{row.metric},none"], rel=1e-9)
     text = tables(ours)
     assert "|piqa" in text and "|blimp" in text and "Groups" in text
     assert [note for result in ours for note in result.notes] == [
@@ -205,7 +205,7 @@ def test_subjects_and_other_fields(task_data: Path, lm: Any, no_network: None) -
     mmlu = run_task(lm, "mmlu_anatomy", TaskSettings(num_fewshot=0, bootstrap_iters=10), task_data)
     assert mmlu.results["n-samples"]["mmlu_anatomy"]["original"] == 3
     boolq = run_task(lm, "boolq", SETTINGS, task_data)
-    assert len(boolq.items["boolq/acc"]["values"]) == 4
+    assert len(boolq.items["boolq/acc"].values) == 4
 
 
 def test_examples_come_from_train_or_not_at_all(task_data: Path, lm: Any, no_network: None) -> None:
@@ -285,9 +285,9 @@ def test_own_tasks_need_no_yaml(task_data: Path, tmp_path: Path, lm: Any, no_net
         max((0, 1), key=lambda c: loss(row["question"], " " + row["choices"][c])) == row["answer"] for row in questions
     ]
     found = run_task(lm, choice, SETTINGS)
-    assert found.items[f"{choice}/acc"]["values"] == [float(value) for value in right]
+    assert found.items[f"{choice}/acc"].values == [float(value) for value in right]
     assert found.results["results"][choice]["acc,none"] == pytest.approx(sum(right) / 9)
-    made = run_task(lm, cloze, SETTINGS).items[f"{cloze}/perplexity"]["values"]
+    made = run_task(lm, cloze, SETTINGS).items[f"{cloze}/perplexity"].values
     assert made == pytest.approx([-loss(row["text"], " " + row["answer"]) for row in gaps], abs=1e-4)
 
 
@@ -319,7 +319,7 @@ def answered(lm: Any, items: list[Quizzed], way: str, place: Path) -> tuple[list
     """What each question is worth, by the likelihood of its choices and by that for each character."""
     task = f"choice:{write_lines(place / f'{way}.jsonl', task_rows(items, way))}"
     found = run_task(lm, task, SETTINGS).items
-    return found[f"{task}/acc"]["values"], found[f"{task}/acc_norm"]["values"]
+    return found[f"{task}/acc"].values, found[f"{task}/acc_norm"].values
 
 
 @pytest.mark.slow

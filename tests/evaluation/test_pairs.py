@@ -20,6 +20,7 @@ from fathom.errors import SettingsError
 from fathom.evaluation.harness import TaskResult
 from fathom.evaluation.origin import runs_between
 from fathom.evaluation.pair_page import WAYS, card, page
+from fathom.evaluation.paired import Items
 from fathom.evaluation.pairs import (
     LETTERS,
     Quizzed,
@@ -35,7 +36,19 @@ from fathom.evaluation.pairs import (
     verdict,
 )
 from fathom.evaluation.perplexity import DomainScore
+from fathom.evaluation.results import (
+    Answered,
+    Asking,
+    CorpusCounts,
+    NamedModel,
+    PairReport,
+    PhaseShares,
+    RatioGap,
+    RunBetween,
+)
 from fathom.evaluation.scoring import Checkpoint, Settings
+from fathom.report.provenance import provenance
+from fathom.report.results import restored, to_json
 from fathom.report.statistics import LEAST_BOOTSTRAPPED, mcnemar
 from fathom.training import train
 from tests.tiny import tiny_recipe
@@ -56,7 +69,7 @@ def scored(name: str, answers: dict[str, Sequence[bool]], texts: dict[str, list[
     """A checkpoint that answered so, and read documents of 100 bytes at so many bits."""
     found = Checkpoint(name, Path("nowhere"), lambda _: (None, None))
     for task, right in answers.items():
-        values = {"values": [float(one) for one in right]}
+        values = Items([float(one) for one in right])
         found.tasks[task] = TaskResult({}, {f"{task}/acc": values, f"{task}/acc_norm": values})
     for text, bits in texts.items():
         nats = [math.log(2) * one for one in bits]
@@ -67,15 +80,17 @@ def scored(name: str, answers: dict[str, Sequence[bool]], texts: dict[str, list[
 TASKS = {("quiz", way): f"choice:{way}" for way in ("text", "letter", "shuffled")}
 
 
-RUN = {
-    "data": {"corpora/rocks": 0.8, "towns": 0.2},
-    "later": [],
-    "epochs": {"corpora/rocks": 27.43, "towns": 1.1},
-    **{"tokens": 1024, "rate": 0.005, "first_loss": 9.5, "last_loss": 0.5, "held_out_loss": 0.75, "adapters": None},
-}
+RUN = RunBetween(
+    run="new",
+    data={"corpora/rocks": 0.8, "towns": 0.2},
+    later=[],
+    epochs={"corpora/rocks": 27.43, "towns": 1.1},
+    **{"steps": 2, "tokens": 1024, "seconds": 1.0, "rate": 0.005, "adapters": None},
+    **{"first_loss": 9.5, "last_loss": 0.5, "held_out_loss": 0.75},
+)
 
 
-def report_of(base: list[bool], new: list[bool], gap: float = -10.0) -> dict[str, Any]:
+def report_of(base: list[bool], new: list[bool], gap: float = -10.0) -> PairReport:
     chance = random.Random(1)
     before = [chance.uniform(100, 200) for _ in range(30)]
     after = [bits + gap + chance.gauss(0, 2) for bits in before]
@@ -139,10 +154,10 @@ def test_text_is_paired_by_document() -> None:
     after = [bits - 5 + chance.gauss(0, 1) for bits in before]
     pair = [scored(name, {}, {"t": bits}).domains["t"] for name, bits in (("base", before), ("new", after))]
     found = compare_texts(*pair)
-    gap = found["difference"]
-    assert found["new"] - found["base"] == pytest.approx(gap["value"])
-    assert gap["low"] < -0.05 < gap["high"] < -0.04
-    assert compare_texts(pair[0], pair[0])["difference"] == {"value": 0, "low": 0, "high": 0}
+    gap = found.difference
+    assert found.new - found.base == pytest.approx(gap.value)
+    assert gap.low < -0.05 < gap.high < -0.04
+    assert compare_texts(pair[0], pair[0]).difference == RatioGap(0, 0, 0)
 
 
 def test_too_few_documents_have_no_interval_and_make_no_claim() -> None:
@@ -151,88 +166,76 @@ def test_too_few_documents_have_no_interval_and_make_no_claim() -> None:
         after = [bits - 5 - i % 3 for i, bits in enumerate(before)]
         pair = [scored("base", {}, {"sea": before}), scored("new", {}, {"sea": after})]
         report = summarize(pair, {}, {})
-        gap = report["texts"]["sea"]["difference"]
-        assert gap["value"] < -0.04
+        gap = report.texts["sea"].difference
+        assert gap.value < -0.04
         if count == LEAST_BOOTSTRAPPED:
-            assert gap["high"] < 0 and report["verdict"].startswith("Sea takes fewer bits per byte (")
+            assert gap.high < 0 and report.verdict.startswith("Sea takes fewer bits per byte (")
             continue
-        assert gap["low"] is None and gap["high"] is None
-        assert report["verdict"].startswith("Sea has too few documents to judge bits per byte (-0.0")
+        assert gap.low is None and gap.high is None
+        assert report.verdict.startswith("Sea has too few documents to judge bits per byte (-0.0")
         words = f"no interval: documents {count}, needed {LEAST_BOOTSTRAPPED}"
-        assert all(words in made for made in (report["verdict"], page(report), card(report)))
+        assert all(words in made for made in (report.verdict, page(report), card(report)))
 
 
 def test_the_sentence_says_no_more_than_intervals_do() -> None:
     chance = random.Random(7)
     base = [chance.random() < 0.25 for _ in range(40)]
-    better = report_of(base, [True] * 40)["verdict"]
+    better = report_of(base, [True] * 40).verdict
     assert better.startswith("On 30 clean questions of quiz (100.0 % right) new is better than base (")
     assert "rocks takes fewer bits per byte (-0.0" in better
     assert "towns shows no clear difference in bits per byte (+0.0000" in better
-    assert "new is worse than base" in report_of([True] * 40, base)["verdict"]
+    assert "new is worse than base" in report_of([True] * 40, base).verdict
     one_more = [*base[:-1], not base[-1]]
-    assert "new is not significantly different from base" in report_of(base, one_more)["verdict"]
+    assert "new is not significantly different from base" in report_of(base, one_more).verdict
     # What is known by heart is no knowledge: right on the ten dirty ones alone.
     leaked = report_of(base, [True] * 10 + base[10:])
-    assert "new is not significantly different from base" in leaked["verdict"]
-    dirty = [row for row in leaked["questions"] if (row["way"], row["part"]) == ("text", "dirty")]
-    assert dirty[0]["right"][1] == 10
-    assert "rocks takes more bits" in report_of(base, base, gap=+10)["verdict"]
+    assert "new is not significantly different from base" in leaked.verdict
+    dirty = [row for row in leaked.questions if (row.way, row.part) == ("text", "dirty")]
+    assert dirty[0].right[1] == 10
+    assert "rocks takes more bits" in report_of(base, base, gap=+10).verdict
 
 
 GUESS = {"random": 0.25, "majority": 0.3}
-ASKED = {"asked": 40, "of": 40, "skipped": {}, "checked": False}
+ASKED = Asking(40, 40, {}, False)
+
+
+def report_on(questions: list[Answered], *names: str) -> PairReport:
+    """Nothing but the answers to some benchmarks."""
+    models = {"base": NamedModel("base", ""), "new": NamedModel("new", "")}
+    nothing = {"texts": {}, "examples": [], "runs": [], "corpus": None}
+    known = {"guessing": dict.fromkeys(names, GUESS), "asked": dict.fromkeys(names, ASKED)}
+    return PairReport(**vars(provenance()), **models, **nothing, **known, questions=questions)
 
 
 def test_questions_that_are_all_dirty_are_not_judged() -> None:
     """Right on what training text gave away is no gain, and its p none of Holm's family."""
-    rows = [one.row() for one in count_answers("leaked", "text", items(20, dirty=20), [False] * 20, [True] * 20)]
-    report = {"base": {"name": "base"}, "new": {"name": "new"}, "texts": {}}
-    alone = verdict({**report, "guessing": {"leaked": {}}, "questions": rows})
-    assert alone == "No clean question of leaked is left (training text contains 20 of 20), so there is no verdict."
-    rows += [one.row() for one in count_answers("quiz", "text", items(20, dirty=0), [False] * 20, [True] * 20)]
-    both = verdict(
-        {
-            **report,
-            "guessing": dict.fromkeys(("leaked", "quiz"), GUESS),
-            "asked": dict.fromkeys(("leaked", "quiz"), ASKED),
-            "questions": rows,
-        }
+    rows = count_answers("leaked", "text", items(20, dirty=20), [False] * 20, [True] * 20)
+    alone = verdict(report_on(rows, "leaked"))
+    assert (
+        alone
+        == "No uncontaminated question of leaked is left (training text contains 20 of 20), so there is no verdict."
     )
+    rows += count_answers("quiz", "text", items(20, dirty=0), [False] * 20, [True] * 20)
+    both = verdict(report_on(rows, "leaked", "quiz"))
     assert both.startswith(alone[:-1]) and both.count("better than") == 1 and "Holm" not in both
     unknown = [replace(one, dirty=None) if i else one for i, one in enumerate(items(20, dirty=20))]
-    rows = [one.row() for one in count_answers("leaked", "text", unknown, [False] * 20, [True] * 20)]
-    assert "gives away 1 of 20" in verdict({**report, "guessing": {"leaked": {}}, "questions": rows})
+    rows = count_answers("leaked", "text", unknown, [False] * 20, [True] * 20)
+    assert "gives away 1 of 20" in verdict(report_on(rows, "leaked"))
 
 
 def test_several_benchmarks_are_judged_together() -> None:
     """Six changes to one side are p = .03 alone; of two benchmarks Holm makes .06 of it."""
-    row = {
-        "way": "text",
-        "intervals": [(0.1, 0.5)] * 2,
-        "part": "all",
-        "asked": 40,
-        "right": [10, 16],
-        "lost": 0,
-        "won": 6,
-        "p": mcnemar(0, 6),
-    }
-    report = {"base": {"name": "base"}, "new": {"name": "new"}, "texts": {}}
-    alone = {**report, "guessing": {"a": GUESS}, "asked": {"a": ASKED}, "questions": [{**row, "benchmark": "a"}]}
-    assert "new is better than base" in verdict(alone) and "Holm" not in verdict(alone)
-    both = {
-        **report,
-        "guessing": dict.fromkeys("ab", GUESS),
-        "asked": dict.fromkeys("ab", ASKED),
-        "questions": [{**row, "benchmark": name} for name in "ab"],
-    }
-    said = verdict(both)
+    row = Answered("a", "text", "all", 40, (10, 16), lost=0, won=6)
+    alone = verdict(report_on([row], "a"))
+    assert "new is better than base" in alone and "Holm" not in alone
+    other = replace(row, benchmark="b")
+    said = verdict(report_on([row, other], "a", "b"))
     assert (
         said.count("new is not significantly different from base") == 2
-        and said.count("0.062 by Holm over 2 benchmarks") == 2
+        and said.count("0.062 after Holm's correction over 2 benchmarks") == 2
     )
-    sure = {**row, "benchmark": "b", "won": 30, "right": [10, 40], "p": mcnemar(0, 30)}
-    mixed = verdict({**both, "questions": [{**row, "benchmark": "a"}, sure]})
+    sure = replace(other, won=30, right=(10, 40))
+    mixed = verdict(report_on([row, sure], "a", "b"))
     assert mixed.count("is better than") == 2, "the other one's certainty is no price for it"
 
 
@@ -249,11 +252,11 @@ def test_a_limit_draws_questions_and_says_how_many_of_them(tmp_path: Path, monke
     monkeypatch.setattr("fathom.evaluation.pairs.run", run)
     monkeypatch.setattr("fathom.evaluation.pairs.find_spec", lambda name: name)
     report = evaluate_pair(["base", "new"], tmp_path, Settings(limit=4, device="cpu"))
-    assert {row["asked"] for row in report["questions"]} == {4}
-    assert report["asked"]["quiz"] == {"asked": 4, "of": 9, "skipped": {"not drawn": 5}, "checked": False}
+    assert {row.asked for row in report.questions} == {4}
+    assert report.asked["quiz"] == Asking(4, 9, {"not drawn": 5}, False)
     assert "quiz: asked 4 of 9 questions drawn at random; skipped: 5 not drawn." in card(report)
-    assert [one["question"] for one in report["examples"]] != [row["question"] for row in rows[:4]]
-    assert {row["asked"] for row in evaluate_pair(["base", "new"], tmp_path, Settings())["questions"]} == {9}
+    assert [one.question for one in report.examples] != [row["question"] for row in rows[:4]]
+    assert {row.asked for row in evaluate_pair(["base", "new"], tmp_path, Settings()).questions} == {9}
 
 
 def test_repeated_questions_are_asked_once() -> None:
@@ -267,25 +270,22 @@ def test_repeated_questions_are_asked_once() -> None:
         True,
     ] + 4 * [False]
     skipped = {"no choices, or no right one": 1, "repeated": 2}
-    assert asking == {"asked": 6, "of": 9, "skipped": skipped, "checked": True}
+    assert asking == Asking(6, 9, skipped, True)
 
 
 def test_items_that_the_corpus_left_out_are_counted(tmp_path: Path) -> None:
     (tmp_path / "quiz.check.json").write_text(json.dumps({"items": 43, "left_out": {"with an empty option": 3}}))
     asked, asking = chosen(items(), 10, left_out(tmp_path, "quiz"))
-    assert len(asked) == 10 and asking["of"] == 43
-    assert asking["skipped"] == {"with an empty option": 3, "not drawn": 30}
+    assert len(asked) == 10 and asking.of == 43
+    assert asking.skipped == {"with an empty option": 3, "not drawn": 30}
     assert left_out(tmp_path, "other") == {}
 
 
 def test_a_score_below_the_guess_is_remarked_on() -> None:
-    row = {"benchmark": "quiz", "way": "text", "part": "all", "asked": 100, "right": [8, 30], "lost": 0, "won": 22}
-    row |= {"p": mcnemar(0, 22), "intervals": [(0.04, 0.15), (0.22, 0.4)]}
-    report = {"base": {"name": "base"}, "new": {"name": "new"}, "texts": {}, "questions": [row]}
-    report |= {"guessing": {"quiz": GUESS}, "asked": {"quiz": ASKED}}
-    assert "base answered fewer questions of quiz correctly than guessing would (25.0 %)" in verdict(report)
-    row["intervals"] = [(0.04, 0.26), (0.22, 0.4)]
-    assert "than guessing would" not in verdict(report)
+    row = Answered("quiz", "text", "all", 100, (8, 30), lost=0, won=22)
+    said = "base answered fewer questions of quiz correctly than guessing would (25.0 %)"
+    assert said in verdict(report_on([row], "quiz"))
+    assert "than guessing would" not in verdict(report_on([replace(row, right=(18, 40))], "quiz"))
 
 
 def test_clean_rows_stand_beside_dirty_ones_alone() -> None:
@@ -301,11 +301,11 @@ def test_the_page_has_all_of_it() -> None:
     assert "100.0 % (91.2–100.0)" in text
     assert "The colour of item 10 is" in text, "a clean one"
     assert "The colour of item 3 is" not in text
-    later = [{"step": 240, "data": {"towns": 0.5, "corpora/seas": 0.5}}, {"step": 300, "data": {"towns": 1.0}}]
-    phased = {**RUN, "run": "continued", "later": later, "epochs": {**RUN["epochs"], "corpora/seas": 2.0}}
-    runs = [phased, {**RUN, "run": "new", "adapters": 8, "held_out_loss": None}]
-    corpus = dict.fromkeys(("unreadable", "filtered", "duplicate", "cut", "conversations"), 0)
-    whole = {**report, "runs": runs, "corpus": {**corpus, "read": 1104, "dropped": 12, "tokens": 5000}}
+    later = [PhaseShares(240, {"towns": 0.5, "corpora/seas": 0.5}), PhaseShares(300, {"towns": 1.0})]
+    phased = replace(RUN, run="continued", later=later, epochs={**RUN.epochs, "corpora/seas": 2.0})
+    runs = [phased, replace(RUN, adapters=8, held_out_loss=None)]
+    nothing = dict.fromkeys(("unreadable", "filtered", "duplicate", "cut", "conversations"), 0)
+    whole = replace(report, runs=runs, corpus=CorpusCounts(read=1104, dropped=12, tokens=5000, **nothing))
     for made in (page(whole), card(whole)):
         assert "Of 1,104 documents read: 12 dropped as contaminated. 5,000 tokens remain." in made
         assert made.count("rocks 80 % (27.4), towns 20 % (1.1)") == 2
@@ -313,7 +313,7 @@ def test_the_page_has_all_of_it() -> None:
         assert "new, adapters of rank 8" in made
     rows = [line for line in card(whole).splitlines() if line.startswith("| quiz, option text, clean")]
     assert len(rows) == 1 and "100.0 %" in rows[0]
-    json.dumps(report, allow_nan=False)
+    assert restored(PairReport, json.loads(to_json(report))) == report
 
 
 def test_questions_are_read_with_their_flags(tmp_path: Path) -> None:
@@ -423,21 +423,18 @@ def test_the_runs_between_a_base_and_what_was_made_of_it(corpus: Path, tmp_path:
     train(tiny_recipe(corpus, "train.steps=4", *mixed), middle)
     train(tiny_recipe(corpus, "train.steps=2", "train.export=true", f"model.from_pretrained={middle}@step-4"), new)
     found = runs_between(base / "model", new / "model")
-    assert [one["run"] for one in found] == ["middle", "new"]
-    assert found[0]["data"] == {"rivers": 0.75, "seas": 0.25}
-    assert found[0]["later"] == [
-        {"step": 2, "data": {"seas": 1.0}},
-        {"step": 3, "data": {"rivers": 0.5, "seas": 0.5}},
-    ]
-    assert found[1]["later"] == [], "one phase"
-    assert found[0]["epochs"] == json.loads((middle / "result.json").read_text())["collections"]
-    assert found[1]["tokens"] == json.loads((new / "result.json").read_text())["tokens"]
+    assert [one.run for one in found] == ["middle", "new"]
+    assert found[0].data == {"rivers": 0.75, "seas": 0.25}
+    assert found[0].later == [PhaseShares(2, {"seas": 1.0}), PhaseShares(3, {"rivers": 0.5, "seas": 0.5})]
+    assert found[1].later == [], "one phase"
+    assert found[0].epochs == json.loads((middle / "result.json").read_text())["collections"]
+    assert found[1].tokens == json.loads((new / "result.json").read_text())["tokens"]
     losses = [json.loads(line)["loss"] for line in (middle / "metrics.jsonl").read_text().splitlines() if "lr" in line]
-    assert (found[0]["first_loss"], found[0]["last_loss"]) == (losses[0], losses[-1])
+    assert (found[0].first_loss, found[0].last_loss) == (losses[0], losses[-1])
     assert runs_between(new / "model", new / "model") == []
     assert runs_between(tmp_path / "elsewhere", middle) == [], "made of something else"
     shutil.copytree(base / "model", tmp_path / "downloaded")
     tuned = train(
         tiny_recipe(corpus, "train.steps=1", f"model.from_pretrained={tmp_path / 'downloaded'}"), tmp_path / "t"
     )
-    assert [one["run"] for one in runs_between(tmp_path / "downloaded", tuned.run_dir)] == ["t"]
+    assert [one.run for one in runs_between(tmp_path / "downloaded", tuned.run_dir)] == ["t"]

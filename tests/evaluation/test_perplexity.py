@@ -159,7 +159,7 @@ def test_shards_and_their_text_score_alike(corpus: Path, tokenizer) -> None:
         for other in (theirs, tokenizer):
             model = tiny(other)
             found = score(model, other, domain_, Cut(32))
-            assert found.to_dict() == score(model, other, domain(*texts), Cut(32)).to_dict()
+            assert found == score(model, other, domain(*texts), Cut(32))
         torn = replace(domain_, documents=[domain_.documents[0]._replace(bytes=7)])
         with pytest.raises(SettingsError, match="use the text"):
             score(tiny(tokenizer), tokenizer, torn, Cut(32))
@@ -258,11 +258,11 @@ def test_rows_pair_only_what_is_the_same(tokenizer) -> None:
     found = score(tiny(tokenizer), tokenizer, domain(*TEXTS), Cut(16))
     other = score(Uniform(256), Chunks(1), domain(*TEXTS), Cut(16))
     table = rows({name: {("t", m): i for m, i in s.items().items()} for name, s in (("a", found), ("b", other))})
-    by_metric = {row["metric"]: row for row in table}
-    assert by_metric["perplexity"]["differences"] == {}, "other tokens: per-token losses do not compare"
-    gap = by_metric["bits_per_byte"]["differences"]["b"]
-    assert gap["value"] == pytest.approx(other.bits_per_byte - found.bits_per_byte)
-    assert gap["p_holm"] == gap["p"]
+    by_metric = {row.metric: row for row in table}
+    assert by_metric["perplexity"].differences == {}, "other tokens: per-token losses do not compare"
+    gap = by_metric["bits_per_byte"].differences["b"]
+    assert gap.value == pytest.approx(other.bits_per_byte - found.bits_per_byte)
+    assert gap.p_holm == gap.p
 
 
 def test_a_group_averages_its_tasks() -> None:
@@ -345,7 +345,7 @@ def test_the_default_context_is_the_models_own_under_any_name(exported: Path, to
     GPT2LMHeadModel(small).save_pretrained(tmp_path / "gpt2")
     tokenizer.save_pretrained(tmp_path / "gpt2")
     report = evaluate([tmp_path / "gpt2", exported / "vanilla"], perplexity=[str(exported / "text.jsonl")])
-    assert report["context"] == 24
+    assert report.context == 24
     assert longest_context(Gemma3Config(text_config={"max_position_embeddings": 40})) == 40
 
 

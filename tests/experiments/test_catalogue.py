@@ -13,23 +13,23 @@ from tests.models.test_cost import paper_config
 
 
 def test_rows_at_three_billion():
-    rows = {row["name"]: row for row in mechanism_rows(paper_config("3b"))}
+    rows = {row.name: row for row in mechanism_rows(paper_config("3b"))}
     assert set(rows) == set(MECHANISMS)
     depth = rows["depth_attention"]
-    assert (depth["parameters"], depth["flops"], depth["io_bytes"], depth["transient_bytes"]) == (
+    assert (depth.parameters, depth.flops, depth.io_bytes, depth.transient_bytes) == (
         0,
         239_616,
         288_768,
         4096,
     )
-    assert f"{depth['flops_share']:.3%}" == "0.004%"
-    added = {name: rows[name]["parameters"] for name in ("denseformer", "attention_residuals", "hyper_connections")}
+    assert f"{depth.flops_share:.3%}" == "0.004%"
+    added = {name: rows[name].parameters for name in ("denseformer", "attention_residuals", "hyper_connections")}
     assert added == {"denseformer": 1224, "attention_residuals": 397_312, "hyper_connections": 19_663_396}
 
 
 def test_every_composition_has_a_table():
     for case in CASES:
-        assert {row["name"] for row in mechanism_rows(config_of(case))} == set(MECHANISMS)
+        assert {row.name for row in mechanism_rows(config_of(case))} == set(MECHANISMS)
 
 
 def test_own_options_are_kept():
@@ -40,9 +40,9 @@ def test_own_options_are_kept():
 
 def test_a_limit_of_trips_is_of_its_own_recurrence():
     config = config_of("loop", recurrence_options={"trips": 3})
-    rows = [row["name"] for row in mechanism_rows(config)]
+    rows = [row.name for row in mechanism_rows(config)]
     config.max_trips = 2
-    assert [row["name"] for row in mechanism_rows(config)] == rows
+    assert [row.name for row in mechanism_rows(config)] == rows
     assert with_mechanism(config, "recurrence", "loop").max_trips == 2
     assert with_mechanism(config, "recurrence", "ponder2").max_trips is None
 

@@ -14,14 +14,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from fathom.checkpoints.find import best_arm
+from fathom.checkpoints.find import best_run
 from fathom.cli.main import main
 from fathom.data.puzzles import open_data
 from fathom.errors import DataError, SettingsError
 from fathom.experiments.arms import arm_recipes, parse_arms, tokens, training_flops
 from fathom.experiments.compare import carry_out, rewrite_report
 from fathom.experiments.compare_page import page, quality_rows, tables
-from fathom.experiments.differences import is_sure, summarize, verdict
+from fathom.experiments.compare_results import ComparisonReport
+from fathom.experiments.differences import summarize, verdict
 from fathom.experiments.plan import Plan, make_plan, read_measured, tasks
 from fathom.recipe import Recipe, parse_recipe
 from fathom.report.files import write_json
@@ -33,7 +34,7 @@ from tests.tiny import shape
 
 
 @pytest.fixture(scope="module")
-def planted(small: Recipe, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, Path]:
+def planted(small: Recipe, tmp_path_factory: pytest.TempPathFactory) -> tuple[ComparisonReport, Path]:
     """The control again under another name, and an arm that learns where the control hardly does."""
     out = tmp_path_factory.mktemp("planted")
     arms = "vanilla,again=vanilla,better=vanilla;optim.lr=1e-2"
@@ -44,18 +45,18 @@ def planted(small: Recipe, tmp_path_factory: pytest.TempPathFactory) -> tuple[di
 @pytest.mark.slow
 def test_an_arm_against_itself_shows_nothing(planted):
     report, _ = planted
-    again = report["arms"][1]
-    assert again["difference"]["low"] <= 0 <= again["difference"]["high"]
-    assert not again["difference"]["excludes_zero"]
-    assert all(row["low"] <= 0 <= row["high"] for row in again["difference_by_position"])
-    assert "again and vanilla have exactly equal losses" in report["verdict"]
+    again = report.arms[1]
+    assert again.difference.low <= 0 <= again.difference.high
+    assert not again.difference.excludes_zero
+    assert all(row.low <= 0 <= row.high for row in again.difference_by_position)
+    assert "again and vanilla have exactly equal losses" in report.verdict
 
 
 def test_a_planted_improvement_is_found(planted):
     report, _ = planted
-    better = report["arms"][2]["difference"]
-    assert better["mean"] < -0.05 and better["high"] < 0 and better["p_holm"] < 0.05
-    assert "better's validation loss is lower than vanilla's" in report["verdict"]
+    better = report.arms[2].difference
+    assert better.mean < -0.05 and better.high < 0 and better.p_holm < 0.05
+    assert "better's validation loss is lower than vanilla's" in report.verdict
 
 
 @pytest.mark.slow
@@ -63,7 +64,7 @@ def test_a_weaker_plant_keeps_its_sign(small: Recipe, tmp_path: Path):
     """An arm that differs by less than the seeds do is not called better."""
     plan = make_plan(small, "vanilla,other=vanilla;optim.lr=1.0001e-2", seeds=2, pairs=0, out=tmp_path)
     report = carry_out(plan, tmp_path, quiet=True)
-    assert "lower than" not in report["verdict"] and "higher than" not in report["verdict"]
+    assert "lower than" not in report.verdict and "higher than" not in report.verdict
 
 
 def test_runs_are_paired(planted):
@@ -78,15 +79,16 @@ def test_runs_are_paired(planted):
 
 def test_everything_is_reported(planted):
     report, out = planted
-    assert json.loads((out / "report.json").read_text())["verdict"] == report["verdict"]
+    assert json.loads((out / "report.json").read_text())["verdict"] == report.verdict
+    written = json.loads((out / "report.json").read_text())
     for key in ("command", "date", "commit", "hardware", "versions", "recipe", "seeds", "equal", "control"):
-        assert key in report
-    for arm in report["arms"]:
-        assert set(arm["domains"]) == {"rivers", "seas"}
-        assert len(arm["position_loss"]) == 4
-        assert arm["cache_bytes_per_token"]["measured"] == arm["cache_bytes_per_token"]["declared"]
-        assert len(arm["curve"]["loss"]) == len(arm["curve"]["seconds"]) == len(arm["curve"]["flops"]) == 3
-        assert arm["curve"]["flops"][-1] == pytest.approx(arm["training_flops"])
+        assert key in written
+    for arm in report.arms:
+        assert set(arm.domains) == {"rivers", "seas"}
+        assert len(arm.position_loss) == 4
+        assert arm.cache_bytes_per_token.measured == arm.cache_bytes_per_token.declared
+        assert len(arm.curve.loss) == len(arm.curve.seconds) == len(arm.curve.flops) == 3
+        assert arm.curve.flops[-1] == pytest.approx(arm.training_flops)
 
 
 def test_finished_work_is_kept_and_the_report_made_from_it(planted, monkeypatch):
@@ -94,7 +96,7 @@ def test_finished_work_is_kept_and_the_report_made_from_it(planted, monkeypatch)
     (out / "report.json").unlink()
     monkeypatch.setattr("fathom.experiments.compare.run_task", None)  # nothing may run
     again = carry_out(Plan.read(out), out, quiet=True)
-    assert {**again, "date": None, "command": None} == {**report, "date": None, "command": None}
+    assert replace(again, date="", command="") == replace(report, date="", command="")
 
 
 def test_a_partial_comparison_says_so(planted, tmp_path: Path):
@@ -102,13 +104,13 @@ def test_a_partial_comparison_says_so(planted, tmp_path: Path):
     shutil.copytree(out, tmp_path / "part")
     shutil.rmtree(tmp_path / "part/arms/better/seed-1")
     report = summarize(Plan.read(out), tmp_path / "part", provenance())
-    assert report["seeds"] == [0, 2] and len(report["arms"][0]["runs"]) == 2
+    assert report.seeds == [0, 2] and len(report.arms[0].runs) == 2
     shutil.rmtree(tmp_path / "part/arms/better")
     assert "there is no result" in verdict(summarize(Plan.read(out), tmp_path / "part", provenance()))
 
 
 def test_stretches_of_the_context_without_targets_are_empty(tmp_path: Path):
-    """The first stretches of a puzzle hold no answer: no loss there, as in result.json of a version that wrote NaN."""
+    """The first stretches of a puzzle hold no answer: no loss there."""
     values = {
         "model": shape(vocab_size=130, max_position_embeddings=57),
         "data": {"directory": "puzzle:recall", "sequence_length": 57},
@@ -118,29 +120,24 @@ def test_stretches_of_the_context_without_targets_are_empty(tmp_path: Path):
     recipe = parse_recipe(values, ("train.export=false", "train.device=cpu"))
     plan = make_plan(recipe, "vanilla,depth_attention", seeds=2, pairs=0, out=tmp_path)
     report = carry_out(plan, tmp_path, quiet=True)
-    control, arm = report["arms"]
-    known = [loss is not None for loss in control["position_loss"]]
+    control, arm = report.arms
+    known = [loss is not None for loss in control.position_loss]
     assert len(known) == 8 and 2 <= sum(known) < 8
-    assert known == [row is not None for row in arm["difference_by_position"]]
+    assert known == [row is not None for row in arm.difference_by_position]
     text = page(report)
     assert "Parts of the context without targets have no point." in text
     assert not re.search(r"\bnan\b", text, re.IGNORECASE)
 
     results = sorted(tmp_path.glob("arms/*/*/result.json"))
     assert len(results) == 4 and not any("NaN" in path.read_text() for path in results)
-    for path in results:
-        path.write_text(path.read_text().replace("null,\n   null", "NaN,\n   NaN"))
-    assert all("NaN" in path.read_text() for path in results)
-    again = summarize(plan, tmp_path, provenance())
-    assert [row["position_loss"] for row in again["arms"]] == [row["position_loss"] for row in report["arms"]]
 
 
 def test_one_seed_has_no_interval(planted, tmp_path: Path):
     _, out = planted
     plan = Plan.read(out)
     report = summarize(Plan(plan.recipe, plan.arms, (0,), plan.equal, plan.pairs), out, provenance())
-    assert report["arms"][1]["difference"]["half_width"] is None
-    assert report["verdict"].startswith("With one seed there is no interval")
+    assert report.arms[1].difference.half_width is None
+    assert report.verdict.startswith("With one seed there is no interval")
 
 
 def test_metrics_of_a_killed_run_may_repeat_or_lack_lines(planted, tmp_path: Path):
@@ -154,10 +151,10 @@ def test_metrics_of_a_killed_run_may_repeat_or_lack_lines(planted, tmp_path: Pat
     kept = [line for line in lost.read_text().splitlines() if json.loads(line)["step"] not in (3, 4)]
     lost.write_text("\n".join([*kept, ""]))
     found = summarize(Plan.read(out), tmp_path / "killed", provenance())
-    assert found["arms"][2]["curve"] == report["arms"][2]["curve"]
-    assert found["arms"][0]["curve"]["tokens"] == [8 * 256, 12 * 256]
-    assert len(found["arms"][2]["difference_while_training"]["mean"]) == 10
-    assert set(found["arms"][1]["difference_while_training"]["mean"]) == {0.0}
+    assert found.arms[2].curve == report.arms[2].curve
+    assert found.arms[0].curve.tokens == [8 * 256, 12 * 256]
+    assert len(found.arms[2].difference_while_training.mean) == 10
+    assert set(found.arms[1].difference_while_training.mean) == {0.0}
     lost.write_text("")
     page(summarize(Plan.read(out), tmp_path / "killed", provenance()))
 
@@ -168,9 +165,9 @@ def test_a_diverging_arm_is_left_out_and_named(small: Recipe, tmp_path: Path, ca
     plan = make_plan(base, arms, seeds=2, pairs=0, out=tmp_path)
     report = carry_out(plan, tmp_path)
     assert "wild-seed-0: failed at step" in capsys.readouterr().err
-    assert [(row["arm"], row["seed"]) for row in report["failed"]] == [("wild", 0), ("wild", 1)]
-    assert "again and vanilla have exactly equal losses" in report["verdict"]
-    assert "wild with seed 0 (at step" in report["verdict"] and report["seeds"] == [0, 1]
+    assert [(row.arm, row.seed) for row in report.failed] == [("wild", 0), ("wild", 1)]
+    assert "again and vanilla have exactly equal losses" in report.verdict
+    assert "wild with seed 0 (at step" in report.verdict and report.seeds == [0, 1]
     assert "without wild, seed 1, which failed" in quality_rows(report)[0]
     assert "steps in a row" in page(report) and "wild, seed 1" in page(report)
     failure = tmp_path / "arms/wild/seed-0/failed.json"
@@ -192,10 +189,10 @@ def test_a_seed_whose_control_failed_is_left_out(planted, tmp_path: Path, monkey
     shutil.rmtree(tmp_path / "part/arms/again/seed-1")
     monkeypatch.setattr("fathom.experiments.compare.run_task", None)  # it is not trained for nothing
     report = carry_out(plan, tmp_path / "part", quiet=True)
-    assert report["seeds"] == [0, 2] and [len(arm["runs"]) for arm in report["arms"]] == [2, 2, 1]
-    assert "better ended" in report["verdict"] and "without an interval" in report["verdict"]
-    assert "vanilla with seed 1 (at step 7) and better with seed 2 (at step 7) failed" in report["verdict"]
-    assert best_arm(report)["name"] == "better" and "Not finished" not in page(report)
+    assert report.seeds == [0, 2] and [len(arm.runs) for arm in report.arms] == [2, 2, 1]
+    assert "better ended" in report.verdict and "without an interval" in report.verdict
+    assert "vanilla with seed 1 (at step 7) and better with seed 2 (at step 7) failed" in report.verdict
+    assert best_run(tmp_path / "part").parent.name == "better" and "Not finished" not in page(report)
 
 
 def test_nothing_finished_is_said(planted, tmp_path: Path):
@@ -244,8 +241,8 @@ def test_killed_and_continued_by_two_workers(small: Recipe, tmp_path: Path):
     os.kill(process.pid, signal.SIGKILL)
     process.join()
     report = carry_out(Plan.read(out), out, quiet=True)
-    for mine, theirs in zip(report["arms"], expected["arms"], strict=True):
-        assert mine["loss"] == pytest.approx(theirs["loss"], abs=1e-6)
+    for mine, theirs in zip(report.arms, expected.arms, strict=True):
+        assert mine.loss == pytest.approx(theirs.loss, abs=1e-6)
 
 
 def test_equal_flops(small: Recipe):
@@ -281,7 +278,7 @@ def test_a_phase_that_an_arm_does_not_reach(small: Recipe, tmp_path: Path, phase
     """A comparison is planned, opened and continued without it."""
     base = small.override("train.steps=8", "data.mixture={rivers: 1, seas: 0}", f"data.phases={phases}")
     plan = make_plan(base, "vanilla,loop", seeds=1, equal="flops", pairs=0, out=tmp_path)
-    write_json(tmp_path / "plan.json", plan.to_dict())
+    write_json(tmp_path / "plan.json", plan.written())
     assert Plan.read(tmp_path) == plan
 
 
@@ -299,13 +296,13 @@ def test_halting_arms_tell_their_trips(small: Recipe, tmp_path: Path):
     halting = "halting=latent_cot;model.recurrence_options={trips: 3, tau: 0.5, router_bias: 0.2}"
     plan = make_plan(small, f"vanilla,loop,{halting}", seeds=2, pairs=0, out=tmp_path)
     report = carry_out(plan, tmp_path, quiet=True)
-    vanilla, loop, found = (arm["trips"] for arm in report["arms"])
-    assert (vanilla["mean"], vanilla["shares"], loop["mean"]) == (1.0, None, 3.0)
-    assert 1 < found["mean"] < 3 and sum(found["shares"]) == pytest.approx(1) and len(found["shares"]) == 3
-    assert found["mean"] == pytest.approx(sum(k * share for k, share in enumerate(found["shares"], 1)))
-    assert len(found["correlations"]) == 2
-    for row in found["correlations"]:
-        assert -1 <= row["low"] <= row["value"] <= row["high"] <= 1
+    vanilla, loop, found = (arm.trips for arm in report.arms)
+    assert (vanilla.mean, vanilla.shares, loop.mean) == (1.0, None, 3.0)
+    assert 1 < found.mean < 3 and sum(found.shares) == pytest.approx(1) and len(found.shares) == 3
+    assert found.mean == pytest.approx(sum(k * share for k, share in enumerate(found.shares, 1)))
+    assert len(found.correlations) == 2
+    for row in found.correlations:
+        assert -1 <= row.low <= row.value <= row.high <= 1
     shown = page(report)
     assert "When tokens halt" in shown and "Loss over iterations" in shown
     lines = read_metrics(tmp_path / "arms/halting/seed-0")
@@ -431,27 +428,27 @@ def test_seeds_that_are_added_after_a_report_make_it_exploratory(finished):
     """It never says sure, and neither do those after it; the same plan, whole at last, does."""
     plan, out = finished
     first = carry_out(replace(plan, seeds=(0, 1)), out, quiet=True)
-    assert not first["exploratory"] and "exploratory" not in page(first)
+    assert not first.exploratory and "exploratory" not in page(first)
     for seeds in ((0, 1, 2), (0, 1, 2), (0, 1)):  # written again, and planned as it was at first
         report = carry_out(replace(plan, seeds=seeds), out, quiet=True)
-        assert report["exploratory"] and "exploratory and no difference counts as significant" in report["verdict"]
-        assert not any(is_sure(arm["difference"]) for arm in report["arms"][1:]) and "exploratory" in page(report)
+        assert report.exploratory and "exploratory and no difference counts as significant" in report.verdict
+        assert not any(arm.difference.significant for arm in report.arms[1:]) and "exploratory" in page(report)
 
 
 def test_an_interrupted_comparison_that_ends_as_planned_is_not_blamed(finished):
     plan, out = finished
     run = out / "arms/better/seed-2/result.json"
     run.rename(run.with_name("kept"))
-    assert "2 of 3 planned seeds are done" in rewrite_report(plan, out)["verdict"]
+    assert "2 of 3 planned seeds are done" in rewrite_report(plan, out).verdict
     run.with_name("kept").rename(run)
     report = carry_out(plan, out, quiet=True)
-    assert not report["exploratory"] and any(is_sure(arm["difference"]) for arm in report["arms"][1:])
+    assert not report.exploratory and any(arm.difference.significant for arm in report.arms[1:])
 
 
 def test_one_seed_shows_no_result(finished):
     plan, out = finished
     carry_out(replace(plan, seeds=(0,)), out, quiet=True)
-    assert not carry_out(plan, out, quiet=True)["exploratory"]
+    assert not carry_out(plan, out, quiet=True).exploratory
 
 
 def test_a_seed_that_failed_is_not_awaited(finished):
@@ -460,7 +457,7 @@ def test_a_seed_that_failed_is_not_awaited(finished):
         (out / f"arms/{arm}/seed-2/result.json").unlink()
         (out / f"arms/{arm}/seed-2/failed.json").write_text(json.dumps({"error": "stopped", "step": 7}))
     report = carry_out(plan, out, quiet=True)
-    assert report["seeds"] == [0, 1] and "planned seeds are done" not in report["verdict"]
+    assert report.seeds == [0, 1] and "planned seeds are done" not in report.verdict
     assert "Not finished" not in page(report)
 
 

@@ -7,14 +7,33 @@ import json
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from fathom.experiments.compare_page import page
+from fathom.experiments.compare_results import (
+    ArmResult,
+    Band,
+    CacheBytes,
+    ComparisonReport,
+    Curve,
+    DomainMean,
+    FailedRun,
+    Measured,
+    PairGap,
+    RunRow,
+    ShareOfGain,
+    TimeRatio,
+    TrainingLoss,
+    Validation,
+)
 from fathom.experiments.differences import verdict
 from fathom.report import html as blocks
 from fathom.report.plots import IntervalMark, Line, interval_plot, line_plot, ticks
+from fathom.report.provenance import Provenance
+from fathom.report.statistics import Difference
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 BROWSER = next((found for name in BROWSERS if (found := shutil.which(name))), None)
@@ -28,70 +47,74 @@ cut:[...d.querySelectorAll('.scroll')].filter(e=>e.scrollWidth>e.clientWidth+1).
 tables:d.querySelectorAll('table').length,pictures:d.querySelectorAll('svg[role=img]').length})})</script>"""
 
 
-def gap(mean: float, half_width: float | None, p: float | None) -> dict:
-    sure = half_width is not None and abs(mean) > half_width
-    low, high = (None, None) if half_width is None else (mean - half_width, mean + half_width)
-    return {
-        "mean": mean,
-        "half_width": half_width,
-        "p": p,
-        "p_holm": p,
-        "low": low,
-        "high": high,
-        "excludes_zero": sure,
-    }
+def gap(mean: float, half_width: float | None, p: float | None, p_holm: float | None = None) -> Difference:
+    return Difference(mean, 1 if half_width is None else 3, half_width, p, p if p_holm is None else p_holm)
 
 
-def arm(name: str, loss: float, difference: dict | None) -> dict:
-    score = {"loss": loss, "bits_per_byte": loss / 3, "perplexity": 40.0}
-    run = {"seed": 0, **score, "seconds": 9.0, "machine": None}
-    curve = {"tokens": [1e6, 2e6], "flops": [1e12, 2e12], "seconds": [5.0, 9.0]}
-    curve |= {"loss": [loss + 1, loss], "low": [loss + 0.9, loss - 0.1], "high": [loss + 1.1, loss + 0.1]}
-    time = {"median": 1.01, "low": 1.0, "high": 1.02, "pairs": 12, "seconds": [0.2, 0.2], "clock": "wall time"}
-    measured = {"time": time, "memory_bytes": [11, 10], "memory": "peak", "shared_tensors": [5, 5]}
-    values = {
-        **{"name": name, "mechanism": name, "overrides": [], "parameters": 1_600_000, "flops_per_token": 3.4e6},
-        **{"cache_bytes_per_token": {"declared": 1, "measured": 3072.0}, "steps": 100, "tokens": 2_000_000},
-        **{"training_flops": 1e13, "measured": measured if difference else None, "runs": [run] * 3, **score},
-        **{"domains": {"code": dict(score), "prose": dict(score)}, "position_loss": [4.0, 3.5, 3.2], "curve": curve},
-    }
-    if difference:
-        values |= {"difference": difference, "difference_by_position": [difference] * 3}
-        while_training = {"tokens": [1e6, 2e6], "mean": [0.0, -0.02], "low": [-0.01, -0.03], "high": [0.01, -0.01]}
-        values["difference_while_training"] = while_training
-    return values
+def arm(name: str, loss: float, difference: Difference | None) -> ArmResult:
+    score = {"loss": loss, "bits_per_byte": loss / 3}
+    run = RunRow(
+        **{**score, "tokens": 32_767, "domains": {}, "position_loss": [], "seed": 0, "directory": "", "seconds": 9.0},
+        **{"epochs": 1.0, "machine": None},
+        validation=Validation([], [], [], []),
+        training_loss=TrainingLoss([], []),
+    )
+    seconds = TimeRatio(1.01, 1.0, 1.02, 12, (0.2, 0.2), "wall time")
+    curve = {"loss": [loss + 1, loss], "low": [loss + 0.9, loss - 0.1], "high": [loss + 1.1, loss + 0.1]}
+    return ArmResult(
+        **{"name": name, "mechanism": name, "overrides": (), "parameters": 1_600_000, "flops_per_token": 3.4e6},
+        **{"cache_bytes_per_token": CacheBytes(1, 3072.0), "steps": 100, "tokens": 2_000_000, "training_flops": 1e13},
+        **score,
+        measured=Measured(seconds, (11, 10), "peak", (1.0, 1.0), (5, 5), {}) if difference else None,
+        runs=[run] * 3,
+        perplexity=40.0,
+        domains={domain: DomainMean(**score) for domain in ("code", "prose")},
+        position_loss=[4.0, 3.5, 3.2],
+        curve=Curve([1_000_000, 2_000_000], [1e12, 2e12], [5.0, 9.0], **curve),
+        difference=difference,
+        difference_by_position=[difference] * 3 if difference else [],
+        difference_while_training=Band([1e6, 2e6], [0.0, -0.02], [-0.01, -0.03], [0.01, -0.01]) if difference else None,
+    )
 
 
-def report_of(*arms: dict, between: tuple = (), seeds: int = 3, share: dict | None = None) -> dict:
-    source = {"command": "fathom compare " + "x" * 120, "date": "2026-01-01", "commit": None}
-    source |= {"hardware": {"cpu": "a processor", "cores": 2, "system": "Linux"}, "versions": {"torch": "2"}}
-    found = {
-        "failed": [],
-        "exploratory": False,
-        "ladder": None,
-        "equal": "tokens",
-        "control": arms[0]["name"],
-        "arms": list(arms),
-        "between": list(between),
-    }
-    found |= {"seeds": list(range(seeds)), "seeds_planned": list(range(seeds)), "share_of_uniform_depth": share}
-    report = {**source, **found, "recipe": {"data": {"sequence_length": 256}}}
-    return {"verdict": verdict(report), **report}
+def report_of(
+    *arms: ArmResult, between: tuple[PairGap, ...] = (), seeds: int = 3, share: ShareOfGain | None = None
+) -> ComparisonReport:
+    hardware = {"cpu": "a processor", "cores": 2, "system": "Linux"}
+    report = ComparisonReport(
+        **vars(Provenance("fathom compare " + "x" * 120, "2026-01-01", None, hardware, {"torch": "2"})),
+        equal="tokens",
+        control=arms[0].name,
+        seeds=list(range(seeds)),
+        seeds_planned=list(range(seeds)),
+        exploratory=False,
+        failed=[],
+        arms=list(arms),
+        between=list(between),
+        share_of_uniform_depth=share,
+        recipe={"data": {"sequence_length": 256}},
+        ladder=None,
+    )
+    report.verdict = verdict(report)
+    return report
+
+
+def with_runs(report: ComparisonReport, **values: float) -> ComparisonReport:
+    """The report of runs that differ in some values."""
+    arms = [replace(one, runs=[_with(run, **values) for run in one.runs]) for one in report.arms]
+    return replace(report, arms=arms)
+
+
+def _with(run: RunRow, **values: float) -> RunRow:
+    return RunRow(**{key: value for key, value in vars(run).items() if key != "perplexity"} | values)
 
 
 @pytest.mark.parametrize(
-    ("coverage", "words"),
-    [
-        (None, "from the head of every domain"),
-        (0.127, "12.7 % of the validation split: one window"),
-        (1.0, ", all of the"),
-    ],
+    ("coverage", "words"), [(0.127, "12.7 % of the validation split: one window"), (1.0, ", all of the")]
 )
-def test_the_report_says_which_text_was_read(coverage: float | None, words: str) -> None:
+def test_the_report_says_which_text_was_read(coverage: float, words: str) -> None:
     report = report_of(arm("vanilla", 4.0, None), arm("loop", 3.9, gap(-0.1, 0.01, 0.01)))
-    for found in report["arms"]:
-        found["runs"] = [{**run, "evaluated_tokens": 32_767, "coverage": coverage} for run in found["runs"]]
-    text = html.unescape(page(report))
+    text = html.unescape(page(with_runs(report, coverage=coverage)))
     assert "32,767 predicted tokens" in text and words in text
 
 
@@ -102,25 +125,26 @@ def test_the_report_says_how_often_steps_were_timed() -> None:
 
 def test_the_report_says_how_often_the_corpus_was_read() -> None:
     report = report_of(arm("vanilla", 4.0, None), arm("loop", 3.9, gap(-0.1, 0.01, 0.01)))
-    assert "epochs of the corpus" not in page(report), "the control"
-    for found, epochs in zip(report["arms"], (2.5, 1.25), strict=True):
-        found["runs"] = [{**run, "epochs": epochs} for run in found["runs"]]
+    assert "That is 1 epochs of the corpus." in page(report)
+    report.arms[0].runs, report.arms[1].runs = (
+        with_runs(report, epochs=epochs).arms[i].runs for i, epochs in enumerate((2.5, 1.25))
+    )
     assert "That is 1.25 to 2.5 epochs of the corpus." in page(report)
 
 
 @pytest.fixture(scope="module")
-def full() -> dict:
+def full() -> ComparisonReport:
     uniform, depth = gap(-0.02, 0.008, 0.01), gap(-0.021, 0.03, 0.2)
-    pair = {"a": "uniform_depth", "b": "depth_attention", **gap(0.001, 0.02, 0.8)}
+    pair = PairGap(0.001, 3, 0.02, 0.8, 0.8, a="uniform_depth", b="depth_attention")
     return report_of(
         *(arm("vanilla", 4.0, None), arm("uniform_depth", 3.98, uniform), arm("depth_attention", 3.979, depth)),
         between=(pair,),
-        share={"share": None, "defined": False, "difference": pair},
+        share=ShareOfGain(None, None, None, pair),
     )
 
 
-def test_the_sentence_follows_from_the_intervals(full: dict):
-    said = full["verdict"]
+def test_the_sentence_follows_from_the_intervals(full: ComparisonReport):
+    said = full.verdict
     assert said.startswith("With 3 seeds, at 1.6 million parameters and 2 million tokens, ")
     assert "uniform_depth's validation loss is lower than vanilla's by 0.0200 ± 0.0080 nats" in said
     assert "the difference of depth_attention (−0.0210 ± 0.0300 nats) to vanilla is within the noise" in said
@@ -132,38 +156,38 @@ def test_the_sentence_follows_from_the_intervals(full: dict):
 
 
 def test_equal_gaps_are_too_coarse_to_judge() -> None:
-    found = {**gap(-0.1, None, None), "pairs": 3}
-    said = report_of(arm("vanilla", 4.0, None), arm("loop", 3.9, found))["verdict"]
+    found = Difference(-0.1, 3, None, None)
+    said = report_of(arm("vanilla", 4.0, None), arm("loop", 3.9, found)).verdict
     assert "loop ended 0.1000 nats below vanilla, with the same difference for every seed, which is too" in said
     assert "nats lower" not in said and "would miss" not in said
 
 
 def test_an_exploratory_report_is_never_sure() -> None:
     """Its p values are withheld, so that an interval that excludes zero is a hint."""
-    report = report_of(arm("vanilla", 4.0, None), arm("loop", 3.9, {**gap(-0.1, 0.01, 0.001), "p_holm": None}))
-    said = verdict({**report, "exploratory": True})
+    report = report_of(arm("vanilla", 4.0, None), arm("loop", 3.9, Difference(-0.1, 3, 0.01, 0.001)))
+    said = verdict(replace(report, exploratory=True))
     assert (
         "interval excludes zero taken alone: a hint" in said
         and "exploratory and no difference counts as significant" in said
     )
 
 
-def test_step_times_name_their_tokens(full: dict) -> None:
-    control = full["arms"][0]
-    assert f"a training step of {control['tokens'] // control['steps']:,} tokens" in page(full)
+def test_step_times_name_their_tokens(full: ComparisonReport) -> None:
+    control = full.arms[0]
+    assert f"a training step of {control.tokens // control.steps:,} tokens" in page(full)
 
 
-def test_a_share_of_the_gain_has_an_interval_or_is_not_said(full: dict) -> None:
-    for text in (full["verdict"], html.unescape(page(full))):
+def test_a_share_of_the_gain_has_an_interval_or_is_not_said(full: ComparisonReport) -> None:
+    for text in (full.verdict, html.unescape(page(full))):
         assert "the share of depth_attention's gain that uniform_depth reaches is undefined" in text
-    pair = full["share_of_uniform_depth"]["difference"]
-    known = {"share": 0.5, "low": -0.06, "high": 0.93, "defined": True, "difference": pair}
-    said = report_of(*full["arms"], between=(pair,), share=known)
-    for text in (said["verdict"], html.unescape(page(said))):
+    pair = full.share_of_uniform_depth.difference
+    known = ShareOfGain(0.5, -0.06, 0.93, pair)
+    said = report_of(*full.arms, between=(pair,), share=known)
+    for text in (said.verdict, html.unescape(page(said))):
         assert "uniform_depth has 50 % of depth_attention's gain (95 % interval −6 to 93 %)" in text
 
 
-def test_the_page_says_what_its_intervals_are_worth(full: dict) -> None:
+def test_the_page_says_what_its_intervals_are_worth(full: ComparisonReport) -> None:
     text = html.unescape(page(full))
     found = re.search(
         r"with 3 seeds, simulated .*: ([\d.]+) % where they are normal, ([\d.]+) % where they are skewed .*, "
@@ -174,32 +198,30 @@ def test_the_page_says_what_its_intervals_are_worth(full: dict) -> None:
     normal, skewed, outliers = map(float, found.groups())
     assert 94 <= normal <= 96 and 85 < skewed < 91 and 83 < outliers < 91
     assert "uncorrected for the number of domains and arms" in text
-    single = report_of(*full["arms"][:1], arm("loop", 3.9, gap(-0.1, None, None)), seeds=1)
+    single = report_of(*full.arms[:1], arm("loop", 3.9, gap(-0.1, None, None)), seeds=1)
     assert "simulated" not in page(single) and "uncorrected" not in page(single)
 
 
-def test_a_comparison_says_where_one_size_ends(full: dict) -> None:
+def test_a_comparison_says_where_one_size_ends(full: ComparisonReport) -> None:
     text = page(full)
     assert "fathom ladder" in text and "not tuned for any arm" in text and "the whole ladder" not in text
 
 
 def test_a_worse_arm_and_a_hint_are_called_that():
     worse = arm("slow", 4.1, gap(0.1, 0.01, 0.001))
-    hint = arm("maybe", 3.9, {**gap(-0.1, 0.09, 0.04), "p_holm": 0.08})
-    said = verdict({**report_of(arm("vanilla", 4.0, None), worse, hint)})
+    hint = arm("maybe", 3.9, gap(-0.1, 0.09, 0.04, 0.08))
+    said = verdict(report_of(arm("vanilla", 4.0, None), worse, hint))
     assert "slow's validation loss is higher than vanilla's by 0.1000 ± 0.0100" in said
     assert "not by Holm's test for 2 comparisons: a hint of a difference to vanilla, no more" in said
 
 
 def test_a_sentence_gives_no_arm_the_tokens_of_another():
     worse = arm("slow", 4.1, gap(0.1, 0.01, 0.001))
-    assert (
-        "at 1.6 million parameters and 2 million tokens, slow" in report_of(arm("vanilla", 4.0, None), worse)["verdict"]
-    )
-    fewer = report_of(arm("vanilla", 4.0, None), {**worse, "tokens": 900_000}, arm("b", 4.1, worse["difference"]))
-    assert "parameters and 2 million tokens (slow 900 thousand), " in fewer["verdict"]
-    one = report_of(arm("vanilla", 4.0, None), {**worse, "tokens": 3_000_000}, seeds=1)
-    assert "parameters and 2 million tokens (slow 3 million), slow ended" in one["verdict"]
+    assert "at 1.6 million parameters and 2 million tokens, slow" in report_of(arm("vanilla", 4.0, None), worse).verdict
+    fewer = report_of(arm("vanilla", 4.0, None), replace(worse, tokens=900_000), arm("b", 4.1, worse.difference))
+    assert "parameters and 2 million tokens (slow 900 thousand), " in fewer.verdict
+    one = report_of(arm("vanilla", 4.0, None), replace(worse, tokens=3_000_000), seeds=1)
+    assert "parameters and 2 million tokens (slow 3 million), slow ended" in one.verdict
 
 
 def test_names_cannot_break_the_page():
@@ -208,7 +230,7 @@ def test_names_cannot_break_the_page():
     assert "<script>" not in line_plot([Line("<script>", [0, 1], [0, 1], 0)], "x", "y", '"<script>')
 
 
-def test_nothing_is_fetched(full: dict):
+def test_nothing_is_fetched(full: ComparisonReport):
     assert not re.findall(r'(?:src|href)="(?!data:)|url\(|@import', page(full))
 
 
@@ -231,9 +253,9 @@ def test_plots_bear_gaps_and_single_points():
 
 @pytest.mark.skipif(BROWSER is None, reason="needs chromium: apt-get install chromium")
 @pytest.mark.parametrize(("width", "dark"), [(390, False), (390, True), (1280, False)])
-def test_in_a_browser(full: dict, tmp_path: Path, width: int, dark: bool):
+def test_in_a_browser(full: ComparisonReport, tmp_path: Path, width: int, dark: bool):
     why = "the loss is not finite at step 40: a smaller learning rate (optim.lr=0.01) may help; see " + "deep/" * 30
-    shown = page({**full, "failed": [{"arm": "uniform_depth", "seed": 3, "step": 40, "error": why}]})
+    shown = page(replace(full, failed=[FailedRun(why, 40, "uniform_depth", 3)]))
     frame = f'<iframe style="border:0;width:{width}px;height:900px" srcdoc="{html.escape(shown)}"></iframe>'
     (tmp_path / "frame.html").write_text(f"<!doctype html><meta charset=utf-8>{frame}{PROBE}", encoding="utf-8")
     options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--window-size=1400,1000"]

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import pytest
 
-from fathom.experiments.differences import TUNED, compare_runs, share_in_words, share_of_gain, smoke_test, verdict
+from fathom.experiments.compare_results import ComparisonReport
+from fathom.experiments.differences import TUNED, compare_runs, share_of_gain, smoke_test, verdict
+from fathom.report.results import restored
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -51,15 +54,13 @@ def test_a_share_is_said_with_its_interval_or_not_at_all(simulation: ModuleType)
     vanilla, uniform, depth = [4.0, 4.2, 4.1], [3.79, 4.0, 3.9], [3.6, 3.79, 3.7]
     arms = simulation.arms_of(np.array([vanilla, uniform, depth]), names)
     found = share_of_gain(arms, compare_runs(arms))
-    assert found["defined"] and 0.4 < found["low"] < found["share"] < found["high"] < 0.6
-    low, high = (f"{100 * found[end]:.0f}" for end in ("low", "high"))
-    assert f"uniform_depth has 50 % of depth_attention's gain (95 % interval {low} to {high} %)" in share_in_words(
-        found
-    )
+    assert found.defined and 0.4 < found.low < found.share < found.high < 0.6
+    low, high = (f"{100 * end:.0f}" for end in (found.low, found.high))
+    assert f"uniform_depth has 50 % of depth_attention's gain (95 % interval {low} to {high} %)" in str(found)
     arms = simulation.arms_of(np.array([vanilla, uniform, [3.6, 4.3, 3.9]]), names)
     found = share_of_gain(arms, compare_runs(arms))
-    assert (found["defined"], found["share"], found["low"], found["high"]) == (False, None, None, None)
-    assert "not significant" in share_in_words(found)
+    assert (found.defined, found.share, found.low, found.high) == (False, None, None, None)
+    assert "not significant" in str(found)
 
 
 def test_the_documented_rates_are_the_simulated_ones() -> None:
@@ -76,11 +77,13 @@ def test_the_documented_rates_are_the_simulated_ones() -> None:
 
 def test_a_smoke_test_is_called_one(tmp_path: Path) -> None:
     """The demo's gains exclude zero, and tuned comparisons find none: its verdict says which of the two to believe."""
-    report = {**json.loads((BENCHMARKS / "results" / "demo.json").read_text()), "exploratory": False}
+    values = json.loads((BENCHMARKS / "results" / "demo.json").read_text())
+    arms = [{**arm, "runs": [], "measured": None, "curve": {}} for arm in values["arms"]]
+    report = restored(ComparisonReport, {**values, "exploratory": False, "arms": arms})
     assert smoke_test(report).startswith(
         " This is a smoke test: it trains on fewer tokens than the model has parameters"
     )
     assert verdict(report).endswith(f"{TUNED} has tuned comparisons.") and (BENCHMARKS.parent / TUNED).is_file()
-    control = {**report["arms"][0], "tokens": report["arms"][0]["parameters"]}
-    longer = {**report, "arms": [control, *report["arms"][1:]]}
-    assert smoke_test(longer) == smoke_test({**report, "ladder": "../../report.html"}) == ""
+    control = replace(report.arms[0], tokens=report.arms[0].parameters)
+    longer = replace(report, arms=[control, *report.arms[1:]])
+    assert smoke_test(longer) == smoke_test(replace(report, ladder="../../report.html")) == ""

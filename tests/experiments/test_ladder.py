@@ -7,6 +7,7 @@ import math
 import os
 import random
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from fathom.errors import SettingsError, TrainingError
 from fathom.experiments.arms import training_flops
 from fathom.experiments.budget import budget
 from fathom.experiments.ladder import add_seeds, climb, rewrite
+from fathom.experiments.ladder_results import ArmRow, LadderReport
 from fathom.experiments.multipliers import _read as read_bytes
 from fathom.experiments.multipliers import verdict
 from fathom.experiments.rungs import Ladder, load_ladder, without_embeddings
@@ -40,7 +42,7 @@ def make(tmp_path: Path, arms: str = ARMS, **rules: object) -> Ladder:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, Path]:
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[LadderReport, Path]:
     """A finished ladder: an arm that is worth 1.5 times the compute at twice the rate, and one worth nothing."""
     place = tmp_path_factory.mktemp("whole")
     with pytest.MonkeyPatch.context() as patch:
@@ -49,37 +51,36 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, Path]:
         return climb(ladder, place / "out", quiet=True), place / "out"
 
 
-def arm_of(report: dict, name: str) -> dict:
-    return next(arm for arm in report["arms"] if arm["name"] == name)
+def arm_of(report: LadderReport, name: str) -> ArmRow:
+    return next(arm for arm in report.arms if arm.name == name)
 
 
 def test_the_planted_multiplier_is_found(whole) -> None:
     report, _ = whole
     better, again = arm_of(report, "better"), arm_of(report, "again")
-    for row in better["multiplier"]:
-        assert row["low"] <= 1.5 <= row["high"], row
-    top = next(row for row in reversed(again["multiplier"]) if row["kind"] == "rung")
-    assert top["low"] <= 1 <= top["high"]
-    assert better["p_holm"] < 0.05 < again["p_holm"]
-    assert better["rate_ratio"] == pytest.approx(2.0, rel=0.15) and again["rate_ratio"] == pytest.approx(1.0, rel=0.15)
-    assert better["per_decade"]["low"] <= 1 <= better["per_decade"]["high"]
-    assert report["stage"] == "done" and report["diverged"] == []
-    assert "times the compute (95 % interval" in report["verdict"] and "to match better" in report["verdict"]
-    assert "2 of 2 came true" in report["verdict"]
+    for row in better.multiplier:
+        assert row.low <= 1.5 <= row.high, row
+    assert again.top.low <= 1 <= again.top.high
+    assert better.p_holm < 0.05 < again.p_holm
+    assert better.rate_ratio == pytest.approx(2.0, rel=0.15) and again.rate_ratio == pytest.approx(1.0, rel=0.15)
+    assert better.per_decade.low <= 1 <= better.per_decade.high
+    assert report.stage == "done" and report.diverged == []
+    assert "times the compute (95 % interval" in report.verdict and "to match better" in report.verdict
+    assert "2 of 2 came true" in report.verdict
 
 
 def test_the_twin_is_no_better_than_the_control(whole) -> None:
-    twin = whole[0]["twin"]
-    assert twin["covers"] and [len(row) for row in twin["rungs"]] == [2, 2]
-    assert twin["rungs"][0]["difference"]["pairs"] == 5
+    twin = whole[0].twin
+    assert twin.covers and [row.index for row in twin.rungs] == [1, 2]
+    assert twin.rungs[0].difference.pairs == 5
 
 
 def test_the_check_settles_the_rate(whole) -> None:
     report, out = whole
-    check = arm_of(report, "better")["check"]
-    assert not check["better"] and check["losses"][1] < min(check["losses"][0], check["losses"][2])
-    assert check["excess"] == pytest.approx(0.0, abs=0.01)
-    assert arm_of(report, "again")["check"] is None  # nothing is claimed of it
+    check = arm_of(report, "better").check
+    assert not check.better and check.losses[1] < min(check.losses[0], check.losses[2])
+    assert check.excess == pytest.approx(0.0, abs=0.01)
+    assert arm_of(report, "again").check is None  # nothing is claimed of it
     assert sorted(path.name for path in (out / "check").iterdir()) == ["better", "vanilla"]
 
 
@@ -100,7 +101,7 @@ def test_a_rung_is_a_comparison(whole, capsys) -> None:
     assert main(["compare", str(out / "rungs/2"), "--report", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["seeds"] == [0, 1, 2] and [arm["name"] for arm in report["arms"]] == ["vanilla", "again", "better"]
-    assert arm_of(report, "better")["difference"]["mean"] < 0
+    assert report["arms"][2]["difference"]["mean"] < 0
 
 
 def test_the_report_is_a_function_of_the_directory(whole, tmp_path: Path) -> None:
@@ -110,7 +111,7 @@ def test_the_report_is_a_function_of_the_directory(whole, tmp_path: Path) -> Non
     assert {name: (out / name).read_bytes() for name in before} == before
     shutil.copytree(out, tmp_path / "elsewhere")
     again = rewrite(Ladder.read(tmp_path / "elsewhere"), tmp_path / "elsewhere")
-    assert again["verdict"] == report["verdict"] and again["arms"] == report["arms"]
+    assert again.verdict == report.verdict and again.arms == report.arms
 
 
 def test_nothing_is_run_twice(whole, monkeypatch) -> None:
@@ -155,7 +156,7 @@ def test_the_permutation_of_arms_changes_no_number(whole, tmp_path: Path, monkey
     report = climb(make(tmp_path, arms), tmp_path / "out", quiet=True)
     for name in ("better", "again"):
         one, other = arm_of(whole[0], name), arm_of(report, name)
-        assert one["multiplier"] == other["multiplier"] and one["rungs"] == other["rungs"]
+        assert one.multiplier == other.multiplier and one.rungs == other.rungs
 
 
 @pytest.mark.slow
@@ -168,7 +169,7 @@ def test_stages_come_one_after_the_other(tmp_path: Path, monkeypatch, stage: str
     assert (out / "rungs/1/arms").exists() == (reached >= 1) and (out / "prediction.json").exists() == (reached >= 2)
     assert (out / "rungs/4/arms").exists() == (reached >= 3) and (out / "check").exists() == (reached >= 4)
     following = ("rungs", "last", "last", "check", "done")[reached]
-    assert report["stage"] == following
+    assert report.stage == following
 
 
 @pytest.mark.slow
@@ -196,8 +197,8 @@ def test_the_seal_tells_late_results(whole, tmp_path: Path) -> None:
     result = tmp_path / "late/rungs/2/arms/better/seed-1/result.json"
     result.write_text(result.read_text() + "\n")
     report = rewrite(Ladder.read(tmp_path / "late"), tmp_path / "late")
-    assert report["prediction"]["stale"] and "results of smaller sizes changed after the seal" in report["verdict"]
-    assert not whole[0]["prediction"]["stale"]
+    assert report.prediction.stale and "results of smaller sizes changed after the seal" in report.verdict
+    assert not whole[0].prediction.stale
 
 
 @pytest.mark.parametrize("key", ["rules", "recipe", "arms"])
@@ -233,8 +234,8 @@ def test_a_report_is_of_the_plan_that_ran(whole, tmp_path: Path, capsys) -> None
 def test_the_sentence_names_the_tokens_that_were_read(whole) -> None:
     report, _ = whole
     assert "10 tokens per parameter" in verdict(report)
-    plan = {**report["plan"], "rules": {**report["plan"]["rules"], "tokens": 3_000_000}}
-    said = verdict({**report, "plan": plan})
+    plan = replace(report.plan, rules=replace(report.plan.rules, tokens=3_000_000))
+    said = verdict(replace(report, plan=plan))
     assert "FLOPs and 3,000,000 tokens" in said and "per parameter" not in said
 
 
@@ -244,25 +245,25 @@ def test_a_rate_that_drifts_is_not_settled(tmp_path: Path, monkeypatch) -> None:
     planted(monkeypatch, multipliers={"depth_attention": 3.0}, drift={"depth_attention": 1.3})
     report = climb(make(tmp_path, "vanilla,better=depth_attention"), tmp_path / "out", quiet=True)
     better = arm_of(report, "better")
-    assert "rate not settled" in better["flags"] and better["check"]["excess"] > 0.01
-    assert "n doubt: better (rate not settled" in report["verdict"] and "if the law holds" not in report["verdict"]
+    assert "rate not settled" in better.flags and better.check.excess > 0.01
+    assert "n doubt: better (rate not settled" in report.verdict and "if the law holds" not in report.verdict
 
 
 @pytest.mark.slow
 def test_an_edge_is_said(tmp_path: Path, monkeypatch) -> None:
     planted(monkeypatch, rates={"depth_attention": 9.0})
     report = climb(make(tmp_path), tmp_path / "out", until="tune", quiet=True)
-    bowls = report["tuning"][0]
-    assert bowls["better"]["extended"] == 3 and list(bowls["better"]["flags"]) == ["edge"]
-    assert not bowls["again"]["flags"] and bowls["again"]["extended"] == 0
+    bowls = report.tuning[0]
+    assert bowls["better"].extended == 3 and list(bowls["better"].flags) == ["edge"]
+    assert not bowls["again"].flags and bowls["again"].extended == 0
 
 
 @pytest.mark.slow
 def test_a_diverging_rate_brackets_and_is_listed(tmp_path: Path, monkeypatch) -> None:
     planted(monkeypatch, diverges=0.039)
     report = climb(make(tmp_path), tmp_path / "out", quiet=True)
-    assert report["diverged"] and {row["stage"] for row in report["diverged"]} == {"tune", "check"}
-    assert arm_of(report, "better")["rate_ratio"] == pytest.approx(2.0, rel=0.25)
+    assert report.diverged and {row.stage for row in report.diverged} == {"tune", "check"}
+    assert arm_of(report, "better").rate_ratio == pytest.approx(2.0, rel=0.25)
 
 
 @pytest.mark.slow
@@ -274,11 +275,11 @@ def test_lost_runs_begin_the_verdict(tmp_path: Path, monkeypatch) -> None:
     (run / "result.json").unlink()
     (run / "failed.json").write_text(json.dumps({"error": "stopped", "step": 7}))
     report = rewrite(Ladder.read(out), out)
-    assert arm_of(report, "better")["diverged"] == [1, 13]
-    assert "uns diverged and are excluded from the losses" in report["verdict"].splitlines()[1]
-    assert "count as unsolved: better 1 of 13" in report["verdict"].splitlines()[1]
-    assert "are left out: better 1 of 13" in verdict({**report, "puzzle": None})
-    assert [len(cell["loss"]) for cell in arm_of(report, "better")["rungs"]] == [5, 2, 3, 0]
+    assert arm_of(report, "better").diverged == (1, 13)
+    assert "uns diverged and are excluded from the losses" in report.verdict.splitlines()[1]
+    assert "count as unsolved: better 1 of 13" in report.verdict.splitlines()[1]
+    assert "are left out: better 1 of 13" in verdict(replace(report, puzzle=None))
+    assert [len(cell.loss) for cell in arm_of(report, "better").rungs] == [5, 2, 3, 0]
 
 
 @pytest.mark.slow
@@ -286,8 +287,8 @@ def test_an_arm_that_is_the_control_cannot_be_told(tmp_path: Path, monkeypatch) 
     planted(monkeypatch, multipliers={})
     rules = {"seeds": [2, 2, 1, 1], "tune_points": []}
     report = climb(make(tmp_path, "vanilla,other=uniform_depth", **rules), tmp_path / "out", quiet=True)
-    assert "do not differ significantly" in report["verdict"] or "no effect above 10 %" in report["verdict"]
-    assert report["stage"] == "done" and not (tmp_path / "out/check").exists()
+    assert "do not differ significantly" in report.verdict or "no effect above 10 %" in report.verdict
+    assert report.stage == "done" and not (tmp_path / "out/check").exists()
 
 
 def test_seeds_may_be_added_to_all_arms(whole, tmp_path: Path, monkeypatch, capsys) -> None:
@@ -333,7 +334,7 @@ def test_one_seed_everywhere_cannot_tell(tmp_path: Path, monkeypatch) -> None:
     planted(monkeypatch)
     rules = {"seeds": [1, 1, 1, 1], "tune_points": [], "twin": []}
     report = climb(make(tmp_path, **rules), tmp_path / "out", quiet=True)
-    assert arm_of(report, "better")["multiplier"] == [] and report["prediction"]["rows"][0]["difference"] is None
+    assert arm_of(report, "better").multiplier == [] and report.prediction.rows[0].difference is None
 
 
 @pytest.mark.slow
@@ -381,7 +382,7 @@ def test_a_dry_run_counts_the_runs_that_there_are(tmp_path: Path, monkeypatch) -
     climb(ladder, tmp_path / "out", quiet=True)
     assert [arm.name for arm in ladder.every_arm] == ["vanilla", "better", "as-large-as-better"]
     told, recipes = budget(ladder), [load_recipe(path) for path in (tmp_path / "out").rglob("recipe.yaml")]
-    assert (told["runs"], told["flops"]) == (len(recipes), pytest.approx(math.fsum(map(training_flops, recipes))))
+    assert (told.runs, told.flops) == (len(recipes), pytest.approx(math.fsum(map(training_flops, recipes))))
 
 
 def test_sizes(tmp_path: Path) -> None:
@@ -569,17 +570,17 @@ def test_diverged_tuning_is_retried_only_until_its_optimum_is_used(tmp_path: Pat
     before = climb(ladder, out, quiet=True)
     trainer = planted(monkeypatch)
     after = climb(ladder, out, quiet=True, retry_failed=True)
-    assert trainer.done == [] and after["arms"] == before["arms"] and len(after["diverged"]) == 4
+    assert trainer.done == [] and after.arms == before.arms and len(after.diverged) == 4
     early = climb(ladder, tmp_path / "early", quiet=True, retry_failed=True)
-    assert early["diverged"] == [] and arm_of(early, "better")["rungs"][0]["rate"] > 0.015
+    assert early.diverged == [] and arm_of(early, "better").rungs[0].rate > 0.015
 
 
 def test_a_rate_that_was_not_found_is_not_said_to_be_anothers(tmp_path: Path, monkeypatch) -> None:
     """The control has nobody else's, and an arm whose optimum is known at one rung takes its ratio from there."""
     planted(monkeypatch, diverges=0.012)
     report = climb(make(tmp_path, **{**SMALL, "tune_points": [3]}), tmp_path / "out", quiet=True, until="rungs")
-    assert report["arms"][0]["flags"] == ["rate not found (rung 1)"]
-    assert "in doubt: vanilla (rate not found (rung 1))" in report["verdict"].lower()
+    assert report.arms[0].flags == ["rate not found (rung 1)"]
+    assert "in doubt: vanilla (rate not found (rung 1))" in report.verdict.lower()
 
 
 def test_runs_of_all_stages_are_retried(tmp_path: Path, monkeypatch) -> None:
@@ -593,11 +594,11 @@ def test_runs_of_all_stages_are_retried(tmp_path: Path, monkeypatch) -> None:
         (out / lost / "result.json").unlink()
         (out / lost / "failed.json").write_text(json.dumps({"error": "stopped", "step": 7}))
     climb(ladder, out, quiet=True)
-    assert not rewrite(ladder, out)["prediction"]["stale"]
+    assert not rewrite(ladder, out).prediction.stale
     trainer = planted(monkeypatch)
     report = climb(ladder, out, quiet=True, retry_failed=True)
     assert [Path(name).parts[-5:] for name in trainer.done] == [("rungs", "2", "arms", "better", "seed-1")]
-    assert [row["stage"] for row in report["diverged"]] == ["tune"] and report["prediction"]["stale"]
+    assert [row.stage for row in report.diverged] == ["tune"] and report.prediction.stale
 
 
 def test_a_seed_that_had_failed_everywhere_makes_the_seal_stale(tmp_path: Path, monkeypatch) -> None:
@@ -615,11 +616,11 @@ def test_a_seed_that_had_failed_everywhere_makes_the_seal_stale(tmp_path: Path, 
     path = out / "prediction.json"
     sealed = json.loads(path.read_text())
     assert sealed["seeds"] == [2, 2] and not any("rungs/2/arms/vanilla/seed-1" in name for name in sealed["results"])
-    assert not rewrite(ladder, out)["prediction"]["stale"]
+    assert not rewrite(ladder, out).prediction.stale
     more = climb(add_seeds(out, [3, 2, 1]), out, quiet=True)
-    assert not more["prediction"]["stale"], "seeds that were added are no earlier results"
+    assert not more.prediction.stale, "seeds that were added are no earlier results"
     report = climb(Ladder.read(out), out, quiet=True, retry_failed=True)
-    assert report["diverged"] == [] and report["prediction"]["stale"]
+    assert report.diverged == [] and report.prediction.stale
 
 
 def test_the_twin_reads_the_controls_batches(tmp_path: Path, monkeypatch) -> None:
@@ -662,15 +663,15 @@ def test_a_decoded_token_reads_the_layers_that_decoding_visits(tmp_path: Path) -
 def test_rungs_have_their_reports_where_nothing_is_tuned(tmp_path: Path, monkeypatch) -> None:
     planted(monkeypatch)
     report = climb(make(tmp_path, **SMALL, tune_points=[]), tmp_path / "out", quiet=True)
-    assert report["stage"] == "done" and all((tmp_path / f"out/rungs/{i}/report.html").exists() for i in (1, 2))
+    assert report.stage == "done" and all((tmp_path / f"out/rungs/{i}/report.html").exists() for i in (1, 2))
     assert not (tmp_path / "out/tune").exists()
 
 
 def test_a_ladder_whose_runs_all_diverged_says_so(tmp_path: Path, monkeypatch) -> None:
     planted(monkeypatch, diverges=0.0)
     report = climb(make(tmp_path, **SMALL, tune_points=[]), tmp_path / "out", quiet=True)
-    assert report["stage"] == "done" and "No run has a result yet" in report["verdict"]
-    assert "uns diverged and are excluded from the losses and count as unsolved: vanilla 4 of 4" in report["verdict"]
+    assert report.stage == "done" and "No run has a result yet" in report.verdict
+    assert "uns diverged and are excluded from the losses and count as unsolved: vanilla 4 of 4" in report.verdict
 
 
 @pytest.mark.slow
@@ -694,9 +695,9 @@ def test_the_command(tmp_path: Path, monkeypatch, capsys) -> None:
 
 def test_a_puzzle_is_told_by_solved_runs(whole) -> None:
     report, out = whole
-    assert report["puzzle"]["domains"] == ["z60-2", "z60-4"]
-    assert "On z60-4, vanilla solved 0 of 2 (median accuracy 0.50)" in report["verdict"]
-    assert "by solved runs no arm differs significantly from vanilla" in report["verdict"]
+    assert report.puzzle.domains == ["z60-2", "z60-4"]
+    assert "On z60-4, vanilla solved 0 of 2 (median accuracy 0.50)" in report.verdict
+    assert "by solved runs no arm differs significantly from vanilla" in report.verdict
     page = (out / "report.html").read_text()
     for heading in (
         "Loss and multiplier",
@@ -741,12 +742,12 @@ def test_what_diverged_has_not_solved_a_puzzle(tmp_path: Path, monkeypatch) -> N
     monkeypatch.setattr("fathom.experiments.schedule.train", trainer.train)
     monkeypatch.setattr("fathom.experiments.schedule.tidy", lambda: None)
     report = climb(make(tmp_path, "vanilla,better=depth_attention", **ONE_RUNG), tmp_path / "out", quiet=True)
-    found = {row["arm"]: row["domains"]["z60-4"] for row in report["puzzle"]["rows"]}
-    assert [len(row["accuracy"]) for row in found.values()] == [4, 4] and "better/seed-1" in " ".join(trainer.done)
-    assert found["better"]["accuracy"] == [0.5, 0.5, 0.0, 0.5] and found["better"]["flops_to_solve"] == [None] * 4
-    assert found["better"]["sooner"]["pairs"] == 4
-    assert len(arm_of(report, "better")["rungs"][0]["loss"]) == 3
-    assert arm_of(report, "better")["rungs"][0]["difference"]["pairs"] == 2
+    found = {row.arm: row.domains["z60-4"] for row in report.puzzle.rows}
+    assert [len(row.accuracy) for row in found.values()] == [4, 4] and "better/seed-1" in " ".join(trainer.done)
+    assert found["better"].accuracy == [0.5, 0.5, 0.0, 0.5] and found["better"].flops_to_solve == [math.inf] * 4
+    assert found["better"].sooner.pairs == 4
+    assert len(arm_of(report, "better").rungs[0].loss) == 3
+    assert arm_of(report, "better").rungs[0].difference.pairs == 2
 
 
 def test_a_loss_that_is_no_number_is_a_failure(tmp_path: Path, monkeypatch) -> None:
@@ -756,12 +757,12 @@ def test_a_loss_that_is_no_number_is_a_failure(tmp_path: Path, monkeypatch) -> N
     monkeypatch.setattr(trainer, "loss", lambda r: math.nan if r.config().mixer == "depth_attention" else law(r))
     out = tmp_path / "out"
     report = climb(make(tmp_path, "vanilla,better=depth_attention", **ONE_RUNG), out, quiet=True)
-    assert arm_of(report, "better")["diverged"] == [4, 4] and arm_of(report, "vanilla")["diverged"] == [0, 4]
+    assert arm_of(report, "better").diverged == (4, 4) and arm_of(report, "vanilla").diverged == (0, 4)
     assert not list(out.glob("rungs/1/arms/better/*/result.json"))
     trainer.done.clear()
     monkeypatch.setattr(trainer, "loss", law)
     again = climb(Ladder.read(out), out, quiet=True, retry_failed=True)
-    assert len(trainer.done) == 4 and arm_of(again, "better")["diverged"] == [0, 4]
+    assert len(trainer.done) == 4 and arm_of(again, "better").diverged == (0, 4)
 
 
 def test_a_rung_goes_on_at_the_rates_that_it_began_with(tmp_path: Path, monkeypatch) -> None:
@@ -797,7 +798,7 @@ def test_every_run_of_every_budget_has_a_line(tmp_path: Path, monkeypatch) -> No
         recipe = load_recipe(place / "recipe.yaml")
         assert row["tokens"] == recipe.train.steps * recipe.train.tokens_per_step and row["rate"] == recipe.optim.lr
         assert row["loss"] == json.loads((place / "result.json").read_text())["evaluation"]["loss"]
-    assert [cell["budget"] for arm in report["arms"] for cell in arm["rungs"]] == [0] * 4
+    assert [cell.budget for arm in report.arms for cell in arm.rungs] == [0] * 4
     assert "better, rung 2, budget 2" in (out / "report.html").read_text()
 
 
@@ -807,11 +808,11 @@ def test_phi_needs_two_budgets(tmp_path: Path, monkeypatch) -> None:
     arms = "vanilla,loop=loop;ladder.layers=1/2;model.recurrence_options.trips=2"
     rules = {"layers": [2, 2, 2, 2], "tune_points": [], "twin": [], "check": False}
     report = climb(make(tmp_path, arms, **rules), tmp_path / "out", quiet=True)
-    assert "one token budget" in report["phi"]["refused"]
+    assert "one token budget" in report.phi.refused
     (tmp_path / "two").mkdir()
     ladder = make(tmp_path / "two", arms, **rules, tokens_per_parameter=[10, 40])
     report = climb(ladder, tmp_path / "two/out", quiet=True)
-    assert report["phi"]["refused"] is None and report["phi"]["cells"] == 8 and report["phi"]["budgets"] == 2
+    assert report.phi.refused is None and report.phi.cells == 8 and report.phi.budgets == 2
     assert State(ladder, tmp_path / "two/out").sealed() is not None
 
 
@@ -820,7 +821,7 @@ def test_an_arm_of_its_own_steps_says_nothing_of_a_trip(tmp_path: Path, monkeypa
     planted(monkeypatch)
     arms = "vanilla,loop=loop;ladder.layers=1/2;model.recurrence_options.trips=2;train.steps=3"
     rules = {**SMALL, "tune_points": [], "tokens_per_parameter": [10, 40], "check": False}
-    assert climb(make(tmp_path, arms, **rules), tmp_path / "out", quiet=True)["phi"] is None
+    assert climb(make(tmp_path, arms, **rules), tmp_path / "out", quiet=True).phi is None
 
 
 @pytest.mark.parametrize(

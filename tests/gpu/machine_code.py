@@ -159,7 +159,7 @@ def main() -> None:
         print(f"{name}  {size}", flush=True)
     if out is not None:
         bounds = {"registers": REGISTERS, "of_warps": WARPS, "shared": SHARED}
-        head = {"provenance": provenance(), "triton": triton.__version__, "bounds": bounds}
+        head = {"provenance": vars(provenance()), "triton": triton.__version__, "bounds": bounds}
         rows = ",\n  ".join(json.dumps(asdict(used)) for used in found)
         text = json.dumps(head, indent=1).removesuffix("\n}")
         out.write_text(f'{text},\n "kernels": [\n  {rows}\n ]\n}}\n', encoding="utf-8")

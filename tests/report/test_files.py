@@ -16,7 +16,7 @@ import pytest
 from fathom.errors import HeldError
 from fathom.lineage import nulls
 from fathom.report import files
-from fathom.report.files import digest, finite, lock, read_json, write_atomically, write_json
+from fathom.report.files import Digest, asdict, digest, lock, read_json, write_atomically, write_json
 
 
 def hold_and_die(path: Path) -> None:
@@ -76,7 +76,7 @@ def test_a_file_is_replaced_whole(tmp_path: Path, monkeypatch) -> None:
         patch.setattr(files.os, "fsync", lambda descriptor: (_ for _ in ()).throw(OSError("full")))
         write_json(tmp_path / "a.json", {"x": 2})
     assert (tmp_path / "a.json").read_bytes() == before
-    assert digest(tmp_path / "a.json") == {"bytes": len(before), "sha256": hashlib.sha256(before).hexdigest()}
+    assert digest(tmp_path / "a.json") == Digest(len(before), hashlib.sha256(before).hexdigest())
 
 
 @pytest.mark.parametrize("write", [write_json, nulls.write], ids=["json", "null"])
@@ -113,7 +113,7 @@ def test_only_an_object_is_read(tmp_path: Path) -> None:
 
 
 def test_what_is_not_a_number_becomes_null() -> None:
-    assert finite({"a": (1.0, float("inf")), "b": [float("nan"), "x"]}) == {"a": [1.0, None], "b": [None, "x"]}
+    assert asdict({"a": (1.0, float("inf")), "b": [float("nan"), "x"]}) == {"a": [1.0, None], "b": [None, "x"]}
 
 
 def test_what_cannot_be_replaced_is_named_and_nothing_is_left(tmp_path: Path) -> None:

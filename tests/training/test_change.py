@@ -346,7 +346,7 @@ def damage_weights(checkpoint: Path) -> None:
 def assert_opens(run: Path, step: int) -> None:
     """A run's name stands for the weights of a step, and says so."""
     opened, weights = open_source(run), processes.weights(run, step)
-    assert opened.facts["step"] == step
+    assert opened.facts.step == step
     assert all(torch.equal(p, weights[f"model.{name}"]) for name, p in opened.model.named_parameters())
 
 
@@ -364,7 +364,7 @@ def test_a_run_that_goes_on_is_not_its_earlier_model(corpus: Path, tmp_path: Pat
     result = train(extension(run))
     assert result.finished and result.model is None and not (run / "model").exists()
     assert_opens(run, 16)
-    assert open_source(run).facts["evaluation"] == json.loads((run / "result.json").read_text())["evaluation"]
+    assert open_source(run).facts.evaluation == json.loads((run / "result.json").read_text())["evaluation"]
     result = train(extension(run, ["train.steps=18", "train.export=true"]))
     assert find_model(run) == result.model == run / "model"
     assert_opens(run, 18)
@@ -378,7 +378,7 @@ def test_a_run_left_by_an_earlier_release_opens_at_its_last_step(corpus: Path, t
     train(extension(run, ["train.steps=16"]), callbacks=[StopAt(10)])
     (run / "result.json").write_text(before)
     assert_opens(run, 11)
-    assert "evaluation" not in open_source(run).facts, "that of step 8"
+    assert open_source(run).facts.evaluation is None, "that of step 8"
 
 
 def test_a_run_shortened_to_an_intact_step_is_its_model(corpus: Path, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from fathom.recipe import Recipe
 from fathom.training import train
 from fathom.training.checkpoint import Checkpointer
 from fathom.training.parallel import Ranks
+from fathom.training.results import TrainerState
 from tests import processes
 from tests.tiny import tiny_recipe
 
@@ -40,9 +41,13 @@ def checkpoints(tmp_path: Path, said: list[str]) -> Checkpointer:
     return Checkpointer(tmp_path, Ranks(), keep_last=2, say=said.append)
 
 
+def trainer(step: int) -> TrainerState:
+    return TrainerState(step, 1.5, 0, 0, None, 1, "2", {})
+
+
 def save(checkpoints: Checkpointer, *steps: int) -> None:
     for step in steps:
-        checkpoints.save(step, tensors(step), {"seconds": 1.5}, "recipe: text\n")
+        checkpoints.save(tensors(step), trainer(step), "recipe: text\n")
     checkpoints.wait()
 
 
@@ -51,7 +56,7 @@ def test_round_trip(checkpoints: Checkpointer, tmp_path: Path) -> None:
     saved = checkpoints.newest()
     assert saved is not None and saved.step == 2
     found = tensors(0)
-    assert checkpoints.load(saved, found) == {"step": 2, "seconds": 1.5}
+    assert checkpoints.load(saved, found) == trainer(2)
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors(2).items())
     assert (saved.directory / "recipe.yaml").read_text() == "recipe: text\n"
     assert not [path for path in saved.directory.iterdir() if path.suffix not in (".safetensors", ".json", ".yaml")]
@@ -59,7 +64,7 @@ def test_round_trip(checkpoints: Checkpointer, tmp_path: Path) -> None:
 
 def test_what_changes_after_save_is_not_saved(checkpoints: Checkpointer) -> None:
     changing = tensors(1)
-    checkpoints.save(1, changing, {}, "")
+    checkpoints.save(changing, trainer(1), "")
     for tensor in changing.values():
         tensor.fill_(7)
     checkpoints.wait()

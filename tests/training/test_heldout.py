@@ -6,6 +6,7 @@ import json
 import math
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,13 +17,15 @@ from torch.utils._pytree import tree_leaves
 
 from fathom.data.shards import TokenDataset
 from fathom.experiments.compare_page import _solved
+from fathom.experiments.compare_results import ArmTrips, ParallelRun
 from fathom.models import FathomConfig, FathomForCausalLM
 from fathom.models.loss import CHUNK_ROWS, IGNORE
 from fathom.recipe import Recipe
+from fathom.report.results import restored, to_json
 from fathom.training.estimate import estimate
-from fathom.training.gap import in_words
-from fathom.training.heldout import Evaluation, Score, decoding_gap, evaluate, token_losses_and_trips
+from fathom.training.heldout import decoding_gap, evaluate, token_losses_and_trips
 from fathom.training.parallel import Ranks
+from fathom.training.results import Evaluation, Score
 from tests.models.cases import with_rounds
 from tests.tiny import shape, tiny_recipe
 
@@ -154,27 +157,27 @@ def test_the_last_evaluation_decodes_a_sample(corpus: Path, packing: str, monkey
     monkeypatch.setattr("fathom.training.heldout.SAMPLE", 100)
     early, last = (evaluate(model, data, recipe, Ranks(), decode) for decode in (False, True))
     assert (early.gap, early.jacobi_rounds) == (None, 1) and model.training
-    assert last.gap is not None and last.gap["tokens"] <= 8 * 31 and abs(last.gap["value"]) > 1e-3
-    assert last.how == f", {in_words(last.gap)}" and early.how == ", 1 Jacobi rounds"
-    assert Evaluation.from_dict(last.to_dict()) == last and last.flat()["val/decoding_gap"] == last.gap["value"]
+    assert last.gap is not None and last.gap.tokens <= 8 * 31 and abs(last.gap.value) > 1e-3
+    assert last.how == f", {last.gap}" and early.how == ", 1 Jacobi rounds"
+    assert restored(Evaluation, json.loads(to_json(last))) == last
+    assert last.flat()["val/decoding_gap"] == last.gap.value
 
     with_rounds(model, 31)  # a row's worth: exact
     exact = decoding_gap(model.eval(), data, recipe, torch.device("cpu"))
-    assert exact is not None and abs(exact["value"]) < 1e-5
+    assert exact is not None and abs(exact.value) < 1e-5
     plain = evaluate(made({})[0], data, recipe, Ranks(), decode=True)
     assert (plain.gap, plain.jacobi_rounds, plain.how) == (None, None, "")
 
-    solved = [{"seed": 7, "jacobi_rounds": 1.0, "gap": last.to_dict()["gap"]}]
-    shown = str(_solved({"arms": [{"name": "thinks", "trips": {"solved": solved}}, {"name": "plain"}]}))
-    assert f"{last.gap['value']:+.4f}" in shown and "thinks" in shown and "plain" not in shown
+    trips = ArmTrips(1.0, 1, None, [], [ParallelRun(7, 1.0, last.gap)])
+    arms = [SimpleNamespace(name="thinks", trips=trips), SimpleNamespace(name="plain", trips=None)]
+    shown = str(_solved(SimpleNamespace(arms=arms)))
+    assert f"{last.gap.value:+.4f}" in shown and "thinks" in shown and "plain" not in shown
 
 
 def test_what_is_no_number_is_null_in_json_and_comes_back() -> None:
     lost = Score(math.nan, math.nan, 0)
     found = Evaluation(math.nan, math.nan, 0, domains={"talk": lost}, position_loss=[None, 3.5])
-    text = json.dumps(found.to_dict(), allow_nan=False)
-    again = Evaluation.from_dict(json.loads(text))
+    again = restored(Evaluation, json.loads(to_json(found)))
     assert math.isnan(again.loss) and math.isnan(again.domains["talk"].loss) and again.position_loss == [None, 3.5]
-    older = {**found.to_dict(), "loss": math.nan, "position_loss": [math.nan, 3.5]}
-    assert Evaluation.from_dict(older).position_loss == [None, 3.5]
+    assert math.isnan(found.perplexity)
     assert [name for name in found.flat() if name.startswith("val/position")] == ["val/position/1"]

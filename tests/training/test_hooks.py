@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fathom.errors import FathomError
 from fathom.recipe import Recipe
-from fathom.report.files import digest
 from fathom.training import Evaluation, Hook, read_metrics, train
 from fathom.training.build import StepMetrics, Training
 from fathom.training.hooks import Adapter, Hooks
@@ -136,24 +135,11 @@ def test_what_is_not_restored_is_seen(recipe: Recipe, tmp_path: Path) -> None:
     assert again.steps == 4
 
 
-def test_a_checkpoint_without_hooks_goes_on(recipe: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One from before there were any; and a state whose hook is gone is named, not lost in silence."""
+def test_the_state_of_a_hook_that_is_gone_is_named(recipe: Recipe, tmp_path: Path, capsys) -> None:
+    """It is not lost in silence."""
     train(recipe, tmp_path, callbacks=[Sum(stop=3)])
-    place = tmp_path / "step-000004"
-    trainer, manifest = (json.loads((place / name).read_text()) for name in ("trainer.json", "manifest.json"))
-    assert trainer["hooks"].keys() == {"Sum"}
     train(recipe.override("track.display=lines", "train.steps=8"), tmp_path, callbacks=[Recorder(), Stop(5)])
     assert "the state of a hook Sum, which is not in callbacks now" in capsys.readouterr().err
-    del trainer["hooks"]
-    for later in tmp_path.glob("step-*"):
-        if later != place:
-            (later / "manifest.json").unlink()  # broken: the older one is taken
-    (place / "trainer.json").write_text(json.dumps(trainer))
-    manifest["files"]["trainer.json"] = digest(place / "trainer.json")
-    (place / "manifest.json").write_text(json.dumps(manifest))
-    hook = Sum()
-    assert train(recipe, tmp_path, callbacks=[hook]).finished
-    assert hook.steps == 4, "nothing to load, and the last four steps"
 
 
 class Stop(Hook):

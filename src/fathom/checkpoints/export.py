@@ -20,9 +20,10 @@ from transformers.dynamic_module_utils import get_relative_import_files, get_rel
 
 from fathom._version import __version__
 from fathom.checkpoints.families import FAMILIES, family_of, native_config, native_tensors, unlike
+from fathom.checkpoints.find import Facts
 from fathom.checkpoints.hashes import write_hashes
 from fathom.checkpoints.layout import CARD, CONFIG, TOKENIZER_CONFIG, TOKENIZER_IDENTITY, TOKENIZER_JSON
-from fathom.checkpoints.runs import Facts, open_source
+from fathom.checkpoints.runs import open_source
 from fathom.checkpoints.special_tokens import as_field, as_list, known, settle_generation
 from fathom.checkpoints.to_gguf import ARCHITECTURES, MAGIC, write_gguf
 from fathom.checkpoints.tokenizers import identity
@@ -65,7 +66,7 @@ def export(
         directory: Where to write; for `gguf` a file, FILE.gguf.
         tokenizer: Saved beside the model; a run's own if not given.
         form: `fathom`, `native`, `unrolled`, `gguf`, or the name of a family.
-        facts: For the model card: `recipe` (YAML), `step`, `tokens`, `evaluation`.
+        facts: For the model card; a run's own if not given.
     """
     directory = Path(directory)
     if form not in FORMS:
@@ -78,7 +79,7 @@ def export(
         if directory.exists() and directory.samefile(model):
             raise ModelError(f"{directory} is the model itself; choose another place")
         opened = open_source(Path(model), tokenizer)
-        model, tokenizer, facts = opened.model, opened.tokenizer, {**opened.facts, **(facts or {})}
+        model, tokenizer, facts = opened.model, opened.tokenizer, facts or opened.facts
     if form != "fathom" and not isinstance(model, FathomForCausalLM):
         raise ModelError(f"a {type(model).__name__} has no form {form}; export it with --as fathom")
     shapes = {"fathom": lambda m: m, "native": as_native, "unrolled": as_unrolled, "gguf": as_llama_cpp}
@@ -99,7 +100,7 @@ def export(
                 (new / TOKENIZER_IDENTITY).write_text(hashed + "\n", encoding="utf-8")
         if form == "fathom":
             _add_code(new, model.config)
-        (new / CARD).write_text(model_card(model, form, facts or {}), encoding="utf-8")
+        (new / CARD).write_text(model_card(model, form, facts or Facts()), encoding="utf-8")
         if directory.exists():
             directory.rename(Path(scratch) / "old")
         new.rename(directory)
@@ -285,18 +286,18 @@ def _shape(config: FathomConfig) -> dict[str, object]:
 def _trained(facts: Facts) -> list[str]:
     """Paragraphs: steps and tokens, held-out scores, the recipe."""
     found = []
-    if "step" in facts:
-        tokens = f", {facts['tokens']:,} tokens" if "tokens" in facts else ""
-        found += ["## Training", f"{facts['step']:,} steps{tokens}."]
-    if evaluation := facts.get("evaluation"):
+    if facts.step is not None:
+        tokens = "" if facts.tokens is None else f", {facts.tokens:,} tokens"
+        found += ["## Training", f"{facts.step:,} steps{tokens}."]
+    if facts.evaluation:
         scores = [
             f"{name.replace('_', ' ')} {v:.4f}"
-            for name, v in evaluation.items()
+            for name, v in facts.evaluation.items()
             if isinstance(v, float) and name != "coverage"
         ]
         found.append(f"Held out: {', '.join(scores)}.")
-    if "recipe" in facts:
-        found.append(f"<details><summary>Recipe</summary>\n\n```yaml\n{facts['recipe'].rstrip()}\n```\n\n</details>")
+    if facts.recipe is not None:
+        found.append(f"<details><summary>Recipe</summary>\n\n```yaml\n{facts.recipe.rstrip()}\n```\n\n</details>")
     return found
 
 

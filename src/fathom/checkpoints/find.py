@@ -5,37 +5,73 @@ Only names and reports are read here, no weights, so torch is not imported.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypedDict
 
 import yaml
 
 from fathom.checkpoints.hub import local
 from fathom.checkpoints.layout import ARMS, CONFIG, LADDER, MODEL, RECIPE, REPORT, RESULT, step_number
-from fathom.errors import ModelError
-from fathom.report.files import read_json
+from fathom.errors import DataError, ModelError
+from fathom.report.results import read_result
 
 
-class _Mean(TypedDict):
+@dataclass(frozen=True)
+class Facts:
+    """How a model was trained, as far as it is known; of a run its `result.json`, and the recipe as YAML."""
+
+    recipe: str | None = None
+    step: int | None = None
+    tokens: int | None = None
+    evaluation: Mapping[str, object] | None = None
+
+    @classmethod
+    def of(cls, run: Path) -> Facts:
+        """What a run's result says; nothing where it has none."""
+        path = run / RESULT
+        remedy = "delete it, and `fathom train` on that directory writes it again"
+        return read_result(cls, path, remedy) if path.exists() else cls()
+
+
+@dataclass(frozen=True)
+class Gap:
+    """A difference to the control's loss."""
+
     mean: float
 
 
-class _Run(TypedDict):
+@dataclass(frozen=True)
+class ScoredRun:
+    """A run of a comparison's report."""
+
     loss: float
     directory: str
 
 
-class _Arm(TypedDict, total=False):
+@dataclass(frozen=True)
+class ScoredArm:
+    """An arm of a comparison's report."""
+
     name: str
-    loss: float
-    runs: list[_Run]
-    difference: _Mean
+    runs: list[ScoredRun]
+    loss: float | None = None
+    difference: Gap | None = None
 
 
-class _Report(TypedDict):
+@dataclass(frozen=True)
+class Scored:
     """The part of a comparison's report that is read here."""
 
-    arms: list[_Arm]
+    arms: list[ScoredArm]
+
+    def best(self) -> ScoredArm:
+        """The arm with the lowest mean validation loss."""
+        control = self.arms[0].loss or math.inf
+        # By the paired difference, since the mean of an arm that lost a seed is not over all of the control's seeds.
+        losses = {arm.name: control + arm.difference.mean if arm.difference else arm.loss for arm in self.arms}
+        return min((arm for arm in self.arms if arm.runs), key=lambda arm: losses[arm.name] or math.inf)
 
 
 def find_model(path: str | Path) -> Path:
@@ -74,12 +110,8 @@ def finished_model(run: Path) -> Path | None:
 
 def finished_step(run: Path) -> int:
     """The step at which a run has finished, by its result; -1 without one."""
-    try:
-        return int(read_json(run / RESULT)["step"])
-    except FileNotFoundError:
-        return -1
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ModelError(f"{run / RESULT} cannot be read: {error}") from None
+    step = Facts.of(run).step
+    return -1 if step is None else step
 
 
 def _planned_steps(run: Path) -> int | None:
@@ -117,23 +149,9 @@ def holds_comparison(path: Path) -> bool:
 def best_run(comparison: Path) -> Path:
     """The run with the lowest loss of a comparison's best arm."""
     try:
-        report: _Report = read_json(comparison / REPORT)
-        finished = any(arm["runs"] for arm in report["arms"])
-        best = min(best_arm(report)["runs"], key=lambda run: run["loss"])["directory"] if finished else ""
-    except (ValueError, KeyError, TypeError):
+        report = read_result(Scored, comparison / REPORT, "train it again")
+    except DataError:
         raise ModelError(f"{comparison}: its {REPORT} is not a comparison's, and there is no model beside it") from None
-    if not finished:
+    if not any(arm.runs for arm in report.arms):
         raise ModelError(f"{comparison}: no arm of this comparison is finished")
-    return comparison / str(best)
-
-
-def best_arm(report: _Report) -> _Arm:
-    """The arm of a comparison's report with the lowest mean validation loss."""
-    control = report["arms"][0]
-    scored = [arm for arm in report["arms"] if arm["runs"]]
-
-    def loss(arm: _Arm) -> float:
-        # By the paired difference, since the mean of an arm that lost a seed is not over all of the control's seeds.
-        return control["loss"] + arm["difference"]["mean"] if "difference" in arm else arm["loss"]
-
-    return min(scored, key=loss)
+    return comparison / min(report.best().runs, key=lambda run: run.loss).directory

@@ -20,7 +20,7 @@ ALWAYS_CHECKED = 2 << 30
 def write_hashes(directory: Path) -> None:
     """Write the hash of every weight file of a directory."""
     files = sorted(directory.glob("*.safetensors"))
-    lines = [f"{digest(file)['sha256']}  {file.name}\n" for file in files]
+    lines = [f"{digest(file).sha256}  {file.name}\n" for file in files]
     (directory / WEIGHT_HASHES).write_text("".join(lines), encoding="utf-8")
 
 
@@ -39,7 +39,7 @@ def changed(directory: Path) -> str | None:
     """What differs from `weights.sha256`, in one line; None if nothing does or the file is missing."""
     for name, expected in read_hashes(directory).items():
         file = directory / name
-        if file.is_file() and digest(file)["sha256"] == expected:
+        if file.is_file() and digest(file).sha256 == expected:
             continue
         what = (
             f"does not have the hash in {WEIGHT_HASHES}" if file.is_file() else f"is missing; {WEIGHT_HASHES} lists it"

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TypedDict, cast
 
 import torch
 import torch.distributed as dist
@@ -21,6 +20,7 @@ from transformers.utils import logging
 from fathom.checkpoints.check import check_checkpoint
 from fathom.checkpoints.families import known
 from fathom.checkpoints.find import (
+    Facts,
     best_run,
     checkpoint_steps,
     finished_model,
@@ -35,7 +35,6 @@ from fathom.checkpoints.layout import (
     CONFIG,
     MANIFEST,
     RECIPE,
-    RESULT,
     TOKENIZER,
     TOKENIZER_CONFIG,
     run_and_step,
@@ -45,7 +44,8 @@ from fathom.checkpoints.tokenizers import open_tokenizer
 from fathom.errors import FathomError, ModelError, TrainingError
 from fathom.models import FathomConfig, FathomForCausalLM
 from fathom.models.loading import differing, require_shapes
-from fathom.report.files import digest, read_json
+from fathom.report.files import Digest, digest, read_json
+from fathom.report.results import restored
 
 # Expected: checkpoints are often read and written by a single process.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -60,18 +60,6 @@ class Saved:
     """Optimizer steps taken, skipped ones included."""
 
 
-class Facts(TypedDict, total=False):
-    """How a model was trained, as far as it is known."""
-
-    recipe: str
-    """As YAML."""
-    step: int
-    tokens: int
-    evaluation: Mapping[str, object] | None
-    seconds: float
-    epochs: float
-
-
 @dataclass(frozen=True)
 class Opened:
     """A model with its tokenizer and how it was trained."""
@@ -79,7 +67,6 @@ class Opened:
     model: FathomForCausalLM
     tokenizer: PreTrainedTokenizerBase | None
     facts: Facts
-    """`recipe` (YAML), `step`, `tokens`, `evaluation`, as far as they are known."""
 
 
 def open_source(source: Path, tokenizer: PreTrainedTokenizerBase | None = None) -> Opened:
@@ -89,7 +76,7 @@ def open_source(source: Path, tokenizer: PreTrainedTokenizerBase | None = None) 
         source: Any of these, or `org/name[@revision]` on the Hub.
         tokenizer: Taken in place of the directory's own.
     """
-    facts: Facts = {}
+    facts = Facts()
     if is_gguf(source):
         unpacked, own = open_gguf(source)
         return Opened(unpacked, tokenizer or own, facts)
@@ -98,12 +85,7 @@ def open_source(source: Path, tokenizer: PreTrainedTokenizerBase | None = None) 
     source = best_run(source) if holds_comparison(source) else source
     directory = source
     if (source / RECIPE).exists():
-        facts["recipe"] = (source / RECIPE).read_text(encoding="utf-8")
-        if (source / RESULT).exists():
-            try:
-                facts = {**facts, **cast(Facts, read_json(source / RESULT))}
-            except ValueError as error:
-                raise ModelError(f"{source / RESULT} cannot be read: {reason(error)}") from None
+        facts = replace(Facts.of(source), recipe=(source / RECIPE).read_text(encoding="utf-8"))
         model = finished_model(source)
         if model is None:
             return _open_checkpoint(source, tokenizer, facts)
@@ -179,16 +161,16 @@ def _open_checkpoint(run: Path, tokenizer: PreTrainedTokenizerBase | None, facts
         raise ModelError(f"{run} has neither a finished model nor a checkpoint yet")
     weights = read_weights(saved)
     try:
-        model = FathomForCausalLM(config_of(recipe["model"]))
+        model = FathomForCausalLM(config_of(recipe.model))
     except (ValueError, StrictDataclassError) as error:
         raise ModelError(f"{run / RECIPE}: model: {reason(error)}") from error
     model.load_state_dict(weights, strict=False)
     model.set_step(saved.step)
-    home = Path(recipe["data"]["directory"]) / TOKENIZER
+    home = Path(str(recipe.data["directory"])) / TOKENIZER
     if tokenizer is None and home.exists():
         tokenizer = open_tokenizer(home)
-    known: Facts = facts if facts.get("step") == saved.step else {"recipe": facts["recipe"]}
-    return Opened(model, tokenizer, {**known, "step": saved.step})
+    known = facts if facts.step == saved.step else Facts(facts.recipe, saved.step)
+    return Opened(model, tokenizer, known)
 
 
 def config_of(block: Mapping[str, object]) -> FathomConfig:
@@ -226,7 +208,7 @@ def _configured(source: str, **keys: object) -> FathomConfig:
 def _config_at(run: Path, step: int | None) -> FathomConfig:
     """A run's configuration as its export at a step has it: every schedule stands where it was, by default last."""
     with torch.device("meta"):
-        model = FathomForCausalLM(config_of(_recipe_of(run)["model"]))
+        model = FathomForCausalLM(config_of(_recipe_of(run).model))
     model.set_step(max(checkpoint_steps(run), default=0) if step is None else step)
     return model.settled_config()
 
@@ -280,25 +262,26 @@ def read_weights(saved: Saved) -> dict[str, Tensor]:
     """The fp32 weights of a run's checkpoint by parameter name."""
     _refuse_adapters(saved.directory.parent)
     with torch.device("meta"):
-        model = FathomForCausalLM(config_of(_recipe_of(saved.directory)["model"]))
+        model = FathomForCausalLM(config_of(_recipe_of(saved.directory).model))
     weights = {name: torch.empty(p.shape, dtype=torch.float32) for name, p in model.named_parameters()}
     load_tensors(saved.directory, {f"model.{name}": tensor for name, tensor in weights.items()})
     return weights
 
 
-class _Blocks(TypedDict, total=False):
+@dataclass(frozen=True)
+class Blocks:
     """The parts of a run's recipe that are read here."""
 
     model: dict[str, object]
-    data: dict[str, str]
-    kvcache: dict[str, object] | None
-    lora: dict[str, object] | None
+    data: dict[str, object] = field(default_factory=dict)
+    kvcache: dict[str, object] | None = None
+    lora: dict[str, object] | None = None
 
 
-def _recipe_of(directory: Path) -> _Blocks:
+def _recipe_of(directory: Path) -> Blocks:
     try:
         recipe = yaml.safe_load((directory / RECIPE).read_text(encoding="utf-8"))
-        return {**recipe, "model": dict(recipe["model"])}
+        return restored(Blocks, recipe)
     except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
         raise ModelError(f"{directory / RECIPE} cannot be read: {reason(error)}") from None
 
@@ -310,7 +293,7 @@ def _refuse_adapters(run: Path) -> None:
 
 def _adapters(run: Path) -> bool:
     recipe = _recipe_of(run)
-    ranks = ((recipe.get("kvcache") or {}).get("lora_rank"), (recipe.get("lora") or {}).get("rank"))
+    ranks = ((recipe.kvcache or {}).get("lora_rank"), (recipe.lora or {}).get("rank"))
     return any(rank is not None for rank in ranks)
 
 
@@ -343,17 +326,17 @@ def load_tensors(directory: Path, tensors: Mapping[str, Tensor], alone: bool = F
 def damage(directory: Path) -> str | None:
     """What is wrong with a checkpoint's files, in words; None if nothing."""
     try:
-        files = read_json(directory / MANIFEST)["files"]
+        files = restored(dict[str, Digest], read_json(directory / MANIFEST)["files"])
     except (OSError, ValueError, KeyError, TypeError):
         return f"{MANIFEST} cannot be read"
     for file, expected in files.items():
         path = directory / file
         if not path.is_file():
             return f"{file} is missing"
-        if path.stat().st_size != expected["bytes"]:
-            return f"{file} has {path.stat().st_size} bytes instead of {expected['bytes']}"
+        if path.stat().st_size != expected.bytes:
+            return f"{file} has {path.stat().st_size} bytes instead of {expected.bytes}"
     for file, expected in files.items():
-        if digest(directory / file)["sha256"] != expected["sha256"]:
+        if digest(directory / file) != expected:
             return f"{file} has another checksum"
     return None
 

@@ -84,5 +84,5 @@ def _show(report: ComparisonReport, out: Path, found: Iterable[Table]) -> None:
     console = Console(highlight=False)
     for table in found:
         console.print(table, "")
-    console.print(report["verdict"], markup=False)
+    console.print(report.verdict, markup=False)
     console.print(f"\nreport: {(out / PAGE).resolve()}", markup=False, soft_wrap=True)

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from argparse import Namespace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from fathom.cli.parser import Parser, add_keys
 from fathom.corpus.recipe import CorpusRecipe, load_corpus_recipe
+from fathom.report.results import to_json
 from fathom.settings import describe
-
-if TYPE_CHECKING:
-    from fathom.corpus.pipeline import Preview
 
 
 def add(parser: Parser) -> None:
@@ -37,25 +33,8 @@ def run(options: Namespace) -> int:
     directory = options.out or Path("corpora") / options.recipe.stem
     if options.dry_run:
         found = preview(recipe, directory)
-        print(json.dumps(found) if options.json else _words(found))
-        return int("infeasible" in found["budget"])
+        print(to_json(found) if options.json else found)
+        return int(found.budget.infeasible is not None)
     report = build(recipe, directory)
-    print(json.dumps(report.to_dict()) if options.json else report)
+    print(to_json(report) if options.json else report)
     return 0
-
-
-def _words(found: Preview) -> str:
-    """A preview as text."""
-    lines = [f"recipe {found['recipe']}"]
-    for name, facts in found["inputs"].items():
-        lines.append(f"  {name}: {facts['files']:,} files, {facts['bytes'] / 1e6:,.1f} MB")
-    width = max(map(len, found["stages"]))
-    lines += [f"  {name:<{width}}  {stage['state']}  {stage.get('key', '')}" for name, stage in found["stages"].items()]
-    budget = found["budget"]
-    origin = "counted" if budget["counted"] else "estimated from the size of the inputs"
-    if "infeasible" in budget:
-        lines.append(f"infeasible, by tokens {origin}: {budget['infeasible']}")
-    else:
-        epochs = ", ".join(f"{name} {value:.2f}" for name, value in budget["epochs"].items())
-        lines.append(f"a budget of {budget['tokens']:,} tokens reads, in epochs ({origin}): {epochs}")
-    return "\n".join(lines)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from argparse import Namespace
 from pathlib import Path
 
 from fathom.cli.parser import Parser, add_kernels, add_kvcache, add_opening
 from fathom.errors import SettingsError
+from fathom.report.results import to_json
 
 WINDOWS = "1x,2x,4x,8x"
 
@@ -130,7 +130,7 @@ def run(options: Namespace) -> int:
             raise SettingsError("--benchmark and --kvcache exclude each other")
         pair = evaluate_pair(options.checkpoints, options.benchmark, settings)
         if options.json:
-            print(json.dumps(pair, ensure_ascii=False))
+            print(to_json(pair))
         else:
             show_pair(pair, options.out)
         return 0
@@ -146,7 +146,7 @@ def run(options: Namespace) -> int:
         )
         caches = evaluate_caches(options.checkpoints, settings, asked)
         if options.json:
-            print(json.dumps(caches, ensure_ascii=False))
+            print(to_json(caches))
         else:
             show_caches(caches, options.out)
         return 0
@@ -155,9 +155,9 @@ def run(options: Namespace) -> int:
     checkpoints, report = score(options.checkpoints, settings)
     deepened = compare(checkpoints, options.out) if options.deepened else None
     if options.json:
-        print(json.dumps(report if deepened is None else {**report, "deepened": deepened}, ensure_ascii=False))
+        print(to_json(report if deepened is None else {**vars(report), "deepened": deepened}))
     else:
         show(checkpoints, report, options.out)
-        print("".join(f"\n{sentence}" for sentence in ([] if deepened is None else deepened["sentences"])))
+        print("".join(f"\n{sentence}" for sentence in ([] if deepened is None else deepened.sentences)))
     # A failed task was reported when it failed; the other results are printed and stored.
-    return int(any(entry["failed"] for entry in report["checkpoints"].values()))
+    return int(any(entry.failed for entry in report.checkpoints.values()))

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from fathom.cli.parser import Parser, add_kernels, add_kvcache, add_opening, add_speculate
 from fathom.errors import SettingsError
+from fathom.report.results import to_json
 
 if TYPE_CHECKING:
     from fathom.inference.prompt_file import FileSummary
@@ -133,13 +134,13 @@ def _report(summary: FileSummary, options: Namespace) -> int:
     """Print the summary of a file of prompts; returns the exit code."""
     from fathom.inference.generate import report_speed
 
-    report_speed(summary["tokens"], summary["seconds"])
-    prompts, errors = summary["prompts"], summary["errors"]
+    report_speed(summary.tokens, summary.seconds)
+    prompts, errors = summary.prompts, summary.errors
     told = f"{prompts - errors} completions" + (f", {errors} errors" if errors else "")
     if options.out is None:
         print(told, file=sys.stderr)
     else:
-        print(json.dumps(summary) if options.json else f"{options.out}: {told}")
+        print(to_json(summary) if options.json else f"{options.out}: {told}")
     return 1 if prompts and errors == prompts else 0
 
 

@@ -54,6 +54,7 @@ def run(options: Namespace) -> int:
     from fathom.experiments.ladder import add_seeds, climb, rewrite
     from fathom.experiments.ladder_page import tables
     from fathom.experiments.rungs import Ladder, checked, find_ladder, load_ladder
+    from fathom.report.files import asdict
     from fathom.report.tables import terminal_table
 
     if options.report and (options.retry_failed or options.dry_run):
@@ -81,10 +82,10 @@ def run(options: Namespace) -> int:
     if options.dry_run:
         found = budget(ladder)
         if options.json:
-            print(json.dumps(found, indent=2))
+            print(json.dumps(asdict(found), indent=2))
         else:
             console.print(terminal_table(*budget_rows(found)), "")
-            console.print(found["words"], markup=False)
+            console.print(str(found), markup=False)
         return 0
     if options.report:
         report = rewrite(ladder, out)
@@ -95,12 +96,11 @@ def run(options: Namespace) -> int:
         return 0
     for table in tables(report):
         console.print(table, "")
-    console.print(report["verdict"], markup=False)
-    sealed = report["prediction"]
-    if sealed is not None and any(row["observed"] is None for row in sealed["rows"]):
+    console.print(report.verdict, markup=False)
+    sealed = report.prediction
+    if sealed is not None and any(row.observed is None for row in sealed.rows):
         console.print(
-            f"\nprediction of the largest size sealed: {sealed['sha256']} (publish it before the largest size is "
-            "trained)",
+            f"\nprediction of the largest size sealed: {sealed.sha256} (publish it before the largest size is trained)",
             markup=False,
             soft_wrap=True,
         )

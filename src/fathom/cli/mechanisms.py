@@ -13,6 +13,7 @@ from typing import Any
 from fathom.cli.parser import Parser
 from fathom.errors import SettingsError
 from fathom.recipe import load_recipe
+from fathom.report.results import to_json
 
 FIRST = ("none", "plain", "once")
 """The first value of each axis: no mechanism."""
@@ -104,7 +105,7 @@ def _show_costs(name: str, size: int, as_json: bool) -> int:
 
     config = read_config(Path(name)) if Path(name).is_dir() else load_recipe(name).config()
     if as_json:
-        print(json.dumps({"vanilla": vanilla_row(config, size), "mechanisms": list(mechanism_rows(config, size))}))
+        print(to_json({"vanilla": vanilla_row(config, size), "mechanisms": list(mechanism_rows(config, size))}))
     else:
         Console().print(mechanism_table(config, size))
     return 0

@@ -13,6 +13,7 @@ from fathom.checkpoints.layout import RECIPE
 from fathom.cli.parser import Parser, add_recipe
 from fathom.errors import SettingsError
 from fathom.recipe import Recipe, find_recipe, load_recipe
+from fathom.report.results import to_json
 
 if TYPE_CHECKING:
     from fathom.training import Change
@@ -96,8 +97,7 @@ def run(options: Namespace) -> int:
     if os.environ.get("RANK", "0") != "0":
         return 0  # only the first rank prints
     if options.json:
-        summary = {key: str(value) if isinstance(value, Path) else value for key, value in vars(result).items()}
-        print(json.dumps({**summary, "evaluation": evaluation and evaluation.to_dict()}))
+        print(to_json(result))
     elif evaluation is not None:
         print(
             f"{result.run_dir}: {result.step} steps, held-out loss {evaluation.loss:.4f}, "

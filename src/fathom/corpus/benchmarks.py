@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 from fathom.corpus.normalization import normalize
 from fathom.corpus.words import lower, words_of
@@ -276,7 +276,8 @@ def _gold(
     return (place, choices[place]) if 0 <= place < len(choices) else (None, "")
 
 
-class SelfCheck(TypedDict):
+@dataclass(frozen=True)
+class SelfCheck:
     """The faults of a benchmark: how many items by fault, and the first of them; and the score of a guess."""
 
     items: int
@@ -322,17 +323,17 @@ def self_check(items: Sequence[Item]) -> SelfCheck:
     letters = Counter(
         LETTERS[item.answer] for item in with_choices if item.answer is not None and item.answer < len(LETTERS)
     )
-    return {
-        "items": len(items),
-        "questions": len(whole),
-        "question_answer_pairs": sum(map(len, answers.values())),
-        "with_choices": len(with_choices),
-        "letters": dict(sorted(letters.items())),
-        "majority_score": round(max(letters.values()) / len(with_choices), 6) if letters else None,
-        "counts": {name: len(found) for name, found in faults.items()},
-        "faults": {name: found[:SHOWN] for name, found in faults.items()},
-        "left_out": dict(sorted(Counter(why for item in items if (why := item.cannot_be_asked())).items())),
-    }
+    return SelfCheck(
+        items=len(items),
+        questions=len(whole),
+        question_answer_pairs=sum(map(len, answers.values())),
+        with_choices=len(with_choices),
+        letters=dict(sorted(letters.items())),
+        majority_score=round(max(letters.values()) / len(with_choices), 6) if letters else None,
+        counts={name: len(found) for name, found in faults.items()},
+        faults={name: found[:SHOWN] for name, found in faults.items()},
+        left_out=dict(sorted(Counter(why for item in items if (why := item.cannot_be_asked())).items())),
+    )
 
 
 def _lists_options(item: Item) -> bool:

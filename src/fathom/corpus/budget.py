@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TypedDict
+from dataclasses import dataclass
 
 from fathom.data.mixture import whole_weights
 from fathom.errors import DataError
 
 
-class Budget(TypedDict, total=False):
-    """A feasible mixture, as in `mixture.json`; a preview has all of its keys or none."""
+@dataclass(frozen=True)
+class Budget:
+    """A feasible mixture, as in `mixture.json`."""
 
     tokens: int
     weights: dict[str, int]

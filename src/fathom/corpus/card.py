@@ -77,8 +77,8 @@ def _token_counts(workspace: Workspace) -> dict[str, int]:
 
 def _by_collection(workspace: Workspace, stage: str) -> dict[str, Counter[str]]:
     found: dict[str, Counter[str]] = {name: Counter() for name in workspace.recipe.collections}
-    for task in workspace.manifest(stage)["tasks"]:
-        found[task["arguments"]["collection"]].update(task["counts"])
+    for task in workspace.manifest(stage).tasks:
+        found[task.arguments["collection"]].update(task.counts)
     return found
 
 
@@ -86,7 +86,7 @@ def _dropped(workspace: Workspace) -> Iterator[str]:
     """One row for each reason, one column for each collection."""
     names = list(workspace.recipe.collections)
     read, cleaned = _by_collection(workspace, "ingest"), _by_collection(workspace, "clean")
-    gone = workspace.manifest("duplicates")["counts"]
+    gone = workspace.manifest("duplicates").counts
     rows = [["read", *(read[name]["documents"] for name in names)]]
     rows += [[f"unreadable: {status}", *(read[name][status] for name in names)] for status in FAILURES]
     rows += [[f"filter: {rule}", *(cleaned[name][rule] for name in names)] for rule in ("empty", *RULES)]
@@ -96,12 +96,12 @@ def _dropped(workspace: Workspace) -> Iterator[str]:
     rows += [[f"contaminated: {word}", *(actions[name][word] for name in names)] for word in done]
     kept = _token_counts(workspace)
     rejected: dict[str, Counter[str]] = {name: Counter() for name in names}
-    for task in workspace.manifest("converse")["tasks"]:
-        rejected[task["arguments"]["collection"]].update({key: task["counts"][key] for key in REASONS})
+    for task in workspace.manifest("converse").tasks:
+        rejected[task.arguments["collection"]].update({key: task.counts[key] for key in REASONS})
     rows += [[f"conversation: {reason}", *(rejected[name][reason] for name in names)] for reason in REASONS]
-    for task in workspace.manifest("export")["tasks"]:
-        if (form := task["arguments"]["form"]) != "lm_eval":
-            rows.append([f"not in exports/{form}", *(task["counts"].get(f"left out of {name}", 0) for name in names)])
+    for task in workspace.manifest("export").tasks:
+        if (form := task.arguments["form"]) != "lm_eval":
+            rows.append([f"not in exports/{form}", *(task.counts.get(f"left out of {name}", 0) for name in names)])
     last = ["kept", *(sum(kept.get(f"{name} {split} documents", 0) for split in ("train", "val")) for name in names)]
     yield from _table(("documents", *names), [row for row in rows if row[0] == "read" or any(row[1:])] + [last])
     yield ""
@@ -113,18 +113,18 @@ def _dropped(workspace: Workspace) -> Iterator[str]:
 def _actions(workspace: Workspace) -> dict[str, Counter[str]]:
     """Documents that give an item away, by what was done with them."""
     found: dict[str, Counter[str]] = {name: Counter() for name in workspace.recipe.collections}
-    parts = {task["inputs"][0]["path"]: task for task in workspace.manifest("contamination")["tasks"]}
+    parts = {task.inputs[0].path: task for task in workspace.manifest("contamination").tasks}
     collections = {
-        f"stages/clean/{task['key']}/{name}": task["arguments"]["collection"]
-        for task in workspace.manifest("clean")["tasks"]
-        for name in task["outputs"]
+        f"stages/clean/{task.key}/{name}": task.arguments["collection"]
+        for task in workspace.manifest("clean").tasks
+        for name in task.outputs
     }
     for path, task in parts.items():
         for word, count in (
             *(("drop", "dropped"), ("cut", "cut"), ("report", "reported")),
             ("piece of too few words", "short_pieces"),
         ):
-            found[collections[path]][word] += task["counts"][count]
+            found[collections[path]][word] += task.counts[count]
     return found
 
 
@@ -152,21 +152,18 @@ def _benchmarks(workspace: Workspace) -> Iterator[str]:
     if not checks:
         yield "None was named: nothing is known of what these documents give away."
         return
-    dirty = {task["arguments"]["benchmark"]: task["counts"] for task in workspace.manifest("flags")["tasks"]}
+    dirty = {task.arguments["benchmark"]: task.counts for task in workspace.manifest("flags").tasks}
     rows = [
         [
-            check["benchmark"],
-            check["items"],
-            dirty[check["benchmark"]]["dirty"],
-            len(check["template_only"]),
-            len(check["too_short_to_find"]),
-            *(
-                check["counts"][key]
-                for key in ("duplicate_stems", "contradictory", "repeated_options", "empty_options")
-            ),
-            check["counts"]["answer_out_of_range"],
-            check["counts"]["unread_options"],
-            dirty[check["benchmark"]]["left_out"],
+            check.benchmark,
+            check.items,
+            dirty[check.benchmark]["dirty"],
+            len(check.template_only),
+            len(check.too_short_to_find),
+            *(check.counts[key] for key in ("duplicate_stems", "contradictory", "repeated_options", "empty_options")),
+            check.counts["answer_out_of_range"],
+            check.counts["unread_options"],
+            dirty[check.benchmark]["left_out"],
         ]
         for check in checks
     ]
@@ -188,5 +185,5 @@ def _benchmarks(workspace: Workspace) -> Iterator[str]:
 def _hashes(workspace: Workspace) -> Iterator[str]:
     rows = []
     for place in sorted((workspace.directory / "stages").glob(f"*/{MANIFEST}")):
-        rows.append([place.parent.name, f"`{digest(place)['sha256'][:32]}`"])
+        rows.append([place.parent.name, f"`{digest(place).sha256[:32]}`"])
     yield from _table(("stage", "SHA-256 of its manifest, first half"), rows)

@@ -8,12 +8,11 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import TypedDict
 
 from fathom.corpus.conversations import contents
 from fathom.corpus.documents import Document, PartWriter, read_part, write_lines
 from fathom.corpus.normalization import normalize
-from fathom.corpus.quality import broken_rules, language_of
+from fathom.corpus.quality import Broken, broken_rules, language_of
 from fathom.corpus.recipe import Filter
 from fathom.corpus.stage import Stage, Task
 from fathom.corpus.templates import is_learnt
@@ -52,12 +51,12 @@ class Clean(Stage):
         if wanted and importlib.util.find_spec("py3langid") is None:
             raise DataError(f"filter.languages needs py3langid: {to_install('corpus')}")
         found = []
-        for entry in self.workspace.manifest("ingest")["tasks"]:
-            collection = entry["arguments"]["collection"]
-            kind = "documents" if entry["arguments"]["kind"] == "documents" else "conversations"
+        for entry in self.workspace.manifest("ingest").tasks:
+            collection = entry.arguments["collection"]
+            kind = "documents" if entry.arguments["kind"] == "documents" else "conversations"
             limits = asdict(self.recipe.filter_of(collection)) if kind == "documents" else None
             arguments = {"collection": collection, "kind": kind, "filter": limits}
-            found += [Task((part,), arguments) for part in self.workspace.parts("ingest", entry["key"])]
+            found += [Task((part,), arguments) for part in self.workspace.parts("ingest", entry.key)]
         return found
 
     def finish(self, counts: dict[str, int]) -> None:
@@ -100,8 +99,8 @@ class Clean(Stage):
                 counts["bytes"] += len(document.text.encode("utf-8"))
                 writer.write(document)
                 continue
-            counts[reasons[0]["rule"]] += 1
-            yield {"id": document.id, "path": document.path, "reason": reasons[0]["rule"], "all": reasons}
+            counts[reasons[0].rule] += 1
+            yield {"id": document.id, "path": document.path, "reason": reasons[0].rule, "all": list(map(vars, reasons))}
 
     def _normalize(self, document: Document) -> None:
         normal = self.recipe.normalize
@@ -113,25 +112,15 @@ class Clean(Stage):
         document.n_chars, document.n_words = len(document.text), len(document.text.split())
 
 
-class Reason(TypedDict, total=False):
-    """A rule that a document breaks, with its value and the limit."""
-
-    rule: str
-    value: object
-    limit: object
-
-
-def _reasons(document: Document, limits: Filter | None) -> list[Reason]:
+def _reasons(document: Document, limits: Filter | None) -> list[Broken]:
     """Every rule that a document breaks, the first first."""
     if not document.text.strip():
-        return [{"rule": "empty"}]
+        return [Broken("empty")]
     if limits is None:
         return []
-    reasons: list[Reason] = [
-        {"rule": one.rule, "value": one.value, "limit": one.limit} for one in broken_rules(document.text, limits)
-    ]
+    reasons = broken_rules(document.text, limits)
     if limits.languages:
         document.lang = language_of(document.text)
         if document.lang not in limits.languages:
-            reasons.append({"rule": "language", "value": document.lang, "limit": list(limits.languages)})
+            reasons.append(Broken("language", document.lang, list(limits.languages)))
     return reasons

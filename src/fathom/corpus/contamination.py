@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -17,10 +17,11 @@ from fathom.corpus.benchmarks import Item, SelfCheck, plain, read_items, self_ch
 from fathom.corpus.documents import Document, read_lines, read_part, write_lines
 from fathom.corpus.kept import clean_parts, pieces_of
 from fathom.corpus.leaks import Hit, Matcher, build_index, passages
-from fathom.corpus.stage import Input, Stage, Task, Workspace
+from fathom.corpus.stage import REMEDY, Input, Stage, Task, Workspace
 from fathom.corpus.words import BLOCK
 from fathom.errors import DataError
-from fathom.report.files import digest, read_json, write_json
+from fathom.report.files import digest, write_json
+from fathom.report.results import read_result
 
 SNIPPET = 300
 """Characters of a document that a report quotes."""
@@ -44,8 +45,7 @@ class Benchmarks(Stage):
             place = Path(one.path.partition("#")[0]).expanduser()
             if not place.is_file():
                 raise DataError(f"decontaminate.benchmarks.{name}: {place}: no such file")
-            facts = digest(place)
-            entry = Input(str(place.absolute()), facts["sha256"], facts["bytes"])
+            entry = Input.of(str(place.absolute()), digest(place))
             arguments = {"name": name, "question": one.question, "part": one.path.partition("#")[2]}
             found.append(Task((entry,), arguments))
         return found
@@ -55,14 +55,20 @@ class Benchmarks(Stage):
         name, part = task.arguments["name"], task.arguments["part"]
         place = task.inputs[0].path + (f"#{part}" if part else "")
         items = read_items(Path(place), name, task.arguments["question"])
-        check = self_check(items)
+        found = self_check(items)
         index, unfound = build_index(items, self.recipe.decontaminate)
         np.savez(folder / "index.npz", allow_pickle=False, **index)
         write_lines(folder / "items.jsonl", (asdict(item) for item in items))
-        hidden = {"template_only": unfound.template, "too_short_to_find": unfound.short}
-        write_json(folder / "check.json", {"benchmark": name, **check, **hidden})
-        found = {"contradictory": check["counts"]["contradictory"]}
-        return {"items": len(items), **found, **{key: len(ids) for key, ids in hidden.items()}}
+        check = BenchmarkCheck(
+            **vars(found), benchmark=name, template_only=unfound.template, too_short_to_find=unfound.short
+        )
+        write_json(folder / "check.json", check)
+        return {
+            "items": len(items),
+            "contradictory": check.counts["contradictory"],
+            "template_only": len(check.template_only),
+            "too_short_to_find": len(check.too_short_to_find),
+        }
 
     def finish(self, counts: dict[str, int]) -> None:
         """Under `decontaminate.strict`, refuse a benchmark that gives one question two answers."""
@@ -91,7 +97,7 @@ class Contamination(Stage):
     def tasks(self) -> list[Task]:
         """The tasks, once the stages before are finished."""
         indices, items = (self.workspace.outputs("benchmarks", name) for name in ("index.npz", "items.jsonl"))
-        names = [task["arguments"]["name"] for task in self.workspace.manifest("benchmarks")["tasks"]]
+        names = [task.arguments["name"] for task in self.workspace.manifest("benchmarks").tasks]
         removed = self.workspace.outputs("duplicates", ".npy")
         parts = self.workspace.parts("clean") if names else []
         cuts = "cut" in self._actions().values()
@@ -227,7 +233,7 @@ class Flags(Stage):
     def tasks(self) -> list[Task]:
         """The tasks, once the stages before are finished."""
         items = self.workspace.outputs("benchmarks", "items.jsonl")
-        names = [task["arguments"]["name"] for task in self.workspace.manifest("benchmarks")["tasks"]]
+        names = [task.arguments["name"] for task in self.workspace.manifest("benchmarks").tasks]
         hits = self.workspace.outputs("contamination", "hits.jsonl")
         return [Task((one, *hits), {"benchmark": name}) for name, one in zip(names, items, strict=True)]
 
@@ -258,6 +264,7 @@ class Flags(Stage):
         return {"items": len(items), "dirty": len(where), "left_out": len(items) - written}
 
 
+@dataclass(frozen=True, kw_only=True)
 class BenchmarkCheck(SelfCheck):
     """A self-check with the benchmark's name and the items that are not found in documents by their question."""
 
@@ -268,4 +275,7 @@ class BenchmarkCheck(SelfCheck):
 
 def checks_of(workspace: Workspace) -> list[BenchmarkCheck]:
     """The self-check of each benchmark."""
-    return [read_json(workspace.path(one)) for one in workspace.outputs("benchmarks", "check.json")]
+    return [
+        read_result(BenchmarkCheck, workspace.path(one), REMEDY)
+        for one in workspace.outputs("benchmarks", "check.json")
+    ]

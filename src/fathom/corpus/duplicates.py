@@ -109,15 +109,15 @@ class _Global(Stage):
 
     def buckets(self) -> int:
         """Number of buckets of documents, so that one bucket fits in memory."""
-        return -(-self.workspace.manifest("signatures")["counts"].get("documents", 0) // BUCKET_DOCUMENTS) or 1
+        return -(-self.workspace.manifest("signatures").counts.get("documents", 0) // BUCKET_DOCUMENTS) or 1
 
     def priorities(self) -> list[int]:
         """The priority of the collection of each file of documents."""
-        tasks = self.workspace.manifest("clean")["tasks"]
+        tasks = self.workspace.manifest("clean").tasks
         return [
-            self.recipe.collections[task["arguments"]["collection"]].priority
+            self.recipe.collections[task.arguments["collection"]].priority
             for task in tasks
-            for name in task["outputs"]
+            for name in task.outputs
             if name.startswith("part-")
         ]
 
@@ -269,7 +269,7 @@ class Verify(_Global):
     def tasks(self) -> list[Task]:
         """The tasks, once the stages before are finished."""
         pairs = self.workspace.outputs("candidates", "pairs.npy")
-        count = -(-self.workspace.manifest("candidates")["counts"].get("pairs", 0) // VERIFY_PAIRS)
+        count = -(-self.workspace.manifest("candidates").counts.get("pairs", 0) // VERIFY_PAIRS)
         inputs = (*self.workspace.parts("clean"), *self.signatures("offsets.npy"), *pairs)
         return [Task(inputs, {"share": share, "of": count, "pairs": len(pairs)}) for share in range(count)]
 

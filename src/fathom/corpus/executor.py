@@ -48,7 +48,7 @@ def write_plan(workspace: Workspace, stage: str, tasks: Sequence[Task]) -> None:
     """Write the tasks to the plan file, from which workers read them."""
     place = workspace.stage(stage)
     place.mkdir(parents=True, exist_ok=True)
-    write_json(place / PLAN, {"recipe": workspace.recipe.to_dict(), "tasks": [task.to_dict() for task in tasks]})
+    write_json(place / PLAN, {"recipe": workspace.recipe.to_dict(), "tasks": tasks})
 
 
 @contextmanager

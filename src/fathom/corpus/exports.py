@@ -31,7 +31,7 @@ class Export(Stage):
         inputs = tuple(one for part in parts for one in part.inputs())
         listed = [[part.collection, part.kind, len(part.inputs()), part.min_words] for part in parts]
         items = tuple(self.workspace.outputs("benchmarks", "items.jsonl"))
-        names = [task["arguments"]["name"] for task in self.workspace.manifest("benchmarks")["tasks"]]
+        names = [task.arguments["name"] for task in self.workspace.manifest("benchmarks").tasks]
         return [
             Task(items, {"form": form, "benchmarks": names})
             if form == "lm_eval"

@@ -7,9 +7,9 @@ import importlib.util
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 from fathom.checkpoints.layout import RECIPE
 from fathom.corpus.conversations import contents, messages_of
@@ -141,7 +141,7 @@ class Ingest(Stage):
         with ProgressBar("reading inputs", total) as bar, ThreadPoolExecutor(4) as pool:
             done = 0
             for path, facts in zip(fresh, pool.map(digest, fresh), strict=True):
-                found[path] = facts["sha256"]
+                found[path] = facts.sha256
                 done += stamps[path][0]
                 bar.update(done)
         found |= {path: known[str(path.absolute())][-1] for path in paths if path not in found}
@@ -164,9 +164,9 @@ class Ingest(Stage):
                         counts["bytes"] += len(found.text.encode("utf-8"))
                         writer.write(found)
                     else:
-                        counts[found["status"]] += 1
+                        counts[found.status] += 1
                         failures.append(found)
-        write_lines(folder / "failed.jsonl", failures)
+        write_lines(folder / "failed.jsonl", map(vars, failures))
         return counts
 
 
@@ -202,7 +202,8 @@ def collection_files(name: str, collection: Collection, out: Path | None = None)
             yield path.relative_to(base.expanduser()).as_posix(), path, kind
 
 
-class Failed(TypedDict):
+@dataclass(frozen=True)
+class Failed:
     """A file or record without a document, and why."""
 
     path: str
@@ -344,4 +345,4 @@ class _Reader:
 
 
 def _failure(place: str, extracted: Extracted) -> Failed:
-    return {"path": place, "status": extracted.status, "detail": extracted.detail}
+    return Failed(place, extracted.status, extracted.detail)

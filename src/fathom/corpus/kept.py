@@ -48,11 +48,11 @@ def kept_parts(workspace: Workspace) -> list[KeptPart]:
 
 def clean_parts(workspace: Workspace) -> Iterator[tuple[dict[str, Any], int]]:
     """Of every file of cleaned documents its task's arguments, and the words that a piece of a document must have."""
-    for task in workspace.manifest("clean")["tasks"]:
-        limits = task["arguments"]["filter"]
-        for name in task["outputs"]:
+    for task in workspace.manifest("clean").tasks:
+        limits = task.arguments["filter"]
+        for name in task.outputs:
             if name.startswith("part-"):
-                yield task["arguments"], (limits["min_words"] if limits else None) or 1
+                yield task.arguments, (limits["min_words"] if limits else None) or 1
 
 
 def kept_documents(workspace: Workspace, inputs: tuple[Input, ...], min_words: int) -> Iterator[Document]:

@@ -7,9 +7,8 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypedDict
 
 from fathom.checkpoints.layout import LOCK, PLAN, RECIPE
 from fathom.corpus.budget import Budget, plan_budget
@@ -19,10 +18,21 @@ from fathom.corpus.executor import Executing, executing, write_plan
 from fathom.corpus.ingest import collection_files
 from fathom.corpus.publish import budget_of, publish
 from fathom.corpus.recipe import CorpusRecipe
-from fathom.corpus.stage import MANIFEST, STAGES, Stage, Task, Workspace, conclude, package_versions, sweep, times_of
+from fathom.corpus.stage import (
+    MANIFEST,
+    STAGES,
+    Stage,
+    Task,
+    Times,
+    Workspace,
+    conclude,
+    package_versions,
+    sweep,
+    times_of,
+)
 from fathom.corpus.stages import ORDER
 from fathom.errors import DataError, HeldError
-from fathom.report.files import lock, read_json, write_atomically, write_json
+from fathom.report.files import lock, write_atomically, write_json
 from fathom.report.progress import ProgressBar
 
 RUN = "run.json"
@@ -51,8 +61,8 @@ class StageReport:
     seconds: float
     """Of this run."""
     counts: dict[str, int]
-    times: dict[str, float] = field(default_factory=dict)
-    """Times of all its tasks, those of earlier runs included."""
+    times: Times
+    """Of all its tasks, those of earlier runs included."""
 
 
 @dataclass
@@ -64,10 +74,6 @@ class Report:
     budget: Budget | None
     """None where there are only conversations."""
     card: Path
-
-    def to_dict(self) -> dict[str, object]:
-        """As plain values, for JSON."""
-        return {**asdict(self), "directory": str(self.directory), "card": str(self.card)}
 
     def __str__(self) -> str:
         """A few lines for a person."""
@@ -91,8 +97,8 @@ class Report:
                 f"learnt, too long {talk['too_long']:,}, without an answer {talk['no_target']:,}"
             )
         if self.budget:
-            epochs = ", ".join(f"{name} {value:.2f}" for name, value in self.budget["epochs"].items())
-            lines.append(f"  a budget of {self.budget['tokens']:,} tokens reads, in epochs: {epochs}")
+            epochs = ", ".join(f"{name} {value:.2f}" for name, value in self.budget.epochs.items())
+            lines.append(f"  a budget of {self.budget.tokens:,} tokens reads, in epochs: {epochs}")
         lines.append(f"  {self.card}")
         return "\n".join(lines)
 
@@ -114,7 +120,7 @@ def build(recipe: CorpusRecipe, directory: Path) -> Report:
         budget = publish(workspace)
         card = write_card(workspace)
         report = Report(directory, reports, budget, card)
-        write_json(directory / RUN, {**report.to_dict(), "versions": package_versions(PACKAGES)})
+        write_json(directory / RUN, {**vars(report), "versions": package_versions(PACKAGES)})
     return report
 
 
@@ -141,7 +147,7 @@ def _carry_out(stage: Stage, execute: Executing) -> StageReport:
     manifest = conclude(stage, tasks)
     (place / PLAN).unlink(missing_ok=True)
     seconds = round(time.perf_counter() - started, 3)
-    return StageReport(len(tasks), len(todo), seconds, manifest["counts"], times_of(stage, tasks))
+    return StageReport(len(tasks), len(todo), seconds, manifest.counts, times_of(stage, tasks))
 
 
 @contextmanager
@@ -159,56 +165,85 @@ def _locked(directory: Path) -> Iterator[None]:
         raise DataError(f"{directory} is being made by another process{held.advice}") from None
 
 
-class StagePreview(TypedDict, total=False):
-    """The work left in a stage; `key` changes with any of its tasks."""
+@dataclass(frozen=True)
+class StagePreview:
+    """The work left in a stage."""
 
     state: str
-    to_do: int
-    key: str
+    to_do: int | None = None
+    key: str = ""
+    """Changes with any of its tasks."""
 
 
-class PreviewBudget(Budget, total=False):
-    """The budget from counted tokens or from a guess; `infeasible` says why there is none."""
+@dataclass(frozen=True)
+class PreviewBudget:
+    """The budget from counted tokens or from a guess."""
 
     counted: bool
-    infeasible: str
+    budget: Budget | None = None
+    """None where there are only conversations."""
+    infeasible: str | None = None
+    """Why there is none."""
+
+    def __str__(self) -> str:
+        """The budget in a line."""
+        origin = "counted" if self.counted else "estimated from the size of the inputs"
+        if self.infeasible is not None:
+            return f"infeasible, by tokens {origin}: {self.infeasible}"
+        if self.budget is None:
+            return "only conversations, which have no budget"
+        epochs = ", ".join(f"{name} {value:.2f}" for name, value in self.budget.epochs.items())
+        return f"a budget of {self.budget.tokens:,} tokens reads, in epochs ({origin}): {epochs}"
 
 
-class Preview(TypedDict):
+@dataclass(frozen=True)
+class InputFiles:
+    """The files of a collection."""
+
+    files: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Preview:
     """What `build` would do."""
 
     recipe: str
-    inputs: dict[str, dict[str, int]]
+    inputs: dict[str, InputFiles]
     stages: dict[str, StagePreview]
     budget: PreviewBudget
+
+    def __str__(self) -> str:
+        """As text."""
+        lines = [f"recipe {self.recipe}"]
+        for name, facts in self.inputs.items():
+            lines.append(f"  {name}: {facts.files:,} files, {facts.bytes / 1e6:,.1f} MB")
+        width = max(map(len, self.stages))
+        lines += [f"  {name:<{width}}  {stage.state}  {stage.key}" for name, stage in self.stages.items()]
+        return "\n".join([*lines, str(self.budget)])
 
 
 def preview(recipe: CorpusRecipe, directory: Path) -> Preview:
     """What `build` would do, as far as that is known beforehand: inputs, stages, budget. Writes nothing."""
     check_template(recipe)
     workspace = Workspace(directory, recipe)
-    inputs: dict[str, dict[str, int]] = {}
+    inputs: dict[str, InputFiles] = {}
     for name, collection in recipe.collections.items():
         files = list(collection_files(name, collection, directory))
-        inputs[name] = {"files": len(files), "bytes": sum(path.stat().st_size for _, path, _ in files)}
+        inputs[name] = InputFiles(len(files), sum(path.stat().st_size for _, path, _ in files))
     stages: dict[str, StagePreview] = {}
     known = True
     for kind in ORDER:
         stage = kind(workspace)
         if not known:
-            stages[stage.name] = {"state": "waits for the stages before"}
+            stages[stage.name] = StagePreview("waits for the stages before")
             continue
         tasks = stage.tasks()
         todo = sum(not stage.done(task) for task in tasks)
-        stages[stage.name] = {"state": f"{todo} of {len(tasks)} tasks to do" if todo else "unchanged", "to_do": todo}
-        stages[stage.name]["key"] = _key(stage, tasks)
+        state = f"{todo} of {len(tasks)} tasks to do" if todo else "unchanged"
+        stages[stage.name] = StagePreview(state, todo, _key(stage, tasks))
         known = not todo and _is_current(stage, tasks)
-    return {
-        "recipe": recipe.digest(),
-        "inputs": inputs,
-        "stages": stages,
-        "budget": _expected(workspace, inputs, known),
-    }
+    return Preview(recipe.digest(), inputs, stages, _expected(workspace, inputs, known))
 
 
 def _key(stage: Stage, tasks: list[Task]) -> str:
@@ -217,22 +252,21 @@ def _key(stage: Stage, tasks: list[Task]) -> str:
 
 def _is_current(stage: Stage, tasks: list[Task]) -> bool:
     """Whether a stage's manifest is of these tasks."""
-    place = stage.workspace.stage(stage.name) / MANIFEST
-    return place.is_file() and [entry["key"] for entry in read_json(place)["tasks"]] == [
-        stage.key(one) for one in tasks
-    ]
+    if not (stage.workspace.stage(stage.name) / MANIFEST).is_file():
+        return False
+    return [entry.key for entry in stage.workspace.manifest(stage.name).tasks] == [stage.key(one) for one in tasks]
 
 
-def _expected(workspace: Workspace, inputs: dict[str, dict[str, int]], known: bool) -> PreviewBudget:
+def _expected(workspace: Workspace, inputs: dict[str, InputFiles], known: bool) -> PreviewBudget:
     """The budget from tokens that were counted, or from a guess at them."""
     mix = workspace.recipe.mix
     if all(one.kind != "documents" for one in workspace.recipe.collections.values()):
-        return {"counted": known, "tokens": 0, "epochs": {}}
+        return PreviewBudget(known)
     try:
         if known:
-            return {"counted": True, **budget_of(workspace)}
+            return PreviewBudget(True, budget_of(workspace))
         names = [name for name, one in workspace.recipe.collections.items() if one.kind == "documents"]
-        guess = {name: int(inputs[name]["bytes"] / BYTES_PER_TOKEN) for name in names}
-        return {"counted": False, **plan_budget(guess, mix.shares, mix.tokens, mix.epochs)}
+        guess = {name: int(inputs[name].bytes / BYTES_PER_TOKEN) for name in names}
+        return PreviewBudget(False, plan_budget(guess, mix.shares, mix.tokens, mix.epochs))
     except DataError as error:
-        return {"counted": known, "infeasible": str(error)}
+        return PreviewBudget(known, infeasible=str(error))

@@ -37,7 +37,7 @@ MIXTURE, ORDERS = "mixture.json", {1: "mixture.u8", 2: "mixture.u16"}
 
 def available_tokens(workspace: Workspace) -> dict[str, int]:
     """Training tokens of each collection of documents."""
-    counts = workspace.manifest("tokenize")["counts"]
+    counts = workspace.manifest("tokenize").counts
     names = [name for name, one in workspace.recipe.collections.items() if one.kind == "documents"]
     return {name: counts.get(f"{name} train tokens", 0) for name in names}
 
@@ -74,10 +74,10 @@ def publish(workspace: Workspace) -> Budget | None:
 
 def _publish_mixture(workspace: Workspace, budget: Budget) -> None:
     block = workspace.recipe.mix.block
-    weights = list(budget["weights"].values())
+    weights = list(budget.weights.values())
     period = sum(weights)
-    mixture = {**budget, "collections": list(budget["weights"]), "block": block}
-    mixture |= {"rows": -(-budget["tokens"] // block), "period": period}
+    mixture = {**vars(budget), "collections": list(budget.weights), "block": block}
+    mixture |= {"rows": -(-budget.tokens // block), "period": period}
     order = row_order(weights, period)
     for width, name in ORDERS.items():
         if width == order.itemsize:
@@ -170,11 +170,11 @@ def _publish_exports(workspace: Workspace) -> None:
     """A folder for each export format."""
     place = workspace.directory / EXPORT_FOLDER
     shutil.rmtree(place, ignore_errors=True)
-    for task in workspace.manifest("export")["tasks"]:
-        folder = place / task["arguments"]["form"]
+    for task in workspace.manifest("export").tasks:
+        folder = place / task.arguments["form"]
         folder.mkdir(parents=True)
-        for name in task["outputs"]:
-            _link(workspace.stage("export") / task["key"] / name, folder / name)
+        for name in task.outputs:
+            _link(workspace.stage("export") / task.key / name, folder / name)
 
 
 def _publish_flags(workspace: Workspace) -> None:

@@ -6,7 +6,8 @@ import functools
 import re
 from collections import Counter
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,12 +25,13 @@ LETTER = re.compile(r"[^\W\d_]")
 TOP_RUNS, REPEATED_RUNS = (2, 3, 4), (5, 6, 7, 8, 9, 10)
 
 
-class Broken(NamedTuple):
-    """A rule that a document breaks."""
+@dataclass(frozen=True)
+class Broken:
+    """A rule that a document breaks, with its value and the limit."""
 
     rule: str
-    value: float
-    limit: float
+    value: object = None
+    limit: object = None
 
 
 def broken_rules(text: str, limits: Filter) -> list[Broken]:

@@ -15,20 +15,22 @@ import shutil
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, ClassVar, TypedDict
+from typing import Any, ClassVar
 
 from fathom.checkpoints.layout import MANIFEST
 from fathom.corpus.recipe import CorpusRecipe
-from fathom.report.files import Digest, digest, read_json, sync_directory, write_json
+from fathom.report.files import Digest, digest, sync_directory, write_json
+from fathom.report.results import read_result
 
 STAGES = "stages"
 TASK, TIMES = "task.json", "times.json"
 DRAFT = ".new"
+REMEDY = "delete its folder, and the same command makes it again"
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,11 @@ class Input:
     sha256: str
     bytes: int = 0
 
+    @classmethod
+    def of(cls, path: str, facts: Digest) -> Input:
+        """A file with its digest."""
+        return cls(path, facts.sha256, facts.bytes)
+
 
 @dataclass(frozen=True)
 class Task:
@@ -49,25 +56,9 @@ class Task:
     arguments: dict[str, Any] = field(default_factory=dict)
     """everything else that the result depends on"""
 
-    def to_dict(self) -> dict[str, object]:
-        """As plain values, for JSON."""
-        return asdict(self)
 
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Task:
-        """The reverse of `to_dict`."""
-        return cls(tuple(Input(**one) for one in values["inputs"]), dict(values["arguments"]))
-
-
-class InputEntry(TypedDict):
-    """An `Input` in a manifest."""
-
-    path: str
-    sha256: str
-    bytes: int
-
-
-class TaskOutcome(TypedDict):
+@dataclass(frozen=True)
+class TaskOutcome:
     """The record that a task writes beside its files."""
 
     key: str
@@ -75,15 +66,17 @@ class TaskOutcome(TypedDict):
     outputs: dict[str, Digest]
 
 
+@dataclass(frozen=True)
 class TaskEntry(TaskOutcome):
     """A task in a manifest."""
 
     arguments: dict[str, Any]
     """as the stage gave them"""
-    inputs: list[InputEntry]
+    inputs: list[Input]
 
 
-class StageManifest(TypedDict):
+@dataclass(frozen=True)
+class StageManifest:
     """The manifest of a finished stage: its settings, counts, and the inputs and outputs of its tasks."""
 
     stage: str
@@ -91,6 +84,16 @@ class StageManifest(TypedDict):
     settings: dict[str, object]
     counts: dict[str, int]
     tasks: list[TaskEntry]
+
+
+@dataclass(frozen=True)
+class Times:
+    """What a task took, or several."""
+
+    seconds: float
+    cpu_seconds: float
+    input_bytes: int
+    peak_bytes: int
 
 
 def stage_folder(directory: Path, name: str) -> Path:
@@ -111,17 +114,15 @@ class Workspace:
 
     def manifest(self, name: str) -> StageManifest:
         """The manifest of a finished stage."""
-        found: StageManifest = read_json(self.stage(name) / MANIFEST)
-        return found
+        return read_result(StageManifest, self.stage(name) / MANIFEST, REMEDY)
 
     def outputs(self, stage: str, suffix: str) -> list[Input]:
         """Output files of a finished stage with this suffix, in the order of its tasks."""
         found = []
-        for task in self.manifest(stage)["tasks"]:
-            for name, facts in task["outputs"].items():
+        for task in self.manifest(stage).tasks:
+            for name, facts in task.outputs.items():
                 if name.endswith(suffix):
-                    path = f"{STAGES}/{stage}/{task['key']}/{name}"
-                    found.append(Input(path, facts["sha256"], facts["bytes"]))
+                    found.append(Input.of(f"{STAGES}/{stage}/{task.key}/{name}", facts))
         return found
 
     def parts(self, stage: str, key: str | None = None) -> list[Input]:
@@ -178,8 +179,8 @@ class Stage(ABC):
         folder = self.folder(task)
         if not (folder / TASK).is_file():
             return False
-        outputs = read_json(folder / TASK)["outputs"]
-        return all(_size(folder / name) == facts["bytes"] for name, facts in outputs.items())
+        outputs = read_result(TaskOutcome, folder / TASK, REMEDY).outputs
+        return all(_size(folder / name) == facts.bytes for name, facts in outputs.items())
 
 
 def sweep(place: Path) -> None:
@@ -204,17 +205,17 @@ def perform(stage: Stage, task: Task) -> None:
     forget_peak()
     started, busy = time.perf_counter(), time.process_time()
     counts = stage.run(task, draft)
-    times = {
-        "seconds": round(time.perf_counter() - started, 4),
-        "cpu_seconds": round(time.process_time() - busy, 4),
-        "peak_bytes": peak_memory(),
-        "input_bytes": sum(one.bytes for one in task.inputs),
-    }
+    times = Times(
+        seconds=round(time.perf_counter() - started, 4),
+        cpu_seconds=round(time.process_time() - busy, 4),
+        input_bytes=sum(one.bytes for one in task.inputs),
+        peak_bytes=peak_memory(),
+    )
     names = sorted(path.relative_to(draft).as_posix() for path in draft.rglob("*") if path.is_file())
     outputs = {name: digest(draft / name) for name in names}
     for name in names:
         _sync(draft / name)
-    write_json(draft / TASK, {"key": final.name, "counts": counts, "outputs": outputs})
+    write_json(draft / TASK, TaskOutcome(final.name, counts, outputs))
     write_json(draft / TIMES, times)
     try:
         draft.rename(final)
@@ -257,37 +258,36 @@ def conclude(stage: Stage, tasks: Sequence[Task]) -> StageManifest:
     entries: list[TaskEntry] = []
     totals: dict[str, int] = {}
     for task in tasks:
-        entry: TaskOutcome = read_json(stage.folder(task) / TASK)
-        for name, count in entry["counts"].items():
+        outcome = read_result(TaskOutcome, stage.folder(task) / TASK, REMEDY)
+        for name, count in outcome.counts.items():
             totals[name] = totals.get(name, 0) + count
-        entries.append({**entry, "arguments": task.arguments, "inputs": [_named(one) for one in task.inputs]})
-    manifest: StageManifest = {
-        "stage": stage.name,
-        "version": stage.version,
-        "settings": stage.settings(),
-        "counts": dict(sorted(totals.items())),
-        "tasks": entries,
-    }
+        inputs = [_named(one) for one in task.inputs]
+        entries.append(TaskEntry(**vars(outcome), arguments=task.arguments, inputs=inputs))
+    counts = dict(sorted(totals.items()))
+    manifest = StageManifest(stage.name, stage.version, stage.settings(), counts, entries)
     stage.finish(totals)
     write_json(place / MANIFEST, manifest)
-    keep = {entry["key"] for entry in entries}
+    keep = {entry.key for entry in entries}
     for path in place.iterdir():
         if path.is_dir() and path.name not in keep:
             shutil.rmtree(path, ignore_errors=True)
     return manifest
 
 
-def _named(one: Input) -> InputEntry:
+def _named(one: Input) -> Input:
     """An input as a manifest has it, without the user's directory."""
-    path = Path(one.path).name if Path(one.path).is_absolute() else one.path
-    return {"path": path, "sha256": one.sha256, "bytes": one.bytes}
+    return replace(one, path=Path(one.path).name) if Path(one.path).is_absolute() else one
 
 
-def times_of(stage: Stage, tasks: Sequence[Task]) -> dict[str, float]:
+def times_of(stage: Stage, tasks: Sequence[Task]) -> Times:
     """Time and memory of all tasks of a stage, those of earlier runs included."""
-    found = [read_json(stage.folder(task) / TIMES) for task in tasks]
-    total = {key: sum(one[key] for one in found) for key in ("seconds", "cpu_seconds", "input_bytes")}
-    return {**total, "peak_bytes": max((one["peak_bytes"] for one in found), default=0)}
+    found = [read_result(Times, stage.folder(task) / TIMES, REMEDY) for task in tasks]
+    return Times(
+        seconds=sum(one.seconds for one in found),
+        cpu_seconds=sum(one.cpu_seconds for one in found),
+        input_bytes=sum(one.input_bytes for one in found),
+        peak_bytes=max((one.peak_bytes for one in found), default=0),
+    )
 
 
 def package_versions(names: Sequence[str]) -> dict[str, str]:

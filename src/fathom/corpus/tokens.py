@@ -57,10 +57,8 @@ class Tokenizer(Stage):
         files = sorted(path for path in place.iterdir() if path.is_file()) if place.is_dir() else [place]
         if not place.exists():  # a name on the Hub, whose present contents are not known
             return [Task((), {"name": name})]
-        facts = [(str(path.absolute()), digest(path)) for path in files]
-        return [
-            Task(tuple(Input(path, one["sha256"], one["bytes"]) for path, one in facts), {"folder": place.is_dir()})
-        ]
+        inputs = tuple(Input.of(str(path.absolute()), digest(path)) for path in files)
+        return [Task(inputs, {"folder": place.is_dir()})]
 
     def run(self, task: Task, folder: Path) -> dict[str, int]:
         """Do one task; returns what was counted."""

@@ -18,13 +18,14 @@ from fathom.corpus.stage import Stage, Task, Workspace, perform, stage_folder
 from fathom.corpus.stages import STAGES
 from fathom.errors import FathomError
 from fathom.report.files import read_json
+from fathom.report.results import restored
 
 
 def open_plan(directory: Path, plan: Path) -> tuple[Stage, list[Task]]:
     """A stage and its tasks, from the plan file of the process that planned them."""
     content = read_json(plan)
     stage = STAGES[plan.parent.name](Workspace(directory, parse_corpus_recipe(content["recipe"])))
-    return stage, [Task.from_dict(one) for one in content["tasks"]]
+    return stage, restored(list[Task], content["tasks"])
 
 
 def carry_out(directory: str, stage: str, numbers: Iterable[int]) -> None:

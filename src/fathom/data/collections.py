@@ -36,10 +36,6 @@ class MixedDataset(TokenDataset):
         self.num_bytes = sum(one.num_bytes for one in collections.values())
         self.num_documents = sum(one.num_documents for one in collections.values())
 
-    def has_fingerprint(self, fingerprint: int) -> bool:
-        """Whether a recorded fingerprint is of these tokens in this order."""
-        return fingerprint == self.fingerprint
-
     def select(self, domain: str) -> TokenDataset:
         """One collection, all of its domains."""
         if domain not in self.collections:

@@ -321,10 +321,6 @@ class PuzzleDataset(TokenDataset):
         self.num_tokens = ROWS[split] * puzzle.traits.length
         self.num_bytes = ROWS[split] * puzzle.traits.answers
 
-    def has_fingerprint(self, fingerprint: int) -> bool:
-        """Whether a recorded fingerprint is of this puzzle."""
-        return fingerprint == self.fingerprint
-
     def select(self, domain: str) -> PuzzleDataset:
         """One difficulty of it."""
         if domain not in self.domains:

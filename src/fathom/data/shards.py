@@ -299,10 +299,6 @@ class TokenDataset:
         """A checksum of the checksums of the tokenizer's files."""
         return zlib.crc32(json.dumps(self._index["tokenizer_crc32"], sort_keys=True).encode())
 
-    def has_fingerprint(self, fingerprint: int) -> bool:
-        """Whether a recorded fingerprint is of these tokens; earlier versions recorded the index's own checksum."""
-        return fingerprint in (self.fingerprint, self._index["crc32"])
-
     def select(self, domain: str) -> TokenDataset:
         """The part of this dataset that belongs to one domain, without another verification."""
         if domain not in self.domains:

@@ -114,10 +114,6 @@ class TargetDataset(TokenDataset):
                 if file_crc32(path) != self._index[TARGETS].get(f"{self.split}/{domain}/{path.name}"):
                     raise DataError(f"{path} is corrupt: its checksum is not what the index says")
 
-    def has_fingerprint(self, fingerprint: int) -> bool:
-        """Whether a recorded fingerprint is of these tokens and bits."""
-        return fingerprint == self.fingerprint
-
     def select(self, domain: str) -> TargetDataset:
         """The part of this dataset that belongs to one domain."""
         if domain not in self.domains:

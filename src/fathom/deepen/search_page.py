@@ -22,7 +22,7 @@ SHOWN = 20
 def write(out: Path, model: str, asked: Search, ranked: Sequence[Ranked]) -> None:
     """Write `spans.json` and `spans.svg` next to the scores."""
     spans = [row.to_dict() for row in ranked]
-    write_json(out / REPORT, {**provenance(), "model": model, "asked": vars(asked), "spans": spans})
+    write_json(out / REPORT, {**vars(provenance()), "model": model, "asked": vars(asked), "spans": spans})
     write_atomically(out / FIGURE, figure(asked, ranked))
 
 

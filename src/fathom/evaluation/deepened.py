@@ -7,8 +7,9 @@ is timed on both models in turn.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import DynamicCache
@@ -16,7 +17,7 @@ from transformers import DynamicCache
 from fathom.errors import SettingsError
 from fathom.evaluation.clock import Clock
 from fathom.evaluation.harness import items_of
-from fathom.evaluation.paired import Scored, is_significant, rows
+from fathom.evaluation.paired import Scored, rows
 from fathom.evaluation.results import ScoreGap
 from fathom.report.files import write_json
 from fathom.report.statistics import paired_ratio
@@ -36,7 +37,8 @@ DECODED, PROMPT = 24, 48
 NEEDED = 3
 
 
-class Effect(TypedDict):
+@dataclass
+class Effect:
     """The deeper model's score minus another one's, and the verdict."""
 
     on: str
@@ -46,8 +48,20 @@ class Effect(TypedDict):
     verdict: str
     """`better`, `worse`, or `not significant`."""
 
+    def __str__(self) -> str:
+        """An effect in words."""
+        gap, unit = self.gap, "bits per byte" if self.metric == "bits_per_byte" else self.metric
+        numbers = f"{abs(gap.value):.4f} {unit}"
+        if gap.low is None or gap.high is None:
+            return f"{self.on}: against {self.against}: not significant (too few documents for an interval)."
+        ends = f"95 % interval of the difference {gap.low:+.4f} to {gap.high:+.4f}"
+        if self.verdict == "not significant":
+            return f"{self.on}: against {self.against}: not significant ({ends} {unit})."
+        return f"{self.on}: {self.verdict} than {self.against} by {numbers} ({ends})."
 
-class Speed(TypedDict):
+
+@dataclass
+class Speed:
     """Seconds of a decoded token of the deeper model over the control's."""
 
     ratio: float
@@ -56,8 +70,17 @@ class Speed(TypedDict):
     clock: str
     pairs: int
 
+    def sentence(self, control: str) -> str:
+        """The time of a decoded token in words."""
+        ends = f"95 % interval of the ratio {self.low:.2f} to {self.high:.2f}"
+        if self.low <= 1 <= self.high:
+            return f"A decoded token: relative to {control}: not significant ({ends})."
+        word = "slower" if self.ratio > 1 else "faster"
+        return f"A decoded token: {word} than {control} by {abs(self.ratio - 1):.0%} ({ends})."
 
-class DeepenedReport(TypedDict):
+
+@dataclass
+class DeepenedReport:
     """`deepened.json`."""
 
     base: str
@@ -80,14 +103,8 @@ def compare(checkpoints: Sequence[Checkpoint], out: Path | None = None) -> Deepe
     base, deeper, control = checkpoints
     effects = [*effects_of(deeper, control), *effects_of(deeper, base)]
     speed = time_decoding(deeper, control)
-    report: DeepenedReport = {
-        "base": base.name,
-        "deeper": deeper.name,
-        "control": control.name,
-        "effects": effects,
-        "speed": speed,
-        "sentences": [*map(sentence, effects), *([] if speed is None else [speed_sentence(speed, control.name)])],
-    }
+    sentences = [*map(str, effects), *([] if speed is None else [speed.sentence(control.name)])]
+    report = DeepenedReport(base.name, deeper.name, control.name, effects, speed, sentences)
     if out is not None:
         write_json(out / REPORT, report)
     return report
@@ -97,14 +114,14 @@ def effects_of(deeper: Checkpoint, other: Checkpoint) -> list[Effect]:
     """The differences on every text and task, with Holm's adjustment over them."""
     found = []
     for row in rows({other.name: scored(other), deeper.name: scored(deeper)}):
-        gap = row["differences"].get(deeper.name)
-        if gap is None or gap["value"] is None:
+        gap = row.differences.get(deeper.name)
+        if gap is None:
             continue
-        better = -1 if row["metric"] == "bits_per_byte" else 1
+        better = -1 if row.metric == "bits_per_byte" else 1
         verdict = "not significant"
-        if is_significant(gap):
-            verdict = "better" if gap["value"] * better > 0 else "worse"
-        found.append(Effect(on=row["task"], metric=row["metric"], against=other.name, gap=gap, verdict=verdict))
+        if gap.significant:
+            verdict = "better" if gap.value * better > 0 else "worse"
+        found.append(Effect(on=row.task, metric=row.metric, against=other.name, gap=gap, verdict=verdict))
     return found
 
 
@@ -115,27 +132,6 @@ def scored(checkpoint: Checkpoint) -> dict[tuple[str, str], Scored]:
     }
     tasks = items_of(list(checkpoint.tasks.values())) if checkpoint.tasks else {}
     return found | {key: items for key, items in tasks.items() if key[1].split(",")[0] in HIGHER_IS_BETTER}
-
-
-def sentence(effect: Effect) -> str:
-    """An effect in words."""
-    gap, unit = effect["gap"], "bits per byte" if effect["metric"] == "bits_per_byte" else effect["metric"]
-    numbers = f"{abs(gap['value'] or 0):.4f} {unit}"
-    if gap["low"] is None or gap["high"] is None:
-        return f"{effect['on']}: against {effect['against']}: not significant (too few documents for an interval)."
-    ends = f"95 % interval of the difference {gap['low']:+.4f} to {gap['high']:+.4f}"
-    if effect["verdict"] == "not significant":
-        return f"{effect['on']}: against {effect['against']}: not significant ({ends} {unit})."
-    return f"{effect['on']}: {effect['verdict']} than {effect['against']} by {numbers} ({ends})."
-
-
-def speed_sentence(speed: Speed, control: str) -> str:
-    """The time of a decoded token in words."""
-    ends = f"95 % interval of the ratio {speed['low']:.2f} to {speed['high']:.2f}"
-    if speed["low"] <= 1 <= speed["high"]:
-        return f"A decoded token: relative to {control}: not significant ({ends})."
-    word = "slower" if speed["ratio"] > 1 else "faster"
-    return f"A decoded token: {word} than {control} by {abs(speed['ratio'] - 1):.0%} ({ends})."
 
 
 def time_decoding(deeper: Checkpoint, control: Checkpoint) -> Speed | None:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from fathom.errors import DataError
 from fathom.evaluation.paired import Items
-from fathom.evaluation.results import ItemValues
 from fathom.evaluation.tasks import file_task, load_task, task_manager
 from fathom.report.provenance import commit
 from fathom.report.tables import terminal_table
@@ -46,7 +45,7 @@ class TaskResult:
 
     results: dict[str, Any]
     """lm-eval's JSON, without its samples."""
-    items: dict[str, ItemValues]
+    items: dict[str, Items]
     """Items by `TASK/METRIC`, for metrics that are means or perplexities over items."""
     notes: list[str] = field(default_factory=list)
 
@@ -118,7 +117,7 @@ def items_of(results: Sequence[TaskResult]) -> dict[tuple[str, str], Items | lis
     """Items by task and metric; for a group that averages its tasks, a list with the items of each task."""
     made: dict[tuple[str, str], Items | list[Items]] = {}
     for result in results:
-        own = {tuple(key.rsplit("/", 1)): Items(**value) for key, value in result.items.items()}
+        own = {tuple(key.rsplit("/", 1)): items for key, items in result.items.items()}
         groups = result.results.get("groups", {})
         for group, numbers in groups.items():
             leaves = _leaves(result.results["group_subtasks"], group)
@@ -168,23 +167,23 @@ def plain(results: Mapping[str, object]) -> dict[str, Any]:
 
 def _items(
     documents: list[dict[str, Any]], metric: str, aggregation: str, numbers: Mapping[str, object]
-) -> dict[str, ItemValues]:
+) -> dict[str, Items]:
     """Each document's contribution to a metric, if Fathom's aggregation reproduces lm-eval's number."""
-    made: dict[str, ItemValues] = {}
+    made: dict[str, Items] = {}
     for chosen in dict.fromkeys(document["filter"] for document in documents):
         found = [d[metric] for d in documents if d["filter"] == chosen and metric in d]
         reported = numbers.get(f"{metric},{chosen}")
         if aggregation == "mean":
-            items: ItemValues = {"values": [float(value) for value in found]}
+            items = Items([float(value) for value in found])
         elif aggregation == "perplexity":
-            items = {"values": [-float(value) for value in found], "log": True}
+            items = Items([-float(value) for value in found], log=True)
         elif aggregation in ("weighted_perplexity", "bits_per_byte"):
             log = aggregation == "weighted_perplexity"
             scale = 1.0 if log else math.log(2)
-            items = {"values": [-a / scale for a, _ in found], "weights": [float(w) for _, w in found], "log": log}
+            items = Items([-a / scale for a, _ in found], [float(w) for _, w in found], log)
         else:
             continue
-        if found and isinstance(reported, float) and _same(Items(**items).score, reported):
+        if found and isinstance(reported, float) and _same(items.score, reported):
             made[metric if chosen == "none" else f"{metric},{chosen}"] = items
     return made
 

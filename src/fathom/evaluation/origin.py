@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from fathom.checkpoints.layout import METRICS, RECIPE, RESULT, run_and_step
-from fathom.evaluation.results import CorpusCounts, RunBetween
+from fathom.evaluation.results import CorpusCounts, PhaseShares, RunBetween
 from fathom.recipe import Recipe, load_recipe
 from fathom.report.files import read_json
+from fathom.training.results import RunResult
 from fathom.training.tracking import read_metrics
 
 CORPUS_RUN = "run.json"
@@ -46,23 +47,23 @@ def _run_of(place: Path) -> Path | None:
 
 
 def _facts(run: Path, recipe: Recipe) -> RunBetween:
-    result = read_json(run / RESULT) if (run / RESULT).is_file() else {}
     losses = _losses(run)
-    evaluation = result.get("evaluation") or {}
-    return {
-        "run": run.name,
-        "data": _whole(recipe.data.mixture) or {recipe.data.directory: 1.0},
-        "later": [{"step": step, "data": _whole(mixture)} for step, mixture in recipe.data.later(recipe.train.steps)],
-        "epochs": result.get("collections") or {recipe.data.directory: result.get("epochs")},
-        "steps": result.get("step"),
-        "tokens": result.get("tokens"),
-        "seconds": result.get("seconds"),
-        "rate": recipe.optim.lr,
-        "adapters": recipe.lora.rank,
-        "first_loss": losses[0] if losses else None,
-        "last_loss": losses[-1] if losses else None,
-        "held_out_loss": evaluation.get("loss"),
-    }
+    result = RunResult.of(run) if (run / RESULT).is_file() else None
+    epochs = None if result is None else result.epochs
+    return RunBetween(
+        run=run.name,
+        data=_whole(recipe.data.mixture) or {recipe.data.directory: 1.0},
+        later=[PhaseShares(step, _whole(mixture)) for step, mixture in recipe.data.later(recipe.train.steps)],
+        epochs={**result.collections} if result and result.collections else {recipe.data.directory: epochs},
+        steps=None if result is None else result.step,
+        tokens=None if result is None else result.tokens,
+        seconds=None if result is None else result.seconds,
+        rate=recipe.optim.lr,
+        adapters=recipe.lora.rank,
+        first_loss=losses[0] if losses else None,
+        last_loss=losses[-1] if losses else None,
+        held_out_loss=result.evaluation.loss if result and result.evaluation else None,
+    )
 
 
 def _whole(mixture: Mapping[str, float]) -> dict[str, float]:
@@ -84,13 +85,13 @@ def corpus_beside(benchmark: Path) -> CorpusCounts | None:
     stages = read_json(path).get("stages", {})
     counts = {name: stage.get("counts", {}) for name, stage in stages.items()}
     read, kept = counts.get("ingest", {}), counts.get("clean", {}).get("kept", 0)
-    return {
-        "read": read.get("documents", 0),
-        "unreadable": read.get("documents", 0) - read.get("ok", 0),
-        "filtered": read.get("ok", 0) - kept,
-        "duplicate": counts.get("duplicates", {}).get("removed", 0),
-        "dropped": counts.get("contamination", {}).get("dropped", 0),
-        "cut": counts.get("contamination", {}).get("cut", 0),
-        "tokens": counts.get("tokenize", {}).get("tokens", 0),
-        "conversations": counts.get("converse", {}).get("conversations", 0),
-    }
+    return CorpusCounts(
+        read=read.get("documents", 0),
+        unreadable=read.get("documents", 0) - read.get("ok", 0),
+        filtered=read.get("ok", 0) - kept,
+        duplicate=counts.get("duplicates", {}).get("removed", 0),
+        dropped=counts.get("contamination", {}).get("dropped", 0),
+        cut=counts.get("contamination", {}).get("cut", 0),
+        tokens=counts.get("tokenize", {}).get("tokens", 0),
+        conversations=counts.get("converse", {}).get("conversations", 0),
+    )

@@ -7,12 +7,10 @@ from pathlib import Path
 
 from markupsafe import Markup
 
-from fathom.evaluation.results import PairReport, PairResults, RunBetween, TextPair
+from fathom.evaluation.results import PairReport, RunBetween
 from fathom.report import PAGE, html
 from fathom.report.numbers import DASH
 from fathom.report.plots import IntervalMark, interval_plot
-from fathom.report.provenance import facts_of
-from fathom.report.statistics import LEAST_BOOTSTRAPPED
 from fathom.report.tables import line_width, terminal_table
 
 WAYS = {"text": "option text", "length": "option text, by length", "letter": "letter", "shuffled": "letter, shuffled"}
@@ -21,45 +19,31 @@ COLUMNS = ["", "n", "base", "new", "difference", "95 % interval, or changes and 
 MARKS = {True: "right", False: "wrong"}
 
 
-def lines(report: PairResults) -> list[list[str]]:
+def lines(report: PairReport) -> list[list[str]]:
     """The table."""
     made = []
-    for name, text in report["texts"].items():
-        gap = f"{text['difference']['value']:+.4f}"
-        cells = [f"{text['base']:.4f}", f"{text['new']:.4f}", gap, interval_words(text)]
-        made.append([f"{name}, bits per byte", f"{text['bytes']:,} bytes", *cells])
-    for row in report["questions"]:
-        shares = [right / row["asked"] for right in row["right"]]
+    for name, text in report.texts.items():
+        gap = f"{text.difference.value:+.4f}"
+        cells = [f"{text.base:.4f}", f"{text.new:.4f}", gap, text.interval]
+        made.append([f"{name}, bits per byte", f"{text.bytes:,} bytes", *cells])
+    for row in report.questions:
+        shares = [right / row.asked for right in row.right]
         scores = [
             f"{100 * share:.1f} % ({100 * low:.1f}–{100 * high:.1f})"
-            for share, (low, high) in zip(shares, row["intervals"], strict=True)
+            for share, (low, high) in zip(shares, row.intervals, strict=True)
         ]
-        changes = f"{row['won']} won, {row['lost']} lost, p = {row['p']:.2g}"
-        label = f"{row['benchmark']}, {WAYS[row['way']]}, {row['part']}"
-        made.append([label, f"{row['asked']:,}", *scores, f"{100 * (shares[1] - shares[0]):+.1f}", changes])
-    for name, guess in report["guessing"].items():
+        changes = f"{row.won} won, {row.lost} lost, p = {row.p:.2g}"
+        label = f"{row.benchmark}, {WAYS[row.way]}, {row.part}"
+        made.append([label, f"{row.asked:,}", *scores, f"{100 * (shares[1] - shares[0]):+.1f}", changes])
+    for name, guess in report.guessing.items():
         for word, share in guess.items():
             made.append([f"{name}, {word}", "", f"{100 * share:.1f} %", f"{100 * share:.1f} %", DASH, DASH])
     return made
 
 
-def asked_words(report: PairResults) -> list[str]:
+def asked_words(report: PairReport) -> list[str]:
     """How many questions of each benchmark were asked, and why the others were not."""
-    found = []
-    for name, one in report["asked"].items():
-        left = ", ".join(f"{count:,} {why}" for why, count in one["skipped"].items())
-        drawn = " drawn at random" if "not drawn" in one["skipped"] else ""
-        skipped = f"; skipped: {left}" if left else ""
-        found.append(f"{name}: asked {one['asked']:,} of {one['of']:,} questions{drawn}{skipped}.")
-    return found
-
-
-def interval_words(text: TextPair) -> str:
-    """The interval of a text's difference; with too few documents, their number and the minimum."""
-    low, high = text["difference"]["low"], text["difference"]["high"]
-    if low is None or high is None:
-        return f"no interval: documents {text['documents']}, needed {LEAST_BOOTSTRAPPED}"
-    return f"[{low:+.4f}, {high:+.4f}]"
+    return [f"{name}: {one}" for name, one in report.asked.items()]
 
 
 def show(report: PairReport, out: Path | None) -> None:
@@ -70,37 +54,37 @@ def show(report: PairReport, out: Path | None) -> None:
     for line in asked_words(report):
         console.print(line, markup=False, soft_wrap=True)
     console.print(terminal_table("", columns(report), lines(report)), "")
-    console.print(report["verdict"], markup=False, soft_wrap=True)
+    console.print(report.verdict, markup=False, soft_wrap=True)
     if out is not None:
         console.print(f"\nreport: {(out / PAGE).resolve()}", markup=False, soft_wrap=True)
 
 
-def columns(report: PairResults) -> list[str]:
+def columns(report: PairReport) -> list[str]:
     """The table's head: the models by their names."""
-    names = {"base": report["base"]["name"], "new": report["new"]["name"]}
+    names = {"base": report.base.name, "new": report.new.name}
     return [names.get(one, one) for one in COLUMNS]
 
 
 def page(report: PairReport) -> str:
     """The whole report."""
-    title = f"{report['new']['name']} against {report['base']['name']}"
+    title = f"{report.new.name} against {report.base.name}"
     table = html.table("Base and new on the same text and questions", columns(report), lines(report))
     return html.page(
         title,
-        report["verdict"],
+        report.verdict,
         html.section("What it learned", html.figures(*_right_answers(report), _bits(report))),
         html.section("What was asked", html.bullets(asked_words(report)), _examples(report)),
-        html.section(f"From {report['base']['name']} to {report['new']['name']}", _corpus(report), _runs(report)),
+        html.section(f"From {report.base.name} to {report.new.name}", _corpus(report), _runs(report)),
         html.section("Every number", table),
         html.section("How to read this", html.bullets(reading(report))),
         html.section("Where it comes from", html.source(report)),
     )
 
 
-def reading(report: PairResults) -> list[str]:
+def reading(report: PairReport) -> list[str]:
     """Explanations of the numbers."""
-    flagged = any(row["part"] != "all" for row in report["questions"])
-    checked = bool(report["asked"]) and all(one["checked"] for one in report["asked"].values())
+    flagged = any(row.part != "all" for row in report.questions)
+    checked = bool(report.asked) and all(one.checked for one in report.asked.values())
     return [
         "Text: bits per byte of held-out documents, each read alone; intervals are from 1,000 paired bootstrap "
         "samples of documents; below {LEAST_BOOTSTRAPPED} documents there is no interval and no "
@@ -118,12 +102,12 @@ def reading(report: PairResults) -> list[str]:
     ]
 
 
-def _right_answers(report: PairResults) -> list[Markup]:
+def _right_answers(report: PairReport) -> list[Markup]:
     """Shares of right answers and the score of guessing, one figure for each benchmark."""
     pictures = []
-    names = [report["base"]["name"], report["new"]["name"]]
-    for benchmark, guess in report["guessing"].items():
-        rows = {(row["way"], row["part"]): row for row in report["questions"] if row["benchmark"] == benchmark}
+    names = [report.base.name, report.new.name]
+    for benchmark, guess in report.guessing.items():
+        rows = {(row.way, row.part): row for row in report.questions if row.benchmark == benchmark}
         marks = []
         for way, part in (("text", "clean"), ("text", "dirty"), ("text", "all"), ("letter", "all")):
             row = rows.get((way, part))
@@ -131,8 +115,8 @@ def _right_answers(report: PairResults) -> list[Markup]:
                 continue
             label = WAYS[way] + ("" if part == "all" else f", {part}")
             for number, name in enumerate(names):
-                low, high = row["intervals"][number]
-                share = 100 * row["right"][number] / row["asked"]
+                low, high = row.intervals[number]
+                share = 100 * row.right[number] / row.asked
                 marks.append(IntervalMark(f"{label}: {name}", share, 100 * low, 100 * high, number))
         words = f"Shares of right answers on {benchmark}, with 95 % intervals."
         picture = interval_plot(marks, "% right", words, line=100 * guess["random"])
@@ -141,73 +125,51 @@ def _right_answers(report: PairResults) -> list[Markup]:
     return pictures
 
 
-def _bits(report: PairResults) -> Markup:
+def _bits(report: PairReport) -> Markup:
     marks: list[IntervalMark] = []
-    for name, text in report["texts"].items():
-        gap = text["difference"]
-        label = f"{name}: {text['base']:.3f} to {text['new']:.3f} bits per byte"
-        marks.append(IntervalMark(label, gap["value"], gap["low"], gap["high"], len(marks)))
+    for name, text in report.texts.items():
+        gap = text.difference
+        label = f"{name}: {text.base:.3f} to {text.new:.3f} bits per byte"
+        marks.append(IntervalMark(label, gap.value, gap.low, gap.high, len(marks)))
     if not marks:
         return Markup()
     words = "Differences in bits per byte of held-out text, with 95 % intervals."
-    picture = interval_plot(marks, f"{report['new']['name']} minus {report['base']['name']}, bits per byte", words)
+    picture = interval_plot(marks, f"{report.new.name} minus {report.base.name}, bits per byte", words)
     caption = "Left of the line the new model predicts a text better; right of the line worse: it has forgotten."
     return html.figure("Held-out text", picture, caption)
 
 
-def _examples(report: PairResults) -> Markup:
-    if not report["examples"]:
+def _examples(report: PairReport) -> Markup:
+    if not report.examples:
         return Markup()
-    names = [report["base"]["name"], report["new"]["name"]]
+    names = [report.base.name, report.new.name]
     rows = [
-        [one["answer"], one["question"], ", ".join(one["wrong"]), *(MARKS[right] for right in one["right"])]
-        for one in report["examples"]
+        [one.answer, one.question, ", ".join(one.wrong), *(MARKS[right] for right in one.right)]
+        for one in report.examples
     ]
     head = ["answer", "question", "other choices", *names]
     caption = "The first of the questions, and who is right by option text"
     return html.table(caption, head, rows, prose=("question", "other choices"))
 
 
-def corpus_words(report: PairResults) -> str:
-    """The contents of the corpus in a sentence; empty if they are not known."""
-    found = report["corpus"]
-    if found is None:
-        return ""
-    counts = {
-        "unreadable": found["unreadable"],
-        "filtered out": found["filtered"],
-        "duplicates": found["duplicate"],
-        "dropped as contaminated": found["dropped"],
-        "cut for the same reason": found["cut"],
-    }
-    left = [f"{count:,} {words}" for words, count in counts.items() if count]
-    talk = f", and {found['conversations']:,} conversations" if found["conversations"] else ""
-    out = ", ".join(left) or "none dropped"
-    return f"Of {found['read']:,} documents read: {out}. {found['tokens']:,} tokens remain{talk}."
-
-
-def _corpus(report: PairResults) -> Markup:
-    words = corpus_words(report)
-    return html.paragraph(words) if words else Markup()
+def _corpus(report: PairReport) -> Markup:
+    return Markup() if report.corpus is None else html.paragraph(str(report.corpus))
 
 
 RUN_COLUMNS = ["run", "reads (epochs)", "tokens", "rate", "loss, first step", "last step", "held out"]
 
 
-def run_rows(report: PairResults) -> list[list[str]]:
+def run_rows(report: PairReport) -> list[list[str]]:
     """The runs from the base to the new model."""
     return [
         [
-            one["run"] + (f", adapters of rank {one['adapters']}" if one["adapters"] else ""),
+            one.run + (f", adapters of rank {one.adapters}" if one.adapters else ""),
             _reads(one),
-            DASH if one["tokens"] is None else f"{one['tokens']:,}",
-            f"{one['rate']:g}",
-            *(
-                DASH if loss is None else f"{loss:.3f}"
-                for loss in (one["first_loss"], one["last_loss"], one["held_out_loss"])
-            ),
+            DASH if one.tokens is None else f"{one.tokens:,}",
+            f"{one.rate:g}",
+            *(DASH if loss is None else f"{loss:.3f}" for loss in (one.first_loss, one.last_loss, one.held_out_loss)),
         ]
-        for one in report["runs"]
+        for one in report.runs
     ]
 
 
@@ -215,12 +177,12 @@ def _reads(one: RunBetween) -> str:
     """The shares of each phase; the epochs of a collection are given once, at its first phase."""
     named: set[str] = set()
     phases = []
-    for start, shares in (("", one["data"]), *((f"from step {x['step']:,} ", x["data"]) for x in one["later"])):
+    for start, shares in (("", one.data), *((f"from step {x.step:,} ", x.data) for x in one.later)):
         words = []
         for name, share in shares.items():
             words.append(f"{Path(name).name} {100 * share:.0f} %")
             if name not in named:
-                words[-1] += _epochs(one["epochs"].get(name))
+                words[-1] += _epochs(one.epochs.get(name))
         named |= shares.keys()
         phases.append(start + ", ".join(words))
     return "; ".join(phases)
@@ -230,7 +192,7 @@ def _epochs(number: float | None) -> str:
     return "" if number is None else f" ({number:.3g})"
 
 
-def _runs(report: PairResults) -> Markup:
+def _runs(report: PairReport) -> Markup:
     rows = run_rows(report)
     return html.table("The runs, in order", RUN_COLUMNS, rows, prose=("reads (epochs)",)) if rows else Markup()
 
@@ -241,15 +203,15 @@ def card(report: PairReport) -> str:
 
 
 def _card(report: PairReport) -> Iterator[str]:
-    yield from (f"# {report['new']['name']}, made from {report['base']['name']}", "", report["verdict"], "")
+    yield from (f"# {report.new.name}, made from {report.base.name}", "", report.verdict, "")
     yield from (*asked_words(report), "")
-    if words := corpus_words(report):
-        yield from (words, "")
+    if report.corpus is not None:
+        yield from (str(report.corpus), "")
     if rows := run_rows(report):
         yield from ("## Runs", "", *_markdown(RUN_COLUMNS, rows), "")
     yield from ("## Scores", "", *_markdown(columns(report), lines(report)), "")
     yield from (f"- {one}" for one in reading(report))
-    yield from ("", "## Provenance", "", *_markdown(["", ""], [[k, str(v)] for k, v in facts_of(report).items()]))
+    yield from ("", "## Provenance", "", *_markdown(["", ""], [[k, str(v)] for k, v in report.facts().items()]))
 
 
 def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:

@@ -9,14 +9,14 @@ weights this is the ordinary paired t interval. Documents count as independent d
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from fathom.evaluation.results import ScoreGap, ScoreRow
-from fathom.report.statistics import CONFIDENCE, Difference, combined_difference, holm, weighted_difference
+from fathom.report.statistics import CONFIDENCE, Difference, adjust, combined_difference, weighted_difference
 from fathom.report.tables import terminal_table
 
 if TYPE_CHECKING:
@@ -70,19 +70,12 @@ def rows(scores: Mapping[str, Mapping[tuple[str, str], Scored]]) -> list[ScoreRo
     made = []
     for key in dict.fromkeys(key for mine in scores.values() for key in mine):
         mine = {name: found[key] for name, found in scores.items() if key in found}
-        row: ScoreRow = {
-            "task": key[0],
-            "metric": key[1],
-            "scores": {name: _score(items) for name, items in mine.items()},
-            "differences": {},
-        }
+        row = ScoreRow(*key, {name: _score(items) for name, items in mine.items()}, {})
         for name in others:
             if name in mine and control in mine and (found := _compare(mine[name], mine[control])) is not None:
-                row["differences"][name] = found
+                row.differences[name] = found
         made.append(row)
-    known = [(d, p) for row in made for d in row["differences"].values() if (p := d["p"]) is not None]
-    for (entry, _), p in zip(known, holm([p for _, p in known]), strict=True):
-        entry["p_holm"] = p
+    adjust([gap for row in made for gap in row.differences.values()])
     return made
 
 
@@ -95,20 +88,10 @@ def table_of(found: Sequence[ScoreRow], names: Sequence[str]) -> tuple[list[str]
     """Columns and rows; an asterisk marks differences that are significant after Holm's adjustment over the table."""
     cells = []
     for row in found:
-        values = [_number(row["scores"].get(name)) for name in names]
-        gaps = [_gap(row["differences"].get(name)) for name in names[1:]]
-        cells.append([row["task"], row["metric"], *values, *gaps])
+        values = [_number(row.scores.get(name)) for name in names]
+        gaps = [str(row.differences.get(name, "not paired")) for name in names[1:]]
+        cells.append([row.task, row.metric, *values, *gaps])
     return ["task", "metric", *names, *(f"{name} against {names[0]}" for name in names[1:])], cells
-
-
-def has_intervals(gaps: Iterable[ScoreGap]) -> bool:
-    """Whether some difference has an interval; too few documents give none."""
-    return any(gap["low"] is not None for gap in gaps)
-
-
-def is_significant(gap: ScoreGap) -> bool:
-    """Whether a difference is significant after Holm's adjustment."""
-    return gap["p_holm"] is not None and gap["p_holm"] < 1 - CONFIDENCE
 
 
 def _compare(items: Scored, control: Scored) -> ScoreGap | None:
@@ -117,17 +100,12 @@ def _compare(items: Scored, control: Scored) -> ScoreGap | None:
         return None
     found = difference(*pairs[0]) if len(pairs) == 1 else group_difference(pairs)
     log = pairs[0][0].log
-    shown = [None if x is None else math.exp(min(x, 700)) if log else x for x in (found.mean, found.low, found.high)]
-    return {
-        "kind": "ratio" if log else "difference",
-        "value": shown[0],
-        "low": shown[1],
-        "high": shown[2],
-        "confidence": CONFIDENCE,
-        "pairs": found.pairs,
-        "p": found.p,
-        "p_holm": None,
-    }
+
+    def shown(value: float) -> float:
+        return math.exp(min(value, 700)) if log else value
+
+    low, high = (None if end is None else shown(end) for end in (found.low, found.high))
+    return ScoreGap("ratio" if log else "difference", shown(found.mean), low, high, CONFIDENCE, found.pairs, found.p)
 
 
 def _parts(items: Scored) -> Sequence[Items]:
@@ -145,14 +123,3 @@ def _weights(items: Items) -> np.ndarray:
 
 def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.4f}" if abs(value) < 1e5 else f"{value:.4g}"
-
-
-def _gap(entry: ScoreGap | None) -> str:
-    if entry is None:
-        return "not paired"
-    form = "×{:.4f}" if entry["kind"] == "ratio" else "{:+.4f}"
-    if entry["low"] is None:
-        return form.format(entry["value"])
-    star = "*" if is_significant(entry) else " "
-    ends = "[{:.4f}, {:.4f}]" if entry["kind"] == "ratio" else "[{:+.4f}, {:+.4f}]"
-    return f"{form.format(entry['value'])} {ends.format(entry['low'], entry['high'])}{star}"

@@ -21,14 +21,14 @@ from pathlib import Path
 from fathom.data.shards import INDEX, read_index
 from fathom.errors import SettingsError, to_install
 from fathom.evaluation.origin import corpus_beside, runs_between
-from fathom.evaluation.pair_page import WAYS, card, interval_words, page
+from fathom.evaluation.pair_page import WAYS, card, page
 from fathom.evaluation.perplexity import DomainScore
-from fathom.evaluation.results import Asking, ExampleRow, PairReport, PairResults, QuestionRow, TextPair
+from fathom.evaluation.results import Answered, Asking, ExampleRow, NamedModel, PairReport, RatioGap, TextPair
 from fathom.evaluation.scoring import Checkpoint, Settings, run
 from fathom.report import html
 from fathom.report.files import read_json, write_atomically
 from fathom.report.provenance import provenance
-from fathom.report.statistics import LEAST_BOOTSTRAPPED, bootstrap_ratio, holm, mcnemar, wilson
+from fathom.report.statistics import LEAST_BOOTSTRAPPED, bootstrap_ratio, holm
 
 LETTERS = string.ascii_uppercase
 CARD = "card.md"
@@ -46,42 +46,6 @@ class Quizzed:
     answer: int
     dirty: bool | None = None
     """Whether it is contaminated by training text; None if that was not checked."""
-
-
-@dataclass(frozen=True)
-class Answered:
-    """The answers of two models to the same questions, counted."""
-
-    benchmark: str
-    way: str
-    part: str
-    """Which questions: `all`, or the `clean` or `dirty` ones."""
-    asked: int
-    right: tuple[int, int]
-    """Base and new."""
-    lost: int
-    """Answered correctly only by the base."""
-    won: int
-    """Answered correctly only by the new model."""
-
-    @property
-    def p(self) -> float:
-        """McNemar's exact test, two-sided."""
-        return mcnemar(self.lost, self.won)
-
-    def row(self) -> QuestionRow:
-        """As a report holds it."""
-        return {
-            "benchmark": self.benchmark,
-            "way": self.way,
-            "part": self.part,
-            "asked": self.asked,
-            "right": self.right,
-            "lost": self.lost,
-            "won": self.won,
-            "p": self.p,
-            "intervals": [wilson(right, self.asked) for right in self.right],
-        }
 
 
 def read_benchmarks(directory: Path) -> dict[str, list[Quizzed]]:
@@ -133,12 +97,7 @@ def chosen(
     }
     kept = {why: count for why, count in skipped.items() if count}
     checked = bool(items) and all(one.dirty is not None for one in items)
-    return items, {
-        "asked": len(items),
-        "of": len(rows) + sum((absent or {}).values()),
-        "skipped": kept,
-        "checked": checked,
-    }
+    return items, Asking(len(items), len(rows) + sum((absent or {}).values()), kept, checked)
 
 
 def _asked(path: Path) -> Iterator[Quizzed | None]:
@@ -207,8 +166,8 @@ def evaluate_pair(entries: Sequence[str | Path], directory: Path, settings: Sett
         words = ",".join(f"choice:{path}" for path in files.values())
         found, _ = run(entries, replace(settings, tasks=words, perplexity=texts, limit=None))
         report = summarize(found, benchmarks, {key: f"choice:{path}" for key, path in files.items()})
-    report["asked"] = {name: asking for name, (_, asking) in picked.items()}
-    report["runs"], report["corpus"] = runs_between(*(one.directory for one in found)), corpus_beside(directory)
+    report.asked = {name: asking for name, (_, asking) in picked.items()}
+    report.runs, report.corpus = runs_between(*(one.directory for one in found)), corpus_beside(directory)
     if settings.out is not None:
         html.write(settings.out, report, page(report))
         write_atomically(settings.out / CARD, card(report))
@@ -256,24 +215,25 @@ def summarize(
         for way in WAYS:
             task, metric = tasks[name, "text" if way == "length" else way], "acc_norm" if way == "length" else "acc"
             answered += count_answers(name, way, items, *(_right(one, task, metric) for one in pair))
-    report: PairResults = {
-        **provenance(),
-        "base": {"name": base.name, "directory": str(base.directory)},
-        "new": {"name": new.name, "directory": str(new.directory)},
-        "texts": {name: compare_texts(score, new.domains[name]) for name, score in base.domains.items()},
-        "questions": [one.row() for one in answered],
-        "asked": {name: chosen(items)[1] for name, items in benchmarks.items()},
-        "guessing": {name: guessing(items) for name, items in benchmarks.items()},
-        "examples": [row for name, items in benchmarks.items() for row in _examples(items, pair, tasks[name, "text"])],
-        "runs": [],
-        "corpus": None,
-    }
-    return {"verdict": verdict(report), **report}
+    report = PairReport(
+        **vars(provenance()),
+        base=NamedModel(base.name, str(base.directory)),
+        new=NamedModel(new.name, str(new.directory)),
+        texts={name: compare_texts(score, new.domains[name]) for name, score in base.domains.items()},
+        questions=answered,
+        asked={name: chosen(items)[1] for name, items in benchmarks.items()},
+        guessing={name: guessing(items) for name, items in benchmarks.items()},
+        examples=[row for name, items in benchmarks.items() for row in _examples(items, pair, tasks[name, "text"])],
+        runs=[],
+        corpus=None,
+    )
+    report.verdict = verdict(report)
+    return report
 
 
 def _right(one: Checkpoint, task: str, metric: str = "acc") -> list[bool]:
     """For every question, whether a checkpoint answers it correctly."""
-    return [value == 1 for value in one.tasks[task].items[f"{task}/{metric}"]["values"]]
+    return [value == 1 for value in one.tasks[task].items[f"{task}/{metric}"].values]
 
 
 def _examples(items: Sequence[Quizzed], pair: Sequence[Checkpoint], task: str) -> list[ExampleRow]:
@@ -281,12 +241,12 @@ def _examples(items: Sequence[Quizzed], pair: Sequence[Checkpoint], task: str) -
     base, new = (_right(one, task) for one in pair)
     clean = [number for number, item in enumerate(items) if not item.dirty]
     return [
-        {
-            "question": items[number].question,
-            "answer": items[number].choices[items[number].answer],
-            "wrong": [text for place, text in enumerate(items[number].choices) if place != items[number].answer],
-            "right": (base[number], new[number]),
-        }
+        ExampleRow(
+            question=items[number].question,
+            answer=items[number].choices[items[number].answer],
+            wrong=[text for place, text in enumerate(items[number].choices) if place != items[number].answer],
+            right=(base[number], new[number]),
+        )
         for number in clean[:EXAMPLES]
     ]
 
@@ -330,43 +290,38 @@ def compare_texts(base: DomainScore, new: DomainScore) -> TextPair:
     bits = [(a - b) / math.log(2) for a, b in zip(new.nats, base.nats, strict=True)]
     gap = bootstrap_ratio(bits, base.bytes)
     low, high = (gap.low, gap.high) if len(bits) >= LEAST_BOOTSTRAPPED else (None, None)
-    return {
-        "documents": len(bits),
-        "bytes": sum(base.bytes),
-        "base": base.bits_per_byte,
-        "new": new.bits_per_byte,
-        "difference": {"value": gap.value, "low": low, "high": high},
-    }
+    gaps = RatioGap(gap.value, low, high)
+    return TextPair(len(bits), sum(base.bytes), base.bits_per_byte, new.bits_per_byte, gaps)
 
 
-def verdict(report: PairResults) -> str:
+def verdict(report: PairReport) -> str:
     """The verdict: on questions by option text (uncontaminated ones if known), then on texts, as far as intervals
     allow."""
     sentence = "; ".join([*_of_questions(report), *_of_texts(report)]) + "."
     return sentence[0].upper() + sentence[1:]
 
 
-def _of_questions(report: PairResults) -> Iterator[str]:
-    judged: dict[str, QuestionRow] = {}
-    for name in report["guessing"]:
-        rows = {row["part"]: row for row in report["questions"] if (row["benchmark"], row["way"]) == (name, "text")}
+def _of_questions(report: PairReport) -> Iterator[str]:
+    judged: dict[str, Answered] = {}
+    for name in report.guessing:
+        rows = {row.part: row for row in report.questions if (row.benchmark, row.way) == (name, "text")}
         if "dirty" in rows and "clean" not in rows:
-            given = f"training text contains {rows['dirty']['asked']:,} of {rows['all']['asked']:,}"
+            given = f"training text contains {rows['dirty'].asked:,} of {rows['all'].asked:,}"
             yield f"no uncontaminated question of {name} is left ({given}), so there is no verdict"
             continue
         judged[name] = rows["clean"] if "clean" in rows else rows["all"]
-    adjusted = holm([row["p"] for row in judged.values()])
+    adjusted = holm([row.p for row in judged.values()])
     for (name, row), p in zip(judged.items(), adjusted, strict=True):
-        base, new = (f"{100 * right / row['asked']:.1f} %" for right in row["right"])
-        known = " clean" if row["part"] == "clean" or report["asked"][name]["checked"] else ""
-        ahead = "better than" if row["won"] > row["lost"] else "worse than"
+        base, new = (f"{100 * right / row.asked:.1f} %" for right in row.right)
+        known = " clean" if row.part == "clean" or report.asked[name].checked else ""
+        ahead = "better than" if row.won > row.lost else "worse than"
         how = ahead if p < 0.05 else "not significantly different from"
         among = f", {p:.2g} after Holm's correction over {len(judged)} benchmarks" if len(judged) > 1 else ""
-        words = f"on {row['asked']:,}{known} questions of {name} ({new} right) {report['new']['name']} is {how} "
-        yield f"{words}{report['base']['name']} ({base}; McNemar p = {row['p']:.2g}{among})"
-        guess = report["guessing"][name]["random"]
-        models = (report["base"]["name"], report["new"]["name"])
-        below = [model for model, (_, high) in zip(models, row["intervals"], strict=True) if high < guess]
+        words = f"on {row.asked:,}{known} questions of {name} ({new} right) {report.new.name} is {how} "
+        yield f"{words}{report.base.name} ({base}; McNemar p = {row.p:.2g}{among})"
+        guess = report.guessing[name]["random"]
+        models = (report.base.name, report.new.name)
+        below = [model for model, (_, high) in zip(models, row.intervals, strict=True) if high < guess]
         if below:
             yield (
                 f"{' and '.join(below)} answered fewer questions of {name} correctly than guessing would "
@@ -374,13 +329,13 @@ def _of_questions(report: PairResults) -> Iterator[str]:
             )
 
 
-def _of_texts(report: PairResults) -> Iterator[str]:
-    for name, text in report["texts"].items():
-        gap = text["difference"]
-        value, low, high = gap["value"], gap["low"], gap["high"]
+def _of_texts(report: PairReport) -> Iterator[str]:
+    for name, text in report.texts.items():
+        gap = text.difference
+        value, low, high = gap.value, gap.low, gap.high
         if low is None or high is None:
-            yield f"{name} has too few documents to judge bits per byte ({value:+.4f}, {interval_words(text)})"
+            yield f"{name} has too few documents to judge bits per byte ({value:+.4f}, {text.interval})"
             continue
         sure = "takes fewer" if value < 0 else "takes more"
         how = "shows no clear difference in" if low <= 0 <= high else sure
-        yield f"{name} {how} bits per byte ({value:+.4f} {interval_words(text)})"
+        yield f"{name} {how} bits per byte ({value:+.4f} {text.interval})"

@@ -14,7 +14,7 @@ import math
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -125,27 +125,21 @@ class DomainScore:
 
     def summary(self) -> TextScore:
         """The scores for a report."""
-        places: list[PlaceLoss] = [
-            {"from": 1 << i, "to": (2 << i) - 1, "loss": nats / count, "tokens": count}
+        places = [
+            PlaceLoss(1 << i, (2 << i) - 1, nats / count, count)
             for i, (nats, count) in enumerate(zip(self.position_nats, self.position_tokens, strict=True))
             if count
         ]
-        found: TextScore = {
-            "documents": len(self.nats),
-            "tokens": sum(self.tokens),
-            "bytes": sum(self.bytes),
-            "loss": self.loss,
-            "perplexity": self.perplexity,
-            "bits_per_byte": self.bits_per_byte,
-            "by_context": places,
-        }
-        if self.trips:
-            found["trips_per_token"] = self.trips / sum(self.tokens)
-        return found
-
-    def to_dict(self) -> dict[str, object]:
-        """Plain values, document by document."""
-        return asdict(self)
+        return TextScore(
+            documents=len(self.nats),
+            tokens=sum(self.tokens),
+            bytes=sum(self.bytes),
+            loss=self.loss,
+            perplexity=self.perplexity,
+            bits_per_byte=self.bits_per_byte,
+            by_context=places,
+            trips_per_token=self.trips / sum(self.tokens) if self.trips else None,
+        )
 
     @classmethod
     def joined(cls, parts: Sequence[DomainScore]) -> DomainScore:

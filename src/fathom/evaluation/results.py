@@ -1,40 +1,48 @@
-"""The schema of `report.json` of `fathom evaluate`: for scores, for a pair on a benchmark, and for caches."""
+"""The schema of `report.json` of `fathom evaluate`: for scores, and for a pair on a benchmark."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TypedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 from fathom.report.provenance import Provenance
+from fathom.report.statistics import LEAST_BOOTSTRAPPED, mcnemar, wilson
 from fathom.training.results import DecodingGap
 
 WHOLE = "all text"
 """The name of all texts together, where there are several."""
 
 
-class ItemValues(TypedDict, total=False):
-    """`Items` as they are stored; `weights` and `log` only if they are not the default."""
-
-    values: list[float]
-    weights: list[float]
-    log: bool
-
-
-class ScoreGap(TypedDict):
+@dataclass
+class ScoreGap:
     """A checkpoint's score relative to the first one's, paired over items: a `difference`, or a `ratio` of
     perplexities."""
 
     kind: str
-    value: float | None
+    value: float
     low: float | None
     high: float | None
     confidence: float
     pairs: int
     p: float | None
-    p_holm: float | None
+    p_holm: float | None = None
+
+    @property
+    def significant(self) -> bool:
+        """Whether a difference is significant after Holm's adjustment."""
+        return self.p_holm is not None and self.p_holm < 1 - self.confidence
+
+    def __str__(self) -> str:
+        """The gap with its interval, and an asterisk if it is significant."""
+        form = "×{:.4f}" if self.kind == "ratio" else "{:+.4f}"
+        if self.low is None:
+            return form.format(self.value)
+        ends = "[{:.4f}, {:.4f}]" if self.kind == "ratio" else "[{:+.4f}, {:+.4f}]"
+        return f"{form.format(self.value)} {ends.format(self.low, self.high)}{'*' if self.significant else ' '}"
 
 
-class ScoreRow(TypedDict):
+@dataclass
+class ScoreRow:
     """One task and metric: scores by checkpoint, and gaps of all but the first."""
 
     task: str
@@ -43,12 +51,19 @@ class ScoreRow(TypedDict):
     differences: dict[str, ScoreGap]
 
 
-PlaceLoss = TypedDict("PlaceLoss", {"from": int, "to": int, "loss": float, "tokens": int})
-"""Loss of tokens predicted from `from` to `to` tokens of context."""
+@dataclass
+class PlaceLoss:
+    """Loss of tokens predicted from `from` to `to` tokens of context."""
+
+    from_: int
+    to: int
+    loss: float
+    tokens: int
 
 
-class TextScore(TypedDict, total=False):
-    """The loss on a text; `trips_per_token` for a model with iterations, `decoding` if it reads text in rounds."""
+@dataclass
+class TextScore:
+    """The loss on a text."""
 
     documents: int
     tokens: int
@@ -57,11 +72,14 @@ class TextScore(TypedDict, total=False):
     perplexity: float
     bits_per_byte: float
     by_context: list[PlaceLoss]
-    trips_per_token: float
-    decoding: DecodingGap
+    trips_per_token: float | None = None
+    """Of a model with iterations."""
+    decoding: DecodingGap | None = None
+    """Of a model that reads text in rounds."""
 
 
-class CheckpointScores(TypedDict):
+@dataclass
+class CheckpointScores:
     """One checkpoint: lm-eval's JSON by task, why tasks failed, and its text scores."""
 
     directory: str
@@ -71,8 +89,14 @@ class CheckpointScores(TypedDict):
     notes: list[str]
     perplexity: dict[str, TextScore]
 
+    @property
+    def text(self) -> str:
+        """All texts together, or the only one."""
+        return WHOLE if WHOLE in self.perplexity else next(iter(self.perplexity))
 
-class ScoresReport(TypedDict):
+
+@dataclass
+class ScoresReport:
     """`report.json` of scores."""
 
     fathom: str
@@ -81,47 +105,79 @@ class ScoresReport(TypedDict):
     stride: int | None
     rows: list[ScoreRow]
 
+    def gaps(self) -> list[ScoreGap]:
+        """Every difference from the first checkpoint."""
+        return [gap for row in self.rows for gap in row.differences.values()]
 
-class RatioValues(TypedDict):
-    """A ratio of means with its 95 % interval; both ends are None if there are too few items."""
+    def texts(self) -> Iterator[tuple[str, str, TextScore]]:
+        """Checkpoint, text and score."""
+        for name, entry in self.checkpoints.items():
+            yield from ((name, text, score) for text, score in entry.perplexity.items())
+
+
+@dataclass
+class RatioGap:
+    """A difference of ratios with its 95 % interval; both ends are None if there are too few documents."""
 
     value: float
     low: float | None
     high: float | None
 
 
-class TextPair(TypedDict):
+@dataclass
+class TextPair:
     """Bits per byte of two models on the same documents."""
 
     documents: int
     bytes: int
     base: float
     new: float
-    difference: RatioValues
+    difference: RatioGap
+
+    @property
+    def interval(self) -> str:
+        """The interval of the difference; with too few documents, their number and the minimum."""
+        low, high = self.difference.low, self.difference.high
+        if low is None or high is None:
+            return f"no interval: documents {self.documents}, needed {LEAST_BOOTSTRAPPED}"
+        return f"[{low:+.4f}, {high:+.4f}]"
 
 
-class QuestionRow(TypedDict):
+@dataclass(frozen=True)
+class Answered:
     """The answers of two models to the same questions, counted."""
 
     benchmark: str
     way: str
     part: str
+    """Which questions: `all`, or the `clean` or `dirty` ones."""
     asked: int
-    right: Sequence[int]
+    right: tuple[int, int]
+    """Base and new."""
     lost: int
+    """Answered correctly only by the base."""
     won: int
-    p: float
-    intervals: list[tuple[float, float]]
+    """Answered correctly only by the new model."""
+    p: float = field(init=False)
+    """McNemar's exact test, two-sided."""
+    intervals: list[tuple[float, float]] = field(init=False)
+    """Wilson's 95 % intervals of both shares."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "p", mcnemar(self.lost, self.won))
+        object.__setattr__(self, "intervals", [wilson(right, self.asked) for right in self.right])
 
 
-class NamedModel(TypedDict):
+@dataclass
+class NamedModel:
     """A model and where it is."""
 
     name: str
     directory: str
 
 
-class ExampleRow(TypedDict):
+@dataclass
+class ExampleRow:
     """A question, and whether base and new answer it correctly."""
 
     question: str
@@ -130,14 +186,16 @@ class ExampleRow(TypedDict):
     right: tuple[bool, bool]
 
 
-class PhaseShares(TypedDict):
+@dataclass
+class PhaseShares:
     """Shares by collection, and the step from which they hold."""
 
     step: int
     data: dict[str, float]
 
 
-class RunBetween(TypedDict):
+@dataclass
+class RunBetween:
     """A training run between a base and a new model; None for what its directory does not hold."""
 
     run: str
@@ -156,7 +214,8 @@ class RunBetween(TypedDict):
     held_out_loss: float | None
 
 
-class CorpusCounts(TypedDict):
+@dataclass
+class CorpusCounts:
     """How many documents of a corpus were read, left out and why, and what is left."""
 
     read: int
@@ -168,172 +227,51 @@ class CorpusCounts(TypedDict):
     tokens: int
     conversations: int
 
+    def __str__(self) -> str:
+        """The contents of the corpus in a sentence."""
+        counts = {
+            "unreadable": self.unreadable,
+            "filtered out": self.filtered,
+            "duplicates": self.duplicate,
+            "dropped as contaminated": self.dropped,
+            "cut for the same reason": self.cut,
+        }
+        left = [f"{count:,} {words}" for words, count in counts.items() if count]
+        talk = f", and {self.conversations:,} conversations" if self.conversations else ""
+        out = ", ".join(left) or "none dropped"
+        return f"Of {self.read:,} documents read: {out}. {self.tokens:,} tokens remain{talk}."
 
-class Asking(TypedDict):
+
+@dataclass
+class Asking:
     """How many of a benchmark's questions were asked, and why the others were not."""
 
     asked: int
     of: int
     skipped: dict[str, int]
-    """how many, by reason"""
+    """How many, by reason."""
     checked: bool
-    """whether contamination was checked"""
+    """Whether contamination was checked."""
+
+    def __str__(self) -> str:
+        """The counts as the end of a sentence."""
+        left = ", ".join(f"{count:,} {why}" for why, count in self.skipped.items())
+        drawn = " drawn at random" if "not drawn" in self.skipped else ""
+        skipped = f"; skipped: {left}" if left else ""
+        return f"asked {self.asked:,} of {self.of:,} questions{drawn}{skipped}."
 
 
-class PairResults(Provenance):
-    """All of a pair's `report.json` but its verdict."""
+@dataclass(kw_only=True)
+class PairReport(Provenance):
+    """`report.json` of a pair on a benchmark."""
 
+    verdict: str = ""
     base: NamedModel
     new: NamedModel
     texts: dict[str, TextPair]
-    questions: list[QuestionRow]
+    questions: list[Answered]
     asked: dict[str, Asking]
     guessing: dict[str, dict[str, float]]
     examples: list[ExampleRow]
     runs: list[RunBetween]
     corpus: CorpusCounts | None
-
-
-class PairReport(PairResults):
-    """`report.json` of a pair on a benchmark."""
-
-    verdict: str
-
-
-class ScheduleValues(TypedDict):
-    """When a cache is compressed: `freed` entries at a time, read in pieces of `chunk`."""
-
-    window: int
-    sinks: int
-    kept: int
-    freed: int
-    chunk: int
-
-
-class RecallValues(TypedDict):
-    """Right answers and questions, by the number of compressions."""
-
-    right: list[int]
-    asked: list[int]
-
-
-class Load(TypedDict):
-    """A cache after a number of tokens: what it holds and how fast it is."""
-
-    tokens: int
-    entries: int
-    """Entries of each layer."""
-    cache_bytes: int
-    peak_bytes: int | None
-    """Peak memory above that before the text, so without weights; None where the system does not report it."""
-    prefill_tokens_per_second: float
-    """Speed over the tokens of all rows that were read in chunks so far."""
-    decode_ms: dict[str, float]
-    """Milliseconds for a step: p50, p90 and max, compressions included."""
-    clock: str
-    """Which clock, in words."""
-
-
-class AnswerValues(TypedDict):
-    """The answer of a model with one cache to one question."""
-
-    task: str
-    place: str
-    """`outside` or `inside`: whether the question came after or before the last compression."""
-    compressions: int
-    beyond: bool
-    """Whether the answer is older than the entries that `drop` keeps."""
-    score: float
-    """1 for an exact answer; of RULER's tasks, the share of the expected strings."""
-    nats: float | None
-    """Per token of the answer, where it is scored token by token."""
-
-
-class QuestionValues(TypedDict):
-    """The questions that every cache was asked."""
-
-    asked: int
-    left_out: dict[str, str]
-    """Tasks that do not fit, and why."""
-    reference: list[AnswerValues]
-    """The answers of the full cache."""
-
-
-class CacheValues(TypedDict):
-    """One cache of one checkpoint, as measured."""
-
-    nats: list[list[float]]
-    """By document, over stretches of positions."""
-    recall: dict[str, RecallValues]
-    chance: float
-    answers: list[AnswerValues]
-    loads: list[Load]
-
-
-class CacheRow(CacheValues, total=False):
-    """With the losses made of it, where there were texts."""
-
-    loss: list[float]
-    spans: list[list[float]]
-    beyond: list[float] | None
-
-
-class ShareValues(TypedDict):
-    """Shares of energy by layer."""
-
-    mean: list[float]
-    kept: list[float]
-
-
-class SpectrumValues(TypedDict, total=False):
-    """Shares of what a cache holds, or why there are none (`left_out`)."""
-
-    keys: ShareValues
-    values: ShareValues
-    unmixed_values: ShareValues | None
-    white: float
-    left_out: str
-
-
-class CacheGap(TypedDict):
-    """Loss of a cache minus another's beyond the window, paired over documents."""
-
-    method: str
-    other: str
-    mean: float
-    pairs: int
-    half_width: float | None
-    p: float | None
-
-
-class CheckpointCaches(TypedDict):
-    """The results of one checkpoint with every cache."""
-
-    directory: str
-    tuned: dict[str, object] | None
-    schedule: ScheduleValues
-    documents: int
-    haystack: str
-    questions: QuestionValues
-    caches: dict[str, CacheRow]
-    spectrum: SpectrumValues
-
-
-class CheckpointCacheRow(CheckpointCaches):
-    """With the differences between its caches."""
-
-    differences: list[CacheGap]
-
-
-class CacheResults(Provenance):
-    """All of `report.json` of caches but its verdict."""
-
-    methods: list[str]
-    at: list[int]
-    checkpoints: dict[str, CheckpointCacheRow]
-
-
-class CacheReport(CacheResults):
-    """`report.json` of caches."""
-
-    verdict: str

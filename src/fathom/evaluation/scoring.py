@@ -6,10 +6,10 @@ import hashlib
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote
 
 import torch
@@ -25,23 +25,25 @@ from fathom.data.sources import Reading
 from fathom.errors import FathomError, ModelError, SettingsError, to_install
 from fathom.evaluation.budgets import limited
 from fathom.evaluation.harness import TaskResult, TaskSettings, fitted, items_of, open_lm, run_task, tables
-from fathom.evaluation.paired import Scored, has_intervals, is_significant, rows, table
+from fathom.evaluation.paired import Scored, rows, table
 from fathom.evaluation.perplexity import LONGEST_DEFAULT_CONTEXT, Cut, Domain, DomainScore, read_domains, read_sample
 from fathom.evaluation.perplexity import score as score_domain
-from fathom.evaluation.results import WHOLE, ScoresReport, TextScore
-from fathom.evaluation.scores_page import ASTERISK, INTERVALS, context_table, page
+from fathom.evaluation.results import WHOLE, CheckpointScores, ScoresReport, TextScore
+from fathom.evaluation.scores_page import context_table, interval_notes, page
 from fathom.evaluation.tasks import file_task, task_names
 from fathom.report import html
-from fathom.report.files import read_json, write_json
+from fathom.report.files import asdict, read_json, write_json
 from fathom.report.provenance import provenance
+from fathom.report.results import restored
 from fathom.report.tables import line_width, terminal_table
-from fathom.training.gap import Sample, gap_of, with_interval
+from fathom.training.gap import Sample, gap_of
 from fathom.training.results import DecodingGap
 
 if TYPE_CHECKING:
     from lm_eval.models.huggingface import HFLM
     from rich.table import Table
 
+T = TypeVar("T")
 Opener = Callable[[Path], tuple[PreTrainedModel, PreTrainedTokenizerBase]]
 
 
@@ -234,23 +236,18 @@ def summarize(checkpoints: Sequence[Checkpoint], context: int | None, stride: in
             mine.update(items_of(list(checkpoint.tasks.values())))
         for name, score in _with_whole(checkpoint.domains).items():
             mine.update({(name, metric): items for metric, items in score.items().items()})
-    return {
-        "fathom": __version__,
-        "checkpoints": {
-            checkpoint.name: {
-                "directory": str(checkpoint.directory),
-                "max_trips": checkpoint.max_trips,
-                "tasks": {name: result.results for name, result in checkpoint.tasks.items()},
-                "failed": dict(checkpoint.failed),
-                "notes": [note for result in checkpoint.tasks.values() for note in result.notes],
-                "perplexity": _perplexity(checkpoint),
-            }
-            for checkpoint in checkpoints
-        },
-        "context": context,
-        "stride": (stride or context) if context else None,
-        "rows": rows(scores),
+    entries = {
+        checkpoint.name: CheckpointScores(
+            directory=str(checkpoint.directory),
+            max_trips=checkpoint.max_trips,
+            tasks={name: result.results for name, result in checkpoint.tasks.items()},
+            failed=dict(checkpoint.failed),
+            notes=[note for result in checkpoint.tasks.values() for note in result.notes],
+            perplexity=_perplexity(checkpoint),
+        )
+        for checkpoint in checkpoints
     }
+    return ScoresReport(__version__, entries, context, (stride or context) if context else None, rows(scores))
 
 
 def show(checkpoints: Sequence[Checkpoint], report: ScoresReport, out: Path | None = None) -> None:
@@ -262,27 +259,25 @@ def show(checkpoints: Sequence[Checkpoint], report: ScoresReport, out: Path | No
         if checkpoint.tasks:
             print(f"{checkpoint.name} ({checkpoint.directory})\n")
             console.print(*fitted(tables(list(checkpoint.tasks.values())), console.width), sep="\n\n")
-        for note in report["checkpoints"][checkpoint.name]["notes"]:
+        for note in report.checkpoints[checkpoint.name].notes:
             print(note)
     names = [checkpoint.name for checkpoint in checkpoints]
     if len(names) > 1 or checkpoints[0].domains:
-        shown = report["rows"] if len(names) > 1 else [row for row in report["rows"] if row["task"] in _texts(report)]
+        shown = report.rows if len(names) > 1 else [row for row in report.rows if row.task in _texts(report)]
         console.print(table(shown, names))
     if checkpoints[0].domains:
         console.print("", terminal_table("", *context_table(report)))
-    scores = [score for checkpoint in report["checkpoints"].values() for score in checkpoint["perplexity"].values()]
-    if any("trips_per_token" in score for score in scores):
+    scores = [score for *_, score in report.texts()]
+    if any(score.trips_per_token is not None for score in scores):
         console.print("", _by_trips(report))
-    if any("decoding" in score for score in scores):
+    if any(score.decoding is not None for score in scores):
         print(
             "\nA model whose iterations read later iterations of earlier tokens (view ALL) reads text in Jacobi "
             "rounds, which approximate decoding. The gap to decoding is measured on a sample, with 95 % intervals "
             "over windows."
         )
-    gaps = [gap for row in report["rows"] for gap in row["differences"].values()]
-    notes = [INTERVALS] * has_intervals(gaps) + [ASTERISK] * any(map(is_significant, gaps))
-    if notes:
-        print(f"\n{' '.join(notes)}")
+    if notes := " ".join(interval_notes(report)):
+        print(f"\n{notes}")
     if out is not None:
         console.print(f"\nreport: {(out / PAGE).resolve()}", markup=False, soft_wrap=True)
 
@@ -316,24 +311,24 @@ def _task(checkpoint: Checkpoint, name: str, settings: Settings) -> TaskResult:
         "lm_eval": version("lm_eval"),
     }
 
-    def make() -> Mapping[str, object]:
+    def make() -> TaskResult:
         model, tokenizer = checkpoint.open()
         if checkpoint.lm is None:
             checkpoint.lm = open_lm(model, tokenizer, settings.batch_size, settings.context)
-        return asdict(run_task(checkpoint.lm, name, asked, data, settings.include))
+        return run_task(checkpoint.lm, name, asked, data, settings.include)
 
-    result = TaskResult(**kept(checkpoint, settings.out, "tasks", name, key, make))
+    result: TaskResult = kept(TaskResult, checkpoint, settings.out, "tasks", name, key, make)
     if settings.out is not None:
         write_json(settings.out / quote(checkpoint.name, safe=" ") / f"{quote(name, safe=' ')}.json", result.results)
     return result
 
 
 def _domain(checkpoint: Checkpoint, domain: Domain, context: int, settings: Settings) -> DomainScore:
-    def make() -> Mapping[str, object]:
-        return score_domain(*checkpoint.open(), domain, Cut(context, settings.stride), settings.batch_size).to_dict()
+    def make() -> DomainScore:
+        return score_domain(*checkpoint.open(), domain, Cut(context, settings.stride), settings.batch_size)
 
     key = _text_key(checkpoint, domain, context, settings)
-    return DomainScore(**kept(checkpoint, settings.out, "perplexity", domain.name, key, make))
+    return kept(DomainScore, checkpoint, settings.out, "perplexity", domain.name, key, make)
 
 
 def _sample(
@@ -341,13 +336,11 @@ def _sample(
 ) -> Sample | None:
     """Some of a domain decoded as well; None of a model that reads it by no rounds."""
 
-    def make() -> Mapping[str, object]:
-        found = read_sample(*checkpoint.open(), domain, tokens, Cut(context, settings.stride))
-        return {} if found is None else asdict(found)
+    def make() -> Sample | None:
+        return read_sample(*checkpoint.open(), domain, tokens, Cut(context, settings.stride))
 
     key = _text_key(checkpoint, domain, context, settings)
-    values = kept(checkpoint, settings.out, "decoded", domain.name, key, make)
-    return Sample(**values) if values else None
+    return kept(Sample | None, checkpoint, settings.out, "decoded", domain.name, key, make)
 
 
 def _text_key(checkpoint: Checkpoint, domain: Domain, context: int, settings: Settings) -> dict[str, object]:
@@ -366,19 +359,36 @@ def _text_key(checkpoint: Checkpoint, domain: Domain, context: int, settings: Se
 
 
 def kept(
-    checkpoint: Checkpoint, out: Path | None, kind: str, name: str, key: Mapping[str, object], make: Callable[[], Any]
-) -> Any:
-    """The stored result for the same conditions, else a new one, which is stored if there is an output directory."""
-    path = out and out / quote(checkpoint.name, safe=" ") / ".done" / f"{kind}-{quote(name, safe=' ')}.json"
+    kind: Any,
+    checkpoint: Checkpoint,
+    out: Path | None,
+    group: str,
+    name: str,
+    key: Mapping[str, object],
+    make: Callable[[], T],
+) -> T:
+    """The stored result for the same conditions, else a new one, which is stored if there is an output directory.
+
+    Args:
+        kind: The type of what is computed.
+        checkpoint: Of which.
+        out: The place.
+        group: Which part of an evaluation it is.
+        name: What it is called there.
+        key: The conditions.
+        make: Computes it.
+    """
+    path = out and out / quote(checkpoint.name, safe=" ") / ".done" / f"{group}-{quote(name, safe=' ')}.json"
     if path and path.is_file():
         try:
             kept = read_json(path)
-            same, before = kept["key"] == key, kept["value"]
+            same, before = kept["key"] == asdict(key), kept["value"]
         except (ValueError, KeyError) as error:
             raise SettingsError(f"{path} is damaged ({error}); delete it to compute it again") from None
         if same:
             print(f"{checkpoint.name}: {name}: done before", file=sys.stderr)
-            return before
+            kept_value: T = restored(kind, before)
+            return kept_value
         print(f"{checkpoint.name}: {name}: stored under other conditions; computing it again", file=sys.stderr)
     print(f"{checkpoint.name}: {name}", file=sys.stderr)
     value = make()
@@ -414,24 +424,24 @@ def _perplexity(checkpoint: Checkpoint) -> dict[str, TextScore]:
         sizes = [sum(checkpoint.domains[name].tokens) for name in checkpoint.samples]
         gaps[WHOLE] = gap_of(list(checkpoint.samples.values()), sizes)
     for name, gap in gaps.items():
-        found[name]["decoding"] = gap
+        found[name].decoding = gap
     return found
 
 
 def _texts(report: ScoresReport) -> set[str]:
-    return {name for entry in report["checkpoints"].values() for name in entry["perplexity"]}
+    return {text for _, text, _ in report.texts()}
 
 
 def _by_trips(report: ScoresReport) -> Table:
     """By recurrent model and text: the loss, the iterations, and the gap to decoding."""
     lines, solved = [], False
-    for name, entry in report["checkpoints"].items():
-        for text, score in entry["perplexity"].items():
-            if "trips_per_token" not in score:
-                continue
-            cells = [str(entry["max_trips"] or ""), f"{score['trips_per_token']:.3f}", f"{score['loss']:.4f}"]
-            solved |= "decoding" in score
-            lines.append([f"{name.partition('@')[0]}, {text}", *cells, *_gap_cells(score.get("decoding"))])
+    for name, text, score in report.texts():
+        if score.trips_per_token is None:
+            continue
+        most = report.checkpoints[name].max_trips
+        cells = [str(most or ""), f"{score.trips_per_token:.3f}", f"{score.loss:.4f}"]
+        solved |= score.decoding is not None
+        lines.append([f"{name.partition('@')[0]}, {text}", *cells, *_gap_cells(score.decoding)])
     columns = ["model and text", "max iterations", "iterations per token", "loss"]
     columns += ["Jacobi rounds", "loss − decoding's", "on tokens"] if solved else []
     return terminal_table("", columns, [line[: len(columns)] for line in lines])
@@ -440,7 +450,7 @@ def _by_trips(report: ScoresReport) -> Table:
 def _gap_cells(gap: DecodingGap | None) -> list[str]:
     if gap is None:
         return ["", "", ""]
-    return [f"{gap['rounds']:g}", with_interval(gap), f"{gap['tokens']:,}"]
+    return [f"{gap.rounds:g}", gap.with_interval, f"{gap.tokens:,}"]
 
 
 def _stamp(path: Path) -> tuple[str, int, int]:

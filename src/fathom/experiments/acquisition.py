@@ -10,19 +10,17 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from fathom.checkpoints.layout import RESULT
 from fathom.data.puzzles import is_puzzle, open_puzzle
-from fathom.experiments.ladder_results import PuzzleResult, PuzzleRow, PuzzleShares, PuzzleSooner
+from fathom.experiments.ladder_results import PuzzleResult, PuzzleRow, PuzzleShares, Sooner
 from fathom.experiments.plan import RunTask
 from fathom.experiments.stages import State
-from fathom.report.files import read_json
 from fathom.report.statistics import holm, wilson
 from fathom.training import read_metrics
+from fathom.training.results import held_out
 
 SOLVED = 0.9
 """Accuracy at which a run has solved a puzzle."""
 SURE = 0.95
-UNKNOWN = "unknown"
 
 
 class Spent(NamedTuple):
@@ -40,60 +38,6 @@ class Spent(NamedTuple):
                 return cls(before, at)
             before = at
         return cls(whole, math.inf)
-
-
-class Sooner(NamedTuple):
-    """The control's FLOPs to solve a puzzle over an arm's."""
-
-    median: tuple[float, float]
-    """Between these lies the median of the pairs."""
-    low: float
-    high: float
-    level: float
-    """Confidence of `low` to `high`: 95 % or a little more of six pairs or more, that of their whole range of fewer."""
-    pairs: int
-    p: float
-    """Two-sided p-value of the sign test that neither solves it sooner; an undecided pair counts against it."""
-
-    @classmethod
-    def read(cls, row: PuzzleSooner) -> Sooner:
-        """From a report, where null stands for no upper end."""
-        least, most = row["median"]
-        high = row["high"]
-        ends = (least, math.inf if most is None else most), row["low"], math.inf if high is None else high
-        return cls(*ends, row["level"], row["pairs"], row["p"])
-
-    def row(self) -> PuzzleSooner:
-        """For a report."""
-        least, most = self.median
-        return {
-            "median": (least, most if math.isfinite(most) else None),
-            "low": self.low,
-            "high": self.high if math.isfinite(self.high) else None,
-            "level": self.level,
-            "pairs": self.pairs,
-            "p": self.p,
-        }
-
-    def basis(self) -> str:
-        """Describes the ratio and its interval, for a caption."""
-        if self.pairs == 1:
-            return "one pair of seeds"
-        return f"median of {self.pairs} pairs of seeds and an interval of ranks ({self.level:.0%})"
-
-    def words(self) -> str:
-        """The ratio and its interval, for a table."""
-        middle, whole = between(*self.median), between(self.low, self.high)
-        return middle if self.pairs == 1 or middle in (UNKNOWN, whole) else f"{middle} ({whole})"
-
-
-def between(low: float, high: float) -> str:
-    """An interval in words, a single number if its ends look alike."""
-    if math.isinf(high):
-        return f"> {low:.2f}" if low else UNKNOWN
-    if not low:
-        return f"< {high:.2f}"
-    return f"{low:.2f}" if f"{low:.2f}" == f"{high:.2f}" else f"{low:.2f} to {high:.2f}"
 
 
 def sooner(control: Sequence[Spent], arm: Sequence[Spent]) -> Sooner | None:
@@ -149,8 +93,8 @@ def puzzle_result(state: State) -> PuzzleResult | None:
                 beside = control.setdefault(name, spent)
                 domains[name] = _shares(shares, curves, spent, None if beside is spent else beside)
             seeds = [run.seed for run in over]
-            rows.append({"index": size.index, "arm": arm.name, "flops": flops, "seeds": seeds, "domains": domains})
-    return {"domains": list(data.domains), "chance": data.puzzle.traits.chance, "solved_at": SOLVED, "rows": rows}
+            rows.append(PuzzleRow(size.index, arm.name, flops, seeds, domains))
+    return PuzzleResult(list(data.domains), data.puzzle.traits.chance, SOLVED, rows)
 
 
 def _shares(
@@ -163,21 +107,21 @@ def _shares(
     low, high = wilson(solved, len(shares)) if shares else (0.0, 1.0)
     both = [seed for seed in spent if control is not None and seed in control]
     found = sooner([control[seed] for seed in both], [spent[seed] for seed in both]) if control is not None else None
-    return {
-        "accuracy": list(shares),
-        "curves": curves,
-        "median": statistics.median(shares) if shares else None,
-        "solved": solved,
-        "low": low,
-        "high": high,
-        "flops_to_solve": [run.most if math.isfinite(run.most) else None for run in spent.values()],
-        "sooner": None if found is None else found.row(),
-    }
+    return PuzzleShares(
+        accuracy=list(shares),
+        curves=[list(curve) for curve in curves],
+        median=statistics.median(shares) if shares else None,
+        solved=solved,
+        low=low,
+        high=high,
+        flops_to_solve=[run.most for run in spent.values()],
+        sooner=found,
+    )
 
 
 def _accuracy(run: RunTask, domain: str) -> float:
     """A run's final accuracy; none for a diverged run."""
-    return float(read_json(run.run_dir / RESULT)["evaluation"]["domains"][domain]["accuracy"]) if run.done else 0.0
+    return (held_out(run.run_dir).domains[domain].accuracy or 0.0) if run.done else 0.0
 
 
 def _curve(run: RunTask, domain: str, flops: float, last: float) -> list[tuple[float, float]]:
@@ -189,21 +133,21 @@ def _curve(run: RunTask, domain: str, flops: float, last: float) -> list[tuple[f
 
 def puzzle_words(control: str, puzzle: PuzzleResult) -> list[str]:
     """The hardest difficulty at the largest size: runs solved, FLOPs to solve it, and significant differences."""
-    hardest = puzzle["domains"][-1]
-    last = max(row["index"] for row in puzzle["rows"])
-    rows = {row["arm"]: row["domains"][hardest] for row in puzzle["rows"] if row["index"] == last and row["seeds"]}
+    hardest = puzzle.domains[-1]
+    last = max(row.index for row in puzzle.rows)
+    rows = {row.arm: row.domains[hardest] for row in puzzle.rows if row.index == last and row.seeds}
     own = rows.pop(control, None)
     if own is None:
         return []
 
     def words(name: str, row: PuzzleShares) -> str:
-        return f"{name} solved {row['solved']} of {len(row['accuracy'])} (median accuracy {row['median']:.2f})"
+        return f"{name} solved {row.solved} of {len(row.accuracy)} (median accuracy {row.median:.2f})"
 
     parts = [words(name, row) for name, row in ((control, own), *rows.items())]
-    apart = [name for name, row in rows.items() if row["low"] > own["high"] or row["high"] < own["low"]]
+    apart = [name for name, row in rows.items() if row.low > own.high or row.high < own.low]
     told = f"only {', '.join(apart)} differ" if apart else "no arm differs"
     found = [f"on {hardest}, {', '.join(parts)}; by solved runs {told} significantly from {control}"]
-    ratios = {name: Sooner.read(row["sooner"]) for name, row in rows.items() if row["sooner"] is not None}
+    ratios = {name: row.sooner for name, row in rows.items() if row.sooner is not None}
     corrected = zip(ratios.items(), holm([ratio.p for ratio in ratios.values()]), strict=True)
-    sure = [f"{ratio.words()} times the FLOPs of {name}" for (name, ratio), p in corrected if p < 1 - SURE]
+    sure = [f"{ratio} times the FLOPs of {name}" for (name, ratio), p in corrected if p < 1 - SURE]
     return found + ([f"until it solves this level, {control} needs {', '.join(sure)}"] if sure else [])

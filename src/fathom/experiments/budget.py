@@ -22,17 +22,14 @@ TOYS = Truth(sigma=(0.02, 0.006), shared=0.02, own=0.006)
 def budget(ladder: Ladder) -> LadderBudget:
     """Runs, FLOPs and hours by size on this machine, and the expected width of intervals."""
     rows = [_row(ladder, size) for size in ladder.all_sizes]
-    hours = math.fsum(row["hours"] for row in rows)
-    found: LadderBudget = {
-        "rungs": rows,
-        "runs": sum(row["runs"] for row in rows),
-        "flops": math.fsum(row["flops"] for row in rows),
-        "hours": hours,
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU, one process",
-        "resolution": _resolution(ladder),
-        "words": "",
-    }
-    return {**found, "words": _words(found)}
+    return LadderBudget(
+        rungs=rows,
+        runs=sum(row.runs for row in rows),
+        flops=math.fsum(row.flops for row in rows),
+        hours=math.fsum(row.hours for row in rows),
+        device=torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU, one process",
+        resolution=_resolution(ladder),
+    )
 
 
 def _row(ladder: Ladder, size: Size) -> BudgetRow:
@@ -48,16 +45,16 @@ def _row(ladder: Ladder, size: Size) -> BudgetRow:
     flops = math.fsum(count * ladder.flops(arm, size) for arm, count in runs.items())
     seconds = _step_seconds(ladder, size)
     per_flop = seconds * size.steps / ladder.flops(ladder.control, size)
-    return {
-        "rung": size.name,
-        "parameters": size.parameters,
-        "tokens": size.tokens,
-        "steps": size.steps,
-        "runs": sum(runs.values()),
-        "flops": flops,
-        "step_seconds": seconds,
-        "hours": flops * per_flop / 3600,
-    }
+    return BudgetRow(
+        rung=size.name,
+        parameters=size.parameters,
+        tokens=size.tokens,
+        steps=size.steps,
+        runs=sum(runs.values()),
+        flops=flops,
+        step_seconds=seconds,
+        hours=flops * per_flop / 3600,
+    )
 
 
 def _step_seconds(ladder: Ladder, size: Size) -> float:
@@ -83,24 +80,9 @@ def _resolution(ladder: Ladder) -> Resolution | None:
 
     def width(noise: Truth) -> Width:
         truth = dataclasses.replace(noise, decades=decades, seeds=ladder.seeds, start=flops[0])
-        top, trend = resolution(truth)
-        return {"last_rung": top, "per_decade": trend}
+        return Width(*resolution(truth))
 
-    return {"decades": decades, "text": width(Truth()), "toy": width(TOYS)}
-
-
-def _words(found: LadderBudget) -> str:
-    text = f"{found['runs']} runs, {found['flops']:.3g} FLOPs, {found['hours']:.2g} hours on {found['device']}."
-    width = found["resolution"]
-    if width is None:
-        return text + " No multiplier can be estimated: that needs two model sizes, one of them with two seeds."
-    return (
-        f"{text} Over {width['decades']:.2f} decades, the expected 95 % interval of the multiplier at the largest "
-        "size is × ÷ "
-        f"{width['text']['last_rung']:.2f} with the noise of long runs, × ÷ {width['toy']['last_rung']:.2f} with that "
-        f"of short ones; its trend to × ÷ {width['text']['per_decade']:.2f} and {width['toy']['per_decade']:.2f} per "
-        "decade."
-    )
+    return Resolution(decades, width(Truth()), width(TOYS))
 
 
 def budget_rows(found: LadderBudget) -> tuple[str, list[str], list[list[str]]]:
@@ -108,13 +90,13 @@ def budget_rows(found: LadderBudget) -> tuple[str, list[str], list[list[str]]]:
     columns = ["rung", "parameters", "tokens", "steps", "runs", "FLOPs", "s/step", "hours"]
     rows = [
         [
-            row["rung"],
-            *(f"{row[key]:,}" for key in ("parameters", "tokens", "steps", "runs")),
-            f"{row['flops']:.3g}",
-            f"{row['step_seconds']:.3f}",
-            f"{row['hours']:.3g}",
+            row.rung,
+            *(f"{count:,}" for count in (row.parameters, row.tokens, row.steps, row.runs)),
+            f"{row.flops:.3g}",
+            f"{row.step_seconds:.3f}",
+            f"{row.hours:.3g}",
         ]
-        for row in found["rungs"]
+        for row in found.rungs
     ]
     words = "checks as if every arm differed significantly; without points that tuning may add"
     return f"Arms at the control's speed for each FLOP, {words}", columns, rows

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TypedDict
+from dataclasses import dataclass
 
 from rich.table import Table
 
@@ -15,7 +15,8 @@ from fathom.report.numbers import short
 SEQUENCE = 2048
 
 
-class MechanismRow(TypedDict):
+@dataclass(frozen=True)
+class MechanismRow:
     """One mechanism: what it is, what it adds to a model per token, and its share of the model's FLOPs."""
 
     name: str
@@ -34,7 +35,8 @@ class MechanismRow(TypedDict):
     flops_share: float
 
 
-class VanillaRow(TypedDict):
+@dataclass(frozen=True)
+class VanillaRow:
     """The cost of the decoder without a mechanism."""
 
     parameters: int
@@ -69,41 +71,41 @@ def mechanism_rows(config: FathomConfig, bytes_per_scalar: int = 2) -> Iterator[
     for mechanism in known().values():
         chosen = with_mechanism(config, mechanism.axis, mechanism.name)
         cost = mechanism_cost(chosen, bytes_per_scalar)
-        yield {
-            "name": mechanism.name,
-            "axis": mechanism.axis,
-            "summary": mechanism.summary,
-            "paper": mechanism.paper,
-            "closed": None if mechanism.closed is None else dict(mechanism.closed),
-            "options": getattr(chosen, f"{mechanism.axis}_options"),
-            "parameters": cost.parameters,
-            "flops": cost.flops,
-            "elementwise_flops": cost.elementwise_flops,
-            "cache_bytes": cost.cache_bytes,
-            "transient_bytes": cost.transient_bytes,
-            "io_bytes": cost.io_bytes,
-            "training_flops": cost.training_flops,
-            "flops_share": cost.flops / forward,
-        }
+        yield MechanismRow(
+            name=mechanism.name,
+            axis=mechanism.axis,
+            summary=mechanism.summary,
+            paper=mechanism.paper,
+            closed=None if mechanism.closed is None else dict(mechanism.closed),
+            options=getattr(chosen, f"{mechanism.axis}_options"),
+            parameters=cost.parameters,
+            flops=cost.flops,
+            elementwise_flops=cost.elementwise_flops,
+            cache_bytes=cost.cache_bytes,
+            transient_bytes=cost.transient_bytes,
+            io_bytes=cost.io_bytes,
+            training_flops=cost.training_flops,
+            flops_share=cost.flops / forward,
+        )
 
 
 def vanilla_row(config: FathomConfig, bytes_per_scalar: int = 2) -> VanillaRow:
     """The cost of the decoder with every axis at its default."""
     vanilla = with_mechanism(config, "mixer", "none")
-    return {
-        "parameters": count_parameters(vanilla),
-        "flops": flops_per_token(vanilla, SEQUENCE),
-        "sequence_length": SEQUENCE,
-        "cache_bytes": cache_bytes_per_token(vanilla, bytes_per_scalar),
-    }
+    return VanillaRow(
+        parameters=count_parameters(vanilla),
+        flops=flops_per_token(vanilla, SEQUENCE),
+        sequence_length=SEQUENCE,
+        cache_bytes=cache_bytes_per_token(vanilla, bytes_per_scalar),
+    )
 
 
 def mechanism_table(config: FathomConfig, bytes_per_scalar: int = 2) -> Table:
     """`mechanism_rows` for a terminal, narrow enough for 80 columns."""
     vanilla = vanilla_row(config, bytes_per_scalar)
     caption = (
-        f"vanilla: {vanilla['parameters']:,} parameters, {_short(vanilla['flops'])} FLOPs at {SEQUENCE} tokens, "
-        f"{vanilla['cache_bytes']:,} cache bytes. Shares are relative to 2N FLOPs; state is freed after its token."
+        f"vanilla: {vanilla.parameters:,} parameters, {_short(vanilla.flops)} FLOPs at {SEQUENCE} tokens, "
+        f"{vanilla.cache_bytes:,} cache bytes. Shares are relative to 2N FLOPs; state is freed after its token."
     )
     table = Table(
         title="Cost that each mechanism adds, per token of a forward pass",
@@ -120,12 +122,12 @@ def mechanism_table(config: FathomConfig, bytes_per_scalar: int = 2) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     axis = ""
     for row in mechanism_rows(config, bytes_per_scalar):
-        if row["axis"] != axis:
-            axis = row["axis"]
+        if row.axis != axis:
+            axis = row.axis
             table.add_row(f"[bold cyan]{axis}[/]")
-        numbers = (f"{row['parameters']:,}", _short(row["flops"]), _share(row["flops_share"]))
-        state = (_short(row["cache_bytes"]), _short(row["transient_bytes"]))
-        table.add_row(f" {row['name']}", row["paper"].removeprefix("arXiv ").split(",")[0], *numbers, *state)
+        numbers = (f"{row.parameters:,}", _short(row.flops), _share(row.flops_share))
+        state = (_short(row.cache_bytes), _short(row.transient_bytes))
+        table.add_row(f" {row.name}", row.paper.removeprefix("arXiv ").split(",")[0], *numbers, *state)
     return table
 
 

@@ -20,7 +20,7 @@ from fathom.checkpoints.layout import FAILED, MEASURED, PLAN, REPORT
 from fathom.errors import SettingsError, TrainingError
 from fathom.experiments.arms import Equal
 from fathom.experiments.compare_page import write_report
-from fathom.experiments.compare_results import ComparisonReport
+from fathom.experiments.compare_results import ComparisonReport, Measurement
 from fathom.experiments.differences import seeds_changed, summarize
 from fathom.experiments.leases import Claim
 from fathom.experiments.plan import Plan, RunTask, check_machine, make_plan, tasks
@@ -29,7 +29,7 @@ from fathom.experiments.schedule import one_thread, refuse_torchrun, run_trainin
 from fathom.experiments.timing import measure
 from fathom.recipe import Recipe
 from fathom.report.files import write_json
-from fathom.report.provenance import hardware, provenance, recorded
+from fathom.report.provenance import provenance, recorded
 
 
 def run_task(task: RunTask, claim: Claim) -> bool:
@@ -42,8 +42,7 @@ def run_task(task: RunTask, claim: Claim) -> bool:
     claim.require()
     path = task.out / MEASURED / f"{task.arm}.json"
     path.parent.mkdir(exist_ok=True)
-    recipes = [recipe.to_dict() for recipe in (arm, control)]
-    write_json(path, {**measured.to_dict(), "recipes": recipes, "hardware": hardware()})
+    write_json(path, Measurement((arm.to_dict(), control.to_dict()), measured))
     return True
 
 
@@ -103,7 +102,7 @@ def carry_out(
     seeds_changed(plan, out)  # report a damaged file before any work
     check_machine(plan)
     out.mkdir(parents=True, exist_ok=True)
-    write_json(out / PLAN, plan.to_dict())
+    write_json(out / PLAN, plan.written())
     for task in tasks(plan, out) if retry_failed else ():
         if task.failure is not None:
             (task.run_dir / FAILED).unlink(missing_ok=True)

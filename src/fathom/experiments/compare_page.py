@@ -11,18 +11,10 @@ import yaml
 from markupsafe import Markup
 
 from fathom.experiments.arms import Arm
-from fathom.experiments.compare_results import (
-    ArmResult,
-    ArmTrips,
-    ComparisonReport,
-    CurveAxis,
-    DomainValues,
-    GapValues,
-    RunRow,
-)
-from fathom.experiments.differences import awaited, family_size, share_in_words
+from fathom.experiments.compare_results import ArmResult, ArmTrips, ComparisonReport, CurveAxis, DomainMean
+from fathom.experiments.differences import awaited, family_size
 from fathom.report import html
-from fathom.report.numbers import DASH, short, signed
+from fathom.report.numbers import DASH, short
 from fathom.report.plots import IntervalMark, Line, interval_plot, line_plot
 from fathom.report.statistics import NOISE, coverage
 from fathom.report.tables import terminal_table
@@ -43,19 +35,19 @@ def tables(report: ComparisonReport) -> list[Table]:
 
 def quality_rows(report: ComparisonReport) -> tuple[str, list[str], list[list[str]]]:
     """Caption, columns, rows: the loss of each arm."""
-    arms = report["arms"]
+    arms = report.arms
     columns = ["arm", "loss", "difference", "Holm p", "perplexity", "bits/byte"]
     rows = []
     for arm in arms:
-        if not arm["runs"]:
-            rows.append([arm["name"], *[DASH] * 5])
+        if not arm.runs:
+            rows.append([arm.name, *[DASH] * 5])
             continue
-        gap = arm.get("difference")
-        holm = DASH if gap is None or gap["p_holm"] is None else f"{gap['p_holm']:.3f}"
-        numbers = [f"{arm['perplexity']:.2f}", f"{arm['bits_per_byte']:.4f}"]
-        rows.append([arm["name"], f"{arm['loss']:.4f}", "control" if gap is None else _gap(gap), holm, *numbers])
-    many = len(report["seeds"])
-    failed = "".join(f"; without {row['arm']}, seed {row['seed']}, which failed" for row in report["failed"])
+        gap = arm.difference
+        holm = DASH if gap is None or gap.p_holm is None else f"{gap.p_holm:.3f}"
+        numbers = [f"{arm.perplexity:.2f}", f"{arm.bits_per_byte:.4f}"]
+        rows.append([arm.name, f"{arm.loss:.4f}", "control" if gap is None else str(gap), holm, *numbers])
+    many = len(report.seeds)
+    failed = "".join(f"; without {row.arm}, seed {row.seed}, which failed" for row in report.failed)
     if not many:
         return f"Held-out loss: no seed is finished by every arm yet{failed}", columns, rows
     interval = "with its 95 % interval over seeds" if many > 1 else "without an interval: one seed"
@@ -68,36 +60,34 @@ def cost_rows(report: ComparisonReport, narrow: bool = False) -> tuple[str, list
     if not narrow:
         columns = ["arm", "parameters", "FLOPs/token", "cache bytes/token", "step time", "quartiles", "peak memory"]
     rows = []
-    for arm in report["arms"]:
-        measured = arm["measured"]
-        control = arm["name"] == report["control"]
-        cache = arm["cache_bytes_per_token"]["measured"]
-        time = ratio(measured["time"]["median"]) if measured else "1" if control else DASH
-        memory = (
-            ratio(measured["memory_bytes"][0] / measured["memory_bytes"][1]) if measured else "1" if control else DASH
-        )
+    for arm in report.arms:
+        measured = arm.measured
+        control = arm.name == report.control
+        cache = arm.cache_bytes_per_token.measured
+        time = ratio(measured.time.median) if measured else "1" if control else DASH
+        memory = ratio(measured.memory_bytes[0] / measured.memory_bytes[1]) if measured else "1" if control else DASH
         cell = DASH if cache is None else f"{cache:,.0f}"
         if narrow:
-            flops = short(arm["flops_per_token"])
-            rows.append([arm["name"], short(arm["parameters"]), flops, cell, time, memory])
+            flops = short(arm.flops_per_token)
+            rows.append([arm.name, short(arm.parameters), flops, cell, time, memory])
             continue
-        spread = f"{measured['time']['low']:.3f} … {measured['time']['high']:.3f}" if measured else DASH
-        flops = f"{arm['flops_per_token']:,.0f}"
-        rows.append([arm["name"], f"{arm['parameters']:,}", flops, cell, time, spread, memory])
-    first = report["arms"][0]
-    step = f"a training step of {first['tokens'] // first['steps']:,} tokens"
+        spread = f"{measured.time.low:.3f} … {measured.time.high:.3f}" if measured else DASH
+        flops = f"{arm.flops_per_token:,.0f}"
+        rows.append([arm.name, f"{arm.parameters:,}", flops, cell, time, spread, memory])
+    first = report.arms[0]
+    step = f"a training step of {first.tokens // first.steps:,} tokens"
     return f"Cost; time and memory of {step} as ratios to the control", columns, rows
 
 
 def page(report: ComparisonReport) -> str:
     """The whole report."""
-    names = [arm["name"] for arm in report["arms"]]
+    names = [arm.name for arm in report.arms]
     title = f"{', '.join(names[1:])} against {names[0]}"
-    if not report["seeds"]:
-        return html.page(title, report["verdict"], _failed(report), _provenance(report))
+    if not report.seeds:
+        return html.page(title, report.verdict, _failed(report), _provenance(report))
     return html.page(
         title,
-        report["verdict"],
+        report.verdict,
         html.table(*quality_rows(report)),
         _failed(report),
         _share_sentence(report),
@@ -117,16 +107,12 @@ def page(report: ComparisonReport) -> str:
 
 def _compared(report: ComparisonReport) -> list[tuple[int, ArmResult]]:
     """Every arm other than the control that finished a seed, and its colour."""
-    return [(i, arm) for i, arm in enumerate(report["arms"]) if "difference" in arm]
+    return [(i, arm) for i, arm in enumerate(report.arms) if arm.difference is not None]
 
 
 def _failed(report: ComparisonReport) -> Markup:
-    rows = [[f"{row['arm']}, seed {row['seed']}", str(row["step"]), row["error"]] for row in report["failed"]]
+    rows = [[f"{row.arm}, seed {row.seed}", str(row.step), row.error] for row in report.failed]
     return html.table("Excluded: runs that failed", ["run", "step", "why"], rows, prose=["why"]) if rows else Markup()
-
-
-def _gap(gap: GapValues) -> str:
-    return signed(gap["mean"], gap["half_width"])
 
 
 def ratio(value: float) -> str:
@@ -141,26 +127,23 @@ def seeds(count: int) -> str:
 
 def _differences(report: ComparisonReport) -> Markup:
     arms = _compared(report)
-    items = [
-        IntervalMark(arm["name"], arm["difference"]["mean"], arm["difference"]["low"], arm["difference"]["high"], i)
-        for i, arm in arms
-    ]
-    words = "; ".join(f"{arm['name']} {_gap(arm['difference'])}" for _, arm in arms)
-    control = report["control"]
+    items = [IntervalMark(arm.name, arm.gap.mean, arm.gap.low, arm.gap.high, i) for i, arm in arms]
+    words = "; ".join(f"{arm.name} {arm.difference}" for _, arm in arms)
+    control = report.control
     svg = interval_plot(items, "nats per token", f"Validation loss minus {control}'s: {words}")
-    caption = "Left of the dashed line is better. " + ("Bars are 95 % intervals." if len(report["seeds"]) > 1 else "")
+    caption = "Left of the dashed line is better. " + ("Bars are 95 % intervals." if len(report.seeds) > 1 else "")
     return html.figure(f"Validation loss minus {control}'s", svg, caption)
 
 
 def _while_training(report: ComparisonReport) -> Markup:
     lines = []
     for i, arm in _compared(report):
-        curve = arm["difference_while_training"]
-        if curve["mean"]:
-            line = Line(arm["name"], curve["tokens"], curve["mean"], i, curve["low"], curve["high"], marks=False)
+        curve = arm.difference_while_training
+        if curve is not None and curve.mean:
+            line = Line(arm.name, curve.tokens, curve.mean, i, curve.low, curve.high, marks=False)
             lines.append(line)
     last = "; ".join(f"{line.name} ends at {line.y[-1]:+.4f}" for line in lines)
-    control = report["control"]
+    control = report.control
     svg = line_plot(lines, "tokens", "nats", f"Training loss minus {control}'s on the same batches: {last}", zero=True)
     return html.figure(
         f"Training loss minus {control}'s",
@@ -170,8 +153,8 @@ def _while_training(report: ComparisonReport) -> Markup:
 
 
 def _curves(report: ComparisonReport) -> Markup:
-    budget = f"the comparison is at equal {'FLOPs' if report['equal'] == 'flops' else report['equal']}"
-    machines = {str(run["machine"]) for arm in report["arms"] for run in arm["runs"]}
+    budget = f"the comparison is at equal {'FLOPs' if report.equal == 'flops' else report.equal}"
+    machines = {str(run.machine) for arm in report.arms for run in arm.runs}
     where = (
         "on different machines" if len(machines) > 1 else "of wall-clock time, including any other load of the machine"
     )
@@ -186,9 +169,9 @@ def _curve(
     report: ComparisonReport, key: CurveAxis, x_label: str, title: str, caption: str = "Bands span the seeds."
 ) -> Markup:
     lines = [
-        Line(arm["name"], arm["curve"][key], arm["curve"]["loss"], i, arm["curve"]["low"], arm["curve"]["high"])
-        for i, arm in enumerate(report["arms"])
-        if arm["runs"] and arm["curve"]["loss"]
+        Line(arm.name, getattr(arm.curve, key), arm.curve.loss, i, arm.curve.low, arm.curve.high)
+        for i, arm in enumerate(report.arms)
+        if arm.runs and arm.curve.loss
     ]
     ends = "; ".join(f"{line.name} ends at {line.y[-1]:.4f}" for line in lines)
     return html.figure(
@@ -198,16 +181,16 @@ def _curve(
 
 def _positions(report: ComparisonReport) -> Markup:
     """Loss, and its difference to the control, over equal parts of the context."""
-    control = report["arms"][0]
-    length = _sequence_length(report["recipe"])
-    count = len(control["position_loss"])
-    read = [place for place, loss in enumerate(control["position_loss"]) if loss is not None]
+    control = report.arms[0]
+    length = _sequence_length(report.recipe)
+    count = len(control.position_loss)
+    read = [place for place, loss in enumerate(control.position_loss) if loss is not None]
     if len(read) < 2:
         return Markup()
     places = [(i + 0.5) * length / count for i in read]
-    arms = [(i, arm) for i, arm in enumerate(report["arms"]) if len(arm.get("position_loss", ())) == count]
-    losses = [[loss for loss in arm["position_loss"] if loss is not None] for _, arm in arms]
-    lines = [Line(arm["name"], places, row, i) for (i, arm), row in zip(arms, losses, strict=True)]
+    arms = [(i, arm) for i, arm in enumerate(report.arms) if len(arm.position_loss) == count]
+    losses = [[loss for loss in arm.position_loss if loss is not None] for _, arm in arms]
+    lines = [Line(arm.name, places, row, i) for (i, arm), row in zip(arms, losses, strict=True)]
     ends = "; ".join(f"{line.name} from {line.y[0]:.3f} to {line.y[-1]:.3f}" for line in lines)
     gaps = [_gap_along(i, arm, places) for i, arm in arms[1:]]
     words = "; ".join(f"{line.name} from {line.y[0]:+.4f} to {line.y[-1]:+.4f}" for line in gaps)
@@ -217,16 +200,17 @@ def _positions(report: ComparisonReport) -> Markup:
         html.figure(
             "Validation loss", line_plot(lines, "position in the context", "nats per token", f"Loss: {ends}"), empty
         ),
-        html.figure(f"Minus {control['name']}'s", difference, "Bands are 95 % intervals of each part alone."),
+        html.figure(f"Minus {control.name}'s", difference, "Bands are 95 % intervals of each part alone."),
     )
 
 
 def _gap_along(series: int, arm: ArmResult, places: Sequence[float]) -> Line:
     """The difference to the control over the parts of the context that have targets."""
-    rows = [row for row in arm["difference_by_position"] if row is not None]
-    low, high = ([row[end] for row in rows] for end in ("low", "high"))
-    bands = (None, None) if None in low else (low, high)
-    return Line(arm["name"], places, [row["mean"] for row in rows], series, *bands)
+    rows = [row for row in arm.difference_by_position if row is not None]
+    low = [row.low for row in rows if row.low is not None]
+    high = [row.high for row in rows if row.high is not None]
+    bands = (None, None) if len(low) < len(rows) else (low, high)
+    return Line(arm.name, places, [row.mean for row in rows], series, *bands)
 
 
 def _sequence_length(recipe: Mapping[str, object]) -> int:
@@ -237,19 +221,17 @@ def _sequence_length(recipe: Mapping[str, object]) -> int:
 
 def _trips(report: ComparisonReport) -> Markup:
     """Iterations per token, their correlation with the loss, and the loss they reach; nothing if no token halts."""
-    arms = [(i, arm) for i, arm in enumerate(report["arms"]) if arm["runs"] and "trips" in arm]
-    if not any(arm["trips"]["shares"] for _, arm in arms):
+    arms = [(i, arm, arm.trips) for i, arm in enumerate(report.arms) if arm.trips is not None]
+    if not any(trips.shares for *_, trips in arms):
         return Markup()
-    rows = [[arm["name"], f"{arm['trips']['mean']:.2f}", *_trips_cells(arm["trips"])] for _, arm in arms]
+    rows = [[arm.name, f"{trips.mean:.2f}", *_trips_cells(trips)] for _, arm, trips in arms]
     caption = "Iterations per token on held-out text; correlation of a token's loss with its iterations"
     columns = ["arm", "mean", "at most", "rank correlation", "95 % interval, by seed"]
     shares = [
-        Line(arm["name"], list(range(1, len(found) + 1)), found, i)
-        for i, arm in arms
-        if (found := arm["trips"]["shares"])
+        Line(arm.name, list(range(1, len(trips.shares) + 1)), trips.shares, i) for i, arm, trips in arms if trips.shares
     ]
     words = "; ".join(f"{line.name} {', '.join(f'{100 * share:.0f} %' for share in line.y)}" for line in shares)
-    points = [Line(arm["name"], [arm["trips"]["mean"]], [arm["loss"]], i) for i, arm in arms]
+    points = [Line(arm.name, [trips.mean], [arm.loss], i) for i, arm, trips in arms]
     at = "; ".join(f"{line.name} {line.y[0]:.4f} at {line.x[0]:.2f}" for line in points)
     note = (
         "A correlation above zero means that tokens which are harder to predict make more iterations. It is "
@@ -259,7 +241,7 @@ def _trips(report: ComparisonReport) -> Markup:
         [
             html.table(caption, columns, rows),
             html.paragraph(note, quiet=True),
-            html.legend([arm["name"] for arm in report["arms"]]),
+            html.legend([arm.name for arm in report.arms]),
             html.figures(
                 html.figure("When tokens halt", line_plot(shares, "trips", "share of tokens", f"Halting: {words}")),
                 html.figure(
@@ -275,13 +257,12 @@ def _trips(report: ComparisonReport) -> Markup:
 def _solved(report: ComparisonReport) -> Markup:
     """The gap in loss to decoding of arms that read text by Jacobi rounds; nothing without such arms."""
     rows = []
-    for arm in report["arms"]:
-        for found in arm.get("trips", {}).get("solved", []):
-            gap = found["gap"] or {"value": None, "low": None, "high": None, "tokens": None}
-            ends = DASH if gap["low"] is None else f"{gap['low']:+.4f} … {gap['high']:+.4f}"
-            value = DASH if gap["value"] is None else f"{gap['value']:+.4f}"
-            tokens = DASH if gap["tokens"] is None else f"{gap['tokens']:,}"
-            rows.append([arm["name"], str(found["seed"]), f"{found['jacobi_rounds']:g}", value, ends, tokens])
+    for arm in report.arms:
+        for found in arm.trips.solved if arm.trips is not None else ():
+            gap = found.gap
+            ends = DASH if gap is None or gap.low is None else f"{gap.low:+.4f} … {gap.high:+.4f}"
+            value, tokens = (DASH, DASH) if gap is None else (f"{gap.value:+.4f}", f"{gap.tokens:,}")
+            rows.append([arm.name, str(found.seed), f"{found.jacobi_rounds:g}", value, ends, tokens])
     if not rows:
         return Markup()
     columns = ["arm", "seed", "Jacobi rounds", "nats over decoding", "95 % interval", "on tokens"]
@@ -299,80 +280,75 @@ def _solved(report: ComparisonReport) -> Markup:
 
 
 def _trips_cells(trips: ArmTrips) -> list[str]:
-    found = trips["correlations"]
+    found = trips.correlations
     if not found:
-        return [str(trips["most"]), DASH, DASH]
-    mean = sum(row["value"] for row in found) / len(found)
-    ends = "; ".join(f"{row['low']:+.3f} … {row['high']:+.3f}" for row in found)
-    return [str(trips["most"]), f"{mean:+.3f}", ends]
+        return [str(trips.most), DASH, DASH]
+    mean = sum(row.value for row in found) / len(found)
+    ends = "; ".join(f"{row.low:+.3f} … {row.high:+.3f}" for row in found)
+    return [str(trips.most), f"{mean:+.3f}", ends]
 
 
 def _domains(report: ComparisonReport) -> Markup:
-    names = list(report["arms"][0]["domains"])
+    names = list(report.arms[0].domains)
     if len(names) < 2:
         return Markup()
     rows = []
-    for arm in (arm for arm in report["arms"] if arm["runs"]):
-        found = [arm["domains"].get(name) for name in names]
-        rows.append([arm["name"], *(DASH if score is None else _domain_cell(score) for score in found)])
+    for arm in (arm for arm in report.arms if arm.runs):
+        found = [arm.domains.get(name) for name in names]
+        rows.append([arm.name, *(DASH if score is None else _domain_cell(score) for score in found)])
     caption = "Bits per byte of each domain, and the paired difference of the loss"
-    if len(report["seeds"]) > 1:
+    if len(report.seeds) > 1:
         caption += " with its 95 % interval, uncorrected for the number of domains and arms and not part of Holm's test"
     return html.table(caption, ["arm", *names], rows)
 
 
-def _domain_cell(score: DomainValues) -> str:
-    if not math.isfinite(score["loss"]):  # the domain has no targets
+def _domain_cell(score: DomainMean) -> str:
+    if not math.isfinite(score.loss):  # the domain has no targets
         return DASH
-    gap = f" ({_gap(score['difference'])})" if "difference" in score else ""
-    return f"{score['bits_per_byte']:.4f}{gap}"
+    gap = "" if score.difference is None else f" ({score.difference})"
+    return f"{score.bits_per_byte:.4f}{gap}"
 
 
 def _between(report: ComparisonReport) -> Markup:
     rows = [
-        [f"{row['a']} − {row['b']}", _gap(row), DASH if row["p_holm"] is None else f"{row['p_holm']:.3f}"]
-        for row in report["between"]
+        [f"{row.a} − {row.b}", str(row), DASH if row.p_holm is None else f"{row.p_holm:.3f}"] for row in report.between
     ]
     caption = "Paired differences of validation loss among the arms other than the control"
-    if len(report["seeds"]) > 1:
+    if len(report.seeds) > 1:
         caption += "; intervals are uncorrected; Holm's p covers these and the differences to the control"
     return html.table(caption, ["pair", "difference", "Holm p"], rows) if rows else Markup()
 
 
 def _share_sentence(report: ComparisonReport) -> Markup:
-    share = report["share_of_uniform_depth"]
+    share = report.share_of_uniform_depth
     if share is None:
         return Markup()
-    gap = share["difference"]
-    pair = f"{gap['a']} minus {gap['b']} is {_gap(gap)}."
-    words = share_in_words(share)
+    gap = share.difference
+    pair = f"{gap.a} minus {gap.b} is {gap}."
     why = (
         "by Fieller's theorem, uncorrected; uniform_depth averages where depth_attention attends."
-        if share["defined"]
+        if share.defined
         else "depth_attention has no significant gain over these seeds."
     )
-    return html.paragraph(f"Averaging compared with attending: {words}; {why} {pair}")
+    return html.paragraph(f"Averaging compared with attending: {share}; {why} {pair}")
 
 
 def _cost_notes(report: ComparisonReport) -> list[Markup]:
-    found = [arm["measured"] for arm in report["arms"] if arm["measured"]]
+    found = [arm.measured for arm in report.arms if arm.measured]
     if not found:
         return [html.paragraph("Step time, memory and cache were not measured.", quiet=True)]
-    time = found[0]["time"]
+    time = found[0].time
     text = (
         f"Step time: the arm and the control take turns A B B A in one process on the same batches, "
-        f"{time['pairs']} times, by {time['clock']}; median of the ratios with quartiles. The control's step took "
-        f"{time['seconds'][1]:.3f} s. "
-        f"Memory: {found[0]['memory']}. Cache: measured growth in bytes per decoded token."
+        f"{time.pairs} times, by {time.clock}; median of the ratios with quartiles. The control's step took "
+        f"{time.seconds[1]:.3f} s. "
+        f"Memory: {found[0].memory}. Cache: measured growth in bytes per decoded token."
     )
     return [html.paragraph(text, quiet=True)]
 
 
 def _budget(report: ComparisonReport) -> Markup:
-    rows = [
-        [arm["name"], f"{arm['steps']:,}", f"{arm['tokens']:,}", f"{arm['training_flops']:.4g}"]
-        for arm in report["arms"]
-    ]
+    rows = [[arm.name, f"{arm.steps:,}", f"{arm.tokens:,}", f"{arm.training_flops:.4g}"] for arm in report.arms]
     return html.table("Settings of each run of an arm", ["arm", "steps", "tokens", "training FLOPs"], rows)
 
 
@@ -380,11 +356,11 @@ def _runs(report: ComparisonReport) -> Markup:
     columns = ["run", "loss", "perplexity", "bits/byte", "seconds"]
     rows = [
         [
-            f"{arm['name']}, seed {run['seed']}",
-            *(f"{run['loss']:.4f}", f"{run['perplexity']:.2f}", f"{run['bits_per_byte']:.4f}", f"{run['seconds']:.0f}"),
+            f"{arm.name}, seed {run.seed}",
+            *(f"{run.loss:.4f}", f"{run.perplexity:.2f}", f"{run.bits_per_byte:.4f}", f"{run.seconds:.0f}"),
         ]
-        for arm in report["arms"]
-        for run in arm["runs"]
+        for arm in report.arms
+        for run in arm.runs
     ]
     return html.table("Each is an ordinary training run in this directory", columns, rows)
 
@@ -397,8 +373,8 @@ def _method(report: ComparisonReport) -> list[str]:
         "halting): steps and learning-rate schedule were scaled.",
         "flops": "All arms spent the control's training FLOPs: steps and learning-rate schedule were scaled.",
     }
-    own = [arm["name"] for arm in report["arms"][1:] if _own_steps(arm)]
-    budget = equal[report["equal"]] + (f" Except {', '.join(own)}, which have their own train.steps." if own else "")
+    own = [arm.name for arm in report.arms[1:] if _own_steps(arm)]
+    budget = equal[report.equal] + (f" Except {', '.join(own)}, which have their own train.steps." if own else "")
     tests = family_size(report)
     lines = [
         f"Paired: for each seed, all arms read the same tokens in the same order. {_shared(report)}",
@@ -406,7 +382,7 @@ def _method(report: ComparisonReport) -> list[str]:
         *_held_out(report),
         "Intervals are Student's t over the seeds' paired differences. They cover the choice of seed (initial weights "
         "and data order), but not the corpus or the learning rate, which "
-        + ("the ladder tuned for each arm." if report["ladder"] else "was not tuned for any arm."),
+        + ("the ladder tuned for each arm." if report.ladder else "was not tuned for any arm."),
         _beyond(report),
     ]
     lines += _coverage(report)
@@ -416,9 +392,9 @@ def _method(report: ComparisonReport) -> list[str]:
             f"over all {tests} differences in this report, to the control and among the other arms, agrees (p below "
             "0.05, with Shaffer's counts of how many arms can still be equal). Intervals are uncorrected."
         )
-    if len(report["seeds"]) in (2, 3):
+    if len(report.seeds) in (2, 3):
         lines.append("With so few seeds, intervals are wide: a difference that is not significant may still be real.")
-    if report["exploratory"]:
+    if report.exploratory:
         lines.append(
             "Seeds were added after a report had shown results, so this report is exploratory: adding up to five "
             "seeds until an interval excludes zero finds a difference between equal arms in 10 % of cases."
@@ -429,8 +405,8 @@ def _method(report: ComparisonReport) -> list[str]:
 
 def _beyond(report: ComparisonReport) -> str:
     """Pointers to the limits of one size and one learning rate."""
-    if report["ladder"]:
-        link = Markup('<a href="{}">the whole ladder</a>').format(report["ladder"])
+    if report.ladder:
+        link = Markup('<a href="{}">the whole ladder</a>').format(report.ladder)
         return Markup("This is one model size of a ladder; see {} for the trend with size.").format(link)
     return (
         "Results at one size do not carry over to another. `fathom ladder` compares the arms at several sizes, each "
@@ -440,7 +416,7 @@ def _beyond(report: ComparisonReport) -> str:
 
 def _coverage(report: ComparisonReport) -> list[str]:
     """The coverage of the intervals if differences between seeds are not normal."""
-    count = len(report["seeds"])
+    count = len(report.seeds)
     if count < 2:
         return []
     found = [f"{100 * coverage(count, name):.1f} % where they are {noise.words}" for name, noise in NOISE.items()]
@@ -452,8 +428,7 @@ def _coverage(report: ComparisonReport) -> list[str]:
 
 def _epochs(report: ComparisonReport) -> str:
     """Epochs over the corpus, if known."""
-    epochs = (run.get("epochs") for arm in report["arms"] for run in arm["runs"])
-    counts = sorted(count for count in epochs if count is not None)
+    counts = sorted(run.epochs for arm in report.arms for run in arm.runs)
     if not counts:
         return ""
     words = f"{counts[0]:.3g}" if counts[0] == counts[-1] else f"{counts[0]:.3g} to {counts[-1]:.3g}"
@@ -462,13 +437,11 @@ def _epochs(report: ComparisonReport) -> str:
 
 def _held_out(report: ComparisonReport) -> list[str]:
     """The held-out text of the losses."""
-    run: RunRow | None = next((run for arm in report["arms"] for run in arm["runs"] if "evaluated_tokens" in run), None)
-    if run is None:
+    run = next((run for arm in report.arms for run in arm.runs), None)
+    if run is None or run.coverage is None:
         return []
-    tokens, coverage = f"{run['evaluated_tokens']:,} predicted tokens", run.get("coverage")
-    if coverage is None:
-        where = "from the head of every domain of the validation split"
-    elif coverage == 1:
+    tokens, coverage = f"{run.tokens:,} predicted tokens", run.coverage
+    if coverage == 1:
         where = "all of the validation split"
     else:
         where = (
@@ -479,11 +452,11 @@ def _held_out(report: ComparisonReport) -> list[str]:
 
 
 def _own_steps(arm: ArmResult) -> bool:
-    return Arm(arm["name"], arm["mechanism"], tuple(arm["overrides"])).own_steps
+    return Arm(arm.name, arm.mechanism, tuple(arm.overrides)).own_steps
 
 
 def _shared(report: ComparisonReport) -> str:
-    counts = [(a["name"], *a["measured"]["shared_tensors"]) for a in report["arms"] if a["measured"]]
+    counts = [(a.name, *a.measured.shared_tensors) for a in report.arms if a.measured]
     if not counts:
         return "Parameters of equal name and shape start from equal values."
     if all(shared == equal for _, shared, equal in counts):
@@ -493,13 +466,13 @@ def _shared(report: ComparisonReport) -> str:
 
 
 def _unfinished(report: ComparisonReport) -> str:
-    done, coming = len(report["seeds"]), len(awaited(report))
+    done, coming = len(report.seeds), len(awaited(report))
     if not coming:
         return ""
     return f"Not finished: {done} of {done + coming} planned seeds are finished by every arm and shown."
 
 
 def _provenance(report: ComparisonReport) -> Markup:
-    arms = [{key: arm[key] for key in ("name", "mechanism", "overrides")} for arm in report["arms"]]
-    text = yaml.safe_dump({"arms": arms, "recipe": report["recipe"]}, sort_keys=False, allow_unicode=True)
+    arms = [{"name": arm.name, "mechanism": arm.mechanism, "overrides": list(arm.overrides)} for arm in report.arms]
+    text = yaml.safe_dump({"arms": arms, "recipe": report.recipe}, sort_keys=False, allow_unicode=True)
     return html.source(report) + html.details("The recipe", text)

@@ -3,56 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, TypedDict
+from dataclasses import dataclass, field
+from typing import Literal
 
+from fathom.report.numbers import DASH
 from fathom.report.provenance import Provenance
-from fathom.training.results import CorrelationValues, DecodingGap, TripsValues
+from fathom.report.statistics import Correlation, Difference
+from fathom.training.results import DecodingGap, Evaluation
 
 CurveAxis = Literal["tokens", "flops", "seconds"]
 """The x axis of a learning curve."""
 
 
-class PairedGap(TypedDict):
-    """A paired difference of two arms, in the unit of what was paired."""
-
-    mean: float
-    pairs: int
-    half_width: float | None
-    p: float | None
-    low: float | None
-    high: float | None
-
-
-class GapValues(PairedGap):
-    """A paired difference, and whether its interval excludes zero."""
-
-    excludes_zero: bool
-
-
-class TestedGap(GapValues, total=False):
-    """A difference of the final loss, with p adjusted for all tests."""
-
-    p_holm: float | None
-
-
-class PairGap(TestedGap):
+@dataclass(kw_only=True)
+class PairGap(Difference):
     """The difference of two arms other than the control."""
 
     a: str
     b: str
 
 
-class ShareOfGain(TypedDict):
-    """The share of depth_attention's gain that uniform_depth reaches."""
+@dataclass
+class ShareOfGain:
+    """The share of depth_attention's gain that uniform_depth reaches; None where it cannot be said."""
 
     share: float | None
     low: float | None
     high: float | None
-    defined: bool
     difference: PairGap
+    defined: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.defined = self.share is not None
+
+    def __str__(self) -> str:
+        """The share and its interval in words, or that it is undefined."""
+        if self.share is None:
+            return "the share of depth_attention's gain that uniform_depth reaches is undefined"
+        ends = (self.share, self.low, self.high)
+        value, low, high = (DASH if end is None else f"{100 * end:.0f}".replace("-", "−") for end in ends)
+        return f"uniform_depth has {value} % of depth_attention's gain (95 % interval {low} to {high} %)"
 
 
-class ParallelRun(TypedDict):
+@dataclass
+class ParallelRun:
     """A run that reads text by Jacobi rounds."""
 
     seed: int
@@ -60,75 +54,83 @@ class ParallelRun(TypedDict):
     gap: DecodingGap | None
 
 
-class ArmTrips(TypedDict):
-    """Iterations per token over an arm's runs; `shares` is None if tokens do not halt."""
+@dataclass
+class ArmTrips:
+    """Iterations per token over an arm's runs."""
 
     mean: float
     most: int
     shares: list[float] | None
-    correlations: list[CorrelationValues]
+    """None where tokens do not halt."""
+    correlations: list[Correlation]
     solved: list[ParallelRun]
 
 
-class DomainValues(TypedDict, total=False):
-    """The loss on a domain; in an arm's mean over runs, with the difference to the control."""
+@dataclass
+class DomainMean:
+    """The loss on a domain, in the mean over an arm's runs."""
 
     loss: float
     bits_per_byte: float
-    accuracy: float | None
-    tokens: int
-    difference: GapValues
+    accuracy: float | None = None
+    difference: Difference | None = None
+    """To the control."""
 
 
-class Columns(TypedDict, total=False):
-    """Points of a run's curve, column by column; `training_loss` has steps and losses alone."""
+@dataclass
+class TrainingLoss:
+    """Training loss, step by step."""
 
     step: list[int]
-    tokens: list[int]
-    seconds: list[float]
     loss: list[float]
 
 
-class Evaluated(TypedDict):
-    """An evaluation of a finished run; a part of the context without targets has no loss."""
+@dataclass
+class Validation(TrainingLoss):
+    """Validation loss, evaluation by evaluation."""
 
-    loss: float
-    perplexity: float
-    bits_per_byte: float
-    domains: dict[str, DomainValues]
-    position_loss: list[float | None]
+    tokens: list[int]
+    seconds: list[float]
 
 
-class RunRow(Evaluated, total=False):
+@dataclass(frozen=True)
+class Machine:
+    """`machine.json` of a run: where it ran, and the sealed prediction that it ran under."""
+
+    cpu: str
+    cores: int
+    system: str
+    gpu: str | None = None
+    prediction: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRow(Evaluation):
     """A finished run: its last evaluation, its curves, its machine."""
 
     seed: int
     directory: str
-    accuracy: float | None
-    evaluated_tokens: int
-    coverage: float | None
-    trips: TripsValues | None
-    jacobi_rounds: float | None
-    gap: DecodingGap | None
     seconds: float
-    epochs: float | None
-    machine: dict[str, object] | None
-    validation: Columns
-    training_loss: Columns
+    epochs: float
+    machine: Machine | None
+    validation: Validation
+    training_loss: TrainingLoss
 
 
-class Curve(TypedDict):
+@dataclass
+class Curve:
     """Validation loss while training: mean, lowest and highest seed."""
 
-    tokens: list[int]
-    flops: list[float]
-    seconds: list[float]
-    loss: list[float]
-    low: list[float]
-    high: list[float]
+    tokens: list[int] = field(default_factory=list)
+    flops: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    loss: list[float] = field(default_factory=list)
+    low: list[float] = field(default_factory=list)
+    high: list[float] = field(default_factory=list)
 
 
-class Band(TypedDict):
+@dataclass
+class Band:
     """A difference over tokens: mean, lowest and highest seed."""
 
     tokens: list[float]
@@ -137,38 +139,58 @@ class Band(TypedDict):
     high: list[float]
 
 
-class Time(TypedDict):
-    """Step times of an arm and the control, measured in turns: ratio with quartiles, seconds of both, and the clock."""
+@dataclass(frozen=True)
+class TimeRatio:
+    """Step times of an arm over the control's, timed A B B A."""
 
     median: float
     low: float
+    """Lower quartile."""
     high: float
+    """Upper quartile."""
     pairs: int
-    seconds: Sequence[float]
+    seconds: tuple[float, float]
+    """Median seconds of the arm and of the control."""
     clock: str
+    """Which clock, in words."""
 
 
-class MeasuredValues(TypedDict, total=False):
+@dataclass(frozen=True)
+class Measured:
     """The cost of an arm and of the control; in every pair the arm comes first."""
 
-    time: Time
-    memory_bytes: Sequence[int]
+    time: TimeRatio
+    memory_bytes: tuple[int, int]
+    """Peak of a training step."""
     memory: str
-    cache_bytes_per_token: Sequence[float]
-    shared_tensors: Sequence[int]
+    """What counts as memory, in words."""
+    cache_bytes_per_token: tuple[float, float]
+    """Grown per decoded token."""
+    shared_tensors: tuple[int, int]
+    """Parameters of equal name and shape, and how many of them started from bitwise equal values."""
     hardware: dict[str, object]
-    recipes: list[dict[str, object]]
 
 
-class CacheBytes(TypedDict):
+@dataclass(frozen=True)
+class Measurement:
+    """`measured/ARM.json`."""
+
+    recipes: tuple[dict[str, object], dict[str, object]]
+    """Of the arm and of the control."""
+    measured: Measured
+
+
+@dataclass
+class CacheBytes:
     """Cache bytes per token, by arithmetic and from a real cache."""
 
     declared: int
     measured: float | None
 
 
-class ArmBasics(TypedDict):
-    """Facts about an arm that are known before it has run."""
+@dataclass(kw_only=True)
+class ArmResult:
+    """An arm. Results exist once a seed is finished, differences for every arm but the control."""
 
     name: str
     mechanism: str
@@ -179,33 +201,41 @@ class ArmBasics(TypedDict):
     steps: int
     tokens: int
     training_flops: float
-    measured: MeasuredValues | None
+    measured: Measured | None
     runs: list[RunRow]
+    loss: float = float("nan")
+    perplexity: float = float("nan")
+    bits_per_byte: float = float("nan")
+    domains: dict[str, DomainMean] = field(default_factory=dict)
+    position_loss: list[float | None] = field(default_factory=list)
+    curve: Curve = field(default_factory=Curve)
+    trips: ArmTrips | None = None
+    difference: Difference | None = None
+    difference_bits_per_byte: Difference | None = None
+    difference_by_position: list[Difference | None] = field(default_factory=list)
+    difference_while_training: Band | None = None
+
+    @property
+    def gap(self) -> Difference:
+        """The difference of the final loss, of an arm that has one."""
+        assert self.difference is not None
+        return self.difference
+
+    @property
+    def direction(self) -> str:
+        """By how much the loss ended below or above the control's."""
+        return f"{abs(self.gap.mean):.4f} nats {'below' if self.gap.mean < 0 else 'above'}"
 
 
-class ArmResult(ArmBasics, total=False):
-    """An arm. Results exist once a seed is finished, differences for every arm but the control."""
-
-    loss: float
-    perplexity: float
-    bits_per_byte: float
-    domains: dict[str, DomainValues]
-    position_loss: list[float | None]
-    curve: Curve
-    trips: ArmTrips
-    difference: TestedGap
-    difference_bits_per_byte: GapValues
-    difference_by_position: list[GapValues | None]
-    difference_while_training: Band
-
-
-class Failure(TypedDict):
-    """Why a run failed, and at which step."""
+@dataclass(frozen=True)
+class Failure:
+    """`failed.json`: why a run failed, and at which step."""
 
     error: str
-    step: int
+    step: int | None
 
 
+@dataclass(frozen=True)
 class FailedRun(Failure):
     """A run that failed."""
 
@@ -213,9 +243,11 @@ class FailedRun(Failure):
     seed: int | None
 
 
-class ComparisonResults(Provenance, total=False):
-    """All of `report.json` but its verdict."""
+@dataclass(kw_only=True)
+class ComparisonReport(Provenance):
+    """`report.json`."""
 
+    verdict: str = ""
     equal: str
     control: str
     seeds: list[int]
@@ -230,8 +262,16 @@ class ComparisonResults(Provenance, total=False):
     ladder: str | None
     """The path of the ladder's report, if this is one of its sizes."""
 
+    @property
+    def compared(self) -> list[ArmResult]:
+        """Every arm other than the control that finished a seed."""
+        return [arm for arm in self.arms if arm.difference is not None]
 
-class ComparisonReport(ComparisonResults):
-    """`report.json`."""
 
-    verdict: str
+@dataclass(frozen=True)
+class Shown:
+    """What an earlier report had shown of seeds."""
+
+    seeds: list[int]
+    seeds_planned: list[int]
+    exploratory: bool

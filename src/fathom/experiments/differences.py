@@ -7,7 +7,6 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
-from typing import cast
 
 from fathom.checkpoints.layout import LADDER, MACHINE, PAGE, REPORT, RESULT
 from fathom.experiments.arms import Arm, tokens, training_flops
@@ -15,32 +14,31 @@ from fathom.experiments.compare_results import (
     ArmResult,
     ArmTrips,
     Band,
-    Columns,
+    CacheBytes,
     ComparisonReport,
-    ComparisonResults,
     Curve,
-    DomainValues,
+    DomainMean,
     FailedRun,
-    GapValues,
-    PairedGap,
+    Machine,
     PairGap,
     ParallelRun,
     RunRow,
     ShareOfGain,
-    TestedGap,
+    Shown,
+    TrainingLoss,
+    Validation,
 )
 from fathom.experiments.plan import Plan, RunTask, read_measured
 from fathom.models.cost import cache_bytes_per_token, count_parameters, flops_per_token
 from fathom.models.registry import recurrence_class
 from fathom.recipe import Recipe
-from fathom.report.files import read_written
-from fathom.report.numbers import DASH, in_words, signed
+from fathom.report.numbers import in_words
 from fathom.report.provenance import Provenance
-from fathom.report.statistics import Difference, coverage, holm, paired_difference, paired_ratio
+from fathom.report.results import read_result
+from fathom.report.statistics import Difference, adjust, coverage, paired_difference, paired_ratio
 from fathom.training import read_metrics
-from fathom.training.results import held_out, read_result
+from fathom.training.results import RunResult, held_out
 
-SIGNIFICANT = 0.05
 TUNED = "docs/results/2026-11-24-depth-on-text.md"
 """Fathom's own comparisons at tuned learning rates."""
 SMOOTHED = 20
@@ -53,30 +51,32 @@ def summarize(plan: Plan, out: Path, source: Provenance) -> ComparisonReport:
     """
     done = {seed: {arm.name: _result(plan, out, arm, seed) for arm in plan.arms} for seed in plan.seeds}
     failed = _failed(plan, out)
-    lost = {(row["arm"], row["seed"]) for row in failed}
+    lost = {(row.arm, row.seed) for row in failed}
     whole = [seed for seed, runs in done.items() if all(run or (name, seed) in lost for name, run in runs.items())]
     control = plan.control.name
     seeds = [seed for seed in whole if done[seed][control] and sum(run is not None for run in done[seed].values()) > 1]
     arms = [_arm(plan, out, arm, [run for seed in seeds if (run := done[seed][arm.name])]) for arm in plan.arms]
     between = compare_runs(arms) if seeds else []
     exploratory = seeds_changed(plan, out)
-    if exploratory:
-        _withhold([*(arm["difference"] for arm in arms[1:] if arm["runs"]), *between])
-    report: ComparisonResults = {
-        **source,
-        "equal": plan.equal,
-        "control": plan.control.name,
-        "seeds": seeds,
-        "seeds_planned": list(plan.seeds),
-        "exploratory": exploratory,
-        "failed": failed,
-        "arms": arms,
-        "between": between,
-        "share_of_uniform_depth": share_of_gain(arms, between) if seeds else None,
-        "recipe": plan.recipe.to_dict(),
-        "ladder": f"../../{PAGE}" if (out.parent.parent / LADDER).exists() else None,
-    }
-    return {"verdict": verdict(report), **report}
+    for row in (*(arm.difference for arm in arms), *between) if exploratory else ():
+        if row is not None:
+            row.p_holm = None  # no difference is significant
+    report = ComparisonReport(
+        **vars(source),
+        equal=plan.equal,
+        control=plan.control.name,
+        seeds=seeds,
+        seeds_planned=list(plan.seeds),
+        exploratory=exploratory,
+        failed=failed,
+        arms=arms,
+        between=between,
+        share_of_uniform_depth=share_of_gain(arms, between) if seeds else None,
+        recipe=plan.recipe.to_dict(),
+        ladder=f"../../{PAGE}" if (out.parent.parent / LADDER).exists() else None,
+    )
+    report.verdict = verdict(report)
+    return report
 
 
 def seeds_changed(plan: Plan, out: Path) -> bool:
@@ -87,51 +87,42 @@ def seeds_changed(plan: Plan, out: Path) -> bool:
     path = out / REPORT
     if not path.exists():
         return False
-    remedy = "delete it to discard its results"
-    before = read_written(path, "seeds", "seeds_planned", "exploratory", remedy=remedy)
-    return bool(before["exploratory"] or (len(before["seeds"]) > 1 and before["seeds_planned"] != list(plan.seeds)))
+    before = read_result(Shown, path, "delete it to discard its results")
+    return before.exploratory or (len(before.seeds) > 1 and before.seeds_planned != list(plan.seeds))
 
 
-def _withhold(rows: Sequence[TestedGap]) -> None:
-    """Remove the p values that decide significance."""
-    for row in rows:
-        row["p_holm"] = None
-
-
-def awaited(report: ComparisonResults) -> list[int]:
+def awaited(report: ComparisonReport) -> list[int]:
     """Planned seeds without a result yet, except those whose control, or every other arm, has failed."""
-    lost = {(row["arm"], row["seed"]) for row in report["failed"]}
-    control, *others = (arm["name"] for arm in report["arms"])
+    lost = {(row.arm, row.seed) for row in report.failed}
+    control, *others = (arm.name for arm in report.arms)
     gone = {
-        seed
-        for seed in report["seeds_planned"]
-        if (control, seed) in lost or all((name, seed) in lost for name in others)
+        seed for seed in report.seeds_planned if (control, seed) in lost or all((name, seed) in lost for name in others)
     }
-    return [seed for seed in report["seeds_planned"] if seed not in {*report["seeds"], *gone}]
+    return [seed for seed in report.seeds_planned if seed not in {*report.seeds, *gone}]
 
 
-def verdict(report: ComparisonResults) -> str:
+def verdict(report: ComparisonReport) -> str:
     """The verdict in one sentence: significant differences, limits, and whether learning rates were tuned."""
-    control, *planned = report["arms"]
-    arms = [arm for arm in planned if "difference" in arm]
-    count = len(report["seeds"])
+    control = report.arms[0]
+    arms = report.compared
+    count = len(report.seeds)
     left_out = _left_out(report)
     if not count:
         return f"No seed has been finished by every arm yet, so there is no result{left_out}."
-    scope = f"at {in_words(control['parameters'])} parameters and {_tokens(control, arms)}"
+    scope = f"at {in_words(control.parameters)} parameters and {_tokens(control, arms)}"
     if count == 1:
-        parts = [f"{arm['name']} ended {_direction(arm)} {control['name']}" for arm in arms]
+        parts = [f"{arm.name} ended {arm.direction} {control.name}" for arm in arms]
         words = f"{scope}, {_join(parts)}; another seed may give another order"
         return f"With one seed there is no interval: {words}{left_out}.{smoke_test(report)}"
-    lower, higher = ([arm for arm in arms if _clear(arm) and sign * _mean(arm) > 0] for sign in (-1, 1))
+    lower, higher = ([arm for arm in arms if arm.gap.significant and sign * arm.gap.mean > 0] for sign in (-1, 1))
     family = family_size(report)
     parts = [
         *_claim(lower, "lower than", control, family),
         *_claim(higher, "higher than", control, family),
         *_faint(arms, control, family),
-        *_noise([arm for arm in arms if arm["difference"]["half_width"] is not None], control),
-        *(f"{a['name']} ended {_direction(a)} {control['name']}, {_no_interval(a)}" for a in arms if _alone(a)),
-        *([share_in_words(share)] if (share := report["share_of_uniform_depth"]) is not None else []),
+        *_noise([arm for arm in arms if arm.gap.half_width is not None], control),
+        *(f"{a.name} ended {a.direction} {control.name}, {_no_interval(a)}" for a in arms if a.gap.half_width is None),
+        *([str(share)] if (share := report.share_of_uniform_depth) is not None else []),
         *_rivals(report),
     ]
     limits = [*_bad_runs(bool(lower or higher), count), *_conditions(report)]
@@ -150,19 +141,19 @@ def _bad_runs(claimed: bool, seeds: int) -> list[str]:
     ]
 
 
-def _conditions(report: ComparisonResults) -> list[str]:
+def _conditions(report: ComparisonReport) -> list[str]:
     """Whether seeds were added after a report, and whether planned ones are missing."""
-    done, coming = len(report["seeds"]), len(awaited(report))
+    done, coming = len(report.seeds), len(awaited(report))
     found = [f"{done} of {done + coming} planned seeds are done"] if coming else []
-    if report["exploratory"]:
+    if report.exploratory:
         found.append("seeds were added after a report, so this is exploratory and no difference counts as significant")
     return found
 
 
-def smoke_test(report: ComparisonResults) -> str:
+def smoke_test(report: ComparisonReport) -> str:
     """A warning for comparisons that are too short to decide anything, else empty."""
-    control = report["arms"][0]
-    if control["tokens"] >= control["parameters"] or report["ladder"] is not None:
+    control = report.arms[0]
+    if control.tokens >= control.parameters or report.ladder is not None:
         return ""
     return (
         " This is a smoke test: it trains on fewer tokens than the model has parameters, at a learning rate that was "
@@ -172,31 +163,31 @@ def smoke_test(report: ComparisonResults) -> str:
 
 def _tokens(control: ArmResult, arms: Sequence[ArmResult]) -> str:
     """The control's tokens, and those of arms with another number, for instance at equal FLOPs."""
-    words = in_words(control["tokens"])
-    others = [f"{arm['name']} {own}" for arm in arms if (own := in_words(arm["tokens"])) != words]
+    words = in_words(control.tokens)
+    others = [f"{arm.name} {own}" for arm in arms if (own := in_words(arm.tokens)) != words]
     return f"{words} tokens" + (f" ({', '.join(others)})" if others else "")
 
 
-def family_size(report: ComparisonResults) -> int:
+def family_size(report: ComparisonReport) -> int:
     """Number of differences of the final loss tested together: to the control, and between the other arms."""
-    rows = [*(arm["difference"] for arm in report["arms"] if "difference" in arm), *report["between"]]
-    return sum(row["p"] is not None for row in rows)
+    rows = [*(arm.gap for arm in report.compared), *report.between]
+    return sum(row.p is not None for row in rows)
 
 
 def _failed(plan: Plan, out: Path) -> list[FailedRun]:
     """The runs that failed."""
     runs = [RunTask(plan, out, arm.name, seed) for seed in plan.seeds for arm in plan.arms]
-    return [{"arm": run.arm, "seed": run.seed, **failure} for run in runs if (failure := run.failure) is not None]
+    return [FailedRun(**vars(found), arm=run.arm, seed=run.seed) for run in runs if (found := run.failure) is not None]
 
 
-def _left_out(report: ComparisonResults) -> str:
+def _left_out(report: ComparisonReport) -> str:
     """The failed runs as the end of a sentence."""
-    rows = report["failed"]
+    rows = report.failed
     if not rows:
         return ""
-    names = _join([f"{row['arm']} with seed {row['seed']} (at step {row['step']})" for row in rows])
-    control = any(row["arm"] == report["control"] for row in rows)
-    whole = f", and so are the seeds in which {report['control']} failed, for every arm" if control else ""
+    names = _join([f"{row.arm} with seed {row.seed} (at step {row.step})" for row in rows])
+    control = any(row.arm == report.control for row in rows)
+    whole = f", and so are the seeds in which {report.control} failed, for every arm" if control else ""
     return f"; {names} failed and {'is' if len(rows) == 1 else 'are'} left out{whole}"
 
 
@@ -205,33 +196,31 @@ def _arm(plan: Plan, out: Path, arm: Arm, runs: Sequence[RunRow]) -> ArmResult:
     config = recipe.config()
     measured = read_measured(plan, out, arm.name) if arm != plan.control else None
     scalar = 2 if recipe.train.precision == "bf16" else 4
-    cache = measured["cache_bytes_per_token"][0] if measured else None
-    values: ArmResult = {
-        "name": arm.name,
-        "mechanism": arm.mechanism,
-        "overrides": arm.overrides,
-        "parameters": count_parameters(config),
-        "flops_per_token": flops_per_token(config, recipe.data.sequence_length),
-        "cache_bytes_per_token": {
-            "declared": cache_bytes_per_token(config, scalar),
-            "measured": _control_cache(plan, out) if arm == plan.control else cache,
-        },
-        "steps": recipe.train.steps,
-        "tokens": tokens(recipe),
-        "training_flops": training_flops(recipe),
-        "measured": measured,
-        "runs": list(runs),
-    }
-    if measured:
-        del measured["recipes"]
+    cache = measured.cache_bytes_per_token[0] if measured else None
+    values = ArmResult(
+        name=arm.name,
+        mechanism=arm.mechanism,
+        overrides=arm.overrides,
+        parameters=count_parameters(config),
+        flops_per_token=flops_per_token(config, recipe.data.sequence_length),
+        cache_bytes_per_token=CacheBytes(
+            declared=cache_bytes_per_token(config, scalar),
+            measured=_control_cache(plan, out) if arm == plan.control else cache,
+        ),
+        steps=recipe.train.steps,
+        tokens=tokens(recipe),
+        training_flops=training_flops(recipe),
+        measured=measured,
+        runs=list(runs),
+    )
     if runs:
-        loss = statistics.fmean(run["loss"] for run in runs)
-        values["loss"], values["perplexity"] = loss, math.exp(min(loss, 700.0))
-        values["bits_per_byte"] = statistics.fmean(run["bits_per_byte"] for run in runs)
-        values["domains"] = {name: _domain(runs, name) for name in runs[0]["domains"]}
-        values["position_loss"] = [_mean_of(row) for row in zip(*(run["position_loss"] for run in runs), strict=True)]
-        values["curve"] = _curve(values)
-        values["trips"] = _trips(recipe, runs)
+        values.loss = statistics.fmean(run.loss for run in runs)
+        values.perplexity = math.exp(min(values.loss, 700.0))
+        values.bits_per_byte = statistics.fmean(run.bits_per_byte for run in runs)
+        values.domains = {name: _domain(runs, name) for name in runs[0].domains}
+        values.position_loss = [_mean_of(row) for row in zip(*(run.position_loss for run in runs), strict=True)]
+        values.curve = _curve(values)
+        values.trips = _trips(recipe, runs)
     return values
 
 
@@ -239,21 +228,17 @@ def _trips(recipe: Recipe, runs: Sequence[RunRow]) -> ArmTrips:
     """Iterations per token of held-out text: counted if tokens may halt, else the fixed number."""
     config = recipe.config()
     most = recurrence_class(config).trips_of(config)
-    counted = [trips for run in runs if (trips := run.get("trips")) is not None]
-    solved: list[ParallelRun] = [
-        {"seed": run["seed"], "jacobi_rounds": rounds, "gap": run["gap"]}
-        for run in runs
-        if (rounds := run.get("jacobi_rounds"))
-    ]
+    counted = [run.trips for run in runs if run.trips is not None]
+    solved = [ParallelRun(run.seed, run.jacobi_rounds, run.gap) for run in runs if run.jacobi_rounds]
     if not counted:
-        return {"mean": float(most), "most": most, "shares": None, "correlations": [], "solved": solved}
-    return {
-        "mean": statistics.fmean(trips["mean"] for trips in counted),
-        "most": most,
-        "shares": [statistics.fmean(row) for row in zip(*(trips["shares"] for trips in counted), strict=True)],
-        "correlations": [found for trips in counted if (found := trips["correlation"]) is not None],
-        "solved": solved,
-    }
+        return ArmTrips(float(most), most, None, [], solved)
+    return ArmTrips(
+        mean=statistics.fmean(trips.mean for trips in counted),
+        most=most,
+        shares=[statistics.fmean(row) for row in zip(*(trips.shares for trips in counted), strict=True)],
+        correlations=[trips.correlation for trips in counted if trips.correlation is not None],
+        solved=solved,
+    )
 
 
 def _result(plan: Plan, out: Path, arm: Arm, seed: int) -> RunRow | None:
@@ -261,47 +246,44 @@ def _result(plan: Plan, out: Path, arm: Arm, seed: int) -> RunRow | None:
     run_dir = RunTask(plan, out, arm.name, seed).run_dir
     if not (run_dir / RESULT).exists():
         return None
-    values, scores = read_result(run_dir), held_out(run_dir)
+    values, scores = RunResult.of(run_dir), held_out(run_dir)
     lines = read_metrics(run_dir)
     looks, losses = _by_step(lines, "val/loss"), _by_step(lines, "loss")
     machine = run_dir / MACHINE
-    found: RunRow = {
-        **cast(RunRow, {key: value for key, value in scores.items() if key != "tokens"}),
-        "seed": seed,
-        "directory": str(run_dir.relative_to(out)),
-        "evaluated_tokens": scores["tokens"],
-        "seconds": values["seconds"],
-        "epochs": values.get("epochs"),
-        "machine": read_written(machine, remedy="delete it") if machine.exists() else None,
-        "validation": {
-            "step": [int(look["step"]) for look in looks],
-            "tokens": [int(look["tokens"]) for look in looks],
-            "seconds": [look["seconds"] for look in looks],
-            "loss": [look["val/loss"] for look in looks],
-        },
-        "training_loss": {"step": [int(line["step"]) for line in losses], "loss": [line["loss"] for line in losses]},
-    }
-    return found
+    return RunRow(
+        **{key: value for key, value in vars(scores).items() if key != "perplexity"},
+        seed=seed,
+        directory=str(run_dir.relative_to(out)),
+        seconds=values.seconds,
+        epochs=values.epochs,
+        machine=read_result(Machine, machine, "delete it") if machine.exists() else None,
+        validation=Validation(
+            step=[int(look["step"]) for look in looks],
+            loss=[look["val/loss"] for look in looks],
+            tokens=[int(look["tokens"]) for look in looks],
+            seconds=[look["seconds"] for look in looks],
+        ),
+        training_loss=TrainingLoss([int(line["step"]) for line in losses], [line["loss"] for line in losses]),
+    )
 
 
 def _curve(arm: ArmResult) -> Curve:
     """Validation loss while training: its mean over seeds, and the lowest and highest seed."""
-    columns = [run["validation"] for run in arm["runs"]]
+    columns = [run.validation for run in arm.runs]
     rows = [_rows_of(run) for run in columns]
     steps = _common(rows)
-    counts = [columns[0]["tokens"][rows[0][step]] for step in steps]
-    losses = [[run["loss"][row[step]] for run, row in zip(columns, rows, strict=True)] for step in steps]
-    return {
-        "tokens": counts,
-        "flops": [count * arm["training_flops"] / arm["tokens"] for count in counts],
-        "seconds": [
-            statistics.fmean(run["seconds"][row[step]] for run, row in zip(columns, rows, strict=True))
-            for step in steps
+    counts = [columns[0].tokens[rows[0][step]] for step in steps]
+    losses = [[run.loss[row[step]] for run, row in zip(columns, rows, strict=True)] for step in steps]
+    return Curve(
+        tokens=counts,
+        flops=[count * arm.training_flops / arm.tokens for count in counts],
+        seconds=[
+            statistics.fmean(run.seconds[row[step]] for run, row in zip(columns, rows, strict=True)) for step in steps
         ],
-        "loss": [statistics.fmean(row) for row in losses],
-        "low": [min(row) for row in losses],
-        "high": [max(row) for row in losses],
-    }
+        loss=[statistics.fmean(row) for row in losses],
+        low=[min(row) for row in losses],
+        high=[max(row) for row in losses],
+    )
 
 
 def _by_step(lines: Sequence[dict[str, float]], key: str) -> list[dict[str, float]]:
@@ -310,14 +292,14 @@ def _by_step(lines: Sequence[dict[str, float]], key: str) -> list[dict[str, floa
     return [found[step] for step in sorted(found)]
 
 
-def _rows_of(columns: Columns) -> dict[int, int]:
+def _rows_of(columns: Validation) -> dict[int, int]:
     """The row of each step in the columns."""
-    return {step: i for i, step in enumerate(columns["step"])}
+    return {step: i for i, step in enumerate(columns.step)}
 
 
 def _losses(run: RunRow) -> dict[int, float]:
     """Training loss by step."""
-    return dict(zip(run["training_loss"]["step"], run["training_loss"]["loss"], strict=True))
+    return dict(zip(run.training_loss.step, run.training_loss.loss, strict=True))
 
 
 def _common(runs: Sequence[Mapping[int, float]]) -> list[int]:
@@ -331,47 +313,32 @@ def compare_runs(arms: Sequence[ArmResult]) -> list[PairGap]:
     All p values are adjusted as one family, so the chance of any false positive stays below 5 %, whatever the number of
     arms.
     """
-    found = [arm for arm in arms[1:] if arm["runs"]]
+    found = [arm for arm in arms[1:] if arm.runs]
     _add_differences(found, arms[0])
     between = _between(found)
-    _add_holm([*(arm["difference"] for arm in found), *between], len(found) + 1)
+    adjust([*(arm.gap for arm in found), *between], len(found) + 1)
     return between
-
-
-def is_sure(difference: TestedGap) -> bool:
-    """Whether a difference is significant."""
-    p = difference["p_holm"]
-    return difference["excludes_zero"] and p is not None and p < SIGNIFICANT
 
 
 def _add_differences(arms: Sequence[ArmResult], control: ArmResult) -> None:
     """Add differences of the final loss, bits per byte, loss by position and domain, and loss while training."""
     for arm in arms:
         pairs = _pairs(arm, control)
-        arm["difference"] = {**_difference(pairs, lambda run: run["loss"])}
-        arm["difference_bits_per_byte"] = _difference(pairs, lambda run: run["bits_per_byte"])
-        places = range(len(control["position_loss"]))
-        if len(arm["position_loss"]) == len(places):
-            arm["difference_by_position"] = [_difference_at(place, pairs) for place in places]
-        for name, domain in arm["domains"].items():
-            if name in control["domains"]:
-                domain["difference"] = _difference(pairs, _of(name))
-        arm["difference_while_training"] = _while_training(pairs, arm["tokens"] / arm["steps"])
+        arm.difference = _difference(pairs, lambda run: run.loss)
+        arm.difference_bits_per_byte = _difference(pairs, lambda run: run.bits_per_byte)
+        places = range(len(control.position_loss))
+        if len(arm.position_loss) == len(places):
+            arm.difference_by_position = [_difference_at(place, pairs) for place in places]
+        for name, domain in arm.domains.items():
+            if name in control.domains:
+                domain.difference = _difference(pairs, _of(name))
+        arm.difference_while_training = _while_training(pairs, arm.tokens / arm.steps)
 
 
 def _pairs(a: ArmResult, b: ArmResult) -> list[tuple[RunRow, RunRow]]:
     """The runs of two arms, seed by seed, where both have one."""
-    partners = {run["seed"]: run for run in b["runs"]}
-    return [(run, partners[run["seed"]]) for run in a["runs"] if run["seed"] in partners]
-
-
-def _add_holm(rows: Sequence[TestedGap], arms: int) -> None:
-    """Adjust the p values of the differences that have one, for `arms` arms."""
-    for row in rows:
-        row["p_holm"] = None
-    tested = [(row, p) for row in rows if (p := row["p"]) is not None]
-    for (row, _), p in zip(tested, holm([p for _, p in tested], arms), strict=True):
-        row["p_holm"] = p
+    partners = {run.seed: run for run in b.runs}
+    return [(run, partners[run.seed]) for run in a.runs if run.seed in partners]
 
 
 def _mean_of(losses: Sequence[float | None]) -> float | None:
@@ -380,37 +347,20 @@ def _mean_of(losses: Sequence[float | None]) -> float | None:
     return statistics.fmean(known) if len(known) == len(losses) else None
 
 
-def _difference_at(place: int, pairs: Sequence[tuple[RunRow, RunRow]]) -> GapValues | None:
+def _difference_at(place: int, pairs: Sequence[tuple[RunRow, RunRow]]) -> Difference | None:
     """The paired difference of the loss in a stretch of the context; None where it has no target."""
-    losses = [(a["position_loss"][place], b["position_loss"][place]) for a, b in pairs]
+    losses = [(a.position_loss[place], b.position_loss[place]) for a, b in pairs]
     known = [(a, b) for a, b in losses if a is not None and b is not None]
-    return gap_of(paired_difference(*zip(*known, strict=True))) if len(known) == len(losses) else None
+    return paired_difference(*zip(*known, strict=True)) if len(known) == len(losses) else None
 
 
 def _of(domain: str) -> Callable[[RunRow], float]:
-    return lambda run: run["domains"][domain]["loss"]
+    return lambda run: run.domains[domain].loss
 
 
-def _difference(pairs: Sequence[tuple[RunRow, RunRow]], value: Callable[[RunRow], float]) -> GapValues:
+def _difference(pairs: Sequence[tuple[RunRow, RunRow]], value: Callable[[RunRow], float]) -> Difference:
     """The paired difference of a value of the runs."""
-    return gap_of(paired_difference([value(a) for a, _ in pairs], [value(b) for _, b in pairs]))
-
-
-def paired_gap(found: Difference) -> PairedGap:
-    """A difference as a report holds it."""
-    return {
-        "mean": found.mean,
-        "pairs": found.pairs,
-        "half_width": found.half_width,
-        "p": found.p,
-        "low": found.low,
-        "high": found.high,
-    }
-
-
-def gap_of(found: Difference) -> GapValues:
-    """A difference as a report holds it, and whether its interval excludes zero."""
-    return {**paired_gap(found), "excludes_zero": found.excludes_zero}
+    return paired_difference([value(a) for a, _ in pairs], [value(b) for _, b in pairs])
 
 
 def _while_training(pairs: Sequence[tuple[RunRow, RunRow]], step_tokens: float) -> Band:
@@ -420,21 +370,21 @@ def _while_training(pairs: Sequence[tuple[RunRow, RunRow]], step_tokens: float) 
     size = max(1, math.ceil(len(steps) / SMOOTHED))
     stretches = [steps[first : first + size] for first in range(0, len(steps), size)]
     gaps = [[statistics.fmean(a[step] - b[step] for step in stretch) for a, b in runs] for stretch in stretches]
-    return {
-        "tokens": [(statistics.fmean(stretch) - 0.5) * step_tokens for stretch in stretches],
-        "mean": [statistics.fmean(row) for row in gaps],
-        "low": [min(row) for row in gaps],
-        "high": [max(row) for row in gaps],
-    }
+    return Band(
+        tokens=[(statistics.fmean(stretch) - 0.5) * step_tokens for stretch in stretches],
+        mean=[statistics.fmean(row) for row in gaps],
+        low=[min(row) for row in gaps],
+        high=[max(row) for row in gaps],
+    )
 
 
 def _between(arms: Sequence[ArmResult]) -> list[PairGap]:
     """The paired difference of every two arms."""
-    rows: list[PairGap] = []
+    rows = []
     for a, b in combinations(arms, 2):
-        pairs = _pairs(a, b)
-        if pairs:
-            rows.append({"a": a["name"], "b": b["name"], **_difference(pairs, lambda run: run["loss"])})
+        if pairs := _pairs(a, b):
+            gap = _difference(pairs, lambda run: run.loss)
+            rows.append(PairGap(gap.mean, gap.pairs, gap.half_width, gap.p, a=a.name, b=b.name))
     return rows
 
 
@@ -442,128 +392,98 @@ def share_of_gain(arms: Sequence[ArmResult], between: Sequence[PairGap]) -> Shar
     """The share of depth_attention's gain that a plain average reaches, with its interval by Fieller's theorem. If the
     gain is not significantly different from zero, the interval is unbounded and no share is given.
     """
-    found = {arm["mechanism"]: arm for arm in arms[1:] if not arm["overrides"]}
+    found = {arm.mechanism: arm for arm in arms[1:] if not arm.overrides}
     depth, uniform = found.get("depth_attention"), found.get("uniform_depth")
-    if depth is None or uniform is None or arms[0]["mechanism"] != "vanilla":
+    if depth is None or uniform is None or arms[0].mechanism != "vanilla":
         return None
-    if [run["seed"] for run in depth["runs"]] != [run["seed"] for run in uniform["runs"]] or not depth["runs"]:
+    if [run.seed for run in depth.runs] != [run.seed for run in uniform.runs] or not depth.runs:
         return None  # gains over different seeds cannot be divided
-    gains = ([b["loss"] - a["loss"] for a, b in _pairs(arm, arms[0])] for arm in (uniform, depth))
+    gains = ([b.loss - a.loss for a, b in _pairs(arm, arms[0])] for arm in (uniform, depth))
     ratio = paired_ratio(*gains)
-    known = ratio is not None and depth["difference"]["mean"] < 0
-    pair = next(row for row in between if {row["a"], row["b"]} == {depth["name"], uniform["name"]})
+    known = ratio is not None and depth.gap.mean < 0
+    pair = next(row for row in between if {row.a, row.b} == {depth.name, uniform.name})
     value, low, high = (ratio.value, ratio.low, ratio.high) if ratio is not None and known else (None, None, None)
-    return {"share": value, "low": low, "high": high, "defined": known, "difference": pair}
+    return ShareOfGain(value, low, high, pair)
 
 
-def share_in_words(share: ShareOfGain) -> str:
-    """The share and its interval in words, or that it is undefined."""
-    if not share["defined"]:
-        return "the share of depth_attention's gain that uniform_depth reaches is undefined"
-    ends = (share["share"], share["low"], share["high"])
-    value, low, high = (DASH if end is None else f"{100 * end:.0f}".replace("-", "−") for end in ends)
-    return f"uniform_depth has {value} % of depth_attention's gain (95 % interval {low} to {high} %)"
-
-
-def _domain(runs: Sequence[RunRow], name: str) -> DomainValues:
-    scores = [run["domains"][name] for run in runs]
-    found: DomainValues = {
-        "loss": statistics.fmean(score["loss"] for score in scores),
-        "bits_per_byte": statistics.fmean(score["bits_per_byte"] for score in scores),
-    }
-    right = [share for score in scores if (share := score.get("accuracy")) is not None]
-    return {**found, "accuracy": statistics.fmean(right)} if right else found
+def _domain(runs: Sequence[RunRow], name: str) -> DomainMean:
+    scores = [run.domains[name] for run in runs]
+    right = [score.accuracy for score in scores if score.accuracy is not None]
+    return DomainMean(
+        loss=statistics.fmean(score.loss for score in scores),
+        bits_per_byte=statistics.fmean(score.bits_per_byte for score in scores),
+        accuracy=statistics.fmean(right) if right else None,
+    )
 
 
 def _control_cache(plan: Plan, out: Path) -> float | None:
     found = (read_measured(plan, out, arm.name) for arm in plan.arms[1:])
-    return next((values["cache_bytes_per_token"][1] for values in found if values), None)
-
-
-def _mean(arm: ArmResult) -> float:
-    return float(arm["difference"]["mean"])
-
-
-def _alone(arm: ArmResult) -> bool:
-    """Whether it has no interval."""
-    return arm["difference"]["half_width"] is None
+    return next((values.cache_bytes_per_token[1] for values in found if values), None)
 
 
 def _no_interval(arm: ArmResult) -> str:
     """Why an arm has no interval."""
-    if arm["difference"]["pairs"] < 2:
+    if arm.gap.pairs < 2:
         return "without an interval"
     return "with the same difference for every seed, which is too coarse for an interval"
-
-
-def _clear(arm: ArmResult) -> bool:
-    return is_sure(arm["difference"])
 
 
 def _claim(found: Sequence[ArmResult], how: str, control: ArmResult, family: int) -> list[str]:
     """Differences that are significant after Holm's adjustment."""
     if not found:
         return []
-    amounts = [f"{abs(_mean(arm)):.4f} ± {arm['difference']['half_width']:.4f}" for arm in found]
-    names = _join([f"{arm['name']}'s" for arm in found])
+    amounts = [f"{abs(arm.gap.mean):.4f} ± {arm.gap.half_width:.4f}" for arm in found]
+    names = _join([f"{arm.name}'s" for arm in found])
     alone = len(found) == 1
     each = "" if alone else ", in that order"
     holds = "the 95 % interval over seeds excludes zero" if alone else "95 % intervals over seeds exclude zero"
     many = f", also by Holm's test for {family} comparisons" if family > 1 else ""
     loss = "validation loss is" if alone else "validation losses are"
-    return [f"{names} {loss} {how} {control['name']}'s by {_join(amounts)} nats{each} ({holds}{many})"]
+    return [f"{names} {loss} {how} {control.name}'s by {_join(amounts)} nats{each} ({holds}{many})"]
 
 
 def _faint(arms: Sequence[ArmResult], control: ArmResult, family: int) -> list[str]:
     """Differences whose own interval excludes zero but which are not significant after Holm's adjustment."""
-    found = [arm for arm in arms if arm["difference"]["excludes_zero"] and not _clear(arm)]
+    found = [arm for arm in arms if arm.gap.excludes_zero and not arm.gap.significant]
     if not found:
         return []
-    shown = _join([f"{arm['name']} ({_signed(arm)})" for arm in found])
+    shown = _join([f"{arm.name} ({arm.gap})" for arm in found])
     exclude = "interval excludes zero" if len(found) == 1 else "intervals exclude zero"
-    tested = any(arm["difference"]["p_holm"] is not None for arm in found)
+    tested = any(arm.gap.p_holm is not None for arm in found)
     but = f", but not by Holm's test for {family} comparisons" if tested else ""
-    return [f"for {shown} the {exclude} taken alone{but}: a hint of a difference to {control['name']}, not significant"]
+    return [f"for {shown} the {exclude} taken alone{but}: a hint of a difference to {control.name}, not significant"]
 
 
 def _noise(arms: Sequence[ArmResult], control: ArmResult) -> list[str]:
-    found = [arm for arm in arms if not arm["difference"]["excludes_zero"]]
+    found = [arm for arm in arms if not arm.gap.excludes_zero]
     if not found:
         return []
-    if all(_mean(arm) == 0 and arm["difference"]["half_width"] == 0 for arm in found):
-        return [f"{_join([arm['name'] for arm in found])} and {control['name']} have exactly equal losses"]
-    shown = _join([f"{arm['name']} ({_signed(arm)} nats)" for arm in found])
+    if all(arm.gap.mean == 0 and arm.gap.half_width == 0 for arm in found):
+        return [f"{_join([arm.name for arm in found])} and {control.name} have exactly equal losses"]
+    shown = _join([f"{arm.name} ({arm.gap} nats)" for arm in found])
     differ = "the difference of" if len(found) == 1 else "the differences of"
-    return [f"{differ} {shown} to {control['name']} {'is' if len(found) == 1 else 'are'} not significant"]
+    return [f"{differ} {shown} to {control.name} {'is' if len(found) == 1 else 'are'} not significant"]
 
 
-def _rivals(report: ComparisonResults) -> list[str]:
+def _rivals(report: ComparisonReport) -> list[str]:
     """Whether depth_attention beats uniform_depth, or else whether the best two of several arms differ."""
-    rows = report["between"]
-    share = report["share_of_uniform_depth"]
+    rows = report.between
+    share = report.share_of_uniform_depth
     if share is not None:
-        row = share["difference"]
+        row = share.difference
     elif rows:
-        best = sorted((arm for arm in report["arms"][1:] if "difference" in arm), key=_mean)[:2]
-        names = {arm["name"] for arm in best}
-        found = next((r for r in rows if {r["a"], r["b"]} == names), None)
+        best = sorted(report.compared, key=lambda arm: arm.gap.mean)[:2]
+        names = {arm.name for arm in best}
+        found = next((r for r in rows if {r.a, r.b} == names), None)
         if found is None:
             return []
         row = found
     else:
         return []
-    low, high = (row["a"], row["b"]) if row["mean"] < 0 else (row["b"], row["a"])
-    if is_sure(row):
-        return [f"{low} is also lower than {high}, by {abs(row['mean']):.4f} ± {row['half_width']:.4f}"]
-    return [f"{row['a']} and {row['b']} do not differ significantly"]
-
-
-def _direction(arm: ArmResult) -> str:
-    return f"{abs(_mean(arm)):.4f} nats {'below' if _mean(arm) < 0 else 'above'}"
-
-
-def _signed(arm: ArmResult) -> str:
-    return signed(_mean(arm), arm["difference"]["half_width"])
+    low, high = (row.a, row.b) if row.mean < 0 else (row.b, row.a)
+    if row.significant:
+        return [f"{low} is also lower than {high}, by {abs(row.mean):.4f} ± {row.half_width:.4f}"]
+    return [f"{row.a} and {row.b} do not differ significantly"]
 
 
 def _join(parts: Sequence[str]) -> str:

@@ -128,7 +128,7 @@ def report(ladder: Ladder, out: Path, source: Provenance | None = None) -> Ladde
     source = source or provenance()
     tuned = state.finished_tuning
     if tuned:
-        rates = [{name: row.to_dict() for name, row in rows.items()} for rows in tuned]
+        rates = [{name: one.row for name, one in rows.items()} for rows in tuned]
         write_json(out / TUNE / RATES, {"rungs": rates})
     for size in ladder.all_sizes if tuned is not None else ():  # an empty list where the plan tunes none
         if any(task.done for task in state.rung_tasks(size)):
@@ -175,7 +175,7 @@ def _do(state: State, stage: str, task: Work, claim: Claim) -> bool:
         sealed = state.sealed()
         if sealed is None:
             raise SettingsError(f"{state.out}: the largest size does not start before its prediction is sealed")
-        facts["prediction"] = sealed["sha256"]
+        facts["prediction"] = sealed.sha256
     if isinstance(task, LadderRun):
         return run_training(task.recipe, task.run_dir, claim, **facts)
     if task.seed is None:
@@ -187,10 +187,10 @@ def _said(task: Work) -> str:
     """The result of a run in one line."""
     name = task.name if isinstance(task, LadderRun) else f"rung {task.out.name}, {task.name}"
     if task.failure is not None:
-        return f"{name}: diverged at step {task.failure['step']}"
+        return f"{name}: diverged at step {task.failure.step}"
     if isinstance(task, RunTask) and task.seed is None:
         return f"{name}: timed"
-    return f"{name}: held-out loss {held_out(task.run_dir)['loss']:.4f}"
+    return f"{name}: held-out loss {held_out(task.run_dir).loss:.4f}"
 
 
 def _forget_failures(state: State) -> None:

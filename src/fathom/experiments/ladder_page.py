@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,15 +10,16 @@ from typing import TYPE_CHECKING
 import yaml
 from markupsafe import Markup
 
-from fathom.experiments.acquisition import SOLVED, Sooner
-from fathom.experiments.ladder_results import ArmRow, Currency, LadderReport, PuzzleShares, Span
+from fathom.experiments.acquisition import SOLVED
+from fathom.experiments.ladder_results import ArmRow, CurvePoint, LadderReport, PuzzleShares
 from fathom.experiments.rungs import LAYERS
 from fathom.experiments.scaling import DECADE
 from fathom.report import html
-from fathom.report.files import finite, write_atomically
+from fathom.report.files import asdict, write_atomically
 from fathom.report.numbers import DASH, short, signed
 from fathom.report.plots import Line, line_plot
 from fathom.report.provenance import machine
+from fathom.report.results import to_json
 from fathom.report.tables import terminal_table
 
 if TYPE_CHECKING:
@@ -32,19 +32,18 @@ def write_report(report: LadderReport, out: Path) -> tuple[Path, Path]:
     """Write `report.json`, `report.html` and `runs.jsonl`, from which the fit can be repeated."""
     rows = [
         {
-            "arm": arm["name"],
-            "rung": cell["index"],
-            "budget": cell["budget"],
+            "arm": arm.name,
+            "rung": cell.index,
+            "budget": cell.budget,
             "seed": seed,
             "loss": loss,
-            **{key: cell[key] for key in ("rate", "weight_decay", "layers", "parameters", "tokens", "flops")},
+            **{key: getattr(cell, key) for key in ("rate", "weight_decay", "layers", "parameters", "tokens", "flops")},
         }
-        for arm in report["arms"]
-        for cell in (*arm["rungs"], *arm["further"])
-        for seed, loss in zip(cell["seeds"], cell["loss"], strict=True)
+        for arm in report.arms
+        for cell in (*arm.rungs, *arm.further)
+        for seed, loss in zip(cell.seeds, cell.loss, strict=True)
     ]
-    lines = "".join(json.dumps(finite(row), ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
-    write_atomically(out / RUNS, lines)
+    write_atomically(out / RUNS, "".join(f"{to_json(row)}\n" for row in rows))
     return html.write(out, report, page(report))
 
 
@@ -58,11 +57,11 @@ def tables(report: LadderReport) -> list[Table]:
 
 def page(report: LadderReport) -> str:
     """The whole report."""
-    names = [arm["name"] for arm in report["arms"]] or [arm["name"] for arm in report["plan"]["arms"]]
-    own = [name for name in names[1:] if name not in {arm["name"] for arm in report["arms"] if arm["matched"]}]
+    names = [arm.name for arm in report.arms] or [arm.name for arm in report.plan.arms]
+    own = [name for name in names[1:] if name not in {arm.name for arm in report.arms if arm.matched}]
     return html.page(
         f"{', '.join(own)} against {names[0]}, size by size",
-        report["verdict"],
+        report.verdict,
         _table(multiplier_rows(report), "flags"),
         _table(puzzle_rows(report)),
         _table(sooner_rows(report)),
@@ -89,95 +88,90 @@ def _table(found: tuple[str, list[str], list[list[str]]], *prose: str) -> Markup
 def multiplier_rows(report: LadderReport) -> tuple[str, list[str], list[list[str]]]:
     """Caption, columns, rows: the compute multipliers."""
     rows = []
-    for arm in report["arms"][1:]:
-        trend = arm["per_decade"]
-        if not arm["multiplier"] or trend is None:
+    for arm in report.arms[1:]:
+        trend = arm.per_decade
+        if not arm.multiplier or trend is None:
             continue
-        by_kind = {row["kind"]: row for row in arm["multiplier"]}  # the largest size is always shown
+        by_kind = {row.kind: row for row in arm.multiplier}
         rows.append(
             [
-                arm["name"],
-                _span(by_kind["middle"]),
-                _span(by_kind["rung"]),
-                _span(trend),
-                DASH if arm["p_holm"] is None else f"{arm['p_holm']:.3f}",
-                f"{arm['diverged'][0]}/{arm['diverged'][1]}",
-                "; ".join(arm["flags"]) or DASH,
+                arm.name,
+                str(by_kind["middle"]),
+                str(arm.top),
+                str(trend),
+                DASH if arm.p_holm is None else f"{arm.p_holm:.3f}",
+                f"{arm.diverged[0]}/{arm.diverged[1]}",
+                "; ".join(arm.flags) or DASH,
             ]
         )
     columns = ["arm", "middle", "last rung", "per decade", "Holm p", "diverged", "flags"]
-    if not any(arm["diverged"][0] for arm in report["arms"][1:]):
+    if not any(arm.diverged[0] for arm in report.arms[1:]):
         lost = columns.index("diverged")
         columns, rows = [*columns[:lost], *columns[lost + 1 :]], [[*row[:lost], *row[lost + 1 :]] for row in rows]
-    return f"Compute that {report['control']} would need over what the arm spends, 95 % interval", columns, rows
+    return f"Compute that {report.control} would need over what the arm spends, 95 % interval", columns, rows
 
 
 def puzzle_rows(report: LadderReport) -> tuple[str, list[str], list[list[str]]]:
     """Caption, columns, rows: accuracy by difficulty and solved runs."""
-    puzzle = report["puzzle"]
+    puzzle = report.puzzle
     if puzzle is None:
         return "", [], []
     rows = [
         [
-            row["arm"] if len(report["rungs"]) == 1 else f"{row['arm']}, rung {row['index']}",
-            *(_solved(row["domains"][name]) for name in puzzle["domains"]),
-            short(row["flops"]),
+            row.arm if len(report.rungs) == 1 else f"{row.arm}, rung {row.index}",
+            *(_solved(row.domains[name]) for name in puzzle.domains),
+            short(row.flops),
         ]
-        for row in puzzle["rows"]
-        if row["seeds"]
+        for row in puzzle.rows
+        if row.seeds
     ]
-    chance = f"chance is {puzzle['chance']:.3f}"
+    chance = f"chance is {puzzle.chance:.3f}"
     caption = f"Median accuracy on held-out rows, and runs that solved it (accuracy {SOLVED} or more); {chance}"
-    return caption, ["arm", *puzzle["domains"], "FLOPs"], rows
+    return caption, ["arm", *puzzle.domains, "FLOPs"], rows
 
 
 def sooner_rows(report: LadderReport) -> tuple[str, list[str], list[list[str]]]:
     """Caption, columns, rows: the control's FLOPs to solve each difficulty over an arm's."""
-    puzzle = report["puzzle"]
+    puzzle = report.puzzle
     if puzzle is None:
         return "", [], []
     rows, said = list[list[str]](), dict[str, None]()
-    for row in puzzle["rows"]:
-        found = [row["domains"][name]["sooner"] for name in puzzle["domains"]]
-        ratios = [Sooner.read(each) for each in found if each is not None]
+    for row in puzzle.rows:
+        found = [row.domains[name].sooner for name in puzzle.domains]
+        ratios = [each for each in found if each is not None]
         if ratios:
-            said[ratios[0].basis()] = None
-            name = row["arm"] if len(report["rungs"]) == 1 else f"{row['arm']}, rung {row['index']}"
-            rows.append([name, *(ratio.words() for ratio in ratios)])
+            said[ratios[0].basis] = None
+            name = row.arm if len(report.rungs) == 1 else f"{row.arm}, rung {row.index}"
+            rows.append([name, *map(str, ratios)])
     caption = (
-        f"FLOPs until {report['control']} solves it over those of the arm: {' or '.join(said)}; a run solves it "
+        f"FLOPs until {report.control} solves it over those of the arm: {' or '.join(said)}; a run's lie between "
         "between two evaluations, or not within its FLOPs"
     )
-    return caption, ["arm", *puzzle["domains"]], rows
+    return caption, ["arm", *puzzle.domains], rows
 
 
 def loss_rows(report: LadderReport) -> tuple[str, list[str], list[list[str]]]:
     """Caption, columns, rows: final loss and paired difference at every rung."""
     rows = []
-    for arm in report["arms"]:
+    for arm in report.arms:
         cells = []
-        for cell in arm["rungs"]:
-            if not cell["loss"]:
+        for cell in arm.rungs:
+            if not cell.loss:
                 cells.append(DASH)
-            elif cell["difference"] is None:
-                cells.append(f"{sum(cell['loss']) / len(cell['loss']):.4f} ({len(cell['loss'])})")
+            elif cell.difference is None:
+                cells.append(f"{sum(cell.loss) / len(cell.loss):.4f} ({len(cell.loss)})")
             else:
-                gap = cell["difference"]
-                cells.append(f"{signed(gap['mean'], gap['half_width'])} ({gap['pairs']})")
-        rows.append([arm["name"], *cells])
-    sizes = [rung for rung in report["rungs"] if rung["budget"] == 0]
-    columns = ["arm", *(f"{short(rung['parameters'], 3)}" for rung in sizes)]
+                cells.append(f"{cell.difference} ({cell.difference.pairs})")
+        rows.append([arm.name, *cells])
+    sizes = [rung for rung in report.rungs if rung.budget == 0]
+    columns = ["arm", *(f"{short(rung.parameters, 3)}" for rung in sizes)]
     return "Held-out loss of the control, paired differences of the others in nats (seeds)", columns, rows
 
 
-def _span(row: Span) -> str:
-    return f"{row['median']:.3f} ({row['low']:.3f} … {row['high']:.3f})"
-
-
 def _solved(row: PuzzleShares) -> str:
-    if row["median"] is None:
+    if row.median is None:
         return DASH
-    return f"{row['median']:.3f}, {row['solved']}/{len(row['accuracy'])}"
+    return f"{row.median:.3f}, {row.solved}/{len(row.accuracy)}"
 
 
 def _log10(ln: float) -> float:
@@ -187,34 +181,32 @@ def _log10(ln: float) -> float:
 def _losses(report: LadderReport) -> Markup:
     """Losses of all seeds, and the law of each arm with its band, dashed beyond the largest size."""
     lines: list[Line] = []
-    for i, arm in enumerate(report["arms"]):
-        dots = [(math.log10(cell["flops"]), loss) for cell in arm["rungs"] for loss in cell["loss"] if cell["loss"]]
+    for i, arm in enumerate(report.arms):
+        dots = [(math.log10(cell.flops), loss) for cell in arm.rungs for loss in cell.loss if cell.loss]
         if dots:
             x, y = zip(*dots, strict=True)
-            lines.append(Line(f"{arm['name']}, seeds", x, y, i, joined=False))
-        if arm["multiplier"]:
-            lines += _law_lines(arm, "arm", arm["name"], i)
-    first = next((arm for arm in report["arms"] if arm["multiplier"]), None)
+            lines.append(Line(f"{arm.name}, seeds", x, y, i, joined=False))
+        if arm.multiplier:
+            lines += _law_lines(arm, True, arm.name, i)
+    first = next((arm for arm in report.arms if arm.multiplier), None)
     if first is not None:
-        lines += _law_lines(first, "control", report["control"], 0)
-    words = "; ".join(
-        f"{arm['name']} ends at {arm['rungs'][-1]['loss'][0]:.4f}" for arm in report["arms"] if arm["rungs"][-1]["loss"]
-    )
+        lines += _law_lines(first, False, report.control, 0)
+    words = "; ".join(f"{arm.name} ends at {arm.rungs[-1].loss[0]:.4f}" for arm in report.arms if arm.rungs[-1].loss)
     svg = line_plot(lines, "training FLOPs, log10", "held-out loss", f"Loss over compute: {words}", x_from_zero=False)
     return html.figure(
         "Loss over compute", svg, "Dots are seeds, lines the fitted law with its 95 % band, dotted beyond the runs."
     )
 
 
-def _law_lines(arm: ArmRow, key: str, name: str, series: int) -> list[Line]:
-    top = max(row["ln_flops"] for row in arm["multiplier"] if row["kind"] == "rung")
-    below = [row for row in arm["curve"] if row["ln_flops"] <= top + 1e-9]
-    above = [row for row in arm["curve"] if row["ln_flops"] >= top - 1e-9]
+def _law_lines(arm: ArmRow, own: bool, name: str, series: int) -> list[Line]:
+    top = arm.top.ln_flops
+    below = [row for row in arm.curve if row.ln_flops <= top + 1e-9]
+    above = [row for row in arm.curve if row.ln_flops >= top - 1e-9]
 
-    def line(rows: Sequence[dict[str, float]], dashed: bool) -> Line:
-        x = [_log10(row["ln_flops"]) for row in rows]
-        middle, low, high = ([row[f"{key}_{part}"] for row in rows] for part in ("median", "low", "high"))
-        return Line(name, x, middle, series, low, high, marks=False, dashed=dashed)
+    def line(rows: Sequence[CurvePoint], dashed: bool) -> Line:
+        x, y = [_log10(row.ln_flops) for row in rows], [row.arm if own else row.control for row in rows]
+        low, high = [loss.low for loss in y], [loss.high for loss in y]
+        return Line(name, x, [loss.median for loss in y], series, low, high, marks=False, dashed=dashed)
 
     return [line(rows, dashed) for rows, dashed in ((below, False), (above, True)) if rows]
 
@@ -222,19 +214,20 @@ def _law_lines(arm: ArmRow, key: str, name: str, series: int) -> list[Line]:
 def _multipliers(report: LadderReport) -> Markup:
     """ln M of each rung with its error, and the band of the grid estimator; 0 is no effect."""
     lines: list[Line] = []
-    for i, arm in enumerate(report["arms"]):
-        if not arm["multiplier"]:
+    for i, arm in enumerate(report.arms):
+        if not arm.multiplier:
             continue
-        rows = arm["curve"]
-        x = [_log10(row["ln_flops"]) for row in rows]
-        middle, low, high = ([math.log2(row[f"m_{part}"]) for row in rows] for part in ("median", "low", "high"))
-        lines.append(Line(arm["name"], x, middle, i, low, high, marks=False))
+        rows = arm.curve
+        x = [_log10(row.ln_flops) for row in rows]
+        spans = [(row.m.median, row.m.low, row.m.high) for row in rows]
+        middle, low, high = ([math.log2(m) for m in column] for column in zip(*spans, strict=True))
+        lines.append(Line(arm.name, x, middle, i, low, high, marks=False))
         lines += _forecast(report, arm, i)
-        for cell in arm["rungs"]:
-            if cell["ln_m"] is not None and cell["error"] is not None:
-                at, m, error = math.log10(cell["flops"]), cell["ln_m"] / math.log(2), cell["error"] / math.log(2)
-                lines.append(Line(f"{arm['name']}, rung {cell['index']}", [at], [m], i, joined=False))
-                lines.append(Line(f"{arm['name']}, seeds' error", [at, at], [m - error, m + error], i, marks=False))
+        for cell in arm.rungs:
+            if cell.ln_m is not None and cell.error is not None:
+                at, m, error = math.log10(cell.flops), cell.ln_m / math.log(2), cell.error / math.log(2)
+                lines.append(Line(f"{arm.name}, rung {cell.index}", [at], [m], i, joined=False))
+                lines.append(Line(f"{arm.name}, seeds' error", [at, at], [m - error, m + error], i, marks=False))
     told = "; ".join(f"{row[0]} {row[2]} at the largest size" for row in multiplier_rows(report)[2])
     svg = line_plot(lines, "training FLOPs, log10", "M, doublings", f"Multiplier: {told}", zero=True, x_from_zero=False)
     caption = (
@@ -247,48 +240,46 @@ def _multipliers(report: LadderReport) -> Markup:
 
 def _forecast(report: LadderReport, arm: ArmRow, series: int) -> list[Line]:
     """The sealed prediction of ln M at the largest size, and the observed value."""
-    rows = [] if report["prediction"] is None else report["prediction"]["rows"]
-    found = next((row["ln_m"] for row in rows if row["arm"] == arm["name"]), None)
+    rows = [] if report.prediction is None else report.prediction.rows
+    found = next((row.ln_m for row in rows if row.arm == arm.name), None)
     if found is None:
         return []
-    at = math.log10(arm["rungs"][-1]["flops"]) + 0.02 * (series + 1)  # side by side
-    bar = [found[key] / math.log(2) for key in ("low", "high")]
-    return [Line(f"{arm['name']}, predicted", [at, at], bar, series, marks=False, dashed=True)]
+    at = math.log10(arm.rungs[-1].flops) + 0.02 * (series + 1)  # side by side
+    bar = [end / math.log(2) for end in (found.low, found.high)]
+    return [Line(f"{arm.name}, predicted", [at, at], bar, series, marks=False, dashed=True)]
 
 
 def _accuracies(report: LadderReport) -> list[Markup]:
     """For each difficulty of a puzzle: accuracy of every seed over the rungs' FLOPs, and over those of its training."""
-    puzzle = report["puzzle"]
+    puzzle = report.puzzle
     if puzzle is None:
         return []
     panels = []
-    names = [arm["name"] for arm in report["arms"]]
-    for domain in puzzle["domains"]:
+    names = [arm.name for arm in report.arms]
+    for domain in puzzle.domains:
         lines = [
             Line(
-                row["arm"],
-                [math.log10(row["flops"])] * len(row["seeds"]),
-                row["domains"][domain]["accuracy"],
-                names.index(row["arm"]),
+                row.arm,
+                [math.log10(row.flops)] * len(row.seeds),
+                row.domains[domain].accuracy,
+                names.index(row.arm),
                 joined=False,
             )
-            for row in puzzle["rows"]
-            if row["seeds"]
+            for row in puzzle.rows
+            if row.seeds
         ]
-        words = "; ".join(
-            f"{row['arm']} {row['domains'][domain]['median']:.2f}" for row in puzzle["rows"] if row["seeds"]
-        )
+        words = "; ".join(f"{row.arm} {row.domains[domain].median:.2f}" for row in puzzle.rows if row.seeds)
         svg = line_plot(
             lines, "training FLOPs, log10", "accuracy", f"{domain}: {words}", zero=True, x_from_zero=False, top=1.0
         )
         panels.append(html.figure(domain, svg, "Each dot is a seed."))
-    last = max((row["index"] for row in puzzle["rows"]), default=0)
-    for domain in puzzle["domains"]:
+    last = max((row.index for row in puzzle.rows), default=0)
+    for domain in puzzle.domains:
         learning = [
-            Line(row["arm"], [x for x, _ in curve], [y for _, y in curve], names.index(row["arm"]), marks=False)
-            for row in puzzle["rows"]
-            for curve in row["domains"][domain]["curves"]
-            if row["index"] == last and curve
+            Line(row.arm, [x for x, _ in curve], [y for _, y in curve], names.index(row.arm), marks=False)
+            for row in puzzle.rows
+            for curve in row.domains[domain].curves
+            if row.index == last and curve
         ]
         words = f"{domain} during training, every seed of every arm"
         svg = line_plot(learning, "training FLOPs", "accuracy", words, zero=True, top=1.0)
@@ -300,62 +291,58 @@ def _accuracies(report: LadderReport) -> list[Markup]:
 def _bowls(report: LadderReport) -> list[Markup]:
     """A panel for each arm and tuned rung: all runs, the parabola and the optimum."""
     panels = []
-    for number, rows in enumerate(report["tuning"], 1):
+    for number, rows in enumerate(report.tuning, 1):
         for i, (name, tuned) in enumerate(rows.items()):
             runs = [
-                (math.log10(tuned["rates"][place]), loss)
-                for place, losses in tuned["losses"].items()
+                (math.log10(tuned.rates[place]), loss)
+                for place, losses in tuned.losses.items()
                 for loss in losses
-                if loss is not None and math.isfinite(loss)
+                if math.isfinite(loss)
             ]
             if not runs:
                 continue
             rates, seen = zip(*runs, strict=True)
             lines = [Line("runs", rates, seen, i, joined=False)]
-            if tuned["curvature"] is not None and tuned["least"] is not None:
-                reach = [int(place) for place, losses in tuned["losses"].items() if all(map(_finite, losses))]
+            if tuned.curvature is not None and tuned.least is not None:
+                reach = [int(place) for place, losses in tuned.losses.items() if all(map(math.isfinite, losses))]
                 steps = [min(reach) + (max(reach) - min(reach)) * k / 24 for k in range(25)]
-                x = [math.log10(tuned["centre"] * 2**step) for step in steps]
-                y = [tuned["least"] + tuned["curvature"] * (step - tuned["place"]) ** 2 for step in steps]
+                x = [math.log10(tuned.centre * 2**step) for step in steps]
+                y = [tuned.least + tuned.curvature * (step - tuned.place) ** 2 for step in steps]
                 lines.append(Line("parabola", x, y, i, marks=False))
-            lost = sum(not _finite(loss) for losses in tuned["losses"].values() for loss in losses)
-            said = f"rate {tuned['rate']:.3g}" + (f", {lost} diverged" if lost else "")
-            said += f"; {', '.join(tuned['flags'])}" if tuned["flags"] else ""
+            lost = sum(not math.isfinite(loss) for losses in tuned.losses.values() for loss in losses)
+            said = f"rate {tuned.rate:.3g}" + (f", {lost} diverged" if lost else "")
+            said += f"; {', '.join(tuned.flags)}" if tuned.flags else ""
             svg = line_plot(lines, "rate, log10", "loss", f"{name} at rung {number}: {said}", x_from_zero=False)
             panels.append(html.figure(f"{name}, rung {number}", svg, said.capitalize() + "."))
     return panels
 
 
-def _finite(value: float | None) -> bool:
-    return value is not None and math.isfinite(value)
-
-
 def _checks(report: LadderReport) -> Markup:
     rows = [
         [
-            arm["name"],
-            *(f"{loss:.4f}" if _finite(loss) else "diverged" for loss in arm["check"]["losses"]),
-            DASH if arm["check"]["excess"] is None else f"{arm['check']['excess']:.4f}",
-            "not settled" if arm["check"]["better"] else "settled",
+            arm.name,
+            *(f"{loss:.4f}" if math.isfinite(loss) else "diverged" for loss in arm.check.losses),
+            DASH if arm.check.excess is None else f"{arm.check.excess:.4f}",
+            "not settled" if arm.check.better else "settled",
         ]
-        for arm in report["arms"]
-        if arm["check"]
+        for arm in report.arms
+        if arm.check
     ]
     columns = ["arm", "half the learning rate", "chosen", "twice the learning rate", "excess by a parabola", "rate"]
     return html.table("The rate at the largest size, one seed", columns, rows) if rows else Markup()
 
 
 def _sealed(report: LadderReport) -> Markup:
-    found = report["prediction"]
+    found = report.prediction
     if found is None:
         return Markup()
     rows = []
-    for row in found["rows"]:
-        forecast = row["difference"]
-        span = DASH if forecast is None else f"{signed(forecast['low'])} … {signed(forecast['high'])}"
-        observed = DASH if row["observed"] is None else signed(row["observed"])
-        rows.append([row["arm"], span, observed, {True: "inside", False: "outside", None: DASH}[row["inside"]]])
-    stale = " Results of smaller sizes changed after the seal." if found["stale"] else ""
+    for row in found.rows:
+        forecast = row.difference
+        span = DASH if forecast is None else f"{signed(forecast.low)} … {signed(forecast.high)}"
+        observed = DASH if row.observed is None else signed(row.observed)
+        rows.append([row.arm, span, observed, {True: "inside", False: "outside", None: DASH}[row.inside]])
+    stale = " Results of smaller sizes changed after the seal." if found.stale else ""
     return Markup().join(
         [
             html.table(
@@ -363,65 +350,58 @@ def _sealed(report: LadderReport) -> Markup:
                 ["arm", "predicted", "observed", ""],
                 rows,
             ),
-            html.paragraph(
-                f"Sealed before the largest size was trained, SHA-256 {found['sha256']}.{stale}", quiet=True
-            ),
+            html.paragraph(f"Sealed before the largest size was trained, SHA-256 {found.sha256}.{stale}", quiet=True),
         ]
     )
 
 
 def _phi(report: LadderReport) -> Markup:
-    found = report["phi"]
+    found = report.phi
     if found is None:
         return Markup()
-    if found["refused"]:
-        return html.paragraph(f"Not resolved: {found['refused']}.")
-    value, low, high = (f"{found[key]:.3f}".replace("-", "−") for key in ("value", "low", "high"))
+    if found.refused:
+        return html.paragraph(f"Not resolved: {found.refused}.")
+    value, low, high = (f"{number:.3f}".replace("-", "−") for number in (found.value, found.low, found.high))
     return html.paragraph(
-        f"φ = {value} ({low} … {high}), from {found['cells']} cells of width and tokens. With φ = 1 an iteration is "
+        f"φ = {value} ({low} … {high}), from {found.cells} cells of width and tokens: 1 would make a trip worth a "
         "worth a layer of its own, with φ = 0 nothing. φ values parameters, not FLOPs."
     )
 
 
 def _twin(report: LadderReport) -> Markup:
-    found = report["twin"]
+    found = report.twin
     if found is None:
         return Markup()
-    rows = [
-        [f"rung {row['index']}", f"{signed(row['difference']['mean'], row['difference']['half_width'])}"]
-        for row in found["rungs"]
-    ]
+    rows = [[f"rung {row.index}", str(row.difference)] for row in found.rungs]
     table = html.table("The control minus itself with other initial values, nats", ["rung", "difference"], rows)
-    if found["multiplier"] is None:
+    if found.multiplier is None:
         return table
-    return Markup().join(
-        [table, html.paragraph(f"Its multiplier is {_span(found['multiplier'])}; the true value is 1.")]
-    )
+    return Markup().join([table, html.paragraph(f"Its multiplier is {found.multiplier}; the true value is 1.")])
 
 
 def _views(report: LadderReport) -> Markup:
     rows = []
-    for arm in report["arms"][1:]:
-        if arm["multiplier"]:
-            keys: tuple[Currency, ...] = ("time", "parameters", "bytes_weights_once", "bytes_weights_each_trip")
-            rows.append([arm["name"], *(DASH if (view := arm["views"][key]) is None else _span(view) for key in keys)])
+    for arm in report.arms[1:]:
+        if (views := arm.views) is not None:
+            more = (views.parameters, views.bytes_weights_once, views.bytes_weights_each_trip)
+            rows.append([arm.name, str(views.time or DASH), *map(str, more)])
     columns = ["arm", "seconds", "parameters", "bytes, weights once", "bytes, weights each iteration"]
     table = html.table("The multiplier at the largest size in other costs, from the same runs", columns, rows)
-    timed = next(
-        (arm["views"]["time"] for arm in report["arms"][1:] if arm["multiplier"] and arm["views"]["time"]), None
-    )
-    where = "" if timed is None else f"Seconds: {timed['clock']} on {machine(timed['hardware'])}. "
+    timed = next((arm.views.time for arm in report.arms[1:] if arm.views and arm.views.time), None)
+    where = "" if timed is None else f"Seconds: {timed.clock} on {machine(timed.hardware)}. "
     note = f"{where}Bytes: read for a decoded token at the end of the context, bfloat16 weights and the cache."
     return Markup().join([table, html.paragraph(note, quiet=True)]) if rows else Markup()
 
 
 def _law(report: LadderReport) -> Markup:
     rows = []
-    for arm in (arm for arm in report["arms"][1:] if arm["multiplier"]):
-        noise, parts = arm["noise"], (arm["floor"], arm["slope"], arm["own_deviation"])
-        spans = [f"{part['median']:.4g} ({part['low']:.4g} … {part['high']:.4g})" for part in parts]
-        numbers = [f"{noise['single']:.4f}", f"{noise['paired']:.4f}", f"{noise['correlation']:.2f}"]
-        rows.append([arm["name"], *spans, *numbers])
+    for arm in report.arms[1:]:
+        if (noise := arm.noise) is None:
+            continue
+        parts = filter(None, (arm.floor, arm.slope, arm.own_deviation))
+        spans = [f"{part.median:.4g} ({part.low:.4g} … {part.high:.4g})" for part in parts]
+        numbers = [f"{noise.single:.4f}", f"{noise.paired:.4f}", f"{noise.correlation:.2f}"]
+        rows.append([arm.name, *spans, *numbers])
     columns = ["arm", "E", "α", "τ of the arm", "σ of a run", "σ of a pair", "ρ"]
     return _table(("Posterior of the floor, the exponent and the deviation of a size; noise over seeds", columns, rows))
 
@@ -430,14 +410,14 @@ def _sizes(report: LadderReport) -> tuple[str, list[str], list[list[str]]]:
     columns = ["rung", "layers", "width", "parameters", "tokens", "batch", "steps", "FLOPs", "seeds", "rate"]
     rows = [
         [
-            _named(rung["index"], rung["budget"]) + (", sealed" if rung["sealed"] else ""),
-            *(str(rung[key]) for key in ("layers", "hidden")),
-            *(f"{rung[key]:,}" for key in ("parameters", "tokens", "batch", "steps")),
-            f"{rung['flops']:.3g}",
-            str(len(rung["seeds"])),
-            DASH if rung["rate"] is None else f"{rung['rate']:.3g}",
+            _named(rung.index, rung.budget) + (", sealed" if rung.sealed else ""),
+            *(str(rung.layers), str(rung.hidden)),
+            *(f"{count:,}" for count in (rung.parameters, rung.tokens, rung.batch, rung.steps)),
+            f"{rung.flops:.3g}",
+            str(len(rung.seeds)),
+            DASH if rung.rate is None else f"{rung.rate:.3g}",
         ]
-        for rung in report["rungs"]
+        for rung in report.rungs
     ]
     return "The sizes of the control; parameters without embeddings", columns, rows
 
@@ -451,28 +431,28 @@ def _cells(report: LadderReport) -> tuple[str, list[str], list[list[str]]]:
     columns = ["run", "layers", "parameters", "FLOPs", "rate", "decay", "losses by seed"]
     rows = [
         [
-            f"{arm['name']}, rung {_named(cell['index'], cell['budget'])}",
-            str(cell["layers"]),
-            f"{cell['parameters']:,}",
-            f"{cell['flops']:.3g}",
-            f"{cell['rate']:.3g}",
-            f"{cell['weight_decay']:.3g}",
-            ", ".join(f"{loss:.4f}" for loss in cell["loss"]) or DASH,
+            f"{arm.name}, rung {_named(cell.index, cell.budget)}",
+            str(cell.layers),
+            f"{cell.parameters:,}",
+            f"{cell.flops:.3g}",
+            f"{cell.rate:.3g}",
+            f"{cell.weight_decay:.3g}",
+            ", ".join(f"{loss:.4f}" for loss in cell.loss) or DASH,
         ]
-        for arm in report["arms"]
-        for cell in (*arm["rungs"], *arm["further"])
+        for arm in report.arms
+        for cell in (*arm.rungs, *arm.further)
     ]
     return "Every arm at every size", columns, rows
 
 
 def _diverged(report: LadderReport) -> Markup:
-    rows = [[row["run"], str(row["step"]), row["error"]] for row in report["diverged"]]
+    rows = [[row.run, str(row.step), row.error] for row in report.diverged]
     return _table(("A diverged tuning run counts as infinitely bad", ["run", "step", "why"], rows), "run", "why")
 
 
 def _method(report: LadderReport) -> list[str]:
     """What is equal in all arms, and what the numbers mean."""
-    rules = report["plan"]["rules"]
+    rules = report.plan.rules
     lines = [
         "The multiplier M is the compute that the control, scaled along this ladder's own path, would need to reach "
         "the arm's loss, over what the arm spent. FLOPs are by arithmetic and include all iterations of a loop.",
@@ -483,14 +463,14 @@ def _method(report: LadderReport) -> list[str]:
         "Intervals of paired differences are Student's t over seeds, at that size alone.",
         "A multiplier holds only for these sizes, corpora and optimizers.",
     ]
-    if len(set(rules["layers"])) > 1 and len(set(rules["hidden"])) > 1:
+    if len(set(rules.layers)) > 1 and len(set(rules.hidden)) > 1:
         lines.append("Depth and width grow together, so a trend is one with both.")
-    for added in report["seeds_added"]:
+    for added in report.seeds_added:
         lines.append(
-            f"Seeds were added to all arms on {added['date']}, to {', '.join(map(str, added['seeds']))} by rung, after "
-            f"{added['finished']} runs were finished, which inflates false positives."
+            f"Seeds were added to all arms on {added.date}, to {', '.join(map(str, added.seeds))} by rung, after "
+            f"{added.finished} runs were finished, which inflates false positives."
         )
-    if rules["tune_points"]:
+    if rules.tune_points:
         lines.append(
             "Every arm tried learning rates a factor 2 apart, with separate seeds. One rule scales the learning rate "
             "to larger sizes; only the ratio to the control's belongs to an arm."
@@ -499,24 +479,24 @@ def _method(report: LadderReport) -> list[str]:
         lines.append(
             "No learning rate was tuned: every arm has the recipe's, which is unfair to arms that need another."
         )
-    if any(arm["name"].startswith("as-large-as-") for arm in report["arms"]):
+    if any(arm.name.startswith("as-large-as-") for arm in report.arms):
         lines.append("`as-large-as-` arms are the control with a wider MLP and as many parameters as the arm.")
-    if report["puzzle"] is not None:
+    if report.puzzle is not None:
         lines.append(
             "A puzzle measures how fast a skill is acquired within a budget, and does not predict results on text. "
             "Accuracy jumps, so solved runs are counted; with so few seeds their Wilson intervals are wide."
         )
-    if any(LAYERS in override for arm in report["arms"] for override in arm["overrides"]):
+    if any(LAYERS in override for arm in report.arms for override in arm.overrides):
         lines.append("Arms with a share of the layers have fewer layers than the control.")
     return lines
 
 
 def _unfinished(report: LadderReport) -> str:
-    if report["stage"] == "done" or report["verdict"].startswith("Not finished"):
+    if report.stage == "done" or report.verdict.startswith("Not finished"):
         return ""
-    return f"Not finished: in stage {report['stage']}, {report['pending']} runs remain."
+    return f"Not finished: in stage {report.stage}, {report.pending} runs remain."
 
 
 def _provenance(report: LadderReport) -> Markup:
-    text = yaml.safe_dump(report["plan"], sort_keys=False, allow_unicode=True)
-    return Markup().join([html.source(report), html.details(f"The ladder, SHA-256 {report['ladder']}", text)])
+    text = yaml.safe_dump(asdict(report.plan), sort_keys=False, allow_unicode=True)
+    return Markup().join([html.source(report), html.details(f"The ladder, SHA-256 {report.ladder}", text)])

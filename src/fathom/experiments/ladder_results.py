@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Literal, TypedDict
+from dataclasses import dataclass, field
 
-from fathom.experiments.compare_results import Failure, PairedGap
+from fathom.experiments.compare_results import Failure
+from fathom.experiments.rungs import Added, LadderPlan, Size
+from fathom.experiments.scaling import Interval
+from fathom.experiments.tuning import Bowl
 from fathom.report.provenance import Provenance
+from fathom.report.statistics import Difference
+
+UNKNOWN = "unknown"
 
 
-class Span(TypedDict):
-    """A median with its 50 % and 95 % intervals."""
-
-    median: float
-    q25: float
-    q75: float
-    low: float
-    high: float
-
-
-class CrossedSpan(Span):
+@dataclass(frozen=True, kw_only=True)
+class CrossedInterval(Interval):
     """A factor by the grid estimator, and by the cross-check (`t`), which is None with only two rungs."""
 
     t: float | None
@@ -27,27 +25,28 @@ class CrossedSpan(Span):
     t_high: float | None
 
 
-class Multiplier(CrossedSpan):
+@dataclass(frozen=True, kw_only=True)
+class Multiplier(CrossedInterval):
     """M at a point: a size, the middle of the ladder, or beyond the largest size."""
 
     kind: str
     ln_flops: float
 
 
-class RungRow(TypedDict):
+@dataclass(frozen=True)
+class CurvePoint:
+    """The posterior at a number of FLOPs: losses of the control and the arm, and M."""
+
+    ln_flops: float
+    control: Interval
+    arm: Interval
+    m: Interval
+
+
+@dataclass(frozen=True, kw_only=True)
+class RungRow(Size):
     """One rung: the control's sizes and rate."""
 
-    index: int
-    budget: int
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    mlp: int
-    parameters: int
-    tokens: int
-    rows: int
-    steps: int
     head_dim: int
     batch: int
     sealed: bool
@@ -57,7 +56,8 @@ class RungRow(TypedDict):
     rate: float | None
 
 
-class Cell(TypedDict):
+@dataclass
+class Cell:
     """An arm at a rung, under one token budget; the first is 0."""
 
     index: int
@@ -70,12 +70,13 @@ class Cell(TypedDict):
     flops: float
     seeds: list[int]
     loss: list[float]
-    difference: PairedGap | None
-    ln_m: float | None
-    error: float | None
+    difference: Difference | None = None
+    ln_m: float | None = None
+    error: float | None = None
 
 
-class Check(TypedDict):
+@dataclass(frozen=True)
+class Check:
     """Half and twice the chosen learning rate at the largest size."""
 
     rates: list[float]
@@ -84,26 +85,26 @@ class Check(TypedDict):
     excess: float | None
 
 
-class TimedSpan(Span):
+@dataclass(frozen=True, kw_only=True)
+class TimedInterval(Interval):
     """M in seconds, and how they were measured."""
 
     clock: str
     hardware: dict[str, object]
 
 
-class Views(TypedDict):
+@dataclass(frozen=True)
+class Views:
     """M at the largest size in other costs than FLOPs (time, parameters, bytes)."""
 
-    time: TimedSpan | None
-    parameters: Span
-    bytes_weights_once: Span
-    bytes_weights_each_trip: Span
+    time: TimedInterval | None
+    parameters: Interval
+    bytes_weights_once: Interval
+    bytes_weights_each_trip: Interval
 
 
-Currency = Literal["time", "parameters", "bytes_weights_once", "bytes_weights_each_trip"]
-
-
-class SeedNoise(TypedDict):
+@dataclass(frozen=True)
+class SeedNoise:
     """Standard deviations over seeds of a run and of a paired difference, and the correlation of two arms."""
 
     single: float
@@ -111,8 +112,9 @@ class SeedNoise(TypedDict):
     correlation: float
 
 
-class LadderArmBasics(TypedDict):
-    """The part of an arm's results that needs no posterior."""
+@dataclass(kw_only=True)
+class ArmRow:
+    """An arm; what follows `multiplier` is there if there is a posterior, else that is empty too."""
 
     name: str
     mechanism: str
@@ -123,79 +125,65 @@ class LadderArmBasics(TypedDict):
     further: list[Cell]
     """The rungs under further token budgets, which are for φ alone."""
     flags: list[str]
-    diverged: list[int]
+    diverged: tuple[int, int]
+    """Its runs that diverged for good, and all its runs."""
     check: Check | None
-    p: float | None
-    p_holm: float | None
+    p: float | None = None
+    p_holm: float | None = None
+    multiplier: list[Multiplier] = field(default_factory=list)
+    per_decade: CrossedInterval | None = None
+    curve: list[CurvePoint] = field(default_factory=list)
+    floor: Interval | None = None
+    slope: Interval | None = None
+    own_deviation: Interval | None = None
+    noise: SeedNoise | None = None
+    views: Views | None = None
+
+    @property
+    def top(self) -> Multiplier:
+        """M at the last rung, of an arm that has one."""
+        return next(row for row in reversed(self.multiplier) if row.kind == "rung")
 
 
-class Fitted(TypedDict):
-    """The results of an arm's posterior."""
-
-    multiplier: list[Multiplier]
-    per_decade: CrossedSpan
-    curve: list[dict[str, float]]
-    """`ln_flops`, and `control`, `arm` and `m`, each with `_median`, `_q25`, `_q75`, `_low` and `_high`."""
-    floor: Span
-    slope: Span
-    own_deviation: Span
-    noise: SeedNoise
-
-
-class ArmRow(LadderArmBasics, total=False):
-    """An arm; the keys of `Fitted` are there if there is a posterior, else `multiplier` is empty."""
-
-    multiplier: list[Multiplier]
-    per_decade: CrossedSpan | None
-    curve: list[dict[str, float]]
-    floor: Span
-    slope: Span
-    own_deviation: Span
-    noise: SeedNoise
-    views: Views
-
-
-class TunedRow(TypedDict):
+@dataclass(frozen=True, kw_only=True)
+class TunedRow(Bowl):
     """One arm's learning rates at a tuned rung, by place: doublings above the centre."""
 
     centre: float
     rates: dict[str, float]
     losses: dict[str, list[float]]
     rate: float
-    place: float
-    low: float
-    high: float
-    curvature: float | None
-    least: float | None
-    flags: Sequence[str]
-    extended: int
 
 
-class Law(TypedDict):
+@dataclass(frozen=True)
+class Law:
     """The control's floor and exponent."""
 
-    E: Span
-    alpha: Span
+    E: Interval
+    alpha: Interval
 
 
-class NoiseRow(TypedDict):
+@dataclass(frozen=True)
+class NoiseRow:
     """Noise over seeds: of a run by rung; of each arm's pairs, correlation and own deviation."""
 
     single_by_rung: list[float | None]
     paired: dict[str, float]
     correlation: dict[str, float]
-    own_deviation: dict[str, Span]
+    own_deviation: dict[str, Interval]
 
 
-class Forecast(TypedDict):
+@dataclass(frozen=True)
+class Forecast:
     """An arm's difference and ln M at the last rung, as predicted from the rungs before it."""
 
     arm: str
-    difference: Span | None
-    ln_m: Span | None
+    difference: Interval | None = None
+    ln_m: Interval | None = None
 
 
-class PredictionBody(TypedDict):
+@dataclass(frozen=True)
+class Prediction:
     """The contents of a sealed prediction."""
 
     ladder: str
@@ -207,12 +195,14 @@ class PredictionBody(TypedDict):
     """Seeds of the rungs before, at that time."""
 
 
-class SealedPrediction(PredictionBody):
+@dataclass(frozen=True, kw_only=True)
+class SealedPrediction(Prediction):
     """`prediction.json`."""
 
     sha256: str
 
 
+@dataclass(frozen=True, kw_only=True)
 class Outcome(Forecast):
     """A forecast and the observed value."""
 
@@ -220,7 +210,8 @@ class Outcome(Forecast):
     inside: bool | None
 
 
-class PredictionRow(TypedDict):
+@dataclass(frozen=True)
+class PredictionRow:
     """The sealed rung."""
 
     sha256: str
@@ -228,60 +219,91 @@ class PredictionRow(TypedDict):
     rows: list[Outcome]
 
 
-class TwinRung(TypedDict):
+@dataclass(frozen=True)
+class TwinRung:
     """The seed control's difference at a size."""
 
     index: int
-    difference: PairedGap
+    difference: Difference
 
 
-class Twin(TypedDict):
+@dataclass(frozen=True)
+class Twin:
     """The seed control: the baseline compared with itself under other initial values."""
 
     rungs: list[TwinRung]
-    multiplier: Span | None
+    multiplier: Interval | None
     covers: bool | None
 
 
-class Phi(TypedDict, total=False):
-    """φ, the worth of an iteration; `refused` says why it was not estimated, else None."""
+@dataclass(frozen=True)
+class Phi:
+    """φ, the worth of an iteration, with its 95 % interval, or why it was not estimated."""
 
-    refused: str | None
-    value: float
+    refused: str | None = None
+    value: float = math.nan
+    low: float = math.nan
+    high: float = math.nan
+    budgets: int = 0
+    cells: int = 0
+    without: tuple[float, ...] = ()
+    """φ with each cell left out."""
+
+
+@dataclass(frozen=True)
+class Sooner:
+    """The control's FLOPs to solve a puzzle over an arm's, by pairs of seeds."""
+
+    median: tuple[float, float]
+    """Between these lies the median of the pairs."""
     low: float
     high: float
-    budgets: int
-    cells: int
-    without: Sequence[float]
-
-
-class PuzzleSooner(TypedDict):
-    """The control's FLOPs to solve a difficulty over an arm's, by pairs of seeds; null where there is no upper end."""
-
-    median: tuple[float, float | None]
-    low: float
-    high: float | None
     level: float
+    """Confidence of `low` to `high`: 95 % or a little more of six pairs or more, that of their whole range of fewer."""
     pairs: int
     p: float
+    """Two-sided p-value of the sign test that neither solves it sooner; an undecided pair counts against it."""
+
+    @property
+    def basis(self) -> str:
+        """Describes the ratio and its interval, for a caption."""
+        if self.pairs == 1:
+            return "one pair of seeds"
+        return f"median of {self.pairs} pairs of seeds and an interval of ranks ({self.level:.0%})"
+
+    def __str__(self) -> str:
+        """The ratio and its interval, for a table."""
+        middle, whole = between(*self.median), between(self.low, self.high)
+        return middle if self.pairs == 1 or middle in (UNKNOWN, whole) else f"{middle} ({whole})"
 
 
-class PuzzleShares(TypedDict):
+def between(low: float, high: float) -> str:
+    """An interval in words, a single number if its ends look alike."""
+    if math.isinf(high):
+        return f"> {low:.2f}" if low else UNKNOWN
+    if not low:
+        return f"< {high:.2f}"
+    return f"{low:.2f}" if f"{low:.2f}" == f"{high:.2f}" else f"{low:.2f} to {high:.2f}"
+
+
+@dataclass(frozen=True)
+class PuzzleShares:
     """Accuracy of runs on a difficulty, and how many solved it, with the Wilson interval of their share. A run that
     diverged has an accuracy of 0."""
 
     accuracy: list[float]
-    curves: Sequence[Sequence[tuple[float, float]]]
+    curves: list[list[tuple[float, float]]]
     """Of every run: training FLOPs and accuracy, as it was evaluated."""
     median: float | None
     solved: int
     low: float
     high: float
-    flops_to_solve: list[float | None]
-    sooner: PuzzleSooner | None
+    flops_to_solve: list[float]
+    sooner: Sooner | None
 
 
-class PuzzleRow(TypedDict):
+@dataclass(frozen=True)
+class PuzzleRow:
     """An arm at a rung, by difficulty."""
 
     index: int
@@ -291,7 +313,8 @@ class PuzzleRow(TypedDict):
     domains: dict[str, PuzzleShares]
 
 
-class PuzzleResult(TypedDict):
+@dataclass(frozen=True)
+class PuzzleResult:
     """Results of runs on a puzzle."""
 
     domains: list[str]
@@ -300,6 +323,7 @@ class PuzzleResult(TypedDict):
     rows: list[PuzzleRow]
 
 
+@dataclass(frozen=True)
 class DivergedRun(Failure):
     """A run that failed."""
 
@@ -307,9 +331,11 @@ class DivergedRun(Failure):
     run: str
 
 
-class LadderResults(Provenance):
-    """All of `report.json` but its verdict."""
+@dataclass(kw_only=True)
+class LadderReport(Provenance):
+    """`report.json`."""
 
+    verdict: str = ""
     ladder: str
     estimator: str
     stage: str
@@ -326,51 +352,12 @@ class LadderResults(Provenance):
     phi: Phi | None
     puzzle: PuzzleResult | None
     diverged: list[DivergedRun]
-    seeds_added: list[AddedSeeds]
-    plan: PlanValues
+    seeds_added: tuple[Added, ...]
+    plan: LadderPlan
 
 
-class AddedSeeds(TypedDict):
-    """Seeds added after the plan: the new number for each rung, and how many runs had finished by then."""
-
-    seeds: Sequence[int]
-    date: str
-    finished: int
-
-
-class RulesValues(TypedDict):
-    """The rules of a plan that the page shows."""
-
-    layers: Sequence[int]
-    hidden: Sequence[int]
-    tune_points: Sequence[int]
-    tokens: int | None
-
-
-class ArmValues(TypedDict):
-    """An arm as a plan names it."""
-
-    name: str
-    mechanism: str
-    overrides: Sequence[str]
-
-
-class PlanValues(TypedDict):
-    """`ladder.json` without its hashes."""
-
-    recipe: dict[str, object]
-    rules: RulesValues
-    arms: list[ArmValues]
-    estimator: str
-
-
-class LadderReport(LadderResults):
-    """`report.json`."""
-
-    verdict: str
-
-
-class BudgetRow(TypedDict):
+@dataclass(frozen=True)
+class BudgetRow:
     """The cost of a rung."""
 
     rung: str
@@ -383,14 +370,16 @@ class BudgetRow(TypedDict):
     hours: float
 
 
-class Width(TypedDict):
+@dataclass(frozen=True)
+class Width:
     """Half-widths of the 95 % interval, as factors."""
 
     last_rung: float
     per_decade: float
 
 
-class Resolution(TypedDict):
+@dataclass(frozen=True)
+class Resolution:
     """The precision of simulated ladders, with the noise of long runs (`text`) and of short ones (`toy`)."""
 
     decades: float
@@ -398,7 +387,8 @@ class Resolution(TypedDict):
     toy: Width
 
 
-class LadderBudget(TypedDict):
+@dataclass(frozen=True)
+class LadderBudget:
     """The cost of a ladder."""
 
     rungs: list[BudgetRow]
@@ -407,4 +397,17 @@ class LadderBudget(TypedDict):
     hours: float
     device: str
     resolution: Resolution | None
-    words: str
+
+    def __str__(self) -> str:
+        """The cost, and the precision to expect, in words."""
+        text = f"{self.runs} runs, {self.flops:.3g} FLOPs, {self.hours:.2g} hours on {self.device}."
+        width = self.resolution
+        if width is None:
+            return text + " No multiplier can be estimated: that needs two model sizes, one of them with two seeds."
+        return (
+            f"{text} Over {width.decades:.2f} decades, the expected 95 % interval of the multiplier at the largest "
+            "size is × ÷ "
+            f"{width.text.last_rung:.2f} with the noise of long runs, × ÷ {width.toy.last_rung:.2f} with that "
+            f"of short ones; its trend to × ÷ {width.text.per_decade:.2f} and {width.toy.per_decade:.2f} per "
+            "decade."
+        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import astuple, dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -13,17 +13,15 @@ import numpy as np
 
 from fathom.experiments.acquisition import puzzle_result, puzzle_words
 from fathom.experiments.arms import Arm, tokens
-from fathom.experiments.compare_results import Time
-from fathom.experiments.differences import paired_gap
+from fathom.experiments.compare_results import TimeRatio
 from fathom.experiments.ladder_results import (
     ArmRow,
     Cell,
     Check,
-    CrossedSpan,
+    CrossedInterval,
+    CurvePoint,
     DivergedRun,
-    Fitted,
     LadderReport,
-    LadderResults,
     Law,
     Multiplier,
     NoiseRow,
@@ -32,9 +30,8 @@ from fathom.experiments.ladder_results import (
     PredictionRow,
     RungRow,
     SealedPrediction,
-    Span,
-    TimedSpan,
-    TunedRow,
+    SeedNoise,
+    TimedInterval,
     Twin,
     TwinRung,
     Views,
@@ -44,6 +41,7 @@ from fathom.experiments.rungs import MATCHED, RUNGS, Size, rounded, without_embe
 from fathom.experiments.scaling import (
     DECADE,
     ESTIMATOR,
+    Floats,
     Horizontal,
     Interval,
     Posterior,
@@ -112,28 +110,29 @@ def summarize(state: State, source: Provenance) -> LadderReport:
     studies = [Study(state, arm) for arm in state.ladder.every_arm[1:]] if tuned else []
     arms = [_arm(state, arm, studies) for arm in state.ladder.every_arm] if tuned else []
     _judge(arms, studies, any(added.finished for added in ladder.added))
-    report: LadderResults = {
-        **source,
-        "ladder": ladder.sha256,
-        "estimator": ESTIMATOR,
-        "stage": stage,
-        "pending": pending,
-        "control": ladder.control.name,
-        "tokens_per_parameter": list(ladder.rules.tokens_per_parameter),
-        "rungs": [_rung(state, size, tuned) for size in ladder.all_sizes],
-        "arms": arms,
-        "tuning": _tuning(state),
-        "law": _law(studies),
-        "noise": _noise(studies),
-        "prediction": _prediction(state) if tuned else None,
-        "twin": _twin(state) if tuned else None,
-        "phi": _phi(state) if tuned else None,
-        "puzzle": puzzle_result(state) if tuned else None,
-        "diverged": _diverged(state),
-        "seeds_added": [{"seeds": one.seeds, "date": one.date, "finished": one.finished} for one in ladder.added],
-        "plan": ladder.to_dict(),
-    }
-    return {"verdict": verdict(report), **report}
+    report = LadderReport(
+        **vars(source),
+        ladder=ladder.sha256,
+        estimator=ESTIMATOR,
+        stage=stage,
+        pending=pending,
+        control=ladder.control.name,
+        tokens_per_parameter=list(ladder.rules.tokens_per_parameter),
+        rungs=[_rung(state, size, tuned) for size in ladder.all_sizes],
+        arms=arms,
+        tuning=[{name: one.row for name, one in rows.items()} for rows in state.tuning()[1]],
+        law=_law(studies),
+        noise=_noise(studies),
+        prediction=_prediction(state) if tuned else None,
+        twin=_twin(state) if tuned else None,
+        phi=_phi(state) if tuned else None,
+        puzzle=puzzle_result(state) if tuned else None,
+        diverged=_diverged(state),
+        seeds_added=ladder.added,
+        plan=ladder.plan_values,
+    )
+    report.verdict = verdict(report)
+    return report
 
 
 def progress(state: State) -> tuple[str, int]:
@@ -147,64 +146,48 @@ def _rung(state: State, size: Size, tuned: bool) -> RungRow:
     ladder = state.ladder
     sealed = ladder.rules.sealed and size == ladder.sizes[-1]
     seeds = ladder.seeds[size.index - 1]
-    return {
-        "index": size.index,
-        "budget": size.budget,
-        "layers": size.layers,
-        "hidden": size.hidden,
-        "heads": size.heads,
-        "kv_heads": size.kv_heads,
-        "mlp": size.mlp,
-        "parameters": size.parameters,
-        "tokens": size.tokens,
-        "rows": size.rows,
-        "steps": size.steps,
-        "head_dim": ladder.recipe.config().head_dim,
-        "batch": size.rows * ladder.recipe.data.sequence_length,
-        "sealed": sealed,
-        "seeds": list(range(ladder.first_seed(), ladder.first_seed() + seeds)),
-        "directory": f"{RUNGS}/{size.name}",
-        "flops": state.flops(ladder.control, size),
-        "rate": state.rate(ladder.control, size) if tuned else None,
-    }
+    return RungRow(
+        **vars(size),
+        head_dim=ladder.recipe.config().head_dim,
+        batch=size.rows * ladder.recipe.data.sequence_length,
+        sealed=sealed,
+        seeds=list(range(ladder.first_seed(), ladder.first_seed() + seeds)),
+        directory=f"{RUNGS}/{size.name}",
+        flops=state.flops(ladder.control, size),
+        rate=state.rate(ladder.control, size) if tuned else None,
+    )
 
 
 def _arm(state: State, arm: Arm, studies: Sequence[Study]) -> ArmRow:
     ladder = state.ladder
     check = _check(state, arm)
-    values: ArmRow = {
-        "name": arm.name,
-        "mechanism": arm.mechanism,
-        "overrides": arm.overrides,
-        "matched": arm.name.startswith(MATCHED),
-        "rate_ratio": state.ratio(arm),
-        "rungs": [_cell(state, arm, size) for size in ladder.sizes],
-        "further": [_cell(state, arm, size) for size in ladder.all_sizes if size.budget],
-        "flags": _tuning_flags(state, arm) + ([UNSETTLED] if check and check["better"] else []),
-        "diverged": _lost(state, arm),
-        "check": check,
-        "p": None,
-        "p_holm": None,
-        "multiplier": [],
-        "per_decade": None,
-    }
+    values = ArmRow(
+        name=arm.name,
+        mechanism=arm.mechanism,
+        overrides=arm.overrides,
+        matched=arm.name.startswith(MATCHED),
+        rate_ratio=state.ratio(arm),
+        rungs=[_cell(state, arm, size) for size in ladder.sizes],
+        further=[_cell(state, arm, size) for size in ladder.all_sizes if size.budget],
+        flags=_tuning_flags(state, arm) + ([UNSETTLED] if check and check.better else []),
+        diverged=_lost(state, arm),
+        check=check,
+    )
     study = next((study for study in studies if study.arm is arm), None)
     if study is None or not study.rungs:
         return values
-    for row, size in zip(values["rungs"], ladder.sizes, strict=True):
+    for row, size in zip(values.rungs, ladder.sizes, strict=True):
         if size in study.sizes:
             rung = study.rungs[study.sizes.index(size)]
-            gap = paired_difference(rung.arm, rung.control)
-            row["difference"] = paired_gap(gap)
+            row.difference = paired_difference(rung.arm, rung.control)
     if study.fit is not None and study.line is not None:
-        values = {**values, **_multipliers(study, values["rungs"])}
-        values["views"] = _views(study)
+        _add_posterior(values, study, study.fit, study.line)
         if _outside(study):
-            values["flags"].append(OUTSIDE)
-        top = next(row for row in reversed(values["multiplier"]) if row["kind"] == "rung")
-        low, high = top["t_low"], top["t_high"]
-        if low is not None and high is not None and not agree((top["low"], top["high"]), (low, high)):
-            values["flags"].append(DISAGREE)
+            values.flags.append(OUTSIDE)
+        top = values.top
+        crossed = None if top.t_low is None or top.t_high is None else (top.t_low, top.t_high)
+        if crossed is not None and not agree((top.low, top.high), crossed):
+            values.flags.append(DISAGREE)
     return values
 
 
@@ -212,72 +195,57 @@ def _cell(state: State, arm: Arm, size: Size) -> Cell:
     """An arm at a rung."""
     recipe = state.plan(size).recipes[arm.name]
     config, losses = recipe.config(), state.losses(size, arm)
-    return {
-        "index": size.index,
-        "budget": size.budget,
-        "tokens": tokens(recipe),
-        "rate": state.rate(arm, size),
-        "weight_decay": recipe.optim.weight_decay,
-        "layers": config.num_hidden_layers,
-        "parameters": without_embeddings(config),
-        "flops": state.flops(arm, size),
-        "seeds": list(losses),
-        "loss": list(losses.values()),
-        "difference": None,
-        "ln_m": None,
-        "error": None,
-    }
+    return Cell(
+        index=size.index,
+        budget=size.budget,
+        tokens=tokens(recipe),
+        rate=state.rate(arm, size),
+        weight_decay=recipe.optim.weight_decay,
+        layers=config.num_hidden_layers,
+        parameters=without_embeddings(config),
+        flops=state.flops(arm, size),
+        seeds=list(losses),
+        loss=list(losses.values()),
+    )
 
 
-def _multipliers(study: Study, rows: Sequence[Cell]) -> Fitted:
+def _add_posterior(row: ArmRow, study: Study, fit: Posterior, line: Horizontal) -> None:
     """M at each rung, in the middle and beyond, by both estimators; the trend per decade."""
-    fit, line = study.fit, study.line
-    assert fit is not None and line is not None
     places = [("rung", rung.x_arm) for rung in study.rungs]
-    places = [("middle", fit.centre), *places, *beyond(study.top)]
-    found: list[Multiplier] = []
-    for kind, x in places:
-        multiplier = _factor(Interval.of(fit.log_multiplier(x)))
-        found.append({"kind": kind, "ln_flops": x, **_crossed(multiplier, line.interval(x))})
+    for kind, x in (("middle", fit.centre), *places, *beyond(study.top)):
+        crossed = _crossed(fit.log_multiplier(x), line.interval(x))
+        row.multiplier.append(Multiplier(**vars(crossed), kind=kind, ln_flops=x))
     for size, h, error in zip(study.sizes, line.log_m, line.errors, strict=True):
-        row = next(row for row in rows if row["index"] == size.index)
-        row["ln_m"], row["error"] = float(h), float(error)
-    growth, slope = Interval.of(fit.growth * DECADE), line.growth_interval()
+        cell = next(cell for cell in row.rungs if cell.index == size.index)
+        cell.ln_m, cell.error = float(h), float(error)
+    slope = line.growth_interval()
     per_decade = None if slope is None else (slope[0] * DECADE, slope[1] * DECADE, slope[2] * DECADE)
+    row.per_decade = _crossed(fit.growth * DECADE, per_decade)
     first = min(study.rungs[0].x_control, study.rungs[0].x_arm)
     curve = np.append(np.linspace(first, study.top, 17), study.top + DECADE / 2 * np.linspace(0, 1, 5)[1:])
-    return {
-        "multiplier": found,
-        "per_decade": _crossed(_factor(growth), per_decade),
-        "curve": [
-            {
-                "ln_flops": float(x),
-                **{f"control_{k}": v for k, v in asdict(Interval.of(fit.control_loss(x))).items()},
-                **{f"arm_{k}": v for k, v in asdict(Interval.of(fit.arm_loss(x))).items()},
-                **{f"m_{k}": _exp(v) for k, v in asdict(Interval.of(fit.log_multiplier(x))).items()},
-            }
-            for x in curve.tolist()
-        ],
-        "floor": Interval.of(fit.floor).to_dict(),
-        "slope": Interval.of(fit.slope).to_dict(),
-        "own_deviation": Interval.of(fit.own).to_dict(),
-        "noise": {
-            "single": fit.noise.single,
-            "paired": fit.noise.paired,
-            "correlation": fit.noise.correlation,
-        },
-    }
+    row.curve = [
+        CurvePoint(
+            ln_flops=float(x),
+            control=Interval.of(fit.control_loss(x)),
+            arm=Interval.of(fit.arm_loss(x)),
+            m=_factor(fit.log_multiplier(x)),
+        )
+        for x in curve.tolist()
+    ]
+    row.floor, row.slope, row.own_deviation = (Interval.of(draws) for draws in (fit.floor, fit.slope, fit.own))
+    row.noise = SeedNoise(fit.noise.single, fit.noise.paired, fit.noise.correlation)
+    row.views = _views(study)
 
 
-def _crossed(factor: Span, found: tuple[float, float, float] | None) -> CrossedSpan:
+def _crossed(logs: Floats, found: tuple[float, float, float] | None) -> CrossedInterval:
     """A factor with the cross-check's numbers; None for these if there are only two rungs."""
     t, low, high = (None, None, None) if found is None else map(_exp, found)
-    return {**factor, "t": t, "t_low": low, "t_high": high}
+    return CrossedInterval(**vars(_factor(logs)), t=t, t_low=low, t_high=high)
 
 
-def _factor(found: Interval) -> Span:
-    """The exponential of an interval."""
-    return Interval(*(_exp(value) for value in astuple(found))).to_dict()
+def _factor(logs: Floats) -> Interval:
+    """The exponential of draws."""
+    return Interval(*(_exp(value) for value in astuple(Interval.of(logs))))
 
 
 def _exp(value: float) -> float:
@@ -297,27 +265,27 @@ def _views(study: Study) -> Views:
     state, name = study.state, study.arm.name
     plans = [state.plan(size) for size in study.sizes]
     places = [state.rung_dir(size) for size in study.sizes]
-    time: TimedSpan | None = None
+    time = None
     measured = [read_measured(plan, place, name) for plan, place in zip(plans, places, strict=True)]
     timed = [values for values in measured if values is not None]
     if len(timed) == len(plans):
-        seconds = [_seconds(plan, name, values["time"]) for plan, values in zip(plans, timed, strict=True)]
+        seconds = [_seconds(plan, name, values.time) for plan, values in zip(plans, timed, strict=True)]
         last = timed[-1]
-        time = {**_view(study, seconds), "clock": last["time"]["clock"], "hardware": last["hardware"]}
+        time = TimedInterval(**vars(_view(study, seconds)), clock=last.time.clock, hardware=last.hardware)
     configs = [(plan.recipes[plan.control.name], plan.recipes[name]) for plan in plans]
     sizes = [(without_embeddings(a.config()), without_embeddings(b.config())) for a, b in configs]
-    return {
-        "time": time,
-        "parameters": _view(study, sizes),
-        "bytes_weights_once": _view(study, [(_read(a, False), _read(b, False)) for a, b in configs]),
-        "bytes_weights_each_trip": _view(study, [(_read(a, True), _read(b, True)) for a, b in configs]),
-    }
+    return Views(
+        time=time,
+        parameters=_view(study, sizes),
+        bytes_weights_once=_view(study, [(_read(a, False), _read(b, False)) for a, b in configs]),
+        bytes_weights_each_trip=_view(study, [(_read(a, True), _read(b, True)) for a, b in configs]),
+    )
 
 
-def _seconds(plan: Plan, arm: str, time: Time) -> tuple[float, float]:
+def _seconds(plan: Plan, arm: str, time: TimeRatio) -> tuple[float, float]:
     """Seconds of a run of the control and of an arm, from steps timed in turns."""
     control, own = (plan.recipes[name].train.steps for name in (plan.control.name, arm))
-    return control * time["seconds"][1], own * time["seconds"][1] * time["median"]
+    return control * time.seconds[1], own * time.seconds[1] * time.median
 
 
 def _read(recipe: Recipe, each_trip: bool) -> float:
@@ -329,14 +297,14 @@ def _read(recipe: Recipe, each_trip: bool) -> float:
     return 2.0 * (layers * again + head) + cache_bytes_per_token(config) * recipe.data.sequence_length
 
 
-def _view(study: Study, costs: Sequence[tuple[float, float]]) -> Span:
+def _view(study: Study, costs: Sequence[tuple[float, float]]) -> Interval:
     """M in another cost: the cost of a control that matches the arm, over the arm's cost."""
     fit = study.fit
     assert fit is not None
     xs = np.array([rung.x_control for rung in study.rungs])
     wanted = study.top + fit.log_multiplier(study.top)
     control = _interpolated(wanted, xs, np.log([cost[0] for cost in costs]))
-    return _factor(Interval.of(control - math.log(costs[-1][1])))
+    return _factor(control - math.log(costs[-1][1]))
 
 
 def _interpolated(x: np.ndarray, xs: np.ndarray, ys: np.ndarray) -> np.ndarray:
@@ -358,11 +326,6 @@ def _tuning_flags(state: State, arm: Arm) -> list[str]:
     return flags
 
 
-def _tuning(state: State) -> list[dict[str, TunedRow]]:
-    """Every tuned rung so far, by arm."""
-    return [{name: tuned.to_dict() for name, tuned in rows.items()} for rows in state.tuning()[1]]
-
-
 def _check(state: State, arm: Arm) -> Check | None:
     """Half, once and twice the chosen learning rate at the largest size, with the same seed."""
     mine = [run for run in state.checks() if run.run_dir.parent.parent.name == arm.name]
@@ -381,14 +344,14 @@ def _check(state: State, arm: Arm) -> Check | None:
     if math.isfinite(bend) and bend > 0:
         excess = ((above - below) / 2) ** 2 / (4 * bend)
     rates = [rounded(state.rate(arm, size) * factor) for factor in (0.5, 1, 2)]
-    return {"rates": rates, "losses": [below, chosen, above], "better": better, "excess": excess}
+    return Check(rates, [below, chosen, above], better, excess)
 
 
-def _lost(state: State, arm: Arm) -> list[int]:
+def _lost(state: State, arm: Arm) -> tuple[int, int]:
     """Number of its runs that diverged for good, and of all its runs."""
     plans = [(state.plan(size), state.rung_dir(size)) for size in state.ladder.all_sizes]
     mine = [RunTask(plan, place, arm.name, seed) for plan, place in plans for seed in plan.seeds]
-    return [sum(task.failure is not None for task in mine), len(mine)]
+    return sum(task.failure is not None for task in mine), len(mine)
 
 
 def _diverged(state: State) -> list[DivergedRun]:
@@ -397,7 +360,8 @@ def _diverged(state: State) -> list[DivergedRun]:
     for stage, tasks in state.stages():
         for task in tasks:
             if task.failure is not None:
-                rows.append({"stage": stage, "run": str(task.run_dir.relative_to(state.out)), **task.failure})
+                run = str(task.run_dir.relative_to(state.out))
+                rows.append(DivergedRun(**vars(task.failure), stage=stage, run=run))
     return rows
 
 
@@ -408,14 +372,14 @@ def _judge(arms: Sequence[ArmRow], studies: Sequence[Study], exploratory: bool) 
     tested = [study for study in studies if study.fit is not None]
     values = [study.fit.sides(study.top) for study in tested if study.fit is not None]
     for study, p, adjusted in zip(tested, values, holm(values), strict=True):
-        row = next(arm for arm in arms if arm["name"] == study.arm.name)
-        row["p"], row["p_holm"] = p, None if exploratory else adjusted
+        row = next(arm for arm in arms if arm.name == study.arm.name)
+        row.p, row.p_holm = p, None if exploratory else adjusted
 
 
 def _law(studies: Sequence[Study]) -> Law | None:
     """The control's law, from the first arm's posterior."""
     fit = next((study.fit for study in studies if study.fit is not None), None)
-    return None if fit is None else {"E": Interval.of(fit.floor).to_dict(), "alpha": Interval.of(fit.slope).to_dict()}
+    return None if fit is None else Law(Interval.of(fit.floor), Interval.of(fit.slope))
 
 
 def _noise(studies: Sequence[Study]) -> NoiseRow | None:
@@ -424,12 +388,12 @@ def _noise(studies: Sequence[Study]) -> NoiseRow | None:
     if study is None or study.fit is None:
         return None
     single = [noise_of([rung]) for rung in study.rungs]
-    return {
-        "single_by_rung": [None if noise is None else noise.single for noise in single],
-        "paired": {s.arm.name: s.fit.noise.paired for s in studies if s.fit is not None},
-        "correlation": {s.arm.name: s.fit.noise.correlation for s in studies if s.fit is not None},
-        "own_deviation": {s.arm.name: Interval.of(s.fit.own).to_dict() for s in studies if s.fit is not None},
-    }
+    return NoiseRow(
+        single_by_rung=[None if noise is None else noise.single for noise in single],
+        paired={s.arm.name: s.fit.noise.paired for s in studies if s.fit is not None},
+        correlation={s.arm.name: s.fit.noise.correlation for s in studies if s.fit is not None},
+        own_deviation={s.arm.name: Interval.of(s.fit.own) for s in studies if s.fit is not None},
+    )
 
 
 def _prediction(state: State) -> PredictionRow | None:
@@ -439,25 +403,25 @@ def _prediction(state: State) -> PredictionRow | None:
         return None
     size = state.ladder.sizes[-1]
     rows: list[Outcome] = []
-    for row in sealed["rows"]:
-        arm = next(arm for arm in state.ladder.every_arm if arm.name == row["arm"])
+    for row in sealed.rows:
+        arm = next(arm for arm in state.ladder.every_arm if arm.name == row.arm)
         rung = state.rung(size, arm)
         observed = None if rung is None else rung.means[1] - rung.means[0]
-        forecast = row["difference"]
+        forecast = row.difference
         inside = None
         if forecast is not None and observed is not None:
-            inside = forecast["low"] <= observed <= forecast["high"]
-        rows.append({**row, "observed": observed, "inside": inside})
-    return {"sha256": sealed["sha256"], "stale": _stale(state, sealed), "rows": rows}
+            inside = forecast.low <= observed <= forecast.high
+        rows.append(Outcome(**vars(row), observed=observed, inside=inside))
+    return PredictionRow(sealed.sha256, _stale(state, sealed), rows)
 
 
 def _stale(state: State, sealed: SealedPrediction) -> bool:
     """Whether results of smaller sizes changed after the seal. Seeds that were added later to all arms do not count;
     the report names them elsewhere.
     """
-    told, now = sealed["results"], state.digests(state.ladder.sizes[:-1])
+    told, now = sealed.results, state.digests(state.ladder.sizes[:-1])
     first = state.ladder.first_seed()
-    planned = {(rung, seed) for rung, count in enumerate(sealed["seeds"], 1) for seed in range(first, first + count)}
+    planned = {(rung, seed) for rung, count in enumerate(sealed.seeds, 1) for seed in range(first, first + count)}
     planned |= set(map(_rung_and_seed, told))
     late = any(path not in told and _rung_and_seed(path) in planned for path in now)
     return late or any(now.get(path) != before for path, before in told.items())
@@ -481,16 +445,15 @@ def _twin(state: State) -> Twin | None:
             continue
         x = math.log(state.flops(state.ladder.control, size))
         rung = Rung(x, tuple(control[seed] for seed in seeds), x, tuple(own[seed] for seed in seeds))
-        gap = paired_difference(rung.arm, rung.control)
         rungs.append(rung)
-        rows.append({"index": size.index, "difference": paired_gap(gap)})
+        rows.append(TwinRung(size.index, paired_difference(rung.arm, rung.control)))
     if not rows:
         return None
     multiplier = None
     if len(rungs) > 1 and noise_of(rungs) is not None and (fit := posterior(rungs)).usable:
-        multiplier = _factor(Interval.of(fit.log_multiplier(fit.centre)))
-    covers = None if multiplier is None else multiplier["low"] <= 1 <= multiplier["high"]
-    return {"rungs": rows, "multiplier": multiplier, "covers": covers}
+        multiplier = _factor(fit.log_multiplier(fit.centre))
+    covers = None if multiplier is None else multiplier.low <= 1 <= multiplier.high
+    return Twin(rows, multiplier, covers)
 
 
 def _seed(run: LadderRun) -> int:
@@ -519,39 +482,28 @@ def _phi(state: State) -> Phi | None:
     if all(run.trips == 1 for run in found):
         return None
     why = refusal(found)
-    if why is not None:
-        return {"refused": why}
-    phi = worth(found)
-    return {
-        "refused": None,
-        "value": phi.value,
-        "low": phi.low,
-        "high": phi.high,
-        "budgets": phi.budgets,
-        "cells": phi.cells,
-        "without": phi.without,
-    }
+    return worth(found) if why is None else Phi(refused=why)
 
 
-def verdict(report: LadderResults) -> str:
+def verdict(report: LadderReport) -> str:
     """The verdict, by fixed rules, a line each: what is missing or doubtful, the sealed prediction, then the
     findings."""
-    if not report["arms"] or not any(row["loss"] for arm in report["arms"] for row in arm["rungs"]):
-        if report["stage"] != "done":
+    if not report.arms or not any(row.loss for arm in report.arms for row in arm.rungs):
+        if report.stage != "done":
             return "No model size has been finished yet, so there is no result."
         return _lines(["No run has a result yet", *_missing(report)], [])
-    arms = [arm for arm in report["arms"][1:] if not arm["matched"]]
+    arms = [arm for arm in report.arms[1:] if not arm.matched]
     parts = [*_missing(report), *_doubts(report), *_seal_words(report)]
-    if report["puzzle"] is not None:
-        parts += puzzle_words(report["control"], report["puzzle"])
-    told = [arm for arm in arms if arm["multiplier"]]
+    if report.puzzle is not None:
+        parts += puzzle_words(report.control, report.puzzle)
+    told = [arm for arm in arms if arm.multiplier]
     parts += [_finding(report, arm) for arm in told]
-    if not told and report["puzzle"] is None:
+    if not told and report.puzzle is None:
         parts.append(
             "undecided: a multiplier needs two model sizes, one of them with two seeds, and losses that fall with "
             "compute"
         )
-    return _lines(parts, [arm["name"] for arm in report["arms"]])
+    return _lines(parts, [arm.name for arm in report.arms])
 
 
 def _lines(parts: list[str], names: list[str]) -> str:
@@ -560,81 +512,81 @@ def _lines(parts: list[str], names: list[str]) -> str:
     return "\n".join(f"{part if part.startswith(own) else part[0].upper() + part[1:]}." for part in parts)
 
 
-def _missing(report: LadderResults) -> list[str]:
+def _missing(report: LadderReport) -> list[str]:
     found = []
-    if report["stage"] != "done":
-        found.append(f"not finished: {report['pending']} runs remain in the stage `{report['stage']}`")
-    if any(added["finished"] for added in report["seeds_added"]):
+    if report.stage != "done":
+        found.append(f"not finished: {report.pending} runs remain in the stage `{report.stage}`")
+    if any(added.finished for added in report.seeds_added):
         found.append("seeds were added after results, so this is exploratory and nothing counts as significant")
-    counts = {arm["name"]: arm["diverged"] for arm in report["arms"]}
+    counts = {arm.name: arm.diverged for arm in report.arms}
     lost = [f"{name} {count} of {runs}" for name, (count, runs) in counts.items() if count]
-    counted = "" if report["puzzle"] is None else " from the losses and count as unsolved"
+    counted = "" if report.puzzle is None else " from the losses and count as unsolved"
     return found + ([f"runs diverged and are excluded{counted}: {', '.join(lost)}"] if lost else [])
 
 
-def _doubts(report: LadderResults) -> list[str]:
-    flags = [(arm["name"], arm["flags"]) for arm in report["arms"] if arm["flags"] and not arm["matched"]]
+def _doubts(report: LadderReport) -> list[str]:
+    flags = [(arm.name, arm.flags) for arm in report.arms if arm.flags and not arm.matched]
     words = ", ".join(f"{name} ({', '.join(found)})" for name, found in flags)
     found = [f"in doubt: {words}"] if flags else []
-    twin = report["twin"]
-    if twin is not None and twin["covers"] is False:
+    twin = report.twin
+    if twin is not None and twin.covers is False:
         found.append("the seed control differs significantly from the control, so the intervals are too narrow here")
     return found
 
 
-def _seal_words(report: LadderResults) -> list[str]:
-    sealed = report["prediction"]
+def _seal_words(report: LadderReport) -> list[str]:
+    sealed = report.prediction
     if sealed is None:
         return []
-    inside = [row["inside"] for row in sealed["rows"] if row["inside"] is not None]
+    inside = [row.inside for row in sealed.rows if row.inside is not None]
     if not inside:
         return []
-    spans = [(row["difference"]["high"] - row["difference"]["low"]) for row in sealed["rows"] if row["difference"]]
+    spans = [(row.difference.high - row.difference.low) for row in sealed.rows if row.difference]
     wide = f"{min(spans):.3f}" if len(spans) == 1 else f"{min(spans):.3f} to {max(spans):.3f}"
     words = f"of the sealed predictions {sum(inside)} of {len(inside)} came true, of intervals {wide} nats wide"
-    return [words + (", but results of smaller sizes changed after the seal" if sealed["stale"] else "")]
+    return [words + (", but results of smaller sizes changed after the seal" if sealed.stale else "")]
 
 
-def _finding(report: LadderResults, arm: ArmRow) -> str:
+def _finding(report: LadderReport, arm: ArmRow) -> str:
     """The finding on an arm."""
-    top, trend = next(row for row in reversed(arm["multiplier"]) if row["kind"] == "rung"), arm["per_decade"]
+    top, trend = arm.top, arm.per_decade
     assert trend is not None
-    count = sum(row["kind"] == "rung" for row in arm["multiplier"])
-    span = f"{top['low']:.2f} to {top['high']:.2f}"
-    tokens = report["plan"]["rules"]["tokens"]
-    read = f"{report['tokens_per_parameter'][0]:g} tokens per parameter" if tokens is None else f"{tokens:,} tokens"
-    at = f"at {math.exp(top['ln_flops']):.2g} FLOPs and {read}"
-    signs = [row["ln_m"] for row in arm["rungs"] if row["ln_m"] is not None][-2:]
+    count = sum(row.kind == "rung" for row in arm.multiplier)
+    span = f"{top.low:.2f} to {top.high:.2f}"
+    tokens = report.plan.rules.tokens
+    read = f"{report.tokens_per_parameter[0]:g} tokens per parameter" if tokens is None else f"{tokens:,} tokens"
+    at = f"at {math.exp(top.ln_flops):.2g} FLOPs and {read}"
+    signs = [row.ln_m for row in arm.rungs if row.ln_m is not None][-2:]
     steady = all(value > 0 for value in signs) or all(value < 0 for value in signs)
-    if MATCHES[0] <= top["low"] and top["high"] <= MATCHES[1]:
-        said = f"{arm['name']} has no effect above 10 % {at}: the multiplier lies in {span}"
-    elif arm["p_holm"] is not None and arm["p_holm"] < SURE and steady:
-        times = f"{top['median']:.2f} times the compute (95 % interval {span})"
-        said = f"{report['control']} needs {times} to match {arm['name']} {at}"
+    if MATCHES[0] <= top.low and top.high <= MATCHES[1]:
+        said = f"{arm.name} has no effect above 10 % {at}: the multiplier lies in {span}"
+    elif arm.p_holm is not None and arm.p_holm < SURE and steady:
+        times = f"{top.median:.2f} times the compute (95 % interval {span})"
+        said = f"{report.control} needs {times} to match {arm.name} {at}"
     else:
-        said = f"{arm['name']} and {report['control']} do not differ significantly {at}: the multiplier lies in {span}"
-    if DISAGREE in arm["flags"]:
-        said += f" by the grid, between {top['t_low']:.2f} and {top['t_high']:.2f} by the line"
+        said = f"{arm.name} and {report.control} do not differ significantly {at}: the multiplier lies in {span}"
+    if DISAGREE in arm.flags:
+        said += f" by the grid, between {top.t_low:.2f} and {top.t_high:.2f} by the line"
     return f"{said}; {_trend(trend, count)}{_extrapolation(report, arm)}"
 
 
-def _trend(trend: CrossedSpan, count: int) -> str:
-    span = f"between × {trend['low']:.2f} and × {trend['high']:.2f} per decade"
-    if trend["low"] <= 1 <= trend["high"]:
+def _trend(trend: CrossedInterval, count: int) -> str:
+    span = f"between × {trend.low:.2f} and × {trend.high:.2f} per decade"
+    if trend.low <= 1 <= trend.high:
         return f"no significant trend: {span} are compatible"
-    way = "grows" if trend["median"] > 1 else "shrinks"
+    way = "grows" if trend.median > 1 else "shrinks"
     if count <= 3:
         return f"the {count} sizes suggest that it {way} with scale, {span}"
     return f"the multiplier {way} with scale, {span}"
 
 
-def _extrapolation(report: LadderResults, arm: ArmRow) -> str:
+def _extrapolation(report: LadderReport, arm: ArmRow) -> str:
     """The extrapolation by half a decade, if no rule withholds it."""
-    row = next((row for row in arm["multiplier"] if row["kind"] == "half a decade above"), None)
-    sealed = report["prediction"]
-    missed = sealed is not None and any(r["arm"] == arm["name"] and r["inside"] is False for r in sealed["rows"])
-    flags = arm["flags"] + report["arms"][0]["flags"]
+    row = next((row for row in arm.multiplier if row.kind == "half a decade above"), None)
+    sealed = report.prediction
+    missed = sealed is not None and any(r.arm == arm.name and r.inside is False for r in sealed.rows)
+    flags = arm.flags + report.arms[0].flags
     doubtful = any(flag == UNSETTLED or flag.startswith("rate at an edge") for flag in flags)
-    if row is None or missed or doubtful or row["high"] / row["low"] > WIDEST:
+    if row is None or missed or doubtful or row.high / row.low > WIDEST:
         return ""
-    return f"; if the law holds, {row['low']:.2f} to {row['high']:.2f} half a decade above"
+    return f"; if the law holds, {row.low:.2f} to {row.high:.2f} half a decade above"

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import typing
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -11,9 +10,10 @@ from fathom.checkpoints.layout import ARMS, FAILED, MEASURED, PLAN, RECIPE, RESU
 from fathom.data.puzzles import open_data
 from fathom.errors import SettingsError
 from fathom.experiments.arms import Arm, Equal, arm_recipes, parse_arms
-from fathom.experiments.compare_results import Failure, MeasuredValues
+from fathom.experiments.compare_results import Failure, Measured, Measurement
 from fathom.recipe import Recipe, differences, load_recipe, parse_recipe
-from fathom.report.files import read_json, read_written
+from fathom.report.files import read_json
+from fathom.report.results import read_result, restored
 from fathom.training.build import batch_plan, check_device, check_model
 from fathom.training.parallel import device_of
 
@@ -22,6 +22,17 @@ NOT_TIMED = (
     *(f"train.{key}" for key in ("checkpoint_every", "keep_last", "async_save", "export", "log_every")),
 )
 """Keys that a measurement does not depend on."""
+
+
+@dataclass(frozen=True)
+class PlanValues:
+    """`plan.json`."""
+
+    arms: tuple[Arm, ...]
+    seeds: tuple[int, ...]
+    equal: Equal
+    pairs: int
+    recipe: dict[str, object]
 
 
 @dataclass(frozen=True)
@@ -49,26 +60,22 @@ class Plan:
         """The recipe of one run."""
         return self.recipes[arm].override(f"train.seed={seed}", "track.display=none")
 
-    def to_dict(self) -> dict[str, object]:
-        """As plain values, for JSON."""
-        values = {"arms": [asdict(arm) for arm in self.arms], "seeds": list(self.seeds)}
-        return {**values, "equal": self.equal, "pairs": self.pairs, "recipe": self.recipe.to_dict()}
+    def written(self) -> PlanValues:
+        """What `plan.json` holds."""
+        return PlanValues(self.arms, self.seeds, self.equal, self.pairs, self.recipe.to_dict())
 
     @classmethod
     def read(cls, out: Path) -> Plan:
         """The plan of an existing comparison."""
         path = plan_file(out, PLAN, "comparison")
         try:
-            values = read_json(path)
-            arms = [(arm["name"], arm["mechanism"], tuple(arm["overrides"])) for arm in values["arms"]]
-            recipe, seeds, equal, pairs = (values[key] for key in ("recipe", "seeds", "equal", "pairs"))
-        except (ValueError, KeyError, TypeError) as error:
+            found = restored(PlanValues, read_json(path))
+        except ValueError as error:
             raise SettingsError(f"{path} is damaged: {' '.join(str(error).split())}") from None
-        numbers = isinstance(seeds, list) and seeds and all(type(number) is int for number in (*seeds, pairs))
-        if not arms or not numbers or equal not in typing.get_args(Equal) or not isinstance(recipe, dict):
-            raise SettingsError(f"{path} is damaged: arms, seeds, budget, pairs or recipe are missing")
+        if not found.arms or not found.seeds:
+            raise SettingsError(f"{path} is damaged: it holds no arms and seeds")
         try:
-            plan = cls(parse_recipe(recipe), tuple(Arm(*arm) for arm in arms), tuple(seeds), equal, pairs)
+            plan = cls(parse_recipe(found.recipe), found.arms, found.seeds, found.equal, found.pairs)
             _ = plan.recipes
         except SettingsError as error:
             raise SettingsError(f"{path}: {error}") from error
@@ -121,7 +128,7 @@ class RunTask:
 
     @property
     def failure(self) -> Failure | None:
-        """Why training failed (`error`, `step`); None if it did not."""
+        """Why training failed; None if it did not."""
         return None if self.seed is None or self.done else read_failure(self.run_dir)
 
     @property
@@ -143,8 +150,7 @@ def read_failure(run_dir: Path) -> Failure | None:
     path = run_dir / FAILED
     if not path.exists():
         return None
-    found: Failure = read_written(path, "error", "step", remedy="delete it to resume the run")
-    return found
+    return read_result(Failure, path, "delete it to resume the run")
 
 
 def make_plan(
@@ -213,16 +219,13 @@ def tasks(plan: Plan, out: Path, alone: bool = False) -> list[RunTask]:
     return [*runs, *timed]
 
 
-def read_measured(plan: Plan, out: Path, arm: str) -> MeasuredValues | None:
+def read_measured(plan: Plan, out: Path, arm: str) -> Measured | None:
     """A measurement, if it was made for this plan's recipes."""
     path = out / MEASURED / f"{arm}.json"
     if not path.exists():
         return None
-    remedy = "delete it and run the same command to measure again"
-    values: MeasuredValues = read_written(path, "recipes", "time", remedy=remedy)
-    names = (arm, plan.control.name)
-    expected = [plan.run_recipe(name, plan.seeds[0]) for name in names]
-    same = all(
-        not differences(parse_recipe(r), e, ignore=NOT_TIMED) for r, e in zip(values["recipes"], expected, strict=True)
-    )
-    return values if same and values["time"]["pairs"] >= plan.pairs else None
+    found = read_result(Measurement, path, "delete it and run the same command to measure again")
+    expected = [plan.run_recipe(name, plan.seeds[0]) for name in (arm, plan.control.name)]
+    pairs = zip(found.recipes, expected, strict=True)
+    same = all(not differences(parse_recipe(recipe), wanted, ignore=NOT_TIMED) for recipe, wanted in pairs)
+    return found.measured if same and found.measured.time.pairs >= plan.pairs else None

@@ -81,11 +81,11 @@ class Progress:
             if task.done:
                 self.shares[i] = 1.0
                 if task.seed is not None:
-                    self.losses[i] = held_out(task.run_dir)["loss"]
+                    self.losses[i] = held_out(task.run_dir).loss
             elif task.settled:
                 failure = task.failure
                 self.shares[i] = 1.0
-                self.left_out[i] = "its control failed" if failure is None else f"failed at step {failure['step']}"
+                self.left_out[i] = "its control failed" if failure is None else f"failed at step {failure.step}"
             elif task.seed is not None:
                 self.shares[i] = min(_last_step(task.run_dir) / self.steps[task.arm], 0.99)
 

@@ -7,9 +7,8 @@ import hashlib
 import json
 import math
 import re
-import typing
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from fractions import Fraction
 from functools import cached_property
@@ -19,14 +18,14 @@ from fathom.checkpoints.layout import LADDER
 from fathom.data.puzzles import open_data
 from fathom.errors import SettingsError
 from fathom.experiments.arms import Arm, parse_arms, training_flops
-from fathom.experiments.ladder_results import ArmValues, PlanValues, RulesValues
 from fathom.experiments.plan import Plan, check, plan_file
 from fathom.experiments.rules import Rules, ladders_folder
 from fathom.experiments.scaling import ESTIMATOR
 from fathom.models.configuration import FathomConfig
 from fathom.models.cost import count_parameters
 from fathom.recipe import Recipe, differences, parse_recipe
-from fathom.report.files import read_json, write_json
+from fathom.report.files import asdict, read_json, write_json
+from fathom.report.results import restored
 from fathom.settings import fill, read_values
 
 SECTION = "ladder"
@@ -97,6 +96,16 @@ class Added:
     date: str
     finished: int
     """Finished runs at that time, whose losses may have been seen."""
+
+
+@dataclass(frozen=True)
+class LadderPlan:
+    """`ladder.json` without its hashes."""
+
+    recipe: dict[str, object]
+    rules: Rules
+    arms: tuple[Arm, ...]
+    estimator: str
 
 
 @dataclass(frozen=True)
@@ -205,27 +214,19 @@ class Ladder:
         """Training FLOPs of a run."""
         return training_flops(self.arm_at(arm, size).recipe(self.base(size)))
 
-    def to_dict(self) -> PlanValues:
-        """As plain values, for JSON."""
-        rules = {key: list(v) if isinstance(v, tuple) else v for key, v in asdict(self.rules).items()}
-        arms: list[ArmValues] = [
-            {"name": arm.name, "mechanism": arm.mechanism, "overrides": list(arm.overrides)} for arm in self.arms
-        ]
-        return {
-            "recipe": self.recipe.to_dict(),
-            "rules": typing.cast(RulesValues, rules),
-            "arms": arms,
-            "estimator": ESTIMATOR,
-        }
+    @property
+    def plan_values(self) -> LadderPlan:
+        """What identifies the ladder."""
+        return LadderPlan(self.recipe.to_dict(), self.rules, self.arms, ESTIMATOR)
 
     @cached_property
     def sha256(self) -> str:
         """SHA-256 of the plan, which identifies the ladder."""
-        return sha256_of(self.to_dict())
+        return sha256_of(self.plan_values)
 
     def write(self, out: Path) -> None:
         """Write the plan with a hash of each of its parts."""
-        values = self.to_dict()
+        values = asdict(self.plan_values)
         parts = {key: sha256_of(value) for key, value in values.items()}
         write_json(out / LADDER, {**values, "sha256": {**parts, PLANNED: self.sha256}})
 
@@ -244,7 +245,7 @@ class Ladder:
             raise SettingsError(f"{path}: {', '.join(changed)} differs from the plan; another plan needs another --out")
         if values["estimator"] != ESTIMATOR:
             raise SettingsError(f"{path}: estimator {values['estimator']}; this version has {ESTIMATOR}")
-        arms = tuple(Arm(arm["name"], arm["mechanism"], tuple(arm["overrides"])) for arm in values["arms"])
+        arms: tuple[Arm, ...] = restored(tuple[Arm, ...], values["arms"])
         return cls(parse_recipe(values["recipe"]), fill(Rules, values["rules"]), arms, _added(out))
 
     def changed(self, asked: Ladder) -> list[str]:
@@ -270,7 +271,7 @@ class Ladder:
             raise SettingsError(f"--seeds {','.join(map(str, seeds))}: allowed: more than the sizes have, {have}")
         date = datetime.now(timezone.utc).isoformat(timespec="seconds")
         added = (*self.added, Added(wanted, date, finished))
-        write_json(out / ADDED, {"added": [asdict(one) for one in added]})
+        write_json(out / ADDED, {"added": added})
         return dataclasses.replace(self, added=added)
 
     def _shape(self, index: int) -> Shape:
@@ -297,7 +298,7 @@ class Ladder:
             rows = max(1, round(rows * (tokens / first.tokens) ** rules.batch_exponent / micro)) * micro
         steps = max(1, round(tokens / (rows * length)))
         return Size(
-            **asdict(shape),
+            **vars(shape),
             index=index + 1,
             budget=budget,
             parameters=parameters,
@@ -335,8 +336,8 @@ def _added(out: Path) -> tuple[Added, ...]:
     if not path.exists():
         return ()
     try:
-        return tuple(Added(tuple(row["seeds"]), row["date"], row["finished"]) for row in read_json(path)["added"])
-    except (ValueError, KeyError, TypeError):
+        return restored(tuple[Added, ...], read_json(path)["added"])
+    except (ValueError, KeyError):
         raise SettingsError(f"{path} is damaged: it differs from what was added") from None
 
 
@@ -483,5 +484,5 @@ def rounded(value: float) -> float:
 
 def sha256_of(value: object) -> str:
     """SHA-256 of a value as canonical JSON: sorted keys, no spaces."""
-    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    text = json.dumps(asdict(value), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return hashlib.sha256(text.encode()).hexdigest()

@@ -25,8 +25,6 @@ from numpy.typing import NDArray
 from scipy import optimize
 from scipy.special import stdtrit
 
-from fathom.experiments.ladder_results import Span
-
 Floats = NDArray[np.float64]
 ESTIMATOR = "grid-2"
 """Name of the estimator in reports and sealed predictions; a new version gets another number."""
@@ -116,9 +114,9 @@ class Interval:
         low, q25, median, q75, high = np.quantile(draws, [0.025, 0.25, 0.5, 0.75, 0.975]).tolist()
         return cls(median, q25, q75, low, high)
 
-    def to_dict(self) -> Span:
-        """As plain values, for JSON."""
-        return {"median": self.median, "q25": self.q25, "q75": self.q75, "low": self.low, "high": self.high}
+    def __str__(self) -> str:
+        """The median and the 95 % interval."""
+        return f"{self.median:.3f} ({self.low:.3f} … {self.high:.3f})"
 
 
 @dataclass(frozen=True)

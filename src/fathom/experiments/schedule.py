@@ -22,6 +22,7 @@ import torch
 
 from fathom.checkpoints.layout import CLAIMS, FAILED, MACHINE, RESULT
 from fathom.errors import FathomError, SettingsError, TrainingError
+from fathom.experiments.compare_results import Failure
 from fathom.experiments.leases import Claim, Claims
 from fathom.recipe import Recipe
 from fathom.report.files import write_json
@@ -116,16 +117,16 @@ def run_training(recipe: Recipe, run_dir: Path, claim: Claim, **facts: str) -> b
     write_json(run_dir / MACHINE, {**hardware(), **facts})
     try:
         finished = train(recipe, run_dir, callbacks=[Watch(claim)]).finished
-        if finished and not math.isfinite(held_out(run_dir)["loss"]):
+        if finished and not math.isfinite(held_out(run_dir).loss):
             claim.require()
-            (run_dir / RESULT).unlink()  # first, so that a run that is killed here is evaluated again
-            write_json(run_dir / FAILED, {"error": "its held-out loss is not finite", "step": recipe.train.steps})
+            (run_dir / RESULT).unlink()  # first: killed here, the run is evaluated again
+            write_json(run_dir / FAILED, Failure("its held-out loss is not finite", recipe.train.steps))
         return finished
     except TrainingError as error:
         if error.step is None:
             raise  # not caused by the arm, such as a full disk
         claim.require()
-        write_json(run_dir / FAILED, {"error": " ".join(str(error).split()), "step": error.step})
+        write_json(run_dir / FAILED, Failure(" ".join(str(error).split()), error.step))
         return True
 
 

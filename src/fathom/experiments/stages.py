@@ -9,7 +9,6 @@ check   half and twice the learning rate at the largest size
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -22,8 +21,8 @@ from fathom.data.puzzles import is_puzzle
 from fathom.errors import SettingsError
 from fathom.experiments.arms import Arm
 from fathom.experiments.compare_results import Failure
-from fathom.experiments.ladder_results import Forecast, PredictionBody, SealedPrediction, TunedRow
-from fathom.experiments.plan import Plan, RunTask, read_failure, tasks
+from fathom.experiments.ladder_results import Forecast, Prediction, SealedPrediction, TunedRow
+from fathom.experiments.plan import Plan, PlanValues, RunTask, read_failure, tasks
 from fathom.experiments.rungs import (
     CHECK,
     MATCHED,
@@ -40,7 +39,8 @@ from fathom.experiments.rungs import (
 from fathom.experiments.scaling import DECADE, ESTIMATOR, Noise, Posterior, Rung, noise_of, posterior
 from fathom.experiments.tuning import LEARNT, Bowl, Points, bowl, first_places, next_place, pooled_sigma
 from fathom.recipe import Recipe, differences
-from fathom.report.files import digest, read_json, read_written, write_json
+from fathom.report.files import digest, read_json, write_json
+from fathom.report.results import read_result, restored
 from fathom.report.statistics import holm
 from fathom.training.results import held_out
 
@@ -84,7 +84,7 @@ class LadderRun:
         if not self.done:
             return math.inf
         found = held_out(self.run_dir)
-        losses = [found["domains"][name]["loss"] for name in domains] or [found["loss"]]
+        losses = [found.domains[name].loss for name in domains] or [found.loss]
         mean = math.fsum(losses) / len(losses)
         return mean if math.isfinite(mean) else math.inf
 
@@ -107,24 +107,12 @@ class Tuned:
         """The learning rate at the optimum."""
         return self.centre * 2**self.bowl.place
 
-    def to_dict(self) -> TunedRow:
-        """As plain values, for JSON."""
+    @property
+    def row(self) -> TunedRow:
+        """As a report holds it."""
         rates = {str(place): rounded(self.centre * 2**place) for place in sorted(self.points)}
         losses = {str(place): list(self.points[place]) for place in sorted(self.points)}
-        bowl = self.bowl
-        return {
-            "centre": self.centre,
-            "rates": rates,
-            "losses": losses,
-            "rate": self.rate,
-            "place": bowl.place,
-            "low": bowl.low,
-            "high": bowl.high,
-            "curvature": bowl.curvature,
-            "least": bowl.least,
-            "flags": bowl.flags,
-            "extended": bowl.extended,
-        }
+        return TunedRow(**vars(self.bowl), centre=self.centre, rates=rates, losses=losses, rate=self.rate)
 
 
 @dataclass(frozen=True)
@@ -321,7 +309,7 @@ class State:
         for seed in self.plan(size).seeds:
             task = RunTask(self.plan(size), self.rung_dir(size), arm.name, seed)
             if task.done:
-                found[seed] = held_out(task.run_dir)["loss"]
+                found[seed] = held_out(task.run_dir).loss
         return {seed: loss for seed, loss in found.items() if math.isfinite(loss)}
 
     def rung(self, size: Size, arm: Arm) -> Rung | None:
@@ -345,39 +333,31 @@ class State:
 
     # The seal
 
-    def prediction(self) -> PredictionBody:
+    def prediction(self) -> Prediction:
         """The prediction that is sealed before the largest size is trained."""
         last, before = self.ladder.sizes[-1], self.ladder.sizes[:-1]
         rows: list[Forecast] = []
         for arm in self.ladder.every_arm[1:]:
             found = self.fit(arm, before)
-            row: Forecast = {"arm": arm.name, "difference": None, "ln_m": None}
-            if found is not None and found.usable:
-                x_control, x_arm = (math.log(self.flops(one, last)) for one in (self.ladder.control, arm))
-                seeds = self.ladder.seeds[last.index - 1]
-                difference, ln_m = found.predict(x_control, x_arm, seeds)
-                row["difference"], row["ln_m"] = difference.to_dict(), ln_m.to_dict()
-            rows.append(row)
-        return {
-            "ladder": self.ladder.sha256,
-            "estimator": ESTIMATOR,
-            "rung": last.index,
-            "rows": rows,
-            "results": self.digests(before),
-            "seeds": list(self.ladder.seeds[:-1]),
-        }
+            if found is None or not found.usable:
+                rows.append(Forecast(arm.name))
+                continue
+            x_control, x_arm = (math.log(self.flops(one, last)) for one in (self.ladder.control, arm))
+            rows.append(Forecast(arm.name, *found.predict(x_control, x_arm, self.ladder.seeds[last.index - 1])))
+        seeds = list(self.ladder.seeds[:-1])
+        return Prediction(self.ladder.sha256, ESTIMATOR, last.index, rows, self.digests(before), seeds)
 
     def digests(self, sizes: Sequence[Size]) -> dict[str, str]:
         """SHA-256 of the results on which a prediction is based."""
         paths = [task.run_dir / RESULT for size in sizes for task in self.rung_tasks(size) if task.seed is not None]
-        return {str(path.relative_to(self.out)): digest(path)["sha256"] for path in paths if path.exists()}
+        return {str(path.relative_to(self.out)): digest(path).sha256 for path in paths if path.exists()}
 
     def seal(self) -> None:
         """Write the prediction, unless it exists already."""
         path = self.out / PREDICTION
         if not path.exists():
             body = self.prediction()
-            write_json(path, {**body, "sha256": sha256_of(body)})
+            write_json(path, SealedPrediction(**vars(body), sha256=sha256_of(body)))
 
     def sealed(self) -> SealedPrediction | None:
         """The sealed prediction; None before the seal. A file that was edited is rejected."""
@@ -391,10 +371,9 @@ class State:
             raise SettingsError(f"{path} is damaged: it differs from the sealed prediction") from None
         if sha256_of(values) != named:
             raise SettingsError(f"{path}: wrong sha256: it differs from the sealed prediction")
-        if values["ladder"] != self.ladder.sha256:
+        found = restored(SealedPrediction, {**values, "sha256": named})
+        if found.ladder != self.ladder.sha256:
             raise SettingsError(f"{path}: ladder: the prediction belongs to another plan")
-        values["sha256"] = named
-        found: SealedPrediction = values
         return found
 
     # The check at the top
@@ -458,16 +437,16 @@ class State:
             self.sealed()  # refuses one that was changed
         sizes = {"rungs": self.main_sizes(), "last": self.ladder.sizes[-1:]}.get(stage, [])
         for size in sizes:
-            path, planned = self.rung_dir(size) / PLAN, json.loads(json.dumps(self.plan(size).to_dict()))
+            path, planned = self.rung_dir(size) / PLAN, self.plan(size)
             remedy = "delete it to write it again"
-            if not path.exists() or read_written(path, remedy=remedy) != planned:  # seeds were added
-                changed = _changed(Plan.read(path.parent), self.plan(size), path.parent) if path.exists() else []
+            if not path.exists() or read_result(PlanValues, path, remedy) != planned.written():  # seeds were added
+                changed = _changed(Plan.read(path.parent), planned, path.parent) if path.exists() else []
                 if changed:
                     raise SettingsError(
                         f"{path}: runs of this size have another recipe; different: {', '.join(changed)}"
                     )
                 path.parent.mkdir(parents=True, exist_ok=True)
-                write_json(path, planned)
+                write_json(path, planned.written())
 
 
 def _changed(begun: Plan, planned: Plan, rung: Path) -> list[str]:

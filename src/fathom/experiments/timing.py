@@ -8,16 +8,17 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from fathom.evaluation.clock import Clock
+from fathom.experiments.compare_results import Measured, TimeRatio
 from fathom.kernels import use
 from fathom.kvcache import cache_bytes
 from fathom.recipe import Recipe
+from fathom.report.provenance import hardware
 from fathom.report.statistics import quartiles
 from fathom.training import Training, build_training, start
 from fathom.training.build import forward
@@ -28,41 +29,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 PREFILL, DECODED = 8, 16
-
-
-@dataclass(frozen=True)
-class TimeRatio:
-    """A / B, timed A B B A."""
-
-    median: float
-    low: float
-    """Lower quartile."""
-    high: float
-    """Upper quartile."""
-    pairs: int
-    seconds: tuple[float, float]
-    """Median seconds of A and of B."""
-    clock: str
-    """Which clock, in words."""
-
-
-@dataclass(frozen=True)
-class Measured:
-    """An arm and the control."""
-
-    time: TimeRatio
-    memory_bytes: tuple[int, int]
-    """Peak of a training step, of the arm and of the control."""
-    memory: str
-    """What counts as memory, in words."""
-    cache_bytes_per_token: tuple[float, float]
-    """Grown per decoded token, of the arm and of the control."""
-    shared_tensors: tuple[int, int]
-    """Parameters of equal name and shape, and how many of them started from bitwise equal values."""
-
-    def to_dict(self) -> dict[str, object]:
-        """As plain values, for JSON."""
-        return asdict(self)
 
 
 def measure(arm: Recipe, control: Recipe, pairs: int) -> Measured:
@@ -90,6 +56,7 @@ def measure(arm: Recipe, control: Recipe, pairs: int) -> Measured:
         else "tensors saved for backward, parameters, gradients and optimizer state",
         cache_bytes_per_token=(cache_growth(a.model), cache_growth(b.model)),
         shared_tensors=shared,
+        hardware=hardware(),
     )
 
 

@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 from scipy import optimize
 from scipy.special import stdtrit
 
+from fathom.experiments.ladder_results import Phi
+
 Floats = NDArray[np.float64]
 SHARES = (0.0, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 """Candidate values for the variance of a cell over that of a run within it."""
@@ -42,19 +44,6 @@ class Looped:
     """Models of one cell share width, depth in layers times trips, and tokens."""
 
 
-@dataclass(frozen=True)
-class Worth:
-    """φ and its 95 % interval."""
-
-    value: float
-    low: float
-    high: float
-    budgets: int
-    cells: int
-    without: tuple[float, ...]
-    """φ with each cell left out."""
-
-
 def refusal(runs: Sequence[Looped]) -> str | None:
     """Why φ cannot be estimated from these runs; None if it can."""
     if budgets_of(runs) < 2:
@@ -75,7 +64,7 @@ def budgets_of(runs: Sequence[Looped]) -> int:
     return max(len(tokens) for tokens in by_model.values())
 
 
-def worth(runs: Sequence[Looped], check: bool = True) -> Worth:
+def worth(runs: Sequence[Looped], check: bool = True) -> Phi:
     """φ by least squares with a random effect of each cell; Student's t with (cells - 2) degrees of freedom.
 
     Args:
@@ -93,7 +82,7 @@ def worth(runs: Sequence[Looped], check: bool = True) -> Worth:
     for cell in cells if check else ():
         rest = [run for run in runs if run.cell != cell]
         without.append(_Fit(rest).best()[0] if refusal(rest) is None else float("nan"))
-    return Worth(value, value - half, value + half, budgets_of(runs), len(cells), tuple(without))
+    return Phi(None, value, value - half, value + half, budgets_of(runs), len(cells), tuple(without))
 
 
 class _Fit:

@@ -8,14 +8,15 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TypedDict
+from typing import IO
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fathom.data.sources import lines_of
 from fathom.errors import HeldError, RequestError, SettingsError
-from fathom.inference.generate import generate_each, seed_draws
+from fathom.inference.generate import Generated, generate_each, seed_draws
 from fathom.inference.prompt import encode
 from fathom.inference.settings import Sampling
 from fathom.report.files import lock
@@ -24,31 +25,51 @@ from fathom.report.progress import ProgressBar
 BATCH = {"cpu": 8, "other": 32}
 
 
-class FileSummary(TypedDict):
-    """What `generate_file` did; `done_before` lines were there from a stopped run, `errors` have no completion."""
+@dataclass(frozen=True)
+class FileSummary:
+    """What `generate_file` did."""
 
     prompts: int
     done_before: int
+    """Lines that were there from a stopped run."""
     errors: int
+    """Lines without a completion."""
     tokens: int
     seconds: float
 
 
-class Answer(TypedDict, total=False):
-    """The fields that are added to a line: the first three, with `trips` if tokens may halt; or `error`."""
+@dataclass(frozen=True)
+class Prompt:
+    """A line of prompts."""
 
-    completion: str
-    tokens: int
-    finish: str
-    trips: float
-    error: str
+    line: dict[str, object]
+    """All of its fields, which its answer repeats."""
+    asked: str | list[dict[str, str]]
+    """Its `prompt`, or its `messages`."""
 
 
-class Prompt(TypedDict, total=False):
-    """The fields of a line of prompts that are read."""
+@dataclass(frozen=True)
+class Answer:
+    """What is added to a line: `error` alone, or a completion, with `trips` if tokens may halt."""
 
-    prompt: str
-    messages: list[dict[str, str]]
+    completion: str = ""
+    tokens: int = 0
+    finish: str = ""
+    trips: float | None = None
+    error: str | None = None
+
+    @classmethod
+    def of(cls, made: Generated | RequestError) -> Answer:
+        """What a model made of a prompt, or why it made nothing."""
+        if isinstance(made, RequestError):
+            return cls(error=str(made))
+        return cls(made.text, made.tokens, made.finish, None if made.trips is None else round(made.trips, 3))
+
+    def added_to(self, prompt: Prompt) -> str:
+        """The line of a prompt with its answer."""
+        wanted = ("error",) if self.error is not None else ("completion", "tokens", "finish", "trips")
+        fields = {key: value for key in wanted if (value := getattr(self, key)) is not None}
+        return json.dumps({**prompt.line, **fields}, ensure_ascii=False) + "\n"
 
 
 def generate_file(
@@ -88,52 +109,35 @@ def generate_file(
             batch = records[start : start + size]
             seed_draws(None if sampling.seed is None else sampling.seed + start)
             made = _answer(model, tokenizer, batch, sampling)
-            lines = [json.dumps({**r, **a}, ensure_ascii=False) + "\n" for r, a in zip(batch, made, strict=True)]
+            lines = [answer.added_to(prompt) for prompt, answer in zip(batch, made, strict=True)]
             file.write("".join(lines[done - start :]).encode())
             file.flush()
             if out is not None:
                 os.fsync(file.fileno())
-            tokens += sum(answer.get("tokens", 0) for answer in made)
-            errors += sum("error" in answer for answer in made[done - start :])
+            tokens += sum(answer.tokens for answer in made)
+            errors += sum(answer.error is not None for answer in made[done - start :])
             done = start + len(batch)
             bar.update(done)
-    seconds = time.perf_counter() - began
-    return {
-        "prompts": len(records),
-        "done_before": began_with,
-        "errors": errors,
-        "tokens": tokens,
-        "seconds": seconds,
-    }
+    return FileSummary(len(records), began_with, errors, tokens, time.perf_counter() - began)
 
 
 def _answer(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch: Sequence[Prompt], sampling: Sampling
 ) -> list[Answer]:
-    """The fields to add to each line; one that cannot be continued gets `error` and does not stop the others."""
-    answers: list[Answer] = []
+    """What to add to each line; one that cannot be continued gets `error` and does not stop the others."""
+    failed: list[Answer | None] = []
     prompts: list[list[int]] = []
-    for record in batch:
+    for prompt in batch:
         try:
-            asked = record["prompt"] if "prompt" in record else record["messages"]
-            ids = encode(tokenizer, asked, allow_control=sampling.allow_control)
+            ids = encode(tokenizer, prompt.asked, allow_control=sampling.allow_control)
             sampling.room(model, ids)
             prompts.append(ids)
-            answers.append({})
+            failed.append(None)
         except (SettingsError, RequestError) as error:
-            answers.append({"error": str(error)})
-    talks = ["prompt" not in record for record, answer in zip(batch, answers, strict=True) if not answer]
+            failed.append(Answer(error=str(error)))
+    talks = [not isinstance(prompt.asked, str) for prompt, fault in zip(batch, failed, strict=True) if fault is None]
     made = iter(generate_each(model, tokenizer, prompts, sampling, talks) if prompts else ())
-    for answer in answers:
-        if not answer:
-            one = next(made)
-            if isinstance(one, RequestError):
-                answer["error"] = str(one)
-                continue
-            answer.update({"completion": one.text, "tokens": one.tokens, "finish": one.finish})
-            if one.trips is not None:
-                answer["trips"] = round(one.trips, 3)
-    return answers
+    return [Answer.of(next(made)) if fault is None else fault for fault in failed]
 
 
 def _read_records(path: Path) -> list[Prompt]:
@@ -153,15 +157,13 @@ def _read_records(path: Path) -> list[Prompt]:
                 raise SettingsError(f"{path}:{number}: {half} is half of a surrogate pair, and no text") from None
             except (ValueError, RecursionError) as error:
                 raise SettingsError(f"{path}:{number}: bad JSON: {error}") from None
-            good = isinstance(record, dict) and (
-                isinstance(record.get("prompt"), str)
-                or ("prompt" not in record and isinstance(record.get("messages"), list))
-            )
-            if not good:
+            fields = record if isinstance(record, dict) else {}
+            asked = fields.get("prompt", fields.get("messages"))
+            if not isinstance(asked, str if "prompt" in fields else list):
                 raise SettingsError(f'{path}:{number}: expected {{"prompt": "..."}} or {{"messages": [...]}}')
             if taken := {"completion", "tokens", "finish", "trips", "error"} & set(record):
                 raise SettingsError(f"{path}:{number}: the field {min(taken)!r} is where the output goes")
-            records.append(record)
+            records.append(Prompt(record, asked))
     return records
 
 
@@ -193,7 +195,7 @@ def _resume(file: IO[bytes], records: Sequence[Prompt], prompts: Path, out: Path
             before = json.loads(line)
         except ValueError:
             before = None
-        if done == len(records) or not isinstance(before, dict) or not records[done].items() <= before.items():
+        if done == len(records) or not isinstance(before, dict) or not records[done].line.items() <= before.items():
             raise SettingsError(f"{out}:{done + 1}: not an answer to {prompts}; choose another --out")
         done += 1
         errors += "error" in before
@@ -203,7 +205,7 @@ def _resume(file: IO[bytes], records: Sequence[Prompt], prompts: Path, out: Path
     return done, errors
 
 
-def _half(line: bytes, record: Prompt) -> bool:
-    """Whether a line without an end is the beginning of an answer to a record."""
-    answer = json.dumps(record, ensure_ascii=False).encode()[:-1]
+def _half(line: bytes, prompt: Prompt) -> bool:
+    """Whether a line without an end is the beginning of an answer to a prompt."""
+    answer = json.dumps(prompt.line, ensure_ascii=False).encode()[:-1]
     return line.startswith(answer) or answer.startswith(line)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import hashlib
 import json
@@ -10,18 +11,20 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 
-from fathom.errors import DataError, HeldError
+from fathom.errors import HeldError
 
 # Errors of file systems without locks, such as FUSE or a network drive whose lock service is down.
 NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL}
 
 
-class Digest(TypedDict):
+@dataclass(frozen=True)
+class Digest:
     """Size and checksum of a file."""
 
     bytes: int
@@ -97,9 +100,9 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: object) -> None:
-    """Replace a JSON file as `write_atomically` does; missing folders are created."""
+    """Replace a JSON file by a result, or anything that holds some; missing folders are created."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
+    write_atomically(path, json.dumps(asdict(value), indent=1, ensure_ascii=False) + "\n")
 
 
 def read_json(path: Path) -> Any:
@@ -110,32 +113,24 @@ def read_json(path: Path) -> Any:
     return value
 
 
-def read_written(path: Path, *keys: str, remedy: str) -> Any:
-    """A JSON object that Fathom wrote, with at least these keys; else a `DataError`.
-
-    Args:
-        path: The file.
-        keys: What it must hold.
-        remedy: The advice for a damaged file.
-    """
-    try:
-        value = read_json(path)
-    except ValueError:
-        value = {}
-    if not value or any(key not in value for key in keys):
-        raise DataError(f"{path} is damaged: {remedy}")
-    return value
-
-
-def finite(value: Any) -> Any:
-    """Data for JSON, which has neither NaN, infinity nor numpy scalars: null stands for numbers that are not finite."""
+def asdict(value: object) -> Any:
+    """A result, or anything that holds some, as JSON has it."""
+    if dataclasses.is_dataclass(value):
+        value = {key_of(field): getattr(value, field.name) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
-        return {key: finite(item) for key, item in value.items()}
+        return {key: asdict(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [finite(item) for item in value]
+        return [asdict(item) for item in value]
+    if isinstance(value, Path):
+        return str(value)
     if type(value).__module__ == "numpy":
-        value = value.item()
+        value = value.item()  # type: ignore[attr-defined]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def key_of(field: dataclasses.Field[Any]) -> str:
+    """The key of a result's field; one that is a word of Python's ends with an underscore as a field."""
+    return field.name.rstrip("_")
 
 
 def sync_directory(path: Path) -> None:
@@ -156,4 +151,4 @@ def digest(path: Path) -> Digest:
         while piece := file.read(1 << 20):
             found.update(piece)
             size += len(piece)
-    return {"bytes": size, "sha256": found.hexdigest()}
+    return Digest(size, found.hexdigest())

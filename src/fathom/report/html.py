@@ -6,15 +6,15 @@ can break a page.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from markupsafe import Markup
 
 from fathom.report import PAGE, REPORT
-from fathom.report.files import finite, write_atomically, write_json
+from fathom.report.files import write_atomically, write_json
 from fathom.report.plots import DASHES, SERIES
-from fathom.report.provenance import Provenance, facts_of
+from fathom.report.provenance import Provenance
 from fathom.report.templates import macro, render
 
 BLOCKS = "report/blocks.html.j2"
@@ -70,12 +70,12 @@ def details(summary: str, text: str) -> Markup:
 
 def source(report: Provenance) -> Markup:
     """Where a report's numbers come from, one fact a line."""
-    return macro("facts", BLOCKS, "Provenance", facts_of(report))
+    return macro("facts", BLOCKS, "Provenance", report.facts())
 
 
-def write(directory: Path, values: Mapping[str, object], html: str) -> tuple[Path, Path]:
+def write(directory: Path, values: object, html: str) -> tuple[Path, Path]:
     """Write `report.json` and `report.html`, each atomically; returns their paths."""
     paths = directory / REPORT, directory / PAGE
-    write_json(paths[0], finite(values))
+    write_json(paths[0], values)
     write_atomically(paths[1], html)
     return paths

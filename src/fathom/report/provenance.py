@@ -8,18 +8,19 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TypedDict
 
 from fathom._version import __version__
-from fathom.report.files import read_written
+from fathom.report.results import read_result
 
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "scipy")
 
 
-class Provenance(TypedDict):
+@dataclass
+class Provenance:
     """Where a report comes from, as it is stored in the report."""
 
     command: str
@@ -29,40 +30,27 @@ class Provenance(TypedDict):
     hardware: dict[str, object]
     versions: dict[str, str]
 
+    def facts(self) -> dict[str, str]:
+        """The provenance as text, by heading."""
+        return {
+            "command": self.command,
+            "date": self.date,
+            "commit": self.commit or "not in a checkout",
+            "hardware": machine(self.hardware),
+            "versions": ", ".join(f"{name} {number}" for name, number in self.versions.items()),
+        }
+
 
 def provenance() -> Provenance:
     """The provenance of a report made now, by this process."""
-    return {
-        "command": " ".join([Path(sys.argv[0]).name, *map(shlex.quote, sys.argv[1:])]),
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "commit": commit(),
-        "hardware": hardware(),
-        "versions": versions(),
-    }
+    command = " ".join([Path(sys.argv[0]).name, *map(shlex.quote, sys.argv[1:])])
+    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    return Provenance(command, now, commit(), hardware(), versions())
 
 
 def recorded(path: Path) -> Provenance:
     """The provenance of an earlier report, read from its file."""
-    remedy = "delete it to use this machine and time instead"
-    report: Provenance = read_written(path, *Provenance.__annotations__, remedy=remedy)
-    return {
-        "command": report["command"],
-        "date": report["date"],
-        "commit": report["commit"],
-        "hardware": report["hardware"],
-        "versions": report["versions"],
-    }
-
-
-def facts_of(report: Provenance) -> dict[str, str]:
-    """The provenance of a report as text, by heading."""
-    return {
-        "command": report["command"],
-        "date": report["date"],
-        "commit": report["commit"] or "not in a checkout",
-        "hardware": machine(report["hardware"]),
-        "versions": ", ".join(f"{name} {number}" for name, number in report["versions"].items()),
-    }
+    return read_result(Provenance, path, "delete it to use this machine and time instead")
 
 
 def machine(hardware: Mapping[str, object]) -> str:

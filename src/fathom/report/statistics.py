@@ -6,15 +6,18 @@ import math
 import statistics
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
+from typing import Protocol
 
 import numpy as np
+
+from fathom.report.numbers import signed
 
 CONFIDENCE = 0.95
 
 
-@dataclass(frozen=True)
+@dataclass
 class Difference:
     """The mean of paired differences with its Student t interval.
 
@@ -28,21 +31,28 @@ class Difference:
     """Half of the 95 % interval."""
     p: float | None
     """Two-sided, of the hypothesis that the true mean is zero."""
+    p_holm: float | None = None
+    """p, adjusted for all that were tested with it."""
+    low: float | None = field(init=False)
+    """Lower end of the interval."""
+    high: float | None = field(init=False)
+    """Upper end of the interval."""
+    excludes_zero: bool = field(init=False)
+    """Whether the whole interval lies on one side of zero."""
+
+    def __post_init__(self) -> None:
+        half = self.half_width
+        self.low, self.high = (None, None) if half is None else (self.mean - half, self.mean + half)
+        self.excludes_zero = half is not None and abs(self.mean) > half
 
     @property
-    def low(self) -> float | None:
-        """Lower end of the interval."""
-        return None if self.half_width is None else self.mean - self.half_width
+    def significant(self) -> bool:
+        """Whether it stands after Holm's adjustment."""
+        return self.excludes_zero and self.p_holm is not None and self.p_holm < 1 - CONFIDENCE
 
-    @property
-    def high(self) -> float | None:
-        """Upper end of the interval."""
-        return None if self.half_width is None else self.mean + self.half_width
-
-    @property
-    def excludes_zero(self) -> bool:
-        """Whether the whole interval lies on one side of zero."""
-        return self.half_width is not None and abs(self.mean) > self.half_width
+    def __str__(self) -> str:
+        """The mean and its interval, if it has one."""
+        return signed(self.mean, self.half_width)
 
 
 def paired_difference(values: Sequence[float], control: Sequence[float]) -> Difference:
@@ -286,6 +296,20 @@ def holm(p_values: Sequence[float], means: int | None = None) -> list[float]:
         running = max(running, min(1.0, left * p_values[i]))
         adjusted[i] = running
     return adjusted
+
+
+class Tested(Protocol):
+    """A difference that may be tested together with others."""
+
+    p: float | None
+    p_holm: float | None
+
+
+def adjust(differences: Sequence[Tested], means: int | None = None) -> None:
+    """Set `p_holm` of the differences that have a p, as one family; `means` as `holm` takes it."""
+    tested = [one for one in differences if one.p is not None]
+    for one, p in zip(tested, holm([one.p or 0.0 for one in tested], means), strict=True):
+        one.p_holm = p
 
 
 @cache

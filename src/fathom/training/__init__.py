@@ -3,10 +3,11 @@
 from fathom.errors import TrainingError
 from fathom.training.build import StepMetrics, Training, build_training
 from fathom.training.change import Change, branch, extension, read_history
-from fathom.training.heldout import Evaluation, Score, evaluate
+from fathom.training.heldout import evaluate
 from fathom.training.hooks import Hook, Tracker
 from fathom.training.loop import TrainResult, train
 from fathom.training.parallel import Ranks, start
+from fathom.training.results import Evaluation, Score
 from fathom.training.tracking import read_metrics
 
 __all__ = [

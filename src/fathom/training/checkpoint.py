@@ -24,7 +24,8 @@ from fathom.checkpoints.find import checkpoint_steps
 from fathom.checkpoints.layout import LATEST, MANIFEST, MODEL, RECIPE, TRAINER, step_name
 from fathom.checkpoints.runs import Saved, load_tensors, newest_checkpoint, reason
 from fathom.errors import TrainingError
-from fathom.report.files import Digest, digest, read_json, sync_directory, write_atomically, write_durably
+from fathom.report.files import Digest, asdict, digest, sync_directory, write_atomically, write_durably
+from fathom.report.results import read_result
 from fathom.training.parallel import Ranks, host_group
 from fathom.training.results import TrainerState
 
@@ -57,19 +58,19 @@ class Checkpointer:
         self._pending_step = 0
         self._succeeded = True
 
-    def save(self, step: int, tensors: Mapping[str, Tensor], trainer: Mapping[str, object], recipe: str) -> None:
+    def save(self, tensors: Mapping[str, Tensor], trainer: TrainerState, recipe: str) -> None:
         """Write a checkpoint, in the background if `asynchronous`. Tensors are copied before this returns.
 
         If it fails, only this checkpoint is lost: the error is reported and its files are removed.
         """
         self.wait()
-        temporary = self.run_dir / f"{UNFINISHED}{step_name(step)}"
+        temporary = self.run_dir / f"{UNFINISHED}{step_name(trainer.step)}"
         if self.ranks.first:
             shutil.rmtree(temporary, ignore_errors=True)
         self.ranks.barrier()
-        self._pending_step = step
+        self._pending_step = trainer.step
         writing = self._write(temporary, dict(tensors))
-        self._pending = self._thread.submit(self._finish, writing, temporary, step, dict(trainer), recipe)
+        self._pending = self._thread.submit(self._finish, writing, temporary, trainer, recipe)
         if not self.asynchronous:
             self.wait()
 
@@ -119,8 +120,7 @@ class Checkpointer:
     def load(self, saved: Saved, tensors: Mapping[str, Tensor]) -> TrainerState:
         """Read a checkpoint into tensors, with any sharding on either side; returns the contents of `trainer.json`."""
         load_tensors(saved.directory, tensors)
-        found: TrainerState = read_json(saved.directory / TRAINER)
-        return found
+        return trainer_state(saved)
 
     def _write(self, directory: Path, tensors: dict[str, Tensor]) -> Future[None]:
         """Start writing tensors; they may change once this returns."""
@@ -131,17 +131,16 @@ class Checkpointer:
         answer = dcp.async_save(tensors, storage_writer=writer, process_group=self.group, no_dist=alone)
         return answer if isinstance(answer, Future) else answer.upload_completion
 
-    def _finish(
-        self, writing: Future[None], temporary: Path, step: int, trainer: dict[str, object], recipe: str
-    ) -> None:
+    def _finish(self, writing: Future[None], temporary: Path, trainer: TrainerState, recipe: str) -> None:
         """In the saving thread: once the tensors are written, add the other files and rename the directory."""
         writing.result()
+        step = trainer.step
         sums = self._checksums(temporary)
         if self.ranks.first:
-            for file, text in ((RECIPE, recipe), (TRAINER, json.dumps({"step": step, **trainer}, indent=2))):
+            for file, text in ((RECIPE, recipe), (TRAINER, json.dumps(asdict(trainer), indent=2))):
                 write_durably(temporary / file, text)
                 sums[file] = digest(temporary / file)
-            write_durably(temporary / MANIFEST, json.dumps({"files": sums}, indent=2))
+            write_durably(temporary / MANIFEST, json.dumps(asdict({"files": sums}), indent=2))
             _publish(temporary, self.run_dir / step_name(step))
             write_atomically(self.run_dir / LATEST, step_name(step) + "\n")
             self._prune(step)
@@ -166,6 +165,11 @@ class Checkpointer:
         """Delete all but the last k checkpoints up to this step. Newer ones are damaged, and are kept."""
         for old in [s for s in self.steps() if s <= step][: -self.keep_last]:
             discard(self.run_dir / step_name(old))
+
+
+def trainer_state(saved: Saved) -> TrainerState:
+    """The contents of a checkpoint's `trainer.json`."""
+    return read_result(TrainerState, saved.directory / TRAINER, "delete the checkpoint, and the one before is taken")
 
 
 def discard(directory: Path) -> None:

@@ -66,18 +66,6 @@ def gap_of(samples: Sequence[Sample], sizes: Sequence[float] = (1.0,)) -> Decodi
     )
 
 
-def with_interval(gap: DecodingGap) -> str:
-    """The gap and its interval, if there is one, as text."""
-    ends = "" if gap["low"] is None else f" [{gap['low']:+.4f}, {gap['high']:+.4f}]"
-    return f"{gap['value']:+.4f}{ends}"
-
-
-def in_words(gap: DecodingGap) -> str:
-    """The gap as the end of a line of output."""
-    value = with_interval(gap)
-    return f"{gap['rounds']:g} Jacobi rounds, {value} nats per token more than decoding on {gap['tokens']:,} tokens"
-
-
 def read_both_ways(model: PreTrainedModel, rows: Sequence[Row]) -> Sample | None:
     """The losses of some sequences, in parallel and by decoding; None for a model that needs no rounds.
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,115 +18,15 @@ from fathom.data.puzzles import PuzzleDataset
 from fathom.data.shards import TokenDataset
 from fathom.data.targets import TargetDataset
 from fathom.recipe import Recipe
-from fathom.report.files import finite
 from fathom.report.statistics import rank_correlation
-from fathom.training.gap import SAMPLE, WINDOWS, Row, gap_of, in_words, read_both_ways, watching
+from fathom.training.gap import SAMPLE, WINDOWS, Row, gap_of, read_both_ways, watching
 from fathom.training.hooks import Hook
 from fathom.training.parallel import Ranks
-from fathom.training.results import CorrelationValues, DecodingGap, EvaluationValues, numbers
+from fathom.training.results import DecodingGap, Evaluation, Score, Trips
 
 if TYPE_CHECKING:
     from fathom.training.build import StepMetrics
     from fathom.training.loop import Run
-
-
-@dataclass(frozen=True)
-class Score:
-    """The loss on some text."""
-
-    loss: float
-    """Nats per token."""
-    bits_per_byte: float
-    """Bits per byte of the text: comparable across tokenizers."""
-    tokens: int
-    """Tokens predicted."""
-    accuracy: float | None = field(default=None, kw_only=True)
-    """Accuracy on a puzzle; None for text."""
-
-    @property
-    def perplexity(self) -> float:
-        """exp(loss)."""
-        return math.exp(self.loss) if self.loss < 700 else math.inf
-
-
-@dataclass(frozen=True)
-class Trips:
-    """Iterations of tokens that may halt."""
-
-    mean: float
-    """Per token."""
-    shares: list[float]
-    """Share of tokens that made one iteration, two, …"""
-    correlation: CorrelationValues | None
-    """Spearman's rank correlation of a token's loss and its iterations: value, ends of the 95 % bootstrap interval over
-    sequences, and number of sequences (`clusters`). Above zero, hard tokens get more iterations."""
-
-
-@dataclass(frozen=True)
-class Evaluation(Score):
-    """The loss on a held-out split."""
-
-    domains: dict[str, Score]
-    position_loss: list[float | None]
-    """Nats per token over equal parts of the context, in order; None for a part without targets."""
-    trips: Trips | None = None
-    """If tokens may halt."""
-    coverage: float | None = None
-    """The share of the split's windows that were read, spread evenly over every domain."""
-    jacobi_rounds: float | None = None
-    """Mean Jacobi rounds to read the text; None for a model that needs none."""
-    gap: DecodingGap | None = None
-    """For such a model, at the last evaluation: the gap in loss to decoding."""
-
-    @property
-    def how(self) -> str:
-        """The end of a line with the perplexity: iterations if tokens halt, rounds if there were any."""
-        words = [] if self.trips is None else [f"{self.trips.mean:.2f} iterations per token"]
-        if self.jacobi_rounds is not None:
-            words.append(f"{self.jacobi_rounds:g} Jacobi rounds" if self.gap is None else in_words(self.gap))
-        return "".join(f", {word}" for word in words)
-
-    def flat(self) -> dict[str, float]:
-        """A flat mapping of names to numbers, for trackers."""
-        values = {"val/loss": self.loss, "val/perplexity": self.perplexity, "val/bits_per_byte": self.bits_per_byte}
-        for name, score in self.domains.items():
-            values[f"val/{name}/loss"], values[f"val/{name}/bits_per_byte"] = score.loss, score.bits_per_byte
-        for name, score in {"": self, **{f"{name}/": score for name, score in self.domains.items()}}.items():
-            if score.accuracy is not None:
-                values[f"val/{name}accuracy"] = score.accuracy
-        if self.trips is not None:
-            values["val/trips"] = self.trips.mean
-            values |= {f"val/trips_{k}": share for k, share in enumerate(self.trips.shares, 1)}
-            if self.trips.correlation is not None:
-                values["val/trips_loss_correlation"] = self.trips.correlation["value"]
-        if self.jacobi_rounds is not None:
-            values["val/jacobi_rounds"] = self.jacobi_rounds
-        if self.gap is not None:
-            values["val/decoding_gap"] = self.gap["value"]
-        places = {f"val/position/{i}": loss for i, loss in enumerate(self.position_loss) if loss is not None}
-        return {**values, **places}
-
-    def to_dict(self) -> EvaluationValues:
-        """Plain values for JSON, perplexity included; None stands for NaN."""
-        return cast(EvaluationValues, finite({**asdict(self), "perplexity": self.perplexity}))
-
-    @classmethod
-    def from_dict(cls, values: EvaluationValues) -> Evaluation:
-        """The inverse of `to_dict`."""
-        values = numbers(values)
-        trips = values.get("trips")
-        return cls(
-            values["loss"],
-            values["bits_per_byte"],
-            values["tokens"],
-            {name: Score(**score) for name, score in values["domains"].items()},
-            values["position_loss"],
-            None if trips is None else Trips(**trips),
-            values.get("coverage"),
-            values.get("jacobi_rounds"),
-            values.get("gap"),
-            accuracy=values.get("accuracy"),
-        )
 
 
 class HeldOut(Hook):
@@ -282,11 +182,10 @@ class Tally:
             return None
         losses, made = zip(*rows, strict=True)
         every = np.concatenate(made)
-        correlation = rank_correlation(losses, made)
         return Trips(
             mean=float(every.mean()),
             shares=(np.bincount(every, minlength=most + 1)[1:] / len(every)).tolist(),
-            correlation=None if correlation is None else cast(CorrelationValues, asdict(correlation)),
+            correlation=rank_correlation(losses, made),
         )
 
 

@@ -12,8 +12,8 @@ from fathom.errors import FathomError
 
 if TYPE_CHECKING:
     from fathom.training.build import StepMetrics
-    from fathom.training.heldout import Evaluation
     from fathom.training.loop import Run
+    from fathom.training.results import Evaluation
 
 
 class Hook:

@@ -9,38 +9,34 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
 
 import torch
 
 from fathom.checkpoints.export import export
-from fathom.checkpoints.find import experiment_of, finished_model
+from fathom.checkpoints.find import Facts, experiment_of, finished_model
 from fathom.checkpoints.hashes import changed
-from fathom.checkpoints.layout import LOCK, MODEL, RECIPE, RESULT, TRAINER, step_name
+from fathom.checkpoints.layout import LOCK, MODEL, RECIPE, RESULT, step_name
 from fathom.checkpoints.runs import Saved, changes_of
 from fathom.data.puzzles import has_split, open_data
 from fathom.data.shards import TokenDataset
-from fathom.errors import FathomError, HeldError, SettingsError, TrainingError
+from fathom.errors import HeldError, SettingsError, TrainingError
 from fathom.models.loading import described
 from fathom.models.modeling import FathomForCausalLM
 from fathom.models.registry import AXES
 from fathom.recipe import Recipe, differences, load_recipe
-from fathom.report.files import lock, read_json, write_atomically, write_json
+from fathom.report.files import asdict, lock, write_atomically, write_json
 from fathom.training.adapters import AdapterFiles, merged
 from fathom.training.build import Training, build_training
 from fathom.training.change import CHANGEABLE, Change, begin, record
-from fathom.training.checkpoint import Checkpointer, discard
+from fathom.training.checkpoint import Checkpointer, discard, trainer_state
 from fathom.training.first import FirstSteps
-from fathom.training.heldout import Evaluation, HeldOut
+from fathom.training.heldout import HeldOut
 from fathom.training.hooks import Hook, Hooks, Tracker
 from fathom.training.meter import Meter
 from fathom.training.parallel import Ranks, start, whole
 from fathom.training.probe import ProbeReport, is_probe
-from fathom.training.results import TrainerState
+from fathom.training.results import Evaluation, RunResult, TrainerState
 from fathom.training.tracking import Display, open_trackers, require_backends
-
-if TYPE_CHECKING:
-    from fathom.checkpoints.runs import Facts
 
 FORWARDED = 3.0
 """Signals within this many seconds count as one: a scheduler and a launcher may both signal every process."""
@@ -148,8 +144,9 @@ class Run:
         if ranks.first:
             self._settle(change, saved, command)
         ranks.barrier()
-        self.step, trainer = self._restore(saved)
-        self.meter = Meter(self.training, trainer.get("seconds", 0.0))
+        trainer = None if saved is None else self._restore(saved)
+        self.step = trainer.step if trainer else 0
+        self.meter = Meter(self.training, trainer.seconds if trainer else 0.0)
         self._look_at = self._next_look()
         self._stopping = False
         self._unannounced: int | None = None
@@ -172,7 +169,7 @@ class Run:
         own += [AdapterFiles()] if self.training.adapters is not None else []
         probe = [ProbeReport()] if is_probe(recipe) else []  # last, because it reads what the trackers wrote
         self.hooks = Hooks([self.display, *own, *callbacks, self.held_out, *trackers, *probe], ranks.first)
-        self._hook_states = trainer.get("hooks", {})  # an older checkpoint has none
+        self._hook_states = trainer.hooks if trainer else {}
 
     @property
     def epochs(self) -> float:
@@ -262,16 +259,17 @@ class Run:
         self.read()
         with self.meter.paused():
             self._settle_save()
-            trainer = {
-                "seconds": self.meter.seconds,
-                "tokens": self.tokens,
-                "corpus": self.training.data.fingerprint,
-                "tokenizer": self.training.data.tokenizer_identity,
-                "world_size": self.ranks.world_size,
-                "torch": torch.__version__,
-                "hooks": self.hooks.state(),
-            }
-            self.checkpoints.save(self.step, self.training.state(), trainer, self.recipe.to_yaml())
+            trainer = TrainerState(
+                step=self.step,
+                seconds=self.meter.seconds,
+                tokens=self.tokens,
+                corpus=self.training.data.fingerprint,
+                tokenizer=self.training.data.tokenizer_identity,
+                world_size=self.ranks.world_size,
+                torch=str(torch.__version__),
+                hooks=self.hooks.state(),
+            )
+            self.checkpoints.save(self.training.state(), trainer, self.recipe.to_yaml())
         self._unannounced = self.step
         self._announce()
 
@@ -300,21 +298,12 @@ class Run:
             self.say(f"stopped after step {self.step}; the same command resumes")
             return TrainResult(self.run_dir, self.step, False, self.tokens, self.meter.seconds)
         evaluation = self.held_out.last if self.held_out.last_step == self.step else self.held_out.score(self)
-        scores = None if evaluation is None else evaluation.to_dict()
-        facts: Facts = {"step": self.step, "tokens": self.tokens, "evaluation": scores}
-        model = self._export(facts)
-        result = TrainResult(self.run_dir, self.step, True, self.tokens, self.meter.seconds, evaluation, model)
+        collections = self.training.plan.epochs(self.step)
+        found = RunResult(self.step, self.tokens, self.meter.seconds, self.epochs, evaluation, collections)
+        model = self._export(Facts(self.recipe.to_yaml(), found.step, found.tokens, asdict(evaluation)))
         if self.ranks.first:
-            values = {
-                "step": self.step,
-                "tokens": self.tokens,
-                "seconds": result.seconds,
-                "epochs": self.epochs,
-                "collections": self.training.plan.epochs(self.step),
-                "evaluation": scores,
-            }
-            write_json(self.run_dir / RESULT, values)
-        return result
+            write_json(self.run_dir / RESULT, found)
+        return TrainResult(self.run_dir, found.step, True, found.tokens, found.seconds, evaluation, model)
 
     def _export(self, facts: Facts) -> Path | None:
         """Write the model if the recipe asks for it, else remove a model of an earlier step."""
@@ -329,7 +318,7 @@ class Run:
         """Reject a corpus that differs from the one that the checkpoint was trained on."""
         if saved is None:
             return
-        if not self.training.data.has_fingerprint(read_json(saved.directory / TRAINER)["corpus"]):
+        if trainer_state(saved).corpus != self.training.data.fingerprint:
             raise SettingsError(
                 f"data.directory={self.recipe.data.directory}: differs from the corpus with which this run began"
             )
@@ -349,15 +338,13 @@ class Run:
         if change.keys:
             self.say(str(change))
 
-    def _restore(self, saved: Saved | None) -> tuple[int, TrainerState]:
-        """Load a checkpoint; returns its step and the contents of `trainer.json`."""
-        if saved is None:
-            return 0, {}
+    def _restore(self, saved: Saved) -> TrainerState:
+        """Load a checkpoint; returns the contents of `trainer.json`."""
         tensors = self.training.state()
         trainer = self.checkpoints.load(saved, tensors)
         self.training.guard.load({k.removeprefix("guard."): v for k, v in tensors.items() if k.startswith("guard.")})
         self.say(f"resuming after step {saved.step} from {saved.directory}")
-        return saved.step, trainer
+        return trainer
 
 
 @contextmanager
@@ -410,7 +397,7 @@ def export_model(training: Training, directory: Path, facts: Facts) -> Path:
         if training.recipe.train.precision == "bf16":
             model.to(torch.bfloat16)
         tokenizer = AutoTokenizer.from_pretrained(training.data.tokenizer_directory)
-        export(model, directory, tokenizer, facts={**facts, "recipe": training.recipe.to_yaml()})
+        export(model, directory, tokenizer, facts=facts)
     training.ranks.barrier()
     return directory
 
@@ -434,18 +421,10 @@ def _result(change: Change) -> TrainResult | None:
     path = run_dir / RESULT
     if not path.exists():
         return None
-    try:
-        values = read_json(path)
-        evaluation = values["evaluation"] and Evaluation.from_dict(values["evaluation"])
-        if values["step"] != change.recipe.train.steps or change.keys:
-            return None
-        model = finished_model(run_dir)
-        if model is not None and (problem := changed(model)):
-            raise SettingsError(
-                f"{problem}; to export the model again from the checkpoint, delete {path} and train again"
-            )
-        return TrainResult(run_dir, values["step"], True, values["tokens"], values["seconds"], evaluation, model)
-    except FathomError:
-        raise
-    except (ValueError, KeyError, TypeError):
-        raise SettingsError(f"{path} is damaged: delete it and run the same command again") from None
+    found = RunResult.of(run_dir)
+    if found.step != change.recipe.train.steps or change.keys:
+        return None
+    model = finished_model(run_dir)
+    if model is not None and (problem := changed(model)):
+        raise SettingsError(f"{problem}; to export the model again from the checkpoint, delete {path} and train again")
+    return TrainResult(run_dir, found.step, True, found.tokens, found.seconds, found.evaluation, model)

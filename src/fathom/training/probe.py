@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,7 +32,7 @@ def is_probe(recipe: Recipe) -> bool:
     return recipe.train.steps >= LEAST and recipe.optim.rising(recipe.train.steps) >= recipe.train.steps
 
 
-@dataclass(frozen=True)
+@dataclass
 class Probe:
     """The result of a probe."""
 
@@ -41,25 +41,17 @@ class Probe:
     """Smoothed losses, for every learning rate."""
     gradients: tuple[float, ...]
     """Smoothed gradient norms, for every learning rate."""
+    loss: float = field(init=False)
+    """The learning rate with the least smoothed loss."""
+    gradient: float = field(init=False)
+    """The learning rate with the least smoothed gradient norm."""
+    steps: int = field(init=False)
+    """Number of steps, each with another learning rate."""
 
-    @property
-    def loss(self) -> float:
-        """The learning rate with the least smoothed loss."""
-        return self.rates[self.losses.index(min(self.losses))]
-
-    @property
-    def gradient(self) -> float:
-        """The learning rate with the least smoothed gradient norm."""
-        return self.rates[self.gradients.index(min(self.gradients))]
-
-    @property
-    def steps(self) -> int:
-        """Number of steps, each with another learning rate."""
-        return len(self.rates)
-
-    def to_dict(self) -> dict[str, object]:
-        """As plain values, for JSON."""
-        return {"gradient": self.gradient, "loss": self.loss, "steps": self.steps, **asdict(self)}
+    def __post_init__(self) -> None:
+        self.loss = self.rates[self.losses.index(min(self.losses))]
+        self.gradient = self.rates[self.gradients.index(min(self.gradients))]
+        self.steps = len(self.rates)
 
     def __str__(self) -> str:
         """The result as text."""
@@ -106,7 +98,7 @@ class ProbeReport(Hook):
             return  # it ended too early, which the run reports
         run.say(str(found))
         source = provenance()
-        html.write(run.run_dir, {**source, "verdict": str(found), **found.to_dict()}, page(found, source))
+        html.write(run.run_dir, {**vars(source), "verdict": str(found), **vars(found)}, page(found, source))
 
 
 def page(found: Probe, source: Provenance) -> str:

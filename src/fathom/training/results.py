@@ -1,33 +1,44 @@
-"""What a run's `result.json` and a checkpoint's `trainer.json` hold, key by key."""
+"""What a run's `result.json` and a checkpoint's `trainer.json` hold."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypedDict, cast
 
 from fathom.checkpoints.layout import RESULT
-from fathom.report.files import read_written
+from fathom.report.results import read_result
+from fathom.report.statistics import Correlation
 
 
-class CorrelationValues(TypedDict):
-    """Spearman's rank correlation with its bootstrap interval over `clusters` rows."""
+@dataclass(frozen=True)
+class Score:
+    """The loss on some text."""
 
-    value: float
-    low: float
-    high: float
-    clusters: int
+    loss: float
+    """Nats per token."""
+    bits_per_byte: float
+    """Bits per byte of the text: comparable across tokenizers."""
+    tokens: int
+    """Tokens predicted."""
+    accuracy: float | None = field(default=None, kw_only=True)
+    """Accuracy on a puzzle; None for text."""
 
 
-class TripsValues(TypedDict):
-    """Iterations of held-out tokens: per token, and the share of tokens with one, two, …"""
+@dataclass(frozen=True)
+class Trips:
+    """Iterations of tokens that may halt."""
 
     mean: float
+    """Per token."""
     shares: list[float]
-    correlation: CorrelationValues | None
+    """Share of tokens that made one iteration, two, …"""
+    correlation: Correlation | None
+    """Of a token's loss and its iterations, over sequences. Above zero, hard tokens get more iterations."""
 
 
-class DecodingGap(TypedDict):
+@dataclass(frozen=True)
+class DecodingGap:
     """The loss of the parallel reading minus that of decoding, nats per token."""
 
     value: float
@@ -40,69 +51,106 @@ class DecodingGap(TypedDict):
     """Tokens predicted both ways."""
     windows: int
 
+    @property
+    def with_interval(self) -> str:
+        """The gap and its interval, if there is one, as text."""
+        ends = "" if self.low is None else f" [{self.low:+.4f}, {self.high:+.4f}]"
+        return f"{self.value:+.4f}{ends}"
 
-class ScoreValues(TypedDict):
-    """The loss on some text; `accuracy` is for puzzles."""
-
-    loss: float
-    bits_per_byte: float
-    tokens: int
-    accuracy: float | None
+    def __str__(self) -> str:
+        """The gap as the end of a line of output."""
+        against = f"{self.with_interval} nats per token more than decoding on {self.tokens:,} tokens"
+        return f"{self.rounds:g} Jacobi rounds, {against}"
 
 
-class EvaluationValues(ScoreValues, total=False):
-    """A held-out evaluation."""
+@dataclass(frozen=True)
+class Evaluation(Score):
+    """The loss on a held-out split."""
 
-    perplexity: float
-    domains: dict[str, ScoreValues]
+    domains: dict[str, Score]
     position_loss: list[float | None]
-    trips: TripsValues | None
-    coverage: float | None
-    jacobi_rounds: float | None
-    gap: DecodingGap | None
+    """Nats per token over equal parts of the context, in order; None for a part without targets."""
+    trips: Trips | None = None
+    """If tokens may halt."""
+    coverage: float | None = None
+    """The share of the split's windows that were read, spread evenly over every domain."""
+    jacobi_rounds: float | None = None
+    """Mean Jacobi rounds to read the text; None for a model that needs none."""
+    gap: DecodingGap | None = None
+    """For such a model, at the last evaluation: the gap in loss to decoding."""
+    perplexity: float = field(init=False)
+    """exp(loss)."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "perplexity", math.exp(self.loss) if not self.loss >= 700 else math.inf)
+
+    @property
+    def how(self) -> str:
+        """The end of a line with the perplexity: iterations if tokens halt, rounds if there were any."""
+        words = [] if self.trips is None else [f"{self.trips.mean:.2f} iterations per token"]
+        if self.jacobi_rounds is not None:
+            words.append(str(self.gap or f"{self.jacobi_rounds:g} Jacobi rounds"))
+        return "".join(f", {word}" for word in words)
+
+    def flat(self) -> dict[str, float]:
+        """A flat mapping of names to numbers, for trackers."""
+        values = {"val/loss": self.loss, "val/perplexity": self.perplexity, "val/bits_per_byte": self.bits_per_byte}
+        for name, score in self.domains.items():
+            values[f"val/{name}/loss"], values[f"val/{name}/bits_per_byte"] = score.loss, score.bits_per_byte
+        for name, score in {"": self, **{f"{name}/": score for name, score in self.domains.items()}}.items():
+            if score.accuracy is not None:
+                values[f"val/{name}accuracy"] = score.accuracy
+        if self.trips is not None:
+            values["val/trips"] = self.trips.mean
+            values |= {f"val/trips_{k}": share for k, share in enumerate(self.trips.shares, 1)}
+            if self.trips.correlation is not None:
+                values["val/trips_loss_correlation"] = self.trips.correlation.value
+        if self.jacobi_rounds is not None:
+            values["val/jacobi_rounds"] = self.jacobi_rounds
+        if self.gap is not None:
+            values["val/decoding_gap"] = self.gap.value
+        places = {f"val/position/{i}": loss for i, loss in enumerate(self.position_loss) if loss is not None}
+        return {**values, **places}
 
 
-class RunResult(TypedDict, total=False):
-    """`result.json` of a finished run; `evaluation` is None without held-out text."""
+@dataclass(frozen=True)
+class RunResult:
+    """`result.json` of a finished run."""
 
     step: int
     tokens: int
     seconds: float
     epochs: float
-    collections: dict[str, float]
-    evaluation: EvaluationValues | None
+    evaluation: Evaluation | None
+    """None without held-out text."""
+    collections: dict[str, float] = field(default_factory=dict)
+    """Epochs over each collection of a mixture."""
+
+    @classmethod
+    def of(cls, run_dir: Path) -> RunResult:
+        """The result of a finished run."""
+        return read_result(cls, run_dir / RESULT, "delete it and run the same command to evaluate again")
 
 
-class TrainerState(TypedDict, total=False):
-    """The part of a checkpoint's `trainer.json` that is read again."""
+@dataclass(frozen=True)
+class TrainerState:
+    """`trainer.json` of a checkpoint."""
 
+    step: int
     seconds: float
-    corpus: str
+    """In steps, over the life of the run."""
+    tokens: int
+    corpus: int
+    """Fingerprint of the tokens."""
+    tokenizer: str | None
+    world_size: int
+    torch: str
     hooks: dict[str, dict[str, object]]
+    """States of the hooks that have one."""
 
 
-def read_result(run_dir: Path) -> RunResult:
-    """The result of a finished run: `numbers` are in its evaluation, where there is one."""
-    remedy = "delete it and run the same command to evaluate again"
-    values: RunResult = read_written(run_dir / RESULT, "evaluation", remedy=remedy)
-    scores = values["evaluation"]
-    return values if scores is None else {**values, "evaluation": numbers(scores)}
-
-
-def held_out(run_dir: Path) -> EvaluationValues:
+def held_out(run_dir: Path) -> Evaluation:
     """The evaluation of a finished run that has held-out text, as every run of a comparison has."""
-    scores = read_result(run_dir)["evaluation"]
+    scores = RunResult.of(run_dir).evaluation
     assert scores is not None, f"{run_dir}: a run of a comparison needs held-out text"
     return scores
-
-
-def numbers(scores: EvaluationValues) -> EvaluationValues:
-    """Scores from JSON: a null loss becomes NaN, and a part of the context without targets None."""
-    domains = {name: cast(ScoreValues, {**score, **_losses(score)}) for name, score in scores["domains"].items()}
-    stretches = [None if loss is None or math.isnan(loss) else loss for loss in scores["position_loss"]]
-    return cast(EvaluationValues, {**scores, **_losses(scores), "domains": domains, "position_loss": stretches})
-
-
-def _losses(score: ScoreValues) -> dict[str, float]:
-    found = {"loss": score["loss"], "bits_per_byte": score["bits_per_byte"]}
-    return {name: math.nan if value is None else value for name, value in found.items()}

@@ -11,7 +11,6 @@ from fathom.checkpoints.layout import (
     TOKENIZER,
     TOKENIZER_IDENTITY,
     TOKENIZER_JSON,
-    TRAINER,
     VOCABULARY,
 )
 from fathom.checkpoints.runs import find_checkpoint, model_directory
@@ -20,7 +19,7 @@ from fathom.data.shards import TokenDataset
 from fathom.data.tokenizer import load_tokenizer
 from fathom.errors import DataError, SettingsError
 from fathom.recipe import Recipe, load_recipe
-from fathom.report.files import read_json
+from fathom.training.checkpoint import trainer_state
 
 
 def require_tokenizer(recipe: Recipe, data: TokenDataset) -> None:
@@ -49,10 +48,10 @@ def _of_source(source: str) -> set[str | None]:
     if directory is not None:
         kept = directory / TOKENIZER_IDENTITY
         return _known(directory) or ({kept.read_text(encoding="utf-8").strip()} if kept.exists() else set())
-    saved = find_checkpoint(source).directory
-    if (kept_in_run := read_json(saved / TRAINER).get("tokenizer")) is not None:
+    saved = find_checkpoint(source)
+    if (kept_in_run := trainer_state(saved).tokenizer) is not None:
         return {kept_in_run}
-    return _known(Path(load_recipe(saved / RECIPE).data.directory) / TOKENIZER)
+    return _known(Path(load_recipe(saved.directory / RECIPE).data.directory) / TOKENIZER)
 
 
 def _known(directory: Path) -> set[str | None]:

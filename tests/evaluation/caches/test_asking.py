@@ -11,6 +11,8 @@ from torch.nn import functional as F
 from fathom.evaluation.caches.asking import answer
 from fathom.evaluation.caches.prompts import Cell, Prompt
 from fathom.evaluation.caches.questions import question_tables, sentence, solved
+from fathom.evaluation.caches.results import Answer, CacheRow, CheckpointCaches, Compression, Questions
+from fathom.evaluation.caches.spectrum import Spectrum
 from fathom.kvcache import build_cache
 from tests.kvcache.cases import model_of, tokens
 
@@ -38,9 +40,9 @@ def test_nats_and_exact_answers_are_the_whole_texts(model) -> None:
         found = answer(model, TOKENIZER, lambda room: build_cache(model, "full"), prompts, survivors=9)
         whole = torch.cat([ids, torch.tensor(answers)], 1)
         nats = F.cross_entropy(model(whole).logits[:, 49:-1].mT, whole[:, 50:], reduction="none").mean(1)
-        assert [one["score"] for one in found] == [float(a == b) for a, b in zip(answers, greedy, strict=True)]
-        assert torch.allclose(torch.tensor([one["nats"] for one in found]), nats, atol=1e-5)
-        assert not found[0]["beyond"]
+        assert [one.score for one in found] == [float(a == b) for a, b in zip(answers, greedy, strict=True)]
+        assert torch.allclose(torch.tensor([one.nats for one in found]), nats, atol=1e-5)
+        assert not found[0].beyond
 
 
 @torch.no_grad()
@@ -54,7 +56,7 @@ def test_through_a_compressed_cache_as_token_by_token(model) -> None:
     nats = F.cross_entropy(logits.mT, torch.tensor([wanted]), reduction="mean").item()
     new = lambda room: build_cache(model, "tova", window=64)  # noqa: E731
     (found,) = answer(model, TOKENIZER, new, [prompt(ids[0], wanted, age=40)], survivors=32)
-    assert found["nats"] == pytest.approx(nats, abs=1e-5) and found["beyond"]
+    assert found.nats == pytest.approx(nats, abs=1e-5) and found.beyond
 
 
 def test_rulers_score_is_the_share_of_the_strings(model) -> None:
@@ -68,7 +70,7 @@ def test_rulers_score_is_the_share_of_the_strings(model) -> None:
         prompt(ids[0], [], (f"{words[0]} {words[1]}", "NOWHERE"), most=16),
         prompt(ids[1], [], (said[1][:5],), most=16),
     ]
-    scores = [one["score"] for one in answer(model, TOKENIZER, lambda room: build_cache(model, "full"), rows, 9)]
+    scores = [one.score for one in answer(model, TOKENIZER, lambda room: build_cache(model, "full"), rows, 9)]
     assert scores == [0.5, 1.0] and len(calls) == 1 + 15
     calls.clear()
     answer(model, TOKENIZER, lambda room: build_cache(model, "full"), rows[1:], 9)
@@ -76,16 +78,18 @@ def test_rulers_score_is_the_share_of_the_strings(model) -> None:
     assert len(calls) == 1 + 7
 
 
-def values(full: dict[str, list[float]], mine: dict[str, list[float]]) -> dict:
-    def rows(scores: dict[str, list[float]]) -> list[dict]:
+def values(full: dict[str, list[float]], mine: dict[str, list[float]]) -> CheckpointCaches:
+    def rows(scores: dict[str, list[float]]) -> list[Answer]:
         return [
-            {"task": task, "place": place, "compressions": 1, "beyond": False, "score": score, "nats": 1.0 - score}
+            Answer(task, place, 1, False, score, 1.0 - score)
             for task, each in scores.items()
             for place in ("outside", "inside")
             for score in each
         ]
 
-    return {"questions": {"reference": rows(full)}, "caches": {"tova": {"answers": rows(mine)}}}
+    caches = {"tova": CacheRow([], {}, 0.0, rows(mine), [])}
+    asked = Questions(1, {}, rows(full))
+    return CheckpointCaches("", None, Compression(64, 4, 30, 30, 2), 0, "documents", asked, caches, Spectrum())
 
 
 def test_tasks_that_the_full_cache_does_not_solve_enter_no_verdict() -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,22 @@ import pytest
 
 from fathom.cli.main import main
 from fathom.evaluation.caches import evaluate as cache_evaluation
+from fathom.evaluation.caches.needles import Recall
 from fathom.evaluation.caches.page import summarize, verdict
+from fathom.evaluation.caches.results import (
+    CacheGap,
+    CacheReport,
+    CacheRow,
+    CheckpointCaches,
+    Compression,
+    Load,
+    Questions,
+)
+from fathom.evaluation.caches.spectrum import Spectrum
 from fathom.evaluation.scoring import Checkpoint
 from fathom.kvcache import NAMES, Schedule
 from fathom.recipe import CacheWishes
+from fathom.report.provenance import provenance
 from tests.tiny import TEXT, export_tiny
 
 SCHEDULE = ("--kvcache-window", "32", "--kvcache-sinks", "2")
@@ -220,9 +233,23 @@ def test_compressions_are_counted_whatever_comes_first(here: Path, methods: str)
     assert asked.schedule(checkpoint) == Schedule.at(32, 2, 0.75)
 
 
+def cache(nats: Sequence[list[float]] = (), recall: dict[str, Recall] | None = None) -> CacheRow:
+    times = {"p50": 1.0, "p90": 1.0, "max": 1.0}
+    return CacheRow(list(nats), recall or {}, 0.1, [], [Load(4096, 64, 32_000, None, 1.0, times, "wall time")])
+
+
+def found_in(row: CacheRow, schedule: Compression | None = None) -> CheckpointCaches:
+    shape = schedule or Compression(64, 4, 30, 30, 2)
+    return CheckpointCaches("", None, shape, 0, "documents", Questions(0, {}, []), {"freqkv": row}, Spectrum())
+
+
+def report_of(values: CheckpointCaches) -> CacheReport:
+    return CacheReport(**vars(provenance()), methods=["freqkv"], at=[1], checkpoints={"m": values})
+
+
 def test_the_sentence_says_no_more_than_the_interval() -> None:
     gaps = [
-        {"method": "freqkv", "other": other, "mean": mean, "half_width": half}
+        CacheGap(mean, 3, half, None, method="freqkv", other=other)
         for other, mean, half in (
             ("drop", -0.2, 0.1),
             ("full", 0.3, 0.1),
@@ -230,16 +257,12 @@ def test_the_sentence_says_no_more_than_the_interval() -> None:
             ("sinks", -1.0, None),
         )
     ]
-    recall = {"4 needles": {"right": [90, 80, 65, 55, 20], "asked": [100] * 5}}
-    load = {"cache_bytes": 32_000, "tokens": 4096}
-    values = {
-        "schedule": {"window": 64},
-        "tuned": {"method": "freqkv"},
-        "differences": gaps,
-        "questions": {"reference": []},
-        "caches": {"freqkv": {"recall": recall, "chance": 0.1, "loads": [load]}},
-    }
-    said = verdict({"methods": ["freqkv"], "checkpoints": {"m": values}})
+
+    def said_of(right: list[int]) -> str:
+        values = found_in(cache(recall={"4 needles": Recall(right, [100] * 5)}))
+        return verdict(report_of(replace(values, tuned={"method": "freqkv"}, differences=gaps)))
+
+    said = said_of([90, 80, 65, 55, 20])
     assert said == (
         "m: freqkv's loss beyond 64 tokens is better than drop (−0.2000 ± 0.1000); worse than full (+0.3000 ± 0.1000); "
         "not significantly different from average (−0.1000 ± 0.2000), sinks (−1.0000). It finds most of the four "
@@ -250,8 +273,7 @@ def test_the_sentence_says_no_more_than_the_interval() -> None:
         ([90, 45, 20, 20, 20], "after one compression the result is inconclusive, and holds"),
         ([90, 30, 20, 20, 20], "loses most of the four needles at the first compression, and holds"),
     ):
-        recall["4 needles"]["right"] = right
-        assert words in verdict({"methods": ["freqkv"], "checkpoints": {"m": values}})
+        assert words in said_of(right)
 
 
 def test_lengths_short_of_the_needles_still_read_documents(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -267,14 +289,10 @@ def test_spans_begin_at_the_window_whatever_the_ratio() -> None:
     """F = 24 does not divide N = 40: a stretch of F would hold tokens of the window too."""
     schedule = Schedule.at(40, 4, 0.4)
     nats = [[0.0] * 5 + [8.0] * 10] * 2  # stretches of gcd(40, 24) = 8, the window free of charge
-    shape = {**asdict(schedule), "freed": 24, "chunk": 8}
-    recall = {"4 needles": {"right": [1], "asked": [1]}}
-    load = {"cache_bytes": 1, "tokens": 120}
-    cache = {"nats": nats, "recall": recall, "loads": [load]}
-    values = {"schedule": shape, "tuned": None, "questions": {"reference": []}, "caches": {"freqkv": cache}}
-    found = summarize({"m": values}, ["freqkv"], [1, 3])["checkpoints"]["m"]["caches"]["freqkv"]
-    assert found["spans"] == [[0.0, 0.0], [1.0, 1.0]] and found["beyond"] == [1.0, 1.0]
-    assert found["loss"] == [0.0, pytest.approx(1 / 3), 1.0, 1.0, 1.0]
+    measured = found_in(cache(nats=nats), Compression(40, schedule.sinks, schedule.kept, freed=24, chunk=8))
+    found = summarize({"m": measured}, ["freqkv"], [1, 3]).checkpoints["m"].caches["freqkv"]
+    assert found.spans == [[0.0, 0.0], [1.0, 1.0]] and found.beyond == [1.0, 1.0]
+    assert found.loss == [0.0, pytest.approx(1 / 3), 1.0, 1.0, 1.0]
 
 
 def test_a_compression_is_among_the_decoded_tokens() -> None:

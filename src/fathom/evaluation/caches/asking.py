@@ -19,7 +19,7 @@ from fathom.errors import SettingsError
 from fathom.evaluation.caches import natural, ruler
 from fathom.evaluation.caches.measure import CHUNK, read
 from fathom.evaluation.caches.prompts import PLACES, Cell, Frame, Prompt
-from fathom.evaluation.results import AnswerValues
+from fathom.evaluation.caches.results import Answer
 from fathom.kvcache.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def answer(
     prompts: Sequence[Prompt],
     survivors: int,
     width: int = CHUNK,
-) -> list[AnswerValues]:
+) -> list[Answer]:
     """The model's answers to a batch of prompts.
 
     Args:
@@ -111,14 +111,7 @@ def answer(
     else:
         scores, nats = _forced(model, cache, last, torch.stack([prompt.wanted for prompt in prompts]).to(model.device))
     return [
-        {
-            "task": prompt.cell.task,
-            "place": prompt.cell.place,
-            "compressions": prompt.cell.compressions,
-            "beyond": prompt.age > survivors,
-            "score": score,
-            "nats": cost,
-        }
+        Answer(prompt.cell.task, prompt.cell.place, prompt.cell.compressions, prompt.age > survivors, score, cost)
         for prompt, score, cost in zip(prompts, scores, nats, strict=True)
     ]
 

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
@@ -23,20 +23,20 @@ from fathom.errors import SettingsError
 from fathom.evaluation.caches import natural, ruler
 from fathom.evaluation.caches.asking import answer, batches, make_prompts
 from fathom.evaluation.caches.measure import CHUNK, each_length, losses, read, scorer, stretches
-from fathom.evaluation.caches.needles import Needles, Rows, enough, plant, recall
+from fathom.evaluation.caches.needles import Needles, Recall, Rows, enough, plant, recall
 from fathom.evaluation.caches.page import summarize, write_report
 from fathom.evaluation.caches.prompts import Frame, Prompt
-from fathom.evaluation.caches.spectrum import spectrum
-from fathom.evaluation.perplexity import Domain, encoder
-from fathom.evaluation.results import (
-    AnswerValues,
+from fathom.evaluation.caches.results import (
+    Answer,
     CacheReport,
     CacheRow,
     CheckpointCaches,
+    Compression,
     Load,
-    RecallValues,
-    SpectrumValues,
+    Questions,
 )
+from fathom.evaluation.caches.spectrum import Spectrum, spectrum
+from fathom.evaluation.perplexity import Domain, encoder
 from fathom.evaluation.scoring import Checkpoint, Settings, kept, name_checkpoints
 from fathom.kvcache import METHODS, NAMES, Schedule, UntunedWarning, build_cache
 from fathom.kvcache.whole import WHOLE
@@ -219,25 +219,19 @@ class Evaluation:
         reference = self._answers("full", {**next(iter(policies.values())), "method": "full", "window": None})
         look = partial(_spectrum, self.checkpoint, self.schedule, self.texts)
         schedule = self.schedule
-        return {
-            "directory": str(self.checkpoint.directory),
-            "tuned": read_json(self.checkpoint.directory / CONFIG).get("kvcache"),
-            "schedule": {
-                "window": schedule.window,
-                "sinks": schedule.sinks,
-                "kept": schedule.kept,
-                "freed": schedule.freed,
-                "chunk": schedule.chunk,
-            },
-            "documents": len(self.texts),
-            "haystack": "documents" if any(text.shape[1] >= self.size for text in self.texts) else "random tokens",
-            "questions": {"asked": len(self.prompts), "left_out": self.left_out, "reference": reference},
-            "caches": caches,
-            "spectrum": self._part("spectrum", self.key, look),
-        }
+        return CheckpointCaches(
+            directory=str(self.checkpoint.directory),
+            tuned=read_json(self.checkpoint.directory / CONFIG).get("kvcache"),
+            schedule=Compression(schedule.window, schedule.sinks, schedule.kept, schedule.freed, schedule.chunk),
+            documents=len(self.texts),
+            haystack="documents" if any(text.shape[1] >= self.size for text in self.texts) else "random tokens",
+            questions=Questions(len(self.prompts), self.left_out, reference),
+            caches=caches,
+            spectrum=self._part(Spectrum, "spectrum", self.key, look),
+        )
 
-    def _part(self, name: str, key: Mapping[str, object], work: Callable[[], T]) -> T:
-        return cast("T", kept(self.checkpoint, self.settings.out, "kvcache", name, key, work))
+    def _part(self, kind: object, name: str, key: Mapping[str, object], work: Callable[[], T]) -> T:
+        return kept(kind, self.checkpoint, self.settings.out, "kvcache", name, key, work)
 
     def _check(self, method: str, policy: CacheSettings) -> None:
         model, _ = self.checkpoint.open()
@@ -252,17 +246,17 @@ class Evaluation:
 
     def _cache(self, method: str, policy: CacheSettings) -> CacheRow:
         key = {**self.key, "policy": policy, "at": list(self.asked.at)}
-        nats = self._part(f"{method}, loss", key, partial(self._losses, method, policy)) if self.texts else []
+        asked = {**self.questions, "policy": policy}
+        look = partial(self._losses, method, policy)
+        nats = self._part(list[list[float]], f"{method}, loss", key, look) if self.texts else []
         recall = {
-            task: self._part(
-                f"{method}, {task}", {**self.questions, "policy": policy}, partial(self._recall, method, policy, task)
-            )
+            task: self._part(Recall, f"{method}, {task}", asked, partial(self._recall, method, policy, task))
             for task in self.planted
         }
         answers = self._answers(method, policy)
-        loads = self._part(f"{method}, costs", key, partial(self._loads, policy))
+        loads = self._part(list[Load], f"{method}, costs", key, partial(self._loads, policy))
         chance = self.needles.chance if self.needles is not None else 0.0
-        return {"nats": nats, "recall": recall, "chance": chance, "answers": answers, "loads": loads}
+        return CacheRow(nats, recall, chance, answers, loads)
 
     def _losses(self, method: str, policy: CacheSettings) -> list[list[float]]:
         """Nats by document, over stretches of positions."""
@@ -275,27 +269,26 @@ class Evaluation:
                 bar.update(len(by_document))
         return by_document
 
-    def _recall(self, method: str, policy: CacheSettings, task: str) -> RecallValues:
+    def _recall(self, method: str, policy: CacheSettings, task: str) -> Recall:
         """Right answers of needles of tokens."""
         assert self.needles is not None
         model, _ = self.checkpoint.open()
         batches = self.planted[task]
         with ProgressBar(f"{self.checkpoint.name}: {method}, {task}", len(batches)) as bar:
             score = scorer(model, partial(self._new, policy, self.size), self.width)
-            found = recall(score, _counted(batches, bar), self.needles, self.schedule, max(self.asked.compressions))
-        return cast("RecallValues", asdict(found))
+            return recall(score, _counted(batches, bar), self.needles, self.schedule, max(self.asked.compressions))
 
-    def _answers(self, method: str, policy: CacheSettings) -> list[AnswerValues]:
+    def _answers(self, method: str, policy: CacheSettings) -> list[Answer]:
         """Answers to the questions in words, in their order."""
         if not self.prompts:
             return []
         model, tokenizer = self.checkpoint.open()
         by_task = groupby(self.prompts, key=lambda prompt: prompt.cell.task)
-        found: list[AnswerValues] = []
+        found: list[Answer] = []
         for task, group in by_task:
             prompts = list(group)
 
-            def work(task: str = task, prompts: list[Prompt] = prompts) -> list[AnswerValues]:
+            def work(task: str = task, prompts: list[Prompt] = prompts) -> list[Answer]:
                 parts = list(batches(prompts))
                 with ProgressBar(f"{self.checkpoint.name}: {method}, {task}", len(parts)) as bar:
                     return [
@@ -308,7 +301,7 @@ class Evaluation:
 
             # A full cache answers alike on every schedule, and is asked for as a reference too.
             shown = {"method": method} if method in WHOLE else policy
-            found += self._part(f"{method}, {task}", {**self.questions, "policy": shown}, work)
+            found += self._part(list[Answer], f"{method}, {task}", {**self.questions, "policy": shown}, work)
         return found
 
     def _loads(self, policy: CacheSettings) -> list[Load]:
@@ -399,16 +392,16 @@ def _decoded(schedule: Schedule, lengths: Sequence[int]) -> int:
     return max(min(DECODED, schedule.freed), *waits)
 
 
-def _spectrum(checkpoint: Checkpoint, schedule: Schedule, texts: Sequence[Tensor]) -> SpectrumValues:
+def _spectrum(checkpoint: Checkpoint, schedule: Schedule, texts: Sequence[Tensor]) -> Spectrum:
     """Shares of energy, or the reason why there are none."""
     model, tokenizer = checkpoint.open()
     generator = torch.Generator().manual_seed(0)
     rows = max(1, READ_AT_ONCE // schedule.window)
     ids = _haystack(texts, _usable(tokenizer), rows, schedule.window, generator)
     try:
-        return cast(SpectrumValues, asdict(spectrum(model, ids, schedule)))
+        return spectrum(model, ids, schedule)
     except ValueError as error:
-        return {"left_out": str(error)}
+        return Spectrum(left_out=str(error))
 
 
 def _texts(checkpoint: Checkpoint, domains: Sequence[Domain], length: int, most: int) -> list[Tensor]:

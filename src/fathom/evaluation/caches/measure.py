@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
+from fathom.evaluation.caches.results import Load
 from fathom.evaluation.clock import Clock
-from fathom.evaluation.results import Load
 from fathom.kvcache import cache_bytes, chunks
 
 if TYPE_CHECKING:
@@ -96,15 +96,7 @@ def loads(
         spent = [1000 * clock.seconds(lambda: _consume(model, step, cache, 1)) for step in steps]  # noqa: B023
         p50, p90 = np.percentile(spent, (50, 90))
         times = {"p50": float(p50), "p90": float(p90), "max": max(spent)}
-        yield {
-            "tokens": length,
-            "entries": entries,
-            "cache_bytes": held,
-            "peak_bytes": peak.bytes(),
-            "prefill_tokens_per_second": prefilled / seconds,
-            "decode_ms": times,
-            "clock": clock.words,
-        }
+        yield Load(length, entries, held, peak.bytes(), prefilled / seconds, times, clock.words)
 
 
 def each_length(

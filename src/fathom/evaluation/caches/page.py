@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
-from typing import Literal, cast
 
 import numpy as np
 from markupsafe import Markup
@@ -13,17 +12,10 @@ from markupsafe import Markup
 from fathom.evaluation.caches.measure import stretches
 from fathom.evaluation.caches.needles import Recall
 from fathom.evaluation.caches.questions import question_tables, sentence
-from fathom.evaluation.results import (
-    CacheGap,
-    CacheReport,
-    CacheResults,
-    CheckpointCacheRow,
-    CheckpointCaches,
-    Load,
-    ShareValues,
-)
+from fathom.evaluation.caches.results import CacheGap, CacheReport, CheckpointCaches, Load
+from fathom.evaluation.caches.spectrum import Shares
 from fathom.report import PAGE, html
-from fathom.report.numbers import DASH, signed, size
+from fathom.report.numbers import DASH, size
 from fathom.report.plots import Line, line_plot
 from fathom.report.provenance import provenance
 from fathom.report.statistics import paired_difference
@@ -32,49 +24,50 @@ from fathom.report.tables import line_width, terminal_table
 
 def summarize(found: Mapping[str, CheckpointCaches], methods: Sequence[str], at: Sequence[int]) -> CacheReport:
     """The measurements, with losses by position and differences paired over documents."""
-    report: CacheResults = {**provenance(), "methods": list(methods), "at": list(at), "checkpoints": {}}
-    for name, values in found.items():
-        schedule = values["schedule"]
-        freed, window, width = schedule["freed"], schedule["window"], schedule["chunk"]
-        for cache in values["caches"].values():
-            if cache["nats"]:
-                cache["loss"] = [
-                    loss / freed for loss in stretches(np.mean(cache["nats"], axis=0, keepdims=True), freed // width)[0]
+    report = CacheReport(**vars(provenance()), methods=list(methods), at=list(at), checkpoints=dict(found))
+    for values in found.values():
+        schedule = values.schedule
+        freed, window, width = schedule.freed, schedule.window, schedule.chunk
+        for cache in values.caches.values():
+            if cache.nats:
+                cache.loss = [
+                    loss / freed for loss in stretches(np.mean(cache.nats, axis=0, keepdims=True), freed // width)[0]
                 ]
-                cache["spans"] = [_span(cache["nats"], a * window, b * window, width) for a, b in _spans(at)]
-                cache["beyond"] = _span(cache["nats"], window, max(at) * window, width) if max(at) > 1 else None
-        report["checkpoints"][name] = {**values, "differences": list(_differences(values, methods))}
-    return {"verdict": verdict(report), **report}
+                cache.spans = [_span(cache.nats, a * window, b * window, width) for a, b in _spans(at)]
+                cache.beyond = _span(cache.nats, window, max(at) * window, width) if max(at) > 1 else None
+        values.differences = list(_differences(values, methods))
+    report.verdict = verdict(report)
+    return report
 
 
-def verdict(report: CacheResults) -> str:
+def verdict(report: CacheReport) -> str:
     """Two sentences for each checkpoint: loss beyond the window, recall, bytes."""
     return " ".join(_sentences(report))
 
 
-def _sentences(report: CacheResults) -> list[str]:
-    return [_sentence(name, values, report) for name, values in report["checkpoints"].items()]
+def _sentences(report: CacheReport) -> list[str]:
+    return [_sentence(name, values, report) for name, values in report.checkpoints.items()]
 
 
-def _sentence(name: str, values: CheckpointCacheRow, report: CacheResults) -> str:
-    first, window = report["methods"][0], values["schedule"]["window"]
-    mine = values["caches"][first]
+def _sentence(name: str, values: CheckpointCaches, report: CacheReport) -> str:
+    first, window = report.methods[0], values.schedule.window
+    mine = values.caches[first]
     parts = []
     for words, holds in (
-        ("better than", _is_better),
-        ("worse than", _is_worse),
-        ("not significantly different from", _is_open),
+        ("better than", lambda gap: gap.excludes_zero and gap.mean < 0),
+        ("worse than", lambda gap: gap.excludes_zero and gap.mean > 0),
+        ("not significantly different from", lambda gap: not gap.excludes_zero),
     ):
-        gaps = [gap for gap in values["differences"] if gap["method"] == first and holds(gap)]
+        gaps = [gap for gap in values.differences if gap.method == first and holds(gap)]
         if gaps:
-            others = ", ".join(f"{gap['other']} ({_signed(gap)})" for gap in gaps)
+            others = ", ".join(f"{gap.other} ({gap})" for gap in gaps)
             parts.append(f"{words} {others}")
     loss = f"{first}'s loss beyond {window:,} tokens is {'; '.join(parts)}. It " if parts else f"{first} "
-    load = mine["loads"][-1]
-    held = f"holds {size(load['cache_bytes'])} after {load['tokens']:,} tokens"
-    tuned = "" if values["tuned"] else ", not tuned under compression"
-    asked = mine["recall"].get("4 needles")
-    found = f"{_found(Recall(**asked))}, and {held}" if asked else held
+    load = mine.loads[-1]
+    held = f"holds {size(load.cache_bytes)} after {load.tokens:,} tokens"
+    tuned = "" if values.tuned else ", not tuned under compression"
+    asked = mine.recall.get("4 needles")
+    found = f"{_found(asked)}, and {held}" if asked else held
     return f"{name}{tuned}: {loss}{found}.{sentence(values, first)}"
 
 
@@ -92,18 +85,6 @@ def _found(recall: Recall) -> str:
     return f"finds most of the four needles through {last} compressions"
 
 
-def _is_better(gap: CacheGap) -> bool:
-    return not _is_open(gap) and gap["mean"] < 0
-
-
-def _is_worse(gap: CacheGap) -> bool:
-    return not _is_open(gap) and gap["mean"] > 0
-
-
-def _is_open(gap: CacheGap) -> bool:
-    return gap["half_width"] is None or abs(gap["mean"]) <= gap["half_width"]
-
-
 def _spans(at: Sequence[int]) -> list[tuple[int, int]]:
     return list(zip((0, *at[:-1]), at, strict=True))
 
@@ -115,24 +96,13 @@ def _span(nats: Sequence[Sequence[float]], start: int, stop: int, width: int) ->
 
 def _differences(values: CheckpointCaches, methods: Sequence[str]) -> Iterator[CacheGap]:
     """Differences beyond the window of each cache to each later one, paired over documents."""
-    caches = values["caches"]
+    caches = values.caches
     for i, method in enumerate(methods):
         for other in methods[i + 1 :]:
-            mine, theirs = caches[method].get("beyond"), caches[other].get("beyond")
+            mine, theirs = caches[method].beyond, caches[other].beyond
             if mine and theirs:
                 gap = paired_difference(mine, theirs)
-                yield {
-                    "method": method,
-                    "other": other,
-                    "mean": gap.mean,
-                    "pairs": gap.pairs,
-                    "half_width": gap.half_width,
-                    "p": gap.p,
-                }
-
-
-def _signed(gap: CacheGap) -> str:
-    return signed(gap["mean"], gap["half_width"])
+                yield CacheGap(gap.mean, gap.pairs, gap.half_width, gap.p, method=method, other=other)
 
 
 def write_report(report: CacheReport, out: Path) -> tuple[Path, Path]:
@@ -145,48 +115,48 @@ def write_report(report: CacheReport, out: Path) -> tuple[Path, Path]:
 Table = tuple[str, list[str], list[list[str]]]
 
 
-def tables(name: str, values: CheckpointCacheRow, report: CacheReport) -> list[Table]:
+def tables(name: str, values: CheckpointCaches, report: CacheReport) -> list[Table]:
     """Loss by position, needles by compressions, costs by length."""
     found = [
         *_loss_table(values, report),
         *_recall_tables(values, report),
-        *question_tables(values, report["methods"]),
+        *question_tables(values, report.methods),
         _cost_table(values, report),
     ]
     return [(f"{name}: {caption}", columns, rows) for caption, columns, rows in found]
 
 
-def _loss_table(values: CheckpointCacheRow, report: CacheReport) -> Iterator[Table]:
+def _loss_table(values: CheckpointCaches, report: CacheReport) -> Iterator[Table]:
     rows = []
-    for method in report["methods"]:
-        cache = values["caches"][method]
-        if "spans" in cache:
-            rows.append([method, *(f"{np.mean(span):.4f}" for span in cache["spans"])])
+    for method in report.methods:
+        cache = values.caches[method]
+        if cache.spans is not None:
+            rows.append([method, *(f"{np.mean(span):.4f}" for span in cache.spans)])
     if rows:
-        columns = ["cache", *(f"{a}–{b} windows" for a, b in _spans(report["at"]))]
-        yield f"nats per token by position ({values['documents']} documents)", columns, rows
+        columns = ["cache", *(f"{a}–{b} windows" for a, b in _spans(report.at))]
+        yield f"nats per token by position ({values.documents} documents)", columns, rows
 
 
-def _recall_tables(values: CheckpointCacheRow, report: CacheReport) -> Iterator[Table]:
-    first = values["caches"][report["methods"][0]]
-    for task, recall in first["recall"].items():
+def _recall_tables(values: CheckpointCaches, report: CacheReport) -> Iterator[Table]:
+    first = values.caches[report.methods[0]]
+    for task, recall in first.recall.items():
         rows = []
-        for method in report["methods"]:
-            mine = Recall(**values["caches"][method]["recall"][task])
+        for method in report.methods:
+            mine = values.caches[method].recall[task]
             cells = zip(mine.accuracy, mine.intervals, strict=True)
             rows.append([method, *(DASH if i is None else f"{a:.2f} ({i[0]:.2f}–{i[1]:.2f})" for a, i in cells)])
-        rows.append(["questions", *map(str, recall["asked"])])
-        caption = f"{task}, accuracy by compressions in between, 95 % intervals (chance {first['chance']:.2f})"
-        yield caption, ["cache", *map(str, range(len(recall["asked"])))], rows
+        rows.append(["questions", *map(str, recall.asked)])
+        caption = f"{task}, accuracy by compressions in between, 95 % intervals (chance {first.chance:.2f})"
+        yield caption, ["cache", *map(str, range(len(recall.asked)))], rows
 
 
-def _cost_table(values: CheckpointCacheRow, report: CacheReport) -> Table:
+def _cost_table(values: CheckpointCaches, report: CacheReport) -> Table:
     rows = []
-    for method in report["methods"]:
-        for load in values["caches"][method]["loads"]:
-            ms, peak = load["decode_ms"], load["peak_bytes"]
-            cells = [f"{load['tokens']:,}", f"{load['entries']:,}", size(load["cache_bytes"])]
-            cells += [DASH if peak is None else size(peak), f"{load['prefill_tokens_per_second']:,.0f}"]
+    for method in report.methods:
+        for load in values.caches[method].loads:
+            ms, peak = load.decode_ms, load.peak_bytes
+            cells = [f"{load.tokens:,}", f"{load.entries:,}", size(load.cache_bytes)]
+            cells += [DASH if peak is None else size(peak), f"{load.prefill_tokens_per_second:,.0f}"]
             rows.append([method, *cells, *(f"{ms[key]:.2f}" for key in ("p50", "p90", "max"))])
     columns = ["cache", "tokens", "entries", "bytes", "peak", "prefill tokens/s", "decode ms, p50", "p90", "max"]
     return "what it costs", columns, rows
@@ -197,10 +167,10 @@ def show(report: CacheReport, out: Path | None) -> None:
     from rich.console import Console
 
     console = Console(highlight=False, width=line_width())
-    for name, values in report["checkpoints"].items():
+    for name, values in report.checkpoints.items():
         for caption, columns, rows in tables(name, values, report):
             console.print(terminal_table(caption, columns, rows), "")
-    console.print(report["verdict"], markup=False)
+    console.print(report.verdict, markup=False)
     if out is not None:
         console.print(f"\nreport: {(out / PAGE).resolve()}", markup=False, soft_wrap=True)
 
@@ -210,9 +180,9 @@ def show(report: CacheReport, out: Path | None) -> None:
 
 def page(report: CacheReport) -> str:
     """The whole report."""
-    legend = html.legend(report["methods"])
+    legend = html.legend(report.methods)
     blocks = []
-    for name, values in report["checkpoints"].items():
+    for name, values in report.checkpoints.items():
         loss, needles, cost = (
             _loss_figures(values, report),
             _needle_figures(values, report),
@@ -227,8 +197,8 @@ def page(report: CacheReport) -> str:
             html.section(f"{name}: questions", *_html(shown, "answers")) if _html(shown, "answers") else Markup(),
             html.section(f"{name}: cost", legend, cost, *_html(shown, "costs")),
         ]
-    title = f"Caches: {', '.join(report['methods'])}"
-    spectra = html.section("Spectrum", html.legend(list(report["checkpoints"])), _spectrum_figures(report))
+    title = f"Caches: {', '.join(report.methods)}"
+    spectra = html.section("Spectrum", html.legend(list(report.checkpoints)), _spectrum_figures(report))
     reading = html.section("How to read this", html.bullets(_method(report)))
     first, *others = _sentences(report)
     return html.page(title, first, html.bullets(others) if others else "", *blocks, spectra, reading, _source(report))
@@ -238,10 +208,10 @@ def _html(shown: Sequence[Table], word: str) -> list[Markup]:
     return [html.table(*table) for table in shown if word in table[0]]
 
 
-def _loss_figures(values: CheckpointCacheRow, report: CacheReport) -> Markup:
-    freed, lines, gaps = values["schedule"]["freed"], [], []
-    curves = {m: values["caches"][m]["loss"] for m in report["methods"] if "loss" in values["caches"][m]}
-    control = next((m for m in ("full", *reversed(report["methods"])) if m in curves), None)
+def _loss_figures(values: CheckpointCaches, report: CacheReport) -> Markup:
+    freed, lines, gaps = values.schedule.freed, [], []
+    curves = {m: loss for m in report.methods if (loss := values.caches[m].loss) is not None}
+    control = next((m for m in ("full", *reversed(report.methods)) if m in curves), None)
     for i, (method, loss) in enumerate(curves.items()):
         x = [(j + 0.5) * freed for j in range(len(loss))]
         lines.append(Line(method, x, loss, i, marks=len(x) < 20))
@@ -259,18 +229,18 @@ def _loss_figures(values: CheckpointCacheRow, report: CacheReport) -> Markup:
     )
 
 
-def _gaps(values: CheckpointCacheRow) -> Markup:
-    rows = [[f"{gap['method']} − {gap['other']}", _signed(gap), str(gap["pairs"])] for gap in values["differences"]]
+def _gaps(values: CheckpointCaches) -> Markup:
+    rows = [[f"{gap.method} − {gap.other}", str(gap), str(gap.pairs)] for gap in values.differences]
     caption = "Loss beyond the window, paired over documents, with 95 % intervals"
     return html.table(caption, ["pair", "nats per token", "documents"], rows) if rows else Markup()
 
 
-def _needle_figures(values: CheckpointCacheRow, report: CacheReport) -> Markup:
+def _needle_figures(values: CheckpointCaches, report: CacheReport) -> Markup:
     shown = []
-    for task in values["caches"][report["methods"][0]]["recall"]:
+    for task in values.caches[report.methods[0]].recall:
         lines = []
-        for i, method in enumerate(report["methods"]):
-            accuracy = Recall(**values["caches"][method]["recall"][task]).accuracy
+        for i, method in enumerate(report.methods):
+            accuracy = values.caches[method].recall[task].accuracy
             places = [r for r, a in enumerate(accuracy) if a is not None]
             lines.append(Line(method, places, [a for a in accuracy if a is not None], i))
         words = "; ".join(f"{line.name} " + " ".join(f"{y:.2f}" for y in line.y) for line in lines)
@@ -279,19 +249,19 @@ def _needle_figures(values: CheckpointCacheRow, report: CacheReport) -> Markup:
     return html.figures(*shown)
 
 
-def _cost_figures(values: CheckpointCacheRow, report: CacheReport) -> Markup:
+def _cost_figures(values: CheckpointCaches, report: CacheReport) -> Markup:
     kinds: tuple[tuple[str, str, Callable[[Load], float]], ...] = (
-        ("Cache bytes", "bytes", lambda load: load["cache_bytes"]),
-        ("Peak memory, weights left out", "bytes", lambda load: load["peak_bytes"] or float("nan")),
-        ("Decoding, median", "milliseconds per token", lambda load: load["decode_ms"]["p50"]),
-        ("Prefill", "tokens per second", lambda load: load["prefill_tokens_per_second"]),
+        ("Cache bytes", "bytes", lambda load: load.cache_bytes),
+        ("Peak memory, weights left out", "bytes", lambda load: load.peak_bytes or float("nan")),
+        ("Decoding, median", "milliseconds per token", lambda load: load.decode_ms["p50"]),
+        ("Prefill", "tokens per second", lambda load: load.prefill_tokens_per_second),
     )
     shown = []
     for title, label, value in kinds:
         lines = []
-        for i, method in enumerate(report["methods"]):
-            found = values["caches"][method]["loads"]
-            lines.append(Line(method, [load["tokens"] for load in found], [value(load) for load in found], i))
+        for i, method in enumerate(report.methods):
+            found = values.caches[method].loads
+            lines.append(Line(method, [load.tokens for load in found], [value(load) for load in found], i))
         words = "; ".join(f"{line.name} ends at {line.y[-1]:.4g}" for line in lines)
         shown.append(html.figure(title, line_plot(lines, "tokens read", label, f"{title}: {words}", zero=True)))
     return html.figures(*shown)
@@ -299,15 +269,15 @@ def _cost_figures(values: CheckpointCacheRow, report: CacheReport) -> Markup:
 
 def _spectrum_figures(report: CacheReport) -> Markup:
     shown = []
-    kinds: tuple[tuple[Literal["keys", "values", "unmixed_values"], str], ...]
     kinds = ("keys", "Keys, before rotation"), ("values", "Values, as cached"), ("unmixed_values", "Values, unmixed")
-    parts: tuple[tuple[Literal["kept", "mean"], str], ...] = ("kept", "of what varies, kept"), ("mean", "in the mean")
+    parts = ("kept", "of what varies, kept"), ("mean", "in the mean")
     for (kind, title), (part, of) in product(kinds, parts):
         lines = []
-        for i, (name, values) in enumerate(report["checkpoints"].items()):
-            shares = cast("ShareValues | None", values["spectrum"].get(kind))
+        for i, (name, values) in enumerate(report.checkpoints.items()):
+            shares: Shares | None = getattr(values.spectrum, kind)
             if shares is not None:
-                lines.append(Line(name, list(range(len(shares[part]))), shares[part], i))
+                found: list[float] = getattr(shares, part)
+                lines.append(Line(name, list(range(len(found))), found, i))
         if lines:
             words = "; ".join(f"{line.name} " + " ".join(f"{y:.2f}" for y in line.y) for line in lines)
             svg = line_plot(lines, "layer", "share of energy", f"{title}, {of}: {words}")
@@ -316,14 +286,12 @@ def _spectrum_figures(report: CacheReport) -> Markup:
 
 
 def _method(report: CacheReport) -> list[str]:
-    first = next(iter(report["checkpoints"].values()))
-    clock = first["caches"][report["methods"][0]]["loads"][0]["clock"]
-    spectra = {name: values["spectrum"] for name, values in report["checkpoints"].items()}
-    whites = sorted({f"{spectrum['white']:.2f}" for spectrum in spectra.values() if "white" in spectrum})
-    missing = [
-        f"{name} has none: {spectrum['left_out']}" for name, spectrum in spectra.items() if "left_out" in spectrum
-    ]
-    haystacks = " and ".join(sorted({f"of {values['haystack']}" for values in report["checkpoints"].values()}))
+    first = next(iter(report.checkpoints.values()))
+    clock = first.caches[report.methods[0]].loads[0].clock
+    spectra = {name: values.spectrum for name, values in report.checkpoints.items()}
+    whites = sorted({f"{one.white:.2f}" for one in spectra.values() if one.white is not None})
+    missing = [f"{name} has none: {one.left_out}" for name, one in spectra.items() if one.left_out is not None]
+    haystacks = " and ".join(sorted({f"of {values.haystack}" for values in report.checkpoints.values()}))
     return [
         "Every cache reads the same tokens once, as in serving, and predicts from its entries. full keeps everything; "
         "beyond the training length, its loss shows the limit of the weights, not of the cache.",
@@ -344,6 +312,6 @@ def _method(report: CacheReport) -> list[str]:
 
 
 def _source(report: CacheReport) -> Markup:
-    schedules = {name: values["schedule"] for name, values in report["checkpoints"].items()}
-    words = "\n".join(f"{name}: {schedule}" for name, schedule in schedules.items())
+    schedules = {name: values.schedule for name, values in report.checkpoints.items()}
+    words = "\n".join(f"{name}: {vars(schedule)}" for name, schedule in schedules.items())
     return html.section("Where it comes from", html.source(report), html.details("Schedules", words))

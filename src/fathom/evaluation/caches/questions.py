@@ -4,26 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
+from operator import attrgetter
 
 import numpy as np
 
-from fathom.evaluation.results import AnswerValues, CheckpointCaches
-from fathom.report.numbers import DASH, signed
+from fathom.evaluation.caches.results import Answer, CheckpointCaches
+from fathom.report.numbers import DASH
 from fathom.report.statistics import paired_difference, wilson
 
 SOLVED = 0.5
 """Tasks on which the full cache scores lower are not used in the verdict."""
 Table = tuple[str, list[str], list[list[str]]]
-Filter = Callable[[AnswerValues], bool]
+Filter = Callable[[Answer], bool]
 
 
 @dataclass(frozen=True)
 class Scores:
     """Answers of one cache, with those of the full cache to the same questions."""
 
-    mine: Sequence[AnswerValues]
-    full: Sequence[AnswerValues]
+    mine: Sequence[Answer]
+    full: Sequence[Answer]
 
     def where(self, wanted: Filter) -> Scores:
         """Some of the questions."""
@@ -33,7 +33,7 @@ class Scores:
     @property
     def score(self) -> str:
         """The mean score with a 95 % interval: Wilson's for answers that are right or wrong, else Student's."""
-        scores = [one["score"] for one in self.mine]
+        scores = [one.score for one in self.mine]
         if not scores:
             return DASH
         if set(scores) <= {0.0, 1.0}:
@@ -47,37 +47,36 @@ class Scores:
     @property
     def nats(self) -> str:
         """The mean of nats per answer token."""
-        found = [one["nats"] for one in self.mine if one["nats"] is not None]
+        found = [one.nats for one in self.mine if one.nats is not None]
         return f"{np.mean(found):.2f}" if found else DASH
 
-    def gap(self, of: Callable[[AnswerValues], float | None]) -> str:
+    def gap(self, of: Callable[[Answer], float | None]) -> str:
         """The mean difference to the full cache, paired over questions, with its interval."""
         pairs = [(of(a), of(b)) for a, b in zip(self.mine, self.full, strict=True)]
         mine = [a for a, b in pairs if a is not None and b is not None]
         full = [b for a, b in pairs if a is not None and b is not None]
         if not mine:
             return DASH
-        found = paired_difference(mine, full)
-        return signed(found.mean, found.half_width)
+        return str(paired_difference(mine, full))
 
 
 def solved(values: CheckpointCaches) -> tuple[list[str], list[str]]:
     """The tasks that the full cache solves, and those that it does not."""
     by_task: dict[str, list[float]] = {}
-    for one in values["questions"]["reference"]:
-        by_task.setdefault(one["task"], []).append(one["score"])
+    for one in values.questions.reference:
+        by_task.setdefault(one.task, []).append(one.score)
     good = [task for task, scores in by_task.items() if np.mean(scores) >= SOLVED]
     return good, [task for task in by_task if task not in good]
 
 
 def scores_of(values: CheckpointCaches, method: str) -> Scores:
     """One cache's answers beside the full cache's."""
-    return Scores(values["caches"][method]["answers"], values["questions"]["reference"])
+    return Scores(values.caches[method].answers, values.questions.reference)
 
 
 def sentence(values: CheckpointCaches, method: str) -> str:
     """The verdict of the questions on a cache; empty if none were asked."""
-    if not values["questions"]["reference"]:
+    if not values.questions.reference:
         return ""
     good, bad = solved(values)
     words = f" The full cache solves {', '.join(good) or 'no task'}"
@@ -85,9 +84,9 @@ def sentence(values: CheckpointCaches, method: str) -> str:
         words += f"; tasks that it solves below 50 % are not used: {', '.join(bad)}"
     if not good:
         return words + "."
-    mine = scores_of(values, method).where(lambda one: one["task"] in good)
+    mine = scores_of(values, method).where(lambda one: one.task in good)
     parts = [
-        f"{mine.where(lambda one, place=place: one['place'] == place).score} with the question {place}"  # type: ignore[misc]
+        f"{mine.where(lambda one, place=place: one.place == place).score} with the question {place}"  # type: ignore[misc]
         for place in ("outside", "inside")
     ]
     full = Scores(mine.full, mine.full).score
@@ -96,7 +95,7 @@ def sentence(values: CheckpointCaches, method: str) -> str:
 
 def question_tables(values: CheckpointCaches, methods: Sequence[str]) -> Iterator[Table]:
     """Scores and nats by task and place, by compressions, and differences to the full cache."""
-    reference = values["questions"]["reference"]
+    reference = values.questions.reference
     if not reference:
         return
     good, bad = solved(values)
@@ -105,11 +104,11 @@ def question_tables(values: CheckpointCaches, methods: Sequence[str]) -> Iterato
     def of(method: str) -> Scores:
         return Scores(reference, reference) if method == "full" else scores_of(values, method)
 
-    places = list(dict.fromkeys(one["place"] for one in reference))
+    places = list(dict.fromkeys(one.place for one in reference))
     cells = [(task, place) for task in (*good, *bad) for place in places]
 
     def in_cell(task: str, place: str) -> Filter:
-        return lambda one: one["task"] == task and one["place"] == place
+        return lambda one: one.task == task and one.place == place
 
     rows = [[method, *(of(method).where(in_cell(*cell)).score for cell in cells)] for method in shown]
     note = f"; not used, below 50 % with the full cache: {', '.join(bad)}" if bad else ""
@@ -117,13 +116,13 @@ def question_tables(values: CheckpointCaches, methods: Sequence[str]) -> Iterato
     yield f"answers, 95 % intervals: score by task and by place of the question{note}", columns, rows
     rows = []
     for method in shown:
-        mine = of(method).where(lambda one: one["task"] in good)
+        mine = of(method).where(lambda one: one.task in good)
         row = [method]
-        for count in dict.fromkeys(sorted(one["compressions"] for one in reference)):
-            here = mine.where(lambda one, count=count: one["compressions"] == count)  # type: ignore[misc]
+        for count in dict.fromkeys(sorted(one.compressions for one in reference)):
+            here = mine.where(lambda one, count=count: one.compressions == count)  # type: ignore[misc]
             row += [f"{here.score}, {here.nats}"]
-        older = mine.where(lambda one: one["beyond"])
-        rows.append([*row, f"{older.score}, {older.nats}", mine.gap(itemgetter("score")), mine.gap(itemgetter("nats"))])
-    counts = [f"after {n}" for n in dict.fromkeys(sorted(one["compressions"] for one in reference))]
+        older = mine.where(lambda one: one.beyond)
+        rows.append([*row, f"{older.score}, {older.nats}", mine.gap(attrgetter("score")), mine.gap(attrgetter("nats"))])
+    counts = [f"after {n}" for n in dict.fromkeys(sorted(one.compressions for one in reference))]
     caption = "answers to the tasks that the full cache solves: score, nats per answer token, by compressions"
     yield caption, ["cache", *counts, "beyond what drop holds", "score − full's", "nats − full's"], rows

@@ -39,14 +39,15 @@ class Shares:
 
 @dataclass(frozen=True)
 class Spectrum:
-    """Shares of energy in the keys and values of a cache."""
+    """Shares of energy in the keys and values of a cache, or why there are none (`left_out`)."""
 
-    keys: Shares
-    values: Shares
-    unmixed_values: Shares | None
+    keys: Shares | None = None
+    values: Shares | None = None
+    unmixed_values: Shares | None = None
     """Values as they were projected, for a model whose mixer then changes them."""
-    white: float
+    white: float | None = None
     """The `kept` share of white noise."""
+    left_out: str | None = None
 
 
 @torch.no_grad()

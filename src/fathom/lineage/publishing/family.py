@@ -8,7 +8,6 @@ from pathlib import Path
 from fathom.lineage.shares import IF_COMPLETE
 from fathom.lineage.tree import MISSING, Edge, Family, Merge, Tree, first
 from fathom.report import html
-from fathom.report.files import finite
 from fathom.report.templates import render as render_template
 
 SCHEMA = 1
@@ -44,7 +43,7 @@ def as_json(found: Tree) -> dict[str, object]:
 def write(out: Path, found: Tree) -> None:
     """report.json and report.html in a directory."""
     out.mkdir(parents=True, exist_ok=True)
-    html.write(out, finite(as_json(found)), render(found))
+    html.write(out, as_json(found), render(found))
 
 
 def render(found: Tree) -> str:

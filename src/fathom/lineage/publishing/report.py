@@ -22,7 +22,7 @@ from fathom.lineage.publishing.results import (
     PortraitEntry,
 )
 from fathom.lineage.weights import Weights
-from fathom.report.files import finite
+from fathom.report.files import asdict
 
 SCHEMA = 3
 CANONICAL_STEPS = (
@@ -97,7 +97,7 @@ def as_json(
         "portraits": {name: portrait_of(z) for name, z in (portraits or {}).items()},
         "seconds": round(pair.seconds, 2),
     }
-    plain: LineageReport = finite(body)
+    plain: LineageReport = asdict(body)
     return plain
 
 

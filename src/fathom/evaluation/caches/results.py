@@ -1,0 +1,114 @@
+"""What the `report.json` of `fathom evaluate --kvcache` holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from fathom.evaluation.caches.needles import Recall
+from fathom.evaluation.caches.spectrum import Spectrum
+from fathom.report.provenance import Provenance
+from fathom.report.statistics import Difference
+
+
+@dataclass
+class Compression:
+    """When a cache is compressed: `freed` entries at a time, read in pieces of `chunk`."""
+
+    window: int
+    sinks: int
+    kept: int
+    freed: int
+    chunk: int
+
+
+@dataclass
+class Load:
+    """A cache after a number of tokens: what it holds and how fast it is."""
+
+    tokens: int
+    entries: int
+    """Entries of each layer."""
+    cache_bytes: int
+    peak_bytes: int | None
+    """Peak memory above that before the text, so without weights; None where the system does not report it."""
+    prefill_tokens_per_second: float
+    """Speed over the tokens of all rows that were read in chunks so far."""
+    decode_ms: dict[str, float]
+    """Milliseconds for a step: p50, p90 and max, compressions included."""
+    clock: str
+    """Which clock, in words."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The answer of a model with one cache to one question."""
+
+    task: str
+    place: str
+    """`outside` or `inside`: whether the question came after or before the last compression."""
+    compressions: int
+    beyond: bool
+    """Whether the answer is older than the entries that `drop` keeps."""
+    score: float
+    """1 for an exact answer; of RULER's tasks, the share of the expected strings."""
+    nats: float | None
+    """Per token of the answer, where it is scored token by token."""
+
+
+@dataclass
+class Questions:
+    """The questions that every cache was asked."""
+
+    asked: int
+    left_out: dict[str, str]
+    """Tasks that do not fit, and why."""
+    reference: list[Answer]
+    """The answers of the full cache."""
+
+
+@dataclass
+class CacheRow:
+    """One cache of one checkpoint, as measured, with the losses made of it where there were texts."""
+
+    nats: list[list[float]]
+    """By document, over stretches of positions."""
+    recall: dict[str, Recall]
+    chance: float
+    answers: list[Answer]
+    loads: list[Load]
+    loss: list[float] | None = None
+    spans: list[list[float]] | None = None
+    beyond: list[float] | None = None
+
+
+@dataclass(kw_only=True)
+class CacheGap(Difference):
+    """Loss of a cache minus another's beyond the window, paired over documents."""
+
+    method: str
+    other: str
+
+
+@dataclass
+class CheckpointCaches:
+    """The results of one checkpoint with every cache."""
+
+    directory: str
+    tuned: dict[str, object] | None
+    schedule: Compression
+    documents: int
+    haystack: str
+    questions: Questions
+    caches: dict[str, CacheRow]
+    spectrum: Spectrum
+    differences: list[CacheGap] = field(default_factory=list)
+
+
+@dataclass(kw_only=True)
+class CacheReport(Provenance):
+    """`report.json` of caches."""
+
+    verdict: str = ""
+    methods: list[str]
+    at: list[int]
+    checkpoints: dict[str, CheckpointCaches]
