@@ -20,6 +20,12 @@ def head_flops(config: FathomConfig) -> int:
     return 2 * config.hidden_size * config.vocab_size
 
 
+def loss_flops(config: FathomConfig) -> int:
+    """FLOPs of one token's loss and its gradients; logits that are scaled or capped are made again for the gradients."""
+    again = config.logits_scaling != 1.0 or config.final_logit_softcapping is not None
+    return (4 if again else 3) * head_flops(config)
+
+
 def layer_cache_bytes(config: FathomConfig, bytes_per_scalar: int = 2) -> int:
     """Bytes of one token's key and value in one layer."""
     return 2 * config.num_key_value_heads * config.head_dim * bytes_per_scalar

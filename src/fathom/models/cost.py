@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .arithmetic import attention_flops, head_flops, layer_cache_bytes, layer_flops
+from .arithmetic import attention_flops, head_flops, layer_cache_bytes, layer_flops, loss_flops
 from .configuration import FathomConfig
 from .modeling import FathomForCausalLM
 from .registry import AXES, mechanism, recurrence_class
@@ -131,13 +131,14 @@ def _training_flops(config: FathomConfig, sequence_length: int, rounds: int) -> 
     penalty = recurrence_class(config).penalty_flops(config, sequence_length)
     beyond = mechanism_cost(config).training_flops
     if not sizes:
-        return 3 * _forward_flops(config, sequence_length) + _scores_again(config, sequence_length) + beyond + penalty
+        layers = 3 * (_forward_flops(config, sequence_length) - head_flops(config))
+        return layers + loss_flops(config) + _scores_again(config, sequence_length) + beyond + penalty
     trips, kept = sizes[-1], _kept(config, len(sizes))
     trip = _linear_flops(_of_trips(config, 1))
     between = _linear_flops(config) - trips * trip  # of all trips: gates, mixtures
     # A bias on keys is one more channel of queries, keys and values.
     wider = 1 + (recurrence_class(config).key_bias is not Recurrence.key_bias) / config.head_dim
-    total = 3 * head_flops(config) + penalty
+    total = loss_flops(config) + penalty
     for number, size in enumerate(sizes, 1):
         last, times = number == len(sizes), 3 if number > len(sizes) - kept else 1  # forward alone
         fed = 0.0 if last else min(size, trips - 1) / (trips - 1)  # the last pass makes no further input

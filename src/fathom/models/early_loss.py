@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from .arithmetic import head_flops
+from .arithmetic import loss_flops
 from .loss import causal_lm_loss
 from .roles import Recurrence, RecurrenceOptions, TripState
 
@@ -48,7 +48,7 @@ class EarlyReadout(Recurrence):
     def penalty_flops(cls, config: FathomConfig, sequence_length: int) -> float:
         """The head after every trip but the last, forward and backward."""
         weight = EarlyLossOptions.of(config).early_loss
-        early = 3 * (cls.trips_of(config) - 1) * head_flops(config) if weight else 0
+        early = (cls.trips_of(config) - 1) * loss_flops(config) if weight else 0
         return super().penalty_flops(config, sequence_length) + early
 
     def gate(self, out: Out, state: TripState) -> TripState:
