@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from .head import is_scaled
+
 if TYPE_CHECKING:
     from .configuration import FathomConfig
 
@@ -22,8 +24,7 @@ def head_flops(config: FathomConfig) -> int:
 
 def loss_flops(config: FathomConfig) -> int:
     """FLOPs of one token's loss and its gradients; logits that are scaled or capped are made again for the gradients."""
-    again = config.logits_scaling != 1.0 or config.final_logit_softcapping is not None
-    return (4 if again else 3) * head_flops(config)
+    return (4 if is_scaled(config) else 3) * head_flops(config)
 
 
 def layer_cache_bytes(config: FathomConfig, bytes_per_scalar: int = 2) -> int:

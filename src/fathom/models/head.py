@@ -28,8 +28,11 @@ class ScaledHead(nn.Linear):
         return logits if self.cap is None else (logits / self.cap).tanh() * self.cap
 
 
+def is_scaled(config: FathomConfig) -> bool:
+    """Whether logits are more than the product of a weight: divided by a number, or capped."""
+    return config.logits_scaling != 1.0 or config.final_logit_softcapping is not None
+
+
 def build_head(config: FathomConfig) -> nn.Linear:
     """The head of a configuration."""
-    if config.logits_scaling != 1.0 or config.final_logit_softcapping is not None:
-        return ScaledHead(config)
-    return nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+    return ScaledHead(config) if is_scaled(config) else nn.Linear(config.hidden_size, config.vocab_size, bias=False)

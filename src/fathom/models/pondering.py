@@ -13,6 +13,7 @@ from transformers import initialization as init
 from .arithmetic import head_flops, layer_cache_bytes, layer_flops
 from .draws import between, draw
 from .loss import IGNORE
+from .head import is_scaled
 from .mixture import mixture, mixture_flops
 from .numerics import lowest_mean, widen
 from .roles import Cost, HaltingOptions, Recurrence, RecurrenceOptions
@@ -204,7 +205,8 @@ def mixed(out: Out, options: MixtureOptions) -> Tensor:
 
 def mixture_cost(config: FathomConfig, visits: Sequence[Visit]) -> Cost:
     """Cost of a mixture after every trip but the last."""
-    forward, step = mixture_flops(config.hidden_size, config.vocab_size, MixtureOptions.of(config).top_k)
+    top_k, scaled = MixtureOptions.of(config).top_k, is_scaled(config)
+    forward, step = mixture_flops(config.hidden_size, config.vocab_size, top_k, scaled)
     made = visits[-1].trip
     return Cost(flops=made * forward, training_flops=made * (step - 3 * forward))
 
