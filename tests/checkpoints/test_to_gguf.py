@@ -95,7 +95,9 @@ def test_our_own_tokenizers_are_qwens_kind(tmp_path: Path) -> None:
 def test_what_llama_cpp_would_compute_otherwise_is_refused(tmp_path: Path) -> None:
     tokenizer = tiny_tokenizer()
     windows = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}
-    for fields, says in (({"attention_bias": True}, "attention_bias"), (windows, "sliding windows")):
+    qwen2 = {"qk_norm": "none", "attention_bias": True, "output_bias": False, "head_dim": 16}  # of width 32, 4 heads
+    refused = (({"attention_bias": True}, "attention_bias"), (windows, "sliding windows"), (qwen2, "no head_dim 16"))
+    for fields, says in refused:
         with pytest.raises(ModelError, match=says):
             export(build(config_of("vanilla", **SHAPE, **fields)), tmp_path / "m.gguf", tokenizer, "gguf")
     model = build(config_of("vanilla", **SHAPE))

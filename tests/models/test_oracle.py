@@ -841,7 +841,7 @@ def lone_survivor_sees_all(patch: pytest.MonkeyPatch) -> None:
 
     def faulty(self: several_trips.Stored, query: Any, placement: Any, trip: int) -> dict[str, Any]:
         alone = query.token.shape[1] == 1 and placement.slot is None and trip >= self.store.table.deepest
-        return dict.fromkeys(self.reach) if alone else masks(self, query, placement, trip)
+        return dict.fromkeys(self.model.reach) if alone else masks(self, query, placement, trip)
 
     patch.setattr(several_trips.Stored, "_masks", faulty)
 
@@ -961,7 +961,7 @@ def biases_under_the_cap(patch: pytest.MonkeyPatch) -> None:
 
     def faulty(self: several_trips.Interleaved, *args: Any, **kwargs: Any) -> None:
         start(self, *args, **kwargs)
-        self.capped, self.causal = False, set(self.reach.values()) == {None}
+        self.capped, self.causal = False, set(self.model.reach.values()) == {None}
 
     start = several_trips.Interleaved.__init__
     patch.setattr(several_trips.Interleaved, "__init__", faulty)

@@ -1,4 +1,5 @@
-"""llama.cpp's converter reads the stock exports, and writes the file that `export --as gguf` writes."""
+"""llama.cpp opens the file that `export --as gguf` writes and says what transformers says; its converter, which reads
+the stock exports, writes the same file."""
 
 from __future__ import annotations
 
@@ -6,20 +7,63 @@ import json
 import os
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
 import pytest
+import torch
+import xllamacpp
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from fathom.checkpoints.export import export
 from tests.outside.models import build
 from tests.outside.sources import LLAMA_CPP
+from tests.tiny import tiny_tokenizer
 
 END = "<|endoftext|>"
+LENGTH = 24
+PROMPT = torch.randint(3, 384, (1, 23), generator=torch.Generator().manual_seed(0))
+LLAMA: dict[str, Any] = {"qk_norm": "none"}
+QWEN2: dict[str, Any] = {**LLAMA, "attention_bias": True, "output_bias": False, "head_dim": 16}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("vanilla", LLAMA),
+    "tied": ("vanilla", {**LLAMA, "tie_word_embeddings": True}),
+    "qwen2": ("vanilla", QWEN2),
+    "qwen3": ("vanilla", {}),
+    "unrolled": ("loop", LLAMA),
+}
+
+
+def continued(file: Path) -> list[int]:
+    """What llama.cpp's server says after the prompt, greedily and in float32, without the tokens that end a text."""
+    settings = xllamacpp.CommonParams()
+    settings.model.path, settings.n_ctx, settings.n_parallel = str(file), 128, 1
+    settings.cache_type_k = settings.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+    settings.cpuparams.n_threads, settings.warmup, settings.verbosity = 1, False, 0
+    server = xllamacpp.Server(settings)
+    asked = {"prompt": PROMPT[0].tolist(), "n_predict": LENGTH, "temperature": 0, "ignore_eos": True}
+    request = urllib.request.Request(
+        f"{server.listening_address}/completion", json.dumps({**asked, "return_tokens": True}).encode()
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.load(answer)["tokens"]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_greedy_tokens_are_the_same(name: str, tmp_path: Path) -> None:
+    mechanism, changes = MODELS[name]
+    model = build(mechanism, **changes)
+    said = continued(export(model, tmp_path / "m.gguf", tiny_tokenizer(), "gguf"))
+    ends = {"suppress_tokens": [0, 1, 2], "eos_token_id": None, "pad_token_id": 0}
+    wanted = model.generate(PROMPT, do_sample=False, max_new_tokens=LENGTH, **ends)[0, PROMPT.shape[1] :].tolist()
+    assert said == wanted and len(set(said)) > LENGTH // 2
+    with torch.no_grad():
+        model.model.layers[1].self_attn.q_proj.weight[: model.config.head_dim].neg_()
+    assert continued(export(model, tmp_path / "other.gguf", tiny_tokenizer(), "gguf")) != wanted, "a fault is seen"
 
 
 @pytest.fixture(scope="module")

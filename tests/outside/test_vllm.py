@@ -1,4 +1,5 @@
-"""Greedy tokens in a real vLLM on a CPU are those of transformers, for every mechanism whose trips read no other."""
+"""Greedy tokens in a real vLLM on a CPU are those of transformers, for every mechanism whose trips read no other and on
+several backbones."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.models.cases import BACKBONES
 from tests.outside.models import ONE_TRIP, SEVERAL_TRIPS, exported
 
 VLLM = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
@@ -27,6 +29,7 @@ STOCK = {"qwen3": "vanilla", "unrolled": "loop"}
 BANKED = ["loop", "ponder", LOOPED]
 """Several trips that do not read one another: the plugin gives every visit a layer of vLLM's cache."""
 SLOTTED = [name for name in SEVERAL_TRIPS if name not in BANKED]
+BACKED = [(name, kind) for name in ("depth_attention", "loop") for kind in ("llama", "neox")]
 COMPILED = [LOOPED, "hyper_connections"]
 COMPILE = {"enforce_eager": False, "max_num_seqs": 4, "max_num_batched_tokens": 256}
 SHARED = ["depth_attention", LOOPED, "hyper_connections"]
@@ -57,6 +60,7 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     place = tmp_path_factory.mktemp("exports")
     found = {name: exported(name, place) for name in (*ONE_TRIP, *SEVERAL_TRIPS, BOTH, LOOPED)}
     found["window"] = exported("depth_attention", place / "window", **WINDOW)
+    found |= {f"{name}@{kind}": exported(name, place / kind, **BACKBONES[kind]) for name, kind in BACKED}
     return found | {form: exported(name, place, form) for form, name in STOCK.items()}
 
 
@@ -92,6 +96,7 @@ def expected(directory: Path, **arguments: int) -> list[list[int]]:
 SAME = {
     **{name: name for name in (*ONE_TRIP, BOTH, "window", *STOCK, *BANKED)},
     **{f"{name}, {how}": name for name in ("depth_attention", LOOPED) for how in ("chunks of 8", "prefix caching")},
+    **{f"{name}@{kind}": f"{name}@{kind}" for name, kind in BACKED},
     **{f"{name}, compiled": name for name in COMPILED},
     **{f"{name}, two ranks": name for name in SHARED},
     "remote code, depth_attention": "depth_attention",
@@ -117,7 +122,7 @@ def test_a_budget_of_trips(answers: dict[str, Any], directories: dict[str, Path]
 
 def test_the_tokens_tell_the_mechanisms_apart(answers: dict[str, Any]) -> None:
     """So that equality says something about each."""
-    different = [*ONE_TRIP, BOTH, "window", *BANKED]
+    different = [*ONE_TRIP, BOTH, "window", *BANKED, *(f"{name}@{kind}" for name, kind in BACKED)]
     assert len({json.dumps(answers[name]["tokens"]) for name in different}) == len(different)
     assert answers["qwen3"]["tokens"] == answers["vanilla"]["tokens"]
     assert all(len(tokens) == LENGTH for tokens in answers["vanilla"]["tokens"])

@@ -90,7 +90,9 @@ def gguf_name(key: str) -> str:
 
 
 def _check(config: PretrainedConfig) -> None:
+    width = config.num_attention_heads * _head_dim(config)
     wrong = {
+        "head_dim": config.model_type == "qwen2" and width != config.hidden_size and _head_dim(config),
         "attention_bias": config.model_type == "qwen3" and config.attention_bias,
         "mlp_bias": getattr(config, "mlp_bias", False),
         "hidden_act": config.hidden_act != "silu" and config.hidden_act,
@@ -104,6 +106,10 @@ def _check(config: PretrainedConfig) -> None:
             )
 
 
+def _head_dim(config: PretrainedConfig) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
 def _add_shape(writer: GGUFWriter, config: PretrainedConfig, name: str) -> None:
     writer.add_name(name)
     writer.add_vocab_size(config.vocab_size)
@@ -113,7 +119,7 @@ def _add_shape(writer: GGUFWriter, config: PretrainedConfig, name: str) -> None:
     writer.add_block_count(config.num_hidden_layers)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
-    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    head = _head_dim(config)
     writer.add_key_length(head)
     writer.add_value_length(head)
     if config.model_type == "llama":

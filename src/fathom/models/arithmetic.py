@@ -23,7 +23,7 @@ def head_flops(config: FathomConfig) -> int:
 
 
 def loss_flops(config: FathomConfig) -> int:
-    """FLOPs of one token's loss and its gradients; logits that are scaled or capped are made again for the gradients."""
+    """FLOPs of one token's loss and its gradients, for which logits that are scaled or capped are made again."""
     return (4 if is_scaled(config) else 3) * head_flops(config)
 
 

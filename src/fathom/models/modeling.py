@@ -104,6 +104,7 @@ class Attention(nn.Module):
         alive: Tensor | None = None,
         key_bias: Tensor | None = None,
         others: tuple[Tensor, Tensor] | None = None,
+        backend: str | None = None,
         **kwargs: object,
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
         """The output, the weights if the backend returns them, and the new tokens' key and mixed value.
@@ -111,7 +112,8 @@ class Attention(nn.Module):
         Queries, keys and values are made of `hidden_states`, or with `others` keys of the first, values of the second.
         `earlier` holds keys and values of the same tokens' earlier trips through this layer. They are read beside the
         new ones, or, where `alive` (`[B, 1, T, 1]`) is False, in their place. `key_bias` (`[B, T]`) is added to the
-        logit of every query that reads the slot.
+        logit of every query that reads the slot. `backend` is the attention backend, of which the walk asks the
+        configuration once for all layers: a field of a configuration takes as long as a small product.
         """
         shape = hidden_states.shape[:-1]
         if isinstance(others, tuple):
@@ -131,7 +133,8 @@ class Attention(nn.Module):
             query, keys, values = with_key_bias(query, keys, values, key_bias, self.scaling)
 
         attend: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
-            self.config._attn_implementation, attend_capped if self.cap else eager_attention_forward
+            backend if isinstance(backend, str) else self.config._attn_implementation,
+            attend_capped if self.cap else eager_attention_forward,
         )
         attend = _reading(attend, attention_mask, earlier)
         output, weights = attend(
@@ -283,6 +286,11 @@ class FathomModel(FathomPreTrainedModel):
         self.recurrence: Recurrence = mechanism("recurrence", config.recurrence).build(config)
         self.slotted = self.recurrence.view is not View.SAME or self.recurrence.halts
         """Whether trips read one another or tokens halt, so that the cache must hold slots."""
+        window = {"sliding_attention": config.sliding_window}
+        self.reach: dict[str, int | None] = {kind: window.get(kind) for kind in config.layer_types}
+        """By layer type: how many tokens back it reads; None for all."""
+        self.layer_types = tuple(config.layer_types)
+        self.embedding_scale, self.rounds_scale = config.embedding_scale, config.round_embedding_scale
         self.rotary_emb = build_rotary(config)
         self.embed_positions = None
         if config.positions == "learned":
@@ -369,10 +377,9 @@ class FathomModel(FathomPreTrainedModel):
         if 0 in shape:
             raise ValueError(f"the input is empty: {shape[0]} rows of {shape[-1]} tokens")
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        scale = self.config.embedding_scale
-        if self.config.round_embedding_scale:
-            return x * torch.tensor(scale, dtype=x.dtype, device=x.device)
-        return x if scale == 1.0 else x * scale
+        if self.rounds_scale:
+            return x * torch.tensor(self.embedding_scale, dtype=x.dtype, device=x.device)
+        return x if self.embedding_scale == 1.0 else x * self.embedding_scale
 
     def _positions(self, seen: int, x: Tensor, attention_mask: object) -> Tensor:
         """The positions of new tokens after `seen` others, `[1 or B, T]`. Learned ones do not count padding, rotary
@@ -437,7 +444,7 @@ class FathomModel(FathomPreTrainedModel):
             "position_ids": position_ids,
         }
         masks = {"full_attention": create_causal_mask(**arguments)}
-        if "sliding_attention" in self.config.layer_types:
+        if "sliding_attention" in self.reach:
             masks["sliding_attention"] = create_sliding_window_causal_mask(**arguments)
         return masks
 

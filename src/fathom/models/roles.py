@@ -170,7 +170,7 @@ def direct(module: nn.Module) -> Callable[..., Any]:
     Calling `forward` directly saves as much time for one token as an addition takes.
     """
     hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    return module if hooks or "forward" in vars(module) else module.forward
+    return module if hooks or "forward" in module.__dict__ else module.forward
 
 
 class ValueMixer(MechanismModule):

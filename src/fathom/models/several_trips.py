@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -219,12 +219,6 @@ class TripMaker:
         """By visit: keys and mixed values of the call's tokens that mixers of later trips read."""
         self.rotary: Rotation = None
 
-    @cached_property
-    def reach(self) -> dict[str, int | None]:
-        """By layer type: how many tokens back it reads; None for all."""
-        config = self.model.config
-        return {kind: config.sliding_window if kind == "sliding_attention" else None for kind in config.layer_types}
-
     @property
     def by_rule(self) -> bool:
         """Whether FlexAttention reads slots by a rule in place of a mask."""
@@ -257,7 +251,7 @@ class TripMaker:
     def out(self, residual: Tensor, trip: int, entry: Tensor | None = None) -> Out:
         """A trip's output as the recurrence gets it."""
         model, last = self.model, trip == self.inputs.trips - 1
-        head, scale = self.inputs.head, model.config.embedding_scale
+        head, scale = self.inputs.head, model.embedding_scale
         return Out(residual, model.norm, head, model.embed_tokens, scale, trip, last, entry)
 
     def through(self, x: Tensor, one: Pass) -> Passed:
@@ -267,13 +261,14 @@ class TripMaker:
         return self._through(x, one)
 
     def _through(self, x: Tensor, one: Pass) -> Passed:
-        model, layers, kinds = self.model, list(self.model.layers), self.model.config.layer_types
+        model, layers, kinds = self.model, list(self.model.layers), self.model.layer_types
         residual, entry_layer = model.final_residual, model.recurrence.entry_layer
         coda = None if one.leave is None else model.recurrence.span(model.config)[1]
         given = {
             "rotation": one.rotation,
             "position_ids": one.position_ids,
             "past_key_values": one.cache,
+            "backend": model.config._attn_implementation,
             **({} if one.alive is None else {"alive": one.alive}),
             **({} if one.key_bias is None else {"key_bias": one.key_bias}),
             **self.inputs.extra,
@@ -289,7 +284,7 @@ class TripMaker:
                 entry = residual(state)[0] if visit.layer else x
             if self.inputs.hidden is not None:
                 hidden.append(residual(state)[0] if hidden else x)
-            found = [pairs[i] if i in pairs else one.sources[i] for i in visit.sources]
+            found = [pairs[i] if i in pairs else one.sources[i] for i in visit.sources] if visit.sources else ()
             earlier = one.earlier.get(visit.layer)
             *after, key, value = layers[visit.layer](
                 *state,
@@ -322,18 +317,18 @@ class TripMaker:
             token = torch.arange(x.shape[1], device=x.device).unsqueeze(0)
             first, inputs = torch.zeros_like(token), self.inputs
             tags = Tags(token, first, inputs.live, None, inputs.documents(), halt=first)
-            return {kind: read_rule(self.view, tags, tags, reach) for kind, reach in self.reach.items()}
+            return {kind: read_rule(self.view, tags, tags, reach) for kind, reach in self.model.reach.items()}
         return self.model.causal_masks(x, padding, None if self.model.slotted else self.inputs.cache, packed)
 
     def masks(self, query: Tags, key: Tags) -> Mapping[str, Tensor | ReadingRule]:
         """Masks that say which slot reads which, by layer type."""
         check_backend(self.model, self.inputs.trips)
         if self.by_rule:
-            return {kind: read_rule(self.view, query, key, reach) for kind, reach in self.reach.items()}
+            return {kind: read_rule(self.view, query, key, reach) for kind, reach in self.model.reach.items()}
         as_bool = self.model.config._attn_implementation == "sdpa" and key.bias is None
         as_bool = as_bool and not torch.is_grad_enabled()  # with gradients every layer would keep an additive copy
         dtype = None if as_bool else self.inputs.dtype
-        return {kind: read_mask(self.view, query, key, reach, dtype) for kind, reach in self.reach.items()}
+        return {kind: read_mask(self.view, query, key, reach, dtype) for kind, reach in self.model.reach.items()}
 
 
 class Banked(TripMaker):
@@ -395,7 +390,7 @@ class Interleaved(TripMaker):
         self.store = store
         self.capped = model.recurrence.halts and model.config.attn_logit_softcapping is not None
         """Whether masks hold the biases of keys, since one on the logits would be capped with them."""
-        self.causal = not self.capped and set(self.reach.values()) == {None}
+        self.causal = not self.capped and set(self.model.reach.values()) == {None}
         """Whether every layer reads everything before: then an ordinary causal mask over the slots is enough."""
 
     def __call__(self, turns: Sequence[Turn], final: bool) -> list[Out]:
@@ -555,9 +550,9 @@ class Stored(Picking):
             full = placement.found is None
         else:
             full = placement.slot is None and everything[self.view]
-        plain = not table.extra and set(self.reach.values()) == {None}
+        plain = not table.extra and set(self.model.reach.values()) == {None}
         if self.alone and full and plain and not self.by_rule:  # without a rule transformers' kernel would read
-            return dict.fromkeys(self.reach)
+            return dict.fromkeys(self.model.reach)
         return self.masks(query, table.tags(placement))
 
 

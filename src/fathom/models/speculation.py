@@ -137,7 +137,7 @@ class Stages:
 
     def embed(self, ids: Tensor) -> Tensor:
         """The first trip's input."""
-        return self.decoder.embed_tokens(ids) * self.decoder.config.embedding_scale
+        return self.decoder.embed_tokens(ids) * self.decoder.embedding_scale
 
     def crop(self, tokens: int) -> None:
         """Forget the last `tokens` tokens."""
