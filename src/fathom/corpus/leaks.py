@@ -193,14 +193,14 @@ def build_index(items: Sequence[Item], rules: Decontaminate) -> tuple[Index, Unf
     def look_up(number: int, kind: int, sequence: Sequence[int]) -> None:
         length = max(least for least in (*ANCHORS, rules.words) if least <= len(sequence))
         runs = run_numbers(np.array(sequence, np.uint64), length).tolist()
-        at = min(range(len(runs)), key=lambda at: (shared.get(length, {}).get(runs[at], 0), -at))  # the rarest
+        at = min(range(len(runs)), key=lambda at: (shared.get(length, {}).get(runs[at], 1), -at))  # the rarest
         entries.setdefault(length, []).append((runs[at], number, kind, at))
 
     for number, one in enumerate(wanted_of(items)):
         if number in by_runs:
             continue
         size, answer = len(one.stem), max(map(len, one.golds), default=0)
-        alone = rules.whole <= size < rules.words and shared[size].get(_run(one.stem), 0) == 1
+        alone = rules.whole <= size < rules.words and _run(one.stem) not in shared[size]
         if size >= rules.whole and not alone:
             template.append(items[number].id)
         if rules.whole <= len(one.filled) < rules.words:
@@ -217,7 +217,7 @@ def build_index(items: Sequence[Item], rules: Decontaminate) -> tuple[Index, Unf
 def _shared(
     items: Sequence[Item], rules: Decontaminate
 ) -> tuple[dict[int, dict[int, int]], list[tuple[int, int]], set[int]]:
-    """How many questions hold each run, by its length; (run, item) of long runs of one question alone; their items.
+    """How many questions hold each shared run, by length; (run, item) of long runs of one question alone; their items.
 
     A run in a question's right answer counts as held by it, since the next question of a story may begin with that.
     Runs of a question with its blank filled in are among the second, but do not make its item one of the third.
@@ -236,7 +236,8 @@ def _shared(
         of = np.searchsorted(words.bounds, places, "right") - 1
         pairs = np.unique(np.stack([runs, group[of].astype(np.uint64)], 1), axis=0)
         known, counts = np.unique(pairs[:, 0], return_counts=True)
-        shared[length] = dict(zip(known.tolist(), counts.tolist(), strict=True))
+        often = counts > 1
+        shared[length] = dict(zip(known[often].tolist(), counts[often].tolist(), strict=True))
         if length == rules.words:
             alone = question[of] & (counts[np.searchsorted(known, runs)] == 1)
             rows = np.stack([runs[alone], owner[of[alone]].astype(np.uint64)], 1)
