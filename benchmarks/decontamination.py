@@ -298,11 +298,13 @@ def main() -> int:
     parser.add_argument("--plants", type=int, default=200)
     parser.add_argument("--judge", type=int, default=50)
     parser.add_argument("--across", action="store_true", help="search each benchmark for the others, too")
+    parser.add_argument("--only", nargs="+", help="these benchmarks alone")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     chance = random.Random(options.seed)
     benchmarks = read_benchmarks(options.folder, chance, more=not options.plants)
+    benchmarks = {name: items for name, items in benchmarks.items() if name in (options.only or benchmarks)}
     covers = [text[:300] for text in islice(texts_of(options.plain), 300)]
     found: dict[str, Any] = {**vars(provenance()), "plants": options.plants, "recall": {}}
     for name, items in benchmarks.items() if options.plants else ():
