@@ -93,8 +93,7 @@ FOREIGN = {
 INSIDE_FUNCTIONS = {
     ("fathom.recipe", "_config", "fathom.models.configuration"): "a recipe is read without torch, a configuration not",
     ("fathom.recipe", "_config", "fathom.checkpoints.runs"): "as above: a model block that goes on from a run's",
-    ("fathom.recipe", "cache_policy", "fathom.kvcache"): "as above: the methods that may be named",
-    ("fathom.recipe", ".rules", "fathom.kvcache"): "as above",
+    ("fathom.recipe", ".rules", "fathom.kvcache"): "as above: the methods that may be named",
     ("fathom.recipe", ".rules", "fathom.kernels"): "as above: the kernels that may be named",
 }
 """Imports of our own inside functions, and why; at the top of a command's `run` they need no reason."""

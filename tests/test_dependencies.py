@@ -10,9 +10,6 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from fathom.cli.parser import Parser, add_parameters
-from fathom.data.prepare import prepare
-
 ROOT = Path(__file__).parent.parent
 # Imported beside the package that brings it.
 BROUGHT = {"starlette": "fastapi", "pydantic": "fastapi", "pydantic_core": "fastapi"}
@@ -70,14 +67,6 @@ def test_constraints_name_every_dependency() -> None:
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pinned = {normal(line.partition("==")[0]) for line in lines if "==" in line}
     assert declared()[0] <= pinned
-
-
-def test_help_of_a_reflected_command_comes_from_the_docstring() -> None:
-    parser = Parser(prog="fathom prepare")
-    add_parameters(parser, prepare, "inputs")
-    options = {action.dest: action.help for action in parser._actions}
-    assert options["eos_token"] == "The token that ends every document, if not the one that the tokenizer names."
-    assert all(options.values()) and parser.description.startswith("Turn documents into token shards.")
 
 
 def test_nothing_tells_anyone_to_install_a_name_that_is_not_registered() -> None:

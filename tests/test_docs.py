@@ -41,7 +41,6 @@ from fathom.models.registry import MECHANISMS
 from fathom.models.roles import Mechanism, ValueMixer
 from fathom.recipe import describe, load_recipe, parse_recipe
 from fathom.settings import read_values
-from fathom.training.estimate import estimate
 from tests.processes import Command
 
 ROOT = Path(__file__).parent.parent
@@ -619,18 +618,6 @@ def test_recipe_keys_are_known(page: Path) -> None:
         assert name in keys or name.startswith("model."), span
         if value:
             load_recipe(ROOT / "recipes" / "tiny.yaml", [span]).config()
-
-
-def test_the_table_of_recipes() -> None:
-    """Parameters and tokens as `fathom train --dry-run` gives them, and no recipe forgotten."""
-    table = (ROOT / "recipes" / "README.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| `(\S+\.yaml)` \| ([\d,]+|the checkpoint's) \| ([\d.]+) ([MB]) \|", table, re.M)
-    assert {name for name, *_ in rows} == {path.name for path in (ROOT / "recipes").glob("*.yaml")}
-    for name, parameters, tokens, unit in rows:
-        cost = estimate(load_recipe(ROOT / "recipes" / name))
-        assert parameters in (f"{cost.parameters:,}", "the checkpoint's"), name
-        digits = len(tokens.partition(".")[2])
-        assert f"{cost.tokens / {'M': 1e6, 'B': 1e9}[unit]:.{digits}f}" == tokens, name
 
 
 def broken_links(page: Path) -> list[str]:

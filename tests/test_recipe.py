@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -310,7 +311,11 @@ def test_every_recipe_has_a_cost_and_a_row(path: Path) -> None:
     cost = estimate(load_recipe(path))
     least, mean, most = cost.training_multiple
     assert 1 <= least <= mean <= most < 40
-    assert f"| `{path.name}` | {cost.parameters:,} |" in (RECIPES / "README.md").read_text()
+    page = (RECIPES / "README.md").read_text(encoding="utf-8")
+    (row,) = re.findall(rf"^\| `{path.name}` \| ([\d,]+|the checkpoint's) \| ([\d.]+) ([MB]) \|", page, re.M)
+    digits = len(row[1].partition(".")[2])
+    assert row[0] in (f"{cost.parameters:,}", "the checkpoint's")
+    assert f"{cost.tokens / {'M': 1e6, 'B': 1e9}[row[2]]:.{digits}f}" == row[1]
 
 
 PONDERING = [path for path in RECIPES.glob("*.yaml") if load_recipe(path).model.get("output_init") == "depth"]

@@ -264,39 +264,6 @@ class Track(Section, section="track"):
         yield self.peak_flops is None or self.peak_flops > 0, "peak_flops", "allowed: a positive number, or null"
 
 
-class CacheSettings(typing.TypedDict):
-    """A cache's method and schedule, as `fathom.kvcache.build_cache` takes them."""
-
-    method: str
-    window: int | None
-    sinks: int
-    ratio: float
-    kept: int | None
-
-
-@dataclass(frozen=True)
-class CacheWishes:
-    """The cache schedule from the command line; None for options that were not given."""
-
-    window: int | None = None
-    """Maximum entries of a cache."""
-    sinks: int | None = None
-    """First entries that are never compressed."""
-    ratio: float | None = None
-    """Share of the window that a compression keeps."""
-    kept: int | None = None
-    """Entries that a compression keeps in addition to the sinks, instead of `ratio`."""
-
-    @classmethod
-    def of(cls, options: object) -> CacheWishes:
-        """From the arguments `--kvcache-window`, `--kvcache-sinks`, `--kvcache-ratio` and `--kvcache-kept`."""
-        return cls(**{one.name: getattr(options, f"kvcache_{one.name}") for one in dataclasses.fields(cls)})
-
-    def said(self) -> dict[str, int | float]:
-        """The options that were given, by name."""
-        return {name: value for name, value in vars(self).items() if value is not None}
-
-
 @dataclass(frozen=True)
 class KVCache(Section, section="kvcache"):
     """The KV cache during training: full, or compressed to tune the weights for it."""
@@ -347,10 +314,6 @@ class KVCache(Section, section="kvcache"):
             holds = self.kept is None or 1 <= self.kept <= most
             yield holds, "kept", f"allowed: 1 to {most} with this window and sinks, or null"
         yield self.lora_rank is None or self.lora_rank >= 1, "lora_rank", "allowed: 1 or more, or null"
-
-    def schedule(self) -> CacheSettings:
-        """Method and schedule, for an export's config.json and for `build_cache`."""
-        return CacheSettings(method=self.method, window=self.window, sinks=self.sinks, ratio=self.ratio, kept=self.kept)
 
 
 @dataclass(frozen=True)
@@ -512,39 +475,6 @@ def summary_of(recipe: Path) -> str:
 def parse_recipe(values: dict[str, object], overrides: Sequence[str] = ()) -> Recipe:
     """A checked recipe from nested values and `key=value` overrides."""
     return fill(Recipe, overridden(values, overrides))
-
-
-def cache_policy(method: str, recorded: object, wishes: CacheWishes) -> CacheSettings:
-    """Method and schedule of a cache: as requested, else as the checkpoint was tuned, else the defaults.
-
-    Args:
-        method: A name of `fathom.kvcache.METHODS`, or `full`.
-        recorded: `kvcache` of the checkpoint's configuration, None if it has none.
-        wishes: The requested schedule.
-    """
-    from fathom.kvcache import METHODS, NAMES, WHOLE
-
-    if method not in NAMES and method not in WHOLE:
-        raise SettingsError(f"--kvcache {method}: method must be one of {', '.join(NAMES)}")
-    window, ratio, kept = wishes.window, wishes.ratio, wishes.kept
-    if ratio is not None and kept is not None:
-        raise SettingsError(f"--kvcache-ratio {ratio} and --kvcache-kept {kept}: give one of them")
-    was: dict[str, object] = recorded if isinstance(recorded, dict) else {}
-    known = {"sinks": KVCache.sinks, "ratio": KVCache.ratio, "kept": None, **was}
-    without_ratio = method in METHODS and not METHODS[method].has_ratio
-    # The recorded tuning may be for another schedule than the requested one.
-    if kept is not None or without_ratio:
-        known["ratio"] = KVCache.ratio
-    if window is not None or ratio is not None or (without_ratio and was.get("method") != method):
-        known["kept"] = None
-    known |= wishes.said()
-    if method not in WHOLE and known.get("window") is None:
-        raise SettingsError(
-            f"--kvcache {method} needs --kvcache-window: this checkpoint was not tuned for a compressed cache"
-        )
-    return typing.cast(
-        CacheSettings, {"method": method, **{key: known.get(key) for key in ("window", "sinks", "ratio", "kept")}}
-    )
 
 
 def values_of(recipe: Recipe) -> dict[str, object]:

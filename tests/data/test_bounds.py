@@ -76,7 +76,7 @@ def test_long_records_take_no_memory(tmp_path: Path, tokenizer: str) -> None:
     grown, found = measured(tmp_path, tokenizer, cases)
     assert grown < 40, found
     for name, message in zip([*names, "a.txt"], [*found[: len(names)], found[-1]], strict=True):
-        assert name in message and "over 65,536 bytes: --oversize split or skip goes on" in message
+        assert name in message and "over 65,536 bytes: `oversize=split` or skip goes on" in message
     assert found[len(names) : -1] == [[1, len("small")]] * len(names)
 
 
@@ -182,14 +182,14 @@ def test_what_an_error_let_pass_may_be_continued(tmp_path: Path, tokenizer: str)
         prepare([str(tmp_path / "a.jsonl")], tmp_path / "out", tokenizer, **options)
     made = prepare([str(tmp_path / "a.jsonl")], tmp_path / "out", tokenizer, oversize="skip", **options)
     assert made.left_out == 1
-    with pytest.raises(DataError, match="was prepared with --oversize 'skip', not 'split'"):
+    with pytest.raises(DataError, match="was prepared with `oversize` 'skip', not 'split'"):
         prepare([str(tmp_path / "a.jsonl")], tmp_path / "out", tokenizer, oversize="split", **options)
 
 
 def test_a_line_that_cannot_be_split(tmp_path: Path, tokenizer: str, monkeypatch) -> None:
     monkeypatch.setattr(sources, "MAX_LINE_BYTES", 4000)
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": "x" * 5000}))
-    with pytest.raises(DataError, match=r"a\.jsonl:1 is over 4,000 bytes, too long to split: --oversize skip"):
+    with pytest.raises(DataError, match=r"a\.jsonl:1 is over 4,000 bytes, too long to split: `oversize=skip`"):
         prepare([str(tmp_path / "a.jsonl")], tmp_path / "out", tokenizer, oversize="split", max_record_bytes=100)
 
 

@@ -218,7 +218,7 @@ def test_damage_is_found_before_more_is_added(interrupted: Path, tokenizer: str,
     damage(interrupted)
     before = tree(interrupted)
     arguments = ([str(interrupted.parent / "a.jsonl")], interrupted, tokenizer)
-    with pytest.raises(DataError, match=f"{message}.*or --overwrite") as caught:
+    with pytest.raises(DataError, match=f"{message}.*or set `overwrite`") as caught:
         prepare(*arguments, held_out=0.2, workers=1)
     assert "\n" not in str(caught.value) and tree(interrupted) == before
     prepare(*arguments, held_out=0.2, workers=1, overwrite=True)
@@ -260,8 +260,8 @@ def test_messages_name_options(tmp_path: Path, tokenizer: str, capsys) -> None:
     words = ["prepare", str(tmp_path / "a.jsonl"), "--out", str(tmp_path / "out")]
     for more, message in (
         ([], "give either --tokenizer or --train-tokenizer"),
-        (["--tokenizer", tokenizer, "--held-out", "2"], "--held-out must be at least 0"),
-        (["--tokenizer", tokenizer, "--max-record-bytes", "1"], "--max-record-bytes must be at least 64"),
+        (["--tokenizer", tokenizer, "--held-out", "2"], "--held-out 2.0: allowed: from 0 to below 1"),
+        (["--tokenizer", tokenizer, "--max-record-bytes", "1"], "--max-record-bytes 1: allowed: 64 or more"),
         (["--tokenizer", tokenizer, "--oversize", "keep"], "--oversize keep"),
     ):
         assert main([*words, *more]) == 2

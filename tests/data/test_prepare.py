@@ -253,7 +253,7 @@ def test_finished_work_is_not_done_again(tmp_path: Path, tokenizer: str, monkeyp
     monkeypatch.setattr(prepare_module, "_Run", None)
     second = prepare([str(tmp_path / "a.jsonl")], tmp_path / "out", tokenizer)
     assert second.splits == first.splits and second.resumed_documents == 50
-    with pytest.raises(DataError, match=r"was prepared with --held-out 0\.01, not 0\.5: choose another directory"):
+    with pytest.raises(DataError, match=r"was prepared with `held_out` 0\.01, not 0\.5: choose another directory"):
         prepare([str(tmp_path / "a.jsonl")], tmp_path / "out", tokenizer, held_out=0.5)
     many = [str(tmp_path / "a.jsonl")] * 40
     with pytest.raises(DataError, match=r"with inputs \['[^,]*'\], not \['[^,]*', '[^,]*', … 40 in all\]: choose"):
@@ -409,7 +409,10 @@ def test_undecodable_text(tmp_path: Path, tokenizer: str) -> None:
     (tmp_path / "b.jsonl").write_bytes(
         b'{"text": "good"}\n{"text": "lone \\ud800"}\n{"text": "caf\xe9"}\n\n{"text": null}\n'
     )
-    for name, where in (("a.txt", r"a\.txt is not UTF-8"), ("b.jsonl", r"b\.jsonl:2 is not UTF-8.*--undecodable")):
+    for name, where in (
+        ("a.txt", r"a\.txt is not UTF-8"),
+        ("b.jsonl", r"b\.jsonl:2 is not UTF-8.*`undecodable=replace`"),
+    ):
         with pytest.raises(DataError, match=where):
             prepare([str(tmp_path / name)], tmp_path / f"out-{name}", tokenizer, held_out=0)
     inputs = [str(tmp_path / "a.txt"), str(tmp_path / "b.jsonl")]
@@ -441,7 +444,7 @@ def write_bad_inputs(folder: Path) -> None:
         (["none.jsonl"], {}, r"none\.jsonl: no such file or directory"),
         (["*.none"], {}, r"\*\.none: no file matches"),
         (["hollow"], {}, "hollow: a directory without any readable file"),
-        (["odd.xyz"], {}, r"odd\.xyz: unknown extension '\.xyz': known are \.jsonl .*--file-format text"),
+        (["odd.xyz"], {}, r"odd\.xyz: unknown extension '\.xyz': known are \.jsonl .*`file_format` to text"),
         (["bare"], {}, "bare: unknown extension ''"),
         (["bad.jsonl"], {}, r"bad\.jsonl:3: bad JSON: Expecting value at column 10"),
         (["list.jsonl"], {}, r"list\.jsonl:1: expected a JSON object, found list"),
@@ -451,14 +454,18 @@ def write_bad_inputs(folder: Path) -> None:
         (["blank.jsonl", "empty.txt"], {}, "no documents: every record is empty"),
         (["short.jsonl.xz"], {}, r"short\.jsonl\.xz: cannot read it: Compressed file ended"),
         (["broken.jsonl.gz"], {}, r"broken\.jsonl\.gz: cannot read it: Not a gzipped file"),
-        (["good.jsonl"], {"tokenizer": None}, "give either --tokenizer or --train-tokenizer"),
-        (["good.jsonl"], {"train_tokenizer": 300}, "give either --tokenizer or --train-tokenizer"),
-        (["good.jsonl"], {"tokenizer": None, "train_tokenizer": 100}, "needs at least 258 tokens, not 100"),
+        (["good.jsonl"], {"tokenizer": None}, "give either `tokenizer` or `train_tokenizer`"),
+        (["good.jsonl"], {"train_tokenizer": 300}, "give either `tokenizer` or `train_tokenizer`"),
+        (
+            ["good.jsonl"],
+            {"tokenizer": None, "train_tokenizer": 100},
+            "train_tokenizer=100: .* at least 258 tokens",
+        ),
         (["good.jsonl"], {"tokenizer": "good.jsonl"}, r"good\.jsonl: cannot load the tokenizer"),
-        (["good.jsonl"], {"held_out": 1.0}, r"--held-out must be at least 0 and below 1, not 1\.0"),
+        (["good.jsonl"], {"held_out": 1.0}, r"held_out=1\.0: allowed: from 0 to below 1"),
         (["good.jsonl"], {"held_out": 0.999999999}, "every document was held out"),
-        (["good.jsonl"], {"shard_tokens": 0}, "--shard-tokens must be positive, not 0"),
-        (["good.jsonl"], {"workers": 0}, "--workers must be at least 1, not 0"),
+        (["good.jsonl"], {"shard_tokens": 0}, "shard_tokens=0: allowed: 1 or more"),
+        (["good.jsonl"], {"workers": 0}, "workers=0: allowed: 1 or more"),
         (
             ["good.jsonl"],
             {"model_vocab_size": 300},
@@ -537,7 +544,7 @@ def test_an_input_that_changed_since_is_named(tmp_path: Path, tokenizer: str, re
     path.write_text('{"text": "high"}\n')
     after = (out / "index.json").stat().st_mtime_ns + 1
     os.utime(path, ns=(after, after))
-    with pytest.warns(UserWarning, match=r"a\.jsonl changed after .*out was made.*--overwrite"):
+    with pytest.warns(UserWarning, match=r"a\.jsonl changed after .*out was made.*`overwrite`"):
         prepare([path], out, tokenizer, held_out=0)
     assert list(documents(out, "train")) == ["deep"]
     prepare([path], out, tokenizer, held_out=0, overwrite=True)

@@ -55,7 +55,7 @@ def test_what_is_written_is_read(tmp_path_factory, documents, cuts, shard_tokens
         assert path.stat().st_size == size
         assert path.read_bytes() == (folder / "many" / path.relative_to(folder / "one")).read_bytes()
 
-    index = {"vocab_size": 1001, "eos_token_id": 1000, "dtype": "uint16", "tokenizer_crc32": {}}
+    index = {"vocab_size": 1001, "eos_token_id": 1000, "dtype": "uint16", "tokenizer_crc32": {}, "tokenizer_sha256": ""}
     header = {"format": shards.FORMAT, "version": shards.VERSION}
     write_index(folder / "one", {**header, **index, "splits": {"train": {"d": writers[0].shards}}})
     dataset = TokenDataset.open(folder / "one")

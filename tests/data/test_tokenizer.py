@@ -91,7 +91,7 @@ def test_unusable_tokenizers_are_refused(tokenizer: str, tmp_path: Path) -> None
         load_tokenizer(tokenizer, "</s>")
     file = tmp_path / "endless" / "tokenizer.json"
     file.write_text(file.read_text(encoding="utf-8").replace("<|endoftext|>", "<|end|>"), encoding="utf-8")
-    with pytest.raises(DataError, match="names no token to put between documents: give --eos-token"):
+    with pytest.raises(DataError, match="names no token to put between documents: set `eos_token`"):
         load_tokenizer(str(file))
     with pytest.raises(DataError, match="none: cannot load the tokenizer"):
         load_tokenizer(str(tmp_path / "none"))

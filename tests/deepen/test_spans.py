@@ -102,7 +102,7 @@ def test_a_search_that_was_stopped_goes_on(model_and_text, tmp_path, monkeypatch
 
 def test_what_cannot_be_searched_is_one_line(model_and_text):
     model, tokenizer, text = model_and_text
-    with pytest.raises(SettingsError, match="--sizes 2-9: allowed: 1 to 4, the layers of this model"):
+    with pytest.raises(SettingsError, match="sizes=2-9: allowed: 1 to 4, the layers of this model"):
         search(model, tokenizer, [text], Search(sizes=(2, 9)))
     with pytest.raises(SettingsError, match="12 documents, 52 are needed"):
         search(model, tokenizer, [text], Search(sizes=(2, 3)))

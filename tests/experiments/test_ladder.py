@@ -423,26 +423,6 @@ def test_a_control_is_widened(tmp_path: Path) -> None:
     assert "as-large-as" not in str([arm.name for arm in make(tmp_path, arms, parameters=False).every_arm])
 
 
-@pytest.mark.parametrize("arms, rules", [("vanilla,mine=vanilla;optim.lr=0.01", {}), (ARMS, {"hidden": [24, 16]})])
-def test_what_begins_no_more_is_opened_by_its_command(
-    tmp_path: Path, monkeypatch, capsys, arms: str, rules: dict
-) -> None:
-    """A directory of the same plan, from before an arm's own rate and rungs that do not climb were refused."""
-    planted(monkeypatch)
-    file, out = write_ladder(tmp_path / "l.yaml", **{**SMALL, **rules}, tune_points=[]), tmp_path / "out"
-    words = ["ladder", str(file), "--arms", arms, "--out", str(out), "--json"]
-    assert main(words) == 2 and not out.exists()
-    with monkeypatch.context() as before:
-        for check in ("_check_rate", "_check_sizes"):
-            before.setattr(f"fathom.experiments.rungs.{check}", lambda *_: None)
-        assert main([*words, "--until", "tune"]) == 0
-    for more in (["--report"], ["--until", "rungs"], ["--retry-failed"], ["--dry-run"]):
-        assert main([*words, *more]) == 0, more
-    capsys.readouterr()
-    assert main([*words, "--report", "ladder.twin=[1]"]) == 2, "another plan begins, as far as can be seen"
-    assert "allowed: sizes from small to large" in (said := capsys.readouterr().err) or "is set by the ladder" in said
-
-
 def test_losses_of_a_puzzle_that_is_learnt_are_alike(tmp_path: Path, monkeypatch) -> None:
     """Below 0.01 nats a lower loss is noise, so that no rate is tried beyond."""
     ladder = make(tmp_path, "vanilla,loop=loop;model.recurrence_options.trips=2", tune_points=[3], tune_seeds=[1])

@@ -103,7 +103,7 @@ def test_commands(opened) -> None:
         ("temperature", "/set temperature: expected key=value"),
         ("temperature=hot", "/set temperature=hot: allowed: a number"),
         ("top_k=1.5", "/set top_k=1.5: allowed: a whole number"),
-        ("top_p=7", "--top-p 7: allowed: above 0, up to 1"),
+        ("top_p=7", "top_p=7: allowed: above 0, up to 1"),
         ("tempratur=1", "/set tempratur: transformers' GenerationConfig has no such option"),
     ):
         said = lines_of(opened, f"/set {words}\n", "the depth\n")

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import scipy.stats
 import torch
+from fathom.inference.cache import Policy
 from torch._dynamo.utils import counters
 from transformers import (
     GenerationConfig,
@@ -27,7 +28,6 @@ from fathom.errors import RequestError
 from fathom.evaluation.budgets import counting
 from fathom.inference import batches, sampling
 from fathom.inference.batches import LoneBatch, SlabBatch, SlabLayer, SlotBatch, batch_for
-from fathom.inference.cache import Policy
 from fathom.inference.compiled import Compiled, OneBank
 from fathom.inference.engine import Engine, Job
 from fathom.inference.sampling import Choice
@@ -677,7 +677,7 @@ def submitted_at_once(running, jobs):
 
 def test_what_an_engine_refuses(engine):
     running, model = engine(budget=batches.token_bytes(build(config_of("loop+depth_attention")), None) * 512, waiting=3)
-    with pytest.raises(RequestError, match=r"for its 600 tokens; the server has .* MiB .--cache-memory"):
+    with pytest.raises(RequestError, match=r"for its 600 tokens; the server has .* MiB .`cache_memory`"):
         running.submit([Collected([5], 599, Choice()).job])
     with pytest.raises(RequestError, match="waiting already"):
         running.submit([Collected([5], 2, Choice()).job for _ in range(4)])

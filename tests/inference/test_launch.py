@@ -6,6 +6,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import warnings
 
 import pytest
 
@@ -41,11 +42,15 @@ def test_asked_wrongly(directory, capsys, monkeypatch):
     assert "--compile 99999: allowed: 2 to 8192, the model's context" in too_long
     assert "allowed: 0 to 65535" in refused(str(directory), "--port", "99999")
     assert "cannot listen on 192.0.2.1" in refused(str(directory), "--port", "0", "--host", "192.0.2.1")
-    assert "warning" not in refused("nowhere", "--port", "0")
-    open_to_all = refused("nowhere", "--port", "0", "--host", "0.0.0.0")
-    assert "any client that reaches this machine can use the model" in open_to_all
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        refused("nowhere", "--port", "0")
+    with pytest.warns(UserWarning, match="any client that reaches this machine can use the model"):
+        refused("nowhere", "--port", "0", "--host", "0.0.0.0")
     monkeypatch.setenv("FATHOM_API_KEY", "secret")
-    assert "warning" not in refused("nowhere", "--port", "0", "--host", "0.0.0.0")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        refused("nowhere", "--port", "0", "--host", "0.0.0.0")
 
 
 @pytest.mark.slow

@@ -26,7 +26,7 @@ def test_the_checkpoints_own_sampling_is_the_default() -> None:
 
 def test_beams_and_stop_strings_may_be_the_checkpoints_own(opened, monkeypatch) -> None:
     model, tokenizer = opened
-    with pytest.raises(SettingsError, match="--set num_beams=None: allowed: a whole number, 1 or more"):
+    with pytest.raises(SettingsError, match="`options` num_beams=None: allowed: a whole number, 1 or more"):
         Sampling(options={"num_beams": None})
     monkeypatch.setattr(model.generation_config, "num_beams", 2)
     assert generate(model, tokenizer, "the", Sampling(6, temperature=0), len).tokens == 6, "no streamer reads beams"

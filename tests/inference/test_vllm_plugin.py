@@ -167,7 +167,7 @@ def test_one_graph(backend):
 
 def test_more_trips_need_more_banks(backend):
     """With a bank for each layer alone, a loop would overwrite its own cache without a word."""
-    for mixer, advice in (("depth_attention", "`fathom serve`$"), ("none", "export --as unrolled`$")):
+    for mixer, advice in (("depth_attention", "`fathom serve`$"), ("none", "an export with form='unrolled'$")):
         model, instances = build(recurrence="loop", mixer=mixer)
         first = {i: instances[i] for i in range(4)}
         with pytest.raises(ValueError, match=f"loop makes 3 trips, which need 12 layers of cache and find 4.*{advice}"):

@@ -48,7 +48,13 @@ def test_a_recipe_may_count_what_is_kept(recipe: Recipe) -> None:
     training, plain = build_training(counted), build_training(shared)
     plain.model.load_state_dict(training.model.state_dict())
     ids = training.plan.batch(0, micro_batch=2)[0].input_ids
-    assert training.model.config.kvcache == {**shared.kvcache.schedule(), "kept": 7}
+    assert training.model.config.kvcache == {
+        "method": "freqkv",
+        "window": 16,
+        "sinks": shared.kvcache.sinks,
+        "ratio": 0.5,
+        "kept": 7,
+    }
     seen = training.model(ids, use_cache=False).logits
     weights = FathomForCausalLM(recipe.config())
     weights.load_state_dict(training.model.state_dict())

@@ -81,7 +81,7 @@ def export(
         opened = open_source(Path(model), tokenizer)
         model, tokenizer, facts = opened.model, opened.tokenizer, facts or opened.facts
     if form != "fathom" and not isinstance(model, FathomForCausalLM):
-        raise ModelError(f"a {type(model).__name__} has no form {form}; export it with --as fathom")
+        raise ModelError(f"a {type(model).__name__} has no form {form}; export it with `form=fathom`")
     shapes = {"fathom": lambda m: m, "native": as_native, "unrolled": as_unrolled, "gguf": as_llama_cpp}
     shaped = shapes[form](model) if form in shapes else as_native(model, form)
     with _scratch(directory) as scratch:
@@ -126,7 +126,7 @@ def as_native(model: FathomForCausalLM, name: str | None = None) -> PreTrainedMo
     config = model.config
     for axis in AXES:
         if (value := getattr(config, axis)) != DEFAULTS[axis]:
-            raise ModelError(f"a model with {axis}={value} is no other family's; export it with --as fathom")
+            raise ModelError(f"a model with {axis}={value} is no other family's; export it with `form=fathom`")
     return _stock(config, range(config.num_hidden_layers), model, name)
 
 
@@ -135,16 +135,16 @@ def as_unrolled(model: FathomForCausalLM) -> PreTrainedModel:
     if model.config.recurrence not in ("once", "loop"):
         raise ModelError(
             f"recurrence={model.config.recurrence} has no unrolled form, since only a loop's trips are plain further "
-            "layers; export it with --as fathom"
+            "layers; export it with `form=fathom`"
         )
     if model.config.recurrence == "loop" and not LoopOptions.of(model.config).is_plain:
         raise ModelError(
             "a loop whose trips are normed, damped, blended or given its entry is no plain deeper model; "
-            "export it with --as fathom"
+            "export it with `form=fathom`"
         )
     for axis in ("mixer", "residual"):
         if (value := getattr(model.config, axis)) != DEFAULTS[axis]:
-            raise ModelError(f"a loop with {axis}={value} is no plain deeper model; export it with --as fathom")
+            raise ModelError(f"a loop with {axis}={value} is no plain deeper model; export it with `form=fathom`")
     visits = [visit for trip in model.model.plan_of(model.model.served_trips) for visit in trip]
     return _stock(model.config, [visit.layer for visit in visits], model)
 
@@ -153,7 +153,7 @@ def as_llama_cpp(model: FathomForCausalLM) -> PreTrainedModel:
     """`as_unrolled`, of a family whose GGUF we write."""
     stock = as_unrolled(model)
     if (kind := stock.config.model_type) not in ARCHITECTURES:
-        raise ModelError(f"a {kind} has no GGUF form here; --as gguf writes {', '.join(ARCHITECTURES)}")
+        raise ModelError(f"a {kind} has no GGUF form here; `form=gguf` writes {', '.join(ARCHITECTURES)}")
     return stock
 
 
@@ -167,9 +167,9 @@ def _stock(
     if family is None:
         opened = FAMILIES.get(str(plain.native.get("model_type")))
         why = unlike(opened, plain) if opened is not None else "its switches"
-        raise ModelError(f"no family that transformers knows has {why}; export it with --as fathom")
+        raise ModelError(f"no family that transformers knows has {why}; export it with `form=fathom`")
     if (why := unlike(family, plain)) is not None:
-        raise ModelError(f"a model with {why} is not a {family.name}; export it with --as fathom")
+        raise ModelError(f"a model with {why} is not a {family.name}; export it with `form=fathom`")
     weights = {key: tensor for key, tensor in model.state_dict().items() if not key.startswith("model.layers.")}
     for new, old in enumerate(layers):
         for key, tensor in model.model.layers[old].state_dict().items():

@@ -90,14 +90,14 @@ def quantise(model: nn.Module) -> int:
     """
     fault = refusal(model)
     if fault is not None:
-        raise SettingsError(f"--weights int8: {fault}")
+        raise SettingsError(f"weights=int8: {fault}")
     made: dict[int, Int8Linear] = {}
     for parent in list(model.modules()):
         for name, child in list(parent._modules.items()):
             if isinstance(child, nn.Linear) and fits(child):
                 setattr(parent, name, made.setdefault(id(child), Int8Linear(child)))
     if not made:
-        raise SettingsError("--weights int8: this model has no linear layers that can be stored so")
+        raise SettingsError("weights=int8: this model has no linear layers that can be stored so")
     return len(made)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import warnings
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,7 +49,7 @@ class Opening:
     def open(self, path: str | Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         """Model and tokenizer, as `open_checkpoint` gives them."""
         if self.weights not in WEIGHTS:
-            raise SettingsError(f"--weights {self.weights}: allowed: {', '.join(WEIGHTS)}")
+            raise SettingsError(f"weights={self.weights}: allowed: {', '.join(WEIGHTS)}")
         model, tokenizer = open_checkpoint(path, self.device, self.dtype, self.trust_remote_code, self.verify)
         if self.weights == "int8":
             quantise(model)
@@ -130,7 +131,7 @@ def _in_one_line(path: Path) -> Iterator[None]:
     except Exception as error:
         usual = isinstance(error, OSError | ValueError | RuntimeError | StrictDataclassError)
         kind = "" if usual else f"{type(error).__name__}: "
-        hint = "; --trust-remote-code allows it" if "trust_remote_code" in str(error) else ""
+        hint = "; `trust_remote_code` allows it" if "trust_remote_code" in str(error) else ""
         raise ModelError(f"{path}: {kind}{' '.join(str(error).split())}{hint}") from error
 
 
@@ -150,7 +151,7 @@ def _fast_on_this_cpu(model: PreTrainedModel) -> PreTrainedModel:
         return model
     name = str(stored).removeprefix("torch.")
     words = f"stored in {name}, which this CPU computes slowly; opened in float32, which takes twice the memory"
-    print(f"fathom: {words} (--dtype {name} keeps it)", file=sys.stderr, flush=True)
+    warnings.warn(f"{words} (`dtype={name}` keeps it)", stacklevel=2)
     return model.float()
 
 
@@ -223,4 +224,4 @@ def check_device(device: str) -> None:
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:  # torch without CUDA asserts
-        raise ModelError(f"--device {device}: {str(error).strip().splitlines()[0]}") from None
+        raise ModelError(f"device={device}: {str(error).strip().splitlines()[0]}") from None

@@ -269,7 +269,7 @@ class RemoteOrigin:
 
 def _within_budget(spent: int, wanted: int, limit: int | None) -> None:
     if limit is not None and spent + wanted > limit:
-        raise ModelError(f"reading {wanted:,} more bytes would pass the limit of {limit:,} (raise --max-bytes)")
+        raise ModelError(f"reading {wanted:,} more bytes would pass the limit of {limit:,} (raise `max_bytes`)")
 
 
 def repository_of(where: str) -> tuple[str, str] | None:

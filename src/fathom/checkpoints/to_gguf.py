@@ -55,7 +55,7 @@ def write_gguf(path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenize
     try:
         from gguf import GGUFWriter
     except ModuleNotFoundError:
-        raise ModelError(f"--as gguf needs the gguf package: {to_install('gguf')}") from None
+        raise ModelError(f"`form=gguf` needs the gguf package: {to_install('gguf')}") from None
     if tokenizer is None:
         raise ModelError("a GGUF file holds its tokenizer, and this model has none")
     _check(model.config)

@@ -38,7 +38,7 @@ def open_tokenizer(
     except BaseException as error:  # none of our code runs in there, so every error is about the directory's files
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # Rust's are no Exceptions
             raise
-        hint = "; --trust-remote-code allows it" if "trust_remote_code" in str(error) else ""
+        hint = "; `trust_remote_code` allows it" if "trust_remote_code" in str(error) else ""
         raise ModelError(f"{directory}: cannot load the tokenizer: {' '.join(str(error).split())}{hint}") from error
     return made
 

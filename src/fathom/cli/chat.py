@@ -8,7 +8,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Iterator
 
-from fathom.cli.generate import add_sampling, not_text, options_of, to_terminal
+from fathom.cli.generate import add_sampling, not_text, to_terminal
 from fathom.cli.parser import Parser, add_kernels, add_kvcache, add_opening
 from fathom.errors import SettingsError
 
@@ -32,17 +32,16 @@ def run(options: Namespace) -> int:
     """Answer each line; the speed goes to standard error."""
     from fathom.checkpoints.open import Opening
     from fathom.evaluation.budgets import check_trips
-    from fathom.inference.cache import choose
     from fathom.inference.conversation import chat
     from fathom.inference.generate import check_drafts
-    from fathom.inference.settings import Sampling
+    from fathom.inference.settings import Sampling, read_options
     from fathom.kernels import use
-    from fathom.recipe import CacheWishes
+    from fathom.kvcache.policy import CacheOptions, choose
 
     if not_text(options.system):
         raise SettingsError("--system is not UTF-8")
     given = (options.max_new_tokens, options.temperature, options.top_k, options.top_p, options.seed)
-    Sampling(*given, options_of(options.set), speculate=options.speculate)  # check the input before the model is loaded
+    Sampling(*given, read_options(options.options), speculate=options.speculate)  # before the model is loaded
     use(options.kernels, options.device)
     names = ("device", "dtype", "trust_remote_code", "verify", "weights")
     model, tokenizer = Opening(**{name: getattr(options, name) for name in names}).open(options.model)
@@ -50,8 +49,8 @@ def run(options: Namespace) -> int:
     check_drafts(model, options.speculate, options.max_trips)
     sampling = Sampling(
         *given,
-        options_of(options.set),
-        memory=choose(model, options.kvcache, CacheWishes.of(options)),
+        read_options(options.options),
+        memory=choose(model, options.kvcache, CacheOptions.of(options)),
         max_trips=options.max_trips,
         allow_control=options.allow_control_tokens,
         speculate=options.speculate,

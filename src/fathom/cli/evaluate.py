@@ -111,12 +111,12 @@ def run(options: Namespace) -> int:
     from fathom.evaluation.scoring import Settings, show
     from fathom.evaluation.scoring import run as score
     from fathom.kernels import use
-    from fathom.recipe import CacheWishes
+    from fathom.kvcache.policy import CacheOptions
 
     use(options.kernels, options.device)
     settings = Settings(**{field.name: getattr(options, field.name) for field in dataclasses.fields(Settings)})
-    wishes = CacheWishes.of(options)
-    alone = [f"--kvcache-{name} {value}" for name, value in wishes.said().items()]
+    schedule = CacheOptions.of(options)
+    alone = [f"--kvcache-{name} {value}" for name, value in schedule.given().items()]
     for name in ("at", "questions", "compressions", "needles"):
         if getattr(options, name) is not None:
             alone.append(f"--{name} {getattr(options, name)}")
@@ -137,7 +137,7 @@ def run(options: Namespace) -> int:
     if options.kvcache:
         asked = ask(
             options.kvcache,
-            wishes,
+            schedule,
             options.at or WINDOWS,
             questions=options.questions,
             compressions=options.compressions,

@@ -8,7 +8,6 @@ import os
 import stat
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -60,6 +59,7 @@ def add_sampling(parser: Parser) -> None:
     )
     parser.add_argument(
         "--set",
+        dest="options",
         nargs="+",
         action="extend",
         default=[],
@@ -77,12 +77,11 @@ def run(options: Namespace) -> int:
     """Continue a prompt, or answer a file of prompts; the speed goes to standard error."""
     from fathom.checkpoints.open import Opening
     from fathom.evaluation.budgets import check_chunks, check_trips
-    from fathom.inference.cache import choose
     from fathom.inference.generate import check_drafts, generate, report_speed
     from fathom.inference.prompt_file import generate_file
-    from fathom.inference.settings import Sampling
+    from fathom.inference.settings import Sampling, read_options
     from fathom.kernels import use
-    from fathom.recipe import CacheWishes
+    from fathom.kvcache.policy import CacheOptions, choose
 
     _check(options)
     prompt = None if options.prompts is not None else prompt_of(options.prompt)
@@ -92,7 +91,7 @@ def run(options: Namespace) -> int:
         options.top_k,
         options.top_p,
         options.seed,
-        options_of(options.set),
+        read_options(options.options),
         options.static_cache,
         options.compile,
         allow_control=options.allow_control_tokens,
@@ -110,7 +109,7 @@ def run(options: Namespace) -> int:
     check_trips(model, options.max_trips)
     check_chunks(model, sampling.options.get("prefill_chunk_size", model.generation_config.prefill_chunk_size))
     check_drafts(model, options.speculate, options.max_trips)
-    memory = choose(model, options.kvcache, CacheWishes.of(options))
+    memory = choose(model, options.kvcache, CacheOptions.of(options))
     sampling = replace(sampling, memory=memory, max_trips=options.max_trips)
     if options.prompts is not None:
         done = generate_file(model, tokenizer, options.prompts, options.out, sampling, options.batch_size)
@@ -196,17 +195,3 @@ def _fed() -> bool:
     except (AttributeError, OSError, io.UnsupportedOperation, ValueError):
         return False
     return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)
-
-
-def options_of(words: Sequence[str]) -> dict[str, object]:
-    """`key=value` words; values are parsed as JSON, else taken as text."""
-    made: dict[str, object] = {}
-    for word in words:
-        key, equals, value = word.partition("=")
-        if not equals:
-            raise SettingsError(f"--set {word}: expected key=value")
-        try:
-            made[key] = json.loads(value)
-        except ValueError:
-            made[key] = {"True": True, "False": False, "None": None}.get(value, value)
-    return made

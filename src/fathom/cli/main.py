@@ -45,8 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns 0 if all went well, 1 if it failed, 2 if the request was wrong."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        with _plain_warnings():
-            return _dispatch(words)
+        return _dispatch(words)
     except FathomError as error:
         return _complain(error, error.exit_code)
     except KeyboardInterrupt:
@@ -75,14 +74,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 @contextmanager
-def _plain_warnings() -> Iterator[None]:
+def _plain_warnings(parser: Parser) -> Iterator[None]:
     """Show each warning once, in one line without a file name, as errors are shown."""
     before, shown = warnings.formatwarning, set[str]()
 
     def plain(
         message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
     ) -> str:
-        text = " ".join(str(message).split())
+        text = parser.in_flags(" ".join(str(message).split()))
         repeated = text in shown
         shown.add(text)
         return "" if repeated else f"fathom: warning: {text}\n"
@@ -123,11 +122,16 @@ def _dispatch(words: Sequence[str]) -> int:
         close = get_close_matches(name.lower(), COMMANDS, n=1)
         hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(COMMANDS)}"
         raise SettingsError(f"{name}: no such command; {hint}")
-    command = import_module(f"fathom.cli.{name}")
     summary = COMMANDS[name]
     inner = Parser(prog=f"fathom {name}", description=summary[0].upper() + summary[1:] + ".")
-    command.add(inner)
-    return int(command.run(inner.parse(words[1:])))
+    with _plain_warnings(inner):
+        command = import_module(f"fathom.cli.{name}")
+        command.add(inner)
+        try:
+            return int(command.run(inner.parse(words[1:])))
+        except FathomError as error:
+            error.args = (inner.in_flags(str(error)),)
+            raise
 
 
 def _complain(error: BaseException, code: int) -> int:

@@ -79,6 +79,31 @@ class Parser(argparse.ArgumentParser):
                 close = difflib.get_close_matches(flag, self._option_string_actions, n=1)
                 self.error(f"unrecognized arguments: {word}" + (f"; did you mean {close[0]}?" if close else ""))
 
+    def in_flags(self, message: str) -> str:
+        """A message of the library with its parameters as this command's flags.
+
+        The library writes a parameter as `name=value` at the beginning of a message, and anywhere else in backticks.
+        A flag's `dest` is the parameter's name; names that are no flag of this command stay.
+        """
+        flags = {action.dest: next(flag for flag in action.option_strings if len(flag) > 2) for action in self._flags()}
+
+        def flag(found: re.Match[str]) -> str:
+            name = found["name"] or found["first"]
+            if name not in flags:
+                return found[0]
+            return f"{flags[name]}{' ' if found['first'] else (found['value'] or '').replace('=', ' ', 1)}"
+
+        return re.sub(r"`(?P<name>\w+)(?P<value>=[^`]*)?`|^(?P<first>\w+)=", flag, message)
+
+    def _flags(self) -> Iterator[argparse.Action]:
+        """The flags of this command and of the commands inside it."""
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for inner in action.choices.values():
+                    yield from inner._flags()
+            elif action.option_strings:
+                yield action
+
     def _get_values(self, action: argparse.Action, words: list[str]) -> object:
         """As in argparse, but an empty argument, for instance from an unset shell variable, is an error."""
         if "" in words and action.dest not in MAY_BE_EMPTY:
@@ -218,7 +243,7 @@ def call(function: Callable[..., T], options: Namespace) -> T:
         try:
             given[name] = convert(hint, value) if isinstance(value, str) else value
         except ValueError:
-            raise SettingsError(f"--{name.replace('_', '-')} {value}: allowed: {allowed(hint)}") from None
+            raise SettingsError(f"{name}={value}: allowed: {allowed(hint)}") from None
     for name, kind in _groups(function).items():
         given[name] = kind(**{field.name: given.pop(field.name) for field in dataclasses.fields(kind)})
     return function(**given)

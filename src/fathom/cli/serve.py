@@ -94,15 +94,15 @@ def run(options: Namespace) -> int:
     try:
         from fathom.inference.launch import ServeOptions, serve
         from fathom.kernels import use
+        from fathom.kvcache.policy import CacheOptions
         from fathom.lens.live import add_lens
-        from fathom.recipe import CacheWishes
     except ModuleNotFoundError as error:
         raise SettingsError(f"{error.name} is not installed: {to_install('serve')}") from error
 
     if not 0 <= options.grace <= LONGEST_GRACE:
         raise SettingsError(f"--grace {options.grace}: allowed: seconds from 0 to {LONGEST_GRACE}")
     use(options.kernels, options.device)
-    options.wishes = CacheWishes.of(options)
+    options.cache = CacheOptions.of(options)
     given = {field.name: getattr(options, field.name) for field in dataclasses.fields(ServeOptions)}
     serve(options.model, options.host, options.port, add_lens if options.lens else None, ServeOptions(**given))
     return 0

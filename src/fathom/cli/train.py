@@ -35,6 +35,7 @@ def add(parser: Parser) -> None:
     parser.add_argument(
         "--run",
         "--out",  # torchrun reads --run as an abbreviation of its own --run-path
+        dest="run_dir",
         type=Path,
         help="run directory (default: runs/ and the recipe's name); under torchrun write --out",
     )
@@ -69,9 +70,9 @@ def run(options: Namespace) -> int:
     change: Change | None = None
     words = [word for word in (options.recipe, *options.overrides) if word is not None]
     if options.origin is not None:
-        if options.run is None:
+        if options.run_dir is None:
             raise SettingsError(f"--from {options.origin} needs --run, a new directory")
-        change = branch(options.origin, options.run, words, options.cooldown)
+        change = branch(options.origin, options.run_dir, words, options.cooldown)
     elif options.cooldown is not None:
         raise SettingsError("--cooldown needs --from RUN[@step-N] and --run")
     elif options.recipe is None:
@@ -79,9 +80,9 @@ def run(options: Namespace) -> int:
             "the following arguments are required: recipe, or --from (fathom train --help lists the options)"
         )
     elif (Path(options.recipe) / RECIPE).is_file():
-        if options.run is not None:
+        if options.run_dir is not None:
             raise SettingsError(
-                f"--run {options.run}: {options.recipe} is a run itself; --from {options.recipe} branches"
+                f"--run {options.run_dir}: {options.recipe} is a run itself; --from {options.recipe} branches"
             )
         change = extension(options.recipe, options.overrides)
     recipe = change.recipe if change is not None else load_recipe(options.recipe, options.overrides)
@@ -91,7 +92,7 @@ def run(options: Namespace) -> int:
         open_data(recipe.data.directory, verify=False, collections=recipe.data.collections)
         return 0
 
-    place = None if change is not None else options.run or Path("runs") / find_recipe(options.recipe).stem
+    place = None if change is not None else options.run_dir or Path("runs") / find_recipe(options.recipe).stem
     result = train(change or recipe, place, resume=not options.new, command=_command(options))
     evaluation = result.evaluation
     if os.environ.get("RANK", "0") != "0":
@@ -110,7 +111,7 @@ def run(options: Namespace) -> int:
 
 def _command(options: Namespace) -> str:
     """The command as typed, for the run's history."""
-    flags = {"--from": options.origin, "--run": options.run, "--cooldown": options.cooldown}
+    flags = {"--from": options.origin, "--run": options.run_dir, "--cooldown": options.cooldown}
     given = [word for flag, value in flags.items() if value is not None for word in (flag, str(value))]
     recipe = [] if options.recipe is None else [options.recipe]
     return shlex.join(["fathom", "train", *given, *recipe, *options.overrides])

@@ -156,7 +156,7 @@ def _locked(directory: Path) -> Iterator[None]:
         raise DataError(f"{directory} is not a directory")
     known = (RECIPE, RUN, STAGES, LOCK)
     if directory.is_dir() and any(directory.iterdir()) and not any((directory / name).exists() for name in known):
-        raise DataError(f"{directory} holds other files: choose another directory with --out")
+        raise DataError(f"{directory} holds other files: choose another directory with `out`")
     directory.mkdir(parents=True, exist_ok=True)
     try:
         with lock(directory / LOCK):

@@ -131,11 +131,6 @@ class BatchPlan:
             return len(part.packed(self.sequence_length, self.seed))
         return part.num_tokens // self.sequence_length
 
-    @property
-    def steps_per_epoch(self) -> int:
-        """Whole steps before any window is repeated; at least 1."""
-        return max(1, self.num_windows // self.rows_per_step)
-
     def windows(self, step: int) -> NDArray[np.int64]:
         """The windows of the global batch at a step, in order."""
         return _shuffled(self._rows(step), self.num_windows, self.seed)

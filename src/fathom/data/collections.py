@@ -118,14 +118,9 @@ def locate(directory: str | Path, name: str) -> tuple[Path, str | None]:
 
 
 def _require_same_tokenizer(first: TokenDataset, name: str, one: TokenDataset) -> None:
-    known = [(data.vocab_size, data.eos_token_id, data.tokenizer_sum) for data in (first, one)]
-    identities = [data.tokenizer_identity for data in (first, one)]
-    same = known[0][:2] == known[1][:2] and identities[0] == identities[1]
-    if None in identities:  # a corpus of an earlier version: its tokenizer's files must be equal
-        same = known[0] == known[1]
-    if not same:
-        said = [(identity or "unknown")[:12] for identity in identities]
+    ours, theirs = ((data.vocab_size, data.eos_token_id, data.tokenizer_identity) for data in (first, one))
+    if ours != theirs:
         raise DataError(
-            f"data.mixture.{name}: its tokenizer ({said[1]}) is not that of {first.directory} ({said[0]}): "
-            "prepare both with one"
+            f"data.mixture.{name}: its tokenizer ({str(theirs[2])[:12]}) is not that of {first.directory} "
+            f"({str(ours[2])[:12]}): prepare both with one"
         )

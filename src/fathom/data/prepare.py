@@ -73,16 +73,13 @@ CHECKPOINT_SECONDS = 5.0
 POOL_BYTES = 8 << 20
 # Tokenising takes up to 300 bytes of memory for each byte of a document.
 MAX_RECORD_BYTES = 3 << 20
-# Settings of older corpora, whose index does not name these options.
-FORMER_READING = Reading(max_record_bytes=MAX_RECORD_BYTES)
 MOST_DOMAINS = 1000
 SMALLEST_RECORD = 64
-JOURNAL_KEYS = {"settings", "position", "documents", "vocab_size", "eos_token_id", "shards"}
 DRAFTS = ".*.new"  # temporary files that a crash may leave
 
 
 class AdvisedReading(Reading):
-    """A reading whose refusals name this command's flags."""
+    """A reading whose refusals name the parameters that allow more."""
 
     advises = True
 
@@ -221,7 +218,7 @@ def prepare(
     chosen = options or PrepareOptions()
     reading = chosen.reading
     _check_arguments(tokenizer, train_tokenizer, held_out, chosen)
-    _check_least({"--workers": workers, "--tokenizer-bytes": chosen.tokenizer_bytes})
+    _check_least({"workers": workers, "tokenizer_bytes": chosen.tokenizer_bytes})
     out = Path(out)
     names = [str(name) for name in ([inputs] if isinstance(inputs, str | Path) else inputs)]
     sources = find_sources(names, reading, chosen.file_format, out)
@@ -240,7 +237,7 @@ def prepare(
     with _locked(out):
         difference = _difference(out, settings, sources) or _damage(out)
         if difference and not overwrite:
-            raise DataError(f"{out}: {difference}: choose another directory, or --overwrite")
+            raise DataError(f"{out}: {difference}: choose another directory, or set `overwrite`")
         newer = _newer(out, sources)
         if difference or (newer and overwrite):
             _clear(out)
@@ -249,7 +246,7 @@ def prepare(
             if newer:
                 others = f" and {len(newer) - 1:,} more" if len(newer) > 1 else ""
                 changed = f"{newer[0]}{others} changed after {out} was made, which stays as it is"
-                warnings.warn(f"{changed}; --overwrite reads all again", stacklevel=2)
+                warnings.warn(f"{changed}; `overwrite` reads everything again", stacklevel=2)
             return _summary(out, 0, 0.0, resumed=None)
         begun = (out / JOURNAL).exists()
         try:
@@ -293,7 +290,7 @@ class _Run:
             self.journal = _read_journal(self.out)
             self.position = (self.journal["position"][0], self.journal["position"][1])
             self.documents = self.journal["documents"]
-            self.left_out = self.journal.get("left_out", 0)
+            self.left_out = self.journal["left_out"]
             self.vocab_size, self.eos_token_id = self.journal["vocab_size"], self.journal["eos_token_id"]
         else:
             self._write_journal()
@@ -346,11 +343,11 @@ class _Run:
         for (split, domain), writer in sorted(self.writers.items()):
             splits[split][domain] = writer.shards
         if not splits["train"]:
-            raise DataError(f"{self.out}: every document was held out, none is left to train on: lower --held-out")
+            raise DataError(f"{self.out}: every document was held out, none is left to train on: lower `held_out`")
         if self.held_out and not splits["val"]:
             warnings.warn(
                 f"{self.out}: none of {self.documents} documents fell into the held-out {self.held_out:.2%}: "
-                "there is no validation split, which a larger --held-out makes",
+                "there is no validation split, which a larger `held_out` makes",
                 stacklevel=3,
             )
         index = {
@@ -373,7 +370,7 @@ class _Run:
         if key not in self.writers:
             if len(self.writers) >= 2 * MOST_DOMAINS:
                 raise DataError(
-                    f"more than {MOST_DOMAINS} domains: --domain-field {self.reading.domain_field} has too many values"
+                    f"more than {MOST_DOMAINS} domains: `domain_field={self.reading.domain_field}` has too many values"
                 )
             self.writers[key] = self._writer(*key)
         self.writers[key].append(group.tokens, group.lengths, group.byte_lengths)
@@ -465,21 +462,21 @@ class _Run:
 
 def _check_arguments(tokenizer: str | None, train_size: int | None, held_out: float, options: PrepareOptions) -> None:
     if (tokenizer is None) == (train_size is None):
-        raise DataError("give either --tokenizer or --train-tokenizer")
+        raise DataError("give either `tokenizer` or `train_tokenizer`")
     if not 0 <= held_out < 1:
-        raise DataError(f"--held-out must be at least 0 and below 1, not {held_out}")
+        raise DataError(f"held_out={held_out}: allowed: from 0 to below 1")
     if options.shard_tokens < 1:
-        raise DataError(f"--shard-tokens must be positive, not {options.shard_tokens}")
+        raise DataError(f"shard_tokens={options.shard_tokens}: allowed: 1 or more")
     if options.max_record_bytes < SMALLEST_RECORD:
-        raise DataError(f"--max-record-bytes must be at least {SMALLEST_RECORD}, not {options.max_record_bytes}")
+        raise DataError(f"max_record_bytes={options.max_record_bytes}: allowed: {SMALLEST_RECORD} or more")
     if train_size is not None and options.model_vocab_size is not None:
-        require_vocabulary(train_size, options.model_vocab_size, "--train-tokenizer")
+        require_vocabulary(train_size, options.model_vocab_size, "train_tokenizer")
 
 
 def _check_least(given: dict[str, int | None]) -> None:
     for option, value in given.items():
         if value is not None and value < 1:
-            raise DataError(f"{option} must be at least 1, not {value}")
+            raise DataError(f"{option}={value}: allowed: 1 or more")
 
 
 def _probe(sources: list[Source], reading: Reading) -> None:
@@ -535,7 +532,7 @@ def _difference(out: Path, settings: PrepareSettings, sources: list[Source]) -> 
     for key, value in json.loads(json.dumps(settings)).items():
         found = old["settings"].get(key)
         if key == "reading" and isinstance(found, dict):
-            if difference := _reading_difference(found, value, "crc32" in old):
+            if difference := _reading_difference(found, value, (out / INDEX).exists()):
                 return difference
         elif found != value:
             return f"was prepared with {_option(key)} {_briefly(found)}, not {_briefly(value)}"
@@ -546,7 +543,7 @@ def _difference(out: Path, settings: PrepareSettings, sources: list[Source]) -> 
 
 def _reading_difference(old: Mapping[str, object], new: Mapping[str, object], finished: bool) -> str | None:
     for key, value in new.items():
-        found = old.get(key, getattr(FORMER_READING, key))
+        found = old.get(key)
         # Whatever passed under `error` passes under every other choice too.
         if found != value and not (found == "error" and not finished):
             return f"was prepared with {_option(key)} {_briefly(found)}, not {_briefly(value)}"
@@ -561,8 +558,8 @@ def _briefly(value: object) -> str:
 
 
 def _option(key: str) -> str:
-    """A setting as the command line spells it."""
-    return {"inputs": "inputs", "input_bytes": "input bytes"}.get(key, "--" + key.replace("_", "-"))
+    """A setting in a message."""
+    return {"inputs": "inputs", "input_bytes": "input bytes"}.get(key, f"`{key}`")
 
 
 def _read_journal(out: Path) -> Journal:
@@ -570,7 +567,7 @@ def _read_journal(out: Path) -> Journal:
     path = out / JOURNAL
     try:
         journal = json.loads(path.read_bytes())
-        complete = journal.keys() >= JOURNAL_KEYS
+        complete = journal.keys() >= Journal.__annotations__.keys()
     except (ValueError, AttributeError):
         complete = False
     if not complete:
@@ -619,7 +616,7 @@ def _summary(out: Path, documents: int, seconds: float, resumed: int | None) -> 
         out,
         index["vocab_size"],
         splits,
-        index.get("left_out", 0),
+        index["left_out"],
         resumed,
         seconds,
         documents / seconds if seconds else 0.0,

@@ -63,7 +63,7 @@ Shards = dict[str, list[Shard]]
 
 
 class CorpusIndex(TypedDict, total=False):
-    """`index.json` of a prepared corpus; `tokenizer_sha256` is missing in older ones, the last two in most."""
+    """`index.json` of a prepared corpus; the last is that of conversations."""
 
     format: str
     version: int
@@ -228,8 +228,8 @@ class TokenDataset:
         self.vocab_size: int = index["vocab_size"]
         self.eos_token_id: int = index["eos_token_id"]
         self.dtype = np.dtype(index["dtype"])
-        self.tokenizer_identity: str | None = index.get("tokenizer_sha256")
-        """Hash of the tokenizer's vocabulary and rules; None in corpora of earlier versions."""
+        self.tokenizer_identity: str | None = index["tokenizer_sha256"]
+        """Hash of the tokenizer's vocabulary and rules; None for a puzzle, which has none."""
         self._index = index
         content = {key: value for key, value in index.items() if key in CONTENT}
         self.fingerprint: int = zlib.crc32(json.dumps(content, sort_keys=True).encode())
@@ -269,7 +269,7 @@ class TokenDataset:
         index = read_index(directory)
         splits = index["splits"]
         if split not in splits:
-            remedy = "; `fathom prepare --held-out` with a larger share makes one" if split == "val" else ""
+            remedy = "; `fathom prepare` with a larger `held_out` makes one" if split == "val" else ""
             raise DataError(f"{directory} has no split {split!r}: it has {', '.join(splits)}{remedy}")
         if domain is not None and domain not in splits[split]:
             raise DataError(f"{directory}: split {split!r} has no domain {domain!r}: it has {', '.join(splits[split])}")
@@ -293,11 +293,6 @@ class TokenDataset:
     def tokenizer_directory(self) -> Path:
         """The Hugging Face tokenizer that made these tokens."""
         return self.directory / TOKENIZER
-
-    @property
-    def tokenizer_sum(self) -> int:
-        """A checksum of the checksums of the tokenizer's files."""
-        return zlib.crc32(json.dumps(self._index["tokenizer_crc32"], sort_keys=True).encode())
 
     def select(self, domain: str) -> TokenDataset:
         """The part of this dataset that belongs to one domain, without another verification."""

@@ -199,7 +199,7 @@ def parse(
             return []
         if reading.undecodable == "error":
             reason = error.reason if isinstance(error, (UnicodeDecodeError, UnicodeEncodeError)) else error
-            way = ": --undecodable replace or skip goes on" if reading.advises else ""
+            way = ": `undecodable=replace` or skip goes on" if reading.advises else ""
             raise DataError(f"{where} is not UTF-8 ({reason}){way}") from None
         text, domain = _repair(kind, domain, payload, reading, where)
         data = text.encode("utf-8")
@@ -217,7 +217,7 @@ def parse(
 def _oversize(where: str, reading: Reading) -> None:
     """Refuse a record over the limit, unless it may be left out."""
     if reading.oversize == "error":
-        ways = ": --oversize split or skip goes on, --max-record-bytes allows more, at 300 bytes of memory for each"
+        ways = ": `oversize=split` or skip goes on, `max_record_bytes` allows more, at 300 bytes of memory for each"
         raise DataError(f"{where} is over {reading.max_record_bytes:,} bytes{ways if reading.advises else ''}")
 
 
@@ -449,7 +449,7 @@ def _kind(path: Path, reading: Reading, file_format: FileFormat) -> tuple[Kind, 
         return reader.gives, reader.name
     if file_format == "text" or suffix in TEXT:
         return ("files" if reading.separator is None else "text"), ""
-    raise DataError(f"{path}: unknown extension {suffix!r}: {_known_suffixes()}; or say --file-format text or jsonl")
+    raise DataError(f"{path}: unknown extension {suffix!r}: {_known_suffixes()}; or set `file_format` to text or jsonl")
 
 
 def _require(module: str, name: str) -> Any:
@@ -538,7 +538,7 @@ def _each_line(path: Path, reading: Reading) -> Iterator[Record]:
             if size > limit and not line.endswith(b"\n"):
                 if reading.oversize == "split":
                     raise DataError(
-                        f"{path}:{number + 1} is over {limit:,} bytes, too long to split: --oversize skip goes on"
+                        f"{path}:{number + 1} is over {limit:,} bytes, too long to split: `oversize=skip` goes on"
                     )
                 _oversize(f"{path}:{number + 1}", reading)
                 payload = None

@@ -36,10 +36,6 @@ def write_targets(token_file: Path, targets: NDArray[np.bool_]) -> None:
 
 def read_targets(token_file: Path, tokens: int) -> NDArray[np.bool_]:
     """The bits of a shard of `tokens` tokens."""
-    return np.unpackbits(_packed(token_file, tokens), count=tokens, bitorder="little").astype(np.bool_)
-
-
-def _packed(token_file: Path, tokens: int) -> NDArray[np.uint8]:
     path = targets_file(token_file)
     try:
         packed = np.fromfile(path, np.uint8)
@@ -47,7 +43,7 @@ def _packed(token_file: Path, tokens: int) -> NDArray[np.uint8]:
         raise DataError(f"{path} is missing") from None
     if len(packed) != -(-tokens // 8):
         raise DataError(f"{path} holds bits for {8 * len(packed)} tokens, not for {tokens}")
-    return packed
+    return np.unpackbits(packed, count=tokens, bitorder="little").astype(np.bool_)
 
 
 @dataclass(frozen=True)
@@ -98,10 +94,7 @@ class TargetDataset(TokenDataset):
         super().__init__(directory, index, split, domains)
         ends = self.document_ends(0, self.num_tokens)
         self._spans = np.stack([np.r_[0, ends], np.r_[ends, self.num_tokens]], axis=1)  # [documents, 2]
-        bits = [
-            np.unpackbits(_packed(token_file, shard["tokens"]), count=shard["tokens"], bitorder="little")
-            for shard, (token_file, _) in self._shard_files()
-        ]
+        bits = [read_targets(token_file, shard["tokens"]) for shard, (token_file, _) in self._shard_files()]
         self._bits = np.packbits(np.concatenate(bits))  # of the whole stream
         self._rows: dict[tuple[int, int], PackedRows] = {}
         self.fingerprint = zlib.crc32(json.dumps([self.fingerprint, index[TARGETS]], sort_keys=True).encode())

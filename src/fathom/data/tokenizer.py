@@ -60,7 +60,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, tokens: Sequence[str] = ())
     """
     if vocab_size < SMALLEST_VOCABULARY:
         raise DataError(
-            f"--train-tokenizer: a byte-level tokenizer needs at least {SMALLEST_VOCABULARY} tokens, not {vocab_size}"
+            f"train_tokenizer={vocab_size}: a byte-level tokenizer needs at least {SMALLEST_VOCABULARY} tokens"
         )
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -124,7 +124,7 @@ def load_tokenizer(name: str, eos_token: str | None = None) -> PreTrainedTokeniz
     vocabulary = tokenizer.get_vocab()
     if eos_token is None and tokenizer.eos_token_id is None:
         if EOS not in vocabulary:
-            raise DataError(f"{name}: the tokenizer names no token to put between documents: give --eos-token")
+            raise DataError(f"{name}: the tokenizer names no token to put between documents: set `eos_token`")
         eos_token = EOS
     if eos_token is not None:
         if eos_token not in vocabulary:

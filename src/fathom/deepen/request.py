@@ -42,7 +42,7 @@ class Request:
         found: dict[str, object] = {}
         for part in self.parts:
             if (held := getattr(config, part.axis)) != DEFAULTS[part.axis]:
-                raise SettingsError(f"--with {part.name}: this model has {part.axis}={held} already")
+                raise SettingsError(f"mechanism={part.name}: this model has {part.axis}={held} already")
             names = {one.name for one in fields(part.options)}
             options: dict[str, object] = {"trips": TRIPS} if "trips" in names else {}
             if part.name == "loop" and self.layers is not None:
@@ -74,15 +74,15 @@ def parse_request(text: str, layers: str | None = None) -> Request:
         name, _, given = word.strip().partition(":")
         part = _named(name)
         if any(part.axis == other.axis for other in parts):
-            raise SettingsError(f"--with {text}: two values of the {part.axis} axis")
+            raise SettingsError(f"mechanism={text}: two values of the {part.axis} axis")
         parts.append(part)
         options[name] = _options(part, given)
     order = sorted(parts, key=lambda part: -AXES.index(part.axis))
     request = Request(tuple(order), options, None if layers is None else _layers(layers))
     if layers is not None and not request.loops:
-        raise SettingsError(f"--layers {layers}: needs loop in --with")
+        raise SettingsError(f"layers={layers}: needs loop in `mechanism`")
     if layers is not None and options["loop"].keys() & {"prelude", "coda"}:
-        raise SettingsError(f"--layers {layers}: remove prelude and coda from --with")
+        raise SettingsError(f"layers={layers}: remove prelude and coda from `mechanism`")
     return request
 
 
@@ -94,7 +94,7 @@ def _named(name: str) -> Mechanism:
         return mechanism(one.axis, name)
     close = difflib.get_close_matches(name, names, n=1)
     hint = f"did you mean {close[0]}?" if close else f"allowed: {', '.join(names)}"
-    raise SettingsError(f"--with {name}: no such mechanism; {hint}")
+    raise SettingsError(f"mechanism={name}: no such mechanism; {hint}")
 
 
 def _options(part: Mechanism, text: str) -> dict[str, object]:
@@ -102,7 +102,7 @@ def _options(part: Mechanism, text: str) -> dict[str, object]:
     for word in re.split(r",(?=\s*\w+=)", text) if text else ():
         key, equals, value = (piece.strip() for piece in word.partition("="))
         if not equals or key not in names:
-            raise SettingsError(f"--with {part.name}:{word.strip()}: allowed: {', '.join(names)}, each as key=value")
+            raise SettingsError(f"mechanism={part.name}:{word.strip()}: allowed: {', '.join(names)}, each as key=value")
         found[key] = overridden({}, [f"{key}={value}"])[key]
     return found
 
@@ -110,12 +110,12 @@ def _options(part: Mechanism, text: str) -> dict[str, object]:
 def _layers(text: str) -> tuple[int, int]:
     match = re.fullmatch(r"(\d+)(?:-(\d+))?", text.strip())
     if match is None or int(match[1]) > int(match[2] or match[1]):
-        raise SettingsError(f"--layers {text}: allowed: FIRST-LAST, counted from 0, as in 12-16")
+        raise SettingsError(f"layers={text}: allowed: FIRST-LAST, counted from 0, as in 12-16")
     return int(match[1]), int(match[2] or match[1])
 
 
 def _span(layers: tuple[int, int], count: int) -> Mapping[str, int]:
     first, last = layers
     if last >= count:
-        raise SettingsError(f"--layers {first}-{last}: this model has the layers 0 to {count - 1}")
+        raise SettingsError(f"layers={first}-{last}: this model has the layers 0 to {count - 1}")
     return {"prelude": first, "coda": count - 1 - last}

@@ -69,7 +69,7 @@ class Search:
         """Every span of a model with so many layers, with every damping."""
         least, most = self.sizes
         if not 1 <= least <= most <= layers:
-            raise SettingsError(f"--sizes {least}-{most}: allowed: 1 to {layers}, the layers of this model")
+            raise SettingsError(f"sizes={least}-{most}: allowed: 1 to {layers}, the layers of this model")
         spans = [(a, a + n - 1) for n in range(least, most + 1) for a in range(layers - n + 1)]
         return [Candidate(a, b, self.trips, damping) for damping in self.dampings for a, b in spans]
 
@@ -117,7 +117,7 @@ def read_documents(
         if len(drawn) == count:
             return drawn
     raise SettingsError(
-        f"{', '.join(inputs)}: {len(drawn)} documents, {count} are needed; give more, or fewer --documents"
+        f"{', '.join(inputs)}: {len(drawn)} documents, {count} are needed; give more, or fewer `documents`"
     )
 
 
@@ -174,7 +174,7 @@ class Log:
                 continue  # an incomplete last line
             if number == 0:
                 if row != about:
-                    raise SettingsError(f"{path}: contains scores of another model or length; choose another --out")
+                    raise SettingsError(f"{path}: contains scores of another model or length; choose another `out`")
                 continue
             one = None if row["first"] is None else Candidate(*(row[key] for key in Candidate._fields))
             self.found[row["document"], one] = row["nats"], row["tokens"]
@@ -218,7 +218,7 @@ def search(
     """
     for axis in AXES:
         if (name := getattr(model.config, axis)) != DEFAULTS[axis]:
-            raise SettingsError(f"--search needs a model without mechanisms, this one has {axis}={name}")
+            raise SettingsError(f"a search needs a model without mechanisms, this one has {axis}={name}")
     every = asked.candidates(model.config.num_hidden_layers)
     length = min(asked.tokens, model.config.max_position_embeddings)
     documents = read_documents(tokenizer, text, sum(asked.documents), length)

@@ -75,7 +75,7 @@ def deepen(source: str | Path, request: Request, out: str | Path) -> Deepened:
     if not where.exists() and repository(str(source)) is None:
         raise SettingsError(f"{source}: no such directory, and no org/name on the Hub")
     if out.exists() and where.exists() and out.samefile(where):
-        raise SettingsError(f"--out {out} is the model itself; choose another directory")
+        raise SettingsError(f"`out={out}` is the model itself; choose another directory")
     logging.disable_progress_bar()
     opened = open_source(where)
     base = opened.model.eval()
@@ -96,7 +96,7 @@ def deeper_config(config: FathomConfig, request: Request) -> FathomConfig:
     try:
         return FathomConfig.from_dict(config.to_dict(), **keys)
     except ValueError as error:
-        raise SettingsError(f"--with {request.name}: {' '.join(str(error).split())}") from error
+        raise SettingsError(f"mechanism={request.name}: {' '.join(str(error).split())}") from error
 
 
 def deeper_model(base: FathomForCausalLM, config: FathomConfig) -> FathomForCausalLM:

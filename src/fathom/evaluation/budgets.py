@@ -28,9 +28,9 @@ def check_trips(model: PreTrainedModel, asked: int | None) -> None:
     """Reject a limit for a model without iterations, or above the iterations that it was trained for."""
     most = most_trips(model)
     if asked is not None and most == 1:
-        raise SettingsError(f"--max-trips {asked}: this model has no loop iterations to limit")
+        raise SettingsError(f"max_trips={asked}: this model has no loop iterations to limit")
     if asked is not None and not 1 <= asked <= most:
-        raise SettingsError(f"--max-trips {asked}: this model was trained for {most} iterations; allowed: 1 to {most}")
+        raise SettingsError(f"max_trips={asked}: this model was trained for {most} iterations; allowed: 1 to {most}")
 
 
 def check_chunks(model: PreTrainedModel, size: int | None) -> None:

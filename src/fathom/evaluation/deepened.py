@@ -94,7 +94,7 @@ class DeepenedReport:
 def require_three(names: Sequence[object]) -> None:
     """Reject any other number of checkpoints, before anything is scored."""
     if len(names) != NEEDED:
-        raise SettingsError(f"--deepened compares BASE DEEPER CONTROL, three checkpoints; got {len(names)}")
+        raise SettingsError(f"`deepened` compares BASE DEEPER CONTROL, three checkpoints; got {len(names)}")
 
 
 def compare(checkpoints: Sequence[Checkpoint], out: Path | None = None) -> DeepenedReport:

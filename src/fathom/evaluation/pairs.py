@@ -57,10 +57,10 @@ def read_benchmarks(directory: Path) -> dict[str, list[Quizzed]]:
 def _read(directory: Path) -> dict[str, list[Quizzed | None]]:
     """Every row of every file; None for what is no question with a right choice."""
     if not directory.is_dir():
-        raise SettingsError(f"--benchmark {directory}: no such directory")
+        raise SettingsError(f"benchmark={directory}: no such directory")
     found = {path.stem: list(_asked(path)) for path in sorted(directory.glob("*.jsonl"))}
     if not any(one is not None for rows in found.values() for one in rows):
-        raise SettingsError(f"--benchmark {directory}: no *.jsonl file with question, choices and answer")
+        raise SettingsError(f"benchmark={directory}: no *.jsonl file with question, choices and answer")
     return found
 
 
@@ -155,12 +155,12 @@ def evaluate_pair(entries: Sequence[str | Path], directory: Path, settings: Sett
     """
     if len(entries) != 2 or settings.tasks or settings.max_trips:
         raise SettingsError(
-            "--benchmark compares two checkpoints, BASE and NEW, and takes no --tasks and no --max-trips"
+            "`benchmark` compares two checkpoints, BASE and NEW, and takes no `tasks` and no `max_trips`"
         )
     picked = {name: chosen(rows, settings.limit, left_out(directory, name)) for name, rows in _read(directory).items()}
     benchmarks = {name: items for name, (items, _) in picked.items() if items}
     if find_spec("lm_eval") is None:
-        raise SettingsError(f"--benchmark needs lm-eval: {to_install('evaluate')}")
+        raise SettingsError(f"`benchmark` needs lm-eval: {to_install('evaluate')}")
     texts = settings.perplexity or _beside(directory)
     with _task_files(benchmarks, settings.out) as files:
         words = ",".join(f"choice:{path}" for path in files.values())

@@ -239,10 +239,10 @@ def score(
         batch_size: Windows of full length at once. By default as many as fit: halved whenever memory runs out.
     """
     if cut.stride is not None and not 1 <= cut.stride <= cut.context:
-        raise SettingsError(f"--stride {cut.stride}: allowed: 1 to {cut.context}, the context")
+        raise SettingsError(f"stride={cut.stride}: allowed: 1 to {cut.context}, the context")
     limit = getattr(model.config, "max_position_embeddings", None) or cut.context
     if cut.context > limit:
-        raise SettingsError(f"--context {cut.context}: this model's context is {limit}")
+        raise SettingsError(f"context={cut.context}: this model's context is {limit}")
     forward = _Forward(model, batch_size and batch_size * cut.context)
     begin, encode = beginning(tokenizer), encoder(tokenizer, domain)
     result = DomainScore()

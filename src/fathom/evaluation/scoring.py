@@ -85,13 +85,13 @@ class Settings(Opening):
     def __post_init__(self) -> None:
         for key in ("context", "stride", "limit", "batch_size"):
             if (value := getattr(self, key)) is not None and value < 1:
-                raise SettingsError(f"--{key.replace('_', '-')} {value}: allowed: 1 or more")
+                raise SettingsError(f"{key}={value}: allowed: 1 or more")
         if self.num_fewshot is not None and self.num_fewshot < 0:
-            raise SettingsError(f"--num-fewshot {self.num_fewshot}: allowed: 0 or more")
+            raise SettingsError(f"num_fewshot={self.num_fewshot}: allowed: 0 or more")
         if self.weights not in WEIGHTS:
-            raise SettingsError(f"--weights {self.weights}: allowed: {', '.join(WEIGHTS)}")
+            raise SettingsError(f"weights={self.weights}: allowed: {', '.join(WEIGHTS)}")
         if self.dtype not in DTYPES:
-            raise SettingsError(f"--dtype {self.dtype}: allowed: {', '.join(DTYPES)}")
+            raise SettingsError(f"dtype={self.dtype}: allowed: {', '.join(DTYPES)}")
         if self.device is not None:
             check_device(self.device)
         if self.out is not None and not self.out.is_dir():
@@ -101,7 +101,7 @@ class Settings(Opening):
         """Reject an unusable output directory before anything is scored."""
         above = next(path for path in (out, *out.absolute().parents) if path.exists())
         if not above.is_dir():
-            raise SettingsError(f"--out {out}: {above} is not a directory")
+            raise SettingsError(f"out={out}: {above} is not a directory")
 
     @property
     def reading(self) -> Reading:
@@ -175,7 +175,7 @@ def evaluate(
 def run(checkpoints: Sequence[str | Path], settings: Settings) -> tuple[list[Checkpoint], ScoresReport]:
     """As `evaluate`, with the checkpoints and their scores."""
     if not settings.tasks and not settings.perplexity:
-        raise SettingsError("nothing to do: give --tasks, --perplexity or --kvcache")
+        raise SettingsError("nothing to do: give `tasks`, `perplexity` or `kvcache`")
     found = under_budgets(name_checkpoints(checkpoints, settings), settings.max_trips)
     names = _task_names(settings.tasks, settings.include) if settings.tasks else []
     domains = settings.texts()
@@ -219,7 +219,7 @@ def under_budgets(checkpoints: Sequence[Checkpoint], words: str | None) -> list[
         return list(checkpoints)
     budgets = [word.strip() for word in words.split(",")]
     if not all(word.isdecimal() and int(word) for word in budgets) or len(set(budgets)) < len(budgets):
-        raise SettingsError(f"--max-trips {words}: expected different numbers from 1 on, comma between")
+        raise SettingsError(f"max_trips={words}: expected different numbers from 1 on, comma between")
     return [
         Checkpoint(f"{checkpoint.name}@{budget}", checkpoint.directory, checkpoint.opener, max_trips=int(budget))
         for checkpoint in checkpoints
@@ -402,7 +402,7 @@ def _task_names(words: str, include: Path | None) -> list[str]:
     try:
         import lm_eval  # noqa: F401
     except ModuleNotFoundError:
-        raise SettingsError(f"--tasks needs lm-eval: {to_install('evaluate')}") from None
+        raise SettingsError(f"`tasks` needs lm-eval: {to_install('evaluate')}") from None
     return task_names((word.strip() for word in words.split(",") if word.strip()), include)
 
 

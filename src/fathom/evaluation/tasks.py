@@ -49,7 +49,7 @@ def task_manager(include: Path | None = None) -> TaskManager:
     from lm_eval.tasks import TaskManager
 
     if include is not None and not include.is_dir():
-        raise DataError(f"--include {include}: no such folder")
+        raise DataError(f"include={include}: no such folder")
     return TaskManager(include_path=None if include is None else str(include))
 
 
@@ -64,9 +64,7 @@ def task_names(words: Iterable[str], include: Path | None = None) -> list[str]:
         found = manager.match_tasks([word]) if "*" in word else [word] if word in manager.task_index else []
         if not found:
             near = difflib.get_close_matches(word, manager.all_tasks, 3)
-            raise DataError(
-                f"--tasks {word}: lm-eval has no such task" + (f"; near: {', '.join(near)}" if near else "")
-            )
+            raise DataError(f"tasks={word}: lm-eval has no such task" + (f"; near: {', '.join(near)}" if near else ""))
         names += found
     return list(dict.fromkeys(names))
 
@@ -119,7 +117,7 @@ def _of_file(name: str, kind: str, path: Path) -> dict[str, object]:
     from datasets import Dataset
 
     if not path.is_file():
-        raise DataError(f"--tasks {name}: no such file")
+        raise DataError(f"tasks={name}: no such file")
     rows: list[dict[str, object]] = []
     for number, row in enumerate(_json(path), 1):
         if (problem := _problem(kind, row)) is not None:

@@ -70,9 +70,9 @@ def parse_arms(text: str) -> list[Arm]:
     arms = [_parse_arm(part.strip()) for part in _parts(text)]
     for i, arm in enumerate(arms):
         if arm.name in [other.name for other in arms[:i]]:
-            raise SettingsError(f"--arms: {arm.name} appears twice; NAME={arm.mechanism} renames an arm")
+            raise SettingsError(f"`arms`: {arm.name} appears twice; NAME={arm.mechanism} renames an arm")
     if len(arms) < 2:
-        raise SettingsError(f"--arms {text}: a comparison needs a control and at least one more arm")
+        raise SettingsError(f"arms={text}: a comparison needs a control and at least one more arm")
     return arms
 
 
@@ -147,11 +147,11 @@ def _parse_arm(text: str) -> Arm:
     try:
         parse_mechanism(mechanism)
     except ValueError as error:
-        raise SettingsError(f"--arms {text}: {error}") from error
+        raise SettingsError(f"arms={text}: {error}") from error
     if overrides and not equals:
-        raise SettingsError(f"--arms {text}: an arm with overrides needs a name, as in mine={text}")
+        raise SettingsError(f"arms={text}: an arm with overrides needs a name, as in mine={text}")
     if len(name) > LONGEST:
-        raise SettingsError(f"--arms {name[:20]}…: a name of {len(name)} characters; allowed: {LONGEST} at most")
+        raise SettingsError(f"arms={name[:20]}…: a name of {len(name)} characters; allowed: {LONGEST} at most")
     if not NAME.fullmatch(name):
-        raise SettingsError(f"--arms {text}: a name is letters, digits and _ . + -")
+        raise SettingsError(f"arms={text}: a name is letters, digits and _ . + -")
     return Arm(name, mechanism, tuple(overrides))

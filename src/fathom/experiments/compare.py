@@ -96,9 +96,9 @@ def carry_out(
     out = Path(out)
     refuse_torchrun()
     if workers < 1:
-        raise SettingsError(f"--workers {workers}: allowed: 1 or more")
+        raise SettingsError(f"workers={workers}: allowed: 1 or more")
     if threads is not None and threads < 1:
-        raise SettingsError(f"--threads {threads}: allowed: 1 or more")
+        raise SettingsError(f"threads={threads}: allowed: 1 or more")
     seeds_changed(plan, out)  # report a damaged file before any work
     check_machine(plan)
     out.mkdir(parents=True, exist_ok=True)

@@ -63,7 +63,7 @@ def climb(
     """
     refuse_torchrun("ladder")
     if workers < 1:
-        raise SettingsError(f"--workers {workers}: allowed: 1 or more")
+        raise SettingsError(f"workers={workers}: allowed: 1 or more")
     ladder = settle(ladder, out, workers)
     if retry_failed:
         _forget_failures(State(ladder, out))

@@ -158,9 +158,9 @@ def make_plan(
 ) -> Plan:
     """A plan, checked together with its data and the directory that it would resume."""
     if seeds < 1:
-        raise SettingsError(f"--seeds {seeds}: allowed: 1 or more")
+        raise SettingsError(f"seeds={seeds}: allowed: 1 or more")
     if pairs < 0:
-        raise SettingsError(f"--pairs {pairs}: allowed: 0 or more")
+        raise SettingsError(f"pairs={pairs}: allowed: 0 or more")
     first = recipe.train.seed
     plan = Plan(recipe, tuple(parse_arms(arms)), tuple(range(first, first + seeds)), equal, pairs)
     check(plan, out)

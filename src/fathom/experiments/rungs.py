@@ -242,7 +242,7 @@ class Ladder:
         except (ValueError, KeyError, AttributeError, TypeError):
             raise SettingsError(f"{path} is damaged: it differs from the plan that was written") from None
         if changed:
-            raise SettingsError(f"{path}: {', '.join(changed)} differs from the plan; another plan needs another --out")
+            raise SettingsError(f"{path}: {', '.join(changed)} differs from the plan; another plan needs another `out`")
         if values["estimator"] != ESTIMATOR:
             raise SettingsError(f"{path}: estimator {values['estimator']}; this version has {ESTIMATOR}")
         arms: tuple[Arm, ...] = restored(tuple[Arm, ...], values["arms"])
@@ -268,7 +268,7 @@ class Ladder:
         more = any(new > old for new, old in zip(wanted, self.seeds, strict=False))
         if len(wanted) != len(self.seeds) or not more or any(n < o for n, o in zip(wanted, self.seeds, strict=True)):
             have = ",".join(map(str, self.seeds))
-            raise SettingsError(f"--seeds {','.join(map(str, seeds))}: allowed: more than the sizes have, {have}")
+            raise SettingsError(f"seeds={','.join(map(str, seeds))}: allowed: more than the sizes have, {have}")
         date = datetime.now(timezone.utc).isoformat(timespec="seconds")
         added = (*self.added, Added(wanted, date, finished))
         write_json(out / ADDED, {"added": added})
@@ -387,19 +387,17 @@ def load_ladder(path: Path, arms: str, overrides: Sequence[str] = (), out: Path 
 
 
 def checked(ladder: Ladder, begins: bool = True) -> Ladder:
-    """Check a ladder: open the data, build every arm's recipe, and reject sizes that read a sequence twice. If it
-    `begins`, also build the models, and reject sizes that do not grow and arms with their own learning rate."""
+    """Check a ladder: open the data, build every arm's recipe and, if it `begins`, its model. Reject sizes that read a
+    sequence twice or do not grow, and arms with their own learning rate."""
     rates = _base_rates(ladder)
     for arm in ladder.arms:
         if arm.name.startswith(MATCHED):
-            raise SettingsError(f"--arms {arm.name}: a name that begins with {MATCHED} is a control's")
-        if begins:
-            _check_rate(ladder, arm)
+            raise SettingsError(f"arms={arm.name}: a name that begins with {MATCHED} is a control's")
+        _check_rate(ladder, arm)
     given = ladder.recipe.data
     data = open_data(given.directory, verify=False, collections=given.collections)
     _check_domains(ladder)
-    if begins:
-        _check_sizes(ladder)
+    _check_sizes(ladder)
     for size in ladder.all_sizes:
         if size.tokens > data.num_tokens:
             raise SettingsError(

@@ -144,7 +144,7 @@ class Watch(Hook):
 def refuse_torchrun(command: str = "compare") -> None:
     """Reject torchrun, whose ranks would take different runs and wait for each other."""
     if os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
-        raise SettingsError(f"{command} runs one process per arm: use --workers, not torchrun")
+        raise SettingsError(f"{command} runs one process per arm: use `workers`, not torchrun")
 
 
 def work_together(job: Callable[[Path, int], bool], out: Path, workers: int, threads: int) -> bool:

@@ -28,9 +28,9 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from fathom.errors import SettingsError
 from fathom.evaluation.budgets import counting
-from fathom.inference.cache import Policy
 from fathom.inference.compiled import Compiled
 from fathom.inference.positions import depends_on_company
+from fathom.kvcache.policy import Policy
 from fathom.kvcache.prefill import chunks
 from fathom.models import FathomForCausalLM
 from fathom.models.slot_cache import (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -12,7 +11,7 @@ from fathom.errors import RequestError, SettingsError
 from fathom.inference.generate import generate_stream, report_speed, seed_draws
 from fathom.inference.processing import Write
 from fathom.inference.prompt import encode
-from fathom.inference.settings import Sampling
+from fathom.inference.settings import Sampling, read_options
 
 HELP = """/help   lists these commands
 /reset  forgets what was said
@@ -62,7 +61,8 @@ def chat(
             else:
                 messages = _answered(model, tokenizer, sampling, [*messages, _turn(line)], write)
         except (SettingsError, RequestError) as error:
-            write(f"[{error}; /reset starts over]\n" if command != "/set" else f"[{error}]\n")
+            remedy = "" if command == "/set" else "; /reset starts over"
+            write(f"[{str(error).replace('`options` ', '/set ')}{remedy}]\n")
 
 
 def _turn(line: str) -> dict[str, str]:
@@ -98,25 +98,14 @@ def _answered(
 
 def _set(sampling: Sampling, words: list[str]) -> Sampling:
     """Other settings; a seed begins anew."""
-    given: dict[str, object] = {}
-    for word in words:
-        key, equals, value = word.partition("=")
-        if not equals:
-            raise SettingsError(f"/set {word}: expected key=value")
-        try:
-            given[key] = json.loads(value)
-        except ValueError:
-            given[key] = value
+    given = read_options(words)
     own = {key: value for key, value in given.items() if key in OWN}
     for key, found in own.items():
         kinds = (int, float) if key in ("temperature", "top_p") else (int,)
         if found is not None and (isinstance(found, bool) or not isinstance(found, kinds)):
             raise SettingsError(f"/set {key}={found}: allowed: a {'' if float in kinds else 'whole '}number")
     others = {key: value for key, value in given.items() if key not in OWN}
-    try:
-        made = replace(sampling, **own, options={**sampling.options, **others})  # type: ignore[arg-type]
-    except SettingsError as error:
-        raise SettingsError(str(error).replace("--set ", "/set ")) from error
+    made = replace(sampling, **own, options={**sampling.options, **others})  # type: ignore[arg-type]
     if "seed" in own:
         seed_draws(made.seed)
     return made

@@ -36,10 +36,10 @@ from fathom.inference.batches import (
     token_bytes,
     trips_of,
 )
-from fathom.inference.cache import Policy
 from fathom.inference.compiled import Compiled
 from fathom.inference.prefixes import LEAST, NOTHING, Found, Kept, Prefixes
 from fathom.inference.sampling import NO_NUMBERS, Choice, Draft, finite, likeliest
+from fathom.kvcache.policy import Policy
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -196,7 +196,7 @@ class Engine:
             if needed > self.budget:
                 raise RequestError(
                     f"this request may need {_mebibytes(needed)} of cache for its {job.longest} tokens; the server has "
-                    f"{_mebibytes(self.budget)} (--cache-memory)",
+                    f"{_mebibytes(self.budget)} (`cache_memory`)",
                     "cache_memory_exceeded",
                 )
         with self._wake:
@@ -289,7 +289,7 @@ class Engine:
                 batch.step([0] * rows)
         except BackendCompilerFailed as error:
             if isinstance(error.inner_exception, InvalidCxxCompiler):
-                raise SettingsError("--compile: no C++ compiler is found; install one, or let CXX name it") from error
+                raise SettingsError("`compile`: no C++ compiler is found; install one, or let CXX name it") from error
             raise
         tell(f"compiled in {time.perf_counter() - began:.0f} s")
 
@@ -663,7 +663,7 @@ class Engine:
         """Most tokens of a job's row, rounded up as slabs are."""
         if self.compiled is not None:
             return self.compiled.tokens
-        longest = job.longest if self.policy is None else min(job.longest, self.policy.window)
+        longest = job.longest if self.policy is None else min(job.longest, self.policy.window or job.longest)
         return -(-(longest + self._spare) // GRAIN) * GRAIN
 
     @property
@@ -692,12 +692,12 @@ def _mebibytes(count: int) -> str:
 def compiled_steps(model: PreTrainedModel, memory: int, tokens: int, trips: int | None) -> Compiled:
     """What compiles a model's decoding, for as many rows of `tokens` tokens as `memory` holds; or a `SettingsError`."""
     if not compiles(model):
-        raise SettingsError(f"--compile: texts of a {model.config.model_type} model have a cache each, which grows")
+        raise SettingsError(f"`compile`: texts of a {model.config.model_type} model have a cache each, which grows")
     if not 1 < tokens <= model.config.max_position_embeddings:
         raise SettingsError(
-            f"--compile {tokens}: allowed: 2 to {model.config.max_position_embeddings}, the model's context"
+            f"compile={tokens}: allowed: 2 to {model.config.max_position_embeddings}, the model's context"
         )
     rows = min(ROWS, memory // (token_bytes(model, trips) * (tokens + 1)))  # one place is spare
     if not rows:
-        raise SettingsError(f"--compile {tokens}: --cache-memory has no room for one text of so many tokens")
+        raise SettingsError(f"compile={tokens}: `cache_memory` has no room for one text of so many tokens")
     return Compiled(model, rows, tokens)

@@ -65,14 +65,14 @@ def check_drafts(model: PreTrainedModel, draft_trips: int | None, max_trips: int
     if draft_trips is None:
         return
     if most_trips(model) == 1:
-        raise SettingsError(f"--speculate {draft_trips}: this model makes one trip, there is nothing to draft with")
+        raise SettingsError(f"speculate={draft_trips}: this model makes one trip, there is nothing to draft with")
     try:
         trips = max_trips or model.config.max_trips or model.model.recurrence.trips
         if trips == 1:
-            raise ValueError("of one trip, as --max-trips or the checkpoint has it, there is nothing to draft with")
+            raise ValueError("of one trip, as `max_trips` or the checkpoint has it, there is nothing to draft with")
         check_speculation(model, Speculation(draft_trips), trips)
     except ValueError as error:
-        raise SettingsError(f"--speculate {draft_trips}: {error}") from error
+        raise SettingsError(f"speculate={draft_trips}: {error}") from error
 
 
 def generate(
@@ -235,7 +235,7 @@ def _in_one_line(sampling: Sampling, own: GenerationConfig) -> Iterator[None]:
         raise
     except (ValueError, NotImplementedError) as error:  # contradictory options
         words = " ".join(str(error).split())
-        option = f"--speculate {sampling.speculate}" if words.startswith(DRAFTING) else "transformers"
+        option = f"`speculate={sampling.speculate}`" if words.startswith(DRAFTING) else "transformers"
         raise SettingsError(f"{option}: {words.removeprefix(DRAFTING)}") from error
     # Of values that transformers does not check.
     except (TypeError, IndexError, ImportError, AssertionError, ArithmeticError, StrictDataclassError) as error:
@@ -243,7 +243,7 @@ def _in_one_line(sampling: Sampling, own: GenerationConfig) -> Iterator[None]:
         theirs = sorted(named - USUAL - sampling.options.keys())
         if not sampling.options and not theirs:
             raise
-        where = [f"--set {' '.join(sampling.options)}"] if sampling.options else []
+        where = [f"`options` {' '.join(sampling.options)}"] if sampling.options else []
         where += [f"generation_config.json: {', '.join(theirs)}"] if theirs else []
         words = " ".join(str(error).split())
         raise SettingsError(f"{'; '.join(where)}: transformers: {type(error).__name__}: {words}") from error

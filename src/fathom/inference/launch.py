@@ -9,6 +9,7 @@ import re
 import signal
 import socket
 import sys
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,14 +20,13 @@ from transformers.utils import logging
 from fathom.checkpoints.open import Opening
 from fathom.errors import SettingsError
 from fathom.evaluation.budgets import check_trips
-from fathom.inference.cache import NO_WISHES, choose
 from fathom.inference.engine import Engine
 from fathom.inference.gate import Timed
 from fathom.inference.generate import check_drafts
 from fathom.inference.memory import default_memory
 from fathom.inference.sampling import Choice
 from fathom.inference.server import AddPages, Service, build_app
-from fathom.recipe import CacheWishes
+from fathom.kvcache.policy import PLAIN, CacheOptions, choose
 
 # As browsers write it: lower case, ASCII, no path, and no port that is the scheme's own.
 ORIGIN = re.compile(
@@ -57,7 +57,7 @@ class _Server(uvicorn.Server):
 def _bind(host: str, port: int) -> socket.socket:
     """Before the model is opened, so that a port that is taken costs no wait. Connections are not accepted yet."""
     if not 0 <= port < 1 << 16:
-        raise SettingsError(f"--port {port}: allowed: 0 to 65535")
+        raise SettingsError(f"port={port}: allowed: 0 to 65535")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
@@ -76,7 +76,7 @@ class ServeOptions(Opening):
     """What clients call the model; by default the directory's name."""
     kvcache: str | None = None
     """How a request's cache is compressed; by default it holds everything."""
-    wishes: CacheWishes = NO_WISHES
+    cache: CacheOptions = PLAIN
     """The schedule of that; by default what the checkpoint was tuned for."""
     cache_memory: int | None = None
     """Bytes that the keys and values of all requests may take."""
@@ -118,19 +118,19 @@ def serve(
     """
     chosen = options or ServeOptions()
     if chosen.api_key is not None and not chosen.api_key.strip():
-        raise SettingsError("the API key is empty (--api-key or FATHOM_API_KEY)")
+        raise SettingsError("the API key is empty (`api_key` or FATHOM_API_KEY)")
     for origin in chosen.allow_origin:
         if origin != "*" and not ORIGIN.fullmatch(origin):
             raise SettingsError(
-                f"--allow-origin {origin}: allowed: * or a scheme and a host, as https://app.example:8443, the way "
+                f"allow_origin={origin}: allowed: * or a scheme and a host, as https://app.example:8443, the way "
                 "browsers write them: lower case, xn-- for other letters, no :443 for https and no :80 for http"
             )
     if chosen.speculate is not None and chosen.kvcache not in (None, "full"):
-        raise SettingsError("--speculate takes back what it wrote: leave out --kvcache")
+        raise SettingsError("`speculate` takes back what it wrote: leave out `kvcache`")
     if chosen.compile is not None and (chosen.speculate is not None or chosen.kvcache not in (None, "full")):
-        raise SettingsError("--compile needs a cache of a fixed shape: leave out --speculate and --kvcache")
+        raise SettingsError("`compile` needs a cache of a fixed shape: leave out `speculate` and `kvcache`")
     if chosen.compile is not None and chosen.weights != "stored":
-        raise SettingsError(f"--weights {chosen.weights}: its products are not compiled; leave out --compile")
+        raise SettingsError(f"weights={chosen.weights}: its products are not compiled; leave out `compile`")
     listener = _bind(host, port)
     # uvicorn puts this back and repeats the signal once it has stopped, so that it ends this process with 0.
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
@@ -148,10 +148,10 @@ def _names(host: str, listener: socket.socket, api_key: str | None) -> set[str] 
         return None
     if address.is_loopback:
         return {"localhost", "127.0.0.1", "[::1]", host.lower()}
-    print(
-        f"fathom: warning: {address} is not a loopback address and there is no API key: any client that reaches this "
-        "machine can use the model (--api-key or FATHOM_API_KEY asks for one)",
-        file=sys.stderr,
+    warnings.warn(
+        f"{address} is not a loopback address and there is no API key: any client that reaches this machine can use "
+        "the model (`api_key` or FATHOM_API_KEY sets one)",
+        stacklevel=2,
     )
     return None
 
@@ -164,7 +164,7 @@ def _run(
     name = options.name or Path(path).resolve().name
     check_trips(model, options.max_trips)
     check_drafts(model, options.speculate, options.max_trips)
-    policy = choose(model, options.kvcache, options.wishes)
+    policy = choose(model, options.kvcache, options.cache)
     memory = options.cache_memory or default_memory(model)
     limits = memory, policy, options.max_trips
     service = Service(model, tokenizer, name, *limits, options.speculate, options.compile)

@@ -89,16 +89,14 @@ def generate_file(
     of the seed and its place, so what a stopped and continued run draws is what an uninterrupted one draws.
     """
     if batch_size is not None and batch_size < 1:
-        raise SettingsError(f"--batch-size {batch_size}: allowed: 1 or more")
+        raise SettingsError(f"batch_size={batch_size}: allowed: 1 or more")
     if out is not None and out.exists() and prompts.exists() and out.samefile(prompts):
-        raise SettingsError(f"--out {out} is the file of prompts; choose another")
+        raise SettingsError(f"`out={out}` is the file of prompts; choose another")
     records = _read_records(prompts)
     size = batch_size or BATCH["cpu" if model.device.type == "cpu" else "other"]
     if sampling.memory is not None:
         if batch_size not in (None, 1):
-            raise SettingsError(
-                f"--batch-size {batch_size}: with --kvcache prompts go one by one, since none is padded"
-            )
+            raise SettingsError(f"batch_size={batch_size}: with `kvcache` prompts go one by one, since none is padded")
         size = 1
     with _opened(out) as file, ProgressBar("generating", len(records)) as bar:
         done, errors = (0, 0) if out is None else _resume(file, records, prompts, out)
@@ -143,7 +141,7 @@ def _answer(
 def _read_records(path: Path) -> list[Prompt]:
     """Every line, checked before the first token is drawn."""
     if not path.is_file():
-        raise SettingsError(f"--prompts {path}: no such file")
+        raise SettingsError(f"prompts={path}: no such file")
     records = []
     for number, line in enumerate(lines_of(path), 1):
         if line and line.strip():
@@ -189,14 +187,14 @@ def _resume(file: IO[bytes], records: Sequence[Prompt], prompts: Path, out: Path
     for line in file:
         if not line.endswith(b"\n"):
             if done == len(records) or not _half(line, records[done]):
-                raise SettingsError(f"{out}:{done + 1}: not an answer to {prompts}; choose another --out")
+                raise SettingsError(f"{out}:{done + 1}: not an answer to {prompts}; choose another `out`")
             break
         try:
             before = json.loads(line)
         except ValueError:
             before = None
         if done == len(records) or not isinstance(before, dict) or not records[done].line.items() <= before.items():
-            raise SettingsError(f"{out}:{done + 1}: not an answer to {prompts}; choose another --out")
+            raise SettingsError(f"{out}:{done + 1}: not an answer to {prompts}; choose another `out`")
         done += 1
         errors += "error" in before
         end = file.tell()

@@ -28,7 +28,6 @@ from fathom.evaluation.budgets import most_trips
 from fathom.inference.answers import Envelope
 from fathom.inference.api import ApiError, ChatBody, CompletionBody, Message, TextBody, TokensBody, told, wrong
 from fathom.inference.api_structure import Tool
-from fathom.inference.cache import Policy
 from fathom.inference.engine import Engine, Event, Job, compiled_steps, deliver
 from fathom.inference.gate import Gate
 from fathom.inference.memory import default_memory
@@ -40,6 +39,7 @@ from fathom.inference.settings import as_strings
 from fathom.inference.shape import Shape, Shapes
 from fathom.inference.texts import AnswerWords, Text
 from fathom.inference.tokenising import Tokenising
+from fathom.kvcache.policy import Policy
 from fathom.models import FathomForCausalLM
 
 if TYPE_CHECKING:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from collections.abc import Iterable, Sequence
@@ -12,8 +13,8 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from fathom.checkpoints.special_tokens import as_list, stop_tokens, unknown_token
 from fathom.errors import SettingsError
-from fathom.inference.cache import Policy
 from fathom.inference.sampling import refused
+from fathom.kvcache.policy import Policy
 
 # Options that are set here, and those that would make `generate` return something other than tokens.
 RESERVED = {
@@ -82,18 +83,18 @@ class Sampling:
         }
         for name, (holds, words) in allowed.items():
             if not holds:
-                raise SettingsError(f"--{name.replace('_', '-')} {getattr(self, name)}: allowed: {words}")
+                raise SettingsError(f"{name}={getattr(self, name)}: allowed: {words}")
         if self.memory is not None and (self.static_cache or self.compile):
             raise SettingsError(
-                "--kvcache makes a cache that grows and shrinks: leave out --static-cache and --compile"
+                "`kvcache` makes a cache that grows and shrinks: leave out `static_cache` and `compile`"
             )
         if self.speculate is not None and (self.memory is not None or self.static_cache or self.compile):
-            raise SettingsError("--speculate crops its cache: leave out --kvcache, --static-cache and --compile")
+            raise SettingsError("`speculate` crops its cache: leave out `kvcache`, `static_cache` and `compile`")
         if unknown := sorted(set(self.options) - _generation_options()):
-            raise SettingsError(f"--set {unknown[0]}: transformers' GenerationConfig has no such option to set here")
+            raise SettingsError(f"`options` {unknown[0]}: transformers' GenerationConfig has no such option here")
         for name, value in self.options.items():
             if (allowed_values := refusal(name, value)) is not None:
-                raise SettingsError(f"--set {name}={value}: allowed: {allowed_values}")
+                raise SettingsError(f"`options` {name}={value}: allowed: {allowed_values}")
 
     def arguments(self, own: GenerationConfig | None = None) -> dict[str, Any]:
         """These settings as arguments of transformers' `generate`.
@@ -197,3 +198,17 @@ def as_strings(given: object) -> list[str]:
     """One, several or no strings as a list, without empty ones, which stand everywhere and so would end every text."""
     several = [given] if isinstance(given, str) else given if isinstance(given, Iterable) else []
     return [str(one) for one in several if one != ""]
+
+
+def read_options(words: Sequence[str]) -> dict[str, object]:
+    """`key=value` words; values are JSON, or text where they are not."""
+    made: dict[str, object] = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals:
+            raise SettingsError(f"`options` {word}: expected key=value")
+        try:
+            made[key] = json.loads(value)
+        except ValueError:
+            made[key] = {"True": True, "False": False, "None": None}.get(value, value)
+    return made

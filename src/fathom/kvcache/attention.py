@@ -23,6 +23,7 @@ from .build import config_of, make_method
 from .method import Held, Method
 from .observe import Attend, backend
 from .rope import left_alone
+from .schedule import SINKS
 from .watch import decoder_of, watch
 
 NAME = "fathom_kvcache"
@@ -146,7 +147,7 @@ def compress_in_training(
     model: PreTrainedModel,
     method: str | Method = "freqkv",
     window: int | None = None,
-    sinks: int = 4,
+    sinks: int = SINKS,
     ratio: float = 0.5,
     kept: int | None = None,
     **options: object,

@@ -14,7 +14,7 @@ from .method import Method
 from .observe import observed_backend
 from .quantized import QuantizedMemory
 from .rope import Rope, left_alone, refuse
-from .schedule import RATIO, Schedule
+from .schedule import RATIO, SINKS, Schedule
 from .watch import decoder_of, watch
 from .whole import WHOLE
 
@@ -34,7 +34,7 @@ def build_cache(
     model_or_config: PreTrainedModel | PreTrainedConfig,
     method: str | Method = "freqkv",
     window: int | None = None,
-    sinks: int = 4,
+    sinks: int = SINKS,
     ratio: float = 0.5,
     kept: int | None = None,
     quantized: str | None = None,
@@ -132,7 +132,7 @@ def make_method(
     config: PreTrainedConfig,
     method: str | Method,
     window: int | None = None,
-    sinks: int = 4,
+    sinks: int = SINKS,
     ratio: float = 0.5,
     kept: int | None = None,
     **options: object,

@@ -21,7 +21,7 @@ from transformers.cache_utils import DynamicCache
 from .build import METHODS, UntunedWarning, cache_of, config_of, untuned
 from .memory import MemoryCache
 from .rope import Rope, refuse
-from .schedule import Once, Schedule
+from .schedule import SINKS, Once, Schedule
 from .watch import decoder_of, named, watch
 
 
@@ -30,7 +30,7 @@ def compressed(
     model: PreTrainedModel,
     method: str = "snapkv",
     ratio: float = 0.5,
-    sinks: int = 4,
+    sinks: int = SINKS,
     while_decoding: bool = False,
     **options: object,
 ) -> Iterator[None]:

@@ -9,7 +9,6 @@ and are cast once. Entries that are only selected are rotated once, by the dista
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -20,9 +19,6 @@ from fathom.models.numerics import widen
 
 from .rope import Rope, Still
 from .schedule import Schedule
-
-Reducer = Callable[[Tensor], Tensor]
-"""`[B, H_kv, M, D]` to `[B, H_kv, L, D]`."""
 
 
 @dataclass(frozen=True)

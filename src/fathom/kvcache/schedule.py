@@ -15,6 +15,8 @@ import sys
 from dataclasses import dataclass
 from numbers import Integral, Real
 
+SINKS = 4
+"""First entries that are kept by default."""
 RATIO = 0.5
 """The default share that a compression leaves."""
 

@@ -30,7 +30,7 @@ def add_lens(app: FastAPI, service: Service) -> None:
     model, tokenizer, name = service.model, service.tokenizer, service.name
     context = model.config.max_position_embeddings
     if not isinstance(model, FathomForCausalLM):
-        raise SettingsError(f"--lens looks into Fathom's decoder; this is a {type(model).__name__}")
+        raise SettingsError(f"`lens` looks into Fathom's decoder; this is a {type(model).__name__}")
 
     async def looked(text: str) -> LensData:
         # Shielded: the thread cannot be stopped, and cancelling would leave its result without a reader.

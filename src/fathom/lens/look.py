@@ -297,9 +297,9 @@ def checked(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str, top: int, max_tokens: int
 ) -> tuple[list[int], list[str]]:
     """Ids and pieces of a text that can be looked at."""
-    for option, value in (("--top", top), ("--max-tokens", max_tokens)):
+    for option, value in (("top", top), ("max_tokens", max_tokens)):
         if value < 1:
-            raise SettingsError(f"{option} {value}: allowed: 1 or more")
+            raise SettingsError(f"{option}={value}: allowed: 1 or more")
     ids, pieces = _tokenise(tokenizer, text)
     if not ids:
         raise SettingsError("there is no text to look at")

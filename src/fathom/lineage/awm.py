@@ -38,11 +38,6 @@ def triangle(features: Array) -> Array:
     return out
 
 
-def gram(features: Array) -> Array:
-    """X Xᵀ, both triangles."""
-    return mirrored(triangle(features))
-
-
 def mirrored(half: Array) -> Array:
     """A symmetric matrix from its lower triangle."""
     full = half + half.T
@@ -68,34 +63,9 @@ def inner(a: Array, b: Array) -> float:
     return float(np.einsum("ij,ij->i", a, b).sum(dtype=np.float64))
 
 
-def cosine(a: Array, b: Array) -> float:
-    """Cosine of two centred kernels."""
-    return inner(a, b) / math.sqrt(inner(a, a)) / math.sqrt(inner(b, b))
-
-
 def cka(x: Array, y: Array, guard: float = 0.0) -> float:
     """Unbiased linear CKA of X [n, p] and Y [n, p']."""
     return Kernel.of(triangle(x)).cosine(Kernel.of(triangle(y)), guard)
-
-
-def cka_centred(x: Array, y: Array) -> float:
-    """The same by centring both Gram matrices."""
-    return cosine(centred(gram(x)), centred(gram(y)))
-
-
-def cka_features(x: Array, y: Array) -> float:
-    """The same from p×p' products; no n×n matrix."""
-    return hsic_features(x, y) / math.sqrt(hsic_features(x, x) * hsic_features(y, y))
-
-
-def hsic_features(x: Array, y: Array) -> float:
-    """HSIC_u = [tr K̃L̃ + (1ᵀK̃1)(1ᵀL̃1)/((n−1)(n−2)) − 2/(n−2) 1ᵀK̃L̃1] / (n(n−3))."""
-    n = len(x)
-    a, b = np.square(x).sum(1), np.square(y).sum(1)
-    k_one, l_one = x @ x.sum(0) - a, y @ y.sum(0) - b
-    trace = float(np.square(x.T @ y).sum() - a @ b)
-    total = float(k_one.sum() * l_one.sum()) / ((n - 1) * (n - 2))
-    return (trace + total - 2 / (n - 2) * float(k_one @ l_one)) / (n * (n - 3))
 
 
 @dataclass(frozen=True)

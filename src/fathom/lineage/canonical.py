@@ -25,7 +25,6 @@ from fathom.lineage.weights import Geometry, Layer, Weights
 READERS = {"attn_norm": ("q", "k", "v"), "ffn_norm": ("gate", "up")}
 WRITERS = {"o": "post_attn_norm", "down": "post_ffn_norm"}
 QK_ROLES = ("q", "k", "attn_norm", "q_norm", "k_norm")
-FFN_ROLES = ("gate", "up", "down", "ffn_norm", "post_ffn_norm")
 VO_ROLES = ("v", "o", "attn_norm", "post_attn_norm")
 MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
 TINY = 1e-35  # in float32 too: a divisor in place of zero must not itself round to it

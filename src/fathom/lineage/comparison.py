@@ -73,9 +73,9 @@ class Options:
         if unknown := set(self.align) - set(ALIGNMENTS):
             raise ModelError(f"align {min(unknown)!r}: wanted some of {', '.join(ALIGNMENTS)}")
         if self.layers is not None and self.layers < 1:
-            raise ModelError(f"--layers {self.layers}: wanted 1 or more")
+            raise ModelError(f"layers={self.layers}: wanted 1 or more")
         if self.seed < 0:
-            raise ModelError(f"--seed {self.seed}: wanted 0 or more")
+            raise ModelError(f"seed={self.seed}: wanted 0 or more")
 
     def all_of(self, a: Weights, b: Weights) -> bool:
         """Whether nothing need be left out: exact mode, or small models."""

@@ -22,7 +22,6 @@ from fathom.lineage.weights import Layer, Weights
 from fathom.report.mixing import mixed
 
 SKETCH = 512
-TERMS = ("attention", "values", "feed_forward")
 
 
 def product_qk(x: Array, layer: Layer, weights: Weights) -> Array:

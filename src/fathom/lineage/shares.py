@@ -69,8 +69,8 @@ def in_words(child: str, found: Shares) -> list[str]:
     if found.residual > UNEXPLAINED:
         why = (
             f"they leave {found.residual:.1%} of its distance to the nearest of them unexplained. A parent may be "
-            "missing, or it was trained after the merge. --json holds the best fit, which is right only in the "
-            "second case."
+            "missing, or it was trained after the merge. The JSON report holds the best fit, which is right "
+            "only in the second case."
         )
     elif most.share > 1.02:
         why = f"it lies on the line through them, beyond {most.parent}."

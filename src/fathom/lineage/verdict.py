@@ -119,7 +119,7 @@ def _label(found: Findings, p: float) -> tuple[str, list[str]]:
     reasons = [f"smallest corrected p of the matching tests: {probability(p)} (decides at {ALPHA:g})"]
     if found.threshold is None:
         reasons.append(
-            "no control or null file of this class: a score cannot be called high (give --control or --null)"
+            "no control or null file of this class: a score cannot be called high (give a control or a null file)"
         )
     else:
         verb = "reaches" if above else "stays below"

@@ -39,7 +39,6 @@ Layer = dict[str, Array]
 LARGEST = 1e15  # products of larger weights overflow, here and in the model
 WIDE_GAINS = frozenset({"attn_norm", "ffn_norm", "post_attn_norm", "post_ffn_norm", "final_norm"})
 """Gains with an entry for each channel of the stream."""
-LATENT_ROLES = {"q": ("q", "q_a", "q_a_norm", "q_b"), "k": ("kv_a", "kv_a_norm", "kv_b")}
 
 
 @dataclass(frozen=True)
@@ -291,7 +290,7 @@ def _open_adapter(where: str, origin: Origin, base: str | Path | None, max_bytes
     config = read_json(origin, ADAPTER_CONFIG)
     named = base or config.get("base_model_name_or_path")
     if not isinstance(named, str | Path):
-        raise ModelError(f"{where}: an adapter that names no base model; give it with --adapter-base")
+        raise ModelError(f"{where}: an adapter that names no base model; give it with `adapter_base`")
     below = open_weights(named, max_bytes=max_bytes)
     if not origin.exists(ADAPTER_WEIGHTS):
         raise ModelError(f"{where}: no {ADAPTER_WEIGHTS} (pickled adapters are never opened)")

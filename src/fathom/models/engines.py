@@ -150,7 +150,7 @@ def check_engine(
         raise ValueError(
             f"{engine} is not known to keep a cache for each trip: {config.recurrence} makes {len(plan)} trips, which "
             f"need {needed} layers of cache and find {held}, and the answers would be wrong. Use `generate`, "
-            "`generate_batch` or `fathom serve`" + (", or `fathom export --as unrolled`" if unrolled else "")
+            "`generate_batch` or `fathom serve`" + (", or an export with form='unrolled'" if unrolled else "")
         )
 
 

@@ -68,7 +68,7 @@ def extension(run_dir: str | Path, overrides: Sequence[str] = ()) -> Change:
         return Change(after, run_dir, before, 0)
     if experiment := experiment_of(run_dir):
         planned = f"is part of a {experiment} and cannot change here"
-        raise SettingsError(f"{run_dir} {planned}; branch: --from {run_dir} --run NEW")
+        raise SettingsError(f"{run_dir} {planned}; branch it: `origin={run_dir}` with a new `run_dir`")
     saved = newest_checkpoint(run_dir)
     finished = (run_dir / RESULT).exists()
     if saved is None:
@@ -83,18 +83,18 @@ def extension(run_dir: str | Path, overrides: Sequence[str] = ()) -> Change:
 
 
 def branch(
-    source: str | Path, run_dir: str | Path, overrides: Sequence[str] = (), cooldown: int | None = None
+    origin: str | Path, run_dir: str | Path, overrides: Sequence[str] = (), cooldown: int | None = None
 ) -> Change:
     """Start a new run from the weights, optimizer state and data position of another run's checkpoint.
 
     Args:
-        source: `RUN` (its newest checkpoint), `RUN@step-400` or `RUN/step-000400`.
+        origin: `RUN` (its newest checkpoint), `RUN@step-400` or `RUN/step-000400`.
         run_dir: The new run's directory. If it already holds the same branch, the branch is resumed.
         overrides: `key=value` words: the changes.
         cooldown: Decay the learning rate linearly to the floor over this many steps, and end.
     """
     run_dir = Path(run_dir)
-    saved = find_checkpoint(source)
+    saved = find_checkpoint(origin)
     name = _name(saved)
     before = load_recipe(saved.directory / RECIPE)
     overrides = [*overrides, *_cooldown(before, saved.step, cooldown, overrides)]
@@ -116,11 +116,11 @@ def _cooldown(before: Recipe, step: int, length: int | None, overrides: Sequence
     if length is None:
         return []
     if length < 1:
-        raise SettingsError(f"--cooldown {length}: allowed: 1 or more steps")
+        raise SettingsError(f"cooldown={length}: allowed: 1 or more steps")
     given = {word.partition("=")[0] for word in overrides}
     for key in ("train.steps", "optim.schedule", "optim.decay", "optim.decay_steps"):
         if key in given:
-            raise SettingsError(f"--cooldown {length} sets {key}; use one of the two")
+            raise SettingsError(f"`cooldown={length}` sets {key}; use one of the two")
     keys = [f"train.steps={step + length}", "optim.schedule=wsd", f"optim.decay_steps={length}"]
     if "optim.lr" not in given and leaves_peak(before.optim, step - 1, before.train.steps):
         keys.append(f"optim.lr={_rate(before, step - 1)!r}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fathom.errors import SettingsError
 from fathom.kvcache import METHODS, compress_in_training
+from fathom.kvcache.policy import Policy
 from fathom.models.modeling import FathomForCausalLM
 from fathom.recipe import Recipe
 
@@ -14,12 +15,13 @@ def compress(model: FathomForCausalLM, recipe: Recipe) -> None:
         if getattr(model.config, "kvcache", None):
             model.config.kvcache = None  # the checkpoint's policy no longer applies
         return
-    schedule = recipe.kvcache.schedule()
+    given = recipe.kvcache
+    policy = Policy(given.method, given.window, given.sinks, given.ratio, given.kept)
     try:
-        compress_in_training(model, **schedule)
+        compress_in_training(model, **vars(policy))
     except ValueError as error:
         raise SettingsError(f"kvcache.method={recipe.kvcache.method}: {error}") from error
-    model.config.kvcache = schedule
+    model.config.kvcache = dict(vars(policy))
 
 
 def compressions(recipe: Recipe) -> int:

@@ -29,7 +29,7 @@ from fathom.evaluation.caches.results import (
 from fathom.evaluation.caches.spectrum import Spectrum
 from fathom.evaluation.scoring import Checkpoint
 from fathom.kvcache import NAMES, Schedule
-from fathom.recipe import CacheWishes
+from fathom.kvcache.policy import CacheOptions
 from fathom.report.provenance import provenance
 from tests.tiny import TEXT, export_tiny
 
@@ -219,17 +219,17 @@ def test_questions_in_words_end_to_end(here: Path, tmp_path: Path, capsys: pytes
 
 def test_entries_may_be_counted(here: Path) -> None:
     """By the command's words, and for every method alike."""
-    asked = cache_evaluation.ask("freqkv,sinks", CacheWishes(window=32, sinks=2, kept=13))
+    asked = cache_evaluation.ask("freqkv,sinks", CacheOptions(window=32, sinks=2, kept=13))
     checkpoint = Checkpoint("plain", here / "plain", lambda directory: pytest.fail("it is not opened"))
     assert asked.schedule(checkpoint) == Schedule(32, 2, 13) != Schedule.at(32, 2, 0.5)
-    assert [asked.policy(checkpoint, method)["kept"] for method in ("freqkv", "sinks")] == [13, 13]
+    assert [asked.policy(checkpoint, method).kept for method in ("freqkv", "sinks")] == [13, 13]
 
 
 @pytest.mark.parametrize("methods", ["freqkv,sinks", "sinks,freqkv", "full,sinks,average"])
 def test_compressions_are_counted_whatever_comes_first(here: Path, methods: str) -> None:
     """`sinks` lets one token go at a time, so its own schedule says nothing of a share."""
     checkpoint = Checkpoint("plain", here / "plain", lambda directory: pytest.fail("it is not opened"))
-    asked = cache_evaluation.ask(methods, CacheWishes(window=32, sinks=2, ratio=0.75))
+    asked = cache_evaluation.ask(methods, CacheOptions(window=32, sinks=2, ratio=0.75))
     assert asked.schedule(checkpoint) == Schedule.at(32, 2, 0.75)
 
 

@@ -73,7 +73,7 @@ def test_verdicts_end_to_end(family, a, label, code):
 def test_without_controls_a_lineage_is_only_half_said(family):
     result = ran(family, "child", controls=())
     assert result.data["verdict"]["label"] == INITIALISATION
-    assert any("--control" in reason for reason in result.data["verdict"]["reasons"])
+    assert any("give a control" in reason for reason in result.data["verdict"]["reasons"])
     assert not any(test["kind"] == "control" for test in result.data["tests"])
 
 

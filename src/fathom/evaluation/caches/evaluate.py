@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -38,9 +37,9 @@ from fathom.evaluation.caches.results import (
 from fathom.evaluation.caches.spectrum import Spectrum, spectrum
 from fathom.evaluation.perplexity import Domain, encoder
 from fathom.evaluation.scoring import Checkpoint, Settings, kept, name_checkpoints
-from fathom.kvcache import METHODS, NAMES, Schedule, UntunedWarning, build_cache
+from fathom.kvcache import METHODS, NAMES, Schedule, build_cache
+from fathom.kvcache.policy import CacheOptions, Policy, cache_policy
 from fathom.kvcache.whole import WHOLE
-from fathom.recipe import CacheSettings, CacheWishes, cache_policy
 from fathom.report.files import read_json
 from fathom.report.progress import ProgressBar
 
@@ -68,8 +67,8 @@ class Asked:
     methods: tuple[str, ...]
     at: tuple[int, ...]
     """Text lengths, in windows."""
-    wishes: CacheWishes
-    """The schedule from the command line."""
+    options: CacheOptions
+    """The requested schedule."""
     questions: int = QUESTIONS
     compressions: tuple[int, ...] = COMPRESSIONS
     """How often the cache is compressed before a question is answered."""
@@ -82,12 +81,12 @@ class Asked:
         """The tasks that are asked in words."""
         return (*(natural.TASKS if self.needles == "natural" else ()), *self.tasks)
 
-    def policy(self, checkpoint: Checkpoint, method: str) -> CacheSettings:
+    def policy(self, checkpoint: Checkpoint, method: str) -> Policy:
         """Method and schedule."""
         config = read_json(checkpoint.directory / CONFIG)
         # A ratio applies only to methods that have one.
         meant = method not in METHODS or METHODS[method].has_ratio
-        return cache_policy(method, config.get("kvcache"), self.wishes if meant else replace(self.wishes, ratio=None))
+        return cache_policy(method, config.get("kvcache"), self.options if meant else replace(self.options, ratio=None))
 
     def schedule(self, checkpoint: Checkpoint) -> Schedule:
         """The schedule by which compressions and windows are counted, for every cache alike."""
@@ -95,19 +94,19 @@ class Asked:
         with_ratio = (method for method in compressed if METHODS[method].has_ratio)
         policy = self.policy(checkpoint, next(with_ratio, compressed[0]))
         try:
-            return Schedule.at(policy["window"] or 0, policy["sinks"], policy["ratio"], policy["kept"])
+            return Schedule.at(policy.window or 0, policy.sinks, policy.ratio, policy.kept)
         except ValueError as error:
-            raise SettingsError(f"--kvcache: {error}") from error
+            raise SettingsError(f"`kvcache`: {error}") from error
 
 
 def evaluate_caches(checkpoints: Sequence[str | Path], settings: Settings, asked: Asked) -> CacheReport:
     """Evaluate every checkpoint with every cache; returns what `report.json` holds."""
     if settings.max_trips is not None:
-        raise SettingsError("--max-trips and --kvcache exclude each other")
+        raise SettingsError("`max_trips` and `kvcache` exclude each other")
     named = name_checkpoints(checkpoints, settings)
     domains = settings.texts()
     if asked.needles == "natural" and not domains:
-        raise SettingsError("--needles natural needs --perplexity FILES, in whose text the needles are planted")
+        raise SettingsError("needles=natural: needs `perplexity`, in whose text the needles are planted")
     schedules = [asked.schedule(checkpoint) for checkpoint in named]
     found = {}
     for checkpoint, schedule in zip(named, schedules, strict=True):
@@ -121,7 +120,7 @@ def evaluate_caches(checkpoints: Sequence[str | Path], settings: Settings, asked
 
 def ask(
     kvcache: str,
-    wishes: CacheWishes,
+    options: CacheOptions,
     at: str = "1x,2x,4x,8x",
     *,
     questions: int | None = None,
@@ -133,7 +132,7 @@ def ask(
 
     Args:
         kvcache: Methods, comma between.
-        wishes: The schedule; the rest is as the checkpoint was tuned.
+        options: The schedule; the rest is as the checkpoint was tuned.
         at: Numbers of windows, comma between.
         questions: Questions for each cache, over everything that is asked.
         compressions: Numbers of compressions before an answer, comma between.
@@ -143,25 +142,25 @@ def ask(
     methods = tuple(dict.fromkeys(word.strip() for word in kvcache.split(",") if word.strip()))
     for method in methods:
         if method not in NAMES and method not in WHOLE:
-            raise SettingsError(f"--kvcache {method}: allowed: {', '.join(dict.fromkeys([*WHOLE, *NAMES]))}")
+            raise SettingsError(f"kvcache={method}: allowed: {', '.join(dict.fromkeys([*WHOLE, *NAMES]))}")
     numbers = [word.strip().removesuffix("x") for word in at.split(",")]
     if not methods or not all(number.isdigit() and int(number) for number in numbers):
-        raise SettingsError(f"--at {at}: expected numbers of windows, as in 1x,2x,4x")
+        raise SettingsError(f"at={at}: expected numbers of windows, as in 1x,2x,4x")
     counts = [word.strip() for word in (compressions or ",".join(map(str, COMPRESSIONS))).split(",")]
     if not all(count.isdigit() and int(count) for count in counts):
-        raise SettingsError(f"--compressions {compressions}: expected numbers of compressions, as in 1,2,4")
+        raise SettingsError(f"compressions={compressions}: expected numbers of compressions, as in 1,2,4")
     questions = QUESTIONS if questions is None else questions
     if questions < 1:
-        raise SettingsError(f"--questions {questions}: allowed: 1 or more")
+        raise SettingsError(f"questions={questions}: allowed: 1 or more")
     words = [word.strip() for word in (tasks or "").split(",") if word.strip()]
     chosen = dict.fromkeys(task for word in words for task in (ruler.TASKS if word == "ruler" else (word,)))
     for task in chosen:
         if task not in ruler.TASKS:
-            raise SettingsError(f"--tasks {task}: with --kvcache, allowed: ruler, {', '.join(ruler.TASKS)}")
+            raise SettingsError(f"tasks={task}: with `kvcache`, allowed: ruler, {', '.join(ruler.TASKS)}")
     return Asked(
         methods,
         tuple(sorted({int(number) for number in numbers})),
-        wishes,
+        options,
         questions,
         tuple(sorted({int(count) for count in counts})),
         needles,
@@ -216,7 +215,7 @@ class Evaluation:
             self._check(method, policy)
         self._say_what_it_takes(policies)
         caches = {method: self._cache(method, policy) for method, policy in policies.items()}
-        reference = self._answers("full", {**next(iter(policies.values())), "method": "full", "window": None})
+        reference = self._answers("full", replace(next(iter(policies.values())), method="full", window=None))
         look = partial(_spectrum, self.checkpoint, self.schedule, self.texts)
         schedule = self.schedule
         return CheckpointCaches(
@@ -233,20 +232,20 @@ class Evaluation:
     def _part(self, kind: object, name: str, key: Mapping[str, object], work: Callable[[], T]) -> T:
         return kept(kind, self.checkpoint, self.settings.out, "kvcache", name, key, work)
 
-    def _check(self, method: str, policy: CacheSettings) -> None:
+    def _check(self, method: str, policy: Policy) -> None:
         model, _ = self.checkpoint.open()
         try:
-            _quietly(model, {**policy, "window": 1} if policy["window"] is None else policy)
+            (replace(policy, window=1) if policy.window is None else policy).empty(model)
         except ValueError as error:
-            raise SettingsError(f"{self.checkpoint.name}: --kvcache {method}: {error}") from error
+            raise SettingsError(f"{self.checkpoint.name}: `kvcache={method}`: {error}") from error
 
-    def _new(self, policy: CacheSettings, room: int) -> Cache:
+    def _new(self, policy: Policy, room: int) -> Cache:
         model, _ = self.checkpoint.open()
-        return _quietly(model, {**policy, "window": room} if policy["method"] in WHOLE else policy)
+        return (replace(policy, window=room) if policy.method in WHOLE else policy).empty(model)
 
-    def _cache(self, method: str, policy: CacheSettings) -> CacheRow:
-        key = {**self.key, "policy": policy, "at": list(self.asked.at)}
-        asked = {**self.questions, "policy": policy}
+    def _cache(self, method: str, policy: Policy) -> CacheRow:
+        key = {**self.key, "policy": asdict(policy), "at": list(self.asked.at)}
+        asked = {**self.questions, "policy": asdict(policy)}
         look = partial(self._losses, method, policy)
         nats = self._part(list[list[float]], f"{method}, loss", key, look) if self.texts else []
         recall = {
@@ -258,7 +257,7 @@ class Evaluation:
         chance = self.needles.chance if self.needles is not None else 0.0
         return CacheRow(nats, recall, chance, answers, loads)
 
-    def _losses(self, method: str, policy: CacheSettings) -> list[list[float]]:
+    def _losses(self, method: str, policy: Policy) -> list[list[float]]:
         """Nats by document, over stretches of positions."""
         model, _ = self.checkpoint.open()
         by_document: list[list[float]] = []
@@ -269,7 +268,7 @@ class Evaluation:
                 bar.update(len(by_document))
         return by_document
 
-    def _recall(self, method: str, policy: CacheSettings, task: str) -> Recall:
+    def _recall(self, method: str, policy: Policy, task: str) -> Recall:
         """Right answers of needles of tokens."""
         assert self.needles is not None
         model, _ = self.checkpoint.open()
@@ -278,7 +277,7 @@ class Evaluation:
             score = scorer(model, partial(self._new, policy, self.size), self.width)
             return recall(score, _counted(batches, bar), self.needles, self.schedule, max(self.asked.compressions))
 
-    def _answers(self, method: str, policy: CacheSettings) -> list[Answer]:
+    def _answers(self, method: str, policy: Policy) -> list[Answer]:
         """Answers to the questions in words, in their order."""
         if not self.prompts:
             return []
@@ -300,17 +299,17 @@ class Evaluation:
                     ]
 
             # A full cache answers alike on every schedule, and is asked for as a reference too.
-            shown = {"method": method} if method in WHOLE else policy
+            shown = {"method": method} if method in WHOLE else asdict(policy)
             found += self._part(list[Answer], f"{method}, {task}", {**self.questions, "policy": shown}, work)
         return found
 
-    def _loads(self, policy: CacheSettings) -> list[Load]:
+    def _loads(self, policy: Policy) -> list[Load]:
         """Bytes and speed at every length."""
         model, _ = self.checkpoint.open()
         decode = _decoded(self.schedule, self.lengths)
         generator = torch.Generator().manual_seed(0)
         draw = torch.randint(0, len(self.usable), (1, self.lengths[-1] + decode), generator=generator)
-        with ProgressBar(f"{self.checkpoint.name}: {policy['method']}, costs", len(self.lengths)) as bar:
+        with ProgressBar(f"{self.checkpoint.name}: {policy.method}, costs", len(self.lengths)) as bar:
             new = partial(self._new, policy)
             return list(_counted(each_length(model, self.usable[draw], new, self.lengths, decode, self.width), bar))
 
@@ -329,7 +328,7 @@ class Evaluation:
         rows = enough(draw, self.schedule, wanted, each)
         return [rows.pick(slice(start, start + batch)).cut() for start in range(0, len(rows.ids), batch)]
 
-    def _say_what_it_takes(self, policies: Mapping[str, CacheSettings]) -> None:
+    def _say_what_it_takes(self, policies: Mapping[str, Policy]) -> None:
         """Tokens and time, before anything is measured."""
         lengths, decode = self.lengths, _decoded(self.schedule, self.lengths)
         tokens = {
@@ -350,13 +349,6 @@ class Evaluation:
             f"about {duration(seconds)} in all",
             file=sys.stderr,
         )
-
-
-def _quietly(model: PreTrainedModel, policy: CacheSettings) -> Cache:
-    """A cache; the report states if the checkpoint was not tuned for it."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UntunedWarning)
-        return build_cache(model, **policy)
 
 
 def _counted(parts: Iterable[T], bar: ProgressBar) -> Iterator[T]:
@@ -417,7 +409,7 @@ def _texts(checkpoint: Checkpoint, domains: Sequence[Domain], length: int, most:
                 found.append(torch.from_numpy(ids).unsqueeze(0))
     if not found:
         raise SettingsError(
-            f"--at: no document has {length:,} tokens; the longest has {longest:,}: give shorter lengths"
+            f"`at`: no document has {length:,} tokens; the longest has {longest:,}: give shorter lengths"
         )
     return found
 

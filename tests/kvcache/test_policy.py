@@ -1,4 +1,4 @@
-"""Generating and serving from a memory of constant size, past the context of the weights."""
+"""Which cache a model gets, and generating and serving from one past the context of the weights."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ from fathom.checkpoints.open import open_checkpoint
 from fathom.cli.main import main
 from fathom.errors import SettingsError
 from fathom.inference import engine, gate
-from fathom.inference.cache import Policy, choose
 from fathom.inference.engine import Engine, Job
 from fathom.inference.generate import generate
 from fathom.inference.sampling import Choice
 from fathom.inference.settings import Sampling
 from fathom.kvcache import Schedule, build_cache, compress_in_training
-from fathom.recipe import CacheWishes
+from fathom.kvcache.policy import CacheOptions, Policy, choose
 from tests.tiny import TEXT, export_tiny
 
 FREQKV = Policy("freqkv", 16, 2, 0.5)
@@ -116,22 +115,22 @@ def test_the_command(directory: Path, tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_a_static_cache_is_another_thing() -> None:
-    with pytest.raises(SettingsError, match="does not work with --static-cache"):
+    with pytest.raises(SettingsError, match="`static_cache`"):
         Sampling(memory=FREQKV, static_cache=True)
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--kvcache", "nonsense"], "--kvcache nonsense: method must be one of full, average"),
-        (["--kvcache", "learned", "--kvcache-window", "8"], "--kvcache learned: method must be one of full, average"),
-        (["--kvcache", "full_fp8"], "--kvcache full_fp8: method must be one of full, average"),
+        (["--kvcache", "nonsense"], "--kvcache nonsense: allowed: full, average"),
+        (["--kvcache", "learned", "--kvcache-window", "8"], "--kvcache learned: allowed: full, average"),
+        (["--kvcache", "full_fp8"], "--kvcache full_fp8: allowed: full, average"),
         (["--kvcache", "freqkv"], "--kvcache freqkv needs --kvcache-window"),
-        (["--kvcache", "dct", "--kvcache-window", "8"], "--kvcache dct: method must be one of full, average"),
-        (["--kvcache-window", "8"], "--kvcache-window 8: give --kvcache METHOD"),
+        (["--kvcache", "dct", "--kvcache-window", "8"], "--kvcache dct: allowed: full, average"),
+        (["--kvcache-window", "8"], "--kvcache-window 8: give --kvcache with it"),
         ([*WORDS[:4], "--kvcache-sinks", "9"], "--kvcache freqkv: a window of 16 with 9 sinks"),
-        (["--kvcache", "full", "--kvcache-ratio", "0.5"], "--kvcache-ratio 0.5: give --kvcache METHOD"),
-        (["--kvcache-kept", "7"], "--kvcache-kept 7: give --kvcache METHOD"),
+        (["--kvcache", "full", "--kvcache-ratio", "0.5"], "--kvcache-ratio 0.5: give --kvcache with it"),
+        (["--kvcache-kept", "7"], "--kvcache-kept 7: give --kvcache with it"),
         ([*WORDS, "--kvcache-kept", "14"], "--kvcache freqkv: a window of 16 with 2 sinks can keep 1 to 13"),
         (
             [*WORDS, "--kvcache-kept", "7", "--kvcache-ratio", "0.5"],
@@ -151,10 +150,10 @@ def test_a_checkpoint_knows_its_schedule(tmp_path: Path, capsys: pytest.CaptureF
     model, _ = open_checkpoint(tuned, "cpu")
     assert choose(model, "freqkv") == FREQKV and capsys.readouterr().err == ""
     assert choose(model, None) is None and choose(model, "full") is None
-    assert choose(model, "average", CacheWishes(ratio=0.25)) == Policy("average", 16, 2, 0.25)
+    assert choose(model, "average", CacheOptions(ratio=0.25)) == Policy("average", 16, 2, 0.25)
     assert "was tuned for freqkv, window 16, sinks 2, ratio 0.5" in capsys.readouterr().err
-    with pytest.raises(SettingsError, match="--kvcache-ratio"):
-        choose(model, None, CacheWishes(ratio=0.5))
+    with pytest.raises(SettingsError, match="kvcache_ratio"):
+        choose(model, None, CacheOptions(ratio=0.5))
     for method in ("sinks", "drop", "snapkv", "key_norm"):  # their entries are tokens' own: nothing to be tuned for
         assert choose(model, method) == Policy(method, 16, 2, 0.5) and capsys.readouterr().err == ""
 
@@ -164,25 +163,25 @@ def test_entries_may_be_counted(tmp_path: Path, capsys: pytest.CaptureFixture[st
     counted = Policy("freqkv", 16, 2, 0.5, kept=7)
     model, _ = open_checkpoint(export_tiny(tmp_path / "tuned", kvcache=vars(counted)), "cpu")
     assert (
-        choose(model, "freqkv") == counted == choose(model, "freqkv", CacheWishes(kept=7))
+        choose(model, "freqkv") == counted == choose(model, "freqkv", CacheOptions(kept=7))
         and capsys.readouterr().err == ""
     )
     assert counted.empty(model).schedule == Schedule(16, 2, 7) != FREQKV.empty(model).schedule
-    assert choose(model, "freqkv", CacheWishes(ratio=0.25)) == Policy("freqkv", 16, 2, 0.25)
+    assert choose(model, "freqkv", CacheOptions(ratio=0.25)) == Policy("freqkv", 16, 2, 0.25)
     assert "was tuned for freqkv, window 16, sinks 2, kept 7; past 16 tokens" in capsys.readouterr().err
-    assert choose(model, "drop", CacheWishes(window=12)) == Policy("drop", 12, 2, 0.5)
+    assert choose(model, "drop", CacheOptions(window=12)) == Policy("drop", 12, 2, 0.5)
     assert choose(model, "sinks") == Policy("sinks", 16, 2, 0.5)
-    assert choose(model, "sinks", CacheWishes(kept=7)) == Policy("sinks", 16, 2, 0.5, kept=7)
+    assert choose(model, "sinks", CacheOptions(kept=7)) == Policy("sinks", 16, 2, 0.5, kept=7)
     shared = {"method": "freqkv", "window": 16, "sinks": 2, "ratio": 0.25}  # as earlier exports have it
     model, _ = open_checkpoint(export_tiny(tmp_path / "earlier", kvcache=shared), "cpu")
     assert choose(model, "freqkv") == Policy("freqkv", 16, 2, 0.25) and capsys.readouterr().err == ""
-    assert choose(model, "freqkv", CacheWishes(kept=7)) == counted and "ratio 0.25; past" in capsys.readouterr().err
+    assert choose(model, "freqkv", CacheOptions(kept=7)) == counted and "ratio 0.25; past" in capsys.readouterr().err
 
 
 def test_a_method_without_a_ratio(opened, tmp_path: Path) -> None:
     """One that is given is refused; the one that another method was tuned with is not meant for it."""
-    with pytest.raises(SettingsError, match=r"--kvcache sinks: ratio=0.25: sinks lets one token go at a time"):
-        choose(opened[0], "sinks", CacheWishes(window=16, sinks=2, ratio=0.25))
+    with pytest.raises(SettingsError, match=r"kvcache=sinks: ratio=0.25: sinks lets one token go at a time"):
+        choose(opened[0], "sinks", CacheOptions(window=16, sinks=2, ratio=0.25))
     model, _ = open_checkpoint(export_tiny(tmp_path / "tuned", kvcache={**vars(FREQKV), "ratio": 0.25}), "cpu")
     assert choose(model, "sinks") == Policy("sinks", 16, 2, 0.5)
 

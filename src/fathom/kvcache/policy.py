@@ -1,0 +1,140 @@
+"""Which cache a model gets: what is asked for, else what its checkpoint was tuned with, else the defaults."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from fathom.errors import SettingsError
+
+from .build import METHODS, NAMES, UntunedWarning, build_cache, config_of, untuned
+from .memory import MemoryCache
+from .prefill import prefill
+from .schedule import RATIO, SINKS
+from .whole import WHOLE
+
+
+@dataclass(frozen=True)
+class CacheOptions:
+    """The schedule that a caller asks for; None where a field is left to the checkpoint or to the defaults."""
+
+    window: int | None = None
+    """Entries that a cache may hold."""
+    sinks: int | None = None
+    """First entries that are never compressed."""
+    ratio: float | None = None
+    """Share of the window that a compression leaves."""
+    kept: int | None = None
+    """Entries that a compression leaves beside the sinks, in place of `ratio`."""
+
+    @classmethod
+    def of(cls, options: object) -> CacheOptions:
+        """From the arguments `kvcache_window`, `kvcache_sinks`, `kvcache_ratio` and `kvcache_kept`."""
+        return cls(**{one.name: getattr(options, f"kvcache_{one.name}") for one in dataclasses.fields(cls)})
+
+    def given(self) -> dict[str, int | float]:
+        """Those that are not None, by name."""
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A method with its schedule, as `build_cache` takes them."""
+
+    method: str
+    window: int | None
+    """None only for a cache that is not compressed."""
+    sinks: int = SINKS
+    ratio: float = RATIO
+    kept: int | None = None
+
+    def empty(self, model: PreTrainedModel) -> Cache:
+        """An empty cache of this policy, without the warning about a checkpoint that was not tuned for it."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UntunedWarning)
+            return build_cache(model, **vars(self))
+
+    def read(
+        self,
+        model: PreTrainedModel,
+        prompt: Tensor,
+        beams: int = 1,
+        after_chunk: Callable[[], None] | None = None,
+        max_trips: int | None = None,
+    ) -> dict[str, object]:
+        """Arguments for `generate`: a cache that holds a prompt `[B, T]` without its last token.
+
+        Args:
+            model: The model that reads the prompt.
+            prompt: Rows of one length, without padding.
+            beams: Rows that each row becomes in `generate`.
+            after_chunk: As `prefill` takes it.
+            max_trips: As `prefill` takes it.
+        """
+        cache = self.empty(model)
+        if prompt.shape[1] > 1:
+            prefill(model, prompt[:, :-1], cache, after_chunk=after_chunk, max_trips=max_trips)
+            cache.batch_repeat_interleave(beams)
+        return {"past_key_values": cache}
+
+
+PLAIN = CacheOptions()
+
+
+def cache_policy(method: str, recorded: object, options: CacheOptions) -> Policy:
+    """The policy of a method: as asked for, else as the checkpoint was tuned, else the defaults.
+
+    Args:
+        method: A name of `METHODS` or of `WHOLE`.
+        recorded: `kvcache` of the checkpoint's configuration, None if it has none.
+        options: What is asked for.
+    """
+    if method not in NAMES and method not in WHOLE:
+        raise SettingsError(f"kvcache={method}: allowed: {', '.join(NAMES)}")
+    window, ratio, kept = options.window, options.ratio, options.kept
+    if ratio is not None and kept is not None:
+        raise SettingsError(f"`kvcache_ratio={ratio}` and `kvcache_kept={kept}`: give one of them")
+    was: dict[str, object] = recorded if isinstance(recorded, dict) else {}
+    known = {"sinks": SINKS, "ratio": RATIO, "kept": None, **was}
+    without_ratio = method in METHODS and not METHODS[method].has_ratio
+    # What is recorded may be of another schedule than the one that is asked for.
+    if kept is not None or without_ratio:
+        known["ratio"] = RATIO
+    if window is not None or ratio is not None or (without_ratio and was.get("method") != method):
+        known["kept"] = None
+    known |= options.given()
+    if method not in WHOLE and known.get("window") is None:
+        raise SettingsError(
+            f"`kvcache={method}` needs `kvcache_window`: this checkpoint was not tuned for a compressed cache"
+        )
+    schedule = {key: known.get(key) for key in ("window", "sinks", "ratio", "kept")}
+    return Policy(method, **schedule)  # type: ignore[arg-type]
+
+
+def choose(model: PreTrainedModel, method: str | None, options: CacheOptions = PLAIN) -> Policy | None:
+    """The policy that a command's cache options mean for a model; None for an ordinary cache.
+
+    A checkpoint that was tuned under compression has its schedule in its configuration. For any other, a method that
+    mixes entries gives a warning once, since text past the window is expected to be bad.
+    """
+    if method in (None, "full"):
+        for name, value in options.given().items():
+            raise SettingsError(f"kvcache_{name}={value}: give `kvcache` with it")
+        return None
+    if method not in NAMES:
+        raise SettingsError(f"kvcache={method}: allowed: {', '.join(NAMES)}")
+    policy = cache_policy(method, getattr(model.config, "kvcache", None), options)
+    try:
+        cache = policy.empty(model)
+    except ValueError as error:
+        raise SettingsError(f"kvcache={method}: {error}") from error
+    if isinstance(cache, MemoryCache) and (words := untuned(config_of(model), cache.method)):
+        print(f"fathom: warning: {words}", file=sys.stderr)
+    return policy
