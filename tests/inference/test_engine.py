@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import scipy.stats
 import torch
-from fathom.inference.cache import Policy
 from torch._dynamo.utils import counters
 from transformers import (
     GenerationConfig,
@@ -31,6 +30,7 @@ from fathom.inference.batches import LoneBatch, SlabBatch, SlabLayer, SlotBatch,
 from fathom.inference.compiled import Compiled, OneBank
 from fathom.inference.engine import Engine, Job
 from fathom.inference.sampling import Choice
+from fathom.kvcache.policy import Policy
 from fathom.models import FathomConfig, FathomForCausalLM, several_trips, slot_cache, slot_table
 from fathom.models.engines import check_engine
 from fathom.models.registry import ALL, parse_mechanism
