@@ -227,6 +227,12 @@ print(tracemalloc.get_traced_memory()[1], sum(weights.file_bytes for weights in 
 """
 
 
+def test_no_byte_of_a_small_model_is_read_twice(models):
+    one, other = open_weights(models()), open_weights(models(seed=1))
+    read = compare(one, other, options=Options(extras=True)).pair.bytes_read
+    assert all(0.9 < read[w.name] / w.file_bytes < 1.1 for w in (one, other))
+
+
 def test_memory_stays_near_the_largest_pair_of_tensors(tmp_path):
     """Streaming: the traced peak of a comparison is a small multiple of one pair of matrices, not of the model.
 
