@@ -1,14 +1,19 @@
 """A mixer: each layer's value is averaged with that of the layer below, by one learned gate."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from fathom.models.configuration import FathomConfig
 from fathom.models.roles import Cost, Mechanism, ValueMixer
-from fathom.models.slots import Visit
+
+if TYPE_CHECKING:  # an export imports this file while it imports these two
+    from fathom.models.configuration import FathomConfig
+    from fathom.models.slots import Visit
 
 
 class GatedMean(ValueMixer):

@@ -30,6 +30,7 @@ ROOMS = (
         "kvcache",
         "report",
         "checkpoints",
+        "testing",
         "data",
         "settings",
         "recipe",
@@ -58,11 +59,11 @@ STRANGERS = {
     },
 }
 """Rooms above that a room must not know all the same."""
-COMPUTING = "models kernels kvcache checkpoints training evaluation deepen inference lens experiments"
+COMPUTING = "models kernels kvcache checkpoints testing training evaluation deepen inference lens experiments"
 FOREIGN = {
     "torch": f"{COMPUTING} data.batches report.provenance",
-    "transformers": "models kvcache checkpoints data.tokenizer corpus.chat_template training evaluation inference "
-    "deepen lens cli.export",
+    "transformers": "models kvcache checkpoints testing data.tokenizer corpus.chat_template training evaluation "
+    "inference deepen lens cli.export",
     **dict.fromkeys(("triton", "liger_kernel"), "kernels"),
     "numpy": "report checkpoints data corpus training evaluation deepen lens lineage experiments inference.draws "
     "inference.structure inference.prefixes",

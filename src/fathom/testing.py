@@ -1,0 +1,216 @@
+"""What a mechanism of your own must satisfy, as a test class for your package.
+
+    from fathom.testing import Conformance
+    from your_package import MINE
+
+    class TestMine(Conformance):
+        mechanism, options = MINE, {"stride": 2}
+
+pytest then runs each property with small random models in float64. Add the one test that this class cannot write: the
+mathematics, against your own few lines of numpy.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from fathom.checkpoints.export import export
+from fathom.models import FathomConfig, FathomForCausalLM
+from fathom.models.cost import cache_bytes_per_token, count_parameters, mechanism_cost
+from fathom.models.packages import add_mechanism
+from fathom.models.roles import Mechanism
+
+SHAPE: Mapping[str, Any] = {
+    **{"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "head_dim": 8},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": 0},
+}
+EXACT = 1e-11
+"""Of a logit in float64, and of a gradient."""
+SLOPE = 1e-7
+"""Of a derivative along a direction of length 1."""
+CLEAN_ROOM = """
+import sys
+sys.modules["fathom"] = None  # importing it raises
+import torch
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
+saved = torch.load(sys.argv[1] + ".pt", weights_only=True)
+with torch.no_grad():
+    print("off by", (model(saved["ids"]).logits - saved["logits"]).abs().max().item())
+"""
+
+
+class Conformance:
+    """Properties of a model with one mechanism; name a subclass `Test...` and set `mechanism`, and `options` if any."""
+
+    mechanism: ClassVar[Mechanism]
+    options: ClassVar[Mapping[str, Any]] = {}
+    shape: ClassVar[Mapping[str, Any]] = SHAPE
+    """Of the models; a mechanism may need more layers."""
+
+    def config(self, **options: Any) -> FathomConfig:
+        """The configuration with the mechanism, with further options."""
+        add_mechanism(self.mechanism)
+        axis, name = self.mechanism.axis, self.mechanism.name
+        return FathomConfig(**self.shape, **{axis: name, f"{axis}_options": {**self.options, **options}})
+
+    def model(self, dtype: torch.dtype = torch.float64) -> FathomForCausalLM:
+        """A model whose every parameter is away from its initial value, as training would leave it."""
+        torch.manual_seed(0)
+        model = FathomForCausalLM(self.config()).eval().to(dtype)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(torch.randn(p.shape, dtype=dtype) * 0.2)
+        return model
+
+    def test_reading_in_parts_is_reading_at_once(self) -> None:
+        """Prompts in chunks, then token by token, from a cache."""
+        model, ids = self.model(), tokens(2, 12)
+        whole, cache, found = logits(model, ids), DynamicCache(config=model.config), []
+        with torch.no_grad():
+            for part in ids.split([5, 3, 1, 1, 2], 1):
+                found.append(model(part, past_key_values=cache).logits)
+        same(torch.cat(found, 1), whole)
+
+    def test_padded_rows_are_single_rows(self) -> None:
+        """On the left, with a mask."""
+        model, rows = self.model(), [tokens(1, n, seed=n) for n in (4, 7)]
+        ids, mask = torch.zeros(2, 7, dtype=torch.long), torch.zeros(2, 7, dtype=torch.long)
+        for i, row in enumerate(rows):
+            ids[i, 7 - row.shape[1] :], mask[i, 7 - row.shape[1] :] = row[0], 1
+        together = logits(model, ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0))
+        for i, row in enumerate(rows):
+            same(together[i, 7 - row.shape[1] :], logits(model, row)[0])
+
+    def test_packed_documents_are_single_rows(self) -> None:
+        """Told apart by positions that start again."""
+        model, parts = self.model(), [tokens(1, n, seed=n) for n in (4, 6)]
+        positions = torch.cat([torch.arange(part.shape[1]) for part in parts]).unsqueeze(0)
+        packed = logits(model, torch.cat(parts, 1), position_ids=positions)
+        same(packed, torch.cat([logits(model, part) for part in parts], 1))
+
+    def test_later_tokens_change_nothing(self) -> None:
+        """And do change what comes after them."""
+        model, ids = self.model(), tokens(1, 10)
+        changed = torch.cat([ids[:, :6], tokens(1, 4, seed=9)], 1)
+        one, other = logits(model, ids), logits(model, changed)
+        same(one[:, :6], other[:, :6])
+        assert off(one[:, 6:], other[:, 6:]) > EXACT, "a changed token changes nothing after it"
+
+    def test_every_parameter_gets_a_gradient(self) -> None:
+        """A parameter that no training can move is a mistake."""
+        found = gradients(self.model().train(), tokens(2, 12))
+        dead = [name for name, g in found.items() if not g.any()]
+        assert not dead, f"no gradient reaches {dead}"
+
+    def test_gradients_are_those_of_finite_differences(self) -> None:
+        """Along one random direction of all parameters."""
+        model, ids = self.model().train(), tokens(2, 8)
+        made = torch.Generator().manual_seed(1)
+        way = {n: torch.randn(p.shape, generator=made, dtype=p.dtype) for n, p in model.named_parameters()}
+        length = torch.stack([v.square().sum() for v in way.values()]).sum().sqrt()
+        found, size = sum((g * way[n]).sum() for n, g in gradients(model, ids).items()) / length, 1e-4
+
+        def moved(by: float) -> float:
+            with torch.no_grad():
+                for name, p in model.named_parameters():
+                    p.add_(way[name], alpha=by / float(length))
+                return float(model(ids, labels=ids).loss)
+
+        slope = (moved(size) - moved(-2 * size)) / (2 * size)
+        assert abs(float(found) - slope) < SLOPE, f"a slope of {slope:.9f}, by autograd {float(found):.9f}"
+
+    def test_checkpointing_changes_no_gradient(self) -> None:
+        """State that a layer mutates is lost here, without an error."""
+        model, ids = self.model().train(), tokens(2, 10)
+        plain = gradients(model, ids)
+        model.activation_checkpointing_enable()
+        again = gradients(model, ids)
+        for name in plain:
+            same(plain[name], again[name])
+
+    def test_initial_values_are_set(self) -> None:
+        """From memory full of NaN, as after loading on the meta device."""
+        with torch.device("meta"):
+            model = FathomForCausalLM(self.config())
+        model.to_empty(device="cpu")
+        for tensor in (*model.parameters(), *model.buffers()):
+            if tensor.is_floating_point():
+                tensor.data.fill_(torch.nan)
+        for module in model.modules():
+            module._is_hf_initialized = False
+        model.init_weights()
+        unset = [name for name, p in model.named_parameters() if not p.isfinite().all()]
+        assert not unset, f"init_weights leaves {unset} as they are; a module needs a parameter of its own to be called"
+
+    def test_the_declared_cost_is_measured(self) -> None:
+        """Its parameters, and the bytes of its cache."""
+        config, plain = self.config(), FathomConfig(**self.shape)
+        cost, cache = mechanism_cost(config, 4), DynamicCache(config=config)
+        added = count_parameters(config) - count_parameters(plain)
+        assert cost.parameters == added, f"{cost.parameters} parameters declared, {added} added"
+        assert cost.cache_bytes == cache_bytes_per_token(config, 4) - cache_bytes_per_token(plain, 4)
+        model = self.model(torch.float32)
+        if not model.model.slotted:  # else it depends on who halts
+            with torch.no_grad():
+                model(tokens(1, 5), past_key_values=cache)
+            held = sum(t.nbytes for layer in cache.layers for t in (layer.keys, layer.values))
+            assert held == 5 * cache_bytes_per_token(config, 4)
+
+    def test_it_starts_as_itself_where_it_says_so(self) -> None:
+        """With the options of `Mechanism.closed`, weights of a model without the mechanism compute what they did."""
+        if self.mechanism.closed is None:
+            return
+        torch.manual_seed(0)
+        plain = FathomForCausalLM(FathomConfig(**self.shape)).eval()
+        model = FathomForCausalLM(self.config(**self.mechanism.closed)).eval()
+        model.load_state_dict(plain.state_dict(), strict=False)
+        assert torch.equal(logits(model, tokens(2, 9)), logits(plain, tokens(2, 9))), "closed, it is another function"
+
+    def test_an_export_opens_without_fathom(self) -> None:
+        """In a process that can import neither Fathom nor the mechanism's package by that name."""
+        model, ids = self.model(torch.float32), tokens(1, 7)
+        with tempfile.TemporaryDirectory() as folder:
+            directory = export(model, Path(folder) / "model")
+            torch.save({"ids": ids, "logits": logits(model, ids)}, f"{directory}.pt")
+            command = [sys.executable, "-I", "-c", CLEAN_ROOM, str(directory)]
+            said = subprocess.run(command, capture_output=True, text=True, timeout=600)
+        assert said.returncode == 0, said.stderr[-2000:]
+        assert float(said.stdout.split()[-1]) < 1e-4, said.stdout
+
+
+def tokens(*shape: int, seed: int = 1) -> Tensor:
+    """Random ids without the padding."""
+    return torch.randint(3, SHAPE["vocab_size"], shape, generator=torch.Generator().manual_seed(seed))
+
+
+def logits(model: FathomForCausalLM, ids: Tensor, **arguments: Any) -> Tensor:
+    """Of a call without a cache."""
+    with torch.no_grad():
+        return model(ids, use_cache=False, **arguments).logits
+
+
+def gradients(model: FathomForCausalLM, ids: Tensor) -> dict[str, Tensor]:
+    """Of every parameter, zeros where there is none."""
+    model.zero_grad()
+    model(ids, labels=ids).loss.backward()
+    return {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
+
+
+def same(found: Tensor, expected: Tensor) -> None:
+    """Refuse more than rounding. Assertions here have messages, since pytest rewrites those of test files only."""
+    assert off(found, expected) < EXACT, f"off by {off(found, expected):.3g}"
+
+
+def off(a: Tensor, b: Tensor) -> float:
+    """The largest difference."""
+    return float((a - b).abs().max())
