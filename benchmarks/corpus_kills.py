@@ -6,8 +6,9 @@
 Into the documents go the copies and leaks of `corpus.py`. The moments are drawn, before the second run, from the time
 that the first took: each is a number of finished tasks and the seconds since the last of them, and at that point of the
 work every process is sent SIGKILL. Then the same command goes on, and at the end both directories are compared file by
-file, without what says when or how long (`run.json`, `times.json`). Memory is the resident memory of all processes
-together, twice a second, which counts what they share more than once, and the peak of any one as the system counts it.
+file, without what says when, how long or with how many workers (`run.json`, `times.json`, `recipe.yaml`). Memory is
+the resident memory of all processes together, twice a second, which counts what they share more than once, and the
+peak of any one as the system counts it.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ from fathom.corpus.stage import DRAFT, STAGES, TASK, TIMES, Workspace
 from fathom.report.files import read_json, write_json
 from fathom.report.provenance import provenance
 
-APART = {"run.json", TIMES}
-"""Files that say when a corpus was made, and how long it took."""
+APART = {"run.json", "recipe.yaml", TIMES}
+"""Files that say when a corpus was made, how long it took, and with how many workers."""
 PAGE = os.sysconf("SC_PAGE_SIZE")
 SAMPLED = 20
 """Of so many documents one may be copied; the others are not held in memory."""
