@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.nn.attention import flex_attention as flex
 from transformers.initialization import no_init_weights
 
-from fathom.models import FathomForCausalLM, fixed_table, flex_reading, loss, mixture, several_trips, slot_table, slots
+from fathom.models import FathomForCausalLM, fixed_table, flex_reading, loss, mixture, slot_table, slots, walk
 from fathom.recipe import Optim
 from fathom.training.build import clip_gradients
 from fathom.training.guard import Guard
@@ -49,7 +49,7 @@ def answered(x: Tensor) -> Any:
 @pytest.fixture
 def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Fake tensors on `cuda`, and answers for the host where it asks on purpose."""
-    for module in (fixed_table, several_trips, slot_table, slots):
+    for module in (fixed_table, walk, slot_table, slots):
         monkeypatch.setattr(module, "to_host", answered)
     with FakeTensorMode():
         yield
@@ -165,13 +165,13 @@ def test_a_compiled_step_of_flex_attention(case, as_elsewhere, by_rule):
 
 def test_a_rule_on_the_host_is_seen(as_elsewhere, by_rule, monkeypatch):
     monkeypatch.setattr(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
-    made = several_trips.read_rule
+    made = walk.read_rule
 
     def on_the_host(view: Any, query: Any, key: Any, reach: Any) -> Any:
         bias = torch.zeros(1, key.token.shape[1], device="cpu")
         return replace(made(view, query, key, reach), bias=bias)
 
-    monkeypatch.setattr(several_trips, "read_rule", on_the_host)
+    monkeypatch.setattr(walk, "read_rule", on_the_host)
     model = model_on("meta", "latent_cot").train()
     model.set_attn_implementation("flex_attention")
     with OneDevice(), pytest.raises(ModelError, match="tensors on cpu and meta"):

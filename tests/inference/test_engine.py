@@ -31,7 +31,7 @@ from fathom.inference.compiled import Compiled, OneBank
 from fathom.inference.engine import Engine, Job
 from fathom.inference.sampling import Choice
 from fathom.kvcache.policy import Policy
-from fathom.models import FathomConfig, FathomForCausalLM, several_trips, slot_cache, slot_table
+from fathom.models import FathomConfig, FathomForCausalLM, slot_cache, slot_table, walk
 from fathom.models.engines import check_engine
 from fathom.models.registry import ALL, parse_mechanism
 from tests.models.cases import SHAPE, build, config_of
@@ -203,7 +203,7 @@ def test_batches_of_fixed_room_are_exact(backend, monkeypatch):
             planted.setattr(OneBank, "of", fault)
             together, one_by_one, *_ = compiled_runs("vanilla", seeds=(1,), num_hidden_layers=2)
             assert together != [one_by_one]
-    for forgetful in (slot_cache, several_trips):  # of prompts that come in, of tokens that are made
+    for forgetful in (slot_cache, walk):  # of prompts that come in, of tokens that are made
         with monkeypatch.context() as planted:
             planted.setattr(forgetful, "repeat_last", lambda *where: None)
             together, one_by_one, *_ = compiled_runs("adaponder+depth_attention", seeds=(1,), initializer_range=0.3)

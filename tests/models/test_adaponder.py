@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from fathom.models import FathomForCausalLM, modeling, several_trips, slot_table
+from fathom.models import FathomForCausalLM, modeling, slot_table, walk
 from fathom.models.slot_table import SlotTable
 from fathom.models.slots import TokenSubset
 
@@ -17,14 +17,14 @@ from .test_pondering import error, logits, oracle, stepwise
 
 def test_nobody_comes_back(monkeypatch):
     """A gate that would open again stays shut, and trip 0 is for all."""
-    turns, sweep = [], several_trips.sweep
+    turns, sweep = [], walk.sweep
 
     def watched(*args, **kwargs):
         state, made = sweep(*args, **kwargs)
         turns.append((state, made))
         return state, made
 
-    monkeypatch.setattr(several_trips, "sweep", watched)
+    monkeypatch.setattr(walk, "sweep", watched)
     model, ids, _, halt = oracle("adaponder")
     logits(model, ids)
     state, made = turns[0]

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 from transformers.cache_utils import StaticCache
 
-from fathom.models import FathomForCausalLM, flex_reading, several_trips
+from fathom.models import FathomForCausalLM, flex_reading, walk
 from fathom.models.flex_reading import attend_by_rule, read_rule
 from fathom.models.reading import read_mask
 from fathom.models.roles import View
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without to
 @pytest.fixture
 def reference(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets gradients through torch's reference on a CPU."""
-    monkeypatch.setattr(several_trips, "NO_BACKWARD", ())
+    monkeypatch.setattr(walk, "NO_BACKWARD", ())
     monkeypatch.setattr(flex, "_validate_device", lambda *tensors: None)
 
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fathom.models import latent_cot, reading, several_trips
+from fathom.models import latent_cot, reading, walk
 from fathom.models.roles import View
 from fathom.models.slots import Out, TokenSubset, sweep
 
@@ -141,7 +141,7 @@ def test_a_mixture_of_predictions_is_another_model(monkeypatch):
 
 def test_dead_slots_left_visible(monkeypatch):
     model, ids, truth, _ = oracle("latent_cot")
-    monkeypatch.setattr(several_trips, "_both", lambda live, alive: live)
+    monkeypatch.setattr(walk, "_both", lambda live, alive: live)
     assert error(logits(model, ids), truth) > 1e-2
 
 
@@ -150,6 +150,6 @@ def test_deeper_thoughts_leaking_in(monkeypatch):
     model, ids, truth, _ = oracle("latent_cot")
     assert error(stepwise(model, ids), truth) < 1e-12
     mask = reading.read_mask
-    monkeypatch.setattr(several_trips, "read_mask", lambda view, *rest: mask(View.ALL, *rest))
+    monkeypatch.setattr(walk, "read_mask", lambda view, *rest: mask(View.ALL, *rest))
     assert error(stepwise(model, ids), truth) > 1e-2
     assert View.DUO.depth_parallel and not View.ALL.depth_parallel

@@ -25,7 +25,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticCa
 
 from fathom.checkpoints.families import gpt_neox
 from fathom.checkpoints.families.tensors import LAYER
-from fathom.models import FathomConfig, FathomForCausalLM, modeling, reading, several_trips, slot_table
+from fathom.models import FathomConfig, FathomForCausalLM, modeling, reading, slot_table, walk
 from fathom.models.configuration import CHOICES
 from fathom.models.depth_attention import DepthAttention
 from fathom.models.pondering import Pondering
@@ -837,13 +837,13 @@ def test_draws_reach_everything():
 
 def lone_survivor_sees_all(patch: pytest.MonkeyPatch) -> None:
     """One token that goes on is taken for one token that is decoded."""
-    masks = several_trips.Stored._masks
+    masks = walk.Stored._masks
 
-    def faulty(self: several_trips.Stored, query: Any, placement: Any, trip: int) -> dict[str, Any]:
+    def faulty(self: walk.Stored, query: Any, placement: Any, trip: int) -> dict[str, Any]:
         alone = query.token.shape[1] == 1 and placement.slot is None and trip >= self.store.table.deepest
         return dict.fromkeys(self.model.reach) if alone else masks(self, query, placement, trip)
 
-    patch.setattr(several_trips.Stored, "_masks", faulty)
+    patch.setattr(walk.Stored, "_masks", faulty)
 
 
 def raw_values_cached(patch: pytest.MonkeyPatch) -> None:
@@ -864,13 +864,13 @@ def raw_values_cached(patch: pytest.MonkeyPatch) -> None:
 
 def trips_take_positions(patch: pytest.MonkeyPatch) -> None:
     """A later trip is rotated as if it were a later token."""
-    through = several_trips.TripMaker.through
+    through = walk.TripMaker.through
 
-    def faulty(self: several_trips.TripMaker, x: Any, found: several_trips.Pass) -> several_trips.Passed:
+    def faulty(self: walk.TripMaker, x: Any, found: walk.Pass) -> walk.Passed:
         found.rotation = signed(self.model.rotary_emb(x, found.position_ids + found.visits[0].trip))
         return through(self, x, found)
 
-    patch.setattr(several_trips.TripMaker, "through", faulty)
+    patch.setattr(walk.TripMaker, "through", faulty)
 
 
 def halts_of_the_next_column(patch: pytest.MonkeyPatch) -> None:
@@ -899,7 +899,7 @@ def slots_of_the_trip_before(patch: pytest.MonkeyPatch) -> None:
 
 def fixed_places_left_empty(patch: pytest.MonkeyPatch) -> None:
     """Trips that a token did not make have nothing in their fixed places."""
-    patch.setattr(several_trips, "repeat_last", lambda *where: None)
+    patch.setattr(walk, "repeat_last", lambda *where: None)
 
 
 def one_round_more(patch: pytest.MonkeyPatch) -> None:
@@ -915,7 +915,7 @@ def windows_one_wider(patch: pytest.MonkeyPatch) -> None:
     def faulty(view: Any, query: Any, key: Any, reach: int | None, dtype: Any) -> Any:
         return mask(view, query, key, None if reach is None else reach + 1, dtype)
 
-    patch.setattr(several_trips, "read_mask", faulty)
+    patch.setattr(walk, "read_mask", faulty)
 
 
 def fused_in_thirds(patch: pytest.MonkeyPatch) -> None:
@@ -947,30 +947,30 @@ def one_norm_for_two(patch: pytest.MonkeyPatch) -> None:
 
 def positions_in_every_trip(patch: pytest.MonkeyPatch) -> None:
     """Learned positions are added to the input of later trips as well."""
-    through = several_trips.TripMaker.through
+    through = walk.TripMaker.through
 
-    def faulty(self: several_trips.TripMaker, x: Any, one: several_trips.Pass) -> several_trips.Passed:
+    def faulty(self: walk.TripMaker, x: Any, one: walk.Pass) -> walk.Passed:
         later = one.visits[0].trip > 0
         return through(self, self.model._with_learned_positions(x, one.position_ids) if later else x, one)
 
-    patch.setattr(several_trips.TripMaker, "through", faulty)
+    patch.setattr(walk.TripMaker, "through", faulty)
 
 
 def biases_under_the_cap(patch: pytest.MonkeyPatch) -> None:
     """What `ponder3` adds to a key's logit is capped with it."""
 
-    def faulty(self: several_trips.Interleaved, *args: Any, **kwargs: Any) -> None:
+    def faulty(self: walk.Interleaved, *args: Any, **kwargs: Any) -> None:
         start(self, *args, **kwargs)
         self.capped, self.causal = False, set(self.model.reach.values()) == {None}
 
-    start = several_trips.Interleaved.__init__
-    patch.setattr(several_trips.Interleaved, "__init__", faulty)
+    start = walk.Interleaved.__init__
+    patch.setattr(walk.Interleaved, "__init__", faulty)
 
 
 def gradients_of_one_pass_more(patch: pytest.MonkeyPatch) -> None:
     """Gradients flow through one pass more than `gradient_passes` says."""
-    solve = several_trips.jacobi
-    patch.setattr(several_trips, "jacobi", lambda *args, kept=0, **rest: solve(*args, kept=kept and kept + 1, **rest))
+    solve = walk.jacobi
+    patch.setattr(walk, "jacobi", lambda *args, kept=0, **rest: solve(*args, kept=kept and kept + 1, **rest))
 
 
 FAULTS: dict[Callable[[pytest.MonkeyPatch], None], list[int]] = {

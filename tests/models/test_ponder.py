@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from fathom.models import FathomForCausalLM, several_trips
+from fathom.models import FathomForCausalLM, walk
 from fathom.models.roles import View
 
 from .cases import config_of, tokens
@@ -108,7 +108,7 @@ def test_a_mixture_that_does_not_accumulate(monkeypatch):
 def test_inner_trips_without_a_cache(monkeypatch):
     """As the public code decodes."""
     model, ids = thinker("ponder"), tokens(1, 8)
-    truth, make = logits(model, ids), several_trips.Banked.__call__
+    truth, make = logits(model, ids), walk.Banked.__call__
 
     def faulty(self, turn):
         cache, self.cache = self.cache, self.cache if turn.trip == self.inputs.trips - 1 else None
@@ -118,7 +118,7 @@ def test_inner_trips_without_a_cache(monkeypatch):
             self.cache = cache
 
     assert error(stepwise(model, ids), truth) < 1e-12
-    monkeypatch.setattr(several_trips.Banked, "__call__", faulty)
+    monkeypatch.setattr(walk.Banked, "__call__", faulty)
     assert error(stepwise(model, ids), truth) > 0.05
 
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from fathom.models import several_trips
-from fathom.models.several_trips import Interleaved, Stored
+from fathom.models import walk
 from fathom.models.slot_cache import SlotLayer
 from fathom.models.slots import sweep
+from fathom.models.walk import Interleaved, Stored
 
 from .cases import set_options, tokens
 from .slot_oracle import Decoder, thinker
@@ -118,7 +118,7 @@ def test_a_sweep_trip_by_trip(monkeypatch, depth):
 
     model, ids = thinker("ponder2", trips=depth + 1, prefill="jacobi"), tokens(1, 12)
     _, truth = decoded(model, ids)
-    monkeypatch.setattr(several_trips, "jacobi", faulty)
+    monkeypatch.setattr(walk, "jacobi", faulty)
     with torch.no_grad():
         wrong = model.model(ids, past_key_values=DynamicCache(config=model.config)).last_hidden_state
         right = torch.linalg.solve(model.lm_head.weight.T @ model.lm_head.weight, model.lm_head.weight.T @ truth[0].T).T
@@ -167,5 +167,5 @@ def test_left_padding_counted_in_slots(monkeypatch):
         patch.setattr(SlotLayer, "get_seq_length", lambda self: self.table.end)
         assert error(padded(model, row), alone) > 1e-3
     with monkeypatch.context() as patch:
-        patch.setattr(several_trips.Inputs, "live", None)
+        patch.setattr(walk.Inputs, "live", None)
         assert error(padded(model, row), alone) > 1e-3

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 from transformers import DynamicCache
 
-from fathom.models import ponder3, several_trips
+from fathom.models import ponder3, walk
 from fathom.models.slot_table import SlotTable
 
 from .cases import tokens
@@ -166,7 +166,7 @@ def test_penalty_grows_from_nothing():
 def test_dead_slots_left_visible(monkeypatch):
     model, ids = thinker("ponder3"), tokens(1, 9)
     truth = logits(model, ids)
-    monkeypatch.setattr(several_trips, "_both", lambda live, alive: live)
+    monkeypatch.setattr(walk, "_both", lambda live, alive: live)
     assert error(logits(model, ids), truth) > 1e-2
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM, TrainerState
 
-from fathom.models import FathomConfig, FathomForCausalLM, several_trips
+from fathom.models import FathomConfig, FathomForCausalLM, walk
 from fathom.models.arithmetic import layer_flops
 from fathom.models.cost import count_parameters, mechanism_cost
 from fathom.models.numerics import lowest_mean
@@ -541,7 +541,7 @@ def test_a_long_prompt_is_read_in_parts(method, monkeypatch):
     model, ids = thinker(method), tokens(2, 13)
     with torch.no_grad():
         whole = model(ids, use_cache=True).logits
-        monkeypatch.setattr(several_trips, "AT_ONCE", 5)
+        monkeypatch.setattr(walk, "AT_ONCE", 5)
         assert error(model(ids, use_cache=True).logits, whole) < 1e-12
 
 

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from fathom.models.reading import read_mask, side_by_side, with_key_bias
 from fathom.models.roles import View
-from fathom.models.several_trips import Inputs
 from fathom.models.slot_table import Tags
 from fathom.models.slots import plan
+from fathom.models.walk import Inputs
 
 from .cases import config_of, set_options, tokens
 from .slot_oracle import thinker

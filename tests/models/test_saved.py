@@ -13,7 +13,7 @@ from fathom.models.attention_residuals import pool
 from fathom.models.cost import kept_visits, training_visits
 from fathom.models.hyper_connections import balance, balance_gradient, sinkhorn
 from fathom.models.registry import MECHANISMS
-from fathom.models.several_trips import Interleaved
+from fathom.models.walk import Interleaved
 from tests.gpu.watch import Calls
 
 BOUNDS = {"attention_residuals": 1.2, "hyper_connections": 1.6}

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch._dynamo.utils import counters
 from transformers import CompileConfig, DynamicCache, StaticCache, cache_utils
 
-from fathom.models import several_trips
+from fathom.models import walk
 from fathom.models.cost import cache_bytes_per_token
 from fathom.models.fixed_table import FixedTable
 from fathom.models.roles import View
@@ -131,7 +131,7 @@ def test_a_trip_that_was_not_made_is_not_read(method, sizes, monkeypatch):
     assert wrong() < EXACT
     tags = FixedTable.tags
     if method == "adaponder":
-        monkeypatch.setattr(several_trips, "repeat_last", lambda *where: None)
+        monkeypatch.setattr(walk, "repeat_last", lambda *where: None)
     else:
         monkeypatch.setattr(FixedTable, "tags", lambda self, placement: replace(tags(self, placement), live=None))
     assert wrong() > 1e-3

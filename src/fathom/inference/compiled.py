@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from fathom.models.several_trips import Exchange
+from fathom.models.walk import Exchange
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel

@@ -1,7 +1,7 @@
 """The one forward pass in the project: Qwen3's decoder, with a role on each axis of depth.
 
 `Attention` asks the mixer which value to store; `DecoderLayer` reads from and writes to the residual; `FathomModel`
-embeds, and hands over to `several_trips.py`, which walks the plan of `slots.py` and gives every layer the sources that
+embeds, and hands over to `walk.py`, which walks the plan of `slots.py` and gives every layer the sources that
 its mixer reads. Parameter names are Qwen3's, so no checkpoint is ever converted.
 """
 
@@ -38,10 +38,10 @@ from .reading import attend_beside, with_key_bias
 from .registry import mechanism
 from .roles import Recurrence, Residual, ResidualState, TripState, ValueMixer, View, Ways, direct, ways
 from .rotary import Rotation, build_rotary, rotate
-from .several_trips import Inputs, Store
-from .several_trips import run as run_trips
 from .slot_cache import with_slots
 from .slots import Visit, plan, with_banks
+from .walk import Inputs, Store
+from .walk import run as run_trips
 
 NORM_NAMES = {
     "before": ("input_layernorm", "post_attention_layernorm"),

@@ -6,7 +6,7 @@ Rotary positions never depend on the trip.
 
 `sweep` is the loop that defines every recurrence: trip, gate, feed. With one token and a cache it is decoding; with
 all tokens as rows it is the same thing at once where the view allows that (SAME, DUO); under ALL, `jacobi` wraps it.
-None of them knows a method. What a trip may read is decided in `reading.py`, how it is made in `several_trips.py`.
+None of them knows a method. What a trip may read is decided in `reading.py`, how it is made in `walk.py`.
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from .roles import TripState, View
-from .several_trips import Banked, Inputs, KeyValue
 from .slots import TokenSubset, Turn, joined
+from .walk import Banked, Inputs, KeyValue
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
