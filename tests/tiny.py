@@ -7,6 +7,7 @@ import json
 import random
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 from fathom.checkpoints.export import export
 from fathom.data.prepare import prepare
 from fathom.data.shards import ShardWriter, file_crc32, read_index, shard_files, write_index
-from fathom.data.targets import TARGETS, targets_file, write_targets
+from fathom.data.targets import targets_file, write_targets
 from fathom.models import FathomConfig, FathomForCausalLM
 from fathom.recipe import Recipe, parse_recipe
 
@@ -57,9 +58,9 @@ def make_conversations(corpus: Path, folder: Path, longest: int = 32) -> Path:
     for split, count in (("train", 60), ("val", 13)):
         made = []
         for length in [2, longest, *chance.integers(3, longest, count).tolist()]:
-            ids = [*chance.integers(4, 290, length - 1).tolist(), index["eos_token_id"]]
+            ids = [*chance.integers(4, 290, length - 1).tolist(), index.eos_token_id]
             made.append((ids, [bool(bit) for bit in (*chance.integers(0, 2, length - 1), 1)]))
-        writer = ShardWriter(folder, split, "talk", np.dtype(index["dtype"]), 1 << 40)
+        writer = ShardWriter(folder, split, "talk", np.dtype(index.dtype), 1 << 40)
         sizes = np.array([len(ids) for ids, _ in made], np.int64)
         writer.append(np.concatenate([np.array(ids, writer.dtype) for ids, _ in made]), sizes, 3 * sizes)
         file = shard_files(folder, split, "talk", 0)[0]
@@ -67,7 +68,7 @@ def make_conversations(corpus: Path, folder: Path, longest: int = 32) -> Path:
         targets[f"{split}/talk/00000.targets"] = file_crc32(targets_file(file))
         splits[split] = {"talk": writer.shards}
         (folder / f"{split}.json").write_text(json.dumps(made))
-    write_index(folder, {**index, "splits": splits, TARGETS: targets})
+    write_index(folder, replace(index, splits=splits, targets_crc32=targets))
     return folder
 
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fathom.data import shards
-from fathom.data.shards import ShardWriter, TokenDataset, token_dtype, write_index
+from fathom.data.shards import CorpusIndex, ShardWriter, TokenDataset, token_dtype, write_index
 from fathom.errors import DataError
 
 
@@ -50,14 +50,13 @@ def test_what_is_written_is_read(tmp_path_factory, documents, cuts, shard_tokens
             lengths = np.array([len(document) for document in part])
             writer.append(np.concatenate(part).astype("<u2"), lengths, 3 * (lengths - 1))
     assert writers[0].shards == writers[1].shards
-    assert all(shard["tokens"] >= shard_tokens for shard in writers[0].shards[:-1])
+    assert all(shard.tokens >= shard_tokens for shard in writers[0].shards[:-1])
     for path, (size, _) in writers[0].files().items():
         assert path.stat().st_size == size
         assert path.read_bytes() == (folder / "many" / path.relative_to(folder / "one")).read_bytes()
 
-    index = {"vocab_size": 1001, "eos_token_id": 1000, "dtype": "uint16", "tokenizer_crc32": {}, "tokenizer_sha256": ""}
-    header = {"format": shards.FORMAT, "version": shards.VERSION}
-    write_index(folder / "one", {**header, **index, "splits": {"train": {"d": writers[0].shards}}})
+    index = CorpusIndex({}, 0, 1001, 1000, "uint16", {}, "", {"train": {"d": writers[0].shards}})
+    write_index(folder / "one", index)
     dataset = TokenDataset.open(folder / "one")
     flat = np.concatenate(documents)
     assert (dataset.num_tokens, dataset.num_documents) == (len(flat), len(documents))
@@ -159,7 +158,7 @@ def test_a_damaged_index_or_tokenizer_is_found(copy: Path) -> None:
 
 def test_a_later_format_is_refused(copy: Path) -> None:
     index = json.loads((copy / "index.json").read_bytes())
-    write_index(copy, {**index, "version": 2})
+    (copy / "index.json").write_text(json.dumps({**index, "version": 2}))
     with pytest.raises(DataError, match="version 2 of the format cannot be read, only 1"):
         TokenDataset.open(copy)
 

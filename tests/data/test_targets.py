@@ -7,7 +7,6 @@ import shutil
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +18,7 @@ from fathom.data.collections import open_mixture
 from fathom.data.mixture import Mixture, Phase
 from fathom.data.puzzles import open_data
 from fathom.data.shards import TokenDataset, file_crc32, read_index, write_index
-from fathom.data.targets import TARGETS, TargetDataset, pack_rows
+from fathom.data.targets import TargetDataset, pack_rows
 from fathom.errors import DataError
 from tests.tiny import make_conversations
 
@@ -168,8 +167,8 @@ def test_what_cannot_be_is_said_in_one_line(corpus: Path, place: Path, tmp_path:
     bits.write_bytes(bytes(data))
     with pytest.raises(DataError, match=r"00000.targets is corrupt: its checksum"):
         TargetDataset.open(copy)
-    index: dict[str, Any] = read_index(copy)
-    index[TARGETS]["train/talk/00000.targets"] = file_crc32(bits)
+    index = read_index(copy)
+    index.targets_crc32["train/talk/00000.targets"] = file_crc32(bits)
     write_index(copy, index)
     assert TargetDataset.open(copy).fingerprint != talk.fingerprint
     bits.write_bytes(bytes(data[:-1]))

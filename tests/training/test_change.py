@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -198,7 +199,7 @@ def test_another_corpus_is_refused_before_anything_is_written(run: Path, tmp_pat
     from fathom.data.shards import read_index, write_index
 
     other = Path(shutil.copytree(corpus, tmp_path / "other"))
-    write_index(other, {**read_index(other), "eos_token_id": 5})
+    write_index(other, replace(read_index(other), eos_token_id=5))
     held = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     for made in (
         extension(run, ["train.steps=16", f"data.directory={other}"]),

@@ -8,6 +8,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -235,7 +236,7 @@ def test_another_corpus_is_refused(corpus: Path, tmp_path: Path) -> None:
     index = read_index(other)
     shard = next((other / "train").rglob("*.bin"))
     shard.write_bytes(shard.read_bytes()[:-2] + b"\x07\x00")
-    index["splits"]["train"][shard.parent.name][int(shard.stem)]["tokens_crc32"] = file_crc32(shard)
+    index.splits["train"][shard.parent.name][int(shard.stem)].tokens_crc32 = file_crc32(shard)
     write_index(other, index)
     with pytest.raises(SettingsError, match="differs from the corpus with which this run began"):
         train(tiny_recipe(other), tmp_path / "run")
@@ -244,7 +245,7 @@ def test_another_corpus_is_refused(corpus: Path, tmp_path: Path) -> None:
 def test_the_same_tokens_made_elsewhere_are_the_same_corpus(corpus: Path, tmp_path: Path) -> None:
     processes.run(train_until_death, tiny_recipe(corpus), tmp_path / "run", "step 5")
     shutil.copytree(corpus, tmp_path / "other")
-    write_index(tmp_path / "other", {**read_index(corpus), "settings": "others"})
+    write_index(tmp_path / "other", replace(read_index(corpus), settings={"others": 1}))
     assert train(tiny_recipe(tmp_path / "other"), tmp_path / "run").finished
 
 

@@ -67,7 +67,7 @@ def test_steps_that_are_not_in_a_row_are_no_reason(
 def without_val(corpus: Path, tmp_path: Path) -> Path:
     shutil.copytree(corpus, tmp_path / "corpus")
     index = read_index(tmp_path / "corpus")
-    del index["splits"]["val"]
+    del index.splits["val"]
     write_index(tmp_path / "corpus", index)
     return tmp_path / "corpus"
 
@@ -112,7 +112,7 @@ def test_a_mechanism_that_a_short_run_does_not_open_is_named(recipe: Recipe, tmp
 def test_repeats_are_said(recipe: Recipe, tmp_path: Path, capsys) -> None:
     cost = estimate(recipe)
     index = read_index(Path(recipe.data.directory))
-    tokens = sum(shard["tokens"] for shards in index["splits"]["train"].values() for shard in shards)
+    tokens = sum(shard.tokens for shards in index.splits["train"].values() for shard in shards)
     windows = tokens // recipe.data.sequence_length
     assert cost.epochs == pytest.approx(recipe.train.steps * recipe.rows_per_step / windows)
     assert estimate(recipe.override("data.directory=nowhere")).epochs is None

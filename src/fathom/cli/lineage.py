@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from fathom import lineage
 from fathom.cli.parser import Parser, add_parameters, call
 from fathom.report import PAGE
-from fathom.report.files import write_json
+from fathom.report.files import asdict, write_json
 
 if TYPE_CHECKING:
     from fathom.checkpoints.tensors import Array
@@ -147,7 +147,7 @@ def compare(
     if out is not None:
         lineage.publishing.page.write(out, found, body)
     code = found.verdict.exit_code if exit_code else 0
-    return Result(code, _summary(found), body)
+    return Result(code, _summary(found), asdict(body))
 
 
 def _summary(found: Comparison) -> str:
@@ -289,8 +289,8 @@ def card(a: str, out: Path, all_layers: bool = False) -> Result:
 
     body = lineage.publishing.cards.card(lineage.open_weights(a), all_layers)
     write_json(out, body)
-    note = "\nfew anchor strings: compare with care" if body["low_coverage"] else ""
-    return Result(0, f"{out}\n{' '.join(body['words'])}{note}", body)
+    note = "\nfew anchor strings: compare with care" if body.low_coverage else ""
+    return Result(0, f"{out}\n{' '.join(body.words)}{note}", asdict(body))
 
 
 def search(a: Path, library: Path, top: int = 10) -> Result:

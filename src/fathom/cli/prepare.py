@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from argparse import Namespace
 
 from fathom.cli.parser import Parser, add_parameters, call
 from fathom.data.prepare import Summary, prepare
+from fathom.report.results import to_json
 
 
 def add(parser: Parser) -> None:
@@ -18,5 +18,5 @@ def add(parser: Parser) -> None:
 def run(options: Namespace) -> int:
     """Prepare the shards and print a summary."""
     made: Summary = call(prepare, options)
-    print(json.dumps(made.to_dict()) if options.json else made)
+    print(to_json(made) if options.json else made)
     return 0

@@ -17,7 +17,8 @@ from fathom.data.shards import (
     FORMAT,
     INDEX,
     VERIFIED,
-    VERSION,
+    CorpusIndex,
+    Shard,
     Shards,
     file_crc32,
     shard_files,
@@ -28,6 +29,7 @@ from fathom.data.targets import targets_file
 from fathom.data.tokenizer import tokenizer_checksums
 from fathom.errors import DataError
 from fathom.report.files import read_json, write_json
+from fathom.report.results import restored
 
 SHARD_FOLDER, CONVERSATION_FOLDER, BENCHMARK_FOLDER = "shards", "conversations", "benchmark"
 EXPORT_FOLDER = "exports"
@@ -104,21 +106,19 @@ def _publish_shards(workspace: Workspace, stage: str, name: str) -> None:
                 targets[f"{split}/{collection}/{len(entries):05d}{bits.suffix}"] = file_crc32(bits)
                 files.append(bits)
             places += [(file, (split, collection, len(entries))) for file in files]
-            entries.append(entry)
+            entries.append(restored(Shard, entry))
     if not splits.get("train"):
         raise DataError(f"{name}: every document was held out or removed: nothing is left to train on", 1)
-    index: dict[str, object] = {
-        "format": FORMAT,
-        "version": VERSION,
-        "settings": {"corpus": workspace.recipe.to_dict() | {"executor": None}},
-        "left_out": 0,
+    index = CorpusIndex(
+        settings={"corpus": workspace.recipe.to_dict() | {"executor": None}},
+        left_out=0,
         **facts,
-        "dtype": token_dtype(facts["vocab_size"]).name,
-        "tokenizer_crc32": tokenizer_checksums(tokenizer),
-        "tokenizer_sha256": identity((tokenizer / TOKENIZER / TOKENIZER_JSON).read_text(encoding="utf-8")),
-        "splits": {split: dict(sorted(splits[split].items())) for split in sorted(splits)},
-        **({"targets_crc32": targets} if targets else {}),
-    }
+        dtype=token_dtype(facts["vocab_size"]).name,
+        tokenizer_crc32=tokenizer_checksums(tokenizer),
+        tokenizer_sha256=identity((tokenizer / TOKENIZER / TOKENIZER_JSON).read_text(encoding="utf-8")),
+        splits={split: dict(sorted(splits[split].items())) for split in sorted(splits)},
+        targets_crc32=targets or None,
+    )
     draft, final = workspace.directory / f".{name}.new", workspace.directory / name
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir()

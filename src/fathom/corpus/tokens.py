@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 
@@ -123,16 +122,16 @@ class Tokenize(Stage):
                 mine = [text for text in batch if choose_split(text, self.recipe.tokenize.held_out) == split]
                 if mine:
                     writer.append(*encoder(mine))
-        keys: tuple[Literal["documents", "tokens", "bytes"], ...] = ("documents", "tokens", "bytes")
-        counts = {"documents": 0, "tokens": 0, "bytes": 0}
+        keys = ("documents", "tokens", "bytes")
+        counts = dict.fromkeys(keys, 0)
         shards = {}
         for split, writer in writers.items():
             if writer.shards:
                 (entry,) = writer.shards
                 shards[split] = entry
                 for key in keys:
-                    counts[key] += entry[key]
-                    counts[f"{collection} {split} {key}"] = entry[key]
+                    counts[key] += getattr(entry, key)
+                    counts[f"{collection} {split} {key}"] = getattr(entry, key)
         write_json(folder / SHARDS, {"collection": collection, "shards": shards, "licenses": licenses})
         return counts
 

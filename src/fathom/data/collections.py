@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fathom.data.shards import INDEX, TokenDataset, read_index
-from fathom.data.targets import TARGETS, TargetDataset
+from fathom.data.targets import TargetDataset
 from fathom.errors import DataError
 
 
@@ -83,8 +83,8 @@ def open_mixture(
     for name in names:
         place, domain = locate(directory, name)
         index = read_index(place)
-        kind = TargetDataset if TARGETS in index else TokenDataset
-        domains = index["splits"].get(split, {})
+        kind = TargetDataset if index.targets_crc32 else TokenDataset
+        domains = index.splits.get(split, {})
         if split == "train" or (domains if domain is None else domain in domains):
             found[name] = kind.open(place, split, domain, verify)
     if not found:
@@ -97,9 +97,9 @@ def collection_sizes(directory: str | Path, names: Sequence[str]) -> list[int]:
     sizes = []
     for name in names:
         place, domain = locate(directory, name)
-        domains = read_index(place)["splits"].get("train", {})
+        domains = read_index(place).splits.get("train", {})
         shards = [shard for one, shards in domains.items() if domain in (None, one) for shard in shards]
-        sizes.append(sum(shard["tokens"] for shard in shards))
+        sizes.append(sum(shard.tokens for shard in shards))
     return sizes
 
 
@@ -108,7 +108,7 @@ def locate(directory: str | Path, name: str) -> tuple[Path, str | None]:
     directory, place = Path(directory), Path(name)
     domains: list[str] = []
     if (directory / INDEX).is_file():
-        domains = sorted({domain for split in read_index(directory)["splits"].values() for domain in split})
+        domains = sorted({domain for split in read_index(directory).splits.values() for domain in split})
     if name in domains:
         return directory, name
     if not place.is_dir():

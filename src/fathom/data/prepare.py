@@ -15,11 +15,10 @@ import os
 import shutil
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypedDict
 
 from fathom.checkpoints.layout import LOCK, TOKENIZER_JSON
 from fathom.checkpoints.tokenizers import identity
@@ -30,7 +29,7 @@ from fathom.data.shards import (
     JOURNAL,
     TOKENIZER,
     VERIFIED,
-    VERSION,
+    CorpusIndex,
     Shard,
     Shards,
     ShardWriter,
@@ -63,8 +62,9 @@ from fathom.data.tokenizer import (
     vocabulary_size,
 )
 from fathom.errors import DataError, HeldError
-from fathom.report.files import lock, write_json
+from fathom.report.files import asdict, lock, read_json, write_json
 from fathom.report.progress import ProgressBar
+from fathom.report.results import restored
 
 CHUNK_BYTES = 1 << 20
 CHUNK_RECORDS = 4096
@@ -84,13 +84,14 @@ class AdvisedReading(Reading):
     advises = True
 
 
-class PrepareSettings(TypedDict):
+@dataclass(frozen=True)
+class PrepareSettings:
     """The settings that determine the tokens."""
 
     inputs: list[str]
     tokenizer: str | int | None
     eos_token: str | None
-    reading: dict[str, object]
+    reading: Reading
     file_format: str
     held_out: float
     shard_tokens: int
@@ -98,10 +99,11 @@ class PrepareSettings(TypedDict):
     input_bytes: int
 
 
-class Journal(TypedDict):
+@dataclass(frozen=True)
+class Journal:
     """The progress of an unfinished run."""
 
-    settings: PrepareSettings
+    settings: dict[str, object]
     inputs_stamp: str
     position: tuple[int, int]
     documents: int
@@ -129,10 +131,6 @@ class Summary:
     """Time this run took, after any tokenizer training."""
     documents_per_second: float
     """Documents per second that this run tokenised."""
-
-    def to_dict(self) -> dict[str, object]:
-        """As plain values, for JSON."""
-        return {**asdict(self), "directory": str(self.directory)}
 
     def __str__(self) -> str:
         """One line for a person."""
@@ -222,17 +220,17 @@ def prepare(
     out = Path(out)
     names = [str(name) for name in ([inputs] if isinstance(inputs, str | Path) else inputs)]
     sources = find_sources(names, reading, chosen.file_format, out)
-    settings: PrepareSettings = {
-        "inputs": names,
-        "tokenizer": tokenizer or train_tokenizer,
-        "eos_token": chosen.eos_token,
-        "reading": asdict(reading),
-        "file_format": chosen.file_format,
-        "held_out": held_out,
-        "shard_tokens": chosen.shard_tokens,
-        "tokenizer_bytes": chosen.tokenizer_bytes if train_tokenizer else None,
-        "input_bytes": sum(source.size for source in sources),
-    }
+    settings = PrepareSettings(
+        inputs=names,
+        tokenizer=tokenizer or train_tokenizer,
+        eos_token=chosen.eos_token,
+        reading=reading,
+        file_format=chosen.file_format,
+        held_out=held_out,
+        shard_tokens=chosen.shard_tokens,
+        tokenizer_bytes=chosen.tokenizer_bytes if train_tokenizer else None,
+        input_bytes=sum(source.size for source in sources),
+    )
     _probe(sources, reading)
     with _locked(out):
         difference = _difference(out, settings, sources) or _damage(out)
@@ -250,7 +248,7 @@ def prepare(
             return _summary(out, 0, 0.0, resumed=None)
         begun = (out / JOURNAL).exists()
         try:
-            run = _Run(out, sources, reading, settings)
+            run = _Run(out, sources, settings)
             run.prepare_tokenizer(tokenizer, train_tokenizer, chosen.tokenizer_bytes, chosen.model_vocab_size)
             started, resumed = time.monotonic(), run.documents
             run.tokenize(_worker_count(workers, sources))
@@ -258,7 +256,7 @@ def prepare(
         except OSError as error:
             raise DataError(f"{error.filename or out}: {error.strerror or error}; run again to continue") from error
         except DataError:
-            if not begun and not _read_journal(out)["documents"]:
+            if not begun and not _read_journal(out).documents:
                 _clear(out)  # nothing is lost, and the directory is free for another try
             raise
         return _summary(out, run.documents - resumed, time.monotonic() - started, resumed)
@@ -270,7 +268,6 @@ class _Run:
 
     out: Path
     sources: list[Source]
-    reading: Reading
     settings: PrepareSettings
     position: tuple[int, int] = (0, 0)
     """(source, record) from which reading continues."""
@@ -283,15 +280,14 @@ class _Run:
     writers: dict[tuple[str, str], ShardWriter] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.held_out: float = self.settings["held_out"]
+        self.held_out, self.reading = self.settings.held_out, self.settings.reading
         self.inputs_stamp = _stamp(self.sources)
         self.journal: Journal | None = None
         if (self.out / JOURNAL).exists():
             self.journal = _read_journal(self.out)
-            self.position = (self.journal["position"][0], self.journal["position"][1])
-            self.documents = self.journal["documents"]
-            self.left_out = self.journal["left_out"]
-            self.vocab_size, self.eos_token_id = self.journal["vocab_size"], self.journal["eos_token_id"]
+            self.position, self.documents = self.journal.position, self.journal.documents
+            self.left_out = self.journal.left_out
+            self.vocab_size, self.eos_token_id = self.journal.vocab_size, self.journal.eos_token_id
         else:
             self._write_journal()
 
@@ -305,7 +301,7 @@ class _Run:
                 tokenizer = train_bpe(self._training_texts(train_bytes), train_size)
             else:
                 assert name is not None
-                tokenizer = load_tokenizer(name, self.settings["eos_token"])
+                tokenizer = load_tokenizer(name, self.settings.eos_token)
             if model_vocab_size is not None:
                 require_vocabulary(vocabulary_size(tokenizer), model_vocab_size, name or "the tokenizer")
             save_tokenizer(tokenizer, self.out)
@@ -320,7 +316,7 @@ class _Run:
         encoding = Encoding(
             self.out / TOKENIZER / TOKENIZER_JSON, self.vocab_size, self.eos_token_id, self.held_out, self.reading
         )
-        total = self.settings["input_bytes"] if all(source.size for source in self.sources) else None
+        total = self.settings.input_bytes if all(source.size for source in self.sources) else None
         started, before, saved = time.monotonic(), self.documents, time.monotonic()
         with ProgressBar("tokenising", total) as bar:
             for (position, bytes_read), encoded in encode_chunks(self._chunks(), encoding, workers):
@@ -337,7 +333,7 @@ class _Run:
     def finish(self) -> None:
         """Write the index, after which the corpus is complete and the journal is not needed."""
         if not self.documents:
-            raise DataError(f"{', '.join(self.settings['inputs'])}: no documents: every record is empty")
+            raise DataError(f"{', '.join(self.settings.inputs)}: no documents: every record is empty")
         self._write_journal()
         splits: dict[str, Shards] = {"train": {}, "val": {}}
         for (split, domain), writer in sorted(self.writers.items()):
@@ -350,18 +346,16 @@ class _Run:
                 "there is no validation split, which a larger `held_out` makes",
                 stacklevel=3,
             )
-        index = {
-            "format": FORMAT,
-            "version": VERSION,
-            "settings": self.settings,
-            "left_out": self.left_out,
-            "vocab_size": self.vocab_size,
-            "eos_token_id": self.eos_token_id,
-            "dtype": token_dtype(self.vocab_size).name,
-            "tokenizer_crc32": tokenizer_checksums(self.out),
-            "tokenizer_sha256": identity((self.out / TOKENIZER / TOKENIZER_JSON).read_text(encoding="utf-8")),
-            "splits": {split: domains for split, domains in splits.items() if domains},
-        }
+        index = CorpusIndex(
+            settings=asdict(self.settings),
+            left_out=self.left_out,
+            vocab_size=self.vocab_size,
+            eos_token_id=self.eos_token_id,
+            dtype=token_dtype(self.vocab_size).name,
+            tokenizer_crc32=tokenizer_checksums(self.out),
+            tokenizer_sha256=identity((self.out / TOKENIZER / TOKENIZER_JSON).read_text(encoding="utf-8")),
+            splits={split: domains for split, domains in splits.items() if domains},
+        )
         write_index(self.out, index)
         (self.out / JOURNAL).unlink()
 
@@ -430,25 +424,25 @@ class _Run:
     def _write_journal(self) -> None:
         for writer in self.writers.values():
             writer.sync()
-        journal: Journal = {
-            "settings": self.settings,
-            "inputs_stamp": self.inputs_stamp,
-            "position": self.position,
-            "documents": self.documents,
-            "left_out": self.left_out,
-            "vocab_size": self.vocab_size,
-            "eos_token_id": self.eos_token_id,
-            "shards": [(*key, writer.shards) for key, writer in self.writers.items()],
-        }
+        journal = Journal(
+            settings=asdict(self.settings),
+            inputs_stamp=self.inputs_stamp,
+            position=self.position,
+            documents=self.documents,
+            left_out=self.left_out,
+            vocab_size=self.vocab_size,
+            eos_token_id=self.eos_token_id,
+            shards=[(*key, writer.shards) for key, writer in self.writers.items()],
+        )
         write_json(self.out / JOURNAL, journal)
 
     def _writer(self, split: str, domain: str, shards: list[Shard] | None = None) -> ShardWriter:
         dtype = token_dtype(self.vocab_size)
-        return ShardWriter(self.out, split, domain, dtype, self.settings["shard_tokens"], shards)
+        return ShardWriter(self.out, split, domain, dtype, self.settings.shard_tokens, shards)
 
     def _restore_writers(self) -> None:
         """Restore the writers from the journal; shards are cut back to their journaled lengths."""
-        for split, domain, shards in self.journal["shards"] if self.journal else []:
+        for split, domain, shards in self.journal.shards if self.journal else []:
             self.writers[split, domain] = self._writer(split, domain, shards)
         wanted: dict[Path, tuple[int, int]] = {}
         for writer in self.writers.values():
@@ -522,32 +516,29 @@ def _difference(out: Path, settings: PrepareSettings, sources: list[Source]) -> 
     """How the corpus in `out`, finished or not, differs from the one asked for, in words; None if it does not."""
     try:
         if (out / INDEX).exists():
-            old: Mapping[str, Any] = read_index(out)
+            before, begun = read_index(out).settings, None
         elif (out / JOURNAL).exists():
-            old = _read_journal(out)
+            begun = _read_journal(out)
+            before = begun.settings
         else:
             return None
     except DataError as error:
         return first_line(error)
-    for key, value in json.loads(json.dumps(settings)).items():
-        found = old["settings"].get(key)
-        if key == "reading" and isinstance(found, dict):
-            if difference := _reading_difference(found, value, (out / INDEX).exists()):
-                return difference
-        elif found != value:
-            return f"was prepared with {_option(key)} {_briefly(found)}, not {_briefly(value)}"
-    if old.get("inputs_stamp", _stamp(sources)) != _stamp(sources):
+    old, new = (_flat(values) for values in (before, asdict(settings)))
+    for key, value in new.items():
+        # Whatever passed under `error` passes under every other choice too.
+        if old.get(key) != value and not (old.get(key) == "error" and begun is not None):
+            return f"was prepared with {_option(key)} {_briefly(old.get(key))}, not {_briefly(value)}"
+    if begun is not None and begun.inputs_stamp != _stamp(sources):
         return "the inputs changed since the interrupted run began"
     return None
 
 
-def _reading_difference(old: Mapping[str, object], new: Mapping[str, object], finished: bool) -> str | None:
-    for key, value in new.items():
-        found = old.get(key)
-        # Whatever passed under `error` passes under every other choice too.
-        if found != value and not (found == "error" and not finished):
-            return f"was prepared with {_option(key)} {_briefly(found)}, not {_briefly(value)}"
-    return None
+def _flat(settings: dict[str, object]) -> dict[str, object]:
+    """Settings with those of the reading among them."""
+    reading = settings.get("reading")
+    rest = {key: value for key, value in settings.items() if key != "reading"}
+    return {**rest, **(reading if isinstance(reading, dict) else {})}
 
 
 def _briefly(value: object) -> str:
@@ -566,14 +557,9 @@ def _read_journal(out: Path) -> Journal:
     """The journal of an interrupted run."""
     path = out / JOURNAL
     try:
-        journal = json.loads(path.read_bytes())
-        complete = journal.keys() >= Journal.__annotations__.keys()
-    except (ValueError, AttributeError):
-        complete = False
-    if not complete:
-        raise DataError(f"{path} is damaged")
-    found: Journal = journal
-    return found
+        return restored(Journal, read_json(path))
+    except ValueError:
+        raise DataError(f"{path} is damaged") from None
 
 
 def _damage(out: Path) -> str | None:
@@ -581,13 +567,13 @@ def _damage(out: Path) -> str | None:
     if (out / INDEX).exists() or not (out / JOURNAL).exists():
         return None
     journal = _read_journal(out)
-    if not journal["vocab_size"]:
+    if not journal.vocab_size:
         return None
     if not (out / TOKENIZER / TOKENIZER_JSON).is_file():
         return f"{out / TOKENIZER} is gone"
-    dtype = token_dtype(journal["vocab_size"])
+    dtype = token_dtype(journal.vocab_size)
     files: dict[Path, tuple[int, int]] = {}
-    for split, domain, shards in journal["shards"]:
+    for split, domain, shards in journal.shards:
         files |= extents(out, split, domain, dtype, shards)
     done = 0
     with ProgressBar("verifying", sum(size for size, _ in files.values())) as bar:
@@ -605,18 +591,18 @@ def _summary(out: Path, documents: int, seconds: float, resumed: int | None) -> 
     index = read_index(out)
     splits = {
         split: {
-            domain: {key: sum(entry[key] for entry in entries) for key in ("tokens", "documents", "bytes")}
+            domain: {key: sum(getattr(entry, key) for entry in entries) for key in ("tokens", "documents", "bytes")}
             for domain, entries in domains.items()
         }
-        for split, domains in index["splits"].items()
+        for split, domains in index.splits.items()
     }
     if resumed is None:
         resumed = sum(counts["documents"] for domains in splits.values() for counts in domains.values())
     return Summary(
         out,
-        index["vocab_size"],
+        index.vocab_size,
         splits,
-        index["left_out"],
+        index.left_out,
         resumed,
         seconds,
         documents / seconds if seconds else 0.0,

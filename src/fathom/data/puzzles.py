@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from fathom.checkpoints.layout import PUZZLE
 from fathom.data.collections import locate, open_mixture
 from fathom.data.shards import TokenDataset, read_index
-from fathom.data.targets import TARGETS, TargetDataset
+from fathom.data.targets import TargetDataset
 from fathom.errors import DataError
 from fathom.report.mixing import mixed
 
@@ -378,7 +378,7 @@ def open_data(
         return open_mixture(directory, collections, split, verify)
     if is_puzzle(directory):
         return open_puzzle(str(directory), split)
-    kind = TargetDataset if TARGETS in read_index(Path(directory)) else TokenDataset
+    kind = TargetDataset if read_index(Path(directory)).targets_crc32 else TokenDataset
     return kind.open(directory, split, None, verify)
 
 
@@ -387,7 +387,7 @@ def has_split(directory: str | Path, split: str, collections: Sequence[str] = ()
     if is_puzzle(directory):
         return split in ROWS
     places = [locate(directory, name) for name in collections] or [(Path(directory), None)]
-    found = [(read_index(place)["splits"].get(split, {}), domain) for place, domain in places]
+    found = [(read_index(place).splits.get(split, {}), domain) for place, domain in places]
     return any(domains if domain is None else domain in domains for domains, domain in found)
 
 

@@ -21,8 +21,9 @@ import os
 import zlib
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypedDict, TypeVar
+from typing import Literal, TypeVar
 from urllib.parse import quote
 
 import numpy as np
@@ -30,8 +31,9 @@ from numpy.typing import NDArray
 
 from fathom.checkpoints.layout import TOKENIZER
 from fathom.errors import DataError
-from fathom.report.files import write_json
+from fathom.report.files import asdict, write_json
 from fathom.report.progress import ProgressBar
+from fathom.report.results import restored
 
 FORMAT = "fathom-tokens"
 VERSION = 1
@@ -48,25 +50,25 @@ def first_line(error: Exception) -> str:
     return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
-class Shard(TypedDict):
+@dataclass
+class Shard:
     """The entry of one shard in the index; the checksums are of its two files."""
 
-    tokens: int
-    documents: int
-    bytes: int
-    tokens_crc32: int
-    index_crc32: int
+    tokens: int = 0
+    documents: int = 0
+    bytes: int = 0
+    tokens_crc32: int = 0
+    index_crc32: int = 0
 
 
 Shards = dict[str, list[Shard]]
 """By domain, in order."""
 
 
-class CorpusIndex(TypedDict, total=False):
-    """`index.json` of a prepared corpus; the last is that of conversations."""
+@dataclass(frozen=True)
+class CorpusIndex:
+    """`index.json` of a prepared corpus, which also has a checksum of all of it."""
 
-    format: str
-    version: int
     settings: dict[str, object]
     left_out: int
     vocab_size: int
@@ -74,11 +76,10 @@ class CorpusIndex(TypedDict, total=False):
     dtype: str
     tokenizer_crc32: dict[str, int]
     tokenizer_sha256: str
+    """Of the vocabulary and rules."""
     splits: dict[str, Shards]
-    crc32: int
-    """Checksum of the other keys."""
-    targets_crc32: dict[str, int]
-    """Checksums of the files that mark which tokens are learnt."""
+    targets_crc32: dict[str, int] | None = None
+    """Checksums of the files that mark which tokens are learnt, where there are some."""
 
 
 def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger]:
@@ -98,9 +99,12 @@ def _seal(index: Mapping[str, object]) -> int:
     return zlib.crc32(json.dumps(body, sort_keys=True).encode())
 
 
-def write_index(directory: Path, index: Mapping[str, object]) -> None:
+def write_index(directory: Path, index: CorpusIndex) -> None:
     """Seal and write the index, which makes the directory a finished corpus."""
-    write_json(directory / INDEX, {**index, "crc32": _seal(index)})
+    body = {"format": FORMAT, "version": VERSION, **asdict(index)}
+    if index.targets_crc32 is None:
+        del body["targets_crc32"]
+    write_json(directory / INDEX, {**body, "crc32": _seal(body)})
 
 
 def read_index(directory: Path) -> CorpusIndex:
@@ -113,7 +117,7 @@ def read_index(directory: Path) -> CorpusIndex:
             raise DataError(f"{directory} is an unfinished corpus: run the same `fathom prepare` again to complete it")
         raise DataError(f"{directory} is not a prepared corpus: it has no {INDEX}")
     try:
-        index: CorpusIndex = json.loads(path.read_bytes())
+        index = json.loads(path.read_bytes())
     except ValueError as error:
         raise DataError(f"{path} is corrupt: {first_line(error)}") from None
     if not isinstance(index, dict) or index.get("format") != FORMAT:
@@ -122,7 +126,10 @@ def read_index(directory: Path) -> CorpusIndex:
         raise DataError(f"{path}: version {index.get('version')} of the format cannot be read, only {VERSION}")
     if index.get("crc32") != _seal(index):
         raise DataError(f"{path} is corrupt: its checksum does not match")
-    return index
+    try:
+        return restored(CorpusIndex, index)
+    except ValueError as error:
+        raise DataError(f"{path} is corrupt: {error}") from None
 
 
 def file_crc32(path: Path, size: int | None = None) -> int:
@@ -142,8 +149,8 @@ def extents(
     files = {}
     for number, shard in enumerate(shards):
         token_file, index_file = shard_files(directory, split, domain, number)
-        files[token_file] = (shard["tokens"] * dtype.itemsize, shard["tokens_crc32"])
-        files[index_file] = (shard["documents"] * 16, shard["index_crc32"])
+        files[token_file] = (shard.tokens * dtype.itemsize, shard.tokens_crc32)
+        files[index_file] = (shard.documents * 16, shard.index_crc32)
     return files
 
 
@@ -173,18 +180,18 @@ class ShardWriter:
         token_ends, byte_ends = np.cumsum(lengths), np.cumsum(byte_lengths)
         done = 0
         while done < len(lengths):
-            if not self.shards or self.shards[-1]["tokens"] >= self.shard_tokens:
-                self.shards.append(Shard(tokens=0, documents=0, bytes=0, tokens_crc32=0, index_crc32=0))
+            if not self.shards or self.shards[-1].tokens >= self.shard_tokens:
+                self.shards.append(Shard())
             shard = self.shards[-1]
             token_base, byte_base = (int(token_ends[done - 1]), int(byte_ends[done - 1])) if done else (0, 0)
-            room = token_base + self.shard_tokens - shard["tokens"]
+            room = token_base + self.shard_tokens - shard.tokens
             stop = min(int(np.searchsorted(token_ends, room)) + 1, len(lengths))
             ends = np.stack([token_ends[done:stop] - token_base, byte_ends[done:stop] - byte_base], axis=1)
             self._write(shard, tokens[token_base : int(token_ends[stop - 1])], ends.astype("<i8"))
             done = stop
 
     def _write(self, shard: Shard, tokens: NDArray[np.integer], ends: NDArray[np.int64]) -> None:
-        ends += np.array([shard["tokens"], shard["bytes"]])
+        ends += np.array([shard.tokens, shard.bytes])
         token_bytes, index_bytes = tokens.astype(self.dtype, copy=False).tobytes(), ends.tobytes()
         token_file, index_file = shard_files(self.directory, self.split, self.domain, len(self.shards) - 1)
         token_file.parent.mkdir(parents=True, exist_ok=True)
@@ -192,10 +199,10 @@ class ShardWriter:
             with path.open("ab") as file:
                 file.write(data)
             self._dirty.add(path)
-        shard["tokens"], shard["bytes"] = int(ends[-1, 0]), int(ends[-1, 1])
-        shard["documents"] += len(ends)
-        shard["tokens_crc32"] = zlib.crc32(token_bytes, shard["tokens_crc32"])
-        shard["index_crc32"] = zlib.crc32(index_bytes, shard["index_crc32"])
+        shard.tokens, shard.bytes = int(ends[-1, 0]), int(ends[-1, 1])
+        shard.documents += len(ends)
+        shard.tokens_crc32 = zlib.crc32(token_bytes, shard.tokens_crc32)
+        shard.index_crc32 = zlib.crc32(index_bytes, shard.index_crc32)
 
     def files(self) -> dict[Path, tuple[int, int]]:
         """Length and checksum of each of the shards' files."""
@@ -225,13 +232,13 @@ class TokenDataset:
         self.directory = directory
         self.split = split
         self.domains = tuple(domains)
-        self.vocab_size: int = index["vocab_size"]
-        self.eos_token_id: int = index["eos_token_id"]
-        self.dtype = np.dtype(index["dtype"])
-        self.tokenizer_identity: str | None = index["tokenizer_sha256"]
-        """Hash of the tokenizer's vocabulary and rules; None for a puzzle, which has none."""
+        self.vocab_size: int = index.vocab_size
+        self.eos_token_id: int = index.eos_token_id
+        self.dtype = np.dtype(index.dtype)
+        self.tokenizer_identity: str | None = index.tokenizer_sha256
+        """Hash of the tokenizer's vocabulary and rules; None of a puzzle."""
         self._index = index
-        content = {key: value for key, value in index.items() if key in CONTENT}
+        content = {key: asdict(getattr(index, key)) for key in CONTENT}
         self.fingerprint: int = zlib.crc32(json.dumps(content, sort_keys=True).encode())
         """A checksum of the checksums in the index: equal for equal tokens, whatever they were made from."""
         self._tokens: list[NDArray[np.integer]] = []
@@ -242,11 +249,11 @@ class TokenDataset:
             # A plain view of the map: np.memmap's own indexing is several times slower.
             self._tokens.append(np.asarray(np.memmap(token_file, self.dtype, "r")))
             self._documents.append(np.asarray(np.memmap(index_file, "<i8", "r")).reshape(-1, 2))
-        self._starts = [0, *np.cumsum([shard["tokens"] for shard in shards]).tolist()]
-        self._byte_starts = [0, *np.cumsum([shard["bytes"] for shard in shards]).tolist()]
+        self._starts = [0, *np.cumsum([shard.tokens for shard in shards]).tolist()]
+        self._byte_starts = [0, *np.cumsum([shard.bytes for shard in shards]).tolist()]
         self.num_tokens: int = self._starts[-1]
         self.num_bytes: int = self._byte_starts[-1]
-        self.num_documents = sum(shard["documents"] for shard in shards)
+        self.num_documents = sum(shard.documents for shard in shards)
 
     @classmethod
     def open(
@@ -267,7 +274,7 @@ class TokenDataset:
         """
         directory = Path(directory)
         index = read_index(directory)
-        splits = index["splits"]
+        splits = index.splits
         if split not in splits:
             remedy = "; `fathom prepare` with a larger `held_out` makes one" if split == "val" else ""
             raise DataError(f"{directory} has no split {split!r}: it has {', '.join(splits)}{remedy}")
@@ -276,8 +283,8 @@ class TokenDataset:
         domains = [domain] if domain is not None else list(splits[split])
         files: dict[Path, tuple[int, int]] = {}
         for name in domains:
-            files |= extents(directory, split, name, np.dtype(index["dtype"]), splits[split][name])
-        for name, crc32 in index["tokenizer_crc32"].items():
+            files |= extents(directory, split, name, np.dtype(index.dtype), splits[split][name])
+        for name, crc32 in index.tokenizer_crc32.items():
             path = directory / TOKENIZER / name
             files[path] = (path.stat().st_size if path.exists() else -1, crc32)
         _check(directory, files, verify)
@@ -346,7 +353,7 @@ class TokenDataset:
 
     def _shard_files(self) -> Iterable[tuple[Shard, tuple[Path, Path]]]:
         for domain in self.domains:
-            for number, shard in enumerate(self._index["splits"][self.split][domain]):
+            for number, shard in enumerate(self._index.splits[self.split][domain]):
                 yield shard, shard_files(self.directory, self.split, domain, number)
 
 

@@ -94,17 +94,17 @@ class TargetDataset(TokenDataset):
         super().__init__(directory, index, split, domains)
         ends = self.document_ends(0, self.num_tokens)
         self._spans = np.stack([np.r_[0, ends], np.r_[ends, self.num_tokens]], axis=1)  # [documents, 2]
-        bits = [read_targets(token_file, shard["tokens"]) for shard, (token_file, _) in self._shard_files()]
+        bits = [read_targets(token_file, shard.tokens) for shard, (token_file, _) in self._shard_files()]
         self._bits = np.packbits(np.concatenate(bits))  # of the whole stream
         self._rows: dict[tuple[int, int], PackedRows] = {}
-        self.fingerprint = zlib.crc32(json.dumps([self.fingerprint, index[TARGETS]], sort_keys=True).encode())
+        self.fingerprint = zlib.crc32(json.dumps([self.fingerprint, index.targets_crc32], sort_keys=True).encode())
 
     def verify_more(self) -> None:
         """Compare the bits with their checksums."""
         for domain in self.domains:
-            for number in range(len(self._index["splits"][self.split][domain])):
+            for number in range(len(self._index.splits[self.split][domain])):
                 path = targets_file(shard_files(self.directory, self.split, domain, number)[0])
-                if file_crc32(path) != self._index[TARGETS].get(f"{self.split}/{domain}/{path.name}"):
+                if file_crc32(path) != (self._index.targets_crc32 or {}).get(f"{self.split}/{domain}/{path.name}"):
                     raise DataError(f"{path} is corrupt: its checksum is not what the index says")
 
     def select(self, domain: str) -> TargetDataset:

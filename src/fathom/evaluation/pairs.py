@@ -176,7 +176,7 @@ def evaluate_pair(entries: Sequence[str | Path], directory: Path, settings: Sett
 
 def _beside(directory: Path) -> tuple[str, ...]:
     shards = directory.resolve().parent / "shards"
-    return (str(shards),) if (shards / INDEX).is_file() and "val" in read_index(shards)["splits"] else ()
+    return (str(shards),) if (shards / INDEX).is_file() and "val" in read_index(shards).splits else ()
 
 
 @contextmanager

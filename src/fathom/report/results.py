@@ -66,6 +66,8 @@ def _restored(kind: Any, value: Any, name: str) -> Any:
         return tuple(items) if origin is tuple else items
     if origin in (dict, Mapping) and isinstance(value, dict):
         return {key: _restored(inner[1], item, f"{name}.{key}") for key, item in value.items()}
+    if kind is Path and isinstance(value, str):
+        return Path(value)
     holds_others = dataclasses.is_dataclass(kind) or origin not in (None, typing.Literal)
     if holds_others or not _is_a(kind, value):
         raise ValueError(f"{name.lstrip('.')}: not {getattr(kind, '__name__', kind)}")
@@ -100,7 +102,7 @@ def _is_a(kind: Any, value: object) -> bool:
         return isinstance(value, dict)
     if origin in (list, tuple, Sequence):
         return isinstance(value, list)
-    return type(value) is kind
+    return type(value) is (str if kind is Path else kind)
 
 
 def _hints(kind: type) -> dict[str, Any]:

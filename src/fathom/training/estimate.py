@@ -12,7 +12,6 @@ from fathom.checkpoints.runs import changes_of, config_of
 from fathom.data.collections import collection_sizes, locate
 from fathom.data.puzzles import is_puzzle, open_data
 from fathom.data.shards import read_index
-from fathom.data.targets import TARGETS
 from fathom.errors import DataError
 from fathom.models.configuration import FathomConfig
 from fathom.models.cost import (
@@ -160,10 +159,10 @@ def _epochs(recipe: Recipe) -> float | None:
         index = read_index(Path(recipe.data.directory))
     except DataError:
         return None
-    if TARGETS in index:
+    if index.targets_crc32:
         return None  # the number of sequences is known only after packing
-    domains = index["splits"]["train"]
-    tokens = sum(shard["tokens"] for shards in domains.values() for shard in shards)
+    domains = index.splits["train"]
+    tokens = sum(shard.tokens for shards in domains.values() for shard in shards)
     windows = tokens // recipe.data.sequence_length
     return recipe.train.steps * recipe.rows_per_step / windows if windows else None
 
@@ -182,7 +181,7 @@ def _collections(recipe: Recipe) -> dict[str, float]:
     windows = [size // recipe.data.sequence_length for size in sizes]
     told = {name: had / each for name, had, each in zip(names, counts, windows, strict=True) if each}
     # The number of sequences of conversations is known only after packing.
-    return {name: n for name, n in told.items() if TARGETS not in read_index(locate(recipe.data.directory, name)[0])}
+    return {name: n for name, n in told.items() if not read_index(locate(recipe.data.directory, name)[0]).targets_crc32}
 
 
 def _activation_bytes(recipe: Recipe, config: FathomConfig) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 
@@ -14,8 +13,9 @@ from fathom.checkpoints.tensors import Array
 from fathom.errors import ModelError
 from fathom.lineage import huref, vocabulary
 from fathom.lineage.publishing import portrait
-from fathom.lineage.publishing.results import Card
+from fathom.lineage.publishing.results import Card, CardOutline
 from fathom.lineage.weights import Weights
+from fathom.report.results import restored
 
 VERSION = 1
 ANCHORS = 1024
@@ -40,40 +40,43 @@ def sketches(weights: Weights, all_layers: bool = False) -> dict[str, Array]:
 
 
 def card(weights: Weights, all_layers: bool = False) -> Card:
-    """The card of a model as a JSON object: 512 bytes per sketch, six words, and the model's outline."""
+    """The card of a model: 512 bytes per sketch, six words, and the model's outline."""
     made = {name: huref.quantised(z) for name, z in sketches(weights, all_layers).items()}
     texts, _ = anchor_rows(weights)
     g = weights.geometry
-    return {
-        "fathom_card": VERSION,
-        "tool": __version__,
-        "name": weights.name,
-        "revision": weights.origin.revision,
-        "structure": {"type": g.model_type, "layers": g.layers, "width": g.width, "heads": g.heads, "vocab": g.vocab},
-        "tokenizer": weights.vocabulary() is not None,
-        "anchors": len(texts),
-        "low_coverage": len(texts) < LOW_COVERAGE,
-        "sketches": {name: z.tobytes().hex() for name, z in made.items()},
-        "sketch_sha256": portrait.sketch_hash(made["z_last"]),
-        "words": portrait.words(made["z_last"]),
-    }
+    return Card(
+        fathom_card=VERSION,
+        tool=__version__,
+        name=weights.name,
+        revision=weights.origin.revision,
+        structure=CardOutline(g.model_type, g.layers, g.width, g.heads, g.vocab),
+        tokenizer=weights.vocabulary() is not None,
+        anchors=len(texts),
+        low_coverage=len(texts) < LOW_COVERAGE,
+        sketches={name: z.tobytes().hex() for name, z in made.items()},
+        sketch_sha256=portrait.sketch_hash(made["z_last"]),
+        words=portrait.words(made["z_last"]),
+    )
 
 
 def read_card(path: Path) -> Card:
     """A card from a file, checked."""
     body = parse_json(path.read_bytes(), str(path))
-    held = body.get("sketches")
-    if body.get("fathom_card") != VERSION or not isinstance(held, dict) or "z_last" not in held:
+    try:
+        found = restored(Card, body)
+    except ValueError:
+        raise ModelError(f"{path}: not a card of version {VERSION}") from None
+    if found.fathom_card != VERSION or "z_last" not in found.sketches:
         raise ModelError(f"{path}: not a card of version {VERSION}")
-    for name, text in held.items():
-        if not isinstance(text, str) or len(text) != 2 * huref.SKETCH or set(text) - set("0123456789abcdef"):
+    for name, text in found.sketches.items():
+        if len(text) != 2 * huref.SKETCH or set(text) - set("0123456789abcdef"):
             raise ModelError(f"{path}: sketch {name!r:.40} is not {huref.SKETCH} bytes in hexadecimal")
-    return cast(Card, body)
+    return found
 
 
 def sketch_of(body: Card, name: str = "z_last") -> Array:
     """The int8 sketch in a card."""
-    return sketch_bytes(body["sketches"][name])
+    return sketch_bytes(body.sketches[name])
 
 
 def sketch_bytes(text: str) -> Array:
@@ -89,7 +92,7 @@ def search(query: Card, library: Iterable[Path]) -> list[tuple[float, str, str]]
             other = read_card(path)
         except ModelError:
             continue
-        name = "z_all" if "z_all" in query["sketches"] and "z_all" in other["sketches"] else "z_last"
+        name = "z_all" if "z_all" in query.sketches and "z_all" in other.sketches else "z_last"
         cosine = huref.sketch_cosine(sketch_of(query, name), sketch_of(other, name))
-        found.append((cosine, str(other.get("name")), str(path)))
+        found.append((cosine, other.name, str(path)))
     return sorted(found, reverse=True)

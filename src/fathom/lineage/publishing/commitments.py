@@ -104,7 +104,7 @@ def content(weights: Weights) -> Content:
     digests = {name: _digest(origin, file) for name, (origin, file) in files_of(weights).items()}
     leaves = [hashlib.sha256(f"{name}\0{digest}".encode()).digest() for name, digest in digests.items() if digest]
     whole = len(leaves) == len(digests)
-    return {"files": digests, "root": merkle_root(leaves).hex() if whole else None}
+    return Content(digests, merkle_root(leaves).hex() if whole else None)
 
 
 def _digest(origin: Origin, file: str) -> str | None:

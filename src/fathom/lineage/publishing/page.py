@@ -39,7 +39,7 @@ GLOSSARY = {
 
 def write(out: Path, found: Comparison, body: LineageReport) -> None:
     """Report, page and portraits in a directory."""
-    drawn = {name: sketch_bytes(item["sketch"]) for name, item in body["portraits"].items()}
+    drawn = {name: sketch_bytes(item.sketch) for name, item in body.portraits.items()}
     out.mkdir(parents=True, exist_ok=True)
     html.write(out, body, render(found, body, drawn))
     for side, z in zip("ab", drawn.values(), strict=False):
@@ -48,11 +48,11 @@ def write(out: Path, found: Comparison, body: LineageReport) -> None:
 
 def of_report(found: Comparison, body: LineageReport) -> str:
     """The page of a report, portraits included."""
-    return render(found, body, {name: sketch_bytes(item["sketch"]) for name, item in body["portraits"].items()})
+    return render(found, body, {name: sketch_bytes(item.sketch) for name, item in body.portraits.items()})
 
 
 def render(found: Comparison, body: LineageReport, portraits: dict[str, Array] | None = None) -> str:
-    """The page of a comparison; `body` is its JSON report."""
+    """The page of a comparison; `body` is its report."""
     said = found.verdict
     return render_template(
         "lineage/publishing/page.html.j2",
@@ -60,7 +60,7 @@ def render(found: Comparison, body: LineageReport, portraits: dict[str, Array] |
         verdict=said,
         tone=TONES.get(said.label, "unsure"),
         glossary=GLOSSARY,
-        models=[_model(item) for item in body["inputs"]],
+        models=[_model(item) for item in body.inputs],
         tampering=found.tampering,
         pictures=[*_map(found), *_curve(found)],
         scores=_scores(found),
@@ -71,7 +71,7 @@ def render(found: Comparison, body: LineageReport, portraits: dict[str, Array] |
         portraits=[_portrait(name, z) for name, z in (portraits or {}).items()],
         likeness=_likeness(portraits) if portraits else None,
         caption=portrait.CAPTION,
-        command=body["tool"]["command"] or command(found),
+        command=body.tool.command or command(found),
         facts=_facts(found, body),
     )
 
@@ -87,14 +87,14 @@ def share(value: float) -> str:
 
 
 def _model(item: ModelEntry) -> dict[str, str]:
-    shape = item["structure"]
-    revision = f" at {item['revision']}" if item["revision"] else ""
+    shape = item.structure
+    revision = f" at {item.revision}" if item.revision else ""
     outline = f"{shape['model_type']}: {shape['layers']} layers, width {shape['width']}, "
-    root = item["content"] and item["content"]["root"]
+    root = item.content and item.content.root
     return {
-        "name": item["origin"] + revision,
+        "name": item.origin + revision,
         "outline": outline + f"{shape['heads']} heads on {shape['kv_heads']} keys",
-        "read": f"{size(item['bytes_read'])} read, {size(item['file_bytes'])} in all",
+        "read": f"{size(item.bytes_read)} read, {size(item.file_bytes)} in all",
         "digest": root[:16] if root else "",
     }
 
@@ -199,12 +199,12 @@ def _controls(found: Comparison, body: LineageReport) -> dict[str, object] | Non
             other = pair.a.name if pair.b.name == control else pair.b.name
             values = ["" if (value := pair.value(name)) is None else number(value) for name in names]
             rows.append({"control": control, "other": other, "values": values})
-    bound = body["bounds"]
+    bound = body.bounds
     return {
         "names": names,
         "rows": rows,
-        "note": f"Null: {found.null.origin}. {bound['unrelated_pairs']} unrelated pairs of {bound['models']} models "
-        f"bound the false-positive rate below {bound['false_positive_rate_below']:.0%}: a {bound['note']}.",
+        "note": f"Null: {found.null.origin}. {bound.unrelated_pairs} unrelated pairs of {bound.models} models "
+        f"bound the false-positive rate below {bound.false_positive_rate_below:.0%}: a {bound.note}.",
     }
 
 
@@ -221,7 +221,7 @@ def _likeness(portraits: dict[str, Array]) -> dict[str, str]:
 
 def _facts(found: Comparison, body: LineageReport) -> list[str]:
     return [
-        f"Fathom {body['tool']['version']}, numpy {body['tool']['numpy']}, {body['tool']['platform']}",
+        f"Fathom {body.tool.version}, numpy {body.tool.numpy}, {body.tool.platform}",
         f"{found.pair.aligned.shared:,} embedding rows paired by {found.pair.aligned.pairing}; "
         f"seed {found.options.seed}; {found.pair.seconds:.0f} s for the pair",
         "scores repeat to about 1e-4 on other hardware",

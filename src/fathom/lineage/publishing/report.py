@@ -18,11 +18,10 @@ from fathom.lineage.publishing.results import (
     ControlEntry,
     LineageReport,
     ModelEntry,
-    ModelIdentity,
     PortraitEntry,
+    ToolEntry,
 )
 from fathom.lineage.weights import Weights
-from fathom.report.files import asdict
 
 SCHEMA = 3
 CANONICAL_STEPS = (
@@ -42,23 +41,18 @@ def made(found: Comparison, command: str, hashed: bool) -> LineageReport:
         hashed: Hash the files of all models, so that `verify` recognises them.
     """
     drawn = portraits_of(found) if found.options.has_extras(found.pair.a, found.pair.b) else None
-    return as_json(found, drawn, command, hashed)
-
-
-def as_json(
-    found: Comparison, portraits: dict[str, Array] | None = None, command: str = "", hashed: bool = False
-) -> LineageReport:
-    """The whole report as plain data."""
     pair, verdict, null = found.pair, found.verdict, found.null
     models = (pair.b, pair.a) if pair.swapped else (pair.a, pair.b)
     covered, depth_a, depth_b = found.coverage
-    body = {
-        "fathom_lineage_report": SCHEMA,
-        "tool": {"version": __version__, "numpy": np.__version__, "platform": platform.platform(), "command": command},
-        "inputs": [_input(model, pair, hashed) for model in models],
-        "given": {**vars(found.given), "null": str(found.given.null) if found.given.null else None},
-        "base": pair.a.name,
-        "structure": {
+    keys = () if found.inherited is None else ("share", "bar", "directions", "matrices")
+    inherited = {key: getattr(found.inherited, key) for key in keys} or None
+    return LineageReport(
+        fathom_lineage_report=SCHEMA,
+        tool=ToolEntry(__version__, np.__version__, platform.platform(), command),
+        inputs=[_input(model, pair, hashed) for model in models],
+        given=found.given,
+        base=pair.a.name,
+        structure={
             "paired_by": pair.aligned.pairing,
             "shared_rows": pair.aligned.shared,
             "layers_scored": [depth_a, depth_b],
@@ -68,22 +62,16 @@ def as_json(
             "coverage": {"layers_with_evidence": covered, "of_base": depth_a, "of_other": depth_b},
             "skipped": list(found.skipped),
         },
-        "canonicalisation": list(CANONICAL_STEPS),
-        "options": vars(found.options),
-        "scores": {name: _score(pair, name) for name in SCORE_LABELS if pair.value(name) is not None},
-        "tests": [vars(test) for test in found.tests],
-        "controls": [_control(name, pairs, hashed) for name, pairs in found.controls],
-        "null": null and vars(null),
-        "bounds": bounds(found),
-        "inherited": found.inherited
-        and {
-            "share": found.inherited.share,
-            "bar": found.inherited.bar,
-            "directions": found.inherited.directions,
-            "matrices": found.inherited.matrices,
-        },
-        "tampering": found.tampering,
-        "verdict": {
+        canonicalisation=list(CANONICAL_STEPS),
+        options=found.options,
+        scores={name: _score(pair, name) for name in SCORE_LABELS if pair.value(name) is not None},
+        tests=[vars(test) for test in found.tests],
+        controls=[_control(name, pairs, hashed) for name, pairs in found.controls],
+        null=None if null is None else vars(null),
+        bounds=bounds(found),
+        inherited=inherited,
+        tampering=found.tampering,
+        verdict={
             "label": verdict.label,
             "sentence": verdict.sentence,
             "meaning": verdict.meaning,
@@ -94,34 +82,29 @@ def as_json(
             "minimum_detectable_drift": verdict.drift,
             "not_claimed": list(verdict.not_claimed),
         },
-        "portraits": {name: portrait_of(z) for name, z in (portraits or {}).items()},
-        "seconds": round(pair.seconds, 2),
-    }
-    plain: LineageReport = asdict(body)
-    return plain
-
-
-def _identity(weights: Weights, hashed: bool) -> ModelIdentity:
-    """The identity of a model: a commit, or the hashes of its files."""
-    return {"revision": weights.origin.revision, "content": content(weights) if hashed else None}
+        portraits={name: portrait_of(z) for name, z in (drawn or {}).items()},
+        seconds=round(pair.seconds, 2),
+    )
 
 
 def _control(name: str, pairs: list[Pair], hashed: bool) -> ControlEntry:
     control = pairs[0].a if pairs[0].a.name == name else pairs[0].b
-    return {"model": name, **_identity(control, hashed), "scores": [_values(p) for p in pairs]}
+    found = content(control) if hashed else None
+    return ControlEntry(control.origin.revision, found, name, [_values(p) for p in pairs])
 
 
 def _input(weights: Weights, pair: Pair, hashed: bool) -> ModelEntry:
     g = weights.geometry
-    return {
-        "origin": weights.name,
-        **_identity(weights, hashed),
-        "headers_sha256": header_digest(weights.store.tensors),
-        "file_bytes": weights.file_bytes,
-        "bytes_read": pair.bytes_read.get(weights.name, 0),
-        "structure": {k: v for k, v in vars(g).items() if k != "latent"},
-        "extra_tensors": list(weights.extra_tensors[:32]),
-    }
+    return ModelEntry(
+        revision=weights.origin.revision,
+        content=content(weights) if hashed else None,
+        origin=weights.name,
+        headers_sha256=header_digest(weights.store.tensors),
+        file_bytes=weights.file_bytes,
+        bytes_read=pair.bytes_read.get(weights.name, 0),
+        structure={k: v for k, v in vars(g).items() if k != "latent"},
+        extra_tensors=list(weights.extra_tensors[:32]),
+    )
 
 
 def _score(pair: Pair, name: str) -> dict[str, object]:
@@ -145,25 +128,18 @@ def _values(pair: Pair) -> dict[str, float]:
 def portrait_of(z: Array) -> PortraitEntry:
     """A sketch, with its words and hashes."""
     image = portrait.pixels(z)
-    return {
-        "pixels_sha256": portrait.pixel_hash(image),
-        "sketch_sha256": portrait.sketch_hash(z),
-        "words": portrait.words(z),
-        "sketch": z.tobytes().hex(),
-    }
+    return PortraitEntry(portrait.pixel_hash(image), portrait.sketch_hash(z), portrait.words(z), z.tobytes().hex())
 
 
 def bounds(found: Comparison) -> Bounds:
     """The upper bound on the false-positive rate that controls without a false positive give."""
     pairs = len(found.null.pairs) if found.null else 0
     models = found.null.models if found.null else 0
-    return {
-        "unrelated_pairs": pairs,
-        "models": models,
-        "false_positive_rate_below": evidence.false_positive_bound(pairs),
-        "note": "95 % upper bound if none of these pairs is a false positive and all are independent; "
-        "pairs that share a model are not, so the true bound is wider",
-    }
+    note = (
+        "95 % upper bound if none of these pairs is a false positive and all are independent; "
+        "pairs that share a model are not, so the true bound is wider"
+    )
+    return Bounds(pairs, models, evidence.false_positive_bound(pairs), note)
 
 
 def portraits_of(found: Comparison) -> dict[str, Array]:

@@ -1,24 +1,29 @@
-"""What the report of `fathom lineage compare`, a card and a commitment hold, key by key."""
+"""What the report of `fathom lineage compare`, and a card, hold."""
 
 from __future__ import annotations
 
-from typing import TypedDict
+from dataclasses import dataclass
+
+from fathom.lineage.comparison import Given, Options
 
 
-class Content(TypedDict):
+@dataclass(frozen=True)
+class Content:
     """SHA-256 of a model's local files, and a root over them; None for what a commit names."""
 
     files: dict[str, str | None]
     root: str | None
 
 
-class ModelIdentity(TypedDict):
+@dataclass(frozen=True)
+class ModelIdentity:
     """The identity of a model: a commit, or the hashes of its files."""
 
     revision: str | None
     content: Content | None
 
 
+@dataclass(frozen=True)
 class ModelEntry(ModelIdentity):
     """One of the two models."""
 
@@ -30,6 +35,7 @@ class ModelEntry(ModelIdentity):
     extra_tensors: list[str]
 
 
+@dataclass(frozen=True)
 class ControlEntry(ModelIdentity):
     """A control and its scores with each of the two."""
 
@@ -37,7 +43,8 @@ class ControlEntry(ModelIdentity):
     scores: list[dict[str, float]]
 
 
-class ToolEntry(TypedDict):
+@dataclass(frozen=True)
+class ToolEntry:
     """The program that made the report."""
 
     version: str
@@ -46,26 +53,8 @@ class ToolEntry(TypedDict):
     command: str
 
 
-class GivenEntry(TypedDict):
-    """Further inputs of the comparison."""
-
-    null: str | None
-    adapter_base: str | None
-    max_bytes: int | None
-
-
-class OptionsEntry(TypedDict):
-    """`Options`, as the report repeats them."""
-
-    mode: str
-    layers: int | None
-    align: list[str]
-    reorder: bool
-    seed: int
-    extras: bool | None
-
-
-class Bounds(TypedDict):
+@dataclass(frozen=True)
+class Bounds:
     """An upper bound on the false-positive rate, from controls without a false positive."""
 
     unrelated_pairs: int
@@ -74,7 +63,8 @@ class Bounds(TypedDict):
     note: str
 
 
-class PortraitEntry(TypedDict):
+@dataclass(frozen=True)
+class PortraitEntry:
     """A sketch, with its words and hashes."""
 
     pixels_sha256: str
@@ -83,17 +73,18 @@ class PortraitEntry(TypedDict):
     sketch: str
 
 
-class LineageReport(TypedDict):
+@dataclass(frozen=True)
+class LineageReport:
     """`report.json`; entries of type `object` are written and compared as a whole."""
 
     fathom_lineage_report: int
     tool: ToolEntry
     inputs: list[ModelEntry]
-    given: GivenEntry
+    given: Given
     base: str
     structure: dict[str, object]
     canonicalisation: list[str]
-    options: OptionsEntry
+    options: Options
     scores: dict[str, object]
     tests: list[object]
     controls: list[ControlEntry]
@@ -106,7 +97,8 @@ class LineageReport(TypedDict):
     seconds: float
 
 
-class CardOutline(TypedDict):
+@dataclass(frozen=True)
+class CardOutline:
     """Shape of the model that a card is of."""
 
     type: str
@@ -116,7 +108,8 @@ class CardOutline(TypedDict):
     vocab: int
 
 
-class Card(TypedDict):
+@dataclass(frozen=True)
+class Card:
     """A model's card."""
 
     fathom_card: int

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
-from types import UnionType
-from typing import Any, TypeGuard, cast, get_args, get_origin, get_type_hints
+from typing import Any, TypeGuard
 
 from fathom.checkpoints.origin import parse_json
 from fathom.errors import ModelError
@@ -17,15 +16,10 @@ from fathom.lineage.comparison import Given, Options
 from fathom.lineage.publishing import page, report
 from fathom.lineage.publishing.cards import sketch_bytes
 from fathom.lineage.publishing.commitments import SAME_SKETCH, Verification
-from fathom.lineage.publishing.results import (
-    ControlEntry,
-    GivenEntry,
-    LineageReport,
-    ModelEntry,
-    OptionsEntry,
-    PortraitEntry,
-)
+from fathom.lineage.publishing.results import LineageReport, ModelIdentity
 from fathom.lineage.weights import Weights, open_weights
+from fathom.report.files import asdict
+from fathom.report.results import restored
 
 SCORE, DRIFT = 1e-3, 0.05  # tolerances of scores and statistics, and of the drift
 P, PRINTED_P = 0.01, 0.1  # tolerances of log p: as a number, and as printed with two digits
@@ -62,19 +56,13 @@ def verify(body: Mapping[str, object], name: str = "report", page_text: str | No
     """
     if body.get("fathom_lineage_report") != report.SCHEMA:
         raise ModelError(f"{name}: not a report of version {report.SCHEMA}: earlier ones hold no hashes of the files")
-    said = cast(LineageReport, body)  # missing keys are refused below
-    try:
-        given, options = _given(said["given"]), _options(said["options"])
-        first, second = (_opened(item, given) for item in said["inputs"])
-        controls = [_opened(item, Given()) for item in said["controls"]]
-    except ModelError:
-        raise
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ModelError(f"{name}: not a complete report: {error!r}") from None
-    found = comparison.compare(first, second, controls, given.null, options)
-    found.given = given
+    said = _typed(body, name)
+    first, second = (_opened(item.origin, item, said.given) for item in said.inputs)
+    controls = [_opened(item.model, item, Given()) for item in said.controls]
+    found = comparison.compare(first, second, controls, said.given.null, said.options)
+    found.given = said.given
     again = report.made(found, page.command(found), hashed=True)
-    findings = [*unidentified(said), *differences(said, again)]
+    findings = [*unidentified(said), *differences(body, asdict(again))]
     if page_text is not None:
         findings += page_differences(page_text, page.of_report(found, again))
     return Verification(not findings, findings, not_recomputed(said, page_text is not None))
@@ -105,44 +93,33 @@ def page_differences(said: str, again: str) -> list[str]:
     ]
 
 
-def _given(said: GivenEntry) -> Given:
-    values = _typed(GivenEntry, said)
-    return Given(**{**values, "null": None if values["null"] is None else Path(values["null"])})
+def _typed(body: Mapping[str, object], name: str) -> LineageReport:
+    """A report whose every entry has the type that it must have; 0 is no `false`, and an empty text no path."""
+    try:
+        said = restored(LineageReport, body)
+        for section, kind in (("given", Given), ("options", Options)):
+            values = body[section]
+            assert isinstance(values, dict)
+            if set(values) != {field.name for field in fields(kind)} or "" in values.values():
+                raise ValueError(f"{section}: other entries, or an empty text")
+        if len(said.inputs) != 2:
+            raise ValueError(f"{len(said.inputs)} inputs")
+    except ModelError:
+        raise
+    except ValueError as error:
+        raise ModelError(f"{name}: not a complete report: {error}") from None
+    return said
 
 
-def _options(said: OptionsEntry) -> Options:
-    values = _typed(OptionsEntry, said)
-    return Options(**{**values, "align": tuple(values["align"])})
-
-
-def _typed(kind: type, said: Mapping[str, Any]) -> dict[str, Any]:
-    """A section's entries, of the types that it has; 0 is no `false`, and an empty text no path."""
-    hints = get_type_hints(kind)
-    odd = [key for key in {*hints, *said} if key not in hints or key not in said or not _is_of(hints[key], said[key])]
-    if odd or "" in said.values():
-        raise ValueError(f"wrong: {', '.join(sorted(odd)) or 'an empty text'}")
-    return dict(said)
-
-
-def _is_of(hint: object, value: object) -> bool:
-    if isinstance(hint, UnionType):
-        return any(_is_of(one, value) for one in get_args(hint))
-    if get_origin(hint) is list:
-        return isinstance(value, list) and all(_is_of(get_args(hint)[0], one) for one in value)
-    return type(value) is hint
-
-
-def _opened(item: ModelEntry | ControlEntry, given: Given) -> Weights:
+def _opened(name: str, item: ModelIdentity, given: Given) -> Weights:
     """A model by its name in the report; a repository at the commit in the report."""
-    name, revision = str(item.get("origin", item.get("model"))), item["revision"]
-    where = name if revision is None else f"{name.partition('@')[0]}@{revision}"
+    where = name if item.revision is None else f"{name.partition('@')[0]}@{item.revision}"
     return replace(open_weights(where, given.adapter_base, given.max_bytes), name=name)
 
 
-def _models(body: LineageReport) -> Iterator[tuple[str, ModelEntry | ControlEntry]]:
-    items: list[ModelEntry | ControlEntry] = [*body["inputs"], *body["controls"]]
-    for item in items:
-        yield str(item.get("origin", item.get("model"))), item
+def _models(body: LineageReport) -> Iterator[tuple[str, ModelIdentity]]:
+    yield from ((item.origin, item) for item in body.inputs)
+    yield from ((item.model, item) for item in body.controls)
 
 
 def _is_commit(revision: object) -> bool:
@@ -154,8 +131,7 @@ def unidentified(body: LineageReport) -> list[str]:
     return [
         f"{name}: the report holds neither hashes of its files nor a commit"
         for name, item in _models(body)
-        if not (isinstance(content := item.get("content"), dict) and content.get("root"))
-        and not _is_commit(item["revision"])
+        if not (item.content and item.content.root) and not _is_commit(item.revision)
     ]
 
 
@@ -167,17 +143,17 @@ def not_recomputed(body: LineageReport, with_page: bool = False) -> list[str]:
         if with_page
         else "report.html: it is not beside the report",
     ]
-    if body["given"]["null"]:
+    if body.given.null:
         out.append("what the null file says of its models: the file itself is checked by its SHA-256")
     out += [
-        f"{name}: the files behind commit {item['revision']}, for which the endpoint answers"
+        f"{name}: the files behind commit {item.revision}, for which the endpoint answers"
         for name, item in _models(body)
-        if _is_commit(item["revision"])
+        if _is_commit(item.revision)
     ]
     return out
 
 
-def differences(said: LineageReport, again: LineageReport) -> list[str]:
+def differences(said: Mapping[str, Any], again: Mapping[str, Any]) -> list[str]:
     """The paths of all entries of a report that differ when it is recomputed."""
     known = {key: value for key, value in said.items() if key != "portraits"}
     found = list(_differences(known, {key: value for key, value in again.items() if key != "portraits"}, ()))
@@ -258,7 +234,7 @@ def _same_sentence(said: str, again: str) -> bool:
     return True
 
 
-def _portraits(said: object, again: dict[str, PortraitEntry]) -> Iterator[str]:
+def _portraits(said: object, again: Mapping[str, Any]) -> Iterator[str]:
     """Sketches by cosine, since rounding differs between machines; words and hashes as made of the stated sketch."""
     if not isinstance(said, dict) or list(said) != list(again):
         yield "portraits: not of the two models"
@@ -266,7 +242,7 @@ def _portraits(said: object, again: dict[str, PortraitEntry]) -> Iterator[str]:
     for name, item in said.items():
         try:
             sketch = sketch_bytes(item["sketch"])
-            stated = report.portrait_of(sketch)
+            stated = asdict(report.portrait_of(sketch))
         except (KeyError, TypeError, ValueError, IndexError):
             yield f"portraits.{name}: no sketch"
             continue
