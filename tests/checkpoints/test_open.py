@@ -220,7 +220,7 @@ RUNNING = (
 def test_files_that_may_run_code_are_known_in_any_case(copy, name):
     (copy / name).parent.mkdir(exist_ok=True)
     (copy / name).write_bytes(b"")
-    with pytest.raises(ModelError, match=f"{name} is a pickle or a format that may hold one"):
+    with pytest.raises(ModelError, match=f"{name} is a pickle or a format that may contain one"):
         check_checkpoint(copy)
 
 
@@ -271,7 +271,7 @@ def test_no_value_of_a_file_ends_in_a_traceback(kind, file, key, value, whole, s
             lambda t: t.update({"model.norm.weight": torch.ones(9)}),
             "model.norm.weight has shape [9], config.json needs",
         ),
-        (lambda t: t.update(spare=torch.ones(9)), "holds tensors of no use: spare"),
+        (lambda t: t.update(spare=torch.ones(9)), "contains unused tensors: spare"),
     ],
     ids=["lacks", "lacks all", "shape", "spare"],
 )

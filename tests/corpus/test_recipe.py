@@ -58,7 +58,7 @@ def test_a_collection_has_its_own_thresholds() -> None:
         ({"tokenize": {"train": 99999999999}}, "tokenize.train=99999999999: allowed: 4,194,304 at most"),
         ({"mix": {"shares": {"b": 1.0}}}, "mix.shares.b=1.0: no such collection of documents; there are a"),
         ({"mix": {"shares": {"a": 0.5}}}, "mix.shares={a: 0.5}: they add up to 0.5, not to 1"),
-        ({"tokenize": {}}, "tokenize.tokenizer=null: give either tokenize.tokenizer or tokenize.train"),
+        ({"tokenize": {}}, "tokenize.tokenizer=null: set either tokenize.tokenizer or tokenize.train"),
         ({"normalize": {"strip": ["("]}}, "normalize.strip=[(]: allowed: regular expressions"),
         ({"decontaminate": {"whole": 14}}, "decontaminate.whole=14: allowed: 1 <= shortest <= whole <= words"),
         ({"decontaminate": {"benchmarks": {"q": {}}}}, "decontaminate.benchmarks.q.path: name a file"),

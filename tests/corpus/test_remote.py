@@ -91,5 +91,5 @@ def test_slurm(
     assert "#SBATCH --array=0-1%2" in script and "#SBATCH --mem-per-cpu=1G" in script
     # Jobs that end without having done their tasks are no success.
     write(tmp_path / "bin" / "sbatch", '#!/bin/bash\necho "Submitted batch job 18"\n').chmod(0o755)
-    with pytest.raises(DataError, match="ingest: 2 of 2 tasks are not done; run again to go on"):
+    with pytest.raises(DataError, match="ingest: 2 of 2 tasks are not done; run the same command to resume"):
         made(whole[0], tmp_path / "other", "slurm")

@@ -296,7 +296,7 @@ def test_a_full_disk_is_one_line_and_resumable(tmp_path: Path, tokenizer: str, m
 
     with monkeypatch.context() as patch:
         patch.setattr(prepare_module._Run, "_append", full)
-        with pytest.raises(DataError, match=r"00000\.bin: No space left on device; run again to continue"):
+        with pytest.raises(DataError, match=r"00000\.bin: No space left on device; run the same command to resume"):
             prepare([str(tmp_path / "a.jsonl")], tmp_path / "out", tokenizer)
     assert prepare([str(tmp_path / "a.jsonl")], tmp_path / "out", tokenizer).splits["train"]
 
@@ -496,11 +496,11 @@ def test_a_missing_extra_is_named(tmp_path: Path, tokenizer: str, monkeypatch, n
 def test_a_directory_with_other_files_is_left_alone(tmp_path: Path, tokenizer: str) -> None:
     write_documents(tmp_path / "a.jsonl", 5)
     for overwrite in (False, True):
-        with pytest.raises(DataError, match="holds other files: choose another directory"):
+        with pytest.raises(DataError, match="contains other files: choose another directory"):
             prepare([str(tmp_path / "a.jsonl")], tmp_path, tokenizer, overwrite=overwrite)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "index.json").write_text('{"weight_map": {}}')
-    with pytest.raises(DataError, match="holds other files"):
+    with pytest.raises(DataError, match="contains other files"):
         prepare([str(tmp_path / "a.jsonl")], tmp_path / "other", tokenizer, overwrite=True)
     with pytest.raises(DataError, match="is not a directory"):
         prepare([str(tmp_path / "a.jsonl")], tmp_path / "a.jsonl", tokenizer)

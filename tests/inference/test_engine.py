@@ -679,7 +679,7 @@ def test_what_an_engine_refuses(engine):
     running, model = engine(budget=batches.token_bytes(build(config_of("loop+depth_attention")), None) * 512, waiting=3)
     with pytest.raises(RequestError, match=r"for its 600 tokens; the server has .* MiB .`cache_memory`"):
         running.submit([Collected([5], 599, Choice()).job])
-    with pytest.raises(RequestError, match="waiting already"):
+    with pytest.raises(RequestError, match="already waiting"):
         running.submit([Collected([5], 2, Choice()).job for _ in range(4)])
     many = [Collected([5 + i], 100, Choice()) for i in range(4)]  # two have room at a time
     most = 0

@@ -323,11 +323,11 @@ def test_logits_that_are_no_numbers_are_refused(exported: Path, tmp_path: Path, 
     for temperature in ("0", "1"):
         assert main(["generate", directory, "the", "--temperature", temperature, "--device", "cpu"]) == 2
         shown = capsys.readouterr()
-        assert shown.out == "the\n" and shown.err.startswith("fathom: the model's scores are not finite"), shown
+        assert shown.out == "the\n" and shown.err.startswith("fathom: the model's logits are not finite"), shown
     with pytest.raises(RequestError, match="not finite"):
         generate_batch(model, tokenizer, [encode(tokenizer, text) for text in PROMPTS[:3]], Sampling(4, temperature=0))
     ruled_out = Sampling(4, options={"suppress_tokens": list(range(300))})
-    with pytest.raises(SettingsError, match="leave no token"):
+    with pytest.raises(SettingsError, match="exclude every token"):
         generate(*open_checkpoint(exported, "cpu"), "the", ruled_out)
     monkeypatch.setattr("fathom.inference.processing.Finite.__call__", lambda self, ids, scores: scores)
     assert generate(model, tokenizer, "the", Sampling(4, temperature=0)).finish == "stop"  # token 0 ends a text

@@ -193,7 +193,7 @@ def test_a_copy_has_a_weight_of_its_own(again):
 def test_what_is_packed_stays_what_it_is(move):
     model = nn.Sequential(linear(bias=False))
     pack(model)
-    with pytest.raises(RuntimeError, match="stays in float32 on a CPU"):
+    with pytest.raises(RuntimeError, match="stay in float32 on a CPU"):
         move(model)
     assert model.float().to("cpu").eval()(torch.randn(9, 96)).shape == (9, 160)
 

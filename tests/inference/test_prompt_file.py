@@ -74,7 +74,7 @@ def test_a_prompt_of_no_numbers_does_not_stop_the_others(tmp_path: Path, damaged
     for size in (1, 2, 5):
         generate_file(model, tokenizer, lines, tmp_path / f"{size}.jsonl", Sampling(6, temperature=0), batch_size=size)
         made = read(tmp_path / f"{size}.jsonl")
-        assert [one.get("error", "")[:36] for one in made] == ["", "the model's scores are not finite: i", "", "", ""]
+        assert [one.get("error", "")[:36] for one in made] == ["", "the model's logits are not finite: i", "", "", ""]
         assert made == read(tmp_path / "1.jsonl")
     drawn = Sampling(6, temperature=1.0, seed=3)
     generate_file(model, tokenizer, lines, tmp_path / "drawn.jsonl", drawn, batch_size=5)

@@ -419,7 +419,7 @@ def test_errors_name_the_field_and_what_is_allowed(served):
     for fields, words in (
         (picture, "messages.0.content: a text or a list of text parts; images and audio are not read here"),
         ({"messages": HELLO, "tools": [{"type": "function"}]}, "tools.0.function: Field required"),
-        ({"messages": HELLO, "tool_choice": "required"}, "tool_choice: a tool that the request does not have"),
+        ({"messages": HELLO, "tool_choice": "required"}, "tool_choice: no such tool in the request"),
         ({"messages": HELLO, "guided_json": {}}, "guided_json: vLLM replaced it by structured_outputs.json"),
         ({"messages": HELLO, "functions": [{}]}, "functions: OpenAI replaced it by tools"),
         ({"messages": HELLO, "field0": 1, "field1": 1}, "field0: not supported by this server"),

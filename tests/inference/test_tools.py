@@ -36,8 +36,8 @@ def test_a_template_says_how_it_writes_calls(name):
     ("template", "words"),
     [
         (CHATML, "does not write tools"),
-        (CHATML + "{{ '' if tools }}", "in a notation that is not known here"),
-        (XML, "in a notation that is not known here"),
+        (CHATML + "{{ '' if tools }}", "in an unsupported notation"),
+        (XML, "in an unsupported notation"),
         ("{% if tools %}{{ messages[1].tool_calls.nothing.of_this }}{% endif %}", "does not write a tool call"),
     ],
 )

@@ -151,7 +151,7 @@ def test_a_training_that_never_compresses_is_told(recwarn):
             model(tokens(1, N))
     (warning,) = recwarn
     assert "longest row so far has 64 tokens and the window 64" in str(warning.message)
-    assert "rows of more than 64 tokens, at best 160" in str(warning.message)
+    assert "sequences of more than 64 tokens, at best 160" in str(warning.message)
 
 
 @pytest.mark.parametrize("train", [True, False])

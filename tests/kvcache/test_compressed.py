@@ -140,7 +140,7 @@ def test_who_warns(model, method, recwarn):
     assert bool(warned) == (method in ("freqkv", "average", "learned", "orthogonal")) == cache.method.needs_tuning
     if warned:
         assert warned == [
-            f"this checkpoint was not tuned under compression; past 64 tokens expect poor text from {method}"
+            f"this checkpoint was not tuned under compression; past 64 tokens expect poor output from {method}"
         ]
 
 

@@ -94,8 +94,8 @@ def test_what_does_not_fit_is_refused(model, tmp_path):
             save_cache(build_cache(model, "freqkv", quantized="fp8", **SCHEDULE), file)
     whole = file.read_bytes()
     file.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(ValueError, match="is no saved cache"):
+    with pytest.raises(ValueError, match="is not a saved cache"):
         open_cache(file, cache_of(model, "freqkv"))
     torch.save({"keys": torch.zeros(1)}, file)
-    with pytest.raises(ValueError, match="is no saved cache"):
+    with pytest.raises(ValueError, match="is not a saved cache"):
         open_cache(file, cache_of(model, "freqkv"))

@@ -29,8 +29,8 @@ def check_checkpoint(directory: str | Path) -> dict[str, object]:
     for name in sorted(files):
         if is_pickle(name) and name not in NEVER_OPENED:
             raise ModelError(
-                f"{directory}: {name} is a pickle or a format that may hold one, which may run code when it is opened; "
-                "convert it where you trust it (save_pretrained writes safetensors) and remove it here"
+                f"{directory}: {name} is a pickle or a format that may contain one, which may run code when opened; "
+                "convert it where you trust it (save_pretrained writes safetensors) and delete it here"
             )
     if ADAPTER_CONFIG in files:
         raise ModelError(f"{directory}: {ADAPTER_CONFIG}: an adapter is not a model; merge it into its base first")

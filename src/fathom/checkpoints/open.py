@@ -192,7 +192,7 @@ def _require_tensors(directory: Path, info: Mapping[str, Collection[Any]]) -> No
     """
     for name, found, needed in sorted(info["mismatched_keys"]):
         raise ModelError(f"{directory}: {name} has shape {list(found)}, config.json needs {list(needed)}")
-    for names, words in ((info["missing_keys"], "lacks"), (info["unexpected_keys"], "holds tensors of no use:")):
+    for names, words in ((info["missing_keys"], "lacks"), (info["unexpected_keys"], "contains unused tensors:")):
         some = sorted(names)
         if some:
             line = f"{directory}: the checkpoint {words} {some[0]}" + (f" and {len(some) - 1} more" if some[1:] else "")

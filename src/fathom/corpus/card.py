@@ -29,7 +29,7 @@ def _lines(workspace: Workspace) -> Iterator[str]:
     yield ""
     yield "Made by `fathom corpus` from `recipe.yaml`; every number here is of the manifests below `stages/`."
     yield from _section("Collections", _collections(workspace))
-    yield from _section("What was left out", _dropped(workspace))
+    yield from _section("What was removed", _dropped(workspace))
     yield from _section("The mixture", _mixture(workspace))
     yield from _section("Benchmarks", _benchmarks(workspace))
     yield from _section("Hashes", _hashes(workspace))
@@ -111,7 +111,7 @@ def _dropped(workspace: Workspace) -> Iterator[str]:
 
 
 def _actions(workspace: Workspace) -> dict[str, Counter[str]]:
-    """Documents that give an item away, by what was done with them."""
+    """Documents that contain an item, by action."""
     found: dict[str, Counter[str]] = {name: Counter() for name in workspace.recipe.collections}
     parts = {task.inputs[0].path: task for task in workspace.manifest("contamination").tasks}
     collections = {
@@ -150,7 +150,7 @@ def _mixture(workspace: Workspace) -> Iterator[str]:
 def _benchmarks(workspace: Workspace) -> Iterator[str]:
     checks = checks_of(workspace)
     if not checks:
-        yield "None was named: nothing is known of what these documents give away."
+        yield "No benchmark was named, so it is not known which questions these documents contain."
         return
     dirty = {task.arguments["benchmark"]: task.counts for task in workspace.manifest("flags").tasks}
     rows = [

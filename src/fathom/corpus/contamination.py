@@ -75,7 +75,7 @@ class Benchmarks(Stage):
         if self.recipe.decontaminate.strict and counts.get("contradictory"):
             raise DataError(
                 f"benchmarks: {counts['contradictory']} questions have two answers: see check.json below "
-                f"{self.workspace.stage(self.name)}; decontaminate.strict=false goes on",
+                f"{self.workspace.stage(self.name)}; decontaminate.strict=false continues",
                 1,
             )
 

@@ -1,4 +1,4 @@
-"""Kept conversations to token shards, with one bit for each token: whether it is learnt."""
+"""Kept conversations to token shards, with a loss mask: one bit for each token."""
 
 from __future__ import annotations
 

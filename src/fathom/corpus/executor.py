@@ -165,7 +165,8 @@ class Pool:
                 raise DataError(answer["error"], int(answer["code"]))
             return process
         raise DataError(
-            f"{self._stage}: the process that did task {number} died twice (exit status {status}); run again to go on",
+            f"{self._stage}: the process that did task {number} died twice (exit status {status}); run the same "
+            "command to resume",
             1,
         )
 

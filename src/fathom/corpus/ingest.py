@@ -84,7 +84,9 @@ class Ingest(Stage):
         try:
             return self._tasks()
         except FileNotFoundError as error:
-            raise DataError(f"{error.filename} is gone since the run began; run again to go on", 1) from None
+            raise DataError(
+                f"{error.filename} was deleted since the run began; run the same command to resume", 1
+            ) from None
 
     def _tasks(self) -> list[Task]:
         files = [
@@ -175,10 +177,10 @@ def _require_unchanged(label: str, file: Input) -> None:
     try:
         size = Path(file.path).stat().st_size
     except FileNotFoundError:
-        raise DataError(f"{label} is gone since the run began; run again to go on", 1) from None
+        raise DataError(f"{label} was deleted since the run began; run the same command to resume", 1) from None
     if size != file.bytes:
         said = f"has {size:,} bytes now, and had {file.bytes:,} when the run began"
-        raise DataError(f"{label} {said}; run again to go on", 1)
+        raise DataError(f"{label} {said}; run the same command to resume", 1)
 
 
 def collection_files(name: str, collection: Collection, out: Path | None = None) -> Iterator[tuple[str, Path, str]]:

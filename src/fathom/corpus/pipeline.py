@@ -93,8 +93,8 @@ class Report:
         )
         if talk := counts["converse"]:
             lines.append(
-                f"  {talk['conversations']:,} conversations: {talk['targets']:,} of {talk['tokens']:,} tokens are "
-                f"learnt, too long {talk['too_long']:,}, without an answer {talk['no_target']:,}"
+                f"  {talk['conversations']:,} conversations: {talk['targets']:,} of {talk['tokens']:,} trained "
+                f"tokens, too long {talk['too_long']:,}, without an answer {talk['no_target']:,}"
             )
         if self.budget:
             epochs = ", ".join(f"{name} {value:.2f}" for name, value in self.budget.epochs.items())
@@ -104,7 +104,7 @@ class Report:
 
 
 def build(recipe: CorpusRecipe, directory: Path) -> Report:
-    """Make a corpus. A build that was killed continues when it is run again, and ends with the same bytes.
+    """Build a corpus. A build that was killed resumes with the same call, and ends with the same bytes.
 
     Args:
         recipe: The corpus to make.
@@ -143,7 +143,9 @@ def _carry_out(stage: Stage, execute: Executing) -> StageReport:
 
             execute(stage.workspace, stage.name, todo, tick)
         if missing := [task for task in todo if not stage.done(task)]:
-            raise DataError(f"{stage.name}: {len(missing)} of {len(todo)} tasks are not done; run again to go on", 1)
+            raise DataError(
+                f"{stage.name}: {len(missing)} of {len(todo)} tasks are not done; run the same command to resume", 1
+            )
     manifest = conclude(stage, tasks)
     (place / PLAN).unlink(missing_ok=True)
     seconds = round(time.perf_counter() - started, 3)
@@ -162,7 +164,7 @@ def _locked(directory: Path) -> Iterator[None]:
         with lock(directory / LOCK):
             yield
     except HeldError as held:
-        raise DataError(f"{directory} is being made by another process{held.advice}") from None
+        raise DataError(f"{directory} is being built by another process{held.advice}") from None
 
 
 @dataclass(frozen=True)

@@ -28,17 +28,18 @@ class Collection(Section):
     inputs: tuple[str, ...] = ()
     """files, directories and globs; a directory is searched to any depth for known extensions"""
     kind: Literal["documents", "conversations", "table"] = "documents"
-    """documents to continue on, conversations to tune on, or a table of JSON rows that is made into conversations"""
+    """documents, conversations, or a table of JSON rows that is turned into conversations"""
     entity_field: str = "name"
-    """of a table: the column that names what a row is about"""
+    """for a table: the column with the subject of a row"""
     templates: tuple[str, ...] = ()
-    """of a table: questions and answers in turn, with {entity}, {key}, {value} in them; empty: five of our own"""
+    """for a table: alternating question and answer templates with {entity}, {key}, {value}; empty: five built-in
+    ones"""
     tools: tuple[str, ...] = ()
-    """of ReAct traces: the tools that may be used; a trace that uses another is left out; empty: any"""
+    """for ReAct traces: the allowed tools; traces with other tools are dropped; empty: any"""
     license: str = "unknown"
-    """licence of documents that name none themselves"""
+    """licence of documents that do not name their own"""
     priority: int = 0
-    """of two near-duplicates the one of the higher priority is kept"""
+    """the near-duplicate with the higher priority is kept"""
     text_field: str = "text"
     """the JSON field or Parquet column that holds the text"""
     separator: str | None = None
@@ -46,7 +47,7 @@ class Collection(Section):
     encoding: str = "utf-8"
     """encoding of text files"""
     filter: dict[str, object] = field(default_factory=dict)
-    """keys of the filter section with other values for this collection"""
+    """overrides of the filter section for this collection"""
 
     def rules(self) -> Iterator[Rule]:
         """Checks beyond the types of the fields."""
@@ -63,15 +64,15 @@ class IngestOptions(Section, section="ingest"):
     html: Literal["trafilatura", "plain"] = "trafilatura"
     """how the text of a web page is found: trafilatura (its main text), or plain (all visible text)"""
     identify: Literal["content", "stamp"] = "content"
-    """how an unchanged input is recognised: by its bytes, or by name, size and time where reading all is too slow"""
+    """how an unchanged input is recognised: by its bytes, or faster by name, size and time"""
     max_file_bytes: int = 1 << 28
-    """a PDF, HTML or TEI file of more bytes is left out as too_large"""
+    """larger PDF, HTML and TEI files, in bytes, are skipped as too_large"""
     max_document_bytes: int = 1 << 24
-    """a document of more bytes of text is left out as too_large"""
+    """documents with more bytes of text are skipped as too_large"""
     max_seconds: float = 60.0
-    """a PDF or a page that takes longer is left out as too_slow"""
+    """time limit for a PDF or page, skipped as too_slow"""
     max_memory: int = 1 << 30
-    """a PDF or a page that takes more bytes of memory is left out as parse_error"""
+    """memory limit in bytes for a PDF or page, skipped as parse_error"""
     sentinels: bool = False
     """mark figures, tables, formulas and citations of TEI as [START_FIGURE]...[END_FIGURE]"""
 
@@ -86,7 +87,7 @@ class Normalize(Section, section="normalize"):
     """How documents are written; conversations stay as they are."""
 
     form: Literal["nfc", "nfkc"] = "nfc"
-    """Unicode's form; nfkc takes ligatures and fullwidth letters apart too, but leaves powers and fractions"""
+    """Unicode normal form; nfkc also replaces ligatures and fullwidth letters, but keeps powers and fractions"""
     strip: tuple[str, ...] = ()
     """regular expressions whose matches are removed, such as a library's header; ^ and $ are those of a line"""
     blank_lines: int = 2
@@ -103,13 +104,13 @@ class Filter(Section):
     """Which documents are kept; null turns a rule off. Values as in Gopher's rules."""
 
     min_words: int | None = 50
-    """words at least"""
+    """minimum words"""
     max_words: int | None = 100_000
-    """words at most"""
+    """maximum words"""
     min_word_length: float | None = 3.0
-    """mean characters of a word at least"""
+    """minimum mean characters per word"""
     max_word_length: float | None = 10.0
-    """mean characters of a word at most"""
+    """maximum mean characters per word"""
     max_symbol_ratio: float | None = 0.1
     """number signs and ellipses for each word"""
     max_bullet_lines: float | None = 0.9
@@ -147,7 +148,7 @@ class Filter(Section):
     max_duplicate_10grams: float | None = 0.10
     """the same of ten words"""
     languages: tuple[str, ...] = ()
-    """ISO 639-1 codes that py3langid may find; empty looks for none"""
+    """allowed languages, as ISO 639-1 codes of py3langid; empty disables the check"""
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,8 @@ class Deduplicate(Section, section="deduplicate"):
     exact: bool = True
     """keep one of several documents of the same text, or conversations of the same messages"""
     near: bool = True
-    """keep one of several documents that share most runs of words, conversations in what is learnt and in the rest"""
+    """keep one of several documents that share most runs of words; conversations in the trained messages and in the
+    rest"""
     jaccard: float = 0.8
     """Jaccard similarity of the word runs of two documents from which on they count as near-duplicates"""
     shingle: int = 5
@@ -202,17 +204,17 @@ class Decontaminate(Section, section="decontaminate"):
     benchmarks: dict[str, BenchmarkFile] = field(default_factory=dict)
     """their files, by name"""
     action: Literal["drop", "cut", "report"] = "drop"
-    """drop the document, cut the passage out, or only report it"""
+    """drop the document, cut out the passage, or only report it"""
     words: int = 13
-    """a run of this many words of a question that no other question has is a leak"""
+    """number of consecutive words of a question, found in no other question, that count as a leak"""
     whole: int = 8
-    """questions of `whole` to `words` - 1 words are leaks if they occur whole; shorter ones only with their answer"""
+    """questions of `whole` to `words` - 1 words are leaks if they occur in full; shorter ones only with their answer"""
     shortest: int = 5
-    """a question with its answer that is shorter than this is not looked for"""
+    """shorter questions, counted with their answer, are not searched for"""
     margin: int = 200
     """characters that are cut on either side of a leak"""
     strict: bool = False
-    """end with exit code 1 if a benchmark gives one question two answers"""
+    """end with exit code 1 if a benchmark has one question with two answers"""
 
     def rules(self) -> Iterator[Rule]:
         """Checks beyond the types of the fields."""
@@ -234,7 +236,7 @@ class TokenizeOptions(Section, section="tokenize"):
     train_bytes: int = 1 << 28
     """most bytes of text to train it on, an equal share of each collection"""
     eos_token: str | None = None
-    """the token that ends a document, if not the one that the tokenizer names"""
+    """the token that ends a document; null means the tokenizer's EOS"""
     held_out: float = 0.01
     """share of documents that go to the validation split, by a hash of their text"""
     shard_bytes: int = 1 << 28
@@ -243,7 +245,7 @@ class TokenizeOptions(Section, section="tokenize"):
     def rules(self) -> Iterator[Rule]:
         """Checks beyond the types of the fields."""
         one = (self.tokenizer is None) != (self.train is None)
-        yield one, "tokenizer", "give either tokenize.tokenizer or tokenize.train"
+        yield one, "tokenizer", "set either tokenize.tokenizer or tokenize.train"
         small = self.train is None or self.train <= MOST_TOKENS
         yield small, "train", f"allowed: {MOST_TOKENS:,} at most"
         yield 0 <= self.held_out < 1, "held_out", "allowed: a share from 0 to less than 1"
@@ -253,7 +255,7 @@ class TokenizeOptions(Section, section="tokenize"):
 
 @dataclass(frozen=True)
 class ConverseOptions(Section, section="converse"):
-    """How conversations become tokens, and which of these are learnt."""
+    """How conversations become tokens, with a loss mask."""
 
     template: Literal["chatml", "alpaca", "react", "tokenizer"] = "chatml"
     """chatml: Qwen's; alpaca: headings; react: thoughts, actions and observations; tokenizer: its own chat template"""
@@ -274,9 +276,9 @@ class Mix(Section, section="mix"):
     tokens: int | None = None
     """tokens of the mixture; null: one epoch of the collection that runs out first"""
     epochs: float = 4.0
-    """most epochs of any collection"""
+    """maximum epochs of any collection"""
     block: int = 2048
-    """tokens in a training row"""
+    """tokens per training sequence"""
 
     def rules(self) -> Iterator[Rule]:
         """Checks beyond the types of the fields."""
@@ -316,27 +318,27 @@ class CorpusRecipe(Section):
     """A corpus: collections, and what is done to them."""
 
     collections: dict[str, Collection] = field(default_factory=dict)
-    """what is read, by name"""
+    """collections, by name"""
     ingest: IngestOptions = field(default_factory=IngestOptions)
-    """files to text"""
+    """text extraction"""
     normalize: Normalize = field(default_factory=Normalize)
-    """how text is written"""
+    """text normalisation"""
     filter: Filter = field(default_factory=Filter)
-    """what is kept"""
+    """quality filter"""
     deduplicate: Deduplicate = field(default_factory=Deduplicate)
-    """what counts as the same"""
+    """deduplication"""
     decontaminate: Decontaminate = field(default_factory=Decontaminate)
-    """benchmark items to keep out"""
+    """decontamination"""
     tokenize: TokenizeOptions = field(default_factory=TokenizeOptions)
-    """text to tokens"""
+    """tokenizer and shards"""
     converse: ConverseOptions = field(default_factory=ConverseOptions)
-    """conversations to tokens"""
+    """conversation templates"""
     mix: Mix = field(default_factory=Mix)
-    """the mixture of a training run"""
+    """mixture of the training run"""
     exports: tuple[Literal["llamafactory", "axolotl", "trl", "lm_eval"], ...] = ()
     """export formats for other programs, beside the shards"""
     executor: Executor = field(default_factory=Executor)
-    """how tasks are run; may be written as the name alone"""
+    """scheduler; the name alone is enough"""
 
     def rules(self) -> Iterator[Rule]:
         """Checks between sections."""

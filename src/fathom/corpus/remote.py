@@ -76,6 +76,8 @@ def remote(workspace: Workspace, stage: str, tasks: Sequence[Task], tick: Callab
         raise
     except Exception as error:
         said = " ".join(str(error).split())[:300]
-        raise DataError(f"{stage}: {said or type(error).__name__}; see {logs}; run again to go on", 1) from error
+        raise DataError(
+            f"{stage}: {said or type(error).__name__}; see {logs}; run the same command to resume", 1
+        ) from error
     for _ in tasks:
         tick()

@@ -332,7 +332,7 @@ def evaluation_batches(
     if batch_size < 1 or not 0 <= rank < world_size:
         raise DataError(f"cannot evaluate {batch_size} rows at a time as rank {rank} of {world_size}")
     if dataset.num_tokens < 2:
-        raise DataError(f"{dataset.directory}: the split {dataset.split!r} holds nothing to predict")
+        raise DataError(f"{dataset.directory}: the split {dataset.split!r} has nothing to predict")
     _require_rows(dataset, sequence_length)
     if isinstance(dataset, PuzzleDataset):
         return _puzzle_batches(dataset, batch_size, windows_of(dataset, sequence_length, max_tokens), rank, world_size)
@@ -455,7 +455,7 @@ def _target_batch(dataset: TargetDataset, rows: list[NDArray[np.int64]], length:
 def _require_documents(dataset: TokenDataset, packing: str) -> None:
     """Refuse `packing="windows"` for conversations, which must not attend to one another."""
     if isinstance(dataset, TargetDataset) and packing != "documents":
-        raise DataError(f"data.packing={packing}: allowed: documents, for {dataset.directory} says what is learnt")
+        raise DataError(f"data.packing={packing}: allowed: documents, for {dataset.directory} has a loss mask")
 
 
 def _require_rows(dataset: TokenDataset, sequence_length: int) -> None:

@@ -197,7 +197,9 @@ class _EncodingProcess:
             result = pickle.load(self.process.stdout)
         except (EOFError, BrokenPipeError, pickle.UnpicklingError):
             status = self.process.wait()
-            raise DataError(f"a tokenising process died (exit status {status}); run again to continue") from None
+            raise DataError(
+                f"a tokenising process died (exit status {status}); run the same command to resume"
+            ) from None
         if isinstance(result, Exception):
             raise result
         return cast(EncodedChunk, result)

@@ -1,4 +1,4 @@
-"""Request bodies and errors in OpenAI's format. Fields that are not supported are refused by name."""
+"""Request bodies and errors in OpenAI's format. Unsupported fields are rejected by name."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ELSEWHERE = {
     **dict.fromkeys(("functions", "function_call"), "OpenAI replaced it by tools and tool_choice"),
     **{f"guided_{kind}": f"vLLM replaced it by structured_outputs.{kind}" for kind in ("json", "regex", "choice")},
     "guided_grammar": "vLLM replaced it by structured_outputs.grammar",
-    "store": "answers are not kept here; only false is allowed",
+    "store": "this server stores no answers; only false is allowed",
 }
 """Error messages for fields that other servers have, or had."""
 TOOLS = 128
@@ -140,7 +140,7 @@ def _call(given: dict[str, object]) -> dict[str, object]:
     except (ValueError, RecursionError):
         arguments = None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not isinstance(arguments, dict):
-        raise PydanticCustomError("tool_call", "a call has a function with a name and arguments that are a JSON object")
+        raise PydanticCustomError("tool_call", "a call needs a function with a name and arguments in a JSON object")
     return {**given, "function": {**function, "arguments": arguments}}
 
 
@@ -222,7 +222,7 @@ class Body(Strict):
             "stream_options": (self.stream_options is None or self.stream, "only with stream=true"),
             "structured_outputs": (
                 not (self.structured_outputs and (self.response_format or self.callable_tools)),
-                "give this, or response_format, or tools",
+                "use only one of this, response_format and tools",
             ),
         }
 
@@ -259,8 +259,8 @@ class CompletionBody(Body):
         return super().rules(vocabulary) | {
             "n": (texts <= WAITING, f"{texts} texts; a request may ask for {WAITING}, all prompts together"),
             "prompt": (known, f"a text, or one or more token ids of 0 to {vocabulary - 1}; or a list of these"),
-            "best_of": (self.best_of in (None, self.n), "must be n; texts are not ranked here"),
-            "max_tokens": (self.max_tokens != 0 or self.echo, "0 makes nothing, unless echo=true"),
+            "best_of": (self.best_of in (None, self.n), "must equal n; this server does not rank answers"),
+            "max_tokens": (self.max_tokens != 0 or self.echo, "0 needs echo=true"),
         }
 
 
@@ -299,7 +299,7 @@ class ChatBody(Body):
         return super().rules(vocabulary) | {
             "top_logprobs": (alone, "only with logprobs=true"),
             "tools": (len(set(names)) == len(names), "two tools have one name"),
-            "tool_choice": (known, "a tool that the request does not have"),
+            "tool_choice": (known, "no such tool in the request"),
         }
 
     @property

@@ -77,7 +77,7 @@ class StructuredOutputs(Strict):
     def _one(self) -> StructuredOutputs:
         kinds = [self.json_, self.json_object or None, self.regex, self.choice, self.grammar]
         if sum(kind is not None for kind in kinds) != 1:
-            raise PydanticCustomError("one", "give one of json, json_object, regex, choice and grammar")
+            raise PydanticCustomError("one", "use exactly one of json, json_object, regex, choice and grammar")
         return self
 
     def grammar_text(self) -> str:

@@ -1,4 +1,4 @@
-"""Batches whose rows join and leave between tokens; each row gets the same tokens as if it were alone.
+"""Continuous batching: rows join and leave between tokens, and each row gets the same tokens as alone.
 
 A row's prompt is read in chunks, then it joins; one step makes one token for every row that has joined. The kind of
 cache depends on the model:
@@ -660,7 +660,9 @@ def batch_for(
         return (FixedSlotBatch if _slotted(model) else FixedSlabBatch)(compiled, trips)
     if draft_trips is not None and draft_trips < trips_of(model, trips):
         if policy is not None:
-            raise ValueError("drafts take back what they wrote, which a cache of constant size cannot: give one")
+            raise ValueError(
+                "speculative decoding must remove cache entries, which a cache of constant size cannot: use one"
+            )
         return DraftBatch(model, trips_of(model, trips), draft_trips)
     if policy is not None:
         return LoneBatch(model, trips, policy)
@@ -673,7 +675,7 @@ def refuse_longrope(model: PreTrainedModel) -> None:
     """Refuse angles that depend on the longest row of a call: a text would change with its company."""
     if depends_on_company(model):
         raise SettingsError(
-            "rope_type longrope: its angles depend on the longest text of a batch; serve this with vLLM"
+            "rope_type longrope: its angles depend on the longest sequence of a batch; serve this model with vLLM"
         )
 
 

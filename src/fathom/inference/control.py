@@ -76,7 +76,7 @@ def plain_ids(
     """
     mark = next((mark for mark in MARKS if not any(mark in text for text in _texts(messages))), None)
     if mark is None:
-        raise SettingsError("a message holds noncharacters of Unicode, which are no text")
+        raise SettingsError("a message contains noncharacters of Unicode")
     reader = _reader(tokenizer)
     special = re.compile("|".join(map(re.escape, sorted(reader.names, key=len, reverse=True))))
     marked = _map(messages, lambda text: special.sub(lambda found: found[0][0] + mark + found[0][1:], text))
@@ -91,7 +91,7 @@ def _reader(tokenizer: PreTrainedTokenizerBase) -> Reader:
 
 
 def _copied(tokenizer: PreTrainedTokenizerBase) -> Reader:
-    refusal = SettingsError("a message holds a control token, which this tokenizer cannot read as plain text")
+    refusal = SettingsError("a message contains a control token, which this tokenizer cannot encode as plain text")
     if not tokenizer.is_fast:
         raise refusal
     content = json.loads(tokenizer.backend_tokenizer.to_str())

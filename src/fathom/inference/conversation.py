@@ -14,9 +14,9 @@ from fathom.inference.prompt import encode
 from fathom.inference.settings import Sampling, read_options
 
 HELP = """/help   lists these commands
-/reset  forgets what was said
-/set    shows how tokens are drawn; /set temperature=0.7 top_p=0.9 max_new_tokens=200 seed=1 changes it
-A message that begins with / has a blank before it. Ctrl-C stops an answer, Ctrl-D ends.
+/reset starts a new conversation
+/set shows the sampling settings; /set temperature=0.7 top_p=0.9 max_new_tokens=200 seed=1 changes them Put a space
+before a message that begins with /. Ctrl-C stops an answer, Ctrl-D ends.
 """
 OWN = ("max_new_tokens", "temperature", "top_k", "top_p", "seed")
 """What `/set` changes; other names are options of transformers' GenerationConfig."""

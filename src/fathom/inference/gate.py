@@ -83,7 +83,7 @@ class Gate:
         if self.hosts is not None:
             host = headers.get(b"host", b"").decode("latin-1").lower()
             if host_name(host) not in self.hosts:
-                return ApiError(403, f"this server is not called {host!r:.80}", "wrong_host")
+                return ApiError(403, f"this server does not answer to the name {host!r:.80}", "wrong_host")
         if self.key is None or scope["path"] == "/health":
             return None
         scheme, _, value = headers.get(b"authorization", b"").partition(b" ")
@@ -103,7 +103,7 @@ class Gate:
         try:
             return await asyncio.wait_for(self._read(receive, chunks, fault), PATIENCE)
         except asyncio.TimeoutError:
-            raise ApiError(408, f"the body did not come within {PATIENCE:.0f} seconds", "timeout") from None
+            raise ApiError(408, f"the body did not arrive within {PATIENCE:.0f} seconds", "timeout") from None
 
     async def _read(self, receive: Receive, chunks: list[bytes], error: ApiError | None = None) -> bool:
         """Gather the body in `chunks`, joined to one at the end; False if the client disconnected before.
@@ -122,7 +122,7 @@ class Gate:
             if error is None and size > self.body_limit:
                 error = ApiError(413, f"the body has more than {self.body_limit:,} bytes", "body_too_large")
             elif error is None and self.held > max(BODIES, self.body_limit):
-                error = ApiError(429, "the requests under way fill the memory; try again later", "rate_limit_exceeded")
+                error = ApiError(429, "running requests fill the memory; try again later", "rate_limit_exceeded")
             if error is not None:
                 self.held -= sum(map(len, chunks))
                 chunks.clear()

@@ -82,7 +82,7 @@ class PackedLinear(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedLinear:
         made = fn(torch.empty(0))
         if made.dtype is not torch.float32 or made.device.type != "cpu":
-            raise RuntimeError("a packed layer stays in float32 on a CPU: move and convert a model before it is packed")
+            raise RuntimeError("packed layers stay in float32 on a CPU: move and convert a model before packing it")
         super()._apply(fn, recurse)
         return self
 
@@ -93,7 +93,7 @@ class PackedLinear(nn.Module):
     def _load_from_state_dict(
         self, state_dict: Mapping[str, Tensor], prefix: str, metadata: object, strict: bool, *lists: list[str]
     ) -> None:
-        lists[-1].append(f"{prefix}weight is packed: load weights before they are")
+        lists[-1].append(f"{prefix}weight is packed: load weights before packing")
 
 
 def cut(rows: int) -> list[int]:

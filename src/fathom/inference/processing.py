@@ -77,7 +77,7 @@ class Finite(LogitsProcessor):
         if not finite(scores).all():
             none_left = bool((scores.amax(-1) == -math.inf).any())
             raise (
-                SettingsError("the settings leave no token to choose from")
+                SettingsError("the sampling settings exclude every token")
                 if none_left
                 else RequestError(NO_NUMBERS, "failed")
             )

@@ -55,9 +55,9 @@ def encode(
     elif tokenizer.chat_template:
         ids = _conversation(tokenizer, prompt, variables, context, allow_control)
     else:
-        raise SettingsError("this model has no chat template: it continues texts, give it a prompt")
+        raise SettingsError("this model has no chat template; use a prompt instead of messages")
     if not ids:
-        raise SettingsError("this prompt has no tokens, and there is nothing to continue")
+        raise SettingsError("this prompt has no tokens")
     return ids
 
 
@@ -122,8 +122,8 @@ def _turn(message: object) -> dict[str, object]:
     if isinstance(content, list):
         content = [part.get("text") if isinstance(part, dict) else None for part in content]
         if not all(isinstance(text, str) for text in content):
-            raise SettingsError("a content of several parts may hold text alone")
+            raise SettingsError("a content of several parts may contain only text")
         content = "".join(content)
     if not isinstance(content, str | None):
-        raise SettingsError(f"the content of a message is text: {content!r:.80}")
+        raise SettingsError(f"the content of a message must be text: {content!r:.80}")
     return {key: value for key, value in {**message, "content": content}.items() if value is not None}

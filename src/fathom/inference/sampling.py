@@ -271,7 +271,7 @@ def _shown(name: str, value: object) -> str:
     return f"{name}={value}"
 
 
-NO_NUMBERS = "the model's scores are not finite: its weights are damaged, or its numbers overflow"
+NO_NUMBERS = "the model's logits are not finite: its weights are damaged, or its numbers overflow"
 LEAST = -9999.0
 """The lowest log-probability that is said: JSON has no infinite numbers."""
 

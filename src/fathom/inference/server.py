@@ -138,7 +138,7 @@ class Service:
     ) -> list[int]:
         """A conversation as token ids; `variables` are the template's."""
         if not self.tokenizer.chat_template:
-            message = "this model has no chat template, so it was not trained to converse; use /v1/completions"
+            message = "this model has no chat template; use /v1/completions"
             raise ApiError(400, message, "no_chat_template")
         # A template of the client's, or padding to a length of its choice, would be more than variables.
         if own := variables.keys() & self.reserved:
@@ -177,7 +177,7 @@ class Service:
         if (body.max_trips or 1) > most:
             raise wrong("max_trips", f"{body.max_trips}; a token of this model makes {most} at most")
         if self.engine.compiled is not None and trips != self.max_trips:
-            raise wrong("max_trips", "this server has compiled one number of trips")
+            raise wrong("max_trips", "this server has compiled a fixed number of iterations")
         scored, own = body.likeliest, self.model.generation_config
         wants_prompt = body.echo and scored is not None
         stops = frozenset(body.stop_token_ids) | (frozenset() if body.ignore_eos else self.stops)
@@ -340,7 +340,7 @@ def build_app(
 
     @app.post("/v1/embeddings")
     async def embed() -> Response:
-        raise ApiError(404, "embeddings are not made here; vLLM serves them", "not_supported")
+        raise ApiError(404, "this server makes no embeddings; vLLM serves them", "not_supported")
 
     @app.get("/v1/models")
     async def models() -> dict[str, object]:
@@ -355,7 +355,7 @@ def build_app(
     async def tokenize(body: TextBody) -> dict[str, object]:
         service.known(body.model)
         if (body.prompt is None) == (body.messages is None):
-            raise wrong("prompt", "give this or messages")
+            raise wrong("prompt", "use either this or messages")
         if body.messages is not None:
             ids = await service.conversation(body.messages, {})
         else:

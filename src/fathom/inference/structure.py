@@ -143,7 +143,7 @@ class Grammars:
         except ModuleNotFoundError as error:
             raise SettingsError(f"llguidance is not installed: {to_install('serve')}") from error
         if not self.tokenizer.is_fast:
-            raise SettingsError("structured output needs a fast tokenizer (tokenizer.json), which this model lacks")
+            raise SettingsError("structured output needs a fast tokenizer (tokenizer.json); this model has none")
         content = json.loads(self.tokenizer.backend_tokenizer.to_str()) | {"truncation": None, "padding": None}
         size = max(self.size, len(self.tokenizer))
         return LLTokenizer(json.dumps(content), n_vocab=size, eos_token=sorted(self.ends) or None)

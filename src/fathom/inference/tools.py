@@ -61,7 +61,7 @@ def notation(tokenizer: PreTrainedTokenizerBase) -> Notation:
         raise SettingsError(f"this model's chat template does not write a tool call: {error}") from error
     first = _object(one, 0)
     if first is None:
-        raise SettingsError("this model's chat template writes tool calls in a notation that is not known here")
+        raise SettingsError("this model's chat template writes tool calls in an unsupported notation")
     begin, end, key = first
     before, rest = one[:begin], one[end:]
     try:
@@ -157,7 +157,7 @@ def tool_grammar(wish: Wish, how: Notation, pieces: Callable[[str], str]) -> str
     if wish.required:
         start = calls
     elif wish.content is not None and not opening:
-        raise SettingsError("a call of this model is JSON without a mark: give tools or response_format, not both")
+        raise SettingsError("this model writes calls as bare JSON, so tools and response_format exclude each other")
     elif wish.content is not None:
         start = f"{calls} | %json {json.dumps(with_options(wish.content, WHITESPACE))}"
     elif not opening:  # a call is all of the answer, and a text begins in another way

@@ -122,8 +122,8 @@ class Compression(AbstractContextManager["Compression"]):
         window, freed = self.method.schedule.window, self.method.schedule.freed
         if self._longest <= window and self._calls == PATIENCE * len(self._layers):
             warnings.warn(
-                f"the longest row so far has {self._longest} tokens and the window {window}, so nothing was compressed "
-                f"and nothing was tuned: train on rows of more than {window} tokens, at best {window + 3 * freed}",
+                f"the longest row so far has {self._longest} tokens and the window {window}, so nothing was "
+                f"compressed or tuned: train on sequences of more than {window} tokens, at best {window + 3 * freed}",
                 stacklevel=2,
             )
 

@@ -98,7 +98,7 @@ def untuned(config: PreTrainedConfig, method: Method) -> str | None:
     if not method.needs_tuning or (was and _tuned_for(was) == (method.name, schedule)):
         return None
     words = f"tuned for {_words(was)}" if was else "not tuned under compression"
-    return f"this checkpoint was {words}; past {schedule.window} tokens expect poor text from {method.name}"
+    return f"this checkpoint was {words}; past {schedule.window} tokens expect poor output from {method.name}"
 
 
 def _tuned_for(was: dict[str, object]) -> tuple[object, Schedule | None]:

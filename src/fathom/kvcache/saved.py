@@ -66,9 +66,9 @@ def open_cache(file: str | Path, into: MemoryCache, device: str | torch.device =
             state = {name: json.loads(value) for name, value in (saved.metadata() or {}).items()}
             tensors = {name: saved.get_tensor(name) for name in saved.keys()}  # noqa: SIM118
     except (SafetensorError, json.JSONDecodeError) as error:
-        raise ValueError(f"{file} is no saved cache: {error}") from None
+        raise ValueError(f"{file} is not a saved cache: {error}") from None
     if state.get("format") != FORMAT:
-        raise ValueError(f"{file} is no saved cache of format {FORMAT}")
+        raise ValueError(f"{file} is not a saved cache of format {FORMAT}")
     for name, value in _built(into).items():
         found = state.get(name)
         unsaid = name == "dtype" and None in (found, value)  # of a cache that was built from a configuration

@@ -44,7 +44,7 @@ class Direction:
         return f"{self.made} from {self.source}: {self.reason}" if self.made else f"cannot be told: {self.reason}"
 
 
-UNKNOWN = Direction(None, None, "nothing in the weights was lost or repeated; dates and configs may tell")
+UNKNOWN = Direction(None, None, "nothing in the weights was lost or repeated; dates and configs may help")
 
 
 def direction(a: Weights, b: Weights) -> Direction:

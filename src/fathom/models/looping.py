@@ -259,7 +259,7 @@ def cost(config: FathomConfig, visits: Sequence[Visit], scalar: int) -> Cost:
 LOOP = Mechanism(
     name="loop",
     axis="recurrence",
-    summary="run the stack several times on its own output",
+    summary="pass the layers several times",
     paper="arXiv 1807.03819",
     build=Loop,
     cost=cost,

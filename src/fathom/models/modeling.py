@@ -421,7 +421,7 @@ class FathomModel(FathomPreTrainedModel):
         most = self.recurrence.most_trips(self.config)
         if type(max_trips) is not int or not 1 <= max_trips <= most:
             raise ValueError(
-                f"max_trips must be between 1 and {most}, the trips this model was trained for: {max_trips}"
+                f"max_trips must be between 1 and {most}, the iterations that this model was trained for: {max_trips}"
             )
         return max_trips
 

@@ -89,7 +89,7 @@ def cost(config: FathomConfig, visits: Sequence[Visit], scalar: int) -> Cost:
 PONDER = Mechanism(
     name="ponder",
     axis="recurrence",
-    summary="feed back a mixture of the words it would say",
+    summary="feed back a mixture of the predicted tokens' embeddings",
     paper="arXiv 2505.20674",
     build=Ponder,
     cost=cost,

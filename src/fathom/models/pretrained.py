@@ -65,7 +65,7 @@ class FathomPreTrainedModel(StrictLoading, Qwen3PreTrainedModel):
             sources = any(visit.sources for trip in model.plan for visit in trip)
             if sources or model.slotted:
                 further = "depth sources" if sources else "other trips"
-                raise ValueError(f"use_reentrant=True cannot follow the gradients to {further}; leave it False")
+                raise ValueError(f"use_reentrant=True cannot follow the gradients to {further}; use False")
         getattr(super(), _ENABLE)(chosen, **kwargs)
 
     if _ENABLE == "gradient_checkpointing_enable":

@@ -35,7 +35,7 @@ def free(config: FathomConfig, visits: Sequence[Visit], scalar: int) -> Cost:
 
 NONE = Mechanism("none", "mixer", "each layer's own value", "Qwen3", ValueMixer, free, closed={})
 PLAIN = Mechanism("plain", "residual", "add to one stream", "Qwen3", Residual, free, closed={})
-ONCE = Mechanism("once", "recurrence", "one trip through the stack", "Qwen3", Recurrence, free, closed={})
+ONCE = Mechanism("once", "recurrence", "one pass through the layers", "Qwen3", Recurrence, free, closed={})
 
 ALL = (
     *(NONE, DEPTH_ATTENTION, UNIFORM_DEPTH, VALUE_RESIDUAL),

@@ -102,7 +102,7 @@ def with_banks(cache: Cache, trips: Sequence[Sequence[Visit]]) -> Cache:
             "start from an empty cache"
         )
     if any(layer.is_initialized and int(layer.get_seq_length()) > 0 for layer in cache.layers):
-        raise ValueError("this cache was filled by a model that makes one trip; start from an empty cache")
+        raise ValueError("this cache was filled by a model without iterations; start from an empty cache")
     one_trip, used = list(cache.layers), set()
     cache.layers.clear()
     for i in layers:

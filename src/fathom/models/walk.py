@@ -167,7 +167,9 @@ def check_backend(model: FathomModel, trips: int) -> None:
     backend = str(model.config._attn_implementation)
     if trips > 1 and backend not in (*MASKED, FLEX):
         able = f"{', '.join(MASKED)} or {FLEX}"
-        raise ValueError(f"trips that read one another need attn_implementation {able}, not {backend}")
+        raise ValueError(
+            f"a recurrence whose iterations read one another needs attn_implementation {able}, not {backend}"
+        )
 
 
 @dataclass
