@@ -146,7 +146,7 @@ def test_a_model_that_was_not_taught_to_converse_continues(served, browser):
     assert browser.value("document.getElementById('modes').hidden")
     send(browser, "x")
     done(browser)
-    assert "use a prompt instead" in text_of(browser, "#facts")
+    assert "continues texts" in text_of(browser, "#facts")
 
 
 def test_a_long_answer_is_stopped_and_settings_are_checked(served, browser):

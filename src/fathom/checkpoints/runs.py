@@ -342,7 +342,7 @@ def damage(directory: Path) -> str | None:
 
 
 def reason(error: BaseException) -> str:
-    """The innermost cause in one line: wrappers of torch.distributed.checkpoint fill screens."""
+    """The innermost cause in one line, because torch.distributed.checkpoint wraps errors in long messages."""
     failures = getattr(error, "failures", None)
     if failures:
         error = next(iter(failures.values()))[0]

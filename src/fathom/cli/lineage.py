@@ -410,8 +410,8 @@ def calibrate(models: Sequence[str], out: Path, mode: str = "fast", seed: int = 
     Args:
         models: At least two unrelated models. The strictest null has the same data and architecture, and other seeds.
         out: The null file to write.
-        mode: As in `compare`.
-        seed: As in `compare`.
+        mode: fast (768 channels, and some layers of large models) or exact.
+        seed: Seed of every sample.
         quiet: No progress line.
     """
 

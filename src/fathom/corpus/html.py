@@ -59,7 +59,7 @@ def extract(path: Path, settings: IngestValues) -> Extracted:
 
 
 def decode(data: bytes) -> str:
-    """A page as text, by its byte-order mark, the encoding that it names, or as UTF-8."""
+    """Decode a page by its byte-order mark, its declared encoding, or as UTF-8."""
     for mark, encoding in BOMS:
         if data.startswith(mark):
             return data.decode(encoding)

@@ -132,21 +132,21 @@ class Filter(Section):
     max_top_2gram: float | None = 0.20
     """share of characters in the most frequent pair of words"""
     max_top_3gram: float | None = 0.18
-    """the same of three words"""
+    """share of characters in the most frequent run of three words"""
     max_top_4gram: float | None = 0.16
-    """the same of four words"""
+    """share of characters in the most frequent run of four words"""
     max_duplicate_5grams: float | None = 0.15
     """share of characters in runs of five words that occurred before"""
     max_duplicate_6grams: float | None = 0.14
-    """the same of six words"""
+    """share of characters in runs of six words that occurred before"""
     max_duplicate_7grams: float | None = 0.13
-    """the same of seven words"""
+    """share of characters in runs of seven words that occurred before"""
     max_duplicate_8grams: float | None = 0.12
-    """the same of eight words"""
+    """share of characters in runs of eight words that occurred before"""
     max_duplicate_9grams: float | None = 0.11
-    """the same of nine words"""
+    """share of characters in runs of nine words that occurred before"""
     max_duplicate_10grams: float | None = 0.10
-    """the same of ten words"""
+    """share of characters in runs of ten words that occurred before"""
     languages: tuple[str, ...] = ()
     """allowed languages, as ISO 639-1 codes of py3langid; empty disables the check"""
 
@@ -234,7 +234,7 @@ class TokenizeOptions(Section, section="tokenize"):
     train: int | None = None
     """train a byte-level BPE of this many tokens on the kept documents instead"""
     train_bytes: int = 1 << 28
-    """most bytes of text to train it on, an equal share of each collection"""
+    """maximum bytes of text to train the tokenizer on, an equal share of each collection"""
     eos_token: str | None = None
     """the token that ends a document; null means the tokenizer's EOS"""
     held_out: float = 0.01

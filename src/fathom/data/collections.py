@@ -25,7 +25,7 @@ class MixedDataset(TokenDataset):
         for name, one in collections.items():
             _require_same_tokenizer(first, name, one)
         self.collections = dict(collections)
-        """Each by its name in the mixture."""
+        """Collections by their names in the mixture."""
         self.directory, self.split, self.domains = first.directory, first.split, tuple(collections)
         self.vocab_size, self.eos_token_id, self.dtype = first.vocab_size, first.eos_token_id, first.dtype
         self.tokenizer_identity = first.tokenizer_identity

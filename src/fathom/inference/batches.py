@@ -67,7 +67,7 @@ class LiveBatch(ABC):
     reads_several = False
     """Whether several whole prompts can be read in one call."""
     compiled: Compiled | None = None
-    """What makes its steps, if they are compiled."""
+    """The compiled step function, if there is one."""
     keeps_prefixes = False
     """Whether a row's first tokens can be taken over by another."""
     keeps_steps = False
@@ -654,7 +654,7 @@ def batch_for(
         trips: Most trips per token; None for the model's own number.
         policy: A cache of constant size for each row.
         draft_trips: Draft with so many first trips, where there are more.
-        compiled: What makes its steps, if they are compiled.
+        compiled: The compiled step function, if there is one.
     """
     if compiled is not None:
         return (FixedSlotBatch if _slotted(model) else FixedSlabBatch)(compiled, trips)

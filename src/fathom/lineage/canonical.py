@@ -249,7 +249,8 @@ def canonical(layer: Layer, geometry: Geometry) -> Layer:
 
 
 def embedding(weights: Weights, rows: Array | slice | None = None) -> Array:
-    """Embedding rows as the residual stream's canonical writer: centred under LayerNorm, never scaled by a gain."""
+    """Embedding rows in canonical form, as they enter the residual stream: centred under LayerNorm, never scaled by a
+    gain."""
     table = weights.tensor("embed", rows=rows)
     return table - table.mean(1, keepdims=True) if weights.geometry.norm == "layer" else table
 

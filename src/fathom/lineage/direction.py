@@ -111,7 +111,8 @@ def _on_grid(one: Array, other: Array, group: int) -> float | None:
 
 
 def _steps(values: Array, rounded: Array | None = None) -> Array:
-    """Which groups lie on a grid; with `rounded`, also whether those numbers were rounded to it."""
+    """Which groups have values on a quantisation grid; with `rounded`, also whether other numbers round to that
+    grid."""
     largest, low = np.abs(values).max(1, keepdims=True), values.min(1, keepdims=True)
     span = values.max(1, keepdims=True) - low
     tries = [(largest / top, np.zeros_like(low)) for top in LEVELS] + [(span / top, low) for top in (15, 255)]

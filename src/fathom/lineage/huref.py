@@ -25,7 +25,7 @@ SKETCH = 512
 
 
 def product_qk(x: Array, layer: Layer, weights: Weights) -> Array:
-    """X W_qᵀ W_k Xᵀ summed over query heads, each against the key head it really meets."""
+    """X W_qᵀ W_k Xᵀ summed over query heads, each with the key head of its group."""
     xq, xk = x @ layer["q"].T, x @ layer["k"].T  # [N, h·d_h], [N, h_kv·d_h]
     out = np.zeros((len(x), len(x)), x.dtype)
     for block in canonical.blocks(weights.geometry):

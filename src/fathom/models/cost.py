@@ -86,7 +86,7 @@ def training_flops_range(config: FathomConfig, sequence_length: int) -> tuple[fl
 
 
 def training_visits(config: FathomConfig) -> tuple[float, int]:
-    """Passes of a token through a layer in one forward pass of training: the mean and the most."""
+    """Passes of a token through a layer in one forward pass of training: mean and maximum."""
     found = [_visits(drawn, rounds) for drawn, rounds in _draws(config)]
     return sum(found) / len(found), max(found)
 

@@ -136,7 +136,7 @@ def check_engine(
     if recurrence.halts or recurrence.view is not View.SAME:
         why = "tokens halt at different trips" if recurrence.halts else "trips read other trips"
         raise ValueError(
-            f"{engine} keeps one row of keys and values for each token, and {config.recurrence} needs slots: {why}. "
+            f"{engine} keeps one key and value for each token and layer, and {config.recurrence} needs slots: {why}. "
             "Use `generate` or `fathom serve`"
         )
     if foreign is None and (arguments is None and backend.startswith(ENGINES)):

@@ -27,7 +27,7 @@ class WideRMSNorm(RMSNorm):
 
 
 class OffsetRMSNorm(RMSNorm):
-    """RMS norm whose weight is kept as its distance from 1."""
+    """RMS norm with the stored weight w − 1."""
 
     def __init__(self, hidden_size: int, eps: float = 1e-6) -> None:
         super().__init__(hidden_size, eps)

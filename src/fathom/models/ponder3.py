@@ -70,7 +70,8 @@ class Ponder3Options(SolverOptions, SampleOptions):
     penalty_steps: list = field(default_factory=lambda: [1000, 4000])
     """Between which training steps λ grows from 0."""
     penalty_over: str = "row"
-    """The lowest of every `row`, or of the `batch`, which depends on how it is split up."""
+    """Whether the penalty takes its lowest tokens from every `row` or from the whole `batch`; the latter depends on the
+    micro-batch size."""
 
     def resolve(self, config: FathomConfig) -> Ponder3Options:
         """Refuse what is impossible."""

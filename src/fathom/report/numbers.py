@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 DASH = "–"
-"""Stands where there is no number."""
+"""Placeholder for a missing number."""
 
 
 def signed(value: float, half_width: float | None = None) -> str:
