@@ -162,8 +162,13 @@ def test_other_differing_keys_are_printed(
     corpus: Path, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Keys that agree with the checkpoint, which a shipped recipe has many of, are not."""
-    wishes = (f"model.from_pretrained={run}", "model.max_position_embeddings=64", "train.steps=1", "evaluate.every=0")
-    (tmp_path / "r.yaml").write_text(tiny_recipe(corpus, *wishes, "track.display=lines").to_yaml())
+    requested = (
+        f"model.from_pretrained={run}",
+        "model.max_position_embeddings=64",
+        "train.steps=1",
+        "evaluate.every=0",
+    )
+    (tmp_path / "r.yaml").write_text(tiny_recipe(corpus, *requested, "track.display=lines").to_yaml())
     assert main(["train", str(tmp_path / "r.yaml"), "--run", str(tmp_path / "new")]) == 0
     assert f"changed from {run}: max_position_embeddings 32 → 64\n" in capsys.readouterr().err
     assert main(["train", str(tmp_path / "r.yaml"), "--dry-run"]) == 0
