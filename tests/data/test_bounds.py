@@ -247,7 +247,7 @@ def test_a_tokenizer_takes_in_so_many_words(tmp_path: Path, monkeypatch: pytest.
     lines = "the depth of a river is measured with rope and lead\n" * 4_000
     (tmp_path / "c.txt").write_text(lines)
     out = tmp_path / "out"
-    with pytest.warns(UserWarning, match=r"learnt from 0\.\d MB of text: .* fill the 0\.1 MB .* 2 of 3 inputs"):
+    with pytest.warns(UserWarning, match=r"trained on 0\.\d MB of text: .* fill the 0\.1 MB .* 2 of 3 inputs"):
         prepare([str(a), str(b), str(tmp_path / "c.txt")], out, train_tokenizer=300, held_out=0, workers=1)
     words = {piece for text in seen for piece in PIECE.findall(text)}
     assert 60_000 * 2 // 3 <= sum(map(len, words)) < 60_000 * 2 // 3 + 2 * 900

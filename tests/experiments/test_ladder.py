@@ -228,7 +228,7 @@ def test_a_report_is_of_the_plan_that_ran(whole, tmp_path: Path, capsys) -> None
     assert "a ladder with another plan; different: ladder.tokens_per_parameter\n" in capsys.readouterr().err
     assert (tmp_path / "out/report.json").read_bytes() == before
     assert main([*words, "--out", str(tmp_path / "none")]) == 2
-    assert "holds no ladder" in capsys.readouterr().err and not (tmp_path / "none").exists()
+    assert "contains no ladder" in capsys.readouterr().err and not (tmp_path / "none").exists()
 
 
 def test_the_sentence_names_the_tokens_that_were_read(whole) -> None:
@@ -493,7 +493,7 @@ def test_a_share_of_the_layers(tmp_path: Path) -> None:
         ({"colour": 1}, "ladder.colour: unknown key; allowed: layers, hidden, seeds, "),
         ({"tune_points": [2]}, "3 or more: fewer make no parabola"),
         ({"tune_seeds": "many"}, "ladder.tune_seeds=many: allowed"),
-        ({"tokens": 4000, "tokens_per_parameter": [10, 40]}, "ladder.tokens=4000: allowed: null where"),
+        ({"tokens": 4000, "tokens_per_parameter": [10, 40]}, "ladder.tokens=4000: allowed: null, because"),
         ({"tokens_per_parameter": "[.inf]"}, r"ladder.tokens_per_parameter=\[inf\]: allowed: a finite number"),
         ({"tokens_per_parameter": [10, 10]}, r"ladder.tokens_per_parameter=\[10.0, 10.0\]: allowed: different numbers"),
         ({"batch_exponent": ".nan"}, "ladder.batch_exponent=nan: allowed: a finite number"),

@@ -88,7 +88,7 @@ def test_the_grammar_of_answers(name):
     either = Wish(TOOLS, content=schema)
     one, two = written_by(how, "", [GOOD]), written_by(how, "", [GOOD, ("now", {})])
     if not how.before:
-        with pytest.raises(SettingsError, match="not both"):
+        with pytest.raises(SettingsError, match="exclude each other"):
             tool_grammar(either, how, grammars.pieces)
     for wish in (auto, must, single, *([either] if how.before else [])):
         assert allows(grammars, wish, how, one)

@@ -84,7 +84,7 @@ def test_bad_groups(corpus: Path, groups: str, says: str) -> None:
 
 
 def test_frozen_parameters_have_no_rate(corpus: Path) -> None:
-    with pytest.raises(SettingsError, match=r"optim\.groups=lm_head: names no parameter that is trained"):
+    with pytest.raises(SettingsError, match=r"optim\.groups=lm_head: matches no trainable parameter"):
         build_training(tiny_recipe(corpus, "optim.only=[model.norm]", "optim.groups={lm_head: {lr: 2}}"))
 
 
@@ -129,4 +129,4 @@ def test_a_dry_run_shows_them(corpus: Path, tmp_path: Path, capsys: pytest.Captu
     (group,) = json.loads(capsys.readouterr().out)["groups"]
     assert group == {"pattern": "*.mlp.*", "parameters": 9216, "lr": 0.0025, "weight_decay": 0.0}
     assert main([*words, "optim.groups={nothing: {lr: 2}}"]) == 2
-    assert "optim.groups=nothing: names no parameter" in capsys.readouterr().err
+    assert "optim.groups=nothing: matches no trainable parameter" in capsys.readouterr().err

@@ -49,7 +49,7 @@ def test_patterns(corpus: Path) -> None:
 
 
 def test_bad_patterns(corpus: Path) -> None:
-    with pytest.raises(SettingsError, match=r"optim\.only=model\.recurence: names no parameter of this model"):
+    with pytest.raises(SettingsError, match=r"optim\.only=model\.recurence: matches no parameter of this model"):
         build_training(tiny_recipe(corpus, "optim.only=[model.recurence]"))
     with pytest.raises(SettingsError, match=r"optim\.only=.*: allowed: empty, with kvcache\.lora_rank"):
         tiny_recipe(

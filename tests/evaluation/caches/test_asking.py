@@ -99,7 +99,10 @@ def test_tasks_that_the_full_cache_does_not_solve_enter_no_verdict() -> None:
     assert "The full cache solves one; tasks that it solves below 50 % are not used: vt." in words
     assert "There tova scores 0.50" in words and "full 1.00" in words
     (by_task, overall) = question_tables(found, ["tova"])
-    assert "without a verdict: vt" in by_task[0] and by_task[1][1:3] == ["one, outside", "one, inside"]
+    assert "not used, below 50 % with the full cache: vt" in by_task[0] and by_task[1][1:3] == [
+        "one, outside",
+        "one, inside",
+    ]
     assert [row[0] for row in overall[2]] == ["tova", "full"]
     assert overall[2][0][-2].startswith("−0.5000 ± ") and overall[2][1][-2] == "+0.0000 ± 0.0000"
 
