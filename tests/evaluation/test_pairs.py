@@ -220,7 +220,7 @@ def test_questions_that_are_all_dirty_are_not_judged() -> None:
     assert both.startswith(alone[:-1]) and both.count("better than") == 1 and "Holm" not in both
     unknown = [replace(one, dirty=None) if i else one for i, one in enumerate(items(20, dirty=20))]
     rows = count_answers("leaked", "text", unknown, [False] * 20, [True] * 20)
-    assert "gives away 1 of 20" in verdict(report_on(rows, "leaked"))
+    assert "contains 1 of 20" in verdict(report_on(rows, "leaked"))
 
 
 def test_several_benchmarks_are_judged_together() -> None:
@@ -349,7 +349,7 @@ def test_questions_are_read_with_their_flags(tmp_path: Path) -> None:
         ('{"question": "x", "choices": ["1", "2"], "answer": 0, "dirty": 1}', "quiz.jsonl:1: dirty: expected true or"),
         ('{"question": "x", "choices": ["1"], "answer": 0}', "quiz.jsonl:1: expected question, 2 to 26 choices"),
         ("[1]", "quiz.jsonl:1: not a JSON object"),
-        ('{"question": "open"}', "no .*jsonl with question, choices and answer"),
+        ('{"question": "open"}', "no .*jsonl file with question, choices and answer"),
     ],
 )
 def test_what_is_no_benchmark_is_said_in_one_line(row: str, said: str, tmp_path: Path) -> None:

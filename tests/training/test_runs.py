@@ -94,7 +94,7 @@ def test_evaluations_that_are_asked_for_need_it(without_val: Path, tmp_path: Pat
 def test_a_damaged_result_is_one_line(recipe: Recipe, tmp_path: Path, text: str) -> None:
     train(recipe.override("train.steps=1"), tmp_path / "run")
     (tmp_path / "run" / "result.json").write_text(text)
-    with pytest.raises(DataError, match=r"result\.json is damaged: delete it, and the same command evaluates the run"):
+    with pytest.raises(DataError, match=r"result\.json is damaged: delete it and run the same command to evaluate"):
         train(recipe.override("train.steps=1"), tmp_path / "run")
     (tmp_path / "run" / "result.json").unlink()
     assert train(recipe.override("train.steps=1"), tmp_path / "run").evaluation is not None

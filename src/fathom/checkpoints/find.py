@@ -151,7 +151,7 @@ def best_run(comparison: Path) -> Path:
     try:
         report = read_result(Scored, comparison / REPORT, "train it again")
     except DataError:
-        raise ModelError(f"{comparison}: its {REPORT} is not a comparison's, and there is no model beside it") from None
+        raise ModelError(f"{comparison}: its {REPORT} is not a comparison, and there is no model next to it") from None
     if not any(arm.runs for arm in report.arms):
         raise ModelError(f"{comparison}: no arm of this comparison is finished")
     return comparison / min(report.best().runs, key=lambda run: run.loss).directory

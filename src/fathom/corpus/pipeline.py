@@ -253,7 +253,7 @@ def _key(stage: Stage, tasks: list[Task]) -> str:
 
 
 def _is_current(stage: Stage, tasks: list[Task]) -> bool:
-    """Whether a stage's manifest is of these tasks."""
+    """Whether a stage's manifest matches these tasks."""
     if not (stage.workspace.stage(stage.name) / MANIFEST).is_file():
         return False
     return [entry.key for entry in stage.workspace.manifest(stage.name).tasks] == [stage.key(one) for one in tasks]

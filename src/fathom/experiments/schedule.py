@@ -119,7 +119,7 @@ def run_training(recipe: Recipe, run_dir: Path, claim: Claim, **facts: str) -> b
         finished = train(recipe, run_dir, callbacks=[Watch(claim)]).finished
         if finished and not math.isfinite(held_out(run_dir).loss):
             claim.require()
-            (run_dir / RESULT).unlink()  # first: killed here, the run is evaluated again
+            (run_dir / RESULT).unlink()  # first, so that a run that is killed here is evaluated again
             write_json(run_dir / FAILED, Failure("its held-out loss is not finite", recipe.train.steps))
         return finished
     except TrainingError as error:
