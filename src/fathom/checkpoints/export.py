@@ -74,10 +74,10 @@ def export(
     if form == "gguf" and directory.suffix != ".gguf":
         raise ModelError(f"{directory}: a GGUF export is a file, called FILE.gguf")
     if directory.exists() and not _is_export(directory):
-        raise ModelError(f"{directory} exists and is not an earlier export; choose another place")
+        raise ModelError(f"{directory} exists and is not an earlier export; choose another path")
     if isinstance(model, str | Path):
         if directory.exists() and directory.samefile(model):
-            raise ModelError(f"{directory} is the model itself; choose another place")
+            raise ModelError(f"{directory} is the model itself; choose another path")
         opened = open_source(Path(model), tokenizer)
         model, tokenizer, facts = opened.model, opened.tokenizer, facts or opened.facts
     if form != "fathom" and not isinstance(model, FathomForCausalLM):

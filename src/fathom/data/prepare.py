@@ -140,7 +140,7 @@ class Summary:
             several = f" in {len(domains)} domains" if len(domains) > 1 else ""
             parts.append(f"{split} {tokens:,} tokens of {documents:,} documents{several}")
         if self.left_out:
-            parts.append(f"{self.left_out:,} records left out, being too long")
+            parts.append(f"{self.left_out:,} records skipped because they are too long")
         if not self.seconds:
             parts.append("finished earlier")
         else:
@@ -243,7 +243,7 @@ def prepare(
             (out / JOURNAL).unlink(missing_ok=True)
             if newer:
                 others = f" and {len(newer) - 1:,} more" if len(newer) > 1 else ""
-                changed = f"{newer[0]}{others} changed after {out} was made, which stays as it is"
+                changed = f"{newer[0]}{others} changed after {out} was made, which is left unchanged"
                 warnings.warn(f"{changed}; `overwrite` reads everything again", stacklevel=2)
             return _summary(out, 0, 0.0, resumed=None)
         begun = (out / JOURNAL).exists()
@@ -254,7 +254,9 @@ def prepare(
             run.tokenize(_worker_count(workers, sources))
             run.finish()
         except OSError as error:
-            raise DataError(f"{error.filename or out}: {error.strerror or error}; run again to continue") from error
+            raise DataError(
+                f"{error.filename or out}: {error.strerror or error}; run the same command to resume"
+            ) from error
         except DataError:
             if not begun and not _read_journal(out).documents:
                 _clear(out)  # nothing is lost, and the directory is free for another try
@@ -415,9 +417,10 @@ class _Run:
                         break
         if cut:
             warnings.warn(
-                f"{self.out}: the tokenizer learnt from {taken / 1e6:,.1f} MB of text: the different words in it fill "
+                f"{self.out}: the tokenizer was trained on {taken / 1e6:,.1f} MB of text: the different words in it "
+                "fill "
                 f"the {WORDS_AT_MOST / 1e6:,.1f} MB that training takes in; {cut} of {len(self.sources)} inputs were "
-                "cut short",
+                "truncated",
                 stacklevel=2,
             )
 
@@ -618,7 +621,7 @@ def _locked(out: Path) -> Iterator[None]:
     try:
         out.mkdir(parents=True, exist_ok=True)
         if not _is_ours(out):
-            raise DataError(f"{out} holds other files: choose another directory")
+            raise DataError(f"{out} contains other files: choose another directory")
     except OSError as error:
         raise DataError(f"{out}: {error.strerror}") from None
     with ExitStack() as stack:

@@ -204,7 +204,7 @@ class Engine:
                 raise RequestError(self._reason, "shutting_down")
             if len(self.waiting) + len(jobs) > self.most_waiting:
                 raise RequestError(
-                    f"{len(self.waiting)} requests are waiting already; try again later", "rate_limit_exceeded"
+                    f"{len(self.waiting)} requests are already waiting; try again later", "rate_limit_exceeded"
                 )
             self.waiting.extend(jobs)
             self._wake.notify()
@@ -692,7 +692,7 @@ def _mebibytes(count: int) -> str:
 def compiled_steps(model: PreTrainedModel, memory: int, tokens: int, trips: int | None) -> Compiled:
     """What compiles a model's decoding, for as many rows of `tokens` tokens as `memory` holds; or a `SettingsError`."""
     if not compiles(model):
-        raise SettingsError(f"`compile`: texts of a {model.config.model_type} model have a cache each, which grows")
+        raise SettingsError(f"`compile`: texts of a {model.config.model_type} model each have a growing cache")
     if not 1 < tokens <= model.config.max_position_embeddings:
         raise SettingsError(
             f"compile={tokens}: allowed: 2 to {model.config.max_position_embeddings}, the model's context"

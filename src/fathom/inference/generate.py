@@ -50,7 +50,8 @@ class Generated:
     finish: str = "length"
     """`stop` where the model ended the text, else `length`."""
     trips: float | None = None
-    """Mean trips per token, the prompt's included; None for a model of one trip, and for beams of one that halts."""
+    """Mean iterations per token, the prompt's included; None for a model of one trip, and for beams of one that
+    halts."""
     acceptance: float | None = None
     """Share of drafted tokens that were right, of all rows of a batch; None without drafts."""
 
@@ -65,7 +66,7 @@ def check_drafts(model: PreTrainedModel, draft_trips: int | None, max_trips: int
     if draft_trips is None:
         return
     if most_trips(model) == 1:
-        raise SettingsError(f"speculate={draft_trips}: this model makes one trip, there is nothing to draft with")
+        raise SettingsError(f"speculate={draft_trips}: this model has no loop iterations to draft with")
     try:
         trips = max_trips or model.config.max_trips or model.model.recurrence.trips
         if trips == 1:
@@ -292,6 +293,6 @@ def seed_draws(seed: int | None) -> None:
 def report_speed(tokens: int, seconds: float, trips: float | None = None, acceptance: float | None = None) -> None:
     """Tokens, seconds and their ratio, on standard error."""
     speed = tokens / seconds if seconds else 0.0
-    depth = "" if trips is None else f", {trips:.2f} trips per token"
-    depth += "" if acceptance is None else f", {acceptance:.0%} of drafts right"
+    depth = "" if trips is None else f", {trips:.2f} iterations per token"
+    depth += "" if acceptance is None else f", {acceptance:.0%} of drafts accepted"
     print(f"{tokens} tokens, {seconds:.1f} s, {speed:.1f} tokens/s{depth}", file=sys.stderr, flush=True)

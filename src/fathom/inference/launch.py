@@ -171,7 +171,7 @@ def _run(
     service.engine.prefixes.budget = memory // 4 if options.prefix_memory is None else options.prefix_memory
     service.allow_control = options.allow_control_tokens
     if others := Choice.left_out(model.generation_config):
-        words = "is not done here: texts are not those of `fathom generate`"
+        words = "is not supported: output differs from `fathom generate`"
         print(f"fathom: warning: generation_config.json: {', '.join(others)} {words}", file=sys.stderr)
     if options.pack and options.compile is None:
         service.pack()

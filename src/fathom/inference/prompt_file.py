@@ -152,7 +152,7 @@ def _read_records(path: Path) -> list[Prompt]:
                 raise SettingsError(f"{path}:{number}: not UTF-8") from None
             except UnicodeEncodeError as error:  # it could not be written again
                 half = ascii(error.object[error.start])[1:-1]
-                raise SettingsError(f"{path}:{number}: {half} is half of a surrogate pair, and no text") from None
+                raise SettingsError(f"{path}:{number}: {half} is half of a surrogate pair") from None
             except (ValueError, RecursionError) as error:
                 raise SettingsError(f"{path}:{number}: bad JSON: {error}") from None
             fields = record if isinstance(record, dict) else {}
@@ -160,7 +160,7 @@ def _read_records(path: Path) -> list[Prompt]:
             if not isinstance(asked, str if "prompt" in fields else list):
                 raise SettingsError(f'{path}:{number}: expected {{"prompt": "..."}} or {{"messages": [...]}}')
             if taken := {"completion", "tokens", "finish", "trips", "error"} & set(record):
-                raise SettingsError(f"{path}:{number}: the field {min(taken)!r} is where the output goes")
+                raise SettingsError(f"{path}:{number}: the field {min(taken)!r} is reserved for the output")
             records.append(Prompt(record, asked))
     return records
 
