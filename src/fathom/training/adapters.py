@@ -112,7 +112,10 @@ class AdapterFiles(Hook):
         trained = {name: p for name, p in run.training.model.named_parameters() if p.requires_grad}
         tensors = {name: torch.empty(p.shape, dtype=torch.float32) for name, p in trained.items()}
         load_tensors(checkpoint, {f"model.{name}": tensor for name, tensor in tensors.items()}, alone=True)
-        wrapped = {WRAPPED + name: tensor for name, tensor in tensors.items()}
+        # A head that is the trained embedding too: peft asks for both names, a checkpoint has the first.
+        shared = {id(p): tensors[name] for name, p in trained.items()}
+        every = run.training.model.named_parameters(remove_duplicate=False)
+        wrapped = {WRAPPED + name: shared[id(p)] for name, p in every if id(p) in shared}
         found = get_peft_model_state_dict(adapters, state_dict=wrapped, save_embedding_layers=False)
         new, final, old = (run.run_dir / name for name in (f".{ADAPTER}.new", ADAPTER, f".{ADAPTER}.old"))
         for path in (new, old):
@@ -122,7 +125,10 @@ class AdapterFiles(Hook):
         config.base_model_name_or_path = str(source if source is None else model_directory(source) or source)
         config.inference_mode = True
         config.save_pretrained(str(new))
-        save_file({name: tensor.contiguous() for name, tensor in found.items()}, new / ADAPTER_WEIGHTS)
+        save_file(
+            {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in found.items()},
+            new / ADAPTER_WEIGHTS,
+        )
         if final.exists():
             os.replace(final, old)
         os.replace(new, final)
