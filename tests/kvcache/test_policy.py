@@ -111,7 +111,7 @@ def test_the_command(directory: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert [row["tokens"] > 0 for row in rows] == [True] * 3  # unequal lengths, one longer than the context
     assert main([*files, *WORDS, "--batch-size", "2"]) == 2
-    assert "--batch-size 2: with --kvcache prompts are read one by one" in capsys.readouterr().err
+    assert "--batch-size 2: with --kvcache prompts go one by one" in capsys.readouterr().err
 
 
 def test_a_static_cache_is_another_thing() -> None:
