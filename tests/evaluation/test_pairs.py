@@ -269,7 +269,7 @@ def test_repeated_questions_are_asked_once() -> None:
         False,
         True,
     ] + 4 * [False]
-    skipped = {"no choices, or no right one": 1, "repeated": 2}
+    skipped = {"no choices, or none that is right": 1, "repeated": 2}
     assert asking == Asking(6, 9, skipped, True)
 
 
