@@ -16,6 +16,7 @@ import torch
 import fathom
 from fathom.models.registry import mechanism_name
 from fathom.recipe import Recipe
+from fathom.report.results import to_json
 from tests.tiny import export_tiny
 
 ROOT = Path(fathom.__file__).parent
@@ -97,7 +98,7 @@ def test_from_a_corpus_to_a_score(corpus: Path, tmp_path: Path) -> None:
     assert isinstance(model, fathom.FathomForCausalLM) and not model.training
     assert fathom.generate(model, tokenizer, "the depth", fathom.Sampling(4, temperature=0)).tokens <= 4
     report = fathom.evaluate([tmp_path / "run"], fathom.Settings(device="cpu", limit=2), perplexity=[str(corpus)])
-    assert report["checkpoints"]["run"]["perplexity"]
+    assert report.checkpoints["run"].perplexity
     assert fathom.look(model, tokenizer, "the depth of").tokens
     assert fathom.open_weights(tmp_path / "run" / "model").has("q", 0)
     written = fathom.export(model, tmp_path / "export", tokenizer)
@@ -107,10 +108,10 @@ def test_from_a_corpus_to_a_score(corpus: Path, tmp_path: Path) -> None:
 def test_comparing_from_a_script(small: Recipe, tmp_path: Path) -> None:
     """And the best arm of what it made."""
     report = fathom.compare(small.override("train.export=true", "train.steps=2"), ARMS, tmp_path, seeds=1, pairs=0)
-    assert [arm["name"] for arm in report["arms"]] == ARMS.split(",")
-    assert json.loads(json.dumps(report)) == json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
+    assert [arm.name for arm in report.arms] == ARMS.split(",")
+    assert json.loads(to_json(report)) == json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
     model, _ = fathom.load(tmp_path, "cpu")
-    best = min(report["arms"], key=lambda arm: arm["loss"])["name"]
+    best = min(report.arms, key=lambda arm: arm.loss).name
     assert mechanism_name(model.config) == best
 
 

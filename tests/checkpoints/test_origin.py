@@ -187,7 +187,7 @@ def test_a_server_without_ranges_is_refused_before_its_files_are_read(hub):
 
 def test_the_byte_limit_holds(hub):
     remote = open_weights("org/base", max_bytes=200_000)
-    with pytest.raises(ModelError, match="max-bytes"):
+    with pytest.raises(ModelError, match="max_bytes"):
         for layer in range(24):
             remote.tensor("down", layer)
     assert hub.sent <= 200_000

@@ -23,7 +23,8 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_and_a_comparison_lead_to_their_model(exported: Path, tmp_path: Path) -> None:
     assert find_model(exported.parent) == exported
     runs = [{"loss": 2.0, "directory": "elsewhere"}, {"loss": 1.0, "directory": "arms/b/seed-1"}]
-    arms = [{"loss": 3.0, "runs": [{"loss": 3.0, "directory": "arms/a/seed-0"}]}, {"loss": 1.5, "runs": runs}]
+    first = {"name": "a", "loss": 3.0, "runs": [{"loss": 3.0, "directory": "arms/a/seed-0"}]}
+    arms = [first, {"name": "b", "loss": 1.5, "runs": runs}]
     (tmp_path / "report.json").write_text(json.dumps({"arms": arms}))
     (tmp_path / "arms/b").mkdir(parents=True)
     (tmp_path / "arms/b/seed-1").symlink_to(exported.parent)

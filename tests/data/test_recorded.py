@@ -1,4 +1,4 @@
-"""A corpus that was prepared before the present code opens as ever, and the present code writes the same shards."""
+"""A recorded corpus opens, and the present code writes the same shards from the same documents."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def here(tmp_path: Path, monkeypatch) -> Path:
     return tmp_path / "recorded"
 
 
-def test_an_old_corpus_opens(here: Path) -> None:
+def test_a_recorded_corpus_opens(here: Path) -> None:
     train, val = (TokenDataset.open(here / "corpus", split) for split in ("train", "val"))
     assert (train.num_documents, val.num_documents) == (31, 9)
     assert train.domains == ("river", "sea")
 
 
-def test_an_old_corpus_is_finished_work(here: Path) -> None:
+def test_a_recorded_corpus_is_finished_work(here: Path) -> None:
     before = tree(here / "corpus")
     assert prepare(["documents.jsonl"], Path("corpus"), **OPTIONS).resumed_documents == 40
     assert tree(here / "corpus") == before

@@ -20,7 +20,11 @@ from fathom.training.estimate import estimate
 from tests.models.cases import BACKBONES, SHAPE, build, tokens
 from tests.tiny import export_tiny
 
-KINDS = {"qwen3": {}, "llama": BACKBONES["llama"], "gpt_neox": {**BACKBONES["neox"], "num_key_value_heads": 4}}
+KINDS = {
+    "qwen3": {},
+    "llama": BACKBONES["llama"] | {"attention_scale": None},
+    "gpt_neox": {**BACKBONES["neox"], "num_key_value_heads": 4},
+}
 KINDS["gpt2"] = {
     **{"norm": "layer", "qk_norm": "none", "gated_mlp": False, "attention_bias": True, "mlp_bias": True},
     **{"positions": "learned", "hidden_act": "gelu_new", "num_key_value_heads": 4, "tie_word_embeddings": True},

@@ -154,7 +154,7 @@ def test_noise_is_pooled() -> None:
     assert noise_of(rungs[1:2]) is None
     with pytest.raises(ValueError, match="the noise between seeds is unknown"):
         posterior(rungs[1:2] * 2)
-    with pytest.raises(ValueError, match="two rungs"):
+    with pytest.raises(ValueError, match="two model sizes"):
         posterior(rungs[:1])
     with pytest.raises(ValueError, match="paired losses"):
         Rung(1, (1.0,), 1, (1.0, 2.0))

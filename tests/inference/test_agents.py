@@ -247,8 +247,8 @@ def function(name, **function):
         ({"tools": [function("a", parameters={"type": "string"})]}, "tools", "object"),
         ({"tools": [function("x", parameters={"not": {}})]}, "tools.0.function.parameters", "not"),
         ({"tools": [ADD, function("x", parameters={"not": {}})]}, "tools.1.function.parameters", "not"),
-        ({"tools": TOOLS, "tool_choice": function("dig")}, "tool_choice", "does not have"),
-        ({"tool_choice": "required"}, "tool_choice", "does not have"),
+        ({"tools": TOOLS, "tool_choice": function("dig")}, "tool_choice", "no such tool"),
+        ({"tool_choice": "required"}, "tool_choice", "no such tool"),
         ({"tools": TOOLS, "tool_choice": "sometimes"}, "tool_choice", ""),
     ],
 )

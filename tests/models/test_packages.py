@@ -139,8 +139,8 @@ def test_its_name_works_everywhere(added, recipe: Recipe):
     assert mechanism_name(chosen.config()) == "outside_below"
     arms = parse_arms("vanilla,outside_below,both=loop+outside_below;model.recurrence_options.trips=2")
     assert arms[2].recipe(recipe).config().mixer == "outside_below"
-    (row,) = [row for row in mechanism_rows(recipe.config()) if row["name"] == "outside_below"]
-    assert row["parameters"] == 1 and row["summary"] == "a share of the value below"
+    (row,) = [row for row in mechanism_rows(recipe.config()) if row.name == "outside_below"]
+    assert row.parameters == 1 and row.summary == "a share of the value below"
     add_mechanism(added)  # twice is once
 
 

@@ -129,7 +129,7 @@ def test_backends_without_masks_are_refused(method, use_cache):
     model = thinker(method)
     model.config._attn_implementation = "flash_attention_2"
     with pytest.raises(
-        ValueError, match="need attn_implementation sdpa, eager or flex_attention, not flash_attention_2"
+        ValueError, match="needs attn_implementation sdpa, eager or flex_attention, not flash_attention_2"
     ) as found:
         logits(model, tokens(1, 6)) if not use_cache else stepwise(model, tokens(1, 6))
     assert "\n" not in str(found.value)

