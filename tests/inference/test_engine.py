@@ -4,13 +4,11 @@ import contextlib
 import random
 import threading
 import time
-from functools import partial
 from pathlib import Path
 
 import pytest
 import scipy.stats
 import torch
-from torch._dynamo.utils import counters
 from transformers import (
     GenerationConfig,
     LogitsProcessorList,
@@ -27,11 +25,10 @@ from fathom.errors import RequestError
 from fathom.evaluation.budgets import counting
 from fathom.inference import batches, sampling
 from fathom.inference.batches import LoneBatch, SlabBatch, SlabLayer, SlotBatch, batch_for
-from fathom.inference.compiled import Compiled, OneBank
 from fathom.inference.engine import Engine, Job
 from fathom.inference.sampling import Choice
 from fathom.kvcache.policy import Policy
-from fathom.models import FathomConfig, FathomForCausalLM, slot_cache, slot_table, walk
+from fathom.models import FathomConfig, FathomForCausalLM, slot_table
 from fathom.models.engines import check_engine
 from fathom.models.registry import ALL, parse_mechanism
 from tests.models.cases import SHAPE, build, config_of
@@ -83,9 +80,9 @@ class Collected:
         return [event.token for event in self.events if hasattr(event, "token")]
 
 
-def run(model, cases, trips=None, policy=None, seed=0, compiled=None):
+def run(model, cases, trips=None, policy=None, seed=0):
     """The batch itself, rows joining, stepping and leaving at random."""
-    chance, batch = random.Random(seed), batch_for(model, trips, policy, compiled=compiled)
+    chance, batch = random.Random(seed), batch_for(model, trips, policy)
     waiting, rows, made = list(enumerate(cases)), [], {i: [] for i in range(len(cases))}
     batch.reserve(len(cases), 64)
     reading = None
@@ -120,27 +117,6 @@ def run(model, cases, trips=None, policy=None, seed=0, compiled=None):
     return [made[i][:new] for i, (_, new) in enumerate(cases)]
 
 
-@pytest.fixture
-def backend(monkeypatch):
-    """Sets what compiles; "none" leaves functions as they are."""
-    whole = torch.compile
-    ways = {"none": lambda function, **how: function}
-    return lambda name: monkeypatch.setattr(torch, "compile", ways.get(name, partial(whole, backend=name)))
-
-
-def compiled_runs(case, seeds=(1, 2), **shape):
-    """What batches of compiled steps make of random rows, what each row makes alone, how many graphs were made, and of
-    how many kinds its visits are. The longest row fills its room."""
-    torch.compiler.reset()
-    counters.clear()
-    model, chance = build(config_of(case, **shape)), random.Random(case)
-    cases = [(prompt, chance.randint(1, 12)) for prompt in prompts_of(chance, 7)]
-    compiled = Compiled(model, 7, max(len(prompt) + max(new, 2) for prompt, new in cases) - 1)
-    together = [run(model, cases, seed=seed, compiled=compiled) for seed in seeds]
-    kinds = {len(visit.sources) for trip in model.model.plan for visit in trip}
-    return together, [alone(model, *one) for one in cases], counters["stats"]["unique_graphs"], len(kinds)
-
-
 def compared(case, **shape):
     """What a batch makes of random rows, and what each row makes alone."""
     model, chance = build(config_of(case, **shape)), random.Random(case)
@@ -155,136 +131,14 @@ def test_rows_come_and_go_exactly(case):
     assert together == one_by_one
 
 
-FIXED = {
-    "loop+depth_attention-grid": "eager",
-    "ponder-hidden-duo": "eager",
-    "ponder3": "eager",
-    "vanilla": "inductor",
-    "adaponder": "inductor",
-}
-
-
-@pytest.mark.parametrize(
-    ("case", "how", "shape"),
-    [
-        ("latent_cot", "eager", {"recurrence_options": {"trips": 2, "tau": 0.2}, "num_hidden_layers": 2}),
-        *(pytest.param(*one, {}, marks=pytest.mark.slow) for one in FIXED.items()),
-    ],
-)
-def test_layers_are_compiled_once_for_one_row_and_once_for_several(backend, case, how, shape):
-    """However many layers and trips there are, if they read alike."""
-    backend(how)
-    together, one_by_one, graphs, kinds = compiled_runs(case, **shape)
-    assert together == [one_by_one] * 2 and graphs == 2 * kinds
-
-
-def test_a_program_holds_one_layer(backend):
-    """However many layers and trips there are."""
-    backend("eager")
-    operations = []
-    for layers, trips in ((1, 2), (3, 3)):
-        torch.compiler.reset()
-        counters.clear()
-        model = build(config_of("adaponder", num_hidden_layers=layers, recurrence_options={"trips": trips}))
-        run(model, [([5, 6, 7], 3)], compiled=Compiled(model, 1, 16))
-        operations.append(counters["stats"]["calls_captured"])
-    assert operations[0] == operations[1] > 0
-
-
-def test_batches_of_fixed_room_are_exact(backend, monkeypatch):
-    """Not compiled, which is quick; and rows are wrong where layers share a bank, or a place is written over."""
-    backend("none")
-    for case in ("depth_attention", "adaponder+depth_attention"):
-        together, one_by_one, *_ = compiled_runs(case, seeds=(1,), initializer_range=0.3)
-        assert together == [one_by_one], case
-    of = OneBank.of
-    for fault in (lambda cache, index: of(cache, 0), lambda cache, index: overwritten(of(cache, index))):
-        with monkeypatch.context() as planted:
-            planted.setattr(OneBank, "of", fault)
-            together, one_by_one, *_ = compiled_runs("vanilla", seeds=(1,), num_hidden_layers=2)
-            assert together != [one_by_one]
-    for forgetful in (slot_cache, walk):  # of prompts that come in, of tokens that are made
-        with monkeypatch.context() as planted:
-            planted.setattr(forgetful, "repeat_last", lambda *where: None)
-            together, one_by_one, *_ = compiled_runs("adaponder+depth_attention", seeds=(1,), initializer_range=0.3)
-            assert together != [one_by_one]
-
-
-def overwritten(one):
-    """The new keys and values take the place of the ones before."""
-    one.place = one.place - 1
-    return one
-
-
-def test_other_peoples_models_are_compiled_too(backend):
-    backend("none")
-    torch.manual_seed(0)
-    qwen3 = Qwen3ForCausalLM(Qwen3Config(**SHAPE, initializer_range=0.5)).eval()
-    cases = [(prompt, 6) for prompt in prompts_of(random.Random(3), 4)]
-    assert run(qwen3, cases, compiled=Compiled(qwen3, 4, 64)) == [alone(qwen3, *one) for one in cases]
-
-
-def test_a_step_ends_once_no_token_goes_on(backend, monkeypatch):
-    """Which a program of the whole model could not."""
-    backend("none")
-    model, visits = build(config_of("adaponder")), []
-    of = OneBank.of
-    monkeypatch.setattr(OneBank, "of", lambda cache, index: visits.append(index) or of(cache, index))
-    batch = batch_for(model, compiled=Compiled(model, 2, 16))
-    with torch.inference_mode():
-        for _ in range(2):
-            batch.read([5, 6])
-            batch.join()
-        for bias, trips in ((20.0, len(model.model.plan)), (-20.0, 1)):
-            for gate in model.model.recurrence.gates:
-                gate.down.bias.fill_(bias)
-            visits.clear()
-            batch.step([7, 8])
-            assert len(visits) == trips * len(model.model.layers)
-
-
-def test_the_least_room_is_room_enough_to_compile_in(engine):
-    """Two tokens: one that was read, one that is made."""
-    running, model = engine("vanilla")
-    running.compiled = Compiled(model, 2, 2)
-    running.compiled.step = model.forward
-    running.call(lambda: running.compile(None)).result(60)
-
-
 def test_what_would_fail_in_a_batch_is_refused(engine):
-    """A job without a prompt, and one that is longer than what was compiled: others in the batch would fail with it."""
-    running, model = engine("adaponder", num_hidden_layers=2)
-    running.compiled = Compiled(model, 2, 16)
-    running.compiled.step = model.forward
-    kept, longest = Collected([5, 6, 7], 12, Choice()), Collected([5] * 15, 1, Choice())
-    for prompt, new, words in (([], 3, "no tokens"), ([5] * 15, 2, "16 tokens, not of 17"), ([5], 16, "not of 17")):
-        with pytest.raises(RequestError, match=words):
-            running.submit([kept.job, Collected(prompt, new, Choice()).job])
-    running.submit([kept.job, longest.job])
-    assert kept.wait() == longest.wait() == "length" and len(kept.tokens) == 12
-
-
-@pytest.mark.slow
-def test_an_engine_of_compiled_steps_makes_the_same_texts(engine, backend):
-    """Two rows at a time, of requests that wait, in two batches one after the other; all is compiled before."""
-    torch.compiler.reset()
-    counters.clear()
-    running, model = engine("adaponder", num_hidden_layers=2)
-    backend("eager")
-    running.compiled, said = Compiled(model, 2, 64), []
-    running.call(lambda: running.compile(None, said.append)).result(500)
-    assert counters["stats"]["unique_graphs"] == 2
-    assert [words.partition(",")[0] for words in said[:2]] == [
-        f"compiling decoding of {n}" for n in ("one row", "several rows")
-    ]
-    assert said[2].startswith("compiled in ")
-    prompts = prompts_of(random.Random(6), 5)
-    for some in (prompts[:4], prompts[4:]):
-        jobs = [Collected(prompt, 9, Choice()) for prompt in some]
-        submitted_at_once(running, jobs)
-        assert [one.wait() for one in jobs] == ["length"] * len(jobs)
-        assert [one.tokens for one in jobs] == [alone(model, prompt, 9) for prompt in some]
-    assert counters["stats"]["unique_graphs"] == 2 and running.most_tokens(None) == 64
+    """A job without a prompt: others in the batch would fail with it."""
+    running, _ = engine("adaponder", num_hidden_layers=2)
+    kept = Collected([5, 6, 7], 12, Choice())
+    with pytest.raises(RequestError, match="no tokens"):
+        running.submit([kept.job, Collected([], 3, Choice()).job])
+    running.submit([kept.job])
+    assert kept.wait() == "length" and len(kept.tokens) == 12
 
 
 def test_windows_slide_in_each_row():

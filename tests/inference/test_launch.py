@@ -1,11 +1,8 @@
 """How `fathom serve` starts, or says why it does not; that it serves and ends is part of `test_server.py`."""
 
 import json
-import os
 import shutil
 import socket
-import subprocess
-import sys
 import warnings
 
 import pytest
@@ -35,11 +32,6 @@ def test_asked_wrongly(directory, capsys, monkeypatch):
         assert "cannot listen on 127.0.0.1" in refused(str(directory), "--port", str(taken.getsockname()[1]))
     assert "has no loop iterations" in refused(str(directory), "--port", "0", "--speculate", "--device", "cpu")
     assert "leave out --kvcache" in refused("nowhere", "--speculate", "--kvcache", "sinks", "--kvcache-window", "9")
-    assert "leave out --speculate and --kvcache" in refused("nowhere", "--speculate", "--compile", "99")
-    no_room = refused(str(directory), "--port", "0", "--compile", "512", "--cache-memory", "9", "--device", "cpu")
-    assert "--cache-memory has no room for one text" in no_room
-    too_long = refused(str(directory), "--port", "0", "--compile", "99999", "--device", "cpu")
-    assert "--compile 99999: allowed: 2 to 8192, the model's context" in too_long
     assert "allowed: 0 to 65535" in refused(str(directory), "--port", "99999")
     assert "cannot listen on 192.0.2.1" in refused(str(directory), "--port", "0", "--host", "192.0.2.1")
     with warnings.catch_warnings():
@@ -51,17 +43,6 @@ def test_asked_wrongly(directory, capsys, monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         refused("nowhere", "--port", "0", "--host", "0.0.0.0")
-
-
-@pytest.mark.slow
-def test_compiling_needs_a_compiler(tmp_path):
-    directory = export_tiny(tmp_path / "tiny", num_hidden_layers=1)
-    command = [sys.executable, "-m", "fathom", "serve", str(directory), "--port", "0", "--device", "cpu"]
-    nothing = {"CXX": "/no/such/compiler", "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
-    done = subprocess.run(
-        [*command, "--compile", "64"], env={**os.environ, **nothing}, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 2 and "no C++ compiler is found" in done.stderr.splitlines()[-1]
 
 
 def test_packed_unless_told(monkeypatch):

@@ -931,20 +931,6 @@ def test_drafts_are_counted(tmp_path):
     assert float(counts["fathom_steps_total"]) < float(before["fathom_steps_total"])
 
 
-@pytest.mark.slow
-def test_compiled_decoding(tmp_path):
-    """The same texts; TOKENS are the context, and the trips are those that were compiled."""
-    shape = {"recurrence": "adaponder", "recurrence_options": {"trips": 2}, "num_hidden_layers": 1}
-    opened, texts = open_checkpoint(export_tiny(tmp_path / "tiny", **shape), "cpu", "auto"), []
-    for compiled in (None, 64):
-        with in_thread(server.build_app(server.Service(*opened, "tiny", 1 << 26, compiled=compiled))) as asked:
-            texts.append(asked.complete("The lead", max_tokens=20, temperature=0).choices[0].text)
-            if compiled is not None:
-                check_error(asked.post(prompt="x", max_tokens=80), 400, "context_length_exceeded")
-                check_error(asked.post(prompt="x", max_trips=1), 400)
-    assert texts[0] == texts[1]
-
-
 # The end.
 
 

@@ -32,12 +32,6 @@ def add(parser: Parser) -> None:
     )
     add_speculate(parser)
     parser.add_argument(
-        "--compile",
-        type=int,
-        metavar="TOKENS",
-        help="compile decoding for sequences of at most TOKENS tokens, prompt included; starting takes longer",
-    )
-    parser.add_argument(
         "--no-pack",
         dest="pack",
         action="store_false",

@@ -10,9 +10,6 @@ cache depends on the model:
                  early takes no part in later trips, so it costs nothing, whatever other rows do. Short prompts are read
                  several at a time here too
     LoneBatch    everything else, such as caches of constant size: a cache for each row, one after the other
-
-Compiled layers (`Compiled`) need tensors that stay where they are: FixedSlabBatch and FixedSlotBatch have room for a
-fixed number of rows and tokens, and compute every row in every trip.
 """
 
 from __future__ import annotations
@@ -28,7 +25,6 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from fathom.errors import SettingsError
 from fathom.evaluation.budgets import counting
-from fathom.inference.compiled import Compiled
 from fathom.inference.positions import depends_on_company
 from fathom.kvcache.policy import Policy
 from fathom.kvcache.prefill import chunks
@@ -36,10 +32,7 @@ from fathom.models import FathomForCausalLM
 from fathom.models.slot_cache import (
     GrowingLayer,
     drop_row,
-    fix_slots,
-    fixed_slots,
     merge_slots,
-    move_row,
     trim_slots,
 )
 from fathom.models.slot_table import with_spare
@@ -66,8 +59,6 @@ class LiveBatch(ABC):
 
     reads_several = False
     """Whether several whole prompts can be read in one call."""
-    compiled: Compiled | None = None
-    """The compiled step function, if there is one."""
     keeps_prefixes = False
     """Whether a row's first tokens can be taken over by another."""
     keeps_steps = False
@@ -140,14 +131,6 @@ class LiveBatch(ABC):
             logits = self.model(**given, **keep, **self.arguments).logits.float()
         self.trips_made = made[-1].expand(len(ids), -1)[:, -1].tolist() if made[-1].dim() > 1 else None
         return logits
-
-    def _compiled_step(self, tokens: Sequence[int], positions: Tensor, cache: Cache, mask: Mask) -> Tensor:
-        """One more token for each row: logits `[n, V]`."""
-        assert self.compiled is not None
-        ids = torch.tensor(tokens, device=positions.device).unsqueeze(1)
-        given = {"input_ids": ids, "attention_mask": mask, "past_key_values": cache, "use_cache": True}
-        out = self.compiled.step(**given, position_ids=positions, logits_to_keep=1, **self.arguments)
-        return out.logits[:, 0].float()
 
     def _chunk(self, chunk: Sequence[int]) -> tuple[Tensor, Tensor]:
         first = self.read_already
@@ -377,38 +360,11 @@ class SlabBatch(LiveBatch):
     def _as_backend_takes(self, seen: Tensor) -> Tensor | None:
         if bool(seen.all()):
             return None if seen.shape[2] == 1 else seen.to(self.model.device)
-        return self._shown(seen)
-
-    def _shown(self, seen: Tensor) -> Tensor:
         seen = seen.to(self.model.device)
         if self.model.config._attn_implementation == "sdpa":
             return seen
         least = torch.finfo(self.model.dtype).min
         return torch.zeros(seen.shape, dtype=self.model.dtype, device=seen.device).masked_fill(~seen, least)
-
-
-class FixedSlabBatch(SlabBatch):
-    """A slab of a fixed size, for compiled layers."""
-
-    def __init__(self, compiled: Compiled, trips: int | None) -> None:
-        super().__init__(compiled.model, trips)
-        self.compiled = compiled
-        super().reserve(compiled.rows, compiled.tokens + 1)  # a program that reads all places would read no fewer
-
-    def reserve(self, rows: int, tokens: int) -> None:
-        """There is room from the start."""
-
-    def step(self, tokens: Sequence[int]) -> Tensor:
-        """As `LiveBatch.step`."""
-        self._about(0, self.lengths)
-        positions = self.slab.filled.clone().unsqueeze(1)
-        masks = self._mask(positions.cpu())
-        logits = self._compiled_step(tokens, positions, self.cache, masks)
-        self.lengths = [length + 1 for length in self.lengths]
-        return logits
-
-    def _as_backend_takes(self, seen: Tensor) -> Tensor | None:
-        return self._shown(seen)
 
 
 class DraftBatch(SlabBatch):
@@ -551,49 +507,6 @@ class SlotBatch(LiveBatch):
         return last
 
 
-class FixedSlotBatch(SlotBatch):
-    """Slots at fixed places, for compiled layers: tokens that halted are computed, until all have, and masked."""
-
-    def __init__(self, compiled: Compiled, trips: int | None) -> None:
-        super().__init__(compiled.model, trips)
-        self.compiled = compiled
-        model, most = compiled.model, trips_of(compiled.model, trips)
-        layers = int(model.config.num_hidden_layers)
-        view = model.model.recurrence.view
-        # A token to spare, as in a slab: a program that reads all places would read no fewer.
-        self.cache = fixed_slots(layers, compiled.rows, compiled.tokens + 1, most, view, model.device)
-
-    def reserve(self, rows: int, tokens: int) -> None:
-        """There is room from the start."""
-
-    def _merge(self, lengths: Sequence[int]) -> None:
-        assert self.fresh is not None and self.cache is not None
-        fix_slots(self.cache, len(self), self.fresh)
-        self.lengths += lengths
-        self.forget()
-
-    def step(self, tokens: Sequence[int]) -> Tensor:
-        """As `LiveBatch.step`."""
-        assert self.cache is not None
-        positions = torch.tensor(self.lengths, device=self.model.device).unsqueeze(1)
-        self.cache.layers[0].table.at(positions, max(self.lengths) + 1)
-        logits = self._compiled_step(tokens, positions, self.cache, None)
-        self.lengths = [length + 1 for length in self.lengths]
-        return logits
-
-    def leave(self, row: int) -> int:
-        """The last row takes its place."""
-        assert self.cache is not None
-        last = len(self) - 1
-        if row != last:
-            move_row(self.cache, last, row)
-        for stored in (each for layer in self.cache.layers for each in layer.stored):
-            stored[last] = 0
-        self.lengths[row] = self.lengths[last]
-        self.lengths.pop()
-        return last
-
-
 class LoneBatch(LiveBatch):
     """A cache for each row, and a call for each row."""
 
@@ -645,7 +558,6 @@ def batch_for(
     trips: int | None = None,
     policy: Policy | None = None,
     draft_trips: int | None = None,
-    compiled: Compiled | None = None,
 ) -> LiveBatch:
     """An empty batch of the kind that the model needs.
 
@@ -654,10 +566,7 @@ def batch_for(
         trips: Most trips per token; None for the model's own number.
         policy: A cache of constant size for each row.
         draft_trips: Draft with so many first trips, where there are more.
-        compiled: The compiled step function, if there is one.
     """
-    if compiled is not None:
-        return (FixedSlotBatch if _slotted(model) else FixedSlabBatch)(compiled, trips)
     if draft_trips is not None and draft_trips < trips_of(model, trips):
         if policy is not None:
             raise ValueError(
@@ -668,7 +577,7 @@ def batch_for(
         return LoneBatch(model, trips, policy)
     if _slotted(model):
         return SlotBatch(model, trips)
-    return SlabBatch(model, trips) if compiles(model) else LoneBatch(model, trips)
+    return SlabBatch(model, trips) if _shares(model) else LoneBatch(model, trips)
 
 
 def refuse_longrope(model: PreTrainedModel) -> None:
@@ -679,8 +588,8 @@ def refuse_longrope(model: PreTrainedModel) -> None:
         )
 
 
-def compiles(model: PreTrainedModel) -> bool:
-    """Whether several rows of a model share a cache, and its steps can be compiled."""
+def _shares(model: PreTrainedModel) -> bool:
+    """Whether several rows of a model may share a cache."""
     return isinstance(model, FathomForCausalLM) or model.config.model_type in PLAIN
 
 

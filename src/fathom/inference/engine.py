@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from transformers.utils import logging
 
-from fathom.errors import RequestError, SettingsError
+from fathom.errors import RequestError
 from fathom.inference.batches import (
     DRAFTS,
     GRAIN,
@@ -30,13 +30,11 @@ from fathom.inference.batches import (
     LiveBatch,
     SlabBatch,
     batch_for,
-    compiles,
     may_chunk,
     refuse_longrope,
     token_bytes,
     trips_of,
 )
-from fathom.inference.compiled import Compiled
 from fathom.inference.prefixes import LEAST, NOTHING, Found, Kept, Prefixes
 from fathom.inference.sampling import NO_NUMBERS, Choice, Draft, finite, likeliest
 from fathom.kvcache.policy import Policy
@@ -143,7 +141,6 @@ class Engine:
         hand_out: Receives the new events after each turn; by default they are delivered at once.
         waiting: Most jobs that may wait.
         draft_trips: Draft with so many first trips, for jobs whose tokens make more.
-        compiled: Makes the steps; its rows and tokens, which are always reserved, must fit into the budget.
         prefix_budget: Bytes that prompts may take after they were read, for others that begin alike; beside `budget`.
     """
 
@@ -155,13 +152,12 @@ class Engine:
         hand_out: Callable[[list[tuple[Job, Event]]], None] | None = None,
         waiting: int = WAITING,
         draft_trips: int | None = None,
-        compiled: Compiled | None = None,
         prefix_budget: int = 0,
     ) -> None:
         refuse_longrope(model)
         batch_for(model, None, policy, draft_trips)  # refuses, before a request does, what cannot be drafted
         self.model, self.budget, self.policy, self.most_waiting = model, budget, policy, waiting
-        self.hand_out, self.draft_trips, self.compiled = hand_out or deliver, draft_trips, compiled
+        self.hand_out, self.draft_trips = hand_out or deliver, draft_trips
         self.prefixes = Prefixes(prefix_budget)
         self.lanes: dict[int | None, Lane] = {}
         self.waiting: deque[Job] = deque()
@@ -191,7 +187,8 @@ class Engine:
     def _queue(self, jobs: Sequence[Job]) -> None:
         for job in jobs:
             job.began = time.perf_counter()
-            self._check_length(job)
+            if not job.prompt:  # it would fail in a batch, and take the others along
+                raise RequestError("the prompt has no tokens", "empty_prompt")
             needed = self.token_bytes(job.trips) * self._tokens(job)
             if needed > self.budget:
                 raise RequestError(
@@ -208,14 +205,6 @@ class Engine:
                 )
             self.waiting.extend(jobs)
             self._wake.notify()
-
-    def _check_length(self, job: Job) -> None:
-        """Refuse a job that would fail in a batch, and take the batch' other jobs along."""
-        if not job.prompt:
-            raise RequestError("the prompt has no tokens", "empty_prompt")
-        if self.compiled is not None and job.longest > self.compiled.tokens:
-            most = f"steps are compiled for texts of {self.compiled.tokens} tokens"
-            raise RequestError(f"{most}, not of {job.longest}", "context_length_exceeded")
 
     def cancel(self, jobs: Sequence[Job], counted: str = "cancelled") -> None:
         """Cancel jobs, at the next token or the next chunk of a prompt; the first time says what they count as."""
@@ -263,40 +252,12 @@ class Engine:
         """Most tokens of one text, prompt included, in multiples of GRAIN, to which rows are rounded up."""
         if self.policy is not None:
             return sys.maxsize
-        if self.compiled is not None:
-            return self.compiled.tokens
         return self.budget // (self.token_bytes(trips) * GRAIN) * GRAIN - self._spare
-
-    def compile(self, trips: int | None, tell: Callable[[str], object] = len) -> None:
-        """Compile the steps of one row and of several, before the first job needs them; on the engine's thread.
-
-        Args:
-            trips: Of the jobs to come.
-            tell: Hears what is being done, and for how long.
-        """
-        from torch._dynamo.exc import BackendCompilerFailed  # slow to import
-        from torch._inductor.exc import InvalidCxxCompiler
-
-        assert self.compiled is not None
-        began = time.perf_counter()
-        try:
-            for rows, words in ((1, "one row"), (2, "several rows"))[: self.compiled.rows]:
-                tell(f"compiling decoding of {words}, {time.perf_counter() - began:.0f} s so far")
-                batch = self._empty(trips)  # anew, since a row may have room for two tokens only
-                for _ in range(rows):
-                    batch.read([0])
-                    batch.join()
-                batch.step([0] * rows)
-        except BackendCompilerFailed as error:
-            if isinstance(error.inner_exception, InvalidCxxCompiler):
-                raise SettingsError("`compile`: no C++ compiler is found; install one, or let CXX name it") from error
-            raise
-        tell(f"compiled in {time.perf_counter() - began:.0f} s")
 
     # The thread.
 
     def _empty(self, trips: int | None) -> LiveBatch:
-        return batch_for(self.model, trips, self.policy, self.draft_trips, self.compiled)
+        return batch_for(self.model, trips, self.policy, self.draft_trips)
 
     def _run(self) -> None:
         try:
@@ -403,9 +364,7 @@ class Engine:
         jobs = [*lane.jobs, *beside, job]
         (rows, tokens), tight = lane.rectangle, self._tight(jobs)
         wanted = max(rows, tight[0]), max(tokens, tight[1])
-        if self.compiled is not None:
-            wanted = self.compiled.rows, self.compiled.tokens
-        elif lane.bytes(wanted) > left:
+        if lane.bytes(wanted) > left:
             wanted = tight  # without the room that longer texts, or more of them, have left
             least = self.budget - sum(one.bytes(self._tight(one.jobs)) for one in others)
             if left < lane.bytes(wanted) <= least:
@@ -416,7 +375,7 @@ class Engine:
         if not fits and (len(jobs) > 1 or others):
             return False
         generous = 1 << (wanted[0] - 1).bit_length(), wanted[1]  # so that a slab is not copied for every row
-        if self.compiled is None and lane.bytes(generous) <= left:
+        if lane.bytes(generous) <= left:
             wanted = generous
         self.lanes[job.trips] = lane
         lane.rectangle = wanted
@@ -601,7 +560,7 @@ class Engine:
     def _trips_made(self, lane: Lane, jobs: Sequence[Job]) -> list[int | None]:
         """The loop iterations that chose the next token of each job, for those that tell them."""
         counted = lane.batch.trips_made
-        if not any(job.tell_trips for job in jobs) or (counted is None and lane.batch.compiled is not None):
+        if not any(job.tell_trips for job in jobs):
             return [None] * len(jobs)
         made = [trips_of(self.model, job.trips) for job in jobs] if counted is None else counted
         return [trips if job.tell_trips else None for job, trips in zip(jobs, made, strict=True)]
@@ -661,8 +620,6 @@ class Engine:
 
     def _tokens(self, job: Job) -> int:
         """Most tokens of a job's row, rounded up as slabs are."""
-        if self.compiled is not None:
-            return self.compiled.tokens
         longest = job.longest if self.policy is None else min(job.longest, self.policy.window or job.longest)
         return -(-(longest + self._spare) // GRAIN) * GRAIN
 
@@ -687,17 +644,3 @@ def _fulfil(function: Callable[[], object], future: Future) -> None:
 
 def _mebibytes(count: int) -> str:
     return f"{count / (1 << 20):.1f} MiB"
-
-
-def compiled_steps(model: PreTrainedModel, memory: int, tokens: int, trips: int | None) -> Compiled:
-    """What compiles a model's decoding, for as many rows of `tokens` tokens as `memory` holds; or a `SettingsError`."""
-    if not compiles(model):
-        raise SettingsError(f"`compile`: texts of a {model.config.model_type} model each have a growing cache")
-    if not 1 < tokens <= model.config.max_position_embeddings:
-        raise SettingsError(
-            f"compile={tokens}: allowed: 2 to {model.config.max_position_embeddings}, the model's context"
-        )
-    rows = min(ROWS, memory // (token_bytes(model, trips) * (tokens + 1)))  # one place is spare
-    if not rows:
-        raise SettingsError(f"compile={tokens}: `cache_memory` has no room for one text of so many tokens")
-    return Compiled(model, rows, tokens)

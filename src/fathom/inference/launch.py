@@ -24,6 +24,7 @@ from fathom.inference.engine import Engine
 from fathom.inference.gate import Timed
 from fathom.inference.generate import check_drafts
 from fathom.inference.memory import default_memory
+from fathom.inference.packed import pays
 from fathom.inference.sampling import Choice
 from fathom.inference.server import AddPages, Service, build_app
 from fathom.kvcache.policy import PLAIN, CacheOptions, choose
@@ -86,10 +87,8 @@ class ServeOptions(Opening):
     """Trips per token at most, where a request does not say."""
     speculate: int | None = None
     """Draft with this many first trips and check with the rest: the same texts, faster if drafts are good."""
-    compile: int | None = None
-    """Compile decoding, of texts of so many tokens at most, prompt included."""
     pack: bool = True
-    """On a CPU, pack the weights of a float32 model; compiled decoding reads them as they are."""
+    """On a CPU with several threads, pack the weights of a float32 model."""
     api_key: str | None = None
     """What clients must send as `Authorization: Bearer KEY`."""
     allow_origin: Sequence[str] = ()
@@ -127,10 +126,6 @@ def serve(
             )
     if chosen.speculate is not None and chosen.kvcache not in (None, "full"):
         raise SettingsError("`speculate` takes back what it wrote: leave out `kvcache`")
-    if chosen.compile is not None and (chosen.speculate is not None or chosen.kvcache not in (None, "full")):
-        raise SettingsError("`compile` needs a cache of a fixed shape: leave out `speculate` and `kvcache`")
-    if chosen.compile is not None and chosen.weights != "stored":
-        raise SettingsError(f"weights={chosen.weights}: its products are not compiled; leave out `compile`")
     listener = _bind(host, port)
     # uvicorn puts this back and repeats the signal once it has stopped, so that it ends this process with 0.
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
@@ -167,13 +162,13 @@ def _run(
     policy = choose(model, options.kvcache, options.cache)
     memory = options.cache_memory or default_memory(model)
     limits = memory, policy, options.max_trips
-    service = Service(model, tokenizer, name, *limits, options.speculate, options.compile)
+    service = Service(model, tokenizer, name, *limits, options.speculate)
     service.engine.prefixes.budget = memory // 4 if options.prefix_memory is None else options.prefix_memory
     service.allow_control = options.allow_control_tokens
     if others := Choice.left_out(model.generation_config):
         words = "is not supported: output differs from `fathom generate`"
         print(f"fathom: warning: generation_config.json: {', '.join(others)} {words}", file=sys.stderr)
-    if options.pack and options.compile is None:
+    if options.pack and pays():
         service.pack()
     app = build_app(service, options.api_key, lens, hosts, options.allow_origin)
     address, port = listener.getsockname()[:2]

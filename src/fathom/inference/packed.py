@@ -8,8 +8,6 @@ blocks of few sizes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-
 import torch
 from torch import Tensor, nn
 
@@ -33,29 +31,19 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.bias = linear.bias
-        self._keep(linear.weight.detach())
-        self.train(linear.training)
-
-    def _keep(self, weight: Tensor) -> None:
         # For one row oneDNN would choose an order that is slow for several; that for several is as fast for one.
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, GRAIN)
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), GRAIN)
         self._product = torch.ops.mkldnn._linear_pointwise.default
 
     @property
     @torch.inference_mode()
     def weight(self) -> Tensor:
-        """A copy, row by row. What is written to it is lost, so outside of inference mode torch refuses to write."""
+        """A copy, row by row."""
         return self.packed.to_dense()
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """`[..., in_features]` to `[..., out_features]`."""
         bias = self.bias
-        if torch.is_grad_enabled() and (hidden_states.requires_grad or (bias is not None and bias.requires_grad)):
-            raise RuntimeError("a packed layer has no gradients: call the model under torch.inference_mode()")
-        if hidden_states.dtype is not torch.float32:
-            raise RuntimeError(
-                f"a packed layer multiplies float32, not {hidden_states.dtype}: call it without autocast"
-            )
         if hidden_states.numel() // self.in_features in AT_ONCE:
             return self._product(hidden_states, self.packed, bias, *ALONE)
         rows = hidden_states.reshape(-1, self.in_features)
@@ -66,34 +54,6 @@ class PackedLinear(nn.Module):
         missing = padded(len(rows)) - len(rows)
         made = self._product(nn.functional.pad(rows, (0, 0, 0, missing)), self.packed, self.bias, *ALONE)
         return made[: len(rows)]
-
-    def extra_repr(self) -> str:
-        """As that of `nn.Linear`."""
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
-
-    def __getstate__(self) -> dict[str, object]:
-        """Copies and pickles are made of the weight row by row."""
-        return {**vars(self), "packed": self.weight, "_product": None}
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        super().__setstate__(state)
-        self._keep(self.packed)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedLinear:
-        made = fn(torch.empty(0))
-        if made.dtype is not torch.float32 or made.device.type != "cpu":
-            raise RuntimeError("packed layers stay in float32 on a CPU: move and convert a model before packing it")
-        super()._apply(fn, recurse)
-        return self
-
-    def _save_to_state_dict(self, destination: dict[str, Tensor], prefix: str, keep_vars: bool) -> None:
-        destination[f"{prefix}weight"] = self.weight
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-
-    def _load_from_state_dict(
-        self, state_dict: Mapping[str, Tensor], prefix: str, metadata: object, strict: bool, *lists: list[str]
-    ) -> None:
-        lists[-1].append(f"{prefix}weight is packed: load weights before packing")
 
 
 def cut(rows: int) -> list[int]:
@@ -149,6 +109,11 @@ def available() -> bool:
     """Whether torch has oneDNN, and its product with a packed weight, which Inductor is made of."""
     operators = "_linear_pointwise", "_reorder_linear_weight"
     return torch.backends.mkldnn.is_available() and all(hasattr(torch.ops.mkldnn, name) for name in operators)
+
+
+def pays() -> bool:
+    """Whether packing pays: on one thread, one client would be served more slowly."""
+    return torch.get_num_threads() > 1
 
 
 def packable(linear: nn.Linear) -> bool:

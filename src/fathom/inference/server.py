@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -28,7 +27,7 @@ from fathom.evaluation.budgets import most_trips
 from fathom.inference.answers import Envelope
 from fathom.inference.api import ApiError, ChatBody, CompletionBody, Message, TextBody, TokensBody, told, wrong
 from fathom.inference.api_structure import Tool
-from fathom.inference.engine import Engine, Event, Job, compiled_steps, deliver
+from fathom.inference.engine import Engine, Event, Job, deliver
 from fathom.inference.gate import Gate
 from fathom.inference.memory import default_memory
 from fathom.inference.packed import pack
@@ -65,7 +64,6 @@ class Service:
         policy: A cache of constant size for every text.
         max_trips: Trips per token at most, where a request does not say.
         speculate: Draft with so many first trips and check with the rest.
-        compiled: Compile decoding, of texts of so many tokens at most.
     """
 
     def __init__(
@@ -77,13 +75,12 @@ class Service:
         policy: Policy | None = None,
         max_trips: int | None = None,
         speculate: int | None = None,
-        compiled: int | None = None,
     ) -> None:
         settle_generation(model.generation_config, tokenizer)
         if (fault := refused(model.generation_config)) is not None:
             raise SettingsError(fault)
         self.model, self.tokenizer, self.name, self.max_trips = model, tokenizer, name, max_trips
-        self.context = compiled or (model.config.max_position_embeddings if policy is None else ENDLESS)
+        self.context = model.config.max_position_embeddings if policy is None else ENDLESS
         self.stops = frozenset(as_list(model.generation_config.eos_token_id))
         self.stop_strings = as_strings(model.generation_config.stop_strings)
         self.allow_control = False  # whether texts of messages may write special tokens, as <|im_end|>
@@ -92,10 +89,7 @@ class Service:
         self.shapes = Shapes(tokenizer, model.config.vocab_size, self.stops)
         self.loop: asyncio.AbstractEventLoop | None = None
         memory = memory or default_memory(model)
-        steps = None if compiled is None else compiled_steps(model, memory, compiled, max_trips)
-        self.engine = Engine(model, memory, policy, self._hand_over, draft_trips=speculate, compiled=steps)
-        if steps is not None:
-            self.engine.call(partial(self.engine.compile, max_trips, _report)).result()
+        self.engine = Engine(model, memory, policy, self._hand_over, draft_trips=speculate)
         known = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "fathom"}
         self.card = {**known, "max_model_len": self.context}
 
@@ -176,8 +170,6 @@ class Service:
         most, trips = most_trips(self.model), body.max_trips or self.max_trips
         if (body.max_trips or 1) > most:
             raise wrong("max_trips", f"{body.max_trips}; a token of this model makes {most} at most")
-        if self.engine.compiled is not None and trips != self.max_trips:
-            raise wrong("max_trips", "this server has compiled a fixed number of iterations")
         scored, own = body.likeliest, self.model.generation_config
         wants_prompt = body.echo and scored is not None
         stops = frozenset(body.stop_token_ids) | (frozenset() if body.ignore_eos else self.stops)
@@ -300,10 +292,6 @@ async def _stream(parts: Parts, texts: list[Text], envelope: Envelope, usage: bo
 
 def _line(value: object) -> str:
     return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"
-
-
-def _report(words: str) -> None:
-    print(f"fathom: {words}", file=sys.stderr, flush=True)
 
 
 def _put(queue: asyncio.Queue, index: int, event: Event) -> None:

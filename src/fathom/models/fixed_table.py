@@ -12,15 +12,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from .host import to_host
 from .roles import View
-from .slot_table import EMPTY, Placement, SlotTable, Table, Tags
+from .slot_table import EMPTY, Placement, Table, Tags
 
 
 class FixedTable(Table):
     """Which trips of which tokens were made.
-
-    A pass may be of the first rows alone, if `columns` says of each of them how many tokens it has, `[B', 1]` (`at`).
 
     Args:
         tokens: That each row has room for.
@@ -28,40 +25,31 @@ class FixedTable(Table):
         rows: Of the batch.
         view: Which slots a slot may read.
         device: Of its tensors.
-        whole: Whether a pass leaves no token out while another goes on, and reads all places.
     """
 
-    def __init__(
-        self, tokens: int, trips: int, rows: int, view: View, device: torch.device, whole: bool = False
-    ) -> None:
+    def __init__(self, tokens: int, trips: int, rows: int, view: View, device: torch.device) -> None:
         super().__init__(rows, tokens, tokens * trips, view, device)
-        self.tokens, self.trips, self.whole = tokens, trips, whole
+        self.tokens, self.trips = tokens, trips
         self.deepest = trips - 1
-        self.end = self.capacity if whole else 0
         self.columns = torch.zeros((), dtype=torch.long, device=device)
-        """Tokens seen, padding included; `[]`, or `[B', 1]`."""
+        """Tokens seen, padding included."""
 
     def emptied(self, rows: int, device: torch.device) -> FixedTable:
         """A new table of this kind."""
-        return FixedTable(self.tokens, self.trips, rows, self.view, device, self.whole)
+        return FixedTable(self.tokens, self.trips, rows, self.view, device)
 
     def open(self, columns: Tensor) -> None:
         """Refuse more tokens than there is room for."""
-        if not torch.compiler.is_compiling() and max(to_host(columns.flatten())) > self.tokens:
+        if not torch.compiler.is_compiling() and int(columns) > self.tokens:
             raise ValueError(f"a static cache has room for {self.tokens} tokens of this model, no more")
-
-    def at(self, columns: Tensor, longest: int) -> None:
-        """The next pass is of rows that have so many tokens each, `[B', 1]`, and reads no place behind the longest."""
-        self.columns, self.end = columns.clone(), longest * self.trips
 
     def place(self, query: Tags, batch: Tensor | None, rows: list[int] | None = None) -> Placement:
         """As `SlotTable.place`."""
         slot = query.token * self.trips + query.trip
         if query.live is not None:
             slot = torch.where(query.live, slot, self.capacity)
-        if self.columns.ndim == 0:  # all rows take part, and may agree
-            slot = slot.expand(len(self.count) if batch is None else len(batch), -1)
-        placement = Placement(batch, slot, 0, self.end or self.capacity)
+        slot = slot.expand(len(self.count) if batch is None else len(batch), -1)
+        placement = Placement(batch, slot, 0, self.capacity)
         self._write(query, placement)
         return placement
 
@@ -96,8 +84,7 @@ class FixedTable(Table):
     @staticmethod
     def _rows(x: Tensor, placement: Placement) -> Tensor:
         """The rows of a pass."""
-        assert placement.slot is not None
-        return x[: len(placement.slot)] if placement.batch is None else x[placement.batch]
+        return x if placement.batch is None else x[placement.batch]
 
     def repeats(self, rows: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
         """The places of trips after the first of the tokens in some columns, `[B, M]`, of rows `[B, 1]`, and what each
@@ -114,24 +101,3 @@ class FixedTable(Table):
         later = torch.arange(self.tokens, device=self.halt.device) >= columns
         self.halt = self.halt.masked_fill(later, EMPTY)
         self.count, self.columns = (self.halt + 1).sum(1), columns.clone()
-
-    def take(self, first: int, other: SlotTable) -> tuple[Tensor, Tensor]:
-        """Copy the rows of a growing table over those from `first` on, each moved to begin at column 0.
-
-        Returns where their slots go: rows `[n, 1]` and places `[n, end]`.
-        """
-        device, made = self.halt.device, other.halt != EMPTY  # [n, columns]
-        rows = torch.arange(first, first + len(made), device=device).unsqueeze(1)
-        begins = made.to(torch.int8).argmax(1, keepdim=True)
-        column = torch.arange(made.shape[1], device=device) - begins
-        halt = torch.full((len(made), self.tokens + 1), EMPTY, dtype=torch.long, device=device)
-        halt.scatter_(1, torch.where(column < 0, self.tokens, column), other.halt)
-        self.halt[rows[:, 0]], self.count[rows[:, 0]] = halt[:, :-1], other.count
-        within = torch.arange(other.end, device=device) < other.count.unsqueeze(1)
-        place = (other.token[:, : other.end] - begins) * self.trips + other.trip[:, : other.end]
-        place = torch.where(within, place, self.capacity)
-        for name, tensor in other.extra.items():
-            if name not in self.extra:
-                self.extra[name] = tensor.new_zeros(len(self.count), self.capacity + 1)
-            self.extra[name][rows, place] = tensor[:, : other.end]
-        return rows, place

@@ -190,44 +190,14 @@ def with_slots(
     return table
 
 
-def fixed_slots(layers: int, rows: int, tokens: int, trips: int, view: View, device: torch.device) -> Cache:
-    """An empty slot cache of fixed places."""
-    return Cache(layers=slot_layers(FixedTable(tokens, trips, rows, view, device, whole=True), layers))
-
-
-def fix_slots(cache: Cache, first: int, other: Cache) -> None:
-    """Copy the rows of a growing slot cache over those of a fixed one, from row `first` on."""
-    given = other.layers[0].table
-    rows, place = cache.layers[0].table.take(first, given)
-    for layer, added in zip(cache.layers, other.layers, strict=True):
-        if layer.stored is None:
-            layer.lazy_initialization(*(x.transpose(1, 2) for x in added.stored))
-        for stored, new in zip(layer.stored, added.stored, strict=True):
-            stored[rows, place] = new[:, : given.end]
-    table = cache.layers[0].table
-    if table.view is View.SAME:
-        repeat_last(cache, torch.arange(table.tokens, device=rows.device).expand(len(rows), -1), first)
-
-
-def repeat_last(cache: Cache, token: Tensor, first: int = 0) -> None:
-    """Let the fixed places of trips that tokens, `[B, M]` of the rows from `first` on, did not make repeat what their
-    last one left, as SAME reads them."""
-    rows = torch.arange(first, first + len(token), device=token.device).unsqueeze(1)
+def repeat_last(cache: Cache, token: Tensor) -> None:
+    """Let the fixed places of trips that tokens, `[B, M]`, did not make repeat what their last one left, as SAME reads
+    them."""
+    rows = torch.arange(len(token), device=token.device).unsqueeze(1)
     to, of = cache.layers[0].table.repeats(rows, token)
     for layer in cache.layers:
         for stored in layer.stored:
             stored[rows, to] = stored[rows, of]
-
-
-def move_row(cache: Cache, source: int, target: int) -> None:
-    """Copy a row of a fixed slot cache over another."""
-
-    def moved(x: Tensor) -> Tensor:
-        x[target] = x[source]
-        return x
-
-    cache.layers[0].table.each(moved)
-    cache.layers[0].change(moved)
 
 
 def merge_slots(cache: Cache, other: Cache) -> None:

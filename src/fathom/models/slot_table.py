@@ -107,7 +107,7 @@ class Placement:
         places = slice(self.end) if self.seen is None else self.seen
         if self.batch is not None:
             return buffer[self.batch, places]
-        return buffer[:, places] if self.slot is None else buffer[: len(self.slot), places]
+        return buffer[:, places]
 
 
 class Table:
@@ -190,9 +190,6 @@ class SlotTable(Table):
         view: Which slots a slot may read.
         device: Of its tensors.
     """
-
-    whole = False
-    """Whether a pass leaves no token out while another goes on, so that its shapes stay."""
 
     def __init__(self, rows: int, view: View, device: torch.device) -> None:
         super().__init__(rows, 0, 0, view, device)

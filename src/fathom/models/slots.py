@@ -185,11 +185,6 @@ class TokenSubset:
         return cls._left(alive, known, None if len(rows) == len(known) else rows) if rows else None
 
     @classmethod
-    def keep(cls, alive: Tensor) -> TokenSubset | None:
-        """Leave out no token while one goes on, so that shapes stay; None if none does."""
-        return cls(alive) if any(map(any, to_host(alive))) else None
-
-    @classmethod
     def pack(cls, alive: Tensor) -> TokenSubset:
         """Leave out the tokens that halted; rows are padded to the longest. At least one column stays even if all have
         halted: the penalty reads the trip's gates, and ranks that share a model must make the same passes."""

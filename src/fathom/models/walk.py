@@ -153,8 +153,8 @@ def _stored(model: FathomModel, x: Tensor, inputs: Inputs, store: Store, solve: 
     if not solve or length == 1:
         # A compiled step asks the host nothing: halted tokens are computed and discarded.
         picked = recurrence.halts and inputs.hidden is None and not torch.compiler.is_compiling()
-        pick = (TokenSubset.keep if table.whole else TokenSubset.pick) if picked else None
         through = Stored(model, inputs, x, store)
+        pick = TokenSubset.pick if picked else None
         state = sweep(recurrence, x, through, inputs.trips, live=inputs.live, pick=pick)[0]
         through.finish()
         return state
