@@ -2,7 +2,7 @@
 
     python examples/minerals.py specialise/world
 
-Every fact is known, so what a model has learnt, what leaked and what was forgotten can be measured exactly.
+Every fact is known, so what a model has learned, what leaked and what was forgotten can be measured exactly.
 """
 
 import sys

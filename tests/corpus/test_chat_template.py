@@ -1,4 +1,4 @@
-"""A tokenizer's own chat template: its words to the letter, and of these only what the assistant says is learnt."""
+"""A tokenizer's own chat template: the text matches exactly, and only the assistant's messages are trained on."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MARKED = (
     "{{ '<think>\n\n</think>\n\n' + m.content + '<stop>' }}{% endgeneration %}{{ '\n' }}{% else %}"
     "{{ m.content + '<stop>\n' }}{% endif %}{% endfor %}"
 )
-# What is learnt stands between ⟦ and ⟧.
+# What is trained on stands between ⟦ and ⟧.
 GOLDEN = {
     PLAIN: "<|endoftext|><start>user\nBe brief.\n\nHow deep?<stop>\n<start>assistant\n⟦Two fathoms.<stop>⟧\n"
     "<start>user\nAnd here?<|im_end|><stop>\n<start>assistant\n<think>\n\n</think>\n\n⟦Three.<stop>⟧\n",
@@ -54,7 +54,7 @@ def saved(folder: Path, template: str | None) -> Path:
 
 
 def shown(messages: list[dict[str, Any]], template: TokenizerTemplate) -> str:
-    marked = "".join(f"⟦{one.text}⟧" if one.learnt else one.text for one in template(messages))
+    marked = "".join(f"⟦{one.text}⟧" if one.trained else one.text for one in template(messages))
     return marked.replace("⟧⟦", "")
 
 
@@ -91,7 +91,7 @@ def test_a_trace_of_tools_is_learnt_as_the_template_says(tmp_path: Path) -> None
     assert made is not None
     count = len(theirs["input_ids"])
     assert made.ids[:count] == theirs["input_ids"]
-    assert [int(bit) for bit in made.learnt[:count]] == theirs["assistant_masks"]
+    assert [int(bit) for bit in made.trained[:count]] == theirs["assistant_masks"]
 
 
 @pytest.mark.parametrize("template", [*GOLDEN, TOOLS], ids=["without marks", "with marks", "tools"])
@@ -109,10 +109,11 @@ def test_a_conversation_may_quote_its_own_template(template: str, tmp_path: Path
     assert made is not None
     for token, count in (("<start>", 2), ("<stop>", 2)):
         assert made.ids.count(fast.token_to_id(token)) == count, "those of the two turns alone"
-    learnt = fast.decode(
-        [one for one, bit in zip(made.ids, made.learnt, strict=True) if bit], skip_special_tokens=False
+    trained = fast.decode(
+        [one for one, bit in zip(made.ids, made.trained, strict=True) if bit], skip_special_tokens=False
     )
-    assert learnt.removeprefix("<think>\n\n</think>\n\n").removesuffix("<|endoftext|>") == talk[1]["content"] + "<stop>"
+    answer = trained.removeprefix("<think>\n\n</think>\n\n").removesuffix("<|endoftext|>")
+    assert answer == talk[1]["content"] + "<stop>"
 
 
 @pytest.mark.parametrize("template", GOLDEN, ids=["without marks", "with marks"])
@@ -194,7 +195,7 @@ def test_a_corpus_by_the_tokenizers_own_template(tmp_path: Path) -> None:
         assert (counts["conversations"], counts["no_template"]) == (12, 1)
         assert [row["path"] for row in lines(tmp_path / "out/stages/converse/rejected.jsonl")] == ["talk.jsonl:4"]
         bits.append(counts["targets"])
-    assert bits[0] > bits[1], "the marked template has the thoughts learnt too"
+    assert bits[0] > bits[1], "the marked template trains on the thoughts too"
 
 
 def test_a_tokenizer_that_is_trained_has_the_tokens_of_its_conversations(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Conversations: what is learnt is what the assistant says and the token that ends its turn, and nothing else."""
+"""Conversations: only the assistant's messages and the token that ends each turn are trained on."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TRACE = [
     {"role": "tool", "content": "12 m"},
     {"role": "assistant", "content": "Thought: done\nFinal Answer: 12 m"},
 ]
-# What is learnt stands between ⟦ and ⟧; ∎ is EOS.
+# What is trained on stands between ⟦ and ⟧; ∎ is EOS.
 GOLDEN = {
     "chatml": (
         TALK,
@@ -71,9 +71,9 @@ def encoder_of(folder: Path, template: str, most: int = 2048) -> tuple[Conversat
 
 
 def decoded(tokenizer: Tokenizer, found: EncodedConversation) -> str:
-    """What is learnt, as text."""
-    learnt = [one for one, bit in zip(found.ids, found.learnt, strict=True) if bit]
-    return str(tokenizer.decode(learnt, skip_special_tokens=False))
+    """What is trained on, as text."""
+    trained = [one for one, bit in zip(found.ids, found.trained, strict=True) if bit]
+    return str(tokenizer.decode(trained, skip_special_tokens=False))
 
 
 @pytest.mark.parametrize("template", GOLDEN)
@@ -81,7 +81,7 @@ def test_golden(template: str) -> None:
     messages, expected = GOLDEN[template]
     pieces = list(TEMPLATES[template](messages))
     assert rendered(pieces, "∎") == expected.replace("⟦", "").replace("⟧", "")
-    marked = "".join(f"⟦{rendered([one], '∎')}⟧" if one.learnt else rendered([one], "∎") for one in pieces)
+    marked = "".join(f"⟦{rendered([one], '∎')}⟧" if one.trained else rendered([one], "∎") for one in pieces)
     assert marked.replace("⟧⟦", "") == expected
 
 
@@ -90,16 +90,16 @@ def test_what_is_learnt_decodes_to_what_was_said(chat_tokenizer: Path, template:
     encoder, tokenizer, eos = encoder_of(chat_tokenizer, template)
     messages, _ = GOLDEN[template]
     found = encoder.encode(messages)
-    assert found is not None and len(found.ids) == len(found.learnt) and found.ids[-1] == eos
-    learnt = tokenizer.decode(
-        [one for one, bit in zip(found.ids, found.learnt, strict=True) if bit], skip_special_tokens=False
+    assert found is not None and len(found.ids) == len(found.trained) and found.ids[-1] == eos
+    trained = tokenizer.decode(
+        [one for one, bit in zip(found.ids, found.trained, strict=True) if bit], skip_special_tokens=False
     )
     ends = {"chatml": "<|im_end|>", "alpaca": "<|endoftext|>", "react": "\n"}[template]
     said = [one["content"] for one in messages if one["role"] == "assistant"]
     expected = "".join(text + ends for text in said)
-    assert learnt == (expected if template != "react" else expected[:-1] + "<|endoftext|>")
+    assert trained == (expected if template != "react" else expected[:-1] + "<|endoftext|>")
     # The end of the last turn is a target: a model that is never told to stop never does.
-    last = max(number for number, bit in enumerate(found.learnt) if bit)
+    last = max(number for number, bit in enumerate(found.trained) if bit)
     assert tokenizer.id_to_token(found.ids[last]) in ("<|im_end|>", "<|endoftext|>")
 
 
@@ -118,7 +118,7 @@ def test_the_mask_is_that_of_growing_renders(chat_tokenizer: Path, template: str
     messages, _ = GOLDEN[template]
     whole = encoder.encode(messages)
     assert whole is not None
-    spans = np.flatnonzero(np.diff(np.array([0, *whole.learnt, 0], np.int8)))
+    spans = np.flatnonzero(np.diff(np.array([0, *whole.trained, 0], np.int8)))
     turns = [number for number, one in enumerate(messages) if one["role"] == "assistant"]
     assert len(spans) == 2 * len(turns)
     for number, start in zip(turns, spans[::2].tolist(), strict=True):

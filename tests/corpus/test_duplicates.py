@@ -200,7 +200,7 @@ def stays(tmp_path: Path, rows: list[dict[str, Any]], kind: str = "conversations
 
 
 def test_who_says_it_and_whether_it_is_learnt_are_part_of_a_conversation(tmp_path: Path) -> None:
-    """What is learnt of it must not depend on a copy that is not, or on the names of files."""
+    """Whether a conversation is trained on must not depend on an untrained copy, nor on file names."""
     question, answer = Prose(9).sentence(12), Prose(10).sentence(30)
     rows = [
         talk(question, answer, train=False),
@@ -209,7 +209,7 @@ def test_who_says_it_and_whether_it_is_learnt_are_part_of_a_conversation(tmp_pat
         talk(question, answer, train=True),  # the second again
         talk(question, answer),
     ]
-    rows[4]["messages"][0]["train"] = False  # of a question nothing is learnt anyway
+    rows[4]["messages"][0]["train"] = False  # questions are never trained on anyway
     assert stays(tmp_path, rows, near=False) == [0, 1, 2]
 
 

@@ -76,7 +76,7 @@ def test_long_records_take_no_memory(tmp_path: Path, tokenizer: str) -> None:
     grown, found = measured(tmp_path, tokenizer, cases)
     assert grown < 40, found
     for name, message in zip([*names, "a.txt"], [*found[: len(names)], found[-1]], strict=True):
-        assert name in message and "over 65,536 bytes: `oversize=split` or skip goes on" in message
+        assert name in message and "over 65,536 bytes: `oversize=split` or skip continues" in message
     assert found[len(names) : -1] == [[1, len("small")]] * len(names)
 
 

@@ -1,4 +1,4 @@
-"""Conversations in rows: whole ones, each by itself, and nothing learnt but what the bits say."""
+"""Conversations in rows: each is whole and separate, and only the tokens of the loss mask are trained on."""
 
 from __future__ import annotations
 

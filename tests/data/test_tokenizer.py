@@ -109,8 +109,8 @@ def test_what_is_held_out_teaches_nothing(tmp_path: Path) -> None:
     for name, chosen in (("without", held_out), ("with", texts)):
         (tmp_path / f"{name}.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in plain + chosen))
         prepare([str(tmp_path / f"{name}.jsonl")], tmp_path / name, train_tokenizer=300, held_out=0.2)
-    learnt = {
+    trained = {
         name: any("zyx" in token for token in load_tokenizer(str(tmp_path / name / "tokenizer")).get_vocab())
         for name in ("with", "without")
     }
-    assert learnt == {"with": True, "without": False}
+    assert trained == {"with": True, "without": False}

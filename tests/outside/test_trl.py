@@ -1,4 +1,4 @@
-"""What is learnt of a conversation, held against TRL's templates for training, family by family."""
+"""Which tokens of a conversation are trained on, compared with TRL's training templates, family by family."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ TALK = [
 PICTURES = {"idefics3", "llava_next", "smolvlm"}  # a message there is a list of texts and pictures
 FAMILIES = sorted({path.stem.removesuffix("_training") for path in FOLDER.glob("*_training.jinja")} - PICTURES)
 ENDLESS = {"glm4moe"}  # whose turns end where the next begins
-# What TRL has learnt beside an answer and the token after it: what a prompt says already, or what comes after the end.
+# What TRL trains on in addition to an answer and the token after it: text of the prompt, or text after the end.
 BESIDE = re.compile(
     r"<think>\s*</think>\s*|<｜Assistant｜>|<\|start\|>assistant(<\|channel\|>final| to=user)?<\|message\|>"
 )
 
 
 def encoded(template: str, folder: Path) -> tuple[Path, list[int], list[bool], str]:
-    """Tokens and bits of the conversation, and what is learnt as text; by a tokenizer that has the family's tokens."""
+    """Tokens and loss mask of a conversation, and the trained text, by a tokenizer that has the family's tokens."""
     found = {token for path in FOLDER.glob("*.jinja") for token in re.findall(r"<[|｜/\w▁]+>", path.read_text())}
     tokens = sorted(found - {"<|endoftext|>", "<|pad|>"})
     tokenizer = train_bpe(["How deep is it? Two fathoms. And here? Three."] * 3, 300, tokens)
@@ -41,13 +41,13 @@ def encoded(template: str, folder: Path) -> tuple[Path, list[int], list[bool], s
     fast = plain(Tokenizer.from_file(str(place / "tokenizer.json")))
     made = ConversationEncoder(fast, fast.token_to_id("<|endoftext|>"), TokenizerTemplate(place), 9999).encode(TALK)
     assert made is not None
-    learnt = [one for one, bit in zip(made.ids, made.learnt, strict=True) if bit]
-    return place, made.ids, made.learnt, fast.decode(learnt, skip_special_tokens=False)
+    trained = [one for one, bit in zip(made.ids, made.trained, strict=True) if bit]
+    return place, made.ids, made.trained, fast.decode(trained, skip_special_tokens=False)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_masks_are_those_of_trls_template(family: str, tmp_path: Path) -> None:
-    """Where a template marks what is learnt: the tokens and the mask that transformers makes of it, bit by bit."""
+    """If a template marks what is trained on: tokens and mask equal those of transformers, bit by bit."""
     from transformers import AutoTokenizer
 
     place, ids, bits, _ = encoded((FOLDER / f"{family}_training.jinja").read_text(), tmp_path)
@@ -61,7 +61,7 @@ def test_masks_are_those_of_trls_template(family: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_without_marks_answers_and_the_tokens_after_them_are_learnt(family: str, tmp_path: Path) -> None:
-    """The family's own template, and what TRL has learnt of its own without what a prompt says or what follows."""
+    """The family's own template trains on what TRL trains on, less prompt text and text after the end."""
     template = (FOLDER / f"{family}.jinja").read_text()
     if family in ENDLESS:
         with pytest.raises(DataError, match="ends an answer with no token of its own"):

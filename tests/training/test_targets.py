@@ -1,4 +1,4 @@
-"""Instruction tuning: nothing is learnt but the bits, no conversation sees another, and a run resumes bit for bit."""
+"""Instruction tuning: only masked-in tokens are trained on, no conversation sees another, a run resumes bit for bit."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def tuning(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Recipe:
 
 
 def alone(model: FathomForCausalLM, batch: Batch) -> torch.Tensor:
-    """The mean loss of what is learnt, each conversation read by itself."""
+    """The mean loss of what is trained on, each conversation read by itself."""
     total, count = torch.zeros(()), 0
     for ids, labels, positions in zip(batch.input_ids, batch.labels, batch.position_ids, strict=True):
         edges = [*(positions == 0).nonzero().flatten().tolist(), len(ids)]
@@ -130,9 +130,9 @@ def test_twenty_conversations_learnt_by_heart_end_by_themselves(template: str, e
     last_token = load_tokenizer(str(place / "tokenizer")).convert_tokens_to_ids(end)
     ends = [*data.document_ends(0, data.num_tokens).tolist(), data.num_tokens]
     for start, stop in pairwise([0, *ends]):
-        ids, learnt = np.empty(stop - start, np.int64), data.learnt(start, stop)
+        ids, trained = np.empty(stop - start, np.int64), data.trained(start, stop)
         data.read(start, ids)
-        first, last = learnt.argmax(), len(ids) - learnt[::-1].argmax()
+        first, last = trained.argmax(), len(ids) - trained[::-1].argmax()
         prompt = torch.from_numpy(ids[None, :first])
         found = model.generate(prompt, do_sample=False, max_new_tokens=64, eos_token_id=last_token)
         assert found[0, first:].tolist() == ids[first:last].tolist()

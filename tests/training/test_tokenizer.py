@@ -24,7 +24,7 @@ def run(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def foreign(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Other text, and a tokenizer of the same size that learnt from it."""
+    """Other text, and a tokenizer of the same size that learned from it."""
     folder = tmp_path_factory.mktemp("foreign")
     lines = (json.dumps({"text": f"quick brown foxes jump over {i} lazy dogs, {i * i} times"}) for i in range(400))
     (folder / "a.jsonl").write_text("\n".join(lines))

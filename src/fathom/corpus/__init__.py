@@ -1,1 +1,1 @@
-"""Documents to clean, deduplicated, decontaminated, mixed collections of tokens, each step accounted for."""
+"""Documents to cleaned, deduplicated, decontaminated and mixed token shards, with a report on every step."""

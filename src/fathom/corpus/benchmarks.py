@@ -1,4 +1,4 @@
-"""Benchmarks: items of several formats in one form, and a check of the benchmark itself for faults."""
+"""Benchmarks: items of several formats in one form, and a self-check that finds faults of the benchmark itself."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Item:
     stem: str
     choices: tuple[str, ...] = ()
     answer: int | None = None
-    """The index of the right choice; None if there are no choices, or if none of them is right."""
+    """Index of the right choice; None if there are no choices, or none of them is right."""
     gold: str = ""
     """The right answer's text."""
     context: str = ""
@@ -76,7 +76,7 @@ class Item:
 
 
 def plain(text: str) -> str:
-    """A text as its words, in lower case, separated by single blanks."""
+    """The words of a text in lower case, separated by single spaces."""
     return plain_all([text])[0]
 
 
@@ -111,7 +111,7 @@ def read_items(path: Path, name: str, question: str | None = None) -> list[Item]
 
 
 def _judged(items: list[Item]) -> list[Item]:
-    """Items of which all open answers are marks, such as T and F, as true/false questions."""
+    """Items as true/false questions, if all their open answers are marks such as T and F."""
     marks = [None if one.choices else MARKS.get(one.gold.rstrip(".").lower()) for one in items]
     if any(mark is None and not one.choices for mark, one in zip(marks, items, strict=True)):
         return items
@@ -126,7 +126,7 @@ def _truth_choices(stem: str) -> tuple[str, str]:
 
 
 def _of_truth(item: Item, choices: tuple[str, str], holds: bool) -> Item:
-    """An open item as a question with two choices, the first of which says that it holds."""
+    """An open item as a question with two choices; the first one says that the statement is true."""
     other = TRUTHS["true" if choices[0] == "Yes" else "yes"][not holds]
     accepted = dict.fromkeys((*item.golds(), *item.accepted, other))
     gold = choices[not holds]
@@ -198,7 +198,7 @@ def item_of(row: Mapping[str, object], number: int, question: str | None = None)
 
 
 def _given(given: object, choices: Sequence[str]) -> list[object]:
-    """An answer, and others that are accepted: some benchmarks give a list, or an object of one."""
+    """An answer and the alternatives that are accepted, from a list or an object."""
     if isinstance(given, Mapping):  # TriviaQA: {"value": ..., "aliases": [...]}; SQuAD: {"text": [...]}
         texts = given.get("text", given.get("aliases"))
         given = [*([given["value"]] if "value" in given else []), *(texts if isinstance(texts, list) else [])]
@@ -228,7 +228,7 @@ def _choices(row: Mapping[str, object]) -> tuple[list[str], list[str]]:
 
 
 def _flat(question: str) -> tuple[str, list[str], list[str]]:
-    """Question, choices and labels of a question that lists its choices: `... Choose from: A. ... B. ...`."""
+    """Question, choices and labels of a question text that lists its choices: `... Choose from: A. ... B. ...`."""
     begins = list(OPTION.finditer(question))
     letters = [match[1] for match in begins]
     first = _first_option(letters)
@@ -243,7 +243,7 @@ def _flat(question: str) -> tuple[str, list[str], list[str]]:
 
 
 def _first_option(letters: Sequence[str]) -> int | None:
-    """Where the options begin: those from there on are A, B, … in order, or else each of these letters once."""
+    """Where the options begin: from there on the labels are A, B, … in order, or each of these letters occurs once."""
     starts = range(len(letters) - 1)
     wanted = [list(LETTERS[: len(letters) - start]) for start in starts]
     in_order = (start for start in starts if list(letters[start:]) == wanted[start])
@@ -254,7 +254,7 @@ def _first_option(letters: Sequence[str]) -> int | None:
 def _gold(
     given: object, choices: Sequence[str], labels: Sequence[str], row: Mapping[str, object]
 ) -> tuple[int | None, str]:
-    """Which choice is right, and its text; the text alone where there are no choices."""
+    """Index and text of the right choice; the text alone if there are no choices."""
     if given is None:
         return None, ""
     if not choices:
@@ -278,7 +278,7 @@ def _gold(
 
 @dataclass(frozen=True)
 class SelfCheck:
-    """The faults of a benchmark: how many items by fault, and the first of them; and the score of a guess."""
+    """Faults of a benchmark: the number of items per fault, the first of them, and the score of guessing."""
 
     items: int
     questions: int
@@ -289,7 +289,7 @@ class SelfCheck:
     counts: dict[str, int]
     faults: dict[str, Sequence[object]]
     left_out: dict[str, int]
-    """How many items cannot be asked, by reason."""
+    """Number of items that cannot be asked, by reason."""
 
 
 def self_check(items: Sequence[Item]) -> SelfCheck:
@@ -304,7 +304,7 @@ def self_check(items: Sequence[Item]) -> SelfCheck:
         stems.setdefault(stem, []).append(item)
         whole.setdefault(key, []).append(item)
         answers.setdefault(key, set()).add(gold)
-    # Open answers in other words are no contradiction: only a choice among the same options can be one.
+    # Open answers in other words are not a contradiction; only different choices among the same options are.
     contradictory = [same for key, same in whole.items() if same[0].choices and len(answers[key] - {""}) > 1]
     place = _addresses(items)
     with_choices = [item for item in items if item.choices]
@@ -337,17 +337,17 @@ def self_check(items: Sequence[Item]) -> SelfCheck:
 
 
 def _lists_options(item: Item) -> bool:
-    """Whether an item that was read without choices lists some: its answer is the letter of one."""
+    """Whether an item that was read without choices lists choices in its text, and its answer is the letter of one."""
     letters = [match[1] for match in OPTION.finditer(item.stem)]
     return not item.choices and len(letters) > 1 and item.gold.strip().rstrip(".") in letters
 
 
 def _addresses(items: Sequence[Item]) -> dict[int, str]:
-    """A name for each item by which it can be found: its id, with its number from 1 where others have the same id."""
+    """A name for each item: its id, with its number from 1 if several items have the same id."""
     often = Counter(item.id for item in items)
     return {id(one): one.id if often[one.id] == 1 else f"{one.id} (item {n})" for n, one in enumerate(items, 1)}
 
 
 def _key(choice: str) -> str:
-    """A key for equal choices: case and outer blanks do not count, punctuation does."""
+    """A key that is equal for equal choices: it ignores case and outer spaces, but not punctuation."""
     return " ".join(choice.lower().split())

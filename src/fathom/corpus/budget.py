@@ -1,4 +1,4 @@
-"""How many tokens a mixture takes of each collection, how often each is read, and whether there are enough."""
+"""How many tokens a mixture takes from each collection, how often each is read, and whether there are enough."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class Budget:
     epochs: dict[str, float]
     """How often each collection is read."""
     largest: int
-    """Tokens that the cap on epochs would allow."""
+    """Largest number of tokens that the limit on epochs allows."""
     limited_by: str
-    """The collection that sets it."""
+    """The collection that sets this limit."""
 
 
 def plan_budget(
     available: Mapping[str, int], shares: Mapping[str, float], tokens: int | None, most_epochs: float
 ) -> Budget:
-    """The budget of a mixture; an infeasible one is an error that names the scarce collection and the largest budget.
+    """The budget of a mixture. If it is infeasible, the error names the scarce collection and the largest budget.
 
     Args:
         available: Tokens of each collection.

@@ -1,4 +1,4 @@
-"""card.md: the contents of a corpus, from the manifests of its stages alone."""
+"""card.md: the contents of a corpus, written from the manifests of its stages."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _by_collection(workspace: Workspace, stage: str) -> dict[str, Counter[str]]:
 
 
 def _dropped(workspace: Workspace) -> Iterator[str]:
-    """One row for each reason, one column for each collection."""
+    """One table row for each reason, one column for each collection."""
     names = list(workspace.recipe.collections)
     read, cleaned = _by_collection(workspace, "ingest"), _by_collection(workspace, "clean")
     gone = workspace.manifest("duplicates").counts

@@ -1,9 +1,9 @@
-"""A tokenizer's own chat template as pieces: the text around the messages, and which pieces are learnt.
+"""A tokenizer's own chat template as pieces: the text around the messages, and which pieces are trained on.
 
-A template is a program and does not say which part of its output is a message. So it is run on a conversation in which
-every message is replaced by a mark of its own; the text between the marks is the template's. With the messages put back
-in place of the marks, the result must equal the template's output for the conversation itself. A template that rewrites
-messages (by leaving earlier thoughts out, say) is refused for those conversations.
+A template is a program and does not say which part of its output is a message. It is therefore run on a conversation in
+which a unique mark replaces every message; the text between the marks belongs to the template. With the messages put
+back in place of the marks, the result must equal the template's output for the original conversation. A template that
+rewrites messages, by removing earlier thoughts for example, is refused for these conversations.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from fathom.corpus.templates import ChatMessage, TemplatePart, is_learnt
+from fathom.corpus.templates import ChatMessage, TemplatePart, is_trained
 from fathom.errors import DataError
 
 MARKS = "\ue000{}\ue001"
@@ -24,8 +24,8 @@ MARKS = "\ue000{}\ue001"
 class TokenizerTemplate:
     """The chat template of a saved tokenizer.
 
-    The parts that it marks by `{% generation %}` are learnt. If it marks nothing, these are the assistant's messages,
-    each with the text after it up to the first special token, which ends the turn.
+    What the template marks with `{% generation %}` is trained on. If the template marks nothing, each assistant message
+    is trained on, with the text after it up to and including the first special token, which ends the turn.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -51,13 +51,13 @@ class TokenizerTemplate:
             raise DataError(f"the template leaves message {min(left_out) + 1} out")
         around = re.split("\ue000\\d+\ue001", marked)
         contents = _contents(around, [str(messages[number]["content"]) for number in order], said)
-        learnt = self._learnt(messages, order, around, spans)
+        trained = self._trained(messages, order, around, spans)
         place = 0
         for number, text in enumerate(around):
-            yield from self._fixed(text, learnt[place : place + len(text)])
+            yield from self._fixed(text, trained[place : place + len(text)])
             place += len(text)
             if number < len(order):
-                yield TemplatePart(contents[number], learnt[place])
+                yield TemplatePart(contents[number], trained[place])
                 place += len(MARKS.format(order[number]))
 
     def _render(self, messages: Sequence[ChatMessage]) -> tuple[str, list[tuple[int, int]]]:
@@ -77,16 +77,16 @@ class TokenizerTemplate:
             raise DataError(f"the chat template fails: {' '.join(str(error).split())}") from None
         return texts[0], [(start, stop) for start, stop in spans[0]] if self._marks_spans else []
 
-    def _learnt(
+    def _trained(
         self, messages: Sequence[ChatMessage], order: list[int], around: list[str], spans: list[tuple[int, int]]
     ) -> list[bool]:
-        """For every character of the marked text, whether it is learnt."""
+        """For every character of the marked text, whether it is trained on."""
         begins, place = [], 0
         for text, number in zip(around, [*order, None], strict=True):
             place += len(text)
             begins.append(place)
             place += len(MARKS.format(number)) if number is not None else 0
-        learnt = [False] * place
+        trained = [False] * place
         turns = [n for n, number in enumerate(order) if messages[number]["role"] == "assistant"]
         if not self._marks_spans:
             spans = [
@@ -94,9 +94,9 @@ class TokenizerTemplate:
             ]
         owners = [next((n for n in turns if start <= begins[n] < stop), None) for start, stop in spans]
         for (start, stop), owner in zip(spans, owners, strict=True):
-            if owner is None or is_learnt(messages[order[owner]]):
-                learnt[start:stop] = [True] * (stop - start)
-        return learnt
+            if owner is None or is_trained(messages[order[owner]]):
+                trained[start:stop] = [True] * (stop - start)
+        return trained
 
     def _end_of_turn(self, after: str, start: int) -> int:
         """The end of the special token that follows an answer."""
@@ -105,13 +105,13 @@ class TokenizerTemplate:
             raise DataError("the template ends an answer with no token of its own")
         return start + found.end()
 
-    def _fixed(self, text: str, learnt: Sequence[bool]) -> Iterator[TemplatePart]:
+    def _fixed(self, text: str, trained: Sequence[bool]) -> Iterator[TemplatePart]:
         """The template's own text, cut at special tokens and where learning begins or ends."""
-        edges = {0, len(text), *(n for n in range(1, len(text)) if learnt[n] != learnt[n - 1])}
+        edges = {0, len(text), *(n for n in range(1, len(text)) if trained[n] != trained[n - 1])}
         whole = {(found.start(), found.end()) for found in self._tokens.finditer(text)}
         cuts = sorted(edges | {edge for span in whole for edge in span})
         for start, stop in pairwise(cuts):
-            yield TemplatePart(text[start:stop], learnt[start], token=(start, stop) in whole)
+            yield TemplatePart(text[start:stop], trained[start], token=(start, stop) in whole)
 
 
 def _contents(around: Sequence[str], messages: Sequence[str], said: str) -> list[str]:

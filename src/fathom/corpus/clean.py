@@ -15,7 +15,7 @@ from fathom.corpus.normalization import normalize
 from fathom.corpus.quality import Broken, broken_rules, language_of
 from fathom.corpus.recipe import Filter
 from fathom.corpus.stage import Stage, Task
-from fathom.corpus.templates import is_learnt
+from fathom.corpus.templates import is_trained
 from fathom.errors import DataError, to_install
 
 RULES = (*(one.name for one in fields(Filter) if one.name != "languages"), "language")
@@ -28,25 +28,25 @@ def text_digest(text: str) -> bytes:
 
 
 def document_digest(document: Document) -> bytes:
-    """SHA-256 of a document's text; of a conversation's messages: who says what, and what of it is learnt."""
+    """SHA-256 of a document's text, or of a conversation's roles, messages and loss mask."""
     if document.messages is None:
         return text_digest(document.text)
-    said = [[one["role"], is_learnt(one), one["content"]] for one in document.messages]
+    said = [[one["role"], is_trained(one), one["content"]] for one in document.messages]
     return text_digest(json.dumps(said, ensure_ascii=False))
 
 
 class Clean(Stage):
-    """One task for each file of documents; what it drops is listed beside what it keeps."""
+    """One task for each file of documents; dropped documents are listed in a file next to the kept ones."""
 
     name = "clean"
     version = 4
 
     def settings(self) -> dict[str, object]:
-        """The values of the recipe that this stage's results depend on."""
+        """The recipe values that this stage's results depend on."""
         return {"normalize": asdict(self.recipe.normalize)}
 
     def tasks(self) -> list[Task]:
-        """The tasks, once the stages before are finished."""
+        """The tasks, once the earlier stages are finished."""
         wanted = any(self.recipe.filter_of(name).languages for name in self.recipe.collections)
         if wanted and importlib.util.find_spec("py3langid") is None:
             raise DataError(f"filter.languages needs py3langid: {to_install('corpus')}")
@@ -60,7 +60,7 @@ class Clean(Stage):
         return found
 
     def finish(self, counts: dict[str, int]) -> None:
-        """Refuse an outcome without a document; the error names the rule that dropped most."""
+        """Refuse an empty result; the error names the rule that dropped most documents."""
         if counts.get("kept"):
             return
         if not counts.get("documents"):
@@ -75,7 +75,7 @@ class Clean(Stage):
         )
 
     def run(self, task: Task, folder: Path) -> dict[str, int]:
-        """Do one task; returns what was counted."""
+        """Run one task and return its counts."""
         limits = None
         if task.arguments["filter"] is not None:
             values = task.arguments["filter"]
@@ -89,7 +89,7 @@ class Clean(Stage):
     def _dropped(
         self, path: Path, limits: Filter | None, writer: PartWriter, counts: dict[str, int]
     ) -> Iterator[dict[str, object]]:
-        """Yields the documents that are dropped; those that are kept go to the writer."""
+        """Yields the dropped documents; kept ones go to the writer."""
         for document in read_part(path):
             counts["documents"] += 1
             self._normalize(document)
@@ -106,14 +106,14 @@ class Clean(Stage):
         normal = self.recipe.normalize
         if document.messages is None:
             document.text = normalize(document.text, normal.strip, normal.blank_lines, normal.form)
-        else:  # what is trained on is what was written, to the last blank
+        else:  # train on exactly what was written, including outer spaces
             document.text = contents(document.messages)
         document.id = document_digest(document).hex()[:16]
         document.n_chars, document.n_words = len(document.text), len(document.text.split())
 
 
 def _reasons(document: Document, limits: Filter | None) -> list[Broken]:
-    """Every rule that a document breaks, the first first."""
+    """Every rule that a document breaks, in the order of the checks."""
     if not document.text.strip():
         return [Broken("empty")]
     if limits is None:

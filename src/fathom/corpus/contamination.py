@@ -1,7 +1,7 @@
-"""Documents that give evaluation items away, and the items that are given away.
+"""Documents that leak evaluation items, and the items that they leak.
 
-`benchmarks` reads, checks and indexes the benchmarks, `contamination` looks for their items in each file of documents,
-and `flags` marks every item as clean or dirty (given away). `leaks.py` says what gives an item away.
+`benchmarks` reads, checks and indexes the benchmarks. `contamination` searches each file of documents for their items.
+`flags` marks every item as uncontaminated or contaminated. `leaks.py` defines what counts as a leak.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class Benchmarks(Stage):
     version = 5
 
     def settings(self) -> dict[str, object]:
-        """The values of the recipe that this stage's results depend on."""
+        """The recipe values that this stage's results depend on."""
         leaks = self.recipe.decontaminate
         return {key: getattr(leaks, key) for key in ("words", "whole", "shortest")}
 
     def tasks(self) -> list[Task]:
-        """The tasks, once the stages before are finished."""
+        """The tasks, once the earlier stages are finished."""
         found = []
         for name, one in self.recipe.decontaminate.benchmarks.items():
             place = Path(one.path.partition("#")[0]).expanduser()
@@ -51,7 +51,7 @@ class Benchmarks(Stage):
         return found
 
     def run(self, task: Task, folder: Path) -> dict[str, int]:
-        """Do one task; returns what was counted."""
+        """Run one task and return its counts."""
         name, part = task.arguments["name"], task.arguments["part"]
         place = task.inputs[0].path + (f"#{part}" if part else "")
         items = read_items(Path(place), name, task.arguments["question"])
@@ -71,7 +71,7 @@ class Benchmarks(Stage):
         }
 
     def finish(self, counts: dict[str, int]) -> None:
-        """Under `decontaminate.strict`, refuse a benchmark that gives one question two answers."""
+        """With `decontaminate.strict`, refuse a benchmark that has one question with two answers."""
         if self.recipe.decontaminate.strict and counts.get("contradictory"):
             raise DataError(
                 f"benchmarks: {counts['contradictory']} questions have two answers: see check.json below "
@@ -81,13 +81,13 @@ class Benchmarks(Stage):
 
 
 class Contamination(Stage):
-    """One task for each file of documents: the action for each document that gives an item away, and why."""
+    """One task for each file of documents: the action for each document that contains an item, and the reason."""
 
     name = "contamination"
     version = 4
 
     def settings(self) -> dict[str, object]:
-        """The values of the recipe that this stage's results depend on."""
+        """The recipe values that this stage's results depend on."""
         return {"margin": self.recipe.decontaminate.margin, "actions": self._actions()}
 
     def _actions(self) -> dict[str, str]:
@@ -95,7 +95,7 @@ class Contamination(Stage):
         return {name: one.action or leaks.action for name, one in leaks.benchmarks.items()}
 
     def tasks(self) -> list[Task]:
-        """The tasks, once the stages before are finished."""
+        """The tasks, once the earlier stages are finished."""
         indices, items = (self.workspace.outputs("benchmarks", name) for name in ("index.npz", "items.jsonl"))
         names = [task.arguments["name"] for task in self.workspace.manifest("benchmarks").tasks]
         removed = self.workspace.outputs("duplicates", ".npy")
@@ -107,7 +107,7 @@ class Contamination(Stage):
         ]
 
     def run(self, task: Task, folder: Path) -> dict[str, int]:
-        """Do one task; returns what was counted."""
+        """Run one task and return its counts."""
         names = task.arguments["benchmarks"]
         paths = [self.workspace.path(one) for one in task.inputs]
         items = {name: read_index_items(lines) for name, lines in zip(names, paths[2 + len(names) :], strict=True)}
@@ -137,7 +137,7 @@ class Contamination(Stage):
     def _search(
         self, path: Path, removed: set[int], wanted: tuple[Sequence[str], Matcher], counts: dict[str, int]
     ) -> Iterator[tuple[int, Document, list[tuple[str, Hit]]]]:
-        """Rows in which something was found."""
+        """Rows in which an item was found."""
         names, matcher = wanted
         for batch in _row_batches(path, removed):
             counts["documents"] += len(batch)
@@ -147,7 +147,7 @@ class Contamination(Stage):
                     yield row, document, [(names[benchmark], hit) for benchmark, hit in mine]
 
     def _action(self, document: Document, found: Sequence[tuple[str, Hit]]) -> tuple[str, list[list[int]]]:
-        """The strictest action of the benchmarks that were hit, and the passages to cut."""
+        """The strictest action of the matching benchmarks, and the passages to cut."""
         actions = self._actions()
         wanted = {actions[name] for name, _ in found}
         if "drop" in wanted or ("cut" in wanted and document.messages is not None):
@@ -166,7 +166,7 @@ class Contamination(Stage):
 
 
 def _too_short(document: Document, spans: Sequence[Sequence[int]], least: int) -> tuple[list[dict[str, object]], bool]:
-    """A report's line on each piece of a document that has too few words, and whether any other piece is left."""
+    """Report lines on the pieces of a cut document that have too few words, and whether any other piece remains."""
     pieces = [piece for piece in pieces_of(document, spans) if piece.n_words]
     lost: list[dict[str, object]] = [
         {"id": one.id, "path": one.path, "of": document.id, "reason": "min_words", "value": one.n_words, "limit": least}
@@ -194,7 +194,7 @@ def _row_batches(path: Path, removed: set[int]) -> Iterator[list[tuple[int, Docu
 def _lines(
     row: int, document: Document, found: Sequence[tuple[str, Hit]], items: Mapping[str, Sequence[Item]], action: str
 ) -> Iterator[str]:
-    """The report's lines on a document: one for each item, with the longest shared passage."""
+    """Report lines on a document: one for each item, with the longest shared passage."""
     for (name, number), mine in sorted(passages(found).items()):
         start, end = max(mine, key=lambda span: (span[1] - span[0], -span[0]))
         item = items[name][number]
@@ -225,20 +225,20 @@ def read_index_items(path: Path) -> list[Item]:
 
 
 class Flags(Stage):
-    """One file for each benchmark: for every item that can be asked whether it is dirty, and where."""
+    """One file for each benchmark: whether each item that can be asked is contaminated, and by which documents."""
 
     name = "flags"
     version = 2
 
     def tasks(self) -> list[Task]:
-        """The tasks, once the stages before are finished."""
+        """The tasks, once the earlier stages are finished."""
         items = self.workspace.outputs("benchmarks", "items.jsonl")
         names = [task.arguments["name"] for task in self.workspace.manifest("benchmarks").tasks]
         hits = self.workspace.outputs("contamination", "hits.jsonl")
         return [Task((one, *hits), {"benchmark": name}) for name, one in zip(names, items, strict=True)]
 
     def run(self, task: Task, folder: Path) -> dict[str, int]:
-        """Do one task; returns what was counted."""
+        """Run one task and return its counts."""
         name = task.arguments["benchmark"]
         items = read_index_items(self.workspace.path(task.inputs[0]))
         where: dict[int, list[dict[str, object]]] = {}
@@ -266,7 +266,7 @@ class Flags(Stage):
 
 @dataclass(frozen=True, kw_only=True)
 class BenchmarkCheck(SelfCheck):
-    """A self-check with the benchmark's name and the items that are not found in documents by their question."""
+    """A self-check with the benchmark's name, and the items that cannot be searched for by their question alone."""
 
     benchmark: str
     template_only: list[str]

@@ -1,4 +1,4 @@
-"""Conversations: rows in several formats as one list of messages."""
+"""Conversations: rows of several formats as one list of messages."""
 
 from __future__ import annotations
 

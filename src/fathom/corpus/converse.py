@@ -1,4 +1,4 @@
-"""Kept conversations to token shards, with a loss mask: one bit for each token."""
+"""Kept conversations as token shards with a loss mask of one bit per token."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ REASONS = ("too_long", "no_target", "no_template")
 
 
 def check_template(recipe: CorpusRecipe) -> None:
-    """Refuse, before any work, a tokenizer's own template where the tokenizer has none."""
+    """Refuse `template: tokenizer`, before any work, if the tokenizer has no chat template."""
     talks = any(one.kind != "documents" for one in recipe.collections.values())
     if not talks or recipe.converse.template != OWN:
         return
@@ -41,16 +41,16 @@ def check_template(recipe: CorpusRecipe) -> None:
 
 
 class Converse(Stage):
-    """One task for the files of conversations that make up a shard; conversations that no template fits are listed."""
+    """One task for the conversation files of one shard; conversations that the template rejects are listed."""
 
     name = "converse"
 
     def settings(self) -> dict[str, object]:
-        """The values of the recipe that this stage's results depend on."""
+        """The recipe values that this stage's results depend on."""
         return {"held_out": self.recipe.tokenize.held_out, **asdict(self.recipe.converse)}
 
     def tasks(self) -> list[Task]:
-        """The tasks, once the stages before are finished."""
+        """The tasks, once the earlier stages are finished."""
         parts = [part for part in kept_parts(self.workspace) if part.kind == "conversations"]
         own = self._own_template() if parts and self.recipe.converse.template == OWN else {}
         return [
@@ -59,12 +59,12 @@ class Converse(Stage):
         ]
 
     def _own_template(self) -> dict[str, str]:
-        """Settings that change with the tokenizer's own template, so that another template makes the tasks new."""
+        """Settings that change with the tokenizer's own template, so that a changed template invalidates the tasks."""
         names = ("chat_template.jinja", TOKENIZER_CONFIG)
         return {name: one.sha256 for name in names for one in self.workspace.outputs("tokenizer", name)}
 
     def run(self, task: Task, folder: Path) -> dict[str, int]:
-        """Do one task; returns what was counted."""
+        """Run one task and return its counts."""
         facts = read_json(self.workspace.path(task.inputs[1]))
         collection, dtype = task.arguments["collection"], token_dtype(facts["vocab_size"])
         encoder = self._encoder(self.workspace.path(task.inputs[0]), facts["eos_token_id"])
@@ -80,14 +80,14 @@ class Converse(Stage):
                 counts[found] += 1
                 rejected.append({"id": document.id, "path": document.path, "reason": found})
                 continue
-            ids, learnt, dropped = found
+            ids, trained, dropped = found
             split = choose_split(document.text, self.recipe.tokenize.held_out)
             sizes = np.array([len(ids)], np.int64), np.array([len(document.text.encode("utf-8"))], np.int64)
             writers[split].append(np.array(ids, dtype), *sizes)
-            bits[split].append(np.array(learnt, np.bool_))
+            bits[split].append(np.array(trained, np.bool_))
             licenses[document.license] = licenses.get(document.license, 0) + 1
             counts["tokens"] += len(ids)
-            counts["targets"] += sum(learnt)
+            counts["targets"] += sum(trained)
             counts["shortened"] += dropped > 0
             counts[f"{collection} {split} conversations"] = counts.get(f"{collection} {split} conversations", 0) + 1
         shards = {}
@@ -116,14 +116,14 @@ class Converse(Stage):
 
     @staticmethod
     def _encoded(encoder: ConversationEncoder, document: Document) -> tuple[list[int], list[bool], int] | str:
-        """Tokens, bits and the number of exchanges left out; or the reason why there are none."""
+        """Tokens, loss mask and the number of dropped exchanges; or the reason why there are none."""
         try:
             found = encoder.encode(document.messages or [])
         except DataError:
             return "no_template"
         if found is None:
             return "too_long"
-        return found if any(found.learnt) else "no_target"
+        return found if any(found.trained) else "no_target"
 
     def _documents(self, task: Task) -> Iterator[Document]:
         inputs = iter(task.inputs[2:])

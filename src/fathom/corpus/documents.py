@@ -1,4 +1,4 @@
-"""A document as one JSON line, and files of them that are read in constant memory."""
+"""A document as one JSON line, and files of documents that are read in constant memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PART_BYTES = 1 << 26
 
 
 class ConversationMessage(TypedDict, total=False):
-    """One turn of a conversation; with `train: false` it is not learnt."""
+    """One turn of a conversation; `train: false` excludes it from the loss."""
 
     role: str
     content: str
@@ -28,7 +28,7 @@ class Document:
 
     text: str
     path: str
-    """Where it comes from: the file relative to the recipe's input, and its place in the file."""
+    """Its source: the file relative to the recipe's input, and the position in the file."""
     collection: str = ""
     mime: str = "text/plain"
     license: str = "unknown"
@@ -39,7 +39,7 @@ class Document:
     n_words: int = 0
     meta: dict[str, object] = field(default_factory=dict)
     messages: list[ConversationMessage] | None = None
-    """Messages of a conversation, whose `text` is their contents; None for a document."""
+    """Messages of a conversation; `text` then holds their contents. None for a document."""
 
     def to_json(self) -> str:
         """One line."""
@@ -48,7 +48,7 @@ class Document:
 
     @classmethod
     def from_json(cls, line: str | bytes) -> Document:
-        """The reverse of `to_json`."""
+        """The inverse of `to_json`."""
         return cls(**json.loads(line))
 
 
@@ -98,7 +98,7 @@ def read_at(file: IO[bytes], offset: int) -> Document:
 def write_lines(path: Path, rows: Iterable[Mapping[str, object]]) -> int:
     """Write plain values as JSON lines; returns how many."""
     count = 0
-    # A lone surrogate, which UTF-8 lacks, is written as JSON escapes it.
+    # A lone surrogate is not valid UTF-8, so it is written as a JSON escape.
     with path.open("w", encoding="utf-8", errors="backslashreplace") as file:
         for row in rows:
             file.write(json.dumps(row, ensure_ascii=False) + "\n")

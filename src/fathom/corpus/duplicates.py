@@ -1,13 +1,17 @@
 """Deduplication, exact and near, in five stages, none of which holds all texts in memory.
 
-`signatures` makes a few numbers of each document, `exact` finds equal ones, `candidates` finds documents that agree
-in a band, `verify` compares the word runs of such pairs themselves, and `duplicates` keeps
-the first document of each cluster of pairs and every other that is like none that is kept, and records how similar
-a removed document is to one that is. A document's address is its file's number and its
-row.
+1. `signatures` computes a few numbers for each document.
+2. `exact` finds equal documents.
+3. `candidates` finds documents that agree in a band.
+4. `verify` compares the word runs of these pairs.
+5. `duplicates` keeps the first document of each cluster of pairs, and every other that resembles no kept document. It
+   records how similar each removed document is to a kept one.
 
-Two conversations are similar if what is learnt of them is, and the rest too; a document and a conversation never are.
-Of a table only equal exchanges are duplicates: its templates make similar ones on purpose.
+A document's address is its file's number and its row.
+
+Two conversations are similar if both their trained messages and the remaining ones are. A document and a conversation
+are never similar. Rows of a table are duplicates only if they are equal, since its templates make similar ones on
+purpose.
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ from fathom.corpus.documents import Document, read_at, write_lines
 from fathom.corpus.minhash import NOTHING, band_numbers, jaccard, run_set
 from fathom.corpus.recipe import Deduplicate
 from fathom.corpus.stage import Input, Stage, Task, Workspace
-from fathom.corpus.templates import is_learnt
+from fathom.corpus.templates import is_trained
 from fathom.corpus.words import Numbers, batches, words_of
 from fathom.report.mixing import mixed
 
@@ -49,13 +53,13 @@ def address(part: int, rows: NDArray[np.int64]) -> Numbers:
 
 
 class Signatures(Stage):
-    """Digest, length, place and bands of every document."""
+    """Digest, length, position and bands of every document."""
 
     name = "signatures"
     version = 2
 
     def settings(self) -> dict[str, object]:
-        """The values of the recipe that this stage's results depend on."""
+        """The recipe values that this stage's results depend on."""
         near = self.recipe.deduplicate
         tables = {"tables": sorted(self._tables())} if self._tables() else {}
         return {key: getattr(near, key) for key in ("near", "shingle", "bands", "rows", "seed")} | tables
@@ -64,11 +68,11 @@ class Signatures(Stage):
         return {name for name, one in self.recipe.collections.items() if one.kind == "table"}
 
     def tasks(self) -> list[Task]:
-        """The tasks, once the stages before are finished."""
+        """The tasks, once the earlier stages are finished."""
         return [Task((part,)) for part in self.workspace.parts("clean")]
 
     def run(self, task: Task, folder: Path) -> dict[str, int]:
-        """Do one task; returns what was counted."""
+        """Run one task and return its counts."""
         near = self.recipe.deduplicate
         digests: list[bytes] = []
         offsets: list[int] = []
@@ -89,7 +93,7 @@ class Signatures(Stage):
 def _texts(
     file: IO[bytes], tables: set[str], digests: list[bytes], offsets: list[int], sizes: list[int]
 ) -> Iterator[str]:
-    """The texts of a file, empty for those of tables; appends the digest, line offset and size of each to the lists."""
+    """The texts of a file, empty for table rows; appends the digest, line offset and size of each to the lists."""
     offset = 0
     for line in file:
         document = Document.from_json(line)
@@ -123,22 +127,22 @@ class _Global(Stage):
 
 
 class Exact(_Global):
-    """Pairs of a document and the kept one that equals it."""
+    """Pairs of a document and the kept document that equals it."""
 
     name = "exact"
 
     def settings(self) -> dict[str, object]:
-        """The values of the recipe that this stage's results depend on."""
+        """The recipe values that this stage's results depend on."""
         return {"exact": self.recipe.deduplicate.exact, "priorities": self.priorities()}
 
     def tasks(self) -> list[Task]:
-        """The tasks, once the stages before are finished."""
+        """The tasks, once the earlier stages are finished."""
         inputs = (*self.workspace.parts("clean"), *self.signatures("digests.npy"), *self.signatures("offsets.npy"))
         count = self.buckets()
         return [Task(inputs, {"bucket": bucket, "of": count}) for bucket in range(count)]
 
     def run(self, task: Task, folder: Path) -> dict[str, int]:
-        """Do one task; returns what was counted."""
+        """Run one task and return its counts."""
         parts = len(task.inputs) // 3
         pairs: Numbers = np.empty((0, 2), "<u8")
         if self.recipe.deduplicate.exact:
@@ -162,7 +166,7 @@ class Exact(_Global):
 
 
 def _equal_pairs(digests: NDArray[np.integer], places: Numbers, rows: _Rows, priorities: Sequence[int]) -> Numbers:
-    """Pairs of each later document of a text and the first one, ordered by priority, then path."""
+    """Pairs of each repeated document and its first occurrence, ordered by priority, then path."""
     keys = np.frombuffer(digests.tobytes(), ">u8").reshape(-1, 2)
     order = np.lexsort((places, keys[:, 1], keys[:, 0]))
     keys, places = keys[order], places[order]
@@ -177,12 +181,12 @@ def _equal_pairs(digests: NDArray[np.integer], places: Numbers, rows: _Rows, pri
 
 
 class Candidates(_Global):
-    """Pairs of documents that agree in a band; of equal texts only one takes part."""
+    """Pairs of documents that agree in a band; only one of several equal texts takes part."""
 
     name = "candidates"
 
     def tasks(self) -> list[Task]:
-        """The tasks, once the stages before are finished."""
+        """The tasks, once the earlier stages are finished."""
         near = self.recipe.deduplicate
         if not near.near:
             return []
@@ -196,7 +200,7 @@ class Candidates(_Global):
         ]
 
     def run(self, task: Task, folder: Path) -> dict[str, int]:
-        """Do one task; returns what was counted."""
+        """Run one task and return its counts."""
         exact = task.arguments["exact"]
         parts = (len(task.inputs) - exact) // 3
         gone = np.concatenate([np.load(self.workspace.path(one))[:, 0] for one in task.inputs[:exact]])
@@ -231,7 +235,7 @@ def _contains(sorted_numbers: Numbers, numbers: Numbers) -> NDArray[np.bool_]:
 def _meeting(numbers: Numbers, places: Numbers, sizes: NDArray[np.int64], digests: Numbers) -> Numbers:
     """Pairs of documents with the same number, smaller address first.
 
-    Groups are sorted by length, longest first, so that the pairs of a crowd depend on the texts, not on their order.
+    Groups are sorted by length, longest first, so that the pairs of a large group depend on the texts, not their order.
     """
     order = np.lexsort((places, digests, -sizes, numbers))
     numbers, places = numbers[order], places[order]
@@ -256,25 +260,25 @@ def _meeting(numbers: Numbers, places: Numbers, sizes: NDArray[np.int64], digest
 
 
 class Verify(_Global):
-    """The exact similarity of candidate pairs, of those above the threshold."""
+    """The exact similarity of those candidate pairs that exceed the threshold."""
 
     name = "verify"
     version = 2
 
     def settings(self) -> dict[str, object]:
-        """The values of the recipe that this stage's results depend on."""
+        """The recipe values that this stage's results depend on."""
         near = self.recipe.deduplicate
         return {"jaccard": near.jaccard, "shingle": near.shingle}
 
     def tasks(self) -> list[Task]:
-        """The tasks, once the stages before are finished."""
+        """The tasks, once the earlier stages are finished."""
         pairs = self.workspace.outputs("candidates", "pairs.npy")
         count = -(-self.workspace.manifest("candidates").counts.get("pairs", 0) // VERIFY_PAIRS)
         inputs = (*self.workspace.parts("clean"), *self.signatures("offsets.npy"), *pairs)
         return [Task(inputs, {"share": share, "of": count, "pairs": len(pairs)}) for share in range(count)]
 
     def run(self, task: Task, folder: Path) -> dict[str, int]:
-        """Do one task; returns what was counted."""
+        """Run one task and return its counts."""
         count = task.arguments["pairs"]
         parts = (len(task.inputs) - count) // 2
         rows = _Rows(self.workspace, task.inputs[:parts], task.inputs[parts : 2 * parts])
@@ -297,7 +301,7 @@ class Verify(_Global):
 
 
 class _Rows:
-    """Documents by their address, read from their files on demand."""
+    """Documents by address, read from their files on demand."""
 
     def __init__(self, workspace: Workspace, parts: Sequence[Input], offsets: Sequence[Input]) -> None:
         self._paths = [workspace.path(one) for one in parts]
@@ -315,7 +319,7 @@ class _Rows:
 
 
 Sides = tuple[Numbers, ...]
-"""The word runs of a document's text; of a conversation those of what is learnt, and those of the rest."""
+"""The word runs of a document's text, or of a conversation's trained messages and of the remaining ones."""
 
 
 def _alike(one: Sides, other: Sides) -> float:
@@ -326,13 +330,13 @@ def _alike(one: Sides, other: Sides) -> float:
 def _sides(document: Document, shingle: int) -> Sides:
     if document.messages is None:
         return (run_set(words_of([document.text]), shingle),)
-    learnt = contents([one for one in document.messages if is_learnt(one)])
-    rest = contents([one for one in document.messages if not is_learnt(one)])
-    return tuple(_runs_or_text(text, shingle) for text in (learnt, rest))
+    trained = contents([one for one in document.messages if is_trained(one)])
+    rest = contents([one for one in document.messages if not is_trained(one)])
+    return tuple(_runs_or_text(text, shingle) for text in (trained, rest))
 
 
 def _runs_or_text(text: str, shingle: int) -> Numbers:
-    """The word runs of a text; one that is too short to have any is like its equal alone."""
+    """The word runs of a text; a text too short for a run is its own run, similar to equal texts only."""
     runs = run_set(words_of([text]), shingle)
     return runs if len(runs) else np.frombuffer(text_digest(text)[:8], "<u8")
 
@@ -346,7 +350,7 @@ class _RunSets:
         self._held = 0
 
     def of(self, place: int) -> Sides:
-        """The sets of one document."""
+        """The run sets of one document."""
         if place in self._known:
             self._known.move_to_end(place)
             return self._known[place]
@@ -365,11 +369,11 @@ class Duplicates(_Global):
     version = 2
 
     def settings(self) -> dict[str, object]:
-        """The values of the recipe that this stage's results depend on."""
+        """The recipe values that this stage's results depend on."""
         return {"priorities": self.priorities(), "deduplicate": asdict(self.recipe.deduplicate)}
 
     def tasks(self) -> list[Task]:
-        """The tasks, once the stages before are finished."""
+        """The tasks, once the earlier stages are finished."""
         exact = self.workspace.outputs("exact", "pairs.npy")
         edges = self.workspace.outputs("verify", "edges.npy")
         parts = self.workspace.parts("clean")
@@ -378,7 +382,7 @@ class Duplicates(_Global):
         return [Task(inputs, {"parts": len(parts), "exact": len(exact), "edges": len(edges)})]
 
     def run(self, task: Task, folder: Path) -> dict[str, int]:
-        """Do one task; returns what was counted."""
+        """Run one task and return its counts."""
         parts, exact, edges = (task.arguments[key] for key in ("parts", "exact", "edges"))
         files = task.inputs[2 * parts :]
         load = [np.load(self.workspace.path(one)) for one in files]
@@ -404,7 +408,7 @@ Place = tuple[tuple[object, ...], str, str, str]
 
 
 class _Choice:
-    """Which documents stay: by rank, every one that is no duplicate of one that stays already."""
+    """Which documents stay: in order of rank, every document that duplicates none of those that already stay."""
 
     def __init__(self, rows: _Rows, rules: Deduplicate, priorities: Sequence[int]) -> None:
         self._rows, self._rules, self._priorities = rows, rules, priorities
@@ -440,12 +444,12 @@ class _Choice:
     def _staying(
         self, members: Sequence[int], neighbours: Mapping[int, Mapping[int, float]]
     ) -> dict[int, tuple[int, float]]:
-        """For each document of a cluster the one that stays for it, itself perhaps, and how similar they are."""
+        """For each document of a cluster, the document that stays in its place (or itself), and their similarity."""
         found: dict[int, tuple[int, float]] = {}
         stay: list[int] = []
         for one in sorted(members, key=self._rank):
             known = {other: value for other, value in neighbours[one].items() if found.get(other, (None,))[0] == other}
-            if not known:  # not every pair of a crowd was a candidate
+            if not known:  # in a large group, not every pair was a candidate
                 likely = [other for other in stay[:COMPARED] if other not in neighbours[one]]
                 measured = ((other, _alike(self._runs.of(one), self._runs.of(other))) for other in likely)
                 known = {other: value for other, value in measured if value >= self._rules.jaccard}
@@ -478,7 +482,7 @@ class _Choice:
 
 
 def _clusters(near: Numbers, similar: NDArray[np.float64]) -> Iterator[tuple[list[int], dict[int, dict[int, float]]]]:
-    """The documents of each cluster of pairs; for each of them those it is paired with, and how similar they are."""
+    """The documents of each cluster of pairs, with the documents that each is paired with, and their similarities."""
     from scipy.sparse import coo_array
     from scipy.sparse.csgraph import connected_components
 

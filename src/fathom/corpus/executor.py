@@ -22,7 +22,7 @@ from fathom.corpus.worker import carry_out
 from fathom.errors import DataError
 from fathom.report.files import write_json
 
-# With -c, Python looks for modules in the working directory first: a file there named as one of its own would win.
+# Python started with -c imports modules from the working directory first, so a user's file could shadow one of ours.
 WORKER = """
 import sys
 sys.path[:] = [path for path in sys.path if path]
@@ -53,7 +53,7 @@ def write_plan(workspace: Workspace, stage: str, tasks: Sequence[Task]) -> None:
 
 @contextmanager
 def executing(name: str) -> Iterator[Executing]:
-    """The executor of a name in a recipe; its processes end with the block."""
+    """The executor that a recipe names; its processes end with the block."""
     if name != "local":
         require_scheduler(name)
         yield _spread
@@ -70,19 +70,19 @@ def _is_small(tasks: Sequence[Task]) -> bool:
 
 
 def _here(workspace: Workspace, stage: str, tasks: Sequence[Task], tick: Tick) -> None:
-    """Do all tasks of a stage's plan in this process."""
+    """Run all tasks of a stage's plan in this process."""
     for number in range(len(tasks)):
         carry_out(str(workspace.directory), stage, [number])
         tick()
 
 
 def _spread(workspace: Workspace, stage: str, tasks: Sequence[Task], tick: Tick) -> None:
-    """Small stages in this process, others by the scheduler: a job that starts takes longer than they do."""
+    """Run small stages in this process and others on the scheduler, whose jobs take longer to start."""
     (_here if _is_small(tasks) else remote)(workspace, stage, tasks, tick)
 
 
 class Pool:
-    """`executor.workers` processes of this machine; small stages, and all with one worker, run in this process.
+    """`executor.workers` processes of this machine. Small stages, or all stages with one worker, run in this process.
 
     A thread passes tasks to each process; processes are kept for later stages.
     """
@@ -96,7 +96,7 @@ class Pool:
         self._lock = threading.Lock()
 
     def __call__(self, workspace: Workspace, stage: str, tasks: Sequence[Task], tick: Tick) -> None:
-        """Do all tasks of a stage's plan."""
+        """Run all tasks of a stage's plan."""
         workers = min(workspace.recipe.executor.workers or cores(), len(tasks))
         if workers <= 1 or _is_small(tasks):
             _here(workspace, stage, tasks, tick)
@@ -149,7 +149,7 @@ class Pool:
                     self._idle.append(process)
 
     def _do(self, number: int, process: subprocess.Popen[str] | None) -> subprocess.Popen[str]:
-        """Have a process do a task, and again in a new process if it dies."""
+        """Run a task in a process, and once more in a new process if the first one dies."""
         for _ in range(ATTEMPTS):
             process = process or self._start()
             answer = _ask(process, [self._directory, self._stage, number])

@@ -1,4 +1,4 @@
-"""Kept documents as files for other trainers and lm-eval, without importing any of them."""
+"""Kept documents as files for other trainers and lm-eval, written without importing them."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from fathom.corpus.contamination import read_index_items
 from fathom.corpus.documents import ConversationMessage, write_lines
 from fathom.corpus.kept import kept_documents, kept_parts
 from fathom.corpus.stage import Input, Stage, Task
-from fathom.corpus.templates import is_learnt
+from fathom.corpus.templates import is_trained
 
 SCORES = ("acc", "acc_norm")
 
 
 class Export(Stage):
-    """One task for each form that the recipe names."""
+    """One task for each format that the recipe names."""
 
     name = "export"
     version = 2
 
     def tasks(self) -> list[Task]:
-        """The tasks, once the stages before are finished."""
+        """The tasks, once the earlier stages are finished."""
         parts = kept_parts(self.workspace)
         inputs = tuple(one for part in parts for one in part.inputs())
         listed = [[part.collection, part.kind, len(part.inputs()), part.min_words] for part in parts]
@@ -40,7 +40,7 @@ class Export(Stage):
         ]
 
     def run(self, task: Task, folder: Path) -> dict[str, int]:
-        """Do one task; returns what was counted."""
+        """Run one task and return its counts."""
         form = task.arguments["form"]
         if form == "lm_eval":
             return self._tasks_of_lm_eval(task, folder)
@@ -65,7 +65,7 @@ class Export(Stage):
     def _rows(
         self, form: str, parts: list[tuple[tuple[Input, ...], int]], left_out: list[str]
     ) -> Iterator[dict[str, object]]:
-        """Documents and conversations as rows; appends the paths of those that the form cannot say to the list."""
+        """Documents and conversations as rows; appends the paths that the format cannot represent to the list."""
         for inputs, min_words in parts:
             for document in kept_documents(self.workspace, inputs, min_words):
                 if document.messages is None:
@@ -93,11 +93,11 @@ def _write_json(path: Path, value: object) -> None:
 
 
 def conversation_row(form: str, messages: Sequence[ConversationMessage]) -> dict[str, object] | None:
-    """A conversation as a row; None if an answer in it is not to be learnt, and the form would have it learnt."""
+    """A conversation as a row; None if an untrained answer would be trained on in this format."""
     plain = [{"role": one["role"], "content": one["content"]} for one in messages]
     if form == "axolotl":
-        return {"messages": [{**row, "train": is_learnt(one)} for row, one in zip(plain, messages, strict=True)]}
-    if any(one["role"] == "assistant" and not is_learnt(one) for one in messages):
+        return {"messages": [{**row, "train": is_trained(one)} for row, one in zip(plain, messages, strict=True)]}
+    if any(one["role"] == "assistant" and not is_trained(one) for one in messages):
         return None
     return {"messages": plain}
 
@@ -121,8 +121,8 @@ def axolotl_dataset(name: str, kind: str) -> dict[str, object]:
     place = {"path": f"{name}.jsonl", "ds_type": "json"}
     if kind == "documents":
         return {**place, "type": "completion", "field": "text"}
-    learnt = {"roles_to_train": ["assistant"], "message_field_training": "train"}
-    return {**place, "type": "chat_template", "field_messages": "messages", **learnt}
+    trained = {"roles_to_train": ["assistant"], "message_field_training": "train"}
+    return {**place, "type": "chat_template", "field_messages": "messages", **trained}
 
 
 def task_row(item: Item) -> dict[str, object]:
@@ -142,7 +142,7 @@ def task_row(item: Item) -> dict[str, object]:
 
 
 def task_yaml(name: str, rule: str) -> dict[str, object]:
-    """A multiple-choice task: by letter, the options listed; or by the options' own text, not listed."""
+    """A multiple-choice task: answers by letter with listed options, or by the options' text without a list."""
     return {
         "task": f"{name}_{rule}",
         "dataset_path": "json",

@@ -1,8 +1,8 @@
-"""Texts with what layout, type and markup change about their words undone: items are found in every form of them.
+"""Texts with the effects of layout, fonts and markup removed; items are searched for in every folded form.
 
-Markup is taken out (entities, tags, LaTeX, footnote marks), compatibility forms are taken apart (NFKC), the accents of
-Latin, Greek and Cyrillic letters and invisible characters are left out, and letters of other alphabets stand for the
-Latin ones that they look like. Which words a hyphen at a line's end divides only a vocabulary can tell.
+Folding removes markup (entities, tags, LaTeX, footnote marks), accents of Latin, Greek and Cyrillic letters, and
+invisible characters. It decomposes compatibility forms (NFKC), and replaces letters of other alphabets by the Latin
+letters that they look like. Joining words that a line break hyphenates takes a vocabulary.
 """
 
 from __future__ import annotations
@@ -42,24 +42,24 @@ NOT_LATIN = re.compile(r"[^A-Za-z]+")
 
 @dataclass(frozen=True)
 class Folded:
-    """A folded text, and the place in the text of each of its characters; None if they are the same."""
+    """A folded text, and the position in the original text of each of its characters; None if both are equal."""
 
     text: str
     places: NDArray[np.int64] | None = None
 
     def span(self, start: int, end: int) -> tuple[int, int]:
-        """A passage of the folded text as one of the text."""
+        """A passage of the folded text as a span of the original text."""
         return (start, end) if self.places is None else (int(self.places[start]), int(self.places[end - 1]) + 1)
 
     def then(self, again: Folded) -> Folded:
-        """This one folded once more."""
+        """This text folded once more."""
         if self.places is None or again.places is None:
             return Folded(again.text, self.places if again.places is None else again.places)
         return Folded(again.text, self.places[again.places])
 
 
 def folded(text: str) -> Folded:
-    """A text with markup taken out and every character in its plainest form."""
+    """A text with markup removed and every character in its plainest form."""
     one = Folded(text)
     for _ in range(DEEPEST):
         if not (changes := list(markup.changes(one.text))):
@@ -72,7 +72,7 @@ def folded(text: str) -> Folded:
 
 
 def rejoined(one: Folded, known: Container[str]) -> Folded | None:
-    """A folded text with its divided words joined if the whole is a known word; None if no word is."""
+    """A folded text with hyphenated words joined if the whole is a known word; None if there is none."""
     text = one.text
     if "-\n" not in text and "‐\n" not in text:
         return None
@@ -96,7 +96,7 @@ def _read(part: str) -> str:
 
 
 def _whole(text: str, start: int, end: int) -> str:
-    """The word that a division divides, in lower case; empty if nothing stands before it."""
+    """The word that a hyphen at a line's end divides, in lower case; empty if nothing precedes the hyphen."""
     before, after = BEFORE.search(text[max(start - LONGEST, 0) : start]), AFTER.match(text, end)
     return lower(before[0] + after[0]) if before and after else ""
 
@@ -128,7 +128,7 @@ def _fold(character: str) -> str:
     if unicodedata.category(character)[0] in "SPZ":  # no part of a word: ´ would leave a mark, and ™ letters, in one
         return character
     plain = unicodedata.normalize("NFKC", character)
-    if plain != character and "\u2044" in plain:  # a fraction, which is no digit of the number before it
+    if plain != character and "\u2044" in plain:  # a fraction, which is not a digit of the preceding number
         return f" {plain}"
     plain = unicodedata.normalize("NFC", ACCENTS.sub("", unicodedata.normalize("NFD", plain)))
     plain = "".join(LATIN.get(one, one) for one in plain)
@@ -142,7 +142,7 @@ Forms = tuple[NDArray[np.bool_], NDArray[np.int64], NDArray[np.int64], NDArray[n
 
 @functools.cache
 def _forms() -> Forms:
-    """Which characters folding changes; and where, how long and what their new forms are."""
+    """Which characters folding changes, and the positions, lengths and text of their new forms."""
     forms = [_fold(chr(code)) for code in range(LAST + 1)]
     changed = np.fromiter((lower(form) != lower(chr(code)) for code, form in enumerate(forms)), np.bool_, LAST + 1)
     changed[:128] = False

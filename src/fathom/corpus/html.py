@@ -70,7 +70,7 @@ def decode(data: bytes) -> str:
 
 
 def _controls(error: UnicodeError) -> tuple[str, int]:
-    """Bytes that these two code pages leave open stand for the control characters of their numbers."""
+    """Bytes that these two code pages leave undefined are control characters with the same number."""
     if not isinstance(error, UnicodeDecodeError):
         raise error
     return error.object[error.start : error.end].decode("latin-1"), error.end
@@ -133,7 +133,7 @@ class _Reader(HTMLParser):
             self.found.append(data if self._verbatim else re.sub(r"\s+", " ", data))
 
     def _end_head(self, belongs: bool) -> None:
-        """A head ends at the first tag or text that does not belong there."""
+        """A head ends at the first tag or text that may not occur in one."""
         if not belongs and self._silent == ["head"]:
             self._silent.clear()
 

@@ -49,7 +49,7 @@ DIGESTS = ".digests.json"
 
 
 def kind_of(path: Path) -> str | None:
-    """The kind of a file, which decides how it is read; None for an unknown one."""
+    """The kind of a file, which decides how it is read; None for an unknown kind."""
     suffix = suffix_of(path)
     if (reader := reader_of(path)) is not None or suffix == JSON:
         return reader.name if reader else "jsonl"
@@ -76,11 +76,11 @@ class Ingest(Stage):
     version = 3
 
     def settings(self) -> dict[str, object]:
-        """The values of the recipe that this stage's results depend on."""
+        """The recipe values that this stage's results depend on."""
         return asdict(self.recipe.ingest) | {"identify": None, "max_seconds": None}
 
     def tasks(self) -> list[Task]:
-        """The tasks, once the stages before are finished."""
+        """The tasks, once the earlier stages are finished."""
         try:
             return self._tasks()
         except FileNotFoundError as error:
@@ -130,7 +130,7 @@ class Ingest(Stage):
                 raise DataError(f"reading {kind} needs {needed}: {to_install(extra)}")
 
     def _identities(self, paths: list[Path]) -> dict[Path, str]:
-        """A digest of each file's contents; files are not read again while size and modification time stay the same."""
+        """A digest of each file's contents. Files are not read again while size and modification time stay the same."""
         stamps = {path: [path.stat().st_size, path.stat().st_mtime_ns] for path in paths}
         if self.recipe.ingest.identify == "stamp":
             names = {path: json.dumps([path.name, *stamp]) for path, stamp in stamps.items()}
@@ -152,7 +152,7 @@ class Ingest(Stage):
         return found
 
     def run(self, task: Task, folder: Path) -> dict[str, int]:
-        """Do one task; returns what was counted."""
+        """Run one task and return its counts."""
         reader = _Reader(task.arguments, asdict(self.recipe.ingest))
         counts = dict.fromkeys(("documents", "bytes", "ok", *FAILURES), 0)
         failures: list[Failed] = []
@@ -173,7 +173,7 @@ class Ingest(Stage):
 
 
 def _require_unchanged(label: str, file: Input) -> None:
-    """What comes of a file is kept under the hash of what it was when the run began."""
+    """Refuse a file that changed during the run: its result would be stored under the hash of the earlier contents."""
     try:
         size = Path(file.path).stat().st_size
     except FileNotFoundError:
@@ -206,7 +206,7 @@ def collection_files(name: str, collection: Collection, out: Path | None = None)
 
 @dataclass(frozen=True)
 class Failed:
-    """A file or record without a document, and why."""
+    """A file or record that yielded no document, and the reason."""
 
     path: str
     status: Status
@@ -222,7 +222,7 @@ class _Reader:
         self.sandbox = Sandbox(settings)
 
     def read(self, label: str, kind: str, path: Path) -> Iterator[Document | Failed]:
-        """Documents of a file, and a `Failed` for each record that gave none."""
+        """The documents of a file, and a `Failed` for each record that yielded none."""
         lines = kind in READERS and READERS[kind].gives == "lines"
         if self._arguments["kind"] != "documents" and not lines:
             said = f"{self._arguments['kind']} are read from lines of JSON or of a table, not from {kind}"
@@ -243,7 +243,8 @@ class _Reader:
                 elif (found := self._row(place, kind, payload)) is not None:
                     yield found
         except DataError as error:
-            # Documents before the damage are kept. The path is removed: outcomes must not depend on where files lie.
+            # Documents before the damage are kept. The path is removed, since results must not depend on where files
+            # are.
             said = str(error).replace(str(path), label)
             yield _failure(f"{label}:{number + 1}", Extracted("parse_error", detail=said))
 

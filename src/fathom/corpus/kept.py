@@ -1,4 +1,4 @@
-"""The documents that remain: cleaned, without duplicates and without those that give evaluation items away."""
+"""The remaining documents: cleaned, without duplicates and without contaminated ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fathom.report.files import read_json
 
 @dataclass(frozen=True)
 class KeptPart:
-    """A file of documents and what was decided about its rows."""
+    """A file of documents, and the decisions on its rows."""
 
     collection: str
     kind: str
@@ -24,12 +24,12 @@ class KeptPart:
     removed: Input
     """Rows that are duplicates."""
     verdicts: Input | None
-    """Rows that are dropped, and passages that are cut; None where no benchmark is named."""
+    """Rows to drop and passages to cut; None if the recipe names no benchmark."""
     min_words: int
-    """A piece of a cut document that has fewer is dropped too."""
+    """Minimum words of a piece that is left of a cut document; shorter pieces are dropped."""
 
     def inputs(self) -> tuple[Input, ...]:
-        """Its files, in the order in which `kept_documents` takes them."""
+        """Its files, in the order that `kept_documents` takes."""
         return (self.documents, self.removed, *([self.verdicts] if self.verdicts else []))
 
 
@@ -47,7 +47,7 @@ def kept_parts(workspace: Workspace) -> list[KeptPart]:
 
 
 def clean_parts(workspace: Workspace) -> Iterator[tuple[dict[str, Any], int]]:
-    """Of every file of cleaned documents its task's arguments, and the words that a piece of a document must have."""
+    """For every file of cleaned documents: its task's arguments, and the minimum words of a piece."""
     for task in workspace.manifest("clean").tasks:
         limits = task.arguments["filter"]
         for name in task.outputs:
@@ -56,7 +56,7 @@ def clean_parts(workspace: Workspace) -> Iterator[tuple[dict[str, Any], int]]:
 
 
 def kept_documents(workspace: Workspace, inputs: tuple[Input, ...], min_words: int) -> Iterator[Document]:
-    """The documents of one part, one at a time; of one that is cut the pieces, each a document of its own."""
+    """The documents of one part, one at a time; a cut document yields its remaining pieces as documents."""
     removed = set(np.load(workspace.path(inputs[1])).tolist())
     verdicts = read_json(workspace.path(inputs[2])) if len(inputs) > 2 else {}
     for row, document in enumerate(read_part(workspace.path(inputs[0]))):
@@ -70,7 +70,7 @@ def kept_documents(workspace: Workspace, inputs: tuple[Input, ...], min_words: i
 
 
 def pieces_of(document: Document, spans: Sequence[Sequence[int]]) -> Iterator[Document]:
-    """What is left of a document, of which passages are cut, as documents of their own; some may have no words."""
+    """The pieces that remain of a document after passages were cut out; some may have no words."""
     edges = [0, *(edge for span in spans for edge in span), len(document.text)]
     for number, (begin, end) in enumerate(zip(edges[::2], edges[1::2], strict=True)):
         text = document.text[begin:end].strip("\n")

@@ -1,10 +1,13 @@
-"""What gives an item of a benchmark away, and where texts do so.
+"""Which passages of a text leak a benchmark item.
 
-A question is given away by a run of 13 words of it that no other question of the benchmark has, nor its right answer;
-if it has 8 to 12 words, by all of it, unless another contains it; and any question by all of it with its answer after
-it.
-Between question and answer may stand label words ("Answer: (b)", "He replied:") and the other choices. Runs that
-several questions share are the benchmark's template, and choices alone are no question: neither gives anything away.
+A leak is one of three passages:
+
+- 13 consecutive words of a question that occur in no other question of the benchmark and not in its right answer;
+- a whole question of 8 to 12 words that no other question contains;
+- a whole question of any length, followed by its answer.
+
+Label words ("Answer: (b)", "He replied:") and the other choices may stand between question and answer. Runs that
+several questions share are the benchmark's template, and choices alone are not a question: neither is a leak.
 """
 
 from __future__ import annotations
@@ -102,7 +105,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 @dataclass(frozen=True)
 class Hit:
-    """A passage of a text that gives an item away."""
+    """A passage of a text that leaks an item."""
 
     item: int
     start: int
@@ -110,9 +113,9 @@ class Hit:
 
 
 class Unfound(NamedTuple):
-    """Ids of items whose own words do not suffice."""
+    """Ids of items that a search for their own words cannot find."""
 
-    template: list[str]  # other questions share all their runs: found only with the answer after the question
+    template: list[str]  # only with the answer after the question, since other questions share all their word runs
     short: list[str]  # too short to be found
 
 
@@ -121,12 +124,12 @@ class Wanted(NamedTuple):
 
     stem: list[int]
     golds: list[list[int]]
-    others: list[list[int]]  # choices that are wrong
-    filled: list[int]  # the question with the answer in its blank; empty if it has none
+    others: list[list[int]]  # wrong choices
+    filled: list[int]  # the question with the answer filled into its blank; empty if it has no blank
 
 
 def stems_of(items: Sequence[Item]) -> list[str]:
-    """The questions without labels that several of them begin or end with, such as `Question:` and `Answer:`."""
+    """Unlabelled texts that several questions begin or end with, such as `Question:` and `Answer:`."""
     stems = [item.stem for item in items]
     for pattern in (PREFIX, SUFFIX):
         found = [pattern.match(stem) if pattern is PREFIX else pattern.search(stem) for stem in stems]
@@ -141,7 +144,7 @@ def stems_of(items: Sequence[Item]) -> list[str]:
 
 
 def groups_of(items: Sequence[Item]) -> list[int]:
-    """A number for each item; repetitions of one question with the same choices have the same."""
+    """A number for each item; items with the same question and choices have the same number."""
     seen: dict[tuple[str, ...], int] = {}
     asked = plain_all([f"{item.context}\n{item.stem}" for item in items])
     options = iter(plain_all([choice for item in items for choice in item.choices]))
@@ -171,7 +174,7 @@ def _numbers(texts: Sequence[str]) -> Iterator[list[int]]:
 
 
 def asked_texts(items: Sequence[Item]) -> list[tuple[int, str]]:
-    """(item, text) of all that is asked: a context with its question, and the question with its blank filled in."""
+    """(item, text) of everything that is asked: context with question, and the question with its blank filled in."""
     found = []
     for number, (item, stem) in enumerate(zip(items, stems_of(items), strict=True)):
         found.append((number, f"{item.context}\n{stem}"))
@@ -185,7 +188,7 @@ def _filled(item: Item, stem: str) -> str:
 
 
 def build_index(items: Sequence[Item], rules: Decontaminate) -> tuple[Index, Unfound]:
-    """Sorted numbers of the runs by which items are looked up, by length, with what each is to find."""
+    """Sorted numbers of the word runs by which items are looked up, by length, with the item of each run."""
     shared, own, by_runs = _shared(items, rules)
     entries: dict[int, list[tuple[int, int, int, int]]] = {rules.words: [(run, item, RUN, 0) for run, item in own]}
     template, short = [], []
@@ -304,7 +307,7 @@ class Matcher:
         what: tuple[int, int, int],
         where: tuple[int, int, int],
     ) -> tuple[int, int] | None:
-        """The characters of a passage that gives an item away, if the words around a known run do."""
+        """The characters of a passage that leaks an item, if the words around a known run match."""
         (benchmark, item, kind), (begin, at, length) = what, where
         low, high = int(words.bounds[text]), int(words.bounds[text + 1])
         end, after = begin + length, 0
@@ -320,7 +323,7 @@ class Matcher:
                 if not after:
                     return None
         asked = texts[text].text[int(words.starts[begin]) : int(words.ends[end - 1])]
-        if not self._holds(benchmark, item, plain(asked)):  # numbers may be equal by chance
+        if not self._holds(benchmark, item, plain(asked)):  # numbers of different runs can collide
             return None
         return int(words.starts[begin]), int(words.ends[end + after - 1])
 
@@ -350,7 +353,7 @@ class Matcher:
 
 
 def answer_end(after: Sequence[int], wanted: Wanted) -> int:
-    """How many words after a question its answer ends; 0 if something else stands there.
+    """How many words after a question its answer ends; 0 if the answer does not follow.
 
     Args:
         after: The words that follow the question.
@@ -374,7 +377,7 @@ def answer_end(after: Sequence[int], wanted: Wanted) -> int:
 
 
 def _alternatives(after: Sequence[int], wanted: Wanted) -> int:
-    """How many words offer the right choice and another one, as "true or false" does, which gives nothing away."""
+    """How many words offer the right choice together with another, as "true or false" does, which leaks nothing."""
     both = [(gold, other) for gold in wanted.golds for other in wanted.others]
     for one, two in (*both, *((other, gold) for gold, other in both)):
         if len(after) > len(one) and after[len(one)] == _or() and list(after[: len(one)]) == one:
@@ -395,7 +398,7 @@ def _labels() -> frozenset[int]:
 
 
 def _table(length: int, indices: Sequence[Index]) -> tuple[Numbers, NDArray[np.int64], NDArray[np.bool_]]:
-    """All runs of a length, sorted; the benchmark and what to find of each; and a sieve for them."""
+    """All runs of a length, sorted, with benchmark and item of each; and a bit table that rules out most texts fast."""
     runs, found = [np.empty(0, np.uint64)], [np.empty((0, 4), np.int64)]
     for number, index in enumerate(indices):
         if f"runs_{length}" in index:
@@ -415,7 +418,7 @@ def _low(numbers: Numbers, size: int) -> NDArray[np.int64]:
 
 
 def passages(hits: Iterable[tuple[Key, Hit]]) -> dict[tuple[Key, int], list[list[int]]]:
-    """The passages by which each (benchmark, item) is given away, those that overlap as one."""
+    """The passages that leak each (benchmark, item); overlapping ones are merged."""
     spans: dict[tuple[Key, int], list[list[int]]] = {}
     for benchmark, hit in hits:
         mine = spans.setdefault((benchmark, hit.item), [])

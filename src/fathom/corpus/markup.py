@@ -1,6 +1,6 @@
 """What markup puts between and into words: entities, tags, LaTeX commands, footnote marks, targets of links.
 
-Each is found by one regular expression, and replaced by what a reader sees of it.
+Each is found by one regular expression and replaced by its visible text.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ SIGNS = re.compile(r"&(?=[#a-zA-Z])|<(?=[a-zA-Z/!])|\\|(?<![\s(=\[])\[(?=[\^\da-
 
 
 def changes(text: str) -> Iterator[tuple[int, int, str]]:
-    """(start, end, what a reader sees) of each piece of markup in a text."""
+    """(start, end, visible text) of each piece of markup in a text."""
     end = 0
     for sign in SIGNS.finditer(text):
         if sign.start() >= end and (match := MARKUP.match(text, sign.start())):
@@ -76,7 +76,7 @@ def _seen(text: str, match: re.Match[str]) -> str:
 
 
 def _raised(text: str, start: int, digits: str) -> str:
-    """Nothing for the mark of a footnote, which stands at a word's end; else an exponent, a word of its own."""
+    """An exponent as a word of its own; empty for a footnote mark, which directly follows a word."""
     before = text[max(start - 2, 0) : start]
     mark = before[-1:] in set('.,;:!?"”’') or (len(before) == 2 and before.isalpha())
     return "" if mark else f" {digits}"

@@ -1,8 +1,8 @@
 """MinHash: documents that share most word runs agree in a group of hashes; others seldom do.
 
-Of a document's runs each of the hash functions keeps the smallest value; two documents agree in one with probability J,
-the Jaccard similarity of their runs, and so in all of a band of r with J^r, and in one of b bands at least with
-1 - (1 - J^r)^b.
+Each hash function keeps the smallest value over a document's runs. Two documents agree in one function with
+probability J, the Jaccard similarity of their runs. They agree in a band of r functions with probability J^r, and in at
+least one of b bands with probability 1 - (1 - J^r)^b.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ NOTHING = np.uint64(0)
 
 
 def band_numbers(words: Words, shingle: int, bands: int, rows: int, seed: int) -> Numbers:
-    """One number for each band of each text: equal where all hashes of the band are; 0 for a text without runs."""
+    """One number for each band of each text, equal if all hashes of the band are; 0 for a text without runs."""
     runs, bounds = words.runs(shingle)
     least = signatures((runs >> np.uint64(32)).astype(np.uint32), bounds, bands * rows, seed)  # [K, D]
     found = np.zeros((bands, len(bounds) - 1), np.uint64)
     for band in range(bands):
-        # Seeded by the band, so that numbers of different bands cannot match.
+        # The seed includes the band, so that numbers of different bands cannot match.
         found[band] = mixed(np.full(len(bounds) - 1, band + 1, np.uint64))
         for row in least[band * rows : (band + 1) * rows]:
             found[band] = mixed(found[band] ^ row.astype(np.uint64)) + np.uint64(1)
@@ -58,19 +58,19 @@ FINAL = np.uint32(0x2C1B3C6D)
 
 
 def _functions(count: int, seed: int) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
-    """Hash functions as bijections of 32-bit numbers: a mask and an odd factor for each."""
+    """Hash functions as bijections of 32-bit numbers, each defined by a mask and an odd factor."""
     drawn = mixed(np.arange(1, 2 * count + 1, dtype=np.uint64) + mixed(np.array([seed], np.uint64)))
     high = (drawn >> np.uint64(32)).astype(np.uint32)
     return high[:count], high[count:] | np.uint32(1)
 
 
 def run_set(words: Words, shingle: int) -> Numbers:
-    """The different runs of a single text, sorted."""
+    """The distinct runs of a single text, sorted."""
     return np.unique(words.runs(shingle)[0])
 
 
 def jaccard(one: Numbers, other: Numbers) -> float:
-    """Jaccard similarity of two sorted sets: the size of the intersection over that of the union."""
+    """Jaccard similarity of two sorted sets: size of the intersection divided by size of the union."""
     if not len(one) or not len(other):
         return 0.0
     if len(one) > len(other):
@@ -81,5 +81,5 @@ def jaccard(one: Numbers, other: Numbers) -> float:
 
 
 def found_share(similarity: float, bands: int = 14, rows: int = 8) -> float:
-    """The probability that two documents of this similarity meet in a band."""
+    """The probability that two documents of this similarity agree in at least one band."""
     return float(1 - (1 - similarity**rows) ** bands)

@@ -1,7 +1,7 @@
 """Normalised text: NFC, or NFKC where that keeps the meaning; no control characters, no long runs of blank lines.
 
 NFKC writes 2³² as 232, 5½ as 51⁄2 and 10⁻³ as 10−3, so superscripts, subscripts, fractions and formulas are left
-as they are. Twice is once.
+unchanged. Normalising a text twice gives the same as normalising it once.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _once(text: str, strip: Sequence[str], blank_lines: int, form: Form) -> str:
 
 
 def _compatible(text: str) -> str:
-    """NFKC between formulas, raised and lowered characters, and fractions."""
+    """NFKC outside of formulas, superscripts, subscripts and fractions."""
     parts, end = [], 0
     for match in _kept().finditer(text):
         parts += [unicodedata.normalize("NFKC", text[end : match.start()]), match[0]]

@@ -56,11 +56,11 @@ def extract(path: Path, settings: IngestValues) -> Extracted:
 
 
 def without_running_heads(pages: Sequence[str]) -> list[list[str]]:
-    """The lines of each page, without those that most pages have at their edges."""
+    """The lines of each page, without lines that most pages repeat at the top or bottom."""
     lines = [[line.rstrip() for line in page.split("\n")] for page in pages]
     if len(pages) != 2:
         return _without_edges(lines, EDGE_LINES)
-    # Of two pages only the outermost lines count: further in, a repeated line may be a coincidence.
+    # With two pages only the outermost lines count; further in, a repeated line may be a coincidence.
     for _ in range(EDGE_LINES):
         lines = _without_edges(lines, 1)
     return lines
@@ -128,7 +128,7 @@ def flow(pages: Sequence[Sequence[str]]) -> str:
             if tail and head and head[0][0].islower():
                 if (tail[1] + head[0]).lower() in words or text[-1][-1] != "-":
                     text[-1] = text[-1][:-1]
-            elif tail and head:  # before a capital or a digit it is one of spelling
+            elif tail and head:  # before a capital or a digit the hyphen belongs to the spelling
                 text[-1] = f"{text[-1][:-1]}-"
             else:
                 text.append(" ")

@@ -57,26 +57,26 @@ class StageReport:
 
     tasks: int
     done: int
-    """Tasks of this run; the others were done before."""
+    """Tasks that this run executed; the others were finished before."""
     seconds: float
-    """Of this run."""
+    """Time of this run."""
     counts: dict[str, int]
     times: Times
-    """Of all its tasks, those of earlier runs included."""
+    """Time of all tasks, including earlier runs."""
 
 
 @dataclass
 class Report:
-    """What `fathom corpus` made."""
+    """The result of `fathom corpus`."""
 
     directory: Path
     stages: dict[str, StageReport]
     budget: Budget | None
-    """None where there are only conversations."""
+    """None if there are only conversations."""
     card: Path
 
     def __str__(self) -> str:
-        """A few lines for a person."""
+        """A few lines for people."""
         counts = {name: stage.counts for name, stage in self.stages.items()}
         seconds, done = (sum(getattr(one, key) for one in self.stages.values()) for key in ("seconds", "done"))
         tokens = counts["tokenize"].get("tokens", 0)
@@ -125,7 +125,7 @@ def build(recipe: CorpusRecipe, directory: Path) -> Report:
 
 
 def _carry_out(stage: Stage, execute: Executing) -> StageReport:
-    """Do the tasks of a stage that are not done yet."""
+    """Run the tasks of a stage that are not finished yet."""
     started = time.perf_counter()
     tasks = stage.tasks()
     todo = [task for task in tasks if not stage.done(task)]
@@ -179,13 +179,13 @@ class StagePreview:
 
 @dataclass(frozen=True)
 class PreviewBudget:
-    """The budget from counted tokens or from a guess."""
+    """The budget, from counted tokens or from an estimate."""
 
     counted: bool
     budget: Budget | None = None
-    """None where there are only conversations."""
+    """None if there are only conversations."""
     infeasible: str | None = None
-    """Why there is none."""
+    """Why there is no budget."""
 
     def __str__(self) -> str:
         """The budget in a line."""
@@ -226,7 +226,7 @@ class Preview:
 
 
 def preview(recipe: CorpusRecipe, directory: Path) -> Preview:
-    """What `build` would do, as far as that is known beforehand: inputs, stages, budget. Writes nothing."""
+    """What `build` would do, as far as known beforehand: inputs, stages, budget. Writes nothing."""
     check_template(recipe)
     workspace = Workspace(directory, recipe)
     inputs: dict[str, InputFiles] = {}
@@ -260,7 +260,7 @@ def _is_current(stage: Stage, tasks: list[Task]) -> bool:
 
 
 def _expected(workspace: Workspace, inputs: dict[str, InputFiles], known: bool) -> PreviewBudget:
-    """The budget from tokens that were counted, or from a guess at them."""
+    """The budget from counted tokens, or from an estimate of them."""
     mix = workspace.recipe.mix
     if all(one.kind != "documents" for one in workspace.recipe.collections.values()):
         return PreviewBudget(known)

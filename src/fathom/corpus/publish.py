@@ -1,4 +1,4 @@
-"""The finished corpus beside its stages: token shards for `fathom train`, the mixture, and flags of benchmark items."""
+"""The published corpus in the output directory: token shards for `fathom train`, the mixture, and benchmark flags."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ def budget_of(workspace: Workspace) -> Budget:
 
 
 def publish(workspace: Workspace) -> Budget | None:
-    """Write what a training run reads; an infeasible mixture is refused before anything is written.
+    """Write the files that a training run reads. An infeasible mixture is refused before anything is written.
 
-    What an earlier recipe published, and this one does not, is removed.
+    Files that an earlier recipe published and this one does not are removed.
 
     Returns the budget of the documents; None if there are only conversations.
     """
@@ -90,7 +90,7 @@ def _publish_mixture(workspace: Workspace, budget: Budget) -> None:
 
 
 def _publish_shards(workspace: Workspace, stage: str, name: str) -> None:
-    """The shards of all tasks of a stage as one corpus, by hard links where the file system has them, else copied."""
+    """The shards of all tasks of a stage as one corpus: hard links, or copies if the file system has no links."""
     (facts_file,) = workspace.outputs("tokenizer", FACTS)
     facts, tokenizer = read_json(workspace.path(facts_file)), workspace.path(facts_file).parent
     splits: dict[str, Shards] = {}
@@ -143,7 +143,7 @@ def _link(file: Path, target: Path) -> None:
 
 
 def _withdraw_shards(folder: Path) -> None:
-    """Remove the files that the index of a published corpus names, and last the index; others in its folder stay."""
+    """Remove the files that the index of a published corpus names, then the index. Other files in its folder stay."""
     if not (folder / INDEX).is_file() or (index := read_json(folder / INDEX)).get("format") != FORMAT:
         return
     files = [folder / TOKENIZER / name for name in index["tokenizer_crc32"]]
@@ -178,7 +178,7 @@ def _publish_exports(workspace: Workspace) -> None:
 
 
 def _publish_flags(workspace: Workspace) -> None:
-    """For every benchmark its self-check and the flags of its items."""
+    """The self-check and the item flags of every benchmark."""
     place = workspace.directory / BENCHMARK_FOLDER
     shutil.rmtree(place, ignore_errors=True)
     for one in workspace.outputs("flags", ".jsonl"):

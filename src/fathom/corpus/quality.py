@@ -69,7 +69,7 @@ def measures(text: str, limits: Filter) -> Iterator[tuple[str, float]]:
 
 
 def repeated(pieces: list[str]) -> tuple[int, int]:
-    """Number of pieces that occurred before, and of characters in them."""
+    """Number of pieces that repeat an earlier one, and of characters in them."""
     counts = Counter(pieces)
     return len(pieces) - len(counts), sum((count - 1) * len(piece) for piece, count in counts.items() if count > 1)
 
@@ -87,7 +87,7 @@ def _runs(words: Words, limits: Filter) -> Iterator[tuple[str, float]]:
         if getattr(limits, f"max_duplicate_{size}grams") is not None:
             covered = _covered(words.numbers, lengths, size)
             yield f"max_duplicate_{size}grams", covered / total
-            if not covered:  # if no run of this length repeats, no longer one does
+            if not covered:  # if no run of this length repeats, no longer run does
                 return
 
 

@@ -1,8 +1,9 @@
 """An examination made from documents: some are held out, and questions are made of their sentences alone.
 
-A question is the beginning of a sentence with the sentence before it; the choices are how it goes on, and how three
-other sentences of the same document do. Nobody has to write or to check them, any documents will do, and what they
-measure is how well a model reads the domain. Conversations are made of the documents that are not held out.
+A question is the beginning of a sentence, preceded by the previous sentence. The choices are the end of this sentence
+and the ends of three other sentences of the same document. Nobody has to write or check the questions, and any
+documents are enough. The questions measure how well a model reads the domain. Conversations are made from the documents
+that are not held out.
 """
 
 from __future__ import annotations
@@ -40,19 +41,19 @@ def documents_of(inputs: Iterable[str]) -> Iterator[str]:
 
 
 def is_held_out(text: str, one_in: int) -> bool:
-    """Whether a document is among those held out: by its own text, so that no order and no other document matters."""
+    """Whether a document is held out, decided by its own text alone, so independent of order and of other documents."""
     return zlib.crc32(text.encode()) % one_in == 0
 
 
 def paragraphs(text: str) -> Iterator[list[str]]:
-    """The sentences of every paragraph of prose; headings, lists, tables and code are none."""
+    """The sentences of every paragraph of prose, without headings, lists, tables and code."""
     for block in re.split(r"\n\s*\n", text):
         if not MARKUP.search(block) and re.search(r"[.?!][\"'”)]?$", block):
             yield [" ".join(one.split()) for one in SENTENCE.split(block)]
 
 
 def halves(sentence: str) -> tuple[str, str] | None:
-    """A sentence's beginning and how it goes on; None if it is too short or too long to ask for."""
+    """The beginning and the end of a sentence; None if it is too short or too long for a question."""
     words = sentence.split()
     if not SHORTEST <= len(words) <= LONGEST:
         return None
@@ -84,7 +85,7 @@ def questions_of(name: str, text: str, most: int) -> Iterator[dict[str, object]]
 
 
 def conversation_of(text: str) -> dict[str, object] | None:
-    """A question on a document by its title, the first line, and its first paragraph of prose as the answer."""
+    """The title (first line) as a question, and the first paragraph of prose as its answer."""
     title = text.strip().partition("\n")[0].strip()
     first = next((" ".join(some) for some in paragraphs(text) if len(" ".join(some).split()) >= SHORTEST), None)
     if not 0 < len(title) <= 120 or first is None or first.startswith(title):
@@ -94,7 +95,7 @@ def conversation_of(text: str) -> dict[str, object] | None:
 
 
 def passage_of(text: str, characters: int) -> str:
-    """The beginning of a text, to the end of a paragraph within a number of characters if there is one."""
+    """The beginning of a text, ending with a paragraph if one ends within the number of characters."""
     end = text.rfind("\n\n", characters // 2, characters)
     return text[: end if end > 0 else characters]
 
@@ -109,16 +110,16 @@ def write_examination(
     replay: int = 2000,
     passages: tuple[int, int] = (30, 2500),
 ) -> dict[str, int]:
-    """Write what an expert is made of and measured by as files; returns how many lines each has.
+    """Write the training data and the questions of an expert as files; returns the number of lines of each.
 
     Args:
         folder: Where.
         domain: The documents to learn.
         general: What the base must not forget: replayed, and partly held out, too.
-        one_in: One document in so many is held out.
-        questions: How many to make at most, about equally many of each held-out document.
-        replay: Documents of `general` to read at most.
-        passages: How many held-out passages of each kind are scored as text at most, and how many characters each has.
+        one_in: One document in this many is held out.
+        questions: Maximum number of questions, spread evenly over the held-out documents.
+        replay: Maximum number of documents read from `general`.
+        passages: Maximum number of held-out passages of each kind for the perplexity, and characters per passage.
     """
     read, held = _split(domain, one_in)
     everyday, held_general = _split(islice(general, replay), one_in)
@@ -147,7 +148,7 @@ def write_examination(
 
 
 def _split(texts: Iterable[str], one_in: int) -> tuple[list[str], list[str]]:
-    """The documents to read, and those held out."""
+    """The documents to train on, and the held-out ones."""
     read: list[str] = []
     held: list[str] = []
     for text in texts:

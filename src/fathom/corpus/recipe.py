@@ -336,7 +336,7 @@ class CorpusRecipe(Section):
     mix: Mix = field(default_factory=Mix)
     """mixture of the training run"""
     exports: tuple[Literal["llamafactory", "axolotl", "trl", "lm_eval"], ...] = ()
-    """export formats for other programs, beside the shards"""
+    """formats for other programs, exported in addition to the shards"""
     executor: Executor = field(default_factory=Executor)
     """scheduler; the name alone is enough"""
 

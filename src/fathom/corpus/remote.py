@@ -28,7 +28,7 @@ def rank(directory: str, stage: str, data: object, number: int, world_size: int)
 
 
 def require_scheduler(name: str) -> None:
-    """Refuse an executor whose scheduler is not on this machine, before datatrove looks for it and prints why."""
+    """Refuse an executor whose scheduler is not installed here, before datatrove looks for it."""
     if name == "ray" and importlib.util.find_spec("ray") is None:
         raise DataError("executor.name=ray: ray is not installed: pip install ray")
     if name == "slurm":
@@ -38,7 +38,7 @@ def require_scheduler(name: str) -> None:
 
 
 def _same_programs() -> str:
-    """The shell line by which a job finds datatrove's program where this process's Python is, activated or not."""
+    """The shell line that puts this Python's programs on PATH, so that jobs find datatrove's program."""
     place = Path(sys.executable).parent
     if shutil.which(LAUNCHER, path=os.pathsep.join((str(place), os.environ.get("PATH", "")))) is None:
         raise DataError(f"executor.name=slurm: no {LAUNCHER} here: install datatrove anew, or set executor.environment")
@@ -46,7 +46,7 @@ def _same_programs() -> str:
 
 
 def remote(workspace: Workspace, stage: str, tasks: Sequence[Task], tick: Callable[[], None]) -> None:
-    """Run tasks on `executor.workers` processes of datatrove's; failures are in its logs, beside the stages."""
+    """Run tasks on `executor.workers` processes of datatrove; failures are in its logs, next to the stages' folders."""
     try:
         from datatrove.executor import LocalPipelineExecutor, RayPipelineExecutor, SlurmPipelineExecutor
     except ImportError as error:

@@ -18,12 +18,12 @@ from fathom.corpus.extraction import Extracted, Extractor, IngestValues
 from fathom.errors import DataError, to_install
 
 EXTRACTORS: dict[str, Extractor] = {"pdf": pdf.extract, "html": html.extract, "tei": tei.extract}
-# As for workers: modules must not be imported from the working directory.
+# As for workers, modules must not be imported from the working directory.
 CHILD = "import sys; sys.path[:] = filter(None, sys.path); from fathom.corpus.sandbox import serve; serve()"
 
 
 class Sandbox:
-    """Extracts text in another process; whatever goes wrong there becomes a status."""
+    """Extracts text in another process; any failure there becomes a status."""
 
     def __init__(self, settings: IngestValues) -> None:
         self._settings = settings
@@ -122,7 +122,7 @@ def serve() -> None:
             continue
         except MemoryError:
             found = Extracted("parse_error", detail="out of memory")
-        except Exception as error:  # a library met a file that it cannot read; the run goes on and names it
+        except Exception as error:  # a library raised on an unreadable file; the run continues and lists the file
             said = " ".join(str(error).split())
             found = Extracted("parse_error", detail=f"{type(error).__name__}: {said}"[:300])
         replies.write(json.dumps(found.to_dict()) + "\n")
@@ -130,7 +130,7 @@ def serve() -> None:
 
 
 def _limit(max_memory: int) -> None:
-    """Limit this process to `max_memory` bytes more than it uses now, where the system has such limits."""
+    """Limit this process to `max_memory` bytes more than it uses now, if the system supports such limits."""
     try:
         import resource
     except ImportError:

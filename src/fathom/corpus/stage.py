@@ -1,8 +1,8 @@
 """Stages of a corpus: each is a pure function of files, divided into tasks that any scheduler may run.
 
-A task's key is a hash of the stage's name, version and settings and of the contents that the task reads. What it
-writes goes to a folder of that name, put in place by a rename: a folder that exists is complete, even if a process was
-killed while it wrote another, and a task whose folder exists is not done again.
+A task's key is a hash of the stage's name, version and settings and of the contents that the task reads. The task
+writes to a temporary folder, which is then renamed to the key. A folder that exists is therefore complete, even if a
+process was killed, and a task whose folder exists is not run again.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Input:
     """A file that a task reads, with a digest of its contents."""
 
     path: str
-    """relative to the corpus' directory, or a path of the user's"""
+    """relative to the corpus directory, or a user's path"""
     sha256: str
     bytes: int = 0
 
@@ -50,16 +50,16 @@ class Input:
 
 @dataclass(frozen=True)
 class Task:
-    """A piece of a stage's work: plain data, so that any scheduler can carry it."""
+    """A piece of a stage's work, as plain data, so that any scheduler can carry it."""
 
     inputs: tuple[Input, ...]
     arguments: dict[str, Any] = field(default_factory=dict)
-    """everything else that the result depends on"""
+    """every other value that the result depends on"""
 
 
 @dataclass(frozen=True)
 class TaskOutcome:
-    """The record that a task writes beside its files."""
+    """The record that a task writes to its folder."""
 
     key: str
     counts: dict[str, int]
@@ -71,7 +71,7 @@ class TaskEntry(TaskOutcome):
     """A task in a manifest."""
 
     arguments: dict[str, Any]
-    """as the stage gave them"""
+    """as returned by the stage"""
     inputs: list[Input]
 
 
@@ -88,7 +88,7 @@ class StageManifest:
 
 @dataclass(frozen=True)
 class Times:
-    """What a task took, or several."""
+    """Time of one or several tasks."""
 
     seconds: float
     cpu_seconds: float
@@ -140,7 +140,7 @@ class Stage(ABC):
 
     name: ClassVar[str]
     version: ClassVar[int] = 1
-    """Version of what the stage computes: a change makes all its tasks new."""
+    """Version of the computation; a change invalidates all tasks of the stage."""
 
     def __init__(self, workspace: Workspace) -> None:
         self.workspace = workspace
@@ -151,16 +151,16 @@ class Stage(ABC):
         return self.workspace.recipe
 
     def settings(self) -> dict[str, object]:
-        """The values of the recipe that the results of all tasks of this stage depend on."""
+        """The recipe values that the results of all tasks of this stage depend on."""
         return {}
 
     @abstractmethod
     def tasks(self) -> list[Task]:
-        """The tasks, once the stages before are finished; the same list on every machine."""
+        """The tasks, once the earlier stages are finished; the same list on every machine."""
 
     @abstractmethod
     def run(self, task: Task, folder: Path) -> dict[str, int]:
-        """Do one task: write files into an empty folder and return counts, which are summed over tasks."""
+        """Run one task: write files into an empty folder and return counts, which are summed over tasks."""
 
     def finish(self, counts: dict[str, int]) -> None:  # noqa: B027 most stages have nothing to refuse
         """Raise an error if the result of the whole stage cannot be used."""
@@ -175,7 +175,7 @@ class Stage(ABC):
         return self.workspace.stage(self.name) / self.key(task)
 
     def done(self, task: Task) -> bool:
-        """Whether a task's result is there and complete."""
+        """Whether a task's result exists and is complete."""
         folder = self.folder(task)
         if not (folder / TASK).is_file():
             return False
@@ -184,7 +184,7 @@ class Stage(ABC):
 
 
 def sweep(place: Path) -> None:
-    """Remove drafts that killed processes left."""
+    """Remove unfinished folders of killed processes."""
     for draft in place.glob(f".*{DRAFT}"):
         shutil.rmtree(draft) if draft.is_dir() else draft.unlink()
 
@@ -194,12 +194,12 @@ def _size(path: Path) -> int:
 
 
 def perform(stage: Stage, task: Task) -> None:
-    """Do one task unless it is done; its folder appears whole or not at all."""
+    """Run one task unless it is finished; its folder appears whole or not at all."""
     if stage.done(task):
         return
     final = stage.folder(task)
     draft = final.with_name(f".{final.name}.{os.getpid()}{DRAFT}")
-    for remains in (final, draft):  # a damaged result, or a draft of an earlier process with the same id
+    for remains in (final, draft):  # a damaged result, or an unfinished folder of an earlier process with the same id
         shutil.rmtree(remains, ignore_errors=True)
     draft.mkdir(parents=True)
     forget_peak()
@@ -220,7 +220,7 @@ def perform(stage: Stage, task: Task) -> None:
     try:
         draft.rename(final)
     except OSError:
-        # Another process finished the same task meanwhile; its bytes are the same.
+        # Another process finished the same task meanwhile, with the same bytes.
         if not (final / TASK).is_file():
             raise
         shutil.rmtree(draft)
@@ -233,13 +233,13 @@ def _sync(path: Path) -> None:
 
 
 def forget_peak() -> None:
-    """Reset the system's count of this process's peak memory, where it can."""
+    """Reset the operating system's peak memory counter for this process, if possible."""
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 
 
 def peak_memory() -> int:
-    """Peak memory of this process in bytes, since `forget_peak` where that works; 0 if it is not known."""
+    """Peak memory of this process in bytes, since `forget_peak` if the reset works; 0 if unknown."""
     with suppress(OSError):
         found = re.search(r"^VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
         if found:
@@ -252,7 +252,7 @@ def peak_memory() -> int:
 
 
 def conclude(stage: Stage, tasks: Sequence[Task]) -> StageManifest:
-    """Write the manifest of a stage whose tasks are all done, and remove results of earlier recipes."""
+    """Write the manifest of a finished stage, and remove results of earlier recipes."""
     place = stage.workspace.stage(stage.name)
     place.mkdir(parents=True, exist_ok=True)
     entries: list[TaskEntry] = []
@@ -275,12 +275,12 @@ def conclude(stage: Stage, tasks: Sequence[Task]) -> StageManifest:
 
 
 def _named(one: Input) -> Input:
-    """An input as a manifest has it, without the user's directory."""
+    """An input as a manifest records it, without the user's directory."""
     return replace(one, path=Path(one.path).name) if Path(one.path).is_absolute() else one
 
 
 def times_of(stage: Stage, tasks: Sequence[Task]) -> Times:
-    """Time and memory of all tasks of a stage, those of earlier runs included."""
+    """Time and memory of all tasks of a stage, including earlier runs."""
     found = [read_result(Times, stage.folder(task) / TIMES, REMEDY) for task in tasks]
     return Times(
         seconds=sum(one.seconds for one in found),
@@ -291,7 +291,7 @@ def times_of(stage: Stage, tasks: Sequence[Task]) -> Times:
 
 
 def package_versions(names: Sequence[str]) -> dict[str, str]:
-    """Versions of the packages that are installed."""
+    """Versions of the installed packages."""
     found = {}
     for name in names:
         try:

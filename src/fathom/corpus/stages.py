@@ -1,4 +1,4 @@
-"""All stages, in the order in which they follow each other."""
+"""All stages in their order."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """A synthetic domain with known facts: invented minerals, described in documents and asked about in other words.
 
-Names and facts are drawn from a seed, so a model can know them from these documents only. Questions are worded as no
-document and no conversation is, so that an answer shows knowledge and not recall of a sentence. A leak is a question
-with its answer put into a document at a known place. General text is about towns and shares no fact with the domain.
+Names and facts are drawn from a seed, so a model can only know them from these documents. Questions use wordings that
+occur in no document and no conversation, so an answer shows knowledge, not recall of a sentence. A leak is a question
+with its answer, inserted into a document at a known position. General text is about towns and shares no fact with the
+domain.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ class Fact:
     value: str
 
     def said(self, frame: str) -> str:
-        """The fact in the words of a sentence or a question."""
+        """The fact in the words of a sentence or question template."""
         return frame.format(mineral=self.mineral, property=self.property, value=self.value)
 
 
@@ -103,7 +104,7 @@ class Question:
 
     @property
     def answer(self) -> int:
-        """The place of the right choice, from 0."""
+        """Index of the right choice, from 0."""
         return self.choices.index(self.fact.value)
 
     def row(self) -> dict[str, object]:
@@ -118,7 +119,7 @@ class Leak:
     document: int
     question: str
     start: int
-    """The character of the document at which the question begins."""
+    """Index of the character at which the question begins."""
 
 
 class World:
@@ -138,7 +139,7 @@ class World:
         return [Fact(name, key, value) for name, found in self.minerals.items() for key, value in found.items()]
 
     def documents(self) -> list[str]:
-        """Texts about one mineral each, one for each way to state a fact, so every fact occurs once in each way."""
+        """Texts about one mineral each, one per phrasing, so every fact occurs once in each phrasing."""
         chance = self._chance("documents")
         texts = []
         for name, found in self.minerals.items():
@@ -151,7 +152,7 @@ class World:
         return chance.sample(texts, len(texts))
 
     def conversations(self) -> list[dict[str, list[ConversationMessage]]]:
-        """Questions and answers on every fact, once in each way, as rows of messages."""
+        """Questions and answers on every fact, once in each phrasing, as rows of messages."""
         rows: list[dict[str, list[ConversationMessage]]] = []
         for fact in self.facts():
             for question, answer in EXCHANGES:
@@ -204,10 +205,10 @@ def plant(
     """Put a different question with its answer into each of `count` documents; returns the documents and the leaks.
 
     Args:
-        documents: To plant in.
-        questions: To choose from.
-        count: Leaks.
-        seed: Chooses both.
+        documents: Documents to choose from.
+        questions: Questions to choose from.
+        count: Number of leaks.
+        seed: Determines both choices.
     """
     chance = random.Random(f"fathom leaks {seed}")
     places = sorted(chance.sample(range(len(documents)), count))
@@ -252,7 +253,7 @@ def _lines(rows: Iterable[Mapping[str, object]]) -> Iterator[str]:
 
 
 def _dealt(chance: random.Random, values: Sequence[str], count: int) -> list[str]:
-    """`count` values in random order, each equally often to within one."""
+    """`count` values in random order, with equal frequencies up to one."""
     order = chance.sample(values, len(values))
     dealt = [order[number % len(order)] for number in range(count)]
     return chance.sample(dealt, count)

@@ -1,7 +1,8 @@
 """GROBID's TEI to Markdown: headings, paragraphs, tables, captions, and the visible text of references.
 
-A figure or table is put once, where it is first referred to or at the end. With `sentinels` figures, tables, formulas,
-notes and citations are enclosed in [START_X] and [END_X], and a citation becomes the title of the cited work.
+A figure or table appears once, where it is first referenced, or else at the end. With `sentinels` figures, tables,
+formulas, notes and citations are enclosed in [START_X] and [END_X], and a citation becomes the title of the cited
+work.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def _tag(element: Element) -> str:
 
 
 def _find(root: Element, *names: str) -> Element | None:
-    """The first descendant by a path of local names, each at any depth below the one before."""
+    """The first descendant along a path of local names, each at any depth below the one before."""
     for name in names:
         found = next((one for one in root.iter() if one is not root and _tag(one) == name), None)
         if found is None:
@@ -57,7 +58,7 @@ def _words(text: str) -> str:
 
 
 class _Converter:
-    """One document on its way to Markdown."""
+    """A document during its conversion to Markdown."""
 
     def __init__(self, root: Element, sentinels: bool) -> None:
         self._root, self._sentinels = root, sentinels
@@ -91,7 +92,7 @@ class _Converter:
         return "\n\n".join(found)
 
     def _paragraphs(self, division: Element) -> list[str]:
-        """Headings, paragraphs, formulas and notes of a division, in order; each figure after its first reference."""
+        """Headings, paragraphs, formulas and notes of a division, in order; each figure follows its first reference."""
         found: list[str] = []
         for child in division:
             name = _tag(child)
@@ -112,7 +113,7 @@ class _Converter:
         return found
 
     def _inline(self, element: Element, wanted: list[str]) -> str:
-        """Text with that of everything inside; figures that it refers to are added to `wanted`."""
+        """The text of an element and everything inside; referenced figures are added to `wanted`."""
         parts = [element.text or ""]
         for child in element:
             name, inner = _tag(child), self._inline(child, wanted)
@@ -137,7 +138,7 @@ class _Converter:
         return shown
 
     def _block(self, identity: str) -> list[str]:
-        """A figure or table, the first time that it is asked for."""
+        """A figure or table, the first time it is referenced."""
         if identity in self._shown:
             return []
         self._shown.add(identity)

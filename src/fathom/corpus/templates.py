@@ -1,7 +1,7 @@
-"""Conversations as token ids with a bit for each: learnt are the assistant's messages and the token after each.
+"""Conversations as token ids with a loss mask: the assistant's messages and the token that ends each are trained on.
 
-A template makes a list of pieces: text or special tokens, each learnt or not. The text between two special tokens is
-encoded as one, and never read as markup, so what a user writes cannot end a turn.
+A template returns a list of pieces, text or special tokens, each trained on or not. The text between two special tokens
+is encoded in one go and never parsed for special tokens, so a user's text cannot end a turn.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class TemplatePart(NamedTuple):
     """A part of a rendered conversation."""
 
     text: str
-    learnt: bool = False
+    trained: bool = False
     token: bool = False
     """Whether it is a token of the vocabulary rather than text."""
 
@@ -33,22 +33,22 @@ class EncodedConversation(NamedTuple):
     """A conversation as tokens."""
 
     ids: list[int]
-    learnt: list[bool]
+    trained: list[bool]
     dropped: int
-    """Exchanges that were left out from its beginning."""
+    """Number of oldest exchanges that were dropped."""
 
 
 def chatml(messages: Sequence[ChatMessage]) -> Iterator[TemplatePart]:
     """Qwen's: each message between <|im_start|> and <|im_end|>; a tool's output is the user's."""
     for message in messages:
-        learnt = is_learnt(message)
+        trained = is_trained(message)
         role, content = message["role"], str(message["content"])
         if role == "tool":
             role, content = "user", f"<tool_response>\n{content}\n</tool_response>"
         yield TemplatePart("<|im_start|>", token=True)
         yield TemplatePart(f"{role}\n")
-        yield TemplatePart(content, learnt)
-        yield TemplatePart("<|im_end|>", learnt, token=True)
+        yield TemplatePart(content, trained)
+        yield TemplatePart("<|im_end|>", trained, token=True)
         yield TemplatePart("\n")
 
 
@@ -60,28 +60,28 @@ def alpaca(messages: Sequence[ChatMessage]) -> Iterator[TemplatePart]:
     system = messages[0]["content"] if messages[0]["role"] == "system" else ALPACA
     yield TemplatePart(f"{system}\n\n")
     for message in messages[1:] if messages[0]["role"] == "system" else messages:
-        content, learnt = str(message["content"]), is_learnt(message)
+        content, trained = str(message["content"]), is_trained(message)
         if message["role"] == "user":
             yield TemplatePart(f"### Instruction:\n{content}\n\n")
         elif message["role"] == "tool":
             yield TemplatePart(f"### Input:\n{content}\n\n")
         elif message["role"] == "assistant":
             yield TemplatePart("### Response:\n")
-            yield TemplatePart(content, learnt)
-            yield TemplatePart(END, learnt, token=True)
+            yield TemplatePart(content, trained)
+            yield TemplatePart(END, trained, token=True)
             yield TemplatePart("\n\n")
         else:
             raise DataError("a system message stands first or nowhere")
 
 
 def react(messages: Sequence[ChatMessage]) -> Iterator[TemplatePart]:
-    """Question, then thoughts and actions, which are learnt, and observations, which are not; EOS after the last."""
+    """A question, thoughts and actions (trained on), observations (not trained on), and EOS at the end."""
     last = len(messages) - 1
     for number, message in enumerate(messages):
-        content, learnt = str(message["content"]), is_learnt(message)
+        content, trained = str(message["content"]), is_trained(message)
         if message["role"] == "assistant":
-            yield TemplatePart(content, learnt)
-            yield TemplatePart(END, learnt, token=True) if number == last else TemplatePart("\n", learnt)
+            yield TemplatePart(content, trained)
+            yield TemplatePart(END, trained, token=True) if number == last else TemplatePart("\n", trained)
         elif message["role"] == "tool":
             yield TemplatePart(f"Observation: {content}\n")
         else:
@@ -113,8 +113,8 @@ CHATS = {
 """The same as Jinja chat templates, for tokenizers without one, so that prompts have the form of the training data."""
 
 
-def is_learnt(message: ChatMessage) -> bool:
-    """Whether a message is learnt: the assistant's are, unless they say `train: false`."""
+def is_trained(message: ChatMessage) -> bool:
+    """Whether a message is trained on. The assistant's messages are, unless they have `train: false`."""
     return bool(message["role"] == "assistant" and message.get("train", True))
 
 
@@ -124,13 +124,13 @@ def rendered(pieces: Sequence[TemplatePart], eos: str) -> str:
 
 
 def tokens_of(template: Template) -> list[str]:
-    """The special tokens that a template needs, without EOS."""
+    """The special tokens that a template needs, other than EOS."""
     probe = [{"role": role, "content": "x"} for role in ("user", "assistant")]
     return sorted({piece.text for piece in template(probe) if piece.token} - {END})
 
 
 class ConversationEncoder:
-    """Encodes conversations by one template, given or named."""
+    """Encodes conversations by one template, given as a function or by name."""
 
     def __init__(self, tokenizer: Tokenizer, eos_token_id: int, template: str | Template, most_tokens: int) -> None:
         self._tokenizer, self._eos, self._most = tokenizer, eos_token_id, most_tokens
@@ -141,25 +141,25 @@ class ConversationEncoder:
         return [text for text in tokens_of(self._template) if self._tokenizer.token_to_id(text) is None]
 
     def encode(self, messages: Sequence[ChatMessage]) -> EncodedConversation | None:
-        """Tokens ending with EOS; None if the last exchange alone is too long, else the oldest ones are left out."""
+        """Tokens ending with EOS, without the oldest exchanges if they are too long; None if the last one alone is."""
         head = 1 if messages and messages[0]["role"] == "system" else 0
         starts = [number for number, one in enumerate(messages) if one["role"] == "user" and number > head]
         for dropped, start in enumerate([head, *starts]):
-            ids, learnt = self._encode([*messages[:head], *messages[start:]])
+            ids, trained = self._encode([*messages[:head], *messages[start:]])
             if len(ids) <= self._most:
-                return EncodedConversation(ids, learnt, dropped)
+                return EncodedConversation(ids, trained, dropped)
         return None
 
     def _encode(self, messages: Sequence[ChatMessage]) -> tuple[list[int], list[bool]]:
         ids: list[int] = []
-        learnt: list[bool] = []
+        trained: list[bool] = []
         pieces = [piece for piece in self._template(messages) if piece.text]
         if pieces and pieces[-1].text.isspace() and not pieces[-1].token:
-            # Text after the last turn is left out, since the document ends there.
+            # Text after the last turn is dropped, since the document ends there.
             before = pieces[-2] if len(pieces) > 1 else None
             if before is not None and before.token and self._id(before.text) == self._eos:
                 pieces.pop()
-        for (is_token, is_target), group in groupby(pieces, lambda piece: (piece.token, piece.learnt)):
+        for (is_token, is_target), group in groupby(pieces, lambda piece: (piece.token, piece.trained)):
             members = list(group)
             if is_token:
                 found = [self._id(piece.text) for piece in members]
@@ -167,11 +167,11 @@ class ConversationEncoder:
                 text = "".join(piece.text for piece in members)
                 found = self._tokenizer.encode(text, add_special_tokens=False).ids
             ids += found
-            learnt += [is_target] * len(found)
+            trained += [is_target] * len(found)
         if not ids or ids[-1] != self._eos:
             ids.append(self._eos)
-            learnt.append(False)
-        return ids, learnt
+            trained.append(False)
+        return ids, trained
 
     def _id(self, token: str) -> int:
         found = self._eos if token == END else self._tokenizer.token_to_id(token)

@@ -1,4 +1,4 @@
-"""Kept documents to token shards: a tokenizer, then for each group of files the shards of one collection."""
+"""Kept documents as token shards: a tokenizer, then shards for each group of files of one collection."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ class Tokenizer(Stage):
     name = "tokenizer"
 
     def settings(self) -> dict[str, object]:
-        """The values of the recipe that this stage's results depend on."""
+        """The recipe values that this stage's results depend on."""
         tokens = self.recipe.tokenize
         keys = ("eos_token",) if tokens.train is None else ("train", "train_bytes", "held_out")
         template = self._template()
         return {**{key: getattr(tokens, key) for key in keys}, **({"template": template} if template else {})}
 
     def _template(self) -> str | None:
-        """The chat template to give to the tokenizer; None without conversations, or if it has its own."""
+        """The chat template for the tokenizer; None if there are no conversations, or it has its own."""
         talks = any(one.kind != "documents" for one in self.recipe.collections.values())
         name = self.recipe.converse.template
         return name if talks and name in TEMPLATES else None
 
     def tasks(self) -> list[Task]:
-        """The tasks, once the stages before are finished."""
+        """The tasks, once the earlier stages are finished."""
         name = self.recipe.tokenize.tokenizer
         if name is None:
             parts = kept_parts(self.workspace)
@@ -54,13 +54,13 @@ class Tokenizer(Stage):
             return [Task(tuple(one for part in parts for one in part.inputs()), {"parts": arguments})]
         place = Path(name).expanduser()
         files = sorted(path for path in place.iterdir() if path.is_file()) if place.is_dir() else [place]
-        if not place.exists():  # a name on the Hub, whose present contents are not known
+        if not place.exists():  # a name on the Hub, whose current contents are unknown
             return [Task((), {"name": name})]
         inputs = tuple(Input.of(str(path.absolute()), digest(path)) for path in files)
         return [Task(inputs, {"folder": place.is_dir()})]
 
     def run(self, task: Task, folder: Path) -> dict[str, int]:
-        """Do one task; returns what was counted."""
+        """Run one task and return its counts."""
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         settings, template = self.recipe.tokenize, self._template()
         if "parts" in task.arguments:
@@ -97,21 +97,21 @@ class Tokenizer(Stage):
 
 
 class Tokenize(Stage):
-    """One task for the files of a collection that make up a shard."""
+    """One task for the files of a collection that form one shard."""
 
     name = "tokenize"
 
     def settings(self) -> dict[str, object]:
-        """The values of the recipe that this stage's results depend on."""
+        """The recipe values that this stage's results depend on."""
         return {"held_out": self.recipe.tokenize.held_out}
 
     def tasks(self) -> list[Task]:
-        """The tasks, once the stages before are finished."""
+        """The tasks, once the earlier stages are finished."""
         parts = [part for part in kept_parts(self.workspace) if part.kind == "documents"]
         return groups_of(self.workspace, parts, self.recipe.tokenize.shard_bytes)
 
     def run(self, task: Task, folder: Path) -> dict[str, int]:
-        """Do one task; returns what was counted."""
+        """Run one task and return its counts."""
         facts = read_json(self.workspace.path(task.inputs[1]))
         encoder = _Encoder(self.workspace.path(task.inputs[0]), facts["vocab_size"], facts["eos_token_id"])
         collection, dtype = task.arguments["collection"], token_dtype(facts["vocab_size"])
@@ -187,7 +187,7 @@ class _Encoder:
         self._dtype = token_dtype(vocab_size)
 
     def __call__(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Tokens with EOS after each document, lengths in tokens and in bytes."""
+        """Tokens with EOS after each document, and document lengths in tokens and in bytes."""
         ids = [self._encode(text) for text in texts]
         tokens = np.fromiter((token for one in ids for token in one), self._dtype, sum(map(len, ids)))
         lengths = np.array([len(one) for one in ids], np.int64)
@@ -208,7 +208,7 @@ class _Encoder:
 
 
 def _cut(text: str) -> Iterator[str]:
-    """A long text in pieces that end before a blank or a line's end."""
+    """A long text in pieces that end before a space or at a line's end."""
     begin = 0
     while len(text) - begin > PIECE_CHARACTERS:
         middle, most = begin + PIECE_CHARACTERS // 2, begin + PIECE_CHARACTERS

@@ -12,12 +12,12 @@ STEP = re.compile(r"^(Question|Thought|Action Input|Action|Observation|Final Ans
 
 
 def is_trace(text: object) -> bool:
-    """Whether a text is a trace: it has a thought and a final answer."""
+    """Whether a text is a trace, i.e. has a thought and a final answer."""
     return isinstance(text, str) and {"Thought", "Final Answer"} <= {match[1] for match in STEP.finditer(text)}
 
 
 def trace_messages(text: str) -> list[ConversationMessage]:
-    """A trace as messages: the text before the question is a system message, an observation a tool's."""
+    """A trace as messages. Text before the question is the system message; observations are tool messages."""
     steps = list(STEP.finditer(text))
     ends = [*(step.start() for step in steps[1:]), len(text)]
     preamble = text[: steps[0].start()].strip() if steps else ""
@@ -38,7 +38,7 @@ def trace_messages(text: str) -> list[ConversationMessage]:
 
 
 def used_actions(messages: Sequence[ConversationMessage]) -> Iterator[str]:
-    """The name of every action that is taken."""
+    """The names of all actions in a trace."""
     for message in messages:
         if message["role"] == "assistant":
             yield from (
@@ -47,7 +47,7 @@ def used_actions(messages: Sequence[ConversationMessage]) -> Iterator[str]:
 
 
 def require_tools(messages: Sequence[ConversationMessage], tools: Sequence[str]) -> None:
-    """Refuse a trace that uses a tool which is not described."""
+    """Refuse a trace that uses an undescribed tool."""
     for name in used_actions(messages):
         if name not in tools:
             raise DataError(f"the action {name!r} is none of its tools: {', '.join(tools) or 'none'}")

@@ -1,4 +1,4 @@
-"""A table to questions and answers: each value is asked for in several ways, missing values are skipped."""
+"""A table as questions and answers: several questions per value; missing values are skipped."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The words of texts as numbers, which deduplication and decontamination compare.
 
-A word is a run of letters, digits and their marks, in lower case, so that case, punctuation and line breaks make no
-difference; of scripts that are written without spaces every character is one. A word's number is a polynomial of its
-characters modulo 2^64 and a run of words a polynomial of theirs, both computed for all texts of a batch at once.
+A word is a run of letters, digits and their marks, in lower case, so case, punctuation and line breaks do not matter.
+In scripts that are written without spaces every character is a word. A word's number is a polynomial of its characters
+modulo 2^64 and a run of words a polynomial of theirs, both computed for all texts of a batch at once.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ Numbers = NDArray[np.uint64]
 
 @dataclass(frozen=True)
 class Words:
-    """The words of several texts, one text after the other."""
+    """The words of several texts, concatenated."""
 
     numbers: Numbers  # [W]
     starts: NDArray[np.int64]  # [W]: the first character of each word, in its own text
-    ends: NDArray[np.int64]  # [W]: the character after its last
+    ends: NDArray[np.int64]  # index of the character after its last one
     bounds: NDArray[np.int64]  # [D + 1]: the words of text d are bounds[d] to bounds[d + 1]
 
     def runs(self, length: int) -> tuple[Numbers, NDArray[np.int64]]:
-        """The numbers of all runs of `length` words within a text, and the bounds of each text's own."""
+        """The numbers of all runs of `length` words within a text, and each text's range in them."""
         counts = np.maximum(np.diff(self.bounds) - length + 1, 0)
         bounds = np.concatenate([[0], np.cumsum(counts)])
         if len(self.numbers) < length:
@@ -66,7 +66,7 @@ class Words:
 
 
 def run_numbers(numbers: Numbers, length: int) -> Numbers:
-    """One number for each run of `length` neighbours."""
+    """A number for each run of `length` neighbouring words."""
     found = numbers[: len(numbers) - length + 1].copy()
     for shift in range(1, length):
         found *= np.uint64(WORD)
@@ -112,7 +112,7 @@ def _words_of_one(text: str) -> Words:
     while begin < len(text):
         end = min(begin + BLOCK, len(text))
         if end < len(text):
-            # A word of more than half a block is not of any language, and may be cut.
+            # A word longer than half a block belongs to no language, and may be split.
             cut = max(text.rfind(" ", begin + BLOCK // 2, end), text.rfind("\n", begin + BLOCK // 2, end))
             end = cut + 1 if cut >= 0 else end
         part = _words_of_block([text[begin:end]])
@@ -159,7 +159,7 @@ def _powers(size: int) -> tuple[Numbers, Numbers]:
 
 
 def _letters(codes: NDArray[np.uint32]) -> tuple[NDArray[np.uint32], NDArray[np.bool_] | None]:
-    """Characters in lower case, 0 for those of no word; and which of them stand alone, if any could."""
+    """Characters in lower case, 0 for those outside words; and which of them are words by themselves."""
     highest = int(codes.max(initial=0))
     if highest < 128:
         return np.take(_ascii(), codes), None
@@ -186,7 +186,7 @@ def _table() -> tuple[NDArray[np.uint32], NDArray[np.bool_]]:
 
 
 def _letter(character: str) -> int:
-    """The number of a character in a word: its lower case; 0 if it is not part of a word."""
+    """A word character as its lower case's code point; 0 if it does not belong to a word."""
     if not character.isalnum() and unicodedata.category(character)[0] != "M":
         return 0
     small = lower(character)
@@ -194,5 +194,5 @@ def _letter(character: str) -> int:
 
 
 def lower(text: str) -> str:
-    """A text in lower case; a Greek sigma is the same at a word's end, which capitals do not tell apart."""
+    """A text in lower case, with σ for a final ς, because capitals do not distinguish them."""
     return text.lower().replace("ς", "σ")

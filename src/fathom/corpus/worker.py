@@ -29,7 +29,7 @@ def open_plan(directory: Path, plan: Path) -> tuple[Stage, list[Task]]:
 
 
 def carry_out(directory: str, stage: str, numbers: Iterable[int]) -> None:
-    """Do tasks of a stage's plan in this process."""
+    """Run tasks of a stage's plan in this process."""
     place = Path(directory)
     performer, tasks = open_plan(place, stage_folder(place, stage) / PLAN)
     for number in numbers:
@@ -42,7 +42,7 @@ def serve() -> None:
     A second thread reads, so that this process ends at once when the one that started it dies, however that happens.
     """
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # anything else that prints goes to standard error
+    os.dup2(2, 1)  # any other output goes to standard error
     requests: queue.Queue[str] = queue.Queue()
     threading.Thread(target=_listen, args=(sys.stdin, requests), daemon=True).start()
     while True:

@@ -28,24 +28,24 @@ IGNORED = NOT_LEARNT
 
 @dataclass
 class Batch:
-    """Rows for one forward pass; the model shifts the labels, as Hugging Face models do.
+    """Sequences for one forward pass; the model shifts the labels, as Hugging Face models do.
 
-    The counts are those of the global batch, all ranks and micro-batches together: they are never reduced across ranks.
+    The counts cover the global batch, i.e. all ranks and micro-batches, so they need no reduction across ranks.
     """
 
     input_ids: Tensor
     """Token ids, int64 [rows, T]."""
     labels: Tensor
-    """The same ids, or -100 for tokens that are not predicted; may share memory with `input_ids`."""
+    """The same ids, or -100 for tokens without a loss; may share memory with `input_ids`."""
     position_ids: Tensor | None
-    """Positions that restart with each document, under `packing="documents"`; None elsewhere."""
+    """Positions that restart with each document, with `packing="documents"`; else None."""
     num_targets: int
-    """Tokens predicted in the global batch: the `num_items_in_batch` of a Hugging Face loss."""
+    """Predicted tokens of the global batch: the `num_items_in_batch` of a Hugging Face loss."""
     num_bytes: int | None = None
-    """Bytes of text that those tokens stand for, in evaluation; the denominator of bits per byte."""
+    """In evaluation, the bytes of text behind those tokens, i.e. the denominator of bits per byte."""
 
     def to(self, device: torch.device | str) -> Batch:
-        """Copy to a device, without waiting where the memory is pinned."""
+        """Copy to a device, without blocking if the memory is pinned."""
         input_ids = self.input_ids.to(device, non_blocking=True)
         shared = self.labels is self.input_ids
         labels = input_ids if shared else self.labels.to(device, non_blocking=True)
@@ -60,7 +60,7 @@ class Batch:
         return Batch(input_ids, labels, positions, self.num_targets, self.num_bytes)
 
     def split(self, rows: int) -> list[Batch]:
-        """Cut into micro-batches of `rows` rows that share this batch's memory and its global counts."""
+        """Split into micro-batches of `rows` sequences that share this batch's memory and its global counts."""
         pieces = []
         for start in range(0, len(self.input_ids), rows):
             part = slice(start, start + rows)
@@ -75,31 +75,31 @@ class Batch:
 class BatchPlan:
     """The order in which a run reads a dataset.
 
-    The stream of tokens is cut into windows of `sequence_length`. Epoch e shuffles them with a permutation that
-    depends only on (seed, e); epochs follow each other without a gap, and step s takes the rows
-    `[s * rows_per_step, (s + 1) * rows_per_step)` of that endless list. Every rank takes a contiguous slice of the
-    step's rows and every micro-batch a slice of the rank's, so a step's data are the same under every layout.
+    The token stream is split into windows of `sequence_length`. Epoch e shuffles them with a permutation that depends
+    only on (seed, e). Epochs follow each other without a gap, and step s takes the rows `[s * rows_per_step, (s + 1) *
+    rows_per_step)` of this endless list. Every rank takes a contiguous slice of the step's rows, and every micro-batch
+    a slice of the rank's. The data of a step are therefore the same for any number of ranks.
 
-    In a mixture, the row's number determines its collection and how many rows of that collection come before; every
-    collection is cut, shuffled and restarted by itself.
+    In a mixture, the number of a row determines its collection and how many rows of that collection precede it. Every
+    collection is split, shuffled and restarted separately.
 
-    A row of conversations holds whole ones, and an epoch shuffles rows; the labels are the assistant's messages.
-    Conversations may be some of a mixture's collections.
+    A row of conversations holds whole conversations, epochs shuffle rows, and the labels are the assistant's messages.
+    A mixture may contain collections of conversations.
     """
 
     dataset: TokenDataset
-    """Where the tokens are."""
+    """The tokens."""
     sequence_length: int
     """Tokens per row."""
     rows_per_step: int
     """Rows of the global batch."""
     seed: int
-    """Chooses the shuffles."""
+    """Seed of the shuffles."""
     packing: Packing = "windows"
-    """`windows`: rows are read as one text. `documents`: position_ids restart at each document in a row, and no
-    document's first token is predicted from the one before it."""
+    """`windows`: rows are read as one text. `documents`: position_ids restart at each document of a row, and the first
+    token of a document is not predicted."""
     mixture: Mixture | None = None
-    """Of the collections of a `MixedDataset`; None reads a dataset as it is."""
+    """Shares of the collections of a `MixedDataset`; None reads a dataset unmixed."""
 
     def __post_init__(self) -> None:
         _require_shape(self.sequence_length, self.packing)
@@ -132,11 +132,11 @@ class BatchPlan:
         return part.num_tokens // self.sequence_length
 
     def windows(self, step: int) -> NDArray[np.int64]:
-        """The windows of the global batch at a step, in order."""
+        """The windows of the global batch of a step, in order."""
         return _shuffled(self._rows(step), self.num_windows, self.seed)
 
     def starts(self, step: int) -> NDArray[np.int64]:
-        """Where in the stream the rows of the global batch begin, in order; not for conversations."""
+        """The stream positions at which the rows of the global batch begin, in order; not for conversations."""
         if self.mixture is None:
             return self.windows(step) * self.sequence_length
         firsts = np.cumsum([0, *(part.num_tokens for part in self._parts)])
@@ -144,7 +144,7 @@ class BatchPlan:
         return np.asarray(firsts[collections] + windows * self.sequence_length)
 
     def _placed(self, step: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The collection of every row of a mixture's global batch, and which of that collection's windows it is."""
+        """For every row of a mixture's global batch: its collection, and the window of that collection."""
         assert self.mixture is not None
         collections, numbers = self.mixture.places(self._rows(step))
         for number, part in enumerate(self._parts):
@@ -154,7 +154,7 @@ class BatchPlan:
         return collections, numbers
 
     def epochs(self, steps: int) -> dict[str, float]:
-        """How often `steps` steps read each collection of a mixture, by name."""
+        """Epochs of each collection of a mixture after `steps` steps, by name."""
         if self.mixture is None:
             return {}
         counts = self.mixture.counts(steps * self.rows_per_step)
@@ -168,10 +168,10 @@ class BatchPlan:
         """The micro-batches of one rank at one step.
 
         Args:
-            step: Which step of the run, from 0.
-            rank: Which data-parallel rank.
-            world_size: How many of them there are.
-            micro_batch: Rows per forward pass; all of the rank's rows at once if not given.
+            step: The step, from 0.
+            rank: The data-parallel rank.
+            world_size: Number of ranks.
+            micro_batch: Rows per forward pass; by default all rows of the rank.
         """
         rows, micro_batch = self._layout(rank, world_size, micro_batch)
         return self._rank_batch(step, rank * rows, rows).split(micro_batch)
@@ -185,15 +185,15 @@ class BatchPlan:
         micro_batch: int | None = None,
         depth: int = 2,
     ) -> Iterator[tuple[int, list[Batch]]]:
-        """Yield `(step, batch(step, ...))` for a range of steps, read ahead by a thread.
+        """Yield `(step, batch(step, ...))` for a range of steps; a thread reads ahead.
 
         Args:
             start_step: The first step.
             stop_step: The step after the last.
-            rank: Which data-parallel rank.
-            world_size: How many of them there are.
-            micro_batch: Rows per forward pass; all of the rank's rows at once if not given.
-            depth: How many steps may wait in memory, which is pinned where CUDA is available.
+            rank: The data-parallel rank.
+            world_size: Number of ranks.
+            micro_batch: Rows per forward pass; by default all rows of the rank.
+            depth: How many steps to read ahead, into pinned memory if CUDA is available.
         """
         rows, micro_batch = self._layout(rank, world_size, micro_batch)
         return self._prefetch(range(start_step, stop_step), rank * rows, rows, micro_batch, depth)
@@ -220,7 +220,7 @@ class BatchPlan:
                     if stopped.is_set():
                         return
                 put(None)
-            except BaseException as error:  # passed to the consumer, which raises it
+            except BaseException as error:  # raised again in the consumer
                 put(error)
 
         threading.Thread(target=read_ahead, name="fathom-prefetch", daemon=True).start()
@@ -264,7 +264,8 @@ class BatchPlan:
         input_ids = torch.from_numpy(tokens)
         if self.packing == "windows":
             return Batch(input_ids, input_ids, None, self.rows_per_step * (length - 1))
-        # The count is of the global batch, so boundaries in all ranks' rows are looked up; only the index is read.
+        # The count covers the global batch, so boundaries in the rows of all ranks are looked up; this reads only the
+        # index.
         boundaries = [self.dataset.document_ends(start, start + length) - start for start in starts.tolist()]
         num_targets = sum(length - 1 - len(inside) for inside in boundaries)
         labels, positions = _separate(tokens, boundaries[first : first + rows])
@@ -295,7 +296,7 @@ class BatchPlan:
 
 
 def _shuffled(rows: NDArray[np.int64], size: int, *key: int) -> NDArray[np.int64]:
-    """Rows of an endless list as windows: each epoch holds each of the `size` windows once, in its own order."""
+    """Rows of an endless list as windows: each epoch contains each of the `size` windows once, in its own order."""
     epochs, places = np.divmod(rows, size)
     windows = np.empty_like(rows)
     for epoch in np.unique(epochs).tolist():
@@ -313,20 +314,20 @@ def evaluation_batches(
     world_size: int = 1,
     packing: Packing = "windows",
 ) -> Iterator[Batch]:
-    """Yield windows of a dataset in order, each beginning on the last token of the one before it in the text.
+    """Yield windows of a dataset in order; each begins with the last token of the window before it in the text.
 
-    With all windows, every token but the first is thus predicted exactly once; `max_tokens` takes a sample that is
-    spread over the whole dataset (`evaluation_windows`). All ranks yield equally many batches of equal shape: rows
-    beyond the end are EOS with every label -100.
+    All windows together predict every token but the first exactly once. `max_tokens` takes a sample that is spread over
+    the whole dataset (`evaluation_windows`). All ranks yield the same number of batches of equal shape: rows beyond the
+    end are EOS with all labels -100.
 
     Args:
-        dataset: What to evaluate on; `TokenDataset.select` gives one domain.
+        dataset: The dataset; `TokenDataset.select` gives one domain.
         sequence_length: Tokens per row.
         batch_size: Rows per batch and rank.
-        max_tokens: Predict about this many tokens, in whole windows and at least one; all of them if not given.
-        rank: Which rank's batches to yield.
-        world_size: How many ranks share the windows.
-        packing: As in `BatchPlan`.
+        max_tokens: Predict about this many tokens, in whole windows and at least one window; by default all.
+        rank: The rank whose batches to yield.
+        world_size: Number of ranks that share the windows.
+        packing: See `BatchPlan`.
     """
     _require_shape(sequence_length, packing)
     if batch_size < 1 or not 0 <= rank < world_size:
@@ -356,10 +357,10 @@ def windows_of(dataset: TokenDataset, sequence_length: int, max_tokens: int | No
 
 
 def evaluation_windows(num_tokens: int, sequence_length: int, max_tokens: int | None = None) -> NDArray[np.int64]:
-    """Which windows `evaluation_batches` takes, in order: a pure function of these three numbers.
+    """The windows of `evaluation_batches`, in order: a pure function of these three numbers.
 
-    If `max_tokens` is less than all, the windows are divided into as many stretches as windows are wanted, equal to
-    within one window, and a hash of the stretch's number picks one window of each.
+    If `max_tokens` is smaller than the dataset, the windows are divided into as many stretches as windows are needed,
+    with equal lengths up to one window. A hash of the stretch's number picks one window of each stretch.
     """
     stride = sequence_length - 1
     total = -(-(num_tokens - 1) // stride)
@@ -388,7 +389,7 @@ def _evaluation_batches(
             spans.append((start, min(start + length, dataset.num_tokens)))
         nothing = np.empty(0, np.int64)
         ends = [dataset.document_ends(start, stop) if packing == "documents" else nothing for start, stop in spans]
-        # Predicted is every token but the first of each document (or of the window).
+        # Every token is predicted except the first of each document (or of the window).
         num_targets = num_bytes = 0
         for (start, stop), inside in zip(spans, ends, strict=True):
             edges = [start, *inside.tolist(), stop]
@@ -412,7 +413,7 @@ def _evaluation_batches(
 def _puzzle_batches(
     dataset: PuzzleDataset, batch_size: int, windows: NDArray[np.int64], rank: int, world_size: int
 ) -> Iterator[Batch]:
-    """Rows of one difficulty; the last batch is filled up with rows without labels."""
+    """Rows of one difficulty; rows without labels fill the last batch."""
     for first in range(0, len(windows), batch_size * world_size):
         wanted = windows[first : first + batch_size * world_size]
         mine = wanted[rank * batch_size : (rank + 1) * batch_size]
@@ -433,7 +434,7 @@ def _puzzle_batch(dataset: PuzzleDataset, numbers: NDArray[np.int64], num_target
 def _target_batches(
     dataset: TargetDataset, length: int, batch_size: int, windows: NDArray[np.int64], rank: int, world_size: int
 ) -> Iterator[Batch]:
-    """Rows of whole documents; the last batch is filled up with rows without labels."""
+    """Rows of whole documents; rows without labels fill the last batch."""
     packed = dataset.packed(length, 0)
     for first in range(0, len(windows), batch_size * world_size):
         wanted = [packed.row(window) for window in windows[first : first + batch_size * world_size].tolist()]

@@ -37,13 +37,13 @@ class MixedDataset(TokenDataset):
         self.num_documents = sum(one.num_documents for one in collections.values())
 
     def select(self, domain: str) -> TokenDataset:
-        """One collection, all of its domains."""
+        """One collection with all its domains."""
         if domain not in self.collections:
             raise DataError(f"data.mixture: no collection {domain!r}: there is {', '.join(self.collections)}")
         return self.collections[domain]
 
     def read(self, start: int, out: NDArray[np.int64]) -> None:
-        """Copy the tokens that begin at `start` of the collections, one after the other, into `out`."""
+        """Copy the tokens from `start` of the concatenated collections into `out`."""
         for one, first, last in self._within(start, start + len(out)):
             base = max(start, first)
             one.read(base - first, out[base - start : last - start])
@@ -58,11 +58,11 @@ class MixedDataset(TokenDataset):
         return np.concatenate(found)
 
     def bytes_before(self, position: int) -> int:
-        """How many bytes of text the first `position` tokens stand for, as in `TokenDataset`."""
+        """The bytes of text behind the first `position` tokens, as in `TokenDataset`."""
         return sum(one.bytes_before(last - first) for one, first, last in self._within(0, position))
 
     def _within(self, start: int, stop: int) -> Iterator[tuple[TokenDataset, int, int]]:
-        """The collections that overlap `[start, stop)`, each with its own first position and the end of the overlap."""
+        """The collections that overlap `[start, stop)`, each with its first position and the end of the overlap."""
         for one, (first, last) in zip(self.collections.values(), pairwise(self._firsts), strict=True):
             if first < stop and start < last:
                 yield one, first, min(last, stop)
@@ -71,13 +71,13 @@ class MixedDataset(TokenDataset):
 def open_mixture(
     directory: str | Path, names: Sequence[str], split: str = "train", verify: bool | Literal["cached"] = True
 ) -> MixedDataset:
-    """A split of several collections, in order; for `val`, of those that have one.
+    """A split of several collections, in order; `val` skips collections without it.
 
     Args:
-        directory: The corpus in which names are looked up as domains.
+        directory: The corpus whose domains may be named.
         names: A domain of the corpus, or the directory of another corpus.
         split: `train` or `val`.
-        verify: As in `TokenDataset.open`.
+        verify: See `TokenDataset.open`.
     """
     found = {}
     for name in names:
@@ -104,7 +104,7 @@ def collection_sizes(directory: str | Path, names: Sequence[str]) -> list[int]:
 
 
 def locate(directory: str | Path, name: str) -> tuple[Path, str | None]:
-    """The corpus that holds a collection, and which domain of it; None for all of them."""
+    """The corpus of a collection, and its domain there; None for all domains."""
     directory, place = Path(directory), Path(name)
     domains: list[str] = []
     if (directory / INDEX).is_file():

@@ -28,9 +28,9 @@ from fathom.data.sources import Kind, Payload, Reading, SourceText, parse
 from fathom.data.tokenizer import plain_encoder
 from fathom.errors import DataError
 
-# With -c, Python looks for modules in the working directory first: a user's file there, html.py say, would be read in
-# place of Python's own. Ctrl-C reaches the whole process group, but the parent decides what it means; and replies have
-# standard output to themselves: whatever else prints goes to standard error.
+# Python started with -c imports modules from the working directory first, so a user's html.py could shadow Python's
+# own. Ctrl-C reaches the whole process group, but the parent decides what it means. Replies have standard output to
+# themselves; any other output goes to standard error.
 WORKER = """
 import sys
 sys.path[:] = [path for path in sys.path if path]
@@ -44,7 +44,7 @@ serve(sys.stdin.buffer, replies)
 
 
 BATCH_BYTES = 1 << 18
-# Only one worker at a time works on a chunk with more text than this.
+# Only one worker at a time processes a chunk with more text than this.
 LARGE_BYTES = 3 << 19
 
 Reached: TypeAlias = tuple[tuple[int, int], int]
@@ -53,7 +53,7 @@ Reached: TypeAlias = tuple[tuple[int, int], int]
 
 @dataclass(frozen=True)
 class Encoding:
-    """The settings by which records become tokens of a split."""
+    """The settings that determine how records become tokens of a split."""
 
     tokenizer_file: Path
     vocab_size: int
@@ -73,7 +73,7 @@ class Chunk:
     """The number of the first record in its source."""
     payloads: list[Payload] = field(default_factory=list)
     size: int = 0
-    """Bytes of the payloads, as far as known."""
+    """Bytes of the payloads, if known."""
 
 
 @dataclass
@@ -97,7 +97,7 @@ class Encoded:
 
 
 def choose_split(text: str, held_out: float) -> str:
-    """`val` for the given share of all texts, by content; runs of white space count as one."""
+    """`val` for the given share of all texts, decided by their content; runs of white space count as one."""
     digest = hashlib.blake2b(" ".join(text.split()).encode("utf-8"), digest_size=8).digest()
     return "val" if int.from_bytes(digest, "big") < held_out * 2.0**64 else "train"
 
@@ -170,7 +170,7 @@ class Encoder:
 
 
 class _EncodingProcess:
-    """A process that encodes, and the pipe to it."""
+    """A process that encodes, and its pipe."""
 
     def __init__(self, encoding: Encoding) -> None:
         environment = {
@@ -209,7 +209,7 @@ class _EncodingProcess:
         self.process.wait()
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:
-                # Closing flushes the pipe, whose reader may be gone.
+                # Closing flushes the pipe, whose reader may have exited.
                 with contextlib.suppress(OSError):
                     pipe.close()
 
@@ -217,7 +217,7 @@ class _EncodingProcess:
 def encode_chunks(
     chunks: Iterator[tuple[Reached, Chunk]], encoding: Encoding, workers: int
 ) -> Iterator[tuple[Reached, EncodedChunk]]:
-    """Encode chunks on `workers` processes and yield the results in their order, each with the place reached after it.
+    """Encode chunks on `workers` processes and yield the results in order, each with the input position after it.
 
     With one worker everything happens in this process. At most two chunks per worker are in memory.
     """
@@ -261,7 +261,7 @@ def encode_chunks(
 
 
 def serve(requests: IO[bytes], replies: IO[bytes]) -> None:
-    """Answer each chunk with its encoding, or with the exception, until the requests end."""
+    """Answer each chunk with its encoding or an exception, until standard input closes."""
     encoder = None
     while True:
         try:

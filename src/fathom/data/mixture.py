@@ -30,7 +30,7 @@ def whole_weights(shares: Sequence[float]) -> list[int]:
 
 
 def row_order(weights: Sequence[int], rows: int) -> NDArray[np.uint8] | NDArray[np.uint16]:
-    """The collection of each of the first rows: a byte each where there are 256 collections at most, else two."""
+    """The collection of each of the first rows: one byte per row for up to 256 collections, else two."""
     if len(weights) > MOST:
         raise DataError(f"a mixture of {len(weights):,} collections: allowed: {MOST:,} at most")
     if not weights or min(weights) < 1:
@@ -41,26 +41,26 @@ def row_order(weights: Sequence[int], rows: int) -> NDArray[np.uint8] | NDArray[
     shares, deficits = np.array(weights), np.zeros(len(weights), np.int64)
     for row in range(len(order)):
         deficits += shares
-        order[row] = chosen = int(deficits.argmax())  # of several the first
+        order[row] = chosen = int(deficits.argmax())  # the first one on a tie
         deficits[chosen] -= total
     return np.resize(order, rows)
 
 
 @dataclass(frozen=True)
 class Phase:
-    """Shares that hold from a row on."""
+    """Shares that apply from a row on."""
 
     first: int
-    """The row."""
+    """The first row."""
     shares: tuple[float, ...]
-    """Share of every collection, 0 if it is not read; their sum need not be 1."""
+    """Share of every collection, 0 if it is not read; the sum need not be 1."""
 
 
 class Mixture:
-    """Which collection each row of an endless list comes from, and which of its rows that is.
+    """The collection of each row of an endless list, and the index of the row within its collection.
 
     Every phase counts from its own start, so any prefix of a phase keeps its shares. Collections continue where they
-    were.
+    stopped.
     """
 
     def __init__(self, phases: Sequence[Phase]) -> None:
@@ -73,7 +73,7 @@ class Mixture:
             self._before.append(self._before[-1] + cycle.counts(rows))
 
     def places(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The collection of each row, and how many rows that collection has had before it."""
+        """The collection of each row, and how many rows of that collection precede it."""
         collections, numbers = np.empty_like(rows), np.empty_like(rows)
         phases = self._firsts.searchsorted(rows, side="right") - 1
         for phase in np.unique(phases).tolist():
@@ -83,7 +83,7 @@ class Mixture:
         return collections, numbers
 
     def counts(self, rows: int) -> list[int]:
-        """How many of the first `rows` rows are of each collection."""
+        """The number of rows of each collection among the first `rows`."""
         if not rows:
             return [0] * len(self._before[0])
         phase = int(self._firsts.searchsorted(rows - 1, side="right")) - 1
@@ -105,12 +105,12 @@ class _Cycle:
             self._ranks[self._order == number] = np.arange(self._weights[number])
 
     def places(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The collection of each row, and its number among that collection's."""
+        """The collection of each row, and the index of the row within it."""
         cycles, inside = np.divmod(rows, len(self._order))
         found = self._order[inside]
         return found, cycles * self._weights[found] + self._ranks[inside]
 
     def counts(self, rows: int) -> NDArray[np.int64]:
-        """How many of the first `rows` rows are of each collection."""
+        """The number of rows of each collection among the first `rows`."""
         cycles, rest = divmod(rows, len(self._order))
         return cycles * self._weights + np.bincount(self._order[:rest], minlength=len(self._weights))

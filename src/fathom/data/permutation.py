@@ -13,7 +13,7 @@ ROUNDS = 8
 
 
 class Permutation:
-    """A bijection of `range(size)` chosen by `key`; the cost of an evaluation does not depend on the size."""
+    """A bijection of `range(size)` chosen by `key`; its cost per index does not depend on the size."""
 
     def __init__(self, size: int, *key: int) -> None:
         self.size = size

@@ -75,11 +75,11 @@ POOL_BYTES = 8 << 20
 MAX_RECORD_BYTES = 3 << 20
 MOST_DOMAINS = 1000
 SMALLEST_RECORD = 64
-DRAFTS = ".*.new"  # temporary files that a crash may leave
+DRAFTS = ".*.new"  # temporary files that a crash may leave behind
 
 
 class AdvisedReading(Reading):
-    """A reading whose refusals name the parameters that allow more."""
+    """A reading whose errors name the options that allow more."""
 
     advises = True
 
@@ -124,16 +124,16 @@ class Summary:
     splits: dict[str, dict[str, dict[str, int]]]
     """Tokens, documents and bytes of every domain of every split."""
     left_out: int
-    """Records that were over the size limit and skipped."""
+    """Records over the size limit, which were skipped."""
     resumed_documents: int
     """Documents that an interrupted run had finished."""
     seconds: float
-    """Time this run took, after any tokenizer training."""
+    """Duration of this run, without tokenizer training."""
     documents_per_second: float
-    """Documents per second that this run tokenised."""
+    """Documents per second of this run."""
 
     def __str__(self) -> str:
-        """One line for a person."""
+        """One line for people."""
         parts = [f"vocabulary of {self.vocab_size:,}"]
         for split, domains in self.splits.items():
             tokens, documents = (sum(counts[key] for counts in domains.values()) for key in ("tokens", "documents"))
@@ -151,28 +151,28 @@ class Summary:
 
 @dataclass(frozen=True)
 class PrepareOptions:
-    """How `prepare` reads its inputs, and how it writes shards and trains a tokenizer."""
+    """How `prepare` reads its inputs, writes shards and trains a tokenizer."""
 
     eos_token: str | None = None
-    """The token that ends every document, if not the one that the tokenizer names."""
+    """The token that ends every document; by default the tokenizer's EOS."""
     text_field: str = "text"
     """The JSON field or Parquet column that holds the text."""
     domain_field: str | None = None
     """The JSON field or Parquet column that names the domain of each document."""
     separator: str | None = None
-    """A line that separates documents within text files (may be empty); if not given, a file is a document."""
+    """A line that separates documents within text files (may be empty); by default a file is a document."""
     file_format: FileFormat = "auto"
-    """Read every file as this, whatever its extension."""
+    """Read every file as this format, regardless of its extension."""
     undecodable: Undecodable = "error"
-    """What to do with text that is not UTF-8: stop, replace what is wrong, or skip the document."""
+    """What to do with text that is not UTF-8: stop, replace invalid bytes, or skip the document."""
     oversize: Oversize = "error"
-    """What to do with a record that is too long: stop, leave it out, or split it into several documents."""
+    """What to do with a record over the size limit: stop, skip it, or split it into several documents."""
     max_record_bytes: int = MAX_RECORD_BYTES
-    """How long a line, a file, or the text between separators may be."""
+    """Maximum bytes of a line, a file, or the text between separators."""
     shard_tokens: int = 1 << 27
     """Tokens after which a shard is closed."""
     tokenizer_bytes: int = 1 << 28
-    """Train the tokenizer on at most this much text, an equal share from the start of every input."""
+    """Train the tokenizer on at most this many bytes of text, an equal share from the start of every input."""
     model_vocab_size: int | None = None
     """Refuse a tokenizer with more tokens than this."""
 
@@ -201,17 +201,17 @@ def prepare(
 ) -> Summary:
     """Turn documents into token shards.
 
-    Killed at any moment and run again with the same arguments, it continues and ends with the same bytes.
+    If the process is killed, the same call resumes and produces the same bytes.
 
     Args:
-        inputs: Files, directories, globs or `hf:ORG/NAME?name=CONFIG&split=SPLIT`; `NAME=` before one names its domain.
-        out: The directory to make.
+        inputs: Files, directories, globs or `hf:ORG/NAME?name=CONFIG&split=SPLIT`; `NAME=` in front sets the domain.
+        out: The output directory.
         tokenizer: A tokenizer directory, a tokenizer.json, a SentencePiece .model, or a name on the Hugging Face Hub.
         train_tokenizer: Train a byte-level BPE of this many tokens on the training documents instead.
-        held_out: The share of documents that go to the validation split, chosen by a hash of their text.
-        workers: Tokenising processes; one per available core if not given. The output does not depend on it.
+        held_out: Share of documents for the validation split, chosen by a hash of their text.
+        workers: Tokenising processes; by default one per available core. The output does not depend on the number.
         overwrite: Replace a corpus in `out` that was made with other arguments, or before an input was written.
-        options: How inputs are read and what comes out.
+        options: Further options.
     """
     chosen = options or PrepareOptions()
     reading = chosen.reading
@@ -259,20 +259,20 @@ def prepare(
             ) from error
         except DataError:
             if not begun and not _read_journal(out).documents:
-                _clear(out)  # nothing is lost, and the directory is free for another try
+                _clear(out)  # nothing is lost, and the directory can be used again
             raise
         return _summary(out, run.documents - resumed, time.monotonic() - started, resumed)
 
 
 @dataclass
 class _Run:
-    """One run of `prepare`; the journal keeps `position`, `documents` and the writers' shards through a crash."""
+    """One run of `prepare`. `position`, `documents` and the writers' shards survive a crash in the journal."""
 
     out: Path
     sources: list[Source]
     settings: PrepareSettings
     position: tuple[int, int] = (0, 0)
-    """(source, record) from which reading continues."""
+    """(source, record) at which reading continues."""
     documents: int = 0
     left_out: int = 0
     """Records over the size limit."""
@@ -333,7 +333,7 @@ class _Run:
                 bar.update(bytes_read, f"{(self.documents - before) / max(now - started, 1e-9):,.0f} documents/s")
 
     def finish(self) -> None:
-        """Write the index, after which the corpus is complete and the journal is not needed."""
+        """Write the index. The corpus is then complete, and the journal is no longer needed."""
         if not self.documents:
             raise DataError(f"{', '.join(self.settings.inputs)}: no documents: every record is empty")
         self._write_journal()
@@ -373,7 +373,7 @@ class _Run:
         self.documents += len(group.lengths)
 
     def _chunks(self) -> Iterator[tuple[Reached, Chunk]]:
-        """Chunks from the current position on, each with the place reached after it."""
+        """Chunks from the current position on, each with the input position after it."""
         first_source, first_record = self.position
         base = sum(source.size for source in self.sources[:first_source])
         for number in range(first_source, len(self.sources)):
@@ -394,8 +394,8 @@ class _Run:
     def _training_texts(self, limit: int) -> Iterator[str]:
         """Training documents from the start of every source, without the held-out ones.
 
-        Each source has an equal share of the text and of the distinct words, which training keeps in memory; words
-        that one source does not use up go to the later ones.
+        Each source has an equal share of the text and of the distinct words, which training keeps in memory. Later
+        sources get the share of words that one source leaves unused.
         """
         words, cut, taken = TrainingWords(), 0, 0
         with ProgressBar("training the tokenizer", None) as bar:
@@ -477,7 +477,7 @@ def _check_least(given: dict[str, int | None]) -> None:
 
 
 def _probe(sources: list[Source], reading: Reading) -> None:
-    """Read the first record of every source, so that a wrong field or a damaged file is found at once."""
+    """Read the first record of every source, so that a wrong field or a damaged file is reported at once."""
     for source in sources:
         if source.kind != "hub":
             for record in itertools.islice(source.records(reading), 1):
@@ -496,19 +496,19 @@ def _payload_bytes(payload: Payload, reading: Reading) -> int:
     if payload is None:
         return 0
     if isinstance(payload, Path):
-        # The size of a compressed file's contents is not known yet, but it is at most the limit for a record.
+        # The decompressed size is not known yet, but it is at most the limit for a record.
         return reading.max_record_bytes if payload.suffix.lower() in COMPRESSIONS else payload.stat().st_size
     return len(payload[0] or "") if isinstance(payload, tuple) else len(payload)
 
 
 def _stamp(sources: list[Source]) -> str:
-    """A hash that changes when any input file does."""
+    """A hash that changes if any input file changes."""
     stamps = [[str(p), p.stat().st_size, p.stat().st_mtime_ns] for source in sources for p in source.paths]
     return hashlib.blake2b(json.dumps(stamps).encode(), digest_size=16).hexdigest()
 
 
 def _newer(out: Path, sources: list[Source]) -> list[Path]:
-    """Inputs written after a finished corpus: one of as many bytes is no difference that the index can see."""
+    """Inputs written after a finished corpus; the index cannot detect a change that keeps a file's size."""
     if not (out / INDEX).exists():
         return []
     made = (out / INDEX).stat().st_mtime_ns
@@ -516,7 +516,7 @@ def _newer(out: Path, sources: list[Source]) -> list[Path]:
 
 
 def _difference(out: Path, settings: PrepareSettings, sources: list[Source]) -> str | None:
-    """How the corpus in `out`, finished or not, differs from the one asked for, in words; None if it does not."""
+    """How the corpus in `out`, finished or not, differs from the requested one, in words; None if it does not."""
     try:
         if (out / INDEX).exists():
             before, begun = read_index(out).settings, None
@@ -529,7 +529,7 @@ def _difference(out: Path, settings: PrepareSettings, sources: list[Source]) -> 
         return first_line(error)
     old, new = (_flat(values) for values in (before, asdict(settings)))
     for key, value in new.items():
-        # Whatever passed under `error` passes under every other choice too.
+        # Everything that passed under `error` passes under every other choice.
         if old.get(key) != value and not (old.get(key) == "error" and begun is not None):
             return f"was prepared with {_option(key)} {_briefly(old.get(key))}, not {_briefly(value)}"
     if begun is not None and begun.inputs_stamp != _stamp(sources):
@@ -538,21 +538,21 @@ def _difference(out: Path, settings: PrepareSettings, sources: list[Source]) -> 
 
 
 def _flat(settings: dict[str, object]) -> dict[str, object]:
-    """Settings with those of the reading among them."""
+    """Settings, with those of the reading as entries."""
     reading = settings.get("reading")
     rest = {key: value for key, value in settings.items() if key != "reading"}
     return {**rest, **(reading if isinstance(reading, dict) else {})}
 
 
 def _briefly(value: object) -> str:
-    """A setting in a message: of a long list its beginning and its length."""
+    """A setting for a message; a long list is shortened to its beginning and its length."""
     if not isinstance(value, list) or len(value) <= 3:
         return repr(value)
     return f"[{', '.join(map(repr, value[:2]))}, … {len(value)} in all]"
 
 
 def _option(key: str) -> str:
-    """A setting in a message."""
+    """A setting for a message."""
     return {"inputs": "inputs", "input_bytes": "input bytes"}.get(key, f"`{key}`")
 
 
@@ -614,7 +614,7 @@ def _summary(out: Path, documents: int, seconds: float, resumed: int | None) -> 
 
 @contextmanager
 def _locked(out: Path) -> Iterator[None]:
-    """Hold the output directory for this process alone; the system lets go of it however the process ends."""
+    """Lock the output directory for this process; the operating system unlocks it however the process ends."""
     if out.exists() and not out.is_dir():
         raise DataError(f"{out} is not a directory")
     made = [path for path in (out, *out.parents) if not path.exists()]
@@ -638,14 +638,14 @@ def _locked(out: Path) -> Iterator[None]:
 
 
 def _remove_empty(folders: Sequence[Path]) -> None:
-    """Remove folders that stayed empty, the innermost first."""
+    """Remove empty folders, the innermost first."""
     with suppress(OSError):
         for folder in folders:
             folder.rmdir()
 
 
 def _is_ours(out: Path) -> bool:
-    """Whether a directory may be overwritten: it is empty, or a corpus, finished or not, even if damaged."""
+    """Whether a directory may be overwritten: it is empty, or a corpus (finished or not, even if damaged)."""
     drafts = {path.name for path in out.glob(DRAFTS)}
     names = {path.name for path in out.iterdir()} - {JOURNAL + ".tmp", LOCK, f"{LOCK}.held"} - drafts
     if INDEX in names and JOURNAL not in names:
@@ -654,7 +654,7 @@ def _is_ours(out: Path) -> bool:
 
 
 def _clear(out: Path) -> None:
-    # An empty journal is written first and removed last: after a crash the rest is recognised as an unfinished corpus.
+    # An empty journal is written first and removed last, so that after a crash the rest is recognised as unfinished.
     write_json(out / JOURNAL, {"settings": {}})
     for path in (out / INDEX, out / VERIFIED):
         path.unlink(missing_ok=True)

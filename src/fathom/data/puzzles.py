@@ -60,13 +60,13 @@ class Traits(NamedTuple):
     length: int
     """Tokens of a row."""
     vocabulary: int
-    """Number of token ids; the last one ends a row."""
+    """Number of token ids; the last id ends a row."""
     answers: int
     """Number of answers in a training row."""
     chance: float
     """Accuracy of a uniform guess among the possible answers."""
     levels: tuple[int, ...]
-    """Difficulties of the held-out split, the easiest first."""
+    """Difficulties of the held-out split, easiest first."""
     draws: int
     """Random numbers that a row needs."""
 
@@ -87,7 +87,7 @@ class Puzzle(ABC):
 
     @abstractmethod
     def rows(self, chances: Chances, level: int | None) -> PuzzleRows:
-        """Rows from random numbers `[rows, traits.draws]`, of one difficulty, or of all as in training (None)."""
+        """Rows from random numbers `[rows, traits.draws]`, of one difficulty, or of all (None) as in training."""
 
     @property
     def end(self) -> int:
@@ -100,7 +100,7 @@ class Hops(Puzzle):
     """n pairs `x next(x)`, then queries `<hop k> x <is> y` whose y is the k-th successor of x."""
 
     names: int = 17
-    """Names on the cycle. Odd: among 2k names, k steps twice lead back, so one answer would give another away."""
+    """Names on the cycle; must be odd. Among 2k names, k steps twice lead back, so one answer would reveal another."""
     hops: int = 8
     """The largest k."""
     queries: int = 8
@@ -115,7 +115,7 @@ class Hops(Puzzle):
 
     @cached_property
     def traits(self) -> Traits:
-        """As `Puzzle.traits`."""
+        """See `Puzzle.traits`."""
         return Traits(
             length=2 * self.names + 4 * self.queries + 1,
             vocabulary=self.words + self.hops + 2,
@@ -126,10 +126,10 @@ class Hops(Puzzle):
         )
 
     def rows(self, chances: Chances, level: int | None) -> PuzzleRows:
-        """As `Puzzle.rows`."""
+        """See `Puzzle.rows`."""
         count = len(chances)
         words, order, asked, far = np.split(chances, np.cumsum([self.words, self.names, self.names]).tolist(), axis=1)
-        cycle = shuffled(words)[:, : self.names]  # [rows, n]: each name's successor stands right of it
+        cycle = shuffled(words)[:, : self.names]  # [rows, n]: the successor of each name is to its right
         place = shuffled(order)
         pairs = np.stack([_pick(cycle, place), _pick(cycle, (place + 1) % self.names)], 2)
         start = shuffled(asked)[:, : self.queries]
@@ -150,7 +150,7 @@ class Word(Puzzle):
     """A sequence of elements of Z60; the label at each position is the sum of all elements so far."""
 
     elements: int = 16
-    """Elements of a sequence, two or more: the first level held out is products of two."""
+    """Elements of a sequence, at least two, because the first held-out level is products of two."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -164,7 +164,7 @@ class Word(Puzzle):
 
     @cached_property
     def traits(self) -> Traits:
-        """As `Puzzle.traits`."""
+        """See `Puzzle.traits`."""
         return Traits(
             length=self.elements + 1,
             vocabulary=61,
@@ -175,7 +175,7 @@ class Word(Puzzle):
         )
 
     def rows(self, chances: Chances, level: int | None) -> PuzzleRows:
-        """As `Puzzle.rows`."""
+        """See `Puzzle.rows`."""
         word = below(chances, 60)
         table = self.table
         product, products = word[:, 0], [word[:, 0]]
@@ -184,7 +184,7 @@ class Word(Puzzle):
             products.append(product)
         tokens = np.concatenate([word, np.full((len(word), 1), self.end)], 1)
         labels = np.full_like(tokens, UNASKED)
-        labels[:, 1:] = np.stack(products, 1)  # the model shifts labels: the one at t + 1 is predicted at t
+        labels[:, 1:] = np.stack(products, 1)  # the model shifts labels, so the label at t + 1 is predicted at t
         if level is not None:
             labels[:, [place for place in range(self.elements + 1) if place != level]] = UNASKED
         return PuzzleRows(tokens, labels)
@@ -192,7 +192,7 @@ class Word(Puzzle):
 
 @dataclass(frozen=True)
 class Alternating(Word):
-    """The same over A5, the even permutations of five, a group that is not solvable."""
+    """The same task over A5, the even permutations of five, a group that is not solvable."""
 
     @property
     def table(self) -> Ids:
@@ -205,18 +205,18 @@ class Arithmetic(Puzzle):
     """`<len l> expression <is> value`: l operators + - x in prefix notation, operands and value modulo 23."""
 
     operators: int = 6
-    """Most operators in an expression."""
+    """Maximum operators in an expression."""
     items: int = 4
-    """Expressions in a row, without attention between them."""
+    """Expressions in a row, which do not attend to each other."""
 
     @property
     def slot(self) -> int:
-        """Tokens set aside for an item."""
+        """Tokens reserved for an item."""
         return 2 * self.operators + 4
 
     @cached_property
     def traits(self) -> Traits:
-        """As `Puzzle.traits`."""
+        """See `Puzzle.traits`."""
         return Traits(
             length=self.items * self.slot,
             vocabulary=MODULUS + 3 + self.operators + 2,
@@ -227,7 +227,7 @@ class Arithmetic(Puzzle):
         )
 
     def rows(self, chances: Chances, level: int | None) -> PuzzleRows:
-        """As `Puzzle.rows`."""
+        """See `Puzzle.rows`."""
         tokens = np.full((len(chances), self.traits.length), self.end)
         labels = np.full_like(tokens, UNASKED)
         for row, drawn in enumerate(chances.reshape(len(chances), self.items, -1)):
@@ -263,7 +263,7 @@ class RecallPuzzle(Puzzle):
     queries: int = 8
     """Queries in a row, for different keys."""
     words: int = 64
-    """Keys to choose from, and as many values."""
+    """Number of different keys, and of different values."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -272,7 +272,7 @@ class RecallPuzzle(Puzzle):
 
     @cached_property
     def traits(self) -> Traits:
-        """As `Puzzle.traits`."""
+        """See `Puzzle.traits`."""
         return Traits(
             length=2 * self.pairs + 3 * self.queries + 1,
             vocabulary=2 * self.words + 2,
@@ -283,7 +283,7 @@ class RecallPuzzle(Puzzle):
         )
 
     def rows(self, chances: Chances, level: int | None) -> PuzzleRows:
-        """As `Puzzle.rows`."""
+        """See `Puzzle.rows`."""
         words, values, asked = np.split(chances, [self.words, self.words + self.pairs], axis=1)
         key = shuffled(words)[:, : self.pairs]
         value = self.words + below(values, self.words)
@@ -307,7 +307,7 @@ KINDS: dict[str, type[Puzzle]] = {
 
 
 class PuzzleDataset(TokenDataset):
-    """One split of a puzzle, all difficulties or one: a dataset whose rows are generated when they are read."""
+    """One split of a puzzle, all difficulties or one. Rows are generated when they are read."""
 
     def __init__(self, name: str, puzzle: Puzzle, seed: int, split: str, domains: Sequence[str], where: str) -> None:
         self.name, self.puzzle, self.seed, self.split = name, puzzle, seed, split
@@ -322,13 +322,13 @@ class PuzzleDataset(TokenDataset):
         self.num_bytes = ROWS[split] * puzzle.traits.answers
 
     def select(self, domain: str) -> PuzzleDataset:
-        """One difficulty of it."""
+        """One difficulty of the split."""
         if domain not in self.domains:
             raise DataError(f"{self.directory}: no domain {domain!r} here: there is {', '.join(self.domains)}")
         return PuzzleDataset(self.name, self.puzzle, self.seed, self.split, [domain], str(self.directory))
 
     def rows(self, numbers: Ids) -> PuzzleRows:
-        """Rows by their numbers; those of one difficulty if one is selected."""
+        """Rows by their numbers, of one difficulty if one is selected."""
         level = None
         if self.split != "train":
             if len(self.domains) != 1:
@@ -339,7 +339,7 @@ class PuzzleDataset(TokenDataset):
         return self.puzzle.rows(chances, level)
 
     def read(self, start: int, out: NDArray[np.int64]) -> None:
-        """Copy the tokens that begin at `start` of the endless text of rows."""
+        """Copy the tokens from `start` of the endless text of rows into `out`."""
         length = self.puzzle.traits.length
         first, last = start // length, (start + len(out) - 1) // length
         text = self.rows(np.arange(first, last + 1)).tokens.ravel()
@@ -351,7 +351,7 @@ class PuzzleDataset(TokenDataset):
         return np.arange(start // length + 1, -(-stop // length), dtype=np.int64) * length
 
     def bytes_before(self, position: int) -> int:
-        """Bytes before a position: one for each answer, spread evenly."""
+        """Bytes before a position: one per answer, spread evenly."""
         return position * self.puzzle.traits.answers // self.puzzle.traits.length
 
 
@@ -366,13 +366,13 @@ def open_data(
     verify: bool | Literal["cached"] = True,
     collections: Sequence[str] = (),
 ) -> TokenDataset:
-    """A split of what `data.directory` names: a puzzle, or a corpus, checked as `TokenDataset.open` does.
+    """A split of the puzzle or corpus that `data.directory` names, checked like `TokenDataset.open`.
 
     Args:
-        directory: What the recipe says.
+        directory: `data.directory` of the recipe.
         split: `train` or `val`.
-        verify: As in `TokenDataset.open`.
-        collections: The collections of a mixture, read in place of the whole corpus.
+        verify: See `TokenDataset.open`.
+        collections: The collections of a mixture, read instead of the whole corpus.
     """
     if collections:
         return open_mixture(directory, collections, split, verify)
@@ -383,7 +383,7 @@ def open_data(
 
 
 def has_split(directory: str | Path, split: str, collections: Sequence[str] = ()) -> bool:
-    """Whether what `data.directory` names, or one of a mixture's collections, has a split."""
+    """Whether `data.directory`, or one of a mixture's collections, has a split."""
     if is_puzzle(directory):
         return split in ROWS
     places = [locate(directory, name) for name in collections] or [(Path(directory), None)]

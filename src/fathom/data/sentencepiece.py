@@ -1,6 +1,6 @@
 """SentencePiece's `tokenizer.model` as a Hugging Face tokenizer that encodes the same way, without the library.
 
-The file is a protocol buffer: pieces with scores, how they were trained, and how text is normalised before.
+The file is a protocol buffer with scored pieces, the training settings and the normalisation of texts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Model:
     """The contents of a `tokenizer.model`."""
 
     pieces: list[tuple[str, float, int]] = field(default_factory=list)
-    """Text, score and kind."""
+    """Text, score and type."""
     model_type: int = UNIGRAM
     suffixed: bool = False
     """Whether a space belongs to the word before it."""
@@ -132,7 +132,7 @@ def _assemble(model: Model) -> Tokenizer:
     if model.add_dummy_prefix:
         steps.append(normalizers.Prepend(SPACE))
     steps.append(normalizers.Replace(" ", SPACE))
-    if model.remove_extra_whitespaces:  # at the end it takes the sign itself for a space, too
+    if model.remove_extra_whitespaces:  # at the end, the sign itself also counts as a space
         steps.append(normalizers.Replace(Regex(rf"{SPACE}+\z"), ""))
     tokenizer.normalizer = normalizers.Sequence(steps)
     cuts: list[pre_tokenizers.PreTokenizer] = []
@@ -163,6 +163,6 @@ def _merges(model: Model) -> list[tuple[str, str]]:
 
 
 def _spelled_out(model: Model) -> str:
-    """Where a text spells a token that no text may become: its first character is cut off, which undoes it."""
+    """Where a text spells a token that texts may not produce: splitting off its first character prevents it."""
     never = [text for text, _, kind in model.pieces if kind in (UNKNOWN, CONTROL, BYTE) and len(text) > 1]
     return "|".join(f"{re.escape(text[0])}(?={re.escape(text[1:])})" for text in never) or r"\A\z"

@@ -46,7 +46,7 @@ CONTENT = ("vocab_size", "eos_token_id", "dtype", "tokenizer_crc32", "splits")
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an exception of another library."""
+    """The first line of another library's exception."""
     return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
@@ -67,7 +67,7 @@ Shards = dict[str, list[Shard]]
 
 @dataclass(frozen=True)
 class CorpusIndex:
-    """`index.json` of a prepared corpus, which also has a checksum of all of it."""
+    """`index.json` of a prepared corpus, with a checksum of itself."""
 
     settings: dict[str, object]
     left_out: int
@@ -76,10 +76,10 @@ class CorpusIndex:
     dtype: str
     tokenizer_crc32: dict[str, int]
     tokenizer_sha256: str
-    """Of the vocabulary and rules."""
+    """Checksum of the vocabulary and rules."""
     splits: dict[str, Shards]
     targets_crc32: dict[str, int] | None = None
-    """Checksums of the files that mark which tokens are learnt, where there are some."""
+    """Checksums of the loss mask files, if there are any."""
 
 
 def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger]:
@@ -89,7 +89,7 @@ def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger]:
 
 def shard_files(directory: Path, split: str, domain: str, number: int) -> tuple[Path, Path]:
     """The token file and the document index of one shard."""
-    # A domain is any string: quoted, it is one folder below its split, and leading dots cannot lead out of it.
+    # A domain is any string. Quoted, it is one folder below its split; leading dots cannot lead out of it.
     folder = directory / split / (quote(domain, safe=" ").replace(".", "%2E") or "%")
     return folder / f"{number:05d}.bin", folder / f"{number:05d}.idx"
 
@@ -145,7 +145,7 @@ def file_crc32(path: Path, size: int | None = None) -> int:
 def extents(
     directory: Path, split: str, domain: str, dtype: np.dtype[np.unsignedinteger], shards: Iterable[Shard]
 ) -> dict[Path, tuple[int, int]]:
-    """Length and checksum of each file of the shards of one (split, domain)."""
+    """Length and checksum of each shard file of one (split, domain)."""
     files = {}
     for number, shard in enumerate(shards):
         token_file, index_file = shard_files(directory, split, domain, number)
@@ -155,10 +155,10 @@ def extents(
 
 
 class ShardWriter:
-    """Appends documents to the shards of one (split, domain); its whole state is a list of `Shard`s.
+    """Appends documents to the shards of one (split, domain). Its whole state is a list of `Shard`s.
 
-    A shard is closed by the document that brings it to `shard_tokens`: documents are never cut, and where shards end
-    depends on the documents alone, not on how the calls of `append` were grouped.
+    A shard is closed after the document that brings it to `shard_tokens`. Documents are never split, and shard
+    boundaries depend only on the documents, not on how calls of `append` group them.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ class ShardWriter:
         self._dirty: set[Path] = set()
 
     def append(self, tokens: NDArray[np.integer], lengths: NDArray[np.int64], byte_lengths: NDArray[np.int64]) -> None:
-        """Write documents: their concatenated tokens, and the length of each in tokens and in bytes."""
+        """Append documents: their concatenated tokens, and the length of each in tokens and in bytes."""
         token_ends, byte_ends = np.cumsum(lengths), np.cumsum(byte_lengths)
         done = 0
         while done < len(lengths):
@@ -209,7 +209,7 @@ class ShardWriter:
         return extents(self.directory, self.split, self.domain, self.dtype, self.shards)
 
     def sync(self) -> None:
-        """Sync what was appended to disk, before the journal records it."""
+        """Sync appended data to disk, before the journal records it."""
         for path in self._dirty:
             descriptor = os.open(path, os.O_RDONLY)
             try:
@@ -266,11 +266,11 @@ class TokenDataset:
         """Open a split and check it.
 
         Args:
-            directory: A directory that `prepare` has finished.
+            directory: A directory written by `prepare`.
             split: `train` or `val`.
-            domain: One domain's name; all of them, one after the other, if not given.
-            verify: True reads every file and compares its checksum; `cached` does so only for files whose size or
-                modification time changed since they last passed; False compares sizes alone.
+            domain: The name of one domain; by default all domains, concatenated.
+            verify: True reads every file and compares its checksum. `cached` does so only for files whose size or
+                modification time changed since the last check. False compares only sizes.
         """
         directory = Path(directory)
         index = read_index(directory)
@@ -294,7 +294,7 @@ class TokenDataset:
         return found
 
     def verify_more(self) -> None:
-        """Check files that a subclass has beside shards and tokenizer."""
+        """Check further files of a subclass."""
 
     @property
     def tokenizer_directory(self) -> Path:
@@ -302,7 +302,7 @@ class TokenDataset:
         return self.directory / TOKENIZER
 
     def select(self, domain: str) -> TokenDataset:
-        """The part of this dataset that belongs to one domain, without another verification."""
+        """The part of this dataset that belongs to one domain, without verifying it again."""
         if domain not in self.domains:
             raise DataError(f"{self.directory}: no domain {domain!r} here: there is {', '.join(self.domains)}")
         return TokenDataset(self.directory, self._index, self.split, [domain])
@@ -312,7 +312,7 @@ class TokenDataset:
         require_vocabulary(self.vocab_size, model_vocab_size, self.directory)
 
     def read(self, start: int, out: NDArray[np.int64]) -> None:
-        """Copy the tokens that begin at `start` of the stream into `out`, across shards where needed."""
+        """Copy the tokens from `start` of the stream into `out`, across shards if needed."""
         done = 0
         number = bisect.bisect_right(self._starts, start) - 1
         while done < len(out):
@@ -335,10 +335,10 @@ class TokenDataset:
         return np.concatenate(found) if found else np.empty(0, np.int64)
 
     def bytes_before(self, position: int) -> int:
-        """How many bytes of text the first `position` tokens stand for.
+        """The bytes of text behind the first `position` tokens.
 
-        Exact where a document ends; inside a document its bytes are spread evenly over its tokens, and EOS stands for
-        none. Neighbouring windows therefore add up to exactly the bytes of the documents they cover.
+        The number is exact at the end of a document. Within a document, its bytes are spread evenly over its tokens,
+        and EOS has none. Neighbouring windows therefore add up to exactly the bytes of the documents that they cover.
         """
         number = bisect.bisect_right(self._starts, position) - 1
         if number == len(self._documents):
@@ -364,7 +364,7 @@ def require_vocabulary(vocab_size: int, model_vocab_size: int, where: str | Path
 
 
 def _check(directory: Path, files: Mapping[Path, tuple[int, int]], verify: bool | Literal["cached"]) -> None:
-    """Compare files with the (size, checksum) that the index gives; name the first that differs."""
+    """Compare files with the (size, checksum) in the index; the error names the first difference."""
     stamps: dict[str, list[int]] = {}
     for path, (size, crc32) in files.items():
         try:
@@ -391,7 +391,7 @@ def _check(directory: Path, files: Mapping[Path, tuple[int, int]], verify: bool 
                 raise DataError(f"{path} is corrupt: checksum {found:08x} where the index says {files[path][1]:08x}")
             done += files[path][0]
             bar.update(done)
-    # On a read-only disk nothing is recorded, and the corpus is verified again next time.
+    # A read-only disk cannot record the check, so the corpus is verified again next time.
     with contextlib.suppress(OSError):
         write_json(directory / VERIFIED, {**known, **stamps})
 

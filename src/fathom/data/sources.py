@@ -38,18 +38,18 @@ Kind = Literal["files", "text", "lines", "rows", "hub"]
 DEFAULT_DOMAIN = "default"
 HUB = "hf:"
 COMPRESSIONS = {".gz": "gzip", ".xz": "lzma", ".bz2": "bz2", ".zst": "zstandard"}
-JSON = ".json"  # JSON lines under another name, as C4 has them
+JSON = ".json"  # JSON lines, as C4 names them
 TEXT = (
     *(".txt", ".text", ".md", ".rst", ".tex", ".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cs", ".css", ".go"),
     *(".html", ".java", ".jl", ".js", ".kt", ".lua", ".php", ".pl", ".r", ".rb", ".rs", ".scala", ".sh", ".sql"),
     *(".swift", ".ts", ".xml", ".yaml", ".yml", ".toml"),
 )
 MAX_TEXT_BYTES = 1 << 28
-# A line that is to be split is parsed as a whole first.
+# A line that will be split is parsed as a whole first.
 MAX_LINE_BYTES = 1 << 26
-# The split is chosen by a hash of at most this much of a document: pieces of it are emitted before its end is read.
+# A hash of at most this much of a document chooses the split, since pieces of it are emitted before its end is read.
 LEAD_BYTES = 1 << 12
-# One compressed piece of this size becomes 128 MB at most.
+# One compressed piece of this size decompresses to at most 128 MB.
 COMPRESSED_BYTES = 1 << 12
 XZ_MEMORY = 1 << 28
 PARQUET_BYTES = 1 << 23
@@ -60,19 +60,19 @@ class Reading:
     """How records become documents."""
 
     advises: ClassVar[bool] = False
-    """Whether a refusal names the flags of `fathom prepare` with which reading goes on."""
+    """Whether errors name the options of `fathom prepare` that let reading continue."""
     text_field: str = "text"
-    """The field of a JSON object, or the column, that holds the text."""
+    """The JSON field or column with the text."""
     domain_field: str | None = None
-    """The field or column that names the domain."""
+    """The field or column with the domain."""
     separator: str | None = None
-    """The line that separates documents within a text file; without one, a file is a document."""
+    """The line that separates documents within a text file; None makes a file a document."""
     undecodable: Undecodable = "error"
     """What to do with text that is not UTF-8."""
     oversize: Oversize = "error"
     """What to do with a record of more bytes than `max_record_bytes`."""
     max_record_bytes: int = MAX_TEXT_BYTES
-    """How long a line, file, text between separators or Parquet value may be."""
+    """Maximum bytes of a line, file, text between separators or Parquet value."""
 
     @property
     def line_bytes(self) -> int:
@@ -81,7 +81,7 @@ class Reading:
 
 
 class Piece(NamedTuple):
-    """A part of a text that is over the limit, with the beginning of the whole text."""
+    """A part of a text over the size limit, with the beginning of the whole text."""
 
     data: bytes
     lead: bytes
@@ -95,7 +95,7 @@ class SourceText(NamedTuple):
     size: int
     """Its length in UTF-8."""
     lead: str
-    """The text whose hash chooses the split: the text itself, or for a piece the beginning of the whole text."""
+    """The text whose hash chooses the split: the text itself, or the beginning of the whole text for a piece."""
 
 
 Payload: TypeAlias = Any
@@ -104,7 +104,7 @@ tuple; None if it is left out."""
 
 
 class Record(NamedTuple):
-    """One undecoded document, None if it is left out, and how far into its source (in bytes) reading has come."""
+    """One undecoded document, None if it is skipped, and the bytes of its source read so far."""
 
     payload: Payload
     position: int
@@ -112,16 +112,16 @@ class Record(NamedTuple):
 
 @dataclass(frozen=True)
 class Source:
-    """An input whose records are read in order and counted from 0."""
+    """An input whose records are read in order and numbered from 0."""
 
     kind: Kind
     name: str
     domain: str
     paths: tuple[Path, ...] = ()
     size: int = 0
-    """Bytes on disk; 0 where unknown."""
+    """Bytes on disk; 0 if unknown."""
     reader: str = ""
-    """Which of `READERS` reads it."""
+    """The key of its reader in `READERS`."""
 
     def records(self, reading: Reading, start: int = 0) -> Iterator[Record]:
         """Read the records from number `start` on."""
@@ -143,7 +143,7 @@ class Source:
 def find_sources(
     inputs: Iterable[str], reading: Reading, file_format: FileFormat = "auto", out: Path | None = None
 ) -> list[Source]:
-    """Resolve `[NAME=]INPUT`s to sources in a fixed order, and refuse what cannot be read; `out` as in `find_files`."""
+    """Resolve `[NAME=]INPUT`s to sources in a fixed order, and refuse unreadable ones; `out` as in `find_files`."""
     sources: list[Source] = []
     for text in inputs:
         domain, name = _split_domain(text)
@@ -161,7 +161,7 @@ def find_sources(
             else:
                 sources.append(Source(kind, str(path), domain, (path,), path.stat().st_size, reader))
         if whole_files and sources and (sources[-1].kind, sources[-1].domain) == ("files", domain):
-            # Files of a glob that the shell expanded are one source too, so that small files share chunks.
+            # Files of a glob that the shell expanded become one source too, so that small files share chunks.
             whole_files = [*sources.pop().paths, *whole_files]
         if whole_files:
             size = sum(path.stat().st_size for path in whole_files)
@@ -174,7 +174,7 @@ def find_sources(
 def parse(
     kind: Kind, name: str, domain: str, number: int, payload: Payload, reading: Reading
 ) -> list[SourceText] | None:
-    """Turn record `number` into the documents it holds, one or none or pieces of one; None where it is left out."""
+    """Turn record `number` into its documents: none, one, or several pieces; None if it is skipped."""
     where = f"{name}:{number + 1}" if kind == "lines" else f"{name} (document {number + 1})"
     lead = None
     if kind == "files":
@@ -199,7 +199,7 @@ def parse(
             return []
         if reading.undecodable == "error":
             reason = error.reason if isinstance(error, (UnicodeDecodeError, UnicodeEncodeError)) else error
-            way = ": `undecodable=replace` or skip goes on" if reading.advises else ""
+            way = ": `undecodable=replace` or skip continues" if reading.advises else ""
             raise DataError(f"{where} is not UTF-8 ({reason}){way}") from None
         text, domain = _repair(kind, domain, payload, reading, where)
         data = text.encode("utf-8")
@@ -215,14 +215,14 @@ def parse(
 
 
 def _oversize(where: str, reading: Reading) -> None:
-    """Refuse a record over the limit, unless it may be left out."""
+    """Refuse a record over the limit, unless it may be skipped."""
     if reading.oversize == "error":
-        ways = ": `oversize=split` or skip goes on, `max_record_bytes` allows more, at 300 bytes of memory for each"
+        ways = ": `oversize=split` or skip continues, `max_record_bytes` allows more (at 300 bytes of memory each)"
         raise DataError(f"{where} is over {reading.max_record_bytes:,} bytes{ways if reading.advises else ''}")
 
 
 def _pieces(data: bytes, limit: int) -> Iterator[Piece]:
-    """A text of more than `limit` bytes in parts that together are the text."""
+    """A text of more than `limit` bytes as consecutive pieces."""
     lead = data[:LEAD_BYTES]
     while len(data) > limit:
         end = _cut(data, limit)
@@ -253,7 +253,7 @@ def _repair(kind: Kind, domain: str, payload: Payload, reading: Reading, where: 
 
 
 def _domain(found: Sequence[object], domain: str, reading: Reading) -> str:
-    """The domain that a record names; the input's if it names none."""
+    """The domain that a record names, else the input's."""
     return domain if reading.domain_field is None or found[0] is None else str(found[0])
 
 
@@ -299,10 +299,10 @@ def find_files(name: str, is_known: Callable[[Path], bool], known_words: str, ou
     """The files that a path, a directory or a glob means, in a fixed order.
 
     Args:
-        name: As the user wrote it.
+        name: The path as the user wrote it.
         is_known: Whether a file of a directory is to be read.
         known_words: The names of such files, for the error if there is none.
-        out: The directory that is written: what lies in it is no input, unless it is named.
+        out: The output directory: its files are not inputs, unless it is named itself.
     """
     path = Path(name).expanduser()
     if path.is_file():
@@ -310,7 +310,7 @@ def find_files(name: str, is_known: Callable[[Path], bool], known_words: str, ou
     if path.is_dir():
         files = _apart(_below(path, lambda names: not _hidden(names)), path, out)
         known = [file for file in files if is_known(file)]
-        # Beside other files a .json is taken for some program's settings; alone it is data.
+        # Next to other files a .json is usually some program's settings; alone it is data.
         if not (known := known or [file for file in files if suffix_of(file) == JSON]):
             raise DataError(f"{name}: a directory without any readable file ({known_words})")
         return known
@@ -324,7 +324,7 @@ def find_files(name: str, is_known: Callable[[Path], bool], known_words: str, ou
 
 
 def _apart(files: list[Path], named: Path, out: Path | None) -> list[Path]:
-    """Without the files in the directory that is written; all of them where that is what was named."""
+    """The files outside the output directory; all files if that directory was named."""
     if out is None or named.resolve().is_relative_to(out.resolve()):
         return files
     inside = {folder for folder in {file.parent for file in files} if folder.resolve().is_relative_to(out.resolve())}
@@ -337,7 +337,8 @@ def _is_known(file: Path) -> bool:
 
 
 def _below(folder: Path, wanted: Callable[[Sequence[str]], bool]) -> list[Path]:
-    """The files below a folder of which a path is wanted, sorted; each once, by its own path if that one is."""
+    """The files below a folder whose path passes a test, sorted. A file with several paths appears once, by its own
+    path if that one passes."""
     files, links = _walk(folder)
     found = {file: file for file in files if wanted(file.relative_to(folder).parts)}
     for link, own in links:
@@ -350,7 +351,8 @@ def _below(folder: Path, wanted: Callable[[Sequence[str]], bool]) -> list[Path]:
 
 
 def _walk(folder: Path) -> tuple[list[Path], list[tuple[Path, Path]]]:
-    """All files below a folder, by the first path to each, own ones before links; and further paths to its folders."""
+    """All files below a folder by the first path to each, its own before linked ones; and other paths to its
+    folders."""
     found: list[Path] = []
     again: list[tuple[Path, Path]] = []
     seen: dict[tuple[int, int], Path] = {}
@@ -371,13 +373,13 @@ def _walk(folder: Path) -> tuple[list[Path], list[tuple[Path, Path]]]:
 
 
 def _refuse(folder: Path, error: OSError) -> None:
-    """A folder that cannot be listed would otherwise count as empty; one that is never read may be closed."""
+    """An unreadable folder would otherwise count as empty. Folders that are never read may be unreadable."""
     if not _hidden(Path(error.filename).relative_to(folder).parts):
         raise DataError(f"{error.filename}: {error.strerror}")
 
 
 def _matches(pattern: Path) -> list[Path]:
-    """The files that a glob means, sorted; below `**` each counts once, whatever links lead to it."""
+    """The files that a glob matches, sorted; below `**` each file counts once, even if links lead to it."""
     parts = pattern.parts
     if "**" not in parts:
         return [path for path in map(Path, sorted(glob.glob(str(pattern)))) if path.is_file()]
@@ -385,11 +387,11 @@ def _matches(pattern: Path) -> list[Path]:
     starts = [Path(start) for start in glob.glob(str(Path(*parts[:place])))]
     fits = partial(_matched, patterns=parts[place:])
     found = {file for start in starts if start.is_dir() for file in _below(start, fits)}
-    return sorted(found, key=str)  # as glob's own, which are text
+    return sorted(found, key=str)  # like glob's own, which are text
 
 
 def _matched(names: Sequence[str], patterns: Sequence[str]) -> bool:
-    """Whether a glob matches a path, both by their parts; as in a shell `*` and `**` are no hidden names."""
+    """Whether a glob matches a path, compared part by part; as in a shell, `*` and `**` do not match hidden names."""
     if not patterns or not names:
         return not patterns and not names
     first, *rest = patterns
@@ -405,7 +407,7 @@ def _hidden(names: Sequence[str]) -> bool:
 
 
 def suffix_of(path: Path) -> str:
-    """The extension below those of compression, in lower case."""
+    """The extension without that of compression, in lower case."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     while suffixes and suffixes[-1] in COMPRESSIONS:
         suffixes.pop()
@@ -417,18 +419,18 @@ def _known_suffixes() -> str:
 
 
 def record_suffixes() -> list[str]:
-    """The extensions of files that hold records, by `READERS`."""
+    """The extensions of record files, by `READERS`."""
     return [suffix for reader in READERS.values() for suffix in reader.suffixes]
 
 
 def reader_of(path: Path) -> Reader | None:
-    """The reader of a file of records, by its extension; None for a text, a `.json` and an unknown one."""
+    """The reader of a record file, by its extension; None for a text, a `.json` and an unknown extension."""
     suffix = suffix_of(path)
     return next((reader for reader in READERS.values() if suffix in reader.suffixes), None)
 
 
 def lines_of(path: Path) -> Iterator[bytes | None]:
-    """The records of a file as JSON, by its extension; of an unknown one the lines. None stands for a lost one."""
+    """The records of a file as JSON, by its extension, or the lines of an unknown one. None marks a lost record."""
     reader = reader_of(path) or READERS["jsonl"]
     if reader.gives != "lines":
         raise DataError(f"{path}: expected lines of JSON or of a table, not {reader.name}")
@@ -465,7 +467,7 @@ def _require(module: str, name: str) -> Any:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
-    """A file as bytes, decompressed by its extension, with the file on disk below it; damage becomes a `DataError`."""
+    """A file as bytes, decompressed by its extension, and the file on disk below it; damage becomes a `DataError`."""
     compression = COMPRESSIONS.get(path.suffix.lower())
     try:
         with path.open("rb") as raw:
@@ -538,7 +540,7 @@ def _each_line(path: Path, reading: Reading) -> Iterator[Record]:
             if size > limit and not line.endswith(b"\n"):
                 if reading.oversize == "split":
                     raise DataError(
-                        f"{path}:{number + 1} is over {limit:,} bytes, too long to split: `oversize=skip` goes on"
+                        f"{path}:{number + 1} is over {limit:,} bytes, too long to split: `oversize=skip` continues"
                     )
                 _oversize(f"{path}:{number + 1}", reading)
                 payload = None
@@ -554,13 +556,13 @@ def _each_line(path: Path, reading: Reading) -> Iterator[Record]:
 
 
 def _as_lines(rows: Callable[[IO[bytes], str], Iterator[Mapping[str, object]]]) -> Records:
-    """A function that reads a file's rows as JSON lines, from one that reads an open file as mappings."""
+    """Turns a function that reads an open file as mappings into one that reads its rows as JSON lines."""
 
     def records(path: Path, reading: Reading, start: int) -> Iterator[Record]:
         with _opened(path) as (file, raw):
             for number, row in enumerate(rows(file, str(path))):
                 if number >= start:
-                    # What is no UTF-8 comes out as it went in, and is treated as in any other line.
+                    # Invalid UTF-8 stays as it is, and is treated as in any other line.
                     line = json.dumps(row, ensure_ascii=False).encode("utf-8", "surrogateescape")
                     if len(line) > reading.line_bytes:
                         _oversize(f"{path}:{number + 1}", reading)
@@ -571,7 +573,7 @@ def _as_lines(rows: Callable[[IO[bytes], str], Iterator[Mapping[str, object]]]) 
 
 
 def _separated(path: Path, reading: Reading) -> Iterator[Record]:
-    """Documents between lines that equal the separator; blank lines at either end of a document are kept."""
+    """Documents between lines that equal the separator; blank lines at the ends of a document are kept."""
     separator = None if reading.separator is None else reading.separator.encode()
     document, number = _Growing(str(path), reading), 0
     position, begins = 0, True
@@ -593,7 +595,7 @@ def _separated(path: Path, reading: Reading) -> Iterator[Record]:
 
 
 class _Growing:
-    """A document that is being read, of which at most two records' length is held."""
+    """A document that is being read; at most two records' length of it is in memory."""
 
     def __init__(self, where: str, reading: Reading) -> None:
         self._where, self._reading = where, reading
@@ -606,7 +608,7 @@ class _Growing:
         return bool(self._data) or self._left_out
 
     def add(self, line: bytes) -> Iterator[Piece]:
-        """Add a line; yields complete pieces of a document that is to be split."""
+        """Add a line; yields complete pieces of a document that will be split."""
         limit = self._reading.max_record_bytes
         if self._left_out:
             return
@@ -643,7 +645,7 @@ def _read_file(path: Path, reading: Reading) -> bytes | None:
 
 
 def _surely_small(path: Path, reading: Reading) -> bool:
-    """Whether a file cannot be over the limit, as far as its size on disk tells."""
+    """Whether a file's size on disk shows that it cannot exceed the limit."""
     return path.suffix.lower() not in COMPRESSIONS and path.stat().st_size <= reading.max_record_bytes
 
 
@@ -651,7 +653,7 @@ def _parquet(path: Path, reading: Reading, start: int) -> Iterator[Record]:
     parquet = _require("pyarrow.parquet", str(path))
     columns = [reading.text_field] + ([reading.domain_field] if reading.domain_field else [])
     with _foreign(str(path)):
-        # Dictionary-encoded columns keep one copy of a value that many rows share.
+        # Dictionary-encoded columns hold one copy of a value that many rows share.
         file = parquet.ParquetFile(path, read_dictionary=columns, pre_buffer=False)
     names = file.schema_arrow.names
     for column in columns:
@@ -681,7 +683,7 @@ def _batch_rows(group: RowGroupMetaData) -> int:
 
 
 def _bounded(payload: tuple[object, ...], where: str, reading: Reading) -> tuple[object, ...] | None:
-    """A row; None if its text is over the limit and not to be split."""
+    """A row; None if its text is over the limit and may not be split."""
     text = payload[0]
     if reading.oversize == "split" or not isinstance(text, str) or len(text) <= reading.max_record_bytes:
         return payload
@@ -726,9 +728,9 @@ class Reader:
     suffixes: tuple[str, ...]
     records: Records
     gives: Kind = "lines"
-    """`lines` are objects of JSON; `rows` are the wanted fields alone."""
+    """`lines` are JSON objects; `rows` contain only the requested fields."""
     needs: str = ""
-    """A module that reading takes."""
+    """A module that the reader needs."""
 
 
 READERS = {

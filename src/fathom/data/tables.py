@@ -15,12 +15,12 @@ LONGEST_CELL = 1 << 26
 
 
 def table_rows(file: IO[bytes], name: str, delimiter: str) -> Iterator[dict[str, object]]:
-    """The rows of a table, by the names of its columns; empty lines are none.
+    """The rows of a table as mappings from column names; empty lines are skipped.
 
     Args:
         file: An open file.
-        name: What errors call it.
-        delimiter: What stands between cells.
+        name: The file's name in errors.
+        delimiter: The separator of cells.
     """
     csv.field_size_limit(LONGEST_CELL)
     text = io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="")
@@ -38,5 +38,5 @@ def table_rows(file: IO[bytes], name: str, delimiter: str) -> Iterator[dict[str,
     except csv.Error as error:
         raise DataError(f"{name}:{rows.line_num}: {error}") from None
     finally:
-        with contextlib.suppress(ValueError):  # closed already, where reading ended early
+        with contextlib.suppress(ValueError):  # already closed if reading ended early
             text.detach()

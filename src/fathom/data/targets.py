@@ -1,4 +1,4 @@
-"""Which tokens of a shard are learnt: one bit for each, in a file beside the tokens; and rows of whole documents.
+"""The loss mask of a shard, one bit per token in a file next to the tokens; and rows of whole documents.
 
 Bit n says whether token n is predicted in training. Token 0 is the lowest bit of byte 0.
 """
@@ -25,17 +25,17 @@ NOT_LEARNT = -100  # the label that Hugging Face losses skip
 
 
 def targets_file(token_file: Path) -> Path:
-    """The path of the bits of a shard's token file."""
+    """The path of the loss mask of a shard's token file."""
     return token_file.with_suffix(".targets")
 
 
 def write_targets(token_file: Path, targets: NDArray[np.bool_]) -> None:
-    """Write the bits of a whole shard."""
+    """Write the loss mask of a whole shard."""
     targets_file(token_file).write_bytes(np.packbits(targets, bitorder="little").tobytes())
 
 
 def read_targets(token_file: Path, tokens: int) -> NDArray[np.bool_]:
-    """The bits of a shard of `tokens` tokens."""
+    """The loss mask of a shard of `tokens` tokens."""
     path = targets_file(token_file)
     try:
         packed = np.fromfile(path, np.uint8)
@@ -48,13 +48,13 @@ def read_targets(token_file: Path, tokens: int) -> NDArray[np.bool_]:
 
 @dataclass(frozen=True)
 class PackedRows:
-    """The documents of each row: row r holds `documents[bounds[r] : bounds[r + 1]]`, one after the other."""
+    """The documents of each row: row r holds `documents[bounds[r] : bounds[r + 1]]`, concatenated."""
 
     documents: NDArray[np.int64]
     bounds: NDArray[np.int64]
 
     def __len__(self) -> int:
-        """How many rows."""
+        """The number of rows."""
         return len(self.bounds) - 1
 
     def row(self, number: int) -> NDArray[np.int64]:
@@ -63,14 +63,14 @@ class PackedRows:
 
 
 def pack_rows(lengths: NDArray[np.int64], width: int, seed: int) -> PackedRows:
-    """Pack whole documents into rows of at most `width` tokens: best fit, the longest first.
+    """Pack whole documents into rows of at most `width` tokens, by best fit, longest first.
 
     The order of equally long documents depends on the seed.
     """
     shuffled = Permutation(len(lengths), seed)(np.arange(len(lengths)))
     order = shuffled[np.argsort(-lengths[shuffled], kind="stable")]
     rows: list[list[int]] = []
-    open_rows: list[list[int]] = [[] for _ in range(width + 1)]  # by room
+    open_rows: list[list[int]] = [[] for _ in range(width + 1)]  # by remaining room
     some = np.zeros(width + 1, np.bool_)
     for document, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
         fits = int(some[length:].argmax()) + length
@@ -88,19 +88,19 @@ def pack_rows(lengths: NDArray[np.int64], width: int, seed: int) -> PackedRows:
 
 
 class TargetDataset(TokenDataset):
-    """One split of conversations, or other documents of which some tokens are learnt."""
+    """One split with a loss mask: conversations, for example."""
 
     def __init__(self, directory: Path, index: CorpusIndex, split: str, domains: Iterable[str]) -> None:
         super().__init__(directory, index, split, domains)
         ends = self.document_ends(0, self.num_tokens)
         self._spans = np.stack([np.r_[0, ends], np.r_[ends, self.num_tokens]], axis=1)  # [documents, 2]
         bits = [read_targets(token_file, shard.tokens) for shard, (token_file, _) in self._shard_files()]
-        self._bits = np.packbits(np.concatenate(bits))  # of the whole stream
+        self._bits = np.packbits(np.concatenate(bits))  # positions in the whole stream
         self._rows: dict[tuple[int, int], PackedRows] = {}
         self.fingerprint = zlib.crc32(json.dumps([self.fingerprint, index.targets_crc32], sort_keys=True).encode())
 
     def verify_more(self) -> None:
-        """Compare the bits with their checksums."""
+        """Compare the loss masks with their checksums."""
         for domain in self.domains:
             for number in range(len(self._index.splits[self.split][domain])):
                 path = targets_file(shard_files(self.directory, self.split, domain, number)[0])
@@ -125,23 +125,23 @@ class TargetDataset(TokenDataset):
             self._rows[width, seed] = pack_rows(lengths, width, seed)
         return self._rows[width, seed]
 
-    def learnt(self, start: int, stop: int) -> NDArray[np.bool_]:
-        """Which of the tokens from `start` on are learnt."""
+    def trained(self, start: int, stop: int) -> NDArray[np.bool_]:
+        """The loss mask of the tokens from `start` to `stop`."""
         first = start // 8
         bits = np.unpackbits(self._bits[first : -(-stop // 8)])
         return bits[start - 8 * first : stop - 8 * first].astype(np.bool_)
 
     def count_targets(self, documents: NDArray[np.int64]) -> int:
-        """How many tokens of some documents are learnt."""
-        return sum(int(self.learnt(start + 1, stop).sum()) for start, stop in self._spans[documents].tolist())
+        """The number of trained tokens of some documents."""
+        return sum(int(self.trained(start + 1, stop).sum()) for start, stop in self._spans[documents].tolist())
 
     def target_bytes(self, documents: NDArray[np.int64]) -> int:
-        """The bytes of text that these tokens stand for; a document's bytes are spread evenly, as in `bytes_before`."""
+        """The bytes of text behind these tokens; a document's bytes are spread evenly, as in `bytes_before`."""
         found = 0
         for start, stop in self._spans[documents].tolist():
             length, size = max(stop - start - 1, 1), self.bytes_before(stop) - self.bytes_before(start)
             before = size * np.minimum(np.arange(stop - start + 1), length) // length
-            found += int(np.diff(before)[1:][self.learnt(start + 1, stop)].sum())
+            found += int(np.diff(before)[1:][self.trained(start + 1, stop)].sum())
         return found
 
     def fill(
@@ -151,15 +151,15 @@ class TargetDataset(TokenDataset):
         labels: NDArray[np.int64],
         positions: NDArray[np.int64],
     ) -> None:
-        """Write documents into one row `[T]`; the rest of it is filled with EOS, which is not learnt."""
+        """Write documents into one row `[T]`; EOS without labels fills the rest."""
         tokens[:], labels[:] = self.eos_token_id, NOT_LEARNT
         place = 0
         for start, stop in self._spans[documents].tolist():
             end = place + stop - start
             self.read(start, tokens[place:end])
-            learnt = self.learnt(start, stop)
-            learnt[0] = False  # nothing precedes it
-            labels[place:end][learnt] = tokens[place:end][learnt]
+            trained = self.trained(start, stop)
+            trained[0] = False  # nothing precedes it
+            labels[place:end][trained] = tokens[place:end][trained]
             positions[place:end] = np.arange(stop - start)
             place = end
         positions[place:] = np.arange(len(tokens) - place)

@@ -51,9 +51,9 @@ def train_bpe(texts: Iterable[str], vocab_size: int, tokens: Sequence[str] = ())
     """Train a byte-level BPE; the same texts in the same order give the same tokenizer.
 
     Args:
-        texts: What to learn merges from.
-        vocab_size: Tokens to aim at, EOS and padding included; a small corpus may give fewer.
-        tokens: Further special tokens, such as those which begin and end a turn.
+        texts: The texts to learn merges from.
+        vocab_size: Requested number of tokens, EOS and padding included; a small corpus may give fewer.
+        tokens: Further special tokens, such as those that begin and end a message.
 
     Returns:
         A `transformers.PreTrainedTokenizerFast`.
@@ -92,12 +92,12 @@ def train_bpe(texts: Iterable[str], vocab_size: int, tokens: Sequence[str] = ())
 def load_tokenizer(name: str, eos_token: str | None = None) -> PreTrainedTokenizerBase:
     """Load a tokenizer from a directory, a `tokenizer.json`, a SentencePiece `.model` or the Hub.
 
-    One without a token to end documents is refused.
+    A tokenizer without a token to end documents is refused.
 
     Args:
-        name: Where it is.
-        eos_token: The token that ends a document, if not the one the tokenizer names; where it names none,
-            `<|endoftext|>` is looked for.
+        name: A directory, a file, or a name on the Hub.
+        eos_token: The token that ends a document; by default the tokenizer's EOS, else `<|endoftext|>` if the tokenizer
+            has it.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -114,7 +114,7 @@ def load_tokenizer(name: str, eos_token: str | None = None) -> PreTrainedTokeniz
         elif path.is_file():
             tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(path))
         else:
-            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)  # None would ask on the terminal
+            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)  # None would ask
     except DataError:
         raise
     except Exception as error:
@@ -143,7 +143,7 @@ def _sentencepiece_file(path: Path) -> Path | None:
 
 
 def _named(folder: Path, special: dict[str, str]) -> dict[str, str]:
-    """Special tokens that the folder's `tokenizer_config.json` names and the model has no name for."""
+    """Special tokens that the folder's `tokenizer_config.json` names and the model itself does not."""
     path = folder / TOKENIZER_CONFIG
     settings = json.loads(path.read_bytes()) if path.is_file() else {}
     found = {key: settings.get(key) for key in ("bos_token", "eos_token", "pad_token", "unk_token")}
@@ -152,23 +152,23 @@ def _named(folder: Path, special: dict[str, str]) -> dict[str, str]:
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
-    """Save beside the shards, all files or none."""
+    """Save to the corpus directory, all files or none."""
     temporary = directory / f".{TOKENIZER}.tmp"
     shutil.rmtree(temporary, ignore_errors=True)
     tokenizer.save_pretrained(temporary)
     config = temporary / TOKENIZER_CONFIG
     settings = json.loads(config.read_bytes())
-    # Where the tokenizer was loaded from is left out: it would make equal corpora differ.
+    # The path that the tokenizer was loaded from is left out, because it would make equal corpora differ.
     settings.pop("name_or_path", None)
     if settings.get("tokenizer_class") == "TokenizersBackend":
-        # The same class under the name that transformers 4 knows too.
+        # The same class under the name that transformers 4 knows.
         settings["tokenizer_class"] = "PreTrainedTokenizerFast"
     config.write_text(json.dumps(settings, indent=2, ensure_ascii=False, sort_keys=True), encoding="utf-8")
     temporary.replace(directory / TOKENIZER)
 
 
 def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The embedding rows a tokenizer needs: its largest id plus one, which exceeds its length where ids have gaps."""
+    """The embedding rows a tokenizer needs: its largest id plus one, which exceeds its length if ids have gaps."""
     return int(max(tokenizer.get_vocab().values())) + 1
 
 
@@ -185,7 +185,7 @@ def plain_encoder(tokenizer_file: Path) -> Tokenizer:
 
 
 def plain(tokenizer: Tokenizer) -> Tokenizer:
-    """Make a tokenizer encode text literally: nothing added, nothing truncated, no special token read from the text."""
+    """Make a tokenizer encode text literally: add nothing, truncate nothing, recognise no special token in the text."""
     tokenizer.no_padding()
     tokenizer.no_truncation()
     tokenizer.encode_special_tokens = True
