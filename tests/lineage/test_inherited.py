@@ -37,8 +37,8 @@ def factors(draw, size=64, inner=128):
 def trained(draw, start, rank=10, strength=6.0):
     """A product of factors, one of which training moved along a few directions."""
     down, up = start
-    learnt = sum(np.outer(draw.normal(size=64), draw.normal(size=64)) / 64 for _ in range(rank))
-    return down @ up + strength * learnt, learnt
+    learned = sum(np.outer(draw.normal(size=64), draw.normal(size=64)) / 64 for _ in range(rank))
+    return down @ up + strength * learned, learned
 
 
 def test_runs_from_one_seed_share_little_and_children_much(from_products):

@@ -145,12 +145,12 @@ def test_the_axes_do_not_depend_on_rows_or_channels():
     np.testing.assert_allclose(np.sort(one, 0), np.sort(other, 0), atol=1e-5)
 
 
-def test_twins_are_what_reads_alike():
+def test_duplicates_are_what_reads_alike():
     draw = np.random.default_rng(0)
     rows = draw.normal(size=(6, 40))
     rows /= np.linalg.norm(rows, axis=1, keepdims=True)
     gate, up = rows[[0, 1, 0, 2, 0]], rows[[3, 4, 3, 5, 4]]
-    group = neurons.twins(gate, up)
+    group = neurons.duplicates(gate, up)
     assert group[0] == group[2] and len(set(group)) == 4
 
 

@@ -1,11 +1,11 @@
-"""Whose weights are these? AWM and HuRef, repaired, with tests that have real p-values. Weights only.
+"""Are two models related? AWM and HuRef, repaired, with tests that have real p-values, from weights alone.
 
 from fathom.lineage import compare, open_weights
 
 found = compare(open_weights("org/suspect"), open_weights("org/base"), controls=["org/unrelated"])
 print(found.verdict.sentence)
 
-Names and modules come when they are touched, so that the command line can be parsed without scipy.
+Names and modules are imported on first use, so that the command line can be parsed without scipy.
 """
 
 import importlib
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Comparison", "ModelError", "Options", "Weights", "compare", "open_weights"]
 
-# The module that each name comes from.
+# the module of each name
 _HOMES = {
     "Comparison": "fathom.lineage.comparison",
     "Options": "fathom.lineage.comparison",

@@ -1,4 +1,4 @@
-"""Align the residual channels of two models, and read the matchings that T1 and T2 rest on."""
+"""Align the residual channels of two models, and compute the matchings behind T1 and T2."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ Told = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Aligned:
-    """How channels of A become those of B, by each way that can be trusted, and what the matchings are."""
+    """How channels of A correspond to those of B, by each reliable method, and the matchings themselves."""
 
     rows: tuple[Array, Array]  # embedding rows of the same strings
-    pairing: str  # what rows were paired by: strings | row numbers | nothing
+    pairing: str  # how rows were paired: strings | row numbers | nothing
     ways: dict[str, awm.Alignment]  # order | lap | published | procrustes
-    fixed: awm.Matching | None = None  # by the embedding
-    ordered: bool = False  # energy explains the order of the channels in both models
+    fixed: awm.Matching | None = None  # matched by the embedding
+    ordered: bool = False  # energy explains the channel order of both models
     alike: float = 1.0  # share of channels that AWM as published matches the same way
-    head: awm.Matching | None = None  # by the output heads
+    head: awm.Matching | None = None  # matched by the output heads
     close: float = 0.0  # median |cosine| of the matched columns of the embeddings
     skipped: list[str] = field(default_factory=list)
 
     @property
     def shared(self) -> int:
-        """How many rows were paired."""
+        """Number of paired rows."""
         return len(self.rows[0])
 
 
@@ -51,13 +51,13 @@ def paired_rows(a: Weights, b: Weights) -> tuple[Array, Array, str]:
 
 
 def align(a: Weights, b: Weights, wanted: tuple[str, ...], rotation: bool, progress: Told) -> Aligned:
-    """The alignments that can be trusted; the reasons for the others are in `skipped`.
+    """The reliable alignments; `skipped` holds the reasons for the others.
 
     Args:
         a: The wider model.
-        b: The other.
+        b: The other model.
         wanted: Any of order, lap, procrustes.
-        rotation: Whether the rotation is cheap enough.
+        rotation: Whether to compute the rotation.
         progress: Called before each step.
     """
     rows_a, rows_b, pairing = paired_rows(a, b)

@@ -1,8 +1,8 @@
 """Which layer of one model comes from which of the other: pruned, repeated, reordered, looped and merged stacks.
 
-Every layer of B is compared with every layer of A by T4, neurons that are paired alike by what they read and by what
-they write. A layer has a source where the best count is beyond chance after Bonferroni over all pairs of layers and
-frames; a layer without one says "none", not "new".
+T4 compares every layer of B with every layer of A: it counts neurons that are paired alike by their inputs and by their
+outputs. A layer has a source if the best count is significant after Bonferroni over all pairs of layers and frames. A
+layer without a source is reported as "none", not as "new".
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ Told = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Source:
-    """Where one layer of B comes from."""
+    """The origin of one layer of B."""
 
     layer: int
-    source: int | None  # the layer of A; None where no layer is beyond chance
+    source: int | None  # the layer of A; None if no layer is significant
     paired: int
     of: int
     p: float  # after Bonferroni over all pairs of layers and frames
-    alike: float  # median cosine of the paired neurons: 1 for weights that were taken as they are
+    alike: float  # median cosine of the paired neurons: 1 for unchanged weights
     second: int  # the next best layer's count, for comparison
 
 
@@ -37,7 +37,7 @@ def sources(a: Weights, b: Weights, seed: int = 0, progress: Told = lambda _: No
     Args:
         a: The model that layers may come from.
         b: The model whose layers are traced.
-        seed: Of every sample.
+        seed: Seed of every sample.
         progress: Called before each layer.
     """
     frames = _frames(a, b, seed)

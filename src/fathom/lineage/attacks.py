@@ -1,7 +1,7 @@
-"""Function-preserving edits: the gauge actions that the canonical form undoes, written out as a new checkpoint.
+"""Function-preserving edits, which the canonical form undoes, written as a new checkpoint.
 
-For tests and demonstrations: each makes weights that look different and compute the same logits. A model is rewritten
-one layer at a time.
+For tests and demonstrations: each edit changes the weights and keeps the logits. A model is rewritten one layer at a
+time.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ ENDS = ("embed", "positions", "final_norm", "head")
 
 @dataclass
 class Attack:
-    """One gauge action: new arrays for the ends of the stack and for each layer."""
+    """One edit: new arrays for the ends of the stack and for each layer."""
 
     geometry: Geometry
     seed: int
 
     def draw(self, *place: int) -> np.random.Generator:
-        """A generator that depends on the seed and the place only."""
+        """A generator that depends only on the seed and the place."""
         return np.random.default_rng([self.seed, *place])
 
     def ends(self, ends: Layer) -> Layer:
@@ -48,12 +48,12 @@ class Attack:
         return layer
 
     def check(self) -> None:
-        """Refuse models on which the edit would change the function."""
+        """Refuse models whose function the edit would change."""
 
 
 @dataclass
 class Permute(Attack):
-    """Permute the residual channels and flip signs (LayerNorm sees signs, so there only permute)."""
+    """Permute the residual channels and flip signs (with LayerNorm only permute, since it is not sign-invariant)."""
 
     def __post_init__(self) -> None:
         draw = self.draw(0)
@@ -93,7 +93,7 @@ class Rotate(Attack):
         self.rotation = np.linalg.qr(noise)[0]
 
     def check(self) -> None:
-        """Refuse models without RMSNorm before the sub-layers, which alone commutes with rotations."""
+        """Refuse models without RMSNorm before the sub-layers: only RMSNorm commutes with rotations."""
         _require_rms(self.geometry, "rotate")
 
     def ends(self, ends: Layer) -> Layer:
@@ -118,10 +118,10 @@ class Rotate(Attack):
 
 @dataclass
 class Gain(Attack):
-    """New norm gains, undone in the readers that follow."""
+    """New norm gains, undone in the following readers."""
 
     def check(self) -> None:
-        """Refuse norms after the sub-layers, whose gain no reader follows, and LayerNorm with its shift."""
+        """Refuse norms after the sub-layers, which no reader follows, and LayerNorm with its shift."""
         _require_rms(self.geometry, "gain")
 
     def ends(self, ends: Layer) -> Layer:
@@ -142,7 +142,7 @@ class Gain(Attack):
 
 @dataclass
 class Plane(Attack):
-    """Scale every rotary plane of the queries against the keys, and flip plane signs.
+    """Scale every rotary plane of the queries by the inverse of the keys' scale, and flip plane signs.
 
     With q/k-norm the gains are scaled, and those of coordinates that are not rotated one by one.
     """
@@ -289,7 +289,7 @@ OPTIONS = {
 }
 """By option: the edits that it does not survive."""
 BREAKS: Mapping[str, frozenset[str]] = {
-    "depth_attention": frozenset({"plane", "head"}),  # queries meet keys of other layers, values are mixed with theirs
+    "depth_attention": frozenset({"plane", "head"}),  # queries meet keys of other layers, and values are mixed
     "uniform_depth": frozenset({"head"}),
     "value_residual": frozenset({"head"}),
     "denseformer": frozenset(),
@@ -363,8 +363,8 @@ def attack(weights: Weights, kinds: Sequence[str], out: Path, seed: int = 0, dty
         weights: The model; separate or fused projections, dense, in a local directory.
         kinds: Which edits, applied in this order; see ATTACKS.
         out: Directory to create.
-        seed: Of every random choice.
-        dtype: float32 or float64; less would not keep the function.
+        seed: Seed of every random choice.
+        dtype: float32 or float64; lower precision would change the function.
     """
     _check(weights, kinds, dtype)
     edits = [ATTACKS[kind](weights.geometry, seed + number) for number, kind in enumerate(kinds)]
@@ -406,7 +406,7 @@ def _check(weights: Weights, kinds: Sequence[str], dtype: str) -> None:
 
 
 def _broken(config: Mapping[str, object], kind: str) -> str | None:
-    """What of a depth model does not survive an edit; None for any other model."""
+    """The part of a depth model that an edit would break; None for any other model."""
     if config.get("model_type") != "fathom":
         return next((key for key in RELEASED if config.get(key)), None)
     for axis, plain in AXES.items():
@@ -421,7 +421,7 @@ def _broken(config: Mapping[str, object], kind: str) -> str | None:
 
 
 def _stored(weights: Weights, arrays: Layer, index: int | None, dtype: np.dtype[np.floating]) -> dict[str, Array]:
-    """Role arrays put back into the tensors they came from."""
+    """Role arrays, stored back into the tensors they came from."""
     out: dict[str, Array] = {}
     for role, value in arrays.items():
         view: TensorView = weights.views[role, index]

@@ -26,8 +26,8 @@ MAP_CHANNELS = 256
 LARGEST = 1e4
 FAST_CHANNELS = 768
 CHUNK_ROWS = 2048
-CLEAR = 2.0  # a pair is clear where it is this many times as alike as the next best
-TIE = 1e-5  # similarities of two rows that differ by less than this share of the largest are equal
+CLEAR = 2.0  # a pair is clear if it is this many times more similar than the next best
+TIE = 1e-5  # two rows with similarities that differ by less than this share of the largest are equal
 
 
 def triangle(features: Array) -> Array:
@@ -70,7 +70,7 @@ def cka(x: Array, y: Array, guard: float = 0.0) -> float:
 
 @dataclass(frozen=True)
 class Alignment:
-    """How A's channels become B's: `columns` and `signs`, or a rotation [d_A, d_B]. B's channels keep their order."""
+    """How A's channels map to B's: `columns` and `signs`, or a rotation [d_A, d_B]. B's channels keep their order."""
 
     kind: str  # order | lap | procrustes
     columns: Array | None = None
@@ -86,13 +86,13 @@ class Alignment:
 
 
 def identity(width: int) -> Alignment:
-    """No matching: the order the models came in."""
+    """No matching: the original order."""
     return Alignment("order", np.arange(width), np.ones(width))
 
 
 @dataclass
 class Cross:
-    """Sums over the shared vocabulary, gathered in one pass over both embeddings."""
+    """Sums over the shared vocabulary, collected in one pass over both embeddings."""
 
     product: Array  # E_Aᵀ E_B, [d_A, d_B]
     sum_a: Array
@@ -100,15 +100,15 @@ class Cross:
     square_a: Array
     square_b: Array
     rows: int
-    published: Cross | None = None  # the same of rows as they are, where it was asked for
+    published: Cross | None = None  # the same sums of unscaled rows, if requested
 
     @classmethod
     def empty(cls, d_a: int, d_b: int, kind: np.dtype[np.floating]) -> Cross:
-        """Nothing summed yet."""
+        """Sums of nothing."""
         return cls(np.zeros((d_a, d_b), kind), np.zeros(d_a), np.zeros(d_b), np.zeros(d_a), np.zeros(d_b), rows=0)
 
     def add(self, part_a: Array, part_b: Array) -> None:
-        """Sum some paired rows."""
+        """Add some paired rows."""
         self.product += part_a.T @ part_b
         for part, sums, squares in ((part_a, self.sum_a, self.square_a), (part_b, self.sum_b, self.square_b)):
             sums += part.sum(0, dtype=np.float64)
@@ -131,15 +131,15 @@ def cross_products(
     table: Callable[[Weights, Array], Array] = canonical.embedding,
     published: bool = False,
 ) -> Cross:
-    """Sum over paired embedding rows at unit length, so that all weigh the same; zeros and copies are left out.
+    """Sum over paired embedding rows at unit length, so that all have equal weight; zeros and copies are excluded.
 
     Args:
         weights_a: One model.
         weights_b: The other.
         rows_a: Rows of A.
-        rows_b: Rows of B that stand for the same strings.
+        rows_b: Rows of B for the same strings.
         table: Embedding or head.
-        published: Also sum all rows as they are, as AWM does.
+        published: Also sum all unscaled rows, as AWM does.
     """
     d_a, d_b = weights_a.geometry.width, weights_b.geometry.width
     total: Cross | None = None
@@ -189,35 +189,35 @@ def gathered(weights: Weights, rows: Array, table: Callable[[Weights, Array], Ar
 
 @dataclass(frozen=True)
 class Matching:
-    """A one-to-one assignment, and which of its pairs count as evidence: those that were not tied."""
+    """A one-to-one assignment, and which of its pairs count as evidence (ties do not)."""
 
-    columns: Array  # for each item of the narrower side its partner
+    columns: Array  # the partner of each item of the narrower side
     counted: Array  # neither it nor its partner is zero or a copy of another
-    clear: Array  # the pair is far more alike than either of the two is to anything else
+    clear: Array  # the pair is far more similar than either is to anything else
 
     @property
     def fixed(self) -> int:
-        """Counted, clear items whose partner has their own number.
+        """Counted, clear items whose partner has the same index.
 
-        A model can be permuted until an assignment puts a stranger's channels in place. Such pairs are not clear.
+        A model can be permuted until an assignment maps an unrelated model's channels to the same indices. Such pairs
+        are not clear.
         """
         return int(np.sum(self.counted & self.clear & (self.columns == np.arange(len(self.columns)))))
 
     @property
     def size(self) -> int:
-        """How many items count."""
+        """Number of items that count."""
         return int(self.counted.sum())
 
     def agreement(self, other: Matching) -> int:
-        """Items that count in both and have the same partner."""
+        """Items that count in both matchings and have the same partner."""
         return int(np.sum(self.counted & other.counted & (self.columns == other.columns)))
 
 
 def match(similarity: Array, seed: int = 0) -> Matching:
     """Assignment that maximises |similarity| [rows, columns]: for each column its row (columns ≤ rows).
 
-    Ties are broken at random: a solver that takes them in the order of the input would find a matching where there is
-    no information.
+    Ties are broken at random. A solver that breaks them in input order would find a matching without any information.
     """
     draw = np.random.default_rng(seed)
     rows, columns = (draw.permutation(count) for count in similarity.shape)
@@ -231,7 +231,7 @@ def match(similarity: Array, seed: int = 0) -> Matching:
 
 
 def _clear(similarity: Array, columns: Array) -> Array:
-    """Whether each assigned pair is far more alike than the next best of its row and of its column."""
+    """Whether each assigned pair is far more similar than the next best of its row and of its column."""
     sizes = np.abs(similarity)
     place = np.arange(len(columns))
     own = sizes[columns, place]
@@ -240,7 +240,7 @@ def _clear(similarity: Array, columns: Array) -> Array:
 
 
 def tied(similarity: Array) -> Array:
-    """Rows that an assignment cannot tell apart: almost zero, or equal to another row up to sign."""
+    """Rows that an assignment cannot distinguish: almost zero, or equal to another row up to sign."""
     sizes = np.abs(similarity)
     highest = sizes.max(1)
     slack = TIE * float(highest.max())
@@ -271,7 +271,7 @@ def procrustes(cross: Cross) -> Alignment:
 
 
 def draw_channels(width: int, count: int, seed: int) -> Array:
-    """A seeded sample of channels, sorted; all of them if there are no more than `count`."""
+    """A seeded sample of channels, sorted; all channels if there are at most `count`."""
     if width <= count:
         return np.arange(width)
     return np.sort(np.random.default_rng(seed).choice(width, count, replace=False))
@@ -279,7 +279,7 @@ def draw_channels(width: int, count: int, seed: int) -> Array:
 
 @dataclass(frozen=True)
 class MatchMethod:
-    """A way of scoring: an alignment, on canonical weights or on raw ones as published."""
+    """A scoring method: an alignment, on canonical weights or on raw ones as published."""
 
     name: str
     how: Alignment
@@ -288,13 +288,13 @@ class MatchMethod:
 
     @property
     def guard(self) -> float:
-        """The published code calls a kernel of smaller norm constant and returns 0."""
+        """The published code returns 0 for a kernel with a smaller norm."""
         return 1e-8 if self.published else 0.0
 
 
 @dataclass
 class Scores:
-    """Per-layer Q and K scores of one method, and the layer × layer map they were matched on."""
+    """Per-layer Q and K scores of one method, and the layer × layer map from which layers were matched."""
 
     method: str
     map: Array  # [layers of A, layers of B], mean of Q and K
@@ -309,11 +309,11 @@ class Scores:
 
     @property
     def score(self) -> float:
-        """Mean over the shallower model's layers; unmatched ones count 0, so one lucky pair is not a high score."""
+        """Mean over the shallower model's layers. Unmatched ones count 0, so one lucky pair is not a high score."""
         return self.covering(min(self.map.shape)) if self.q else 0.0
 
     def covering(self, layers: int) -> float:
-        """Mean over `layers`, the unmatched ones counting 0."""
+        """Mean over `layers`; unmatched ones count 0."""
         return float(np.sum(self.per_layer)) / layers
 
 
@@ -334,14 +334,14 @@ def read_qk(weights: Weights, index: int, living: bool = False) -> dict[bool, Ma
 
 
 def bounded(matrix: Array) -> Array:
-    """The matrix, divided by its largest number if that is so large that Gram matrices could overflow."""
+    """The matrix, divided by its largest number if Gram matrices could overflow."""
     largest = max(float(matrix.max(initial=0)), -float(matrix.min(initial=0)))
     return matrix / np.float32(largest) if largest > LARGEST else matrix
 
 
 @dataclass
 class Kernel:
-    """A Gram matrix ready for HSIC_u: its lower triangle without the diagonal, its row sums, its own HSIC_u."""
+    """A Gram matrix prepared for HSIC_u: its lower triangle without the diagonal, its row sums, its own HSIC_u."""
 
     half: Array
     sums: Array
@@ -349,7 +349,7 @@ class Kernel:
 
     @classmethod
     def of(cls, half: Array) -> Kernel:
-        """From the lower triangle, which is kept and loses its diagonal."""
+        """From the lower triangle, which is modified: its diagonal is removed."""
         np.fill_diagonal(half, 0)
         kernel = cls(half, half.sum(0, dtype=np.float64) + half.sum(1, dtype=np.float64))
         kernel.size = kernel.with_(kernel)
@@ -370,7 +370,7 @@ class Kernel:
 
 @dataclass
 class Kernels:
-    """Gram matrices of Q and K over channels: all the chosen ones, and flat centred unit ones over a few of them."""
+    """Gram matrices of Q and K over channels: of all selected channels, and flat, centred, normalised ones of a few."""
 
     fine: tuple[Kernel, Kernel]
     coarse: Array  # [2, few²]
@@ -383,7 +383,7 @@ def layer_kernels(
     matrices = read_qk(weights, index, living)
     if side == 0:
         return [_kernels(matrices[m.published], m.how, m, width, seed) for m in methods]
-    made: dict[tuple[bool, int | None], Kernels] = {}  # alignments do not touch this side: most methods share theirs
+    made: dict[tuple[bool, int | None], Kernels] = {}  # not aligned here: most methods share these
     for method in methods:
         key = method.published, method.channels
         if key not in made:
@@ -468,7 +468,7 @@ def matched(table: Array, reorder: bool, published: bool) -> list[tuple[int, int
 
 
 def monotone(similarity: Array, gap: float = 0.0) -> list[tuple[int, int]]:
-    """Order-preserving layer matching of largest total similarity above `gap`; layers may stay unmatched."""
+    """Order-preserving layer matching with the largest total similarity above `gap`; layers may stay unmatched."""
     rows, columns = similarity.shape
     best = np.zeros((rows + 1, columns + 1))
     gain = similarity - gap
@@ -488,7 +488,7 @@ def monotone(similarity: Array, gap: float = 0.0) -> list[tuple[int, int]]:
 
 
 def free(similarity: Array) -> list[tuple[int, int]]:
-    """The published layer matching: Hungarian, order ignored."""
+    """The published layer matching: Hungarian, regardless of order."""
     rows, columns = linear_sum_assignment(similarity, maximize=True)
     return [(int(i), int(j)) for i, j in zip(rows, columns, strict=True)]
 

@@ -1,4 +1,4 @@
-"""The canonical form: remove every freedom that leaves a model's function unchanged, before a comparison.
+"""The canonical form: remove every degree of freedom that leaves a model's function unchanged, before a comparison.
 
 A layer is a dict of arrays by role. Each step returns a new one:
 
@@ -8,8 +8,8 @@ A layer is a dict of arrays by role. Each step returns a new one:
     balance_ffn  ‖up_j‖ = ‖down_j‖
     normalise    Frobenius norm 1
 
-The order matters: fold, balance, normalise. On pre-norm models all but the last leave the logits as they were.
-Steps act on the roles that are present, so a caller that wants only q and k reads only q and k.
+The order matters: fold, balance, normalise. On pre-norm models all steps but the last keep the logits.
+Steps act on the roles that are present, so a caller that needs only q and k reads only q and k.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ WRITERS = {"o": "post_attn_norm", "down": "post_ffn_norm"}
 QK_ROLES = ("q", "k", "attn_norm", "q_norm", "k_norm")
 VO_ROLES = ("v", "o", "attn_norm", "post_attn_norm")
 MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
-TINY = 1e-35  # in float32 too: a divisor in place of zero must not itself round to it
+TINY = 1e-35  # in float32 too: a divisor that replaces zero must not itself round to zero
 
 
 def fold(layer: Layer, geometry: Geometry) -> Layer:

@@ -1,6 +1,6 @@
-"""Compare two models: align, score, test, and weigh the result against controls.
+"""Compare two models: align, score, test, and compare the result with controls.
 
-`measure` looks at one pair; `compare` measures the pair and every control with either model, then decides.
+`measure` measures one pair; `compare` measures the pair and every control with either model, then decides.
 """
 
 from __future__ import annotations
@@ -40,24 +40,24 @@ from fathom.report.statistics import holm
 
 Told = Callable[[str], None]
 
-SMALL_BYTES = 2 << 30  # for smaller models fast mode leaves nothing out
+SMALL_BYTES = 2 << 30  # for smaller models fast mode skips nothing
 FAST_LAYERS, FAST_FFN_LAYERS, EXACT_FFN_LAYERS = 12, 2, 8
-ANCHORS, FAST_ANCHORS = 1024, 256  # strings of the terms of two layers; of those of every layer
-PLAIN = 0.9  # a copy whose weights were not filled up scores more
+ANCHORS, FAST_ANCHORS = 1024, 256  # number of anchor strings for the terms of two layers, and of all layers
+PLAIN = 0.9  # a copy without padded weights scores more
 ALIGNMENTS = ("order", "lap", "procrustes")
 
 
 @dataclass(frozen=True)
 class Options:
-    """How much to look at.
+    """How much of the models to read.
 
     Attributes:
-        mode: fast samples 768 channels and, of large models, some layers; exact takes all.
-        layers: Score this many evenly spaced layers (equal depths only); None leaves it to the mode.
+        mode: `fast` samples 768 channels and, for large models, some layers; `exact` takes all.
+        layers: Score this many evenly spaced layers (equal depths only); None follows the mode.
         align: Any of order, lap, procrustes.
         reorder: Match layers freely instead of in order.
-        seed: Of every sample.
-        extras: HuRef's scores, parameter cosine and portraits; None means where they are cheap, or in exact mode.
+        seed: Seed of every sample.
+        extras: HuRef's scores, parameter cosine and portraits; None computes them if they are cheap, or in exact mode.
     """
 
     mode: str = "fast"
@@ -78,11 +78,11 @@ class Options:
             raise ModelError(f"seed={self.seed}: wanted 0 or more")
 
     def all_of(self, a: Weights, b: Weights) -> bool:
-        """Whether nothing need be left out: exact mode, or small models."""
+        """Whether nothing is skipped: in exact mode, or for small models."""
         return self.mode == "exact" or _small(a, b)
 
     def has_extras(self, a: Weights, b: Weights) -> bool:
-        """Whether to compute HuRef's scores and portraits: if they are cheap, in exact mode, or if asked for."""
+        """Whether to compute HuRef's scores and portraits: if they are cheap, in exact mode, or if requested."""
         return self.extras if self.extras is not None else self.all_of(a, b)
 
 
@@ -92,13 +92,13 @@ def _small(a: Weights, b: Weights) -> bool:
 
 @contextmanager
 def holding(*models: Weights) -> Iterator[None]:
-    """Within it, no byte of small models is read twice, nor any byte of remote ones."""
+    """Within this context, no byte of small models is read twice, nor any byte of remote ones."""
     with held(*models, local=sum(w.file_bytes for w in models) <= SMALL_BYTES):
         yield
 
 
 def measure(first: Weights, second: Weights, options: Options, progress: Told = lambda _: None) -> Pair:
-    """Align and score one pair; every number of the report that does not need a control."""
+    """Align and score one pair: every number of the report that needs no control."""
     started = time.monotonic()
     before = {w.name: w.origin.bytes_read for w in (first, second)}
     swapped = second.geometry.width > first.geometry.width
@@ -187,7 +187,7 @@ def _living(
     options: Options,
     progress: Told,
 ) -> dict[str, awm.Scores]:
-    """The repaired scores without idle heads, if that raises them; heads of no effect can hold anything."""
+    """The repaired scores without heads that have no effect, if higher, because such heads can hold anything."""
     places = [(w, layer) for w, some in zip((a, b), layers, strict=True) for layer in some]
     if not any(alive is not None and not alive.all() for alive in (heads.living(*place) for place in places)):
         return {}
@@ -201,7 +201,7 @@ Frames = list[tuple[neurons.Frame, neurons.Frame]]
 
 
 def _frames(a: Weights, b: Weights, aligned: Aligned, options: Options) -> Frames:
-    """The frames in which neurons of both models can be seen."""
+    """The frames in which neurons of both models can be compared."""
     out: Frames = []
     if a.geometry.width == b.geometry.width:
         out.append((neurons.order(a.geometry.width, options.seed),) * 2)
@@ -233,7 +233,7 @@ def _neurons(
 
 
 def _sure(counts: dict[str, list[NeuronCount]], aligned: Aligned) -> bool:
-    """Whether what was measured so far decides already."""
+    """Whether the measurements so far are decisive."""
     tests = [evidence.test_neurons(frame, found, []).p for frame, found in counts.items()]
     if aligned.fixed is not None and aligned.close >= aligning.CLOSE:
         tests.append(evidence.test_order(aligned.fixed, aligned.ordered).p)
@@ -248,7 +248,7 @@ def _by_axes(
     options: Options,
     progress: Told,
 ) -> tuple[dict[str, list[NeuronCount]], dict[str, awm.Scores]]:
-    """The frame that needs no tokenizer, where the others found nothing: a tokenizer may name the wrong strings."""
+    """The frame that needs no tokenizer, if the others found nothing, since a tokenizer may name the wrong strings."""
     if a.geometry.width != b.geometry.width or a.geometry.vocab != b.geometry.vocab:
         return {}, {}
     progress("principal axes")
@@ -278,7 +278,7 @@ def shared_anchors(a: Weights, b: Weights, aligned: Aligned) -> tuple[Array, Arr
 def _other_scores(a: Weights, b: Weights, aligned: Aligned, progress: Told) -> tuple[dict[str, float], list[str]]:
     progress("invariant terms")
     at_a, at_b = shared_anchors(a, b, aligned)
-    with np.errstate(over="ignore", invalid="ignore"):  # three matrices are multiplied: their scale is not bounded
+    with np.errstate(over="ignore", invalid="ignore"):  # a product of three matrices has no bounded scale
         found = {
             "ics": huref.ics(a, b, at_a, at_b, published=True),
             "ics_canonical": huref.ics(a, b, at_a, at_b),
@@ -297,8 +297,8 @@ class Given:
 
     Attributes:
         null: A calibration file.
-        adapter_base: Base model of adapters that name none.
-        max_bytes: Limit on what is read from either model.
+        adapter_base: Base model of adapters that do not name theirs.
+        max_bytes: Maximum bytes read from each model.
     """
 
     null: Path | None = None
@@ -332,14 +332,14 @@ def compare(
     options: Options | None = None,
     progress: Told = lambda _: None,
 ) -> Comparison:
-    """Measure A against B and both against every control, then decide.
+    """Compare A with B and both with every control, then decide.
 
     Args:
         a: One model.
-        b: The other; which is which implies no direction.
-        controls: Unrelated models of the same kind, opened and measured one after the other; each counts once.
-        null_file: A calibration file, instead of or besides controls.
-        options: How much to look at.
+        b: The other model; the order implies no direction.
+        controls: Unrelated models of the same kind, measured one after the other; each counts once.
+        null_file: A calibration file, instead of or in addition to controls.
+        options: How much of the models to read.
         progress: Called with a few words before each step.
     """
     options = options or Options()
@@ -381,10 +381,10 @@ def judge(
     """Decide about a measured pair.
 
     Args:
-        pair: What `measure` returned.
+        pair: The result of `measure`.
         measured: Each control by name, measured against either model of the pair.
-        null_file: A calibration file, instead of or besides controls.
-        options: What the measurements were made with.
+        null_file: A calibration file, instead of or in addition to controls.
+        options: The options of the measurements.
     """
     null, notes = _null(pair, measured, null_file)
     tests = run_tests(pair, null)
@@ -396,7 +396,7 @@ def judge(
     tampering += _shifted(pair, bar) if sure else []
     covered, families, blocks = _evidence(pair, tests, bar)
     layers = min(len(side) for side in pair.layers)
-    learnt = _learnt(pair, options or Options()) if sure else None
+    shared = _inherited(pair, options or Options()) if sure else None
     found = Findings(
         tests,
         best,
@@ -405,7 +405,7 @@ def judge(
         families,
         {test.family for test in tests} | ({"attention"} if pair.best else set()),
         blocks,
-        learnt,
+        shared,
         _verbatim(pair, tests),
         _control_failed(pair, measured),
         pair.aligned.pairing == "nothing" or pair.aligned.fixed is None,
@@ -422,7 +422,7 @@ def judge(
         sizes,
         options or Options(),
         blocks,
-        learnt,
+        shared,
         (*pair.skipped, *notes),
     )
 
@@ -443,7 +443,7 @@ def _null(pair: Pair, measured: list[tuple[str, list[Pair]]], null_file: Path | 
 
 
 def _untrained(pair: Pair, measured: list[tuple[str, list[Pair]]]) -> list[str]:
-    """Controls with a tenth of the pair's traces of training: what training teaches strangers, they lack."""
+    """Controls with less than a tenth of the pair's training, which are no fair comparison for trained models."""
     if not measured:
         return []
     least = min(inherited.training(w) for w in (pair.a, pair.b)) / 10
@@ -466,7 +466,7 @@ def run_tests(pair: Pair, null: Null | None) -> list[Test]:
 
 
 def _thresholds(pair: Pair, null: Null | None) -> dict[str, float]:
-    """From which height each score is high. The best of several has to meet the highest of them."""
+    """The threshold of each score. The best of several scores must exceed the highest threshold."""
     made = (
         {n: evidence.score_threshold(null.scores.get(n, [])) for n in NAMES.values() if n in pair.scores}
         if null
@@ -483,8 +483,8 @@ def _shifted(pair: Pair, bar: float | None) -> list[str]:
 
 
 def _evidence(pair: Pair, tests: list[Test], bar: float | None) -> tuple[int, set[str], list[str]]:
-    """Layers with evidence of their own, the kinds of weights that have some, and both in words."""
-    height = max(bar or 0.0, signs.CLEAR) + signs.BEYOND  # a layer alone is noisier than the mean of all
+    """Layers with their own evidence, the kinds of weights with evidence, and both in words."""
+    height = max(bar or 0.0, signs.CLEAR) + signs.BEYOND  # a single layer is noisier than the mean of all
     scored = pair.scores[pair.best] if pair.best else None
     by_score = {
         pair.layers[1][j]
@@ -510,8 +510,8 @@ def _evidence(pair: Pair, tests: list[Test], bar: float | None) -> tuple[int, se
 
 
 def _verbatim(pair: Pair, tests: list[Test]) -> bool:
-    """Whether a part matches as it is taken, not as two trainings from one seed leave it."""
-    embedding = any(test.family == "embedding" and test.p <= evidence.ALPHA for test in tests)  # T1 and T2 ask as much
+    """Whether some part is unchanged, which two trainings from one seed would not leave."""
+    embedding = any(test.family == "embedding" and test.p <= evidence.ALPHA for test in tests)  # as in T1 and T2
     trials = sum(map(len, pair.neurons.values()))
     return embedding or any(
         count.alike >= aligning.CLOSE and count.p(1 / evidence.UNIVERSAL, trials) <= evidence.ALPHA
@@ -533,8 +533,8 @@ def _control_failed(pair: Pair, measured: list[tuple[str, list[Pair]]]) -> bool:
     return failed
 
 
-def _learnt(pair: Pair, options: Options) -> Inherited | None:
-    """What training added that both models have, by the best alignment."""
+def _inherited(pair: Pair, options: Options) -> Inherited | None:
+    """The training that both models share, by the best alignment."""
     if pair.best is None:
         return None
     kind = next(kind for kind, name in NAMES.items() if name == pair.best)

@@ -1,13 +1,13 @@
-"""Which of two related models came first, where the weights can tell; mostly they cannot.
+"""Which of two related models came first, if the weights show it; usually they do not.
 
-Only what loses or repeats information has a direction:
+Only operations that lose or repeat information have a direction:
 
     rounding     numbers of one lie on a grid, and are the other's numbers rounded to it
     sparsity     one has zeros where the other has numbers, and the same numbers elsewhere
     repetition   two layers of one come from the same layer of the other
     experts      the experts of one are copies of the other's feed-forward
 
-Fine-tuning, however long, has none: A from B, B from A and a common parent look alike.
+Fine-tuning of any length has none: A from B, B from A and a common parent look the same.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ALIKE = 0.5
 
 @dataclass(frozen=True)
 class Direction:
-    """Which model was made from which, and why; `made` is None where that cannot be told."""
+    """Which model was made from which, and why; `made` is None if this is unknown."""
 
     made: str | None
     source: str | None
@@ -60,7 +60,7 @@ def direction(a: Weights, b: Weights) -> Direction:
 
 
 def _reason(made: Weights, source: Weights) -> str | None:
-    """Why one model must be the later one, if it must."""
+    """Why one model must be the later one, if there is a reason."""
     if (reason := _upcycled(made, source)) is not None:
         return reason
     if shape_of(made) == shape_of(source):
@@ -74,7 +74,7 @@ def _reason(made: Weights, source: Weights) -> str | None:
 
 
 def _sampled(a: Weights, b: Weights) -> Iterator[tuple[Array, Array]]:
-    """Some rows of the matrices that both have, at the same places."""
+    """Some rows of the matrices that both have, at the same positions."""
     depth = min(a.geometry.layers, b.geometry.layers)
     for layer in sorted({round(i * (depth - 1) / (LAYERS - 1)) for i in range(LAYERS)}):
         for role in (r for r in ROLES if a.has(r, layer) and b.has(r, layer)):
@@ -84,7 +84,7 @@ def _sampled(a: Weights, b: Weights) -> Iterator[tuple[Array, Array]]:
 
 
 def _rounded(pairs: Sequence[tuple[Array, Array]]) -> str | None:
-    """Whether the first is the second rounded: to 16 bits, or to a grid of its own."""
+    """Whether the first is the second one rounded: to 16 bits, or to a grid of its own."""
     for name, to in (("bfloat16", _bfloat16), ("float16", lambda x: x.astype(np.float16).astype(np.float32))):
         if all(np.array_equal(one, to(other)) for one, other in pairs) and any((x != y).any() for x, y in pairs):
             return f"its numbers are the other's, rounded to {name}"

@@ -25,14 +25,14 @@ from fathom.lineage.weights import Weights
 ALPHA = 1e-6
 WEAK = 1e-2
 POISSON_RATE = 3.0
-UNIVERSAL = 20  # of so many neurons, shared data may pair one
+UNIVERSAL = 20  # shared training data may pair one in this many neurons
 PROBES = 1024
 SPREAD_FLOOR = 0.02
-FEWEST = 8  # neurons or channels below which a matching says nothing
-EMBEDDING, HEAD = range(2)  # seeds: each matching breaks its ties with its own
+FEWEST = 8  # neurons or channels below which a matching is not evidence
+EMBEDDING, HEAD = range(2)  # seeds: each matching breaks its ties with another one
 TWINS = 0.3  # two matrices of one model with a higher rms cosine are not independent witnesses
-ORDERED = 1e-3  # p of a rank correlation between place and energy, from which channels count as ordered
-STRATUM = 8  # channels of like energy that may be exchanged
+ORDERED = 1e-3  # p-value of a rank correlation between index and energy below which channels count as ordered
+STRATUM = 8  # number of channels of similar energy that count as exchangeable
 
 
 @dataclass
@@ -78,7 +78,8 @@ def detectable_drift(threshold: float) -> float:
 
 
 def score_threshold(null: Sequence[float]) -> float | None:
-    """max(null) + 5 sd of unrelated scores of the same class; the sd of a handful is floored. None below two."""
+    """max(null) + 5 sd of unrelated scores of the same class, with a minimum sd for few scores. None below two
+    scores."""
     if len(null) < 2:
         return None
     spread = float(np.std(null, ddof=1))
@@ -86,18 +87,18 @@ def score_threshold(null: Sequence[float]) -> float | None:
 
 
 def is_ordered(energy: Array) -> bool:
-    """Whether a model's channels stand in the order of their energy, as after a turn to principal axes."""
+    """Whether a model's channels are ordered by energy, as after a rotation to principal axes."""
     if len(energy) < FEWEST or not np.ptp(energy) > 0:
         return False
     return float(stats.spearmanr(np.arange(len(energy)), energy).pvalue) < ORDERED
 
 
 def test_order(found: Matching, ordered: bool) -> Test:
-    """T1 on residual channels; where both models are ordered by energy, only channels of like energy are exchangeable.
+    """T1 on residual channels. If both models are ordered by energy, only channels of similar energy are exchangeable.
 
     Args:
         found: Channels matched by the embedding.
-        ordered: Whether energy explains the order of the channels in both models.
+        ordered: Whether energy explains the channel order of both models.
     """
     count, trials = found.fixed, max(1, math.ceil(found.size / STRATUM)) if ordered else 1
     return Test(
@@ -115,7 +116,7 @@ def test_order(found: Matching, ordered: bool) -> Test:
 
 
 def test_witnesses(count: int, channels: int, rate: float, calibrated: bool) -> Test:
-    """T2: channels on which the matchings by the embedding and by the output head agree."""
+    """T2: the number of channels on which the matchings by embedding and by output head agree."""
     return Test(
         "T2 embedding and output head",
         count,
@@ -137,15 +138,15 @@ FRAMES = {
 
 @dataclass(frozen=True)
 class NeuronCount:
-    """Neurons of a layer of A and one of B that are paired alike, and how many were looked at."""
+    """Neurons of a layer of A and one of B that are paired alike, and the number of neurons compared."""
 
     layers: tuple[int, int]
     paired: int
     of: int
-    alike: float = 0.0  # median cosine of what the paired ones read
+    alike: float = 0.0  # median cosine of the inputs of the paired neurons
 
     def p(self, share: float, trials: int) -> float:
-        """P of so many or more; `share` of the neurons is what shared data may pair."""
+        """P of this many or more; shared data may pair a share `share` of the neurons."""
         return poisson_tail(self.paired, max(POISSON_RATE, share * self.of), trials)
 
 
@@ -154,7 +155,7 @@ def test_neurons(frame: str, counts: Sequence[NeuronCount], controls: Sequence[f
 
     Args:
         frame: One of FRAMES.
-        counts: Per pair of layers.
+        counts: Counts per pair of layers.
         controls: Shares of neurons that are paired in unrelated models.
     """
     share = max(1 / UNIVERSAL, 2 * max(controls, default=0.0))
@@ -175,7 +176,7 @@ test_order.__test__ = test_witnesses.__test__ = test_neurons.__test__ = False  #
 
 
 def middle(rows_a: Array, rows_b: Array, count: int) -> tuple[Array, Array]:
-    """A run of shared strings from the middle of the vocabulary: neither the commonest nor never-used ones."""
+    """A run of shared strings from the middle of the vocabulary: neither very frequent nor unused."""
     start = max((len(rows_a) - count) // 2, 0)
     return rows_a[start : start + count], rows_b[start : start + count]
 
@@ -186,7 +187,7 @@ def probes(weights: Weights, rows: Array) -> Array:
 
 
 def head_likeness(weights: Weights, rows: Array) -> float:
-    """How much a model's output head is its embedding: rms cosine of the channels' columns at some rows."""
+    """How similar a model's output head is to its embedding: rms cosine of the channels' columns at some rows."""
     tables = [unit_rows(gathered(weights, rows, table)) for table in (canonical.embedding, canonical.head)]
     sizes = [np.maximum(np.linalg.norm(table, axis=0), canonical.TINY) for table in tables]
     cosines = np.einsum("nd,nd->d", *tables) / (sizes[0] * sizes[1])

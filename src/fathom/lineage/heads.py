@@ -1,7 +1,7 @@
-"""Attention heads without effect: zero ones, and twins that cancel. They can fill W_Q and W_K with anything.
+"""Attention heads without effect: zero heads, and duplicates that cancel. Their W_Q and W_K can hold anything.
 
-A head reads by W_qᵀ W_k and writes by W_o W_v. Heads that attend alike add up what they write; where the sum is zero,
-the model computes the same without them. Both products are compared through a few random directions.
+A head reads by W_qᵀ W_k and writes by W_o W_v. The outputs of heads that attend alike add up. If the sum is zero, the
+model computes the same without these heads. Both products are compared through a few random directions.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from fathom.lineage import canonical
 from fathom.lineage.weights import Weights
 
 DIRECTIONS = 16
-TWIN = 1e-3  # heads attend alike where the products differ by less, relative to their size
-DEAD = 1e-4  # of the median head's effect
+TWIN = 1e-3  # heads attend alike if the products differ by less, relative to their size
+DEAD = 1e-4  # relative to the median head's effect
 
 
 def living(weights: Weights, index: int) -> Array | None:
-    """Which query heads of a layer have an effect, [heads]; None where that cannot be said."""
+    """Which query heads of a layer have an effect, [heads]; None if this is unknown."""
     g = weights.geometry
     if g.latent or not (weights.has("v", index) and weights.has("o", index)):
         return None
@@ -33,17 +33,17 @@ def living(weights: Weights, index: int) -> Array | None:
     seen = (layer["v"] @ left).reshape(g.kv_heads, values, DIRECTIONS)
     told = (right.T @ layer["o"]).reshape(DIRECTIONS, g.kv_heads, g.group, values)
     written = np.einsum("ikgv,kvj->kgij", told, seen).reshape(g.heads, -1)
-    twins = _twins(read)
-    effect = np.linalg.norm(twins @ written, axis=1)
+    duplicates = _duplicates(read)
+    effect = np.linalg.norm(duplicates @ written, axis=1)
     alive = effect > 0
     if alive.any():
         alive = effect > DEAD * float(np.median(effect[alive]))
     return alive if alive.any() else None
 
 
-def _twins(read: Array) -> Array:
+def _duplicates(read: Array) -> Array:
     """Which heads attend alike, [heads, heads], each with itself."""
-    read = read.astype(np.float64)  # differences of squares lose what float32 has
+    read = read.astype(np.float64)  # differences of squares lose precision in float32
     squares = np.einsum("ij,ij->i", read, read)
     apart = squares[:, None] + squares - 2 * (read @ read.T)
     near: Array = apart <= TWIN**2 * np.maximum(squares[:, None], squares)

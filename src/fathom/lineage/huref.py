@@ -35,7 +35,7 @@ def product_qk(x: Array, layer: Layer, weights: Weights) -> Array:
 
 
 def product_vo(x: Array, layer: Layer, weights: Weights) -> Array:
-    """X W_vᵀ W_oᵀ Xᵀ with value heads repeated as attention repeats them."""
+    """X W_vᵀ W_oᵀ Xᵀ with value heads repeated as in attention."""
     g = weights.geometry
     kv_heads = g.heads if g.latent else g.kv_heads
     xv = (x @ layer["v"].T).reshape(len(x), kv_heads, -1)
@@ -46,7 +46,7 @@ def product_vo(x: Array, layer: Layer, weights: Weights) -> Array:
 def product_ffn(x: Array, weights: Weights, index: int, published: bool = False) -> Array:
     """X W_uᵀ W_dᵀ Xᵀ, read in blocks of rows; `published` takes raw weights and W_g ⊙ W_u in place of W_u.
 
-    Under LayerNorm X is centred, so that the writer's mean drops out by itself.
+    Under LayerNorm X is centred, so the writer's mean cancels.
     """
     norms = {} if published else weights.layer(index, ("ffn_norm", "post_ffn_norm"))
     gated = published and weights.has("gate", index)
@@ -120,7 +120,7 @@ def ics(a: Weights, b: Weights, rows_a: Array, rows_b: Array, published: bool = 
 
 
 def summed_terms(weights: Weights, x: Array, layers: Sequence[int] | None = None) -> list[Array]:
-    """Every term double-centred and summed over layers: independent of how many there are."""
+    """Every term double-centred and summed over layers: independent of the number of layers."""
     total: list[Array] = []
     for index in range(weights.geometry.layers) if layers is None else layers:
         for place, term in enumerate(terms(weights, x, index)):
@@ -154,7 +154,7 @@ def sketch(matrices: Sequence[Array], strings: Sequence[bytes]) -> Array:
             np.array([string_hash(text, b"sketch:%d:%s" % (number, side)) for text in strings], np.uint64)
             for side in (b"left", b"right")
         )
-        for row in range(0, len(strings), 256):  # blocks, so that the hashes never fill an N×N array
+        for row in range(0, len(strings), 256):  # in blocks, so that the hashes never fill an N×N array
             code = mixed(left[row : row + 256, None] + right)
             sign = (code >> np.uint64(63)).astype(np.int8) * 2 - 1
             bucket = (code & np.uint64(SKETCH - 1)).astype(np.int64)
@@ -175,7 +175,7 @@ def sketch_cosine(a: Array, b: Array) -> float:
 
 
 def pcs(pairs: Iterator[tuple[Array, Array]]) -> tuple[float, int]:
-    """Parameter cosine over matched matrices of equal shape, and how many there were."""
+    """Parameter cosine over matched matrices of equal shape, and their number."""
     count = 0
 
     def matched() -> Iterator[tuple[Array, Array]]:
@@ -190,7 +190,7 @@ def pcs(pairs: Iterator[tuple[Array, Array]]) -> tuple[float, int]:
 
 
 def matched_matrices(a: Weights, b: Weights) -> Iterator[tuple[Array, Array]]:
-    """Matrices of the two models that play the same role in the same layer, one pair at a time."""
+    """Matrices of the two models with the same role in the same layer, one pair at a time."""
     for role, layer in a.views:
         if (role, layer) in b.views and len(a.store.tensors[a.views[role, layer].tensor].shape) >= 2:
             yield a.tensor(role, layer), b.tensor(role, layer)

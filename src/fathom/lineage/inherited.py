@@ -1,17 +1,19 @@
-"""How much of what training added one model has from the other, beyond what a shared initialisation can explain.
+"""How much of the training of one model the other shares, beyond what a shared initialisation can explain.
 
-Two runs from one public seed begin with the same numbers, so every matching test finds them, however unlike their data.
-What tells a lineage is what was *learnt*. Per layer three products live in the residual stream and in no gauge:
+Two runs from one public seed start with the same numbers, so every matching test finds them, however different their
+data. Only what was *learned* proves a lineage. Per layer, three products act on the residual stream and are independent
+of the gauge:
 
     W_qᵀ W_k      W_o W_v      W_down W_up
 
-Of random factors the largest singular value is known: e. Directions of A's product with singular values s well above e
-were made by training, and an initialisation holds at most e of each. The share that B has of them is
+For random factors the largest singular value e is known. Directions of A's product with singular values s well above e
+come from training, and an initialisation holds at most e of each. B's share of them is
 
     Σ (uᵀ P_B v − e) / Σ (s − e)
 
-1 for a copy, and at most about 0 for independent trainings, whatever they began with. Runs that hardly trained have few
-such directions, and common gradients make those alike: the fewer there are, the larger the share has to be.
+The share is 1 for a copy, and at most about 0 for independent trainings with any initialisation. Runs that hardly
+trained have few such directions, and common gradients make those alike: the fewer there are, the larger the share has
+to be.
 """
 
 from __future__ import annotations
@@ -29,30 +31,30 @@ from fathom.lineage.awm import Alignment, draw_channels, identity
 from fathom.lineage.weights import Weights
 
 CHANNELS = 384
-ABOVE = 1.2  # directions that count are this many times the largest that chance makes
-LAYERS, WIDE_LAYERS = 8, 4  # of models with more than 256 channels: singular values cost their cube
-FEW, MANY = 0.06, 0.10  # directions per channel below which, and above which, the bar does not change
+ABOVE = 1.2  # directions count if they are this many times the largest random one
+LAYERS, WIDE_LAYERS = 8, 4  # for models with more than 256 channels, because singular values cost n³
+FEW, MANY = 0.06, 0.10  # directions per channel below which, and above which, the bar is constant
 HIGH, LOW, FEWEST = 0.95, 0.30, 0.005
 
 
 @dataclass(frozen=True)
 class Inherited:
-    """What was measured, from the model whose directions are looked for to the one that has them."""
+    """The measured share, and the direction in which it was measured."""
 
     share: float  # median over matrices
-    directions: float  # per channel and matrix: how much training there is to see
+    directions: float  # per channel and matrix: the amount of visible training
     matrices: int
 
     @property
     def bar(self) -> float:
-        """The share from which a common initialisation does not explain it."""
+        """The share above which a common initialisation is ruled out."""
         if self.directions < FEWEST:
             return math.inf
         return float(np.interp(self.directions, (FEW, MANY), (HIGH, LOW)))
 
     @property
     def margin(self) -> float:
-        """How far the share lies above its bar."""
+        """How far the share is above the bar."""
         return self.share - self.bar
 
 
@@ -64,9 +66,9 @@ def measured(
     seed: int = 0,
     most: int | None = None,
 ) -> Inherited | None:
-    """The better of the two directions over at most eight matched layers (of wide models four).
+    """The better of the two directions over at most eight matched layers (four for wide models).
 
-    None where no training is to be seen. `most` limits the layers further.
+    None if no training is visible. `most` limits the layers further.
     """
     channels = draw_channels(b.geometry.width, CHANNELS, seed)
     found: dict[int, list[tuple[float, float]]] = {0: [], 1: []}
@@ -85,7 +87,7 @@ def measured(
 
 
 def training(weights: Weights, seed: int = 0) -> float:
-    """Directions that training made, per channel and matrix, in the first and the last layer; random weights have 0."""
+    """Trained directions per channel and matrix in the first and the last layer; 0 for random weights."""
     if "training" not in weights.memo:
         channels = draw_channels(weights.geometry.width, CHANNELS, seed)
         counts = [
@@ -98,7 +100,7 @@ def training(weights: Weights, seed: int = 0) -> float:
 
 
 def _share(own: Array, other: Array, chance: tuple[float, int]) -> tuple[float, float]:
-    """Share of one product's trained directions in another, and how many there are."""
+    """One product's share of the trained directions of another, and their number."""
     u, s, v = np.linalg.svd(own)
     ratio, rank = chance
     edge = float(np.median(s[:rank])) * ratio
@@ -148,7 +150,7 @@ def _feed_forward(weights: Weights, index: int, how: Alignment, channels: Array)
 
 
 def _chance(weights: Weights, kind: str, channels: int) -> tuple[float, int]:
-    """What random factors give: the largest singular value over the median, and how many are not zero."""
+    """The ratio of the largest to the median singular value of random factors, and the number of non-zero ones."""
     g = weights.geometry
     inner, group = (g.ffn, 1) if kind == "ffn" else (g.heads * g.head_dim, 1 if g.latent else g.group)
     return edge(channels, inner, group), min(channels, max(inner // group, 1))
@@ -156,7 +158,8 @@ def _chance(weights: Weights, kind: str, channels: int) -> tuple[float, int]:
 
 @cache
 def edge(channels: int, inner: int, group: int) -> float:
-    """Largest over median singular value of a product of random factors; `group` columns of one share the other's."""
+    """Largest over median singular value of a product of random factors; `group` columns of one share those of the
+    other."""
     draw = np.random.default_rng(0)
     rank, ratios = max(inner // group, 1), []
     for _ in range(3):

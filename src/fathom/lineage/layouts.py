@@ -1,9 +1,9 @@
-"""The table of parameter names: which tensor plays which role in which family of decoders.
+"""The table of parameter names: the role of each tensor in each family of decoders.
 
-A scheme matches when every name it requires is there. If several match, the one that requires a strict superset of
-the others wins; anything else is ambiguous, and ambiguity is an error. Roles: q k v o (attention), gate up down
-(feed-forward), attn_norm ffn_norm post_attn_norm post_ffn_norm q_norm k_norm (gains), embed positions head
-final_norm (ends); `role_bias` is the bias that goes with a role.
+A scheme matches if every name it requires exists. If several match, the one that requires a strict superset of the
+others wins; any other case is an ambiguity error. Roles: q k v o (attention), gate up down (feed-forward), attn_norm
+ffn_norm post_attn_norm post_ffn_norm q_norm k_norm (gains), embed positions head final_norm (ends); `role_bias` is the
+bias that goes with a role.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ FEED_FORWARD = (
     _gated("feed_forward.", "w1", "w3", "w2"),
     _gated("feed_forward.", "gate_proj", "up_proj", "down_proj"),
     _gated("mlp.", "w2", "w1", "c_proj"),
-    # of a mixture, the first expert stands for the layer
+    # in a mixture of experts, the first expert represents the layer
     _gated("mlp.experts.0.", "gate_proj", "up_proj", "down_proj"),
     _gated("block_sparse_moe.experts.0.", "w1", "w3", "w2"),
     Scheme({"gate_up": "mlp.gate_up_proj", "down": "mlp.down_proj"}, packing="concat"),
@@ -177,7 +177,7 @@ NORMS = (
     Scheme({"attn_norm": "self_attn_layer_norm", "ffn_norm": "final_layer_norm"}),
 )
 
-# families whose gains are stored as γ and used as 1 + γ
+# families that store gains as γ and use 1 + γ
 UNIT_OFFSET_GAINS = frozenset({"gemma", "gemma2", "gemma3", "gemma3_text", "recurrent_gemma", "nemotron"})
 CONV1D = frozenset({"gpt2"})
 INTERLEAVED_ROTARY = frozenset({"gptj", "chatglm", "glm", "glm4", "cohere", "cohere2", "cohere2_moe", "helium"})
@@ -194,7 +194,7 @@ UNSCALED = frozenset({"olmo"})  # norms without gains
 # queries and keys are brought to one length after they are rotated: the scale of a head is free, the gains are no rows'
 HEADS_NORMED_LATE = frozenset({"hunyuan_v1_dense", "hunyuan_v1_moe", "llama4", "llama4_text"})
 EXPERTS_IN_OUT = frozenset({"llama4", "llama4_text", "gpt_oss"})  # stacked experts are stored (in, out)
-EXPERTS_WOVEN = frozenset({"gpt_oss"})  # gate and up take turns
+EXPERTS_WOVEN = frozenset({"gpt_oss"})  # gate and up rows alternate
 
 MIXERS = {
     "linear_attn": "linear attention",
@@ -246,7 +246,7 @@ def locate(names: Collection[str], model_type: str) -> tuple[str, Stack]:
 
 
 def why_not(names: Collection[str], index: int = 0) -> str:
-    """Why a layer has no attention that is known, in words."""
+    """Why no known attention layout fits a layer, in words."""
     parts: dict[int, set[str]] = {}
     for name in names:
         if found := _LAYER.match(name):

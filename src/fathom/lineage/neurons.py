@@ -1,15 +1,15 @@
-"""Feed-forward neurons of two models, paired by what they read and by what they write.
+"""Feed-forward neurons of two models, paired by their inputs and by their outputs.
 
 A neuron reads by its gate (or, without a gate, by its up row) and writes by its column of W_down. Both are seen in a
 *frame*, coordinates that the two models share:
 
-    order    the residual channels as they stand
-    tokens   the answers to strings that both tokenizers have
+    order    the residual channels in their order
+    tokens   the responses to strings that both tokenizers have
     axes     the principal axes of each model's own embedding, which need no tokenizer
 
-Two neurons are a pair where each is the other's nearest, by what they read and by what they write. What shared data
-teaches unrelated models makes some such pairs, so the rate of the test is a tenth of the neurons, not one.
-Every frame survives neuron permutations and scales; tokens and axes also survive rotations of the residual stream.
+Two neurons are a pair if each is the other's nearest, both by inputs and by outputs. Shared training data makes some
+such pairs between unrelated models, so the test's rate is a tenth of the neurons, not one. Every frame survives neuron
+permutations and scales; tokens and axes also survive rotations of the residual stream.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from fathom.lineage.awm import CHUNK_ROWS, chunks, unit_rows
 from fathom.lineage.weights import Weights
 
 FRAME = 1024  # coordinates of a frame
-SAMPLE = 512  # neurons of a layer for which a partner is looked for
+SAMPLE = 512  # maximum neurons of a layer for which a partner is searched
 FEWEST_STRINGS = 64
-EXPERTS = 8  # experts of a layer that are looked at
+EXPERTS = 8  # maximum experts of a layer
 TWIN = 1e-5
 DEAD = 1e-6
-KEY = 1e-3  # keys of twins differ by rounding only
+KEY = 1e-3  # keys of duplicates differ by rounding only
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,11 @@ class Frame:
     name: str
     basis: Array
     centred: bool = False
-    picked: Array | None = None  # the channels that the basis takes as they are
+    picked: Array | None = None  # the channels that the basis uses unchanged
 
     @property
     def size(self) -> int:
-        """How many coordinates there are."""
+        """Number of coordinates."""
         return self.basis.shape[1] if self.picked is None else len(self.picked)
 
     def of(self, rows: Array) -> Array:
@@ -54,21 +54,22 @@ class Frame:
 
 
 def order(width: int, seed: int) -> Frame:
-    """The channels themselves; of very wide models a seeded sample."""
+    """The channels themselves; for very wide models a seeded sample."""
     picked = np.sort(np.random.default_rng(seed).choice(width, min(width, FRAME), replace=False))
     return Frame("order", np.zeros((width, 0), np.float32), picked=picked)
 
 
 def tokens(probes: Array) -> Frame:
-    """Answers to probe embeddings [n, width]."""
+    """Responses to probe embeddings [n, width]."""
     return Frame("tokens", unit_rows(probes).T * math.sqrt(probes.shape[1]), centred=True)
 
 
 def axes(table: Callable[[], Iterator[Array]]) -> Frame:
-    """Principal axes of an embedding, in falling order; each points to its heavier tail. The order of rows is free.
+    """Principal axes of an embedding in descending order; each points to its heavier tail. The order of rows does not
+    matter.
 
     Args:
-        table: The embedding in blocks of rows, as often as it is asked for.
+        table: Returns the embedding in blocks of rows; called several times.
     """
     rows, total, squares = 0, np.zeros(1), np.zeros((1, 1))
     for block in table():
@@ -83,7 +84,7 @@ def axes(table: Callable[[], Iterator[Array]]) -> Frame:
 
 @dataclass(frozen=True)
 class Neurons:
-    """Neurons of one layer in a frame: unit rows [m, F]; twins are merged, those without effect left out."""
+    """Neurons of one layer in a frame: unit rows [m, F]; duplicates are merged, neurons without effect removed."""
 
     read: Array
     write: Array
@@ -93,7 +94,7 @@ class Neurons:
 
 
 def in_frame(weights: Weights, index: int, frame: Frame) -> Neurons:
-    """The neurons of one layer, of all experts (at most eight), matrices streamed."""
+    """The neurons of one layer, of all experts (at most eight); matrices are streamed."""
     count = weights.experts(index)
     found = [
         _of_expert(weights, index, frame, expert)
@@ -117,7 +118,7 @@ def _of_expert(weights: Weights, index: int, frame: Frame, expert: int) -> tuple
 
 
 def _written(weights: Weights, index: int, frame: Frame, expert: int, gain: Array | None) -> Array:
-    """What every neuron writes, [m, F]."""
+    """The output direction of every neuron, [m, F]."""
     centred = weights.geometry.norm == "layer"  # writers lose their mean over channels
     if frame.picked is not None and not centred:
         down = weights.tensor("down", index, frame.picked, expert)
@@ -140,14 +141,14 @@ def _written(weights: Weights, index: int, frame: Frame, expert: int, gain: Arra
 
 
 def _merged(read: Array, up: Array, write: Array, gated: bool, centred: bool) -> Neurons:
-    """One neuron for each group that reads alike: their outputs add up. Split neurons join, cancelling ones vanish."""
-    if gated:  # up·c, down/c for any c: the scale and the sign go to what is written
+    """One neuron for each group with equal inputs, whose outputs add up. Split neurons join, cancelling ones vanish."""
+    if gated:  # up·c, down/c for any c: scale and sign move to the output
         size = np.sqrt(np.einsum("ij,ij->i", up, up))[:, None]
         largest = np.take_along_axis(up, np.abs(up).argmax(1)[:, None], 1)
         scale = np.where(largest < 0, -size, size)
         up /= np.where(size <= canonical.TINY, 1, scale)
         write *= scale
-    group = twins(unit_rows(read), unit_rows(up) if gated else unit_rows(read))
+    group = duplicates(unit_rows(read), unit_rows(up) if gated else unit_rows(read))
     del up
     write = _summed(write, group)
     first = np.unique(group, return_index=True)[1]
@@ -170,11 +171,11 @@ def _summed(rows: Array, group: Array) -> Array:
     return out
 
 
-def twins(read: Array, up: Array) -> Array:
+def duplicates(read: Array, up: Array) -> Array:
     """Group numbers: neurons that read alike, gate and up, are in one group."""
     draw = np.random.default_rng(0)
     keys = draw.normal(size=(2, read.shape[1])).astype(read.dtype)
-    seen = read @ keys[0] + up @ keys[1]  # twins have equal keys
+    seen = read @ keys[0] + up @ keys[1]  # duplicates have equal keys
     place = np.argsort(seen, kind="stable")
     before, after = place[:-1], place[1:]
     alike = np.abs(seen[before] - seen[after]) <= KEY
@@ -190,9 +191,9 @@ def twins(read: Array, up: Array) -> Array:
 
 
 def agreement(a: Neurons, b: Neurons, gated: bool, seed: int = 0) -> tuple[int, int, float]:
-    """Neurons that are each other's nearest by what they read and by what they write, of how many, and how alike.
+    """The number of neurons that are each other's nearest by inputs and by outputs, of how many, and their similarity.
 
-    The last is the median cosine of what the paired ones read, or write: 1 for weights that were taken as they are.
+    The similarity is the median cosine of the inputs, or outputs, of paired neurons: 1 for unchanged weights.
     """
     small, large = (a, b) if len(a) < len(b) else (b, a)
     if not len(small):
@@ -215,5 +216,5 @@ def agreement(a: Neurons, b: Neurons, gated: bool, seed: int = 0) -> tuple[int, 
 
 
 def rate(count: int) -> float:
-    """Pairs that shared data may make among so many neurons: a bound that was chosen, and is checked on strangers."""
+    """Maximum pairs that shared data may make among this many neurons: a chosen bound, checked on unrelated models."""
     return max(3.0, count / 10)

@@ -1,4 +1,4 @@
-"""Nulls: what unrelated pairs give, from the controls of a comparison or from a file that `calibrate` wrote."""
+"""Nulls: the scores of unrelated pairs, from the controls of a comparison or from a file of `calibrate`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fathom.lineage.weights import Weights
 from fathom.report.files import write_json
 
 VERSION = 2
-SLICE = 4096  # bytes of each tensor that tell models apart
+SLICE = 4096  # bytes of each tensor that identify a model
 
 
 @dataclass
@@ -32,14 +32,14 @@ class Null:
     scores: dict[str, list[float]]
     witnesses: list[int]  # channels that embedding and head pair alike
     neurons: dict[str, list[float]]  # by frame: the largest share of a layer's neurons that is paired alike
-    gaps: dict[str, list[float]]  # of the signs of tampering
+    gaps: dict[str, list[float]]  # gaps that are signs of tampering
     per_layer: dict[str, list[list[float]]]
-    pairs: list[list[str]]  # the digests of the two models of each
+    pairs: list[list[str]]  # digests of the two models of each pair
     file: dict[str, object] | None = field(default=None)  # path, sha256 and the part that was used
 
     @property
     def models(self) -> int:
-        """How many models the pairs are of."""
+        """Number of models in the pairs."""
         return len({digest for pair in self.pairs for digest in pair})
 
     def rate(self) -> float:
@@ -64,7 +64,7 @@ def digest(weights: Weights) -> str:
 
 
 def of_pairs(pairs: Sequence[Pair], origin: str) -> Null:
-    """A null from measured unrelated pairs; a pair that comes twice counts once."""
+    """A null from measured unrelated pairs; a repeated pair counts once."""
     null = Null(origin, {}, [], {}, {}, {}, [])
     for pair in pairs:
         models = sorted(digest(w) for w in (pair.a, pair.b))
@@ -87,7 +87,7 @@ def of_pairs(pairs: Sequence[Pair], origin: str) -> Null:
 
 
 def structure_class(a: Weights, b: Weights) -> str:
-    """Pairs are only comparable to unrelated pairs of the same kind: widths and whether depths agree."""
+    """Pairs are only comparable to unrelated pairs of the same class: equal widths, and whether depths are equal."""
     widths = sorted((a.geometry.width, b.geometry.width), reverse=True)
     depth = "equal depth" if a.geometry.layers == b.geometry.layers else "unequal depth"
     return f"width {widths[0]}/{widths[1]}, {depth}"
@@ -95,7 +95,7 @@ def structure_class(a: Weights, b: Weights) -> str:
 
 def read(path: Path, kind: str) -> Null:
     """The part of a calibration file that matches a structure class."""
-    if not os.path.isfile(path):  # of a name that no file can have, is_file raises
+    if not os.path.isfile(path):  # is_file raises for a name that no file can have
         raise ModelError(f"{path}: no such null file")
     raw = path.read_bytes()
     body = parse_json(raw, str(path))
@@ -165,11 +165,11 @@ def write(path: Path, groups: dict[str, list[Pair]]) -> dict[str, object]:
 
 
 def joined(one: Null, other: Null) -> Null:
-    """Both nulls as one; pairs that are in both count once."""
+    """Both nulls joined; pairs in both count once."""
     fresh = [at for at, pair in enumerate(other.pairs) if pair not in one.pairs]
     out = copy.deepcopy(one)
     out.origin += f" and {other.origin}"
-    if len(fresh) < len(other.pairs):  # of a pair that is known the numbers are known
+    if len(fresh) < len(other.pairs):  # the numbers of a known pair are known
         return out
     out.pairs += other.pairs
     out.witnesses += other.witnesses

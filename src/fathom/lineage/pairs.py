@@ -28,7 +28,7 @@ SCORE_LABELS = {
 
 @dataclass(frozen=True)
 class Pair:
-    """Everything measured on one pair; A is the wider model, `swapped` says whether it was given second."""
+    """Everything measured on one pair. A is the wider model; `swapped` says whether A was given second."""
 
     a: Weights
     b: Weights
@@ -44,7 +44,7 @@ class Pair:
 
     @property
     def best(self) -> str | None:
-        """The repaired score that is highest."""
+        """The highest repaired score."""
         names = [name for name in NAMES.values() if name in self.scores]
         return max(names, key=lambda name: self.scores[name].score, default=None)
 
@@ -54,7 +54,7 @@ class Pair:
 
     @property
     def matched(self) -> list[tuple[int, int]]:
-        """Matched layers of A and B by the map of the best repaired score; by relative depth without one."""
+        """Matched layers of A and B, by the map of the best repaired score, or by relative depth without one."""
         return matched_layers(self.scores, self.layers, (self.a.geometry.layers, self.b.geometry.layers))
 
     @property
@@ -74,11 +74,11 @@ class Pair:
         calibrated: bool = False,
         shares: dict[str, list[float]] | None = None,
     ) -> list[Test]:
-        """T1, T2 and T4: the tests that no null is needed for.
+        """T1, T2 and T4: the tests that need no null.
 
         Args:
-            rate: Of T2.
-            calibrated: Whether it comes from controls.
+            rate: The rate of T2.
+            calibrated: Whether the rate comes from controls.
             shares: By frame: shares of neurons that unrelated models pair alike.
         """
         tests = []
@@ -94,7 +94,7 @@ class Pair:
         return tests
 
     def convicts(self) -> bool:
-        """Whether the tests that need no controls would call the pair related."""
+        """Whether the tests without controls would call the pair related."""
         own = [test.p for test in self.own_tests()]
         return bool(own) and min(holm(own)) <= evidence.ALPHA
 
@@ -102,7 +102,7 @@ class Pair:
 def matched_layers(
     scores: dict[str, awm.Scores], layers: tuple[Sequence[int], Sequence[int]], depths: tuple[int, int]
 ) -> list[tuple[int, int]]:
-    """Matched layers of A and of B by the map of the best repaired score; by relative depth without one."""
+    """Matched layers of A and of B, by the map of the best repaired score, or by relative depth without one."""
     names = [name for name in NAMES.values() if name in scores and scores[name].pairs]
     if names:
         best = max(names, key=lambda name: scores[name].score)

@@ -1,12 +1,12 @@
-"""How much of each parent is in a merge, with an interval.
+"""The share of each parent in a merge, with a confidence interval.
 
 A merge is a weighted mean C = Σ wᵢ Pᵢ, Σ wᵢ = 1, in the coordinates that its parents share. Per layer only inner
 products of the models are kept, so the same pass serves every choice of child and parents:
 
     w = argmin ‖(C − P₁) − Σ_{i≥2} wᵢ (Pᵢ − P₁)‖²
 
-The interval comes from leaving out one layer at a time (jackknife): what differs over the layers, by training, rounding
-or another recipe, widens it. What the parents do not explain is the residual, as a share of ‖C − P₁‖².
+The interval comes from leaving out one layer at a time (jackknife), so differences between layers, by training,
+rounding or another recipe, widen it. The residual is the part that the parents do not explain, as a share of ‖C − P₁‖².
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ Told = Callable[[str], None]
 ROLES = ("q", "k", "v", "o", "gate", "up", "down")
 FEWEST_LAYERS = 3
 SAME_PLACE = 0.1  # cosine with a parent below which the child's numbers are not in the parents' order
-APART = 1e-12  # parents that differ by less than this, relative to their size, are one
+APART = 1e-12  # parents that differ by less than this, relative to their size, are equal
 CONFIDENCE = 0.95
-UNEXPLAINED = 0.1  # the residual above which no shares are named
+UNEXPLAINED = 0.1  # the residual above which no shares are reported
 IF_COMPLETE = (
     "Shares hold if no parent is missing. A model that is itself a mean can stand in for a missing parent: then the "
     "fit is as exact, and the shares are other ones."
@@ -47,7 +47,7 @@ class Share:
 
 @dataclass(frozen=True)
 class Shares:
-    """The weights of all parents, and what they leave unexplained."""
+    """The weights of all parents, and the unexplained part."""
 
     shares: tuple[Share, ...]
     residual: float  # of ‖child − nearest parent‖²; 0 for an exact mean
@@ -60,7 +60,7 @@ class Shares:
 
 
 def in_words(child: str, found: Shares) -> list[str]:
-    """What the shares say of a child, line by line; no numbers where the child is no mean of these parents alone."""
+    """The shares of a child in words, line by line; without numbers if the child is no mean of these parents alone."""
     if found.is_merge:
         lines = [f"{one.share:7.1%}  ({one.low:.1%} to {one.high:.1%})  {one.parent}" for one in found.shares]
         lines.append(f"unexplained: {found.residual:.1%} of the distance to the nearest parent")
@@ -80,10 +80,10 @@ def in_words(child: str, found: Shares) -> list[str]:
 
 
 def products(models: Sequence[Weights], progress: Told = lambda _: None) -> Array:
-    """Inner products of all models, [layers, models, models]; every layer matrix counts as long as it is.
+    """Inner products of all models, [layers, models, models]; every matrix counts by its size.
 
     Args:
-        models: Of one shape.
+        models: Models of one shape.
         progress: Called before each layer.
     """
     first = models[0].geometry
@@ -102,7 +102,7 @@ def products(models: Sequence[Weights], progress: Told = lambda _: None) -> Arra
 
 
 def shape_of(weights: Weights) -> tuple[object, ...]:
-    """What two models must have in common for their weights to be averaged."""
+    """The properties that two models must share for their weights to be averaged."""
     g = weights.geometry
     return g.layers, g.width, g.heads, g.kv_heads, g.head_dim, g.ffn, g.gated, g.latent
 

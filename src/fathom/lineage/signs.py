@@ -1,8 +1,8 @@
-"""Signs that somebody changed how the weights look and not what they compute.
+"""Signs of tampering: the weights were changed without changing what they compute.
 
-A sign is a gap between two scores. It counts only where a matching test says that the models are related, where the
-score is high, and where no unrelated pair shows a gap as wide: tied strangers, for one, match better once their
-channels are reordered.
+A sign is a gap between two scores. It counts only if a matching test says that the models are related, the score is
+high, and no unrelated pair has such a gap. Unrelated models with ties, for example, match better once their channels
+are reordered.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def gaps(scores: Mapping[str, float], alike: float) -> dict[str, float]:
     """The gap of each sign.
 
     Args:
-        scores: By name.
+        scores: Scores by name.
         alike: Share of channels that AWM as published matches the same way.
     """
     lap, rotated, order, published, axes = (
@@ -51,10 +51,10 @@ def suspected(
     """The signs of a pair that a matching test calls related.
 
     Args:
-        own: Its gaps.
+        own: The gaps of the pair.
         null: The gaps of unrelated pairs.
-        best: Its best repaired score.
-        threshold: The height from which a score is high, where that is known.
+        best: The pair's best repaired score.
+        threshold: The value from which a score is high, if known.
     """
     if best <= max(CLEAR, threshold or CLEAR):
         return []

@@ -1,11 +1,11 @@
-"""The family tree of many models: who is related, who is next to whom, with the support of every edge.
+"""The family tree of many models: which are related, which are neighbours, with the support of every edge.
 
-Every pair is measured once. Models of a pair whose matching tests are sure, after Bonferroni over all pairs, are of one
-family; models of no family with either are the pair's controls. Within a family the tree is the one of least total
-drift: a score s = 1 / (1 + ε²) is a drift of ε times the weights. Another shape counts as a drift of half the weights,
-so that a copy hangs below its original and not below the original's deeper sibling. The support of an edge is how often
-it is in the tree when the layers are drawn anew. A tree has no root of its own: direction is said edge by edge, where
-the weights tell.
+Every pair is measured once. Two models belong to one family if the pair's matching tests are significant after
+Bonferroni over all pairs. Models of other families are the pair's controls. Within a family, the tree has the smallest
+total drift: a score s = 1 / (1 + ε²) is a drift of ε times the weights. Another shape counts as a drift of half the
+weights, so that a copy is attached to its original and not to the original's deeper sibling. The support of an edge is
+how often it is in the tree when layers are resampled. A tree has no root. The direction of an edge is reported if the
+weights show it.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ Place = tuple[int, int]
 
 DRAWS = 200
 LEAST_SCORE = 1e-3
-RESHAPED = 0.5  # the drift that a change of shape counts as
-EXACT = 0.02  # what the parents of a merge that is named may leave unexplained
-MOST_MERGES = 12  # models of one shape among which parents of merges are looked for
+RESHAPED = 0.5  # the drift that counts for a change of shape
+EXACT = 0.02  # maximum unexplained part of a merge that is reported
+MOST_MERGES = 12  # maximum models of one shape among which parents of merges are searched
 MISSING = (
     "A parent may be missing from the set: neighbours are then siblings, or a grandparent and its grandchild, although "
     "the tree joins them."
@@ -45,15 +45,15 @@ MISSING = (
 
 @dataclass(frozen=True)
 class Edge:
-    """Two models that are next to each other in a tree."""
+    """Two neighbouring models of a tree."""
 
     a: str
     b: str
     verdict: str
-    p: float  # of the matching tests, corrected for the number of tests and of pairs
+    p: float  # p-value of the matching tests, corrected for the number of tests and of pairs
     score: float
     drift: float
-    support: float  # share of the draws of layers whose tree has this edge
+    support: float  # share of resampled trees with this edge
     direction: Direction
 
 
@@ -75,7 +75,7 @@ class Family:
 
 @dataclass(frozen=True)
 class Tree:
-    """All families, the largest first; a model without relatives is a family of one."""
+    """All families, the largest first; a model without relatives is a family of its own."""
 
     families: tuple[Family, ...]
     merges: tuple[Merge, ...]
@@ -87,7 +87,7 @@ def tree(where: Sequence[str | Path], seed: int = 0, progress: Told = lambda _: 
 
     Args:
         where: At least two models.
-        seed: Of every sample.
+        seed: Seed of every sample.
         progress: Called before each step.
     """
     models = [open_weights(place) for place in dict.fromkeys(map(str, where))]
@@ -176,7 +176,7 @@ def _drift(score: float) -> float:
 
 
 def spanning(group: Sequence[int], drifts: Mapping[Place, float]) -> list[Place]:
-    """The edges of the tree of least total drift, nearest first (Kruskal)."""
+    """The edges of the tree with the smallest total drift, nearest first (Kruskal)."""
     chosen: list[Place] = []
     for place in sorted(drifts, key=lambda p: (drifts[p], p)):
         joined = {i: n for n, part in enumerate(grouped(max(group) + 1, chosen)) for i in part}
@@ -192,7 +192,7 @@ def supports(
     chosen: Sequence[Place],
     seed: int,
 ) -> dict[Place, float]:
-    """How often each edge is in the tree when layers are drawn anew, at the same relative depths for all pairs."""
+    """How often each edge is in the tree when layers are resampled, at the same relative depths for all pairs."""
     draw, found = np.random.default_rng(seed), dict.fromkeys(chosen, 0)
     depth = max(map(len, curves.values()))
     for _ in range(DRAWS):
@@ -205,7 +205,7 @@ def supports(
 
 
 def _merges(models: Sequence[Weights], progress: Told) -> list[Merge]:
-    """Models that are means of two others of their shape."""
+    """Models that are means of two others of the same shape."""
     out = []
     for shape in dict.fromkeys(map(shares.shape_of, models)):
         alike = [w for w in models if shares.shape_of(w) == shape and _experts(w) <= 1][:MOST_MERGES]
@@ -262,7 +262,7 @@ def _cut(text: str, width: int) -> str:
 
 
 def first(family: Family) -> str:
-    """Where to begin to draw: a source of others that was made from none, with the most neighbours."""
+    """Where to start drawing: a source of other models that has no source, with the most neighbours."""
     made = {edge.direction.made for edge in family.edges}
     source = {edge.direction.source for edge in family.edges}
     neighbours = {m: sum(m in (e.a, e.b) for e in family.edges) for m in family.models}

@@ -1,7 +1,7 @@
-"""The verdict: a label, what it means, what else could explain it, and the reasons. When in doubt it says less.
+"""The verdict: a label, its meaning, other possible explanations, and the reasons. When in doubt, it claims less.
 
-"Shared lineage" needs three things: a matching test, a score that no control reaches, and a share of what training
-added that a shared initialisation does not explain. Without the last the verdict is "shared initialisation or
+"Shared lineage" needs three things: a significant matching test, a score that no control reaches, and a share of the
+training that a shared initialisation does not explain. Without the last the verdict is "shared initialisation or
 lineage", however high the score.
 """
 
@@ -61,17 +61,17 @@ class Findings:
 
     tests: list[Test]
     best_score: float
-    threshold: float | None  # of the score; None without a null
-    coverage: float  # share of the layers with evidence of their own
-    families: set[str]  # attention, feed-forward, embedding: those with evidence of their own
+    threshold: float | None  # p-value of the score; None without a null
+    coverage: float  # share of the layers with their own evidence
+    families: set[str]  # attention, feed-forward, embedding: those with their own evidence
     families_tested: set[str]
     blocks: list[str]
     inherited: Inherited | None = None
-    verbatim: bool = False  # some part matches as it is taken, not as two trainings from one seed leave it
+    verbatim: bool = False  # some part is unchanged, which two trainings from one seed would not leave
     control_failed: bool = False
     low_overlap: bool = False
     by_number: bool = False
-    """Whether rows were paired by their numbers, because there was no tokenizer."""
+    """Whether rows were paired by number, because there was no tokenizer."""
 
 
 @dataclass
@@ -79,9 +79,9 @@ class Verdict:
     """The verdict: a label, sentences for a reader, and the reasons."""
 
     label: str
-    sentence: str  # what was found
+    sentence: str  # the finding
     meaning: str
-    sure: str  # on what grounds, and how sure
+    sure: str  # the grounds, and the certainty
     reasons: list[str]
     threshold: float | None
     drift: float | None
@@ -139,7 +139,7 @@ def _label(found: Findings, p: float) -> tuple[str, list[str]]:
 
 
 def _related(found: Findings, above: bool, reasons: list[str]) -> tuple[str, list[str]]:
-    """The label where a matching test is sure."""
+    """The label if a matching test is significant."""
     missing = found.families_tested - found.families
     # some layers match and others do not, or one kind of weights alone: a part was taken, or long training from one
     # seed has left no more; only what is taken as it is tells the two apart
@@ -152,7 +152,7 @@ def _related(found: Findings, above: bool, reasons: list[str]) -> tuple[str, lis
 
 
 def _kept(inherited: Inherited | None) -> str:
-    """What is shared of the training, in words."""
+    """The shared part of the training, in words."""
     if inherited is None or math.isinf(inherited.bar):
         return "too little training is to be seen in these weights to tell a lineage from a shared initialisation"
     verb = "reaches" if inherited.margin >= 0 else "stays below"
@@ -173,7 +173,7 @@ def _sentence(label: str, found: Findings) -> str:
 
 
 def _fact(tests: Sequence[Test]) -> str:
-    """The plainest significant finding: paired channels if there are any, then neurons."""
+    """The simplest significant finding: paired channels if there are any, then neurons."""
     sure = [test for test in tests if test.corrected <= ALPHA]
     channels = [test for test in sure if "channels" in test.detail]
     if channels:
@@ -193,7 +193,7 @@ def _fact(tests: Sequence[Test]) -> str:
 
 
 def _sure(label: str, found: Findings) -> str:
-    """How sure the verdict is, and what that rests on."""
+    """The certainty of the verdict, and its basis."""
     if label == NONE:
         return "No test came near its limit. The method section says which changes these tests would not have seen."
     if label == INCONCLUSIVE:

@@ -1,4 +1,4 @@
-"""Which row of an embedding stands for which string of bytes.
+"""The string of bytes that each row of an embedding represents.
 
 Tokenizers write one string in several ways (`Ġthe`, `▁the`, `<0xE2>`). All are converted to bytes, so that rows of two
 models can be paired by their strings.
@@ -30,7 +30,7 @@ _ALPHABET = byte_letters()
 
 
 def piece_bytes(piece: str, byte_level: bool) -> bytes:
-    """The bytes a vocabulary entry stands for."""
+    """The bytes of a vocabulary entry."""
     if byte_level and all(char in _ALPHABET for char in piece):
         return bytes(_ALPHABET[char] for char in piece)
     if found := _BYTE_PIECE.fullmatch(piece):
@@ -39,7 +39,7 @@ def piece_bytes(piece: str, byte_level: bool) -> bytes:
 
 
 def read_vocabulary(origin: Origin) -> dict[bytes, int] | None:
-    """The tokenizer beside the weights, or None if there is none that can be read."""
+    """The tokenizer in the model directory, or None if there is no readable one."""
     if origin.exists(TOKENIZER_JSON):
         return _from_tokenizer_json(read_json(origin, TOKENIZER_JSON))
     for name in (SENTENCEPIECE_MODEL, QWEN_TIKTOKEN):
@@ -100,7 +100,7 @@ def _readable(raw: bytes) -> Iterator[tuple[int, object]]:
 
 
 def _sentencepieces(raw: bytes) -> Iterator[tuple[str, int]]:
-    """Pieces with their kinds (1 normal, 6 byte; the others are control entries)."""
+    """Pieces with their types (1 normal, 6 byte; the others are control entries)."""
     for number, message in _readable(raw):
         if number == 1 and isinstance(message, bytes):
             entry = dict(_readable(message))
@@ -118,25 +118,25 @@ def _collect(pairs: Iterable[tuple[object, object]], byte_level: bool) -> dict[b
 
 
 def from_pieces(pieces: Iterable[str], byte_level: bool) -> dict[bytes, int]:
-    """A vocabulary from a plain list of pieces; entries like `<s>` are left out."""
+    """A vocabulary from a plain list of pieces; entries such as `<s>` are skipped."""
     listed = ((piece, index) for index, piece in enumerate(pieces))
     return _collect((p for p in listed if not re.fullmatch(r"<(?!0x)[^>]*>|<\|.*\|>", p[0])), byte_level)
 
 
 def rows_as_strings(rows: int) -> dict[bytes, int]:
-    """Row numbers in place of strings, for models without a tokenizer."""
+    """Row numbers instead of strings, for models without a tokenizer."""
     return {b"#%d" % row: row for row in range(rows)}
 
 
 def string_hash(text: bytes, key: bytes = b"fathom") -> int:
-    """A 64-bit keyed hash of a string: the order in which strings are chosen, the same everywhere."""
+    """A 64-bit keyed hash of a string, which determines the order of choice, equal on every machine."""
     return int.from_bytes(hashlib.blake2b(text, digest_size=8, key=key).digest(), "little")
 
 
 def shared_rows(
     a: Vocabulary, b: Vocabulary, rows_a: int, rows_b: int, limit: int = SHARED_LIMIT
 ) -> tuple[Array, Array]:
-    """Row numbers in A and in B of the strings both have, at most `limit`: whole blocks of A's rows, chosen by hash."""
+    """Row numbers in A and B of common strings, at most `limit`: whole blocks of A's rows, chosen by hash."""
     shared = [text for text, row in a.items() if row < rows_a and b.get(text, rows_b) < rows_b]
     if len(shared) > limit:
         # in blocks of neighbours, so that a sample is read in long runs
@@ -149,9 +149,9 @@ def shared_rows(
 def anchors(vocabulary: Vocabulary, rows: int, count: int) -> list[bytes]:
     """The anchor strings of a vocabulary: the words with the smallest hashes.
 
-    Since they are chosen by hash, vocabularies that share words mostly choose the same ones, without a fixed list.
-    Words (a space and at least three letters) are what most tokenizers have in common; if a vocabulary has too few of
-    them, other strings are used.
+    Because hashes choose them, vocabularies that share words mostly choose the same ones, without a fixed list. Most
+    tokenizers have words (a space and at least three letters) in common. If a vocabulary has too few words, other
+    strings are used.
     """
     usable = [text for text, row in vocabulary.items() if row < rows]
     words = [text for text in usable if _WORD.fullmatch(text)]

@@ -48,12 +48,12 @@ class TensorView:
     tensor: str
     rows: tuple[tuple[int, int], ...] | None = None
     transposed: bool = False
-    item: int | None = None  # of a stack of experts
+    item: int | None = None  # index in a stack of experts
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """The shape of a model: what must be known about it besides its tensors."""
+    """The shape of a model: the properties besides its tensors."""
 
     layers: int
     width: int
@@ -66,7 +66,7 @@ class Geometry:
     rotary: str  # half | interleaved | none
     rotary_dim: int
     qk_norm: bool
-    late_norm: bool  # queries and keys are normed after they are rotated
+    late_norm: bool  # queries and keys are normed after rotation
     post_norm: bool  # a norm follows the sub-layers
     gated: bool
     tied: bool
@@ -92,20 +92,20 @@ class Weights:
     extra_tensors: tuple[str, ...]
     _vocabulary: Callable[[], dict[bytes, int] | None]
     _words: list[dict[bytes, int] | None] = field(default_factory=list)
-    """The vocabulary, once it is read."""
+    """The vocabulary, after it was read."""
     unusable: dict[str, int] = field(default_factory=dict)
-    """Tensors with unusable values (not finite, or beyond 1e15), and how many in one read."""
+    """Tensors with unusable values (not finite, or beyond 1e15), and the number of such values in one read."""
     memo: dict[str, float] = field(default_factory=dict)
-    """What was measured on these weights alone."""
+    """Measurements on these weights alone."""
 
     @property
     def origin(self) -> Origin:
-        """Where the bytes come from, with the ledger of what was read."""
+        """The source of the bytes, with a ledger of reads."""
         return self.store.origin
 
     @property
     def origins(self) -> list[Origin]:
-        """All origins that are read: an adapter's own too."""
+        """All origins, including an adapter's own."""
         return [self.origin, *([self.store.adapter.origin] if isinstance(self.store, AdapterStore) else [])]
 
     @property
@@ -132,7 +132,7 @@ class Weights:
             role: See `layouts`.
             layer: Layer index; None for the ends of the stack.
             rows: A slice or sorted row numbers; all rows by default.
-            expert: Of a mixture, which expert.
+            expert: Index of the expert in a mixture.
         """
         if self.geometry.latent and role in {"q", "k", "v"}:
             return self._usable(f"{role} of layer {layer}", self._latent(role, layer))
@@ -143,8 +143,8 @@ class Weights:
         return values + 1 if role.endswith("norm") and self.geometry.unit_offset else values
 
     def _usable(self, name: str, values: Array) -> Array:
-        """The values with unusable ones replaced by 0, and counted in `unusable`."""
-        if not values.size or max(float(values.max()), -float(values.min())) <= LARGEST:  # NaN compares false
+        """The values, with unusable ones replaced by 0 and counted in `unusable`."""
+        if not values.size or max(float(values.max()), -float(values.min())) <= LARGEST:  # false for NaN
             return values
         good = np.abs(values) <= LARGEST
         self.unusable[name] = max(self.unusable.get(name, 0), int(values.size - good.sum()))
@@ -183,7 +183,7 @@ class Weights:
         return np.concatenate([composed, kv_a[rank : rank + rotary]]) if role == "k" else composed
 
     def experts(self, index: int) -> int:
-        """Experts of one layer; 1 where the layer is no mixture."""
+        """Number of experts of one layer; 1 if the layer is no mixture."""
         view = self.views["down", index]
         if view.item is not None:
             return self.store.tensors[view.tensor].shape[0]
@@ -193,7 +193,7 @@ class Weights:
         return count
 
     def neurons(self, index: int) -> int:
-        """Feed-forward neurons of one layer."""
+        """Number of feed-forward neurons of one layer."""
         view = self.views["up", index]
         shape = self.store.tensors[view.tensor].shape[-2:]
         if view.rows is not None:
@@ -201,18 +201,18 @@ class Weights:
         return shape[1] if view.transposed else shape[0]
 
     def layer(self, index: int, roles: tuple[str, ...]) -> Layer:
-        """Those of the given roles that the layer has, with their biases."""
+        """The given roles that the layer has, with their biases."""
         wanted = [role + suffix for role in roles for suffix in ("", "_bias")]
         return {role: self.tensor(role, index) for role in wanted if self.has(role, index)}
 
 
 @contextmanager
 def held(*models: Weights, local: bool = True) -> Iterator[None]:
-    """Within it, no byte of these models is read twice: memory keeps files, temporary files keep the network's bytes.
+    """Within this context, no byte of these models is read twice: memory caches files, temporary files cache downloads.
 
     Args:
-        models: Any.
-        local: Whether to keep what is read from files too.
+        models: The models.
+        local: Whether to cache reads from files too.
     """
     origins = [origin for model in models for origin in model.origins]
     remote = {id(origin): not isinstance(origin, LocalOrigin) for origin in origins}
@@ -252,13 +252,13 @@ def _select(ranges: Ranges | None, rows: slice | Array, total: int) -> list[tupl
 
 
 def open_weights(where: str | Path, base: str | Path | None = None, max_bytes: int | None = None) -> Weights:
-    """Open a checkpoint; only headers, config and (on demand) the tokenizer are read.
+    """Open a checkpoint. This reads only headers, the configuration and, on demand, the tokenizer.
 
     Args:
-        where: Directory, `.safetensors`, `.gguf`, index file, or `org/name@revision`; of a run or a comparison, the
-            model that `find_model` finds.
-        base: For a PEFT adapter, its base model; by default the one its adapter_config.json names.
-        max_bytes: Refuse to read more than this in all.
+        where: A directory, `.safetensors`, `.gguf` or index file, `org/name@revision`, a run (its model) or a
+            comparison (its best model).
+        base: Base model of a PEFT adapter; by default the one in its adapter_config.json.
+        max_bytes: Refuse to read more bytes than this in total.
     """
     try:
         return _opened(where, base, max_bytes)
@@ -301,7 +301,7 @@ def _open_adapter(where: str, origin: Origin, base: str | Path | None, max_bytes
 def resolve(
     name: str, store: TensorStore, config: Mapping[str, object], words: Callable[[], dict[bytes, int] | None]
 ) -> Weights:
-    """Assign every tensor its role. What names do not tell is taken from the config and checked against shapes."""
+    """Assign every tensor its role; what names leave open is read from the config and checked against shapes."""
     config = _decoder_config(config)
     names = store.tensors
     model_type = str(config.get("model_type", ""))
@@ -341,7 +341,7 @@ def _decoder_config(config: Mapping[str, object]) -> Mapping[str, object]:
 
 
 def _check_layers(config: Mapping[str, object], count: int, names: Mapping[str, TensorInfo]) -> None:
-    """Refuse a checkpoint whose number of layers is not the one in its configuration."""
+    """Refuse a checkpoint whose number of layers differs from its configuration."""
     said = _number(config, "num_hidden_layers", "n_layer", "n_layers", "num_layers")
     if said is not None and said != count:
         raise ModelError(
@@ -421,7 +421,7 @@ class _LayerViews:
     index: int
 
     def resolve(self, layer: str) -> str:
-        """The views of all its modules; returns how its attention is packed."""
+        """Resolve the views of all modules; returns the packing of the attention."""
         attention = matching(layouts.ATTENTION, self.names, layer, "the attention")
         assert attention is not None
         feed_forward = matching(layouts.FEED_FORWARD, self.names, layer, "the feed-forward")
@@ -440,13 +440,13 @@ class _LayerViews:
         return packing
 
     def add(self, module: str, role: str, kind: str, packing: str) -> None:
-        """The views that one module gives: one for a plain role, two or three for a fused one; biases alike.
+        """Add the views of one module: one for a plain role, two or three for a fused one; the same for biases.
 
         Args:
-            module: Its name.
-            role: What it is for.
-            kind: How the layout says that its scheme is packed.
-            packing: How the attention is.
+            module: The module's name.
+            role: The module's role.
+            kind: The packing of its scheme in the layout.
+            packing: The packing of the attention.
         """
         for suffix, part in (("", "weight"), ("_bias", "bias")):
             tensor = parameter(self.names, module, part)
@@ -472,7 +472,7 @@ class _LayerViews:
     def _cut_experts(
         self, role: str, tensor: str, shape: tuple[int, ...]
     ) -> Mapping[str, tuple[tuple[int, int], ...] | None]:
-        """Rows of gate and up in a stack of experts of shape (out, in) each."""
+        """Rows of gate and up in a stack of experts, each of shape (out, in)."""
         if role != "gate_up":
             return {role: None}
         out, inner = shape
@@ -561,12 +561,12 @@ def _geometry(
 
 
 def _normed_late(config: Mapping[str, object]) -> bool:
-    """Whether queries and keys are normed after they are rotated."""
+    """Whether queries and keys are normed after rotation."""
     return config.get("model_type") in layouts.HEADS_NORMED_LATE and config.get("use_qk_norm") is not False
 
 
 def _rotary_share(config: Mapping[str, object], head_dim: int) -> float:
-    """The share of a head's coordinates that rotate; 1 if the config does not say."""
+    """The share of a head's coordinates that rotate; 1 if the config does not specify it."""
     if (turned := _number(config, "rotary_dim")) is not None and turned <= head_dim:
         return turned / head_dim
     rope = config.get("rope_parameters")
@@ -582,7 +582,7 @@ def _rotary_share(config: Mapping[str, object], head_dim: int) -> float:
 
 
 def _check_shapes(weights: Weights) -> None:
-    """Check the shapes that the scores rely on against the config."""
+    """Check the shapes that scores depend on against the config."""
     g = weights.geometry
     want: dict[str, tuple[int | None, int | None]] = {}
     if g.latent is None:

@@ -1,6 +1,6 @@
-"""What is published of a model or a comparison: reports and pages, portraits, cards, commitments, their verification.
+"""Publishing models and comparisons: reports and pages, portraits, cards, commitments and their verification.
 
-The evidence is next door and knows nothing of this room. Modules come when they are touched.
+The modules of evidence do not import this package. Modules are imported on first use.
 """
 
 import importlib

@@ -40,7 +40,7 @@ def sketches(weights: Weights, all_layers: bool = False) -> dict[str, Array]:
 
 
 def card(weights: Weights, all_layers: bool = False) -> Card:
-    """The card of a model: 512 bytes per sketch, six words, and the model's outline."""
+    """The card of a model: 512 bytes per sketch, six words, and the model's dimensions."""
     made = {name: huref.quantised(z) for name, z in sketches(weights, all_layers).items()}
     texts, _ = anchor_rows(weights)
     g = weights.geometry
@@ -85,7 +85,8 @@ def sketch_bytes(text: str) -> Array:
 
 
 def search(query: Card, library: Iterable[Path]) -> list[tuple[float, str, str]]:
-    """Cards by falling likeness: (cosine, name, file), by z_all where both have it. For finding, not for judging."""
+    """Cards by decreasing similarity: (cosine, name, file), by z_all if both have it. For searching, not for
+    judging."""
     found: list[tuple[float, str, str]] = []
     for path in library:
         try:

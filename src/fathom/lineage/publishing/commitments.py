@@ -2,10 +2,10 @@
 
 A Merkle root over SHA-256 leaves: one per tensor, one for config.json, one for the tokenizer (of a GGUF file: what
 comes before its first tensor) and one for the statement: who commits, when, and what the sketch is. With a blinding key
-the leaves say nothing about the weights until the key is shown. The date is what the owner says: publish the root where
-somebody else dates it.
-Nothing here is zero-knowledge: a verifier must see the weights, or trust a party that did. A commitment shows
-that *these* weights were held at the time, not that they are deployed or were the first.
+the leaves reveal nothing about the weights until the key is published. The date is the owner's claim, so publish the
+root where someone else records the date. Nothing here is zero-knowledge: a verifier must see the weights, or trust a
+party that did. A commitment shows that *these* weights were held at the time, not that they are deployed or were the
+first.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ TOKENIZERS = (TOKENIZER_JSON, SENTENCEPIECE_MODEL, QWEN_TIKTOKEN, VOCABULARY)
 
 
 def files_of(weights: Weights) -> dict[str, tuple[Origin, str]]:
-    """The files a model is read from: weights, config, tokenizer; those below an adapter are marked so."""
+    """The files of a model: weights, config, tokenizer; those below an adapter are marked."""
     store = weights.store
     if isinstance(store, AdapterStore):
         above = {name: (store.adapter.origin, name) for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)}
@@ -92,7 +92,7 @@ def _files(store: TensorStore) -> dict[str, tuple[Origin, str]]:
 
 
 def side_files(store: TensorStore) -> list[str]:
-    """The config and the tokenizer that are read beside the weights; a GGUF file holds its own."""
+    """The config and tokenizer files next to the weights; a GGUF file contains its own."""
     if all(info.file.endswith(".gguf") for info in store.tensors.values()):
         return []
     tokenizer = [name for name in TOKENIZERS if store.origin.exists(name)][:1]
@@ -100,7 +100,7 @@ def side_files(store: TensorStore) -> list[str]:
 
 
 def content(weights: Weights) -> Content:
-    """SHA-256 of every local file of a model, and a root over them; a repository's files are named by their commit."""
+    """SHA-256 of every local file of a model, and a root over them; a repository is identified by its commit."""
     digests = {name: _digest(origin, file) for name, (origin, file) in files_of(weights).items()}
     leaves = [hashlib.sha256(f"{name}\0{digest}".encode()).digest() for name, digest in digests.items() if digest]
     whole = len(leaves) == len(digests)
@@ -111,7 +111,7 @@ def _digest(origin: Origin, file: str) -> str | None:
     if not isinstance(origin, LocalOrigin):
         return None
     found = hashlib.sha256()
-    with open(origin.directory / safe_name(file), "rb") as stream:  # not counted as read: nothing here is compared
+    with open(origin.directory / safe_name(file), "rb") as stream:  # not counted: nothing is compared
         while block := stream.read(CHUNK):
             found.update(block)
     return found.hexdigest()
@@ -129,7 +129,7 @@ def file_leaf(store: TensorStore, name: str, key: bytes = b"") -> bytes:
 
 
 def leaves_of(weights: Weights, key: bytes = b"") -> dict[str, bytes]:
-    """One leaf per tensor, and one per file that says what the tensors mean."""
+    """One leaf per tensor, and one per file that gives the tensors their meaning."""
     store = weights.store
     files = side_files(store) or sorted({info.file for info in store.tensors.values()})
     tensors = {name: leaf(weights, name, key) for name in sorted(store.tensors)}
@@ -143,7 +143,7 @@ STATEMENT = "statement"
 
 
 def statement_leaf(body: Mapping[str, object], key: bytes = b"") -> bytes:
-    """Hash of all that a commitment says besides its leaves and its root; keyed if there is a key."""
+    """Hash of a commitment without its leaves and its root; keyed if there is a key."""
     said = {name: body.get(name) for name in (*BOUND, "tool", "sketch")}
     digest = hashlib.sha256(b"\3" + json.dumps(said, sort_keys=True).encode())
     return hmac.digest(key, digest.digest(), "sha256") if key else digest.digest()
@@ -155,10 +155,10 @@ def commit(
     """A commitment, and the key that opens it if it is blinded.
 
     Args:
-        weights: Any model that is not an adapter.
-        blind: Key the leaves and publish neither them nor the sketch.
-        owner: Who commits.
-        date: The day, as 2026-11-25; today by default.
+        weights: A model that is not an adapter.
+        blind: Hash the leaves with a key, and publish neither leaves nor sketch.
+        owner: Name of the owner.
+        date: The date, such as 2026-11-25; by default today.
     """
     if isinstance(weights.store, AdapterStore):
         raise ModelError("commit to the base and to the merged model; an adapter alone is not a model")
@@ -191,7 +191,7 @@ def _day(text: str) -> str:
 
 @dataclass(frozen=True)
 class Verification:
-    """Whether a commitment opens to a model, and what differs if not."""
+    """Whether a commitment matches a model, and the differences if not."""
 
     holds: bool
     findings: list[str]
@@ -201,13 +201,13 @@ class Verification:
 def verify(
     weights: Weights, body: Mapping[str, object], key: str | None = None, name: str = "commitment"
 ) -> Verification:
-    """Recompute a commitment from weights; the sketch by cosine, since rounding differs between machines.
+    """Recompute a commitment from weights; the sketch is compared by cosine, since rounding differs between machines.
 
     Args:
         weights: The model to which the commitment is claimed to belong.
         body: The commitment.
-        key: The key of a blinded one.
-        name: Its name in error messages.
+        key: The key of a blinded commitment.
+        name: The commitment's name in error messages.
     """
     if body.get("fathom_commitment") != VERSION or not isinstance(body.get("root"), str):
         raise ModelError(f"{name}: not a commitment of version {VERSION}")
@@ -236,7 +236,7 @@ def verify(
 
 
 def _unfounded(body: Mapping[str, object], tensors: int, leaves: Mapping[str, bytes]) -> list[str]:
-    """Published parts of a commitment that the weights or its root do not confirm."""
+    """Published parts of a commitment that neither the weights nor the root confirm."""
     findings = (
         [] if body.get("tensors") == tensors else [f"it speaks of {body.get('tensors')!r:.20} tensors, not {tensors}"]
     )

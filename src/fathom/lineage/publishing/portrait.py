@@ -1,6 +1,6 @@
 """A picture and six words for a sketch: a visual checksum, not a verdict.
 
-From the 512 signed bytes to the pixels there are only integers, so the picture is the same on every machine. The
+All arithmetic from the 512 signed bytes to the pixels uses integers, so the picture is the same on every machine. The
 bytes are rotated by signed Hadamard transforms; sums of nine coordinates become the 56 traits of an animal (through
 the normal distribution function, so that each trait is uniform over models), and the single coordinates paint its
 coat and the light behind it. A small change of the sketch is a small change of the picture, since all traits are
@@ -76,7 +76,7 @@ def traits(z: Array) -> list[int]:
 
 
 def between(low: int, high: int, u: int) -> int:
-    """The point u of the way from low to high."""
+    """The point at fraction u between low and high."""
     return low + ((high - low) * u >> 16)
 
 
@@ -145,7 +145,7 @@ class Canvas:
         return cls(np.zeros((SIZE, SIZE, 3), np.int64), line[None, :], line[:, None])
 
     def paint(self, alpha: Array, colour: Colour | Array) -> None:
-        """Lay a colour over the picture where alpha (0 … 2¹⁶) says."""
+        """Blend a colour into the picture with weight alpha (0 … 2¹⁶)."""
         alpha = np.broadcast_to(alpha, (SIZE, SIZE))
         rows, columns = np.flatnonzero(alpha.any(1)), np.flatnonzero(alpha.any(0))
         if not len(rows):
@@ -184,11 +184,11 @@ SCENERY = ((122, 182, 232), (104, 166, 84), (222, 164, 118), (112, 92, 158))
 
 
 def pixels(z: Array) -> Array:
-    """The portrait, uint8 [320, 320, 3], not to be written to."""
+    """The portrait, read-only uint8 [320, 320, 3]."""
     return _drawn(np.asarray(z, np.int64).tobytes())
 
 
-@lru_cache(maxsize=8)  # a comparison hashes both portraits, and then shows and writes them
+@lru_cache(maxsize=8)  # a comparison hashes both portraits, then shows and writes them
 def _drawn(sketch: bytes) -> Array:
     z = np.frombuffer(sketch, np.int64)
     u = iter(traits(z))
@@ -337,7 +337,7 @@ def _whiskers(canvas: Canvas, middle: int, wide: int, length: int, strength: int
 
 
 def png(image: Array, stored: bool = True) -> bytes:
-    """A PNG; of `stored` (uncompressed) blocks its bytes depend on the pixels alone, not on a zlib version."""
+    """A PNG. With `stored` (uncompressed) blocks its bytes depend only on the pixels, not on a zlib version."""
     height, width, _ = image.shape
     lines = b"".join(b"\0" + line.tobytes() for line in np.ascontiguousarray(image))
     body = _stored(lines) if stored else zlib.compress(lines, 9)
@@ -369,7 +369,7 @@ def sketch_hash(z: Array) -> str:
 
 
 def words(z: Array) -> list[str]:
-    """Six words to read out: 48 bits of the sketch's hash. One changed byte changes all of them."""
+    """Six words to read aloud: 48 bits of the sketch's hash. One changed byte changes all of them."""
     digest = hashlib.sha256(np.asarray(z, np.int8).tobytes()).digest()
     return [WORDS[byte] for byte in digest[:6]]
 

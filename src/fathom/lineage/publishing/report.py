@@ -33,7 +33,7 @@ CANONICAL_STEPS = (
 
 
 def made(found: Comparison, command: str, hashed: bool) -> LineageReport:
-    """The report with its portraits, where the comparison has any.
+    """The report, with portraits if the comparison has any.
 
     Args:
         found: A comparison.
@@ -132,7 +132,7 @@ def portrait_of(z: Array) -> PortraitEntry:
 
 
 def bounds(found: Comparison) -> Bounds:
-    """The upper bound on the false-positive rate that controls without a false positive give."""
+    """The upper bound on the false-positive rate from controls without a false positive."""
     pairs = len(found.null.pairs) if found.null else 0
     models = found.null.models if found.null else 0
     note = (
@@ -143,7 +143,7 @@ def bounds(found: Comparison) -> Bounds:
 
 
 def portraits_of(found: Comparison) -> dict[str, Array]:
-    """Both models' sketches as published bytes, in the order they were given."""
+    """Both models' sketches as published bytes, in the given order."""
     pair = found.pair
     models = (pair.b, pair.a) if pair.swapped else (pair.a, pair.b)
     return {model.name: huref.quantised(cards.sketches(model)["z_last"]) for model in models}

@@ -1,4 +1,4 @@
-"""What the report of `fathom lineage compare`, and a card, hold."""
+"""The contents of the report of `fathom lineage compare`, and of a card."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fathom.lineage.comparison import Given, Options
 
 @dataclass(frozen=True)
 class Content:
-    """SHA-256 of a model's local files, and a root over them; None for what a commit names."""
+    """SHA-256 of a model's local files, and a root over them; None for files that a commit identifies."""
 
     files: dict[str, str | None]
     root: str | None
@@ -37,7 +37,7 @@ class ModelEntry(ModelIdentity):
 
 @dataclass(frozen=True)
 class ControlEntry(ModelIdentity):
-    """A control and its scores with each of the two."""
+    """A control and its scores with each of the two models."""
 
     model: str
     scores: list[dict[str, float]]

@@ -23,7 +23,7 @@ from fathom.report.results import restored
 
 SCORE, DRIFT = 1e-3, 0.05  # tolerances of scores and statistics, and of the drift
 P, PRINTED_P = 0.01, 0.1  # tolerances of log p: as a number, and as printed with two digits
-READ = 2.0  # tolerance of bytes read, which say how much of a model was looked at: a factor
+READ = 2.0  # tolerance of the number of bytes read, as a factor
 COSTS = {"bytes_read", "seconds"}
 MADE = {"version", "numpy", "platform"}
 SENTENCES = {
@@ -47,12 +47,12 @@ def read_statement(file: Path) -> dict[str, object]:
 
 
 def verify(body: Mapping[str, object], name: str = "report", page_text: str | None = None) -> Verification:
-    """Recompute a report from the models it names, and list what differs and what was not recomputed.
+    """Recompute a report from its models, and list the differences and the entries that were not recomputed.
 
     Args:
         body: The report.
-        name: Its name in error messages.
-        page_text: The page beside it, whose every word is compared with the one that the report gives.
+        name: The report's name in error messages.
+        page_text: The HTML page of the report, which is compared word by word with the page rendered from the report.
     """
     if body.get("fathom_lineage_report") != report.SCHEMA:
         raise ModelError(f"{name}: not a report of version {report.SCHEMA}: earlier ones hold no hashes of the files")
@@ -73,7 +73,7 @@ _COSTS = re.compile(r"[\d.,]+ ?(kB|MB|GB|B) read|\d+ s for the pair|Fathom [^,]*
 
 
 def page_differences(said: str, again: str) -> list[str]:
-    """Lines of a page that differ from those it should have; drawings are made of numbers that the report holds."""
+    """Lines of a page that differ from the expected ones; drawings are made from numbers of the report."""
     lines = [
         [_COSTS.sub("", line.strip()) for line in _MARKUP.sub("\n", text).splitlines() if line.strip()]
         for text in (said, again)
@@ -94,7 +94,7 @@ def page_differences(said: str, again: str) -> list[str]:
 
 
 def _typed(body: Mapping[str, object], name: str) -> LineageReport:
-    """A report whose every entry has the type that it must have; 0 is no `false`, and an empty text no path."""
+    """A report with the required type for every entry; 0 is not `false`, and an empty text not a path."""
     try:
         said = restored(LineageReport, body)
         for section, kind in (("given", Given), ("options", Options)):
@@ -112,7 +112,7 @@ def _typed(body: Mapping[str, object], name: str) -> LineageReport:
 
 
 def _opened(name: str, item: ModelIdentity, given: Given) -> Weights:
-    """A model by its name in the report; a repository at the commit in the report."""
+    """A model by its name in the report, for a repository at the commit in the report."""
     where = name if item.revision is None else f"{name.partition('@')[0]}@{item.revision}"
     return replace(open_weights(where, given.adapter_base, given.max_bytes), name=name)
 
@@ -127,7 +127,7 @@ def _is_commit(revision: object) -> bool:
 
 
 def unidentified(body: LineageReport) -> list[str]:
-    """Models without an identity in the report: neither hashes of their files nor a commit."""
+    """Models without an identity in the report: no file hashes and no commit."""
     return [
         f"{name}: the report holds neither hashes of its files nor a commit"
         for name, item in _models(body)
@@ -154,7 +154,7 @@ def not_recomputed(body: LineageReport, with_page: bool = False) -> list[str]:
 
 
 def differences(said: Mapping[str, Any], again: Mapping[str, Any]) -> list[str]:
-    """The paths of all entries of a report that differ when it is recomputed."""
+    """The paths of all report entries that differ after recomputation."""
     known = {key: value for key, value in said.items() if key != "portraits"}
     found = list(_differences(known, {key: value for key, value in again.items() if key != "portraits"}, ()))
     return [*found, *_portraits(said.get("portraits"), again["portraits"])]
@@ -180,7 +180,7 @@ def _differences(said: object, again: object, path: tuple[str, ...]) -> Iterator
 
 
 def _may_be(said: object, again: object, key: str) -> bool:
-    """Whether an entry of one run alone is possible: words, seconds, or about as many bytes as were read now."""
+    """Whether an entry that differs between runs is plausible: words, seconds, or about as many bytes as read now."""
     if not _is_number(again):
         return type(said) is type(again)
     if key == "bytes_read":
@@ -220,7 +220,7 @@ def _close_p(said: float, again: float, slack: float = P) -> bool:
 
 
 def _same_sentence(said: str, again: str) -> bool:
-    """The same words around numbers that are close: the last printed digit may differ between machines."""
+    """Whether words are equal and numbers close: the last printed digit may differ between machines."""
     if _NUMBER.sub("#", said) != _NUMBER.sub("#", again):
         return False
     for one, other in zip(_NUMBER.findall(said), _NUMBER.findall(again), strict=True):
@@ -235,7 +235,8 @@ def _same_sentence(said: str, again: str) -> bool:
 
 
 def _portraits(said: object, again: Mapping[str, Any]) -> Iterator[str]:
-    """Sketches by cosine, since rounding differs between machines; words and hashes as made of the stated sketch."""
+    """Sketches are compared by cosine, since rounding differs between machines; words and hashes follow the stated
+    sketch."""
     if not isinstance(said, dict) or list(said) != list(again):
         yield "portraits: not of the two models"
         return
