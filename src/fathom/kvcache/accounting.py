@@ -1,4 +1,4 @@
-"""Bytes of a cache, from its tensors: for any transformers cache, so that all are measured alike."""
+"""Bytes of a cache from its tensors; the same measure for every transformers cache."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from fathom.models.slot_cache import SlotLayer
 
 
 def cache_bytes(cache: Cache) -> int:
-    """Bytes that the layers hold now, without tensors that all layers share (a method's matrix, the slot table) and
-    without the spare room of a slot cache."""
+    """Current bytes of all layers, without tensors that layers share (a method's matrix, the slot table) and without
+    unused capacity of a slot cache."""
     return sum(
         _bytes((layer.keys, layer.values) if isinstance(layer, SlotLayer) else vars(layer)) for layer in cache.layers
     )
@@ -18,7 +18,7 @@ def cache_bytes(cache: Cache) -> int:
 
 def _bytes(held: object) -> int:
     if isinstance(held, Tensor):
-        if hasattr(held, "__tensor_flatten__"):  # a quantised tensor is made of plain ones
+        if hasattr(held, "__tensor_flatten__"):  # a quantised tensor consists of plain ones
             return sum(_bytes(getattr(held, name)) for name in held.__tensor_flatten__()[0])
         return held.numel() * held.element_size()
     if isinstance(held, dict):

@@ -32,7 +32,7 @@ PATIENCE = 8
 
 
 class Compression(AbstractContextManager["Compression"]):
-    """Attention under compression, switched on for a model until `stop()` or the end of a `with` block."""
+    """Attention under compression for a model, active until `stop()` or the end of a `with` block."""
 
     def __init__(self, model: PreTrainedModel, method: Method) -> None:
         self.model, self.method = model, method
@@ -47,10 +47,10 @@ class Compression(AbstractContextManager["Compression"]):
                 "call model.set_attn_implementation('sdpa') first"
             )
         self._masks: dict[tuple[int, int, int | None, torch.dtype, torch.device], Tensor] = {}
-        self._longest, self._calls = 0, 0  # longest row and calls of training, until the first compression
+        self._longest, self._calls = 0, 0  # longest sequence and forward passes before the first compression
         self._layers = [m for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "scaling")]
         for layer in self._layers:
-            # Set around nn.Module's bookkeeping, so that a learned matrix is not registered in every layer.
+            # Set without nn.Module's bookkeeping, so that a learned matrix is not registered in every layer.
             object.__setattr__(layer, "kvcache_compression", self)
         method.rope.ask(decoder_of(model))
         watch(model)
@@ -70,7 +70,7 @@ class Compression(AbstractContextManager["Compression"]):
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float, **kwargs: object
     ) -> Tensor:
-        """The recursion: `[B, H, T, D]` queries, `[B, H_kv, T, D]` keys and values to `[B, T, H, D]`."""
+        """The recursion: queries `[B, H, T, D]`, keys and values `[B, H_kv, T, D]` to `[B, T, H, D]`."""
         method, schedule = self.method, self.method.schedule
         if module.training and not torch.compiler.is_compiling():
             self._look_out_for_compressions(query.shape[2])
@@ -105,7 +105,7 @@ class Compression(AbstractContextManager["Compression"]):
     def _windowed(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, sees: int, **kwargs: object
     ) -> Tensor:
-        """A layer that sees the last `sees` tokens and keeps its own cache, in pieces of as many: no mask has T × T."""
+        """A layer that sees the last `sees` tokens and keeps its own cache; in pieces, so no mask has T × T."""
         outputs: list[Tensor] = []
         for start in range(0, query.shape[2], sees):
             stop, first = min(start + sees, query.shape[2]), max(0, start - sees + 1)
@@ -115,7 +115,7 @@ class Compression(AbstractContextManager["Compression"]):
         return torch.cat(outputs, dim=1)
 
     def _look_out_for_compressions(self, length: int) -> None:
-        """Warn once if training compresses nothing, so that the model is not tuned for it."""
+        """Warn once if training never compresses, because the model is then not tuned for it."""
         if self._longest > self.method.schedule.window:
             return
         self._longest, self._calls = max(self._longest, length), self._calls + 1
@@ -152,15 +152,15 @@ def compress_in_training(
     kept: int | None = None,
     **options: object,
 ) -> Compression:
-    """Switch `model` to attention under compression: at once, until `stop()` or the end of a `with` block.
+    """Switch `model` to attention under compression until `stop()` or the end of a `with` block.
 
     Args:
         model: Any decoder of the supported families.
-        method: A name, or a `Method` (a learned one is passed to `build_cache` afterwards).
-        window: N, most entries of a memory.
+        method: A name, or a `Method` (pass a learned one to `build_cache` afterwards).
+        window: N, maximum entries of a memory.
         sinks: S, first entries that are never compressed.
         ratio: Share of the window that a compression leaves.
-        kept: L, entries that a compression leaves beside the sinks, in place of `ratio`.
+        kept: L, entries that a compression leaves in addition to the sinks, instead of `ratio`.
         options: Options of the method.
     """
     return Compression(model, make_method(config_of(model), method, window, sinks, ratio, kept, **options))

@@ -1,4 +1,4 @@
-"""Area-weighted means: the simplest low-pass, and the control for whether the DCT matters.
+"""Area-weighted means: the simplest low-pass filter, and the control that shows whether the DCT matters.
 
 row i of C averages the interval [iM/L, (i+1)M/L), with fractions at its ends
 """
@@ -26,7 +26,7 @@ class Average(Fixed):
         return overlap.clamp(min=0) / width
 
     def reduce(self, x: Tensor) -> Tensor:
-        """C x, from the few entries that each row of C takes: the matrix itself is never made."""
+        """C x, computed from the few entries that each row of C reads, without building the matrix."""
         kept, compressed = self.schedule.kept, self.schedule.compressed
         # In units of 1/L, where all ends are whole numbers: row i covers [iM, (i + 1)M), entry m covers [mL, (m + 1)L).
         taps = -(-compressed // kept) + 1

@@ -1,4 +1,4 @@
-"""Names to methods, and methods to caches."""
+"""Methods by name, and caches by method."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NAMES = ("full", *(name for name, method in METHODS.items() if method.by_name))
 
 
 class UntunedWarning(UserWarning):
-    """A method that needs tuned weights on a model that was not tuned for it."""
+    """A method that mixes entries was requested for a model that was not tuned under it."""
 
 
 def build_cache(
@@ -40,19 +40,19 @@ def build_cache(
     quantized: str | None = None,
     **options: object,
 ) -> Cache:
-    """An empty cache that holds at most `window` entries per layer, for `generate` or a call of the model.
+    """An empty cache that holds at most `window` entries per layer, for `generate` or a forward pass.
 
     Args:
         model_or_config: The model; if only its configuration is given, call `watch(model)` before use.
-        method: A name of `METHODS`, one of `WHOLE` (everything, in transformers' own caches, whatever the schedule), or
+        method: A name of `METHODS`, one of `WHOLE` (uncompressed, in transformers' own caches), or
             a trained `Method`, which brings schedule and options.
-        window: N, most entries of a layer: best the length that the weights were trained at. For `full_static`, the
-            tokens to allocate.
+        window: N, maximum entries of a layer, preferably the context length in training. For `full_static`, the tokens
+            to allocate.
         sinks: S, first entries that are never compressed.
         ratio: Share of the window that a compression leaves.
-        kept: L, the entries that a compression leaves beside the sinks, in place of `ratio`.
+        kept: L, entries that a compression leaves in addition to the sinks, instead of `ratio`.
         quantized: Store entries through a transformers backend: `quanto`, `hqq` or `fp8`.
-        options: Options of the method, as its class documents them.
+        options: Options of the method, documented in its class.
     """
     model = model_or_config if isinstance(model_or_config, nn.Module) else None
     config = config_of(model_or_config)
@@ -92,7 +92,7 @@ def cache_of(
 
 
 def untuned(config: PreTrainedConfig, method: Method) -> str | None:
-    """A warning, if a method needs weights that were tuned under it and these were not."""
+    """A warning if a method needs weights that were tuned under it, and this model's were not."""
     schedule = method.schedule
     was = getattr(config, "kvcache", None)
     if not method.needs_tuning or (was and _tuned_for(was) == (method.name, schedule)):
@@ -115,7 +115,7 @@ def _words(schedule: dict[str, object]) -> str:
 
 
 def _shape(config: PreTrainedConfig, model: nn.Module | None) -> dict[str, object]:
-    """What of a model decides a cache's tensors; the number type is not known of every configuration."""
+    """The part of a model that determines a cache's tensors; not every configuration has a dtype."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     dtype = config.dtype if model is None else model.dtype
     return {"layers": config.num_hidden_layers, "kv_heads": heads, "dtype": None if dtype is None else str(dtype)}

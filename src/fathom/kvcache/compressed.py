@@ -1,10 +1,10 @@
-"""Compressing prompts while a model is used as always: nothing else of the caller's code changes.
+"""Compressing prompts without any other change to the caller's code.
 
     with compressed(model, "tova", ratio=0.5):
         model.generate(ids)
 
-Here `ratio` is a share of the *prompt*: after a prompt of T tokens, `ratio · T` entries are left of it. The caches of
-`build_cache` have a fixed window instead, of which `ratio` is a share, and are compressed whenever it is full.
+Here `ratio` is a share of the *prompt*: a prompt of T tokens leaves `ratio · T` entries. In the caches of
+`build_cache`, `ratio` is a share of a fixed window, and the cache is compressed whenever the window is full.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ def compressed(
 ) -> Iterator[None]:
     """Compress every prompt that `model` reads into a new cache within the `with` block.
 
-    The prompt is read whole, and compressed when the next token comes. `past_key_values` of the model's output, or
-    `model.generate(…, return_dict_in_generate=True)`, is then the compressed cache; `.branch()` of it answers one of
+    The prompt is read in full and compressed when the next token arrives. `past_key_values` of the model's output, or
+    of `model.generate(…, return_dict_in_generate=True)`, is then the compressed cache. Its `.branch()` answers one of
     several questions about one context.
 
     Args:
         model: Any decoder of the supported families.
         method: A name of `METHODS`.
-        ratio: The share of the prompt's entries that is left, sinks included.
+        ratio: The share of the prompt's entries to keep, sinks included.
         sinks: First entries that are never compressed.
-        while_decoding: Compress again whenever there are as many entries as the prompt had; otherwise the prompt is
-            compressed once, and the answer's entries come on top.
+        while_decoding: Compress again whenever the cache reaches the prompt's length. Otherwise the prompt is
+            compressed once, and the answer's entries are added.
         options: Options of the method.
     """
     if method not in METHODS:
         raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
     config, decoder = config_of(model), decoder_of(model)
     kind = Schedule if while_decoding else Once
-    Schedule.at(1 << 20, sinks, ratio)  # impossible values are refused here, not at the first prompt
+    Schedule.at(1 << 20, sinks, ratio)  # invalid values are refused here, not at the first prompt
 
     def new(length: int) -> MemoryCache | None:
         if length < sinks + 2 or not 0 < round(ratio * length) - sinks < length - sinks:

@@ -1,8 +1,8 @@
-"""Forgetting on FreqKV's schedule: the control for whether compression matters at all.
+"""Dropping entries on FreqKV's schedule: the control that shows whether compression matters.
 
     C = [0 | I_L]         sinks and the last L, StreamingLLM with hysteresis
 
-The kept entries are at their new positions already, so a compression is a slice, and only the sinks move.
+The kept entries already have their new positions, so a compression is a slice, and only the sinks move.
 """
 
 from __future__ import annotations

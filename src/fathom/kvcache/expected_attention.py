@@ -1,10 +1,10 @@
-"""Expected attention (arXiv 2510.00636): keep what the queries to come will attend to, if they resemble those so far.
+"""Expected attention (arXiv 2510.00636): keep what future queries will attend to if they resemble past ones.
 
     score = softmax(k · R̄μ + ½ kᵀ R̄ΣR̄ᵀ k) · ‖v‖     mean over the queries that share a key head
 
-μ and Σ are mean and covariance of the scaled queries without their rotation, since the last compression and without
-those of the sinks; R̄ is the mean rotation of the next `future` positions. Kept of the queries are their sum and the
-sum of their products, (D + 1)² numbers a head, whatever their number.
+μ and Σ are the mean and covariance of the scaled, unrotated queries since the last compression, without those of the
+sinks. R̄ is the mean rotation of the next `future` positions. Only the sum of the queries and the sum of their products
+are stored: (D + 1)² numbers per head for any number of queries.
 """
 
 from __future__ import annotations

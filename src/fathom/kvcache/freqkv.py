@@ -27,7 +27,7 @@ FFT_FROM = 512
 
 
 class FreqKV(Fixed):
-    """The lowest L of M frequencies. `transform` by a `matrix` made once, by `fft`, or by the faster one (`auto`)."""
+    """The lowest L of M frequencies. `transform`: `matrix` (built once), `fft`, or the faster of both (`auto`)."""
 
     name = "freqkv"
 
@@ -41,8 +41,8 @@ class FreqKV(Fixed):
     @staticmethod
     def rows(i: Tensor, kept: int, compressed: int) -> Tensor:
         """The rows `i` of C, `[rows, M]`, in float64."""
-        # α and β are a and b in units of π / 2LM. These are whole numbers, so their difference is exact, and so is the
-        # quotient where numerator and denominator are small.
+        # α and β are a and b in units of π / 2LM. a and b are integers, so their difference is exact, and so is the
+        # quotient if numerator and denominator are small.
         unit = math.pi / (4 * kept * compressed)  # of α / 2 and β / 2
         m = torch.arange(compressed)
         a, b = ((2 * i + 1) * compressed).unsqueeze(1), (2 * m + 1) * kept
@@ -74,7 +74,7 @@ def dct_matrix(n: int, rows: int | None = None) -> Tensor:
 
 
 def dct(x: Tensor, rows: int | None = None) -> Tensor:
-    """D x along the last but one dimension, or its first rows: a real FFT of even entries up and odd ones down."""
+    """D x along the last but one dimension, or its first rows: a real FFT of even entries up, then odd ones down."""
     n = x.shape[-2]
     rows = n if rows is None else rows
     x = x.mT
@@ -82,7 +82,7 @@ def dct(x: Tensor, rows: int | None = None) -> Tensor:
     turn = _turn(n, x.dtype, x.device)
     half = min(rows, n // 2 + 1)
     found = (spectrum[..., :half] * turn[:half]).real
-    if rows > half:  # coefficient t is, but for its factor, the conjugate of coefficient n − t
+    if rows > half:  # up to its factor, coefficient t is the conjugate of coefficient n − t
         rest = spectrum[..., n - rows + 1 : (n + 1) // 2].flip(-1).conj() * turn[half:rows]
         found = torch.cat([found, rest.real], dim=-1)
     return found.mT

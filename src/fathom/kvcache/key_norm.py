@@ -1,6 +1,6 @@
-"""Keep the keys of the smallest norm, to which attention tends to look (arXiv 2406.11430).
+"""Keep the keys with the smallest norm, which tend to receive most attention (arXiv 2406.11430).
 
-Keys that are RMS-normed before they are stored (Qwen3, Gemma 3, Fathom) differ little in norm, so expect less there.
+Keys that are RMS-normed before storage (Qwen3, Gemma 3, Fathom) differ little in norm, so expect weaker results there.
 """
 
 from __future__ import annotations

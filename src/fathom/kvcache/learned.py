@@ -1,7 +1,7 @@
-"""A trained matrix in place of the DCT: what fixed low-passes are measured against.
+"""A trained matrix instead of the DCT: the reference for fixed low-pass filters.
 
-    C starts as `average`; its L · M numbers are shared by all layers, keys and values, and are trained through
-    the attention function
+    C starts as `average`. All layers share its L · M numbers, for keys and values, and train them through the attention
+    function
 
 It is a module: give its parameters to the optimizer, save its state, and pass the module itself to `build_cache`.
 """
@@ -17,7 +17,7 @@ from .schedule import Schedule
 
 
 class Learned(Linear, nn.Module):
-    """C as a parameter."""
+    """The matrix C as a parameter."""
 
     name = "learned"
     by_name = False

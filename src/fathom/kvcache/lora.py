@@ -1,7 +1,7 @@
-"""The paper's cheap tuning: LoRA on attention, and all embeddings and norms (needs the extra `lora`).
+"""The paper's cheap tuning: LoRA on attention, plus full training of embeddings and norms (needs the extra `lora`).
 
-Low-rank attention alone does not learn the new distances; together with embeddings and norms it does, as arXiv
-2309.12307 found first.
+Low-rank attention alone does not adapt to the new distances. Together with embeddings and norms it does (arXiv
+2309.12307).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 
 def with_lora(model: PreTrainedModel, rank: int = 8, alpha: int = 16) -> PeftModel:
-    """`model` under adapters of that rank; its embeddings and norms are trained, and saved with the adapters.
+    """`model` with adapters of this rank. Its embeddings and norms are trained too, and saved with the adapters.
 
     Train it inside `compress_in_training(…)`. `merge_and_unload()` afterwards gives an ordinary model again.
     """

@@ -1,4 +1,4 @@
-"""Matrices that depend on the schedule only, made once for each dtype and device and shared by all caches."""
+"""Matrices that depend only on the schedule, built once per dtype and device and shared by all caches."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor
 
 from .method import Linear
 
-# Shared by all methods, since a server makes a cache for every request.
+# shared by all methods, because a server builds a cache for every request
 _MATRICES: dict[tuple[Callable[..., Tensor], int, int, torch.dtype, torch.device], Tensor] = {}
 BLOCK = 1 << 18
 """Entries of a matrix that are computed at a time."""
 
 
 class Fixed(Linear):
-    """A matrix that depends on the schedule only."""
+    """A matrix that depends only on the schedule."""
 
     @staticmethod
     @abstractmethod

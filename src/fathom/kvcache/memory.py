@@ -1,8 +1,8 @@
 """The cache layer of every method, and the cache made of such layers.
 
-Keys are at *virtual absolute* positions: with T tokens seen and p entries held, entry s is at s + T − p. For new keys
-these are their true positions, by which the model has rotated them; so models and `generate` need no change, and no
-distance ever reaches N.
+Keys have *virtual absolute* positions: with T tokens seen and p entries held, entry s has position s + T − p. For new
+keys this is the true position, by which the model rotated them. So models and `generate` need no change, and distances
+stay below N.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .schedule import Schedule
 
 
 class Scheduled:
-    """Numbers that depend only on the method and on how many tokens were seen; for a layer and for a whole cache."""
+    """Numbers that depend only on the method and the number of tokens seen, for a layer or a whole cache."""
 
     method: Method
 
@@ -46,7 +46,7 @@ class Scheduled:
 
 
 class Memory(CacheLayerMixin, Scheduled):
-    """One layer's keys and values: at most N entries, whatever the number of tokens seen."""
+    """Keys and values of one layer: at most N entries for any number of tokens seen."""
 
     is_sliding = False
     keys: Tensor
@@ -82,7 +82,7 @@ class Memory(CacheLayerMixin, Scheduled):
         return -1
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """How many keys `update` will return for a query of this length, and the position of the first."""
+        """How many keys `update` will return for a query of this length, and the position of the first one."""
         self.schedule.fit(self.seen, query_length)
         held = self.schedule.survivors if self._is_due(query_length) else self.entries
         return held + query_length, self.seen - held
@@ -105,12 +105,12 @@ class Memory(CacheLayerMixin, Scheduled):
         self.seen += length
         keys, values = self._append(key_states, value_states)
         if self.method.observed:
-            keys = keys.view_as(keys)  # a view for this call: the stored tensor must not refer back to the memory
+            keys = keys.view_as(keys)  # a view, since the stored tensor must not refer back to the memory
             keys.memory = self  # type: ignore[attr-defined]  # for the attention function, see observe.py
         return keys, values
 
     def observe(self, queries: Tensor) -> None:
-        """Note `[B, H, q, D]` queries of the last tokens, for methods that need them."""
+        """Show the method the queries `[B, H, q, D]` of the last tokens, if it needs them."""
         start = self.entries - queries.shape[2]
         self.queries = self.method.note(self.queries, queries.detach(), start, self.rotation).clone()
 
@@ -120,7 +120,7 @@ class Memory(CacheLayerMixin, Scheduled):
     def _compress(self) -> None:
         keys, values = self._read()
         if self.first is None:
-            self.first = keys[:, :, : self.schedule.sinks].clone()  # a view would keep the whole window alive
+            self.first = keys[:, :, : self.schedule.sinks].clone()  # a view would keep the whole window in memory
         held = Held(keys, values, self.queries, self.rotation)
         self._replace(*self.method.compress(held, self.first, self.compressions))
         self.queries = None
@@ -176,17 +176,17 @@ class Memory(CacheLayerMixin, Scheduled):
         )
 
     def branch(self) -> Memory:
-        """A memory that goes on from here by itself; what both hold is shared, since no tensor is changed in place."""
+        """An independent continuation of this memory. Tensors are shared, because none is changed in place."""
         return copy.copy(self)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Memory:
-        memo[id(self.method)] = self.method  # one matrix for all layers, copies included
+        memo[id(self.method)] = self.method  # one matrix for all layers, including copies
         memo[id(self)] = new = copy.copy(self)
         new.__dict__ = copy.deepcopy(self.__dict__, memo)
         return new
 
 
-# Called by the compiler itself: an error raised in traced code would only make it fall back to eager mode.
+# Called by the compiler itself: an error raised in traced code would only trigger a fallback to eager mode.
 @torch.compiler.assume_constant_result
 def _refuse_compiling() -> None:
     raise RuntimeError(
@@ -198,12 +198,12 @@ def _refuse_compiling() -> None:
 class MemoryCache(Cache, Scheduled):
     """A transformers cache whose layers are memories of one method.
 
-    What the layers cannot see, padding and packed rows, is checked by a hook on the model (`watch`).
+    A hook on the model (`watch`) checks what the layers cannot see: padding and packed rows.
 
     Args:
         method: The compression rule.
-        layers: One for each layer of the model; a model of several trips adds its banks.
-        shape: What of the model decides the cache's tensors, by name, for files (`saved.py`).
+        layers: One memory per layer of the model; a model of several trips adds its banks.
+        shape: The properties of the model that determine the cache's tensors, for files (`saved.py`).
     """
 
     def __init__(self, method: Method, layers: Sequence[CacheLayerMixin], shape: Mapping[str, object]) -> None:
@@ -220,7 +220,7 @@ class MemoryCache(Cache, Scheduled):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """As in every cache; refused if no hook checks the mask."""
+        """See transformers' `Cache.update`; refused if no hook checks the mask."""
         if not self.watched:
             raise RuntimeError(
                 "this model is not the one that the cache was built from, so nothing checks the mask: give build_cache "
@@ -231,7 +231,7 @@ class MemoryCache(Cache, Scheduled):
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def continues(self, positions: Tensor | None) -> None:
-        """Refuse `[B, q]` positions that leave a gap to the tokens seen; an offset common to all tokens is fine."""
+        """Refuse positions `[B, q]` that leave a gap after the tokens seen; a constant offset is allowed."""
         offsets = {0} if positions is None else set((positions[:, 0] - self.seen).tolist())
         if self.seen == 0 and len(offsets) == 1:
             self.offset = offsets.pop()
@@ -242,14 +242,14 @@ class MemoryCache(Cache, Scheduled):
             )
 
     def branch(self) -> MemoryCache:
-        """A cache that goes on from here by itself: one context, read once, for any number of questions.
+        """An independent continuation of this cache: one context, read once, for any number of questions.
 
-        Nothing is copied: both hold the same tensors, until their own tokens come.
+        Nothing is copied: both share their tensors until each reads tokens of its own.
         """
         new = copy.copy(self)
         new.layers = [layer.branch() if isinstance(layer, Memory) else copy.copy(layer) for layer in self.layers]
         return new
 
     def memory_bytes(self) -> int:
-        """Bytes that all layers hold now."""
+        """Current bytes of all layers."""
         return cache_bytes(self)

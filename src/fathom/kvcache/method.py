@@ -1,9 +1,9 @@
-"""Compression methods: a rule that turns M entries into L, the same for keys and for values.
+"""Compression methods: a rule that turns M entries into L, the same for keys and values.
 
-    [k₁ … k_N], [v₁ … v_N]  →  the S sinks as they are, condense(the other M)  →  S + L entries
+    [k₁ … k_N], [v₁ … v_N]  →  the S sinks unchanged, condense(the other M)  →  S + L entries
 
 Keys are rotated back to position 0 before they are mixed and to their new positions after it, in float32 at least,
-and are cast once. Entries that are only selected are rotated once, by the distance that they move.
+and are cast once. Selected entries are rotated once, by the distance that they move.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ class Held:
     """A layer's full memory, which a method compresses."""
 
     keys: Tensor
-    """`[B, H_kv, N, D]`, rotated as attention sees them."""
+    """Keys `[B, H_kv, N, D]`, rotated as attention sees them."""
     values: Tensor
-    """`[B, H_kv, N, D]`"""
+    """Values `[B, H_kv, N, D]`."""
     queries: Tensor | None = None
-    """What `Method.note` made of the queries since the last compression: the last `observed` ones, `[B, H, w, D]`,
-    rotated and scaled; None for a method that needs none."""
+    """The result of `Method.note` for the queries since the last compression: by default the last `observed` ones, `[B,
+    H, w, D]`, rotated and scaled. None for a method without queries."""
     rotation: Still | None = None
-    """How this layer rotates keys; None as the model's first layer does."""
+    """How this layer rotates keys; None means like the model's first layer."""
 
     def wide(self) -> Held:
         """In float32 at least."""
         return Held(widen(self.keys), widen(self.values), self.queries, self.rotation)
 
     def attention(self) -> Tensor:
-        """What the observed queries attend to, `[B, H_kv, G, w, N]`: G query heads share a key head."""
+        """The attention weights of the observed queries, `[B, H_kv, G, w, N]`; G query heads share a key head."""
         if self.queries is None:
             raise RuntimeError("no queries were seen: build the cache from the model that is run")
         heads, n = self.keys.shape[1:3]
@@ -57,13 +57,13 @@ class Method(ABC):
 
     name: ClassVar[str]
     by_name: ClassVar[bool] = True
-    """Whether it can be selected by name; a method with trained weights is passed as an object."""
+    """Whether it can be selected by name; methods with trained weights are passed as objects."""
     has_ratio: ClassVar[bool] = True
-    """Whether `ratio`, the share that a compression leaves, applies to it."""
+    """Whether `ratio`, the share that a compression leaves, applies to this method."""
     needs_tuning: ClassVar[bool] = False
     """Whether the model's weights must be trained under it."""
     observed: int = 0
-    """How many of the last queries `condense` needs; more than 0 for a method that notes queries at all."""
+    """How many of the last queries `condense` needs; above 0 for every method that uses queries."""
 
     def __init__(self, schedule: Schedule, rope: Rope) -> None:
         super().__init__()  # a method may be a module too
@@ -79,10 +79,10 @@ class Method(ABC):
         return self.rope.plan[0] if held.rotation is None else held.rotation
 
     def note(self, known: Tensor | None, queries: Tensor, start: int, rotation: Still) -> Tensor:
-        """What to keep of queries for the next compression: here, the last `observed` ones.
+        """The state to keep of queries for the next compression; here, the last `observed` ones.
 
         Args:
-            known: What was kept since the last compression; None at first.
+            known: The state since the last compression; None at first.
             queries: New ones, `[B, H, q, D]`, rotated and scaled.
             start: The entry that belongs to the first of them.
             rotation: How the layer rotates.
@@ -92,16 +92,16 @@ class Method(ABC):
 
     @abstractmethod
     def condense(self, held: Held) -> tuple[Tensor, Tensor]:
-        """The L entries that replace the M which are no sinks, `[B, H_kv, L, D]`: keys rotated to S + F, S + F + 1, …,
-        and values."""
+        """The L entries that replace the M others, `[B, H_kv, L, D]`: keys rotated to S + F, S + F + 1, …, and
+        values."""
 
     def compress(self, held: Held, first: Tensor, compressions: int) -> tuple[Tensor, Tensor]:
         """One compression: keys and values of S + L entries, `[B, H_kv, S + L, D]`.
 
         Args:
             held: The full memory.
-            first: The sinks' keys before any compression. They are moved from there by all compressions at once, so
-                that rounding errors do not add up.
+            first: The sinks' keys before any compression. They are rotated from there by the sum of all compressions,
+                so that rounding errors do not add up.
             compressions: Compressions made before this one.
         """
         keys, values = held.keys, held.values
@@ -124,7 +124,7 @@ class Linear(Method):
         """C x, `[B, H_kv, M, D]` to `[B, H_kv, L, D]`."""
 
     def condense(self, held: Held) -> tuple[Tensor, Tensor]:
-        """Keys at position 0 and values, mixed alike."""
+        """Mix keys at position 0 and values with the same matrix."""
         sinks, rotation = self.schedule.sinks, self.rotation(held)
         bare = rotation.turn(held.keys, 0, -1)[:, :, sinks:]
         keys = rotation.turn(self.reduce(bare), sinks + self.schedule.freed)
@@ -136,14 +136,14 @@ NEAR = 2e-6
 
 
 class Selection(Method):
-    """The L entries with the highest scores, head by head, in their order; the earliest of equals."""
+    """The L entries with the highest scores, per head, in their order; the earlier of equal ones."""
 
     @abstractmethod
     def scores(self, held: Held) -> Tensor:
         """Scores `[B, H_kv, N]`; those of the sinks are ignored."""
 
     def condense(self, held: Held) -> tuple[Tensor, Tensor]:
-        """The chosen entries, moved to their new places."""
+        """The selected entries, moved to their new positions."""
         sinks, freed = self.schedule.sinks, self.schedule.freed
         with torch.no_grad():
             chosen = self.choose(self.scores(held)[..., sinks:])  # [B, H_kv, L]
@@ -154,9 +154,9 @@ class Selection(Method):
         return self.rotation(held).turn_each(keys, moves, 0, freed), values
 
     def choose(self, scores: Tensor) -> Tensor:
-        """The places of the L highest of M scores `[B, H_kv, M]`, in ascending order.
+        """The indices of the L highest of M scores `[B, H_kv, M]`, ascending.
 
-        Keys of the same word at different places have equal norms but for rounding, which must not decide.
+        Keys of the same word at different positions have equal norms up to rounding, and rounding must not decide.
         """
         kept = self.schedule.kept
         least = scores.topk(kept, dim=-1).values[..., -1:]

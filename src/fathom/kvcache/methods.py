@@ -1,4 +1,4 @@
-"""The compression methods: to add one, add its file and a line here."""
+"""The compression methods. To add one, add its file and a line here."""
 
 from .average import Average as Average
 from .drop import Drop as Drop

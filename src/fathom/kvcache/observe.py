@@ -1,4 +1,4 @@
-"""How a method sees queries: an attention backend that passes them to the memory and then attends as usual.
+"""How methods see queries: an attention backend that passes them to the memory and then attends as usual.
 
 A cache layer gets no queries. So the keys it returns carry a reference to it, and `sdpa_observed` (or `eager_observed`,
 …) follows that reference. The decoder uses it for the forward passes that carry such a cache (watch.py), and no others.
@@ -20,7 +20,7 @@ SUFFIX = "_observed"
 
 
 def backend(name: str, module: nn.Module) -> Attend:
-    """The attention function of a name for a layer; `eager` is defined by each model family."""
+    """The attention function of a name for a layer; each model family defines its own `eager`."""
     if name == "eager":
         function: Attend = sys.modules[type(module).__module__].eager_attention_forward
         return function
@@ -28,7 +28,7 @@ def backend(name: str, module: nn.Module) -> Attend:
 
 
 def observed_backend(decoder: PreTrainedModel) -> str:
-    """The name of an attention backend that shows its queries to memories and attends as the decoder's own does."""
+    """The name of an attention backend that shows its queries to memories and then attends as the decoder does."""
     name: str = decoder.config._attn_implementation
     if name not in ALL_MASK_ATTENTION_FUNCTIONS:
         raise ValueError(f"no method can observe queries under attention {name!r}: use sdpa or eager")

@@ -1,9 +1,9 @@
-"""A random orthogonal basis of the same rank: the control for whether it is the low frequencies that matter in FreqKV.
+"""A random orthogonal basis of the same rank: the control that shows whether FreqKV gains from low frequencies.
 
-    C = √(L/M) · D_Lᵀ · Q,      Q = the mean, and L − 1 random directions orthogonal to it and to one another
+    C = √(L/M) · D_Lᵀ · Q,      Q = the mean and L − 1 random directions, all orthogonal
 
-D_L is FreqKV's. As there, constants are fixed points and C Cᵀ = (L/M) I. The directions are those of a DCT of the
-other frequencies in random order and with random signs, so that no matrix is needed.
+D_L is FreqKV's. As there, constants are fixed points and C Cᵀ = (L/M) I. The directions are a DCT of the other
+frequencies in random order and with random signs, so no matrix is needed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .schedule import Schedule
 
 
 class Orthogonal(Linear):
-    """The mean and L − 1 random directions, which `seed` draws."""
+    """The mean and L − 1 random directions drawn from `seed`."""
 
     name = "orthogonal"
 

@@ -1,4 +1,4 @@
-"""Which cache a model gets: what is asked for, else what its checkpoint was tuned with, else the defaults."""
+"""Which cache a model gets: the requested one, else the checkpoint's, else the defaults."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .whole import WHOLE
 
 @dataclass(frozen=True)
 class CacheOptions:
-    """The schedule that a caller asks for; None where a field is left to the checkpoint or to the defaults."""
+    """The schedule that a caller requests. None leaves a field to the checkpoint or the defaults."""
 
     window: int | None = None
     """Entries that a cache may hold."""
@@ -32,7 +32,7 @@ class CacheOptions:
     ratio: float | None = None
     """Share of the window that a compression leaves."""
     kept: int | None = None
-    """Entries that a compression leaves beside the sinks, in place of `ratio`."""
+    """Entries that a compression leaves in addition to the sinks, instead of `ratio`."""
 
     @classmethod
     def of(cls, options: object) -> CacheOptions:
@@ -46,17 +46,17 @@ class CacheOptions:
 
 @dataclass(frozen=True)
 class Policy:
-    """A method with its schedule, as `build_cache` takes them."""
+    """A method with its schedule, as in `build_cache`."""
 
     method: str
     window: int | None
-    """None only for a cache that is not compressed."""
+    """None only for an uncompressed cache."""
     sinks: int = SINKS
     ratio: float = RATIO
     kept: int | None = None
 
     def empty(self, model: PreTrainedModel) -> Cache:
-        """An empty cache of this policy, without the warning about a checkpoint that was not tuned for it."""
+        """An empty cache of this policy, without a warning about an untuned checkpoint."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UntunedWarning)
             return build_cache(model, **vars(self))
@@ -73,10 +73,9 @@ class Policy:
 
         Args:
             model: The model that reads the prompt.
-            prompt: Rows of one length, without padding.
-            beams: Rows that each row becomes in `generate`.
-            after_chunk: As `prefill` takes it.
-            max_trips: As `prefill` takes it.
+            prompt: Sequences of one length, without padding.
+            beams: Number of beams in `generate`.
+            after_chunk: See `prefill`.
         """
         cache = self.empty(model)
         if prompt.shape[1] > 1:
@@ -89,12 +88,12 @@ PLAIN = CacheOptions()
 
 
 def cache_policy(method: str, recorded: object, options: CacheOptions) -> Policy:
-    """The policy of a method: as asked for, else as the checkpoint was tuned, else the defaults.
+    """The policy of a method: the requested values, else the checkpoint's, else the defaults.
 
     Args:
         method: A name of `METHODS` or of `WHOLE`.
-        recorded: `kvcache` of the checkpoint's configuration, None if it has none.
-        options: What is asked for.
+        recorded: `kvcache` of the checkpoint's configuration, or None.
+        options: The requested values.
     """
     if method not in NAMES and method not in WHOLE:
         raise SettingsError(f"kvcache={method}: allowed: {', '.join(NAMES)}")
@@ -104,7 +103,7 @@ def cache_policy(method: str, recorded: object, options: CacheOptions) -> Policy
     was: dict[str, object] = recorded if isinstance(recorded, dict) else {}
     known = {"sinks": SINKS, "ratio": RATIO, "kept": None, **was}
     without_ratio = method in METHODS and not METHODS[method].has_ratio
-    # What is recorded may be of another schedule than the one that is asked for.
+    # the recorded values may belong to another schedule than the requested one
     if kept is not None or without_ratio:
         known["ratio"] = RATIO
     if window is not None or ratio is not None or (without_ratio and was.get("method") != method):
@@ -119,10 +118,10 @@ def cache_policy(method: str, recorded: object, options: CacheOptions) -> Policy
 
 
 def choose(model: PreTrainedModel, method: str | None, options: CacheOptions = PLAIN) -> Policy | None:
-    """The policy that a command's cache options mean for a model; None for an ordinary cache.
+    """The policy that a command's cache options select for a model; None for an ordinary cache.
 
-    A checkpoint that was tuned under compression has its schedule in its configuration. For any other, a method that
-    mixes entries gives a warning once, since text past the window is expected to be bad.
+    A checkpoint that was tuned under compression has the schedule in its configuration. For any other checkpoint, a
+    method that mixes entries warns once, because text past the window is expected to be bad.
     """
     if method in (None, "full"):
         for name, value in options.given().items():

@@ -1,4 +1,4 @@
-"""Reading a prompt of any length in chunks that end where the memory is compressed."""
+"""Read a prompt of any length in chunks that end at compressions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def chunks(input_ids: Tensor, cache: Cache) -> Iterator[Tensor]:
-    """`[B, T]` in the longest pieces that a forward pass may have, continuing after the tokens in the cache."""
+    """`[B, T]` in the longest chunks that a forward pass may have, starting after the tokens in the cache."""
     if not isinstance(cache, MemoryCache):
         yield input_ids
         return
@@ -41,11 +41,11 @@ def prefill(
 
     Args:
         model: The model that reads the prompt.
-        input_ids: Rows of one length.
-        cache: Empty, or holding what came before.
-        attention_mask: For padding, which only a full cache allows.
+        input_ids: Sequences of one length.
+        cache: A cache, empty or with the preceding tokens.
+        attention_mask: Mask of padding; only a full cache allows padding.
         after_chunk: Called after every forward pass; an exception from it ends the prefill.
-        max_trips: Most trips per token, as the calls after it are given; only for a model of several.
+        max_trips: Maximum trips per token, equal to that of later forward passes; only for models of several trips.
     """
     if input_ids.shape[1] == 0:
         raise ValueError("prefill needs at least one token")

@@ -1,7 +1,7 @@
 """A memory whose entries are stored by one of transformers' quantised layers.
 
 Only the layer's public interface is used: `update` returns everything dequantised, and after a compression a new layer
-gets the remaining entries. So each compression quantises them once more.
+gets the remaining entries. Each compression therefore quantises them once more.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .whole import backend_layer
 
 
 class QuantizedMemory(Memory):
-    """As `Memory`, through a backend that must be installed (`fp8` needs none, but a newer transformers)."""
+    """A `Memory` through a backend that must be installed (`fp8` needs only a newer transformers)."""
 
     def __init__(self, method: Method, backend: str, layer: int = 0) -> None:
         self.backend = backend_layer(backend)
@@ -28,7 +28,7 @@ class QuantizedMemory(Memory):
         self.store: DynamicLayer = self.backend()
 
     def branch(self) -> QuantizedMemory:
-        """A memory that goes on from here by itself."""
+        """An independent continuation of this memory."""
         new = copy.copy(self)
         new.store = copy.copy(self.store)
         return new

@@ -1,9 +1,9 @@
-"""Rotating stored keys to other positions, as the model does, and refusing models for which that is not exact.
+"""Rotate stored keys to other positions as the model does, and refuse models for which this is not exact.
 
-A compression moves entries: entry s is rotated back by s, compressed, and rotated forward again by s + F. Only
-differences of positions matter to attention, so the tables hold small angles whatever the length of the text. Angles
-and rotation are those of the family's own code. Which layers rotate, and by which angles, the model itself is asked:
-it reads a few tokens at two places, and the keys of each layer must be those of the other place, rotated.
+A compression moves entries: entry s is rotated back by s, compressed, and rotated forward by s + F. Only differences of
+positions matter to attention, so the tables hold small angles for any length of text. Angles and rotation are those of
+the family's own code. A test of the model shows which layers rotate, and by which angles: the model reads a few tokens
+at two positions, and each layer's keys at one position must equal the rotated keys at the other.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Apply = Callable[..., tuple[Tensor, Tensor]]
 
 
 class Still:
-    """A layer whose keys hold no position: there is nothing to rotate."""
+    """A layer whose keys hold no position, so nothing is rotated."""
 
     def turn(self, x: Tensor, start: int, step: int = 1) -> Tensor:
         """`x`."""
@@ -52,12 +52,12 @@ class Still:
 
 
 class Turn(Still):
-    """The rotation of one kind of layer, without the attention factor of some scalings.
+    """The rotation of one type of layer, without the attention factor of some scalings.
 
     Args:
         embed: The family's rotary embedding.
         apply: The family's function that rotates queries and keys `[B, H, T, D]` by cosines and sines `[B, T, R]`.
-        kind: The type of layer, where each type has angles of its own.
+        kind: The type of layer, if each type has its own angles.
     """
 
     def __init__(self, embed: nn.Module, apply: Apply, kind: str | None = None) -> None:
@@ -81,19 +81,19 @@ class Turn(Still):
         return self._turned(x, *self._table(start, x.shape[2] if step else 1, step, x))
 
     def turn_each(self, x: Tensor, by: Tensor, least: int, most: int) -> Tensor:
-        """Rotate entry i of `[B, H, n, D]` by `by[..., i]` positions, `[B, H, n]`, which lie from `least` to `most`."""
+        """Rotate entry i of `[B, H, n, D]` by `by[..., i]` positions, `[B, H, n]`, from `least` to `most`."""
         cos, sin = self._table(least, most - least + 1, 1, x)
         places = (by - least).flatten(0, 1)  # [B · H, n]
         return self._turned(x.flatten(0, 1).unsqueeze(1), cos[0][places], sin[0][places]).reshape(x.shape)
 
     def turn_mean(self, x: Tensor, start: int, count: int) -> Tensor:
-        """The mean of `[B, H, n, D]` rotated by `start`, `start + 1`, … , `count` positions in all."""
+        """The mean of `[B, H, n, D]` over rotations by `start`, `start + 1`, …: `count` positions in all."""
         cos, sin = self._table(start, count, 1, x)
         return self._turned(x, cos.mean(1, keepdim=True), sin.mean(1, keepdim=True))
 
     def _turned(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         turned, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
-        # The function rotates queries and keys alike; there are no queries here.
+        # the function rotates queries and keys alike; here there are no queries
         turned = self.apply(turned[:, :0], turned, cos, sin)[1]
         return torch.cat([turned, rest], dim=-1) if rest.shape[-1] else turned
 
@@ -104,17 +104,17 @@ class Turn(Still):
         key = (start, n * step, x.dtype, x.device)
         if key not in self._tables:
             if len(self._tables) > 16:
-                self._tables.clear()  # the table of a text's total shift is used once by each layer
+                self._tables.clear()  # each layer uses the table of a text's total shift once
             self.embed.to(x.device)
             positions = (torch.arange(n) * step + start).to(x.device).unsqueeze(0)
-            like = x[..., :0].detach().clone()  # its dtype and device; none of its numbers
+            like = x[..., :0].detach().clone()  # for its dtype and device only
             cos, sin = self.embed(like, positions, self.kind) if self._by_type else self.embed(like, positions)
             self._tables[key] = cos / self.scale, sin / self.scale
         return self._tables[key]
 
 
 class Rope:
-    """How each layer of a model rotates its keys; made from a configuration, and corrected by the model (`ask`)."""
+    """How each layer of a model rotates its keys: read from a configuration, corrected by testing the model (`ask`)."""
 
     def __init__(self, config: PreTrainedConfig) -> None:
         code = _code(config)
@@ -134,7 +134,7 @@ class Rope:
 
     @property
     def angles(self) -> bytes:
-        """The angles of all kinds of layer; models with equal ones can share keys."""
+        """The angles of all types of layers; models with equal angles can share keys."""
         return b"".join(self.turns[kind].angles for kind in sorted(self.turns, key=str))
 
     def turns_as(self, other: Rope) -> bool:
@@ -142,12 +142,12 @@ class Rope:
         return self.angles == other.angles
 
     def ask(self, decoder: PreTrainedModel) -> None:
-        """Take the plan from the model itself, which is asked once.
+        """Determine the rotations by one test of the model.
 
         Raises:
-            ValueError: A model whose keys are not those of another place, rotated.
+            ValueError: The keys at one position are not the rotated keys of another.
         """
-        if decoder.config.model_type == "fathom":  # its configuration says it
+        if decoder.config.model_type == "fathom":  # the configuration says it
             return
         if not self._asked:
             for module in decoder.modules():
@@ -185,7 +185,7 @@ def _embedding(code: ModuleType) -> type[nn.Module] | None:
 
 
 def _turns(config: PreTrainedConfig, code: ModuleType) -> Iterator[tuple[str | None, Turn]]:
-    """By type of layer, or under None: the rotations of a configuration."""
+    """The rotations of a configuration, by layer type, or under None."""
     by_type = [kind for kind, rope in config.rope_parameters.items() if isinstance(rope, dict)]
     if config.model_type != "fathom":
         embed = _embedding(code)
@@ -200,7 +200,7 @@ def _turns(config: PreTrainedConfig, code: ModuleType) -> Iterator[tuple[str | N
 
 
 def _answers(decoder: PreTrainedModel, rope: Rope) -> list[str | None]:
-    """For each layer the kind of rotation that explains its keys."""
+    """For each layer, the type of rotation that explains its keys."""
     if decoder not in _ASKED:
         weight = next(decoder.parameters())
         if weight.is_meta:
@@ -237,7 +237,7 @@ def _explained(decoder: PreTrainedModel, rope: Rope, near: float) -> Iterator[st
 
 
 def _read(decoder: PreTrainedModel, start: int) -> tuple[Tensor, list[Tensor]]:
-    """The last hidden state and the keys of all layers, of a few tokens from a position on."""
+    """The last hidden state and the keys of all layers for a few tokens from a position on."""
     device = next(decoder.parameters()).device
     ids = (torch.arange(TOKENS, device=device) + 3).unsqueeze(0) % decoder.config.vocab_size
     cache = DynamicCache()
@@ -252,7 +252,7 @@ def _apart(a: Tensor, b: Tensor) -> float:
 
 @contextmanager
 def _in_peace(decoder: PreTrainedModel) -> Iterator[None]:
-    """Without dropout; modes are as before afterwards."""
+    """Without dropout; training modes are restored afterwards."""
     training = [module for module in decoder.modules() if module.training]
     try:
         decoder.eval()
@@ -263,7 +263,7 @@ def _in_peace(decoder: PreTrainedModel) -> Iterator[None]:
 
 
 def left_alone(config: PreTrainedConfig, layer: int, window: int) -> int | None:
-    """The tokens that a layer sees if that is less than `window`: such a layer keeps its own bounded cache."""
+    """The tokens that a layer sees if fewer than `window`; such a layer keeps its own bounded cache."""
     sliding = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
     if not sliding or sliding >= window or getattr(config, "use_sliding_window", True) is False:
@@ -272,7 +272,7 @@ def left_alone(config: PreTrainedConfig, layer: int, window: int) -> int | None:
 
 
 def refuse(config: PreTrainedConfig, window: int) -> None:
-    """Refuse a model whose keys cannot be moved exactly; the error says what can be done instead."""
+    """Refuse a model whose keys cannot be moved exactly; the error names the alternative."""
     kind = config.model_type
     if getattr(config, "kv_lora_rank", None):
         raise ValueError(f"{kind} keeps latent keys (MLA), which cannot be turned back; use method 'full'")

@@ -1,10 +1,10 @@
-"""A memory in a file: a prompt that was read once, opened again by another process.
+"""A memory in a file: one process reads a prompt, another one continues from it.
 
     save_cache(cache, "prompt.safetensors")
     cache = open_cache("prompt.safetensors", build_cache(model, "freqkv", window=1024))
 
-A safetensors file: its tensors are those of the layers, its metadata are what the cache was built with. Opening one
-runs no code of the file.
+The format is safetensors. Its tensors are those of the layers, and its metadata the settings of the cache. Opening a
+file runs no code from it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PARTS = ("keys", "values", "first", "queries")
 
 
 def save_cache(cache: MemoryCache, file: str | Path) -> None:
-    """Write what a cache holds, exactly; a file of that name is replaced once the new one is whole."""
+    """Write a cache's contents exactly; an existing file is replaced once the new one is complete."""
     tensors = {
         f"{number}.{part}": getattr(layer, part).contiguous()
         for number, layer in enumerate(_memories(cache))
@@ -49,14 +49,14 @@ def save_cache(cache: MemoryCache, file: str | Path) -> None:
 
 
 def open_cache(file: str | Path, into: MemoryCache, device: str | torch.device = "cpu") -> MemoryCache:
-    """Fill a cache that `build_cache` made for the same weights; that they are the same is not checked.
+    """Fill a cache that `build_cache` made for the same weights. Whether the weights are the same is not checked.
 
     A file of another method, of other options, or of a model of another shape or dtype is refused.
 
     Args:
-        file: What `save_cache` wrote.
-        into: An empty cache. It is returned.
-        device: Where the tensors go.
+        file: A file written by `save_cache`.
+        into: An empty cache, which is filled and returned.
+        device: Device of the tensors.
     """
     layers = _memories(into)
     if into.seen:
@@ -71,11 +71,11 @@ def open_cache(file: str | Path, into: MemoryCache, device: str | torch.device =
         raise ValueError(f"{file} is not a saved cache of format {FORMAT}")
     for name, value in _built(into).items():
         found = state.get(name)
-        unsaid = name == "dtype" and None in (found, value)  # of a cache that was built from a configuration
+        unsaid = name == "dtype" and None in (found, value)  # for a cache that was built from a configuration
         if found != value and not unsaid:
             raise ValueError(f"{file}: {name} is {found}, and {value} of the cache it is to be read into")
     banks = sum(name.endswith(".keys") for name in tensors)
-    into.layers += (Memory(into.method) for _ in range(len(layers), banks))  # as several trips do at their first call
+    into.layers += (Memory(into.method) for _ in range(len(layers), banks))  # as several trips do at first
     for number, layer in enumerate(_memories(into)):
         _fill(layer, {part: tensors.get(f"{number}.{part}") for part in PARTS}, state["seen"], file)
     into.offset = state["offset"]
@@ -94,7 +94,7 @@ def _memories(cache: Cache) -> list[Memory]:
 
 
 def _built(cache: MemoryCache) -> dict[str, object]:
-    """What two caches must share for one to go on where the other stopped."""
+    """The settings that must be equal for one cache to continue where another stopped."""
     method = cache.method
     options = list(inspect.signature(type(method)).parameters)[2:]  # after schedule and rope
     return {

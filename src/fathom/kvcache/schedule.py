@@ -3,9 +3,8 @@
     entries(T) = T                          while T ≤ N
                = S + L + 1 + (T − N − 1) mod F   after it,      F = N − S − L
 
-A compression happens when a token arrives and the memory holds N entries: S stay as they are, the other M = N − S
-become L, and F tokens fit until the next compression. `L = γN − S` by default, so that a power of two divides both N
-and F.
+A compression happens when a token arrives and the memory holds N entries: S stay unchanged, the other M = N − S become
+L, and F tokens fit until the next compression. `L = γN − S` by default, so that a power of two divides N and F.
 """
 
 from __future__ import annotations
@@ -23,18 +22,18 @@ RATIO = 0.5
 
 @dataclass(frozen=True)
 class Schedule:
-    """When a memory is compressed, and to how many entries; used by cache, training and prefill alike."""
+    """When a memory is compressed, and to how many entries, for cache, training and prefill alike."""
 
     window: int
-    """N, the entries that a memory may hold: the length that the weights were trained at."""
+    """N, the maximum entries of a memory: the context length in training."""
     sinks: int
     """S, the first entries, which are never compressed."""
     kept: int
-    """L, what the other entries become in a compression."""
+    """L, the number of entries that the others become in a compression."""
 
     @classmethod
     def at(cls, window: int, sinks: int, ratio: float, kept: int | None = None) -> Schedule:
-        """The schedule that leaves `ratio · window` entries after a compression, or `kept` besides the sinks."""
+        """The schedule that leaves `ratio · window` entries after a compression, or `kept` in addition to the sinks."""
         if isinstance(ratio, bool) or not isinstance(ratio, Real) or not 0 < ratio < 1:
             raise ValueError(f"ratio must lie between 0 and 1, got {ratio!r}")
         whole_numbers(window=window, sinks=sinks)
@@ -58,7 +57,7 @@ class Schedule:
 
     @property
     def compressed(self) -> int:
-        """M, the entries that a compression reads beside the sinks."""
+        """M, the entries that a compression reads in addition to the sinks."""
         return self.window - self.sinks
 
     @property
@@ -85,12 +84,12 @@ class Schedule:
         return 0 if seen <= self.window else 1 + (seen - self.window - 1) // self.freed
 
     def room(self, seen: int) -> int:
-        """Most tokens of the next forward pass."""
+        """Maximum tokens of the next forward pass."""
         entries = self.entries(seen)
         return self.freed if entries == self.window else self.window - entries
 
     def cuts(self, seen: int, length: int) -> list[int]:
-        """Lengths of the chunks into which `length` tokens are cut."""
+        """Lengths of the chunks into which `length` tokens are split."""
         chunks = []
         while length > 0:
             chunks.append(min(length, self.room(seen)))
@@ -102,7 +101,7 @@ class Schedule:
         return self.compressions(seen + 1) > self.compressions(seen)
 
     def fit(self, seen: int, length: int) -> None:
-        """Refuse a chunk that crosses a compression: one forward pass can attend to one state of the memory only."""
+        """Refuse a chunk that crosses a compression: a forward pass attends to a single state of the memory."""
         room = self.room(seen)
         if length > room:
             raise ValueError(
@@ -114,7 +113,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Once(Schedule):
-    """One compression after the first N tokens, a prompt; then the memory grows with every token."""
+    """One compression after the first N tokens (a prompt); then the memory grows with every token."""
 
     @property
     def chunk(self) -> int:
@@ -130,12 +129,12 @@ class Once(Schedule):
         return int(seen > self.window)
 
     def room(self, seen: int) -> int:
-        """Most tokens of the next forward pass."""
+        """Maximum tokens of the next forward pass."""
         return self.window - seen if seen < self.window else sys.maxsize
 
 
 def whole_numbers(**counts: object) -> None:
-    """Refuse, by name, a count that is not a whole number."""
+    """Refuse a count that is not an integer; the error names it."""
     for name, count in counts.items():
         if isinstance(count, bool) or not isinstance(count, Integral):
             raise ValueError(f"{name} must be a whole number, got {count!r}")

@@ -1,7 +1,7 @@
 """StreamingLLM (arXiv 2309.17453): attention sinks and the last tokens, at positions inside the memory.
 
-Beyond the window each token evicts one entry, so a prompt is read token by token there. With `kept` below N − S − 1
-several are evicted at once, and as many tokens are read at once.
+Beyond the window each token evicts one entry, so a prompt is read token by token there. With `kept` below N − S − 1,
+several entries are evicted at once, and the same number of tokens is read at once.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from .schedule import RATIO, Schedule, whole_numbers
 
 
 class Sinks(Drop):
-    """S sinks and the last N − S tokens. `ratio` does not apply to it, so any but the default is refused."""
+    """S sinks and the last N − S tokens. `ratio` does not apply, so only its default is accepted."""
 
     name = "sinks"
     has_ratio = False
 
     @classmethod
     def schedule_for(cls, window: int, sinks: int, ratio: float, kept: int | None) -> Schedule:
-        """One token per compression unless `kept` says otherwise."""
+        """One token per compression unless `kept` is given."""
         if ratio != RATIO:
             raise ValueError(f"ratio={ratio}: sinks lets one token go at a time; give kept for several at once")
         whole_numbers(window=window, sinks=sinks)

@@ -1,4 +1,4 @@
-"""TOVA (arXiv 2401.06104): keep what the last query attends to, on average over all heads, and the last entry."""
+"""TOVA (arXiv 2401.06104): keep what the last query attends to, averaged over all heads, and the last entry."""
 
 from __future__ import annotations
 

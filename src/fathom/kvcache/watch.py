@@ -1,4 +1,4 @@
-"""What a cache layer cannot do: cut long inputs, show queries, and refuse padding, packed rows and positions that jump.
+"""What a cache layer cannot do: split long inputs, observe queries, and refuse padding, packed rows and gaps.
 
 A layer gets keys and values only. So a hook on the decoder looks at the arguments of every forward pass with a
 compressed cache. It refuses those that would put something other than the text into the memory, reads all but the last
@@ -31,10 +31,10 @@ SLICED = {"input_ids": 1, "inputs_embeds": 1, "position_ids": -1}
 
 @dataclass
 class Pass:
-    """A forward pass that is under way."""
+    """A forward pass that is running."""
 
     earlier: list[ModelOutput] = field(default_factory=list)
-    """What the pieces before the last gave."""
+    """Outputs of the pieces before the last."""
     attention: str | None = None
     """The decoder's attention backend, to be restored."""
 
@@ -43,13 +43,13 @@ _UNDER_WAY: WeakKeyDictionary[PreTrainedModel, list[Pass]] = WeakKeyDictionary()
 
 
 def decoder_of(model: nn.Module) -> PreTrainedModel:
-    """The module that makes masks and positions, also behind a PEFT wrapper."""
+    """The module that makes masks and positions, also inside a PEFT wrapper."""
     find = getattr(model, "get_decoder", None)
     return cast("PreTrainedModel", model if find is None else find())
 
 
 def watch(model: nn.Module) -> None:
-    """Look after every forward pass of `model` that carries a compressed cache; once per model."""
+    """Hook into every forward pass of `model` that carries a compressed cache; a second call has no effect."""
     decoder = decoder_of(model)
     if _before not in decoder._forward_pre_hooks.values():
         decoder.register_forward_pre_hook(_before, with_kwargs=True)
@@ -92,7 +92,7 @@ def _before(
 
 
 def _after(decoder: PreTrainedModel, args: tuple[object, ...], output: Any) -> Any:
-    """Restore the attention, and give the hidden states of all pieces; also called after an error."""
+    """Restore the attention, and join the hidden states of all pieces; also called after an error."""
     under_way = _UNDER_WAY.get(decoder)
     if not under_way:
         return None
@@ -105,7 +105,7 @@ def _after(decoder: PreTrainedModel, args: tuple[object, ...], output: Any) -> A
 def _read_all_but_the_last(
     decoder: PreTrainedModel, cache: MemoryCache, given: dict[str, Any], now: Pass
 ) -> dict[str, Any]:
-    """Arguments for the last piece of the input, after the others were read."""
+    """Read all pieces but the last, and return the arguments for the last one."""
     tokens = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
     if tokens is None or torch.compiler.is_compiling():
         return given
@@ -126,7 +126,7 @@ def _read_all_but_the_last(
 
 
 def joined(outputs: list[ModelOutput]) -> ModelOutput:
-    """The output of a decoder for a whole input, from those for its pieces."""
+    """The output of a decoder for a whole input, from the outputs for its pieces."""
     last = outputs[-1]
     if not isinstance(last, ModelOutput):
         raise ValueError("an input that crosses a compression needs return_dict=True")
@@ -147,7 +147,7 @@ def joined(outputs: list[ModelOutput]) -> ModelOutput:
 
 
 def _along_tokens(parts: list[Any], outputs: list[ModelOutput]) -> Any:
-    """Values of a recurrence's state: those of every token joined, others as the last piece has them."""
+    """Values of a recurrence's state: values per token are joined, others are those of the last piece."""
     lengths = [output.last_hidden_state.shape[1] for output in outputs]
     if all(isinstance(x, Tensor) and x.ndim > 1 and x.shape[1] == n for x, n in zip(parts, lengths, strict=True)):
         return torch.cat(parts, dim=1)
@@ -166,11 +166,11 @@ def turns_keys_as(decoder: PreTrainedModel, cache: MemoryCache) -> None:
 
 
 def whole_rows(attention_mask: object, right: bool = False) -> None:
-    """Refuse padding: zeros would leave the mask after a compression, while what they wrote stays in the memory.
+    """Refuse padding: after a compression, the mask no longer covers padding whose entries are still in the memory.
 
     Args:
-        attention_mask: Of a call.
-        right: Allow padding behind a row, which no token of the row sees: in training, where nothing follows.
+        attention_mask: The mask of a forward pass.
+        right: Allow padding after a sequence, which no token of it sees; for training, where nothing follows.
     """
     if attention_mask is None:
         return

@@ -1,4 +1,4 @@
-"""Caches that keep everything, for comparison: transformers' own.
+"""Uncompressed caches for comparison: transformers' own.
 
 `full` grows with every token, `full_static` is allocated at the start, and `full_fp8` stores 8-bit floats.
 """
@@ -16,7 +16,7 @@ BACKENDS = {"quanto": "QuantoQuantizedLayer", "hqq": "HQQQuantizedLayer", "fp8":
 
 
 def backend_layer(backend: str) -> type[backends.DynamicLayer]:
-    """The layer that stores through a backend."""
+    """The layer that stores entries through a backend."""
     if backend not in BACKENDS:
         raise ValueError(f"quantized must be one of {', '.join(BACKENDS)}, got {backend!r}")
     layer: type[backends.DynamicLayer] | None = getattr(backends, BACKENDS[backend], None)
@@ -26,7 +26,7 @@ def backend_layer(backend: str) -> type[backends.DynamicLayer]:
 
 
 def growing(config: PreTrainedConfig, room: int | None, quantized: str | None) -> Cache:
-    """A cache that grows, stored as it is or through a backend."""
+    """A growing cache, stored unchanged or through a backend."""
     if quantized is None:
         return DynamicCache(config=config)
     backend_layer(quantized)
@@ -34,7 +34,7 @@ def growing(config: PreTrainedConfig, room: int | None, quantized: str | None) -
 
 
 def set_aside(config: PreTrainedConfig, room: int | None, quantized: str | None) -> Cache:
-    """A cache that is allocated at the start."""
+    """A cache that is allocated in advance."""
     if quantized is not None:
         raise ValueError(f"quantized={quantized}: method 'full_static' stores entries as they are")
     if room is None:
@@ -43,7 +43,7 @@ def set_aside(config: PreTrainedConfig, room: int | None, quantized: str | None)
 
 
 def in_fp8(config: PreTrainedConfig, room: int | None, quantized: str | None) -> Cache:
-    """A cache that grows, in 8-bit floats."""
+    """A growing cache of 8-bit floats."""
     if quantized is not None:
         raise ValueError(f"quantized={quantized}: method 'full_fp8' says that already")
     return growing(config, room, "fp8")
