@@ -213,7 +213,7 @@ def test_the_models_own_ends_stand_where_the_tokenizer_knows_them(own, config_sa
 
 
 def test_a_stop_never_becomes_the_padding_of_an_embedding(tmp_path):
-    """A padding row gets no gradient: EOS in its place would never be learnt by whoever continues the export."""
+    """A padding row gets no gradient: EOS in its place would never be learned by whoever continues the export."""
     model, tokenizer = with_tokenizer()
     tokenizer.pad_token = tokenizer.eos_token
     directory = export(model, tmp_path / "q", tokenizer)

@@ -1,1 +1,1 @@
-"""Directories of weights, ours and others': read without trust, opened, and written."""
+"""Model directories, Fathom's and others': checked without trust, opened, and written."""

@@ -1,7 +1,7 @@
 """Check a checkpoint directory without trusting it, and without importing torch or transformers.
 
-Names, links, the configuration and every safetensors header are checked before a weight is loaded. A pickle is never
-opened, nothing is fetched, and no code of the directory runs.
+Names, links, the configuration and every safetensors header are checked before a weight is loaded. Pickles are never
+opened, nothing is downloaded, and no code of the directory runs.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ NEVER_OPENED = {"training_args.bin"}
 def check_checkpoint(directory: str | Path) -> dict[str, object]:
     """Refuse a model directory that is unsafe to open; otherwise return its configuration.
 
-    ModelError are pickles, links and shard names that leave the directory, weights that are missing, truncated,
-    oversized or overlapping, adapters, settings that are no JSON objects, and a configuration that names code to fetch.
+    It raises a `ModelError` for pickles, links and shard names that leave the directory, weights that are missing,
+    truncated, oversized or overlapping, adapters, settings that are not JSON objects, and configurations that name code
+    to download.
     """
     directory = Path(directory)
     files = _files(directory)
@@ -51,10 +52,10 @@ def check_checkpoint(directory: str | Path) -> dict[str, object]:
 
 
 def _files(directory: Path) -> set[str]:
-    """Every file below, as `/`-separated relative names; links may stay inside or lead to the hub cache's blobs."""
+    """Every file below, as `/`-separated relative names. Links may stay inside or point to the Hub cache's blobs."""
     home = directory.resolve()
     allowed = [home]
-    if home.parent.name == "snapshots":  # the layout of the hub cache: a snapshot is links to its repository's blobs
+    if home.parent.name == "snapshots":  # the Hub cache: a snapshot has links to its repository's blobs
         allowed.append(home.parent.parent / "blobs")
     found = set()
     for place, folders, names in os.walk(home):

@@ -1,9 +1,9 @@
-"""Write a model as a Hugging Face directory that opens with Fathom absent, or as a GGUF file.
+"""Write a model as a Hugging Face directory that opens without Fathom, or as a GGUF file.
 
-Four forms. `fathom` carries the code of `models/` with it and holds any mechanism. `native` is the directory of the
-family that a model was opened from, or that it equals, tensor for tensor, where every axis is at its first value; a
-family's name asks for that family. `unrolled` turns a loop into the deeper stock model that it equals, weights
-repeated, so that any engine serves it. `gguf` is that model, or the plain one, as a file for llama.cpp.
+There are four forms. `fathom` contains the code of `models/` and supports every mechanism. `native` is a directory of
+the model's original family, or of one that it equals tensor for tensor; every axis must have its first value. A
+family's name selects that family. `unrolled` turns a loop into the equal, deeper stock model with repeated weights,
+which any engine serves. `gguf` is this model, or the plain one, as a file for llama.cpp.
 """
 
 from __future__ import annotations
@@ -56,17 +56,17 @@ def export(
     form: str = "fathom",
     facts: Facts | None = None,
 ) -> Path:
-    """Write weights, configuration, tokenizer, model card and code to `directory`, whole or not at all.
+    """Write weights, configuration, tokenizer, model card and code to `directory`, completely or not at all.
 
-    `AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True)` then opens it anywhere; after
-    `import fathom.models` no code of the directory is run. An earlier export in the same place is replaced.
+    `AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True)` then opens it anywhere. After `import
+    fathom.models`, no code of the directory is run. An earlier export in the same directory is replaced.
 
     Args:
         model: A model with any head, or the directory of a run, a comparison (its best run) or an earlier export.
-        directory: Where to write; for `gguf` a file, FILE.gguf.
-        tokenizer: Saved beside the model; a run's own if not given.
+        directory: The directory to write; for `gguf` a file, FILE.gguf.
+        tokenizer: The tokenizer to save with the model; by default the run's.
         form: `fathom`, `native`, `unrolled`, `gguf`, or the name of a family.
-        facts: For the model card; a run's own if not given.
+        facts: Facts for the model card; by default the run's.
     """
     directory = Path(directory)
     if form not in FORMS:
@@ -108,7 +108,7 @@ def export(
 
 
 def _scratch(directory: Path) -> tempfile.TemporaryDirectory[str]:
-    """A folder beside a directory that is to be written."""
+    """A temporary folder next to a directory that will be written."""
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         return tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}-")
@@ -120,8 +120,8 @@ def as_native(model: FathomForCausalLM, name: str | None = None) -> PreTrainedMo
     """The same model as a family's own class, tensor for tensor.
 
     Args:
-        model: One with every axis at its first value.
-        name: The family's `model_type`; by default the one that the model was opened from, else the first it fits.
+        model: A model with every axis at its first value.
+        name: The family's `model_type`; by default the model's original family, else the first that fits.
     """
     config = model.config
     for axis in AXES:
@@ -131,7 +131,7 @@ def as_native(model: FathomForCausalLM, name: str | None = None) -> PreTrainedMo
 
 
 def as_unrolled(model: FathomForCausalLM) -> PreTrainedModel:
-    """A loop as the deeper stock model that it equals: one layer for each visit, weights repeated."""
+    """A loop as the equal, deeper stock model: one layer for each visit, weights repeated."""
     if model.config.recurrence not in ("once", "loop"):
         raise ModelError(
             f"recurrence={model.config.recurrence} has no unrolled form, since only a loop's trips are plain further "
@@ -150,7 +150,7 @@ def as_unrolled(model: FathomForCausalLM) -> PreTrainedModel:
 
 
 def as_llama_cpp(model: FathomForCausalLM) -> PreTrainedModel:
-    """`as_unrolled`, of a family whose GGUF we write."""
+    """Like `as_unrolled`, for a family whose GGUF Fathom writes."""
     stock = as_unrolled(model)
     if (kind := stock.config.model_type) not in ARCHITECTURES:
         raise ModelError(f"a {kind} has no GGUF form here; `form=gguf` writes {', '.join(ARCHITECTURES)}")
@@ -160,7 +160,7 @@ def as_llama_cpp(model: FathomForCausalLM) -> PreTrainedModel:
 def _stock(
     config: FathomConfig, layers: Sequence[int], model: FathomForCausalLM, name: str | None = None
 ) -> PreTrainedModel:
-    """Some layers of a model, in an order, as a family's own class."""
+    """Some layers of a model, in a given order, as a family's own class."""
     layers = list(layers)
     plain = _plain(config, layers)
     family = FAMILIES[name] if name is not None else family_of(plain)
@@ -173,7 +173,7 @@ def _stock(
     weights = {key: tensor for key, tensor in model.state_dict().items() if not key.startswith("model.layers.")}
     for new, old in enumerate(layers):
         for key, tensor in model.model.layers[old].state_dict().items():
-            again = old in layers[:new]  # a file holds every tensor once for each name
+            again = old in layers[:new]  # a file contains every tensor once for each name
             weights[f"model.layers.{new}.{key}"] = tensor.clone() if again else tensor
     if config.embedding_scale != plain.embedding_scale:
         weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"] * config.embedding_scale
@@ -210,7 +210,7 @@ def _plain(config: FathomConfig, layers: Sequence[int]) -> FathomConfig:
 
 
 def model_card(model: FathomPreTrainedModel, form: str, facts: Facts) -> str:
-    """A README for the directory: what it is, how to open it, what it was trained on, what it scored."""
+    """A README for the directory: what the model is, how to open it, its training data and its scores."""
     config = model.config
     name = mechanism_name(config)
     parts = [mechanism(axis, getattr(config, axis)) for axis in AXES]
@@ -319,7 +319,7 @@ def _auto_class(model: FathomPreTrainedModel) -> str:
 
 
 def _add_code(directory: Path, config: FathomConfig) -> None:
-    """Copy our files, and those of mechanisms from other packages, which the copied registry then imports."""
+    """Copy Fathom's files, and those of mechanisms from other packages, which the copied registry then imports."""
     theirs = [part for axis in AXES if not is_ours(part := mechanism(axis, getattr(config, axis)))]
     files = {name: text for part in theirs for name, text in travelling(part).items()}
     needed = {"heads.py"}
@@ -357,7 +357,7 @@ def _add_special_tokens(directory: Path, model: PreTrainedModel, tokenizer: PreT
         generation.save_pretrained(directory)
     names = {"model_max_length": config.max_position_embeddings}
     if type(tokenizer).__name__ == "TokenizersBackend":
-        names["tokenizer_class"] = "PreTrainedTokenizerFast"  # the name by which transformers 4 knows it too
+        names["tokenizer_class"] = "PreTrainedTokenizerFast"  # the name that transformers 4 knows too
     _amend(directory / TOKENIZER_CONFIG, names)
 
 

@@ -1,4 +1,4 @@
-"""Which model a path means: a model directory itself, a run's, or that of a comparison's best run.
+"""The model behind a path: a model directory, a run's model, or the model of a comparison's best run.
 
 Only names and reports are read here, no weights, so torch is not imported.
 """
@@ -20,7 +20,7 @@ from fathom.report.results import read_result
 
 @dataclass(frozen=True)
 class Facts:
-    """How a model was trained, as far as it is known; of a run its `result.json`, and the recipe as YAML."""
+    """The training of a model, as far as known: a run's `result.json`, and the recipe as YAML."""
 
     recipe: str | None = None
     step: int | None = None
@@ -29,7 +29,7 @@ class Facts:
 
     @classmethod
     def of(cls, run: Path) -> Facts:
-        """What a run's result says; nothing where it has none."""
+        """The facts in a run's result; empty without one."""
         path = run / RESULT
         remedy = "delete it, and `fathom train` on that directory writes it again"
         return read_result(cls, path, remedy) if path.exists() else cls()
@@ -69,7 +69,7 @@ class Scored:
     def best(self) -> ScoredArm:
         """The arm with the lowest mean validation loss."""
         control = self.arms[0].loss or math.inf
-        # By the paired difference, since the mean of an arm that lost a seed is not over all of the control's seeds.
+        # by the paired difference, since the mean of an arm that lost a seed is not over all of the control's seeds
         losses = {arm.name: control + arm.difference.mean if arm.difference else arm.loss for arm in self.arms}
         return min((arm for arm in self.arms if arm.runs), key=lambda arm: losses[arm.name] or math.inf)
 
@@ -98,24 +98,24 @@ def require_there(path: Path) -> None:
 
 
 def finished_model(run: Path) -> Path | None:
-    """The export of a run, if it is of the run's last step; a run that goes on leaves the earlier one behind."""
+    """The export of a run, if it belongs to the run's last step; a resumed run still has its earlier export."""
     model, steps = run / MODEL, checkpoint_steps(run)
     if not (model / CONFIG).exists():
         return None
-    # The export is written before the result, and the result is gone before a further step is taken. A run that was
-    # shortened keeps a damaged checkpoint beyond its last step.
+    # The export is written before the result, and the result is deleted before a further step. A run that was shortened
+    # keeps a damaged checkpoint beyond its last step.
     finished = finished_step(run) if steps else 0
     return model if not steps or finished >= steps[-1] or finished == _planned_steps(run) else None
 
 
 def finished_step(run: Path) -> int:
-    """The step at which a run has finished, by its result; -1 without one."""
+    """The final step of a finished run, from its result; -1 without one."""
     step = Facts.of(run).step
     return -1 if step is None else step
 
 
 def _planned_steps(run: Path) -> int | None:
-    """`train.steps` of a run's recipe; None where it cannot be read."""
+    """`train.steps` of a run's recipe; None if it is unreadable."""
     try:
         return int(yaml.safe_load((run / RECIPE).read_text(encoding="utf-8"))["train"]["steps"])
     except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
@@ -129,7 +129,7 @@ def checkpoint_steps(run: Path) -> list[int]:
 
 
 def experiment_of(run: Path) -> str | None:
-    """What a run is part of and stays as planned for: a ladder, a comparison, or nothing."""
+    """The ladder or comparison that a run belongs to, and whose plan fixes it; None for an independent run."""
     run = run.resolve()
     if any((path / LADDER).exists() for path in run.parents[:5]):  # LADDER/rungs/1/arms/ARM/seed-0
         return "ladder"

@@ -1,4 +1,4 @@
-"""A GGUF file opened as a model of ours: llama.cpp's Llama, Qwen2 or Qwen3, quantised weights unpacked."""
+"""A GGUF file opened as a Fathom model: llama.cpp's Llama, Qwen2 or Qwen3, with quantised weights unpacked."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def open_gguf(path: Path, dtype: str = "auto", **changes: object) -> tuple[Fatho
 
     Args:
         path: FILE.gguf.
-        dtype: `auto` and `float32`: float32, which holds every quantised weight exactly; or another one.
+        dtype: `auto` and `float32` use float32, which represents every quantised weight exactly; or another dtype.
         changes: Keys of the configuration, such as `mixer`.
     """
     wanted = torch.float32 if dtype == "auto" else getattr(torch, dtype)
@@ -52,7 +52,7 @@ def open_gguf(path: Path, dtype: str = "auto", **changes: object) -> tuple[Fatho
 
 
 def _unpacked() -> dict[str, object]:
-    """The argument that makes transformers unpack quantised weights; its earlier versions always do."""
+    """The argument that makes transformers unpack quantised weights; earlier versions always do."""
     try:
         from transformers import GgufConfig
     except ImportError:

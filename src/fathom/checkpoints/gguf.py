@@ -1,4 +1,4 @@
-"""GGUF files of llama- and qwen-shaped models, seen as the tensors they were converted from."""
+"""GGUF files of llama- and qwen-shaped models, as the tensors they were converted from."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class _Cursor:
     size: int
     position: int = 0
     buffer: bytes = b""
-    """What was read ahead, from `buffer_start` on."""
+    """Bytes read ahead, from `buffer_start` on."""
     buffer_start: int = 0
 
     def take(self, count: int) -> bytes:
@@ -131,7 +131,7 @@ class GgufStore:
         return TensorInfo(label, shape, self.file, start, stop)
 
     def read(self, name: str, rows: Ranges | None = None) -> Array:
-        """Rows as floats; the rotary row order of llama conversions is undone."""
+        """Rows as floats; the rotary row order of llama conversions is reversed."""
         info = self.tensors[name]
         if self._permuted and name.endswith(("attn_q.weight", "attn_k.weight")):
             heads = self.config["num_attention_heads" if "attn_q" in name else "num_key_value_heads"]
@@ -150,9 +150,10 @@ class GgufStore:
 
 
 def _dequantised(raw: bytes, dtype: str) -> Array:
-    """Blocks of values with their scales: the two plain types here, all others by the gguf package.
+    """Blocks of values with their scales: two simple types here, all others by the gguf package.
 
-    Plain blocks have 32 values: a float16 scale, then int8, or nibbles with the first sixteen values in the low halves.
+    Simple blocks have 32 values: a float16 scale, then int8, or nibbles with the first sixteen values in the low
+    halves.
     """
     if dtype not in {"Q8_0", "Q4_0"}:
         return _by_package(raw, dtype)

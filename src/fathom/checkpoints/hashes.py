@@ -1,7 +1,7 @@
 """`weights.sha256`: the SHA-256 of each weight file of an export, in the format of `sha256sum`, one file a line.
 
 `sha256sum -c weights.sha256`, run inside the directory, checks the same. A model that is saved again with
-`save_pretrained` keeps the old file: every message says so.
+`save_pretrained` keeps the old file; every message mentions this.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def changed(directory: Path) -> str | None:
 
 
 def warn_if_changed(directory: Path, verify: bool = False) -> None:
-    """Warn if weights differ from their hashes; above 2 GB of weights only if asked to `verify`."""
+    """Warn if weights differ from their hashes; weights above 2 GB are only checked with `verify`."""
     size = sum(file.stat().st_size for name in read_hashes(directory) if (file := directory / name).is_file())
     if (verify or size <= ALWAYS_CHECKED) and (problem := changed(directory)):
         warnings.warn(problem, stacklevel=2)

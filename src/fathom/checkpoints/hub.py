@@ -1,6 +1,6 @@
-"""Repositories of the Hugging Face Hub in place of directories: `org/name` or `org/name@revision`.
+"""Repositories of the Hugging Face Hub instead of directories: `org/name` or `org/name@revision`.
 
-HF_ENDPOINT, HF_HOME, HF_TOKEN and HF_HUB_OFFLINE hold as in every tool of the Hub.
+HF_ENDPOINT, HF_HOME, HF_TOKEN and HF_HUB_OFFLINE apply as in every tool of the Hub.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ WANTED = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
 
 
 def repository(where: str | Path) -> tuple[str, str] | None:
-    """Repository and revision that a name stands for; None for a path.
+    """Repository and revision of a name; None for a path.
 
-    What exists is a path, and so is `runs/tiny` where there is a directory `runs`.
+    Whatever exists is a path, and so is `runs/tiny` if there is a directory `runs`.
     """
     path = Path(where)
     named = repository_of(str(where))
@@ -41,7 +41,7 @@ def local(where: str | Path, code: bool = False) -> Path:
 
     Args:
         where: A path, `org/name` or `org/name@revision`.
-        code: Whether to take Python files too.
+        code: Whether to download Python files too.
     """
     named = repository(where)
     return Path(where) if named is None else _snapshot(*named, code)
@@ -49,10 +49,10 @@ def local(where: str | Path, code: bool = False) -> Path:
 
 @lru_cache
 def _snapshot(repo: str, revision: str, code: bool) -> Path:
-    """Once in a process: whoever asks again gets the same commit."""
+    """Cached for the process: later calls get the same commit."""
     name = repo if revision == "main" else f"{repo}@{revision}"
     where = f"{name}: no such directory, and the Hub ({constants.ENDPOINT})"
-    logging.set_verbosity_error()  # it warns of every retry, and what comes of them is an error here
+    logging.set_verbosity_error()  # it warns of every retry; failures are reported as errors here
     try:
         found = Path(snapshot_download(repo, revision=revision, allow_patterns=[*WANTED, *(["*.py"] if code else [])]))
     except GatedRepoError:

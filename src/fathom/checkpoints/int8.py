@@ -27,7 +27,7 @@ class Int8Linear(nn.Module):
     """A linear layer for inference whose weight is stored in eight bits.
 
     Args:
-        linear: The layer that it stands for, on a CPU.
+        linear: The layer to replace, on a CPU.
     """
 
     def __init__(self, linear: nn.Linear) -> None:
@@ -36,7 +36,7 @@ class Int8Linear(nn.Module):
         weight = linear.weight.detach().float()
         scale = weight.abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny) / LARGEST
         zeros = torch.zeros(len(weight), dtype=torch.long)
-        with warnings.catch_warnings():  # torch means to replace this way of holding eight bits one day
+        with warnings.catch_warnings():  # torch plans to replace this storage of eight-bit weights
             warnings.simplefilter("ignore", UserWarning)
             whole = torch.quantize_per_channel(weight, scale.double(), zeros, 0, torch.qint8)
             self._held = torch.ops.quantized.linear_prepack(whole, None)
@@ -47,7 +47,7 @@ class Int8Linear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """What the stored weight stands for, `[out_features, in_features]`: a copy."""
+        """The stored weight as floats, `[out_features, in_features]`: a copy."""
         return torch.ops.quantized.linear_unpack(self._held)[0].dequantize()
 
     def forward(self, hidden_states: Tensor) -> Tensor:
@@ -65,11 +65,11 @@ class Int8Linear(nn.Module):
         return made.view(*hidden_states.shape[:-1], self.out_features).to(hidden_states.dtype)
 
     def extra_repr(self) -> str:
-        """As that of `nn.Linear`."""
+        """See `nn.Linear.extra_repr`."""
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
     def __deepcopy__(self, memo: dict[int, object]) -> Int8Linear:
-        """The same layer: nothing writes to it."""
+        """The same layer, because nothing writes to it."""
         return self
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Int8Linear:
@@ -86,7 +86,7 @@ def quantise(model: nn.Module) -> int:
     fewer than `LEAST` inputs or outputs, quantized ones, and those with hooks.
 
     Args:
-        model: It can no longer be trained or saved.
+        model: The model, which can then no longer be trained or saved.
     """
     fault = refusal(model)
     if fault is not None:
@@ -112,7 +112,7 @@ def refusal(model: nn.Module) -> str | None:
 
 
 def fits(linear: nn.Linear) -> bool:
-    """Whether a layer is a plain one that is large enough."""
+    """Whether a layer is a plain linear one that is large enough."""
     hooks = linear._forward_hooks, linear._forward_pre_hooks
     plain = type(linear) is nn.Linear and "forward" not in vars(linear) and not any(hooks)
     return plain and type(linear.weight) is nn.Parameter and min(linear.weight.shape) >= LEAST

@@ -1,4 +1,4 @@
-"""Names of the files in a model directory, a run and a comparison, each spelled once."""
+"""Names of the files in a model directory, a run and a comparison."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ LATEST = "latest"
 MANIFEST = "manifest.json"
 TRAINER = "trainer.json"
 
-# A comparison: runs lie in `arms/ARM/seed-N/`.
+# A comparison: runs are in `arms/ARM/seed-N/`.
 PLAN = "plan.json"
 ARMS = "arms"
 MEASURED = "measured"
 CLAIMS = "claims"
 MACHINE = "machine.json"
 FAILED = "failed.json"
-LADDER = "ladder.json"  # two directories up, where a comparison is a rung
+LADDER = "ladder.json"  # two directories up, if the comparison is a rung
 
 # A prepared corpus.
 TOKENIZER = "tokenizer"
@@ -61,7 +61,7 @@ def step_name(step: int) -> str:
 
 
 def step_number(name: str) -> int | None:
-    """The step that a directory's name stands for, if it is a checkpoint's."""
+    """The step in a checkpoint directory's name; None for other names."""
     number = name.removeprefix("step-")
     return int(number) if name.startswith("step-") and number.isdigit() else None
 

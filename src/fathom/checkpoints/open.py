@@ -36,18 +36,18 @@ class Opening:
     """How a checkpoint is opened."""
 
     device: str | None = None
-    """`cpu`, `cuda`, ...; by default cuda where there is one."""
+    """`cpu`, `cuda`, ...; by default cuda if available."""
     dtype: str = "auto"
-    """`auto` (as stored, or float32 where a CPU is slow with that), `float32`, `bfloat16` or `float16`."""
+    """`auto` (as stored, or float32 if the CPU is slow with the stored type), `float32`, `bfloat16` or `float16`."""
     trust_remote_code: bool = False
-    """Run Python files of the directory, for architectures that neither transformers nor Fathom has."""
+    """Run Python files of the directory, for architectures that neither transformers nor Fathom knows."""
     verify: bool = False
-    """Compare weights of more than 2 GB with their hashes too."""
+    """Compare weights above 2 GB with their hashes too."""
     weights: str = "stored"
     """`stored`, or `int8`: linear layers in eight bits, for inference on a CPU."""
 
     def open(self, path: str | Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-        """Model and tokenizer, as `open_checkpoint` gives them."""
+        """Model and tokenizer, see `open_checkpoint`."""
         if self.weights not in WEIGHTS:
             raise SettingsError(f"weights={self.weights}: allowed: {', '.join(WEIGHTS)}")
         model, tokenizer = open_checkpoint(path, self.device, self.dtype, self.trust_remote_code, self.verify)
@@ -57,23 +57,24 @@ class Opening:
 
     @property
     def numbers(self) -> str:
-        """What computes, as results name it."""
+        """The number format of the computation, for results."""
         return self.dtype if self.weights == "stored" else f"{self.dtype}, weights {self.weights}"
 
 
 def load(
     where: str | Path, device: str | None = None, dtype: str = "auto", trust_remote_code: bool = False
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Model, ready for inference, and tokenizer, of a directory or a repository on the Hugging Face Hub.
+    """Open a model, ready for inference, and its tokenizer, from a directory or the Hugging Face Hub.
 
     Args:
-        where: A model directory, a GGUF file, a run, a comparison (its best arm), or `org/name` or
-            `org/name@revision` on the Hub, downloaded to the Hub's cache if it is not there yet. A local directory of
-            that name takes precedence.
-        device: `cpu`, `cuda`, ...; by default cuda where there is one.
-        dtype: `auto` (as stored, or float32 where a CPU is slow with that), `float32`, `bfloat16` or `float16`.
-        trust_remote_code: Let transformers run Python files that come with the model, for architectures that neither
-            it nor Fathom knows.
+        where: A model directory, a GGUF file, a run, a comparison (its best arm), or `org/name` or `org/name@revision`
+            on the Hub, downloaded to the Hub's cache if it is not there yet. A local directory with this name takes
+            precedence.
+        device: `cpu`, `cuda`, ...; by default cuda if available.
+        dtype: `auto` (as stored, or float32 if the CPU is slow with the stored type), `float32`, `bfloat16` or
+            `float16`.
+        trust_remote_code: Let transformers run Python files of the model, for architectures that neither transformers
+            nor Fathom knows.
     """
     return open_checkpoint(where, device, dtype, trust_remote_code)
 
@@ -85,16 +86,17 @@ def open_checkpoint(
     trust_remote_code: bool = False,
     verify: bool = False,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Model, ready for inference, and tokenizer of a model directory, a run or a comparison.
+    """Open a model, ready for inference, and its tokenizer from a model directory, a run or a comparison.
 
     Args:
         path: An exported directory, any Hugging Face directory, `org/name[@revision]` on the Hub, a GGUF file, a run,
             or a comparison (its best arm).
-        device: `cpu`, `cuda`, ...; by default cuda where there is one.
-        dtype: `auto` (as stored, or float32 where a CPU is slow with that), `float32`, `bfloat16` or `float16`.
-        trust_remote_code: Let transformers run Python files of the directory, for architectures that neither it nor
-            Fathom knows. Known architectures do not need it.
-        verify: Compare weights of more than 2 GB with `weights.sha256` too; smaller ones always are.
+        device: `cpu`, `cuda`, ...; by default cuda if available.
+        dtype: `auto` (as stored, or float32 if the CPU is slow with the stored type), `float32`, `bfloat16` or
+            `float16`.
+        trust_remote_code: Let transformers run Python files of the directory, for architectures that neither
+       transformers nor Fathom knows. Known architectures need no code. verify: Compare weights above 2 GB with
+       `weights.sha256` too; smaller ones are always compared.
     """
     if dtype not in DTYPES:
         raise ModelError(f"dtype {dtype!r}: allowed: {', '.join(DTYPES)}")
@@ -123,7 +125,7 @@ def open_checkpoint(
 
 @contextlib.contextmanager
 def _in_one_line(path: Path) -> Iterator[None]:
-    """Any error as a `ModelError`: what libraries raise here depends on the values in the files."""
+    """Any error as a `ModelError`, since the errors of libraries depend on the values in the files."""
     try:
         yield
     except (FathomError, MemoryError, torch.OutOfMemoryError):
@@ -136,7 +138,7 @@ def _in_one_line(path: Path) -> Iterator[None]:
 
 
 def multiplies(dtype: torch.dtype) -> bool:
-    """Whether this CPU has instructions for products of 16-bit numbers; other processors than x86 count as able."""
+    """Whether this CPU has instructions for products of 16-bit numbers; assumed for processors other than x86."""
     able = torch.cpu.get_capabilities()
     if able.get("architecture") != "x86_64":
         return True
@@ -145,7 +147,7 @@ def multiplies(dtype: torch.dtype) -> bool:
 
 
 def _fast_on_this_cpu(model: PreTrainedModel) -> PreTrainedModel:
-    """In float32, if the CPU would imitate the model's 16-bit numbers; the values of the weights are the same."""
+    """The model in float32, if the CPU would emulate its 16-bit numbers; the weights keep their values."""
     stored = model.dtype
     if stored not in (torch.bfloat16, torch.float16) or getattr(model, "is_quantized", False) or multiplies(stored):
         return model
@@ -178,17 +180,17 @@ def _open_stranger(
             **where,
         )
     _require_tensors(directory, info)
-    with torch.inference_mode():  # shapes that contradict one another are found by the first token
+    with torch.inference_mode():  # the first token reveals shapes that contradict one another
         model.eval()(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device))
     return model, tokenizer
 
 
 def _require_tensors(directory: Path, info: Mapping[str, Collection[Any]]) -> None:
-    """Refuse what transformers would start at random; name what it leaves unread.
+    """Refuse tensors that transformers would initialise at random, and name unused ones.
 
     Args:
-        directory: Where the checkpoint is.
-        info: transformers' account of the loading.
+        directory: The checkpoint's directory.
+        info: transformers' loading info.
     """
     for name, found, needed in sorted(info["mismatched_keys"]):
         raise ModelError(f"{directory}: {name} has shape {list(found)}, config.json needs {list(needed)}")
@@ -202,7 +204,7 @@ def _require_tensors(directory: Path, info: Mapping[str, Collection[Any]]) -> No
 
 
 def own_context(directory: Path, trust_remote_code: bool = False) -> int | None:
-    """The longest context of a checkpoint that was checked, under any name that transformers knows for it."""
+    """The longest context of a checked checkpoint, under any name that transformers knows for it."""
     config = check_checkpoint(directory)
     try:
         if config.get("model_type") in known():
@@ -210,11 +212,11 @@ def own_context(directory: Path, trust_remote_code: bool = False) -> int | None:
         where = {"local_files_only": True, "trust_remote_code": trust_remote_code}
         return longest_context(AutoConfig.from_pretrained(directory, **where))
     except Exception:
-        return None  # opening the model says what is wrong
+        return None  # opening the model reports the error
 
 
 def longest_context(config: PreTrainedConfig) -> int | None:
-    """The tokens for which a model, or the text model within it, has positions; None where it does not say."""
+    """The number of tokens for which a model, or its text model, has positions; None if unknown."""
     size = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
     return size if isinstance(size, int) and size > 0 else None
 
@@ -223,5 +225,5 @@ def check_device(device: str) -> None:
     """Refuse a device that does not exist or is not available, before anything is read."""
     try:
         torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:  # torch without CUDA asserts
+    except (RuntimeError, AssertionError, NotImplementedError) as error:  # torch without CUDA raises an AssertionError
         raise ModelError(f"device={device}: {str(error).strip().splitlines()[0]}") from None

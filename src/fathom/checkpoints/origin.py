@@ -1,7 +1,7 @@
-"""Where bytes come from: a local path, or a Hugging Face repository read by HTTP range requests.
+"""Sources of bytes: a local path, or a Hugging Face repository read by HTTP range requests.
 
-An origin reads byte ranges of named files and keeps a ledger of what it read. It never reads more than it was asked
-for, so a comparison of two remote models moves only the tensors that it looks at.
+An origin reads byte ranges of named files and records them in a ledger. It reads only what is requested, so a
+comparison of two remote models downloads only the tensors that it uses.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ _REVISION = re.compile(r"[\w./-]{1,128}")
 
 
 class Origin(Protocol):
-    """A flat collection of files, of which byte ranges can be read."""
+    """A flat collection of files that are read by byte ranges."""
 
     bytes_read: int
-    shelf: Shelf | None  # where one is set, it keeps what is read
-    gap_bytes: int  # two ranges this close are read as one: another request would cost more
+    shelf: Shelf | None  # if set, it caches all reads
+    gap_bytes: int  # two ranges this close are read as one, because another request would cost more
 
     @property
     def name(self) -> str:
-        """Its name in reports."""
+        """Name in reports."""
         ...
 
     @property
@@ -74,19 +74,19 @@ def safe_name(name: object) -> str:
 
 
 class Shelf:
-    """Bytes that were read, by file and place, so that none is read twice.
+    """A cache of bytes by file and position, so that none is read twice.
 
-    Memory holds what was read, or with `spill` temporary files do, which take as much room on disk.
+    The bytes are in memory, or with `spill` in temporary files, which take the same space on disk.
     """
 
     def __init__(self, spill: bool = False) -> None:
         self._spill = spill
-        self._places: dict[str, tuple[list[int], list[int]]] = {}  # where blocks start and stop
+        self._places: dict[str, tuple[list[int], list[int]]] = {}  # start and end of the blocks
         self._blocks: dict[tuple[str, int], bytearray] = {}
         self._files: dict[str, IO[bytes]] = {}
 
     def read(self, path: str, start: int, stop: int, fetch: Callable[[str, int, int], bytearray]) -> bytearray:
-        """The bytes [start, stop); only those that are not on the shelf are fetched."""
+        """The bytes [start, stop); only uncached ones are read."""
         starts, stops = self._places.setdefault(path, ([], []))
         out = bytearray(stop - start)
         place = start
@@ -115,7 +115,7 @@ class Shelf:
             self._blocks[path, start] = block
 
     def _kept(self, path: str, block: int, start: int, stop: int) -> bytes | memoryview:
-        """Bytes of the block that starts at `block`."""
+        """Bytes of the block that begins at `block`."""
         if self._spill:
             self._files[path].seek(start)
             return self._files[path].read(stop - start)
@@ -123,7 +123,7 @@ class Shelf:
 
 
 class LocalOrigin:
-    """A directory of files. Reads are positioned reads: nothing is mapped, so memory holds only what is asked for."""
+    """A directory of files. Reads are positioned and nothing is mapped, so memory holds only requested bytes."""
 
     revision: str | None = None
     gap_bytes = 0
@@ -157,7 +157,7 @@ class LocalOrigin:
         with open(self.directory / safe_name(path), "rb", buffering=0) as file:
             file.seek(start)
             while done < len(buffer):
-                got = file.readinto(view[done : done + (1 << 30)])  # the system moves at most 2 GiB at once
+                got = file.readinto(view[done : done + (1 << 30)])  # the system reads at most 2 GiB at once
                 if not got:
                     raise ModelError(f"{path}: truncated, bytes {start}–{stop} asked for, file ends at {start + done}")
                 done += got
@@ -187,7 +187,7 @@ class RemoteOrigin:
         self.requests = 0
         self.max_bytes = max_bytes
         self._sizes: dict[str, int | None] = {}
-        self._token = get_token()  # HF_TOKEN, or what `hf auth login` keeps
+        self._token = get_token()  # HF_TOKEN, or the token of `hf auth login`
 
     def exists(self, path: str) -> bool:
         """Whether the file is there (one one-byte request the first time)."""
@@ -213,7 +213,7 @@ class RemoteOrigin:
         return self.shelf.read(path, start, stop, self._fetch) if self.shelf else self._fetch(path, start, stop)
 
     def names(self) -> list[str]:
-        """A remote repository is not listed: its index names the shards."""
+        """Empty: a remote repository is not listed, since its index names the shards."""
         return []
 
     def _fetch(self, path: str, start: int, stop: int) -> bytearray:
@@ -239,7 +239,7 @@ class RemoteOrigin:
     def _request(self, url: str, path: str, start: int, stop: int) -> bytearray:
         request = urllib.request.Request(url, headers={"Range": f"bytes={start}-{stop - 1}"})
         if self._token:
-            # not repeated to the storage host that the endpoint redirects to
+            # not sent to the storage host that the endpoint redirects to
             request.add_unredirected_header("Authorization", f"Bearer {self._token}")
         self.requests += 1
         with urllib.request.urlopen(request, timeout=60) as response:
@@ -255,7 +255,7 @@ class RemoteOrigin:
             view, done = memoryview(body), 0
             while done < len(body) and (got := response.readinto(view[done:])):
                 done += got
-            # later reads stay on the commit that answered the first one
+            # later reads use the commit that answered the first one
             commit = response.headers.get("X-Repo-Commit")
         self.bytes_read += done
         if done < min(stop, size) - start:
@@ -280,7 +280,7 @@ def repository_of(where: str) -> tuple[str, str] | None:
 
 
 def open_origin(where: str, max_bytes: int | None = None) -> tuple[Origin, str | None]:
-    """An origin for a directory, a file or `org/name@revision`, and the one file that was named, if one was."""
+    """An origin for a directory, a file or `org/name@revision`, and the file's name if a file was given."""
     path = Path(where)
     if path.is_dir():
         return LocalOrigin(path, max_bytes), None
@@ -293,7 +293,7 @@ def open_origin(where: str, max_bytes: int | None = None) -> tuple[Origin, str |
 
 
 def read_whole(origin: Origin, path: str, limit: int = JSON_LIMIT) -> bytes:
-    """A small file, whole; refused above the limit."""
+    """The contents of a small file; refused above the limit."""
     size = origin.size(path)
     if size > limit:
         raise ModelError(f"{path}: {size:,} bytes, more than the {limit:,} such a file may have")

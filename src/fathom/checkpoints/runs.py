@@ -1,4 +1,4 @@
-"""Runs and comparisons on disk: which model they hold, and how to read it without the training code."""
+"""Runs and comparisons on disk: the models in them, read without the training code."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from fathom.models.loading import differing, require_shapes
 from fathom.report.files import Digest, digest, read_json
 from fathom.report.results import restored
 
-# Expected: checkpoints are often read and written by a single process.
+# Expected, because checkpoints are often read and written by a single process.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
@@ -62,7 +62,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class Opened:
-    """A model with its tokenizer and how it was trained."""
+    """A model with its tokenizer and training facts."""
 
     model: FathomForCausalLM
     tokenizer: PreTrainedTokenizerBase | None
@@ -73,8 +73,8 @@ def open_source(source: Path, tokenizer: PreTrainedTokenizerBase | None = None) 
     """The model of a run (finished, or at its newest checkpoint), of a comparison's best run or of a model directory.
 
     Args:
-        source: Any of these, or `org/name[@revision]` on the Hub.
-        tokenizer: Taken in place of the directory's own.
+        source: One of these, or `org/name[@revision]` on the Hub.
+        tokenizer: Replaces the directory's own.
     """
     facts = Facts()
     if is_gguf(source):
@@ -112,21 +112,21 @@ def read_config(directory: Path) -> FathomConfig:
         raise ModelError(f"{directory} is a {kind} model; Fathom opens {', '.join(known())}")
     try:
         return FathomConfig.from_pretrained(directory)
-    except Exception as error:  # of which class depends on the value in the file
+    except Exception as error:  # the class depends on the value in the file
         raise ModelError(f"{directory / CONFIG}: {reason(error)}") from error
 
 
 def open_decoder(directory: Path, config: FathomConfig, **settings: object) -> FathomForCausalLM:
-    """The model of a directory that was checked.
+    """The model of a checked directory.
 
     Args:
-        directory: Where.
-        config: What `read_config` found there.
-        settings: For `from_pretrained`.
+        directory: The model directory.
+        config: The result of `read_config`.
+        settings: Arguments of `from_pretrained`.
     """
     _check_size(directory, config)
     before = logging.get_verbosity()
-    logging.set_verbosity_error()  # what transformers warns of here is an error of ours
+    logging.set_verbosity_error()  # transformers' warning is an error here
     try:
         return FathomForCausalLM.from_pretrained(directory, local_files_only=True, **settings)
     except (FathomError, MemoryError, torch.OutOfMemoryError):
@@ -146,14 +146,14 @@ def _check_size(directory: Path, config: FathomConfig) -> None:
     try:
         with torch.device("meta"):
             needed = sum(parameter.numel() for parameter in FathomForCausalLM(config).parameters())
-    except Exception as error:  # as an attn_implementation that does not exist or is not installed
+    except Exception as error:  # such as an attn_implementation that does not exist or is not installed
         raise ModelError(f"{directory / CONFIG}: {reason(error)}") from error
-    if needed > held:  # a parameter takes a byte at least
+    if needed > held:  # a parameter takes at least one byte
         raise ModelError(f"{words}: {needed:,} parameters")
 
 
 def _open_checkpoint(run: Path, tokenizer: PreTrainedTokenizerBase | None, facts: Facts) -> Opened:
-    """The newest checkpoint of a run; what is known of another step is left out."""
+    """The newest checkpoint of a run, without facts that belong to another step."""
     recipe = _recipe_of(run)
     _refuse_adapters(run)
     saved = newest_checkpoint(run)
@@ -174,7 +174,7 @@ def _open_checkpoint(run: Path, tokenizer: PreTrainedTokenizerBase | None, facts
 
 
 def config_of(block: Mapping[str, object]) -> FathomConfig:
-    """A recipe's model block as a configuration; with `from_pretrained`, the block's keys over that checkpoint's.
+    """The configuration of a recipe's model block; with `from_pretrained`, the block's keys override the checkpoint's.
 
     A key that contradicts the shapes of the checkpoint's tensors is a `ModelError`.
     """
@@ -198,7 +198,7 @@ def changes_of(block: Mapping[str, object]) -> dict[str, tuple[object, object]]:
 
 
 def _configured(source: str, **keys: object) -> FathomConfig:
-    """The configuration of what `from_pretrained` names, under the keys."""
+    """The configuration of the model in `from_pretrained`, overridden by the keys."""
     directory = model_directory(source)
     if directory is not None:
         return FathomConfig.from_pretrained(directory, **keys)
@@ -206,7 +206,7 @@ def _configured(source: str, **keys: object) -> FathomConfig:
 
 
 def _config_at(run: Path, step: int | None) -> FathomConfig:
-    """A run's configuration as its export at a step has it: every schedule stands where it was, by default last."""
+    """A run's configuration in its export at a step (by default the last): schedules have their value at that step."""
     with torch.device("meta"):
         model = FathomForCausalLM(config_of(_recipe_of(run).model))
     model.set_step(max(checkpoint_steps(run), default=0) if step is None else step)
@@ -214,9 +214,9 @@ def _config_at(run: Path, step: int | None) -> FathomConfig:
 
 
 def model_directory(source: str | Path) -> Path | None:
-    """The model directory that `from_pretrained` names; None for a run with checkpoints, whose fp32 weights are taken.
+    """The model directory that `from_pretrained` names; None for a run with checkpoints, whose fp32 weights are used.
 
-    Of a run without checkpoints, or one that trained adapters, it is the finished model.
+    For a run without checkpoints, or with trained adapters, it is the finished model.
     """
     found = run_and_step(source)
     if found is None:
@@ -226,7 +226,7 @@ def model_directory(source: str | Path) -> Path | None:
 
 
 def is_source(source: str | Path) -> bool:
-    """Whether a name is one that `from_pretrained` takes; the Hub is not asked."""
+    """Whether `from_pretrained` accepts a name; the Hub is not contacted."""
     return (Path(source) / CONFIG).is_file() or run_and_step(source) is not None or repository(source) is not None
 
 
@@ -251,7 +251,7 @@ def find_checkpoint(where: str | Path) -> Saved:
 
 
 def is_settled(where: str | Path, saved: Saved) -> bool:
-    """Whether a name will always mean this checkpoint: it gives the step, or the run has finished there."""
+    """Whether a name will always mean this checkpoint: it contains the step, or the run finished at this step."""
     found = run_and_step(where)
     if found is None or found[1] is not None:
         return True
@@ -302,7 +302,7 @@ def newest_checkpoint(run: Path, say: Callable[[str], None] | None = None) -> Sa
 
     Args:
         run: A run's directory.
-        say: Called with a line about each damaged one.
+        say: Called with a line about each damaged checkpoint.
     """
     for step in reversed(checkpoint_steps(run)):
         directory = run / step_name(step)
@@ -315,7 +315,7 @@ def newest_checkpoint(run: Path, say: Callable[[str], None] | None = None) -> Sa
 
 
 def load_tensors(directory: Path, tensors: Mapping[str, Tensor], alone: bool = False) -> None:
-    """Read a checkpoint into tensors, with any sharding on either side; all ranks together, or one of them alone."""
+    """Read a checkpoint into tensors, with any sharding on either side, on all ranks together or on one of them."""
     reader = dcp.HuggingFaceStorageReader(str(directory))
     try:
         dcp.load(dict(tensors), storage_reader=reader, no_dist=alone or not dist.is_initialized())

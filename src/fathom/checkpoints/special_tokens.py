@@ -1,4 +1,4 @@
-"""Which tokens begin, end and pad a text, from a checkpoint's configuration and its tokenizer."""
+"""The tokens that begin, end and pad texts, from a checkpoint's configuration and its tokenizer."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ Ids = int | Sequence[int] | None
 
 
 def stop_tokens(own: Ids, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The tokens that end a text: the checkpoint's own, which for a chat model end an answer, and the tokenizer's EOS.
+    """The tokens that end a text: the checkpoint's, which end an answer of a chat model, and the tokenizer's EOS.
 
     Args:
         own: The `eos_token_id` of a configuration.
-        tokenizer: An id of `own` counts only if it is one of its special tokens; else it is another tokenizer's.
+        tokenizer: The tokenizer. Ids of `own` that are not its special tokens belong to another one and are ignored.
     """
     return list(dict.fromkeys([*known(own, tokenizer), *as_list(tokenizer.eos_token_id)]))
 
@@ -26,24 +26,24 @@ def pad_token(own: Ids, tokenizer: PreTrainedTokenizerBase, stops: Sequence[int]
 
 
 def known(own: Ids, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Those of a configuration's ids that are special tokens of its tokenizer."""
+    """Those ids of a configuration that are special tokens of its tokenizer."""
     special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
     return [token for token in as_list(own) if token in special]
 
 
 def as_list(ids: Ids) -> list[int]:
-    """One, several or no tokens as a list; what is no number in a file is left out."""
+    """One, several or no tokens as a list; values in a file that are not numbers are ignored."""
     several = [ids] if isinstance(ids, int) else ids if isinstance(ids, Sequence) else []
     return [token for token in several if isinstance(token, int)]
 
 
 def as_field(ids: Sequence[int]) -> Ids:
-    """A list of ids as a configuration holds it: one id, a list, or None."""
+    """A list of ids in a configuration's form: one id, a list, or None."""
     return None if not ids else ids[0] if len(ids) == 1 else list(ids)
 
 
 def unknown_token(ids: Iterable[int], model: PreTrainedModel) -> str | None:
-    """Why a model cannot read these tokens of its tokenizer, if it cannot: it has no embedding for one of them."""
+    """Why a model cannot read these tokens of its tokenizer: it has no embedding for one of them. None if it can."""
     size, largest = model.config.get_text_config(decoder=True).vocab_size, max(ids, default=0)
     if largest < size:
         return None

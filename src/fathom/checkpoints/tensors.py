@@ -1,7 +1,7 @@
 """Tensors on disk: safetensors headers, number formats, shards and adapters, read row by row.
 
 The safetensors format is eight bytes of little-endian header length, a JSON header `{name: dtype, shape,
-data_offsets}`, then the raw numbers. Everything in a header is checked before a byte of data is touched.
+data_offsets}`, then the raw numbers. Everything in a header is checked before any data is read.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ class TensorStore(Protocol):
 
     @property
     def origin(self) -> Origin:
-        """Where the bytes come from."""
+        """The source of the bytes."""
         ...
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
-        """What the headers say."""
+        """The entries of the headers."""
         ...
 
     def read(self, name: str, rows: Ranges | None = None) -> Array:
@@ -72,7 +72,7 @@ class TensorStore(Protocol):
 
 
 def parse_header(raw: bytes, data_start: int, size: int, file: str) -> dict[str, TensorInfo]:
-    """A validated safetensors header: types known, sizes consistent, offsets inside the file, no overlap, no hole."""
+    """A validated safetensors header: known types, consistent sizes, offsets inside the file, no overlap, no hole."""
     table = parse_json(raw, f"{file}: header", unique=True)
     found: dict[str, TensorInfo] = {}
     for name, entry in table.items():
@@ -125,7 +125,7 @@ def read_header(origin: Origin, file: str) -> dict[str, TensorInfo]:
 
 
 def read_index(origin: Origin, file: str) -> dict[str, str]:
-    """The weight map of a sharded checkpoint, every shard name checked to stay in the directory."""
+    """The weight map of a sharded checkpoint; every shard name is checked to stay in the directory."""
     weight_map = read_json(origin, file).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelError(f"{file}: no weight_map")
@@ -246,7 +246,7 @@ def float8_table(exponent_bits: int, mantissa_bits: int) -> Array:
 
 
 class AdapterStore:
-    """A base checkpoint seen through a LoRA adapter: W + scale · B A, added as rows are read."""
+    """A base checkpoint with a LoRA adapter: W + scale · B A, added as rows are read."""
 
     def __init__(self, base: TensorStore, adapter: SafetensorsStore, config: Mapping[str, object]):
         kind = config.get("peft_type")
@@ -278,7 +278,7 @@ class AdapterStore:
                 if target not in self.tensors:
                     raise ModelError(f"adapter tensor {name!r:.120}: neither LoRA nor a tensor of the base")
                 wanted, found = self.base.tensors[target].shape, self.adapter.tensors[name].shape
-                if wanted[1:] != found[1:]:  # rows may have been added: a vocabulary's
+                if wanted[1:] != found[1:]:  # rows may have been added, as for a larger vocabulary
                     raise ModelError(
                         f"adapter tensor {name!r:.120} is {_by(found)}, {target!r:.120} of the base {_by(wanted)}"
                     )
@@ -286,7 +286,7 @@ class AdapterStore:
                 self.tensors[target] = self.adapter.tensors[name]
 
     def _check(self, target: str, a: str, b: str) -> None:
-        """Refuse factors whose product is not of the weight's shape."""
+        """Refuse factors whose product does not have the weight's shape."""
         wanted = self.base.tensors[target].shape
         first, second = self.adapter.tensors[a].shape, self.adapter.tensors[b].shape  # [r, in], [out, r]
         made = (second[0], first[1]) if len(first) == len(second) == 2 and first[0] == second[1] else ()
@@ -318,7 +318,7 @@ _SKIPPED = re.compile(r"^(consolidated|adapter_|optimizer|training_|rng_state|sc
 
 
 def open_safetensors(origin: Origin, file: str | None = None) -> SafetensorsStore:
-    """The checkpoint at an origin: the named file, the index's shards, or the only weights there are."""
+    """The checkpoint at an origin: the named file, the index's shards, or the only weights file."""
     if file is not None:
         if file.endswith(".safetensors"):
             return _usable(SafetensorsStore(origin, [file]))
@@ -338,7 +338,7 @@ def open_safetensors(origin: Origin, file: str | None = None) -> SafetensorsStor
 
 
 def is_pickle(name: str) -> bool:
-    """Whether a file's name says that opening it may run code."""
+    """Whether opening a file with this name may run code."""
     return name.lower().endswith(PICKLES)
 
 

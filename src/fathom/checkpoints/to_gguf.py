@@ -1,7 +1,7 @@
-"""A stock Llama, Qwen2 or Qwen3 and its tokenizer as one GGUF file, for llama.cpp and what is built on it.
+"""A stock Llama, Qwen2 or Qwen3 and its tokenizer as one GGUF file, for llama.cpp and programs based on it.
 
 llama.cpp rotates pairs of neighbouring channels of its `llama`, not the two halves of a head: the rows of queries and
-keys are put in that order.
+keys are reordered accordingly.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ def write_gguf(path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenize
     """Write weights as they are stored (norms in float32), shape and tokenizer.
 
     Args:
-        path: Where to write.
+        path: The file to write.
         model: A stock model of one of `ARCHITECTURES`.
-        tokenizer: Its tokenizer, byte-level BPE.
+        tokenizer: The model's tokenizer, a byte-level BPE.
         name: The model's name in llama.cpp.
     """
     try:
@@ -73,7 +73,7 @@ def write_gguf(path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenize
 
 
 def in_pairs(key: str, tensor: Tensor, config: PretrainedConfig) -> Tensor:
-    """A tensor of a `llama`, the rows of queries and keys in the order in which llama.cpp rotates them."""
+    """A tensor of a `llama`, with the rows of queries and keys in llama.cpp's rotary order."""
     if config.model_type != "llama" or not any(f"self_attn.{name}_proj." in key for name in "qk"):
         return tensor
     halves = tensor.view(-1, 2, config.head_dim // 2, *tensor.shape[1:])  # [H, 2, D / 2, ...]
@@ -81,7 +81,7 @@ def in_pairs(key: str, tensor: Tensor, config: PretrainedConfig) -> Tensor:
 
 
 def gguf_name(key: str) -> str:
-    """The name that llama.cpp gives a tensor."""
+    """llama.cpp's name of a tensor."""
     module, _, kind = key.rpartition(".")
     if module in TOP:
         return f"{TOP[module]}.{kind}"
@@ -165,7 +165,7 @@ def _add_tokenizer(writer: GGUFWriter, tokenizer: PreTrainedTokenizerBase, model
 
 
 def _splitting(backend: dict[str, Any]) -> str:
-    """llama.cpp's name for how a byte-level BPE cuts text into words."""
+    """llama.cpp's name for the way a byte-level BPE splits text into words."""
     if backend["model"]["type"] != "BPE":
         raise ModelError(f"a GGUF file is written of byte-level BPE, not of a {backend['model']['type']} tokenizer")
     steps = backend["pre_tokenizer"] or {}
@@ -194,6 +194,6 @@ def _add_tensor(writer: GGUFWriter, name: str, tensor: Tensor) -> None:
         writer.add_tensor(name, tensor.float().numpy())
     elif tensor.dtype == torch.float16:
         writer.add_tensor(name, tensor.numpy())
-    else:  # numpy knows no bfloat16: bytes, and what they are
+    else:  # numpy has no bfloat16: raw bytes with their type
         raw = tensor.view(torch.uint8).numpy().astype(np.uint8, copy=False)
         writer.add_tensor(name, raw, raw_dtype=GGMLQuantizationType.BF16)

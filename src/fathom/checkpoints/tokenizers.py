@@ -23,8 +23,8 @@ def open_tokenizer(
     """The tokenizer of a directory; nothing is downloaded.
 
     Args:
-        directory: A model directory or a tokenizer's own.
-        config: The model's configuration, if it is known already.
+        directory: A model or tokenizer directory.
+        config: The model's configuration, if already known.
         trust_remote_code: Let transformers run Python files of the directory.
     """
     from transformers import AutoTokenizer
@@ -35,8 +35,8 @@ def open_tokenizer(
             directory, local_files_only=True, trust_remote_code=trust_remote_code, **given
         )
         made.decode(made(PROBE, verbose=False)["input_ids"])  # some settings are first read here
-    except BaseException as error:  # none of our code runs in there, so every error is about the directory's files
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # Rust's are no Exceptions
+    except BaseException as error:  # every error is about the directory's files
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # Rust's errors
             raise
         hint = "; `trust_remote_code` allows it" if "trust_remote_code" in str(error) else ""
         raise ModelError(f"{directory}: cannot load the tokenizer: {' '.join(str(error).split())}{hint}") from error
@@ -46,8 +46,8 @@ def open_tokenizer(
 def identity(tokenizer_json: str) -> str:
     """SHA-256 of a tokenizer's vocabulary and rules: equal for tokenizers that turn equal text into equal tokens.
 
-    Left out is what does not affect that: padding, truncation, decoding, the tokens put around a text, and the
-    formatting of the file.
+    Settings that do not affect tokens of a text are excluded: padding, truncation, decoding, tokens added around a
+    text, and the formatting of the file.
     """
     content = json.loads(tokenizer_json)
     model = {key: value for key, value in content["model"].items() if value not in (None, False, "")}
@@ -63,16 +63,16 @@ def identity(tokenizer_json: str) -> str:
 
 
 def byte_letters() -> dict[str, int]:
-    """The byte of each character in byte-level vocabularies: visible Latin-1 is itself, the rest from U+0100 on."""
+    """The byte of each character in byte-level vocabularies: visible Latin-1 is itself, others start at U+0100."""
     visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = [byte for byte in range(256) if byte not in visible]
     return {chr(byte): byte for byte in visible} | {chr(256 + rank): byte for rank, byte in enumerate(hidden)}
 
 
 def message_fields(data: bytes) -> Iterator[tuple[int, Any]]:
-    """Field numbers and values of a protocol-buffer message: integers, or the bytes of anything else.
+    """Field numbers and values of a protocol-buffer message: integers, or the bytes of any other type.
 
-    Where it does not parse, a `ValueError` follows the fields before.
+    If it does not parse, a `ValueError` follows the valid fields.
     """
     at = 0
     while at < len(data):

@@ -1,4 +1,4 @@
-"""Other projects' decoders as ours, and back: one file for each family.
+"""Other projects' decoders as Fathom models, and back: one file for each family.
 
 `import fathom.checkpoints.families` lets `FathomForCausalLM.from_pretrained` open every family of `FAMILIES`.
 """

@@ -1,7 +1,7 @@
-"""What a family of decoders declares: its configuration in our keys and back, and its tensors under our names.
+"""A family of decoders: its configuration in Fathom's keys and back, and its tensors under Fathom's names.
 
-A family's configuration is read by transformers' own class, so that an absent key means what the family's authors
-meant. Keys that most families share are translated here; a family's file says what is left.
+transformers' own class reads a family's configuration, so that missing keys have the defaults of the family's authors.
+Keys that most families share are translated here; a family's file adds the rest.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class Family:
     name: str
     """Its `model_type`."""
     switches: Callable[[PreTrainedConfig], Values]
-    """What its configuration means in our keys, beyond those that it shares with Llama."""
+    """Its configuration in Fathom's keys, beyond those that it shares with Llama."""
     back: Callable[[FathomConfig], Values]
-    """The reverse: its keys, beyond the shared ones, for a configuration of ours."""
+    """The inverse: its keys, beyond the shared ones, for a Fathom configuration."""
     rules: tuple[Rule, ...] = ()
-    """How its tensors become ours; a tensor that no rule names keeps its name."""
+    """How its tensors become Fathom's; a tensor without a rule keeps its name."""
     unread: tuple[str, ...] = ()
-    """Patterns of tensors in its checkpoints that nothing reads."""
+    """Patterns of unused tensors in its checkpoints."""
     shared: tuple[str, ...] = SHARED
     """The keys that it shares with Llama."""
 

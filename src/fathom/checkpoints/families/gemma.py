@@ -2,7 +2,7 @@
 
 From Gemma 2 on a layer has four norms.
 
-The multimodal checkpoints of Gemma 3 hold a vision tower too, and are refused.
+Multimodal checkpoints of Gemma 3 contain a vision tower too, and are refused.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ KEYS = tuple(key for key in SHARED if key not in ("hidden_act", "mlp_bias"))
 
 
 def gemma_switches(theirs: PreTrainedConfig) -> Values:
-    """What all three share."""
+    """The switches that all three versions share."""
     act = getattr(theirs, "hidden_activation", None) or getattr(theirs, "hidden_act", None)
     return {
         "norm": "rms_offset",
@@ -40,19 +40,19 @@ def gemma2_switches(theirs: PreTrainedConfig) -> Values:
 
 
 def gemma3_switches(theirs: PreTrainedConfig) -> Values:
-    """Gemma 2 with norms of queries and keys, and other angles for layers with a window."""
+    """Gemma 2 with norms of queries and keys, and separate rotary angles for layers with a window."""
     if theirs.use_bidirectional_attention:
         raise ValueError("use_bidirectional_attention=true: Fathom's decoder is causal")
     return {**gemma2_switches(theirs), "qk_norm": "head"}
 
 
 def gemma_back(config: FathomConfig) -> Values:
-    """The activation under its name."""
+    """The activation under Gemma's name."""
     return {"hidden_act": config.hidden_act}
 
 
 def gemma2_back(config: FathomConfig) -> Values:
-    """Scales, caps and windows under their names."""
+    """Scales, caps and windows under Gemma's names."""
     scale = config.attention_scale if config.attention_scale is not None else config.head_dim**-0.5
     scalar = scale**-2
     return {

@@ -19,7 +19,7 @@ REFUSED = ("scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn", "add_cr
 
 
 def switches(theirs: PreTrainedConfig) -> Values:
-    """Everything that is not Llama's, which is most."""
+    """The differences from Llama: nearly everything."""
     for key in REFUSED:
         if getattr(theirs, key):
             raise ValueError(f"{key}=true: Fathom's decoder has no such attention")
@@ -41,7 +41,7 @@ def switches(theirs: PreTrainedConfig) -> Values:
 
 
 def back(config: FathomConfig) -> Values:
-    """The same under its names."""
+    """The same under GPT-2's names."""
     return {
         "activation_function": config.hidden_act,
         "layer_norm_epsilon": config.rms_norm_eps,

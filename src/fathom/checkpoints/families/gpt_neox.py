@@ -1,4 +1,4 @@
-"""GPT-NeoX, which Pythia is: LayerNorms, biases, attention and MLP in parallel, a quarter of each head rotated.
+"""GPT-NeoX, the family of Pythia: LayerNorms, biases, attention and MLP in parallel, a quarter of each head rotated.
 
 Queries, keys and values are one matrix, interleaved by head. Its dropout is not applied.
 """
@@ -29,7 +29,7 @@ def switches(theirs: PreTrainedConfig) -> Values:
 
 
 def back(config: FathomConfig) -> Values:
-    """The same under its names."""
+    """The same under GPT-NeoX's names."""
     return {"use_parallel_residual": config.parallel_residual, "layer_norm_eps": config.rms_norm_eps}
 
 

@@ -21,7 +21,7 @@ def switches(theirs: PreTrainedConfig) -> Values:
 
 
 def back(config: FathomConfig) -> Values:
-    """The multipliers under their names."""
+    """The multipliers under Granite's names."""
     scale = config.attention_scale
     return {
         "embedding_multiplier": config.embedding_scale,

@@ -1,4 +1,4 @@
-"""Llama and its nearest kin: SmolLM, SmolLM2, TinyLlama, Mistral, Qwen2, Qwen3."""
+"""Llama and close relatives: SmolLM, SmolLM2, TinyLlama, Mistral, Qwen2, Qwen3."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ def llama_switches(theirs: PreTrainedConfig) -> Values:
 
 
 def qwen2_switches(theirs: PreTrainedConfig) -> Values:
-    """Llama with biases on queries, keys and values alone."""
+    """Llama with biases on queries, keys and values only."""
     return {"qk_norm": "none", "attention_bias": True, "output_bias": False, **windows(theirs)}
 
 
 def qwen3_switches(theirs: PreTrainedConfig) -> Values:
-    """Nothing: Qwen3 is what every switch defaults to."""
+    """No differences: Qwen3 is the default of every switch."""
     return windows(theirs)
 
 

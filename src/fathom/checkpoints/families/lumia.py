@@ -1,7 +1,7 @@
-"""The released Depth-Attention, DenseFormer, AttnRes and mHC checkpoints, opened as they are.
+"""The released Depth-Attention, DenseFormer, AttnRes and mHC checkpoints, opened unchanged.
 
 Their configurations say `llama` and carry keys of their own (two generations of them); Depth-Attention's tensors
-have Qwen3's names, the three rivals' need renaming, and every one holds a norm that nothing reads.
+have Qwen3's names, the three rivals' need renaming, and each contains an unused norm.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ def is_published(config: Values) -> bool:
 
 
 def published_config(config: Values) -> Values:
-    """The configuration with our keys."""
+    """The configuration in Fathom's keys."""
     theirs = (*DEPTH_FLAGS, *BASELINE_KEYS, "use_qk_norm", "scale_embeds", "architectures", "auto_map")
     prefixes = ("depth_", "densetransformer_", "denseformer_", "attnres_", "residual_baseline_", "mhc_", "cross_layer_")
     ours = {k: v for k, v in config.items() if k not in theirs and not k.startswith(prefixes)}
-    heads = config["num_attention_heads"]  # what Llama's configuration leaves out, it derives from this
+    heads = config["num_attention_heads"]  # Llama derives it from this if it is missing
     ours |= {
         "model_type": "fathom",
         "head_dim": config.get("head_dim") or config["hidden_size"] // heads,
@@ -89,7 +89,7 @@ def _baseline(config: Values, name: str) -> Values:
         }
     elif name == "attnres":
         residual = "attention_residuals"
-        # Which variant it is shows in the tensors only; `released` corrects this.
+        # only the tensors show the variant; `released` corrects this
         options = {
             "block_size": _first(config, "attnres_block_size", default=12),
             "recency_bias": _first(config, "attnres_recency_bias_init", default=3.0),
@@ -108,20 +108,19 @@ def _baseline(config: Values, name: str) -> Values:
 
 
 def variant_of(names: list[str]) -> str:
-    """Which attention-residuals variant a checkpoint's tensors belong to."""
+    """The attention-residuals variant of a checkpoint's tensors."""
     return "snapshot" if any(name.endswith(".recency_bias") for name in names) else "block_sum"
 
 
 def rename(name: str) -> str:
-    """Our name for a released tensor."""
+    """Fathom's name of a released tensor."""
     for pattern, replacement in RENAMES:
         name = re.sub(pattern, replacement, name)
     return name
 
 
 def tensors(directory: Path, config: FathomConfig) -> dict[str, Piece]:
-    """The tensors under our names. Which variant of attention residuals they are shows in them only; it is noted in
-    `config`."""
+    """The tensors under Fathom's names, which show the variant of attention residuals; it is noted in `config`."""
     found = read_tensors(directory, (), (DEAD,), config)
     if config.residual == "attention_residuals":
         config.residual_options["variant"] = variant_of(list(found))

@@ -1,6 +1,6 @@
 """Nanbeige 4.2: a Llama whose stack runs twice, the final norm between.
 
-Its code holds further switches of depth, which the released weights leave off; a checkpoint that sets one is refused.
+Its code has further depth options that the released weights do not use; a checkpoint that sets one is refused.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def configuration(config: Values) -> Values:
 
 
 def tensors(directory: Path, config: FathomConfig) -> None:
-    """None: its tensors have Llama's names."""
+    """None: its tensors already have Llama's names."""
 
 
 NANBEIGE = Published(("nanbeige",), owns, configuration, tensors)

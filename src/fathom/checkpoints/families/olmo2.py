@@ -9,7 +9,7 @@ from fathom.checkpoints.families.llama import nothing
 
 
 def switches(theirs: PreTrainedConfig) -> Values:
-    """Where norms stand."""
+    """The placement of norms."""
     head = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
     return {
         "norm": "rms_wide",

@@ -1,4 +1,4 @@
-"""OPT, which Galactica is: learned positions with an offset of 2, LayerNorms, a plain MLP, queries scaled first.
+"""OPT, the family of Galactica: learned positions with an offset of 2, LayerNorms, a plain MLP, queries scaled first.
 
 Its dropout is not applied.
 """
@@ -19,7 +19,7 @@ OFFSET = 2
 
 
 def switches(theirs: PreTrainedConfig) -> Values:
-    """Everything that is not Llama's, which is most."""
+    """The differences from Llama: nearly everything."""
     if theirs.word_embed_proj_dim != theirs.hidden_size:
         raise ValueError(
             f"word_embed_proj_dim={theirs.word_embed_proj_dim}: Fathom's decoder does not project embeddings"
@@ -45,7 +45,7 @@ def switches(theirs: PreTrainedConfig) -> Values:
 
 
 def back(config: FathomConfig) -> Values:
-    """The same under its names."""
+    """The same under OPT's names."""
     return {
         "layer_norm_elementwise_affine": config.norm == "layer",
         "enable_bias": config.attention_bias,

@@ -33,7 +33,7 @@ def owns(config: Values) -> bool:
 
 
 def configuration(config: Values) -> Values:
-    """A Llama's values, with the windows that Qwen2 may have; the norms, the loop and the gate."""
+    """A Llama's values, with Qwen2's windows if any, and the norms, the loop and the gate."""
     if config.get("early_exit_step") is not None:
         raise ValueError(f"early_exit_step={config['early_exit_step']}: call the model with max_trips instead")
     base = AutoConfig.for_model(**{**{k: v for k, v in config.items() if k not in READ}, "model_type": "qwen2"})
@@ -52,7 +52,7 @@ def configuration(config: Values) -> Values:
 
 
 def tensors(directory: Path, config: FathomConfig) -> Mapping[str, Any]:
-    """The norms and the gate under our names."""
+    """The norms and the gate under Fathom's names."""
     return read_tensors(directory, RULES, (), config)
 
 

@@ -22,7 +22,7 @@ def switches(theirs: PreTrainedConfig) -> Values:
 
 
 def halves(config: FathomConfig) -> list[int]:
-    """Rows of the gate and of what it gates."""
+    """Rows of the gate and of the gated projection."""
     return [config.intermediate_size, config.intermediate_size]
 
 

@@ -1,4 +1,4 @@
-"""What a reader of checkpoints with depth of their own declares."""
+"""The declaration of a reader for checkpoints with a depth mechanism."""
 
 from __future__ import annotations
 
@@ -20,6 +20,6 @@ class Published:
     owns: Callable[[Values], bool]
     """Whether a `config.json` is the project's."""
     configuration: Callable[[Values], Values]
-    """Our configuration's values."""
+    """The values of Fathom's configuration."""
     tensors: Callable[[Path, FathomConfig], Mapping[str, Any] | None]
-    """The tensors under our names; None where theirs are ours."""
+    """The tensors under Fathom's names; None if the names are equal."""

@@ -1,4 +1,4 @@
-"""The families that open, and how each is read and written."""
+"""The supported families, and how each is read and written."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Families:
     """Reads `config.json` and tensors of every family; a `fathom.models.foreign.Reader`."""
 
     def configuration(self, theirs: Values, where: str) -> Values:
-        """Our configuration's values, or a `ValueError` in one line."""
+        """The values of Fathom's configuration, or a `ValueError` in one line."""
         for published in PUBLISHED:
             if published.owns(theirs):
                 return published.configuration(theirs)
@@ -53,7 +53,7 @@ class Families:
             raise ValueError(f"{where}: {' '.join(str(error).split())}") from error
 
     def tensors(self, directory: Path, theirs: Values, config: FathomConfig) -> Mapping[str, Any] | None:
-        """The tensors under our names; None where theirs are ours."""
+        """The tensors under Fathom's names; None if the names are equal."""
         for published in PUBLISHED:
             if published.owns(theirs):
                 return published.tensors(directory, config)
@@ -62,12 +62,12 @@ class Families:
 
 
 def known() -> list[str]:
-    """Every `model_type` that opens."""
+    """Every supported `model_type`."""
     return sorted({*FAMILIES, *(kind for published in PUBLISHED for kind in published.kinds), FathomConfig.model_type})
 
 
 def to_ours(family: Family, theirs: Values) -> Values:
-    """The values of our configuration for a family's `config.json`."""
+    """The values of Fathom's configuration for a family's `config.json`."""
     resolved = AutoConfig.for_model(**{**theirs, "model_type": family.name})
     ours = _meaning(family, resolved)
     kept: Values = {key: theirs[key] for key in ("dtype", "torch_dtype", "quantization_config") if key in theirs}
@@ -76,7 +76,7 @@ def to_ours(family: Family, theirs: Values) -> Values:
 
 
 def _meaning(family: Family, resolved: PreTrainedConfig) -> Values:
-    """What a family's configuration means in our keys."""
+    """A family's configuration in Fathom's keys."""
     shared = {key: getattr(resolved, key) for key in family.shared if hasattr(resolved, key)}
     if shared.get("head_dim") is None and "head_dim" in family.shared:
         shared["head_dim"] = resolved.hidden_size // resolved.num_attention_heads
@@ -84,7 +84,7 @@ def _meaning(family: Family, resolved: PreTrainedConfig) -> Values:
 
 
 def family_of(config: FathomConfig) -> Family | None:
-    """The family that a configuration was opened from, else the first that can hold it."""
+    """The family that a configuration was opened from, else the first that can represent it."""
     named = FAMILIES.get(str(config.native.get("model_type")))
     for family in [named] if named is not None else NATIVE:
         if unlike(family, config) is None:
@@ -93,14 +93,14 @@ def family_of(config: FathomConfig) -> Family | None:
 
 
 def unlike(family: Family, config: FathomConfig) -> str | None:
-    """Why a configuration is not a family's, in words that name a key; None where it is."""
+    """Why a configuration does not fit a family, in words that name a key; None if it fits."""
     for axis in AXES:
         if (value := getattr(config, axis)) != DEFAULTS[axis]:
             return f"{axis}={value}"
     try:
         again = FathomConfig(**_meaning(family, native_config(family, config)))
     except (ValueError, TypeError, StrictDataclassError):
-        return "this configuration"  # which the family's own class refuses
+        return "this configuration"  # the family's own class refuses it
     skipped = {"native", "dtype", "transformers_version", "architectures", "use_sliding_window", "max_window_layers"}
     for key in FathomConfig.__dataclass_fields__:
         if key not in skipped and getattr(again, key, None) != (value := getattr(config, key, None)):
@@ -109,7 +109,7 @@ def unlike(family: Family, config: FathomConfig) -> str | None:
 
 
 def native_config(family: Family, config: FathomConfig) -> PreTrainedConfig:
-    """A configuration of ours as a family's own."""
+    """A Fathom configuration as a family's own."""
     opened = config.native if config.native.get("model_type") == family.name else {}
     cls = CONFIG_MAPPING[family.name]
     fields = {*cls.__dataclass_fields__, *cls.attribute_map, *opened}
@@ -118,12 +118,12 @@ def native_config(family: Family, config: FathomConfig) -> PreTrainedConfig:
     shared = {key: getattr(config, key) for key in family.shared if key in fields}
     values = {**opened, **shared, **family.back(config), "model_type": family.name}
     for key in ("rope_theta", "rope_scaling", "partial_rotary_factor", "rotary_pct", "rotary_emb_base"):
-        values.pop(key, None)  # they stand in rope_parameters
+        values.pop(key, None)  # they are in rope_parameters
     return AutoConfig.for_model(**values)
 
 
 def native_tensors(family: Family, tensors: Mapping[str, Tensor], config: FathomConfig) -> dict[str, Tensor]:
-    """Tensors of ours under a family's names."""
+    """Fathom's tensors under a family's names."""
     return to_theirs(tensors, family.rules, config)
 
 

@@ -1,6 +1,6 @@
-"""Tensors under other names, and in other shapes: rules both ways, and reading one tensor at a time.
+"""Tensors under other names and in other shapes: rules in both directions, and reading one tensor at a time.
 
-A checkpoint is never held twice: what a rule makes of a file's tensor is read when the model asks for it.
+A checkpoint is never in memory twice: a renamed tensor is read when the model requests it.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ LAYER = "{i}"
 
 @dataclass(frozen=True)
 class Rule:
-    """One tensor of theirs and the tensors of ours that it holds."""
+    """One tensor of theirs and the Fathom tensors that it contains."""
 
     theirs: str
-    """Its name; `{i}` is a layer's number, and a part in brackets may be missing."""
+    """Its name; `{i}` is a layer's number, and a part in brackets is optional."""
     ours: tuple[str, ...]
     split: Callable[[Tensor, FathomConfig], Sequence[Tensor]]
     join: Callable[[Sequence[Tensor], FathomConfig], Tensor]
 
     @property
     def pattern(self) -> re.Pattern[str]:
-        """Matches their name."""
+        """A pattern that matches their name."""
         text = re.escape(self.theirs).replace(r"\[", "(?:").replace(r"\]", ")?")
         return re.compile(text.replace(r"\{i\}", r"(?P<i>\d+)") + r"\Z")
 
     def name(self, layer: int) -> str:
-        """Their name, whole."""
+        """Their complete name."""
         return self.theirs.replace("[", "").replace("]", "").replace(LAYER, str(layer))
 
 
@@ -50,14 +50,14 @@ def renamed(theirs: str, ours: str) -> Rule:
 
 
 def transposed(theirs: str, ours: str) -> Rule:
-    """The same matrix, input by output."""
+    """The same matrix, transposed."""
     return Rule(theirs, (ours,), lambda x, _: (x.T,), lambda parts, _: parts[0].T.contiguous())
 
 
 def stacked(
     theirs: str, ours: Sequence[str], sizes: Callable[[FathomConfig], list[int]], flipped: bool = False
 ) -> Rule:
-    """Our tensors one below another, or side by side in a matrix that is transposed."""
+    """Fathom's tensors stacked, or side by side in a transposed matrix."""
 
     def split(x: Tensor, config: FathomConfig) -> Sequence[Tensor]:
         return (x.T if flipped and x.ndim == 2 else x).split(sizes(config))
@@ -90,7 +90,7 @@ def projections(config: FathomConfig) -> list[int]:
 
 
 class Piece:
-    """A tensor of ours within a file, read by `piece[...]`, which is how transformers reads what it loads."""
+    """A Fathom tensor within a file, read by `piece[...]`, which is how transformers reads tensors."""
 
     def __init__(self, file: Any, name: str, rule: Rule | None, part: int, config: FathomConfig) -> None:
         self.file, self.name, self.rule, self.part, self.config = file, name, rule, part, config
@@ -104,7 +104,7 @@ class Piece:
         except RuntimeError:
             shape = list(whole.shape)
             raise ValueError(f"{self.name} has shape {shape}, which this configuration cannot split") from None
-        if len(self.rule.ours) > 1:  # a copy, so that a part does not keep the whole tensor alive
+        if len(self.rule.ours) > 1:  # a copy, so that a part does not keep the whole tensor in memory
             return part.clone(memory_format=torch.contiguous_format)[index]
         return part.contiguous()[index]
 
@@ -117,7 +117,7 @@ class Piece:
 def read_tensors(
     directory: Path, rules: Iterable[Rule], unread: Iterable[str], config: FathomConfig
 ) -> dict[str, Piece]:
-    """The tensors of a directory under our names."""
+    """The tensors of a directory under Fathom's names."""
     patterns = [(rule.pattern, rule) for rule in rules]
     dead = [re.compile(text) for text in unread]
     found: dict[str, Piece] = {}
@@ -142,7 +142,7 @@ def _pieces(
 
 
 def to_theirs(tensors: Mapping[str, Tensor], rules: Iterable[Rule], config: FathomConfig) -> dict[str, Tensor]:
-    """Our tensors under their names; those that no rule names keep theirs."""
+    """Fathom's tensors under their names; those without a rule keep theirs."""
     left = dict(tensors)
     made: dict[str, Tensor] = {}
     for rule in rules:
