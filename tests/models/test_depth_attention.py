@@ -387,7 +387,7 @@ def test_gradients_reach_sources(checkpointing):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A small vanilla model that has learnt to count in steps, saved as Qwen3 would save it."""
+    """A small vanilla model that has learned to count in steps, saved as Qwen3 would save it."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
@@ -399,7 +399,7 @@ def trained(tmp_path_factory):
         loss = model(ids, labels=ids).loss
         loss.backward()
         optimizer.step()
-    assert loss < 2.0, "it must have learnt something to lose"
+    assert loss < 2.0, "it must have learned something to lose"
     directory = tmp_path_factory.mktemp("qwen3")
     model.save_pretrained(directory)
     return directory

@@ -60,7 +60,7 @@ def masked(rows: int, length: int, padding: int) -> Tensor:
     return mask
 
 
-def learnt(model: FathomForCausalLM, ids: Tensor, **arguments: Tensor) -> dict[str, Tensor]:
+def learned(model: FathomForCausalLM, ids: Tensor, **arguments: Tensor) -> dict[str, Tensor]:
     """The loss and every parameter's gradient."""
     model.zero_grad()
     loss = model(ids, labels=ids, num_items_in_batch=12, **arguments).loss
@@ -69,7 +69,7 @@ def learnt(model: FathomForCausalLM, ids: Tensor, **arguments: Tensor) -> dict[s
 
 
 def hold_learnt(model: FathomForCausalLM, ids: Tensor, **arguments: Tensor) -> None:
-    theirs, ours = both(model.train(), lambda: learnt(model, ids, **arguments))
+    theirs, ours = both(model.train(), lambda: learned(model, ids, **arguments))
     assert theirs.keys() == ours.keys() and len(ours) > 1
     for name, gradient in theirs.items():
         assert far(ours[name], gradient) < EXACT, name
@@ -155,10 +155,10 @@ def test_a_compiled_step(case, reference):
     """One graph; of torch 2.13, what it writes over an attribute behind FlexAttention is lost."""
     model, ids = build(config_of(case, num_hidden_layers=2), dtype=torch.float64).train(), tokens(2, 7)
     model.set_attn_implementation("flex_attention")
-    eager = learnt(model, ids)
+    eager = learned(model, ids)
     torch._dynamo.reset()
     model.forward = torch.compile(model.forward, backend="eager", fullgraph=True)
-    compiled = learnt(model, ids)
+    compiled = learned(model, ids)
     assert eager.keys() == compiled.keys()
     assert all(far(compiled[name], gradient) < EXACT for name, gradient in eager.items())
 

@@ -1,4 +1,4 @@
-"""The decoder and its mechanisms. This folder is flat because it travels inside every exported checkpoint."""
+"""The decoder and its mechanisms. This folder is flat, because every exported checkpoint contains a copy of it."""
 
 from transformers import (
     AutoConfig,

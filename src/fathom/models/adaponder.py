@@ -2,12 +2,12 @@
 
     σ_k = sigmoid(MLP_k(h_k))      alive_{k+1} = alive_k · [σ_k >= τ]      x_{k+1} = x_k + alive_{k+1} σ_k μ_{k+1}
 
-A halted token keeps the keys, values and output of its last trip; later trips of others read those. Since the gate
-multiplies the update, cutting it at τ changes almost nothing, so training needs no gradient estimator for the cut.
+A halted token keeps the keys, values and output of its last trip, which later trips of other tokens read. The gate
+multiplies the update, so cutting it at τ changes almost nothing, and training needs no gradient estimator for the cut.
 
 The penalty is λ times the mean of the lowest q of all gates: λ = `penalty_max`, with q growing from 0 to
-`penalty_fraction` over `penalty_span`. A halted token's gates count as 0, so once a share q of all gates is shut the
-penalty has no gradient: q sets the share of further trips to save, and the penalty stops there.
+`penalty_fraction` over `penalty_span`. A halted token's gates count as 0, so the penalty has no gradient once a share q
+of all gates is closed: q sets the share of further trips to save.
 
 With `blend` λ the update is λ σ_k μ_{k+1}. At λ = 0 every trip repeats the first one, whatever the gates say.
 """
@@ -51,24 +51,25 @@ class AdaponderOptions(MixtureOptions, HaltingOptions, BlendOptions):
     """Options of `adaponder`."""
 
     trips: int = 4
-    """How many trips a token makes, the first included."""
+    """Number of trips of a token, the first included."""
     tau: float = 1e-4
-    """A token halts when its gate falls below."""
+    """Threshold τ: a token halts when its gate falls below it."""
     gate_bias: float = 2.0
-    """Where the gates' logits start: open. With -20 no token makes a second trip."""
+    """Initial logit of the gates; positive means open. With -20 no token makes a second trip."""
     penalty_max: float = 0.1
-    """λ."""
+    """Weight λ of the penalty."""
     penalty_fraction: float = 0.1
-    """Final q: the share of all gates that the penalty shuts. Once they are shut the penalty is 0."""
+    """Final q: the share of all gates that the penalty closes."""
     penalty_span: list = field(default_factory=lambda: [0.1, 0.3])
-    """Between which fractions of training q grows."""
+    """Fractions of training between which q grows."""
     penalty_on: str = "sigmoid"
-    """`sigmoid`: the gate itself; or `logit`, whose gradient does not vanish before the cut."""
+    """The gate in the penalty: `sigmoid`, or the `logit`, whose gradient does not vanish before the cut."""
     penalty_over: str = "row"
-    """The lowest gates of every `row`, or of the `batch` as in the paper, which depends on how batches are split."""
+    """Take the lowest gates of each `row`, or of the `batch` as in the paper, which depends on how batches are
+    split."""
 
     def resolve(self, config: FathomConfig) -> AdaponderOptions:
-        """Refuse what is impossible."""
+        """Refuse invalid options."""
         self.check_blend()
         check_over(self.penalty_over)
         check_not_negative("penalty_max", self.penalty_max)
@@ -106,7 +107,7 @@ class Adaponder(Blended, Pondering[AdaponderOptions]):
     def __init__(self, config: FathomConfig) -> None:
         super().__init__(config)
         self.gates = nn.ModuleList(HaltGate(config.hidden_size) for _ in range(self.trips - 1))
-        # A tensor, since a Python number that changes every step would recompile every step.
+        # a tensor, because a Python number that changes every step would trigger a recompilation every step
         self.fraction = nn.Buffer(torch.zeros(()), persistent=False)
 
     @classmethod
@@ -133,12 +134,12 @@ class Adaponder(Blended, Pondering[AdaponderOptions]):
     def set_step(self, step: int, steps: int | None = None) -> None:
         """q at this point of training."""
         super().set_step(step, steps)
-        if steps:  # fractions of a training of unknown length are unknown
+        if steps:  # without the number of steps, the fraction of training is unknown
             grown = ramp(step / steps, *self.options.penalty_span)
             self.fraction.fill_(self.options.penalty_fraction * grown)
 
     def gate(self, out: Out, state: TripState) -> TripState:
-        """σ_k, and which tokens go on."""
+        """σ_k, and which tokens continue."""
         if out.last:
             return {"hidden": out.hidden}
         sigma = widen(self.gates[out.trip](out.hidden)).sigmoid()
@@ -166,7 +167,7 @@ class Adaponder(Blended, Pondering[AdaponderOptions]):
         return {"penalty": self.options.penalty_max * per_item(total, targets, num_items_in_batch)}
 
     def metrics(self, state: TripState, targets: Tensor) -> dict[str, Tensor]:
-        """Mean trips, the gates' entropy, and the share of gates that are shut or nearly so."""
+        """Mean trips, the gates' entropy, and the share of gates that are closed or nearly so."""
         gates = self._gates(state)
         found = super().metrics(state, targets)
         if gates is not None:

@@ -1,4 +1,4 @@
-"""What one layer costs, by arithmetic: the formulas that mechanisms and the decoder's cost are made of."""
+"""The cost of one layer by arithmetic: the formulas behind the costs of mechanisms and decoder."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def layer_flops(config: FathomConfig) -> int:
-    """FLOPs per token of one layer's projections and MLP; attention scores are left out."""
+    """FLOPs per token of one layer's projections and MLP, without attention scores."""
     attention = config.hidden_size * config.head_dim * 2 * (config.num_attention_heads + config.num_key_value_heads)
     matrices = 3 if config.gated_mlp else 2
     return 2 * (attention + matrices * config.hidden_size * config.intermediate_size)
@@ -23,7 +23,7 @@ def head_flops(config: FathomConfig) -> int:
 
 
 def loss_flops(config: FathomConfig) -> int:
-    """FLOPs of one token's loss and its gradients, for which logits that are scaled or capped are made again."""
+    """FLOPs of one token's loss and its gradients; logits that are scaled or capped are computed again for them."""
     return (4 if is_scaled(config) else 3) * head_flops(config)
 
 
@@ -34,7 +34,7 @@ def layer_cache_bytes(config: FathomConfig, bytes_per_scalar: int = 2) -> int:
 
 def attention_flops(config: FathomConfig, layer: int, sequence_length: int) -> float:
     """Scores and weighted sum of one layer, averaged over the positions of a causal sequence. A layer with a sliding
-    window reads no further back than that."""
+    window reads only its window."""
     keys, window = (sequence_length + 1) / 2, config.sliding_window
     if config.layer_types[layer] == "sliding_attention" and window is not None and window < sequence_length:
         keys = window - window * (window - 1) / (2 * sequence_length)

@@ -47,7 +47,7 @@ class AttentionResidualsOptions(ResidualOptions, BlendOptions):
     """Options of `attention_residuals`."""
 
     block_size: int = 12
-    """Sub-layers per block (two to a layer); `delta` has no blocks."""
+    """Sub-layers per block (two per layer); `delta` has no blocks."""
     variant: str = "block_sum"
     """`block_sum` (reset after each block), `snapshot` (cumulative, with a recency bias), or what is added to the
     running stream: `delta` (each sub-layer is a source) or `delta_block` (each completed block)."""
@@ -55,7 +55,7 @@ class AttentionResidualsOptions(ResidualOptions, BlendOptions):
     """Initial bias on the running stream, `snapshot` only."""
 
     def resolve(self, config: FathomConfig) -> AttentionResidualsOptions:
-        """A block holds at least one sub-layer; the variant exists."""
+        """Refuse blocks without a sub-layer and unknown variants."""
         self.check_blend()
         if self.block_size < 1:
             raise ValueError(f"residual_options.block_size must be at least 1, got {self.block_size}")
@@ -65,14 +65,14 @@ class AttentionResidualsOptions(ResidualOptions, BlendOptions):
 
 
 class SourceNorm(nn.Module):
-    """Holds the weight w of the norm that scores sources; the sources themselves stay un-normed."""
+    """The weight w of the norm that scores sources. The sources themselves are not normed."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(width))
 
     def forward(self, query: Tensor) -> Tensor:
-        """w ⊙ p: what is left to score a source with once it is divided by its rms."""
+        """w ⊙ p: the vector whose product with a source, divided by the source's rms, is its score."""
         return widen(self.weight) * widen(query)
 
 
@@ -93,7 +93,7 @@ class Pooling(Residual):
             self.norm = SourceNorm(config.hidden_size)
 
     def init_weights(self, std: float) -> None:
-        """A zero query: every source alike."""
+        """A zero query, which weighs all sources equally."""
         super().init_weights(std)
         if self.chooses:
             init.zeros_(self.pseudo_query)
@@ -120,11 +120,11 @@ class AttentionResiduals(Pooling):
         options = AttentionResidualsOptions.of(config)
         self.snapshot = options.variant == "snapshot"
         self.initial_bias = options.recency_bias
-        # One element, not none: FSDP2 cannot shard a scalar.
+        # one element instead of a scalar, because FSDP2 cannot shard a scalar
         self.recency_bias = nn.Parameter(torch.empty(1)) if self.snapshot else None
 
     def init_weights(self, std: float) -> None:
-        """Also the recency bias."""
+        """Also initialise the recency bias."""
         super().init_weights(std)
         if self.recency_bias is not None:
             init.constant_(self.recency_bias, self.initial_bias)
@@ -140,7 +140,7 @@ class AttentionResiduals(Pooling):
         return *self.pooled(state), None
 
     def write(self, state: ResidualState, update: Tensor, context: WriteContext) -> ResidualState:
-        """Add to the current sum, or start one; `snapshot` adds to the stream and keeps a copy at a block's end."""
+        """Add to the current sum, or start one. `snapshot` adds to the stream and keeps a copy at a block's end."""
         if self.snapshot:
             stream = state[-1] + update
             return (*state[:-1], stream, stream) if self.ends_block else (*state[:-1], stream)
@@ -171,7 +171,7 @@ class Delta(Blended, Pooling):
         return first < written and sublayer < 2 * config.num_hidden_layers
 
     def read(self, state: ResidualState) -> tuple[Tensor, ResidualState, WriteContext]:
-        """The stream, and what is pooled; the stream alone before the final norm."""
+        """The stream plus the pooled sources; the stream alone before the final norm."""
         stream, *rest = state
         if self.final or not rest:
             return stream, state, None
@@ -182,7 +182,7 @@ class Delta(Blended, Pooling):
         return stream + self.opened(h), (stream, *through, *open_block), None
 
     def write(self, state: ResidualState, update: Tensor, context: WriteContext) -> ResidualState:
-        """Add to the stream; the update is a source, or a part of the open block."""
+        """Add to the stream. The update becomes a source, or part of the open block."""
         stream, *rest = state
         made = stream + update
         if not rest:  # the trip's input becomes a source
@@ -193,7 +193,7 @@ class Delta(Blended, Pooling):
 
 
 def attention_residuals(config: FathomConfig, sublayer: int) -> Residual:
-    """The residual of the configuration's variant."""
+    """The residual of the configured variant."""
     delta = AttentionResidualsOptions.of(config).variant in DELTAS
     return (Delta if delta else BlendedAttentionResiduals)(config, sublayer)
 
@@ -218,7 +218,7 @@ def pool(sources: Sequence[Tensor], query: Tensor, eps: float, recency_bias: Ten
 
 
 def pool_stacked(sources: Sequence[Tensor], query: Tensor, eps: float, recency_bias: Tensor | None = None) -> Tensor:
-    """`pool` in few calls, for few tokens."""
+    """`pool` with few operations, for few tokens."""
     stacked = torch.stack(tuple(sources), 2)  # [B, T, S, hidden_size]
     scores = (stacked * query).sum(-1, True) * ((stacked * stacked).mean(-1, True) + eps).rsqrt()
     if recency_bias is not None:
@@ -247,7 +247,7 @@ class _Pool(torch.autograd.Function):
         inverse_rms.square_().mul_(1 / len(query)).add_(eps).rsqrt_()
         weights = _weights(scores.mul_(inverse_rms), recency_bias)
         ctx.save_for_backward(query, recency_bias, inverse_rms, scores, weights, *sources)
-        ctx.set_materialize_grads(False)  # a source that nothing reads any more has no gradient, not one of zeros
+        ctx.set_materialize_grads(False)  # a source that is never read again has no gradient, not a zero gradient
         return weighted_sum(weights.to(sources[0].dtype).unsqueeze(-1), sources), *sources
 
     @staticmethod
@@ -292,7 +292,7 @@ def source_counts(config: FathomConfig, visits: Sequence[Visit]) -> list[tuple[i
 
 
 def _counts(config: FathomConfig, sublayers: list[int]) -> list[tuple[int, int]]:
-    """Of one trip through these sub-layers."""
+    """The counts for one trip through these sub-layers."""
     options = AttentionResidualsOptions.of(config)
     block, snapshot = options.block_size, options.variant == "snapshot"
     counts = []
@@ -305,7 +305,7 @@ def _counts(config: FathomConfig, sublayers: list[int]) -> list[tuple[int, int]]
 
 
 def _delta_counts(config: FathomConfig, sublayers: list[int]) -> list[tuple[int, int]]:
-    """Of one trip of a delta variant, whose final read has no source."""
+    """The counts for one trip of a delta variant, whose final read has no source."""
     options = AttentionResidualsOptions.of(config)
     by_block = options.variant == "delta_block"
     counts = []
@@ -319,7 +319,7 @@ def _delta_counts(config: FathomConfig, sublayers: list[int]) -> list[tuple[int,
 
 
 def cost(config: FathomConfig, visits: Sequence[Visit], scalar: int) -> Cost:
-    """Per source: a product with the query for the score, and a weighted sum."""
+    """Cost per source: a dot product with the query for the score, and a weighted sum."""
     counts, width = source_counts(config, visits), config.hidden_size
     options = AttentionResidualsOptions.of(config)
     delta, snapshot = options.variant in DELTAS, options.variant == "snapshot"

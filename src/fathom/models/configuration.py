@@ -35,68 +35,69 @@ CAPS = ("attention_scale", "attn_logit_softcapping", "final_logit_softcapping")
 class FathomConfig(Qwen3Config):
     """The configuration of a Fathom decoder: a backbone's switches, and one value for each axis of depth.
 
-    With every axis at its first value the model is its family's own, bit for bit; every switch defaults to Qwen3's.
-    Values and their options are listed by `fathom mechanisms` and checked here; what is wrong is a `ValueError` that
-    names the key.
+    With every axis at its first value the model equals its family's own model, bit for bit. Every switch defaults to
+    Qwen3's. `fathom mechanisms` lists the values and their options. Invalid values raise a `ValueError` that names the
+    key.
 
     Args:
-        mixer: What value attention reads: `none`, or a mechanism.
+        mixer: Which value attention stores and reads: `none` (the layer's own), or a mechanism.
         residual: How a layer's output reaches later layers: `plain`, or a mechanism.
         recurrence: How many trips a token makes through the stack: `once`, or a mechanism.
-        mixer_options: Options of the mixer; those left out get its defaults.
+        mixer_options: Options of the mixer; missing ones get defaults.
         residual_options: Options of the residual.
         recurrence_options: Options of the recurrence.
-        max_trips: Most trips per token, up to the number that the model was trained for; None for no limit.
-        norm: `rms`, `rms_wide`, `rms_offset`, `layer` or `layer_plain`: see `norms.py`. `rms_norm_eps` is the ε of all.
+        max_trips: Maximum trips per token, up to the number that the model was trained for; None for no limit.
+        norm: `rms`, `rms_wide`, `rms_offset`, `layer` or `layer_plain`: see `norms.py`. `rms_norm_eps` is the ε of all
+            norms.
         norm_placement: Norms stand `before` each sub-layer, `after` it, or `both`.
-        qk_norm: Queries and keys are normed by `head`, over the `full` projection, or not: `none`.
+        qk_norm: Queries and keys are normed per `head`, over the `full` projection, or not at all (`none`).
         k_norm_position: Keys are normed `before_rope`, or `after_rope` as the released Depth-Attention weights need.
-        parallel_residual: Attention and MLP read the same state, and both are added to it.
+        parallel_residual: Whether attention and MLP read the same state, and both are added to it.
         gated_mlp: Whether the MLP has a gate.
-        output_bias: Whether o_proj has a bias; None: as the other three have (`attention_bias`).
+        output_bias: Whether o_proj has a bias; None follows `attention_bias`.
         mlp_bias: Whether the MLP's projections have biases.
         positions: `rotary`, or `learned`: a table of `max_position_embeddings` rows, added to the embeddings.
         position_offset: Rows of that table before position 0.
-        no_rope_layers: For each layer 1 where queries and keys are turned, 0 where not; None: everywhere.
-        rope_float32: Whether queries and keys are turned in at least float32.
-        attention_scale: Factor on attention's logits; None: 1 / √head_dim.
-        scale_queries: Whether queries are multiplied by it before the product, not logits after it.
+        no_rope_layers: For each layer 1 if queries and keys are rotated, else 0; None rotates in all layers.
+        rope_float32: Whether queries and keys are rotated in at least float32.
+        attention_scale: Factor on attention logits; None means 1 / √head_dim.
+        scale_queries: Whether `attention_scale` multiplies the queries instead of the logits.
         attn_logit_softcapping: c of c · tanh(logit / c) in attention; None for no cap.
         final_logit_softcapping: The same for the head's logits.
         embedding_scale: Factor on the input embeddings.
         round_embedding_scale: Whether that factor is rounded to the model's dtype first.
         residual_multiplier: Factor on every sub-layer's output.
-        logits_scaling: The head's logits are divided by this.
+        logits_scaling: Divisor of the head's logits.
         output_init: `plain`, or `depth`: smaller initial output projections, the deeper the model.
-        native: The `config.json` that the model was opened with, where it is another family's.
+        native: The original `config.json` of a model of another family.
 
     Every other key is `Qwen3Config`'s.
     """
 
     model_type = "fathom"
-    base_model_pp_plan = None  # sources would have to travel from stage to stage
+    base_model_pp_plan = None  # sources would have to be sent from stage to stage
     keys_to_ignore_at_inference = ["past_key_values", "aux_losses", "metrics", "trips"]
 
     mixer: str = "none"
-    """What value attention reads."""
+    """Which value attention stores and reads."""
     residual: str = "plain"
     """How a layer's output reaches later layers."""
     recurrence: str = "once"
     """How many trips a token makes through the stack."""
     mixer_options: dict = field(default_factory=dict)
-    """Options of the mixer, as its file documents them."""
+    """Options of the mixer, documented in its file."""
     residual_options: dict = field(default_factory=dict)
     """Options of the residual."""
     recurrence_options: dict = field(default_factory=dict)
     """Options of the recurrence."""
     max_trips: int | None = None
-    """Most trips per token, unless a call says otherwise; engines can set it too (vLLM's `hf_overrides`)."""
+    """Maximum trips per token, unless a forward pass sets it; engines can set it too (vLLM's `hf_overrides`)."""
     norm: str = "rms"
-    """Which norm stands before or after sub-layers, and before the head."""
+    """The norm before or after sub-layers and before the head."""
     norm_placement: str = "before"
     """Where norms stand: before each sub-layer, after it, or both."""
     qk_norm: str = "head"
-    """Over what queries and keys are normed."""
+    """The part of queries and keys that is normed together."""
     k_norm_position: str = "before_rope"
     """`after_rope` norms keys after rotating them, as the released Depth-Attention weights need."""
     parallel_residual: bool = False
@@ -104,15 +105,15 @@ class FathomConfig(Qwen3Config):
     gated_mlp: bool = True
     """Whether the MLP has a gate."""
     output_bias: bool | None = None
-    """Whether o_proj has a bias; None: as `attention_bias` says."""
+    """Whether o_proj has a bias; None follows `attention_bias`."""
     mlp_bias: bool = False
     """Whether the MLP's projections have biases."""
     positions: str = "rotary"
-    """How positions enter: by rotating queries and keys, or as a learned table."""
+    """How positions enter: by rotating queries and keys, or by a learned table."""
     position_offset: int = 0
     """Rows of a learned table of positions before position 0."""
     no_rope_layers: list[int] | None = None
-    """For each layer: 1 where queries and keys are rotated, 0 where not."""
+    """For each layer 1 if queries and keys are rotated, else 0."""
     rope_float32: bool = False
     """Whether queries and keys are rotated in at least float32."""
     attention_scale: float | None = None
@@ -120,11 +121,11 @@ class FathomConfig(Qwen3Config):
     scale_queries: bool = False
     """Whether queries are multiplied by `attention_scale` before the product."""
     attn_logit_softcapping: float | None = None
-    """Cap of attention's logits."""
+    """Cap of attention logits."""
     final_logit_softcapping: float | None = None
     """Cap of the head's logits."""
     embedding_scale: float = 1.0
-    """Factor on the input embeddings, for every mechanism alike."""
+    """Factor on the input embeddings, with any mechanism."""
     round_embedding_scale: bool = False
     """Whether `embedding_scale` is rounded to the model's dtype first."""
     residual_multiplier: float = 1.0
@@ -134,7 +135,7 @@ class FathomConfig(Qwen3Config):
     output_init: str = "plain"
     """`depth` divides the initial o_proj and down_proj by sqrt(2 · layers · trips that add to one stream)."""
     native: dict = field(default_factory=dict)
-    """The `config.json` that the model was opened with, where it is another family's."""
+    """The original `config.json` of a model of another family."""
 
     def __post_init__(self, **kwargs: object) -> None:
         for key in kwargs:
@@ -169,7 +170,7 @@ class FathomConfig(Qwen3Config):
     def _tensor_parallel_plan(self) -> dict[str, str]:
         """How transformers splits a layer's projections over processes: heads, and channels of the MLP.
 
-        A norm over the full width of queries and keys needs all heads: then attention runs whole on each process.
+        A norm over the full width of queries and keys needs all heads, so attention then runs unsplit on each process.
         """
         full = self.qk_norm == "full"
         attention = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "colwise_gather_output" if full else "colwise")
@@ -182,7 +183,7 @@ class FathomConfig(Qwen3Config):
         return {f"layers.*.{part}.{name}": how for part, plan in parts.items() for name, how in plan.items()}
 
     def _check_switches(self) -> None:
-        """Refuse what no backbone is."""
+        """Refuse combinations of switches that no backbone has."""
         for name, allowed in CHOICES.items():
             if (value := getattr(self, name)) not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
@@ -208,7 +209,7 @@ class FathomConfig(Qwen3Config):
 
     @property
     def rope_by_layer_type(self) -> bool:
-        """Whether `rope_parameters` holds other parameters for each type of layer."""
+        """Whether `rope_parameters` holds separate parameters for each layer type."""
         rope = self.rope_parameters or {}
         return bool(rope and self.layer_types) and all(isinstance(rope.get(kind), dict) for kind in self.layer_types)
 
@@ -217,7 +218,7 @@ class FathomConfig(Qwen3Config):
         return self.positions == "rotary" and (self.no_rope_layers is None or bool(self.no_rope_layers[layer]))
 
     def validate_rope(self) -> None:
-        """As in transformers, with messages that name an unknown `rope_type` and the key that lacks a parameter."""
+        """See transformers; messages name an unknown `rope_type` and the missing parameter."""
         given = self.rope_parameters or {}
         for part in given.values() if given and all(isinstance(part, dict) for part in given.values()) else [given]:
             kind, theta = part.get("rope_type", part.get("type", "default")), part.get("rope_theta", 1.0)
@@ -233,12 +234,12 @@ class FathomConfig(Qwen3Config):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """As in transformers, but overrides of an axis are applied before validation, not after."""
+        """See transformers; overrides of an axis are applied before validation, not after."""
         config_dict = dict(config_dict)
         for axis in AXES:
             options = f"{axis}_options"
             if axis in kwargs and kwargs[axis] != config_dict.get(axis):
-                config_dict.pop(options, None)  # they belonged to another mechanism
+                config_dict.pop(options, None)  # they belong to another mechanism
             elif isinstance(kwargs.get(options), dict) and isinstance(config_dict.get(options), dict):
                 kwargs[options] = config_dict[options] | kwargs[options]
         if "num_hidden_layers" in kwargs:
@@ -250,7 +251,7 @@ class FathomConfig(Qwen3Config):
 
     @classmethod
     def get_config_dict(cls, *args: object, **kwargs: object) -> tuple[dict[str, object], dict[str, object]]:
-        """Read `config.json`: ours, or where Fathom is installed that of any family it knows."""
+        """Read `config.json` of Fathom, or of any known family if Fathom is installed."""
         config_dict, kwargs = super().get_config_dict(*args, **kwargs)
         where = args[0] if args else "config.json"
         if not isinstance(config_dict, dict):
@@ -261,5 +262,5 @@ class FathomConfig(Qwen3Config):
 
 
 def ours() -> tuple[str, ...]:
-    """The keys of `FathomConfig` that Qwen3's configuration lacks."""
+    """The keys of `FathomConfig` that `Qwen3Config` lacks."""
     return tuple(key for key in FathomConfig.__dataclass_fields__ if key not in Qwen3Config.__dataclass_fields__)

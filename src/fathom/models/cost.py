@@ -3,7 +3,7 @@
 FLOPs are per token and count a multiply-add as two. Causal attention is counted once, (T + 1) / 2 positions, or fewer
 in a sliding window; the head is counted, the embedding look-up is not. A training step is three forward passes of
 training (with Jacobi rounds, where decoding needs none), and what a mechanism declares beyond that. Tokens that halt
-are counted as if they did not.
+count as if they did not.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def count_parameters(config: FathomConfig) -> int:
 
 
 def mechanism_cost(config: FathomConfig, bytes_per_scalar: int = 2) -> Cost:
-    """What the three axes add to the vanilla decoder, without the attention scores of further trips."""
+    """The cost that the three axes add to the vanilla decoder, without attention scores of further trips."""
     total, visits = Cost(), [visit for trip in plan(config) for visit in trip]
     for axis in AXES:
         total = total + mechanism(axis, getattr(config, axis)).cost(config, visits, bytes_per_scalar)
@@ -43,7 +43,7 @@ def mechanism_cost(config: FathomConfig, bytes_per_scalar: int = 2) -> Cost:
 
 
 def attention_reads(config: FathomConfig) -> list[int]:
-    """How many keys of each earlier token all trips of a token read, layer by layer; one in vanilla."""
+    """Keys of each earlier token that all trips of a token read, per layer; one in vanilla."""
     trips, view = plan(config), recurrence_class(config).sees(config)
     banks = {View.SAME: [1] * len(trips), View.DUO: range(1, len(trips) + 1), View.ALL: [len(trips)] * len(trips)}
     reads = [0] * config.num_hidden_layers
@@ -54,7 +54,8 @@ def attention_reads(config: FathomConfig) -> list[int]:
 
 
 def _attention(config: FathomConfig, sequence_length: int, reads: Sequence[float]) -> float:
-    """Scores and weighted sums of a token, given how many keys each layer reads for each earlier token."""
+    """Attention scores and weighted sums of a token, from the number of keys that each layer reads per earlier
+    token."""
     return sum(read * attention_flops(config, i, sequence_length) for i, read in enumerate(reads))
 
 
@@ -65,7 +66,7 @@ def vanilla_flops_per_token(config: FathomConfig, sequence_length: int) -> float
 
 
 def flops_per_token(config: FathomConfig, sequence_length: int) -> float:
-    """FLOPs per token of decoding, mechanisms included: all trips within `max_trips`, as if no token halted."""
+    """FLOPs per token of decoding with mechanisms: all trips within `max_trips`, as if no token halted."""
     return _forward_flops(as_decoded(config), sequence_length)
 
 
@@ -75,12 +76,12 @@ def _forward_flops(config: FathomConfig, sequence_length: int) -> float:
 
 
 def training_flops_per_token(config: FathomConfig, sequence_length: int) -> float:
-    """FLOPs per token of a training step, forward and backward: the mean over what is drawn for it."""
+    """Mean FLOPs per token of a training step, forward and backward."""
     return training_flops_range(config, sequence_length)[1]
 
 
 def training_flops_range(config: FathomConfig, sequence_length: int) -> tuple[float, float, float]:
-    """FLOPs per token of a training step, forward and backward: least, mean and most over what is drawn for it."""
+    """Minimum, mean and maximum FLOPs per token of a training step, forward and backward."""
     costs = [_training_flops(drawn, sequence_length, rounds) for drawn, rounds in _draws(config)]
     return min(costs), sum(costs) / len(costs), max(costs)
 
@@ -92,7 +93,7 @@ def training_visits(config: FathomConfig) -> tuple[float, int]:
 
 
 def kept_visits(config: FathomConfig) -> int:
-    """Those of them, at most, of which a training step keeps what backward needs."""
+    """The maximum number of these passes for which a training step keeps activations."""
     found = []
     for drawn, rounds in _draws(config):
         sizes = _stages(drawn, rounds)
@@ -116,7 +117,7 @@ def _visits(config: FathomConfig, rounds: int) -> int:
 
 
 def _stages(config: FathomConfig, rounds: int) -> list[int]:
-    """How many trips side by side each pass of the Jacobi solver holds; empty without the solver."""
+    """The number of trips that each pass of the Jacobi solver holds side by side; empty without the solver."""
     recurrence = recurrence_class(config)
     trips = recurrence.trips_of(config)
     if recurrence.sees(config).depth_parallel or trips == 1:
@@ -135,12 +136,12 @@ def _training_flops(config: FathomConfig, sequence_length: int, rounds: int) -> 
         return layers + loss_flops(config) + _scores_again(config, sequence_length) + beyond + penalty
     trips, kept = sizes[-1], _kept(config, len(sizes))
     trip = _linear_flops(_of_trips(config, 1))
-    between = _linear_flops(config) - trips * trip  # of all trips: gates, mixtures
+    between = _linear_flops(config) - trips * trip  # for all trips: gates, mixtures
     # A bias on keys is one more channel of queries, keys and values.
     wider = 1 + (recurrence_class(config).key_bias is not Recurrence.key_bias) / config.head_dim
     total = loss_flops(config) + penalty
     for number, size in enumerate(sizes, 1):
-        last, times = number == len(sizes), 3 if number > len(sizes) - kept else 1  # forward alone
+        last, times = number == len(sizes), 3 if number > len(sizes) - kept else 1  # forward only
         fed = 0.0 if last else min(size, trips - 1) / (trips - 1)  # the last pass makes no further input
         reads = size * size * (wider if size > 1 else 1)
         attention = _attention(config, sequence_length, [reads] * config.num_hidden_layers)
@@ -149,7 +150,7 @@ def _training_flops(config: FathomConfig, sequence_length: int, rounds: int) -> 
 
 
 def _kept(config: FathomConfig, passes: int) -> int:
-    """How many of the Jacobi solver's passes gradients flow through."""
+    """The number of passes of the Jacobi solver that gradients flow through."""
     return min(recurrence_class(config).kept_passes(config) or passes, passes)
 
 
@@ -165,17 +166,17 @@ def _scores_again(config: FathomConfig, sequence_length: int) -> float:
 
 
 def _linear_flops(config: FathomConfig) -> float:
-    """Every trip's layers and what the mechanisms add, without head and attention scores."""
+    """The layers of every trip and the mechanisms, without head and attention scores."""
     return config.num_hidden_layers * layer_flops(config) + mechanism_cost(config).flops
 
 
 def as_decoded(config: FathomConfig) -> FathomConfig:
-    """The configuration with as many trips as `max_trips` leaves when decoding; training makes them all."""
+    """The configuration for decoding, with the trips that `max_trips` allows; training makes all trips."""
     return config if config.max_trips is None else _of_trips(config, config.max_trips)
 
 
 def _of_trips(config: FathomConfig, trips: int) -> FathomConfig:
-    """The configuration with another number of trips, if that is an option."""
+    """The configuration with another number of trips, if trips are an option."""
     if "trips" not in config.recurrence_options:
         return config
     other = copy.copy(config)

@@ -35,7 +35,7 @@ class DenseFormerOptions(ResidualOptions):
     """Average after every period-th block."""
 
     def resolve(self, config: FathomConfig) -> DenseFormerOptions:
-        """Both between 1 and the number of layers."""
+        """Refuse values outside 1 … number of layers."""
         for name in ("dilation", "period"):
             if not 1 <= getattr(self, name) <= config.num_hidden_layers:
                 raise ValueError(
@@ -52,7 +52,7 @@ def num_weights(config: FathomConfig, block: int) -> int:
 
 
 class DenseFormer(Residual):
-    """Its state: the stream, then the history X_0, X_1, … of this trip."""
+    """State: the stream, then the history X_0, X_1, … of this trip."""
 
     def __init__(self, config: FathomConfig, sublayer: int) -> None:
         super().__init__(config, sublayer)
@@ -63,12 +63,12 @@ class DenseFormer(Residual):
         self.alpha = nn.Parameter(torch.empty(weights)) if weights else None
 
     def init_weights(self, std: float) -> None:
-        """One-hot on the newest."""
+        """Weight 1 on the newest output, 0 on the others."""
         if self.alpha is not None:
             init.copy_(self.alpha, torch.eye(len(self.alpha))[-1])
 
     def write(self, state: ResidualState, update: Tensor, context: WriteContext) -> ResidualState:
-        """Add; after a block, also remember its raw output and average."""
+        """Add to the stream; after a block, also store its raw output and average."""
         stream, *history = state
         raw = stream + update
         if not self.ends_block:
@@ -84,14 +84,14 @@ class DenseFormer(Residual):
 
 
 def cost(config: FathomConfig, visits: Sequence[Visit], scalar: int) -> Cost:
-    """A multiply and an add per weight and channel; every block output of the trip stays alive."""
+    """Cost: a multiply-add per weight and channel; every block output of the trip stays in memory."""
     trips = [[visit.layer for visit in trip] for _, trip in groupby(visits, lambda visit: visit.trip)]
     parameters = sum(num_weights(config, block) for block in range(config.num_hidden_layers))
     dilation = DenseFormerOptions.of(config).dilation
     used = sum(
         min(num_weights(config, layer), (i + 1) // dilation + 1) for trip in trips for i, layer in enumerate(trip)
     )
-    # At a trip's end: X_0 … X_n, and a stream of its own if the last block averaged.
+    # at a trip's end: X_0 … X_n, and a separate stream if the last block averaged
     alive = max(len(trip) + (num_weights(config, trip[-1]) > 0) for trip in trips)
     width = config.hidden_size
     return Cost(

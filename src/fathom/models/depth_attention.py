@@ -50,12 +50,12 @@ class DepthAttentionOptions(ScheduleOptions, BlendOptions):
     """Options of `depth_attention`."""
 
     self_bias: float = 0.0
-    """Added to the logit of the layer's own value."""
+    """Bias on the logit of the layer's own value."""
     norm_scores: bool = False
-    """Whether the mean query and the keys are RMS-normed, without a weight, for the scores over depth alone."""
+    """Whether the mean query and the keys are RMS-normed (without a weight) for the scores over depth."""
 
     def resolve(self, config: FathomConfig) -> DepthAttentionOptions:
-        """As the schedule does."""
+        """Resolve the schedule's options."""
         if not math.isfinite(self.self_bias):
             raise ValueError(f"mixer_options.self_bias must be a number, got {self.self_bias}")
         self.check_blend()
@@ -78,7 +78,7 @@ class DepthAttention(Blended, ValueMixer):
     across_trips = staticmethod(trip_rule)
 
     def init_weights(self, std: float) -> None:
-        """Only the bias and λ, which no checkpoint holds."""
+        """Initialise the bias and λ, which checkpoints do not contain."""
         super().init_weights(std)
         if self.self_bias is not None:
             init.constant_(self.self_bias, self.bias)
@@ -86,7 +86,7 @@ class DepthAttention(Blended, ValueMixer):
     def fused(
         self, projected: Tensor, sources: tuple[Tensor, ...]
     ) -> Callable[..., tuple[Tensor, Tensor, Tensor]] | None:
-        """`norm_rotate_mix`, which knows no `norm_scores`."""
+        """`norm_rotate_mix`, which does not support `norm_scores`."""
         kernel = faster("norm_rotate_mix", projected) if sources and not self.norm_scores else None
         if kernel is None or self.blend is None:
             return None if kernel is None else partial(kernel, self_bias=self.self_bias)
@@ -98,11 +98,11 @@ class DepthAttention(Blended, ValueMixer):
         return blend
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, sources: tuple[Tensor, ...]) -> Tensor:
-        """ṽ of the module's docstring; the very tensor that came in where there is no source."""
+        """ṽ of the module's docstring; the input tensor itself if there is no source."""
         return self.blended(value, self.mixed(query, key, value, sources)) if sources else value
 
     def mixed(self, query: Tensor, key: Tensor, value: Tensor, sources: tuple[Tensor, ...]) -> Tensor:
-        """The mix alone, in the form that is fastest here."""
+        """The mix alone, in the fastest form for these tensors."""
         query, key, sources = self.normed(query, key, sources)
         if (kernel := faster("depth_mix", value)) is not None:
             return kernel(query, key, value, sources, self.self_bias)
@@ -115,7 +115,7 @@ class DepthAttention(Blended, ValueMixer):
     def normed(
         self, query: Tensor, key: Tensor, sources: tuple[Tensor, ...]
     ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        """The mean query, the key and the sources, queries and keys RMS-normed where `norm_scores` says so."""
+        """The mean query, the key and the sources; queries and keys are RMS-normed if `norm_scores` is set."""
         if not self.norm_scores:
             return query, key, sources
         pooled = head_pool(query, key.shape[1])
@@ -138,18 +138,18 @@ def depth_weights(
 def mix(
     query: Tensor, key: Tensor, value: Tensor, sources: tuple[Tensor, ...], self_bias: Tensor | None = None
 ) -> tuple[Tensor, list[Tensor], Tensor]:
-    """ṽ, and what its backward pass needs: the weights and the mean query."""
+    """ṽ, and the tensors for its backward pass: the weights and the mean query."""
     weights, q = depth_weights(query, key, sources, self_bias)
     mixed = weighted_sum(weights, (*sources[1::2], value))
     return mixed.to(value.dtype), weights, q
 
 
 def mix_few(query: Tensor, key: Tensor, value: Tensor, sources: tuple[Tensor, ...]) -> Tensor:
-    """ṽ in few calls, for few tokens: ordinary attention whose sequence is the depth."""
+    """ṽ with few operations, for few tokens: ordinary attention whose sequence axis is the depth."""
     batch, kv_heads, length, width = key.shape
     q = query.reshape(batch, kv_heads, -1, length, width).mean(2)  # [B, H_kv, T, D]
     keys, values = (*sources[::2], key), (*sources[1::2], value)
-    if length == 1:  # the axis of tokens is free to hold the depth
+    if length == 1:  # the token axis is free to hold the depth
         return F.scaled_dot_product_attention(q, torch.cat(keys, 2), torch.cat(values, 2))
     q, k, v = (x.flatten(0, 1) for x in (q.unsqueeze(-2), torch.stack(keys, -2), torch.stack(values, -2)))
     return F.scaled_dot_product_attention(q, k, v).view(value.shape)  # of [B H_kv, T, 1, D] and [B H_kv, T, S, D] twice
@@ -198,7 +198,7 @@ class _Mix(torch.autograd.Function):
 
 
 def _dots(x: Tensor, others: Sequence[Tensor]) -> Tensor:
-    """x · y for each of S others, `[B, H_kv, T, D]` all, to `[S, B, T, H_kv, 1]`."""
+    """x · y for each of S others, all `[B, H_kv, T, D]`, to `[S, B, T, H_kv, 1]`."""
     batch, heads, length, _ = x.shape
     dots, products = x.new_empty(len(others), batch, length, heads, 1), torch.empty_like(x)
     for y, dot in zip(others, dots, strict=True):
@@ -213,7 +213,7 @@ def cost(config: FathomConfig, visits: Sequence[Visit], scalar: int) -> Cost:
     mixing = sum(bool(v.sources) for v in visits)
     pooled = config.num_attention_heads > config.num_key_value_heads
     pooling = mixing * config.num_attention_heads * config.head_dim * pooled
-    softmax = 7 * config.num_key_value_heads * candidates  # scaling included
+    softmax = 7 * config.num_key_value_heads * candidates  # including scaling
     options = DepthAttentionOptions.of(config)
     norms, blends = 3 * width * (candidates + mixing) * options.norm_scores, 3 * width * mixing * options.blends
     return Cost(

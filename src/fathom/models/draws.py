@@ -1,4 +1,4 @@
-"""Numbers drawn for one training step: the same on every rank, and again after a resume."""
+"""Numbers drawn for one training step: equal on every rank, and after a resume."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 
 def draw(seed: int | None, step: int, what: str) -> int:
-    """A 64-bit number: a hash of seed, step and what is drawn."""
+    """A 64-bit number: a hash of seed, step and purpose."""
     return int.from_bytes(hashlib.blake2b(f"{seed or 0}/{step}/{what}".encode(), digest_size=8).digest(), "little")
 
 
 def between(bounds: list[int], seed: int | None, step: int, what: str) -> int:
-    """A whole number drawn uniformly from `[least, most]`, both included."""
+    """An integer drawn uniformly from `[least, most]`, both included."""
     least, most = bounds
     return least + draw(seed, step, what) % (most - least + 1)
 
@@ -28,9 +28,9 @@ class DrawnOptions(RecurrenceOptions):
     """Options of a recurrence whose number of trips may be drawn."""
 
     trips_range: list | None = None
-    """`[least, most]`: in training, `trips` is drawn for every step."""
+    """`[least, most]`: in training, `trips` is drawn anew for every step."""
     seed: int | None = None
-    """Seed of what is drawn for a step; training fills in its own."""
+    """Seed of all draws of a step; training sets it."""
 
 
 class DrawnTrips(Recurrence):
@@ -43,12 +43,12 @@ class DrawnTrips(Recurrence):
 
     @classmethod
     def training_trips(cls, config: FathomConfig) -> tuple[int, int]:
-        """The ends of `trips_range`."""
+        """The two ends of `trips_range`."""
         least, most = DrawnOptions.of(config).trips_range or [cls.trips_of(config)] * 2
         return least, most
 
     def set_step(self, step: int, steps: int | None = None) -> None:
-        """Draw this step's trips, the same on every rank."""
+        """Draw this step's trips, equal on every rank."""
         super().set_step(step, steps)
         if self.trips_range:
             self.drawn_trips = between(self.trips_range, self.seed, step, "depth")

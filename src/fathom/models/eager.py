@@ -1,4 +1,4 @@
-"""Attention without a kernel whose logits are capped: c · tanh(logit / c), before the mask."""
+"""Attention without a kernel, with capped logits: c · tanh(logit / c), before the mask."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def attend_capped(
     dropout: float = 0.0,
     **kwargs: object,
 ) -> tuple[Tensor, Tensor]:
-    """The output `[B, T, H, D]` and the weights `[B, H, T, N]`; the arguments are those of every attention function."""
+    """The output `[B, T, H, D]` and the weights `[B, H, T, N]`; arguments are those of transformers' attention
+    functions."""
     keys, values = (repeat_kv(x, module.num_key_value_groups) for x in (key, value))
     logits = torch.matmul(query, keys.transpose(2, 3)) * scaling
     logits = torch.tanh(logits / softcap) * softcap

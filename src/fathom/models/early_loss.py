@@ -2,7 +2,7 @@
 
     loss + w · mean over the trips k before the last of CE(head(norm(r_k)))
 
-The readout after trip k is the one that the model makes with `max_trips=k + 1`. Off by default.
+The readout after trip k equals that of the model with `max_trips=k + 1`. Off by default.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class EarlyLossOptions(RecurrenceOptions):
     """Options of a recurrence whose early trips may be read out."""
 
     early_loss: float = 0.0
-    """Weight w of the mean loss of earlier trips' readouts; for drafting (`generate(draft_trips=...)`)."""
+    """Weight w of the mean loss of earlier trips' readouts; trains drafting (`generate(draft_trips=...)`)."""
 
     def check_early_loss(self) -> None:
         """Refuse a negative weight."""
@@ -52,7 +52,7 @@ class EarlyReadout(Recurrence):
         return super().penalty_flops(config, sequence_length) + early
 
     def gate(self, out: Out, state: TripState) -> TripState:
-        """Also keeps what each early trip would be read out as."""
+        """Also keep the readout of each early trip."""
         new = super().gate(out, state)
         if self.training and self.early_weight and not out.last:
             new[NAME.format(out.trip)] = out.hidden

@@ -1,9 +1,9 @@
-"""Engines that bring a cache of their own: where a visit sits in it, and which models they may not run.
+"""Engines with their own cache: where a visit is stored there, and which models they cannot run.
 
 transformers' continuous batching, vLLM and SGLang look keys and values up by a layer's `layer_idx`. A model of several
-trips needs a bank for each visit (layer, trip): in a bank that trips share, the later one overwrites the earlier, and
-the tokens are wrong without an error. So the engine is told of as many layers as the plan has visits
-(`engine_config`), and its attention gets a `Seat`: the layer's module under the index of the visit's bank. vLLM
+trips needs a bank for each visit (layer, trip): if trips shared a bank, a later trip would overwrite an earlier one,
+and the tokens would be wrong without an error. So the engine gets a configuration with as many layers as the plan has
+visits (`engine_config`), and its attention gets a `Seat`: the layer's module under the index of the visit's bank. vLLM
 attaches a cache to each module that calls attention, so it finds a `Bank` for each visit (`take_banks`). A model that
 cannot be served so is refused by name. This file is part of every export, so exports refuse it too.
 """
@@ -41,7 +41,7 @@ HANDED_OVER = ("cache", "attention_instances", "forward_batch")
 
 
 class Seat:
-    """A layer's attention module as one visit: a proxy whose `layer_idx` is the visit's bank."""
+    """A layer's attention module for one visit: a proxy whose `layer_idx` is the visit's bank."""
 
     def __init__(self, attention: Attention, bank: int) -> None:
         self.attention, self.layer_idx = attention, bank
@@ -51,7 +51,7 @@ class Seat:
 
 
 class Bank(nn.Module):
-    """One visit's bank as a module, for vLLM, which attaches a cache to each module that calls attention."""
+    """The bank of one visit as a module, for vLLM, which attaches a cache to each module that calls attention."""
 
     def __init__(self, attention: Attention, bank: int) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Bank(nn.Module):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, **kwargs: object
     ) -> object:
-        """Attention over this bank. The call is written out, since vLLM searches the source of `forward` for it."""
+        """Attention over this bank. The call is spelled out, since vLLM searches the source of `forward` for it."""
         attend: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, None)
         return attend(self, query, key, value, mask, scaling=self.scaling, **kwargs)
 
@@ -111,15 +111,15 @@ def check_engine(
     attentions: Iterable[Attention] = (),
     multiway: bool = False,
 ) -> None:
-    """Refuse an engine that would make a model answer wrongly.
+    """Refuse an engine with which a model would give wrong results.
 
     Args:
-        config: The model's; its attention backend names the engine.
-        recurrence: Its recurrence.
+        config: The model's configuration; its attention backend names the engine.
+        recurrence: The model's recurrence.
         plan: The visits of a forward pass.
-        arguments: Further keyword arguments of the call; None while the model is made.
+        arguments: Further keyword arguments of the forward pass; None while the model is built.
         attentions: The attention modules of its layers, which may have banks.
-        multiway: Whether queries, keys and values are made of different inputs.
+        multiway: Whether queries, keys and values have different inputs.
     """
     backend = str(config._attn_implementation)
     if multiway and backend.startswith(ENGINES):
@@ -144,7 +144,7 @@ def check_engine(
             "Use `generate` or `fathom serve`"
         )
     if foreign is None and (arguments is None and backend.startswith(ENGINES)):
-        return  # how many banks it has is seen with the first call
+        return  # the first forward pass shows how many banks it has
     if foreign is None or arguments is None:
         held = sum(hasattr(bank, HUNG) for attention in attentions for bank in attention.banks.values())
     else:
@@ -159,7 +159,7 @@ def check_engine(
 
 
 def _banks(cache: object) -> int:
-    """Layers of a cache that an engine handed over: a mapping by layer, or transformers' paged cache."""
+    """Layers of a cache that an engine passed: a mapping by layer, or transformers' paged cache."""
     if isinstance(cache, Sized):
         return len(cache)
     return int(getattr(getattr(cache, "config", None), "num_hidden_layers", 0))

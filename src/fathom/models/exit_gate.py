@@ -45,14 +45,15 @@ class ExitOptions(RecurrenceOptions):
     """Options of a recurrence whose tokens may be read out early."""
 
     exit: str = "none"
-    """What trains a gate that chooses each token's readout: `none` (there is no gate), `joint` or `gate` (Ouro)."""
+    """The loss that trains the exit gate: `none` (no gate), `joint` or `gate` (Ouro)."""
     exit_threshold: float = 1.0
-    """A token is read out after the first trip at which the gates' probabilities add up to this; 1 is the last trip."""
+    """A token is read out after the first trip at which the exit probabilities reach this sum; 1 means the last
+    trip."""
     exit_entropy: float = 0.05
     """β: weight of the entropy of the exit distribution in the loss, `joint` only."""
 
     def check_exit(self) -> None:
-        """Refuse a loss that does not exist and numbers without meaning."""
+        """Refuse unknown losses and invalid numbers."""
         if self.exit not in LOSSES:
             raise ValueError(f"recurrence_options.exit must be one of {', '.join(LOSSES)}, got {self.exit!r}")
         if not 0 < self.exit_threshold <= 1:
@@ -77,7 +78,7 @@ class ExitGate(Recurrence):
         self.exit_gate = nn.Linear(config.hidden_size, 1) if self.exit.exits else None
 
     def init_weights(self, std: float) -> None:
-        """λ = ½ everywhere."""
+        """Start with λ = ½ everywhere."""
         super().init_weights(std)
         if self.exit_gate is not None:
             init.zeros_(self.exit_gate.weight)
@@ -92,7 +93,7 @@ class ExitGate(Recurrence):
         return super().penalty_flops(config, sequence_length) + heads * head_flops(config)
 
     def gate(self, out: Out, state: TripState) -> TripState:
-        """In training every trip's readout and gate; else the readout that the threshold chooses."""
+        """In training, keep every trip's readout and gate; otherwise the readout that the threshold selects."""
         new = super().gate(out, state)
         if self.exit_gate is None:
             return new
@@ -100,7 +101,7 @@ class ExitGate(Recurrence):
             return new | {HIDDEN.format(out.trip): out.hidden, LOGIT.format(out.trip): self.logit(out.hidden)}
         if self.exit.exit_threshold == 1:
             return new
-        left = state.get("left")  # Π (1 - λ_j) of the trips before
+        left = state.get("left")  # Π (1 - λ_j) of the earlier trips
         if left is not None:
             going = 1 - left < self.exit.exit_threshold
             new["hidden"] = torch.where(going.unsqueeze(-1), out.hidden, state["hidden"])
@@ -144,13 +145,13 @@ class ExitGate(Recurrence):
 
 
 def readouts(state: TripState) -> tuple[list[Tensor], list[Tensor]]:
-    """Every trip's readout `[B, T, hidden_size]` and gate logit `[B, T]`; none without a gate."""
+    """Every trip's readout `[B, T, hidden_size]` and gate logit `[B, T]`; empty without a gate."""
     count = sum(name.startswith(LOGIT.format("")) for name in state)
     return [state[HIDDEN.format(k)] for k in range(count)], [state[LOGIT.format(k)] for k in range(count)]
 
 
 def log_exits(logits: list[Tensor]) -> list[Tensor]:
-    """log p of every trip; the last trip's gate has no say."""
+    """log p of every trip; the last trip's gate is not used."""
     found, left = [], torch.zeros_like(logits[0])
     for logit in logits[:-1]:
         found.append(left + F.logsigmoid(logit))
@@ -159,7 +160,7 @@ def log_exits(logits: list[Tensor]) -> list[Tensor]:
 
 
 def threshold_for(probabilities: Tensor, trips: float) -> float:
-    """The largest `exit_threshold` with which tokens are read out after at most so many trips on average.
+    """The largest `exit_threshold` with which tokens are read out after at most `trips` trips on average.
 
     Args:
         probabilities: p_k of held-out tokens, `[tokens, trips]`; its rows add up to 1.
@@ -167,7 +168,7 @@ def threshold_for(probabilities: Tensor, trips: float) -> float:
     """
     if not 1 <= trips <= probabilities.shape[1]:
         raise ValueError(f"trips must lie in 1..{probabilities.shape[1]}, got {trips}")
-    reached = probabilities.double().cumsum(1)[:, :-1]  # a token makes another trip where this is below the threshold
+    reached = probabilities.double().cumsum(1)[:, :-1]  # a token makes another trip if this is below the threshold
     onward = (trips - 1) * len(reached)
     ordered = reached.flatten().sort().values
     return 1.0 if onward >= len(ordered) else float(ordered[int(onward)])

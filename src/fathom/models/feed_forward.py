@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class FeedForward(nn.Module):
-    """An MLP with Qwen3's parameter names; a plain one has no `gate_proj`."""
+    """An MLP with Qwen3's parameter names; the plain one has no `gate_proj`."""
 
     def __init__(self, config: FathomConfig) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class FeedForward(nn.Module):
         self.silu = config.hidden_act == "silu"
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[B, T, hidden_size]` to the same."""
+        """`[B, T, hidden_size]` to `[B, T, hidden_size]`."""
         gate = self.gate_proj
         if gate is None:
             return self.down_proj(self.act_fn(self.up_proj(x)))

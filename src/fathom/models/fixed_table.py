@@ -1,8 +1,8 @@
-"""A table of fixed places: one for every trip of every token, so that shapes never change and decoding is compiled.
+"""A table of fixed positions, one for every trip of every token, so that shapes never change and decoding compiles.
 
-The place of trip k of token t is t · trips + k, whether it was made or not. Under DUO and ALL the places of trips that
-were not made are masked. Under SAME they hold what the token's last trip left, once a call is over, so that a trip
-reads its own places as they stand, every so many in the buffers.
+Trip k of token t has position t · trips + k, whether it was made or not. Under DUO and ALL the positions of trips that
+were not made are masked. Under SAME they hold a copy of the token's last trip at the end of a forward pass, so that a
+trip reads its own positions with a constant stride.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class FixedTable(Table):
     """Which trips of which tokens were made.
 
     Args:
-        tokens: That each row has room for.
-        trips: Of a token, at most.
-        rows: Of the batch.
+        tokens: Maximum tokens of each row.
+        trips: Maximum trips of a token.
+        rows: Rows of the batch.
         view: Which slots a slot may read.
         device: Of its tensors.
     """
@@ -44,7 +44,7 @@ class FixedTable(Table):
             raise ValueError(f"a static cache has room for {self.tokens} tokens of this model, no more")
 
     def place(self, query: Tags, batch: Tensor | None, rows: list[int] | None = None) -> Placement:
-        """As `SlotTable.place`."""
+        """See `SlotTable.place`."""
         slot = query.token * self.trips + query.trip
         if query.live is not None:
             slot = torch.where(query.live, slot, self.capacity)
@@ -54,7 +54,7 @@ class FixedTable(Table):
         return placement
 
     def narrow(self, placement: Placement, query: Tags, trip: int, alone: bool) -> Placement:
-        """As `SlotTable.narrow`. Copied are only the tokens of a longer call under SAME: it has yet to end."""
+        """See `SlotTable.narrow`. Copies only the tokens of a longer forward pass under SAME that has not ended."""
         if self.view is not View.SAME:
             return placement
         seen: Tensor | slice = slice(trip, placement.end, self.trips)
@@ -64,7 +64,7 @@ class FixedTable(Table):
         return replace(placement, seen=seen)
 
     def tags(self, placement: Placement) -> Tags:
-        """As `SlotTable.tags`; live are the trips up to each token's last, and what the pass itself stores."""
+        """See `SlotTable.tags`. Live are the trips up to each token's last, and those that the pass itself stores."""
         assert placement.slot is not None
         if isinstance(placement.seen, Tensor):
             place = placement.seen % (self.capacity + 1)
@@ -75,7 +75,7 @@ class FixedTable(Table):
         halt = self._rows(self.halt, placement)
         halt = halt.gather(1, token.expand(len(halt), -1))  # [B', N]
         if placement.seen is None:
-            own = placement.slot.clamp(max=placement.end)  # what is thrown away goes behind all that is read
+            own = placement.slot.clamp(max=placement.end)  # discarded slots go behind all that is read
             live = torch.nn.functional.pad(trip <= halt, (0, 1)).scatter(1, own, True)[:, :-1]
         else:
             live = halt != EMPTY

@@ -1,7 +1,8 @@
-"""What a slot may read, as FlexAttention takes it: a function of two slots in place of a mask of all pairs.
+"""What a slot may read, for FlexAttention: a function of two slots instead of a mask of all pairs.
 
-A pass has one `ReadingRule` for all layers of a kind. It keeps the tags of the slots, `[B, N]`, and says of each pair
-of blocks whether none, some or all of its slots read one another; the kernel asks the function within the second alone.
+A pass has one `ReadingRule` for all layers of a kind. It holds the tags of the slots, `[B, N]`, and knows for each pair
+of blocks whether none, some or all of its slots read one another. The kernel calls the function only for blocks with
+some.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ class ReadingRule:
 
     blocks: BlockMask
     bias: Tensor | None
-    """Added to the logit of every query that reads a slot, `[1 or B, N]`."""
+    """Bias on the logit of every query that reads a slot, `[1 or B, N]`."""
 
 
 def read_rule(view: View, query: Tags, key: Tags, reach: int | None) -> ReadingRule:
-    """As `reading.read_mask`, whose arguments it takes. A row that may read nothing gets zeros."""
+    """Arguments are those of `reading.read_mask`. A row that may read nothing gets zeros."""
     given = (x for tags in (query, key) for x in (tags.token, tags.live, tags.document, tags.halt))
     rows = max(len(x) for x in given if x is not None)
 
@@ -84,10 +85,11 @@ def _blocks(
     live: Tensor | None,
     reach: int | None,
 ) -> tuple[Tensor, Tensor]:
-    """In which blocks a slot may read one, and in which every slot reads every one: `[B, blocks of M, blocks of N]`.
+    """The blocks in which some slot may read another, and those in which every slot reads every other: `[B, blocks of
+    M, blocks of N]`.
 
-    Told from the least and the greatest token, trip and document of a block, so that no pair is looked at. The first
-    may say yes of a block where none does, the second no of one where all do.
+    Both follow from the smallest and largest token, trip and document of a block, without looking at pairs. The first
+    may include a block where none does, the second may miss a block where all do.
     """
     (t, last_t), (k, last_k), *mine = (_range(x, -FAR, 2) for x in query if x is not None)
     (of, last_of), (at, last_at), *other = (_range(x, FAR, 1) for x in key if x is not None)
@@ -113,7 +115,7 @@ def _range(x: Tensor, fill: int, along: int) -> tuple[Tensor, Tensor]:
 
 
 def _listed(which: Tensor) -> tuple[Tensor, Tensor]:
-    """How many blocks of keys each block of queries has, and which: `[B, 1, M]` and, those first, `[B, 1, M, N]`."""
+    """The number of key blocks of each query block, and their indices, used ones first: `[B, 1, M]`, `[B, 1, M, N]`."""
     order = (~which).to(torch.int8).argsort(dim=-1, stable=True)
     return which.sum(-1, dtype=torch.int32).unsqueeze(1), order.to(torch.int32).unsqueeze(1)
 
@@ -129,7 +131,7 @@ def attend_by_rule(
     softcap: float | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
-    """As transformers' attention functions, with a rule for a mask. Biases are added to logits that are capped."""
+    """Like transformers' attention functions, with a rule instead of a mask. Biases are added to capped logits."""
     if dropout:
         raise ValueError(f"attention_dropout={dropout}: attn_implementation={FLEX} has none")
     groups, bias = query.shape[1] // key.shape[1], rule.bias

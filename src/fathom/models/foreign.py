@@ -1,7 +1,7 @@
-"""Checkpoints of other projects: one place, empty in an export, where their reader is found.
+"""Checkpoints of other projects: the hook for their reader, which is empty in an export.
 
-`fathom.checkpoints.families` fills it when it is imported, as every name of `fathom` does that opens a model. An
-exported checkpoint is ours, so its copy of this folder needs no reader.
+`fathom.checkpoints.families` sets it on import, which every function of `fathom` that opens a model triggers. An
+exported checkpoint is Fathom's own, so its copy of this folder needs no reader.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ HUB_KEYS = ("revision", "token", "cache_dir", "local_files_only", "force_downloa
 
 
 class Reader(Protocol):
-    """Opens what other projects write."""
+    """Opens checkpoints that other projects write."""
 
     def configuration(self, theirs: dict[str, Any], where: str) -> dict[str, Any]:
         """Our configuration's values for another family's `config.json`, or a `ValueError` in one line.
 
         Args:
             theirs: `config.json`, parsed.
-            where: The place to name in an error.
+            where: The directory's name for errors.
         """
 
     def tensors(self, directory: Path, theirs: dict[str, Any], config: FathomConfig) -> Mapping[str, Tensor] | None:
-        """The tensors of a directory under our names, read when they are asked for; None where theirs are ours.
+        """The tensors of a directory under Fathom's names, read lazily; None if the names are equal.
 
         Args:
-            directory: With safetensors files.
+            directory: A directory with safetensors files.
             theirs: Its `config.json`, parsed.
-            config: What `configuration` made of it, and what a caller has changed since.
+            config: The result of `configuration`, with later changes of the caller.
         """
 
 
@@ -64,7 +64,7 @@ def reader() -> Reader:
 
 
 def read_with(found: Reader) -> None:
-    """Use a reader from now on."""
+    """Set the reader."""
     _readers[:] = [found]
 
 
@@ -79,7 +79,7 @@ def opened(
     theirs = PretrainedConfig.get_config_dict(path, **hub)[0]
     if theirs.get("model_type") in (config_class.model_type, None):
         return path, kwargs
-    types = {key: kwargs[key] for key in ("dtype", "torch_dtype") if key in kwargs}  # a model's, which may be "auto"
+    types = {key: kwargs[key] for key in ("dtype", "torch_dtype") if key in kwargs}  # may be "auto"
     config, left = kwargs.get("config"), {key: v for key, v in kwargs.items() if key not in ("config", *types)}
     if config is None:
         config, left = config_class.from_pretrained(path, return_unused_kwargs=True, **left)

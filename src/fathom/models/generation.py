@@ -1,4 +1,4 @@
-"""What `generate` does differently from transformers: drafts, guidance, chunked prompts and masks of slots."""
+"""Additions to transformers' `generate`: drafts, guidance, chunked prompts and masks of slots."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 class FathomGenerationMixin(BatchedGenerationMixin):
-    """transformers' generation; what could not be exact is refused."""
+    """transformers' generation; requests that cannot be exact are refused."""
 
     def check_chunks(self, size: int | None) -> None:
-        """Refuse to read a prompt in chunks of `size` tokens if that would change the result."""
+        """Refuse to read a prompt in chunks of `size` tokens if this would change the result."""
         recurrence = self.model.recurrence
         if size and recurrence.trips > 1 and not recurrence.view.depth_parallel and not recurrence.exact():
             raise ValueError(
@@ -37,15 +37,15 @@ class FathomGenerationMixin(BatchedGenerationMixin):
         speculation: Speculation | None = None,
         **kwargs: Any,
     ) -> Any:
-        """As in transformers; what could not be exact is refused.
+        """transformers' `generate`; requests that cannot be exact are refused.
 
         Args:
-            inputs: As in transformers.
-            generation_config: As in transformers.
-            draft_trips: Draft with this many first trips and check with the rest (`speculation.py`).
-            draft_tokens: Tokens that are drafted at a time, to begin with.
-            speculation: In place of these two; says afterwards what was drafted and accepted.
-            kwargs: As in transformers.
+            inputs: See transformers.
+            generation_config: See transformers.
+            draft_trips: Draft with this many first trips and verify with the rest (`speculation.py`).
+            draft_tokens: Initial number of tokens per draft.
+            speculation: Replaces these two options; afterwards holds the counts of drafted and accepted tokens.
+            kwargs: See transformers.
         """
         own = generation_config or self.generation_config
         self.check_chunks(kwargs.get("prefill_chunk_size", own.prefill_chunk_size))
@@ -58,7 +58,7 @@ class FathomGenerationMixin(BatchedGenerationMixin):
         return super().generate(inputs, generation_config, **kwargs)
 
     def _get_logits_processor(self, *args: object, **kwargs: object) -> LogitsProcessorList:
-        """As in transformers; guidance, which calls the model by itself, makes as many trips as the text."""
+        """See transformers; guidance runs the model with the same number of trips as the text."""
         made: LogitsProcessorList = super()._get_logits_processor(*args, **kwargs)
         given = kwargs.get("model_kwargs")
         most = given.get("max_trips") if isinstance(given, dict) else None

@@ -1,4 +1,4 @@
-"""The language-modelling head: a plain linear layer, unless a backbone scales or caps its logits.
+"""The language-modelling head: a plain linear layer, or one whose logits are scaled or capped.
 
 z = h Wᵀ / scaling,  then  c · tanh(z / c)  with a cap c
 """
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class ScaledHead(nn.Linear):
-    """A head whose logits are divided by a number, or capped, wherever they are made."""
+    """A head whose logits are scaled or capped, wherever they are computed."""
 
     def __init__(self, config: FathomConfig) -> None:
         super().__init__(config.hidden_size, config.vocab_size, bias=False)
@@ -29,7 +29,7 @@ class ScaledHead(nn.Linear):
 
 
 def is_scaled(config: FathomConfig) -> bool:
-    """Whether logits are more than the product of a weight: divided by a number, or capped."""
+    """Whether logits are scaled or capped."""
     return config.logits_scaling != 1.0 or config.final_logit_softcapping is not None
 
 

@@ -1,7 +1,7 @@
-"""Heads for other tasks than the next token: a label for each row, a label for each token, an answer span.
+"""Heads for other tasks: a label per sequence, a label per token, or an answer span.
 
-transformers' generic classes around `FathomModel`. They train by their task's loss alone: what a recurrence adds to a
-language model's loss (`aux_losses`) is not in it.
+transformers' generic classes around `FathomModel`. They train with their task's loss only, without the terms that a
+recurrence adds to a language model's loss (`aux_losses`).
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class FathomWithHead(FathomPreTrainedModel):
     def from_pretrained(
         cls, pretrained_model_name_or_path: str | PathLike[str] | None, *args: object, **kwargs: object
     ) -> PreTrainedModel:
-        """As every Fathom model; the head may be missing. A recurrence that feeds on logits keeps its `lm_head`."""
+        """Like every Fathom model; the head may be missing. A recurrence that reads logits keeps its `lm_head`."""
         kwargs.setdefault("key_mapping", {r"^lm_head\.": "model.lm_head."})
         return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
 
 
 class FathomForSequenceClassification(GenericForSequenceClassification, FathomWithHead):
-    """A label of each row, read at its last token that is not padding; `num_labels=1` is a regression."""
+    """A label per sequence, read at its last token that is not padding; `num_labels=1` is a regression."""
 
     task_layers = ("score.",)
 
@@ -55,7 +55,7 @@ class FathomForSequenceClassification(GenericForSequenceClassification, FathomWi
 
 
 class FathomForTokenClassification(GenericForTokenClassification, FathomWithHead):
-    """A label of each token, after a dropout of a tenth unless the configuration says `classifier_dropout`."""
+    """A label per token, after a dropout of 0.1 unless `classifier_dropout` is set."""
 
     task_layers = ("score.",)
 

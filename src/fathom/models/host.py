@@ -1,6 +1,6 @@
-"""Reads from the device to the host: each waits for the device, so all of them go through this function.
+"""Reads from the device to the host. Each read waits for the device, so all of them go through this function.
 
-Where tokens halt, the host needs the number of tokens that go on to size the next trip: one read per trip.
+If tokens halt, the host needs the number of continuing tokens to size the next trip: one read per trip.
 """
 
 from __future__ import annotations

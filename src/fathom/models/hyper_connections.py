@@ -44,14 +44,14 @@ class HyperConnectionsOptions(ResidualOptions, BlendOptions):
     """Options of `hyper_connections`."""
 
     streams: int = 4
-    """Parallel residual streams."""
+    """Number of parallel residual streams."""
     sinkhorn_iterations: int = 20
     """Row and column normalisations of the stream-mixing matrix; 0 leaves all mixing unconstrained (mHC's ablation)."""
     alpha: float = 0.01
-    """Initial weight of what depends on the token."""
+    """Initial weight of the token-dependent part."""
 
     def resolve(self, config: FathomConfig) -> HyperConnectionsOptions:
-        """At least one stream; no negative iterations."""
+        """Refuse fewer than one stream and negative iterations."""
         self.check_blend()
         if self.streams < 1:
             raise ValueError(f"residual_options.streams must be at least 1, got {self.streams}")
@@ -77,7 +77,7 @@ def sinkhorn(logits: Tensor, iterations: int) -> Tensor:
 
 
 def sinkhorn_logs(logits: Tensor, iterations: int) -> Tensor:
-    """`sinkhorn` in half the calls, for few tokens: to logarithms a normalisation is one log-softmax."""
+    """`sinkhorn` with half the operations, for few tokens: in logarithms a normalisation is one log-softmax."""
     logs = (logits - logits.amax((-2, -1), keepdim=True)).clamp(min=math.log(FLOOR))
     for _ in range(iterations - 1):
         logs = logs.log_softmax(-1).log_softmax(-2)
@@ -128,7 +128,7 @@ def balance_gradient(grad: Tensor, matrix: Tensor, floored: Tensor, totals: Sequ
 
 
 class HyperConnections(Residual):
-    """Its state: the streams, one tensor `[B, T, n, hidden_size]`."""
+    """State: the streams, one tensor `[B, T, n, hidden_size]`."""
 
     no_weight_decay = ("residual_logits",)
 
@@ -147,11 +147,11 @@ class HyperConnections(Residual):
         self.pre_logits = nn.Parameter(torch.empty(n))
         self.post_logits = nn.Parameter(torch.empty(n))
         self.residual_logits = nn.Parameter(torch.empty(n, n))
-        # One element each, not none: FSDP2 cannot shard a scalar.
+        # one element each instead of scalars, because FSDP2 cannot shard scalars
         self.alpha_pre, self.alpha_post, self.alpha_res = (nn.Parameter(torch.empty(1)) for _ in range(3))
 
     def init_weights(self, std: float) -> None:
-        """With α = 0 this is the plain residual; α starts small, not at zero."""
+        """α = 0 would be the plain residual; α starts small, not at zero."""
         n = self.streams
         if self.final:
             init.zeros_(self.reduce_logits)
@@ -174,7 +174,7 @@ class HyperConnections(Residual):
 
     @property
     def bare(self) -> bool:
-        """Whether norm and projection are their weights and nothing else: no adapter, no hook, not offloaded."""
+        """Whether norm and projection are plain weights: no adapter, no hook, not offloaded."""
         return is_bare(self.projection) and not (self.norm._forward_hooks or self.norm._forward_pre_hooks)
 
     def maps(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -233,7 +233,7 @@ class HyperConnections(Residual):
         return (maps[:n].view(1, n) @ z.view(n, -1)).unsqueeze(0), maps[n:].view(n, n + 1)
 
     def write(self, state: ResidualState, update: Tensor, context: WriteContext) -> ResidualState:
-        """Mix the streams and give each its share of the update."""
+        """Mix the streams and add the update to each by its weight."""
         assert context is not None
         (streams,) = state
         if len(context) == 1:  # of `read_token`
@@ -249,12 +249,12 @@ class BlendedHyperConnections(BlendedResidual, HyperConnections):
 
 
 def readable(x: Tensor) -> bool:
-    """Whether Python should compute with the numbers of `x`: they are few, real and no example for a trace."""
+    """Whether to compute with Python numbers: `x` is small, real and not being traced."""
     return few(x) and type(x) is Tensor and not torch.jit.is_tracing()
 
 
 def _logits(dynamic: Sequence[float], alpha: Tensor, base: Tensor) -> list[float]:
-    """α y + b, number by number."""
+    """α y + b, element by element."""
     scale = alpha.item()
     return [scale * y + b for y, b in zip(dynamic, base.tolist(), strict=True)]
 
@@ -374,7 +374,7 @@ class _Write(torch.autograd.Function):
 
 
 def cost(config: FathomConfig, visits: Sequence[Visit], scalar: int) -> Cost:
-    """The dynamic projection dominates; the streams must be read and written around every sub-layer."""
+    """Cost: mostly the dynamic projection, and reading and writing the streams around every sub-layer."""
     options = HyperConnectionsOptions.of(config)
     n, width, iterations = options.streams, config.hidden_size, options.sinkhorn_iterations
     maps = n * n + 2 * n

@@ -47,18 +47,18 @@ class LatentCotOptions(SampleOptions, HaltingOptions, BlendOptions):
     """Options of `latent_cot`."""
 
     trips: int = 4
-    """How many trips a token makes at most, the first included."""
+    """Maximum number of trips of a token, the first included."""
     tau: float = 1e-2
-    """A token stops when R falls below."""
+    """Threshold τ: a token stops when R falls below it."""
     router_bias: float = 2.0
-    """Initial bias of the router, at which tokens go on. With -10 no token makes a second trip."""
+    """Initial bias of the router; positive means continue. With -10 no token makes a second trip."""
     penalty: float = 0.05
-    """λ."""
+    """Weight λ of the penalty."""
     penalty_beta: float = 1.0
     """β: larger values charge uncertain tokens less."""
 
     def resolve(self, config: FathomConfig) -> LatentCotOptions:
-        """Refuse what is impossible."""
+        """Refuse invalid options."""
         self.check_trips()
         self.check_blend()
         check_fraction("penalty_token_fraction", self.penalty_token_fraction)
@@ -69,18 +69,18 @@ class LatentCotOptions(SampleOptions, HaltingOptions, BlendOptions):
 
 
 class LatentCot(Blended, Routed[LatentCotOptions]):
-    """Feeds back the normed hidden state, and reads out a mixture of all thoughts."""
+    """Feeds back the normed hidden state, and reads out a mixture of all latent thoughts."""
 
     options_class = LatentCotOptions
     reads = View.DUO
 
     @classmethod
     def penalty_flops(cls, config: FathomConfig, sequence_length: int) -> float:
-        """None where there is no penalty."""
+        """0 without a penalty."""
         return super().penalty_flops(config, sequence_length) if LatentCotOptions.of(config).penalty else 0.0
 
     def init_weights(self, std: float) -> None:
-        """Initialise the router open."""
+        """Initialise the router so that tokens continue."""
         super().init_weights(std)
         init.normal_(self.router.weight, std=std)
         init.constant_(self.router.bias, self.options.router_bias)
@@ -107,11 +107,11 @@ class LatentCot(Blended, Routed[LatentCotOptions]):
         return new
 
     def feed(self, x: Tensor, out: Out, state: TripState) -> Tensor:
-        """The thought alone, without the input."""
+        """The latent thought, without the input."""
         return out.hidden
 
     def readout(self, state: TripState) -> Tensor:
-        """All thoughts, or what lies between the first and them."""
+        """The mixture of all latent thoughts, blended with the first by λ."""
         return state["hidden"] if self.blend is None else self.blended(state["first"], state["hidden"])
 
     def aux_losses(

@@ -1,4 +1,4 @@
-"""How a checkpoint is opened: what it decides, what is refused, and what transformers would print about it."""
+"""Opening a checkpoint: what the checkpoint determines, what is refused, and transformers' messages about it."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def require_shapes(theirs: PreTrainedConfig, wanted: Mapping[str, object], keys:
 def differing(
     theirs: PreTrainedConfig, ours: PreTrainedConfig, keys: Mapping[str, object]
 ) -> dict[str, tuple[object, object]]:
-    """Keys whose value differs from the checkpoint's, as (checkpoint's, ours); options and the like one by one.
+    """Keys whose value differs from the checkpoint's, as (checkpoint's, ours); options are compared one by one.
 
     Args:
         theirs: The checkpoint's configuration.
         ours: That configuration under `keys`.
-        keys: What the caller set.
+        keys: The keys that the caller set.
     """
     found: dict[str, tuple[object, object]] = {}
     for key, value in keys.items():
@@ -65,19 +65,19 @@ def differing(
 
 
 def described(changes: Mapping[str, tuple[object, object]]) -> str:
-    """What `differing` returned, as text."""
+    """The result of `differing` as text."""
     return ", ".join(f"{key} {_shown(before)} → {_shown(after)}" for key, (before, after) in changes.items())
 
 
 def _shown(value: object) -> str:
-    """A value as YAML writes it."""
+    """A value in YAML."""
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def require_one_head(model: PreTrainedModel) -> None:
     """Refuse a checkpoint with a head of its own whose config.json says that the head is tied.
 
-    transformers leaves the two untied after a warning; the next call of `tie_weights` would discard the head.
+    transformers leaves both untied after a warning, and the next call of `tie_weights` would discard the head.
     """
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if not model.config.tie_word_embeddings or not isinstance(head, nn.Module) or not isinstance(embedding, nn.Module):
@@ -91,7 +91,7 @@ def require_one_head(model: PreTrainedModel) -> None:
 
 @contextmanager
 def without_report() -> Iterator[None]:
-    """Hide transformers' table of missing, unexpected and misshapen tensors, about which the caller raises errors."""
+    """Hide transformers' table of missing, unexpected and misshapen tensors; the caller raises errors about them."""
     logger = logging.getLogger("transformers.modeling_utils")
     logger.addFilter(_no_report)
     try:
@@ -106,7 +106,7 @@ def _no_report(record: logging.LogRecord) -> bool:
 
 
 class StrictLoading(PreTrainedModel):
-    """`from_pretrained` that refuses what transformers would initialise at random."""
+    """`from_pretrained` that refuses tensors which transformers would initialise at random."""
 
     task_layers: tuple[str, ...] = ()
     """Prefixes of tensors that a checkpoint may lack, since they are trained for a task."""
@@ -115,14 +115,13 @@ class StrictLoading(PreTrainedModel):
     def from_pretrained(
         cls, pretrained_model_name_or_path: str | PathLike[str] | None, *args: object, **kwargs: object
     ) -> Any:
-        """Open a checkpoint of Fathom, or where Fathom is installed of any family that it knows; `mixer=`, `residual=`
-        and `recurrence=` retrofit it.
+        """Open a checkpoint of Fathom or, if Fathom is installed, of any known family. `mixer=`, `residual=` and
+        `recurrence=` add mechanisms to it.
 
-        Stricter than transformers, which initialises a tensor that is missing at random: here a decoder tensor that is
+        This is stricter than transformers, which initialises missing tensors at random. A decoder tensor that is
         missing or has another shape is an error, and so is a key that would change a shape or tie the head. A mechanism
-        that has no tensor in the checkpoint is initialised, and with `state_dict={}`, which stands for no checkpoint,
-        everything is. Pickles are not opened.
-        `state_config` is the configuration that a `state_dict` was made with.
+        without tensors in the checkpoint is initialised. `state_dict={}` stands for no checkpoint and initialises
+        everything. Pickles are not opened. `state_config` is the configuration that a `state_dict` was made with.
         """
         kwargs.setdefault("use_safetensors", True)
         wants_info = kwargs.pop("output_loading_info", False)
@@ -153,14 +152,14 @@ class StrictLoading(PreTrainedModel):
 def _require_places(
     model: PreTrainedModel, info: Mapping[str, Any], own: Mapping[str, object], renamed: bool, tolerant: bool
 ) -> None:
-    """Refuse tensors of a checkpoint for which the model has no place, or one of another shape.
+    """Refuse tensors of a checkpoint that the model lacks or has in another shape.
 
     Args:
-        model: As it was opened.
+        model: The opened model.
         info: transformers' loading info.
         own: The checkpoint's configuration.
-        renamed: Whether the tensors were given our names, so that none may be left over.
-        tolerant: Whether the caller allows other shapes and further tensors of the decoder.
+        renamed: Whether the tensors were renamed to Fathom's names, so that none may be left over.
+        tolerant: Whether the caller allows other shapes and additional tensors.
     """
     for name, found, needed in sorted(info["mismatched_keys"]) if not tolerant else ():
         raise ValueError(f"{name} has shape {list(found)} in the checkpoint, this configuration needs {list(needed)}")
@@ -174,7 +173,7 @@ def _require_places(
 
 
 def _require_tensors(model: StrictLoading, info: Mapping[str, Any], own: Mapping[str, object]) -> None:
-    """Refuse a checkpoint that lacks tensors, except for those of mechanisms and tasks that are new to it."""
+    """Refuse a checkpoint that lacks tensors, except for those of new mechanisms and task heads."""
     missing = set(info["missing_keys"])
     required = missing - _new_mechanisms(model, missing, own)
     lost = sorted(name for name in required if not name.startswith(model.task_layers))
@@ -183,7 +182,7 @@ def _require_tensors(model: StrictLoading, info: Mapping[str, Any], own: Mapping
 
 
 def _new_mechanisms(model: nn.Module, missing: set[str], own: Mapping[str, object]) -> set[str]:
-    """The tensors of mechanisms that are missing as a whole and that the checkpoint's configuration does not name."""
+    """The tensors of mechanisms that are completely missing and that the checkpoint's configuration does not name."""
     roles: dict[str, type[MechanismModule]] = {"mixer": ValueMixer, "residual": Residual, "recurrence": Recurrence}
     found: set[str] = set()
     for axis, role in roles.items():

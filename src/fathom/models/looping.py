@@ -65,19 +65,19 @@ class LoopOptions(DrawnOptions, EarlyLossOptions, ExitOptions, BlendOptions):
     trips: int = 3
     """How often the looped layers run."""
     trips_max: int | None = None
-    """The most trips that may be asked for; by default the most that training makes."""
+    """The maximum number of trips that may be requested; by default the maximum in training."""
     prelude: int = 0
     """Layers that run once, before the loop."""
     coda: int = 0
     """Layers that run once, after the loop."""
     injection: str = "none"
-    """How the loop's entry e goes into every further trip: `none`, `add` or `diagonal` (Parcae's)."""
+    """How the loop's input e enters every further trip: `none`, `add` or `diagonal` (Parcae's)."""
     entry_norm: bool = False
-    """Whether the entry is normed before it is injected."""
+    """Whether e is normed before it is injected."""
     norm_between: str = "none"
-    """What norms the stream between trips: `none`, `final` (the model's last norm) or `own`."""
+    """The norm of the stream between trips: `none`, `final` (the model's last norm) or `own`."""
     damping: float = 1.0
-    """δ: the part of the way that a trip moves the stream; 1 is the plain loop."""
+    """Damping δ: the fraction of its update by which a trip moves the stream; 1 is the plain loop."""
 
     def resolve(self, config: FathomConfig) -> LoopOptions:
         """Refuse a loop without layers."""
@@ -114,7 +114,7 @@ class LoopOptions(DrawnOptions, EarlyLossOptions, ExitOptions, BlendOptions):
         return replace(self, trips_range=drawn)
 
     def check_damping(self) -> None:
-        """Refuse a damping that has no formula."""
+        """Refuse a damping outside its range."""
         if not 0 < self.damping <= 1:
             raise ValueError(f"recurrence_options.damping must lie above 0 and be at most 1, got {self.damping}")
         if self.damping < 1 and not (self.injection == "none" and self.norm_between == "none"):
@@ -122,13 +122,13 @@ class LoopOptions(DrawnOptions, EarlyLossOptions, ExitOptions, BlendOptions):
 
     @property
     def is_plain(self) -> bool:
-        """Whether trips are further layers of a plain decoder and nothing else."""
+        """Whether trips are nothing but further layers of a plain decoder."""
         altered = self.injection != "none" or self.norm_between != "none" or self.damping < 1
         return not (altered or self.blends or self.exits)
 
 
 class Loop(Blended, DrawnTrips, EarlyReadout, ExitGate):
-    """Feeds the residual stream back into the stack."""
+    """Feeds the residual stream back into the looped layers."""
 
     no_weight_decay = ("entry_map",)
     across_trips = "same_layer"
@@ -152,7 +152,7 @@ class Loop(Blended, DrawnTrips, EarlyReadout, ExitGate):
         self.set_step(0)
 
     def init_weights(self, std: float) -> None:
-        """A decay of √(1/5), and B = 1."""
+        """Start with a decay of √(1/5) and B = 1."""
         super().init_weights(std)
         if self.options.injection == "diagonal":
             init.constant_(self.step_size, math.log(math.expm1(-math.log(DECAY))))  # softplus⁻¹
@@ -161,12 +161,12 @@ class Loop(Blended, DrawnTrips, EarlyReadout, ExitGate):
 
     @staticmethod
     def trips_of(config: FathomConfig) -> int:
-        """As the option says."""
+        """The option `trips`."""
         return LoopOptions.of(config).trips
 
     @classmethod
     def most_trips(cls, config: FathomConfig) -> int:
-        """As `trips_max` says."""
+        """The option `trips_max`."""
         return LoopOptions.of(config).trips_max or super().most_trips(config)
 
     @classmethod
@@ -176,7 +176,7 @@ class Loop(Blended, DrawnTrips, EarlyReadout, ExitGate):
 
     @staticmethod
     def span(config: FathomConfig) -> tuple[int, int]:
-        """What is left between prelude and coda."""
+        """The layers between prelude and coda."""
         options = LoopOptions.of(config)
         return options.prelude, config.num_hidden_layers - options.coda
 
@@ -186,7 +186,7 @@ class Loop(Blended, DrawnTrips, EarlyReadout, ExitGate):
         return self.options.is_plain
 
     def gate(self, out: Out, state: TripState) -> TripState:
-        """Also what further trips are given of the entry: it does not depend on the trip."""
+        """Also compute e's contribution to further trips, which does not depend on the trip."""
         new = super().gate(out, state)
         if self.blend is not None and out.trip == 0 and not out.last:
             new["first"] = out.residual
@@ -195,7 +195,7 @@ class Loop(Blended, DrawnTrips, EarlyReadout, ExitGate):
         return new
 
     def forward(self, x: Tensor, *injected: Tensor) -> Tensor:
-        """`merged` if what is injected is given, else `injected`; a call of the module, since hooks see calls only."""
+        """`merged` if the injection is given, else `injected`. A call of the module, since hooks run only on calls."""
         return self.merged(x, *injected) if injected else self.injected(x)
 
     def injected(self, entry: Tensor) -> Tensor:
@@ -207,7 +207,7 @@ class Loop(Blended, DrawnTrips, EarlyReadout, ExitGate):
         return (widen(nn.functional.linear(entry, self.entry_map)) * self._step()).to(entry.dtype)
 
     def feed(self, x: Tensor, out: Out, state: TripState) -> Tensor:
-        """The un-normed stream, so that nothing is normalised twice; or what the options make of it."""
+        """The un-normed stream, so that nothing is normed twice; or the stream after the options' changes."""
         if self.damps:
             return self.damped(x if out.trip else out.entry, out.residual)
         stream = out.hidden if self.options.norm_between == "final" else out.residual
@@ -216,7 +216,7 @@ class Loop(Blended, DrawnTrips, EarlyReadout, ExitGate):
         return self(stream, state["entry"]) if self.injects else stream
 
     def leave(self, stream: Tensor, x: Tensor, state: TripState) -> Tensor:
-        """x_K, or what lies between g(x_0) and it."""
+        """x_K, or the interpolation between g(x_0) and x_K."""
         stream = self.damped(x, stream) if self.damps else stream
         return stream if self.blend is None else self.blended(state["first"], stream)
 
@@ -225,7 +225,7 @@ class Loop(Blended, DrawnTrips, EarlyReadout, ExitGate):
         return torch.lerp(x, stream, self.options.damping)
 
     def merged(self, stream: Tensor, injected: Tensor) -> Tensor:
-        """A further trip's input, of the stream and of what is injected into it; `[B, T, hidden_size]`."""
+        """The input of a further trip, from the stream and the injection, `[B, T, hidden_size]`."""
         if self.options.injection == "diagonal":
             stream = (widen(stream) * self.decay()).to(stream.dtype)
         return stream + injected
@@ -239,7 +239,7 @@ class Loop(Blended, DrawnTrips, EarlyReadout, ExitGate):
 
 
 def cost(config: FathomConfig, visits: Sequence[Visit], scalar: int) -> Cost:
-    """Every extra trip pays the looped layers again, in arithmetic and in cache; a token's entry is mapped once."""
+    """Cost: every extra trip repeats the looped layers, in FLOPs and in cache; a token's injection is computed once."""
     again, options, width = len(visits) - config.num_hidden_layers, LoopOptions.of(config), config.hidden_size
     diagonal = options.injection == "diagonal"
     parameters = width * (options.entry_norm + (options.norm_between == "own")) + diagonal * (width * width + 2 * width)

@@ -35,10 +35,10 @@ def causal_lm_loss(
     """Next-token cross-entropy in float32: the sum over targets, divided by their number or by `num_items_in_batch`.
 
     Args:
-        hidden: `[B, T, hidden_size]`, what the head reads.
-        head: The output projection; anything but a plain linear layer (a LoRA adapter, say) is called as it is.
+        hidden: `[B, T, hidden_size]`, the head's input.
+        head: The output projection. Anything but a plain linear layer, such as a LoRA adapter, is called as a module.
         targets: `[B, T]`, each position's next token (see `shifted`); -100 is ignored.
-        num_items_in_batch: Targets of the whole batch when it is spread over several calls.
+        num_items_in_batch: Targets of the whole batch if it is spread over several forward passes.
     """
     if targets.shape != hidden.shape[:-1]:
         raise ValueError(f"labels have shape {list(targets.shape)}, the input {list(hidden.shape[:-1])}")
@@ -62,13 +62,13 @@ def weighted_lm_loss(
 ) -> Tensor:
     """Σ_k ω_k CE_k, averaged over targets as `causal_lm_loss` does; the weights get gradients too.
 
-    Chunks of logits are made again in the backward pass: a fourth matrix product for each readout.
+    The backward pass recomputes chunks of logits, which costs a fourth matrix product for each readout.
 
     Args:
         readouts: Hidden states `[B, T, hidden_size]` and weights ω `[B, T]`.
-        head: As `causal_lm_loss` takes it.
+        head: See `causal_lm_loss`.
         targets: `[B, T]`, shifted; -100 is ignored.
-        num_items_in_batch: As `causal_lm_loss` takes it.
+        num_items_in_batch: See `causal_lm_loss`.
     """
     flat, pieces = targets.flatten().to(readouts[0][0].device), []
     size = chunk_rows(len(flat), getattr(head, "out_features", 50_000), flat.device.type)
@@ -87,7 +87,7 @@ def _weighted(rows: Tensor, head: nn.Module, targets: Tensor, weights: Tensor) -
 
 
 def target_mean(values: Tensor, targets: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor:
-    """The mean of `[B, T]` over the places with a target, as a loss is averaged."""
+    """The mean of `[B, T]` over the positions with a target, as losses are averaged."""
     return values.where(targets != IGNORE, 0).sum() / _items(targets, num_items_in_batch)
 
 
@@ -101,7 +101,7 @@ def _items(targets: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor |
 def token_losses(hidden: Tensor, head: nn.Module, targets: Tensor) -> Tensor:
     """Next-token cross-entropy of every position in float32, `[B, T]`; 0 where the target is -100.
 
-    The arguments are those of `causal_lm_loss`; here too the logits of a chunk are all that exists at once.
+    The arguments are those of `causal_lm_loss`. Here too, only the logits of one chunk exist at a time.
     """
     rows, flat = hidden.flatten(0, -2), targets.flatten().to(hidden.device)
     size = chunk_rows(len(rows), getattr(head, "out_features", 50_000), rows.device.type)
@@ -137,7 +137,7 @@ def linear_cross_entropy(rows: Tensor, weight: Tensor, targets: Tensor) -> Tenso
 
 
 def chunk_rows(count: int, vocabulary: int, device: str) -> int:
-    """Rows per chunk, so that the chunks of a batch are equal but for the last."""
+    """Rows per chunk, such that all chunks of a batch but the last are equal."""
     most = max(CHUNK_ROWS, CHUNK_ELEMENTS.get(device, CHUNK_ELEMENTS["cuda"]) // vocabulary)
     return -(-count // -(-count // most)) if count else 1
 
@@ -173,7 +173,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         grad_rows, grad_weight = ctx.saved_tensors
         return (
-            # In half precision 1 / num_items would be off by up to 0.4 % for every row alike.
+            # In half precision 1 / num_items could be off by up to 0.4 % for every row alike.
             None if grad_rows is None else (widen(grad_rows) * grad).to(grad_rows.dtype),
             None if grad_weight is None else (grad_weight * grad).to(ctx.weight_dtype),
             None,

@@ -1,9 +1,9 @@
-"""The vocabulary mixture: what a model would say next, as one input vector.
+"""The vocabulary mixture: a model's next-token distribution as one input vector.
 
     p = softmax(z / temperature),  z = the top_k largest logits (all of them with 0)        μ = Σ_v p_v · U_v
 
-The logits of a batch never exist at once: rows are taken in chunks, and backward makes them again. When only a small
-part of the vocabulary is mixed, backward touches only the rows of the two tables that were used.
+The logits of a batch never exist at once: rows are processed in chunks, and the backward pass recomputes them. If only
+a small part of the vocabulary is mixed, the backward pass touches only the used rows of the two tables.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SPARSE = 16
 
 
 def is_sparse(words: int, top_k: int) -> bool:
-    """Whether the words in use are gathered, given how many there are."""
+    """Whether used words are gathered, given their number."""
     return 0 < top_k < words and words >= SPARSE * top_k
 
 
@@ -47,11 +47,11 @@ def mixture(hidden: Tensor, head: nn.Module, table: Tensor, top_k: int = 0, temp
     """μ for every token, `[B, T, hidden_size]`.
 
     Args:
-        hidden: `[B, T, hidden_size]`, what the head reads.
-        head: To logits; anything but a plain linear layer is called as it is.
+        hidden: `[B, T, hidden_size]`, the head's input.
+        head: Projection to logits. Anything but a plain linear layer is called as a module.
         table: U, `[V, hidden_size]`.
-        top_k: How many words are mixed; 0 for all.
-        temperature: Of the softmax.
+        top_k: Number of words in the mixture; 0 for all.
+        temperature: Temperature of the softmax.
     """
     rows = hidden.flatten(0, -2)
     top_k = 0 if top_k >= len(table) else top_k
@@ -69,14 +69,14 @@ def mixture(hidden: Tensor, head: nn.Module, table: Tensor, top_k: int = 0, temp
 
 
 def _chunks(rows: Tensor, words: int) -> Sequence[Tensor]:
-    """Rows in chunks; all at once in an export, whose number of rows is free."""
+    """Rows in chunks; all at once in an export, where the number of rows is symbolic."""
     if torch.compiler.is_exporting():
         return [rows]
     return rows.split(chunk_rows(len(rows), words, rows.device.type))
 
 
 def probabilities(logits: Tensor, top_k: int, temperature: float) -> Tensor:
-    """Softmax over the `top_k` largest logits; the others get nothing."""
+    """Softmax over the `top_k` largest logits; all others are 0."""
     logits = widen(logits) / temperature
     if top_k:
         chosen, words = logits.topk(top_k)
@@ -99,13 +99,13 @@ def _bare(rows: Tensor, weight: Tensor, table: Tensor, top_k: int, temperature: 
 
 
 def _sparse(rows: Tensor, head: Callable[[Tensor], Tensor], table: Tensor, top_k: int, temperature: float) -> Tensor:
-    """Without gradients: the sum over the words in use."""
+    """Without gradients: the sum over the used words."""
     logits, words = _likeliest(rows, head, len(table), top_k)
     return _sum_of(words, (widen(logits) / temperature).softmax(-1), table)
 
 
 def _likeliest(rows: Tensor, head: Callable[[Tensor], Tensor], words: int, top_k: int) -> tuple[Tensor, Tensor]:
-    """The largest logits of each row, and of which words they are, `[N, k]`."""
+    """The largest logits of each row, and the indices of their words, `[N, k]`."""
     found = [head(x).topk(top_k) for x in _chunks(rows, words)]
     logits, chosen = (torch.cat([one[i] for one in found]) for i in (0, 1))
     return logits, chosen

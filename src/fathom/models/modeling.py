@@ -57,7 +57,7 @@ Places = bool | int | Sequence[int]
 
 
 class Attention(nn.Module):
-    """Grouped-query attention; the mixer sits between the projections and the cache."""
+    """Grouped-query attention. The mixer acts between the projections and the cache."""
 
     def __init__(self, config: FathomConfig, layer_idx: int) -> None:
         super().__init__()
@@ -109,11 +109,12 @@ class Attention(nn.Module):
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
         """The output, the weights if the backend returns them, and the new tokens' key and mixed value.
 
-        Queries, keys and values are made of `hidden_states`, or with `others` keys of the first, values of the second.
-        `earlier` holds keys and values of the same tokens' earlier trips through this layer. They are read beside the
-        new ones, or, where `alive` (`[B, 1, T, 1]`) is False, in their place. `key_bias` (`[B, T]`) is added to the
-        logit of every query that reads the slot. `backend` is the attention backend, of which the walk asks the
-        configuration once for all layers: a field of a configuration takes as long as a small product.
+        Queries, keys and values are projections of `hidden_states`. With `others`, keys are projections of its first
+        tensor and values of its second. `earlier` holds keys and values of the same tokens' earlier trips through this
+        layer. They are read in addition to the new ones, or instead of them where `alive` (`[B, 1, T, 1]`) is False.
+        `key_bias` (`[B, T]`) is added to the logit of every query that reads the slot. `backend` is the attention
+        backend. The walk reads it from the configuration once for all layers, because reading a field of a
+        configuration takes as long as a small matrix product.
         """
         shape = hidden_states.shape[:-1]
         if isinstance(others, tuple):
@@ -160,7 +161,7 @@ class Attention(nn.Module):
     def _mixed(
         self, query: Tensor, key: Tensor, value: Tensor, rotation: Rotation, sources: tuple[Tensor, ...]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values `[B, H, T, D]` for attention, of the projections `[B, T, H D]`."""
+        """Queries, keys and values `[B, H, T, D]` for attention, from the projections `[B, T, H D]`."""
         if self.qk_norm == "full":
             query, key = self.q_norm(query), self.k_norm(key)
         heads = (*query.shape[:-1], -1, self.head_dim)
@@ -181,7 +182,7 @@ class Attention(nn.Module):
 
 
 def _reading(attend: Callable, mask: Tensor | ReadingRule | None, earlier: tuple[Tensor, ...]) -> Callable:
-    """What a pass calls in place of `attend`, which takes masks alone, and one set of keys and values."""
+    """The attention function of a pass, if `attend` alone (masks, one set of keys and values) is not enough."""
     if isinstance(mask, ReadingRule):
         attend = attend_by_rule
     return partial(attend_beside, attend, earlier) if earlier else attend
@@ -234,7 +235,7 @@ class DecoderLayer(GradientCheckpointingLayer):
         return update if self.multiplier == 1.0 else update * self.multiplier, key, value
 
     def normed(self, query: Tensor, key: Tensor, value: Tensor) -> Ways:
-        """The inputs of the three projections, of what they read: one norm for each that is a tensor of its own."""
+        """The normed inputs of the three projections; the norm runs once for each distinct tensor."""
         norm = nn.Identity() if self.norm_placement == "after" else self.input_layernorm
         q = norm(query)
         k = q if key is query else norm(key)
@@ -252,7 +253,7 @@ class DecoderLayer(GradientCheckpointingLayer):
 
 
 def _at_places(hidden: tuple[Tensor, ...], places: Places) -> tuple[Tensor | None, ...]:
-    """All hidden states, or those of some places, which may be counted from the end; None stands for the others."""
+    """All hidden states, or those at some positions, which may count from the end; None means all."""
     if isinstance(places, bool):
         return hidden
     count, asked = len(hidden), [places] if isinstance(places, int) else places
@@ -261,11 +262,11 @@ def _at_places(hidden: tuple[Tensor, ...], places: Places) -> tuple[Tensor | Non
 
 
 class FathomModel(FathomPreTrainedModel):
-    """The decoder without its head, or with it where the recurrence feeds on logits.
+    """The decoder without its head, or with it if the recurrence reads logits.
 
     Args:
-        config: The model.
-        own_head: Whether to hold the head that such a recurrence needs; `FathomForCausalLM` passes its own.
+        config: The model's configuration.
+        own_head: Whether to own the head of such a recurrence; `FathomForCausalLM` passes its own head.
     """
 
     _can_record_outputs = {"attentions": Attention}
@@ -330,8 +331,8 @@ class FathomModel(FathomPreTrainedModel):
         places = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         places = None if places is False else places  # 0 is one
 
-        # Masks look at what the caller gave: without a cache or a mask of theirs, and with positions that restart,
-        # documents are packed; positions that are made here never are.
+        # Masks look at the caller's arguments: without a cache or a mask, positions that restart mark packed documents.
+        # Positions that are generated here never do.
         given = past_key_values
         packed = position_ids if given is None and attention_mask is None else None
         if use_cache and given is None and not (self.slotted and torch.is_grad_enabled()) and not self.recomputing:
@@ -354,7 +355,7 @@ class FathomModel(FathomPreTrainedModel):
         )
 
     def _with_learned_positions(self, x: Tensor, position_ids: Tensor) -> Tensor:
-        """The embeddings, with those of their positions where positions are learned."""
+        """The embeddings, plus those of positions if positions are learned."""
         return (
             x if self.embed_positions is None else x + self.embed_positions(position_ids + self.config.position_offset)
         )
@@ -407,12 +408,13 @@ class FathomModel(FathomPreTrainedModel):
 
     @property
     def recomputing(self) -> bool:
-        """Whether this call computes its passes again in the backward pass."""
+        """Whether this forward pass recomputes its passes in the backward pass."""
         return self.recurrence.recompute and self.training and torch.is_grad_enabled()
 
     @property
     def served_trips(self) -> int:
-        """Trips per token outside training, unless a call says otherwise; engines ask before `eval()` or `train()`."""
+        """Trips per token outside training, unless an argument sets them; engines read it before `eval()` or
+        `train()`."""
         return self.config.max_trips or self.recurrence.trips
 
     def _trips(self, max_trips: int | None) -> int:
@@ -432,7 +434,7 @@ class FathomModel(FathomPreTrainedModel):
         past_key_values: Cache | None,
         position_ids: Tensor | None,
     ) -> Mapping[str, object]:
-        """transformers' masks by layer type: `attention_mask` as the caller gave it, positions where documents are
+        """transformers' masks by layer type, from the caller's `attention_mask`, or positions if documents are
         packed."""
         if isinstance(attention_mask, dict):  # `generate` may have prepared it
             return attention_mask
@@ -460,24 +462,25 @@ class FathomModelOutput(BaseModelOutputWithPast):
 class FathomCausalLMOutput(CausalLMOutputWithPast):
     """`CausalLMOutputWithPast`, the named terms that `loss` already includes, and what training should log.
 
-    `logits` is None for labels in training, unless the call says `return_logits=True`.
+    In training with labels, `logits` is None unless `return_logits=True`.
     """
 
     aux_losses: dict[str, Tensor] | None = None
     metrics: dict[str, Tensor] | None = None
     token_losses: Tensor | None = None
-    """Of every position, `[B, T]`, where the call asked for them."""
+    """The loss of every position, `[B, T]`, if requested."""
     trips: Tensor | None = None
-    """That every token made, `[B, T]`, where tokens may halt."""
+    """The trips that every token made, `[B, T]`, if tokens may halt."""
 
 
 class FathomForCausalLM(FathomPreTrainedModel, FathomGenerationMixin):
-    """The decoder with a language-modelling head: a `PreTrainedModel` that generates as any other of transformers.
+    """The decoder with a language-modelling head: a `PreTrainedModel` that generates like any other of transformers.
 
-    Made with initial weights; `from_pretrained` opens a Fathom, Qwen3 or released depth checkpoint instead.
+    The constructor initialises the weights at random; `from_pretrained` opens a checkpoint of Fathom or of any known
+    family.
 
     Args:
-        config: Sizes and mechanisms, as `FathomConfig` takes them.
+        config: A `FathomConfig` with sizes and mechanisms.
     """
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
@@ -507,24 +510,25 @@ class FathomForCausalLM(FathomPreTrainedModel, FathomGenerationMixin):
         return_token_losses: bool = False,
         **kwargs: Any,
     ) -> FathomCausalLMOutput:
-        """As `Qwen3ForCausalLM.forward`; labels in training give a loss and no logits, with `return_logits=True` both.
+        """Like `Qwen3ForCausalLM.forward`. In training, labels give a loss without logits; `return_logits=True` gives
+        both.
 
         Args:
             input_ids: `[B, T]`.
             attention_mask: `[B, past + T]`; zeros are padding.
             position_ids: `[B, T]`; positions that restart within a row mark packed documents, unless there is a mask.
-            past_key_values: A cache from an earlier call, or an empty one.
-            inputs_embeds: `[B, T, hidden_size]` in place of `input_ids`.
-            labels: `[B, T]`, shifted inside; -100 is ignored. Asks for the loss.
-            use_cache: Whether to return a cache; by default as the configuration says, and not while training.
-            logits_to_keep: Make logits for this many last positions only; 0 for all.
-            return_logits: Whether to make logits beside a loss. By default only outside training.
-            num_items_in_batch: Targets of the whole batch, when the loss of one call is a part of its mean.
-            max_trips: Trips per token at most, of those that the model was trained for.
-            return_token_losses: Give the loss of every position, without a gradient, in place of their mean.
-            kwargs: `shift_labels` (labels that are already shifted), and what the attention backend takes.
+            past_key_values: A cache from an earlier forward pass, or an empty one.
+            inputs_embeds: `[B, T, hidden_size]`, instead of `input_ids`.
+            labels: `[B, T]`, shifted internally; -100 is ignored. With labels the loss is computed.
+            use_cache: Whether to return a cache; by default the configuration's value, and False in training.
+            logits_to_keep: Compute logits only for this many last positions; 0 for all.
+            return_logits: Whether to compute logits in addition to a loss; by default only outside training.
+            num_items_in_batch: Targets of the whole batch, if this forward pass is a part of it.
+            max_trips: Maximum trips per token, up to the number that the model was trained for.
+            return_token_losses: Return the loss of every position, without a gradient, instead of the mean.
+            kwargs: `shift_labels` (labels that are already shifted), and arguments of the attention backend.
         """
-        # Not a parameter of its own: transformers' Trainer takes every argument with "label" in its name as required.
+        # Not an explicit parameter, since transformers' Trainer requires every argument with "label" in its name.
         targets = kwargs.pop("shift_labels", None)
         if targets is None and labels is not None:
             targets = shifted(labels)
@@ -566,7 +570,7 @@ class FathomForCausalLM(FathomPreTrainedModel, FathomGenerationMixin):
         )
 
     def _use_cache(self, use_cache: bool | None, cache: Cache | None, with_loss: bool) -> bool | None:
-        """The `use_cache` that the decoder is called with, which does not know whether there is a loss."""
+        """The `use_cache` for the decoder, which does not know whether there is a loss."""
         if use_cache is None and with_loss and (self.training or self.model.slotted):
             use_cache = False
         if self.model.slotted and cache is None and torch.is_grad_enabled():
@@ -580,7 +584,7 @@ class FathomForCausalLM(FathomPreTrainedModel, FathomGenerationMixin):
     def _loss(
         self, hidden: Tensor, state: TripState, targets: Tensor, num_items_in_batch: Tensor | int | None
     ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-        """The loss, the named terms of it that the recurrence adds in training, and what is logged beside it."""
+        """The loss, the named terms that the recurrence adds in training, and the metrics to log."""
         recurrence = self.model.recurrence
         aux: dict[str, Tensor] = {}
         weighted = recurrence.weighted_readouts(state) if self.training else None

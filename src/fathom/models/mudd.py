@@ -1,4 +1,4 @@
-"""`mudd`: sums over all layers' outputs, weighed anew for each token and for what reads them (multiway dynamic dense).
+"""`mudd`: sums over all layers' outputs, with weights for each token and each reader (multiway dynamic dense).
 
 X_0 are the embeddings, X_i is the output of layer i - 1, and N divides by the root mean square. Layer i ≥ 1 reads, for
 each way c of `ways` (query, key, value, residual):
@@ -42,16 +42,17 @@ class MuddOptions(ResidualOptions):
     """Options of `mudd`."""
 
     ways: str = WAYS
-    """What is mixed: some letters of `qkvr`, the inputs of query, key and value, and the residual stream."""
+    """The inputs that are mixed: letters of `qkvr` for query, key, value and the residual stream."""
     last: int | None = None
-    """How many of the last layers read sums; by default all but the first layer, which has one source."""
+    """Number of last layers that read sums; by default all but the first, which has one source."""
     sources: str = "all"
-    """`all` earlier layers' outputs, or `few`: the embeddings, what enters the middle layer, and the newest output."""
+    """Sources: `all` earlier layers' outputs, or a `few`: the embeddings, the middle layer's input, the newest
+    output."""
     hidden: int | None = None
-    """Inner width of the MLP that makes the weights; by default as many as there are weights."""
+    """Inner width of the MLP that computes the weights; by default the number of weights."""
 
     def resolve(self, config: FathomConfig) -> MuddOptions:
-        """Refuse ways, layers and widths that do not exist."""
+        """Refuse invalid ways, layers and widths."""
         if not self.ways or "".join(way for way in WAYS if way in self.ways) != self.ways:
             raise ValueError(f"residual_options.ways must be some of the letters {WAYS}, in order, got {self.ways!r}")
         if self.last is not None and not 1 <= self.last <= config.num_hidden_layers:
@@ -67,7 +68,7 @@ class MuddOptions(ResidualOptions):
 
 
 def mixing(config: FathomConfig, layer: int) -> tuple[str, int]:
-    """The ways that layer number `layer` mixes, and of how many sources; the final norm counts as one more layer."""
+    """The ways that layer number `layer` mixes, and its number of sources; the final norm counts as one more layer."""
     options, layers = MuddOptions.of(config), config.num_hidden_layers
     first = 1 if options.last is None else max(1, layers - options.last)
     ways = options.ways if layer < layers else "r"
@@ -80,24 +81,24 @@ def sources_of(config: FathomConfig, layer: int) -> list[int]:
 
 
 def is_kept(config: FathomConfig, layer: int) -> bool:
-    """Whether later layers read what enters this one."""
+    """Whether later layers read this layer's input."""
     return MuddOptions.of(config).sources == "all" or layer in (0, config.num_hidden_layers // 2)
 
 
 class Gain(nn.Module):
-    """What makes a layer's norm another one for a way: a factor for each channel."""
+    """A factor for each channel, which gives a way its own norm."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(width))
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[B, T, hidden_size]` to the same."""
+        """`[B, T, hidden_size]` to `[B, T, hidden_size]`."""
         return x * self.weight
 
 
 class Weigher(nn.Module):
-    """The MLP that makes a layer's weights of what enters it."""
+    """The MLP that computes a layer's weights from its input."""
 
     def __init__(self, width: int, inner: int, made: int, eps: float) -> None:
         super().__init__()
@@ -111,7 +112,7 @@ class Weigher(nn.Module):
 
 
 class Mudd(Residual):
-    """Its state: the stream, then the X_j that later layers read, oldest first."""
+    """State: the stream, then the X_j that later layers read, oldest first."""
 
     no_weight_decay = ("static",)
 
@@ -129,7 +130,7 @@ class Mudd(Residual):
             self.static = nn.Parameter(torch.empty(len(self.ways), sources))  # a
 
     def init_weights(self, std: float) -> None:
-        """W2 = 0, and a one-hot on the newest."""
+        """Start with W2 = 0, and weight 1 on the newest output."""
         if not self.ways:
             return
         init.normal_(self.weigher.w1.weight, std=self.weigher.w1.in_features**-0.5)
@@ -140,7 +141,7 @@ class Mudd(Residual):
                 init.ones_(gain.weight)
 
     def read(self, state: ResidualState) -> tuple[Tensor | Ways, ResidualState, WriteContext]:
-        """The sums of a layer's attention, which begins the layer; its MLP reads the stream."""
+        """The sums for a layer's attention, which comes first; the MLP reads the stream."""
         newest, *history = state
         if not self.begins_layer:
             return newest, state, None
@@ -164,11 +165,11 @@ class Mudd(Residual):
         }
 
     def write(self, state: ResidualState, update: Tensor, context: WriteContext) -> ResidualState:
-        """Into the stream."""
+        """Write to the stream."""
         return (state[0] + update, *state[1:])
 
     def gained(self, ways: Ways) -> Ways:
-        """Keys' and values' inputs have gains of their own."""
+        """The inputs of keys and values have their own gains."""
         query, key, value = ways
         return (
             query,
@@ -178,7 +179,7 @@ class Mudd(Residual):
 
 
 def cost(config: FathomConfig, visits: Sequence[Visit], scalar: int) -> Cost:
-    """The MLP that makes the weights, and a weighted sum for each way; the X_j of a trip stay alive."""
+    """Cost: the MLP that computes the weights, and a weighted sum for each way; the X_j of a trip stay in memory."""
     options, width, layers = MuddOptions.of(config), config.hidden_size, config.num_hidden_layers
     trips = [[visit.layer for visit in trip] for _, trip in groupby(visits, lambda visit: visit.trip)]
     total = Cost()
@@ -192,7 +193,7 @@ def cost(config: FathomConfig, visits: Sequence[Visit], scalar: int) -> Cost:
             if layer < layers and layer not in trip:
                 continue
             read = min(sources, sum(is_kept(config, j) for j in trip if j < layer) + 1)
-            norms = len(set(ways) & set("qkv")) - (ways[:3] == "qkv")  # beyond the layer's one
+            norms = len(set(ways) & set("qkv")) - (ways[:3] == "qkv")  # in addition to the layer's own norm
             total += Cost(
                 flops=2 * vectors + 2 * len(ways) * read * width,
                 elementwise_flops=width * (4 + gains + 4 * norms) + made,

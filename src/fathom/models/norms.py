@@ -1,4 +1,4 @@
-"""The norms of the field's backbones, by the name that a configuration gives them.
+"""The norms of common backbones, by their names in a configuration.
 
 rms           x̂ = x · r,  r = 1 / √(mean(x²) + ε);  w ⊙ x̂, the product after the cast     Qwen3, Llama
 rms_wide      the same, the product before the cast                                         OLMo 2

@@ -1,4 +1,4 @@
-"""Sums that several mechanisms share, over lists of tensors instead of stacks, so that a compiler fuses them."""
+"""Sums that several mechanisms use, over lists of tensors instead of stacks, so that a compiler can fuse them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def softmax_list(scores: Sequence[Tensor]) -> list[Tensor]:
 
 
 def weighted_sum(weights: Sequence[Tensor] | Tensor, terms: Sequence[Tensor]) -> Tensor:
-    """Σ_j weights_j · terms_j, weights listed or stacked; in the first product's memory where nothing records it."""
+    """Σ_j weights_j · terms_j, weights listed or stacked; in place in the first product if no gradient is recorded."""
     recorded = torch.is_grad_enabled() or torch.compiler.is_compiling()
     total, add = weights[0] * terms[0], torch.addcmul if recorded else Tensor.addcmul_
     for weight, term in zip(weights[1:], terms[1:], strict=True):
@@ -60,7 +60,7 @@ def head_sum(query: Tensor, num_key_value_heads: int) -> Tensor:
 
 
 def head_pool(query: Tensor, num_key_value_heads: int) -> Tensor:
-    """Mean of each group instead."""
+    """The mean of each group instead of the sum."""
     group = query.shape[1] // num_key_value_heads
     return head_sum(query, num_key_value_heads) / group if group > 1 else widen(query)
 
@@ -68,8 +68,8 @@ def head_pool(query: Tensor, num_key_value_heads: int) -> Tensor:
 def lowest_mean(values: Tensor, valid: Tensor, fraction: Tensor | float) -> Tensor:
     """Mean of the lowest `fraction` of each row's valid values, `[R, N]` to `[R]`.
 
-    A value at the edge of the fraction counts in part. A fraction of less than one value gives that part of the lowest
-    value, so that the mean falls to 0 with the fraction.
+    A value at the edge of the fraction counts partially. A fraction below one value gives that part of the lowest
+    value, so the mean falls to 0 with the fraction.
     """
     order = values.masked_fill(~valid, torch.inf).argsort(dim=1)
     rank = torch.empty_like(order).scatter_(

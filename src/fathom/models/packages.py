@@ -1,7 +1,7 @@
-"""Mechanisms from other packages: added by `add_mechanism` or found by entry point, with the files that exports carry.
+"""Mechanisms from other packages, added by `add_mechanism` or found by entry point, and their files in exports.
 
-An exported checkpoint opens without Fathom and without the package, so a mechanism's file obeys the rule of this
-folder: torch, transformers, the standard library, files of this folder (`from fathom.models.roles import ...`) and
+An exported checkpoint opens without Fathom and without the package, so a mechanism's file may only import what this
+folder does: torch, transformers, the standard library, files of this folder (`from fathom.models.roles import ...`) and
 siblings (`from .shared import ...`). `travelling` returns the files as an export holds them.
 """
 
@@ -25,13 +25,13 @@ STAYS = {"__init__", Path(__file__).stem}
 
 
 def add_mechanism(mechanism: Mechanism) -> None:
-    """Make a mechanism of your own known by its name, in recipes, on the command line and in exports.
+    """Register your own mechanism, so that recipes, the command line and exports know its name.
 
-    Adding it again has no effect. A package can declare it by an entry point instead, in the group
-    `fathom.mechanisms`.
+    Registering it twice has no effect. A package can declare it by an entry point in the group `fathom.mechanisms`
+    instead.
 
     Args:
-        mechanism: The declaration that stands in its file under a name, as at the end of every file in `models/`.
+        mechanism: The declaration, a named variable in the mechanism's file, as at the end of every file in `models/`.
     """
     name = mechanism.name
     if MECHANISMS.get(name) is mechanism:
@@ -50,7 +50,7 @@ def add_mechanism(mechanism: Mechanism) -> None:
 
 
 def find_mechanisms() -> None:
-    """Add what installed packages declare; one that cannot be added is named in a warning and left out."""
+    """Add the mechanisms that installed packages declare; warn about those that cannot be added."""
     for point in entry_points(group=GROUP):
         try:
             add_mechanism(point.load())
@@ -60,12 +60,12 @@ def find_mechanisms() -> None:
 
 
 def is_ours(mechanism: Mechanism) -> bool:
-    """Whether its file is in this folder."""
+    """Whether the mechanism's file is in this folder."""
     return mechanism.build.__module__.rpartition(".")[0] == __package__
 
 
 def home(mechanism: Mechanism) -> Path:
-    """The file that defines its class."""
+    """The file that defines the mechanism's class."""
     file = getattr(sys.modules.get(mechanism.build.__module__), "__file__", None)
     if file is None or mechanism.build.__module__ == "__main__":
         raise ValueError(f"mechanism {mechanism.name}: its class must stand in a file that can be imported")
@@ -73,7 +73,7 @@ def home(mechanism: Mechanism) -> Path:
 
 
 def declared_as(mechanism: Mechanism) -> str:
-    """The name of the module variable that holds it."""
+    """The name of the module variable that holds the declaration."""
     for name, value in vars(sys.modules[mechanism.build.__module__]).items():
         if value is mechanism:
             return name
@@ -81,7 +81,7 @@ def declared_as(mechanism: Mechanism) -> str:
 
 
 def travelling(mechanism: Mechanism) -> dict[str, str]:
-    """The source files of a mechanism from another package, by name, rewritten to lie flat beside ours."""
+    """The source files of a mechanism from another package, by name, rewritten for an export's flat folder."""
     declared_as(mechanism)
     found: dict[str, str] = {}
     waiting = [home(mechanism)]
@@ -103,7 +103,7 @@ def travelling(mechanism: Mechanism) -> dict[str, str]:
 
 
 def flattened(source: str) -> tuple[str, list[str]]:
-    """A source file with imports of `fathom.models` turned into imports of siblings, and its own package's siblings."""
+    """A source file whose imports of `fathom.models` and of its own package become imports of siblings."""
     lines, siblings = source.splitlines(keepends=True), []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):

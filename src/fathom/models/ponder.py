@@ -1,4 +1,4 @@
-"""`ponder` (PonderingLM): before it answers, the model reads what it would have said.
+"""`ponder` (PonderingLM): the model reads its own next-token distribution before it predicts.
 
     μ_{k+1} = softmax(head(h_k)) · αU          x_{k+1} = x_k + μ_{k+1}          loss on the last trip only
 
@@ -34,14 +34,14 @@ class PonderOptions(MixtureOptions, SolverOptions, DrawnOptions, EarlyLossOption
     """Options of `ponder`."""
 
     trips: int = 4
-    """How many trips a token makes, the first included."""
+    """Number of trips of a token, the first included."""
     feed: str = "mixture"
-    """`mixture` of the vocabulary, or the `hidden` state itself."""
+    """What is fed back: the vocabulary `mixture`, or the `hidden` state."""
     view: str = "same"
-    """`same`, `duo` or `all`: which trips of earlier tokens a trip reads."""
+    """Which trips of earlier tokens a trip reads: `same`, `duo` or `all`."""
 
     def resolve(self, config: FathomConfig) -> PonderOptions:
-        """Refuse what is impossible."""
+        """Refuse invalid options."""
         super().resolve(config)
         self.check_solver()
         self.check_early_loss()
@@ -65,12 +65,12 @@ class Ponder(Blended, DrawnTrips, EarlyReadout, Pondering[PonderOptions]):
 
     @classmethod
     def sees(cls, config: FathomConfig) -> View:
-        """As the option says."""
+        """The option `view`."""
         return View(PonderOptions.of(config).view)
 
     @staticmethod
     def needs_head(config: FathomConfig) -> bool:
-        """Only if the mixture is fed back, which is made of logits."""
+        """Only if the mixture, which needs logits, is fed back."""
         return PonderOptions.of(config).feed == "mixture"
 
     def feed(self, x: Tensor, out: Out, state: TripState) -> Tensor:
@@ -81,7 +81,7 @@ class Ponder(Blended, DrawnTrips, EarlyReadout, Pondering[PonderOptions]):
 
 
 def cost(config: FathomConfig, visits: Sequence[Visit], scalar: int) -> Cost:
-    """The stack again, and a mixture where that is what is fed back."""
+    """Cost: the stack again, and a mixture if it is fed back."""
     mixtures = mixture_cost(config, visits) if PonderOptions.of(config).feed == "mixture" else Cost()
     return trips_cost(config, visits, scalar) + mixtures
 

@@ -1,9 +1,9 @@
-"""`ponder2` (PonderLM-2): every token is followed by thoughts, each the hidden state of the one before.
+"""`ponder2` (PonderLM-2): every token is followed by latent thoughts, each the hidden state of the previous one.
 
     x_{t,k+1} = h_{t,k}        (after the final norm; trip k reads every trip of every earlier token: view ALL)
 
-Decoding is one trip after another. In training all slots go through the stack interleaved by token, and Jacobi
-rounds stand for the order in time. No parameters, no further loss.
+Decoding makes one trip after another. In training all slots go through the stack interleaved by token, and Jacobi
+rounds replace the order in time. No parameters and no additional loss.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class Ponder2Options(SolverOptions):
     """Options of `ponder2`."""
 
     trips: int = 2
-    """How many trips a token makes, the first included: one more than its thoughts."""
+    """Number of trips of a token, the first included: one more than its latent thoughts."""
 
     def resolve(self, config: FathomConfig) -> Ponder2Options:
-        """Refuse what is impossible."""
+        """Refuse invalid options."""
         self.check_trips()
         self.check_solver()
         return self
@@ -43,12 +43,12 @@ class Ponder2(Pondering[Ponder2Options]):
     reads = View.ALL
 
     def feed(self, x: Tensor, out: Out, state: TripState) -> Tensor:
-        """The thought itself: no projection, no residual."""
+        """The latent thought itself, without projection or residual."""
         return out.hidden
 
 
 def cost(config: FathomConfig, visits: Sequence[Visit], scalar: int) -> Cost:
-    """The stack again for every thought, when decoding."""
+    """Cost in decoding: the stack again for every latent thought."""
     return trips_cost(config, visits, scalar)
 
 

@@ -1,4 +1,4 @@
-"""`ponder3` (PonderLM-3): `ponder2` with a router that says beforehand how many thoughts a token is worth.
+"""`ponder3` (PonderLM-3): `ponder2` with a router that decides in advance how many latent thoughts a token gets.
 
     s = softmax(W h_0 + b)        w_k = Σ_{j>=k} s_j        trip k runs iff w_k > τ        readout Σ_k s_k h_k
 
@@ -52,29 +52,29 @@ class Ponder3Options(SolverOptions, SampleOptions):
     """Options of `ponder3`."""
 
     trips: int = 4
-    """How many trips a token makes at most, the first included."""
+    """Maximum number of trips of a token, the first included."""
     jacobi_train: list = field(default_factory=lambda: [4, 6])
     """`[least, most]` rounds in training, drawn for every step."""
     jacobi_eval: int = 10
     """Rounds of a forward pass without a cache."""
     tau: float = 1e-4
-    """τ: a trip whose w is not above this is not made."""
+    """Threshold τ: a trip is made only if its w is above τ."""
     router_bias: float = 0.0
     """Initial bias of trip 0 in the router. With 20 no token makes a second trip."""
     router_damping: float = 1.0
-    """How much of a round's new router output the next round uses. Below 1 the solver no longer becomes exact."""
+    """Share of a round's new router output that the next round uses. Below 1 the solver never becomes exact."""
     penalty: str = "prefix_quality"
-    """`prefix_quality`, `expected_trips` (Σ_k w_k, which is the expected number of thoughts) or `none`."""
+    """Penalty: `prefix_quality`, `expected_trips` (Σ_k w_k, the expected number of latent thoughts) or `none`."""
     penalty_max: float = 0.1
-    """λ in the end."""
+    """Final weight λ of the penalty."""
     penalty_steps: list = field(default_factory=lambda: [1000, 4000])
-    """Between which training steps λ grows from 0."""
+    """Training steps between which λ grows from 0."""
     penalty_over: str = "row"
     """Whether the penalty takes its lowest tokens from every `row` or from the whole `batch`; the latter depends on the
     micro-batch size."""
 
     def resolve(self, config: FathomConfig) -> Ponder3Options:
-        """Refuse what is impossible."""
+        """Refuse invalid options."""
         self.check_trips()
         self.check_solver()
         check_over(self.penalty_over)
@@ -97,7 +97,7 @@ class Ponder3(Routed[Ponder3Options]):
 
     def __init__(self, config: FathomConfig) -> None:
         super().__init__(config)
-        self.weight = nn.Buffer(torch.zeros(()), persistent=False)  # λ now
+        self.weight = nn.Buffer(torch.zeros(()), persistent=False)  # current λ
 
     def routes(self) -> int:
         """The share of every trip."""
@@ -135,7 +135,7 @@ class Ponder3(Routed[Ponder3Options]):
                 share = torch.lerp(state["before"], share, self.options.router_damping)
             state = new = {"share": share, "tail": share.flip(-1).cumsum(-1).flip(-1)}
         share, tail = state["share"], state["tail"]
-        # A token that a budget stops early reads out all the weight that is left.
+        # A token that a budget stops early reads out all remaining weight.
         new["hidden"] = spread(state.get("hidden"), tail[..., k] if out.last else share[..., k], h)
         alive = torch.zeros_like(tail[..., 0], dtype=torch.bool) if out.last else tail[..., k + 1] > self.options.tau
         new["alive"] = alive
@@ -144,16 +144,16 @@ class Ponder3(Routed[Ponder3Options]):
         return new
 
     def key_bias(self, state: TripState, trip: int) -> Tensor | None:
-        """log w, of those who make the trip."""
+        """log w of the tokens that make the trip."""
         tail = state["tail"][..., trip]
         return tail.where(tail > self.options.tau, 1).log()
 
     def carry(self, state: TripState) -> TripState | None:
-        """The router's output, to be damped."""
+        """The router's output, for damping."""
         return {"before": state["share"]} if self.options.router_damping < 1 else None
 
     def feed(self, x: Tensor, out: Out, state: TripState) -> Tensor:
-        """The thought alone, without the input."""
+        """The latent thought, without the input."""
         return out.hidden
 
     def aux_losses(
@@ -179,7 +179,7 @@ class Ponder3(Routed[Ponder3Options]):
 
     @torch.no_grad()
     def _quality(self, prefix: Tensor, targets: Tensor, head: nn.Module) -> Tensor:
-        """1 - mean σ(10 (CE - 0.5)) of every row, from a sample of its tokens. The penalty does not train it."""
+        """1 - mean σ(10 (CE - 0.5)) of every row, from a sample of its tokens, without a gradient."""
         columns = self.sample(targets.shape[1])
         target = targets[:, columns]
         ce = F.cross_entropy(
@@ -196,7 +196,7 @@ class Ponder3(Routed[Ponder3Options]):
 
 
 def cost(config: FathomConfig, visits: Sequence[Visit], scalar: int) -> Cost:
-    """The stack again for every thought, the router once, and a bias beside every slot, if no token stops."""
+    """Cost if no token stops: the stack for every latent thought, the router once, and a bias per slot."""
     width, trips = config.hidden_size, Ponder3Options.of(config).trips
     router = Cost(flops=2 * width * trips, cache_bytes=4 * trips)
     return trips_cost(config, visits, scalar, 0, (width + 1) * trips) + router

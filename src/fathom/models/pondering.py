@@ -35,15 +35,14 @@ class SolverOptions(RecurrenceOptions):
     """Rounds when a prompt is read into a cache."""
     gradient_passes: int = 0
     """Passes of a training step, counted from its last, that gradients flow through; 0 for all of them, as in the
-    papers. The others cost a forward pass alone, and nothing of them is kept: another gradient, not a cheaper way to
-    the same one."""
+    papers. The others cost only a forward pass and keep no activations. The gradient is then a different one."""
     prefill: str = "jacobi"
     """`jacobi`, or `exact`: evaluation and prefill equal decoding token by token, and cost as much."""
     seed: int | None = None
-    """Seed of everything that is drawn for a step; training fills in its own."""
+    """Seed of all draws of a step; training sets it."""
 
     def check_solver(self) -> None:
-        """Refuse impossible settings of the solver."""
+        """Refuse invalid settings of the solver."""
         if self.prefill not in ("jacobi", "exact"):
             raise ValueError(f"recurrence_options.prefill must be jacobi or exact, got {self.prefill!r}")
         check_range("jacobi_train", self.jacobi_train)
@@ -57,17 +56,17 @@ Mixing = TypeVar("Mixing", bound="MixtureOptions")
 
 @dataclass(frozen=True)
 class MixtureOptions(RecurrenceOptions):
-    """What is fed back by the recurrences that mix the vocabulary."""
+    """Options of recurrences that feed back a mixture of the vocabulary."""
 
     top_k: int = 100
     """Words in the mixture, renormalised; 0 for the whole vocabulary."""
     temperature: float = 1.0
     """Temperature of the mixture's softmax."""
     mixture_gain: float = 1.0
-    """Factor on every mixture, relative to the scale of the embeddings."""
+    """Factor on the mixture, relative to the scale of the embeddings."""
 
     def resolve(self: Mixing, config: FathomConfig) -> Mixing:
-        """Refuse what cannot be mixed."""
+        """Refuse invalid mixtures."""
         self.check_trips()
         if self.top_k < 0:
             raise ValueError(f"recurrence_options.top_k must be 0 (the whole vocabulary) or more, got {self.top_k}")
@@ -78,12 +77,12 @@ class MixtureOptions(RecurrenceOptions):
 
 @dataclass(frozen=True)
 class SampleOptions(RecurrenceOptions):
-    """A penalty that is measured on a part of the tokens."""
+    """Options of a penalty that is measured on a part of the tokens."""
 
     penalty_token_fraction: float = 0.125
     """Share of the tokens on which the penalty is measured, drawn for every step."""
     seed: int | None = None
-    """Seed of everything that is drawn for a step; training fills in its own."""
+    """Seed of all draws of a step; training sets it."""
 
 
 Chosen = TypeVar("Chosen", bound=RecurrenceOptions)
@@ -94,7 +93,7 @@ class Pondering(Recurrence, Generic[Chosen]):
     """A recurrence whose number of trips is an option, and which may need the solver."""
 
     options_class: type[Chosen]
-    """The dataclass of its options."""
+    """The dataclass of the options."""
 
     def __init__(self, config: FathomConfig) -> None:
         super().__init__(config)
@@ -106,12 +105,12 @@ class Pondering(Recurrence, Generic[Chosen]):
 
     @staticmethod
     def trips_of(config: FathomConfig) -> int:
-        """As the option says."""
+        """The option `trips`."""
         return RecurrenceOptions.of(config).trips
 
     @classmethod
     def training_rounds(cls, config: FathomConfig) -> tuple[int, int]:
-        """The ends of `jacobi_train`."""
+        """The two ends of `jacobi_train`."""
         if not issubclass(cls.options_class, SolverOptions):
             return 0, 0
         least, most = SolverOptions.of(config).jacobi_train
@@ -119,17 +118,17 @@ class Pondering(Recurrence, Generic[Chosen]):
 
     @classmethod
     def kept_passes(cls, config: FathomConfig) -> int:
-        """As the option says."""
+        """The option `gradient_passes`."""
         solves = issubclass(cls.options_class, SolverOptions)
         return SolverOptions.of(config).gradient_passes if solves else 0
 
     def set_step(self, step: int, steps: int | None = None) -> None:
-        """Draw this step's number of rounds, the same on every rank."""
+        """Draw this step's number of rounds, equal on every rank."""
         if isinstance(self.options, SolverOptions):
             self.drawn_rounds = between(self.options.jacobi_train, self.options.seed, step, "rounds")
 
     def rounds(self, purpose: str, length: int) -> int:
-        """As the options say."""
+        """The rounds of the options."""
         if not isinstance(self.options, SolverOptions):
             return 0
         if purpose == "train":
@@ -147,7 +146,7 @@ class Sampled(Pondering[ChosenSampled]):
     def __init__(self, config: FathomConfig) -> None:
         super().__init__(config)
         self.every = sample_every(self.options.penalty_token_fraction)
-        # A tensor, since a Python number that changes every step would recompile every step.
+        # a tensor, because a Python number that changes every step would trigger a recompilation every step
         self.first = nn.Buffer(torch.zeros((), dtype=torch.long), persistent=False)
 
     def init_weights(self, std: float) -> None:
@@ -155,7 +154,7 @@ class Sampled(Pondering[ChosenSampled]):
         init.zeros_(self.first)
 
     def set_step(self, step: int, steps: int | None = None) -> None:
-        """Another sample, the same on every rank."""
+        """Draw another sample, equal on every rank."""
         super().set_step(step, steps)
         self.first.fill_(draw(self.options.seed, step, "tokens") % (1 << 32))
 
@@ -173,7 +172,7 @@ class Sampled(Pondering[ChosenSampled]):
 
 
 class Routed(Sampled[ChosenSampled]):
-    """A recurrence whose tokens halt where a linear router says so."""
+    """A recurrence whose tokens halt by a linear router."""
 
     halts = True
 
@@ -182,7 +181,7 @@ class Routed(Sampled[ChosenSampled]):
         self.router = nn.Linear(config.hidden_size, self.routes())
 
     def routes(self) -> int:
-        """Outputs of the router."""
+        """Number of router outputs."""
         return 1
 
 
@@ -192,7 +191,7 @@ def sample_every(fraction: float) -> int:
 
 
 def sample_size(length: int, every: int) -> int:
-    """Number of sampled tokens of a row."""
+    """Number of sampled tokens per row."""
     return max(1, length // every)
 
 
@@ -242,7 +241,7 @@ def trips_cost(
 
 
 def per_item(total: Tensor, targets: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor:
-    """A sum over tokens, divided as the cross-entropy is: by the targets here, or by `num_items_in_batch`."""
+    """A sum over tokens, divided like the cross-entropy: by the number of targets, or by `num_items_in_batch`."""
     if num_items_in_batch is None:
         return total / (targets != IGNORE).sum().clamp(min=1)
     if isinstance(num_items_in_batch, Tensor):
@@ -257,7 +256,7 @@ def lowest_sum(values: Tensor, targets: Tensor, fraction: Tensor | float, over: 
         values: `[B, T, n]`
         targets: `[B, T]`; tokens whose target is ignored are not valid.
         fraction: One number, or one for every row.
-        over: `row`: the lowest of each row; `batch`: of the whole batch.
+        over: `row` takes the lowest of each row, `batch` those of the whole batch.
     """
     valid = targets != IGNORE
     several = valid.unsqueeze(2).expand_as(values)
@@ -293,7 +292,7 @@ def check_threshold(name: str, value: float) -> None:
 
 
 def check_range(name: str, value: Sequence[int]) -> list[int]:
-    """Refuse anything but two whole numbers `[least, most]`; returns them as a list."""
+    """Refuse anything but two integers `[least, most]`; returns them as a list."""
     whole = isinstance(value, Sequence) and len(value) == 2 and all(type(v) is int for v in value)
     if not whole or not 0 <= value[0] <= value[1]:
         raise ValueError(f"recurrence_options.{name} must be [least, most], got {value!r}")
@@ -301,7 +300,7 @@ def check_range(name: str, value: Sequence[int]) -> list[int]:
 
 
 def check_trips_range(drawn: Sequence[int] | None, trips: int) -> list[int] | None:
-    """Check the range that training draws trips from, which must hold `trips`; returns it, or None for none."""
+    """Check the range from which training draws trips; it must contain `trips`. Returns the range, or None."""
     if drawn is None:
         return None
     least, most = check_range("trips_range", drawn)

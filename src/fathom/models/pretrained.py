@@ -1,4 +1,4 @@
-"""What every Fathom model shares with transformers: initial values, checkpointing, saving, and schedules over steps."""
+"""Common to all Fathom models: initial values, checkpointing, saving, and schedules over steps."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _ENABLE = next(name for name in _NAMES if hasattr(Qwen3PreTrainedModel, name))
 
 
 class FathomPreTrainedModel(StrictLoading, Qwen3PreTrainedModel):
-    """What every Fathom model shares with transformers."""
+    """Common base class of all Fathom models."""
 
     config: FathomConfig
     config_class = FathomConfig
     _no_split_modules = ["DecoderLayer"]
-    _pp_plan: dict[str, object] = {}  # sources would have to travel from stage to stage
+    _pp_plan: dict[str, object] = {}  # sources would have to be sent from stage to stage
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, MechanismModule):
@@ -73,16 +73,16 @@ class FathomPreTrainedModel(StrictLoading, Qwen3PreTrainedModel):
         def gradient_checkpointing_enable(
             self, gradient_checkpointing_kwargs: dict[str, object] | None = None, **kwargs: object
         ) -> None:
-            """The name that earlier releases of transformers call."""
+            """The name in earlier releases of transformers."""
             self.activation_checkpointing_enable(gradient_checkpointing_kwargs, **kwargs)
 
     @property
     def is_gradient_checkpointing(self) -> bool:
-        """Whether layers are recomputed. peft asks by this name, for which transformers' own class warns."""
+        """Whether layers are recomputed; peft reads this name."""
         return any(getattr(module, "gradient_checkpointing", False) for module in self.modules())
 
     def settled_config(self) -> FathomConfig:
-        """A copy of the configuration with every schedule fixed at its present value."""
+        """A copy of the configuration with every schedule fixed at its current value."""
         config = copy.deepcopy(self.config)
         for module in self.modules():
             if isinstance(module, MechanismModule):
@@ -90,7 +90,7 @@ class FathomPreTrainedModel(StrictLoading, Qwen3PreTrainedModel):
         return config
 
     def save_pretrained(self, *args: object, **kwargs: object) -> object:
-        """As in transformers, with the settled configuration, so that what is saved computes what was trained."""
+        """See transformers; saves the settled configuration, so that the saved model computes what was trained."""
         config, self.config = self.config, self.settled_config()
         try:
             return super().save_pretrained(*args, **kwargs)
@@ -98,7 +98,7 @@ class FathomPreTrainedModel(StrictLoading, Qwen3PreTrainedModel):
             self.config = config
 
     def set_step(self, step: int, steps: int | None = None) -> None:
-        """Tell every mechanism how many optimizer steps have been made, and how many there will be if that is known."""
+        """Tell every mechanism the number of optimizer steps made, and the total if known."""
         for module in self.modules():
             if isinstance(module, MechanismModule):
                 module.set_step(step, steps)

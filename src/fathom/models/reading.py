@@ -4,8 +4,8 @@
     DUO     t' <= t  and  k' <= k
     ALL     t' <  t,  or  t' = t and k' <= k
 
-A mask that needs a gradient rules out the flash kernels and is kept in memory for every query, key and head. So a bias
-on keys becomes one or two more channels of queries and keys, which any kernel takes.
+A mask with a gradient rules out the flash kernels and takes memory for every query, key and head. So a bias on keys
+becomes one or two more channels of queries and keys, which every kernel supports.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ def reads(view: View, t: Tensor, k: Tensor, of: Tensor, at: Tensor, halt: Tensor
     if view is View.DUO:
         return (of <= t) & (at <= k)
     assert halt is not None
-    return (of <= t) & ((at == k) | ((at == halt) & (at < k)))  # at = min(k, halt), without numbers of each pair
+    return (of <= t) & ((at == k) | ((at == halt) & (at < k)))  # at = min(k, halt), without a tensor of pairs
 
 
 def read_mask(view: View, query: Tags, key: Tags, reach: int | None, dtype: torch.dtype | None) -> Tensor:
-    """Which query slot reads which key slot, `[B, 1, M, N]`: bool, or with a `dtype` the number to add to the logit.
+    """Which query slot reads which key slot, `[B, 1, M, N]`: bool, or with a `dtype` the summand of the logit.
 
     Args:
-        view: The recurrence's.
+        view: The recurrence's view.
         query: The slots that read, M of them.
         key: The slots that may be read, N of them.
-        reach: How many tokens back a slot reads; None for all.
-        dtype: Of an additive mask; None for a boolean one.
+        reach: Number of earlier tokens that a slot reads; None for all.
+        dtype: Type of an additive mask; None for a boolean one.
     """
     t, k = query.token.unsqueeze(2), query.trip.unsqueeze(2)  # [B, M, 1]
     of, at = key.token.unsqueeze(1), key.trip.unsqueeze(1)  # [B, 1, N]
@@ -54,7 +54,7 @@ def read_mask(view: View, query: Tags, key: Tags, reach: int | None, dtype: torc
         seen = seen & (query.document.unsqueeze(2) == key.document.unsqueeze(1))
     if key.live is not None:
         seen = seen & key.live.unsqueeze(1)
-        # A row that may read nothing (padding) reads everything: a softmax over nothing is NaN.
+        # A row that may read nothing (padding) reads everything, because a softmax over nothing is NaN.
         seen = seen | ~seen.any(-1, keepdim=True)
     seen = seen.unsqueeze(1)
     if dtype is None:
@@ -76,7 +76,7 @@ def with_key_bias(
         key: `[B, H_kv, N, D]`
         value: `[B, H_kv, N, D]`
         bias: `[B, N]`
-        scaling: What the kernel multiplies logits with.
+        scaling: The kernel's factor on logits.
     """
     channel = 2.0 ** round(-math.log2(scaling))
     wide = widen(bias) / (scaling * channel)
@@ -99,9 +99,9 @@ def attend_beside(
     mask: Tensor | None,
     **kwargs: object,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention to keys and values of earlier trips, (key, value, key, value, …), beside the new ones.
+    """Attention to keys and values of earlier trips, (key, value, key, value, …), in addition to the new ones.
 
-    The concatenation is recomputed in the backward pass; else every trip would keep a copy of all trips before it.
+    The backward pass recomputes the concatenation. Otherwise every trip would keep a copy of all earlier trips.
     """
 
     def read(query: Tensor, key: Tensor, value: Tensor, *earlier: Tensor) -> tuple[Tensor, Tensor | None]:

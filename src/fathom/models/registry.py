@@ -51,7 +51,7 @@ VANILLA = "vanilla"
 
 
 def known() -> dict[str, Mechanism]:
-    """Every mechanism by name, those of other packages included."""
+    """Every mechanism by name, including those of other packages."""
     while late:
         late.pop()()
     return MECHANISMS
@@ -69,7 +69,7 @@ def mechanism(axis: str, name: str) -> Mechanism:
 
 
 def parse_mechanism(text: str) -> dict[str, str]:
-    """`loop+depth_attention` as one value per axis; `vanilla` is every axis at its first."""
+    """`loop+depth_attention` as one value per axis; in `vanilla` every axis has its first value."""
     values = dict(DEFAULTS)
     taken: set[str] = set()
     for name in (part.strip() for part in text.split("+")):
@@ -92,7 +92,7 @@ def mechanism_name(config: FathomConfig) -> str:
 
 
 def resolve_options(config: FathomConfig, axis: str) -> dict[str, object]:
-    """The axis' options with every default filled in; a `ValueError` names a wrong key or value."""
+    """The options of an axis with all defaults; a `ValueError` names a wrong key or value."""
     chosen, given = mechanism(axis, getattr(config, axis)), getattr(config, f"{axis}_options") or {}
     if not isinstance(given, dict):
         raise ValueError(f"{axis}_options must be a dictionary of options, got {given!r}")
@@ -122,7 +122,7 @@ def check_trips(config: FathomConfig) -> None:
 
 
 def across_trips(config: FathomConfig) -> str:
-    """How the mixer's sources cross the trips of the recurrence."""
+    """How the mixer's sources cross the recurrence's trips."""
     return mixer_class(config).across_trips(config, recurrence_class(config).across_trips)
 
 

@@ -1,7 +1,7 @@
-"""The functions that a faster kernel may replace: one table, empty in an export, which runs its own code.
+"""The functions that a faster kernel may replace: a table that is empty in an export.
 
 `fathom.kernels.use` fills it. A replacement serves one type of device, in half and single precision. Double precision
-is for measuring exactness and always runs the reference.
+always runs the reference, so that exactness can be measured.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def replace(functions: Mapping[str, Function], device: str) -> None:
 
 
 def faster(name: str, x: Tensor) -> Function | None:
-    """The replacement of a function for a tensor such as `x`; None for the reference."""
+    """The replacement of a function for a tensor like `x`; None for the reference."""
     if not _faster or x.dtype == torch.float64:
         return None
     return _faster.get((name, x.device.type))

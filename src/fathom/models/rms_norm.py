@@ -18,7 +18,7 @@ from .replaceable import faster
 
 
 class RMSNorm(Qwen3RMSNorm):
-    """Qwen3's norm in single and half precision; double stays double, so that exactness can be measured."""
+    """Qwen3's norm in single and half precision; double precision stays double, so that exactness can be measured."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Normalise the last dimension."""
@@ -32,8 +32,8 @@ class RMSNorm(Qwen3RMSNorm):
 def normalise(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """y and r of the module's docstring.
 
-    No power and nothing fused: of a single token, an operation that the layer has not just made is fetched from memory,
-    which takes longer than itself.
+    This uses no power and no fused operation. For a single token, code that the layer has not just run must be loaded
+    from memory, which takes longer than the operation itself.
     """
     wide = widen(x)
     rms = ((wide * wide).mean(-1, True) + eps).rsqrt()

@@ -1,11 +1,11 @@
-"""The three roles that a mechanism can play, and what it must declare.
+"""The three roles of mechanisms, and what a mechanism must declare.
 
 Each base class *is* the first value of its axis: a `ValueMixer` that mixes nothing, a `Residual` that adds, a
-`Recurrence` that makes one trip. A mechanism subclasses one of them in a file of its own and ends that file with
-one `Mechanism`. The decoder in `modeling.py` knows these classes and nothing about any mechanism.
+`Recurrence` that makes one trip. A mechanism subclasses one of them in its own file, which ends with one `Mechanism`.
+The decoder in `modeling.py` knows only these classes, no mechanism.
 
-State is functional throughout: methods return new tensors and mutate nothing, because a list that is changed inside
-a layer breaks activation checkpointing and FSDP2 without an error.
+State is functional: methods return new tensors and mutate nothing. A list that is changed inside a layer would break
+activation checkpointing and FSDP2 without an error.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ Own = TypeVar("Own", bound="MechanismOptions")
 class View(enum.Enum):
     """Which slots (token, trip) a slot may read."""
 
-    SAME = "same"  # the same trip of earlier tokens (or the last one they made)
+    SAME = "same"  # the same trip of earlier tokens (or their last one)
     DUO = "duo"  # trips up to its own
-    ALL = "all"  # everything before it
+    ALL = "all"  # all earlier slots
 
     @property
     def depth_parallel(self) -> bool:
@@ -49,20 +49,21 @@ class View(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """What a mechanism adds to the vanilla decoder. Everything but `parameters` is per token of a forward pass."""
+    """The cost that a mechanism adds to the vanilla decoder: all fields but `parameters` per token of a forward
+    pass."""
 
     parameters: int = 0
     flops: float = 0.0
-    """Of matrix products and weighted sums, as the papers count them."""
+    """FLOPs of matrix products and weighted sums, as papers count them."""
     elementwise_flops: float = 0.0
-    """Of norms, softmaxes and pooling, which the papers leave out."""
+    """FLOPs of norms, softmaxes and pooling, which papers omit."""
     cache_bytes: int = 0
     transient_bytes: int = 0
-    """Alive during the forward pass beyond vanilla; nothing of it survives the token."""
+    """Bytes in use during the forward pass beyond vanilla; they are freed after the token."""
     io_bytes: int = 0
     """Activation reads and writes of an unfused implementation."""
     training_flops: float = 0.0
-    """What a training step takes beyond three times `flops`: below 0 where backward costs less than twice forward."""
+    """FLOPs of a training step beyond three times `flops`; negative if backward costs less than twice forward."""
 
     def __add__(self, other: Cost) -> Cost:
         return Cost(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(Cost)})
@@ -76,12 +77,12 @@ class MechanismOptions:
 
     @classmethod
     def of(cls: type[Own], config: FathomConfig) -> Own:
-        """Those of these fields that `config` holds; a base class reads its part of a mechanism's options."""
+        """The subset of these fields in `config`; a base class reads its part of a mechanism's options."""
         given = getattr(config, f"{cls.axis}_options")
         return cls(**{field.name: given[field.name] for field in fields(cls)})
 
     def resolve(self: Own, config: FathomConfig) -> Own:
-        """Fill in what depends on `config`, and refuse what is impossible."""
+        """Fill in defaults that depend on `config`, and refuse invalid values."""
         return self
 
 
@@ -109,24 +110,24 @@ class RecurrenceOptions(MechanismOptions):
     axis = "recurrence"
 
     trips: int = 1
-    """How many trips a token makes at most, the first included."""
+    """Maximum number of trips of a token, the first included."""
     recompute: bool = False
-    """Whether training keeps only the input of each pass through the layers and computes the pass again in the backward
+    """Whether training keeps only the input of each pass through the layers and recomputes the pass in the backward
     pass: less memory, the same gradients."""
 
     def check_trips(self) -> None:
-        """Refuse a token that makes no trip."""
+        """Refuse fewer than one trip."""
         if self.trips < 1:
             raise ValueError(f"recurrence_options.trips must be at least 1, got {self.trips}")
 
 
 @dataclass(frozen=True)
 class HaltingOptions(RecurrenceOptions):
-    """Options of a recurrence whose tokens may halt, and which trains trip after trip."""
+    """Options of a recurrence whose tokens may halt, and which trains trip by trip."""
 
     skip_dead_rows: bool = False
     """Whether training leaves halted tokens out of a trip: the same numbers for less compute, with one host
-    synchronisation per trip. By default they are computed and discarded."""
+    synchronisation per trip. By default halted tokens are computed and discarded."""
 
 
 @dataclass(frozen=True)
@@ -139,35 +140,35 @@ class Mechanism:
     summary: str
     paper: str
     build: Callable[..., Any]
-    """Mixer: (config, layer_idx). Residual: (config, sublayer). Recurrence: (config)."""
+    """The module's constructor. Mixer: (config, layer_idx). Residual: (config, sublayer). Recurrence: (config)."""
     cost: Callable[[FathomConfig, Sequence[Visit], int], Cost]
-    """(config, the plan's visits, bytes per scalar)."""
+    """Its cost from (config, the plan's visits, bytes per scalar)."""
     options: type[MechanismOptions] = NoOptions
     closed: Mapping[str, object] | None = None
-    """Options with which a pretrained model computes, for a start, what it did without the mechanism; None for none."""
+    """Options with which a pretrained model initially computes the same as without the mechanism; None if it cannot."""
 
 
 class MechanismModule(nn.Module):
-    """What the three roles share."""
+    """Common base class of the three roles."""
 
     axis: ClassVar[str]
     no_weight_decay: tuple[str, ...] = ()
-    """Local names of parameters that weight decay must leave alone although they have two dimensions or more."""
+    """Local names of parameters with two or more dimensions that are excluded from weight decay."""
 
     def init_weights(self, std: float) -> None:
         """Initialise this module's own parameters and buffers (with `transformers.initialization`)."""
 
     def set_step(self, step: int, steps: int | None = None) -> None:
-        """Follow a schedule over training steps, of which there will be `steps`."""
+        """Set the current value of a schedule over training steps; `steps` is the total."""
 
     def settle(self, config: FathomConfig) -> None:
-        """Write the present value of a schedule into `config`, which is about to be saved, as its final one."""
+        """Write the current value of a schedule into `config`, before it is saved, as its final value."""
 
 
 def direct(module: nn.Module) -> Callable[..., Any]:
     """`module.forward` if the module has no hooks and is not offloaded, else `module`.
 
-    Calling `forward` directly saves as much time for one token as an addition takes.
+    For one token, calling `forward` directly saves the time of an addition.
     """
     hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     return module if hooks or "forward" in module.__dict__ else module.forward
@@ -184,7 +185,7 @@ class ValueMixer(MechanismModule):
 
     @staticmethod
     def source_layers(config: FathomConfig, layer_idx: int) -> tuple[int, ...]:
-        """The earlier layers that this layer reads, ascending: the only place where the rule is written."""
+        """The earlier layers that this layer reads, ascending. The rule is defined only here."""
         return ()
 
     @staticmethod
@@ -192,15 +193,15 @@ class ValueMixer(MechanismModule):
         """How sources cross the trips of a recurrence: `none`, `same_layer` or `grid`.
 
         Args:
-            config: The model.
-            default: The rule that its recurrence declares.
+            config: The model's configuration.
+            default: The rule of its recurrence.
         """
         return "none"
 
     def fused(
         self, projected: Tensor, sources: tuple[Tensor, ...]
     ) -> Callable[..., tuple[Tensor, Tensor, Tensor]] | None:
-        """A kernel that norms and rotates queries and keys and mixes values at once; None if there is none.
+        """A fused kernel that norms and rotates queries and keys and mixes values; None if there is none.
 
         Attention calls the kernel as `kernel((query, key, value), sources, norms, angles, keys_last)`: projections
         `[B, T, H, D]` before norms and rotation, the two RMS norms, cosines and sines, and whether keys are normed
@@ -208,7 +209,7 @@ class ValueMixer(MechanismModule):
 
         Args:
             projected: A tensor of the projections' device and precision.
-            sources: As `forward` takes them.
+            sources: See `forward`.
         """
         return None
 
@@ -225,18 +226,18 @@ class ValueMixer(MechanismModule):
 
 
 def ways(residual: Residual) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """`read` and `write` of a residual; twice the module itself if hooks wait for its calls."""
+    """`read` and `write` of a residual; the module itself, twice, if hooks wait for its calls."""
     free = direct(residual) is not residual
     return (residual.read, residual.write) if free else (residual, residual)
 
 
 class Residual(MechanismModule):
-    """Decides how a sub-layer's output reaches later ones: `layers.N.{attn,mlp}_residual`, `model.final_residual`.
+    """Determines how a sub-layer's output reaches later ones: `layers.N.{attn,mlp}_residual`, `model.final_residual`.
 
     Sub-layers are numbered 0 … 2L-1 (attention, MLP, attention, …); 2L is the read before the final norm.
 
-    The state has one way through a layer: every `read` and every `write` takes the state that the call before it
-    returned. A layer may therefore read twice before it writes twice, as a parallel layer does.
+    The state passes through a layer linearly: every `read` and `write` takes the state that the previous call returned.
+    A layer may read twice before it writes twice, as a parallel layer does.
     """
 
     axis = "residual"
@@ -252,24 +253,24 @@ class Residual(MechanismModule):
         return self.write(state, *written) if written else self.read(state)
 
     def begin(self, embeddings: Tensor) -> ResidualState:
-        """The state in which a trip starts.
+        """The initial state of a trip.
 
         Args:
-            embeddings: `[B, T, hidden_size]`, or the trip's input in a later trip.
+            embeddings: `[B, T, hidden_size]`; in a later trip, the trip's input.
         """
         return (embeddings,)
 
     def read(self, state: ResidualState) -> tuple[Any, ResidualState, WriteContext]:
-        """The sub-layer's input, `[B, T, hidden_size]`; the state that the next call takes; what `write` will need.
+        """Return the sub-layer's input `[B, T, hidden_size]`, the state for the next call, and a context for `write`.
 
-        Before attention the input may be `Ways`: what queries, keys and values are made of. The layer's norm is called
-        for each that is a tensor of its own, then `gained` for all three.
+        Before attention the input may be `Ways`: separate inputs of queries, keys and values. The layer's norm is
+        called for each distinct tensor, then `gained` for all three.
 
-        The state has the values that it had. A mechanism with a backward pass of its own may return other tensors for
-        it, so that the gradients of all later uses arrive there as one sum.
+        The state keeps its values. A mechanism with its own backward pass may return other tensors with these values,
+        so that the gradients of all later uses arrive there as one sum.
 
         Args:
-            state: As the last call left it; its tensors are this mechanism's own, `[B, T, ...]`.
+            state: The state that the last call returned; its tensors `[B, T, ...]` are private to the mechanism.
         """
         return state[0], state, None
 
@@ -279,10 +280,10 @@ class Residual(MechanismModule):
         return ways
 
     def write(self, state: ResidualState, update: Tensor, context: WriteContext) -> ResidualState:
-        """Merge the sub-layer's output into the state; returns a new one.
+        """Merge the sub-layer's output into the state; returns a new state.
 
         Args:
-            state: As the last call left it. It may have been written to since this sub-layer's `read`.
+            state: The state that the last call returned. It may have been written to since this sub-layer's `read`.
             update: The sub-layer's output, `[B, T, hidden_size]`.
             context: The last value that this sub-layer's `read` returned.
         """
@@ -290,29 +291,29 @@ class Residual(MechanismModule):
 
 
 class Recurrence(MechanismModule):
-    """Decides how many trips a token makes and what each one starts from: `model.recurrence`.
+    """Determines how many trips a token makes and the input of each trip: `model.recurrence`.
 
-    Its state is a dictionary of tensors `[B, T, ...]`, one value per token; `sweep` keeps it as it was for tokens that
-    have halted.
+    Its state is a dictionary of tensors `[B, T, ...]`, one value per token. For halted tokens `sweep` keeps the state
+    unchanged.
     """
 
     axis = "recurrence"
     recompute = False
-    """Whether training computes every pass through the layers again in the backward pass."""
+    """Whether training recomputes every pass through the layers in the backward pass."""
     gradient_passes = 0
     """Passes of the Jacobi solver, counted from the last, that gradients flow through in training; 0 for all."""
     skip_dead_rows = False
     """Whether training leaves halted tokens out of a trip instead of computing and discarding them."""
     entry_layer: int | None = None
-    """The layer whose input in the first trip `gate` gets as `out.entry`; None for none."""
+    """The layer whose input in the first trip is passed to `gate` as `out.entry`; None for none."""
     across_trips = "none"
-    """How a mixer's sources cross trips unless its options say otherwise: `none`, `same_layer` or `grid`."""
+    """How a mixer's sources cross trips unless its options set it: `none`, `same_layer` or `grid`."""
     leaves = False
-    """Whether `leave` changes what the last trip's looped layers return."""
+    """Whether `leave` changes the output of the last trip's looped layers."""
     halts = False
-    """Whether tokens may stop before the last trip; `gate` then leaves `alive` (`[B, T]`, bool) in the state."""
+    """Whether tokens may stop before the last trip; `gate` then puts `alive` (`[B, T]`, bool) into the state."""
     reads = View.SAME
-    """The view, unless a subclass overrides `sees` to take it from an option."""
+    """The view; a subclass may override `sees` to take it from an option."""
 
     def __init__(self, config: FathomConfig) -> None:
         super().__init__()
@@ -327,22 +328,22 @@ class Recurrence(MechanismModule):
 
     @classmethod
     def training_trips(cls, config: FathomConfig) -> tuple[int, int]:
-        """The fewest and the most trips of a training step; the number is drawn uniformly."""
+        """The minimum and maximum trips of a training step; the number is drawn uniformly."""
         return cls.trips_of(config), cls.trips_of(config)
 
     @classmethod
     def training_rounds(cls, config: FathomConfig) -> tuple[int, int]:
-        """The fewest and the most Jacobi rounds of a training step; the number is drawn uniformly."""
+        """The minimum and maximum Jacobi rounds of a training step; the number is drawn uniformly."""
         return 0, 0
 
     @classmethod
     def kept_passes(cls, config: FathomConfig) -> int:
-        """`gradient_passes` of a model of this configuration."""
+        """`gradient_passes` of a model with this configuration."""
         return 0
 
     @classmethod
     def most_trips(cls, config: FathomConfig) -> int:
-        """The largest number of trips that a call may ask for: what the weights were trained for."""
+        """The maximum number of trips that a forward pass may request: the number that the weights were trained for."""
         return cls.training_trips(config)[1]
 
     @classmethod
@@ -358,12 +359,12 @@ class Recurrence(MechanismModule):
 
     @staticmethod
     def span(config: FathomConfig) -> tuple[int, int]:
-        """The layers `[start, stop)` that every trip visits; those outside are visited once, before and after."""
+        """The layers `[start, stop)` that every trip visits; layers outside are visited once, before or after."""
         return 0, config.num_hidden_layers
 
     @staticmethod
     def needs_head(config: FathomConfig) -> bool:
-        """Whether `feed` asks for logits, so that the decoder cannot run without the language-modelling head."""
+        """Whether `feed` uses logits, so that the decoder cannot run without the language-modelling head."""
         return False
 
     @classmethod
@@ -373,7 +374,7 @@ class Recurrence(MechanismModule):
 
     @property
     def unrolls(self) -> bool:
-        """Whether trips are further layers of a plain decoder and nothing else."""
+        """Whether trips are nothing but further layers of a plain decoder."""
         return False
 
     def feed(self, x: Tensor, out: Out, state: TripState) -> Tensor:
@@ -382,16 +383,16 @@ class Recurrence(MechanismModule):
         Args:
             x: This trip's input, `[B, T, hidden_size]`.
             out: This trip's output: `out.hidden` is normed, `[B, T, hidden_size]`.
-            state: As `gate` left it after this trip.
+            state: The state that `gate` returned after this trip.
         """
         raise RuntimeError(f"{type(self).__name__} makes one trip only")
 
     def gate(self, out: Out, state: TripState) -> TripState:
-        """What a trip changes in the state, tensors `[B, T, ...]`. Here: the last trip's output is kept.
+        """The state's changes after a trip, tensors `[B, T, ...]`. By default the last trip's output is kept.
 
         Args:
             out: The trip's output: `out.hidden` is normed, `[B, T, hidden_size]`.
-            state: As the trip before left it; empty before the first.
+            state: The state after the previous trip; empty before the first.
         """
         return {"hidden": out.hidden}
 
@@ -401,13 +402,13 @@ class Recurrence(MechanismModule):
 
         Args:
             stream: The output of the span's last layer in the last trip, `[B, T, hidden_size]`.
-            x: That trip's input.
-            state: As the trip before left it.
+            x: The input of that trip.
+            state: The state after the previous trip.
         """
         return stream
 
     def key_bias(self, state: TripState, trip: int) -> Tensor | None:
-        """Added to the attention logits of every query that reads the slots of `trip`, `[B, T]`; None: nothing."""
+        """The bias on the attention logits of every query that reads the slots of `trip`, `[B, T]`; None for none."""
         return None
 
     def readout(self, state: TripState) -> Tensor:
@@ -420,7 +421,7 @@ class Recurrence(MechanismModule):
         return None
 
     def rounds(self, purpose: str, length: int) -> int:
-        """Jacobi rounds under the view ALL: for `train`, `evaluate` (no cache) or `prefill` (with one)."""
+        """Jacobi rounds under the view ALL for `train`, `evaluate` (no cache) or `prefill` (with a cache)."""
         return 0
 
     def exact(self) -> bool:
@@ -428,7 +429,7 @@ class Recurrence(MechanismModule):
         return False
 
     def carry(self, state: TripState) -> TripState | None:
-        """The part of the state that the gates of the next Jacobi round start with; None for nothing."""
+        """The part of the state with which the gates of the next Jacobi round start; None for nothing."""
         return None
 
     def aux_losses(
@@ -438,18 +439,18 @@ class Recurrence(MechanismModule):
         num_items_in_batch: Tensor | int | None,
         head: nn.Module,
     ) -> dict[str, Tensor]:
-        """Terms to add to the cross-entropy, by name, averaged over tokens as it is.
+        """Terms to add to the cross-entropy, by name, averaged over tokens like the cross-entropy.
 
         Args:
-            state: As `gate` left it.
+            state: The state that `gate` returned.
             targets: `[B, T]`, shifted; -100 is ignored.
-            num_items_in_batch: As the loss takes it.
-            head: Turns hidden states into logits.
+            num_items_in_batch: See the loss.
+            head: The projection to logits.
         """
         return {}
 
     def metrics(self, state: TripState, targets: Tensor) -> dict[str, Tensor]:
-        """What training should log, by name: here, what halting and the Jacobi solver did."""
+        """Values to log in training, by name. By default those of halting and of the Jacobi solver."""
         found: dict[str, Tensor] = {}
         if "trips" in state:
             found["trips"] = valid_mean(state["trips"], targets)

@@ -2,8 +2,8 @@
 
 (x₁, x₂) → (x₁, x₂) ⊙ cos + (x₂, x₁) ⊙ (−sin, sin)      over the two halves of a head, or of its first dimensions
 
-A backbone may turn a part of each head (`partial_rotary_factor`), turn in float32, have other angles for each type of
-layer, or have none at all, where positions are learned.
+A backbone may rotate a part of each head (`partial_rotary_factor`), rotate in float32, have separate angles for each
+layer type, or have no angles because its positions are learned.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class RotaryEmbedding(Qwen3RotaryEmbedding):
     def compute_default_rope_parameters(
         config: FathomConfig, device: torch.device | None = None, **kwargs: object
     ) -> tuple[Tensor, float]:
-        """The inverse frequencies of the part of a head that is turned, and a factor of 1."""
+        """The inverse frequencies of the rotated part of a head, and a factor of 1."""
         rope = config.rope_parameters
         size = int(config.head_dim * rope.get("partial_rotary_factor", 1.0))
         inverse = 1.0 / (rope["rope_theta"] ** (torch.arange(0, size, 2, dtype=torch.float) / size))
@@ -61,7 +61,7 @@ class RotaryEmbedding(Qwen3RotaryEmbedding):
 
 
 class RotaryByType(nn.ModuleDict):
-    """Other angles for each type of layer."""
+    """Separate angles for each layer type."""
 
     def __init__(self, config: FathomConfig) -> None:
         super().__init__()
@@ -71,19 +71,19 @@ class RotaryByType(nn.ModuleDict):
             self[kind] = RotaryEmbedding(one)
 
     def forward(self, x: Tensor, position_ids: Tensor) -> dict[str, Angles]:
-        """By type of layer: the angles of positions `[B, T]`."""
+        """The angles of positions `[B, T]`, by layer type."""
         return {kind: rotary(x, position_ids) for kind, rotary in self.items()}
 
 
 class NoRotary(nn.Module):
-    """No angles: positions are learned, and added to the embeddings."""
+    """No angles: positions are learned and added to the embeddings."""
 
     def forward(self, x: Tensor, position_ids: Tensor) -> None:
         """None."""
 
 
 def signed(made: Rotation) -> Rotation:
-    """Angles with (−sin, sin) in place of (sin, sin): the signs of the rotation, once for all layers."""
+    """Angles with (−sin, sin) instead of (sin, sin): the signs of the rotation, computed once for all layers."""
     if made is None:
         return None
     if isinstance(made, dict):
@@ -108,7 +108,7 @@ def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor
         return _Rotate.apply(query, cos, sin), _Rotate.apply(key, cos, sin)
     if query.shape[2] > 1:
         return _swapped(query, cos, sin), _swapped(key, cos, sin)
-    both = _swapped(torch.cat((query, key), 1), cos, sin)  # of one token the number of steps counts, not their size
+    both = _swapped(torch.cat((query, key), 1), cos, sin)  # with one token, fewer operations are faster
     heads = query.shape[1]
     return both[:, :heads], both[:, heads:]
 
@@ -122,7 +122,7 @@ def _swapped(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
     half = x.shape[-1] // 2
     low, high = slice(None, half), slice(half, None)
-    of_low, of_high = (high, low) if back else (low, high)  # back, the transpose: the sines change places
+    of_low, of_high = (high, low) if back else (low, high)  # transposed: the sines change places
     out = x * cos
     out[..., low] += x[..., high] * sin[..., of_low]
     out[..., high] += x[..., low] * sin[..., of_high]

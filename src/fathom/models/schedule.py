@@ -1,4 +1,4 @@
-"""Which layers are sources: the options and the rule shared by mixers that read a grid of earlier layers."""
+"""Which layers are sources: the options and the rule of mixers that read a grid of earlier layers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ScheduleOptions(MixerOptions):
     """Every stride-th layer, counted from layer 0, is a source for all layers above it. Default: half the number of
     layers."""
     recent_layers: int = 0
-    """How many layers just below are sources too."""
+    """Number of layers just below that are sources too."""
     across_trips: str | None = None
     """Sources from earlier trips: `none`, `same_layer` (the layer's own earlier trips) or `grid` (the grid of every
     earlier trip). Default: as the recurrence declares."""
@@ -47,6 +47,6 @@ def grid_sources(config: FathomConfig, layer_idx: int) -> tuple[int, ...]:
 
 
 def trip_rule(config: FathomConfig, default: str) -> str:
-    """How sources cross trips: as the option says, else as the recurrence declares."""
+    """How sources cross trips: the option, else the recurrence's rule."""
     rule = ScheduleOptions.of(config).across_trips
     return default if rule is None else rule

@@ -1,9 +1,9 @@
 """The slot cache: one cache layer per physical layer, whose time axis counts slots.
 
-It serves recurrences whose trips read one another or whose tokens halt. Keys and values of every slot that was really
-made are stored one after another in each row of the batch, so a token that made three trips takes three places; a
-static cache has a fixed place for every trip of every token instead. The table that all layers share says what stands
-where. `get_seq_length` counts tokens, since positions and masks of `generate` depend on it. Padding is never stored.
+It serves recurrences whose trips read one another or whose tokens halt. Keys and values of every slot that was made are
+stored one after another in each row of the batch, so a token with three trips takes three positions. A static cache has
+a fixed position for every trip of every token. All layers share a table of what is stored where. `get_seq_length`
+counts tokens, because positions and masks of `generate` depend on it. Padding is never stored.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .slot_table import Placement, SlotTable, grown, without
 
 
 def _stored(which: int, words: str) -> property:
-    """A layer's keys or values as transformers reads them; transformers sets them only to None."""
+    """A layer's keys or values in transformers' form; transformers only ever sets them to None."""
 
     def read(layer: SlotLayer) -> Tensor | None:
         return None if layer.stored is None else layer.stored[which][:, : layer.table.end].transpose(1, 2)
@@ -32,12 +32,12 @@ def _stored(which: int, words: str) -> property:
 
 
 class GrowingLayer(CacheLayerMixin):
-    """A cache of one layer that holds every token, without a maximum."""
+    """A cache layer that holds every token, without a maximum."""
 
     is_sliding = False
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Number of tokens that a call reads, and the position of the first."""
+        """Number of tokens that a forward pass reads, and the position of the first one."""
         return self.get_seq_length() + query_length, 0
 
     def get_max_length(self) -> int:
@@ -48,12 +48,12 @@ class GrowingLayer(CacheLayerMixin):
 
 
 class SlotLayer(GrowingLayer):
-    """Keys and values of one physical layer, slot by slot. The last place of the buffers is for what is thrown away.
+    """Keys and values of one physical layer, slot by slot. The last position of the buffers takes discarded slots.
 
-    transformers calls every layer of a cache in turn; the first one acts for all layers of its `family`.
+    transformers calls every layer of a cache in turn; the first layer acts for all layers of its `family`.
 
     Args:
-        table: The table of all layers.
+        table: The table that all layers share.
         family: The layers of the cache, this one included.
     """
 
@@ -70,7 +70,7 @@ class SlotLayer(GrowingLayer):
         self.stored: tuple[Tensor, Tensor] | None = None  # [B, capacity + 1, H_kv, D] each
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Make the buffers; `[B, H_kv, T, D]` tells heads, width, dtype and device."""
+        """Allocate the buffers; `[B, H_kv, T, D]` determines heads, width, dtype and device."""
         places = (len(self.table.count), self.table.capacity + 1)
         self.stored = tuple(  # type: ignore[assignment]
             states.new_zeros((*places, states.shape[1], states.shape[3])) for states in (key_states, value_states)
@@ -85,7 +85,7 @@ class SlotLayer(GrowingLayer):
         raise TypeError("a slot cache is written by the model that made it")
 
     def exchange(self, placement: Placement, new: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Store a pass' keys and values, `[B', H_kv, M, D]`, and return those that it reads."""
+        """Store the keys and values of a pass, `[B', H_kv, M, D]`, and return those that it reads."""
         if self.stored is None:
             self.lazy_initialization(*new)
         assert self.stored is not None
@@ -102,7 +102,7 @@ class SlotLayer(GrowingLayer):
     values = _stored(1, "As `keys`.")
 
     def get_seq_length(self) -> int:
-        """Tokens, not slots; a tensor where places are fixed, as transformers' static caches have it."""
+        """Tokens, not slots; a tensor if positions are fixed, as in transformers' static caches."""
         return self.table.columns  # type: ignore[return-value]
 
     @property
@@ -111,13 +111,13 @@ class SlotLayer(GrowingLayer):
         return self.family[0] is self
 
     def change(self, how: Callable[[Tensor], Tensor]) -> None:
-        """Change what all layers have stored."""
+        """Change the stored tensors of all layers."""
         for layer in self.family:
             if layer.stored is not None:
                 layer.stored = how(layer.stored[0]), how(layer.stored[1])
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Rows in a new order, for beam search."""
+        """Reorder rows, for beam search."""
         if self.first:
             self.table.select(beam_idx)
             self.change(lambda x: x.index_select(0, beam_idx.to(x.device)))
@@ -151,7 +151,7 @@ class SlotLayer(GrowingLayer):
 
 
 def empty_slots(layers: list[SlotLayer], rows: int, device: torch.device) -> None:
-    """Begin anew, with so many rows."""
+    """Start again with this many rows."""
     table = layers[0].table.emptied(rows, device)
     for layer in layers:
         layer.table, layer.stored, layer.is_initialized = table, None, False
@@ -167,7 +167,7 @@ def slot_layers(table: SlotTable | FixedTable, count: int) -> list[SlotLayer]:
 def with_slots(
     cache: Cache, layers: int, trips: int, view: View, rows: int, device: torch.device
 ) -> SlotTable | FixedTable:
-    """Make an empty cache a slot cache of so many rows, in place, and return its table. Idempotent."""
+    """Turn an empty cache into a slot cache of this many rows, in place, and return its table. Idempotent."""
     if cache.layers and isinstance(first := cache.layers[0], SlotLayer):
         if isinstance(first.table, FixedTable) and first.table.trips < trips:
             raise ValueError(f"this static cache has room for {first.table.trips} trips of a token, not {trips}")
@@ -181,7 +181,7 @@ def with_slots(
             raise ValueError("this cache was filled by another model; start from an empty cache")
     if getattr(cache, "offloading", False):
         raise ValueError("a slot cache cannot be offloaded")
-    # A layer of a window says how wide that is, not how many tokens the cache is for: with no other kind, slots grow.
+    # A layer with a window reports the window's width, not the cache's length; without other layers the slots grow.
     whole = [layer for layer in cache.layers if not isinstance(layer, StaticSlidingWindowLayer)]
     static = [layer.max_cache_len for layer in whole if isinstance(layer, StaticLayer)]
     table = FixedTable(max(static), trips, rows, view, device) if static else SlotTable(rows, view, device)
@@ -201,11 +201,11 @@ def repeat_last(cache: Cache, token: Tensor) -> None:
 
 
 def merge_slots(cache: Cache, other: Cache) -> None:
-    """Put the rows of another slot cache below those of this one; the other is used up."""
+    """Append the rows of another slot cache to this one; the other cache is consumed."""
     mine, theirs = cache.layers[0].table, other.layers[0].table
     capacity = max(mine.capacity, theirs.capacity)
     for layer, added in zip(cache.layers, other.layers, strict=True):
-        for i, new in enumerate(added.stored):  # one after the other, so that no more than a tensor exists twice
+        for i, new in enumerate(added.stored):  # one after the other, so that at most one tensor exists twice
             stored = list(layer.stored)
             stored[i] = grown(stored[i], capacity, mine.end, more=len(new))
             stored[i][-len(new) :, : theirs.end] = new[:, : theirs.end]
@@ -215,22 +215,22 @@ def merge_slots(cache: Cache, other: Cache) -> None:
 
 
 def drop_row(cache: Cache, row: int) -> None:
-    """Take a row out of a slot cache that has others; the last one takes its place.
+    """Remove a row from a slot cache with several rows; the last row takes its index.
 
-    Only that one is copied: the memory of a row is free once others are merged, or `trim_slots` is called.
+    Only the last row is copied. The memory of a row is freed when others are merged, or by `trim_slots`.
     """
     cache.layers[0].change(lambda x: without(x, row))
     cache.layers[0].table.drop(row)
 
 
 def trim_slots(cache: Cache, capacity: int) -> None:
-    """Free the memory of rows that were dropped, and of places beyond `capacity` that no other row has taken."""
+    """Free the memory of dropped rows, and positions beyond `capacity` that no other row uses."""
     table, first = cache.layers[0].table, cache.layers[0]
     capacity = max(table.end, min(capacity, table.capacity))
     if capacity == table.capacity and first.stored[0].untyped_storage().nbytes() == first.stored[0].nbytes:
         return
     for layer in cache.layers:
-        for i in range(2):  # so that no more than a tensor exists twice
+        for i in range(2):  # so that at most one tensor exists twice
             stored = list(layer.stored)
             stored[i] = grown(stored[i], capacity, table.end)
             layer.stored = tuple(stored)

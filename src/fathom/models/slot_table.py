@@ -1,10 +1,11 @@
-"""The table of a slot cache: the token and trip of each stored place, and which places a trip reads.
+"""The table of a slot cache: the token and trip of each stored position, and which positions a trip reads.
 
-One table serves all layers. A `SlotTable` grows, its slots one after another in each row of the batch, padding left
-out. The places of a `FixedTable` (`fixed_table.py`) are fixed, so that decoding can be compiled. Both hold a `Table`.
+One table serves all layers. A `SlotTable` grows, and stores slots one after another in each row of the batch, without
+padding. The positions of a `FixedTable` (`fixed_table.py`) are fixed, so that decoding can be compiled. Both inherit
+from `Table`.
 
-Under SAME and DUO a trip reads some of the slots only. It finds them by an index of the places, `[B, trip, token]`, and
-copies them out, or reads every place under a mask: `gathering_pays` says which.
+Under SAME and DUO a trip reads only some of the slots. It looks them up in an index of positions, `[B, trip, token]`,
+and gathers them, or reads every position under a mask; `gathering_pays` decides.
 """
 
 from __future__ import annotations
@@ -30,64 +31,64 @@ EXTRA = ("bias", "document")
 
 
 def with_spare(places: int) -> int:
-    """So many and, as full buffers grow, 1/SPARE more."""
+    """`count` and 1/SPARE more, by which full buffers grow."""
     return places + places // SPARE
 
 
 def gathering_pays(queries: int, found: int, stored: int, copied: bool) -> bool:
-    """Whether to copy out the slots that a pass reads, in place of reading all that are stored under a mask.
+    """Whether to gather the slots that a pass reads, instead of reading all stored slots under a mask.
 
-    One query reads as fast as memory gives, so that about 2.5 places must be stored for each that is read; the many of
-    a prompt read for longer than it takes to copy.
+    A single query is limited by memory bandwidth, so gathering pays if about 2.5 positions are stored for each one that
+    is read. The many queries of a prompt read for longer than copying takes.
 
     Args:
-        queries: Slots of each row that read.
-        found: Places of each row that they read.
-        stored: Places of each row in all.
-        copied: Whether reading all copies them too, as it does for some rows of the batch.
+        queries: Reading slots of each row.
+        found: Positions of each row that they read.
+        stored: All positions of each row.
+        copied: Whether reading all of them copies too, as it does for a part of the batch's rows.
     """
     return (queries + COPYING) * found < (queries + COPYING * copied) * stored
 
 
 @dataclass
 class Tags:
-    """The slots along an axis of queries or keys; every tensor is `[B, N]`, or `[1, N]` where rows agree."""
+    """The slots along an axis of queries or keys; every tensor is `[B, N]`, or `[1, N]` if rows agree."""
 
     token: Tensor
-    """The token's column, counted from the first token that the cache saw."""
+    """The token's column, counted from the first token in the cache."""
     trip: Tensor
     live: Tensor | None = None
-    """False where there is nothing to read."""
+    """False if there is nothing to read."""
     bias: Tensor | None = None
-    """Added to the logit of every query that reads the slot."""
+    """Bias on the logit of every query that reads the slot."""
     document: Tensor | None = None
     """Slots of other documents are not read."""
     halt: Tensor | None = None
     """The last trip that the slot's token made."""
     living: list[int] | None = None
-    """How many slots of each row are live; None where the host does not know it."""
+    """Number of live slots of each row; None if the host does not know it."""
 
 
 @dataclass
 class Placement:
-    """Where the slots of one pass go."""
+    """Where the slots of one pass are stored."""
 
     batch: Tensor | None
     """Rows of the batch, `[B']`; None for all."""
     slot: Tensor | None
-    """Places, `[B', M]`; None if all rows continue at `start`. Slots not to be kept go to the last place."""
+    """Positions, `[B', M]`; None if all rows continue at `start`. Discarded slots go to the last position."""
     start: int
     end: int
-    """The pass reads the places before this one."""
+    """The pass reads the positions before this one."""
     counts: list[int] = field(default_factory=list)
-    """Slots of each row once these are stored, of a table that grows."""
+    """Slots of each row once these are stored, for a table that grows."""
     seen: Tensor | slice | None = None
-    """The places that the pass reads: a range, or `[B', N]`, counted over all rows; None for all before `end`."""
+    """The positions that the pass reads: a range, or `[B', N]`, counted over all rows; None for all before `end`."""
     found: Tensor | None = None
-    """False where `seen` only fills a rectangle, `[B', N]`; None where it never does."""
+    """False where `seen` only pads the rectangle, `[B', N]`; None if it has no padding."""
 
     def shape(self, rows: int, query: Tags) -> tuple[int, int]:
-        """B' and M, of a table of `rows` rows."""
+        """B' and M, for a table of `rows` rows."""
         known = self.batch if self.batch is not None else self.slot
         return rows if known is None else len(known), query.token.shape[1]
 
@@ -102,7 +103,7 @@ class Placement:
     def read(self, buffer: Tensor) -> Tensor:
         """The part of a buffer that the pass reads, `[B', N, ...]`."""
         if isinstance(self.seen, Tensor):
-            # By one axis: half the time of an index for rows and one for places.
+            # by one axis, which takes half the time of an index for rows and one for positions
             return buffer.flatten(0, 1).index_select(0, self.seen.flatten()).unflatten(0, self.seen.shape)
         places = slice(self.end) if self.seen is None else self.seen
         if self.batch is not None:
@@ -111,14 +112,14 @@ class Placement:
 
 
 class Table:
-    """What both kinds of table hold: the slots of each row, the last trip of each token, and tags that few models have.
+    """Common base of both tables: the slots of each row, the last trip of each token, and tags that few models have.
 
     Args:
-        rows: Of the batch.
-        columns: Tokens that it has room for.
-        capacity: Places of each row; one more is for what is thrown away.
+        rows: Rows of the batch.
+        columns: Maximum tokens.
+        capacity: Positions of each row; one more takes discarded slots.
         view: Which slots a slot may read.
-        device: Of its tensors.
+        device: Device of the table's tensors.
     """
 
     def __init__(self, rows: int, columns: int, capacity: int, view: View, device: torch.device) -> None:
@@ -133,7 +134,7 @@ class Table:
         """The tags of `EXTRA` that passes have brought, `[B, capacity + 1]`."""
 
     def each(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Change everything that belongs to a row of the batch."""
+        """Apply a change to everything that has one entry per row of the batch."""
         self.count, self.halt = change(self.count), change(self.halt)
         self.extra = {name: change(tensor) for name, tensor in self.extra.items()}
 
@@ -142,7 +143,7 @@ class Table:
         self.each(lambda x: x.index_select(0, rows.to(x.device)))
 
     def note(self, query: Tags, placement: Placement, deepest: int) -> None:
-        """Record the trips that the tokens of a pass have made; `deepest` is the latest trip in it."""
+        """Record the trips that the tokens of a pass made; `deepest` is the latest trip among them."""
         rows, live = self._members(query, placement)
         place = (rows.unsqueeze(1) * self.halt.shape[1] + query.token).expand_as(live)
         trip = torch.where(live, query.trip, EMPTY)  # the maximum below ignores it
@@ -156,14 +157,14 @@ class Table:
         self.end = max(self.end, placement.end)
 
     def _members(self, query: Tags, placement: Placement) -> tuple[Tensor, Tensor]:
-        """Rows of the batch `[B']`, and which slots of theirs are kept `[B', M]`."""
+        """Rows of the batch `[B']`, and which of their slots are kept `[B', M]`."""
         shape = placement.shape(len(self.count), query)
         rows = torch.arange(shape[0], device=self.count.device) if placement.batch is None else placement.batch
         live = torch.ones((), dtype=torch.bool, device=rows.device) if query.live is None else query.live
         return rows, live.expand(shape)
 
     def _write(self, query: Tags, placement: Placement) -> None:
-        """Keep the tags of a pass' slots."""
+        """Store the tags of a pass's slots."""
         shape = placement.shape(len(self.count), query)
         for name in EXTRA:
             value = getattr(query, name)
@@ -177,18 +178,18 @@ class Table:
         return placement.read(self.extra[name]) if name in self.extra else None
 
     def _across(self, place: Tensor, placement: Placement) -> Tensor:
-        """Places `[B', N]` of a pass' rows, counted over all rows."""
+        """Positions `[B', N]` of a pass's rows, counted over all rows."""
         rows = torch.arange(len(place), device=place.device) if placement.batch is None else placement.batch
         return place.clamp(min=0) + rows.unsqueeze(1) * (self.capacity + 1)
 
 
 class SlotTable(Table):
-    """A table that grows: each row holds its slots one after another.
+    """A growing table: each row holds its slots one after another.
 
     Args:
-        rows: Of the batch.
+        rows: Rows of the batch.
         view: Which slots a slot may read.
-        device: Of its tensors.
+        device: Device of the table's tensors.
     """
 
     def __init__(self, rows: int, view: View, device: torch.device) -> None:
@@ -211,29 +212,29 @@ class SlotTable(Table):
         return SlotTable(rows, self.view, device)
 
     def each(self, change: Callable[[Tensor], Tensor]) -> None:
-        """As `Table.each`."""
+        """See `Table.each`."""
         super().each(change)
         self.token, self.trip, self.index = change(self.token), change(self.trip), change(self.index)
 
     def select(self, rows: Tensor) -> None:
-        """As `Table.select`."""
+        """See `Table.select`."""
         super().select(rows)
         self.counts = self.counts[:1] * len(rows) if self.even else [self.counts[i] for i in to_host(rows)]
 
     def open(self, columns: int) -> None:
-        """Make room for tokens that are about to be seen."""
+        """Make room for new tokens."""
         more = (0, columns - self.halt.shape[1])
         self.halt = torch.nn.functional.pad(self.halt, more, value=EMPTY)
         if self.index.shape[1]:
             self.index = torch.nn.functional.pad(self.index, more, value=EMPTY)
 
     def place(self, query: Tags, batch: Tensor | None, rows: list[int] | None = None) -> Placement:
-        """Where the slots of a pass go; nothing is kept until `commit`.
+        """Where the slots of a pass will be stored; nothing changes until `commit`.
 
         Args:
-            query: The slots.
+            query: The slots of the pass.
             batch: Their rows of the batch, `[B']`; None for all.
-            rows: The same on the host.
+            rows: The same rows, on the host.
         """
         new = query.token.shape[1]
         if self.even and query.live is None and batch is None:
@@ -257,7 +258,7 @@ class SlotTable(Table):
         super()._write(query, placement)
 
     def _counted(self, query: Tags, live: Tensor, rows: list[int] | None) -> tuple[list[int], int]:
-        """Slots of each row once these are kept, and where reading ends."""
+        """Slots of each row once these are stored, and the end of the positions to read."""
         counts = list(self.counts)
         rows = list(range(len(counts))) if rows is None else rows
         living = query.living
@@ -274,13 +275,13 @@ class SlotTable(Table):
             self.resize(with_spare(end))
 
     def resize(self, capacity: int) -> None:
-        """Give every row room for so many slots, and a place for what is thrown away."""
+        """Give every row room for this many slots, plus one position for discarded slots."""
         self.capacity = capacity
         self.token, self.trip = grown(self.token, capacity, self.end, EMPTY), grown(self.trip, capacity, self.end)
         self.extra = {name: grown(tensor, capacity, self.end) for name, tensor in self.extra.items()}
 
     def note(self, query: Tags, placement: Placement, deepest: int) -> None:
-        """As `Table.note`."""
+        """See `Table.note`."""
         super().note(query, placement, deepest)
         self.padded = self.padded or (deepest == 0 and query.live is not None)
         if self.index.shape[1]:
@@ -300,7 +301,7 @@ class SlotTable(Table):
         self.index.view(-1).scatter_reduce_(0, at.expand_as(live).flatten(), new.flatten(), "amax")
 
     def _indexed(self) -> Tensor:
-        """An index of the slots that are counted."""
+        """An index of the counted slots."""
         trips, columns = self.deepest + 1, self.halt.shape[1]
         place = torch.arange(self.token.shape[1], device=self.token.device)
         at = torch.where(place < self.count.unsqueeze(1), self.trip * columns + self.token, trips * columns)
@@ -309,13 +310,13 @@ class SlotTable(Table):
         return index[:, :-1].unflatten(1, (trips, columns)).contiguous()
 
     def narrow(self, placement: Placement, query: Tags, trip: int, alone: bool) -> Placement:
-        """The same placement, without the places that a pass of `trip` cannot see, if copying the others pays.
+        """The same placement without the positions that a pass of `trip` cannot see, if gathering the others pays.
 
         Args:
-            placement: The pass'.
-            query: Its slots.
+            placement: The placement of the pass.
+            query: The slots of the pass.
             trip: Their trip.
-            alone: Whether the call has one token of each row; one that is left of several does not count.
+            alone: Whether the forward pass has one token per row; a single remaining one of several does not count.
         """
         found = self.halt.shape[1] * (1 if self.view is View.SAME else trip + 1)
         copied = placement.batch is not None
@@ -327,19 +328,20 @@ class SlotTable(Table):
         index = self.index[:, : trip + 1]
         if placement.batch is not None:
             index = index[placement.batch]
-        # A later trip of a token stands behind the earlier ones, so that the last up to this one has the largest place.
+        # A later trip of a token is stored behind the earlier ones, so the last trip up to this one has the largest
+        # position.
         index = index.amax(1) if self.view is View.SAME else index.flatten(1)
         holes = self.padded or (trip > 0 and self.view is View.DUO)
         return replace(placement, seen=self._across(index, placement), found=index != EMPTY if holes else None)
 
     def commit(self, query: Tags, placement: Placement) -> None:
-        """As `Table.commit`."""
+        """See `Table.commit`."""
         super().commit(query, placement)
         self.counts = placement.counts
         self.even = self.even and placement.slot is None
 
     def tags(self, placement: Placement) -> Tags:
-        """The slots that a pass can see, its own included."""
+        """The slots that a pass can see, including its own."""
         token, trip = placement.read(self.token), placement.read(self.trip)
         batch, live = placement.batch, None
         if isinstance(placement.seen, Tensor):
@@ -351,7 +353,7 @@ class SlotTable(Table):
         return Tags(token, trip, live, self._extra("bias", placement), self._extra("document", placement), halt)
 
     def crop(self, columns: int) -> Tensor:
-        """Forget the tokens from a column on; returns how the slots moved, `[B, capacity + 1]`."""
+        """Forget the tokens from a column on; returns the moves of the slots, `[B, capacity + 1]`."""
         within = torch.arange(self.token.shape[1], device=self.token.device) < self.count.unsqueeze(1)
         keep = within & (self.token < columns)
         order = (~keep).to(torch.int8).argsort(dim=1, stable=True)
@@ -361,14 +363,15 @@ class SlotTable(Table):
         self.count = keep.sum(1)
         self.counts = to_host(self.count)
         self.halt, self.index = self.halt[:, :columns], self.index[:, :0]
-        # At least 1 as long as there are columns, if only of padding: an `end` of 0 means that nothing was seen.
+        # At least 1 if there are columns, even if they are padding only, because an `end` of 0 means that nothing was
+        # seen.
         self.columns, self.end = columns, max(*self.counts, min(columns, 1))
         return order
 
     def absorb(self, other: SlotTable) -> None:
-        """Take in another table's rows below these. All rows then end at one column, as padding on the left would do.
+        """Append another table's rows. All rows then end at the same column, as with left padding.
 
-        The other table is used up.
+        The other table is consumed.
         """
         last = max(self.columns, other.columns)
         for table in (self, other):
@@ -390,12 +393,13 @@ class SlotTable(Table):
         self.settle()
 
     def drop(self, row: int) -> None:
-        """Take a row out; the last one takes its place."""
+        """Remove a row; the last row takes its index."""
         self.each(lambda x: without(x, row))
         self.settle()
 
     def settle(self) -> None:
-        """After rows came or went: drop columns that are padding in every row, and recount the slots of each."""
+        """After rows were added or removed: drop columns that are padding in every row, and recount each row's
+        slots."""
         made = self.halt != EMPTY
         used, full = to_host(torch.stack([made.any(0), made.all(0)]))
         self.padded = used != full
@@ -406,22 +410,22 @@ class SlotTable(Table):
         self.even = min(self.counts) == self.end and all(to_host(torch.stack(alike)))
 
     def _end_at(self, columns: int) -> None:
-        """Renumber columns so that there are `columns` of them, ending where they ended."""
+        """Renumber columns so that there are `columns` of them, with the same end."""
         by, self.index = columns - self.columns, self.halt.new_empty(len(self.halt), 0, 0)
         self.token = torch.where(self.token == EMPTY, EMPTY, self.token + by)
-        self.halt = torch.nn.functional.pad(self.halt, (by, 0), value=EMPTY)  # a negative pad crops
+        self.halt = torch.nn.functional.pad(self.halt, (by, 0), value=EMPTY)  # negative padding crops
         self.columns = columns
 
 
 def grown(buffer: Tensor, capacity: int, used: int, fill: int = 0, more: int = 0) -> Tensor:
-    """A new buffer `[B + more, capacity + 1, ...]` with the first `used` places of the old one."""
+    """A new buffer `[B + more, capacity + 1, ...]` with the first `used` positions of the old one."""
     new = buffer.new_full((len(buffer) + more, capacity + 1, *buffer.shape[2:]), fill)
     new[: len(buffer), :used] = buffer[:, :used]
     return new
 
 
 def without(rows: Tensor, row: int) -> Tensor:
-    """All rows but one, whose place the last one takes."""
+    """All rows but one; the last row takes its index."""
     if row != len(rows) - 1:
         rows[row] = rows[-1]
     return rows[:-1]

@@ -1,12 +1,12 @@
-"""Slots: which (layer, trip) runs when, who makes a trip, and how all tokens make theirs at once.
+"""Slots: which (layer, trip) runs when, which tokens make a trip, and how all tokens make their trips at once.
 
-A slot is one pass of one token through the stack. The *plan* lists, trip by trip, the visits that a forward pass
-makes; it is a pure function of the configuration, so the model loop, the declared cost and the lens cannot disagree.
-Rotary positions never depend on the trip.
+A slot is one pass of one token through the stack. The *plan* lists, trip by trip, the visits that a forward pass makes;
+it is a pure function of the configuration, so the model loop, the declared cost and the lens always agree. Rotary
+positions never depend on the trip.
 
-`sweep` is the loop that defines every recurrence: trip, gate, feed. With one token and a cache it is decoding; with
-all tokens as rows it is the same thing at once where the view allows that (SAME, DUO); under ALL, `jacobi` wraps it.
-None of them knows a method. What a trip may read is decided in `reading.py`, how it is made in `walk.py`.
+`sweep` is the loop that defines every recurrence: trip, gate, feed. With one token and a cache it is decoding. With all
+tokens in parallel it computes the same at once, if the view allows it (SAME, DUO); under ALL, `jacobi` wraps it.
+Neither knows any mechanism. `reading.py` decides what a trip may read, and `walk.py` makes it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Visit:
     """One layer in one trip."""
 
     index: int
-    """Position in the whole plan, the unrolled depth; also the cache layer that holds its bank."""
+    """Position in the whole plan (the unrolled depth), and index of the cache layer that is its bank."""
     layer: int
     trip: int
     kept: bool
@@ -44,11 +44,11 @@ class Visit:
 
 
 def plan(config: FathomConfig, trips: int | None = None) -> tuple[tuple[Visit, ...], ...]:
-    """The visits of every trip, in order. Layers before the looped span belong to trip 0, those after, to the last.
+    """The visits of every trip, in order. Layers before the looped span belong to trip 0, those after it to the last.
 
     Args:
-        config: The model.
-        trips: How many, if not as many as the configuration says.
+        config: The model's configuration.
+        trips: Number of trips; by default the configuration's.
     """
     if trips is None:
         trips = recurrence_class(config).trips_of(config)
@@ -70,12 +70,12 @@ def _sources(config: FathomConfig, layer: int, trip: int, index: dict[tuple[int,
     rule = across_trips(config)
 
     def latest(source: int, until: int) -> int:
-        # A layer before the looped span ran once; its one visit stands for it in every trip.
+        # A layer before the looped span runs once; its single visit is its visit in every trip.
         return index[(source, until) if (source, until) in index else (source, 0)]
 
     found = {latest(source, trip) for source in grid}
     if rule == "grid":
-        whole_trip = mixer.source_layers(config, config.num_hidden_layers)  # as a layer on top would read it
+        whole_trip = mixer.source_layers(config, config.num_hidden_layers)  # as for a layer on top
         found |= {latest(s, k) for k in range(trip) for s in whole_trip if (s, 0) in index}
     elif rule == "same_layer":
         found |= {index[layer, k] for k in range(trip) if (layer, k) in index}
@@ -83,15 +83,15 @@ def _sources(config: FathomConfig, layer: int, trip: int, index: dict[tuple[int,
 
 
 def with_banks(cache: Cache, trips: Sequence[Sequence[Visit]]) -> Cache:
-    """Give a cache that was made for one trip a layer for each visit. Idempotent.
+    """Extend a cache for one trip to a layer for each visit. Idempotent.
 
     A bank holds the keys and values of one layer in one trip; to a Hugging Face cache it is one more layer, which is
-    why dynamic, static, sliding and quantised caches need no code here. The copies are taken while the cache is
-    empty, so they cost nothing until they are written.
+    why dynamic, static, sliding and quantised caches need no code here. The layers are copied while the cache is empty,
+    so they cost nothing until they are written.
 
     Args:
-        cache: A cache of one trip, or one that has its banks.
-        trips: The plan.
+        cache: A cache of one trip, or one that has its banks already.
+        trips: Number of trips.
     """
     if len(cache.layers) in (0, sum(map(len, trips))):  # a cache without layers makes them as they are asked for
         return cache
@@ -113,13 +113,13 @@ def with_banks(cache: Cache, trips: Sequence[Sequence[Visit]]) -> Cache:
 
 @dataclass
 class Out:
-    """What a trip produced: the un-normed residual stream and, made only when asked for, what the head reads."""
+    """The output of a trip: the un-normed residual stream and, computed on demand, the head's input."""
 
     residual: Tensor
     """`[B, T, hidden_size]`"""
     norm: Callable[[Tensor], Tensor]
     head: nn.Module | None = None
-    """Turns hidden states into logits; only recurrences that feed on them need it."""
+    """The projection to logits, which only recurrences that feed on them need."""
     embedding: nn.Embedding | None = None
     embedding_scale: float = 1.0
     trip: int = 0
@@ -148,7 +148,7 @@ class Out:
         if self.head is None or self.embedding is None:
             raise ValueError("this recurrence feeds on logits: call the model with its head (FathomForCausalLM does)")
         table = self.embedding
-        # The weight of a table that is sharded or offloaded exists only while it is called.
+        # the weight of a sharded or offloaded table exists only while the table is called
         if table.weight.is_meta or table._forward_pre_hooks or "forward" in vars(table):
             return self.head, table(torch.arange(table.num_embeddings, device=self.residual.device))
         return self.head, table.weight
@@ -171,15 +171,15 @@ class TokenSubset:
     """Columns of the tokens that take part, `[B', M]`; None for all. Shorter rows are filled with columns of halted
     tokens, which `valid` marks."""
     valid: Tensor | None = None
-    """`[B', M]`; False where `index` only fills the rectangle."""
+    """`[B', M]`; False where `index` only pads the rectangle."""
     rows: list[int] | None = None
-    """`batch`, as the host knows it."""
+    """`batch`, on the host."""
     living: list[int] | None = None
-    """How many places of each row are valid, as the host knows it."""
+    """Number of valid columns of each row, on the host."""
 
     @classmethod
     def pick(cls, alive: Tensor) -> TokenSubset | None:
-        """Leave out the tokens that halted, and rows in which all have; None if no token is left."""
+        """Leave out tokens that halted, and rows in which all tokens have; None if no token is left."""
         known = to_host(alive)
         rows = [i for i, row in enumerate(known) if any(row)]
         return cls._left(alive, known, None if len(rows) == len(known) else rows) if rows else None
@@ -217,7 +217,7 @@ class TokenSubset:
         return x
 
     def put(self, old: Tensor | None, new: Tensor) -> Tensor:
-        """The new values of the tokens that took part, the old ones (or zero) of the others: `[B, T, ...]`."""
+        """New values for the tokens that took part, old ones (or zero) for the others: `[B, T, ...]`."""
         if self.alive is None:
             return new
         if self.valid is None:
@@ -226,7 +226,7 @@ class TokenSubset:
         old = new.new_zeros((*self.alive.shape, *new.shape[2:])) if old is None else old
         shape = (*self.valid.shape, *[1] * (new.ndim - 2))
         made = torch.where(self.valid.view(shape), new.to(old.dtype), self.take(old))
-        if self.index is not None:  # columns are distinct within a row, the filling ones included
+        if self.index is not None:  # columns are distinct within a row, including padding
             part = old if self.batch is None else old[self.batch]
             made = part.scatter(1, self.index.view(shape).expand_as(made), made)
         return made if self.batch is None else old.index_copy(0, self.batch, made)
@@ -241,22 +241,22 @@ class TokenSubset:
 
 
 def _first_true(which: Tensor, count: int) -> Tensor:
-    """The first `count` places along the last axis, those that are True before the others, in their order."""
+    """The first `count` indices along the last axis, those that are True before the others, in order."""
     return (~which).to(torch.int8).argsort(dim=-1, stable=True)[..., :count]
 
 
 @dataclass
 class Turn:
-    """One trip about to be made."""
+    """A trip that is about to be made."""
 
     trip: int
     x: Tensor
     """Its input for every token, `[B, T, hidden_size]`."""
     tokens: TokenSubset
     bias: Tensor | None = None
-    """Added to the logit of every query that reads a slot of this trip, `[B, T]`."""
+    """Bias on the logit of every query that reads a slot of this trip, `[B, T]`."""
     state: TripState = field(default_factory=dict)
-    """The recurrence's, as the trip before left it."""
+    """The recurrence's state after the previous trip."""
 
 
 def sweep(
@@ -272,19 +272,19 @@ def sweep(
 ) -> tuple[TripState, list[Turn]]:
     """Trip, gate, feed: the recurrence's final state and the turns that were taken.
 
-    A token that halts keeps the state, and so the readout, of its last trip. So the result is the same whether halted
-    tokens are left out (`pick`) or computed and discarded.
+    A token that halts keeps the state, and therefore the readout, of its last trip. The result is the same whether
+    halted tokens are left out (`pick`) or computed and discarded.
 
     Args:
         recurrence: Supplies `gate`, `feed` and `key_bias`.
         x: Trip 0's input, `[B, T, hidden_size]`.
         make: Runs the stack once over the tokens of a turn.
-        trips: Most trips of a token, the first included.
+        trips: Maximum trips of a token, the first included.
         live: `[B, T]`, False for padding, which makes one trip only when tokens may halt.
-        pick: Selects the tokens of the next trip; None from it ends the sweep. Without it halted tokens are computed
-            and discarded.
+        pick: Selects the tokens of the next trip, or returns None to end the sweep. Without `pick`, halted tokens are
+            computed and discarded.
         stop: Stop after this many trips, with the input of the next one made; 0 makes all trips and feeds none.
-        state: What the previous Jacobi round carries over.
+        state: The state carried over from the previous Jacobi round.
     """
     state = dict(state or {})
     turn = Turn(0, x, TokenSubset())
@@ -340,10 +340,10 @@ def jacobi(
         x: Trip 0's input, `[B, T, hidden_size]`.
         through: One pass over the slots of some turns, interleaved by token, and whether it is the final one.
         trips: K + 1.
-        rounds: n. Exact from (T - 1) K on.
-        live: As in `sweep`.
-        until_still: Stop early once a round changes nothing at all.
-        kept: How many passes, counted from the final one, gradients flow through; 0 for all.
+        rounds: n; the result is exact for n ≥ (T - 1) K.
+        live: See `sweep`.
+        until_still: Stop as soon as a round changes nothing.
+        kept: Number of passes, counted from the final one, that gradients flow through; 0 for all.
     """
     left = trips + rounds - kept if kept else 0  # passes without gradients
 
@@ -375,6 +375,6 @@ def jacobi(
 
 
 def joined(states: Sequence[TripState]) -> TripState:
-    """States of consecutive tokens as one; entries that some of them lack are left out."""
+    """States of consecutive tokens joined; entries that are not in all of them are dropped."""
     names = [name for name in states[0] if all(name in state for state in states)]
     return {name: torch.cat([state[name] for state in states], 1) for name in names}

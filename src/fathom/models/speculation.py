@@ -1,11 +1,11 @@
-"""Speculative trips: a model of several trips drafts with its first ones and checks with the rest, exactly.
+"""Self-speculative decoding: a model of several trips drafts with its first ones and verifies with the rest, exactly.
 
 Tokens are drafted one by one with the first `draft_trips` trips, read out early. Then the remaining trips of all of
 them are made in one pass that starts where the drafts stopped: in view SAME the first trips' keys and values do not
-depend on how many follow, so none of that work is done twice. The longest run of drafts that the whole model would have
-made is kept, its own token replaces the first that differs, and the caches of the rest are cropped. Greedy
-tokens are those of plain decoding; sampled ones have its distribution (accept with probability min(1, p/q), else draw
-from what p has more than q).
+depend on how many follow, so none of that work is done twice. The longest run of drafts that the whole model confirms
+is kept, its own token replaces the first rejected one, and the caches of the rest are cropped. Greedy tokens equal
+those of plain decoding. Sampled tokens have the same distribution (accept with probability min(1, p/q), else draw from
+the normalised max(p - q, 0)).
 
 Rows of a batch advance together, as far as the row with the shortest run.
 """
@@ -34,16 +34,16 @@ if TYPE_CHECKING:
 
 @dataclass
 class Speculation:
-    """Settings of drafting, and counts of what was drafted and accepted."""
+    """Settings of drafting, and counts of drafted and accepted tokens."""
 
     draft_trips: int = 1
     draft_tokens: int = 6
-    """Tokens drafted at a time, to begin with: one more after all were kept, one fewer after any other time."""
+    """Initial number of tokens per draft: increased by one after all were accepted, decreased by one otherwise."""
     verifications: int = field(default=0, init=False)
-    """Passes that check the drafts of all rows by the remaining trips."""
+    """Passes that verify the drafts of all rows with the remaining trips."""
     drafted: int = field(default=0, init=False)
     accepted: int = field(default=0, init=False)
-    """Drafted tokens that the whole model confirmed."""
+    """Drafted tokens that the whole model accepted."""
     tokens: int = field(default=0, init=False)
     """New tokens, all rows."""
     streamer: BaseStreamer | None = field(default=None, init=False, repr=False)
@@ -55,12 +55,12 @@ class Speculation:
 
     @property
     def tokens_per_verification(self) -> float:
-        """New tokens for each verification."""
+        """New tokens per verification."""
         return self.tokens / self.verifications if self.verifications else 0.0
 
 
 def check_speculation(model: FathomForCausalLM, asked: Speculation, trips: int) -> None:
-    """Refuse a model whose first trips cannot be made and read out apart from the rest."""
+    """Refuse a model whose first trips cannot be made and read out separately."""
     config, recurrence = model.config, model.model.recurrence
     if recurrence.view is not View.SAME or recurrence.halts:
         raise ValueError(
@@ -77,7 +77,7 @@ def check_speculation(model: FathomForCausalLM, asked: Speculation, trips: int) 
 
 
 def check_request(given: Mapping[str, Any], own: GenerationConfig) -> None:
-    """Refuse what `generate` was asked for and drafting does not do; a None that is given counts, as there."""
+    """Refuse arguments of `generate` that drafting does not support; an explicit None counts as given."""
     if (given.get("num_beams", own.num_beams) or 1) > 1:
         raise ValueError("draft_trips: each row is one text; leave out beams")
     if (given.get("guidance_scale", own.guidance_scale) or 1) != 1:
@@ -114,17 +114,17 @@ class Stages:
         the recurrence's state.
 
         Args:
-            x: What the first of these trips starts from.
+            x: The input of the first of these trips.
             positions: `[B, T]`
-            padding: `[B, past + T]`; None where nothing is padded; or whole masks by layer type.
-            trips: Which.
-            sources: By visit, what earlier trips of these tokens left for mixers; these trips add theirs.
-            state: What earlier trips of these tokens left for the recurrence.
+            padding: `[B, past + T]`; None without padding; or complete masks by layer type.
+            trips: The range of trips to make.
+            sources: By visit, keys and values of earlier trips of these tokens for mixers; these trips add theirs.
+            state: The recurrence's state after earlier trips of these tokens.
         """
         first = self.plan[trips.start][-1].index
-        held = self.cache.layers[first : first + 1]  # masks ask this one, for the other part's banks are longer
+        held = self.cache.layers[first : first + 1]  # masks read this one, the other is longer
         seen = Cache(layers=held) if held else DynamicCache()
-        given: Any = padding  # whole masks pass through
+        given: Any = padding  # complete masks pass through
         inputs = Inputs(self.trips, positions, None, given, seen, x.dtype, self.model.lm_head, {})
         banked, recurrence = Banked(self.decoder, inputs, x, self.cache), self.decoder.recurrence
         banked.sources = sources
@@ -136,7 +136,7 @@ class Stages:
         return (recurrence.readout(state) if out.last else out.hidden), x, state
 
     def embed(self, ids: Tensor) -> Tensor:
-        """The first trip's input."""
+        """The input of the first trip."""
         return self.decoder.embed_tokens(ids) * self.decoder.embedding_scale
 
     def crop(self, tokens: int) -> None:
@@ -152,13 +152,13 @@ class Drafts:
     tokens: Tensor
     """`[B, count]`"""
     starts: Tensor
-    """What the remaining trips start from, `[B, count, hidden_size]`; the first is of the last token before."""
+    """The input of the remaining trips, `[B, count, hidden_size]`; the first one belongs to the last token before."""
     positions: Tensor
     sources: dict[int, KeyValue]
     state: TripState
-    """What the recurrence has of them."""
+    """The recurrence's state for these tokens."""
     probabilities: Tensor | None
-    """What each was drawn from, `[B, count, V]`; None where the likeliest was taken."""
+    """The distribution from which each was drawn, `[B, count, V]`; None for greedy drafts."""
 
 
 def decode(
@@ -168,9 +168,9 @@ def decode(
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
     speculation: Speculation,
-    **given: Any,  # what transformers would give its own loop; names in the signature it would pass twice
+    **given: Any,  # arguments that transformers would pass to its own loop; in the signature they would be passed twice
 ) -> Tensor | GenerateDecoderOnlyOutput:
-    """Continue `[B, T]` as `generate` does; transformers calls it in place of its own loop."""
+    """Continue `[B, T]` like `generate`; transformers calls this instead of its own loop."""
     asked, sampled = speculation, bool(generation_config.do_sample)
     trips = model.model._trips(given.get("max_trips"))
     check_speculation(model, asked, trips)
@@ -209,7 +209,7 @@ def decode(
 
 
 class _Run:
-    """Drafting, and verifying what was drafted."""
+    """Drafting and verification."""
 
     def __init__(
         self, stages: Stages, draft_trips: int, mask: Tensor, logits_processor: LogitsProcessorList, sampled: bool
@@ -222,13 +222,13 @@ class _Run:
         self.process, self.sampled = logits_processor, sampled
 
     def read(self, ids: Tensor) -> None:
-        """The prompt but for its last token, whole."""
+        """Read the prompt without its last token."""
         if ids.shape[1]:
             every = range(len(self.stages.plan))
             self.stages.make(self.stages.embed(ids), self._positions(0, ids), self._padding(ids.shape[1]), every, {})
 
     def draft(self, ids: Tensor, count: int) -> Drafts:
-        """Draft tokens, each from the first trips of the one before."""
+        """Draft tokens, each from the first trips of the previous one."""
         length, starts, drawn_from = ids.shape[1], [], []
         sources: list[dict[int, KeyValue]] = []
         states: list[TripState] = []
@@ -257,7 +257,7 @@ class _Run:
         )
 
     def verify(self, ids: Tensor, drafts: Drafts) -> tuple[Tensor, Tensor]:
-        """The tokens that follow, `[B, count]`, of which `accepted + 1` are the whole model's, and `accepted`."""
+        """The next tokens `[B, count]`, of which `accepted + 1` follow the whole model, and `accepted`."""
         count, whole = drafts.tokens.shape[1], torch.cat((ids, drafts.tokens), 1)
         padding = self._padding(whole.shape[1] - 1)
         hidden, *_ = self.stages.make(
@@ -268,7 +268,7 @@ class _Run:
         if drafts.probabilities is None:
             right = scores.argmax(-1)
             accepted = (right == drafts.tokens).long().cumprod(1).sum(1)
-            return right, accepted  # as long as drafts are accepted they are the right ones
+            return right, accepted  # as long as drafts are accepted they are the right tokens
         return accept(scores.softmax(-1), drafts.probabilities, drafts.tokens)
 
     def _scores(self, ids: Tensor, hidden: Tensor) -> Tensor:
@@ -290,8 +290,8 @@ def accept(p: Tensor, q: Tensor, drafts: Tensor) -> tuple[Tensor, Tensor]:
     """The tokens `[B, n]` of which the first `accepted + 1` are distributed as p, and `accepted`, `[B]`.
 
     Args:
-        p: Of the whole model, `[B, n, V]`, each after the drafts before it.
-        q: What the drafts were drawn from.
+        p: Distributions of the whole model, `[B, n, V]`, each after the drafts before it.
+        q: Distributions from which the drafts were drawn.
         drafts: `[B, n]`
     """
     at = drafts.unsqueeze(-1)
@@ -315,7 +315,7 @@ def side_by_side(sources: Sequence[Mapping[int, KeyValue]]) -> dict[int, KeyValu
 
 
 def _pad(generation_config: GenerationConfig) -> int:
-    """What fills up rows that ended."""
+    """The token that pads finished rows."""
     pad, end = generation_config.pad_token_id, generation_config.eos_token_id
     if pad is not None:
         return int(pad)

@@ -1,4 +1,4 @@
-"""`uniform_depth`: the plain average over the sources of `depth_attention`; its control.
+"""`uniform_depth`: the plain average over the sources of `depth_attention`, as its control.
 
 ṽ_ℓ = (v_ℓ + Σ_{j ∈ D_ℓ} ṽ_j) / M_ℓ,        M_ℓ = |D_ℓ| + 1;        with `blend` λ, ṽ_ℓ = v_ℓ + λ (mean - v_ℓ)
 """
@@ -25,20 +25,20 @@ class UniformDepthOptions(ScheduleOptions, BlendOptions):
     """Options of `uniform_depth`."""
 
     def resolve(self, config: FathomConfig) -> UniformDepthOptions:
-        """As the schedule does."""
+        """Resolve the schedule's options."""
         self.check_blend()
         return super().resolve(config)
 
 
 class UniformDepth(Blended, ValueMixer):
-    """Averages values over depth without any attention."""
+    """Averages values over depth, without attention."""
 
     source_layers = staticmethod(grid_sources)
 
     across_trips = staticmethod(trip_rule)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, sources: tuple[Tensor, ...]) -> Tensor:
-        """The mean of the own value and the sources' mixed values."""
+        """The mean of the layer's own value and the sources' mixed values."""
         if not sources:
             return value
         total = value

@@ -25,13 +25,13 @@ class ValueResidualOptions(MixerOptions, BlendOptions):
     """Options of `value_residual`."""
 
     def resolve(self, config: FathomConfig) -> ValueResidualOptions:
-        """Refuse an impossible blend."""
+        """Refuse an invalid blend."""
         self.check_blend()
         return self
 
 
 class ValueResidual(Blended, ValueMixer):
-    """Mixes with layer 0 alone; not recursive, since layer 0's mixed value is its raw one."""
+    """Mixes with layer 0 only. It is not recursive, since layer 0's mixed value is its own value."""
 
     @staticmethod
     def source_layers(config: FathomConfig, layer_idx: int) -> tuple[int, ...]:

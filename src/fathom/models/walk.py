@@ -1,10 +1,10 @@
-"""The one walk over the layers, and what each trip of it reads and stores, without a cache and with one.
+"""The walk over the layers, and what each trip reads and stores, with and without a cache.
 
-Where no trip reads another one (view SAME, no halting) every trip is an ordinary forward pass with a bank of its own,
-and any Hugging Face cache serves (`Banked`); a model of one trip is the simplest case. Otherwise: without a cache,
-which is training, keys and values of earlier trips enter each layer as tensors (`Dense`; `Packed` leaves halted tokens
-out), or, under ALL, all slots go through the stack side by side (`Interleaved`); with one, which is inference, they are
-found in the slot cache (`Stored`).
+If no trip reads another one (view SAME, no halting), every trip is an ordinary forward pass with its own bank, and any
+Hugging Face cache works (`Banked`); a model of one trip is the simplest case. Otherwise there are two cases. Without a
+cache (training), keys and values of earlier trips enter each layer as tensors (`Dense`; `Packed` leaves halted tokens
+out), or, under ALL, all slots go through the stack side by side (`Interleaved`). With a cache (inference), they are in
+the slot cache (`Stored`).
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ AT_ONCE = 1024
 
 @dataclass
 class Inputs:
-    """The arguments of a forward call, without its embeddings."""
+    """The arguments of a forward pass, without its embeddings."""
 
     trips: int
     positions: Tensor
     """`[1 or B, T]`"""
     packed: Tensor | None
-    """Positions that restart within a row, where packed documents are told apart by them; else None."""
+    """Positions that restart at each packed document of a row; None if no positions restart."""
     padding: Tensor | None
-    """`[B, past + T]`; None where nothing is padded."""
+    """`[B, past + T]`; None without padding."""
     cache: Cache | None
-    """As the caller gave it."""
+    """The caller's attention mask."""
     dtype: torch.dtype
-    """Of additive masks."""
+    """Type of additive masks."""
     head: nn.Module | None
-    """Turns hidden states into logits, for recurrences that feed on them."""
+    """The projection to logits, for recurrences that need them."""
     extra: Mapping[str, object]
     """Further keyword arguments for the attention backend."""
     hidden: list[Tensor] | None = None
@@ -74,7 +74,7 @@ class Inputs:
         return replace(self, positions=self.positions[:, start:stop], padding=padding)
 
     def documents(self) -> Tensor | None:
-        """`[1 or B, T]`: which document each token belongs to, where positions restart."""
+        """`[1 or B, T]`: the document of each token, if positions restart."""
         if self.packed is None:
             return None
         starts = self.packed[:, 1:] != self.packed[:, :-1] + 1
@@ -95,8 +95,8 @@ def run(model: FathomModel, x: Tensor, inputs: Inputs, cache: Cache | Store | No
     Args:
         model: The decoder.
         x: Trip 0's input, `[B, T, hidden_size]`.
-        inputs: The other arguments of the call.
-        cache: A cache with a bank for every visit; for a model that keeps slots, its `Store`.
+        inputs: The other arguments of the forward pass.
+        cache: A cache with a bank for every visit; the `Store` of a model with slots.
     """
     recurrence = model.recurrence
     if x.requires_grad and x.device.type in NO_BACKWARD and model.config._attn_implementation == FLEX:
@@ -124,7 +124,7 @@ def run(model: FathomModel, x: Tensor, inputs: Inputs, cache: Cache | Store | No
 
 
 def _exact_rounds(length: int, trips: int) -> int:
-    """How many Jacobi rounds equal decoding token by token; a graph has no such number if its length is free."""
+    """Jacobi rounds that equal token-by-token decoding; unavailable in a graph with a symbolic length."""
     if torch.compiler.is_exporting() and isinstance(length, torch.SymInt):
         raise ValueError(
             "recurrence_options.prefill=exact makes more passes the longer the text is, so torch.export cannot leave "
@@ -139,7 +139,7 @@ def _among_ranks() -> bool:
 
 
 def _stored(model: FathomModel, x: Tensor, inputs: Inputs, store: Store, solve: bool) -> TripState:
-    """Run with a slot cache, in chunks; one token at a time where the solver must be exact."""
+    """Run with a slot cache, in chunks; token by token if the solver must be exact."""
     recurrence, table, length = model.recurrence, store.table, x.shape[1]
     if model.config._attn_implementation == FLEX and isinstance(table, FixedTable):
         raise ValueError(f"attn_implementation={FLEX} reads no static cache of slots: take sdpa, or a dynamic cache")
@@ -151,7 +151,7 @@ def _stored(model: FathomModel, x: Tensor, inputs: Inputs, store: Store, solve: 
         return joined([_stored(model, x[:, a:b], inputs.columns(a, b), store, solve) for a, b in pieces])
     table.columns += length
     if not solve or length == 1:
-        # A compiled step asks the host nothing: halted tokens are computed and discarded.
+        # A compiled step does not synchronise with the host: halted tokens are computed and discarded.
         picked = recurrence.halts and inputs.hidden is None and not torch.compiler.is_compiling()
         through = Stored(model, inputs, x, store)
         pick = TokenSubset.pick if picked else None
@@ -163,7 +163,7 @@ def _stored(model: FathomModel, x: Tensor, inputs: Inputs, store: Store, solve: 
 
 
 def check_backend(model: FathomModel, trips: int) -> None:
-    """Refuse an attention backend that takes causal masks only, before anything is computed."""
+    """Refuse an attention backend that supports only causal masks, before anything is computed."""
     backend = str(model.config._attn_implementation)
     if trips > 1 and backend not in (*MASKED, FLEX):
         able = f"{', '.join(MASKED)} or {FLEX}"
@@ -181,9 +181,9 @@ class Pass:
     rotation: Rotation
     position_ids: Tensor
     cache: Cache | Exchange | None = None
-    """Anything with `update(key, value, layer)`."""
+    """An object with `update(key, value, layer)`."""
     by_bank: bool = False
-    """Whether the cache has a layer for every visit; else it has one for every layer."""
+    """Whether the cache has a layer for every visit, not only for every layer."""
     earlier: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
     """By layer: keys and values of earlier trips of the same tokens."""
     alive: Tensor | None = None
@@ -191,11 +191,11 @@ class Pass:
     sources: dict[int, KeyValue] = field(default_factory=dict)
     """By visit: keys and mixed values of earlier trips, which mixers read."""
     keep: bool = False
-    """Whether every layer's keys and values are wanted afterwards, not only what mixers read."""
+    """Whether all layers' keys and values are needed afterwards, not only those that mixers read."""
     key_bias: Tensor | None = None
-    """`[B, M]`: added to the logit of every query that reads a slot of this pass."""
+    """`[B, M]`: bias on the logit of every query that reads a slot of this pass."""
     leave: Callable[[Tensor], Tensor] | None = None
-    """What the recurrence makes of the output of the looped layers; None where it is passed on."""
+    """The recurrence's transformation of the looped layers' output; None if it is passed on unchanged."""
 
 
 @dataclass
@@ -212,7 +212,7 @@ class Passed:
 
 
 class TripMaker:
-    """Makes the trips of one call; each subclass is one way of storing and reading keys and values."""
+    """Makes the trips of one forward pass; each subclass is one way of storing and reading keys and values."""
 
     def __init__(self, model: FathomModel, inputs: Inputs) -> None:
         self.model, self.inputs, self.view = model, inputs, model.recurrence.view
@@ -223,7 +223,7 @@ class TripMaker:
 
     @property
     def by_rule(self) -> bool:
-        """Whether FlexAttention reads slots by a rule in place of a mask."""
+        """Whether FlexAttention reads slots by a rule instead of a mask."""
         return self.model.slotted and self.model.config._attn_implementation == FLEX
 
     def make(self, turn: Turn, masks: Mapping[str, object], **reading: Any) -> Passed:
@@ -251,13 +251,13 @@ class TripMaker:
         return passed
 
     def out(self, residual: Tensor, trip: int, entry: Tensor | None = None) -> Out:
-        """A trip's output as the recurrence gets it."""
+        """A trip's output for the recurrence."""
         model, last = self.model, trip == self.inputs.trips - 1
         head, scale = self.inputs.head, model.embedding_scale
         return Out(residual, model.norm, head, model.embed_tokens, scale, trip, last, entry)
 
     def through(self, x: Tensor, one: Pass) -> Passed:
-        """One pass through the layers of a trip, recomputed in the backward pass if the recurrence says so."""
+        """One pass through the layers of a trip, recomputed in the backward pass if the recurrence requests it."""
         if one.cache is None and self.model.recomputing:  # with a cache, recomputing would store twice
             return checkpoint(self._through, x, one, use_reentrant=False)
         return self._through(x, one)
@@ -306,7 +306,7 @@ class TripMaker:
         return Passed(stream, pairs, hidden, entry)
 
     def record(self, passed: Passed, stages: int = 1) -> None:
-        """Keep a pass' hidden states; those of interleaved trips are separated."""
+        """Record a pass's hidden states; those of interleaved trips are separated."""
         if self.inputs.hidden is not None and stages == 1:
             self.inputs.hidden.extend(passed.hidden)  # the tensors themselves, so that gradients reach them
         elif self.inputs.hidden is not None:
@@ -323,7 +323,7 @@ class TripMaker:
         return self.model.causal_masks(x, padding, None if self.model.slotted else self.inputs.cache, packed)
 
     def masks(self, query: Tags, key: Tags) -> Mapping[str, Tensor | ReadingRule]:
-        """Masks that say which slot reads which, by layer type."""
+        """Masks of which slot reads which, by layer type."""
         check_backend(self.model, self.inputs.trips)
         if self.by_rule:
             return {kind: read_rule(self.view, query, key, reach) for kind, reach in self.model.reach.items()}
@@ -334,7 +334,7 @@ class TripMaker:
 
 
 class Banked(TripMaker):
-    """View SAME without halting: each trip is an ordinary pass over a bank of its own."""
+    """View SAME without halting: each trip is an ordinary pass over its own bank."""
 
     def __init__(self, model: FathomModel, inputs: Inputs, x: Tensor, cache: Cache | None) -> None:
         super().__init__(model, inputs)
@@ -364,7 +364,7 @@ class Dense(TripMaker):
         passed = self.make(
             turn,
             self._masks(turn),
-            earlier=dict(self.earlier) if duo or alive is not None else {},  # as it is now
+            earlier=dict(self.earlier) if duo or alive is not None else {},  # its current value
             alive=None if alive is None else alive[:, None, :, None],
             keep=True,
         )
@@ -456,7 +456,7 @@ class Interleaved(TripMaker):
 
 
 class Picking(TripMaker):
-    """Trips of the tokens that go on only: halted tokens are left out."""
+    """Trips of the continuing tokens only: halted tokens are left out."""
 
     def __init__(self, model: FathomModel, inputs: Inputs, x: Tensor, first: int | Tensor = 0) -> None:
         super().__init__(model, inputs)
@@ -507,7 +507,7 @@ class Packed(Picking):
 
 
 class Stored(Picking):
-    """Any view with a slot cache, trip after trip; halted tokens are neither computed nor stored."""
+    """Any view with a slot cache, trip by trip; halted tokens are neither computed nor stored."""
 
     def __init__(self, model: FathomModel, inputs: Inputs, x: Tensor, store: Store) -> None:
         super().__init__(model, inputs, x, store.table.columns - x.shape[1])
@@ -536,13 +536,13 @@ class Stored(Picking):
         return self.out(passed.residual, turn.trip, passed.entry)
 
     def finish(self) -> None:
-        """After the last trip."""
+        """Called after the last trip."""
         table = self.store.table
         if isinstance(table, FixedTable) and table.view is View.SAME and not self.complete:
             repeat_last(self.store.cache, self.column)
 
     def _all(self, query: Tags, placement: Placement) -> bool:
-        """Whether all tokens of the call make this trip."""
+        """Whether all tokens of the forward pass make this trip."""
         return query.live is None and placement.batch is None and query.token.shape == self.column.shape
 
     def _masks(self, query: Tags, placement: Placement, trip: int) -> Mapping[str, object]:
@@ -560,7 +560,7 @@ class Stored(Picking):
 
 @dataclass
 class Exchange:
-    """What layers get as their cache in one pass: stores the pass' slots and returns those that it may read."""
+    """The cache that layers see in one pass: stores the pass's slots and returns those that it may read."""
 
     store: Store
     placement: Placement
