@@ -1,1 +1,1 @@
-"""Using a trained model: generate, and serve."""
+"""Generate text with a trained model, and serve it."""

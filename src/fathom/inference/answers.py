@@ -1,4 +1,4 @@
-"""Texts as OpenAI's answers, with log-probabilities: whole, or in chunks."""
+"""Generated texts as OpenAI's answers, with log-probabilities: complete, or in chunks."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 
 def word(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
-    """A token as text; by its number if it is not a whole character."""
+    """A token as text, or as its number if it is not a whole character."""
     text = str(tokenizer.decode([token]))
     return f"token_id:{token}" if UNKNOWN in text else text
 
 
 def _by_word(tokenizer: PreTrainedTokenizerBase, scored: Scored) -> dict[str, float]:
-    """Log-probabilities of the likeliest tokens and of the chosen one, by text; by number if two texts are equal."""
+    """Log-probabilities of the likeliest tokens and of the chosen one, by text, or by number if two texts are equal."""
     assert scored.logprob is not None
     found = {word(tokenizer, scored.token): scored.logprob}
     for token, logprob in scored.top:
@@ -33,7 +33,7 @@ def _by_word(tokenizer: PreTrainedTokenizerBase, scored: Scored) -> dict[str, fl
 
 
 def completion_logprobs(tokenizer: PreTrainedTokenizerBase, scores: Sequence[tuple[Scored, int]]) -> dict[str, object]:
-    """Log-probabilities in the format of completions; the first token of a document has none."""
+    """Log-probabilities in the format of completions. The first token of a document has none."""
     return {
         "tokens": [word(tokenizer, one.token) for one, _ in scores],
         "token_logprobs": [one.logprob for one, _ in scores],
@@ -59,12 +59,12 @@ class Envelope:
     """The JSON around the choices of one answer.
 
     Args:
-        model: What clients call it.
+        model: The name that clients use.
         chat: Whether the answer is a turn of a conversation.
-        tokenizer: The model's.
-        prompts: As token ids.
-        ids: Whether choices have their tokens' ids, and the answer has those of the prompts.
-        trips: Whether choices have the loop iterations behind each token.
+        tokenizer: The model's tokenizer.
+        prompts: The prompts as token ids.
+        ids: Whether to include token ids of the choices and of the prompts.
+        trips: Whether to include the loop iterations of each token.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Envelope:
         self.head = {"id": f"{short}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
     def whole(self, texts: Sequence[Text]) -> dict[str, object]:
-        """An answer in one piece."""
+        """The complete answer."""
         said = [{"message": _message(text)} if self.chat else {"text": text.said} for text in texts]
         choices = [self._choice(i, text, said[i]) for i, text in enumerate(texts)]
         return {**self.head, "object": self.kind, "choices": choices, **self.prompt_ids, "usage": self._usage(texts)}
@@ -96,7 +96,7 @@ class Envelope:
         return {**chunk, **self.prompt_ids}
 
     def chunk(self, index: int, text: Text, new: str) -> dict[str, object] | None:
-        """A part of a choice; None if it has nothing to say yet."""
+        """A chunk of a choice; None if there is nothing to send yet."""
         if not self.chat:
             return self._chunk([self._choice(index, text, {"text": new})])
         delta = _delta(text, new)
@@ -105,18 +105,18 @@ class Envelope:
         return self._chunk([self._choice(index, text, {"delta": delta})])
 
     def last(self, texts: Sequence[Text]) -> dict[str, object]:
-        """The chunk that says how many tokens there were."""
+        """The final chunk, with token counts."""
         return {**self._chunk([]), "usage": self._usage(texts)}
 
     def _choice(self, index: int, text: Text, said: dict) -> dict[str, object]:
-        """With the scores that were not sent yet."""
+        """A choice, with the scores that were not sent yet."""
         scores, text.scores = text.scores, []
         in_format = chat_logprobs if self.chat else completion_logprobs
         logprobs = in_format(self.tokenizer, scores) if scores else None
         made, text.made = text.made, []
         extra: dict[str, object] = {"token_ids": [one.token for one in made]} if self.ids else {}
         extra |= {"trips": [one.trips for one in made]} if self.trips else {}
-        called = text.finish == "stop" and text.reader is not None and text.reader.complete  # no stop string cut it
+        called = text.finish == "stop" and text.reader is not None and text.reader.complete  # not cut by a stop string
         why = "tool_calls" if called else text.finish
         return {"index": index, **said, "logprobs": logprobs, "finish_reason": why, **extra}
 
@@ -132,7 +132,7 @@ class Envelope:
 
 
 def _message(text: Text) -> dict[str, object]:
-    """A whole turn: what it says and what it calls."""
+    """A complete message: its text and its tool calls."""
     if text.reader is None:
         return {"role": "assistant", "content": text.said}
     text.reader.hear(text.said, last=True)
@@ -142,7 +142,7 @@ def _message(text: Text) -> dict[str, object]:
 
 
 def _delta(text: Text, new: str) -> dict[str, object]:
-    """What a piece of a text adds to its turn."""
+    """What a piece of text adds to its message."""
     if text.reader is None:
         return {"content": new} if new else {}
     heard = text.reader.hear(new, last=text.finish is not None)

@@ -69,12 +69,12 @@ class ApiError(HTTPException):
 
 
 def wrong(field: str, message: str) -> ApiError:
-    """The error for a field of a request that asks for what cannot be done."""
+    """The error for a request field whose value is not supported."""
     return ApiError(400, f"{field}: {message}", param=field)
 
 
 def told(error: Exception) -> ApiError:
-    """Any error as the client is told of it."""
+    """Any error, as reported to the client."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestError):
@@ -83,12 +83,12 @@ def told(error: Exception) -> ApiError:
         return _invalid(error.errors()[0])
     if isinstance(error, HTTPException):
         code = "malformed_body" if error.status_code == 400 else None
-        return ApiError(error.status_code, str(error.detail), code, headers=error.headers)  # Allow, of a 405
+        return ApiError(error.status_code, str(error.detail), code, headers=error.headers)  # the Allow header of a 405
     return ApiError(500, f"the server failed: {type(error).__name__}")
 
 
 def _invalid(first: dict) -> ApiError:
-    """The first fault that pydantic found, by the name of its field; `body` comes before that."""
+    """The first error that pydantic found, by field name; `body` stands before the name."""
     place = [str(part) for part in first["loc"][1:]]
     if not place or first["type"] == "json_invalid":
         return ApiError(400, "the body must be a JSON object, sent as application/json", "malformed_body")
@@ -99,7 +99,7 @@ def _invalid(first: dict) -> ApiError:
 
 
 class Message(BaseModel):
-    """One turn of a conversation."""
+    """One message of a conversation."""
 
     model_config = ConfigDict(strict=True)
     role: str
@@ -111,7 +111,7 @@ class Message(BaseModel):
     @field_validator("content", mode="before")
     @classmethod
     def _one_text(cls, given: object) -> object:
-        """A content of several parts is one text; what else a part says, as `cache_control`, is passed over."""
+        """The text parts of a content list as one text. Other keys of a part, such as `cache_control`, are ignored."""
         if given is None or isinstance(given, str):
             return given
         parts = given if isinstance(given, list) else [None]
@@ -124,11 +124,11 @@ class Message(BaseModel):
     @field_validator("tool_calls")
     @classmethod
     def _as_templates_take_them(cls, given: list[dict[str, object]] | None) -> list[dict[str, object]] | None:
-        """With arguments as an object, which clients send as JSON."""
+        """With arguments as an object; clients send them as JSON text."""
         return None if given is None else [_call(one) for one in given]
 
     def turn(self) -> dict[str, object]:
-        """As chat templates take it."""
+        """The message as chat templates expect it."""
         return self.model_dump(exclude_none=True)
 
 
@@ -149,7 +149,7 @@ class _StreamOptions(Strict):
 
 
 class Body(Strict):
-    """The fields that both routes take."""
+    """The fields of both routes."""
 
     model: str | None = None
     stream: bool = False
@@ -175,7 +175,7 @@ class Body(Strict):
     return_trips: bool = False
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    # Fields that clients send along, and that change no text.
+    # Fields that clients send and that do not affect the text.
     store: Literal[False] = False
     metadata: dict[str, object] = {}
     service_tier: str | None = None
@@ -188,7 +188,7 @@ class Body(Strict):
     @field_validator("logit_bias", mode="before")
     @classmethod
     def _few(cls, given: object) -> object:
-        """Before each of a great many makes an error of its own."""
+        """Refuse a long list before each of its entries is validated."""
         if isinstance(given, dict) and len(given) > BIASES:
             raise PydanticCustomError("logit_bias", "1,024 tokens at most")
         return given
@@ -209,7 +209,7 @@ class Body(Strict):
         return self.stream_options is not None and self.stream_options.include_usage
 
     def rules(self, vocabulary: int) -> FieldRules:
-        """What is more than types and ranges.
+        """Checks beyond types and ranges.
 
         Args:
             vocabulary: The model's number of token ids.
@@ -248,11 +248,11 @@ class CompletionBody(Body):
 
     @property
     def likeliest(self) -> int | None:
-        """Number of likeliest tokens to send with the log-probabilities; None for no log-probabilities."""
+        """Number of likeliest tokens to return with log-probabilities; None for no log-probabilities."""
         return self.logprobs
 
     def rules(self, vocabulary: int) -> FieldRules:
-        """As `Body.rules`."""
+        """See `Body.rules`."""
         ids = [prompt for prompt in self.prompts if not isinstance(prompt, str)]
         known = bool(self.prompts) and all(one and 0 <= min(one) <= max(one) < vocabulary for one in ids)
         texts = len(self.prompts) * self.n
@@ -287,11 +287,11 @@ class ChatBody(Body):
 
     @property
     def likeliest(self) -> int | None:
-        """As `CompletionBody.likeliest`."""
+        """See `CompletionBody.likeliest`."""
         return self.top_logprobs if self.logprobs else None
 
     def rules(self, vocabulary: int) -> FieldRules:
-        """As `Body.rules`."""
+        """See `Body.rules`."""
         alone = not self.top_logprobs or self.logprobs
         names = [tool.function.name for tool in self.tools]
         chosen = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
@@ -312,7 +312,7 @@ class ChatBody(Body):
 
 
 class TextBody(Strict):
-    """`POST /tokenize`: a text, or a conversation."""
+    """`POST /tokenize`: a text or a conversation."""
 
     model: str | None = None
     prompt: str | None = None

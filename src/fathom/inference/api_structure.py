@@ -1,4 +1,4 @@
-"""Fields of a request that say what an answer must look like: JSON schemas, patterns, grammars and tools."""
+"""Request fields that constrain an answer: JSON schemas, patterns, grammars and tools."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from fathom.inference.structure import (
 
 
 class Strict(BaseModel):
-    """An object without fields that are not known."""
+    """An object that rejects unknown fields."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, given: object) -> object:
-        """Without nulls; of fields that are not known the first alone, since each would make an error of its own."""
+        """The object without nulls and with one unknown field only, because each unknown field would be an error."""
         if not isinstance(given, dict):
             return given
         said = {key: value for key, value in given.items() if value is not None}
@@ -43,7 +43,7 @@ class _NamedSchema(Strict):
 
 
 class ResponseFormat(Strict):
-    """OpenAI's way to ask for JSON."""
+    """OpenAI's format for JSON answers."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: _NamedSchema | None = None
@@ -63,7 +63,7 @@ class ResponseFormat(Strict):
 
 
 class StructuredOutputs(Strict):
-    """vLLM's way to ask for JSON, a pattern, one of several texts or a grammar: one of them."""
+    """vLLM's format for constrained answers: exactly one of JSON, a pattern, a list of texts or a grammar."""
 
     json_: dict[str, object] | str | None = Field(None, alias="json")
     json_object: bool | None = None
@@ -81,7 +81,7 @@ class StructuredOutputs(Strict):
         return self
 
     def grammar_text(self) -> str:
-        """The grammar, as `structure.py` makes it."""
+        """The grammar as made by `structure.py`."""
         if self.regex is not None:
             return regex_grammar(self.regex)
         if self.choice is not None:
@@ -108,7 +108,7 @@ class _Function(BaseModel):
 
 
 class Tool(BaseModel):
-    """A tool that an answer may call; what else a client says of it is passed over."""
+    """A tool that an answer may call; other fields of the client are ignored."""
 
     model_config = ConfigDict(strict=True)
     type: Literal["function"]
@@ -120,7 +120,7 @@ class _Chosen(BaseModel):
 
 
 class NamedTool(BaseModel):
-    """As `tool_choice`: the tool to call."""
+    """`tool_choice`: the tool to call."""
 
     type: Literal["function"]
     function: _Chosen

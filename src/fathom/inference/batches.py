@@ -55,14 +55,14 @@ For slots, whose masks only the model knows: which tokens are no padding, `[n, T
 
 
 class LiveBatch(ABC):
-    """Rows that generate together; where one leaves, the last one may move into the gap."""
+    """Sequences that generate together. If one leaves, the last one may move into the gap."""
 
     reads_several = False
     """Whether several whole prompts can be read in one call."""
     keeps_prefixes = False
-    """Whether a row's first tokens can be taken over by another."""
+    """Whether another sequence can reuse the cache of a prompt's first tokens."""
     keeps_steps = False
-    """Whether those that it generated can."""
+    """Whether another sequence can reuse the cache of generated tokens."""
 
     def __init__(self, model: PreTrainedModel, trips: int | None) -> None:
         self.model, self.trips = model, trips
@@ -81,23 +81,23 @@ class LiveBatch(ABC):
 
     @abstractmethod
     def read(self, chunk: Sequence[int], every: bool = False) -> Tensor:
-        """Read a part of the joining row's prompt: logits `[1, V]` of its last token, or of each, `[T, V]`."""
+        """Read a part of the joining prompt: logits `[1, V]` of its last token, or `[T, V]` of all its tokens."""
 
     def read_several(self, prompts: Sequence[Sequence[int]]) -> Tensor:
-        """Read whole prompts, whose rows become the last ones: logits `[n, V]` of their last tokens."""
+        """Read whole prompts, which become the last sequences: logits `[n, V]` of their last tokens."""
         raise NotImplementedError(f"{type(self).__name__} reads one prompt at a time")
 
     @abstractmethod
     def join(self) -> None:
-        """The row that was read becomes the last one."""
+        """Append the sequence that was read to the batch."""
 
     @abstractmethod
     def forget(self) -> None:
-        """The row that was being read does not join."""
+        """Discard the sequence that was being read."""
 
     @abstractmethod
     def step(self, tokens: Sequence[int]) -> Tensor:
-        """One more token for each row: logits `[rows, V]`."""
+        """One more token for each sequence: logits `[rows, V]`."""
 
     @abstractmethod
     def leave(self, row: int) -> int:
@@ -107,15 +107,15 @@ class LiveBatch(ABC):
         """
 
     def kept(self, row: int | None = None) -> tuple[object, int]:
-        """A copy of what a row, or the one that is joining, has in the cache, and its bytes."""
+        """A copy of the cache of a sequence, or of the one that is joining, and its size in bytes."""
         raise NotImplementedError(f"{type(self).__name__} keeps no prefixes")
 
     def take_over(self, state: object, count: int) -> None:
-        """The row that is joining begins with the first `count` tokens of what `kept` returned."""
+        """Start the joining sequence with the first `count` tokens of what `kept` returned."""
         raise NotImplementedError(f"{type(self).__name__} keeps no prefixes")
 
     def reserve(self, rows: int, tokens: int) -> None:  # noqa: B027
-        """Make room for `rows` rows of `tokens` tokens, the one that joins among them; and free what is beyond."""
+        """Make room for `rows` sequences of `tokens` tokens, including the joining one, and free the rest."""
 
     def _call(
         self, ids: Tensor, positions: Tensor | None, cache: Cache, every: bool = False, mask: Mask = None
@@ -139,7 +139,7 @@ class LiveBatch(ABC):
 
 
 class Slab:
-    """The size of the slab, which all banks share, and for each call its rows and how far each is filled."""
+    """The size that all banks' slabs share; and for each forward pass, its sequences and how full each one is."""
 
     def __init__(self) -> None:
         self.rows, self.tokens = 0, 0
@@ -151,12 +151,12 @@ class Slab:
         """Where the call's tokens are written, which all banks share: rows `[n, 1]`, columns `[n, T]`."""
 
     def about(self, first: int, filled: Sequence[int], device: torch.device) -> None:
-        """The rows of the next call."""
+        """The sequences of the next forward pass."""
         self.first, self.most, self.places = first, max(filled), None
         self.filled = torch.tensor(filled, device=device)
 
     def places_of(self, new: int) -> tuple[Tensor, Tensor]:
-        """`places` of `new` tokens a row."""
+        """The positions of `new` tokens of each sequence."""
         if self.places is None:
             row = torch.arange(self.first, self.first + len(self.filled), device=self.filled.device)
             self.places = row[:, None], self.filled[:, None] + torch.arange(new, device=row.device)
@@ -173,7 +173,7 @@ class SlabLayer(GrowingLayer):
         self.slab = slab
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Room for the whole slab."""
+        """Allocate the whole slab."""
         self.keys, self.values = (
             states.new_zeros(self.slab.rows, states.shape[1], self.slab.tokens, states.shape[3])
             for states in (key_states, value_states)
@@ -181,7 +181,7 @@ class SlabLayer(GrowingLayer):
         self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
 
     def fit(self) -> None:
-        """Grow or shrink to the slab's size, one tensor at a time, so that at most one exists twice."""
+        """Grow or shrink to the slab's size, one tensor at a time, so that at most one tensor exists twice."""
         if not self.is_initialized:
             return
         for name in ("keys", "values"):
@@ -192,17 +192,17 @@ class SlabLayer(GrowingLayer):
             setattr(self, name, new)
 
     def move(self, source: int, target: int, tokens: int) -> None:
-        """Copy a row over another."""
+        """Copy one sequence over another."""
         for stored in (self.keys, self.values):
             stored[target, :, :tokens] = stored[source, :, :tokens]
 
     def wipe(self, row: int, first: int, end: int) -> None:
-        """Set places of a row to 0, and those behind them that were drafted."""
+        """Zero positions `first` to `end` of a sequence, and drafted ones behind them."""
         for stored in (self.keys, self.values) if self.is_initialized else ():
             stored[row : row + 1, :, first : end + DRAFTS] = 0
 
     def blank(self, places: Tensor) -> None:
-        """Set places of the call's rows to 0, where `[n, T]`."""
+        """Zero positions of the current sequences where the mask `[n, T]` is true."""
         rows = slice(self.slab.first, self.slab.first + len(places))
         for stored in (self.keys, self.values):
             stored[rows, :, : places.shape[1]].masked_fill_(places[:, None, :, None], 0)
@@ -210,7 +210,7 @@ class SlabLayer(GrowingLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Write the call's `[n, H_kv, T, D]` behind what its rows hold, and return all of these rows."""
+        """Append `[n, H_kv, T, D]` to the current sequences, and return these sequences in full."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         slab, (n, _, new, _) = self.slab, key_states.shape
@@ -226,12 +226,12 @@ class SlabLayer(GrowingLayer):
         return self.keys[rows, :, :end], self.values[rows, :, :end]
 
     def get_seq_length(self) -> int:
-        """Tokens of the longest row of the call."""
+        """Length of the longest sequence of the current forward pass."""
         return self.slab.most
 
 
 class SlabBatch(LiveBatch):
-    """Trips that do not read one another, or one: masks say how far each row is filled."""
+    """Models of one trip, or of trips that do not read one another: masks hold each sequence's length."""
 
     reads_several = True
     keeps_prefixes = True
@@ -248,13 +248,13 @@ class SlabBatch(LiveBatch):
             self.windows = {"full_attention": window if config.model_type == "mistral" else None}
 
     def kept(self, row: int | None = None) -> tuple[object, int]:
-        """As `LiveBatch.kept`."""
+        """See `LiveBatch.kept`."""
         at, tokens = (len(self), self.read_already) if row is None else (row, self.lengths[row])
         state = [tuple(x[at, :, :tokens].clone() for x in (layer.keys, layer.values)) for layer in self.cache.layers]
         return state, sum(x.nbytes for pair in state for x in pair)
 
     def take_over(self, state: object, count: int) -> None:
-        """As `LiveBatch.take_over`."""
+        """See `LiveBatch.take_over`."""
         for layer, pair in zip(self.cache.layers, cast(list[tuple[Tensor, Tensor]], state), strict=True):
             if not layer.is_initialized:
                 layer.lazy_initialization(*(x[None] for x in pair))
@@ -263,7 +263,7 @@ class SlabBatch(LiveBatch):
         self.read_already = count
 
     def reserve(self, rows: int, tokens: int) -> None:
-        """Grow all banks, or shrink them; what rows hold is kept."""
+        """Grow or shrink all banks; the sequences' contents are kept."""
         slab = self.slab
         if (rows, tokens) == (slab.rows, slab.tokens):
             return
@@ -272,13 +272,13 @@ class SlabBatch(LiveBatch):
             layer.fit()
 
     def read(self, chunk: Sequence[int], every: bool = False) -> Tensor:
-        """As `LiveBatch.read`."""
+        """See `LiveBatch.read`."""
         self._about(len(self), [self.read_already])
         ids, positions = self._chunk(chunk)
         return self._call(ids, positions, self.cache, every, self._mask(positions))[0]
 
     def read_several(self, prompts: Sequence[Sequence[int]]) -> Tensor:
-        """As `LiveBatch.read_several`. Shorter ones are padded behind, where their next tokens will be written."""
+        """See `LiveBatch.read_several`. Shorter prompts are padded at the end, where their next tokens go."""
         lengths = [len(prompt) for prompt in prompts]
         ids = torch.zeros(len(prompts), max(lengths), dtype=torch.long)
         for row, prompt in zip(ids, prompts, strict=True):
@@ -297,25 +297,25 @@ class SlabBatch(LiveBatch):
         )
         self.lengths += lengths
         last = torch.tensor(lengths, device=device) - 1
-        if min(lengths) < max(lengths):  # a row that leaves is wiped as far as it is filled, not to its padding's end
+        if min(lengths) < max(lengths):  # leaving sequences are zeroed up to their length, not padding
             behind = torch.arange(ids.shape[1], device=device) > last[:, None]
             for layer in self.cache.layers:
                 layer.blank(behind)
         return head(out.last_hidden_state[torch.arange(len(prompts), device=device), last]).float()
 
     def join(self) -> None:
-        """As `LiveBatch.join`."""
+        """See `LiveBatch.join`."""
         self.lengths.append(self.read_already)
         self.read_already = 0
 
     def forget(self) -> None:
-        """As `LiveBatch.forget`."""
+        """See `LiveBatch.forget`."""
         for layer in self.cache.layers:
             layer.wipe(len(self), 0, self.read_already)
         self.read_already = 0
 
     def step(self, tokens: Sequence[int]) -> Tensor:
-        """As `LiveBatch.step`."""
+        """See `LiveBatch.step`."""
         self._about(0, self.lengths)
         positions = torch.tensor(self.lengths).unsqueeze(1)
         logits = self._call(torch.tensor(tokens).unsqueeze(1), positions, self.cache, mask=self._mask(positions))
@@ -323,7 +323,7 @@ class SlabBatch(LiveBatch):
         return logits[:, 0]
 
     def leave(self, row: int) -> int:
-        """Move the last row into the gap, and a row that is being read to the place of the last."""
+        """Move the last sequence into the gap, and a sequence that is being read into the last one's slot."""
         last = len(self) - 1
         for layer in self.cache.layers:
             if row != last:
@@ -341,13 +341,13 @@ class SlabBatch(LiveBatch):
         self.slab.about(first, filled, self.model.device)
 
     def _mask(self, positions: Tensor) -> Mask:
-        """The mask of the keys that each new token sees; None if it is all of them. `positions` is `[n, T]`."""
+        """The mask `[n, T, N]` of the keys that each new token sees; None if it sees all. `positions` is `[n, T]`."""
         masks = self._masks(positions)
         alone = masks["full_attention"] if set(masks) == {"full_attention"} else masks
         return alone if not isinstance(self.model, FathomForCausalLM) else masks
 
     def _masks(self, positions: Tensor) -> dict[str, Tensor | None]:
-        """As `_mask`, by layer type."""
+        """The masks of `_mask`, by layer type."""
         end = self.slab.most + positions.shape[1]
         at = torch.arange(end)
         masks = {}
@@ -368,15 +368,16 @@ class SlabBatch(LiveBatch):
 
 
 class DraftBatch(SlabBatch):
-    """Several trips that do not read one another: the first draft some tokens of a row, the rest check all of them.
+    """Self-speculative decoding: the first trips draft some tokens of a sequence, the remaining trips verify all of
+    them.
 
     Args:
         model: A model of several trips.
-        trips: How many.
-        draft_trips: With how many of them drafts are made.
+        trips: The number of trips.
+        draft_trips: How many of these trips draft.
     """
 
-    keeps_steps = False  # several at a time, which a later reading would not repeat
+    keeps_steps = False  # several prompts in one pass, which a later read could not reproduce bit for bit
 
     def __init__(self, model: FathomForCausalLM, trips: int, draft_trips: int) -> None:
         check_speculation(model, Speculation(draft_trips), trips)
@@ -387,11 +388,12 @@ class DraftBatch(SlabBatch):
         """Tokens to draft in the next step: one more after one in which most rows kept all, one fewer after others."""
 
     def draft(self, tokens: Sequence[int], count: int, choose: Callable[[Tensor], Sequence[int]]) -> Tensor:
-        """Draft `count` tokens for each row; the whole model's logits at their places, `[rows, count, V]`.
+        """Draft `count` tokens for each sequence, and return the whole model's logits at their positions, `[rows,
+        count, V]`.
 
         Args:
             tokens: The last token of each row.
-            count: How many are drafted.
+            count: Number of drafted tokens.
             choose: The next draft of each row, from logits `[rows, V]`.
         """
         stages, device = self.stages, self.model.device
@@ -414,14 +416,14 @@ class DraftBatch(SlabBatch):
         return self.model.lm_head(hidden).float()
 
     def keep(self, kept: Sequence[int], count: int) -> None:
-        """Keep so many of each row's `count` drafted places: what was written behind them will be written over."""
+        """Keep this many of each sequence's `count` drafted positions; later writes overwrite the rest."""
         whole = 2 * sum(one == count for one in kept) > len(kept)
         self.count = min(count + 1, DRAFTS) if whole else max(count - 1, 1)
         self.lengths = [length + more for length, more in zip(self.lengths, kept, strict=True)]
 
 
 class SlotBatch(LiveBatch):
-    """Models that need slots: prompts have a cache of their own until their rows are merged."""
+    """Models that need slots: prompts have their own cache until their sequences are merged."""
 
     reads_several = True
     keeps_prefixes = True
@@ -432,36 +434,36 @@ class SlotBatch(LiveBatch):
         self.fresh: Cache | None = None
 
     def kept(self, row: int | None = None) -> tuple[object, int]:
-        """As `LiveBatch.kept`, of the row that is joining."""
+        """See `LiveBatch.kept`; only for the joining sequence."""
         assert row is None and self.fresh is not None
         state = copy.deepcopy(self.fresh)
         trim_slots(state, 0)
         return (state, self.read_already), sum(x.nbytes for layer in state.layers for x in layer.stored)
 
     def take_over(self, state: object, count: int) -> None:
-        """As `LiveBatch.take_over`."""
+        """See `LiveBatch.take_over`."""
         cache, tokens = cast(tuple[Cache, int], state)
         self.fresh, self.read_already = copy.deepcopy(cache), count
         if count < tokens:
             self.fresh.crop(count - tokens)
 
     def reserve(self, rows: int, tokens: int) -> None:
-        """Free what rows that have left held, and those that were longer; others grow by themselves."""
+        """Free the memory of sequences that left or were longer; growing needs no call."""
         if self.cache is not None:  # a place beside the capacity is for what is thrown away
             trim_slots(self.cache, with_spare(tokens * trips_of(self.model, self.trips)) - 1)
 
     def read(self, chunk: Sequence[int], every: bool = False) -> Tensor:
-        """As `LiveBatch.read`."""
+        """See `LiveBatch.read`."""
         self.fresh = self.fresh or DynamicCache(config=self.model.config)
         return self._call(*self._chunk(chunk), self.fresh, every)[0]
 
     def read_several(self, prompts: Sequence[Sequence[int]]) -> Tensor:
-        """As `LiveBatch.read_several`. Shorter ones are padded in front; padding is never stored."""
+        """See `LiveBatch.read_several`. Shorter prompts are padded in front; padding is never stored."""
         lengths = [len(prompt) for prompt in prompts]
         ids = torch.empty(len(prompts), max(lengths), dtype=torch.long)
         real = torch.zeros_like(ids)
         for i, prompt in enumerate(prompts):
-            ids[i], real[i, -len(prompt) :] = prompt[0], 1  # its own: another token's numbers may be no numbers
+            ids[i], real[i, -len(prompt) :] = prompt[0], 1  # its own values: another token's may be NaN
             ids[i, -len(prompt) :] = torch.tensor(prompt)
         positions = (real.cumsum(1) - 1).clamp(min=0)
         self.fresh = DynamicCache(config=self.model.config)
@@ -471,11 +473,11 @@ class SlotBatch(LiveBatch):
         return logits[:, -1]
 
     def join(self) -> None:
-        """As `LiveBatch.join`."""
+        """See `LiveBatch.join`."""
         self._merge([self.read_already])
 
     def _merge(self, lengths: Sequence[int]) -> None:
-        """The rows that were read, of so many tokens, become the last ones."""
+        """Append the sequences that were read to the batch; `lengths` holds their token counts."""
         assert self.fresh is not None
         if self.cache is None:
             self.cache = self.fresh
@@ -485,18 +487,18 @@ class SlotBatch(LiveBatch):
         self.forget()
 
     def forget(self) -> None:
-        """As `LiveBatch.forget`."""
+        """See `LiveBatch.forget`."""
         self.fresh, self.read_already = None, 0
 
     def step(self, tokens: Sequence[int]) -> Tensor:
-        """As `LiveBatch.step`."""
+        """See `LiveBatch.step`."""
         positions = torch.tensor(self.lengths).unsqueeze(1)
         logits = self._call(torch.tensor(tokens).unsqueeze(1), positions, self.cache)
         self.lengths = [length + 1 for length in self.lengths]
         return logits[:, 0]
 
     def leave(self, row: int) -> int:
-        """The last row takes its place."""
+        """The last sequence takes its index."""
         last = len(self) - 1
         if last == 0:
             self.cache = None
@@ -508,7 +510,7 @@ class SlotBatch(LiveBatch):
 
 
 class LoneBatch(LiveBatch):
-    """A cache for each row, and a call for each row."""
+    """A cache and a forward pass for each sequence."""
 
     def __init__(self, model: PreTrainedModel, trips: int | None, policy: Policy | None = None) -> None:
         super().__init__(model, trips)
@@ -517,7 +519,7 @@ class LoneBatch(LiveBatch):
         self.fresh: Cache | None = None
 
     def read(self, chunk: Sequence[int], every: bool = False) -> Tensor:
-        """As `LiveBatch.read`, in pieces that end where the memory is compressed."""
+        """See `LiveBatch.read`; chunks end where the memory is compressed."""
         if self.fresh is None:
             self.fresh = (
                 DynamicCache(config=self.model.config) if self.policy is None else self.policy.empty(self.model)
@@ -527,17 +529,17 @@ class LoneBatch(LiveBatch):
         return torch.cat(logits) if every else logits[-1]
 
     def join(self) -> None:
-        """As `LiveBatch.join`."""
+        """See `LiveBatch.join`."""
         self.caches.append(self.fresh)
         self.lengths.append(self.read_already)
         self.forget()
 
     def forget(self) -> None:
-        """As `LiveBatch.forget`."""
+        """See `LiveBatch.forget`."""
         self.fresh, self.read_already = None, 0
 
     def step(self, tokens: Sequence[int]) -> Tensor:
-        """As `LiveBatch.step`."""
+        """See `LiveBatch.step`."""
         logits, made = [], list[int]()
         for token, cache in zip(tokens, self.caches, strict=True):
             logits.append(self._call(torch.tensor([[token]]), None, cache)[0])
@@ -547,7 +549,7 @@ class LoneBatch(LiveBatch):
         return torch.cat(logits)
 
     def leave(self, row: int) -> int:
-        """As `LiveBatch.leave`."""
+        """See `LiveBatch.leave`."""
         self.caches.pop(row)
         self.lengths.pop(row)
         return row
@@ -581,7 +583,7 @@ def batch_for(
 
 
 def refuse_longrope(model: PreTrainedModel) -> None:
-    """Refuse angles that depend on the longest row of a call: a text would change with its company."""
+    """Refuse rotary angles that depend on the longest sequence of a batch: results would depend on other requests."""
     if depends_on_company(model):
         raise SettingsError(
             "rope_type longrope: its angles depend on the longest sequence of a batch; serve this model with vLLM"

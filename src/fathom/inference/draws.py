@@ -33,18 +33,18 @@ class Source:
     """Which of several texts for one prompt."""
 
     def uniforms(self, position: int, stream: int, count: int) -> np.ndarray:
-        """Numbers in (0, 1), `[count]`, for one draw; a larger `count` begins with the same ones."""
+        """`[count]` numbers in (0, 1) for one draw; a larger `count` begins with the same numbers."""
         key = np.array([self.seed % MODULUS, self.index % MODULUS], np.uint64)
         counter = np.array([0, position, stream, 0], np.uint64)
         raw = Philox(key=key, counter=counter).random_raw(count)
-        return ((raw >> np.uint64(12)) + 0.5) * 2.0**-52  # the upper 52 bits: neither 0 nor 1
+        return ((raw >> np.uint64(12)) + 0.5) * 2.0**-52  # the upper 52 bits, so neither 0 nor 1
 
     def uniform(self, position: int, stream: int) -> float:
         """One number in (0, 1)."""
         return float(self.uniforms(position, stream, 1)[0])
 
     def draw(self, weights: Tensor, position: int, stream: int) -> int:
-        """An index of `weights` `[V]`, none of them negative, with probability in proportion to its weight."""
+        """An index of `weights` `[V]` (non-negative), with probability proportional to its weight."""
         whole = len(weights) // BLOCK * BLOCK
         sums = weights[:whole].view(-1, BLOCK).sum(1)
         if whole < len(weights):

@@ -60,13 +60,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Scored:
-    """A token, with its log-probability and the likeliest tokens at its place if they were asked for."""
+    """A token, with its log-probability and the likeliest tokens at its position if they were requested."""
 
     token: int
     logprob: float | None = None
     top: Sequence[tuple[int, float]] = ()
     trips: int | None = None
-    """Loop iterations of the forward pass that chose it, if they were asked for."""
+    """Loop iterations of the forward pass that chose it, if they were requested."""
 
 
 Event = Scored | list[Scored] | str | Exception
@@ -79,55 +79,55 @@ class Job:
 
     prompt: Sequence[int]
     new_tokens: int
-    """Most new tokens."""
+    """Maximum number of new tokens."""
     choice: Choice
     deliver: Callable[[Event], None]
     stops: frozenset[int] = frozenset()
-    """Tokens that end it; the one that did is delivered."""
+    """Tokens that end it; the ending token is delivered too."""
     logprobs: int | None = None
     """Number of likeliest tokens to deliver with log-probabilities; None for no log-probabilities."""
     score_prompt: bool = False
     tell_trips: bool = False
-    """Whether to deliver the loop iterations behind each token."""
+    """Whether to deliver the loop iterations of each token."""
     trips: int | None = None
     cancelled: str = ""
-    """As what it is counted once it was cancelled: `cancelled`, or `finished` if all of it that is wanted was made."""
+    """How a cancelled job is counted: `cancelled`, or `finished` if everything that is needed was generated."""
     made: list[int] = field(default_factory=list)
     read: int = 0
     cached: int = 0
-    """Tokens of its prompt that another's reading left in the cache."""
+    """Tokens of its prompt that were found in the prefix cache."""
     cut: int = 0
-    """Where its reading is cut, for prompts that begin alike."""
+    """Where its prompt is split, for later prompts with the same beginning."""
     cuts: list[int] = field(default_factory=list)
-    """How much of it had been read at the end of each chunk."""
+    """How many of its tokens had been read at the end of each chunk."""
     behind: Tensor | None = None
-    """The logits `[1, V]` behind its prompt, if they were kept."""
+    """The logits `[1, V]` after its prompt, if they were in the prefix cache."""
     kept: Kept | None = None
-    """What is kept of it."""
+    """Its entry in the prefix cache."""
     prompt_scores: list[Scored] = field(default_factory=list)
     sound: bool = True
-    """Whether the scores of its prompt's tokens are numbers."""
+    """Whether the logits of its prompt's tokens are finite."""
     began: float = 0.0
-    """When it was submitted, on the clock of `time.perf_counter`."""
+    """Submission time, by `time.perf_counter`."""
 
     @property
     def longest(self) -> int:
-        """Most tokens that its row may hold."""
+        """Maximum length of its sequence in tokens."""
         return len(self.prompt) + self.new_tokens
 
 
 @dataclass
 class Lane:
-    """A batch and the jobs of its rows; one for each number of trips."""
+    """A batch and the jobs of its sequences; one for each number of trips."""
 
     batch: LiveBatch
     token_bytes: int
     jobs: list[Job] = field(default_factory=list)
     rectangle: tuple[int, int] = (0, 0)
-    """Rows and tokens for which there is room."""
+    """Sequences and tokens for which memory is reserved."""
 
     def bytes(self, rectangle: tuple[int, int]) -> int:
-        """Bytes of its keys and values with room for a rectangle of (rows, tokens)."""
+        """Bytes of keys and values with room for (rows, tokens)."""
         return rectangle[0] * rectangle[1] * self.token_bytes
 
 
@@ -137,7 +137,7 @@ class Engine:
     Args:
         model: An open causal language model.
         budget: Bytes that keys and values may take.
-        policy: A cache of constant size for every text.
+        policy: A constant-size cache for every text.
         hand_out: Receives the new events after each turn; by default they are delivered at once.
         waiting: Most jobs that may wait.
         draft_trips: Draft with so many first trips, for jobs whose tokens make more.
@@ -155,7 +155,7 @@ class Engine:
         prefix_budget: int = 0,
     ) -> None:
         refuse_longrope(model)
-        batch_for(model, None, policy, draft_trips)  # refuses, before a request does, what cannot be drafted
+        batch_for(model, None, policy, draft_trips)  # refuses models that cannot draft before the first request does
         self.model, self.budget, self.policy, self.most_waiting = model, budget, policy, waiting
         self.hand_out, self.draft_trips = hand_out or deliver, draft_trips
         self.prefixes = Prefixes(prefix_budget)
@@ -177,7 +177,7 @@ class Engine:
     # Called from other threads.
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Queue jobs, all or none of them."""
+        """Queue jobs: all of them or none."""
         try:
             self._queue(jobs)
         except RequestError:
@@ -207,7 +207,7 @@ class Engine:
             self._wake.notify()
 
     def cancel(self, jobs: Sequence[Job], counted: str = "cancelled") -> None:
-        """Cancel jobs, at the next token or the next chunk of a prompt; the first time says what they count as."""
+        """Cancel jobs at the next token or the next prompt chunk; the first call decides how they are counted."""
         for job in jobs:
             job.cancelled = job.cancelled or counted
         with self._wake:
@@ -224,7 +224,7 @@ class Engine:
         return future
 
     def close(self) -> None:
-        """Refuse new jobs, and end the running ones with an error that says why."""
+        """Refuse new jobs, and end the running ones with an error that gives the reason."""
         with self._wake:
             self._closing = True
             self._wake.notify()
@@ -236,7 +236,7 @@ class Engine:
 
     @property
     def running(self) -> int:
-        """Number of rows that generate."""
+        """Number of sequences that generate."""
         return sum(len(lane.jobs) for lane in list(self.lanes.values()))
 
     @property
@@ -249,7 +249,7 @@ class Engine:
         return token_bytes(self.model, trips)
 
     def most_tokens(self, trips: int | None) -> int:
-        """Most tokens of one text, prompt included, in multiples of GRAIN, to which rows are rounded up."""
+        """Maximum length of one text, prompt included, in multiples of GRAIN, to which sequences are rounded up."""
         if self.policy is not None:
             return sys.maxsize
         return self.budget // (self.token_bytes(trips) * GRAIN) * GRAIN - self._spare
@@ -262,7 +262,7 @@ class Engine:
     def _run(self) -> None:
         try:
             self._serve()
-        except Exception as error:  # a bug of the engine, not of a request: no request may be left waiting
+        except Exception as error:  # a bug of the engine, not of a request; no request may be left waiting
             logger.exception("the engine failed")
             self._reason = f"the engine failed: {type(error).__name__}"
         with self._wake:
@@ -291,7 +291,7 @@ class Engine:
             for trips, lane in list(self.lanes.items()):
                 self._guarded(lane, self._step, lane)
                 if not lane.jobs and (self.joining is None or self.joining[0] is not lane):
-                    del self.lanes[trips]  # and its memory
+                    del self.lanes[trips]  # frees its memory
             self._flush()
 
     def _flush(self) -> None:
@@ -307,7 +307,7 @@ class Engine:
             for job in [job for job in lane.jobs if job.cancelled]:
                 gone.append(job)
                 self._leave(lane, job)
-        if self.joining is not None and self.joining[1][0].cancelled:  # one: several are read in one turn
+        if self.joining is not None and self.joining[1][0].cancelled:  # one entry: several are read in one turn
             lane, jobs = self.joining
             gone += jobs
             lane.batch.forget()
@@ -316,7 +316,7 @@ class Engine:
             self.counts[job.cancelled] += 1
 
     def _read_prompts(self) -> None:
-        """Read waiting prompts, until `READ` tokens were read or there is no room for the next."""
+        """Read waiting prompts, until `READ` tokens were read or there is no room for the next one."""
         left = READ
         while left > 0 and (self.joining is not None or self._admit(left)):
             assert self.joining is not None
@@ -324,12 +324,12 @@ class Engine:
             for other in [one for one in self.lanes.values() if one is not lane]:
                 self._guarded(
                     other, other.batch.reserve, *other.rectangle
-                )  # what it gives up is free before it is taken
+                )  # memory that it releases is free before memory is requested
             left -= self._guarded(lane, self._read_several if len(jobs) > 1 else self._read, left) or 1
             self._flush()  # so that a first token does not wait for the next prompt
 
     def _admit(self, left: int) -> bool:
-        """Admit the first waiting job, if there is room, and those behind it that can be read in the same call."""
+        """Admit the first waiting job if there is room, and later ones that can be read in the same forward pass."""
         jobs: list[Job] = []
         with self._wake:
             while self.waiting and self.running + len(jobs) < ROWS:
@@ -342,7 +342,7 @@ class Engine:
         return bool(jobs)
 
     def _beside(self, jobs: Sequence[Job], job: Job, left: int) -> bool:
-        """Whether a job's prompt can be read in one call with those of others, without much padding."""
+        """Whether a job's prompt can be read in one forward pass with those of others, without much padding."""
         if not jobs:
             return True
         all_jobs = [*jobs, job]
@@ -351,11 +351,11 @@ class Engine:
         alike = job.trips == jobs[0].trips and self.lanes[job.trips].batch.reads_several
         alike = alike and not any(one.score_prompt for one in all_jobs)
         alike = alike and padded <= left and sum(lengths) >= FILLED * padded
-        unsure = all_jobs if len(jobs) == 1 else [job]  # the others were looked up when they came
+        unsure = all_jobs if len(jobs) == 1 else [job]  # the others were looked up in the prefix cache on arrival
         return alike and all(self._found(one) is NOTHING for one in unsure)
 
     def _make_room(self, job: Job, beside: Sequence[Job]) -> bool:
-        """Make room for a job and those `beside` it that are admitted with it; False if the budget has none."""
+        """Make room for a job and the jobs `beside` it that are admitted together; False if the budget is too small."""
         lane = self.lanes.get(job.trips)
         if lane is None or not (lane.jobs or beside):
             lane = Lane(self._empty(job.trips), self.token_bytes(job.trips))
@@ -382,11 +382,11 @@ class Engine:
         return True
 
     def _tight(self, jobs: Sequence[Job]) -> tuple[int, int]:
-        """Rows and tokens that jobs need, all rows as long as the longest may become."""
+        """Sequences and tokens that jobs need if all sequences become as long as the longest may."""
         return len(jobs), max(map(self._tokens, jobs), default=0)
 
     def _read(self, left: int) -> int:
-        """Read a chunk of the joining prompt, and at its end choose the first new token."""
+        """Read a chunk of the joining prompt; at its end choose the first new token."""
         assert self.joining is not None
         lane, (job,) = self.joining
         lane.batch.reserve(*lane.rectangle)
@@ -407,7 +407,7 @@ class Engine:
         if job.behind is None:
             self._keep(lane, job, logits[-1:])
         lane.batch.join()
-        self.joining = None  # not before: where joining fails, the job is told
+        self.joining = None  # not earlier: if joining fails, the job is told
         lane.jobs.append(job)
         if job.score_prompt and job.sound:
             self._out.append((job, job.prompt_scores))
@@ -415,14 +415,14 @@ class Engine:
         return len(chunk)
 
     def _found(self, job: Job) -> Found:
-        """What a job's prompt can take over from others."""
+        """What a job's prompt can reuse from the prefix cache."""
         lane = self.lanes.get(job.trips)
         if not self.prefixes.budget or job.score_prompt or job.tell_trips or (lane and not lane.batch.keeps_prefixes):
             return NOTHING
         return self.prefixes.find(job.prompt, job.trips, may_chunk(self.model))
 
     def _take_over(self, lane: Lane, job: Job) -> None:
-        """Begin a prompt with what others that begin alike left."""
+        """Begin a prompt with what the prefix cache has of it."""
         found = self._found(job)
         job.cut = found.cut
         if found.kept is None:
@@ -436,7 +436,7 @@ class Engine:
         self.counts["hits"] += 1
 
     def _keep(self, lane: Lane, job: Job, logits: Tensor | None = None, row: int | None = None) -> None:
-        """Keep what a row, or the one that is joining, has in the cache, with the logits `[1, V]` behind it."""
+        """Put the cache of a sequence, or of the joining one, into the prefix cache, with the last logits `[1, V]`."""
         batch = lane.batch
         if not (self.prefixes.budget and batch.keeps_prefixes and (batch.keeps_steps or row is None)):
             return
@@ -445,7 +445,7 @@ class Engine:
         if size < LEAST or (before is not None and len(before) >= size):
             return
         if isinstance(batch, SlabBatch) and size * lane.token_bytes > self.prefixes.budget:
-            return  # it would be copied for nothing
+            return  # the copy would not be used
         if logits is not None:
             scores[size] = logits.clone()
         cuts = [*job.cuts, *range(len(job.prompt) + 1, size + 1)]
@@ -453,7 +453,7 @@ class Engine:
         job.kept = self.prefixes.keep(tokens, job.trips, cuts, scores, batch.kept(row), before)
 
     def _read_several(self, left: int) -> int:
-        """Read the joining prompts, of `left` tokens at most, and choose the first new token of each."""
+        """Read the joining prompts, at most `left` tokens, and choose the first new token of each."""
         assert self.joining is not None
         lane, jobs = self.joining
         lane.batch.reserve(*lane.rectangle)
@@ -470,7 +470,7 @@ class Engine:
         return sum(len(job.prompt) for job in jobs)
 
     def _begin(self, lane: Lane, jobs: Sequence[Job], logits: Tensor) -> None:
-        """Choose the first new token of jobs that want any, `logits` `[n, V]`."""
+        """Choose the first new token of the jobs that want one from logits `[n, V]`."""
         wanting = [i for i, job in enumerate(jobs) if job.sound and job.new_tokens]
         for job in jobs:
             if not job.sound:
@@ -482,11 +482,11 @@ class Engine:
         self._take(lane, [jobs[i] for i in wanting], logits[wanting])
 
     def _listen(self, lane: Lane, jobs: Sequence[Job]) -> None:
-        """Have the next call count the loop iterations of its rows' last tokens, if one of their jobs tells them."""
+        """Count the loop iterations of the sequences' last tokens in the next forward pass, if a job reports them."""
         lane.batch.trips_made, lane.batch.count_trips = None, any(job.tell_trips for job in jobs)
 
     def _scored(self, job: Job, logits: Tensor) -> list[Scored]:
-        """The prompt's tokens that a chunk's logits `[T, V]` predict; the first token is not predicted."""
+        """The prompt's tokens that a chunk's logits `[T, V]` predict. The first token is not predicted."""
         first = [Scored(job.prompt[0])] if job.read == 0 else []
         after = job.prompt[job.read + 1 : job.read + 1 + len(logits)]
         found = likeliest(logits[: len(after)], after, job.logprobs or 0)
@@ -504,7 +504,7 @@ class Engine:
         self._take(lane, jobs, lane.batch.step([job.made[-1] for job in jobs]))
 
     def _step_drafted(self, lane: Lane, batch: DraftBatch) -> None:
-        """Several tokens for every row: drafts that the whole model confirms, and its own in place of the next."""
+        """Several tokens for every sequence: the accepted drafts, and the whole model's token in place of the next."""
         jobs = list(lane.jobs)
         drafts: list[list[Draft]] = [[] for _ in jobs]
 
@@ -533,7 +533,7 @@ class Engine:
                     break
 
     def _take(self, lane: Lane, jobs: Sequence[Job], logits: Tensor) -> None:
-        """Choose and deliver the next token of each job, `logits` `[n, V]`."""
+        """Choose and deliver the next token of each job from logits `[n, V]`."""
         tokens, sound = torch.stack((logits.argmax(-1), finite(logits))).tolist()
         for i, job in enumerate(jobs):
             if not job.choice.plain:
@@ -545,20 +545,20 @@ class Engine:
                 self._refuse(lane, job)
 
     def _scores(self, lane: Lane, jobs: Sequence[Job], tokens: Sequence[int], logits: Tensor) -> list[Scored]:
-        """A token of each job, with what it asked for of `logits` `[n, V]`."""
+        """A token of each job, with the scores that the job requested from logits `[n, V]`."""
         made = self._trips_made(lane, jobs)
         scored = [Scored(token, trips=trips) for token, trips in zip(tokens, made, strict=True)]
-        # One call for each number that is asked for: of tokens that are equally likely, another takes others.
+        # One topk per requested count, because ties are broken differently for another count.
         for count in {job.logprobs for job in jobs if job.logprobs is not None}:
             rows = [i for i, job in enumerate(jobs) if job.logprobs == count]
-            given = logits if len(rows) == len(jobs) else logits[rows]  # all of them are not copied
+            given = logits if len(rows) == len(jobs) else logits[rows]  # avoid a copy of all logits
             found = likeliest(given, [tokens[i] for i in rows], count)
             for i, one in zip(rows, found, strict=True):
                 scored[i] = Scored(tokens[i], *one, trips=made[i])
         return scored
 
     def _trips_made(self, lane: Lane, jobs: Sequence[Job]) -> list[int | None]:
-        """The loop iterations that chose the next token of each job, for those that tell them."""
+        """The loop iterations that chose the next token of each job that reports them."""
         counted = lane.batch.trips_made
         if not any(job.tell_trips for job in jobs):
             return [None] * len(jobs)
@@ -566,7 +566,7 @@ class Engine:
         return [trips if job.tell_trips else None for job, trips in zip(jobs, made, strict=True)]
 
     def _give(self, lane: Lane, job: Job, scored: Scored) -> bool:
-        """Deliver a job's next token; returns whether the text goes on."""
+        """Deliver a job's next token; returns whether the text continues."""
         token = scored.token
         job.made.append(token)
         self.counts["tokens"] += 1
@@ -592,7 +592,7 @@ class Engine:
         self._leave(lane, job)
 
     def _refuse(self, lane: Lane, job: Job, why: RequestError | None = None) -> None:
-        """End a job whose next token cannot be chosen; by default since its logits are no numbers."""
+        """End a job whose next token cannot be chosen, by default because its logits are not finite."""
         self._out.append((job, why or RequestError(NO_NUMBERS, "failed")))
         self.counts["failed"] += 1
         self._leave(lane, job)
@@ -604,7 +604,7 @@ class Engine:
         lane.jobs.pop(moved)
 
     def _guarded(self, lane: Lane, work: Callable[..., T], *arguments: object) -> T | None:
-        """Work on a lane; an exception ends the lane's own jobs and no others."""
+        """Work on a lane; an exception ends only the lane's own jobs."""
         try:
             return work(*arguments)
         except Exception as error:
@@ -625,7 +625,7 @@ class Engine:
 
     @property
     def _spare(self) -> int:
-        """Places of a row behind its last token, for drafts that are not kept."""
+        """Extra positions after a sequence's last token, for drafts that are rejected."""
         return 0 if self.draft_trips is None else DRAFTS
 
 

@@ -1,4 +1,4 @@
-"""The outermost layer of the server: API key and host names, size and time limits of requests, and disconnects."""
+"""The server's outermost layer: API key, host names, limits on size and time of requests, and disconnects."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Gate:
         self.key = api_key.encode() if api_key is not None else None
 
     async def __call__(self, scope: AsgiMessage, receive: Receive, send: Send) -> None:
-        """One request."""
+        """Handle one request."""
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         chunks: list[bytes] = []
@@ -60,7 +60,7 @@ class Gate:
             self.held -= sum(map(len, chunks))
 
     async def _answer(self, body: bytes, scope: AsgiMessage, receive: Receive, send: Send) -> None:
-        """The application's answer, until the client hangs up."""
+        """The application's answer, cancelled if the client disconnects."""
         unread = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def again() -> AsgiMessage:
@@ -78,7 +78,7 @@ class Gate:
             await asyncio.gather(answer, gone, return_exceptions=True)
 
     def _fault(self, scope: AsgiMessage) -> ApiError | None:
-        """Why a request is refused, by its head."""
+        """Why a request is refused, judging by its headers."""
         headers = dict(scope["headers"])
         if self.hosts is not None:
             host = headers.get(b"host", b"").decode("latin-1").lower()
@@ -87,7 +87,7 @@ class Gate:
         if self.key is None or scope["path"] == "/health":
             return None
         scheme, _, value = headers.get(b"authorization", b"").partition(b" ")
-        if scheme.lower() == b"basic":  # a browser, for the pages: any name, with the key as password
+        if scheme.lower() == b"basic":  # a browser's login for the pages: any user name, and the key as the password
             try:
                 value = base64.b64decode(value, validate=True).partition(b":")[2]
             except ValueError:
@@ -106,9 +106,10 @@ class Gate:
             raise ApiError(408, f"the body did not arrive within {PATIENCE:.0f} seconds", "timeout") from None
 
     async def _read(self, receive: Receive, chunks: list[bytes], error: ApiError | None = None) -> bool:
-        """Gather the body in `chunks`, joined to one at the end; False if the client disconnected before.
+        """Collect the body in `chunks`, joined at the end; False if the client disconnected before.
 
-        Of a request that is refused, the rest is read and dropped: a client that still sends does not read the answer.
+        The body of a refused request is read to its end and dropped, because a client that is still sending does not
+        read the answer.
         """
         size, more = 0, True
         while more:
@@ -150,17 +151,17 @@ class Timed(H11Protocol):
     late: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """A connection is open: start the clock."""
+        """Start the clock when a connection opens."""
         super().connection_made(cast(asyncio.Transport, transport))
         self._expect()
 
     def data_received(self, data: bytes) -> None:
-        """Data have come: stop the clock once a head is complete, start it where another begins."""
+        """Stop the clock once the headers are complete; start it when another request begins."""
         super().data_received(data)
         self._expect()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The connection is gone: stop the clock."""
+        """Stop the clock when the connection closes."""
         super().connection_lost(exc)
         self._expect(over=True)
 

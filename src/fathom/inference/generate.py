@@ -1,4 +1,4 @@
-"""Text from a trained model: whole, streamed, or for several prompts at once."""
+"""Generate text with a trained model: complete, streamed, or for several prompts at once."""
 
 from __future__ import annotations
 
@@ -43,17 +43,16 @@ class Generated:
     """A generated text, with token counts and time."""
 
     text: str
-    """Without the prompt."""
+    """The text, without the prompt."""
     prompt_tokens: int
     tokens: int
     seconds: float
     finish: str = "length"
-    """`stop` where the model ended the text, else `length`."""
+    """`stop` if the model ended the text, else `length`."""
     trips: float | None = None
-    """Mean iterations per token, the prompt's included; None for a model of one trip, and for beams of one that
-    halts."""
+    """Mean loop iterations per token, the prompt's included; None with one trip, or with beam search and halting."""
     acceptance: float | None = None
-    """Share of drafted tokens that were right, of all rows of a batch; None without drafts."""
+    """Share of drafted tokens that were accepted, over the whole batch; None without drafts."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -62,7 +61,7 @@ class Generated:
 
 
 def check_drafts(model: PreTrainedModel, draft_trips: int | None, max_trips: int | None) -> None:
-    """Refuse to draft with trips that the model does not make, before any text is shown."""
+    """Refuse to draft with more trips than the model makes, before any text is shown."""
     if draft_trips is None:
         return
     if most_trips(model) == 1:
@@ -89,8 +88,8 @@ def generate(
         model: Any Hugging Face causal language model.
         tokenizer: Its tokenizer.
         prompt: What to continue; an empty one starts a new document.
-        sampling: How tokens are drawn.
-        write: Receives the text as it comes, whole characters at a time.
+        sampling: How tokens are sampled.
+        write: Called with each new piece of text; pieces end at whole characters.
     """
     sampling = sampling or Sampling()
     ids = encode(tokenizer, prompt)
@@ -102,7 +101,7 @@ def generate(
 def generate_batch(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Sequence[int]], sampling: Sampling
 ) -> list[Generated]:
-    """Continue several prompts, given as ids, at once; where memory runs out, half of them at a time."""
+    """Continue several prompts (token ids) in one batch; if memory runs out, each half on its own."""
     made: list[Generated] = []
     for one in generate_each(model, tokenizer, prompts, sampling, [False] * len(prompts)):
         if isinstance(one, RequestError):
@@ -118,7 +117,7 @@ def generate_each(
     sampling: Sampling,
     talks: Sequence[bool],
 ) -> list[Generated | RequestError]:
-    """As `generate_batch`, with the error of each prompt whose scores are no numbers, which halves find."""
+    """Like `generate_batch`, but with an error for each prompt with non-finite logits, found by halving the batch."""
     kinds = [_runs_with(model, prompt, sampling) for prompt in prompts]
     if len(set(kinds)) > 1:
         made: dict[int, Generated | RequestError] = {}
@@ -133,7 +132,7 @@ def generate_each(
         if len(prompts) == 1:
             raise
         torch.cuda.empty_cache()
-    except RequestError as error:  # of one row; or of padding's own embedding, which a row alone has not
+    except RequestError as error:  # of one sequence; or of the padding's embedding, which a single prompt does not use
         if len(prompts) == 1:
             return [error]
     half = len(prompts) // 2
@@ -142,7 +141,7 @@ def generate_each(
 
 
 def _runs_with(model: PreTrainedModel, prompt: Sequence[int], sampling: Sampling) -> tuple[int, ...]:
-    """Prompts of which this is the same may share a batch: where they must end alike, their room; or their length."""
+    """A key: prompts with equal keys may share a batch. The key is their room for new tokens, or their length."""
     if depends_on_company(model):
         return len(prompt), sampling.most_new(model, prompt)
     if sampling.end_decides(model) or not passes_the_context(model):
@@ -158,8 +157,8 @@ def generate_stream(
     write: Write | None,
     talk: bool = False,
 ) -> Generated:
-    """Continue ids, words as they come; in a conversation (`talk`) an answer is a text of its own."""
-    if write is None or sampling.beams(model) > 1:  # with beams the text is known only at the end
+    """Continue token ids, yielding words; an answer in a conversation (`talk`) is a separate text."""
+    if write is None or sampling.beams(model) > 1:  # with beam search the text is only known at the end
         made = _run(model, tokenizer, [ids], sampling, None, [talk])[0]
         (write or len)(made.text)
         return made
@@ -167,7 +166,7 @@ def generate_stream(
 
 
 def _words(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], talk: bool) -> AnswerWords:
-    """For what continues a prompt, or answers a conversation, which is a text of its own."""
+    """Decoder for text that continues a prompt, or for an answer, which is a separate text."""
     return AnswerWords(tokenizer, after=() if talk else ids)
 
 
@@ -180,19 +179,19 @@ def _run(
     streamer: Streamer | None,
     talks: Sequence[bool],
 ) -> list[Generated]:
-    """Generate for several prompts at once, padded on the left so that all continue at the last column."""
+    """Generate for several prompts in one batch, padded on the left so that all continue at the last column."""
     stops, strings = sampling.stop_tokens(model, tokenizer), sampling.stop_strings(model)
     pad = pad_token(None, tokenizer, stops) or 0
     ids, mask = (rows.to(model.device) for rows in _padded(prompts, pad))
     width = ids.shape[1]
-    # All rows get the largest limit; rows with a shorter one are cut off below.
+    # All sequences get the largest limit; those with a smaller one are cut off below.
     rooms = [sampling.most_new(model, prompt) for prompt in prompts]
     arguments = {
         "max_new_tokens": max(rooms),
         "pad_token_id": pad,
         **sampling.arguments(model.generation_config),
         "eos_token_id": stops or None,
-        **dict.fromkeys(("stop_strings", "token_healing"), None),  # the checkpoint's too
+        **dict.fromkeys(("stop_strings", "token_healing"), None),  # including those of the checkpoint
         "num_return_sequences": 1,
     }
     if strings:
@@ -219,9 +218,9 @@ def _run(
     made = []
     for prompt, row, room, talk in zip(prompts, out.sequences[:, width:].tolist(), rooms, talks, strict=True):
         kept, finish = _ended(row[:room], room, stops, strings, pad, tokenizer)
-        text = _words(tokenizer, prompt, talk).add(kept, last=True)  # as it is streamed
+        text = _words(tokenizer, prompt, talk).add(kept, last=True)  # as in streaming
         made.append(Generated(text, len(prompt), len(kept), seconds, finish))
-    columns = [width + one.tokens - 1 for one in made]  # a last token is read only while other rows go on
+    columns = [width + one.tokens - 1 for one in made]  # a last token is read only while other sequences continue
     trips = stored_trips(model, out.past_key_values, len(made), columns, sampling.max_trips)
     share = None if drafts is None else drafts.acceptance
     return [replace(one, trips=mean, acceptance=share) for one, mean in zip(made, trips, strict=True)]
@@ -229,7 +228,7 @@ def _run(
 
 @contextlib.contextmanager
 def _in_one_line(sampling: Sampling, own: GenerationConfig) -> Iterator[None]:
-    """What transformers says of settings, as a `SettingsError`."""
+    """transformers' message about settings, as a `SettingsError`."""
     try:
         yield
     except FathomError:
@@ -238,7 +237,7 @@ def _in_one_line(sampling: Sampling, own: GenerationConfig) -> Iterator[None]:
         words = " ".join(str(error).split())
         option = f"`speculate={sampling.speculate}`" if words.startswith(DRAFTING) else "transformers"
         raise SettingsError(f"{option}: {words.removeprefix(DRAFTING)}") from error
-    # Of values that transformers does not check.
+    # For values that transformers does not check.
     except (TypeError, IndexError, ImportError, AssertionError, ArithmeticError, StrictDataclassError) as error:
         named = {key for key, value in own.to_diff_dict().items() if value is not False} - {"use_cache"}
         theirs = sorted(named - USUAL - sampling.options.keys())
@@ -251,7 +250,7 @@ def _in_one_line(sampling: Sampling, own: GenerationConfig) -> Iterator[None]:
 
 
 def _padded(prompts: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor]:
-    """Prompts beside each other, padded on the left, `[B, T]`, and a mask that is 0 on padding."""
+    """Prompts padded on the left, `[B, T]`, and a mask that is 0 on padding."""
     width = max(map(len, prompts))
     ids = torch.full((len(prompts), width), pad, dtype=torch.long)
     mask = torch.zeros_like(ids)
@@ -269,7 +268,7 @@ def _ended(
     pad: int,
     tokenizer: PreTrainedTokenizerBase,
 ) -> tuple[list[int], str]:
-    """A row up to its end, and why it ended. After a stop string comes padding, which may be a stop token."""
+    """A sequence up to its end, and why it ended. After a stop string comes padding, which may be a stop token."""
     end = next((i for i, token in enumerate(row) if token in stops), len(row))
     if strings:
         last = end
@@ -285,13 +284,13 @@ def _ended(
 
 
 def seed_draws(seed: int | None) -> None:
-    """Begin the draws that follow with a seed, if one is given."""
+    """Seed the draws that follow, if a seed is given."""
     if seed is not None:
         torch.manual_seed(seed)
 
 
 def report_speed(tokens: int, seconds: float, trips: float | None = None, acceptance: float | None = None) -> None:
-    """Tokens, seconds and their ratio, on standard error."""
+    """Print tokens, seconds and tokens per second on standard error."""
     speed = tokens / seconds if seconds else 0.0
     depth = "" if trips is None else f", {trips:.2f} iterations per token"
     depth += "" if acceptance is None else f", {acceptance:.0%} of drafts accepted"

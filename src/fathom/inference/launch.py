@@ -1,4 +1,4 @@
-"""`fathom serve` from its start to its end: a port is taken, a model opened, and both are served until told to stop."""
+"""`fathom serve` from start to end: bind a port, open the model, and serve until told to stop."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ from fathom.inference.sampling import Choice
 from fathom.inference.server import AddPages, Service, build_app
 from fathom.kvcache.policy import PLAIN, CacheOptions, choose
 
-# As browsers write it: lower case, ASCII, no path, and no port that is the scheme's own.
+# Origins as browsers write them: lower case, ASCII, no path, no default port.
 ORIGIN = re.compile(
     r"(?!http:.*:80$|https:.*:443$)[a-z][a-z0-9+.-]*://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[1-9][0-9]{0,4})?"
 )
 
 
 class _Server(uvicorn.Server):
-    """uvicorn that says where it is, and ends generations that outlive the grace period."""
+    """uvicorn that prints its address, and ends generations that outlive the grace period."""
 
     def __init__(self, config: uvicorn.Config, engine: Engine, grace: float, ready: str) -> None:
         super().__init__(config)
         self.engine, self.grace, self.ready = engine, grace, ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start, then say so."""
+        """Start, then print the address."""
         await super().startup(sockets)
         print(self.ready, flush=True)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Let requests under way finish, up to the grace period."""
+        """Let running requests finish, up to the grace period."""
         late = asyncio.get_running_loop().call_later(self.grace, self.engine.close)
         await super().shutdown(sockets)
         late.cancel()
@@ -56,7 +56,7 @@ class _Server(uvicorn.Server):
 
 
 def _bind(host: str, port: int) -> socket.socket:
-    """Before the model is opened, so that a port that is taken costs no wait. Connections are not accepted yet."""
+    """Bind before the model is opened, so that a used port fails at once. Connections are not accepted yet."""
     if not 0 <= port < 1 << 16:
         raise SettingsError(f"port={port}: allowed: 0 to 65535")
     try:
@@ -74,29 +74,29 @@ class ServeOptions(Opening):
     """How a model is opened and served."""
 
     name: str | None = None
-    """What clients call the model; by default the directory's name."""
+    """The model name for clients; by default the directory's name."""
     kvcache: str | None = None
-    """How a request's cache is compressed; by default it holds everything."""
+    """How a request's cache is compressed; by default it is not."""
     cache: CacheOptions = PLAIN
-    """The schedule of that; by default what the checkpoint was tuned for."""
+    """The compression's schedule; by default the one that the checkpoint was tuned for."""
     cache_memory: int | None = None
-    """Bytes that the keys and values of all requests may take."""
+    """Bytes for the keys and values of all requests."""
     prefix_memory: int | None = None
-    """Bytes that prompts may take after they were read, for others that begin alike; by default a quarter of that."""
+    """Bytes of the prefix cache, for prompts with the same beginning; by default a quarter of `cache_memory`."""
     max_trips: int | None = None
-    """Trips per token at most, where a request does not say."""
+    """Maximum trips per token, unless a request sets it."""
     speculate: int | None = None
     """Draft with this many first trips and check with the rest: the same texts, faster if drafts are good."""
     pack: bool = True
     """On a CPU with several threads, pack the weights of a float32 model."""
     api_key: str | None = None
-    """What clients must send as `Authorization: Bearer KEY`."""
+    """The key that clients must send as `Authorization: Bearer KEY`."""
     allow_origin: Sequence[str] = ()
-    """Sites whose pages may call the server from a browser, as `https://app.example`; `*` for all."""
+    """Origins whose pages may call the server from a browser, such as `https://app.example`; `*` for all."""
     allow_control_tokens: bool = False
-    """Let the texts of messages write the chat template's control tokens, as `<|im_end|>`."""
+    """Let message texts contain the chat template's control tokens, such as `<|im_end|>`."""
     grace: float = 20.0
-    """Seconds that requests under way may take to finish once the server was told to stop."""
+    """Seconds for running requests to finish after the server is told to stop."""
 
 
 def serve(
@@ -127,7 +127,7 @@ def serve(
     if chosen.speculate is not None and chosen.kvcache not in (None, "full"):
         raise SettingsError("`speculate` takes back what it wrote: leave out `kvcache`")
     listener = _bind(host, port)
-    # uvicorn puts this back and repeats the signal once it has stopped, so that it ends this process with 0.
+    # uvicorn restores this handler and repeats the signal after it has stopped, which ends the process with code 0.
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
         _run(path, listener, _names(host, listener, chosen.api_key), lens, chosen)
@@ -137,7 +137,7 @@ def serve(
 
 
 def _names(host: str, listener: socket.socket, api_key: str | None) -> set[str] | None:
-    """Names by which the server may be called, None for any; without a key a warning where others can reach it."""
+    """Host names that the server accepts, None for any; warns if others can reach a server without a key."""
     address = ipaddress.ip_address(listener.getsockname()[0])
     if api_key is not None:
         return None
@@ -154,7 +154,7 @@ def _names(host: str, listener: socket.socket, api_key: str | None) -> set[str] 
 def _run(
     path: str | Path, listener: socket.socket, hosts: set[str] | None, lens: AddPages | None, options: ServeOptions
 ) -> None:
-    """Open the model and serve it on a socket that is bound."""
+    """Open the model and serve it on the bound socket."""
     model, tokenizer = options.open(path)
     name = options.name or Path(path).resolve().name
     check_trips(model, options.max_trips)
@@ -174,12 +174,12 @@ def _run(
     address, port = listener.getsockname()[:2]
     url = f"http://{f'[{address}]' if ':' in address else address}:{port}"
     ready = f"{name} at {url}/v1, page at {url}/" + (f", lens at {url}/lens" if lens else "")
-    # Generations end themselves after the grace period; this limit is for connections that then still hang.
+    # Generations end after the grace period; this limit is for connections that still hang then.
     limit = int(options.grace) + 5
     config = uvicorn.Config(app, log_level="warning", http=Timed, timeout_graceful_shutdown=limit)
-    logging.get_logger("transformers").setLevel(logging.ERROR)  # it warns of every request
-    # What is loaded is not garbage. With it out of the count, full collections come in time for the cycles that a
-    # request leaves behind when its client hangs up.
+    logging.get_logger("transformers").setLevel(logging.ERROR)  # it warns on every request
+    # Loaded objects are not garbage. Freezing them keeps full collections short, so that they run often enough for the
+    # reference cycles that a request leaves when its client disconnects.
     gc.collect()
     gc.freeze()
     try:

@@ -1,4 +1,4 @@
-"""How many bytes the keys and values of all texts may take, unless `--cache-memory` says it."""
+"""The default of `--cache-memory`: bytes for the keys and values of all texts."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ FREE = 1 << 32
 
 
 def default_memory(model: PreTrainedModel) -> int:
-    """Most of what a GPU has left, a quarter of what a machine has."""
+    """80 % of a GPU's free memory, a quarter of a machine's."""
     if model.device.type == "cuda":
         return int(torch.cuda.mem_get_info(model.device)[0] * 0.8)
     return free_memory() // 4
 
 
 def free_memory() -> int:
-    """Free bytes of this machine, or of the container that this runs in, if that is less."""
+    """Free bytes of this machine, or of the container if that is less."""
     try:
         lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
         free = int(lines["MemAvailable"].split()[0]) << 10

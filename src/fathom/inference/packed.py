@@ -21,10 +21,10 @@ ALONE: tuple[object, ...] = "none", [], ""
 
 
 class PackedLinear(nn.Module):
-    """A linear layer for inference, whose weight is kept in oneDNN's order alone.
+    """A linear layer for inference that keeps its weight in oneDNN's order only.
 
     Args:
-        linear: The layer that it stands for, in float32 on a CPU.
+        linear: The layer to replace, in float32 on a CPU.
     """
 
     def __init__(self, linear: nn.Linear) -> None:
@@ -57,14 +57,14 @@ class PackedLinear(nn.Module):
 
 
 def cut(rows: int) -> list[int]:
-    """The sizes of the blocks in which rows are multiplied, before the last is made up."""
+    """The block sizes in which rows are multiplied, before the last block is padded."""
     whole, rest = divmod(rows, MOST)
     parts = rest // BLOCK * BLOCK, rest % BLOCK
     return [MOST] * whole + [part for part in parts if part]
 
 
 def padded(rows: int) -> int:
-    """The number of rows that are multiplied in place of these."""
+    """The number of rows that are multiplied for this many."""
     return 1 << (rows - 1).bit_length() if 0 < rows < GRAIN else -(-rows // GRAIN) * GRAIN
 
 
@@ -86,7 +86,7 @@ def pack(model: nn.Module) -> int:
         return 0
     places = _places(model)
     count = len(places)
-    while places:  # each is freed before the next is packed
+    while places:  # each weight is freed before the next is packed
         linear, held = places.popitem()
         packed = PackedLinear(linear)
         for parent, name in held:
@@ -95,18 +95,18 @@ def pack(model: nn.Module) -> int:
 
 
 def _places(model: nn.Module) -> dict[nn.Linear, list[tuple[nn.Module, str]]]:
-    """The layers to pack, and by which names of which modules each is known."""
+    """The layers to pack, and every module attribute that holds each of them."""
     wrapped = {id(part) for module in model.modules() if hasattr(module, "base_layer") for part in module.modules()}
     places: dict[nn.Linear, list[tuple[nn.Module, str]]] = {}
     for parent in model.modules():
-        for name, child in parent._modules.items():  # named_children leaves out a second name
+        for name, child in parent._modules.items():  # named_children omits a second name of the same module
             if isinstance(child, nn.Linear) and id(child) not in wrapped and packable(child):
                 places.setdefault(child, []).append((parent, name))
     return places
 
 
 def available() -> bool:
-    """Whether torch has oneDNN, and its product with a packed weight, which Inductor is made of."""
+    """Whether torch has oneDNN with packed weights (the operations that Inductor uses)."""
     operators = "_linear_pointwise", "_reorder_linear_weight"
     return torch.backends.mkldnn.is_available() and all(hasattr(torch.ops.mkldnn, name) for name in operators)
 
@@ -117,11 +117,11 @@ def pays() -> bool:
 
 
 def packable(linear: nn.Linear) -> bool:
-    """Whether a layer is a plain one whose products gain."""
+    """Whether a layer is a plain linear one that gains from packing."""
     hooks = linear._forward_hooks, linear._forward_pre_hooks, linear._backward_hooks, linear._backward_pre_hooks
     if type(linear) is not nn.Linear or "forward" in vars(linear) or any(hooks):
         return False
     weight = linear.weight
-    if type(weight) is not nn.Parameter:  # quantized, perhaps, in a tensor that says it were float32
+    if type(weight) is not nn.Parameter:  # a quantized tensor may claim to be float32
         return False
     return weight.dtype == torch.float32 and weight.device.type == "cpu" and len(weight) >= LEAST

@@ -1,4 +1,4 @@
-"""The page at `/`: talk to the model, and look at each token. One HTML file that loads nothing."""
+"""The chat page at `/`, with a view of each token: one HTML file that loads nothing else."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from fathom.report.templates import render
 
 
 def talk_page(name: str, context: int, trips: int, chat: bool, lens: bool | None) -> tuple[str, dict[str, str]]:
-    """The page, and the headers that go with it.
+    """The page and its HTTP headers.
 
     Args:
         name: What clients call the model.
-        context: Most tokens of a text.
-        trips: Most loop iterations of a token.
+        context: Maximum length of a text in tokens.
+        trips: Maximum loop iterations of a token.
         chat: Whether the model has a chat template.
-        lens: Whether /lens is there; None for a model that it cannot look into.
+        lens: Whether /lens is served; None for a model that the lens does not support.
     """
     nonce = secrets.token_urlsafe(16)
     data = {"name": name, "context": context, "trips": trips, "chat": chat, "lens": lens}
@@ -24,7 +24,7 @@ def talk_page(name: str, context: int, trips: int, chat: bool, lens: bool | None
         "default-src": "'none'",
         "connect-src": "'self'",
         "img-src": "data:",
-        "style-src": "'unsafe-inline'",  # the colour of a token is a style of its own
+        "style-src": "'unsafe-inline'",  # the colour of a token is an inline style
         "script-src": f"'nonce-{nonce}'",
         **dict.fromkeys(("base-uri", "form-action", "frame-ancestors"), "'none'"),
     }

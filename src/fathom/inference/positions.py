@@ -1,4 +1,4 @@
-"""Whether the prompts of one batch may end, and stand, at different places: a model's positions say."""
+"""Whether prompts of one batch may have different lengths, judging by the model's position encoding."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ FIXED = frozenset({"default", "linear", "llama3", "yarn", "proportional"})
 
 
 def rotary_kinds(model: PreTrainedModel) -> set[str]:
-    """Kinds of its rotary angles, one of each sort of layer; none where positions are learned, or there are none."""
+    """Types of its rotary angles, one per type of layer; empty for learned or no positions."""
     rope = getattr(model.config, "rope_parameters", None) or {}
-    parts = [rope, *(part for part in rope.values() if isinstance(part, dict))]  # a part for each kind of layer, or one
+    parts = [rope, *(part for part in rope.values() if isinstance(part, dict))]  # one entry per layer type, or one
     return {str(part["rope_type"]) for part in parts if "rope_type" in part}
 
 
 def passes_the_context(model: PreTrainedModel) -> bool:
-    """Whether a row may go on past the context until others of its batch end: it changes nothing in them.
+    """Whether a sequence may run past the context until others of its batch end, without changing them.
 
     Learned positions have none there, and dynamic angles then change for all rows.
     """
@@ -25,5 +25,5 @@ def passes_the_context(model: PreTrainedModel) -> bool:
 
 
 def depends_on_company(model: PreTrainedModel) -> bool:
-    """Whether angles depend on the longest row of a call, within the context too."""
+    """Whether rotary angles depend on the longest sequence of a batch, within the context too."""
     return "longrope" in rotary_kinds(model)

@@ -1,9 +1,9 @@
-"""Keys and values of prompts that were read, for prompts that begin alike.
+"""The prefix cache: keys and values of earlier prompts, for prompts with the same beginning.
 
 A prompt takes over what another's first tokens left in the cache, but only up to a place where the other's reading was
 cut into chunks: the kernels of a matrix product depend on how many tokens it has, so anything else would differ in the
-last bits from reading the same chunks anew. Where two prompts part between such places, the second is cut there, and
-the third finds a place. The scores behind a prompt are kept too, so the same prompt again is not read at all.
+last bits from reading the same chunks anew. If two prompts diverge within a chunk, the second is split at that
+position, and a third can use it. The logits after a prompt are kept too, so a repeated prompt is not read at all.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ LEAST = 32
 
 @dataclass(eq=False)
 class Kept:
-    """What a row's first tokens left in the cache."""
+    """The cache of a sequence's first tokens."""
 
     tokens: np.ndarray
     cuts: list[int]
-    """How many tokens had been read at the end of each chunk, in ascending order."""
+    """Tokens read at the end of each chunk, ascending."""
     scores: dict[int, Tensor]
-    """By how many tokens had been read: the logits for the next, `[1, V]`."""
+    """The logits `[1, V]` for the next token, by the number of tokens read."""
     state: object
-    """As the batch keeps it."""
+    """The state in the batch's own format."""
     trips: int | None
     bytes: int
 
@@ -40,13 +40,13 @@ class Kept:
 
 @dataclass(frozen=True)
 class Found:
-    """What a prompt can take over."""
+    """What a prompt can reuse."""
 
     kept: Kept | None = None
     count: int = 0
-    """Tokens."""
+    """Number of tokens."""
     cut: int = 0
-    """Where reading should be cut for those that come later; 0 for nowhere."""
+    """Where reading should be split for later prompts; 0 for nowhere."""
 
 
 NOTHING = Found()
@@ -54,10 +54,10 @@ NOTHING = Found()
 
 @dataclass
 class Prefixes:
-    """The rows that are kept, the latest used last.
+    """The kept sequences, the most recently used last.
 
     Args:
-        budget: Most bytes.
+        budget: Maximum bytes.
     """
 
     budget: int
@@ -65,7 +65,7 @@ class Prefixes:
     _all: OrderedDict[int, Kept] = field(default_factory=OrderedDict)
 
     def find(self, prompt: Sequence[int], trips: int | None, in_parts: bool = True) -> Found:
-        """What a prompt can take over; without `in_parts` the whole prompt or nothing."""
+        """What a prompt can reuse; without `in_parts` the whole prompt or nothing."""
         if len(prompt) < LEAST or not self._all:
             return NOTHING
         tokens, best, longest = np.asarray(prompt), NOTHING, 0
@@ -93,9 +93,9 @@ class Prefixes:
         state: tuple[object, int],
         instead: Kept | None = None,
     ) -> Kept:
-        """Keep a row, in place of one that it goes on from; the longest unused ones make room.
+        """Keep a sequence, in place of a shorter one that it continues; the least recently used ones make room.
 
-        A row that is larger than all room is not kept, and takes no other's room.
+        A sequence larger than the budget is not kept, and evicts nothing.
 
         Args:
             tokens: What it holds.
@@ -126,7 +126,7 @@ class Prefixes:
 
 
 def _shared(one: np.ndarray, other: np.ndarray) -> int:
-    """How many tokens two rows begin with alike."""
+    """The number of equal tokens at the beginning of two sequences."""
     size = min(len(one), len(other))
     apart = np.flatnonzero(one[:size] != other[:size])
     return int(apart[0]) if len(apart) else size

@@ -1,4 +1,4 @@
-"""What watches transformers' `generate` as it draws: logits, stop strings, and the words that are streamed."""
+"""Additions to transformers' `generate`: checks of logits, stop strings, and streamed words."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ Write = Callable[[str], object]
 
 
 class Streamer(BaseStreamer):
-    """Writes an answer's words as its tokens come. Transformers' own loses blanks that begin a line.
+    """Writes an answer's words as its tokens are generated. Transformers' streamer loses spaces at the start of a line.
 
     Args:
-        words: What makes them of tokens.
-        write: Receives them.
+        words: Turns tokens into words.
+        write: Called with the words.
     """
 
     def __init__(self, words: AnswerWords, write: Write) -> None:
@@ -53,27 +53,27 @@ class Streamer(BaseStreamer):
 
 
 class OfTheText(StoppingCriteria):
-    """A criterion that sees what was generated, and nothing of the prompt.
+    """A stopping criterion that sees only generated tokens, not the prompt.
 
     Args:
         inner: The criterion.
-        width: Tokens of the prompt, with its padding.
+        width: Length of the prompt, padding included.
     """
 
     def __init__(self, inner: StoppingCriteria, width: int) -> None:
         self.inner, self.width = inner, width
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **more: object) -> torch.BoolTensor:
-        """Which rows `[B, T]` end."""
+        """Which sequences `[B, T]` end."""
         made: torch.BoolTensor = self.inner(input_ids[:, self.width :], scores, **more)
         return made
 
 
 class Finite(LogitsProcessor):
-    """Refuses logits from which no token can be chosen; of these, transformers takes the first, or raises."""
+    """Refuses logits that contain no finite maximum; transformers would take the first token, or raise."""
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Scores `[B, V]` as they are."""
+        """Returns the scores `[B, V]` unchanged."""
         if not finite(scores).all():
             none_left = bool((scores.amax(-1) == -math.inf).any())
             raise (
@@ -85,11 +85,11 @@ class Finite(LogitsProcessor):
 
 
 class Unpadded(LogitsProcessor):
-    """A processor of logits that reads each row from where its text begins, without the padding before it.
+    """A logits processor that sees each sequence without its left padding.
 
     Args:
-        process: What it does to one row.
-        first: The column where each row's text begins.
+        process: The processor for one sequence.
+        first: The column where each sequence's text begins.
     """
 
     def __init__(self, process: LogitsProcessor, first: Sequence[int]) -> None:
@@ -104,7 +104,7 @@ class Unpadded(LogitsProcessor):
 def processing(
     model: PreTrainedModel, sampling: Sampling, stops: list[int], ids: Tensor, mask: Tensor
 ) -> dict[str, Any]:
-    """Arguments of `generate` that check logits, and keep padding out of what depends on a row's tokens or length."""
+    """Arguments of `generate` that check logits, and hide padding from processors that would see it."""
     if mask.all():
         return {"logits_processor": LogitsProcessorList([Finite()])}
 
@@ -132,7 +132,7 @@ def processing(
         processors.append(EncoderRepetitionPenaltyLogitsProcessor(prompt, ids.where(mask == 1, ids[:, -1:])))
         off["encoder_repetition_penalty"] = 1.0
     if (size := chosen("encoder_no_repeat_ngram_size") or 0) > 0:
-        filler = ids[:, -1:] if size == 1 else -1  # a word that the prompt has, or one that no text has
+        filler = ids[:, -1:] if size == 1 else -1  # a word that the prompt contains, or one that no text contains
         processors.append(EncoderNoRepeatNGramLogitsProcessor(size, ids.where(mask == 1, filler)))
         off["encoder_no_repeat_ngram_size"] = 0
     return {**off, "logits_processor": processors}

@@ -21,12 +21,12 @@ NOTHING: Mapping[str, object] = {}
 
 
 def too_long(text: str, context: int, encode: Callable[[str], Sequence[int]]) -> bool:
-    """Whether the beginning of a text alone has more tokens than the context holds.
+    """Whether the beginning of a text already has more tokens than the context.
 
     Args:
         text: The whole text.
-        context: Most tokens.
-        encode: Makes tokens of a text.
+        context: Maximum tokens.
+        encode: Turns a text into tokens.
     """
     beginning = text[: PROBE * (context + SLACK)]
     return len(beginning) < len(text) and len(encode(beginning)) > context + SLACK
@@ -40,13 +40,13 @@ def encode(
     context: int | None = None,
     allow_control: bool = False,
 ) -> list[int]:
-    """A text as ids, an empty one as the token that begins a document; or the messages of a conversation.
+    """The ids of a text, or of a conversation's messages. An empty text is the token that begins a document.
 
     Args:
-        tokenizer: For a conversation it has a template.
-        prompt: What to read.
-        variables: Further ones for the template.
-        context: A text far beyond so many tokens is a `RequestError`, found by its beginning; others may be longer too.
+        tokenizer: The tokenizer; a conversation needs its chat template.
+        prompt: A text, or messages.
+        variables: Further template variables.
+        context: A text far longer than this is a `RequestError`, judging by its beginning; slightly longer ones pass.
         allow_control: Whether texts of messages may write special tokens, as `<|im_end|>`. A prompt always may.
     """
     if isinstance(prompt, str):
@@ -62,8 +62,8 @@ def encode(
 
 
 def reserved_variables(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:
-    """Names that a client's variables must not have: what templates get from us, from transformers and from jinja."""
-    arguments = inspect.signature(type(tokenizer).apply_chat_template).parameters  # `self` among them
+    """Names that a client's template variables must not have: those of Fathom, transformers and jinja."""
+    arguments = inspect.signature(type(tokenizer).apply_chat_template).parameters  # including `self`
     ours = {"messages", "raise_exception", "strftime_now", *tokenizer.special_tokens_map}
     return frozenset({*arguments, *ours, *DEFAULT_NAMESPACE})
 
@@ -76,11 +76,11 @@ def _conversation(
     allow_control: bool,
 ) -> list[int]:
     turns = [_turn(message) for message in messages]
-    given = [*turns, dict(variables)]  # a variable's text is no more trusted than a message's
+    given = [*turns, dict(variables)]  # the text of a variable is as untrusted as that of a message
     if allow_control or written_by(tokenizer, given) is None:
         whole = written(tokenizer, turns, **variables)
         return _ids(tokenizer, whole, context, add_special_tokens=False)
-    # Read as a whole by a tokenizer that is not the model's own, so its length is looked at before.
+    # A tokenizer of another kind reads the text as a whole, so the length is checked first.
     _ids(tokenizer, "".join(str(turn.get("content", "")) for turn in turns), context, probe=True)
     return plain_ids(tokenizer, given, lambda marked: written(tokenizer, marked[:-1], **marked[-1]))
 
@@ -88,10 +88,10 @@ def _conversation(
 def _ids(
     tokenizer: PreTrainedTokenizerBase, text: str, context: int | None, probe: bool = False, **how: bool
 ) -> list[int]:
-    """A text's tokens; with `probe` none, if it is not far too long."""
+    """The tokens of a text; with `probe` an empty list, unless the text is far too long."""
 
     def read(part: str) -> list[int]:
-        return list(tokenizer(part, verbose=False, **how)["input_ids"])  # too long a prompt is reported later
+        return list(tokenizer(part, verbose=False, **how)["input_ids"])  # a prompt that is too long is reported later
 
     if context is not None and too_long(text, context, read):
         raise RequestError(f"this model's context is {context} tokens; the prompt has more", "context_length_exceeded")
@@ -99,12 +99,13 @@ def _ids(
 
 
 def written(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], /, **variables: object) -> str:
-    """A conversation as text, by the tokenizer's chat template; one that it does not take is a `SettingsError`.
+    """A conversation as text, by the tokenizer's chat template. A conversation that the template rejects is a
+    `SettingsError`.
 
     Args:
-        tokenizer: It has a template.
+        tokenizer: A tokenizer with a chat template.
         messages: As `role` and `content`.
-        variables: Further ones for the template.
+        variables: Further template variables.
     """
     turns = [_turn(message) for message in messages]
     try:
@@ -115,7 +116,7 @@ def written(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any
 
 
 def _turn(message: object) -> dict[str, object]:
-    """A message as templates take it: a content of several parts is one text, and one that is null is none."""
+    """A message as templates expect it: a content of several parts becomes one text, and null an empty one."""
     if not isinstance(message, dict):
         raise SettingsError(f"a conversation is a list of messages, each with role and content: {message!r:.80}")
     content = message.get("content")

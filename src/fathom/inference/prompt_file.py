@@ -1,4 +1,4 @@
-"""A file of prompts, continued; a run that was stopped goes on."""
+"""Continue a file of prompts; an interrupted run resumes."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ BATCH = {"cpu": 8, "other": 32}
 
 @dataclass(frozen=True)
 class FileSummary:
-    """What `generate_file` did."""
+    """The result of `generate_file`."""
 
     prompts: int
     done_before: int
-    """Lines that were there from a stopped run."""
+    """Lines that an interrupted run had finished."""
     errors: int
     """Lines without a completion."""
     tokens: int
@@ -43,14 +43,14 @@ class Prompt:
     """A line of prompts."""
 
     line: dict[str, object]
-    """All of its fields, which its answer repeats."""
+    """All its fields, which the output line repeats."""
     asked: str | list[dict[str, str]]
     """Its `prompt`, or its `messages`."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What is added to a line: `error` alone, or a completion, with `trips` if tokens may halt."""
+    """The fields added to a line: `error` alone, or a completion, with `trips` if tokens may halt."""
 
     completion: str = ""
     tokens: int = 0
@@ -60,7 +60,7 @@ class Answer:
 
     @classmethod
     def of(cls, made: Generated | RequestError) -> Answer:
-        """What a model made of a prompt, or why it made nothing."""
+        """The answer of a model to a prompt, or the error."""
         if isinstance(made, RequestError):
             return cls(error=str(made))
         return cls(made.text, made.tokens, made.finish, None if made.trips is None else round(made.trips, 3))
@@ -80,13 +80,13 @@ def generate_file(
     sampling: Sampling,
     batch_size: int | None = None,
 ) -> FileSummary:
-    """Continue every prompt of a JSONL file; a run that was stopped is continued by the same call.
+    """Continue every prompt of a JSONL file. The same call resumes an interrupted run.
 
-    Without `out` the lines go to standard output as they are made, and a stopped run begins again.
+    Without `out` the lines go to standard output, and an interrupted run starts from the beginning.
 
-    A line has `prompt`, or `messages` for a chat model; line n of the output is line n of the input with
-    `completion`, `tokens` and `finish` added, or `error`. Batches are consecutive lines and each has its own seed, made
-    of the seed and its place, so what a stopped and continued run draws is what an uninterrupted one draws.
+    A line has `prompt`, or `messages` for a chat model; line n of the output is line n of the input with `completion`,
+    `tokens` and `finish` added, or `error`. Batches are consecutive lines. Each has its own seed, derived from the seed
+    and its position, so a resumed run draws the same tokens as an uninterrupted one.
     """
     if batch_size is not None and batch_size < 1:
         raise SettingsError(f"batch_size={batch_size}: allowed: 1 or more")
@@ -102,7 +102,7 @@ def generate_file(
         done, errors = (0, 0) if out is None else _resume(file, records, prompts, out)
         began_with = done
         tokens, began = 0, time.perf_counter()
-        # The batch that a stop left half written is made again; nothing is where all lines are there.
+        # A half-written batch is generated again; nothing is generated if all lines exist.
         for start in range(done - done % size, len(records) if done < len(records) else 0, size):
             batch = records[start : start + size]
             seed_draws(None if sampling.seed is None else sampling.seed + start)
@@ -122,7 +122,7 @@ def generate_file(
 def _answer(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch: Sequence[Prompt], sampling: Sampling
 ) -> list[Answer]:
-    """What to add to each line; one that cannot be continued gets `error` and does not stop the others."""
+    """The fields to add to each line; a failed prompt gets `error`, and the others continue."""
     failed: list[Answer | None] = []
     prompts: list[list[int]] = []
     for prompt in batch:
@@ -139,7 +139,7 @@ def _answer(
 
 
 def _read_records(path: Path) -> list[Prompt]:
-    """Every line, checked before the first token is drawn."""
+    """All lines, checked before the first token is generated."""
     if not path.is_file():
         raise SettingsError(f"prompts={path}: no such file")
     records = []
@@ -150,7 +150,7 @@ def _read_records(path: Path) -> list[Prompt]:
                 json.dumps(record, ensure_ascii=False).encode()
             except UnicodeDecodeError:
                 raise SettingsError(f"{path}:{number}: not UTF-8") from None
-            except UnicodeEncodeError as error:  # it could not be written again
+            except UnicodeEncodeError as error:  # the line could not be written again
                 half = ascii(error.object[error.start])[1:-1]
                 raise SettingsError(f"{path}:{number}: {half} is half of a surrogate pair") from None
             except (ValueError, RecursionError) as error:
@@ -167,7 +167,7 @@ def _read_records(path: Path) -> list[Prompt]:
 
 @contextlib.contextmanager
 def _opened(out: Path | None) -> Iterator[IO[bytes]]:
-    """The output file, locked against a second process that writes it; without one, standard output."""
+    """The output file, locked against a second writing process; without one, standard output."""
     if out is None:
         yield sys.stdout.buffer
         return
@@ -181,7 +181,7 @@ def _opened(out: Path | None) -> Iterator[IO[bytes]]:
 
 
 def _resume(file: IO[bytes], records: Sequence[Prompt], prompts: Path, out: Path) -> tuple[int, int]:
-    """How many lines are finished, and how many of them are errors; a half-written last line is removed."""
+    """The number of finished lines, and of errors among them; a half-written last line is removed."""
     file.seek(0)
     done = errors = end = 0
     for line in file:
@@ -204,6 +204,6 @@ def _resume(file: IO[bytes], records: Sequence[Prompt], prompts: Path, out: Path
 
 
 def _half(line: bytes, prompt: Prompt) -> bool:
-    """Whether a line without an end is the beginning of an answer to a prompt."""
+    """Whether an incomplete last line is the beginning of an answer to a prompt."""
     answer = json.dumps(prompt.line, ensure_ascii=False).encode()[:-1]
     return line.startswith(answer) or answer.startswith(line)

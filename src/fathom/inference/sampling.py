@@ -53,7 +53,7 @@ OWN: dict[str, tuple[float, float]] = {
 
 
 def refused(own: GenerationConfig) -> str | None:
-    """The first of a checkpoint's settings that is out of range, and what is allowed; transformers looks too late."""
+    """The first checkpoint setting that is out of range, and the allowed values; transformers checks too late."""
     for name, (least, most) in OWN.items():
         value: object = getattr(own, name, None)
         number = isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
@@ -73,25 +73,25 @@ def refused(own: GenerationConfig) -> str | None:
 
 @dataclass(frozen=True)
 class Draft:
-    """A token that a part of the model chose."""
+    """A token that a part of the model drafted."""
 
     token: int
     probabilities: Tensor | None = None
-    """What it was drawn from, `[V]`; None for the likeliest token."""
+    """The distribution it was drawn from, `[V]`; None for the likeliest token."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The settings of one text."""
+    """The sampling settings of one text."""
 
     temperature: float = 0.0
     """Divides the logits; 0 takes the likeliest token."""
     top_k: int = 0
-    """Draw from the k likeliest tokens; 0 from all."""
+    """Draw from the k likeliest tokens; 0 draws from all."""
     top_p: float = 1.0
-    """Draw from the likeliest tokens that make up this probability."""
+    """Draw from the likeliest tokens with this total probability."""
     min_p: float = 0.0
-    """Leave out tokens below this share of the likeliest one's probability."""
+    """Exclude tokens below this share of the likeliest token's probability."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     """Added to the logits, by token."""
     repetition_penalty: float = 1.0
@@ -102,25 +102,25 @@ class Choice:
     """OpenAI's penalty: subtracted once for each occurrence of the token in the text."""
     seed: int = 0
     index: int = 0
-    """Which of several texts for one prompt."""
+    """Index of a text among several for one prompt."""
     min_tokens: int = 0
-    """Tokens of the text before which none of `ends` is chosen."""
+    """Minimum tokens before any of `ends` may be chosen."""
     ends: frozenset[int] = frozenset()
     """Tokens that end the text."""
     constraint: Constraint | None = field(default=None, compare=False)
-    """The grammar that the text follows."""
+    """The grammar of the text."""
 
     @classmethod
     def of(
         cls, asked: Mapping[str, Any], own: GenerationConfig, index: int = 0, ends: frozenset[int] = frozenset()
     ) -> Choice:
-        """The settings that a request names; for the others the model's own, of which none is `refused`.
+        """The settings of a request; the model's own settings, already checked by `refused`, for the rest.
 
         Args:
-            asked: By name, those of others among them; None is no setting.
-            own: The model's.
-            index: As the field.
-            ends: As the field.
+            asked: Settings by name; None and unknown names are ignored.
+            own: The model's settings.
+            index: See the field.
+            ends: See the field.
         """
         given = {one.name: asked[one.name] for one in fields(cls) if asked.get(one.name) is not None}
         draws = {"temperature", "top_k", "top_p", "min_p"} & set(given)
@@ -128,7 +128,7 @@ class Choice:
         for name in OWN.keys() - given.keys():
             default, value = 1.0 if name == "temperature" else getattr(cls, name), getattr(own, name, None)
             if name == "temperature" and not own.do_sample:
-                value = value or None  # 0 says no more than that the model does not draw; a request may ask it to
+                value = value or None  # 0 only means that the model does not sample by default
             given[name] = default if value is None else type(default)(value)
         if not drawn:
             given["temperature"] = 0.0
@@ -136,13 +136,13 @@ class Choice:
 
     @staticmethod
     def left_out(own: GenerationConfig) -> list[str]:
-        """What a model's own settings say that no choice does, as `NAME=VALUE`; of a long list, how many."""
+        """Settings of the model that no choice supports, as `NAME=VALUE`, or a count for a long list."""
         given = {name: getattr(own, name, None) for name in NOT_HERE}
         return [_shown(name, value) for name, value in given.items() if value not in (None, [], {}, NOT_HERE[name])]
 
     @property
     def plain(self) -> bool:
-        """Whether the likeliest token is taken, without penalties or biases."""
+        """Whether decoding is greedy, without penalties or biases."""
         return self.temperature == 0 and not self._changes
 
     @property
@@ -173,11 +173,11 @@ class Choice:
             return allowed
         later = torch.ones(size, dtype=torch.bool) if allowed is None else allowed
         later = later.index_fill(0, torch.tensor(sorted(self.ends)), False)
-        return later if bool(later.any()) else allowed  # a text that can only end does
+        return later if bool(later.any()) else allowed  # a text that can only end, ends
 
     def probabilities(self, scores: Tensor) -> Tensor:
-        """The probabilities from which a token is drawn, `[V]`, from `scores`."""
-        # Shifted so that the largest is 0: division by a very small temperature then does not overflow.
+        """The sampling probabilities `[V]` from `scores`."""
+        # Shifted so that the maximum is 0: division by a very small temperature then cannot overflow.
         cooled = (scores - scores.max()).div_(self.temperature)
         if self.top_k and self.top_k < len(cooled):
             cooled = cooled.masked_fill(cooled < cooled.topk(self.top_k).values[-1], -torch.inf)
@@ -189,14 +189,14 @@ class Choice:
         return made.div_(made.sum())
 
     def token(self, logits: Tensor, prompt: Sequence[int], made: Sequence[int]) -> int:
-        """The next token, given its logits `[V]`."""
+        """The next token, from its logits `[V]`."""
         scores = self._changed(logits, prompt, made)
         if self.temperature == 0:
             return int(scores.argmax())
         return self._drawn(self.probabilities(scores.double()), made, TOKEN)
 
     def draft(self, logits: Tensor, prompt: Sequence[int], made: Sequence[int]) -> Draft:
-        """A draft of the next token, given a part of the model's logits `[V]`."""
+        """A draft of the next token, from the logits `[V]` of a part of the model."""
         scores = self._changed(logits, prompt, made)
         if self.temperature == 0:
             return Draft(int(scores.argmax()))
@@ -206,16 +206,16 @@ class Choice:
     def settled(
         self, drafts: Sequence[Draft], logits: Tensor, prompt: Sequence[int], made: Sequence[int]
     ) -> tuple[list[int], int]:
-        """The next tokens, distributed as the whole model's, and how many drafts are among them.
+        """The next tokens, distributed like the whole model's, and the number of accepted drafts.
 
-        Drafts are accepted with probability min(1, p/q), and the first that is not gives way to a draw from what p has
-        more than q; of likeliest tokens, as long as they are equal.
+        Drafts are accepted with probability min(1, p/q). A draw from the normalised max(p - q, 0) replaces the first
+        rejected draft. Greedy drafts are accepted as long as they equal the whole model's tokens.
 
         Args:
-            drafts: Tokens that may follow, one after another.
-            logits: The whole model's at their places, `[drafts, V]`.
-            prompt: As `token` takes it.
-            made: As `token` takes it.
+            drafts: Consecutive drafted tokens.
+            logits: The whole model's logits at their positions, `[drafts, V]`.
+            prompt: See `token`.
+            made: See `token`.
         """
         tokens: list[int] = []
         for draft, row in zip(drafts, logits, strict=True):
@@ -246,7 +246,7 @@ class Choice:
 
 
 def _nucleus(cooled: Tensor, probabilities: Tensor, share: float) -> float:
-    """The least of the largest probabilities that make up a share; those equal to it belong to them too.
+    """The smallest probability of the nucleus for top-p; tokens with an equal probability belong to it too.
 
     Tokens are put into bins by their logit, and only the bin in which the share is reached is sorted: sorting a
     vocabulary of 150,000 tokens can take a tenth of a decoding step.
@@ -254,7 +254,7 @@ def _nucleus(cooled: Tensor, probabilities: Tensor, share: float) -> float:
     Args:
         cooled: Logits, the largest of which is 0, `[V]`.
         probabilities: Their softmax.
-        share: Of all probability.
+        share: The total probability of the nucleus (top-p).
     """
     bins = cooled.float().mul_(-BINS_PER_NAT).clamp_(max=BINS - 1).int()
     mass = torch.bincount(bins, weights=probabilities, minlength=BINS)
@@ -277,17 +277,17 @@ LEAST = -9999.0
 
 
 def finite(logits: Tensor) -> Tensor:
-    """Which rows of logits `[..., V]` a token can be chosen from: their largest is a number."""
-    return logits.amax(-1).isfinite()  # NaN counts as the largest
+    """Which of the logits `[..., V]` have a finite maximum, so that a token can be chosen."""
+    return logits.amax(-1).isfinite()  # max returns NaN if there is one
 
 
 def likeliest(logits: Tensor, tokens: Sequence[int], count: int) -> list[tuple[float, list[tuple[int, float]]]]:
-    """The log-probability of each row's token and its `count` likeliest ones with theirs, under the model alone.
+    """The log-probability of each token, and the `count` likeliest tokens with theirs, before any sampling settings.
 
     Args:
         logits: `[n, V]`
         tokens: One for each row.
-        count: As many as there are, at most.
+        count: Number of likeliest tokens, at most V.
     """
     logs = logits.float().log_softmax(-1).clamp(min=LEAST)
     own = logs[torch.arange(len(tokens)), list(tokens)].tolist()

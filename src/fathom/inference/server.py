@@ -44,8 +44,8 @@ from fathom.models import FathomForCausalLM
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-NEW_TOKENS = 1024  # where a request names no number
-ENDLESS = 1 << 20  # tokens of context that are offered where a cache of constant size sets no limit
+NEW_TOKENS = 1024  # the default number of new tokens
+ENDLESS = 1 << 20  # the context length that is offered if a constant-size cache sets no limit
 AddPages = Callable[[FastAPI, "Service"], None]
 """Adds routes to the server."""
 Asked = CompletionBody | ChatBody
@@ -54,7 +54,7 @@ Parts = AsyncIterator[tuple[int, str]]
 
 
 class Service:
-    """One model with its engine, and what the routes do with them.
+    """A model with its engine, and the operations behind the routes.
 
     Args:
         model: An open causal language model.
@@ -83,7 +83,7 @@ class Service:
         self.context = model.config.max_position_embeddings if policy is None else ENDLESS
         self.stops = frozenset(as_list(model.generation_config.eos_token_id))
         self.stop_strings = as_strings(model.generation_config.stop_strings)
-        self.allow_control = False  # whether texts of messages may write special tokens, as <|im_end|>
+        self.allow_control = False  # whether message texts may contain special tokens such as <|im_end|>
         self.tokenising = Tokenising()
         self.reserved = reserved_variables(tokenizer)
         self.shapes = Shapes(tokenizer, model.config.vocab_size, self.stops)
@@ -94,25 +94,25 @@ class Service:
         self.card = {**known, "max_model_len": self.context}
 
     def pack(self) -> None:
-        """Pack the weights that can be.
+        """Pack the weights of linear layers.
 
-        The thread that multiplies does it. If another did, OpenMP would count the workers of both, more than there are
-        cores, and let them sleep between two products.
+        This runs on the engine's thread. On another thread, OpenMP would count the workers of both, which are more than
+        there are cores, and let them sleep between two products.
         """
         self.engine.call(partial(pack, self.model)).result()
 
     def _hand_over(self, out: list[tuple[Job, Event]]) -> None:
-        """From the engine's thread to this one."""
+        """Pass events from the engine's thread to this one."""
         if self.loop is not None and not self.loop.is_closed():
             self.loop.call_soon_threadsafe(deliver, out)
 
     def known(self, asked: str | None) -> None:
-        """Refuse another model's name."""
+        """Refuse a request for another model."""
         if asked not in (None, self.name):
             raise ApiError(404, f"no model {asked!r:.120}; this server has {self.name!r}", "model_not_found", "model")
 
     async def encoded(self, field: str, size: int, encoder: Callable[[], list[int]]) -> list[int]:
-        """A field of `size` characters as token ids, made on another thread; what cannot be read is an `ApiError`."""
+        """A field of `size` characters as token ids, encoded on another thread; errors become an `ApiError`."""
         try:
             ids = await self.tokenising.run(size, encoder)
         except RequestError as error:
@@ -134,7 +134,7 @@ class Service:
         if not self.tokenizer.chat_template:
             message = "this model has no chat template; use /v1/completions"
             raise ApiError(400, message, "no_chat_template")
-        # A template of the client's, or padding to a length of its choice, would be more than variables.
+        # A client's own template, or padding to a length of its choice, would be more than variables.
         if own := variables.keys() & self.reserved:
             raise wrong("chat_template_kwargs", f"{min(own)} is not allowed")
         if tools:
@@ -148,7 +148,7 @@ class Service:
         return await self.encoded("messages", sum(len(one.content or "") for one in messages), read)
 
     async def shape(self, body: Asked) -> Shape | None:
-        """What a request wants its texts to look like; grammars are compiled where texts are tokenised."""
+        """The constraints of a request on its texts; grammars are compiled on the tokenising threads."""
         if body.response_format is None and body.structured_outputs is None and not body.callable_tools:
             return None
         return await self.tokenising.run(0, partial(self.shapes.of, body))
@@ -166,7 +166,7 @@ class Service:
     def jobs(
         self, body: Asked, prompts: Sequence[list[int]], queue: asyncio.Queue, shape: Shape | None = None
     ) -> list[Job]:
-        """One for each prompt and each of the `n` texts that are asked for."""
+        """One job for each prompt and each of its `n` texts."""
         most, trips = most_trips(self.model), body.max_trips or self.max_trips
         if (body.max_trips or 1) > most:
             raise wrong("max_trips", f"{body.max_trips}; a token of this model makes {most} at most")
@@ -177,7 +177,7 @@ class Service:
         job = partial(job, tell_trips=body.return_trips)
         wanted = body.min_tokens if body.max_tokens is None and body.min_tokens > NEW_TOKENS else body.max_tokens
         rooms = [self._new_tokens(len(ids), wanted, trips) for ids in prompts]
-        # Under a seed that was named, a prompt's texts do not depend on the prompts beside it.
+        # With an explicit seed, a prompt's texts do not depend on the other prompts of the request.
         apart = 0 if "seed" in body.model_fields_set else body.n
         texts = [
             (ids, room, Choice.of(vars(body), own, which * apart + i, stops))
@@ -198,7 +198,7 @@ class Service:
         return max(1, min(NEW_TOKENS, room, held)) if wanted is None else wanted
 
     async def answer(self, body: Asked) -> Response:
-        """Whole, or as a stream."""
+        """The answer, complete or as a stream."""
         self.known(body.model)
         for field, (allowed, message) in body.rules(self.model.config.vocab_size).items():
             if not allowed:
@@ -220,7 +220,7 @@ class Service:
         return JSONResponse(envelope.whole(texts))
 
     def _text(self, body: Asked, job: Job, shape: Shape | None, index: int) -> Text:
-        """What the tokens of a job become."""
+        """The text made from a job's tokens."""
         after = () if isinstance(body, ChatBody) else job.prompt
         marked = shape is not None and shape.special
         words = AnswerWords(self.tokenizer, marked, after, mute=job.stops | self.stops if marked else ())
@@ -228,12 +228,12 @@ class Service:
         return Text(words, stops, echo, body.min_tokens, reader=None if shape is None else shape.reader())
 
     def _echo(self, body: Asked, which: int) -> str:
-        """A prompt as text, if its answer begins with it."""
+        """A prompt as text, if its answer repeats it."""
         prompt = body.prompts[which] if isinstance(body, CompletionBody) and body.echo else ""
         return prompt if isinstance(prompt, str) else str(self.tokenizer.decode(prompt))
 
     async def _parts(self, jobs: list[Job], texts: list[Text], queue: asyncio.Queue) -> Parts:
-        """Until all have ended; a client that leaves takes its jobs along."""
+        """Events until all jobs have ended; jobs are cancelled if the client disconnects."""
         try:
             while any(text.finish is None for text in texts):
                 index, event = await queue.get()
@@ -242,7 +242,7 @@ class Service:
                 text = texts[index]
                 if text.finish is None:
                     new = text.hear(event)
-                    if text.finish is not None:  # perhaps by a stop string, of which the engine knows nothing
+                    if text.finish is not None:  # the end may be a stop string, which the engine does not know
                         self.engine.cancel([jobs[index]], "finished")
                     if new or text.finish is not None or text.scores:
                         yield index, new
@@ -250,7 +250,7 @@ class Service:
             self.engine.cancel(jobs)
 
     def metrics(self) -> str:
-        """Counters in the format of Prometheus."""
+        """Counters in Prometheus format."""
         engine, counts = self.engine, self.engine.counts
         counters = {
             "prompt_tokens_total": counts["prompt_tokens"],
@@ -308,11 +308,11 @@ def build_app(
     """The server as an ASGI application.
 
     Args:
-        service: The model and what is done with it.
-        api_key: What clients must send as `Authorization: Bearer KEY`.
-        lens: Adds pages of its own; `fathom.lens.live.add_lens` offers the lens at /lens.
-        hosts: Names by which clients may call the server; None for any.
-        origins: Sites whose pages may call it from a browser; `*` for all.
+        service: The model and its operations.
+        api_key: The key that clients must send as `Authorization: Bearer KEY`.
+        lens: Adds further pages; `fathom.lens.live.add_lens` serves the lens at /lens.
+        hosts: Host names that requests may have; None for any.
+        origins: Origins whose pages may call the server from a browser; `*` for all.
     """
     kinds = (HTTPException, RequestValidationError, RequestError, Exception)
     app = FastAPI(title="Fathom", openapi_url=None, exception_handlers=dict.fromkeys(kinds, _say_why))
@@ -362,9 +362,9 @@ def build_app(
     _add_reports(app, service, lens is not None)
     if lens is not None:
         lens(app, service)
-    # Every character may be escaped into six bytes, and few tokens have more than ten characters.
+    # A character may be escaped as six bytes, and few tokens have more than ten characters.
     app.add_middleware(Gate, api_key=api_key, body_limit=max(1 << 20, 64 * service.context), hosts=hosts)
-    # Outside the gate: a browser's preflight has no key, and a page may read an error only if the header allows it.
+    # Outside the gate: a browser's preflight has no key, and a page can only read an error if the header allows it.
     if origins:
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"])
     return app

@@ -1,4 +1,4 @@
-"""How `fathom generate` draws: what was asked for beside the checkpoint's own settings, for transformers."""
+"""The sampling settings of `fathom generate` over the checkpoint's own, in transformers' form."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fathom.errors import SettingsError
 from fathom.inference.sampling import refused
 from fathom.kvcache.policy import Policy
 
-# Options that are set here, and those that would make `generate` return something other than tokens.
+# Options that Fathom sets itself, and options that make `generate` return something other than tokens.
 RESERVED = {
     *("max_length", "pad_token_id", "return_dict_in_generate", "num_return_sequences", "compile_config"),
     *("output_attentions", "output_hidden_states", "output_scores", "output_logits", "watermarking_config"),
@@ -46,32 +46,32 @@ SEEDS = 1 << 63
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn; None stands for the value in the checkpoint's generation_config.json."""
+    """How tokens are sampled. None means the value of the checkpoint's generation_config.json."""
 
     max_new_tokens: int = 128
-    """Most new tokens; fewer if the context or the text ends."""
+    """Maximum new tokens; fewer if the context or the text ends."""
     temperature: float | None = None
     """Divides the logits; 0 takes the likeliest token. 0.8 if the checkpoint has no sampling settings."""
     top_k: int | None = None
-    """Draw from the k likeliest tokens; 0 from all."""
+    """Draw from the k likeliest tokens; 0 draws from all."""
     top_p: float | None = None
-    """Draw from the likeliest tokens that make up this probability. 0.95 if the checkpoint has no sampling settings."""
+    """Draw from the likeliest tokens with this total probability; 0.95 if the checkpoint has no sampling settings."""
     seed: int | None = None
-    """Seed of the draws; None for another text every time."""
+    """Seed of the draws; None gives a different text every time."""
     options: dict[str, Any] = field(default_factory=dict)
     """Any other argument of transformers' `GenerationConfig`."""
     static_cache: bool = False
-    """Allocate the cache for the whole text at once."""
+    """Allocate the cache for the whole text in advance."""
     compile: bool = False
-    """Compile decoding, with a static cache: slow to begin, then fast on a GPU."""
+    """Compile decoding, with a static cache: slow to start, then fast on a GPU."""
     memory: Policy | None = None
-    """A cache of constant size: prompts are processed one by one, and the context is not limited."""
+    """A constant-size cache: prompts are processed one at a time, and the context is not limited."""
     max_trips: int | None = None
-    """Most trips per token, up to the number that the model was trained for."""
+    """Maximum trips per token, up to the number that the model was trained for."""
     allow_control: bool = False
-    """Let the texts of messages write the chat template's control tokens, as `<|im_end|>`."""
+    """Let message texts contain the chat template's control tokens, such as `<|im_end|>`."""
     speculate: int | None = None
-    """Draft with this many first trips and check with the rest: the same texts, faster if drafts are good."""
+    """Draft with this many first trips and verify with the rest: the output is the same, and often faster."""
 
     def __post_init__(self) -> None:
         allowed = {
@@ -113,7 +113,7 @@ class Sampling:
         elif not draws:
             made = {"do_sample": True, "temperature": 0.8, "top_k": 0, "top_p": 0.95, **made}
         else:
-            made = {"top_k": int(getattr(own, "top_k", None) or 0), **made}  # transformers takes 50 where none is said
+            made = {"top_k": int(getattr(own, "top_k", None) or 0), **made}  # transformers' default is 50
         if self.static_cache or self.compile:
             made |= {"cache_implementation": "static", "disable_compile": not self.compile}
         if self.compile:
@@ -128,7 +128,7 @@ class Sampling:
         return {key: float(value) if key in FLOATS and type(value) is int else value for key, value in made.items()}
 
     def beams(self, model: PreTrainedModel) -> int:
-        """Texts that are followed at once."""
+        """Number of beams."""
         return int(self.options.get("num_beams") or model.generation_config.num_beams or 1)
 
     def stop_strings(self, model: PreTrainedModel) -> list[str]:
@@ -143,12 +143,12 @@ class Sampling:
         return stop_tokens(model.generation_config.eos_token_id, tokenizer)
 
     def end_decides(self, model: PreTrainedModel) -> bool:
-        """Whether a text depends on where it must end, as the best of several beams does, and a forced last token."""
+        """Whether the text depends on where it must end, as in beam search or with a forced last token."""
         own = getattr(model.generation_config, "forced_eos_token_id", None)
         return self.beams(model) > 1 or self.options.get("forced_eos_token_id", own) is not None
 
     def room(self, model: PreTrainedModel, ids: Sequence[int]) -> int:
-        """Tokens that the context holds after these; a prompt that fills it is refused."""
+        """Tokens left in the context after these; a prompt that fills the context is refused."""
         if (fault := unknown_token(ids, model)) is not None:
             raise SettingsError(fault)
         if self.memory is not None:
@@ -159,12 +159,12 @@ class Sampling:
         return limit - len(ids)
 
     def most_new(self, model: PreTrainedModel, ids: Sequence[int]) -> int:
-        """Most new tokens after these."""
+        """Maximum new tokens after these."""
         return min(self.max_new_tokens, self.room(model, ids))
 
 
 def refusal(name: str, value: object) -> str | None:
-    """The allowed values of an option of `GenerationConfig`, if this one is not; transformers checks too late."""
+    """The allowed values of a `GenerationConfig` option, if this value is not one; transformers checks too late."""
     if value is None and name != "num_beams":
         return None
     if name in WHOLE and not (type(value) is int and WHOLE[name] <= value < LARGEST):
@@ -195,13 +195,13 @@ def _generation_options() -> set[str]:
 
 
 def as_strings(given: object) -> list[str]:
-    """One, several or no strings as a list, without empty ones, which stand everywhere and so would end every text."""
+    """One, several or no strings as a list, without empty ones, which occur everywhere and would end every text."""
     several = [given] if isinstance(given, str) else given if isinstance(given, Iterable) else []
     return [str(one) for one in several if one != ""]
 
 
 def read_options(words: Sequence[str]) -> dict[str, object]:
-    """`key=value` words; values are JSON, or text where they are not."""
+    """Parse `key=value` words; values are JSON, or text if they are not valid JSON."""
     made: dict[str, object] = {}
     for word in words:
         key, equals, value = word.partition("=")

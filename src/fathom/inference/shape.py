@@ -1,4 +1,4 @@
-"""What a request wants its answers to look like: a grammar for the engine, and a reader of the calls in the text."""
+"""The constraints of a request on its answers: a grammar for the engine, and a parser of tool calls in the text."""
 
 from __future__ import annotations
 
@@ -21,35 +21,35 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Shape:
-    """What the texts of one request look like."""
+    """The constraints on the texts of one request."""
 
     grammars: Grammars
     matcher: LLMatcher
     how: Notation | None = None
-    """How calls are written, if there may be any."""
+    """How calls are written, if calls are allowed."""
     names: Sequence[str] = ()
-    """Of the tools."""
+    """Names of the tools."""
 
     @property
     def special(self) -> bool:
-        """Whether calls are marked by special tokens, which texts leave out otherwise."""
+        """Whether special tokens mark calls; texts omit special tokens otherwise."""
         marks = "" if self.how is None else self.how.before + self.how.after
         return any(name in marks for name in special_names(self.grammars.tokenizer))
 
     def constraint(self) -> Constraint:
-        """For one text."""
+        """The constraint of one text."""
         return self.grammars.begin(self.matcher)
 
     def reader(self) -> CallReader | None:
-        """For one text that may call tools."""
+        """The parser of one text that may call tools."""
         return None if self.how is None else CallReader(self.how, self.names)
 
 
 class Shapes:
-    """Makes them, for one model.
+    """Builds the constraints for one model.
 
     Args:
-        tokenizer: The model's.
+        tokenizer: The model's tokenizer.
         size: The model's number of token ids.
         ends: Tokens that end a text.
     """
@@ -63,7 +63,8 @@ class Shapes:
         return notation(self.tokenizer)
 
     def of(self, body: CompletionBody | ChatBody) -> Shape | None:
-        """What a request wants; None for any text. What cannot be done is an `ApiError` that names the field."""
+        """The constraints of a request; None for any text. An unsupported value is an `ApiError` that names the
+        field."""
         schema = None if body.response_format is None else body.response_format.wanted
         shape = None if schema is None else self._compiled("response_format", partial(json_grammar, schema))
         if body.structured_outputs is not None:
@@ -88,7 +89,7 @@ class Shapes:
                 "tools", lambda: lark_grammar(tool_grammar(wish, self.notation, self.grammars.pieces))
             )
         except ApiError:
-            for i, tool in enumerate(tools):  # so that a fault has its tool's name
+            for i, tool in enumerate(tools):  # so that an error names its tool
                 self._compiled(f"tools.{i}.function.parameters", partial(json_grammar, schema_of(tool)))
             raise
         return replace(shape, how=self.notation, names=[tool["function"]["name"] for tool in tools])

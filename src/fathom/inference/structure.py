@@ -31,13 +31,13 @@ ANY_OBJECT: Mapping[str, object] = {"type": "object"}
 
 
 class Constraint:
-    """The grammar of one text, and how far the text has followed it.
+    """The grammar of one text, and the parser's position in it.
 
     Args:
-        matcher: llguidance's, at its beginning, which is written to.
+        matcher: llguidance's matcher in its initial state; it is modified.
         ends: Tokens that end a text.
         size: The model's number of token ids.
-        never: Tokens that are not allowed, whatever the grammar says.
+        never: Tokens that are never allowed.
     """
 
     def __init__(self, matcher: LLMatcher, ends: frozenset[int], size: int, never: Sequence[int] = ()) -> None:
@@ -45,10 +45,10 @@ class Constraint:
         self._taken: list[int] = []  # the tokens that the matcher has consumed
 
     def allowed(self, made: Sequence[int]) -> Tensor:
-        """Which tokens may follow these, `[V]`; all of them once the text is complete, or the grammar gave up."""
+        """Which tokens may follow these, `[V]`; all of them once the text is complete or the grammar has failed."""
         if self._over(made) or self._matcher.is_error():
             return torch.ones(self.size, dtype=torch.bool)
-        mask = self._matcher.compute_bitmask()  # a grammar that is too complex here becomes an error
+        mask = self._matcher.compute_bitmask()  # a grammar that is too complex at this point becomes an error
         if self._matcher.is_error():
             return torch.ones(self.size, dtype=torch.bool)
         bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")[: self.size]
@@ -56,16 +56,16 @@ class Constraint:
         return torch.from_numpy(bits).bool()
 
     def complete(self, made: Sequence[int]) -> bool:
-        """Whether nothing can follow these tokens but the end."""
+        """Whether only the end can follow these tokens."""
         return self._over(made)
 
     @property
     def fault(self) -> str | None:
-        """Why the text cannot go on, if the grammar's limits were met."""
+        """Why the text cannot continue, if it reached the grammar's limits."""
         return f"structured output: {reason(self._matcher)}" if self._matcher.is_error() else None
 
     def _over(self, made: Sequence[int]) -> bool:
-        """Bring the matcher to the end of these tokens; whether the text was complete there or before."""
+        """Advance the matcher over these tokens; returns whether the text is complete or was complete before."""
         taken, matcher = self._taken, self._matcher
         if list(made[: len(taken)]) != taken:
             pairs = zip(taken, made, strict=False)
@@ -85,7 +85,7 @@ class Grammars:
     """Compiles grammars for one model.
 
     Args:
-        tokenizer: The model's.
+        tokenizer: The model's tokenizer.
         size: The model's number of token ids.
         ends: Tokens that end a text.
     """
@@ -97,7 +97,7 @@ class Grammars:
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
 
     def compile(self, grammar: str) -> LLMatcher:
-        """A matcher to copy, from what `json_grammar` and its like return; a `SettingsError` if it is no grammar."""
+        """A matcher to copy, from the output of `json_grammar` or others; an invalid grammar is a `SettingsError`."""
         from llguidance import LLMatcher
 
         with self._lock:
@@ -106,7 +106,7 @@ class Grammars:
                 return known
         made = LLMatcher(self.words, grammar, log_level=0)
         if not made.is_error():
-            made.compute_bitmask()  # of the first token: a grammar that allows none, as one that only repeats itself
+            made.compute_bitmask()  # for the first token: a grammar that allows none
         if made.is_error():
             raise SettingsError(reason(made))
         with self._lock:
@@ -116,12 +116,12 @@ class Grammars:
         return made
 
     def begin(self, matcher: LLMatcher) -> Constraint:
-        """The constraint of one more text that follows a compiled grammar."""
-        guessed = [] if self.ends else self.words.eos_tokens  # llguidance's, for a model that has no end
+        """The constraint of another text for a compiled grammar."""
+        guessed = [] if self.ends else self.words.eos_tokens  # llguidance's own, for a model without an end token
         return Constraint(matcher.deep_copy(), self.ends, self.size, guessed)
 
     def pieces(self, text: str) -> str:
-        """A text in Lark's notation, in which a special token's name is that token."""
+        """A text in Lark's notation, in which a special token is written as its name."""
         names = {token.content: i for i, token in self.tokenizer.added_tokens_decoder.items()}
         names = {name: i for name, i in names.items() if name in text and self.words.is_special_token(i)}
         if not names:
@@ -131,7 +131,7 @@ class Grammars:
 
     @property
     def words(self) -> LLTokenizer:
-        """The vocabulary as llguidance keeps it; reading it takes a second."""
+        """The vocabulary in llguidance's form; building it takes a second."""
         with self._lock:
             if self._read is None:
                 self._read = self._vocabulary()
@@ -150,11 +150,11 @@ class Grammars:
 
 
 def with_options(schema: Mapping[str, Any], whitespace: str | None, **more: object) -> dict[str, Any]:
-    """A JSON schema with llguidance's options; those that it has of its own do not count.
+    """A JSON schema with llguidance's options; options in the schema itself are removed.
 
     Args:
         schema: A JSON schema.
-        whitespace: A pattern for what may stand between the parts; None for nothing.
+        whitespace: A pattern for the text between tokens; None for no white space.
         more: Further options.
     """
     how: dict[str, object] = {"lenient": False, "coerce_one_of": False, **more}
@@ -179,7 +179,7 @@ def regex_grammar(pattern: str) -> str:
 
 
 def choice_grammar(texts: Sequence[str]) -> str:
-    """The grammar of one of several texts."""
+    """The grammar of a choice between texts."""
     return lark_grammar("start: " + " | ".join(json.dumps(text) for text in texts))
 
 
@@ -195,13 +195,13 @@ def lark_grammar(text: str) -> str:
 
 
 def reason(matcher: LLMatcher) -> str:
-    """Why a matcher gave up, without the state that llguidance appends."""
+    """Why a matcher failed, without the state that llguidance appends."""
     said = one_line(matcher.get_error().partition("<state>")[0])
     return "no text follows this grammar" if said == "NoExtensionBias" else said
 
 
 def one_line(message: str) -> str:
-    """A message of several lines as one."""
+    """A message of several lines as one line."""
     return " ".join(message.split())[:300]
 
 

@@ -1,4 +1,4 @@
-"""A text as its tokens come: whole characters, up to a stop string; behind its prompt if that is wanted."""
+"""Text from tokens as they are generated: whole characters, up to a stop string, with or without the prompt."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ BEHIND = 16
 
 
 def before_stop(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
-    """The text before any stop string, and the rest, which may be the beginning of one; None once one was found."""
+    """The text before any stop string, and the rest, which may begin one; the rest is None once one was found."""
     found = [at for stop in stops if (at := text.find(stop)) >= 0]
     if found:
         return text[: min(found)], None
-    # From the longest on, which is most often right where there are long ones: a client writes the stops.
+    # Longest candidates first, which are most often right when they are long, because a client chooses the stop
+    # strings.
     ends = (text[-n:] for n in range(min(len(text), max(map(len, stops), default=0)), 0, -1))
     held = next((end for end in ends if any(stop.startswith(end) for stop in stops)), "")
     return text[: len(text) - len(held)], held
@@ -58,11 +59,11 @@ class AnswerWords:
         end = next((tail for tail in tails if self._decoded(tail)), [])
         self._window = [] if self._decoded(end).endswith(UNKNOWN) else end
         self._text = self._decoded(self._window)
-        self._said = len(self._text)  # as many of its characters were returned
-        self._told = len(self._window)  # tokens whose text was returned before
+        self._said = len(self._text)  # text returned so far, in characters
+        self._told = len(self._window)  # tokens whose text was returned already
 
     def add(self, tokens: Sequence[int], last: bool = False) -> str:
-        """The text that tokens add; empty while a character may be incomplete, unless they are the last."""
+        """The text that tokens add; empty while a character may be incomplete, unless these are the last tokens."""
         self.ids += tokens
         new = "".join(self._heard(token) for token in tokens if token not in self.mute)
         if last:
@@ -85,7 +86,7 @@ class AnswerWords:
         return new
 
     def _settled(self) -> str:
-        """The text of a run of broken bytes that no further byte can change; the window is cut to what goes on."""
+        """The text of a run of invalid bytes that no further byte can change; the window is cut to the rest."""
         first = self._decoded(self._window[:-BYTES])
         settled = next(first[:n] for n in range(len(first), -1, -1) if self._text.startswith(first[:n]))
         new, rest = settled[self._said :], len(self._text) - max(self._said, len(settled))
@@ -101,11 +102,11 @@ class AnswerWords:
         return str(self.tokenizer.convert_ids_to_tokens(token) or "")
 
     def _silent(self, token: int) -> bool:
-        """Whether a token never has text: a hidden one, or one that the tokenizer lacks."""
+        """Whether a token never has text: it is hidden, or unknown to the tokenizer."""
         return not self._piece(token) or bool(self.unsaid(token))
 
     def unsaid(self, token: int) -> str:
-        """The text of a special token that is not part of the answer's; empty for any other token."""
+        """The text of a special token that is not part of the answer; empty for any other token."""
         return "" if self._decoded([token]) else str(self.tokenizer.decode([token]))
 
 
@@ -116,9 +117,9 @@ class Text:
     words: AnswerWords
     stops: Sequence[str]
     echo: str = ""
-    """The prompt, if the text is to begin with it, until it does."""
+    """The prompt, if the text begins with it, until it was sent."""
     min_tokens: int = 0
-    """Tokens before which no stop string ends it."""
+    """Minimum tokens before a stop string may end it."""
     said: str = ""
     tokens: int = 0
     made: list[Scored] = field(default_factory=list)
@@ -126,17 +127,17 @@ class Text:
     finish: str | None = None
     """Why it ended."""
     reader: CallReader | None = None
-    """What tells the text from the calls in it, if there may be any."""
+    """Separates the text from tool calls, if calls are allowed."""
     scores: list[tuple[Scored, int]] = field(default_factory=list)
     """Scores that were not sent yet, each with the position in the text where its token begins."""
     _held: str = ""
-    """What may be the beginning of a stop string, with the special tokens in it."""
+    """A possible beginning of a stop string, including special tokens."""
     _shown: Sequence[bool] = ()
-    """Which characters of that are the answer's."""
+    """Which of these characters belong to the answer."""
     _length: int = 0
 
     def hear(self, event: Scored | list[Scored] | str) -> str:
-        """The text that can be sent after an event of the engine; `finish` says whether that was the end."""
+        """The text that can be sent after an event of the engine; `finish` says whether it was the last."""
         new, self.echo = self.echo, ""
         self.said += new
         if isinstance(event, list):
@@ -151,7 +152,7 @@ class Text:
             word = self.words.add([event.token])
             unsaid = "" if word or not self.stops else self.words.unsaid(event.token)
             if unsaid:
-                word = self.words.add([], last=True)  # bytes before it are no part of a character behind it
+                word = self.words.add([], last=True)  # bytes before a character do not belong to it
             new += self._tell(word, unsaid)
         elif isinstance(event, str):
             new += self._tell(self.words.add([], last=True))
@@ -170,7 +171,7 @@ class Text:
         self.scores += zip(scores, places, strict=True)
 
     def _tell(self, new: str, unsaid: str = "") -> str:
-        """Stop strings are looked for in the text with its special tokens, as transformers does."""
+        """Stop strings are searched for in the text with its special tokens, as in transformers."""
         self._length += len(new)
         shown = [*self._shown, *[True] * len(new), *[False] * len(unsaid)]
         stops = self.stops if self.tokens >= self.min_tokens else ()
@@ -205,9 +206,9 @@ def read_places(tokenizer: PreTrainedTokenizerBase, text: str, tokens: Sequence[
 
 
 def written_places(tokenizer: PreTrainedTokenizerBase, text: str, tokens: Sequence[int]) -> list[int]:
-    """Where each token begins in a text that was decoded from them, or that a tokenizer read without saying where.
+    """Where each token begins in a text that was decoded from the tokens, or encoded without offsets.
 
-    A special token has a place where the text has its own, and none where the tokenizer added it.
+    A special token has a position if the text contains it, and none if the tokenizer added it.
     """
     inside, special, places, end = AnswerWords(tokenizer, special=True), set(tokenizer.all_special_ids), [], 0
     for token in tokens:

@@ -1,4 +1,4 @@
-"""Threads that tokenise requests: short texts never wait behind long ones, and only so many may wait."""
+"""Threads that tokenise requests: short texts never wait behind long ones, and the queue is limited."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class Tokenising:
-    """Two queues, each with one thread."""
+    """Two queues with one thread each."""
 
     def __init__(self) -> None:
         self._pools = {kind: ThreadPoolExecutor(1, f"tokenise-{kind}") for kind in QUEUES}
@@ -26,7 +26,7 @@ class Tokenising:
         self._lock = threading.Lock()
 
     async def run(self, size: int, work: Callable[[], T]) -> T:
-        """What `work` returns, done on a thread for texts of `size` characters; an `ApiError` if too many wait."""
+        """The result of `work`, on the thread for texts of `size` characters; an `ApiError` if the queue is full."""
         kind = "short" if size <= SHORT else "long"
         with self._lock:
             if self._held[kind] >= QUEUES[kind]:

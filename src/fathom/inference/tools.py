@@ -32,24 +32,24 @@ class Notation:
     """How a chat template writes calls: `before {"name": ..., "KEY": {...}} after`."""
 
     key: str
-    """Of the arguments: `arguments` or `parameters`."""
+    """Key of the arguments: `arguments` or `parameters`."""
     before: str = ""
     after: str = ""
     between: str | None = None
-    """What stands between two calls of one turn; None if there is one at most."""
+    """The text between two calls of one message; None if a message has at most one call."""
 
     def head(self, name: str) -> str:
-        """A call as far as its arguments."""
+        """The text of a call up to its arguments."""
         return f'{self.before}{{"name": {json.dumps(name)}, "{self.key}": '
 
     @property
     def tail(self) -> str:
-        """What follows the arguments."""
+        """The text after the arguments."""
         return "}" + self.after
 
 
 def notation(tokenizer: PreTrainedTokenizerBase) -> Notation:
-    """The notation of a tokenizer's chat template; a `SettingsError` if it has none that is known here."""
+    """The notation of a tokenizer's chat template; a `SettingsError` if the notation is unknown."""
     if "tools" not in str(tokenizer.chat_template):
         raise SettingsError("this model's chat template does not write tools")
     tools = [{"type": "function", "function": {"name": PROBE, "description": "-", "parameters": NO_ARGUMENTS}}]
@@ -66,7 +66,7 @@ def notation(tokenizer: PreTrainedTokenizerBase) -> Notation:
     before, rest = one[:begin], one[end:]
     try:
         two = _after(opening, written(tokenizer, [*asks, *_calls(2)], tools=tools))
-    except FathomError:  # one call at a time
+    except FathomError:  # one call per message
         two = ""
     second = _object(two, end)
     middle = two[end : second[0]] if second is not None else ""
@@ -79,7 +79,7 @@ def notation(tokenizer: PreTrainedTokenizerBase) -> Notation:
 
 
 def _calls(count: int) -> list[dict[str, Any]]:
-    """A turn of calls, and what follows it: some templates write the last turn in another way."""
+    """A message with calls, and the text after it: some templates write the last message differently."""
     function = {"name": PROBE, "arguments": {"at": "-"}}
     made = [{"id": f"call0000{i}", "type": "function", "function": function} for i in range(count)]
     results = [{"role": "tool", "tool_call_id": one["id"], "name": PROBE, "content": "-"} for one in made]
@@ -87,18 +87,18 @@ def _calls(count: int) -> list[dict[str, Any]]:
 
 
 def _after(opening: str, whole: str) -> str:
-    """What a conversation has behind its opening."""
+    """The text of a conversation after its opening."""
     return whole[_same(opening, whole) :]
 
 
 def _same(one: str, other: str) -> int:
-    """How many letters two texts begin with alike."""
+    """The number of equal characters at the beginning of two texts."""
     pairs = zip(one, other, strict=False)
     return next((i for i, pair in enumerate(pairs) if pair[0] != pair[1]), min(len(one), len(other)))
 
 
 def _object(text: str, start: int) -> tuple[int, int, str] | None:
-    """The first call's JSON: where it begins, where it ends, and its key for the arguments."""
+    """The JSON of the first call: its start, its end, and the key of its arguments."""
     at = text.find("{", start)
     while at >= 0:
         try:
@@ -118,15 +118,15 @@ class Wish:
 
     tools: Tools
     required: bool = False
-    """Whether it must be calls, no text."""
+    """Whether the answer must be calls, not text."""
     several: bool = True
-    """Whether it may make more than one."""
+    """Whether it may make several calls."""
     content: Mapping[str, Any] | None = None
-    """A JSON schema that a text follows; None for any text."""
+    """A JSON schema for the text; None for any text."""
 
 
 def schema_of(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """The JSON schema of a tool's arguments, with blanks where `tojson` writes them in templates."""
+    """The JSON schema of a tool's arguments, with the white space that `tojson` writes in templates."""
     schema = {"type": "object", **(tool["function"].get("parameters") or NO_ARGUMENTS)}
     return with_options(schema, None, item_separator=", ", key_separator=": ")
 
@@ -135,9 +135,9 @@ def tool_grammar(wish: Wish, how: Notation, pieces: Callable[[str], str]) -> str
     """The grammar, in Lark's notation, of answers that may call tools.
 
     Args:
-        wish: Which.
+        wish: The allowed calls.
         how: The chat template's notation.
-        pieces: A text in Lark's notation; a special token's name is a token.
+        pieces: Converts a text to Lark's notation, with special tokens by name.
     """
     opening, rest = how.before.rstrip(), how.before[len(how.before.rstrip()) :]
     lines = ["%llguidance {}"]
@@ -160,7 +160,7 @@ def tool_grammar(wish: Wish, how: Notation, pieces: Callable[[str], str]) -> str
         raise SettingsError("this model writes calls as bare JSON, so tools and response_format exclude each other")
     elif wish.content is not None:
         start = f"{calls} | %json {json.dumps(with_options(wish.content, WHITESPACE))}"
-    elif not opening:  # a call is all of the answer, and a text begins in another way
+    elif not opening:  # a call is the whole answer, and a text must begin differently
         lines.append(r"TEXT: /([^{ \n](.|\n)*)?/")
         start = f"{calls} | TEXT"
     elif pieces(opening).startswith("<"):
@@ -174,7 +174,7 @@ def tool_grammar(wish: Wish, how: Notation, pieces: Callable[[str], str]) -> str
 
 @dataclass
 class Call:
-    """A call that was read, perhaps not to its end."""
+    """A call that was read, perhaps incompletely."""
 
     name: str
     arguments: str = ""
@@ -187,15 +187,15 @@ class Heard:
 
     content: str = ""
     calls: list[tuple[int, Call | None, str]] = field(default_factory=list)
-    """Which call, the call itself where it begins, and what its arguments grow by."""
+    """The call's index, the call itself at its beginning, and the new part of its arguments."""
 
 
 class CallReader:
-    """An answer's text apart from its calls, as it comes.
+    """Separates an answer's text from its calls while it is generated.
 
     Args:
         how: The notation.
-        names: Of the tools.
+        names: Names of the tools.
     """
 
     def __init__(self, how: Notation, names: Sequence[str]) -> None:
@@ -208,7 +208,7 @@ class CallReader:
         self._depth, self._quoted, self._escaped, self._inside = 0, False, False, False
 
     def hear(self, text: str, last: bool = False) -> Heard:
-        """Take a piece of the answer; `last` says that none follows."""
+        """Process a piece of the answer; `last` marks the final one."""
         self._rest += text
         heard = Heard()
         while self._rest and (self._argue(heard) if self._inside else self._listen(heard, last)):
@@ -221,11 +221,11 @@ class CallReader:
 
     @property
     def complete(self) -> bool:
-        """Whether there are calls, and the last one's arguments are whole."""
+        """Whether there are calls, and the last one's arguments are complete."""
         return bool(self.calls) and not self._inside
 
     def _listen(self, heard: Heard, last: bool) -> bool:
-        """Text, or a call as far as its arguments; returns whether there may be more to hear."""
+        """Text, or a call up to its arguments; returns whether there may be more to process."""
         rest, opening = self._rest, self._opening
         at = rest.find(opening) if opening else -1 if self.content or self.calls else 0
         if at >= 0:
@@ -244,13 +244,13 @@ class CallReader:
             return False
         held = "" if last or not opening else _held(rest, opening)
         sure = rest[: len(rest) - len(held)]
-        kept = len(sure) if last else len(sure.rstrip())  # blanks before a call are none of the text
+        kept = len(sure) if last else len(sure.rstrip())  # white space before a call is not part of the text
         heard.content += sure[:kept]
         self._rest = sure[kept:] + held
         return False
 
     def _argue(self, heard: Heard) -> bool:
-        """Arguments, up to where their JSON closes."""
+        """Arguments, up to the end of their JSON."""
         for i, letter in enumerate(self._rest):
             if self._escaped:
                 self._escaped = False

@@ -1,6 +1,6 @@
 """Fathom's decoder in vLLM: its transformers backend, with a layer of cache for every visit (one layer in one trip).
 
-vLLM imports this file by the name that `vllm_plugin.py` registers; it is of no use without vLLM.
+vLLM imports this file by the name that `vllm_plugin.py` registers; the module needs vLLM.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class FathomForVllm(TransformersForCausalLM):
                 "vLLM does not pass on. Use --tensor-parallel-size, or several servers"
             )
         super().__init__(vllm_config=vllm_config, prefix=prefix)
-        if hasattr(self.model, "lm_head"):  # for a recurrence that feeds on logits: the head that vLLM has loaded
+        if hasattr(self.model, "lm_head"):  # for a recurrence that reads logits: the head that vLLM has loaded
             self.model.lm_head = _Head(self)
 
     def _create_attention_instances(self, prefix: str = "") -> None:
@@ -43,11 +43,11 @@ class FathomForVllm(TransformersForCausalLM):
 
 
 class _Head(nn.Module):
-    """Hidden states to logits by vLLM's own head."""
+    """Hidden states to logits with vLLM's own head."""
 
     def __init__(self, owner: FathomForVllm) -> None:
         super().__init__()
-        self.__dict__["owner"] = owner  # a plain reference: it holds this module
+        self.__dict__["owner"] = owner  # a plain reference, because the head holds this module
 
     def forward(self, hidden: Tensor) -> Tensor:
         owner = self.__dict__["owner"]

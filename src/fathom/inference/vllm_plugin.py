@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import sys
 
-from fathom.models import FathomForCausalLM  # importing it registers the models with transformers
+from fathom.models import FathomForCausalLM  # the import registers the models with transformers
 
 
 def register() -> None:
     """Make Fathom's models known to transformers and so to vLLM. The entry point of `vllm.general_plugins`."""
-    # transformers replaces its own module while it is imported, and vLLM's registry may hold the one from before.
+    # transformers replaces its own module during import, and vLLM's registry may hold the earlier one.
     registry = sys.modules.get("vllm.model_executor.models.registry")
     for module in (sys.modules["transformers"], getattr(registry, "transformers", None)):
         if module is not None:
