@@ -58,7 +58,7 @@ class LiveBatch(ABC):
     """Sequences that generate together. If one leaves, the last one may move into the gap."""
 
     reads_several = False
-    """Whether several whole prompts can be read in one call."""
+    """Whether several whole prompts can be read in one forward pass."""
     keeps_prefixes = False
     """Whether another sequence can reuse the cache of a prompt's first tokens."""
     keeps_steps = False
@@ -567,7 +567,7 @@ def batch_for(
         model: An open causal language model.
         trips: Most trips per token; None for the model's own number.
         policy: A cache of constant size for each row.
-        draft_trips: Draft with so many first trips, where there are more.
+        draft_trips: Draft with this many first trips, if the model makes more.
     """
     if draft_trips is not None and draft_trips < trips_of(model, trips):
         if policy is not None:
@@ -591,7 +591,7 @@ def refuse_longrope(model: PreTrainedModel) -> None:
 
 
 def _shares(model: PreTrainedModel) -> bool:
-    """Whether several rows of a model may share a cache."""
+    """Whether sequences of this model share a cache."""
     return isinstance(model, FathomForCausalLM) or model.config.model_type in PLAIN
 
 

@@ -139,9 +139,9 @@ class Engine:
         budget: Bytes that keys and values may take.
         policy: A constant-size cache for every text.
         hand_out: Receives the new events after each turn; by default they are delivered at once.
-        waiting: Most jobs that may wait.
-        draft_trips: Draft with so many first trips, for jobs whose tokens make more.
-        prefix_budget: Bytes that prompts may take after they were read, for others that begin alike; beside `budget`.
+        waiting: Maximum number of waiting jobs.
+        draft_trips: Draft with this many first trips, for jobs with more.
+        prefix_budget: Bytes of the prefix cache, in addition to `budget`.
     """
 
     def __init__(
@@ -619,7 +619,7 @@ class Engine:
             return None
 
     def _tokens(self, job: Job) -> int:
-        """Most tokens of a job's row, rounded up as slabs are."""
+        """Maximum length of a job's sequence, rounded up like slabs."""
         longest = job.longest if self.policy is None else min(job.longest, self.policy.window or job.longest)
         return -(-(longest + self._spare) // GRAIN) * GRAIN
 

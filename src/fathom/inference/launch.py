@@ -86,7 +86,7 @@ class ServeOptions(Opening):
     max_trips: int | None = None
     """Maximum trips per token, unless a request sets it."""
     speculate: int | None = None
-    """Draft with this many first trips and check with the rest: the same texts, faster if drafts are good."""
+    """Draft with this many first trips and verify with the rest: the output is the same, and often faster."""
     pack: bool = True
     """On a CPU with several threads, pack the weights of a float32 model."""
     api_key: str | None = None

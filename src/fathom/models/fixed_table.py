@@ -24,7 +24,7 @@ class FixedTable(Table):
         trips: Maximum trips of a token.
         rows: Rows of the batch.
         view: Which slots a slot may read.
-        device: Of its tensors.
+        device: Device of the table's tensors.
     """
 
     def __init__(self, tokens: int, trips: int, rows: int, view: View, device: torch.device) -> None:

@@ -191,8 +191,7 @@ def with_slots(
 
 
 def repeat_last(cache: Cache, token: Tensor) -> None:
-    """Let the fixed places of trips that tokens, `[B, M]`, did not make repeat what their last one left, as SAME reads
-    them."""
+    """Fill the fixed positions of trips that tokens `[B, M]` did not make with a copy of their last trip, for SAME."""
     rows = torch.arange(len(token), device=token.device).unsqueeze(1)
     to, of = cache.layers[0].table.repeats(rows, token)
     for layer in cache.layers:
