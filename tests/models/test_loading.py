@@ -14,7 +14,6 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from fathom import FathomConfig, FathomForCausalLM
 from fathom.models.configuration import CHOICES
-from fathom.models.heads import FathomForSequenceClassification
 from fathom.models.loading import LEARNED, SHAPING, described, differing, require_shapes
 from fathom.models.registry import AXES
 from tests.models.cases import SHAPE, build, config_of, tokens
@@ -79,7 +78,6 @@ def test_a_head_that_the_checkpoint_calls_tied_is_refused(untied: Path) -> None:
 
 def test_no_table_is_printed(untied: Path, printed) -> None:
     FathomForCausalLM.from_pretrained(untied, residual="denseformer")
-    FathomForSequenceClassification.from_pretrained(untied, num_labels=3)
     tensors = load_file(untied / "model.safetensors")
     save_file({**tensors, "lm_head.weight": torch.zeros(60, 32)}, untied / "model.safetensors", {"format": "pt"})
     with pytest.raises(ValueError, match=r"lm_head\.weight has shape"):

@@ -169,7 +169,7 @@ def foreign_imports(directory: Path) -> list[str]:
 
 def test_its_file_travels(added, package, tmp_path):
     directory = export(build(config_of("outside_below")), tmp_path / "export")
-    assert {"mixer.py", "pricing.py", "registry.py", "modeling.py", "heads.py"} <= {p.name for p in directory.iterdir()}
+    assert {"mixer.py", "pricing.py", "registry.py", "modeling.py"} <= {p.name for p in directory.iterdir()}
     assert "packages.py" not in {p.name for p in directory.iterdir()}
     assert foreign_imports(directory) == []
     (directory / "mixer.py").write_text((package / "mixer.py").read_text())

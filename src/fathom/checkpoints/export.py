@@ -28,7 +28,7 @@ from fathom.checkpoints.special_tokens import as_field, as_list, known, settle_g
 from fathom.checkpoints.to_gguf import ARCHITECTURES, MAGIC, write_gguf
 from fathom.checkpoints.tokenizers import identity
 from fathom.errors import ModelError
-from fathom.models import FathomConfig, heads
+from fathom.models import FathomConfig, modeling
 from fathom.models.cost import cache_bytes_per_token
 from fathom.models.looping import LoopOptions
 from fathom.models.modeling import FathomForCausalLM
@@ -41,9 +41,6 @@ AUTO_MAP = {
     "AutoConfig": "configuration.FathomConfig",
     "AutoModel": "modeling.FathomModel",
     "AutoModelForCausalLM": "modeling.FathomForCausalLM",
-    "AutoModelForSequenceClassification": "heads.FathomForSequenceClassification",
-    "AutoModelForTokenClassification": "heads.FathomForTokenClassification",
-    "AutoModelForQuestionAnswering": "heads.FathomForQuestionAnswering",
 }
 FORMS = ("fathom", "native", "unrolled", "gguf", *FAMILIES)
 MARK = "Exported by Fathom"
@@ -232,9 +229,6 @@ def model_card(model: FathomPreTrainedModel, form: str, facts: Facts) -> str:
 
 TASKS = {
     "AutoModelForCausalLM": "text-generation",
-    "AutoModelForSequenceClassification": "text-classification",
-    "AutoModelForTokenClassification": "token-classification",
-    "AutoModelForQuestionAnswering": "question-answering",
     "AutoModel": "feature-extraction",
 }
 """By Auto class: the Hub's name of its task, the `pipeline_tag` of the model card."""
@@ -322,12 +316,12 @@ def _add_code(directory: Path, config: FathomConfig) -> None:
     """Copy Fathom's files, and those of mechanisms from other packages, which the copied registry then imports."""
     theirs = [part for axis in AXES if not is_ours(part := mechanism(axis, getattr(config, axis)))]
     files = {name: text for part in theirs for name, text in travelling(part).items()}
-    needed = {"heads.py"}
+    needed = {"modeling.py"}
     for name, text in files.items():
         (directory / name).write_text(text, encoding="utf-8")
         needed |= {f"{module}.py" for module in get_relative_imports(directory / name)} - files.keys()
     for first in sorted(needed):
-        source = Path(heads.__file__).with_name(first)
+        source = Path(modeling.__file__).with_name(first)
         for path in (source, *map(Path, get_relative_import_files(source))):
             shutil.copyfile(path, directory / path.name)
     registry = directory / "registry.py"
@@ -351,7 +345,7 @@ def _add_special_tokens(directory: Path, model: PreTrainedModel, tokenizer: PreT
     ]
     tokens = {"eos_token_id": ends, "bos_token_id": begin, "pad_token_id": pad[:1]}
     _amend(directory / CONFIG, {key: as_field(ids) for key, ids in tokens.items()})
-    if model.generation_config is not None:  # a classifier has none
+    if model.generation_config is not None:  # a bare decoder has none
         generation = copy.deepcopy(model.generation_config)
         settle_generation(generation, tokenizer)
         generation.save_pretrained(directory)

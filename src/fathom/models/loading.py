@@ -108,9 +108,6 @@ def _no_report(record: logging.LogRecord) -> bool:
 class StrictLoading(PreTrainedModel):
     """`from_pretrained` that refuses tensors which transformers would initialise at random."""
 
-    task_layers: tuple[str, ...] = ()
-    """Prefixes of tensors that a checkpoint may lack, since they are trained for a task."""
-
     @classmethod
     def from_pretrained(
         cls, pretrained_model_name_or_path: str | PathLike[str] | None, *args: object, **kwargs: object
@@ -173,10 +170,9 @@ def _require_places(
 
 
 def _require_tensors(model: StrictLoading, info: Mapping[str, Any], own: Mapping[str, object]) -> None:
-    """Refuse a checkpoint that lacks tensors, except for those of new mechanisms and task heads."""
+    """Refuse a checkpoint that lacks tensors, except for those of new mechanisms."""
     missing = set(info["missing_keys"])
-    required = missing - _new_mechanisms(model, missing, own)
-    lost = sorted(name for name in required if not name.startswith(model.task_layers))
+    lost = sorted(missing - _new_mechanisms(model, missing, own))
     if lost:
         raise ValueError(f"the checkpoint lacks {lost[0]}" + (f" and {len(lost) - 1} more" if lost[1:] else ""))
 
