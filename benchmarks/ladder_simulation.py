@@ -21,8 +21,8 @@ import numpy as np
 
 from fathom.experiments import scaling
 from fathom.experiments.scaling import DECADE, Rung, agree, horizontal, posterior
-from fathom.experiments.simulation import PHI, Truth, simulate, simulate_trips
-from fathom.experiments.trips import worth
+from fathom.experiments.simulation import Truth, simulate
+from fathom.experiments.trips import Looped, worth
 from fathom.report.provenance import provenance
 from fathom.report.statistics import holm
 
@@ -51,6 +51,38 @@ PUBLISHED = {"reference": 1.05, "seed noise only": 1.04, "own deviation .006": 1
 }
 """Half-widths at the last rung that an independent simulation of the same cases found."""
 PHI_NOISE = {"seeds": (0.003, 0.003, 0.0), "and cells": (0.003, 0.003, 0.01), "toy": (0.008, 0.005, 0.01)}
+PHI = 0.46
+"""φ of the simulated loops."""
+
+
+def simulate_trips(
+    draw: int,
+    noise: tuple[float, float, float],
+    budgets: tuple[float, ...] = (10.0, 40.0),
+    trips: tuple[int, ...] = (1, 2, 3, 6),
+    phi: float = PHI,
+) -> list[Looped]:
+    """Simulated models of eight effective layers, six of them in the loop, at four widths.
+
+    Args:
+        draw: The seed.
+        noise: Standard deviations over seeds, of a run's own deviation, and of its cell's.
+        budgets: Tokens per parameter of the model that makes one trip.
+        trips: Numbers of trips, each through 6 / trips layers.
+        phi: The true φ.
+    """
+    chance = np.random.default_rng([draw, 25])
+    runs = []
+    for width in (64, 96, 128, 192):
+        layer = 12.0 * width**2
+        for budget in budgets:
+            tokens, cell = budget * 8 * layer, noise[2] * chance.normal()
+            for r in trips:
+                size = 2 * layer + r**phi * 6 * layer / r
+                law = 1.7 + 1.3 * (size / 393_216) ** -0.34 + 1.3 * (tokens / 3_932_160) ** -0.28
+                loss = law + cell + math.hypot(*noise[:2]) * chance.normal()
+                runs.append(Looped(2 * layer, 6 * layer / r, r, tokens, loss, f"{width}x{budget:g}"))
+    return runs
 
 
 def covered(truth: Truth, draws: int, usual: bool = True) -> Values:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from benchmarks.ladder_simulation import PHI, simulate_trips
 
-from fathom.experiments.simulation import PHI, simulate_trips
 from fathom.experiments.trips import ONE_BUDGET, refusal, worth
 
 NOISE = (0.003, 0.003, 0.01)

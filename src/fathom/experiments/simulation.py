@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from fathom.experiments.scaling import DECADE, Rung, posterior
-from fathom.experiments.trips import Looped
 
 
 @dataclass(frozen=True)
@@ -103,36 +102,3 @@ def resolution(truth: Truth, draws: int = 20) -> tuple[float, float]:
         low, high = np.quantile(found.growth, [0.025, 0.975])
         trends.append((high - low) / 2 * DECADE)
     return math.exp(float(np.median(tops))), math.exp(float(np.median(trends)))
-
-
-PHI = 0.46
-
-
-def simulate_trips(
-    draw: int,
-    noise: tuple[float, float, float],
-    budgets: tuple[float, ...] = (10.0, 40.0),
-    trips: tuple[int, ...] = (1, 2, 3, 6),
-    phi: float = PHI,
-) -> list[Looped]:
-    """Simulated models of eight effective layers, six of them in the loop, at four widths.
-
-    Args:
-        draw: The seed.
-        noise: Standard deviations over seeds, of a run's own deviation, and of its cell's.
-        budgets: Tokens per parameter of the model that makes one trip.
-        trips: Numbers of trips, each through 6 / trips layers.
-        phi: The true φ.
-    """
-    chance = np.random.default_rng([draw, 25])
-    runs = []
-    for width in (64, 96, 128, 192):
-        layer = 12.0 * width**2
-        for budget in budgets:
-            tokens, cell = budget * 8 * layer, noise[2] * chance.normal()
-            for r in trips:
-                size = 2 * layer + r**phi * 6 * layer / r
-                law = 1.7 + 1.3 * (size / 393_216) ** -0.34 + 1.3 * (tokens / 3_932_160) ** -0.28
-                loss = law + cell + math.hypot(*noise[:2]) * chance.normal()
-                runs.append(Looped(2 * layer, 6 * layer / r, r, tokens, loss, f"{width}x{budget:g}"))
-    return runs

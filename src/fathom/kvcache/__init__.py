@@ -15,7 +15,6 @@ from .lora import with_lora
 from .memory import MemoryCache
 from .method import Method
 from .prefill import chunks, prefill
-from .saved import open_cache, save_cache
 from .schedule import Once, Schedule
 from .watch import watch
 from .whole import WHOLE
@@ -35,9 +34,7 @@ __all__ = [
     "chunks",
     "compress_in_training",
     "compressed",
-    "open_cache",
     "prefill",
-    "save_cache",
     "watch",
     "with_lora",
 ]

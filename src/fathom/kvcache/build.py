@@ -88,7 +88,7 @@ def cache_of(
         return Memory(method, i) if quantized is None else QuantizedMemory(method, quantized, i)
 
     layers = [layer(i) for i in range(config.num_hidden_layers)]
-    return MemoryCache(method, layers, _shape(config, model))
+    return MemoryCache(method, layers)
 
 
 def untuned(config: PreTrainedConfig, method: Method) -> str | None:
@@ -112,13 +112,6 @@ def _tuned_for(was: dict[str, object]) -> tuple[object, Schedule | None]:
 def _words(schedule: dict[str, object]) -> str:
     keys = ("window", "sinks", "ratio" if schedule.get("kept") is None else "kept")
     return ", ".join([str(schedule.get("method")), *(f"{key} {schedule.get(key)}" for key in keys)])
-
-
-def _shape(config: PreTrainedConfig, model: nn.Module | None) -> dict[str, object]:
-    """The part of a model that determines a cache's tensors; not every configuration has a dtype."""
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    dtype = config.dtype if model is None else model.dtype
-    return {"layers": config.num_hidden_layers, "kv_heads": heads, "dtype": None if dtype is None else str(dtype)}
 
 
 def config_of(model_or_config: PreTrainedModel | PreTrainedConfig) -> PreTrainedConfig:

@@ -8,7 +8,7 @@ stay below N.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -203,13 +203,11 @@ class MemoryCache(Cache, Scheduled):
     Args:
         method: The compression rule.
         layers: One memory per layer of the model; a model of several trips adds its banks.
-        shape: The properties of the model that determine the cache's tensors, for files (`saved.py`).
     """
 
-    def __init__(self, method: Method, layers: Sequence[CacheLayerMixin], shape: Mapping[str, object]) -> None:
+    def __init__(self, method: Method, layers: Sequence[CacheLayerMixin]) -> None:
         super().__init__(layers=list(layers))
-        self.method, self.shape = method, shape
-        self.watched = False
+        self.method, self.watched = method, False
         self.offset = 0
 
     @property

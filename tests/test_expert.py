@@ -6,8 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-
-from fathom.corpus.questions import (
+from benchmarks.expert import (
     CHOICES,
     conversation_of,
     documents_of,
@@ -17,6 +16,7 @@ from fathom.corpus.questions import (
     questions_of,
     write_examination,
 )
+
 from fathom.errors import FathomError
 from tests.corpus.prose import Prose, lines, write_jsonl
 
@@ -85,7 +85,7 @@ def test_the_recipes_fit() -> None:
     from fathom.corpus.recipe import load_corpus_recipe
     from fathom.recipe import load_recipe
 
-    recipes = Path(__file__).parents[2] / "recipes" / "expert"
+    recipes = Path(__file__).parents[1] / "recipes" / "expert"
     corpus = load_corpus_recipe(recipes / "corpus.yaml", ["tokenize.tokenizer=gpt2"])
     onward, tuned, control = (load_recipe(recipes / f"{name}.yaml") for name in ("continue", "tune", "control"))
     assert set(onward.data.mixture) == set(corpus.mix.shares) and set(control.data.mixture) == {"general"}
