@@ -514,6 +514,17 @@ def test_an_empty_validation_split_is_said(tmp_path: Path, tokenizer: str) -> No
         TokenDataset.open(tmp_path / "out", "val")
 
 
+def test_a_single_text_file_needs_a_separator_to_hold_a_part_out(tmp_path: Path, tokenizer: str) -> None:
+    text = tmp_path / "a.txt"
+    text.write_text("\n\n".join(f"Paragraph {i} of a book." for i in range(40)))
+    with pytest.raises(DataError, match=r"a\.txt is a single document.*`separator=''`.*`held_out=0`"):
+        prepare([text], tmp_path / "out", tokenizer, held_out=0.5)
+    assert not (tmp_path / "out").exists(), "refused before anything is written"
+    splits = prepare([text], tmp_path / "out", tokenizer, held_out=0.5, separator="").splits
+    assert sum(counts["documents"] for split in ("train", "val") for counts in splits[split].values()) == 40
+    assert list(prepare([text], tmp_path / "whole", tokenizer, held_out=0).splits) == ["train"]
+
+
 def test_imports_are_light() -> None:
     """Nothing optional in this process; in a worker not even torch."""
     program = "import sys, fathom.data.prepare, fathom.data.batches; print(*sys.modules)"

@@ -220,6 +220,7 @@ def prepare(
     out = Path(out)
     names = [str(name) for name in ([inputs] if isinstance(inputs, str | Path) else inputs)]
     sources = find_sources(names, reading, chosen.file_format, out)
+    _require_two_documents(sources, held_out)
     settings = PrepareSettings(
         inputs=names,
         tokenizer=tokenizer or train_tokenizer,
@@ -474,6 +475,15 @@ def _check_least(given: dict[str, int | None]) -> None:
     for option, value in given.items():
         if value is not None and value < 1:
             raise DataError(f"{option}={value}: allowed: 1 or more")
+
+
+def _require_two_documents(sources: list[Source], held_out: float) -> None:
+    """Refuse to hold out a part of a single text file, which is one document and belongs to one split."""
+    if held_out and len(sources) == 1 and sources[0].kind == "files" and len(sources[0].paths) == 1:
+        raise DataError(
+            f"{sources[0].paths[0]} is a single document, of which no part can be held out: `separator=''` makes a "
+            "document of every paragraph, and `held_out=0` trains on the whole file"
+        )
 
 
 def _probe(sources: list[Source], reading: Reading) -> None:
