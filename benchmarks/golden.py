@@ -138,7 +138,7 @@ def experiments(folder: Path) -> Found:
     }
     rules = {
         **{"layers": [2, 2, 3, 4], "hidden": [16, 24, 32, 48], "seeds": [5, 3, 3, 2], "pairs": 0},
-        **{"rate_exponents": [0, 0, 0], "tune_points": [3, 3], "tune_seeds": [2, 1]},
+        **{"lr_exponents": [0, 0, 0], "tune_points": [3, 3], "tune_seeds": [2, 1]},
     }
     recipe, ladder = folder / "recipe.yaml", folder / "ladder.yaml"
     recipe.write_text(json.dumps(base))

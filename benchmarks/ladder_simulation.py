@@ -33,7 +33,7 @@ CASES = {
     "reference": Truth(),
     "seed noise only": Truth(shared=0.0, own=0.0),
     "own deviation .006": Truth(own=0.006),
-    "twin, M = 1": Truth(multiplier=1.0, own=0.0),
+    "seed control, M = 1": Truth(multiplier=1.0, own=0.0),
     "growing, g = .08": Truth(growth=0.08),
     "flat law, M 1.5": Truth(floor=1.6, slope=0.09, multiplier=1.5),
     "few seeds": Truth(seeds=(2, 2, 1, 1)),
@@ -45,7 +45,7 @@ CASES = {
     "mis-tuned at the top": Truth(excess=(0.005, 0.012)),
     "walk of .006 a rung, M = 1": WALKING,
 }
-PUBLISHED = {"reference": 1.05, "seed noise only": 1.04, "own deviation .006": 1.07, "twin, M = 1": 1.03} | {
+PUBLISHED = {"reference": 1.05, "seed noise only": 1.04, "own deviation .006": 1.07, "seed control, M = 1": 1.03} | {
     **{"growing, g = .08": 1.05, "flat law, M 1.5": 1.14, "few seeds": 1.06, "toy": 1.14, "other floor": 1.05},
     **{"three rungs, 1 decade": 1.08, "five rungs, 2 decades": 1.05},
 }

@@ -350,7 +350,7 @@ def small_ladder(path: Path) -> str:
     recipe = parse_recipe(values, [f"{key}={value}" for key, value in small.items()])
     sizes = {"layers": [6, 6, 6][: len(rules["layers"])], "hidden": [16, 24, 32][: len(rules["layers"])]}
     rules |= {**sizes, "seeds": [2, 1, 1][: len(rules["layers"])], "tokens": 4 * length, "tune_points": [3]}
-    rules |= {"tune_seeds": [1], "twin": [1]}
+    rules |= {"tune_seeds": [1], "seed_control": [1]}
     return recipe.to_yaml() + json.dumps({"ladder": rules})[1:-1].replace('"ladder"', "ladder", 1) + "\n"
 
 

@@ -39,7 +39,7 @@ def ladder_values(**rules: object) -> dict[str, object]:
         "track": {"display": "none"},
         "ladder": {
             **{"layers": [2, 2, 3, 4], "hidden": [16, 24, 32, 48], "seeds": [5, 3, 3, 2]},
-            **{"rate_exponents": [0, 0, 0], "tune_points": [3, 3], "tune_seeds": [2, 1], "pairs": 0, **rules},
+            **{"lr_exponents": [0, 0, 0], "tune_points": [3, 3], "tune_seeds": [2, 1], "pairs": 0, **rules},
         },
     }
 

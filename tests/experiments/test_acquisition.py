@@ -140,7 +140,7 @@ def test_the_sentence_names_what_is_told_apart() -> None:
     for pairs, others, named in ((8, 1, True), (6, 0, True), (6, 3, False), (5, 0, False)):
         ratio = sooner([at(8.0)] * pairs, [at(4.0)] * pairs)
         level = sooner([at(8.0)] * pairs, [at(8.0)] * pairs)
-        arms = {"vanilla": None, "loop": ratio, **dict.fromkeys([f"twin{i}" for i in range(others)], level)}
+        arms = {"vanilla": None, "loop": ratio, **dict.fromkeys([f"other{i}" for i in range(others)], level)}
         rows = [PuzzleRow(1, name, 1.0, [0], {"hops-2": shares([0.95] * pairs, found)}) for name, found in arms.items()]
         words = puzzle_words("vanilla", PuzzleResult(["hops-2"], 0.25, 0.9, rows))
         assert words[0].endswith("by solved runs no arm differs significantly from vanilla")

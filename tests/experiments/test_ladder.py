@@ -62,17 +62,18 @@ def test_the_planted_multiplier_is_found(whole) -> None:
         assert row.low <= 1.5 <= row.high, row
     assert again.top.low <= 1 <= again.top.high
     assert better.p_holm < 0.05 < again.p_holm
-    assert better.rate_ratio == pytest.approx(2.0, rel=0.15) and again.rate_ratio == pytest.approx(1.0, rel=0.15)
+    assert better.learning_rate_ratio == pytest.approx(2.0, rel=0.15)
+    assert again.learning_rate_ratio == pytest.approx(1.0, rel=0.15)
     assert better.per_decade.low <= 1 <= better.per_decade.high
     assert report.stage == "done" and report.diverged == []
     assert "times the compute (95 % interval" in report.verdict and "to match better" in report.verdict
     assert "2 of 2 came true" in report.verdict
 
 
-def test_the_twin_is_no_better_than_the_control(whole) -> None:
-    twin = whole[0].twin
-    assert twin.covers and [row.index for row in twin.rungs] == [1, 2]
-    assert twin.rungs[0].difference.pairs == 5
+def test_the_seed_control_is_no_better_than_the_control(whole) -> None:
+    seed_control = whole[0].seed_control
+    assert seed_control.covers and [row.index for row in seed_control.rungs] == [1, 2]
+    assert seed_control.rungs[0].difference.pairs == 5
 
 
 def test_the_check_settles_the_rate(whole) -> None:
@@ -263,7 +264,7 @@ def test_a_diverging_rate_brackets_and_is_listed(tmp_path: Path, monkeypatch) ->
     planted(monkeypatch, diverges=0.039)
     report = climb(make(tmp_path), tmp_path / "out", quiet=True)
     assert report.diverged and {row.stage for row in report.diverged} == {"tune", "check"}
-    assert arm_of(report, "better").rate_ratio == pytest.approx(2.0, rel=0.25)
+    assert arm_of(report, "better").learning_rate_ratio == pytest.approx(2.0, rel=0.25)
 
 
 @pytest.mark.slow
@@ -332,7 +333,7 @@ def test_a_rung_links_to_its_ladder(whole) -> None:
 @pytest.mark.slow
 def test_one_seed_everywhere_cannot_tell(tmp_path: Path, monkeypatch) -> None:
     planted(monkeypatch)
-    rules = {"seeds": [1, 1, 1, 1], "tune_points": [], "twin": []}
+    rules = {"seeds": [1, 1, 1, 1], "tune_points": [], "seed_control": []}
     report = climb(make(tmp_path, **rules), tmp_path / "out", quiet=True)
     assert arm_of(report, "better").multiplier == [] and report.prediction.rows[0].difference is None
 
@@ -371,13 +372,13 @@ def test_killed_again_and_again(whole, tmp_path: Path, monkeypatch, workers: int
         assert path.read_text() in ("once\n", "once\nonce\n")  # twice, if it was killed between its two last lines
 
 
-SMALL = {"layers": [2, 2], "hidden": [16, 24], "seeds": [2, 2], "twin": []}
+SMALL = {"layers": [2, 2], "hidden": [16, 24], "seeds": [2, 2], "seed_control": []}
 
 
 def test_a_dry_run_counts_the_runs_that_there_are(tmp_path: Path, monkeypatch) -> None:
     """Arms that are all told apart are all checked at the top, controls as large as an arm are not."""
     planted(monkeypatch, multipliers={"depth_attention": 2.0}, rates={}, noise=0.0005)
-    rules = {"layers": [2, 2, 2], "hidden": [16, 24, 32], "seeds": [3, 2, 2], "twin": [2], "tune_points": [3]}
+    rules = {"layers": [2, 2, 2], "hidden": [16, 24, 32], "seeds": [3, 2, 2], "seed_control": [2], "tune_points": [3]}
     ladder = make(tmp_path, "vanilla,better=depth_attention+hyper_connections", **rules)
     climb(ladder, tmp_path / "out", quiet=True)
     assert [arm.name for arm in ladder.every_arm] == ["vanilla", "better", "as-large-as-better"]
@@ -403,7 +404,7 @@ def test_sizes(tmp_path: Path) -> None:
 
 
 def test_the_rate_rule(tmp_path: Path) -> None:
-    ladder = make(tmp_path, rate_exponents=[-0.32, 0, 0.56])
+    ladder = make(tmp_path, lr_exponents=[-0.32, 0, 0.56])
     first, last = ladder.sizes[0], ladder.sizes[-1]
     expected = (last.tokens / first.tokens) ** -0.32 * (last.rows / first.rows) ** 0.56
     assert ladder.rule(last) == pytest.approx(expected) and ladder.rule(first) == 1
@@ -451,7 +452,7 @@ def test_a_control_that_learns_at_any_rate_leaves_an_arm_its_own(tmp_path: Path,
 
 def test_an_arm_carries_its_own_optima_where_the_control_has_none(tmp_path: Path, monkeypatch) -> None:
     """By the rule from rung to rung: not by what noise made of the control's rates, which are flat here."""
-    ladder = make(tmp_path, "vanilla,better=depth_attention", tune_points=[3, 3], rate_exponents=[-0.3, 0, 0])
+    ladder = make(tmp_path, "vanilla,better=depth_attention", tune_points=[3, 3], lr_exponents=[-0.3, 0, 0])
     best = ladder.recipe.optim.lr
 
     def loss(run: LadderRun, domains: object) -> float:
@@ -498,8 +499,8 @@ def test_a_share_of_the_layers(tmp_path: Path) -> None:
         ({"tokens_per_parameter": [10, 10]}, r"ladder.tokens_per_parameter=\[10.0, 10.0\]: allowed: different numbers"),
         ({"batch_exponent": ".nan"}, "ladder.batch_exponent=nan: allowed: a finite number"),
         ({"batch_exponent": 5000}, "ladder.batch_exponent=5000.0: allowed: -10 to 10"),
-        ({"rate_exponents": "[.nan, 0, 0]"}, r"ladder.rate_exponents=\[nan, 0.0, 0.0\]: allowed: a finite number"),
-        ({"rate_exponents": [0, -5000, 0]}, r"ladder.rate_exponents=\[0.0, -5000.0, 0.0\]: allowed: -10 to 10 each"),
+        ({"lr_exponents": "[.nan, 0, 0]"}, r"ladder.lr_exponents=\[nan, 0.0, 0.0\]: allowed: a finite number"),
+        ({"lr_exponents": [0, -5000, 0]}, r"ladder.lr_exponents=\[0.0, -5000.0, 0.0\]: allowed: -10 to 10 each"),
         ({"mlp_multiple": 10**22}, f"ladder.mlp_multiple={10**22}: allowed: 1 to 1048576"),
         ({"tune_domains": ["z60-3"]}, "ladder.tune_domains=z60-3: allowed: held-out domains, z60-2, z60-4"),
         ({"layers": [2, 2, 2, 2], "hidden": [16, 48, 32, 48]}, "rung 3 takes .* allowed: sizes from small to large"),
@@ -567,7 +568,7 @@ def test_runs_of_all_stages_are_retried(tmp_path: Path, monkeypatch) -> None:
     """What diverged while tuning stays; what diverged at a rung goes on, and the seal tells."""
     out = tmp_path / "out"
     planted(monkeypatch)
-    rules = {"layers": [2, 2, 2], "hidden": [16, 24, 32], "seeds": [2, 2, 1], "twin": [], "check": False}
+    rules = {"layers": [2, 2, 2], "hidden": [16, 24, 32], "seeds": [2, 2, 1], "seed_control": [], "check": False}
     ladder = make(tmp_path, "vanilla,better=depth_attention", **rules, tune_points=[3])
     for stage, lost in (("tune", "tune/1/better/lr-1/seed-0"), ("rungs", "rungs/2/arms/better/seed-1")):
         climb(ladder, out, until=stage, quiet=True)
@@ -585,7 +586,7 @@ def test_a_seed_that_had_failed_everywhere_makes_the_seal_stale(tmp_path: Path, 
     """Once it comes back."""
     out = tmp_path / "out"
     planted(monkeypatch)
-    rules = {"layers": [2, 2, 2], "hidden": [16, 24, 32], "seeds": [2, 2, 1], "twin": [], "check": False}
+    rules = {"layers": [2, 2, 2], "hidden": [16, 24, 32], "seeds": [2, 2, 1], "seed_control": [], "check": False}
     ladder = make(tmp_path, "vanilla,better=depth_attention", **rules, tune_points=[])
     climb(ladder, out, until="rungs", quiet=True)
     for arm in ("vanilla", "better"):
@@ -603,7 +604,7 @@ def test_a_seed_that_had_failed_everywhere_makes_the_seal_stale(tmp_path: Path, 
     assert report.diverged == [] and report.prediction.stale
 
 
-def test_the_twin_reads_the_controls_batches(tmp_path: Path, monkeypatch) -> None:
+def test_the_seed_control_reads_the_controls_batches(tmp_path: Path, monkeypatch) -> None:
     """Those of data.seed too, where the recipe has one."""
     planted(monkeypatch)
     file = write_ladder(tmp_path / "ladder.yaml", tune_points=[])
@@ -611,9 +612,9 @@ def test_the_twin_reads_the_controls_batches(tmp_path: Path, monkeypatch) -> Non
         ladder = load_ladder(file, ARMS, words)
         state = State(ladder, tmp_path / "out")
         control = [state.plan(ladder.sizes[0]).run_recipe("vanilla", seed) for seed in (0, 1)]
-        twins = [run.recipe for run in state.twins()[:2]]
-        assert [recipe.data_seed for recipe in twins] == [recipe.data_seed for recipe in control] == orders
-        assert not {recipe.train.seed for recipe in twins} & {recipe.train.seed for recipe in control}
+        seed_controls = [run.recipe for run in state.seed_controls()[:2]]
+        assert [recipe.data_seed for recipe in seed_controls] == [recipe.data_seed for recipe in control] == orders
+        assert not {recipe.train.seed for recipe in seed_controls} & {recipe.train.seed for recipe in control}
 
 
 def test_a_rungs_plan_is_not_written_over(whole, tmp_path: Path, monkeypatch, capsys) -> None:
@@ -657,7 +658,7 @@ def test_a_ladder_whose_runs_all_diverged_says_so(tmp_path: Path, monkeypatch) -
 @pytest.mark.slow
 def test_the_command(tmp_path: Path, monkeypatch, capsys) -> None:
     planted(monkeypatch)
-    file = write_ladder(tmp_path / "small.yaml", seeds=[2, 2, 1, 1], tune_points=[], twin=[])
+    file = write_ladder(tmp_path / "small.yaml", seeds=[2, 2, 1, 1], tune_points=[], seed_control=[])
     words = ["ladder", str(file), "--arms", "vanilla,depth_attention", "--out", str(tmp_path / "out")]
     assert main([*words, "--dry-run", "--json"]) == 0
     budget = json.loads(capsys.readouterr().out)
@@ -695,7 +696,7 @@ ONE_RUNG = {
     "seeds": [4],
     "tune_points": [],
     "tune_seeds": [],
-    "twin": [],
+    "seed_control": [],
     "tokens": 4000,
 }
 
@@ -786,7 +787,7 @@ def test_every_run_of_every_budget_has_a_line(tmp_path: Path, monkeypatch) -> No
 def test_phi_needs_two_budgets(tmp_path: Path, monkeypatch) -> None:
     planted(monkeypatch)
     arms = "vanilla,loop=loop;ladder.layers=1/2;model.recurrence_options.trips=2"
-    rules = {"layers": [2, 2, 2, 2], "tune_points": [], "twin": [], "check": False}
+    rules = {"layers": [2, 2, 2, 2], "tune_points": [], "seed_control": [], "check": False}
     report = climb(make(tmp_path, arms, **rules), tmp_path / "out", quiet=True)
     assert "one token budget" in report.phi.refused
     (tmp_path / "two").mkdir()

@@ -21,7 +21,7 @@ CASES: dict[str, tuple[Truth, float | None]] = {
     "flat law": (Truth(floor=1.6, slope=0.09, multiplier=1.5), 1.14),
     "few seeds": (Truth(seeds=(2, 2, 1, 1)), 1.06),
     "toy": (Truth(sigma=(0.02, 0.006), shared=0.02, own=0.006), 1.14),
-    "twin": (Truth(multiplier=1.0, own=0.0), 1.03),
+    "seed control": (Truth(multiplier=1.0, own=0.0), 1.03),
     "other floor": (Truth(arm_floor=1.67), None),
 }
 FAST, SLOW = 25, 400

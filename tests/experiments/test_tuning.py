@@ -11,7 +11,7 @@ from fathom.experiments.tuning import (
     EDGE,
     EXTENSIONS,
     FLAT,
-    LEARNT,
+    LEARNED,
     UNKNOWN,
     Bowl,
     bowl,
@@ -95,26 +95,26 @@ def test_losses_that_are_equal_are_flat() -> None:
 
 def test_of_rates_that_learn_a_puzzle_it_is_the_middle_one() -> None:
     """Where all do, none is known; a parabola goes below any loss, or sees no bowl in a single one."""
-    one = {-3: [1.2], -2: [LEARNT], -1: [1.1], 0: [1.2]}
-    two = {-2: [0.5], -1: [LEARNT], 0: [LEARNT], 1: [0.5]}
-    assert bowl(two, 3) == Bowl(-0.5, -1.0, 0.0, None, LEARNT, (), 1)
-    assert bowl(one, 3) == Bowl(-2.0, -2.0, -2.0, None, LEARNT, (), 1)
+    one = {-3: [1.2], -2: [LEARNED], -1: [1.1], 0: [1.2]}
+    two = {-2: [0.5], -1: [LEARNED], 0: [LEARNED], 1: [0.5]}
+    assert bowl(two, 3) == Bowl(-0.5, -1.0, 0.0, None, LEARNED, (), 1)
+    assert bowl(one, 3) == Bowl(-2.0, -2.0, -2.0, None, LEARNED, (), 1)
     for count, seeds in ((3, 2), (4, 2), (3, 18)):
-        found = bowl(dict.fromkeys(first_places(count), [LEARNT] * seeds), count)
+        found = bowl(dict.fromkeys(first_places(count), [LEARNED] * seeds), count)
         assert found.place == 0 and found.flags == (FLAT,)
-    assert np.mean([LEARNT] * 18) > LEARNT, "by rounding"
+    assert np.mean([LEARNED] * 18) > LEARNED, "by rounding"
 
 
 def test_rates_that_learn_a_puzzle_are_bracketed() -> None:
     """By one that does not, on both sides, or it is an edge."""
-    points = {-1: [LEARNT], 0: [LEARNT], 1: [0.5]}
+    points = {-1: [LEARNED], 0: [LEARNED], 1: [0.5]}
     assert next_place(points, 3) == -2
     assert bowl(points, 3).flags == (EDGE,) and bowl(points, 3).place == -0.5
-    assert next_place({**points, -2: [0.3]}, 3) is None and next_place({**points, -2: [LEARNT]}, 3) == -3
-    lower = {-4: [LEARNT], -3: [LEARNT], -2: [LEARNT], **points}
+    assert next_place({**points, -2: [0.3]}, 3) is None and next_place({**points, -2: [LEARNED]}, 3) == -3
+    lower = {-4: [LEARNED], -3: [LEARNED], -2: [LEARNED], **points}
     assert next_place(lower, 3) is None and bowl(lower, 3).flags == (EDGE,)
-    assert next_place({-1: [0.5], 0: [LEARNT], 1: [LEARNT]}, 3) == 2
-    assert next_place({place: [LEARNT] for place in first_places(3)}, 3) is None, "the rate does not matter"
+    assert next_place({-1: [0.5], 0: [LEARNED], 1: [LEARNED]}, 3) == 2
+    assert next_place({place: [LEARNED] for place in first_places(3)}, 3) is None, "the rate does not matter"
 
 
 def test_the_interval_holds_the_optimum() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from fathom.errors import SettingsError
 from fathom.inference.structure import Grammars, lark_grammar
-from fathom.inference.tools import CallReader, Notation, Wish, notation, tool_grammar
+from fathom.inference.tools import CallReader, CallRules, Notation, notation, tool_grammar
 from tests.inference.notations import ADD, HERMES, LLAMA, MARKED, NOW, SAY, TOOLS, XML
 from tests.tiny import CHATML, tiny_tokenizer
 
@@ -62,9 +62,9 @@ def written_by(how, content, calls):
     return content + between.join(parts) if not content else content + "\n" + between.join(parts)
 
 
-def allows(grammars, wish, how, text):
+def allows(grammars, rules, how, text):
     """Whether the grammar takes a whole text."""
-    constraint = grammars.begin(grammars.compile(lark_grammar(tool_grammar(wish, how, grammars.pieces))))
+    constraint = grammars.begin(grammars.compile(lark_grammar(tool_grammar(rules, how, grammars.pieces))))
     made = []
     for token in grammars.tokenizer.encode(text, add_special_tokens=False):
         if constraint.complete(made) or not constraint.allowed(made)[token]:
@@ -83,21 +83,25 @@ def test_the_grammar_of_answers(name):
     template, how = ALL[name]
     tokenizer = tokenizer_of(template)
     grammars = Grammars(tokenizer, len(tokenizer), frozenset({0}))
-    auto, must, single = Wish(TOOLS), Wish(TOOLS, required=True), Wish([ADD], required=True, several=False)
+    auto, must, single = (
+        CallRules(TOOLS),
+        CallRules(TOOLS, required=True),
+        CallRules([ADD], required=True, several=False),
+    )
     schema = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
-    either = Wish(TOOLS, content=schema)
+    either = CallRules(TOOLS, content=schema)
     one, two = written_by(how, "", [GOOD]), written_by(how, "", [GOOD, ("now", {})])
     if not how.before:
         with pytest.raises(SettingsError, match="exclude each other"):
             tool_grammar(either, how, grammars.pieces)
-    for wish in (auto, must, single, *([either] if how.before else [])):
-        assert allows(grammars, wish, how, one)
-        assert allows(grammars, wish, how, two) == (wish.several and how.between is not None)
-        assert allows(grammars, wish, how, "Some text.") == (wish is auto)
-        assert allows(grammars, wish, how, '{"x": 5}') == (wish is either or (wish is auto and bool(how.before)))
+    for rules in (auto, must, single, *([either] if how.before else [])):
+        assert allows(grammars, rules, how, one)
+        assert allows(grammars, rules, how, two) == (rules.several and how.between is not None)
+        assert allows(grammars, rules, how, "Some text.") == (rules is auto)
+        assert allows(grammars, rules, how, '{"x": 5}') == (rules is either or (rules is auto and bool(how.before)))
         for call in BAD:
-            assert not allows(grammars, wish, how, written_by(how, "", [call]))
-        assert allows(grammars, wish, how, "") == (wish is auto)
+            assert not allows(grammars, rules, how, written_by(how, "", [call]))
+        assert allows(grammars, rules, how, "") == (rules is auto)
     if how.before:
         assert allows(grammars, auto, how, written_by(how, "I add <them>.", [GOOD]))
         assert not allows(grammars, auto, how, written_by(how, "I add.", [BAD[0]]))

@@ -217,7 +217,7 @@ def test_another_corpus_is_refused_before_anything_is_written(run: Path, tmp_pat
         ("comparison", "arms/arm/seed-0"),
         ("ladder", "rungs/1/arms/arm/seed-0"),
         ("ladder", "tune/1/arm/lr-1/seed-0"),
-        ("ladder", "twin/1/seed-0"),
+        ("ladder", "seed_control/1/seed-0"),
     ],
 )
 def test_a_run_of_an_experiment_stays_as_planned(constant: Path, tmp_path: Path, experiment: str, place: str) -> None:

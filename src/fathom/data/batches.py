@@ -19,11 +19,11 @@ from fathom.data.mixture import Mixture
 from fathom.data.permutation import Permutation, scatter
 from fathom.data.puzzles import PuzzleDataset
 from fathom.data.shards import TokenDataset
-from fathom.data.targets import NOT_LEARNT, TargetDataset
+from fathom.data.targets import NOT_TRAINED, TargetDataset
 from fathom.errors import DataError
 
 Packing = Literal["windows", "documents"]
-IGNORED = NOT_LEARNT
+IGNORED = NOT_TRAINED
 
 
 @dataclass

@@ -21,7 +21,7 @@ from fathom.errors import DataError
 
 TARGETS: Final = "targets_crc32"
 """The key of the index for the checksums of these files."""
-NOT_LEARNT = -100  # the label that Hugging Face losses skip
+NOT_TRAINED = -100  # the label that Hugging Face losses skip
 
 
 def targets_file(token_file: Path) -> Path:
@@ -152,7 +152,7 @@ class TargetDataset(TokenDataset):
         positions: NDArray[np.int64],
     ) -> None:
         """Write documents into one row `[T]`; EOS without labels fills the rest."""
-        tokens[:], labels[:] = self.eos_token_id, NOT_LEARNT
+        tokens[:], labels[:] = self.eos_token_id, NOT_TRAINED
         place = 0
         for start, stop in self._spans[documents].tolist():
             end = place + stop - start

@@ -36,12 +36,12 @@ def _row(ladder: Ladder, size: Size) -> BudgetRow:
     rules, at = ladder.rules, size.index - 1
     main = size.budget == 0
     points = rules.tune_points[at] if main and at < len(rules.tune_points) else 0
-    twins = min(rules.twin[at], rules.seeds[at]) if main and at < len(rules.twin) else 0
+    seed_controls = min(rules.seed_control[at], rules.seeds[at]) if main and at < len(rules.seed_control) else 0
     last = main and rules.check and len(ladder.sizes) >= 3 and size == ladder.sizes[-1]
     runs = {arm: ladder.seeds[at] + (2 if last and arm in ladder.arms else 0) for arm in ladder.every_arm}
     for arm in ladder.arms if points else ():
         runs[arm] += points * rules.tune_seeds[at]
-    runs[ladder.control] += twins
+    runs[ladder.control] += seed_controls
     flops = math.fsum(count * ladder.flops(arm, size) for arm, count in runs.items())
     seconds = _step_seconds(ladder, size)
     per_flop = seconds * size.steps / ladder.flops(ladder.control, size)

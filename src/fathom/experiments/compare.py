@@ -3,7 +3,7 @@
     out/plan.json               what is compared: recipe, arms, seeds
     out/arms/ARM/seed-0/        an ordinary training run; failed.json in it says why it cannot resume
     out/measured/ARM.json       step time, memory and cache of the arm and the control
-    out/claims/                 which process works on what, see leases.py
+    out/claims/                 which process works on what, see claims.py
     out/report.json, .html      written from the above alone
 
 Initial values are shared because each module draws from a generator seeded with its name (`training.build.initialize`);
@@ -19,10 +19,10 @@ import torch
 from fathom.checkpoints.layout import FAILED, MEASURED, PLAN, REPORT
 from fathom.errors import SettingsError, TrainingError
 from fathom.experiments.arms import Equal
+from fathom.experiments.claims import Claim
 from fathom.experiments.compare_page import write_report
 from fathom.experiments.compare_results import ComparisonReport, Measurement
 from fathom.experiments.differences import seeds_changed, summarize
-from fathom.experiments.leases import Claim
 from fathom.experiments.plan import Plan, RunTask, check_machine, make_plan, tasks
 from fathom.experiments.progress import Progress
 from fathom.experiments.schedule import one_thread, refuse_torchrun, run_training, work_off, work_together

@@ -4,7 +4,7 @@ out/ladder.json                     the plan, with a hash of each of its parts
 out/tune/1/ARM/lr+1/seed-0/         tuning runs: places count doublings of the rate from the centre
 out/tune/rates.json                 points, parabolas, rates: a function of these runs
 out/rungs/1/                        a comparison, as `fathom compare` knows them
-out/twin/1/seed-0/                  the control with other initial values
+out/seed_control/1/seed-0/          the control with other initial values
 out/prediction.json                 the sealed forecast of the last rung
 out/check/ARM/lr+1/seed-0/          half and twice the rate at the top
 out/claims/                         who works on what outside of the rungs
@@ -24,10 +24,10 @@ import torch
 
 from fathom.checkpoints.layout import ARMS, FAILED, LADDER, REPORT, RESULT
 from fathom.errors import SettingsError, TrainingError
+from fathom.experiments.claims import Claim
 from fathom.experiments.compare import rewrite_report, run_task
 from fathom.experiments.ladder_page import write_report
 from fathom.experiments.ladder_results import LadderReport
-from fathom.experiments.leases import Claim
 from fathom.experiments.multipliers import summarize
 from fathom.experiments.plan import RunTask, check_machine
 from fathom.experiments.rungs import RUNGS, TUNE, Ladder

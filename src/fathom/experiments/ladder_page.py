@@ -70,7 +70,7 @@ def page(report: LadderReport) -> str:
         html.section("Rates", html.figures(*_bowls(report)), _checks(report)),
         html.section("The sealed prediction", _sealed(report)),
         html.section("The worth of an iteration", _phi(report)),
-        html.section("Size by size", _table(loss_rows(report)), _twin(report)),
+        html.section("Size by size", _table(loss_rows(report)), _seed_control(report)),
         html.section("Other currencies", _views(report)),
         html.section("The law and the noise", _law(report)),
         html.section("Sizes", _table(_sizes(report)), _table(_cells(report))),
@@ -368,8 +368,8 @@ def _phi(report: LadderReport) -> Markup:
     )
 
 
-def _twin(report: LadderReport) -> Markup:
-    found = report.twin
+def _seed_control(report: LadderReport) -> Markup:
+    found = report.seed_control
     if found is None:
         return Markup()
     rows = [[f"rung {row.index}", str(row.difference)] for row in found.rungs]

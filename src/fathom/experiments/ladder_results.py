@@ -120,7 +120,7 @@ class ArmRow:
     mechanism: str
     overrides: Sequence[str]
     matched: bool
-    rate_ratio: float
+    learning_rate_ratio: float
     rungs: list[Cell]
     further: list[Cell]
     """The rungs under further token budgets, which are for φ alone."""
@@ -220,7 +220,7 @@ class PredictionRow:
 
 
 @dataclass(frozen=True)
-class TwinRung:
+class SeedControlRung:
     """The seed control's difference at a size."""
 
     index: int
@@ -228,10 +228,10 @@ class TwinRung:
 
 
 @dataclass(frozen=True)
-class Twin:
+class SeedControl:
     """The seed control: the baseline compared with itself under other initial values."""
 
-    rungs: list[TwinRung]
+    rungs: list[SeedControlRung]
     multiplier: Interval | None
     covers: bool | None
 
@@ -348,7 +348,7 @@ class LadderReport(Provenance):
     law: Law | None
     noise: NoiseRow | None
     prediction: PredictionRow | None
-    twin: Twin | None
+    seed_control: SeedControl | None
     phi: Phi | None
     puzzle: PuzzleResult | None
     diverged: list[DivergedRun]

@@ -30,10 +30,10 @@ from fathom.experiments.ladder_results import (
     PredictionRow,
     RungRow,
     SealedPrediction,
+    SeedControl,
+    SeedControlRung,
     SeedNoise,
     TimedInterval,
-    Twin,
-    TwinRung,
     Views,
 )
 from fathom.experiments.plan import Plan, RunTask, read_measured
@@ -124,7 +124,7 @@ def summarize(state: State, source: Provenance) -> LadderReport:
         law=_law(studies),
         noise=_noise(studies),
         prediction=_prediction(state) if tuned else None,
-        twin=_twin(state) if tuned else None,
+        seed_control=_seed_control(state) if tuned else None,
         phi=_phi(state) if tuned else None,
         puzzle=puzzle_result(state) if tuned else None,
         diverged=_diverged(state),
@@ -166,7 +166,7 @@ def _arm(state: State, arm: Arm, studies: Sequence[Study]) -> ArmRow:
         mechanism=arm.mechanism,
         overrides=arm.overrides,
         matched=arm.name.startswith(MATCHED),
-        rate_ratio=state.ratio(arm),
+        learning_rate_ratio=state.ratio(arm),
         rungs=[_cell(state, arm, size) for size in ladder.sizes],
         further=[_cell(state, arm, size) for size in ladder.all_sizes if size.budget],
         flags=_tuning_flags(state, arm) + ([UNSETTLED] if check and check.better else []),
@@ -433,10 +433,10 @@ def _rung_and_seed(path: str) -> tuple[int, int]:
     return int(parts[1]), int(parts[4].removeprefix("seed-"))
 
 
-def _twin(state: State) -> Twin | None:
+def _seed_control(state: State) -> SeedControl | None:
     """The seed control: the control with other initial values, whose multiplier's interval must cover 1."""
-    runs = [run for run in state.twins() if run.done]
-    rungs, rows = list[Rung](), list[TwinRung]()
+    runs = [run for run in state.seed_controls() if run.done]
+    rungs, rows = list[Rung](), list[SeedControlRung]()
     for size in state.ladder.sizes:
         control = state.losses(size, state.ladder.control)
         own = {_seed(run): run.loss() for run in runs if run.run_dir.parent.name == size.name}
@@ -446,14 +446,14 @@ def _twin(state: State) -> Twin | None:
         x = math.log(state.flops(state.ladder.control, size))
         rung = Rung(x, tuple(control[seed] for seed in seeds), x, tuple(own[seed] for seed in seeds))
         rungs.append(rung)
-        rows.append(TwinRung(size.index, paired_difference(rung.arm, rung.control)))
+        rows.append(SeedControlRung(size.index, paired_difference(rung.arm, rung.control)))
     if not rows:
         return None
     multiplier = None
     if len(rungs) > 1 and noise_of(rungs) is not None and (fit := posterior(rungs)).usable:
         multiplier = _factor(fit.log_multiplier(fit.centre))
     covers = None if multiplier is None else multiplier.low <= 1 <= multiplier.high
-    return Twin(rows, multiplier, covers)
+    return SeedControl(rows, multiplier, covers)
 
 
 def _seed(run: LadderRun) -> int:
@@ -528,8 +528,8 @@ def _doubts(report: LadderReport) -> list[str]:
     flags = [(arm.name, arm.flags) for arm in report.arms if arm.flags and not arm.matched]
     words = ", ".join(f"{name} ({', '.join(found)})" for name, found in flags)
     found = [f"in doubt: {words}"] if flags else []
-    twin = report.twin
-    if twin is not None and twin.covers is False:
+    seed_control = report.seed_control
+    if seed_control is not None and seed_control.covers is False:
         found.append("the seed control differs significantly from the control, so the intervals are too narrow here")
     return found
 

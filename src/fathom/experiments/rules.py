@@ -31,7 +31,7 @@ class Rules(Section, section="ladder"):
     """the MLP's width is rounded to a multiple of this"""
     batch_exponent: float = 0.5
     """the batch grows as (tokens of a size / tokens of the first size) to this power"""
-    rate_exponents: tuple[float, float, float] | None = None
+    lr_exponents: tuple[float, float, float] | None = None
     """exponents of tokens, width and batch in the rule that scales the learning rate; null means those of optim.name"""
     tune_points: tuple[int, ...] = (4, 3)
     """number of learning rates, a factor 2 apart, that each arm tries at the first size, the second, ...; empty tunes
@@ -40,7 +40,7 @@ class Rules(Section, section="ladder"):
     """seeds for each of these learning rates"""
     tune_domains: tuple[str, ...] = ()
     """held-out domains whose mean loss is tuned; empty means all"""
-    twin: tuple[int, ...] = (5, 2)
+    seed_control: tuple[int, ...] = (5, 2)
     """seeds of the seed control (the control with other initial values), at the first size, the second, ..."""
     parameters: bool = True
     """add a control with a wider MLP for each arm that adds more than 0.5 % of parameters"""
@@ -66,8 +66,8 @@ class Rules(Section, section="ladder"):
         alike = len(set(budgets)) < len(budgets)
         yield not alike, "tokens_per_parameter", "allowed: different numbers, because φ needs different budgets"
         yield abs(self.batch_exponent) <= STEEPEST, "batch_exponent", f"allowed: -{STEEPEST} to {STEEPEST}"
-        steep = any(not abs(exponent) <= STEEPEST for exponent in self.rate_exponents or ())
-        yield not steep, "rate_exponents", f"allowed: -{STEEPEST} to {STEEPEST} each, or null"
+        steep = any(not abs(exponent) <= STEEPEST for exponent in self.lr_exponents or ())
+        yield not steep, "lr_exponents", f"allowed: -{STEEPEST} to {STEEPEST} each, or null"
         yield self.tokens is None or self.tokens >= 1, "tokens", "allowed: 1 or more, or null"
         one = self.tokens is None or len(budgets) == 1
         yield one, "tokens", "allowed: null, because ladder.tokens_per_parameter has several budgets"
@@ -76,7 +76,7 @@ class Rules(Section, section="ladder"):
         yield parabola, "tune_points", "allowed: 3 or more: fewer make no parabola"
         enough = len(self.tune_seeds) >= len(self.tune_points) and all(seeds >= 1 for seeds in self.tune_seeds)
         yield enough, "tune_seeds", "allowed: a number of seeds for each of ladder.tune_points"
-        yield all(seeds >= 0 for seeds in self.twin), "twin", "allowed: 0 or more"
+        yield all(seeds >= 0 for seeds in self.seed_control), "seed_control", "allowed: 0 or more"
         yield self.pairs >= 0, "pairs", "allowed: 0 or more"
         yield 1 <= self.mlp_multiple <= WIDEST, "mlp_multiple", f"allowed: 1 to {WIDEST}"
 

@@ -32,12 +32,12 @@ SECTION = "ladder"
 PLANNED = "plan"
 ADDED = "added.json"
 """The file of seeds that were added after the plan."""
-RUNGS, TUNE, TWIN, CHECK = "rungs", "tune", "twin", "check"
+RUNGS, TUNE, SEED_CONTROL, CHECK = "rungs", "tune", "seed_control", "check"
 LAYERS = "ladder.layers"
 """Override of an arm: its depth as a share of the control's, as in ladder.layers=1/3."""
 TUNING_SEED = 10_000
 """Offset of the seeds of tuning runs, which never enter the ladder, because the best of several is biased."""
-TWIN_SEED = 1_000_000
+SEED_CONTROL_SEED = 1_000_000
 RATE_RULES = {"adamw": (-0.28, -0.37, 0.5), "muon": (-0.32, 0.0, 0.56)}
 """Exponents of tokens, width and batch in the rule that scales the learning rate, by optimizer."""
 EXTRA = 0.005
@@ -203,7 +203,7 @@ class Ladder:
     def rule(self, size: Size) -> float:
         """A rung's learning rate by the scaling rule, as a ratio to the first rung's."""
         first, optim = self.all_sizes[0], self.recipe.optim.name
-        by_tokens, by_width, by_batch = self.rules.rate_exponents or RATE_RULES[optim]
+        by_tokens, by_width, by_batch = self.rules.lr_exponents or RATE_RULES[optim]
         return float(
             (size.tokens / first.tokens) ** by_tokens
             * (size.hidden / first.hidden) ** by_width

@@ -1,6 +1,6 @@
 """One scheduler for all experiments: tasks are claimed, run and reported, by any number of processes and machines. A
 task is a training run or a measurement; the next tasks are a function of the directory. Claims are in `claims/` of the
-task's directory (leases.py), so that a ladder and a comparison see the same claims.
+task's directory (claims.py), so that a ladder and a comparison see the same claims.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import torch
 
 from fathom.checkpoints.layout import CLAIMS, FAILED, MACHINE, RESULT
 from fathom.errors import FathomError, SettingsError, TrainingError
+from fathom.experiments.claims import Claim, Claims
 from fathom.experiments.compare_results import Failure
-from fathom.experiments.leases import Claim, Claims
 from fathom.recipe import Recipe
 from fathom.report.files import write_json
 from fathom.report.provenance import hardware

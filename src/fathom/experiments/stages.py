@@ -27,17 +27,17 @@ from fathom.experiments.rungs import (
     CHECK,
     MATCHED,
     RUNGS,
+    SEED_CONTROL,
+    SEED_CONTROL_SEED,
     TUNE,
     TUNING_SEED,
-    TWIN,
-    TWIN_SEED,
     Ladder,
     Size,
     rounded,
     sha256_of,
 )
 from fathom.experiments.scaling import DECADE, ESTIMATOR, Noise, Posterior, Rung, noise_of, posterior
-from fathom.experiments.tuning import LEARNT, Bowl, Points, bowl, first_places, next_place, pooled_sigma
+from fathom.experiments.tuning import LEARNED, Bowl, Points, bowl, first_places, next_place, pooled_sigma
 from fathom.recipe import Recipe, differences
 from fathom.report.files import digest, read_json, write_json
 from fathom.report.results import read_result, restored
@@ -201,7 +201,7 @@ class State:
 
     def _points(self, cells: dict[int, list[LadderRun]]) -> dict[int, list[float]]:
         domains = self.ladder.rules.tune_domains
-        return {place: [max(run.loss(domains), LEARNT) for run in cell] for place, cell in cells.items()}
+        return {place: [max(run.loss(domains), LEARNED) for run in cell] for place, cell in cells.items()}
 
     def _bowls(
         self,
@@ -281,22 +281,22 @@ class State:
         """Its runs and measurements."""
         return tasks(self.plan(size), self.rung_dir(size), alone=is_puzzle(self.ladder.recipe.data.directory))
 
-    def twins(self) -> list[LadderRun]:
+    def seed_controls(self) -> list[LadderRun]:
         """The control with the same batches and other initial values."""
         found, first = [], self.ladder.first_seed()
-        for size, count in zip(self.ladder.sizes, self.ladder.rules.twin, strict=False):
+        for size, count in zip(self.ladder.sizes, self.ladder.rules.seed_control, strict=False):
             seeds = self.ladder.rules.seeds[size.index - 1]
             for seed in range(first, first + min(count, seeds)):
-                recipe = self._keep((TWIN, size.name, seed), partial(self._twin, size, seed))
-                where = self.out / TWIN / size.name / f"seed-{seed}"
-                found.append(LadderRun(self.out, f"{TWIN}-{size.name}-seed-{seed}", where, recipe))
+                recipe = self._keep((SEED_CONTROL, size.name, seed), partial(self._seed_control, size, seed))
+                where = self.out / SEED_CONTROL / size.name / f"seed-{seed}"
+                found.append(LadderRun(self.out, f"{SEED_CONTROL}-{size.name}-seed-{seed}", where, recipe))
         return found
 
-    def _twin(self, size: Size, seed: int) -> Recipe:
+    def _seed_control(self, size: Size, seed: int) -> Recipe:
         control = self.ladder.control
         rate = self.rate(control, size)
         order = self.ladder.run(control, size, rate, seed).data_seed
-        return self.ladder.run(control, size, rate, seed + TWIN_SEED).override(f"data.seed={order}")
+        return self.ladder.run(control, size, rate, seed + SEED_CONTROL_SEED).override(f"data.seed={order}")
 
     def main_sizes(self) -> list[Size]:
         """The sizes that run before the prediction is sealed."""
@@ -417,7 +417,7 @@ class State:
             return list(self.tuning()[0])
         if stage == "rungs":
             found: list[Work] = [task for size in self.main_sizes() for task in self.rung_tasks(size)]
-            return [*found, *self.twins()]
+            return [*found, *self.seed_controls()]
         if stage == "last":
             return list(self.rung_tasks(last)) if sealed else []
         return list(self.checks()) if stage == "check" else []

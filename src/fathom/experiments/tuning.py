@@ -18,7 +18,7 @@ WIDEST = 5
 """Most points in the fit of the parabola, around the best."""
 UNCERTAIN = 1.0
 """An optimum whose 68 % interval is wider than this many doublings counts as unknown."""
-LEARNT = 0.01
+LEARNED = 0.01
 """Losses below this many nats count as equal: if several learning rates solve a puzzle, differences are noise."""
 LEVEL = 1e-9
 """Losses with a smaller relative difference are equal up to rounding."""
@@ -124,10 +124,10 @@ def bowl(points: Points, first: int, sigma: float | None = None) -> Bowl:
 def _floor(best: int, means: Mapping[int, float], extended: int) -> Bowl:
     """The middle of the solving places around the best; if all solve it, the best itself, flagged as unknown."""
     if all(map(_learns, means.values())):
-        return Bowl(float(best), -math.inf, math.inf, None, LEARNT, (FLAT,), extended)
+        return Bowl(float(best), -math.inf, math.inf, None, LEARNED, (FLAT,), extended)
     low, high = _learning(best, means)
     flags = (EDGE,) if low == min(means) or high == max(means) else ()
-    return Bowl((low + high) / 2, float(low), float(high), None, LEARNT, flags, extended)
+    return Bowl((low + high) / 2, float(low), float(high), None, LEARNED, flags, extended)
 
 
 def _learning(best: int, means: Mapping[int, float]) -> tuple[int, int]:
@@ -142,7 +142,7 @@ def _learning(best: int, means: Mapping[int, float]) -> tuple[int, int]:
 
 def _learns(loss: float) -> bool:
     """Whether a puzzle is solved, robust to the rounding of mean losses."""
-    return loss <= LEARNT * (1 + LEVEL)
+    return loss <= LEARNED * (1 + LEVEL)
 
 
 def pooled_sigma(bowls: Sequence[Points]) -> float | None:

@@ -12,7 +12,7 @@ from fathom.inference.api import ApiError, ChatBody, CompletionBody, wrong
 from fathom.inference.api_structure import NamedTool
 from fathom.inference.control import special_names
 from fathom.inference.structure import Constraint, Grammars, json_grammar, lark_grammar
-from fathom.inference.tools import CallReader, Notation, Wish, notation, schema_of, tool_grammar
+from fathom.inference.tools import CallReader, CallRules, Notation, notation, schema_of, tool_grammar
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -83,10 +83,10 @@ class Shapes:
         tools = [tool.model_dump(exclude_none=True) for tool in body.callable_tools]
         named = isinstance(body.tool_choice, NamedTool)
         required, several = named or body.tool_choice == "required", body.parallel_tool_calls and not named
-        wish = Wish(tools, required, several, schema)
+        rules = CallRules(tools, required, several, schema)
         try:
             shape = self._compiled(
-                "tools", lambda: lark_grammar(tool_grammar(wish, self.notation, self.grammars.pieces))
+                "tools", lambda: lark_grammar(tool_grammar(rules, self.notation, self.grammars.pieces))
             )
         except ApiError:
             for i, tool in enumerate(tools):  # so that an error names its tool

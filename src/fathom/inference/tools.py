@@ -113,7 +113,7 @@ def _object(text: str, start: int) -> tuple[int, int, str] | None:
 
 
 @dataclass(frozen=True)
-class Wish:
+class CallRules:
     """Which calls an answer may make."""
 
     tools: Tools
@@ -131,18 +131,18 @@ def schema_of(tool: Mapping[str, Any]) -> dict[str, Any]:
     return with_options(schema, None, item_separator=", ", key_separator=": ")
 
 
-def tool_grammar(wish: Wish, how: Notation, pieces: Callable[[str], str]) -> str:
+def tool_grammar(rules: CallRules, how: Notation, pieces: Callable[[str], str]) -> str:
     """The grammar, in Lark's notation, of answers that may call tools.
 
     Args:
-        wish: The allowed calls.
+        rules: The allowed calls.
         how: The chat template's notation.
         pieces: Converts a text to Lark's notation, with special tokens by name.
     """
     opening, rest = how.before.rstrip(), how.before[len(how.before.rstrip()) :]
     lines = ["%llguidance {}"]
     bodies = []
-    for i, tool in enumerate(wish.tools):
+    for i, tool in enumerate(rules.tools):
         function = tool["function"]
         text = json.dumps(schema_of(tool))
         head = rest + how.head(function["name"])[len(how.before) :]
@@ -150,16 +150,16 @@ def tool_grammar(wish: Wish, how: Notation, pieces: Callable[[str], str]) -> str
         bodies.append(f"call_{i}")
     lines.append(f"call: {' | '.join(bodies)}")
     again = ""
-    if wish.several and how.between is not None:
+    if rules.several and how.between is not None:
         lines.append(f"more: {pieces(how.between + opening)} call")
         again = " more*"
     calls = f"{pieces(opening)} call{again}"
-    if wish.required:
+    if rules.required:
         start = calls
-    elif wish.content is not None and not opening:
+    elif rules.content is not None and not opening:
         raise SettingsError("this model writes calls as bare JSON, so tools and response_format exclude each other")
-    elif wish.content is not None:
-        start = f"{calls} | %json {json.dumps(with_options(wish.content, WHITESPACE))}"
+    elif rules.content is not None:
+        start = f"{calls} | %json {json.dumps(with_options(rules.content, WHITESPACE))}"
     elif not opening:  # a call is the whole answer, and a text must begin differently
         lines.append(r"TEXT: /([^{ \n](.|\n)*)?/")
         start = f"{calls} | TEXT"

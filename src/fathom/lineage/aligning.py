@@ -124,7 +124,7 @@ def _head_matching(
     progress("output heads")
     for w, kept in ((a, kept_a[usable]), (b, kept_b[usable])):
         likeness = evidence.head_likeness(w, evidence.middle(kept, kept, evidence.PROBES)[0])
-        if likeness >= evidence.TWINS:
+        if likeness >= evidence.ALIKE:
             almost = f"the head of {w.name} is all but its embedding (cosine {likeness:.2f})"
             return None, [f"{what}: {almost}, so it is no second witness"]
     cross = awm.cross_products(a, b, kept_a[usable], kept_b[usable], canonical.head)

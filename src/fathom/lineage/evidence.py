@@ -30,7 +30,7 @@ PROBES = 1024
 SPREAD_FLOOR = 0.02
 FEWEST = 8  # neurons or channels below which a matching is not evidence
 EMBEDDING, HEAD = range(2)  # seeds: each matching breaks its ties with another one
-TWINS = 0.3  # two matrices of one model with a higher rms cosine are not independent witnesses
+ALIKE = 0.3  # two matrices of one model with a higher rms cosine are not independent witnesses
 ORDERED = 1e-3  # p-value of a rank correlation between index and energy below which channels count as ordered
 STRATUM = 8  # number of channels of similar energy that count as exchangeable
 

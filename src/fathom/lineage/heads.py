@@ -13,7 +13,7 @@ from fathom.lineage import canonical
 from fathom.lineage.weights import Weights
 
 DIRECTIONS = 16
-TWIN = 1e-3  # heads attend alike if the products differ by less, relative to their size
+CLOSE = 1e-3  # heads attend alike if the products differ by less, relative to their size
 DEAD = 1e-4  # relative to the median head's effect
 
 
@@ -46,6 +46,6 @@ def _duplicates(read: Array) -> Array:
     read = read.astype(np.float64)  # differences of squares lose precision in float32
     squares = np.einsum("ij,ij->i", read, read)
     apart = squares[:, None] + squares - 2 * (read @ read.T)
-    near: Array = apart <= TWIN**2 * np.maximum(squares[:, None], squares)
+    near: Array = apart <= CLOSE**2 * np.maximum(squares[:, None], squares)
     np.fill_diagonal(near, True)
     return near.astype(read.dtype)

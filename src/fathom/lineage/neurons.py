@@ -29,7 +29,7 @@ FRAME = 1024  # coordinates of a frame
 SAMPLE = 512  # maximum neurons of a layer for which a partner is searched
 FEWEST_STRINGS = 64
 EXPERTS = 8  # maximum experts of a layer
-TWIN = 1e-5
+CLOSE = 1e-5
 DEAD = 1e-6
 KEY = 1e-3  # keys of duplicates differ by rounding only
 
@@ -183,8 +183,8 @@ def duplicates(read: Array, up: Array) -> Array:
     same = np.zeros(len(before), bool)
     for block in chunks(len(near), 1024):
         one, other = before[near[block]], after[near[block]]
-        close = np.einsum("ij,ij->i", read[one], read[other]) > 1 - TWIN
-        same[near[block]] = close & (np.einsum("ij,ij->i", up[one], up[other]) > 1 - TWIN)
+        close = np.einsum("ij,ij->i", read[one], read[other]) > 1 - CLOSE
+        same[near[block]] = close & (np.einsum("ij,ij->i", up[one], up[other]) > 1 - CLOSE)
     out = np.empty(len(read), np.int64)
     out[place] = np.concatenate([[0], np.cumsum(~same)]) if len(read) else []
     return np.unique(out, return_inverse=True)[1]

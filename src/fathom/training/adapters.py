@@ -91,12 +91,12 @@ def merged(adapters: PeftModel) -> dict[str, Tensor]:
     from peft import get_peft_model
 
     # Merge into another model: this one continues to train, and a sharded model can be neither copied nor merged.
-    twin = get_peft_model(FathomForCausalLM(adapters.config), copy.deepcopy(adapters.peft_config["default"]))
+    copied = get_peft_model(FathomForCausalLM(adapters.config), copy.deepcopy(adapters.peft_config["default"]))
     with torch.no_grad():
-        for (name, own), (same, trained) in zip(twin.named_parameters(), adapters.named_parameters(), strict=True):
+        for (name, own), (same, trained) in zip(copied.named_parameters(), adapters.named_parameters(), strict=True):
             assert name == same
             own.copy_(whole(trained))
-    return {name: parameter.detach() for name, parameter in twin.merge_and_unload().named_parameters()}
+    return {name: parameter.detach() for name, parameter in copied.merge_and_unload().named_parameters()}
 
 
 class AdapterFiles(Hook):
