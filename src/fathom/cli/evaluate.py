@@ -67,7 +67,8 @@ def add(parser: Parser) -> None:
     parser.add_argument(
         "--limit",
         type=int,
-        help="limit the documents per task and domain, for a trial; with --benchmark, the questions drawn at random",
+        help="for a trial: score this many documents of each --tasks task and --perplexity text, or with --benchmark "
+        "this many questions, drawn at random",
     )
     parser.add_argument(
         "--deepened",

@@ -111,7 +111,7 @@ def read_items(path: Path, name: str, question: str | None = None) -> list[Item]
 
 
 def _judged(items: list[Item]) -> list[Item]:
-    """Items as true/false questions, if all their open answers are marks such as T and F."""
+    """Items as true/false questions, if every answer of an item without choices is a mark such as T or F."""
     marks = [None if one.choices else MARKS.get(one.gold.rstrip(".").lower()) for one in items]
     if any(mark is None and not one.choices for mark, one in zip(marks, items, strict=True)):
         return items

@@ -146,7 +146,7 @@ class Filter(Section):
     max_duplicate_9grams: float | None = 0.11
     """share of characters in runs of nine words that occurred before"""
     max_duplicate_10grams: float | None = 0.10
-    """share of characters in runs of ten words that occurred before"""
+    """share of characters in runs of ten words that occur earlier in the document"""
     languages: tuple[str, ...] = ()
     """allowed languages, as ISO 639-1 codes of py3langid; empty disables the check"""
 

@@ -31,7 +31,8 @@ class Spent(NamedTuple):
 
     @classmethod
     def read(cls, curve: Sequence[tuple[float, float]], whole: float) -> Spent:
-        """From FLOPs and accuracy of every evaluation; a run that never solved it needs more than its `whole`."""
+        """From the FLOPs and the accuracy at every evaluation. A run that never solved the puzzle needs more than
+        `whole`, all the FLOPs that it had."""
         before = 0.0
         for at, share in curve:
             if share >= SOLVED:

@@ -20,7 +20,7 @@ class Rules(Section, section="ladder"):
     layers: tuple[int, ...] = ()
     """depth of each model size, small to large; required"""
     hidden: tuple[int, ...] = ()
-    """width of each model size; heads keep their width, the MLP is 8/3 of the width; required"""
+    """width of each model size; heads keep their width, the MLP is 8/3 of the width; must be given"""
     seeds: tuple[int, ...] = ()
     """number of seeds of each model size; required"""
     tokens_per_parameter: tuple[float, ...] = (10.0,)

@@ -102,7 +102,7 @@ def inverse_dct(y: Tensor) -> Tensor:
 
 @lru_cache(maxsize=16)
 def _turn(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """a_t exp(−iπt / 2n), for every coefficient t."""
+    """a_t exp(−iπt / 2n) for every coefficient t, with the DCT's norm a_t."""
     with torch.inference_mode(False):  # training may use it later
         angle = -torch.pi / (2 * n) * torch.arange(n, dtype=dtype, device=device)
         norm = torch.full((n,), math.sqrt(2 / n), dtype=dtype, device=device)

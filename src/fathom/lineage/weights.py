@@ -100,7 +100,7 @@ class Weights:
 
     @property
     def origin(self) -> Origin:
-        """The source of the bytes, with a ledger of reads."""
+        """The object that reads the files, and counts what it read."""
         return self.store.origin
 
     @property

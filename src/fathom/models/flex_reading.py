@@ -36,7 +36,7 @@ FAR = 1 << 30
 
 @dataclass
 class ReadingRule:
-    """What the attention of one pass reads."""
+    """Which keys the queries of one pass may read, and with what bias."""
 
     blocks: BlockMask
     bias: Tensor | None
@@ -108,7 +108,7 @@ def _blocks(
 
 
 def _range(x: Tensor, fill: int, along: int) -> tuple[Tensor, Tensor]:
-    """The least and the greatest of each block of `[B, N]`, with an axis for the blocks of the other side. A last block
+    """The minimum and the maximum of each block of `x`, `[B, N]`, with an axis of size one at `along`. A last block
     that is filled up never reads, or is read, as a whole."""
     blocks = torch.nn.functional.pad(x, (0, -x.shape[1] % BLOCK), value=fill).unflatten(1, (-1, BLOCK))
     return blocks.amin(2).unsqueeze(along), blocks.amax(2).unsqueeze(along)

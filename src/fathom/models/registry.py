@@ -92,7 +92,10 @@ def mechanism_name(config: FathomConfig) -> str:
 
 
 def resolve_options(config: FathomConfig, axis: str) -> dict[str, object]:
-    """The options of an axis with all defaults; a `ValueError` names a wrong key or value."""
+    """The options of `axis` (`mixer`, `residual` or `recurrence`) with all defaults.
+
+    A `ValueError` names a wrong key or value.
+    """
     chosen, given = mechanism(axis, getattr(config, axis)), getattr(config, f"{axis}_options") or {}
     if not isinstance(given, dict):
         raise ValueError(f"{axis}_options must be a dictionary of options, got {given!r}")

@@ -1,4 +1,4 @@
-"""A learning-rate probe: a run that consists of warm-up, and the learning rates with the least gradient norm and loss.
+"""A learning-rate probe: a run of warm-up alone, which finds the learning rates with the least gradient norm and loss.
 Above the learning rate at which the gradient norm starts to rise, steps counteract each other. GeoGalactica chose its
 learning rate there. A probe is one run without a control: a starting point, not the optimum.
 """
