@@ -81,7 +81,7 @@ FOREIGN = {
     # Of the extras.
     "datasets": "evaluation.tasks",
     "lm_eval": "evaluation",
-    "peft": "kvcache.lora training.adapters training.build",
+    "peft": "training.adapters training.build",
     "gguf": "checkpoints.to_gguf checkpoints.gguf",
     "vllm": "inference.vllm_model",
     "llguidance": "inference.structure",

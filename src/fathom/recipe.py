@@ -278,14 +278,11 @@ class KVCache(Section, section="kvcache"):
     """share of the window that a compression keeps, sinks included"""
     kept: int | None = None
     """entries that a compression keeps in addition to the sinks, instead of ratio"""
-    lora_rank: int | None = None
-    """train LoRA adapters of this rank on attention, plus embeddings and norms, merged in the export; null trains all
-    weights"""
 
     def rules(self) -> Iterator[Rule]:
         """Checks beyond the types of the fields."""
         if self.method == "full":
-            for key in ("window", "kept", "lora_rank"):
+            for key in ("window", "kept"):
                 yield getattr(self, key) is None, key, "allowed: null, because kvcache.method=full compresses nothing"
             for key in ("sinks", "ratio"):
                 default = getattr(KVCache, key)
@@ -313,7 +310,6 @@ class KVCache(Section, section="kvcache"):
             most = window - self.sinks - 1
             holds = self.kept is None or 1 <= self.kept <= most
             yield holds, "kept", f"allowed: 1 to {most} with this window and sinks, or null"
-        yield self.lora_rank is None or self.lora_rank >= 1, "lora_rank", "allowed: 1 or more, or null"
 
 
 @dataclass(frozen=True)
@@ -329,7 +325,7 @@ class Lora(Section, section="lora"):
     targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     """modules that get an adapter, by the last part of their names"""
     whole: tuple[str, ...] = ()
-    """modules that are trained in full, such as [embed_tokens] for new tokens"""
+    """modules that are trained in full, by name or pattern, such as [embed_tokens, '*norm']"""
     mechanisms: bool = False
     """whether parameters of mechanisms are trained in full; the merged export has them, RUN/adapter does not"""
 
@@ -410,7 +406,6 @@ class Recipe(Section):
             f"allowed: less than data.sequence_length={length}(a window as long as a sequence is never compressed)"
         )
         yield (kvcache.window or 0) < length, "kvcache.window", shorter
-        yield not (kvcache.lora_rank and self.optim.only), "optim.only", "allowed: empty, with kvcache.lora_rank"
         one_text = data.packing == "windows"
         yield one_text, "data.packing", "allowed: windows, because a compressed cache cannot separate documents"
 
@@ -500,7 +495,6 @@ def _lora_rules(recipe: Recipe) -> Iterator[Rule]:
         return
     yield "from_pretrained" in recipe.model, "lora.rank", "allowed: null, without model.from_pretrained"
     yield not recipe.optim.only, "optim.only", "allowed: empty, with lora.rank"
-    yield recipe.kvcache.lora_rank is None, "kvcache.lora_rank", "allowed: null, with lora.rank"
 
 
 def _schedule_rules(optim: Optim, train: Train) -> Iterator[Rule]:

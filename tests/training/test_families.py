@@ -18,7 +18,7 @@ from tests.tiny import tiny_recipe
 
 VOCAB = 304
 LORA = ("lora.rank=2", "optim.weight_decay=0")
-FREQKV = ("kvcache.method=freqkv", "kvcache.window=16", "kvcache.sinks=2", "kvcache.lora_rank=2")
+FREQKV = ("kvcache.method=freqkv", "kvcache.window=16", "kvcache.sinks=2", "lora.rank=2")
 
 
 def continued(corpus: Path, base: Path, *words: str) -> Recipe:

@@ -16,10 +16,11 @@ from fathom.kvcache import METHODS, NAMES, build_cache, chunks, compress_in_trai
 from fathom.models import FathomForCausalLM
 from fathom.recipe import Recipe
 from fathom.training import build_training, train
-from fathom.training.adapters import adapt
 from fathom.training.kvcache import compressions
 
 FREQKV = ("data.packing=windows", "kvcache.method=freqkv", "kvcache.window=16", "kvcache.sinks=2")
+ADAPTED = ("lora.rank=2", "lora.targets=[q_proj, k_proj, v_proj, o_proj]", "lora.whole=[embed_tokens, '*norm']")
+"""As FreqKV's paper tunes."""
 
 
 def logits_through_a_cache(model: Any, ids: torch.Tensor, kept: int | None = None) -> torch.Tensor:
@@ -97,7 +98,7 @@ def test_adapters_are_merged_in_the_export(recipe: Recipe, tmp_path: Path) -> No
     pytest.importorskip("peft")
     tied = recipe.override("train.export=true", "model.tie_word_embeddings=true")  # as most small models are
     base = FathomForCausalLM.from_pretrained(train(tied, tmp_path / "base").model)
-    words = (*FREQKV, "kvcache.lora_rank=2", f"model.from_pretrained={tmp_path / 'base' / 'model'}")
+    words = (*FREQKV, *ADAPTED, f"model.from_pretrained={tmp_path / 'base' / 'model'}")
     tuned = recipe.override(*words, "train.export=true", "train.steps=4")
 
     whole = train(tuned, tmp_path / "whole")
@@ -120,12 +121,6 @@ def test_adapters_are_merged_in_the_export(recipe: Recipe, tmp_path: Path) -> No
         export(tmp_path / "unfinished", tmp_path / "out")
 
 
-def test_adapters_under_a_cache_are_of_one_process(recipe: Recipe) -> None:
-    words = (*FREQKV, "kvcache.lora_rank=2", "model.from_pretrained=base")
-    with pytest.raises(SettingsError, match=r"kvcache\.lora_rank=2: allowed in one process, here are 2"):
-        adapt(FathomForCausalLM(recipe.config()), recipe.override(*words), world_size=2)
-
-
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -136,8 +131,6 @@ def test_adapters_under_a_cache_are_of_one_process(recipe: Recipe) -> None:
         (("kvcache.window=16",), "kvcache.window=16: allowed: null"),
         (("kvcache.sinks=2",), "kvcache.sinks=2: allowed: 4, because kvcache.method=full compresses nothing"),
         (("kvcache.ratio=0.25",), "kvcache.ratio=0.25: allowed: 0.5, because"),
-        (("kvcache.lora_rank=8",), "kvcache.lora_rank=8: allowed: null"),
-        ((*FREQKV, "kvcache.lora_rank=0"), "kvcache.lora_rank=0: allowed: 1 or more"),
         ((*FREQKV, "kvcache.window=null"), "kvcache.window=null: kvcache.method=freqkv needs it"),
         ((*FREQKV, "kvcache.window=32"), "kvcache.window=32: allowed: less than data.sequence_length=32"),
         ((*FREQKV, "kvcache.sinks=8"), "kvcache.sinks=8: allowed: 0 to 7"),

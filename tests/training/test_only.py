@@ -51,12 +51,6 @@ def test_patterns(corpus: Path) -> None:
 def test_bad_patterns(corpus: Path) -> None:
     with pytest.raises(SettingsError, match=r"optim\.only=model\.recurence: matches no parameter of this model"):
         build_training(tiny_recipe(corpus, "optim.only=[model.recurence]"))
-    with pytest.raises(SettingsError, match=r"optim\.only=.*: allowed: empty, with kvcache\.lora_rank"):
-        tiny_recipe(
-            corpus,
-            *("optim.only=[lm_head]", "data.packing=windows", "kvcache.method=freqkv"),
-            *("kvcache.window=16", "kvcache.lora_rank=4"),
-        )
 
 
 def on_two_ranks(corpus: Path, folder: Path) -> None:

@@ -292,9 +292,7 @@ def _refuse_adapters(run: Path) -> None:
 
 
 def _adapters(run: Path) -> bool:
-    recipe = _recipe_of(run)
-    ranks = ((recipe.kvcache or {}).get("lora_rank"), (recipe.lora or {}).get("rank"))
-    return any(rank is not None for rank in ranks)
+    return (_recipe_of(run).lora or {}).get("rank") is not None
 
 
 def newest_checkpoint(run: Path, say: Callable[[str], None] | None = None) -> Saved | None:

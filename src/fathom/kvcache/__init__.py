@@ -11,7 +11,6 @@ from .accounting import cache_bytes
 from .attention import Compression, compress_in_training
 from .build import METHODS, NAMES, UntunedWarning, build_cache
 from .compressed import compressed
-from .lora import with_lora
 from .memory import MemoryCache
 from .method import Method
 from .prefill import chunks, prefill
@@ -36,5 +35,4 @@ __all__ = [
     "compressed",
     "prefill",
     "watch",
-    "with_lora",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import fnmatch
 import os
 import shutil
 from dataclasses import replace
@@ -15,12 +16,11 @@ from torch import Tensor
 from fathom.checkpoints.layout import ADAPTER, ADAPTER_WEIGHTS
 from fathom.checkpoints.runs import load_tensors, model_directory
 from fathom.errors import SettingsError, to_install
-from fathom.kvcache.lora import with_lora
 from fathom.models.modeling import FathomForCausalLM
 from fathom.models.roles import MechanismModule
 from fathom.recipe import Lora, Recipe
 from fathom.training.hooks import Hook
-from fathom.training.parallel import whole
+from fathom.training.parallel import whole as gathered
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -32,51 +32,40 @@ WRAPPED = "base_model.model."
 """The prefix that peft gives to the name of every parameter."""
 
 
-def adapt(model: FathomForCausalLM, recipe: Recipe, world_size: int) -> PeftModel | None:
+def adapt(model: FathomForCausalLM, recipe: Recipe) -> PeftModel | None:
     """Add adapters to the model if the recipe asks for them, and freeze its other parameters.
 
     Args:
         model: Changed in place; its parameters get peft's names.
-        recipe: `lora`, or `kvcache.lora_rank`.
-        world_size: Number of processes that train; those of `kvcache.lora_rank` need one.
+        recipe: With its `lora`.
     """
-    key, rank = ("lora.rank", recipe.lora.rank) if recipe.lora.rank else ("kvcache.lora_rank", recipe.kvcache.lora_rank)
+    lora, rank = recipe.lora, recipe.lora.rank
     if rank is None:
         return None
-    if world_size > 1 and recipe.lora.rank is None:
-        raise SettingsError(f"{key}={rank}: allowed in one process, here are {world_size}")
-    torch.manual_seed(
-        recipe.train.seed
-    )  # adapters are initialised at random, with the same seed in each run and on each rank
-    try:
-        return _wrapped(model, recipe.lora) if recipe.lora.rank else with_lora(model, rank, alpha=2 * rank)
-    except (ImportError, ValueError) as error:
-        raise SettingsError(f"{key}={rank}: {error}") from error
-
-
-def _wrapped(model: FathomForCausalLM, lora: Lora) -> PeftModel:
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
-        raise ImportError(f"LoRA needs peft: {to_install('lora')}") from error
+        raise SettingsError(f"lora.rank={rank}: LoRA needs peft: {to_install('lora')}") from error
+    # Adapters are initialised at random, with the same seed in each run and on each rank.
+    torch.manual_seed(recipe.train.seed)
     leaves = {name.rpartition(".")[2] for name, _ in model.named_modules()}
     if lora.targets == Lora().targets:  # the default names every projection, but a plain MLP has no gate
         lora = replace(lora, targets=tuple(name for name in lora.targets if name in leaves))
     for key, names in (("targets", lora.targets), ("whole", lora.whole)):
-        if missing := sorted(set(names) - leaves):
+        if missing := [name for name in sorted(names) if not fnmatch.filter(leaves, name)]:
             raise SettingsError(f"lora.{key}: this model has no {missing[0]}")
-    if model.config.tie_word_embeddings and "lm_head" in (*lora.targets, *lora.whole):
+    whole = sorted({leaf for name in lora.whole for leaf in fnmatch.filter(leaves, name)})
+    if model.config.tie_word_embeddings and "lm_head" in (*lora.targets, *whole):
         raise SettingsError(
             "lora: lm_head is the input embedding of this model: name embed_tokens in lora.whole instead"
         )
-    assert lora.rank is not None
     config = LoraConfig(
-        r=lora.rank,
-        lora_alpha=cast("int", 2 * lora.rank if lora.alpha is None else lora.alpha),  # a float will do
+        r=rank,
+        lora_alpha=cast("int", 2 * rank if lora.alpha is None else lora.alpha),  # a float will do
         lora_dropout=lora.dropout,
         target_modules=list(lora.targets),
-        modules_to_save=list(lora.whole) or None,
-        ensure_weight_tying=bool(model.config.tie_word_embeddings) and "embed_tokens" in lora.whole,
+        modules_to_save=whole or None,
+        ensure_weight_tying=bool(model.config.tie_word_embeddings) and "embed_tokens" in whole,
         task_type="CAUSAL_LM",
     )
     wrapped = cast("PeftModel", get_peft_model(cast("PreTrainedModel", model), config))
@@ -95,7 +84,7 @@ def merged(adapters: PeftModel) -> dict[str, Tensor]:
     with torch.no_grad():
         for (name, own), (same, trained) in zip(copied.named_parameters(), adapters.named_parameters(), strict=True):
             assert name == same
-            own.copy_(whole(trained))
+            own.copy_(gathered(trained))
     return {name: parameter.detach() for name, parameter in copied.merge_and_unload().named_parameters()}
 
 

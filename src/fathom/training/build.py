@@ -156,7 +156,7 @@ def build_training(
     model.set_attn_implementation(recipe.train.attention)
     freeze(model, recipe.optim.only)
     compress(model, recipe)
-    adapters = adapt(model, recipe, ranks.world_size)
+    adapters = adapt(model, recipe)
     parallelize(model, ranks, recipe)
     optimizer = Optimizer(model, recipe.optim)
     guard = Guard(recipe.train.skip_spikes, ranks.device, recipe.optim.clip or 0.0)
@@ -183,7 +183,7 @@ def check_model(recipe: Recipe, data: TokenDataset) -> None:
         model = FathomForCausalLM(config)
     freeze(model, recipe.optim.only)
     compress(model, recipe)
-    adapt(model, recipe, world_size=1)
+    adapt(model, recipe)
     shares(model, recipe.optim)
 
 
