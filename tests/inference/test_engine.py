@@ -141,6 +141,12 @@ def test_what_would_fail_in_a_batch_is_refused(engine):
     assert kept.wait() == "length" and len(kept.tokens) == 12
 
 
+def test_trips_that_share_keys_make_the_same_texts():
+    """One bank for each layer, as without a loop."""
+    together, one_by_one = compared("loop", recurrence_options={"trips": 3, "prelude": 1, "kv": "first"})
+    assert together == one_by_one
+
+
 def test_windows_slide_in_each_row():
     kinds = ["full_attention", "sliding_attention"] * 2
     together, one_by_one = compared("loop", layer_types=kinds, use_sliding_window=True, sliding_window=5)

@@ -147,6 +147,11 @@ def test_trips_that_read_one_another(view, monkeypatch):
         build_cache(config, window=64)
 
 
+def test_trips_that_share_keys():
+    with pytest.raises(ValueError, match="kv=first shares keys; use method 'full'"):
+        build_cache(config_of("loop", recurrence_options={"kv": "first"}), window=64)
+
+
 def test_tokens_that_halt(monkeypatch):
     """Trips of one view, but rows of different lengths."""
     config = config_of("loop")

@@ -82,6 +82,24 @@ CASES: dict[str, tuple[str, dict]] = {
         "loop",
         {"recurrence": {"trips": 3, "norm_between": "final", "exit": "joint", "exit_threshold": 0.6}},
     ),
+    "loop-shared": ("loop", {"recurrence": {"trips": 3, "prelude": 1, "coda": 1, "kv": "first"}}),
+    "loop+depth_attention-shared": ("loop+depth_attention", {"recurrence": {"trips": 2, "prelude": 1, "kv": "first"}}),
+    "loop+depth_attention-first": (
+        "loop+depth_attention",
+        {"recurrence": {"trips": 3, "prelude": 1, "coda": 1}, "mixer": {"across_trips": "first", "stride": 1}},
+    ),
+    "latent_cot+depth_attention-first": (
+        "latent_cot+depth_attention",
+        {"recurrence": {"trips": 3, "tau": 0.2}, "mixer": {"across_trips": "first", "stride": 2}},
+    ),
+    "loop+hyper_connections-visits": (
+        "loop+hyper_connections",
+        {"recurrence": {"trips": 3, "prelude": 1}, "residual": {"streams": 2, "per_visit": True}},
+    ),
+    "latent_cot+hyper_connections-visits": (
+        "latent_cot+hyper_connections",
+        {"recurrence": {"trips": 2, "tau": 0.3}, "residual": {"streams": 2, "per_visit": True}},
+    ),
     "loop+depth_attention": ("loop+depth_attention", {"recurrence": {"trips": 2}}),
     "loop+depth_attention-grid": (
         "loop+depth_attention",
@@ -173,7 +191,19 @@ CASES["depth_attention-normed@llama"] = (
     "depth_attention",
     {"mixer": {"norm_scores": True}, "backbone": BACKBONES["llama"]},
 )
-LATER = ("-blend", "-diagonal", "-dense", "-sparse", "-snapshot", "-free", "-middle", "-last", "-delta", "-exit")
+LATER = (
+    "-blend",
+    "-diagonal",
+    "-dense",
+    "-sparse",
+    "-snapshot",
+    "-free",
+    "-middle",
+    "-last",
+    "-delta",
+    "-exit",
+    "-shared",
+)
 FAST = [case for case in CASES if not set("+@") & set(case) and not case.endswith(LATER)]
 FAST += ["loop+depth_attention-grid", "latent_cot+depth_attention"]
 FAST += ["depth_attention@neox", "attention_residuals@neox", "ponder@gpt2", "loop@olmo2", "latent_cot@gemma"]

@@ -149,6 +149,8 @@ def between(without: Array, result: Array, options: dict[str, Any]) -> Array:
 class Plain:
     """One sum."""
 
+    trip = 0
+
     def __init__(self, oracle: Oracle, x: Array) -> None:
         self.o, self.x = oracle, x
 
@@ -157,6 +159,8 @@ class Plain:
         layer, half = divmod(sublayer, 2)
         last = layer == self.o.layers
         place = "model.final_residual" if last else f"model.layers.{layer}.{('attn', 'mlp')[half]}_residual"
+        if self.trip and self.o.repeats(layer) and self.o.residual.get("per_visit"):
+            place = f"model.layers.{layer}.again.{self.trip - 1}.{('attn', 'mlp')[half]}"
         return self.o.w[f"{place}.{name}"]
 
     def read(self, sublayer: int) -> Any:
@@ -392,6 +396,14 @@ class Oracle:
         """Trips beyond the first, without a budget."""
         return self.options.get("trips", 1) - 1
 
+    def repeats(self, layer: int) -> bool:
+        """Whether every trip goes through a layer."""
+        return self.prelude <= layer < self.layers - self.coda
+
+    def borrows(self, layer: int, trip: int) -> bool:
+        """Whether a visit reads what the layer's first one made, and makes no keys and values."""
+        return trip > 0 and self.repeats(layer) and self.options.get("kv") == "first"
+
     # --- sub-layers ---
 
     def unit(self, x: Array) -> Array:
@@ -482,7 +494,8 @@ class Oracle:
         """The (layer, trip) of this token that a mixer reads beside its own value."""
 
         def ran(other: int, k: int) -> tuple[int, int]:
-            return (other, 0) if other < self.prelude else (other, k)  # the prelude stands for itself in every trip
+            alone = other < self.prelude or self.borrows(other, k)
+            return (other, 0) if alone else (other, k)  # the prelude stands for itself in every trip
 
         if self.config["mixer"] == "value_residual":
             return {ran(0, trip)} if layer else set()
@@ -491,7 +504,11 @@ class Oracle:
         def grid(top: int) -> list[int]:
             return [i for i in range(top) if i % stride == 0 or i >= top - window]
 
-        rule = self.mixer["across_trips"] or ("same_layer" if self.recurrence == "loop" else "none")
+        own_trips = self.recurrence == "loop" and self.options["kv"] == "own"
+        rule = self.mixer["across_trips"] or ("same_layer" if own_trips else "none")
+        if rule == "first":  # the first time that a source was passed, whenever that was, of all passed before
+            passed = {i for i in range(self.layers) if (i in grid(self.layers) and trip) or i in grid(layer)}
+            return {min(p for p in own if p[0] == i) for i in passed if any(p[0] == i for p in own)}
         found = {ran(i, trip) for i in grid(layer)}
         if rule == "same_layer":
             found |= {(layer, k) for k in range(trip)}
@@ -537,6 +554,7 @@ class Oracle:
         """Once through the layers: the stream after them, un-normed. `own` holds this token's keys and mixed values,
         and `first` is what the first trip's looped layers made."""
         stream = STREAMS[self.config["residual"]](self, step.x)
+        stream.trip = trip
         if step.alive:
             row.halt[token.column] = trip
         begin, last = self.prelude if trip else 0, self.layers - (0 if trip == depth else self.coda)
@@ -550,13 +568,16 @@ class Oracle:
             beside = stream.read(2 * layer + 1) if self.config["parallel_residual"] else None
             ways = [self.before(way, layer, 0) for way in (x if isinstance(x, tuple) else (x, x, x))]
             query, key, value = self.project(stream.gained(2 * layer, ways), layer, token.position)
-            if self.config["mixer"] != "none":
+            borrows = self.borrows(layer, trip)
+            if self.config["mixer"] != "none" and not borrows:
                 found = [own[place] for place in sorted(self.sources(layer, trip, own))]
                 value = self.mixed(query, key, value, found)
-            own[layer, trip] = key, value
-            if step.alive:
+            if not borrows:
+                own[layer, trip] = key, value
+            if step.alive and not borrows:
                 row.slots[layer].append(Slot(token.column, trip, key, value, step.bias))
-            seen = [slot for slot in row.slots[layer] if self.visible(row, token, trip, slot, layer)]
+            read = 0 if borrows else trip
+            seen = [slot for slot in row.slots[layer] if self.visible(row, token, read, slot, layer)]
             stream.write(2 * layer, self.update(self.attend(query, seen, layer), layer, 0))
             x = stream.read(2 * layer + 1) if beside is None else beside
             made = self.mlp(self.before(x, layer, 1), f"model.layers.{layer}.mlp")

@@ -54,6 +54,28 @@ def config(**keys):
         ),
         ({"mixer": "depth_attention", "mixer_options": {"recent_layers": -1}}, "recent_layers"),
         ({"mixer": "depth_attention", "mixer_options": {"across_trips": "grid"}}, "across_trips must be one of none"),
+        (
+            {
+                **{"mixer": "depth_attention", "mixer_options": {"across_trips": "first"}},
+                **{"recurrence": "loop", "recurrence_options": {"kv": "first"}},
+            },
+            "across_trips must be one of none with recurrence=loop and shared keys and values, got first",
+        ),
+        (
+            {"residual": "hyper_connections", "residual_options": {"per_visit": True}},
+            "residual_options.per_visit: recurrence=once makes one trip; set per_visit to false",
+        ),
+        (
+            {"residual": "hyper_connections", "residual_options": {"per_visit": True}, "recurrence": "ponder2"},
+            "per_visit: recurrence=ponder2 makes all its trips in one pass",
+        ),
+        (
+            {
+                **{"residual": "hyper_connections", "residual_options": {"per_visit": True}},
+                **{"recurrence": "loop", "recurrence_options": {"trips": 2, "trips_range": [2, 4]}},
+            },
+            "per_visit: set recurrence_options.trips to 4, the most, got 2",
+        ),
         ({"mixer_options": {"stride": 2}}, r"stride is not an option of none \(it has: none\)"),
         ({"residual": "denseformer", "residual_options": {"period": 9}}, "residual_options.period"),
         ({"residual": "attention_residuals", "residual_options": {"variant": "x"}}, "variant must be one of block_sum"),

@@ -191,6 +191,19 @@ def test_the_cache_of_a_later_transformers_is_refused(mechanism):
     assert cache.get_seq_length() == 0
 
 
+@pytest.mark.parametrize("backend,argument", [("sdpa", "cache"), ("sglang", "attention_instances"), ("vllm", None)])
+def test_shared_keys_are_refused(monkeypatch, backend, argument):
+    """An engine would store what a later trip does not make; also one that has a bank for every visit."""
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, backend, lambda *args, **kwargs: None)
+    config = config_of("loop", recurrence_options={"trips": 3, "kv": "first"})
+    config._attn_implementation = backend
+    given = {argument: dict.fromkeys(range(12))} if argument else {}
+    with pytest.raises(ValueError, match=r"recurrence_options\.kv=first later trips make none"):
+        FathomModel(config).eval()(tokens(1, 4), **given)
+    with pytest.raises(ValueError, match=r"passes cache= .* with recurrence_options\.kv=first"):
+        batched(build(config_of("loop-shared")))
+
+
 @pytest.mark.parametrize("backend", ["sdpa", "eager", "flash_attention_2", "flex_attention", "fathom_kvcache"])
 def test_backends_that_leave_the_cache_to_the_model(backend):
     model = FathomModel(config_of("loop"))

@@ -5,7 +5,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from fathom.models import FathomForCausalLM
-from fathom.models.cost import count_parameters
+from fathom.models.cost import count_parameters, mechanism_cost
 from fathom.models.hyper_connections import FLOOR, HyperConnections, sinkhorn, sinkhorn_logs, sinkhorn_numbers
 from fathom.models.registry import MECHANISMS
 
@@ -314,6 +314,49 @@ def test_mixing_logits_are_spared_weight_decay():
     module = HyperConnections(case(), 0)
     for name in module.no_weight_decay:
         assert module.get_parameter(name).ndim > 1, "others are spared for their dimensions"
+
+
+# --- parameters for each visit ----------------------------------------------------------------------------------------
+
+
+def visiting(**residual):
+    loop = {"trips": 3, "prelude": 1}
+    residual = {"streams": 2, **residual}
+    return config_of("hyper_connections", recurrence="loop", recurrence_options=loop, residual_options=residual)
+
+
+def test_equal_parameters_for_each_visit_are_shared_ones():
+    shared, ids = build(visiting()), tokens(2, 9)
+    model = FathomForCausalLM(visiting(per_visit=True)).eval()
+    weights = shared.state_dict()
+    for name in model.state_dict():
+        layer, again, rest = name.partition(".again.")
+        if again:
+            half, parameter = rest.split(".", 1)[1].split(".", 1)
+            weights[name] = weights[f"{layer}.{half}_residual.{parameter}"]
+    model.load_state_dict(weights)
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, shared(ids).logits)
+
+
+@pytest.mark.parametrize("trip", [1, 2])
+def test_a_trip_reads_its_own_parameters(trip):
+    """And no other trip does: with fewer trips they are not read."""
+    model, ids = build(visiting(per_visit=True)), tokens(2, 9)
+    with torch.no_grad():
+        before = {trips: model(ids, max_trips=trips).logits for trips in (1, 2, 3)}
+        for layer in model.model.layers[1:]:
+            layer.again[trip - 1]["mlp"].post_logits.add_(1)
+        after = {trips: model(ids, max_trips=trips).logits for trips in (1, 2, 3)}
+    assert [torch.equal(before[trips], after[trips]) for trips in (1, 2, 3)] == [k < trip for k in range(3)]
+
+
+def test_layers_outside_the_loop_have_one_set():
+    model = FathomForCausalLM(visiting(per_visit=True))
+    assert [len(layer.again) for layer in model.model.layers] == [0, 2, 2, 2]
+    assert mechanism_cost(model.config).parameters == count_parameters(model.config) - count_parameters(
+        config_of("vanilla")
+    )
 
 
 @pytest.mark.parametrize("name,value", [("streams", 0), ("sinkhorn_iterations", -1)])

@@ -116,7 +116,7 @@ def uniform_mix(query, key, value, sources):
 
 
 @pytest.mark.parametrize("mixer,mix", [("depth_attention", softmax_mix), ("uniform_depth", uniform_mix)])
-@pytest.mark.parametrize("rule", ["same_layer", "grid", "none"])
+@pytest.mark.parametrize("rule", ["same_layer", "grid", "none", "first"])
 @pytest.mark.parametrize("count,prelude,coda,stride", [(3, 0, 0, 2), (2, 1, 1, 2), (3, 2, 0, 1)])
 def test_sources_across_trips(mixer, mix, rule, count, prelude, coda, stride):
     options = {"stride": stride, "across_trips": rule}
@@ -128,7 +128,7 @@ def test_sources_across_trips(mixer, mix, rule, count, prelude, coda, stride):
         return unrolled(oracle, ids, [i for i, _ in order], lambda p: sources_of(order, p, stride, 0, rule), mix)
 
     agree(model, ids, truth(rule), oracle)
-    others = {"same_layer", "grid", "none"} - {rule}
+    others = {"same_layer", "grid", "none", "first"} - {rule}
     with torch.no_grad():
         for other in others:
             assert (truth(other) - model(ids).logits).abs().max() > 1e-4
@@ -190,6 +190,70 @@ def test_declared_flops_are_counted(count, prelude, coda):
     assert counted[0] - counted[1] == extra + (visits - 4) * full
     head_less = flops_per_token(config, length) - flops_per_token(config_of("vanilla"), length)
     assert head_less == extra + (visits - 4) * attention_flops(config, 0, length)
+
+
+# --- keys and values of the first trip --------------------------------------------------------------------------------
+
+
+def sharing(count, prelude=0, coda=0, **keys):
+    options = {"trips": count, "prelude": prelude, "coda": coda, "kv": "first"}
+    return config_of("loop", recurrence_options=options, **keys)
+
+
+def read_once(oracle, ids, order):
+    """Logits where a layer attends to what it made when it was passed first."""
+    x, made = oracle.embedding[ids], {}
+    for layer in order:
+        query, key, value = oracle.project(layer, oracle.rms(x, f"model.layers.{layer}.input_layernorm.weight"))
+        x = x + oracle.attend(layer, query, *made.setdefault(layer, (key, value)))
+        x = x + oracle.mlp(layer, x)
+    return oracle.logits(x)
+
+
+@pytest.mark.parametrize("count,prelude,coda", [(2, 0, 0), (3, 1, 1)])
+@pytest.mark.parametrize("keys", [{}, SLIDING, {"k_norm_position": "after_rope"}], ids=["full", "sliding", "late"])
+def test_later_trips_read_what_the_first_one_made(count, prelude, coda, keys):
+    model, ids = build(sharing(count, prelude, coda, **keys), dtype=torch.float64), tokens(2, 9)
+    oracle, order = Oracle(model), [i for i, _ in order_of(4, count, prelude, coda)]
+    agree(model, ids, read_once(oracle, ids, order), oracle)
+    own = FathomForCausalLM(looped(count, prelude, coda, **keys)).eval().double()
+    own.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        assert (own(ids).logits - model(ids).logits).abs().max() > 1e-3
+
+
+@every_shape
+def test_shared_keys_are_stored_and_made_once(count, prelude, coda):
+    config, ids, length = sharing(count, prelude, coda), tokens(1, 16), 16
+    model, cache = build(config), DynamicCache(config=config)
+    with torch.no_grad():
+        for part in ids.split([5, 1, 10], 1):
+            model(part, past_key_values=cache)
+    held = sum(t.nbytes for layer in cache.layers for t in (layer.keys, layer.values))
+    assert held == length * cache_bytes_per_token(config, 4) == length * cache_bytes_per_token(config_of("vanilla"), 4)
+    counted = []
+    for c in (config, config_of("vanilla")):
+        model = build(c)
+        model.set_attn_implementation("eager")
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            model(ids, use_cache=False)
+        counted.append(counter.get_total_flops() / length)
+    again = len(layers_of(config)) - 4
+    full = attention_flops(config, 0, 2 * length - 1)
+    assert counted[0] - counted[1] == mechanism_cost(config).flops + again * full
+
+
+def test_in_a_budget_of_one_trip_nothing_is_shared():
+    model, ids = build(sharing(3, 1)), tokens(2, 9)
+    plain = FathomForCausalLM(config_of("vanilla")).eval()
+    plain.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        assert torch.equal(model(ids, max_trips=1).logits, plain(ids).logits)
+
+
+def test_drafts_need_keys_of_their_own():
+    with pytest.raises(ValueError, match=r"draft_trips: .* set recurrence_options\.kv to own"):
+        build(sharing(3)).generate(tokens(1, 4), max_new_tokens=3, draft_trips=1)
 
 
 # --- what further trips are given of the entry ------------------------------------------------------------------------
@@ -291,7 +355,7 @@ def test_more_trips_than_trained_may_be_asked_for():
     "options",
     [
         *({"injection": "add"}, {"norm_between": "own"}, {"norm_between": "final"}),
-        *({"damping": 0.5}, {"blend": 0.5}, {"blend_steps": 5}),
+        *({"damping": 0.5}, {"blend": 0.5}, {"blend_steps": 5}, {"kv": "first"}),
     ],
 )
 def test_only_a_plain_loop_is_a_deeper_qwen3(options):
@@ -314,6 +378,7 @@ def test_the_entry_has_a_price():
     "options,says",
     [
         ({"injection": "linear"}, "recurrence_options.injection must be none, add or diagonal, got 'linear'"),
+        ({"kv": "last"}, "recurrence_options.kv must be own or first, got 'last'"),
         ({"norm_between": "both"}, "recurrence_options.norm_between must be none, final or own, got 'both'"),
         ({"entry_norm": True}, "nothing is injected"),
         ({"trips": 3, "trips_range": [4, 6]}, r"trips must lie in trips_range \[4, 6\], got 3"),

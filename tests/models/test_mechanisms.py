@@ -390,7 +390,7 @@ def test_checkpointing_changes_nothing(case):
 def test_reentrant_checkpointing_changes_nothing_or_is_refused(case):
     model, ids = build(config_of(case), dtype=torch.float64), tokens(2, 16)
     plain = gradients(model, ids)
-    more = any(visit.sources for trip in model.model.plan for visit in trip)
+    more = any(visit.sources or visit.borrows for trip in model.model.plan for visit in trip)
     more |= model.config.recurrence in ("ponder2", "ponder3", "adaponder", "latent_cot")
     if more or model.config.recurrence_options.get("view", "same") != "same":
         with pytest.raises(ValueError, match="use_reentrant=True cannot follow the gradients"):

@@ -2,7 +2,8 @@
 
 A case is a pure function of its seed: a composition, its options and weights, and what is done with the model (chunks,
 padding, packing, mutations of the cache and reading on, generating, training). Seeds below 10,000 have Qwen3's
-backbone; those above draw one as well, and those above 20,000 the newer mechanisms too.
+backbone; those above draw one as well, those above 20,000 the newer mechanisms too, and those above 22,000 what loops
+share between trips and what they do not.
 `python -m tests.models.test_oracle 17` runs one again, and with a second number as many from there on.
 """
 
@@ -60,6 +61,11 @@ OTHERS = 10_000
 """The first seed that draws a backbone; before it all are Qwen3's."""
 NEIGHBOURS = 20_000
 """The first seed that draws mechanisms which `COMPOSITIONS` and `draw_options` lack."""
+SHARING = 22_000
+"""The first seed that draws what trips share, in compositions that have several trips."""
+SHARED = [
+    c for c in COMPOSITIONS if c[0] == "loop" or (c[0] in ("ponder", "adaponder", "latent_cot") and "hyper" in c[1])
+]
 MORE = ("generate", "train", "train")
 """Further kinds of use, which every fourth of these seeds has."""
 
@@ -162,8 +168,9 @@ def draw_config(rng: random.Random, seed: int) -> dict[str, Any]:
     """A small model; neighbouring seeds have different compositions, 112 of them all there are."""
     heads, kv_heads = rng.choice(((4, 1), (4, 2), (4, 4), (2, 1), (2, 2)))
     layers = rng.choice((2, 2, 3))
+    compositions = SHARED if seed >= SHARING else COMPOSITIONS
     config: dict[str, Any] = {
-        **dict(zip(NAMES, COMPOSITIONS[seed * 31 % len(COMPOSITIONS)], strict=True)),
+        **dict(zip(NAMES, compositions[seed * 31 % len(compositions)], strict=True)),
         **{"vocab_size": rng.randint(11, 31), "hidden_size": rng.choice((8, 12, 20)), "intermediate_size": 12},
         **{"num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv_heads},
         **{"head_dim": rng.choice((4, 6)), "max_position_embeddings": 128, "pad_token_id": 0},
@@ -269,6 +276,8 @@ def draw(seed: int) -> Case:
     case = draw_use(seed)
     if seed >= NEIGHBOURS:
         draw_neighbour(random.Random(f"neighbour {seed}"), case.config)
+    if seed >= SHARING:
+        draw_sharing(random.Random(f"sharing {seed}"), case)
     draw_blend(random.Random(f"blend {seed}"), case.config)
     if seed < OTHERS:
         return case
@@ -368,6 +377,22 @@ def draw_neighbour(rng: random.Random, config: dict[str, Any]) -> None:
         }
     elif config["residual"] == "attention_residuals" and rng.random() < 0.7:
         config["residual_options"]["variant"] = rng.choice(("delta", "delta_block"))
+
+
+def draw_sharing(rng: random.Random, case: Case) -> None:
+    """What trips share: keys and values, a mixer's sources; and what they do not: a residual's parameters."""
+    config = case.config
+    loop, mixer, view = config["recurrence_options"], config["mixer_options"], view_of(config)
+    if config["recurrence"] == "loop" and rng.random() < 0.5:
+        loop["kv"] = "first"
+        mixer |= {"across_trips": None} if "across_trips" in mixer else {}
+    elif "across_trips" in mixer and view != "all" and rng.random() < 0.6:
+        mixer["across_trips"] = "first"
+    if config["residual"] == "hyper_connections" and view != "all" and rng.random() < 0.8:
+        config["residual_options"]["per_visit"] = True
+        loop.pop("trips_max", None)
+        loop.pop("trips_range", None)
+        case.budget = None if case.budget is None else min(case.budget, trips_of(config))
 
 
 def draw_chunks(rng: random.Random, kind: str, length: int) -> list[tuple[str, int]]:

@@ -38,6 +38,10 @@ def sources_of(order, position, stride, window, rule):
     own_trip = {max(p for p in earlier if order[p][0] == i) for i in below}
     if rule == "same_layer":
         return own_trip | {p for p in earlier if order[p][0] == layer}
+    if rule == "first":  # what was passed first, of all layers that a later trip's top would read
+        top = {i for i, _ in order if i % stride == 0 or max(order)[0] + 1 - window <= i}
+        named = below | (top if order[position][1] else set())
+        return {min(p for p in earlier if order[p][0] == i) for i in named if i in {order[p][0] for p in earlier}}
     if rule == "grid":
         assert window == 0
         return {p for p in earlier if order[p][0] % stride == 0}
@@ -49,7 +53,7 @@ def schedules(draw):
     layers = draw(st.integers(1, 9))
     prelude = draw(st.integers(0, layers - 1))
     coda = draw(st.integers(0, layers - 1 - prelude))
-    rule = draw(st.sampled_from(["none", "same_layer", "grid"]))
+    rule = draw(st.sampled_from(["none", "same_layer", "grid", "first"]))
     window = 0 if rule == "grid" else draw(st.integers(0, layers))
     return layers, draw(st.integers(1, 4)), prelude, coda, draw(st.integers(1, layers)), window, rule
 
@@ -68,8 +72,23 @@ def test_plan_is_the_rules(schedule):
         assert all(source < v.index for source in v.sources)
     read = {source for v in visits for source in v.sources}
     assert [v.kept for v in visits] == [v.index in read for v in visits]
-    # The index is the cache layer too: one per visit, in the order in which they are written.
-    assert [v.index for v in visits] == list(range(len(order)))
+    assert [v.bank for v in visits] == list(range(len(order))), "one for each visit, in the order of writing"
+    assert not any(v.borrows for v in visits)
+
+
+@settings(max_examples=50, deadline=None)
+@given(schedules())
+def test_a_plan_that_shares_keys_has_a_bank_for_each_layer(schedule):
+    layers, count, prelude, coda, stride, window, _ = schedule
+    loop = {"trips": count, "prelude": prelude, "coda": coda, "kv": "first"}
+    mixer = {"stride": stride, "recent_layers": window}
+    config = config_of("loop+depth_attention", num_hidden_layers=layers, recurrence_options=loop, mixer_options=mixer)
+    order = order_of(layers, count, prelude, coda)
+    first = {layer: order.index((layer, trip)) for layer, trip in reversed(order)}
+    for v in visits_of(config):
+        assert v.bank == v.layer and v.borrows == (v.index != first[v.layer])
+        below = {i for i in range(v.layer) if i % stride == 0 or v.layer - window <= i}
+        assert set(v.sources) == (set() if v.borrows else {first[i] for i in below})
 
 
 def candidates(config):
@@ -82,6 +101,7 @@ def test_sum_of_mixed_values_over_trips():
     assert candidates(looped(24, 3, stride=12, across_trips="same_layer")) == [57, 82, 106]
     assert candidates(looped(24, 3, stride=12, across_trips="grid")) == [57, 106, 154]
     assert candidates(looped(24, 3, stride=12, across_trips="none")) == [57, 57, 57]
+    assert candidates(looped(24, 3, stride=12, across_trips="first")) == [57, 72, 72]  # of 24 layers: 0, 12 and own
     assert [57 + 82 + 106, 57 + 106 + 154, 3 * 57] == [245, 317, 171]
 
 

@@ -36,7 +36,7 @@ from fathom.models.slot_cache import (
     trim_slots,
 )
 from fathom.models.slot_table import with_spare
-from fathom.models.slots import joined
+from fathom.models.slots import banks_of, joined
 from fathom.models.speculation import Speculation, Stages, check_speculation, side_by_side
 
 if TYPE_CHECKING:
@@ -600,10 +600,10 @@ def _slotted(model: PreTrainedModel) -> bool:
 
 
 def banks(model: PreTrainedModel, trips: int | None) -> int:
-    """Most layers of keys and values of a row: one for each visit."""
+    """Most layers of keys and values of a row: one for each bank."""
     if not isinstance(model, FathomForCausalLM):
         return int(model.config.num_hidden_layers)
-    return sum(len(trip) for trip in model.model.plan_of(trips_of(model, trips)))
+    return len(banks_of(model.model.plan_of(trips_of(model, trips))))
 
 
 def trips_of(model: PreTrainedModel, trips: int | None) -> int:

@@ -311,5 +311,7 @@ def _refuse_fathom(config: PreTrainedConfig) -> None:
             f"recurrence {config.recurrence!r} reads other trips (view {view.name}), so several entries share a "
             "position; use method 'full', or a recurrence of view SAME"
         )
+    if recurrence.shares(config):
+        raise ValueError(f"recurrence_options.kv={config.recurrence_options['kv']} shares keys; use method 'full'")
     if recurrence.halts:
         raise ValueError(f"recurrence {config.recurrence!r} lets tokens halt one by one; use method 'full'")

@@ -15,7 +15,7 @@ from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 
 from .foreign import reader
 from .norms import NORMS
-from .registry import AXES, check_trips, recurrence_class, resolve_options
+from .registry import AXES, check_trips, check_visits, recurrence_class, resolve_options
 
 CHOICES = {
     "norm": tuple(NORMS),
@@ -161,6 +161,7 @@ class FathomConfig(Qwen3Config):
             setattr(self, f"{axis}_options", resolve_options(self, axis))
         self.base_model_tp_plan = self._tensor_parallel_plan()
         check_trips(self)
+        check_visits(self)
         most = recurrence_class(self).most_trips(self)
         if self.max_trips is not None and not 1 <= self.max_trips <= most:
             raise ValueError(

@@ -20,7 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .registry import DEFAULTS
 from .roles import View
-from .slots import Visit
+from .slots import Visit, banks_of
 
 if TYPE_CHECKING:
     from .configuration import FathomConfig
@@ -78,10 +78,10 @@ def take_banks(attentions: Iterable[Attention], plan: Visits) -> nn.ModuleDict:
     for visit in (visit for trip in plan for visit in trip):
         attention = layers[visit.layer]
         if not attention.banks:
-            attention.layer_idx = visit.index
-            attention.banks[visit.index] = attention
+            attention.layer_idx = visit.bank
+            attention.banks[visit.bank] = attention
         else:
-            made[str(visit.index)] = attention.banks[visit.index] = Bank(attention, visit.index)
+            made[str(visit.bank)] = attention.banks[visit.bank] = Bank(attention, visit.bank)
     return made
 
 
@@ -95,9 +95,9 @@ def seat(attention: Attention, bank: int | None, arguments: Mapping[str, object]
 
 
 def engine_config(config: FathomConfig, plan: Visits) -> FathomConfig:
-    """The configuration for an engine: one layer for each visit."""
+    """The configuration for an engine: one layer for each bank."""
     unrolled = copy.deepcopy(config)
-    layers = [visit.layer for trip in plan for visit in trip]
+    layers = banks_of(plan)
     unrolled.num_hidden_layers = len(layers)
     unrolled.layer_types = [config.layer_types[layer] for layer in layers]
     return unrolled
@@ -136,12 +136,17 @@ def check_engine(
     if backend.startswith(BACKENDS) and foreign is None:
         return
     engine = f"attn_implementation={backend}" if foreign is None else f"an engine that passes {foreign}="
-    needed = sum(map(len, plan))
+    needed = len(banks_of(plan))
     if recurrence.halts or recurrence.view is not View.SAME:
         why = "tokens halt at different trips" if recurrence.halts else "trips read other trips"
         raise ValueError(
             f"{engine} keeps one key and value for each token and layer, and {config.recurrence} needs slots: {why}. "
             "Use `generate` or `fathom serve`"
+        )
+    if recurrence.shares(config):
+        raise ValueError(
+            f"{engine} stores keys and values wherever it attends, and with recurrence_options.kv="
+            f"{config.recurrence_options['kv']} later trips make none. Use `generate` or `fathom serve`"
         )
     if foreign is None and (arguments is None and backend.startswith(ENGINES)):
         return  # the first forward pass shows how many banks it has

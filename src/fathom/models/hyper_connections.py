@@ -30,7 +30,7 @@ from .blend import BlendedResidual, BlendOptions, blending_cost
 from .loss import is_bare
 from .numerics import few, widen
 from .rms_norm import RMSNorm
-from .roles import Cost, Mechanism, Residual, ResidualOptions, ResidualState, WriteContext
+from .roles import Cost, Mechanism, Residual, ResidualState, VisitOptions, WriteContext
 
 if TYPE_CHECKING:
     from .configuration import FathomConfig
@@ -40,7 +40,7 @@ FLOOR = 1e-12
 
 
 @dataclass(frozen=True)
-class HyperConnectionsOptions(ResidualOptions, BlendOptions):
+class HyperConnectionsOptions(VisitOptions, BlendOptions):
     """Options of `hyper_connections`."""
 
     streams: int = 4
@@ -379,8 +379,9 @@ def cost(config: FathomConfig, visits: Sequence[Visit], scalar: int) -> Cost:
     n, width, iterations = options.streams, config.hidden_size, options.sinkhorn_iterations
     maps = n * n + 2 * n
     sublayers, trips = 2 * len(visits), visits[-1].trip + 1
+    sets = len(visits) if options.per_visit else config.num_hidden_layers
     return blending_cost(width, sublayers + trips, scalar, options.blends) + Cost(
-        parameters=2 * config.num_hidden_layers * ((maps + 1) * n * width + maps + 3) + n,
+        parameters=2 * sets * ((maps + 1) * n * width + maps + 3) + n,
         flops=sublayers * (2 * maps * n * width + (4 * n + 2 * n * n) * width) + 2 * n * width * trips,
         elementwise_flops=sublayers * (4 * n * width + 4 * iterations * n * n + 4 * maps),
         transient_bytes=scalar * (n - 1) * width,

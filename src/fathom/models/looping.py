@@ -10,6 +10,9 @@ the prelude, and n a norm between trips:
               add         x_{k+1} = n(r_k) + e
               diagonal    x_{k+1} = exp(-Δ ⊙ exp(a)) ⊙ n(r_k) + Δ ⊙ B e        Δ = softplus(δ)
 
+With `kv: first` later trips make queries only, and attend to the keys and values that each layer made in the first:
+the cache is that of a model without a loop.
+
 With `damping` δ a trip moves the stream by a part of what the looped layers g would, and with `blend` λ the loop ends
 between the first trip's result and its own; x_0 is what entered the loop, K the number of trips:
 
@@ -50,6 +53,7 @@ if TYPE_CHECKING:
 
 INJECTIONS = ("none", "add", "diagonal")
 NORMS = ("none", "final", "own")
+KEPT = ("own", "first")
 DECAY = math.sqrt(0.2)
 """The diagonal's factor on the stream at the start."""
 
@@ -76,6 +80,8 @@ class LoopOptions(DrawnOptions, EarlyLossOptions, ExitOptions, BlendOptions):
     """Whether e is normed before it is injected."""
     norm_between: str = "none"
     """The norm of the stream between trips: `none`, `final` (the model's last norm) or `own`."""
+    kv: str = "own"
+    """The keys and values that later trips attend to: `own`, or `first`, those which the layer made in the first."""
     damping: float = 1.0
     """Damping δ: the fraction of its update by which a trip moves the stream; 1 is the plain loop."""
 
@@ -105,6 +111,8 @@ class LoopOptions(DrawnOptions, EarlyLossOptions, ExitOptions, BlendOptions):
             raise ValueError(f"recurrence_options.injection must be {_or(INJECTIONS)}, got {self.injection!r}")
         if self.norm_between not in NORMS:
             raise ValueError(f"recurrence_options.norm_between must be {_or(NORMS)}, got {self.norm_between!r}")
+        if self.kv not in KEPT:
+            raise ValueError(f"recurrence_options.kv must be {_or(KEPT)}, got {self.kv!r}")
         if self.entry_norm and self.injection == "none":
             raise ValueError("recurrence_options.entry_norm: nothing is injected; set injection to add or diagonal")
         drawn = check_trips_range(self.trips_range, self.trips)
@@ -124,7 +132,7 @@ class LoopOptions(DrawnOptions, EarlyLossOptions, ExitOptions, BlendOptions):
     def is_plain(self) -> bool:
         """Whether trips are nothing but further layers of a plain decoder."""
         altered = self.injection != "none" or self.norm_between != "none" or self.damping < 1
-        return not (altered or self.blends or self.exits)
+        return not (altered or self.blends or self.exits or self.kv != "own")
 
 
 class Loop(Blended, DrawnTrips, EarlyReadout, ExitGate):
@@ -179,6 +187,11 @@ class Loop(Blended, DrawnTrips, EarlyReadout, ExitGate):
         """The layers between prelude and coda."""
         options = LoopOptions.of(config)
         return options.prelude, config.num_hidden_layers - options.coda
+
+    @classmethod
+    def shares(cls, config: FathomConfig) -> bool:
+        """As the option says."""
+        return LoopOptions.of(config).kv == "first"
 
     @property
     def unrolls(self) -> bool:
@@ -239,20 +252,23 @@ class Loop(Blended, DrawnTrips, EarlyReadout, ExitGate):
 
 
 def cost(config: FathomConfig, visits: Sequence[Visit], scalar: int) -> Cost:
-    """Cost: every extra trip repeats the looped layers, in FLOPs and in cache; a token's injection is computed once."""
+    """Cost: every extra trip repeats the looped layers, in FLOPs and, with keys and values of its own, in cache; a
+    token's injection is computed once."""
     again, options, width = len(visits) - config.num_hidden_layers, LoopOptions.of(config), config.hidden_size
     diagonal = options.injection == "diagonal"
     parameters = width * (options.entry_norm + (options.norm_between == "own")) + diagonal * (width * width + 2 * width)
     parameters += (width + 1) * options.exits
     further = visits[-1].trip
     moving = (further + 1) * (options.damping < 1) + options.blends if further else 0
+    shared = sum(visit.borrows for visit in visits)
     return Cost(
         parameters=parameters,
         flops=again * layer_flops(config)
+        - shared * 4 * width * config.num_key_value_heads * config.head_dim
         + (2 * width * width if diagonal and further else 0)
         + 2 * width * further * options.exits,
         elementwise_flops=3 * width * moving,
-        cache_bytes=again * layer_cache_bytes(config, scalar),
+        cache_bytes=(again - shared) * layer_cache_bytes(config, scalar),
     )
 
 

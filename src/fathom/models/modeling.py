@@ -35,9 +35,9 @@ from .loss import causal_lm_loss, shifted, token_losses, weighted_lm_loss
 from .norms import NORMS
 from .pretrained import FathomPreTrainedModel
 from .reading import attend_beside, with_key_bias
-from .registry import mechanism
+from .registry import mechanism, residual_sets
 from .roles import Recurrence, Residual, ResidualState, TripState, ValueMixer, View, Ways, direct, ways
-from .rotary import Rotation, build_rotary, rotate
+from .rotary import Angles, Rotation, build_rotary, rotate
 from .slot_cache import with_slots
 from .slots import Visit, plan, with_banks
 from .walk import Inputs, Store
@@ -104,24 +104,29 @@ class Attention(nn.Module):
         alive: Tensor | None = None,
         key_bias: Tensor | None = None,
         others: tuple[Tensor, Tensor] | None = None,
+        lent: tuple[Tensor, Tensor] | None = None,
         backend: str | None = None,
         **kwargs: object,
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
         """The output, the weights if the backend returns them, and the new tokens' key and mixed value.
 
         Queries, keys and values are projections of `hidden_states`. With `others`, keys are projections of its first
-        tensor and values of its second. `earlier` holds keys and values of the same tokens' earlier trips through this
-        layer. They are read in addition to the new ones, or instead of them where `alive` (`[B, 1, T, 1]`) is False.
-        `key_bias` (`[B, T]`) is added to the logit of every query that reads the slot. `backend` is the attention
-        backend. The walk reads it from the configuration once for all layers, because reading a field of a
-        configuration takes as long as a small matrix product.
+        tensor and values of its second. With `lent`, its two tensors are all keys and values, and none are projected.
+        `earlier` holds keys and values of the same tokens' earlier trips through this layer. They are read in addition
+        to the new ones, or instead of them where `alive` (`[B, 1, T, 1]`) is False. `key_bias` (`[B, T]`) is added to
+        the logit of every query that reads the slot. `backend` is the attention backend. The walk reads it from the
+        configuration once for all layers, because reading a field of a configuration takes as long as a small matrix
+        product.
         """
         shape = hidden_states.shape[:-1]
-        if isinstance(others, tuple):
-            query, key, value = self._projected(hidden_states, *others)
+        if isinstance(lent, tuple):
+            query, key, value = self._asked(hidden_states, rotation), *lent
+            past_key_values = None
+        elif isinstance(others, tuple):
+            query, key, value = self._mixed(*self._projected(hidden_states, *others), rotation, sources)
         else:  # also where vLLM traces with a stand-in for every argument, to fuse these three
             query, key, value = self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
-        query, key, value = self._mixed(query, key, value, rotation, sources)
+            query, key, value = self._mixed(query, key, value, rotation, sources)
         if alive is not None:
             key, value = (torch.where(alive, new, old) for new, old in zip((key, value), earlier, strict=True))
             earlier = ()
@@ -158,6 +163,21 @@ class Attention(nn.Module):
         """The projections `[B, T, H D]` of three inputs."""
         return self.q_proj(query), self.k_proj(key), self.v_proj(value)
 
+    def _asked(self, hidden_states: Tensor, rotation: Rotation) -> Tensor:
+        """Queries `[B, H, T, D]` alone, where keys and values are lent."""
+        query = self.q_proj(hidden_states)
+        query = self.q_norm(query) if self.qk_norm == "full" else query
+        query = query.view(*query.shape[:-1], -1, self.head_dim)
+        query = (self.q_norm(query) if self.qk_norm == "head" else query).transpose(1, 2)
+        angles = self._angles(rotation)
+        return query if angles is None else rotate(query, query[:, :0], *angles)[0]  # without a key
+
+    def _angles(self, rotation: Rotation) -> Angles | None:
+        """The angles by which this layer turns queries and keys, if it does."""
+        if not self.rotates:
+            return None
+        return rotation[self.layer_type] if isinstance(rotation, dict) else rotation
+
     def _mixed(
         self, query: Tensor, key: Tensor, value: Tensor, rotation: Rotation, sources: tuple[Tensor, ...]
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -166,7 +186,7 @@ class Attention(nn.Module):
             query, key = self.q_norm(query), self.k_norm(key)
         heads = (*query.shape[:-1], -1, self.head_dim)
         query, key, value = query.view(heads), key.view(heads), value.view(heads)
-        angles = (rotation[self.layer_type] if isinstance(rotation, dict) else rotation) if self.rotates else None
+        angles = self._angles(rotation)
         fused = self.mixer.fused(value, sources) if sources and self.fusible else None
         if fused is not None and all(direct(part) is not part for part in (self.q_norm, self.k_norm, self.mixer)):
             return fused((query, key, value), sources, (self.q_norm, self.k_norm), angles, self.norm_rotated_keys)
@@ -204,18 +224,25 @@ class DecoderLayer(GradientCheckpointingLayer):
         self.multiplier = config.residual_multiplier
         self.attn_residual: Residual = residual(config, 2 * layer_idx)
         self.mlp_residual: Residual = residual(config, 2 * layer_idx + 1)
+        self.again = nn.ModuleList(  # the residuals of further trips, where each trip has its own
+            nn.ModuleDict({"attn": residual(config, 2 * layer_idx), "mlp": residual(config, 2 * layer_idx + 1)})
+            for _ in range(1, residual_sets(config, layer_idx))
+        )
         self.one_write = self.parallel and residual is Residual  # GPT-NeoX rounds the sum of both updates first
 
-    def forward(self, *state: Tensor, sources: tuple[Tensor, ...] = (), **kwargs: object) -> ResidualState:
+    def forward(
+        self, *state: Tensor, sources: tuple[Tensor, ...] = (), trip: int = 0, **kwargs: object
+    ) -> ResidualState:
         """The new residual state and, last, this layer's key and mixed value for the layers that read them.
 
         Inputs and outputs are tensors, not tuples of tensors: reentrant checkpointing tracks gradients of tensors only.
         """
-        (read, write), (read_mlp, write_mlp) = ways(self.attn_residual), ways(self.mlp_residual)
+        attn, mlp = self.residuals(trip)
+        (read, write), (read_mlp, write_mlp) = ways(attn), ways(mlp)
         x, state, context = read(state)
         if self.parallel:  # two reads of one state, then two writes
             y, state, second = read_mlp(state)
-        update, key, value = self.attend(x, sources=sources, **kwargs)
+        update, key, value = self.attend(x, attn.gained, sources=sources, **kwargs)
         if self.one_write:
             return *write(state, update + self.feed_forward(y), context), key, value
         state = write(state, update, context)
@@ -223,10 +250,19 @@ class DecoderLayer(GradientCheckpointingLayer):
             y, state, second = read_mlp(state)
         return *write_mlp(state, self.feed_forward(y), second), key, value
 
-    def attend(self, x: Tensor | Ways, **kwargs: object) -> tuple[Tensor, Tensor, Tensor]:
+    def residuals(self, trip: int) -> tuple[Residual, Residual]:
+        """Those of attention and of the MLP in a trip."""
+        if not trip or not self.again:
+            return self.attn_residual, self.mlp_residual
+        again: Any = self.again[trip - 1]
+        return again["attn"], again["mlp"]
+
+    def attend(
+        self, x: Tensor | Ways, gained: Callable[[Ways], Ways], **kwargs: object
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Attention's update of the residual, and its key and mixed value."""
         if isinstance(x, tuple):
-            query, *others = self.normed(*x)
+            query, *others = gained(self.normed(*x))
             kwargs["others"] = tuple(others)
         else:
             query = x if self.norm_placement == "after" else self.input_layernorm(x)
@@ -240,7 +276,7 @@ class DecoderLayer(GradientCheckpointingLayer):
         q = norm(query)
         k = q if key is query else norm(key)
         v = q if value is query else k if value is key else norm(value)
-        return self.attn_residual.gained((q, k, v))
+        return q, k, v
 
     def feed_forward(self, x: Tensor) -> Tensor:
         """The MLP's update of the residual."""
@@ -302,6 +338,7 @@ class FathomModel(FathomPreTrainedModel):
         if own_head and self.recurrence.needs_head(config):
             self.lm_head = build_head(config)
             self._tied_weights_keys = {"lm_head.weight": "embed_tokens.weight"}
+        self.per_visit = any(layer.again for layer in self.layers)
         self.multiway = any(layer.attn_residual.multiway for layer in self.layers)  # type: ignore[union-attr]
         check_engine(self.config, self.recurrence, self.plan, multiway=self.multiway)
         if config._attn_implementation == "vllm" and len(self.plan) > 1:

@@ -62,8 +62,9 @@ class FathomPreTrainedModel(StrictLoading, Qwen3PreTrainedModel):
         chosen = dict(activation_checkpointing_kwargs or {})
         model = self.base_model
         if chosen.setdefault("use_reentrant", False):
-            sources = any(visit.sources for trip in model.plan for visit in trip)
-            if sources or model.slotted:
+            visits = [visit for trip in model.plan for visit in trip]
+            sources = any(visit.sources for visit in visits)
+            if sources or model.slotted or any(visit.borrows for visit in visits):
                 further = "depth sources" if sources else "other trips"
                 raise ValueError(f"use_reentrant=True cannot follow the gradients to {further}; use False")
         getattr(super(), _ENABLE)(chosen, **kwargs)

@@ -113,20 +113,37 @@ def resolve_options(config: FathomConfig, axis: str) -> dict[str, object]:
 
 def check_trips(config: FathomConfig) -> None:
     """Refuse a mixer whose sources cross trips if there is only one trip, or under the view ALL, where all trips are
-    solved for at once."""
-    crosses = config.recurrence != DEFAULTS["recurrence"] and recurrence_class(config).sees(config).depth_parallel
-    allowed = ("none", "same_layer", "grid") if crosses else ("none",)
+    solved for at once, or if later trips make no values."""
+    recurrence = recurrence_class(config)
+    crosses = config.recurrence != DEFAULTS["recurrence"] and recurrence.sees(config).depth_parallel
+    crosses &= not recurrence.shares(config)
+    allowed = ("none", "same_layer", "grid", "first") if crosses else ("none",)
     rule = across_trips(config)
     if rule not in allowed:
         raise ValueError(
-            f"mixer_options.across_trips must be one of {', '.join(allowed)} with recurrence={config.recurrence}, "
-            f"got {rule}"
+            f"mixer_options.across_trips must be one of {', '.join(allowed)} with recurrence={config.recurrence}"
+            f"{' and shared keys and values' * recurrence.shares(config)}, got {rule}"
         )
+
+
+def check_visits(config: FathomConfig) -> None:
+    """Refuse parameters for each visit where layers have one, where all their trips are one pass, or where a call may
+    make more of them than there are parameters for."""
+    recurrence = recurrence_class(config)
+    if not config.residual_options.get("per_visit"):
+        return
+    trips, most = recurrence.trips_of(config), recurrence.most_trips(config)
+    if trips < most:
+        raise ValueError(f"residual_options.per_visit: set recurrence_options.trips to {most}, the most, got {trips}")
+    if config.recurrence == DEFAULTS["recurrence"] or not recurrence.sees(config).depth_parallel:
+        why = "makes one trip" if config.recurrence == DEFAULTS["recurrence"] else "makes all its trips in one pass"
+        raise ValueError(f"residual_options.per_visit: recurrence={config.recurrence} {why}; set per_visit to false")
 
 
 def across_trips(config: FathomConfig) -> str:
     """How the mixer's sources cross the recurrence's trips."""
-    return mixer_class(config).across_trips(config, recurrence_class(config).across_trips)
+    recurrence = recurrence_class(config)
+    return mixer_class(config).across_trips(config, "none" if recurrence.shares(config) else recurrence.across_trips)
 
 
 def _fits(value: object, annotation: str) -> bool:
@@ -149,6 +166,13 @@ def _fits(value: object, annotation: str) -> bool:
 def mixer_class(config: FathomConfig) -> type[ValueMixer]:
     """The class behind `config.mixer`."""
     return mechanism("mixer", config.mixer).build  # type: ignore[return-value]
+
+
+def residual_sets(config: FathomConfig, layer: int) -> int:
+    """How often a layer has its residual's parameters: once, or for every trip that it may make."""
+    recurrence = recurrence_class(config)
+    start, stop = recurrence.span(config)
+    return recurrence.trips_of(config) if config.residual_options.get("per_visit") and start <= layer < stop else 1
 
 
 def recurrence_class(config: FathomConfig) -> type[Recurrence]:

@@ -104,6 +104,15 @@ class ResidualOptions(MechanismOptions):
 
 
 @dataclass(frozen=True)
+class VisitOptions(ResidualOptions):
+    """Options of a residual that may differ from trip to trip."""
+
+    per_visit: bool = False
+    """Whether a layer that runs in several trips has these parameters for each of them; its other weights are
+    shared."""
+
+
+@dataclass(frozen=True)
 class RecurrenceOptions(MechanismOptions):
     """Options of a recurrence."""
 
@@ -190,7 +199,7 @@ class ValueMixer(MechanismModule):
 
     @staticmethod
     def across_trips(config: FathomConfig, default: str) -> str:
-        """How sources cross the trips of a recurrence: `none`, `same_layer` or `grid`.
+        """How sources cross the trips of a recurrence: `none`, `same_layer`, `grid` or `first`.
 
         Args:
             config: The model's configuration.
@@ -307,7 +316,7 @@ class Recurrence(MechanismModule):
     entry_layer: int | None = None
     """The layer whose input in the first trip is passed to `gate` as `out.entry`; None for none."""
     across_trips = "none"
-    """How a mixer's sources cross trips unless its options set it: `none`, `same_layer` or `grid`."""
+    """How a mixer's sources cross trips unless its options set it: `none`, `same_layer`, `grid` or `first`."""
     leaves = False
     """Whether `leave` changes the output of the last trip's looped layers."""
     halts = False
@@ -361,6 +370,11 @@ class Recurrence(MechanismModule):
     def span(config: FathomConfig) -> tuple[int, int]:
         """The layers `[start, stop)` that every trip visits; layers outside are visited once, before or after."""
         return 0, config.num_hidden_layers
+
+    @classmethod
+    def shares(cls, config: FathomConfig) -> bool:
+        """Whether later trips attend to the keys and values of a layer's first visit, and make none."""
+        return False
 
     @staticmethod
     def needs_head(config: FathomConfig) -> bool:

@@ -23,8 +23,9 @@ class ScheduleOptions(MixerOptions):
     recent_layers: int = 0
     """Number of layers just below that are sources too."""
     across_trips: str | None = None
-    """Sources from earlier trips: `none`, `same_layer` (the layer's own earlier trips) or `grid` (the grid of every
-    earlier trip). Default: as the recurrence declares."""
+    """Sources from earlier trips: `none`, `same_layer` (the layer's own earlier trips), `grid` (the grid of every
+    earlier trip) or `first` (each source is taken once, at its layer's first visit). Default: as the recurrence
+    declares."""
 
     def resolve(self: Schedule, config: FathomConfig) -> Schedule:
         """Fill in the defaults that depend on the model."""

@@ -34,13 +34,17 @@ class Visit:
     """One layer in one trip."""
 
     index: int
-    """Position in the whole plan (the unrolled depth), and index of the cache layer that is its bank."""
+    """Position in the whole plan, the unrolled depth."""
     layer: int
     trip: int
     kept: bool
     """Whether a later visit reads this one."""
     sources: tuple[int, ...]
     """Indices of earlier visits whose (key, mixed value) the mixer reads, oldest first."""
+    bank: int
+    """The cache layer that holds the keys and values which its attention reads."""
+    borrows: bool = False
+    """Whether these are those of the layer's first visit, so that it makes none of its own."""
 
 
 def plan(config: FathomConfig, trips: int | None = None) -> tuple[tuple[Visit, ...], ...]:
@@ -58,9 +62,14 @@ def plan(config: FathomConfig, trips: int | None = None) -> tuple[tuple[Visit, .
     order += [(layer, trips - 1) for layer in range(stop, config.num_hidden_layers)]
 
     index = {slot: i for i, slot in enumerate(order)}
-    sources = [_sources(config, layer, trip, index) for layer, trip in order]
+    shared = recurrence_class(config).shares(config)
+    borrows = [shared and trip > 0 and (layer, 0) in index for layer, trip in order]
+    sources = [() if borrows[i] else _sources(config, layer, trip, index) for i, (layer, trip) in enumerate(order)]
     read = {i for group in sources for i in group}
-    visits = [Visit(i, layer, trip, i in read, sources[i]) for i, (layer, trip) in enumerate(order)]
+    visits = [
+        Visit(i, layer, trip, i in read, sources[i], layer if shared else i, borrows[i])
+        for i, (layer, trip) in enumerate(order)
+    ]
     return tuple(tuple(v for v in visits if v.trip == trip) for trip in range(trips))
 
 
@@ -69,33 +78,44 @@ def _sources(config: FathomConfig, layer: int, trip: int, index: dict[tuple[int,
     grid = mixer.source_layers(config, layer)
     rule = across_trips(config)
 
+    whole_trip = [s for s in mixer.source_layers(config, config.num_hidden_layers) if (s, 0) in index]  # as on top
+
     def latest(source: int, until: int) -> int:
         # A layer before the looped span runs once; its single visit is its visit in every trip.
         return index[(source, until) if (source, until) in index else (source, 0)]
 
-    found = {latest(source, trip) for source in grid}
+    if rule == "first" or recurrence_class(config).shares(config):
+        found = {index[(source, 0) if (source, 0) in index else (source, trip)] for source in grid}
+        found |= {index[source, 0] for source in whole_trip if trip and rule == "first"}
+    else:
+        found = {latest(source, trip) for source in grid}
     if rule == "grid":
-        whole_trip = mixer.source_layers(config, config.num_hidden_layers)  # as for a layer on top
-        found |= {latest(s, k) for k in range(trip) for s in whole_trip if (s, 0) in index}
+        found |= {latest(source, k) for k in range(trip) for source in whole_trip}
     elif rule == "same_layer":
         found |= {index[layer, k] for k in range(trip) if (layer, k) in index}
     return tuple(sorted(found - {index[layer, trip]}))
 
 
-def with_banks(cache: Cache, trips: Sequence[Sequence[Visit]]) -> Cache:
-    """Extend a cache for one trip to a layer for each visit. Idempotent.
+def banks_of(trips: Sequence[Sequence[Visit]]) -> list[int]:
+    """The layer of every bank of a plan, in the order of the banks."""
+    layers = {visit.bank: visit.layer for trip in trips for visit in trip}
+    return [layers[bank] for bank in sorted(layers)]
 
-    A bank holds the keys and values of one layer in one trip; to a Hugging Face cache it is one more layer, which is
-    why dynamic, static, sliding and quantised caches need no code here. The layers are copied while the cache is empty,
-    so they cost nothing until they are written.
+
+def with_banks(cache: Cache, trips: Sequence[Sequence[Visit]]) -> Cache:
+    """Extend a cache for one trip to a layer for each bank. Idempotent.
+
+    A bank holds the keys and values of one layer in one trip, or in all of them where trips share them; to a Hugging
+    Face cache it is one more layer, which is why dynamic, static, sliding and quantised caches need no code here. The
+    layers are copied while the cache is empty, so they cost nothing until they are written.
 
     Args:
         cache: A cache of one trip, or one that has its banks already.
         trips: Number of trips.
     """
-    if len(cache.layers) in (0, sum(map(len, trips))):  # a cache without layers makes them as they are asked for
+    layers = banks_of(trips)
+    if len(cache.layers) in (0, len(layers)):  # a cache without layers makes them as they are asked for
         return cache
-    layers = [visit.layer for trip in trips for visit in trip]
     if len(cache.layers) != len(set(layers)):
         raise ValueError(
             f"this cache has {len(cache.layers)} layers, the model {len(layers)} in all its trips; "

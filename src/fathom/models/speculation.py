@@ -68,6 +68,11 @@ def check_speculation(model: FathomForCausalLM, asked: Speculation, trips: int) 
         )
     if recurrence.span(config)[1] < config.num_hidden_layers:
         raise ValueError("draft_trips: a coda belongs to the last trip alone, so that earlier ones cannot be read out")
+    if recurrence.shares(config):
+        raise ValueError(
+            "draft_trips: the remaining trips of drafts make no keys and values of their own; set "
+            "recurrence_options.kv to own, or leave drafting out"
+        )
     if not 1 <= asked.draft_trips < trips:
         raise ValueError(
             f"draft_trips must be between 1 and {trips - 1}, fewer than all trips, got {asked.draft_trips}"

@@ -102,7 +102,8 @@ def run(model: FathomModel, x: Tensor, inputs: Inputs, cache: Cache | Store | No
     if x.requires_grad and x.device.type in NO_BACKWARD and model.config._attn_implementation == FLEX:
         raise ValueError(f"attn_implementation={FLEX} has no backward pass on {x.device.type}: take sdpa")
     if not isinstance(cache, Store) and not model.slotted:
-        return sweep(recurrence, x, Banked(model, inputs, x, cache), inputs.trips)[0]
+        maker = Lending if recurrence.shares(model.config) else Banked
+        return sweep(recurrence, x, maker(model, inputs, x, cache), inputs.trips)[0]
     store = cache if isinstance(cache, Store) else None
     solve = recurrence.view is View.ALL and inputs.trips > 1
     if recurrence.view is View.DUO or (recurrence.halts and (solve or store is not None)):
@@ -180,7 +181,7 @@ class Pass:
     masks: Mapping[str, object]
     rotation: Rotation
     position_ids: Tensor
-    cache: Cache | Exchange | None = None
+    cache: Cache | Noting | Exchange | None = None
     """An object with `update(key, value, layer)`."""
     by_bank: bool = False
     """Whether the cache has a layer for every visit, not only for every layer."""
@@ -194,6 +195,8 @@ class Pass:
     """Whether all layers' keys and values are needed afterwards, not only those that mixers read."""
     key_bias: Tensor | None = None
     """`[B, M]`: bias on the logit of every query that reads a slot of this pass."""
+    lent: Mapping[int, KeyValue] = field(default_factory=dict)
+    """By layer: the keys and values that later visits attend to, which make none of their own."""
     leave: Callable[[Tensor], Tensor] | None = None
     """The recurrence's transformation of the looped layers' output; None if it is passed on unchanged."""
 
@@ -292,8 +295,10 @@ class TripMaker:
                 *state,
                 sources=tuple(tensor for pair in found for tensor in pair) if found else (),
                 attention_mask=one.masks[kinds[visit.layer]],
-                bank=visit.index if one.by_bank else visit.layer,
+                bank=visit.bank if one.by_bank else visit.layer,
                 **({"earlier": earlier} if earlier else {}),
+                **({"trip": visit.trip} if model.per_visit else {}),
+                **({"lent": one.lent[visit.layer]} if visit.borrows else {}),
                 **given,
             )
             state = tuple(after)
@@ -345,6 +350,36 @@ class Banked(TripMaker):
         """Make one trip."""
         passed = self.make(turn, self.plain, cache=self.cache, by_bank=True)
         return self.out(passed.residual, turn.trip, passed.entry)
+
+
+class Lending(Banked):
+    """The same where later trips attend to what attention read in the first."""
+
+    def __init__(self, model: FathomModel, inputs: Inputs, x: Tensor, cache: Cache | None) -> None:
+        super().__init__(model, inputs, x, cache)
+        self.lent: dict[int, KeyValue] = {}
+
+    def __call__(self, turn: Turn) -> Out:
+        """Make one trip."""
+        noting = None if self.cache is None else Noting(self.cache)
+        passed = self.make(turn, self.plain, cache=noting, by_bank=True, keep=not turn.trip, lent=self.lent)
+        if not turn.trip:
+            own = {visit.layer: passed.pairs[visit.index] for visit in self.plan[0]}
+            self.lent = own if noting is None else own | noting.read
+        return self.out(passed.residual, turn.trip, passed.entry)
+
+
+class Noting:
+    """A cache that notes what attention reads from it. Recomputed layers ask no cache, so nothing is noted twice."""
+
+    def __init__(self, cache: Cache) -> None:
+        self.cache = cache
+        self.read: dict[int, KeyValue] = {}
+
+    def update(self, key: Tensor, value: Tensor, layer: int) -> KeyValue:
+        """As the cache's."""
+        self.read[layer] = self.cache.update(key, value, layer)
+        return self.read[layer]
 
 
 class Dense(TripMaker):
