@@ -154,7 +154,7 @@ def test_it_greets(capsys):
     assert main(["greet", "Ada"]) == 0 and capsys.readouterr().out == "Hello, Ada\\n"
     assert main(["greet", "4"]) == 2 and capsys.readouterr().err == "fathom: 4: not a name\\n"
 """
-COMMAND = ('    "lineage": "tell', '    "greet": "say hello",\n    "lineage": "tell')
+COMMAND = ('    "lineage": "test', '    "greet": "say hello",\n    "lineage": "test')
 GREET_PAGE = "# Greeting\n\n```\nfathom greet Ada\n```\n"
 
 
