@@ -28,7 +28,7 @@ import numpy as np
 
 from fathom.corpus.benchmarks import read_items
 from fathom.corpus.documents import read_lines
-from fathom.corpus.minhash import band_numbers, found_share, jaccard, run_set
+from fathom.corpus.minhash import band_numbers, jaccard, run_set
 from fathom.corpus.pipeline import build
 from fathom.corpus.quality import broken_rules
 from fathom.corpus.recipe import Filter, parse_corpus_recipe
@@ -38,6 +38,11 @@ from fathom.report.provenance import provenance
 
 GROUPS = {0.91: 0.0095, 0.83: 0.0185, 0.69: 0.037, 0.51: 0.068}
 """Similarity, about, and the share of words that is replaced for it."""
+
+
+def found_share(similarity: float, bands: int = 14, rows: int = 8) -> float:
+    """The probability that two documents of this similarity agree in at least one band."""
+    return float(1 - (1 - similarity**rows) ** bands)
 
 
 def named(word: str) -> tuple[str, list[str]]:

@@ -28,9 +28,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from corpus import GROUPS, edited, named, texts_of
+from corpus import GROUPS, edited, found_share, named, texts_of
 from fathom.corpus.documents import read_lines
-from fathom.corpus.minhash import found_share, jaccard, run_set
+from fathom.corpus.minhash import jaccard, run_set
 from fathom.corpus.pipeline import build
 from fathom.corpus.quality import broken_rules
 from fathom.corpus.recipe import Filter, parse_corpus_recipe

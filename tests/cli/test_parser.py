@@ -27,7 +27,7 @@ WHOLE_COMMANDS = {
     [
         ("evaluate", "context=0: allowed: 1 or more", "--context 0: allowed: 1 or more"),
         ("evaluate", "num_fewshot=-1: allowed: 0 or more", "--num-fewshot -1: allowed: 0 or more"),
-        ("generate", "`kvcache` grows: leave out `static_cache`", "--kvcache grows: leave out --static-cache"),
+        ("generate", "`kvcache` grows: leave out `batch_size`", "--kvcache grows: leave out --batch-size"),
         ("generate", "`options` num_beams=x: allowed", "--set num_beams=x: allowed"),
         ("export", "export it with `form=fathom`", "export it with --as fathom"),
         ("deepen", "mechanism=loop+ponder: two values", "--with loop+ponder: two values"),

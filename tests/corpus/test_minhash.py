@@ -6,9 +6,10 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from benchmarks.corpus import found_share
 
 from fathom.corpus import minhash
-from fathom.corpus.minhash import band_numbers, found_share, jaccard, run_set, signatures
+from fathom.corpus.minhash import band_numbers, jaccard, run_set, signatures
 from fathom.corpus.words import words_of
 from tests.corpus.prose import Prose
 

@@ -115,8 +115,8 @@ def test_the_command(directory: Path, tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_a_static_cache_is_another_thing() -> None:
-    with pytest.raises(SettingsError, match="`static_cache`"):
-        Sampling(memory=FREQKV, static_cache=True)
+    with pytest.raises(SettingsError, match="`compile`"):
+        Sampling(memory=FREQKV, compile=True)
 
 
 @pytest.mark.parametrize(

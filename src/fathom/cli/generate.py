@@ -40,7 +40,6 @@ def add(parser: Parser) -> None:
     )
     parser.add_argument("--batch-size", type=int, help="batch size for --prompts (default: 8 on a CPU, else 32)")
     add_sampling(parser)
-    parser.add_argument("--static-cache", action="store_true", help="preallocate the cache for the whole text")
     parser.add_argument("--compile", action="store_true", help="compile decoding, with a static cache")
     add_kvcache(parser)
     add_opening(parser)
@@ -92,7 +91,6 @@ def run(options: Namespace) -> int:
         options.top_p,
         options.seed,
         read_options(options.options),
-        options.static_cache,
         options.compile,
         allow_control=options.allow_control_tokens,
         speculate=options.speculate,
@@ -159,8 +157,8 @@ def _check(options: Namespace) -> None:
         raise SettingsError(f"--batch-size {options.batch_size}: allowed: 1 or more, with --prompts")
     if options.weights != "stored" and options.compile:
         raise SettingsError(f"--weights {options.weights} does not work with --compile")
-    if options.kvcache is not None and (options.static_cache or options.compile):
-        raise SettingsError("--kvcache does not work with --static-cache and --compile")
+    if options.kvcache is not None and options.compile:
+        raise SettingsError("--kvcache does not work with --compile")
 
 
 def not_text(word: str | None) -> bool:

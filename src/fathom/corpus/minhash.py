@@ -78,8 +78,3 @@ def jaccard(one: Numbers, other: Numbers) -> float:
     places = np.minimum(np.searchsorted(other, one), len(other) - 1)
     common = int((other[places] == one).sum())
     return common / (len(one) + len(other) - common)
-
-
-def found_share(similarity: float, bands: int = 14, rows: int = 8) -> float:
-    """The probability that two documents of this similarity agree in at least one band."""
-    return float(1 - (1 - similarity**rows) ** bands)

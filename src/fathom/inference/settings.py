@@ -60,8 +60,6 @@ class Sampling:
     """Seed of the draws; None gives a different text every time."""
     options: dict[str, Any] = field(default_factory=dict)
     """Any other argument of transformers' `GenerationConfig`."""
-    static_cache: bool = False
-    """Allocate the cache for the whole text in advance."""
     compile: bool = False
     """Compile decoding, with a static cache: slow to start, then fast on a GPU."""
     memory: Policy | None = None
@@ -84,12 +82,10 @@ class Sampling:
         for name, (holds, words) in allowed.items():
             if not holds:
                 raise SettingsError(f"{name}={getattr(self, name)}: allowed: {words}")
-        if self.memory is not None and (self.static_cache or self.compile):
-            raise SettingsError(
-                "`kvcache` makes a cache that grows and shrinks: leave out `static_cache` and `compile`"
-            )
-        if self.speculate is not None and (self.memory is not None or self.static_cache or self.compile):
-            raise SettingsError("`speculate` crops its cache: leave out `kvcache`, `static_cache` and `compile`")
+        if self.memory is not None and self.compile:
+            raise SettingsError("`kvcache` makes a cache that grows and shrinks: leave out `compile`")
+        if self.speculate is not None and (self.memory is not None or self.compile):
+            raise SettingsError("`speculate` crops its cache: leave out `kvcache` and `compile`")
         if unknown := sorted(set(self.options) - _generation_options()):
             raise SettingsError(f"`options` {unknown[0]}: transformers' GenerationConfig has no such option here")
         for name, value in self.options.items():
@@ -114,12 +110,10 @@ class Sampling:
             made = {"do_sample": True, "temperature": 0.8, "top_k": 0, "top_p": 0.95, **made}
         else:
             made = {"top_k": int(getattr(own, "top_k", None) or 0), **made}  # transformers' default is 50
-        if self.static_cache or self.compile:
-            made |= {"cache_implementation": "static", "disable_compile": not self.compile}
         if self.compile:
             from transformers import CompileConfig
 
-            made["compile_config"] = CompileConfig()
+            made |= {"cache_implementation": "static", "compile_config": CompileConfig()}
             made["compile_config"]._compile_all_devices = True
         if self.max_trips is not None:
             made["max_trips"] = self.max_trips
