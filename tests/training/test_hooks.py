@@ -83,6 +83,19 @@ class Forgetful(Sum):
         assert state["steps"]
 
 
+class Best(Hook):
+    """The lowest held-out loss so far."""
+
+    def __init__(self) -> None:
+        self.best = math.inf
+
+    def state(self) -> dict[str, Any]:
+        return {"best": self.best}
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.best = state["best"]
+
+
 def test_every_point_in_order(corpus: Path, tmp_path: Path) -> None:
     """And the weights are those of a run without hooks, bit for bit."""
     recipe = tiny_recipe(corpus, "train.steps=4", "evaluate.every=4", "train.async_save=false")
@@ -126,6 +139,14 @@ def test_state_goes_on_with_the_run(recipe: Recipe, tmp_path: Path, ending: str)
     assert train(recipe, tmp_path / "run", callbacks=[again]).finished
     assert (again.total, again.steps) == (whole.total, 8)
     assert processes.losses(tmp_path / "run") == processes.losses(tmp_path / "whole")
+
+
+def test_an_infinite_state_comes_back(recipe: Recipe, tmp_path: Path) -> None:
+    train(recipe, tmp_path, callbacks=[Best(), Sum(stop=1)])
+    again = Best()
+    again.best = 0.0
+    train(recipe, tmp_path, callbacks=[again, Sum()])
+    assert again.best == math.inf
 
 
 def test_what_is_not_restored_is_seen(recipe: Recipe, tmp_path: Path) -> None:

@@ -137,7 +137,9 @@ class Checkpointer:
         step = trainer.step
         sums = self._checksums(temporary)
         if self.ranks.first:
-            for file, text in ((RECIPE, recipe), (TRAINER, json.dumps(asdict(trainer), indent=2))):
+            # A hook gets back what it gave, infinities included: the best loss so far begins as one.
+            state = {**asdict(trainer), "hooks": trainer.hooks}
+            for file, text in ((RECIPE, recipe), (TRAINER, json.dumps(state, indent=2))):
                 write_durably(temporary / file, text)
                 sums[file] = digest(temporary / file)
             write_durably(temporary / MANIFEST, json.dumps(asdict({"files": sums}), indent=2))
