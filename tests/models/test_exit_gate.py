@@ -155,6 +155,22 @@ def test_a_threshold_keeps_the_mean_of_trips(trips):
     assert not larger or mean(min(larger) + 1e-12) > trips
 
 
+def test_a_threshold_holds_for_tokens_that_are_all_alike():
+    """The gate multiplies in float32 what is summed here: by rounding alone all of them would make another trip."""
+    logit, ids = torch.tensor(0.1).logit(), tokens(1, 8)
+    threshold = threshold_for(torch.stack([p.exp() for p in log_exits([logit.expand(8)] * TRIPS)], 1), 1.0)
+    model = model_of(exit_threshold=threshold).float().eval()
+    with torch.no_grad():
+        model.model.recurrence.exit_gate.weight.zero_()
+        model.model.recurrence.exit_gate.bias.fill_(logit)
+        assert torch.equal(model(ids).logits, model(ids, max_trips=1).logits)
+
+
+def test_a_mean_that_no_threshold_keeps_is_refused():
+    with pytest.raises(ValueError, match="trips=1: no threshold"):
+        threshold_for(torch.tensor([[0.0, 1.0]]), 1)
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 LOSSES = ("none", "joint", "gate")
 HIDDEN, LOGIT = "exit_hidden{}", "exit_logit{}"
+ROUNDING = 2.0**-20
+"""By how much a sum of probabilities may differ from the gate's own product in float32."""
 SLOPE, GAIN = 50.0, 0.005
 """Of w_k: its slope, and the gain in nats from which a further trip is worth making."""
 
@@ -171,4 +173,9 @@ def threshold_for(probabilities: Tensor, trips: float) -> float:
     reached = probabilities.double().cumsum(1)[:, :-1]  # a token makes another trip if this is below the threshold
     onward = (trips - 1) * len(reached)
     ordered = reached.flatten().sort().values
-    return 1.0 if onward >= len(ordered) else float(ordered[int(onward)])
+    if onward >= len(ordered):
+        return 1.0
+    threshold = float(ordered[int(onward)]) - ROUNDING
+    if threshold <= 0:
+        raise ValueError(f"trips={trips}: no threshold reads so many tokens out so early; allowed: a larger mean")
+    return threshold
