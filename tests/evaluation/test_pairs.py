@@ -177,6 +177,13 @@ def test_too_few_documents_have_no_interval_and_make_no_claim() -> None:
         assert all(words in made for made in (report.verdict, page(report), card(report)))
 
 
+def test_a_loss_that_is_not_finite_is_not_judged() -> None:
+    """An interval of NaN holds no zero, and the verdict was that the new model takes more bits."""
+    bits = [100.0] * 30
+    pair = [scored("base", {}, {"sea": bits}), scored("new", {}, {"sea": [math.nan, *bits[1:]]})]
+    assert summarize(pair, {}, {}).verdict == "Sea is not judged: the loss of a model is not finite there."
+
+
 def test_the_sentence_says_no_more_than_intervals_do() -> None:
     chance = random.Random(7)
     base = [chance.random() < 0.25 for _ in range(40)]

@@ -11,6 +11,7 @@ from scipy import stats
 from fathom.report.statistics import (
     LEAST_BOOTSTRAPPED,
     NOISE,
+    adjust,
     bootstrap_ratio,
     coverage,
     holm,
@@ -20,6 +21,7 @@ from fathom.report.statistics import (
     quartiles,
     rank_correlation,
     student,
+    weighted_difference,
     wilson,
 )
 
@@ -215,3 +217,11 @@ def test_equal_differences_have_no_p() -> None:
     assert coarse.half_width is None and coarse.p is None and not coarse.excludes_zero
     assert paired_difference([3.0, 3.1], [3.0, 3.1]).p == 1.0, "no difference at all is none"
     assert paired_difference([2.9, 3.0, 3.1001], [3.0, 3.1, 3.2]).p is not None
+
+
+def test_a_difference_that_is_not_finite_leaves_the_others_alone():
+    """A p that is no number has no rank among p values: it made all others 1."""
+    broken, sure = weighted_difference([math.nan, 1.0, 2.0], [1, 1, 1]), weighted_difference([1.0, 1.1, 0.9], [1, 1, 1])
+    adjust([broken, sure])
+    assert (broken.low, broken.p, broken.p_holm) == (None, None, None)
+    assert sure.p_holm == sure.p and sure.significant

@@ -333,6 +333,9 @@ def _of_texts(report: PairReport) -> Iterator[str]:
     for name, text in report.texts.items():
         gap = text.difference
         value, low, high = gap.value, gap.low, gap.high
+        if not math.isfinite(value):
+            yield f"{name} is not judged: the loss of a model is not finite there"
+            continue
         if low is None or high is None:
             yield f"{name} has too few documents to judge bits per byte ({value:+.4f}, {text.interval})"
             continue

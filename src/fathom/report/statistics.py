@@ -66,11 +66,12 @@ def paired_difference(values: Sequence[float], control: Sequence[float]) -> Diff
 
 
 def weighted_difference(gaps: Sequence[float], weights: Sequence[float]) -> Difference:
-    """Σd/Σw of differences d that weigh w, with the Student t interval of the residuals d - w Σd/Σw."""
+    """Σd/Σw of differences d that weigh w, with the Student t interval of the residuals d - w Σd/Σw; no interval if a
+    difference is not finite."""
     d, w = np.asarray(gaps, float), np.asarray(weights, float)
     count, total = len(d), float(w.sum())
     mean = float(d.sum()) / total
-    if count < 2:
+    if count < 2 or not math.isfinite(mean):
         return Difference(mean, count, None, None)
     residuals = d - mean * w
     error = math.sqrt(count / (count - 1) * float(residuals @ residuals)) / total
