@@ -94,7 +94,7 @@ def test_a_damaged_file_costs_one_line(tmp_path: Path, change: dict[str, Any], w
     assert f": delete it ({words}" in str(caught.value) and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", "null"])
+@pytest.mark.parametrize("text", ["", "[]", "{", "null", "[" * 100_000])
 def test_no_result_at_all(tmp_path: Path, text: str) -> None:
     (tmp_path / "result.json").write_text(text)
     with pytest.raises(DataError, match="is damaged"):

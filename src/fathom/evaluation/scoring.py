@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
@@ -382,13 +383,12 @@ def kept(
     if path and path.is_file():
         try:
             kept = read_json(path)
-            same, before = kept["key"] == asdict(key), kept["value"]
+            before: T | None = restored(kind, kept["value"]) if (same := kept["key"] == asdict(key)) else None
         except (ValueError, KeyError) as error:
             raise SettingsError(f"{path} is damaged ({error}); delete it to compute it again") from None
         if same:
             print(f"{checkpoint.name}: {name}: done before", file=sys.stderr)
-            kept_value: T = restored(kind, before)
-            return kept_value
+            return typing.cast("T", before)
         print(f"{checkpoint.name}: {name}: stored under other conditions; computing it again", file=sys.stderr)
     print(f"{checkpoint.name}: {name}", file=sys.stderr)
     value = make()

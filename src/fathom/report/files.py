@@ -107,7 +107,10 @@ def write_json(path: Path, value: object) -> None:
 
 def read_json(path: Path) -> Any:
     """A JSON object from a file; a `ValueError` for anything else."""
-    value = json.loads(path.read_bytes())
+    try:
+        value = json.loads(path.read_bytes())
+    except RecursionError:
+        raise ValueError(f"{path} is nested too deep") from None
     if not isinstance(value, dict):
         raise ValueError(f"{path} is not a JSON object")
     return value

@@ -1,0 +1,41 @@
+"""Stored results: used again under the same conditions, and a damaged one costs one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fathom.errors import SettingsError
+from fathom.evaluation.perplexity import DomainScore
+from fathom.evaluation.scoring import Checkpoint, kept
+
+MADE = DomainScore([2.0, float("inf")], [1, 1], [3, 3])
+
+
+def ask(out: Path, key: int = 1) -> DomainScore:
+    """A score of `sea` under a condition."""
+    checkpoint = Checkpoint("model", out, opener=lambda path: pytest.fail(f"{path} is opened"))
+    return kept(DomainScore, checkpoint, out, "perplexity", "sea", {"key": key}, lambda: MADE)
+
+
+def test_a_stored_score_is_used_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert ask(tmp_path) is MADE
+    again = ask(tmp_path)
+    assert again.nats[0] == 2.0 and again.nats[1] != again.nats[1], "null stands for what is not finite"
+    assert "sea: done before" in capsys.readouterr().err
+    assert ask(tmp_path, key=2) is MADE
+
+
+@pytest.mark.parametrize("change", [{"value": None}, {"value": {"nats": "x"}}, {"key": 1, "value": []}])
+def test_a_damaged_score_costs_one_line(tmp_path: Path, change: dict[str, Any]) -> None:
+    ask(tmp_path)
+    path = tmp_path / "model" / ".done" / "perplexity-sea.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    if "key" in change:  # other conditions: what it holds does not matter
+        assert ask(tmp_path) is MADE
+        return
+    with pytest.raises(SettingsError, match=r"perplexity-sea\.json is damaged .*; delete it to compute it again"):
+        ask(tmp_path)
