@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -98,6 +99,33 @@ def test_a_search_that_was_stopped_goes_on(model_and_text, tmp_path, monkeypatch
     assert len(calls) < 50 + 18 * 5 + 4 * 6 - 30, "what was scored is not scored again"
     with pytest.raises(SettingsError, match="scores of another model or length"):
         search(model, tokenizer, [text], Search(**{**vars(ASKED), "tokens": 20}), tmp_path / "out")
+
+
+def test_scores_of_other_weights_or_another_text_are_not_taken(model_and_text, tmp_path):
+    """Though the shape is the same, and the names of the documents."""
+    model, tokenizer, text = model_and_text
+    search(model, tokenizer, [text], ASKED, tmp_path / "out")
+    lines = Path(text).read_text().splitlines()
+    Path(text).write_text("\n".join(line.upper() for line in lines).replace('"TEXT"', '"text"'))
+    assert search(model, tokenizer, [text], ASKED, tmp_path / "out") == search(model, tokenizer, [text], ASKED)
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight.mul_(2)
+    with pytest.raises(SettingsError, match="scores of another model or length"):
+        search(model, tokenizer, [text], ASKED, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"trips": 0}, "trips=0: allowed: 2 or more"),
+        ({"dampings": (5.0,)}, r"damping=\[5.0\]: allowed: above 0, up to 1"),
+        ({"documents": (0, 3)}, "documents=0,3: allowed: 1 or more, and 0 or more others"),
+        ({"tokens": -1}, "tokens=-1: allowed: 1 or more"),
+    ],
+)
+def test_numbers_without_a_meaning_are_refused(change, says):
+    with pytest.raises(SettingsError, match=says):
+        Search(**change)
 
 
 def test_what_cannot_be_searched_is_one_line(model_and_text):

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import sys
+import typing
 from argparse import Namespace
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from fathom.cli.parser import Parser
 from fathom.errors import SettingsError
+from fathom.report.results import to_json
+from fathom.settings import allowed, convert, show
 
 if TYPE_CHECKING:
     from fathom.deepen.request import Request
     from fathom.deepen.write import Deepened
 
+N = TypeVar("N", int, float)
 EPILOG = """examples:
   fathom deepen MODEL --with depth_attention --out deeper
   fathom deepen MODEL --with loop:trips=2,damping=0.5 --layers 12-16 --out deeper
@@ -65,7 +69,7 @@ def run(options: Namespace) -> int:
     if options.text:
         raise SettingsError("--text needs --search")
     made = deepen(options.model, request, options.out)
-    print(json.dumps(made.to_dict()) if options.json else _words(made))
+    print(to_json(made) if options.json else _words(made))
     return 0
 
 
@@ -104,8 +108,8 @@ def _search(options: Namespace, request: Request) -> int:
         raise SettingsError("--search needs --text, held-out text to score")
     asked = Search(
         sizes=_pair(options.sizes, "-", "--sizes"),
-        trips=int(given.get("trips", 2)),  # type: ignore[call-overload]
-        dampings=(float(given["damping"]),) if "damping" in given else Search().dampings,  # type: ignore[arg-type]
+        trips=_number(int, "trips", given) if "trips" in given else Search().trips,
+        dampings=(_number(float, "damping", given),) if "damping" in given else Search().dampings,
         documents=_pair(options.documents, ",", "--documents"),
         tokens=options.tokens,
     )
@@ -117,10 +121,18 @@ def _search(options: Namespace, request: Request) -> int:
     ranked = search(model, tokenizer, options.text, asked, options.out)
     write(options.out, options.model, asked, ranked)
     if options.json:
-        print(json.dumps([row.to_dict() for row in ranked]))
+        print(to_json([row.to_dict() for row in ranked]))
     else:
         show(options.model, options.out, asked, ranked, sys.stdout)
     return 0
+
+
+def _number(kind: type[N], name: str, given: Mapping[str, object]) -> N:
+    """An option of the loop as a number."""
+    try:
+        return typing.cast("N", convert(kind, given[name]))
+    except ValueError:
+        raise SettingsError(f"{name}={show(given[name])}: allowed: {allowed(kind)}") from None
 
 
 def _pair(text: str, sign: str, flag: str) -> tuple[int, int]:

@@ -11,6 +11,7 @@ is biased on the documents that chose it.
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,6 +30,7 @@ from fathom.models.registry import AXES, DEFAULTS
 from fathom.models.rotary import signed
 from fathom.report.progress import ProgressBar
 from fathom.report.statistics import Difference, weighted_difference
+from fathom.settings import plain, show
 
 LOG = "spans.jsonl"
 
@@ -65,6 +67,18 @@ class Search:
     tokens: int = 512
     """Tokens of each document, from its beginning."""
 
+    def __post_init__(self) -> None:
+        first, others = self.documents
+        allowed = {
+            "trips": (self.trips >= 2, self.trips, "2 or more"),
+            "damping": (all(0 < one <= 1 for one in self.dampings), self.dampings, "above 0, up to 1"),
+            "documents": (first >= 1 and others >= 0, f"{first},{others}", "1 or more, and 0 or more others"),
+            "tokens": (self.tokens >= 1, self.tokens, "1 or more"),
+        }
+        for name, (holds, value, words) in allowed.items():
+            if not holds:
+                raise SettingsError(f"{name}={show(plain(value))}: allowed: {words}")
+
     def candidates(self, layers: int) -> list[Candidate]:
         """Every span of a model with so many layers, with every damping."""
         least, most = self.sizes
@@ -80,6 +94,11 @@ class Document(NamedTuple):
     name: str
     ids: np.ndarray
     """`[T + 1]`, a start token first."""
+
+    @property
+    def key(self) -> str:
+        """The name with a checksum, since documents of another text may have the same names."""
+        return f"{self.name} {zlib.crc32(self.ids.tobytes()):08x}"
 
 
 @dataclass(frozen=True)
@@ -186,9 +205,9 @@ class Log:
         """Store the scores of a document; None is the base model."""
         lines = []
         for one, nats in scores:
-            self.found[document.name, one] = nats, len(document.ids) - 1
+            self.found[document.key, one] = nats, len(document.ids) - 1
             fields = one._asdict() if one is not None else dict.fromkeys(Candidate._fields)
-            row = {"document": document.name, **fields, "nats": nats, "tokens": len(document.ids) - 1}
+            row = {"document": document.key, **fields, "nats": nats, "tokens": len(document.ids) - 1}
             lines.append(json.dumps(row) + "\n")
         if self.path is not None:
             with self.path.open("a", encoding="utf-8") as file:
@@ -196,7 +215,7 @@ class Log:
 
     def gap(self, one: Candidate, documents: Sequence[Document]) -> Difference:
         """The loop's loss minus the base model's, per token, paired by document."""
-        pairs = [(self.found[document.name, one], self.found[document.name, None]) for document in documents]
+        pairs = [(self.found[document.key, one], self.found[document.key, None]) for document in documents]
         return weighted_difference([ours[0] - own[0] for ours, own in pairs], [own[1] for _, own in pairs])
 
 
@@ -222,7 +241,7 @@ def search(
     every = asked.candidates(model.config.num_hidden_layers)
     length = min(asked.tokens, model.config.max_position_embeddings)
     documents = read_documents(tokenizer, text, sum(asked.documents), length)
-    about = {"tokens": length, "layers": model.config.num_hidden_layers, "parameters": model.num_parameters()}
+    about: dict[str, object] = {"tokens": length, "layers": model.config.num_hidden_layers, "weights": checksum(model)}
     log = Log(None if out is None else out / LOG, about)
     first, others = documents[: asked.documents[0]], documents[asked.documents[0] :]
     _score(model, first, every, log)
@@ -234,6 +253,14 @@ def search(
     return [*again, *ranked[len(best) :]]
 
 
+def checksum(model: torch.nn.Module) -> str:
+    """Of the first numbers of every parameter: a model that was trained further has another one."""
+    found = 0
+    for parameter in model.parameters():
+        found = zlib.crc32(parameter.detach().flatten()[:64].float().cpu().numpy().tobytes(), found)
+    return f"{found:08x}"
+
+
 @torch.no_grad()
 def _score(model: FathomForCausalLM, documents: Sequence[Document], loops: Sequence[Candidate], log: Log) -> None:
     """Score what is not in the log yet, some loops at a time."""
@@ -241,7 +268,7 @@ def _score(model: FathomForCausalLM, documents: Sequence[Document], loops: Seque
     model.eval()
     with ProgressBar("spans", len(documents) * len(loops)) as bar:
         for number, document in enumerate(documents):
-            left = [one for one in loops if (document.name, one) not in log.found]
+            left = [one for one in loops if (document.key, one) not in log.found]
             if not left:
                 continue
             reading = Reading(model, document)
