@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.nn.functional import binary_cross_entropy, cross_entropy
 
+from fathom.models import FathomForCausalLM
 from fathom.models import loss as losses
 from fathom.models.exit_gate import log_exits, threshold_for
 from fathom.models.loss import IGNORE, shifted, weighted_lm_loss
@@ -70,6 +71,18 @@ def test_the_joint_loss_is_the_double_sum():
     entropy = -sum(w * w.log() for w in p)
     out = agree(model, ids, expected - 0.3 * entropy[here].sum() / count, labels=labels)
     assert set(out.aux_losses) == {"exit_entropy"}
+
+
+def test_a_new_gate_is_half_open_and_a_saved_one_stays(tmp_path):
+    """Its parameters sit in a child of the recurrence, which has none of its own."""
+    config = config_of("loop", num_hidden_layers=2, recurrence_options={"exit": "joint"})
+    new = FathomForCausalLM(config)
+    gate = new.model.recurrence.exit_gate
+    assert not gate.weight.any() and not gate.bias.any()
+    with torch.no_grad():
+        gate.weight.fill_(0.5)
+    new.save_pretrained(tmp_path)
+    assert (FathomForCausalLM.from_pretrained(tmp_path).model.recurrence.exit_gate.weight == 0.5).all()
 
 
 def test_the_mean_of_logits_is_another_loss():

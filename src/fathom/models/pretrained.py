@@ -32,6 +32,13 @@ class FathomPreTrainedModel(StrictLoading, Qwen3PreTrainedModel):
     _no_split_modules = ["DecoderLayer"]
     _pp_plan: dict[str, object] = {}  # sources would have to be sent from stage to stage
 
+    def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
+        """As in transformers, which skips a module without tensors of its own in code that is not transformers'. A
+        mechanism also initialises the parameters of its children: it is skipped only if all of them were loaded."""
+        tensors = module.parameters() if isinstance(module, MechanismModule) else ()
+        new = not all(getattr(tensor, "_is_hf_initialized", False) for tensor in tensors)
+        super()._initialize_weights(module, is_custom_code and not new)
+
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, MechanismModule):
             module.init_weights(self.config.initializer_range)
