@@ -246,6 +246,8 @@ def closed(config: FathomConfig) -> dict[str, dict]:
     """Options of every axis with which a model starts as the one without mechanisms, as far as there are any."""
     parts = {axis: known()[getattr(config, axis)].closed for axis in DEFAULTS}
     made = {f"{axis}_options": {**getattr(config, f"{axis}_options"), **(keys or {})} for axis, keys in parts.items()}
+    if config.residual != "plain" and "coda" in made["recurrence_options"]:
+        made["recurrence_options"]["coda"] = 0  # a blended loop with a coda needs the plain residual
     if "exit" in made["recurrence_options"]:
         made["recurrence_options"]["exit"] = "none"  # a gate needs an open loop
     return made

@@ -13,7 +13,7 @@ from fathom.checkpoints.export import export
 from fathom.experiments.arms import parse_arms
 from fathom.experiments.catalogue import mechanism_rows
 from fathom.models import registry
-from fathom.models.packages import add_mechanism, find_mechanisms, flattened, travelling
+from fathom.models.packages import FOLDER, add_mechanism, find_mechanisms, flattened, reaches_registry, travelling
 from fathom.models.registry import MECHANISMS, mechanism_name
 from fathom.recipe import Recipe
 
@@ -182,6 +182,31 @@ def test_flattened():
     source = "from fathom.models.roles import (\n    Cost,\n)\nfrom .pricing import cost\nimport math, torch.nn\n"
     text, siblings = flattened(source)
     assert text == source.replace("fathom.models", "") and siblings == ["pricing"]
+
+
+@pytest.mark.parametrize(
+    ("file", "name"), [("configuration", "FathomConfig"), ("slots", "Visit"), ("pretrained", "FathomPreTrainedModel")]
+)
+def test_an_export_that_would_not_open_is_refused(package, file, name):
+    """The export's registry imports the mechanism's file, which must not wait for the registry."""
+    line, mixer = f"from fathom.models.{file} import {name}\n", package / "mixer.py"
+    text = mixer.read_text()
+    assert flattened(text.replace("if TYPE_CHECKING:\n", f"if TYPE_CHECKING:\n    {line}")), "for type checkers it may"
+    mixer.write_text(text.replace("import torch\n", f"import torch\n{line}", 1))
+    from outside_package.mixer import OUTSIDE_BELOW
+
+    with pytest.raises(ValueError) as refused:
+        add_mechanism(OUTSIDE_BELOW)
+    assert str(refused.value).startswith("mechanism outside_below: mixer.py cannot travel in an export: ")
+    assert f"{line.strip()}: it imports the registry" in str(refused.value) and "\n" not in str(refused.value)
+    assert "outside_below" not in MECHANISMS
+
+
+def test_what_reaches_the_registry():
+    """The declared cycle, found in this folder: of its files, only those that a mechanism's file cannot use."""
+    found = {path.stem for path in FOLDER.glob("*.py") if reaches_registry(path.stem)}
+    assert {"registry", "configuration", "slots", "modeling"} <= found
+    assert not found & {"roles", "blend", "schedule", "pondering", "rms_norm", "numerics", "arithmetic"}
 
 
 @pytest.mark.parametrize(

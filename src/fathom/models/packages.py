@@ -11,6 +11,8 @@ import ast
 import re
 import sys
 import warnings
+from collections.abc import Iterator
+from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
 
@@ -104,8 +106,9 @@ def travelling(mechanism: Mechanism) -> dict[str, str]:
 
 def flattened(source: str) -> tuple[str, list[str]]:
     """A source file whose imports of `fathom.models` and of its own package become imports of siblings."""
-    lines, siblings = source.splitlines(keepends=True), []
-    for node in ast.walk(ast.parse(source)):
+    lines, siblings, tree = source.splitlines(keepends=True), [], ast.parse(source)
+    at_once = set(_run_on_import(tree))
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 _require_known(alias.name, f"import {alias.name}")
@@ -116,6 +119,10 @@ def flattened(source: str) -> tuple[str, list[str]]:
             if node.level == 1 and module.isidentifier():
                 siblings.append(module)
             elif node.level == 0 and sibling and sibling[1] not in STAYS and (FOLDER / f"{sibling[1]}.py").exists():
+                if node in at_once and reaches_registry(sibling[1]):
+                    raise ValueError(
+                        f"{says}: it imports the registry, which imports this file; use `if TYPE_CHECKING`"
+                    )
                 changed = re.sub(r"\bfrom +fathom\.models\.", "from .", lines[line], count=1)
                 if changed == lines[line]:
                     raise ValueError(f"{says}: write it at the start of a line")
@@ -123,6 +130,25 @@ def flattened(source: str) -> tuple[str, list[str]]:
             else:
                 _require_known(module if node.level == 0 else ".", says)
     return "".join(lines), siblings
+
+
+def _run_on_import(tree: ast.AST) -> Iterator[ast.AST]:
+    """The nodes that run when the file is imported: not those inside functions, and not those for type checkers."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            continue
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            node = ast.Module(node.orelse, [])
+        yield node
+        yield from _run_on_import(node)
+
+
+@cache
+def reaches_registry(file: str) -> bool:
+    """Whether importing a file of this folder imports `registry.py`, which in an export imports every mechanism."""
+    tree = ast.parse((FOLDER / f"{file}.py").read_text(encoding="utf-8"))
+    imports = (n.module for n in _run_on_import(tree) if isinstance(n, ast.ImportFrom) and n.level == 1 and n.module)
+    return file == "registry" or any(map(reaches_registry, imports))
 
 
 def _require_known(module: str, says: str) -> None:
