@@ -1,4 +1,4 @@
-"""What a mechanism of your own must satisfy, as a test class for your package.
+"""The properties that your own mechanism must have, as a test class for your package.
 
     from fathom.testing import Conformance
     from your_package import MINE
@@ -6,8 +6,8 @@
     class TestMine(Conformance):
         mechanism, options = MINE, {"stride": 2}
 
-pytest then runs each property with small random models in float64. Add the one test that this class cannot write: the
-mathematics, against your own few lines of numpy.
+pytest then tests each property on small random models in float64. Add the one test that this class cannot contain: a
+comparison of the mechanism with your own few lines of numpy.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ SHAPE: Mapping[str, Any] = {
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": 0},
 }
 EXACT = 1e-11
-"""Of a logit in float64, and of a gradient."""
+"""Tolerance of logits and gradients in float64."""
 SLOPE = 1e-7
-"""Of a derivative along a direction of length 1."""
+"""Tolerance of a derivative along a direction of length 1."""
 CLEAN_ROOM = """
 import sys
 sys.modules["fathom"] = None  # importing it raises
@@ -50,21 +50,21 @@ with torch.no_grad():
 
 
 class Conformance:
-    """Properties of a model with one mechanism; name a subclass `Test...` and set `mechanism`, and `options` if any."""
+    """Properties of a model with one mechanism. Name your subclass `Test...` and set `mechanism` and `options`."""
 
     mechanism: ClassVar[Mechanism]
     options: ClassVar[Mapping[str, Any]] = {}
     shape: ClassVar[Mapping[str, Any]] = SHAPE
-    """Of the models; a mechanism may need more layers."""
+    """Sizes of the models; a mechanism may need more layers."""
 
     def config(self, **options: Any) -> FathomConfig:
-        """The configuration with the mechanism, with further options."""
+        """A configuration with the mechanism and these options in addition."""
         add_mechanism(self.mechanism)
         axis, name = self.mechanism.axis, self.mechanism.name
         return FathomConfig(**self.shape, **{axis: name, f"{axis}_options": {**self.options, **options}})
 
     def model(self, dtype: torch.dtype = torch.float64) -> FathomForCausalLM:
-        """A model whose every parameter is away from its initial value, as training would leave it."""
+        """A model whose parameters all differ from their initial values, as after training."""
         torch.manual_seed(0)
         model = FathomForCausalLM(self.config()).eval().to(dtype)
         with torch.no_grad():
@@ -73,7 +73,7 @@ class Conformance:
         return model
 
     def test_reading_in_parts_is_reading_at_once(self) -> None:
-        """Prompts in chunks, then token by token, from a cache."""
+        """Chunks and single tokens with a cache give the logits of one forward pass."""
         model, ids = self.model(), tokens(2, 12)
         whole, cache, found = logits(model, ids), DynamicCache(config=model.config), []
         with torch.no_grad():
@@ -82,7 +82,7 @@ class Conformance:
         same(torch.cat(found, 1), whole)
 
     def test_padded_rows_are_single_rows(self) -> None:
-        """On the left, with a mask."""
+        """Left-padded sequences with a mask give the logits of single sequences."""
         model, rows = self.model(), [tokens(1, n, seed=n) for n in (4, 7)]
         ids, mask = torch.zeros(2, 7, dtype=torch.long), torch.zeros(2, 7, dtype=torch.long)
         for i, row in enumerate(rows):
@@ -92,14 +92,14 @@ class Conformance:
             same(together[i, 7 - row.shape[1] :], logits(model, row)[0])
 
     def test_packed_documents_are_single_rows(self) -> None:
-        """Told apart by positions that start again."""
+        """Documents packed into one sequence, with positions that restart, give the logits of separate sequences."""
         model, parts = self.model(), [tokens(1, n, seed=n) for n in (4, 6)]
         positions = torch.cat([torch.arange(part.shape[1]) for part in parts]).unsqueeze(0)
         packed = logits(model, torch.cat(parts, 1), position_ids=positions)
         same(packed, torch.cat([logits(model, part) for part in parts], 1))
 
     def test_later_tokens_change_nothing(self) -> None:
-        """And do change what comes after them."""
+        """Changing a token changes later logits, but no earlier ones."""
         model, ids = self.model(), tokens(1, 10)
         changed = torch.cat([ids[:, :6], tokens(1, 4, seed=9)], 1)
         one, other = logits(model, ids), logits(model, changed)
@@ -107,13 +107,13 @@ class Conformance:
         assert off(one[:, 6:], other[:, 6:]) > EXACT, "a changed token changes nothing after it"
 
     def test_every_parameter_gets_a_gradient(self) -> None:
-        """A parameter that no training can move is a mistake."""
+        """A parameter without a gradient could not be trained."""
         found = gradients(self.model().train(), tokens(2, 12))
         dead = [name for name, g in found.items() if not g.any()]
         assert not dead, f"no gradient reaches {dead}"
 
     def test_gradients_are_those_of_finite_differences(self) -> None:
-        """Along one random direction of all parameters."""
+        """The derivative along a random direction of all parameters equals a finite difference."""
         model, ids = self.model().train(), tokens(2, 8)
         made = torch.Generator().manual_seed(1)
         way = {n: torch.randn(p.shape, generator=made, dtype=p.dtype) for n, p in model.named_parameters()}
@@ -130,7 +130,7 @@ class Conformance:
         assert abs(float(found) - slope) < SLOPE, f"a slope of {slope:.9f}, by autograd {float(found):.9f}"
 
     def test_checkpointing_changes_no_gradient(self) -> None:
-        """State that a layer mutates is lost here, without an error."""
+        """Activation checkpointing gives the same gradients; state that a layer mutates would be lost."""
         model, ids = self.model().train(), tokens(2, 10)
         plain = gradients(model, ids)
         model.activation_checkpointing_enable()
@@ -139,7 +139,7 @@ class Conformance:
             same(plain[name], again[name])
 
     def test_initial_values_are_set(self) -> None:
-        """From memory full of NaN, as after loading on the meta device."""
+        """`init_weights` sets every parameter, starting from NaN as after loading on the meta device."""
         with torch.device("meta"):
             model = FathomForCausalLM(self.config())
         model.to_empty(device="cpu")
@@ -153,21 +153,21 @@ class Conformance:
         assert not unset, f"init_weights leaves {unset} as they are; a module needs a parameter of its own to be called"
 
     def test_the_declared_cost_is_measured(self) -> None:
-        """Its parameters, and the bytes of its cache."""
+        """The declared parameters and cache bytes equal the measured ones."""
         config, plain = self.config(), FathomConfig(**self.shape)
         cost, cache = mechanism_cost(config, 4), DynamicCache(config=config)
         added = count_parameters(config) - count_parameters(plain)
         assert cost.parameters == added, f"{cost.parameters} parameters declared, {added} added"
         assert cost.cache_bytes == cache_bytes_per_token(config, 4) - cache_bytes_per_token(plain, 4)
         model = self.model(torch.float32)
-        if not model.model.slotted:  # else it depends on who halts
+        if not model.model.slotted:  # else the cache depends on which tokens halt
             with torch.no_grad():
                 model(tokens(1, 5), past_key_values=cache)
             held = sum(t.nbytes for layer in cache.layers for t in (layer.keys, layer.values))
             assert held == 5 * cache_bytes_per_token(config, 4)
 
     def test_it_starts_as_itself_where_it_says_so(self) -> None:
-        """With the options of `Mechanism.closed`, weights of a model without the mechanism compute what they did."""
+        """With the options of `Mechanism.closed`, a model without the mechanism keeps its logits when it is added."""
         if self.mechanism.closed is None:
             return
         torch.manual_seed(0)
@@ -177,7 +177,7 @@ class Conformance:
         assert torch.equal(logits(model, tokens(2, 9)), logits(plain, tokens(2, 9))), "closed, it is another function"
 
     def test_an_export_opens_without_fathom(self) -> None:
-        """In a process that can import neither Fathom nor the mechanism's package by that name."""
+        """An export opens in a process that can import neither Fathom nor the mechanism's package."""
         model, ids = self.model(torch.float32), tokens(1, 7)
         with tempfile.TemporaryDirectory() as folder:
             directory = export(model, Path(folder) / "model")
@@ -189,12 +189,12 @@ class Conformance:
 
 
 def tokens(*shape: int, seed: int = 1) -> Tensor:
-    """Random ids without the padding."""
+    """Random ids, none of them padding."""
     return torch.randint(3, SHAPE["vocab_size"], shape, generator=torch.Generator().manual_seed(seed))
 
 
 def logits(model: FathomForCausalLM, ids: Tensor, **arguments: Any) -> Tensor:
-    """Of a call without a cache."""
+    """Logits of a forward pass without a cache."""
     with torch.no_grad():
         return model(ids, use_cache=False, **arguments).logits
 

@@ -211,7 +211,7 @@ def flip(path: Path) -> None:
         (lambda out: (out / ".prepare.json").write_text("{"), r"\.prepare\.json is damaged"),
         (lambda out: (out / ".prepare.json").write_text("{}"), r"\.prepare\.json is damaged"),
         (lambda out: (out / ".prepare.json").write_text("[]"), r"\.prepare\.json is damaged"),
-        (lambda out: shutil.rmtree(out / "tokenizer"), "tokenizer is gone"),
+        (lambda out: shutil.rmtree(out / "tokenizer"), "tokenizer is missing"),
     ],
 )
 def test_damage_is_found_before_more_is_added(interrupted: Path, tokenizer: str, damage, message: str) -> None:

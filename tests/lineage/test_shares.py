@@ -87,7 +87,7 @@ def test_questions_without_an_answer_are_refused(family, tmp_path):
     one, two, same = opened(family, "one", "two", "one")
     with pytest.raises(ModelError, match="at least two parents"):
         shares.shares(one, [two])
-    with pytest.raises(ModelError, match="cannot be told apart"):
+    with pytest.raises(ModelError, match="cannot be separated"):
         shares.shares(two, [one, same])
     with pytest.raises(ModelError, match="another shape"):
         shares.shares(one, [two, open_weights(save(build(tiny_config("llama"), 1), tmp_path / "shallow"))])

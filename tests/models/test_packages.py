@@ -220,7 +220,7 @@ def test_what_reaches_the_registry():
         ("from fathom.training.loop import train", "of Fathom only"),
         ("from ..elsewhere import x", "from ..elsewhere import x: only torch"),
         ("from . import pricing", "from . import pricing: only torch"),
-        ("from .gone import x", "there is no gone.py beside it"),
+        ("from .gone import x", "there is no gone.py next to it"),
         (
             "from .numerics import x",
             "numerics.py cannot travel in an export: its name is that of a file in fathom.models",

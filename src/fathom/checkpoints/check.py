@@ -15,7 +15,7 @@ from fathom.checkpoints.tensors import SafetensorsStore, is_pickle, read_header,
 from fathom.errors import ModelError
 
 NEVER_OPENED = {"training_args.bin"}
-"""Pickles that trainers of others leave beside the weights, and that neither Fathom nor transformers opens."""
+"""Pickles that other trainers save next to the weights, and that neither Fathom nor transformers opens."""
 
 
 def check_checkpoint(directory: str | Path) -> dict[str, object]:

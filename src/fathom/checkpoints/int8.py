@@ -82,8 +82,8 @@ class Int8Linear(nn.Module):
 def quantise(model: nn.Module) -> int:
     """Store the weights of a model's linear layers in eight bits, in place; returns how many layers.
 
-    The embeddings stay as they are, and a head that shares them is stored in eight bits beside them. So do layers of
-    fewer than `LEAST` inputs or outputs, quantized ones, and those with hooks.
+    The embeddings are unchanged, and a head that shares them gets its own eight-bit copy. Layers of fewer than `LEAST`
+    inputs or outputs, quantized layers and layers with hooks are unchanged too.
 
     Args:
         model: The model, which can then no longer be trained or saved.

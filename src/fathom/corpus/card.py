@@ -107,7 +107,7 @@ def _dropped(workspace: Workspace) -> Iterator[str]:
     yield ""
     yield "Each document that a rule left out is in `stages/clean/*/dropped.jsonl`, each duplicate with what it is like"
     yield "in `stages/duplicates/*/duplicates.jsonl`, each unreadable file in `stages/ingest/*/failed.jsonl`, what"
-    yield "gives an item away in `stages/contamination/*/hits.jsonl`, pieces that are too short beside it."
+    yield "leaks an item in `stages/contamination/*/hits.jsonl`, with pieces that are too short in the same folder."
 
 
 def _actions(workspace: Workspace) -> dict[str, Counter[str]]:

@@ -583,7 +583,7 @@ def _damage(out: Path) -> str | None:
     if not journal.vocab_size:
         return None
     if not (out / TOKENIZER / TOKENIZER_JSON).is_file():
-        return f"{out / TOKENIZER} is gone"
+        return f"{out / TOKENIZER} is missing"
     dtype = token_dtype(journal.vocab_size)
     files: dict[Path, tuple[int, int]] = {}
     for split, domain, shards in journal.shards:

@@ -449,7 +449,7 @@ class SlotBatch(LiveBatch):
 
     def reserve(self, rows: int, tokens: int) -> None:
         """Free the memory of sequences that left or were longer; growing needs no call."""
-        if self.cache is not None:  # a place beside the capacity is for what is thrown away
+        if self.cache is not None:  # one position beyond the capacity takes discarded slots
             trim_slots(self.cache, with_spare(tokens * trips_of(self.model, self.trips)) - 1)
 
     def read(self, chunk: Sequence[int], every: bool = False) -> Tensor:

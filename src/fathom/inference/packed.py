@@ -75,12 +75,12 @@ AT_ONCE = frozenset(n for n in range(1, MOST + 1) if cut(n) == [n] and padded(n)
 def pack(model: nn.Module) -> int:
     """Pack the linear layers of a model in place, for inference; returns how many.
 
-    Left as they are: weights that are not float32 on a CPU or are quantized, layers of few outputs, with hooks, a
-    `forward` of their own or wrapped by an adapter, and all where torch has no oneDNN. A weight that several layers
-    share, or a layer and the embeddings, is packed for each layer, beside what others read of it.
+    Unchanged are weights that are quantized or not float32 on a CPU, layers with few outputs, hooks, an own `forward`
+    or an adapter, and all layers if torch has no oneDNN. A weight that layers share with each other or with the
+    embeddings is packed once for each layer, in addition to the shared weight.
 
     Args:
-        model: It can no longer be trained, and its packed weights can be read but not written.
+        model: The model, which can then no longer be trained; its packed weights can be read but not written.
     """
     if not available():
         return 0

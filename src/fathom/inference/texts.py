@@ -42,7 +42,7 @@ class AnswerWords:
     Args:
         tokenizer: The model's.
         special: Whether special tokens are part of the text.
-        after: Tokens of a text that these go on from: a decoder may take a blank from what begins a text.
+        after: Tokens of a text that the new tokens continue; a decoder may drop a space at the beginning of a text.
         mute: Tokens that are no part of the text, though others like them are.
     """
 

@@ -34,7 +34,7 @@ def lens_page(data: LensData, live_endpoint: str | None = None, compare: LensDat
         data: What to show.
         live_endpoint: Where the page may send `{"text": ...}` by POST; the answer is `pack(...)`, or `{"error": ...}`
             in one line. Without it the page has no input and makes no requests.
-        compare: A second model to show beside the first, for the same tokens.
+        compare: A second model to show next to the first, for the same tokens.
     """
     payload = pack(data, *([compare] if compare else ()))
     names = " and ".join(item.model for item in (data, compare) if item)

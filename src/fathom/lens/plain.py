@@ -107,8 +107,8 @@ def layers_of(model: PreTrainedModel) -> nn.ModuleList:
 
 @contextmanager
 def _recorded(model: nn.Module, layers: nn.ModuleList) -> Iterator[tuple[list[Tensor], Calls]]:
-    """The streams that layers return, and the modules beside the layers that are called after them, with what they
-    return. Filled by a forward pass."""
+    """The streams that layers return, and the modules outside the layers that are called after them, with their
+    results. Filled by a forward pass."""
     streams: list[Tensor] = []
     calls: Calls = []
 

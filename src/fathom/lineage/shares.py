@@ -139,7 +139,7 @@ def solved(gram: Array, names: Sequence[str]) -> Shares:
     right = np.array([[_inner(layer, (i, nearest), (0, nearest)) for i in others] for layer in gram])
     scale = float(np.trace(gram.sum(0)))
     if np.linalg.eigvalsh(left.sum(0)).min() <= APART * scale:
-        raise ModelError("two parents are the same, or one is a mean of others: their shares cannot be told apart")
+        raise ModelError("two parents are the same, or one is a mean of others: their shares cannot be separated")
     whole = np.linalg.solve(left.sum(0), right.sum(0))
     without = np.array(
         [np.linalg.solve(left.sum(0) - a, right.sum(0) - b) for a, b in zip(left, right, strict=True)]

@@ -281,7 +281,7 @@ def _opened(where: str | Path, base: str | Path | None, max_bytes: int | None) -
         return _open_adapter(str(where), origin, base, max_bytes)
     store = open_safetensors(origin, file)
     if not origin.exists(CONFIG):
-        raise ModelError(f"{where}: no {CONFIG} beside the weights; it says how many heads there are")
+        raise ModelError(f"{where}: no {CONFIG} next to the weights; it gives the number of heads")
     config = read_json(origin, CONFIG)
     return resolve(str(where), store, config, lambda: vocabulary.read_vocabulary(origin))
 

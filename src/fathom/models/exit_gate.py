@@ -88,8 +88,8 @@ class ExitGate(Recurrence):
 
     @classmethod
     def penalty_flops(cls, config: FathomConfig, sequence_length: int) -> float:
-        """The head after every trip: with `joint` forward, again, and backward, in place of the last trip's alone; with
-        `gate` forward only, beside it."""
+        """FLOPs of the head after every trip. With `joint` forward, recomputation and backward replace those of the
+        last trip; with `gate` only forward passes are added."""
         options = ExitOptions.of(config)
         heads = {"none": 0, "joint": 4 * options.trips - 3, "gate": options.trips}[options.exit]
         return super().penalty_flops(config, sequence_length) + heads * head_flops(config)

@@ -161,7 +161,7 @@ def attend_by_rule(
 
 @cache
 def compiled() -> Kernel:
-    """FlexAttention as a kernel. Past its limit torch would go on without one, and make all scores; as a whole graph it
-    ends in an error."""
+    """FlexAttention as a kernel. Beyond its recompilation limit torch would continue without the kernel and compute all
+    scores; with a full graph it raises an error."""
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, VARIANTS)
     return cast(Kernel, torch.compile(flex_attention, fullgraph=True))

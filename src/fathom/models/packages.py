@@ -97,7 +97,7 @@ def travelling(mechanism: Mechanism) -> dict[str, str]:
             if (FOLDER / path.name).exists():
                 raise ValueError("its name is that of a file in fathom.models")
             if missing := [name for name in siblings if not (path.parent / f"{name}.py").is_file()]:
-                raise ValueError(f"there is no {missing[0]}.py beside it")
+                raise ValueError(f"there is no {missing[0]}.py next to it")
         except (ValueError, SyntaxError) as error:
             raise ValueError(f"mechanism {mechanism.name}: {path.name} cannot travel in an export: {error}") from error
         waiting += [path.parent / f"{name}.py" for name in siblings]

@@ -411,8 +411,8 @@ class Recurrence(MechanismModule):
         return {"hidden": out.hidden}
 
     def leave(self, stream: Tensor, x: Tensor, state: TripState) -> Tensor:
-        """What goes on to the layers after the looped span, `[B, T, hidden_size]`, where `leaves` says so; never under
-        the view ALL.
+        """The input of the layers after the looped span, `[B, T, hidden_size]`; called only if `leaves` is set, never
+        under the view ALL.
 
         Args:
             stream: The output of the span's last layer in the last trip, `[B, T, hidden_size]`.

@@ -1,6 +1,6 @@
 """Building blocks of a report: one HTML file that loads nothing, for narrow and wide screens, in light and dark.
 
-Blocks are markup made by the templates beside this file. All other text is escaped, so no name from the command line
+Blocks are markup made by the templates next to this file. All other text is escaped, so no name from the command line
 can break a page.
 """
 

@@ -299,7 +299,7 @@ def test_the_page_beside_a_report_is_bound_to_it(reports, tmp_path, change):
 def test_verify_reads_the_page(reports, tmp_path):
     source = reports["controls"]
     (tmp_path / "report.json").write_text(source.read_text())
-    assert "report.html: it is not beside the report" in commands.verify(tmp_path / "report.json").text
+    assert "report.html: it is not in the folder of the report" in commands.verify(tmp_path / "report.json").text
     text = source.with_name("report.html").read_text()
     (tmp_path / "report.html").write_text(text)
     assert commands.verify(tmp_path / "report.json").exit_code == 0

@@ -70,7 +70,7 @@ def solved(values: CheckpointCaches) -> tuple[list[str], list[str]]:
 
 
 def scores_of(values: CheckpointCaches, method: str) -> Scores:
-    """One cache's answers beside the full cache's."""
+    """One cache's answers next to the full cache's."""
     return Scores(values.caches[method].answers, values.questions.reference)
 
 

@@ -141,7 +141,7 @@ def not_recomputed(body: LineageReport, with_page: bool = False) -> list[str]:
         "versions, platform and seconds: of the run that made the report; bytes read, within a factor of two",
         "the drawings in report.html and the portrait files"
         if with_page
-        else "report.html: it is not beside the report",
+        else "report.html: it is not in the folder of the report",
     ]
     if body.given.null:
         out.append("what the null file says of its models: the file itself is checked by its SHA-256")
