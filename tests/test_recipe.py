@@ -14,7 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fathom.errors import SettingsError
+from fathom.models.cost import cache_bytes_per_token
 from fathom.models.looping import Loop
+from fathom.models.slots import plan
 from fathom.recipe import (
     Data,
     KVCache,
@@ -362,6 +364,17 @@ def test_looped() -> None:
     assert looped.parameters == plain.parameters and looped.flops_per_token > 2.5 * plain.flops_per_token
     both = estimate(load_recipe(RECIPES / "500m_looped.yaml", ["model.mixer=depth_attention"]))
     assert both.mechanism == "loop+depth_attention" and both.parameters == plain.parameters
+
+
+def test_loops_in_production() -> None:
+    """Ouro's number of parameters is that of its released weights. Nanbeige's switches visit 44 layers however it is
+    split, since LoopSplit says so."""
+    assert estimate(load_recipe(RECIPES / "ouro_2.6b.yaml")).parameters == 2_667_974_657
+    whole = load_recipe(RECIPES / "nanbeige_3b.yaml").config()
+    split = "model.recurrence_options={trips: 3, prelude: 5, coda: 6, norm_between: none, kv: first}"
+    parted = load_recipe(RECIPES / "nanbeige_3b.yaml", [split]).config()
+    assert [sum(map(len, plan(config))) for config in (whole, parted)] == [44, 44]
+    assert cache_bytes_per_token(whole) == 2 * cache_bytes_per_token(parted)
 
 
 def test_logits_without_a_mixture_have_no_top_k(monkeypatch: pytest.MonkeyPatch) -> None:
