@@ -19,7 +19,7 @@ from fathom.data import sources
 from fathom.data.sources import Reading
 from fathom.data.tokenizer import PIECE, train_bpe
 from fathom.errors import DataError
-from tests.data.corpora import tree, write_documents
+from tests.data.corpora import write_documents
 from tests.data.test_prepare import documents
 
 from .making import prepare
@@ -76,7 +76,7 @@ def test_long_records_take_no_memory(tmp_path: Path, tokenizer: str) -> None:
     grown, found = measured(tmp_path, tokenizer, cases)
     assert grown < 40, found
     for name, message in zip([*names, "a.txt"], [*found[: len(names)], found[-1]], strict=True):
-        assert name in message and "over 65,536 bytes: `oversize=split` or skip continues" in message
+        assert name in message and "over 65,536 bytes: `oversize=skip` continues" in message
     assert found[len(names) : -1] == [[1, len("small")]] * len(names)
 
 
@@ -123,55 +123,6 @@ def test_the_longest_allowed_records_fit(tmp_path: Path, tokenizer: str, workers
     assert grown < 1300
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.txt", "b.txt", "a.txt.gz"])
-def test_pieces_are_the_text(tmp_path: Path, tokenizer: str, name: str) -> None:
-    text = "".join(["naïve 水深 of the river\n", "x" * 300, "水" * 100, " end. "][i % 4] for i in range(40))
-    (tmp_path / "a.jsonl").write_text(json.dumps({"text": text}) + '\n{"text": "short"}\n', encoding="utf-8")
-    (tmp_path / "a.txt").write_text(text, encoding="utf-8", newline="")
-    (tmp_path / "b.txt").write_text(f"short\n---\n{text}\n---\nshort", encoding="utf-8", newline="")
-    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(text.encode()))
-    options = {"oversize": "split", "max_record_bytes": 500, "separator": "---" if name == "b.txt" else None}
-    prepare([str(tmp_path / name)], tmp_path / "out", tokenizer, held_out=0, **options)
-    made = list(documents(tmp_path / "out", "train"))
-    assert all(len(piece.encode()) <= 500 for piece in made) and len(made) > 10
-    whole = "".join(made).replace("short\n", "").replace("short", "")
-    assert whole == (text + "\n" if name == "b.txt" else text)
-
-
-def test_pieces_stay_on_one_side(tmp_path: Path, tokenizer: str) -> None:
-    for i in range(40):
-        (tmp_path / f"{i}.txt").write_text(f"{i} begins so\n" + f"and goes on, {i} times\n" * 30)
-    inputs = [str(tmp_path / "*.txt")]
-    prepare(inputs, tmp_path / "out", tokenizer, held_out=0.4, oversize="split", max_record_bytes=128)
-    sides = {}
-    for side in ("train", "val"):
-        text = "".join(documents(tmp_path / "out", side))
-        sides[side] = {i for i in range(40) if f", {i} times" in text}
-    assert sides["train"] and sides["val"] and not sides["train"] & sides["val"]
-
-
-def test_pieces_survive_a_crash(tmp_path: Path, tokenizer: str, monkeypatch) -> None:
-    from fathom.data import prepare as module
-
-    monkeypatch.setattr(module, "CHUNK_BYTES", 300)
-    monkeypatch.setattr(module, "CHECKPOINT_SECONDS", 0.0)
-    (tmp_path / "a.txt").write_text("".join(f"line {i} of a long text\n" for i in range(200)))
-    options = {"oversize": "split", "max_record_bytes": 200, "held_out": 0, "workers": 1}
-    prepare([str(tmp_path / "a.txt")], tmp_path / "whole", tokenizer, **options)
-    real, calls = module._Run._append, iter(range(10**6))
-
-    def append(self, group):
-        real(self, group)
-        if next(calls) == 5:
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(module._Run, "_append", append)
-        prepare([str(tmp_path / "a.txt")], tmp_path / "out", tokenizer, **options)
-    assert prepare([str(tmp_path / "a.txt")], tmp_path / "out", tokenizer, **options).resumed_documents
-    assert tree(tmp_path / "out") == tree(tmp_path / "whole")
-
-
 def test_what_an_error_let_pass_may_be_continued(tmp_path: Path, tokenizer: str) -> None:
     """A run that stopped at a long record goes on where it was, once it is told what to do with it."""
     write_documents(tmp_path / "a.jsonl", 30)
@@ -182,15 +133,8 @@ def test_what_an_error_let_pass_may_be_continued(tmp_path: Path, tokenizer: str)
         prepare([str(tmp_path / "a.jsonl")], tmp_path / "out", tokenizer, **options)
     made = prepare([str(tmp_path / "a.jsonl")], tmp_path / "out", tokenizer, oversize="skip", **options)
     assert made.left_out == 1
-    with pytest.raises(DataError, match="was prepared with `oversize` 'skip', not 'split'"):
-        prepare([str(tmp_path / "a.jsonl")], tmp_path / "out", tokenizer, oversize="split", **options)
-
-
-def test_a_line_that_cannot_be_split(tmp_path: Path, tokenizer: str, monkeypatch) -> None:
-    monkeypatch.setattr(sources, "MAX_LINE_BYTES", 4000)
-    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "x" * 5000}))
-    with pytest.raises(DataError, match=r"a\.jsonl:1 is over 4,000 bytes, too long to split: `oversize=skip`"):
-        prepare([str(tmp_path / "a.jsonl")], tmp_path / "out", tokenizer, oversize="split", max_record_bytes=100)
+    with pytest.raises(DataError, match="was prepared with `oversize` 'skip', not 'error'"):
+        prepare([str(tmp_path / "a.jsonl")], tmp_path / "out", tokenizer, **options)
 
 
 def test_parquet_rows(tmp_path: Path, tokenizer: str) -> None:
@@ -202,8 +146,6 @@ def test_parquet_rows(tmp_path: Path, tokenizer: str) -> None:
         prepare(*arguments, tmp_path / "out", tokenizer, held_out=0, max_record_bytes=4096)
     made = prepare(*arguments, tmp_path / "skipped", tokenizer, held_out=0, max_record_bytes=4096, oversize="skip")
     assert made.left_out == 500 and set(documents(tmp_path / "skipped", "train")) == {"short"}
-    prepare(*arguments, tmp_path / "split", tokenizer, held_out=0, max_record_bytes=4096, oversize="split")
-    assert set(documents(tmp_path / "split", "train")) == {"short", "x" * 3000 + "\n", "y" * 3000}
 
 
 def test_a_value_that_many_rows_share(tmp_path: Path, tokenizer: str) -> None:

@@ -130,7 +130,7 @@ def test_a_byte_order_mark_is_no_text(tmp_path: Path, tokenizer: str) -> None:
     for name, mark in (("marked", b"\xef\xbb\xbf"), ("plain", b"")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "a.txt").write_bytes(mark + "---\none\n---\ntwo \ufeff\n".encode())
-        for options in ({}, {"separator": "---"}, {"oversize": "split", "max_record_bytes": 64}):
+        for options in ({}, {"separator": "---"}):
             out = tmp_path / f"{name}-{len(list(tmp_path.iterdir()))}"
             prepare([str(tmp_path / name)], out, tokenizer, held_out=0, **options)
             assert list(documents(out, "train")) == (

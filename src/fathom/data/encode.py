@@ -156,7 +156,7 @@ class Encoder:
             ) from None
         groups: dict[tuple[str, str], tuple[list[int], list[int], list[int]]] = {}
         for document, encoding in zip(documents, encodings, strict=True):
-            key = choose_split(document.lead, self._encoding.held_out), document.domain
+            key = choose_split(document.text, self._encoding.held_out), document.domain
             tokens, lengths, byte_lengths = groups.setdefault(key, ([], [], []))
             ids = encoding.ids
             tokens.extend(ids)

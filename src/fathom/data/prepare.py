@@ -166,7 +166,7 @@ class PrepareOptions:
     undecodable: Undecodable = "error"
     """What to do with text that is not UTF-8: stop, replace invalid bytes, or skip the document."""
     oversize: Oversize = "error"
-    """What to do with a record over the size limit: stop, skip it, or split it into several documents."""
+    """What to do with a record over the size limit: stop, or skip it."""
     max_record_bytes: int = MAX_RECORD_BYTES
     """Maximum bytes of a line, a file, or the text between separators."""
     shard_tokens: int = 1 << 27
@@ -405,7 +405,7 @@ class _Run:
                 for number, record in enumerate(source.records(self.reading)):
                     documents = parse(source.kind, source.name, source.domain, number, record.payload, self.reading)
                     for document in documents or ():
-                        if choose_split(document.lead, self.held_out) == "train":
+                        if choose_split(document.text, self.held_out) == "train":
                             yield document.text
                             room -= document.size
                             taken += document.size

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 FileFormat = Literal["auto", "text", "jsonl", "parquet"]
 Undecodable = Literal["error", "replace", "skip"]
-Oversize = Literal["error", "skip", "split"]
+Oversize = Literal["error", "skip"]
 Kind = Literal["files", "text", "lines", "rows", "hub"]
 """Records are paths of files, texts between separators, lines of JSON, rows of fields, or rows of the Hub."""
 
@@ -45,10 +45,6 @@ TEXT = (
     *(".swift", ".ts", ".xml", ".yaml", ".yml", ".toml"),
 )
 MAX_TEXT_BYTES = 1 << 28
-# A line that will be split is parsed as a whole first.
-MAX_LINE_BYTES = 1 << 26
-# A hash of at most this much of a document chooses the split, since pieces of it are emitted before its end is read.
-LEAD_BYTES = 1 << 12
 # One compressed piece of this size decompresses to at most 128 MB.
 COMPRESSED_BYTES = 1 << 12
 XZ_MEMORY = 1 << 28
@@ -74,18 +70,6 @@ class Reading:
     max_record_bytes: int = MAX_TEXT_BYTES
     """Maximum bytes of a line, file, text between separators or Parquet value."""
 
-    @property
-    def line_bytes(self) -> int:
-        """The longest line that is read at all."""
-        return max(self.max_record_bytes, MAX_LINE_BYTES) if self.oversize == "split" else self.max_record_bytes
-
-
-class Piece(NamedTuple):
-    """A part of a text over the size limit, with the beginning of the whole text."""
-
-    data: bytes
-    lead: bytes
-
 
 class SourceText(NamedTuple):
     """Text to tokenise."""
@@ -94,13 +78,11 @@ class SourceText(NamedTuple):
     domain: str
     size: int
     """Its length in UTF-8."""
-    lead: str
-    """The text whose hash chooses the split: the text itself, or the beginning of the whole text for a piece."""
 
 
 Payload: TypeAlias = Any
-"""A record before it is decoded: a file's path, a line or text as bytes, a `Piece` of one, or a row's fields as a
-tuple; None if it is left out."""
+"""A record before it is decoded: a file's path, a line or text as bytes, or a row's fields as a tuple; None
+if it is left out."""
 
 
 class Record(NamedTuple):
@@ -154,8 +136,6 @@ def find_sources(
         whole_files: list[Path] = []
         for path in _expand(name, file_format, out):
             kind, reader = _kind(path, reading, file_format)
-            if kind == "files" and reading.oversize == "split" and not _surely_small(path, reading):
-                kind = "text"
             if kind == "files":
                 whole_files.append(path)
             else:
@@ -174,13 +154,10 @@ def find_sources(
 def parse(
     kind: Kind, name: str, domain: str, number: int, payload: Payload, reading: Reading
 ) -> list[SourceText] | None:
-    """Turn record `number` into its documents: none, one, or several pieces; None if it is skipped."""
+    """Turn record `number` into its document, or none; None if it is skipped."""
     where = f"{name}:{number + 1}" if kind == "lines" else f"{name} (document {number + 1})"
-    lead = None
     if kind == "files":
         where, payload = str(payload), _read_file(payload, reading)
-    elif isinstance(payload, Piece):
-        payload, lead = payload.data, payload.lead.decode("utf-8", "replace")
     if payload is None:
         return None
     try:
@@ -203,44 +180,17 @@ def parse(
             raise DataError(f"{where} is not UTF-8 ({reason}){way}") from None
         text, domain = _repair(kind, domain, payload, reading, where)
         data = text.encode("utf-8")
-    if len(data) <= reading.max_record_bytes:
-        return [SourceText(text, domain, len(data), lead or text)] if text else []
-    if reading.oversize != "split":
+    if len(data) > reading.max_record_bytes:
         _oversize(where, reading)
         return None
-    return [
-        SourceText(piece.data.decode(), domain, len(piece.data), lead or piece.lead.decode("utf-8", "replace"))
-        for piece in _pieces(data, reading.max_record_bytes)
-    ]
+    return [SourceText(text, domain, len(data))] if text else []
 
 
 def _oversize(where: str, reading: Reading) -> None:
     """Refuse a record over the limit, unless it may be skipped."""
     if reading.oversize == "error":
-        ways = ": `oversize=split` or skip continues, `max_record_bytes` allows more (at 300 bytes of memory each)"
+        ways = ": `oversize=skip` continues, `max_record_bytes` allows more (at 300 bytes of memory each)"
         raise DataError(f"{where} is over {reading.max_record_bytes:,} bytes{ways if reading.advises else ''}")
-
-
-def _pieces(data: bytes, limit: int) -> Iterator[Piece]:
-    """A text of more than `limit` bytes as consecutive pieces."""
-    lead = data[:LEAD_BYTES]
-    while len(data) > limit:
-        end = _cut(data, limit)
-        yield Piece(data[:end], lead)
-        data = data[end:]
-    yield Piece(data, lead)
-
-
-def _cut(data: bytes | bytearray, limit: int) -> int:
-    """Where to end a piece of at most `limit` bytes: after a line, else before a space, else between characters."""
-    if (end := data.rfind(b"\n", limit // 2, limit)) >= 0:
-        return end + 1
-    if (end := data.rfind(b" ", limit // 2, limit)) > 0:
-        return end
-    end = limit
-    while end > limit - 3 and data[end] & 0xC0 == 0x80:
-        end -= 1
-    return end
 
 
 def _repair(kind: Kind, domain: str, payload: Payload, reading: Reading, where: str) -> tuple[str, str]:
@@ -531,17 +481,13 @@ def _lines(path: Path, reading: Reading, start: int) -> Iterator[Record]:
 
 
 def _each_line(path: Path, reading: Reading) -> Iterator[Record]:
-    position, limit = 0, reading.line_bytes
+    position, limit = 0, reading.max_record_bytes
     with _opened(path) as (file, raw):
         number = 0
         while line := file.readline(limit + 1):
             size = len(line)
             payload: bytes | None = line
             if size > limit and not line.endswith(b"\n"):
-                if reading.oversize == "split":
-                    raise DataError(
-                        f"{path}:{number + 1} is over {limit:,} bytes, too long to split: `oversize=skip` continues"
-                    )
                 _oversize(f"{path}:{number + 1}", reading)
                 payload = None
                 while line and not line.endswith(b"\n"):
@@ -564,10 +510,10 @@ def _as_lines(rows: Callable[[IO[bytes], str], Iterator[Mapping[str, object]]]) 
                 if number >= start:
                     # Invalid UTF-8 stays as it is, and is treated as in any other line.
                     line = json.dumps(row, ensure_ascii=False).encode("utf-8", "surrogateescape")
-                    if len(line) > reading.line_bytes:
+                    if len(line) > reading.max_record_bytes:
                         _oversize(f"{path}:{number + 1}", reading)
                     read = path.stat().st_size if raw.closed else raw.tell()  # some parsers close what they read
-                    yield Record(line if len(line) <= reading.line_bytes else None, read)
+                    yield Record(line if len(line) <= reading.max_record_bytes else None, read)
 
     return records
 
@@ -583,50 +529,39 @@ def _separated(path: Path, reading: Reading) -> Iterator[Record]:
             position = position + len(line) if file is raw else raw.tell()
             line = line.removeprefix(codecs.BOM_UTF8) if first else line
             if begins and line.rstrip(b"\r\n") == separator:
-                yield Record(document.rest(), position)
+                yield Record(document.whole(), position)
                 number += 1
                 document = _Growing(f"{path} (document {number + 1})", reading)
             else:
-                for piece in document.add(line):
-                    yield Record(piece, position)
+                document.add(line)
             begins = line.endswith(b"\n")
     if document:
-        yield Record(document.rest(), position)
+        yield Record(document.whole(), position)
 
 
 class _Growing:
-    """A document that is being read; at most two records' length of it is in memory."""
+    """A document that is being read; at most a record's length of it is in memory."""
 
     def __init__(self, where: str, reading: Reading) -> None:
         self._where, self._reading = where, reading
         self._data = bytearray()
-        self._lead: bytes | None = None
-        """The beginning of a document that is emitted in pieces."""
         self._left_out = False
 
     def __bool__(self) -> bool:
         return bool(self._data) or self._left_out
 
-    def add(self, line: bytes) -> Iterator[Piece]:
-        """Add a line; yields complete pieces of a document that will be split."""
-        limit = self._reading.max_record_bytes
+    def add(self, line: bytes) -> None:
+        """Add a line."""
         if self._left_out:
             return
         self._data += line
-        if len(self._data) > limit and self._reading.oversize != "split":
+        if len(self._data) > self._reading.max_record_bytes:
             _oversize(self._where, self._reading)
             self._left_out, self._data = True, bytearray()
-        while len(self._data) > limit:
-            self._lead = self._lead or bytes(self._data[:LEAD_BYTES])
-            end = _cut(self._data, limit)
-            yield Piece(bytes(self._data[:end]), self._lead)
-            del self._data[:end]
 
-    def rest(self) -> bytes | Piece | None:
-        """The rest of the document at its end."""
-        if self._left_out:
-            return None
-        return bytes(self._data) if self._lead is None else Piece(bytes(self._data), self._lead)
+    def whole(self) -> bytes | None:
+        """The document; None if it is left out."""
+        return None if self._left_out else bytes(self._data)
 
 
 def _skip(records: Iterator[Record], count: int) -> Iterator[Record]:
@@ -642,11 +577,6 @@ def _read_file(path: Path, reading: Reading) -> bytes | None:
         return data.removeprefix(codecs.BOM_UTF8)
     _oversize(str(path), reading)
     return None
-
-
-def _surely_small(path: Path, reading: Reading) -> bool:
-    """Whether a file's size on disk shows that it cannot exceed the limit."""
-    return path.suffix.lower() not in COMPRESSIONS and path.stat().st_size <= reading.max_record_bytes
 
 
 def _parquet(path: Path, reading: Reading, start: int) -> Iterator[Record]:
@@ -683,9 +613,9 @@ def _batch_rows(group: RowGroupMetaData) -> int:
 
 
 def _bounded(payload: tuple[object, ...], where: str, reading: Reading) -> tuple[object, ...] | None:
-    """A row; None if its text is over the limit and may not be split."""
+    """A row; None if its text is over the limit."""
     text = payload[0]
-    if reading.oversize == "split" or not isinstance(text, str) or len(text) <= reading.max_record_bytes:
+    if not isinstance(text, str) or len(text) <= reading.max_record_bytes:
         return payload
     _oversize(where, reading)
     return None

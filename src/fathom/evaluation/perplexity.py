@@ -207,7 +207,7 @@ def read_domains(
             if limit and reading.domain_field is None and len(found[source.domain]) >= limit:
                 break
             made = parse(source.kind, source.name, source.domain, number, record.payload, reading)
-            for text, domain, size, _ in made or ():
+            for text, domain, size in made or ():
                 if limit is None or len(found[domain]) < limit:
                     found[domain].append(Passage(text, None, size))
     domains += [Domain(label, documents) for label, documents in found.items() if documents]
