@@ -1,7 +1,7 @@
 """Documents that leak evaluation items, and the items that they leak.
 
 `benchmarks` reads, checks and indexes the benchmarks. `contamination` searches each file of documents for their items.
-`flags` marks every item as uncontaminated or contaminated. `leaks.py` defines what counts as a leak.
+`flags` marks every item as clean or dirty (contaminated). `leaks.py` defines what counts as a leak.
 """
 
 from __future__ import annotations

@@ -73,9 +73,9 @@ class TextScore:
     bits_per_byte: float
     by_context: list[PlaceLoss]
     trips_per_token: float | None = None
-    """Of a model with iterations."""
+    """Iterations per token, for a recurrent model."""
     decoding: DecodingGap | None = None
-    """Of a model that reads text in rounds."""
+    """The gap to decoding, for a model that reads text in rounds."""
 
 
 @dataclass
@@ -110,7 +110,7 @@ class ScoresReport:
         return [gap for row in self.rows for gap in row.differences.values()]
 
     def texts(self) -> Iterator[tuple[str, str, TextScore]]:
-        """Checkpoint, text and score."""
+        """Each checkpoint and text with its score."""
         for name, entry in self.checkpoints.items():
             yield from ((name, text, score) for text, score in entry.perplexity.items())
 

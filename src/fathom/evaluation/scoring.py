@@ -53,21 +53,21 @@ class Settings(Opening):
     """The tasks and texts, and how checkpoints are opened."""
 
     tasks: str | None = None
-    """lm-eval's tasks, groups and tags, comma between; * allowed; `choice:FILE` and `cloze:FILE` of your own."""
+    """lm-eval's tasks, groups and tags, comma-separated; * is a wildcard; `choice:FILE` and `cloze:FILE` are yours."""
     include: Path | None = None
-    """A folder of further tasks, as lm-eval's own YAML."""
+    """A folder of further tasks, as lm-eval YAML files."""
     task_data: Path | None = None
     """A folder with the tasks' documents, for use without a network."""
     num_fewshot: int | None = None
-    """Few-shot examples; by default the task's."""
+    """Few-shot examples; by default the task's number."""
     apply_chat_template: bool = False
     """Apply the chat template to prompts."""
     perplexity: Sequence[str] = ()
     """`[NAME=]INPUT`: text, JSONL or Parquet files, directories, globs, hf:..., or prepared corpora."""
     split: str = "val"
-    """Of prepared corpora."""
+    """The domains of prepared corpora to score."""
     text_field: str = "text"
-    """Of JSONL and Parquet."""
+    """The text field of JSONL and Parquet files."""
     domain_field: str | None = None
     """The field that names the domain."""
     context: int | None = None
@@ -75,9 +75,9 @@ class Settings(Opening):
     stride: int | None = None
     """Tokens between the starts of two windows of text; by default the context."""
     max_trips: str | None = None
-    """Comma-separated limits on iterations per token: each checkpoint is scored with each."""
+    """Comma-separated limits on iterations per token; each checkpoint is scored with each limit."""
     limit: int | None = None
-    """Documents of each task and domain."""
+    """Maximum documents of each task and domain."""
     batch_size: int | None = None
     """Batch size; by default as large as memory allows."""
     out: Path | None = None
@@ -99,7 +99,7 @@ class Settings(Opening):
             self._check_out(self.out)
 
     def _check_out(self, out: Path) -> None:
-        """Reject an unusable output directory before anything is scored."""
+        """Refuse an unusable output directory before anything is scored."""
         above = next(path for path in (out, *out.absolute().parents) if path.exists())
         if not above.is_dir():
             raise SettingsError(f"out={out}: {above} is not a directory")
@@ -110,7 +110,7 @@ class Settings(Opening):
         return Reading(text_field=self.text_field, domain_field=self.domain_field)
 
     def texts(self) -> list[Domain]:
-        """What `perplexity` names, by domain; nothing where it names nothing."""
+        """The texts in `perplexity`, by domain."""
         return read_domains(self.perplexity, self.reading, self.split, self.limit) if self.perplexity else []
 
 
@@ -127,10 +127,10 @@ class Checkpoint:
     """A limit on iterations per token."""
     tasks: dict[str, TaskResult] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
-    """By task: why it could not be scored."""
+    """Errors of tasks that could not be scored, by task."""
     domains: dict[str, DomainScore] = field(default_factory=dict)
     samples: dict[str, Sample] = field(default_factory=dict)
-    """By domain, for a model that reads text by Jacobi rounds: the gap to decoding."""
+    """For a model that reads text by Jacobi rounds: the gap to decoding, by domain."""
 
     def open(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         """Model and tokenizer."""
@@ -145,7 +145,7 @@ class Checkpoint:
         self.opened = self.lm = None
 
     def fingerprint(self) -> str:
-        """Changes whenever the directory's weights, configuration, tokenizer or chat template do."""
+        """A hash that changes with the directory's weights, configuration, tokenizer or chat template."""
         names = ("*.safetensors", CONFIG, "tokenizer*", "vocab*", "merges.txt")
         # Last, and only if present.
         more = ("chat_template*", "additional_chat_templates/*", "special_tokens_map.json", "added_tokens.json")
@@ -159,14 +159,14 @@ def evaluate(
     perplexity: Sequence[str] = (),
     tasks: str | None = None,
 ) -> ScoresReport:
-    """Score checkpoints on tasks and texts, with paired differences; returns what `report.json` holds.
+    """Score checkpoints on tasks and texts, with paired differences; returns the contents of `report.json`.
 
     Args:
         checkpoints: Model directories, runs or comparisons, or `NAME=PATH`; all are compared with the first.
         settings: All other options. With `out`, results are stored and a second call resumes.
-        perplexity: Texts: files, directories, globs, `hf:...` or prepared corpora, `NAME=` before one; in place of
-            the settings' own.
-        tasks: lm-eval's tasks, groups and tags, comma between; in place of the settings' own.
+        perplexity: Texts: files, directories, globs, `hf:...` or prepared corpora, each with an optional `NAME=`;
+            replaces the settings' texts.
+        tasks: lm-eval's tasks, groups and tags, separated by commas; replaces the settings' tasks.
     """
     chosen = settings or Settings()
     chosen = replace(chosen, perplexity=perplexity or chosen.perplexity, tasks=tasks or chosen.tasks)
@@ -174,7 +174,7 @@ def evaluate(
 
 
 def run(checkpoints: Sequence[str | Path], settings: Settings) -> tuple[list[Checkpoint], ScoresReport]:
-    """As `evaluate`, with the checkpoints and their scores."""
+    """Like `evaluate`, but returns the checkpoints with their scores."""
     if not settings.tasks and not settings.perplexity:
         raise SettingsError("nothing to do: give `tasks`, `perplexity` or `kvcache`")
     found = under_budgets(name_checkpoints(checkpoints, settings), settings.max_trips)
@@ -215,7 +215,7 @@ def name_checkpoints(entries: Sequence[str | Path], settings: Settings) -> list[
 
 
 def under_budgets(checkpoints: Sequence[Checkpoint], words: str | None) -> list[Checkpoint]:
-    """Each checkpoint once for every budget of trips in `1,2,3`."""
+    """Each checkpoint once for every limit on trips in `1,2,3`."""
     if words is None:
         return list(checkpoints)
     budgets = [word.strip() for word in words.split(",")]
@@ -335,7 +335,7 @@ def _domain(checkpoint: Checkpoint, domain: Domain, context: int, settings: Sett
 def _sample(
     checkpoint: Checkpoint, domain: Domain, tokens: Sequence[int], context: int, settings: Settings
 ) -> Sample | None:
-    """Some of a domain decoded as well; None of a model that reads it by no rounds."""
+    """A part of a domain, decoded as well; None for a model without rounds."""
 
     def make() -> Sample | None:
         return read_sample(*checkpoint.open(), domain, tokens, Cut(context, settings.stride))
@@ -371,11 +371,11 @@ def kept(
     """The stored result for the same conditions, else a new one, which is stored if there is an output directory.
 
     Args:
-        kind: The type of what is computed.
-        checkpoint: Of which.
-        out: The place.
-        group: Which part of an evaluation it is.
-        name: What it is called there.
+        kind: The type of the result.
+        checkpoint: The checkpoint.
+        out: The output directory.
+        group: The part of the evaluation.
+        name: Its name within the part.
         key: The conditions.
         make: Computes it.
     """

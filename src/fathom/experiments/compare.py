@@ -60,10 +60,10 @@ def compare(
     """Compare mechanisms fairly, or resume the comparison in `out`; returns the contents of its `report.json`.
 
     Args:
-        recipe: What all arms share.
-        arms: `MECHANISM` or `NAME=MECHANISM[;key=value...]`, comma between; the first is the control.
-        out: The directory. Several calls, also on other machines, may work on it at the same time.
-        seeds: Runs of each arm, which begin at `train.seed`.
+        recipe: The recipe that all arms share.
+        arms: `MECHANISM` or `NAME=MECHANISM[;key=value...]`, separated by commas; the first is the control.
+        out: The output directory. Several calls, also on other machines, may share it at the same time.
+        seeds: Number of runs of each arm; seeds start at `train.seed`.
         equal: The budget that arms share: tokens, FLOPs, or tokens times loop iterations.
         pairs: Timing rounds per arm, in the order A B B A; 0 for none.
         workers: Processes on this machine. With more than one, a script needs `if __name__ == "__main__":`.
@@ -85,11 +85,11 @@ def carry_out(
     number of machines, may work on one directory; each returns when everything is done.
 
     Args:
-        plan: What to compare.
+        plan: The plan of the comparison.
         out: The directory.
         workers: Local processes.
         threads: CPU threads per worker; one if there are several workers, else torch's choice.
-        quiet: Show nothing.
+        quiet: Print nothing.
         retry_failed: Resume runs that diverged; otherwise they are excluded.
     """
 
@@ -128,7 +128,7 @@ def rewrite_report(plan: Plan, out: Path) -> ComparisonReport:
 
 
 def work(plan: Plan, out: Path, threads: int | None = None) -> bool:
-    """Take one task after another until none is left; False if a signal came."""
+    """Run one task after another until none is left; False after a signal."""
     if threads is not None:
         torch.set_num_threads(threads)
     return work_off(lambda: tasks(plan, out), run_task)

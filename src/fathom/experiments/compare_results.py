@@ -25,7 +25,7 @@ class PairGap(Difference):
 
 @dataclass
 class ShareOfGain:
-    """The share of depth_attention's gain that uniform_depth reaches; None where it cannot be said."""
+    """The share of depth_attention's gain that uniform_depth reaches; None if it is undefined."""
 
     share: float | None
     low: float | None
@@ -61,20 +61,20 @@ class ArmTrips:
     mean: float
     most: int
     shares: list[float] | None
-    """None where tokens do not halt."""
+    """None if tokens do not halt."""
     correlations: list[Correlation]
     solved: list[ParallelRun]
 
 
 @dataclass
 class DomainMean:
-    """The loss on a domain, in the mean over an arm's runs."""
+    """The loss on a domain, averaged over an arm's runs."""
 
     loss: float
     bits_per_byte: float
     accuracy: float | None = None
     difference: Difference | None = None
-    """To the control."""
+    """Difference to the control."""
 
 
 @dataclass
@@ -141,7 +141,7 @@ class Band:
 
 @dataclass(frozen=True)
 class TimeRatio:
-    """Step times of an arm over the control's, timed A B B A."""
+    """Step times of an arm divided by the control's, timed in the order A B B A."""
 
     median: float
     low: float
@@ -161,13 +161,13 @@ class Measured:
 
     time: TimeRatio
     memory_bytes: tuple[int, int]
-    """Peak of a training step."""
+    """Peak memory of a training step."""
     memory: str
-    """What counts as memory, in words."""
+    """Which memory was measured, in words."""
     cache_bytes_per_token: tuple[float, float]
-    """Grown per decoded token."""
+    """Cache growth per decoded token."""
     shared_tensors: tuple[int, int]
-    """Parameters of equal name and shape, and how many of them started from bitwise equal values."""
+    """Number of parameters of equal name and shape, and how many of them started from bitwise equal values."""
     hardware: dict[str, object]
 
 
@@ -217,13 +217,13 @@ class ArmResult:
 
     @property
     def gap(self) -> Difference:
-        """The difference of the final loss, of an arm that has one."""
+        """The difference of the final loss to the control; None for the control."""
         assert self.difference is not None
         return self.difference
 
     @property
     def direction(self) -> str:
-        """By how much the loss ended below or above the control's."""
+        """How far the loss ended below or above the control's, in words."""
         return f"{abs(self.gap.mean):.4f} nats {'below' if self.gap.mean < 0 else 'above'}"
 
 
@@ -270,7 +270,7 @@ class ComparisonReport(Provenance):
 
 @dataclass(frozen=True)
 class Shown:
-    """What an earlier report had shown of seeds."""
+    """The seeds that an earlier report has shown."""
 
     seeds: list[int]
     seeds_planned: list[int]

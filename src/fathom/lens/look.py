@@ -1,6 +1,6 @@
-"""What a model computed for a text: where its values came from, and what it would have predicted at every depth.
+"""What a model computed for a text: the layers that its values came from, and its prediction at every depth.
 
-Nothing here is in the forward pass. Hooks on the mixers take the query, the key and the sources that the mixer was
+Nothing here changes the forward pass. Hooks on the mixers take the query, the key and the sources that the mixer was
 given and compute its weights a second time. Hooks on the layers read the residual stream after every visit (one layer
 in one trip) and send it through the model's last norm and head (the logit lens).
 """
@@ -48,7 +48,7 @@ LOGITS_AT_ONCE = 1 << 25
 
 @dataclass(frozen=True)
 class Averages:
-    """Means over the text and the heads; one row per visit."""
+    """Means over the text and the heads, with one row per visit."""
 
     weights: list[list[float]]
     """Weights of the visits in `LensData.sources`, the visit's own value last. Each row sums to 1."""
@@ -56,7 +56,7 @@ class Averages:
     """Shares of the visits' *raw* values in each mixed value, traced through sources that are mixtures: `[V, V]`. Rows
     sum to 1."""
     entropy: list[float]
-    """Of the weights, in bits."""
+    """Entropy of the weights, in bits."""
 
     @property
     def own(self) -> list[float]:
@@ -66,39 +66,39 @@ class Averages:
 
 @dataclass(frozen=True)
 class LensData:
-    """One model, one text. A *visit* is one layer in one trip; arrays have a row per visit, then one per token."""
+    """One model and one text. A *visit* is one layer in one trip; arrays have an axis of visits, then one of tokens."""
 
     model: str
     mechanism: str
     parameters: int
     tokens: list[str]
-    """What each token adds to the text; empty for one that ends inside a character, or stands for no text."""
+    """The text that each token adds; empty if the text ends inside a character, or the token has no text."""
     labels: Array
     """`[T]`, each token's entry in `vocabulary`."""
     dropped: int
-    """Number of tokens at the end of the text that were left out."""
+    """Number of tokens at the end of the text that were dropped."""
     visits: list[tuple[int, int]]
     """(layer, trip), in order."""
     trips: list[int]
-    """How many trips each token made."""
+    """Number of trips of each token."""
     surprisal: Array
-    """`[T]`, bits; NaN for the first token, which nothing predicts."""
+    """`[T]`, surprisal in bits; NaN for the first token, which is not predicted."""
     vocabulary: list[str]
-    """The tokens that occur below, as text."""
+    """The text of all tokens that occur below."""
     predictions: Array
     """`[V, T, top]`: the next tokens predicted after each visit, likeliest first, as entries of `vocabulary`."""
     probabilities: Array
-    """`[V, T, top]`."""
+    """`[V, T, top]`: their probabilities."""
     said: Array
-    """`[T, top]`: the next tokens that the model predicted, from its recurrence's readout."""
+    """`[T, top]`: the next tokens predicted by the model itself, from its recurrence's readout."""
     said_probabilities: Array
-    """`[T, top]`."""
+    """`[T, top]`: their probabilities."""
     next_surprisal: Array
-    """`[V, T]`: bits of the token that came next, after each visit; NaN at the last."""
+    """`[V, T]`: surprisal of the next token after each visit, in bits; NaN at the last token."""
     sources: list[tuple[int, ...]]
-    """The visits whose values each visit read, itself last. Empty if the weights cannot be known."""
+    """The visits whose values each visit read, itself last; empty if the weights are unknown."""
     weights: list[Array]
-    """One `[T, heads, len(sources)]` per visit; a dimension of 1 says the same for all."""
+    """One `[T, heads, len(sources)]` per visit; a dimension of size 1 applies to all."""
     layer_weights: list[list[float | None]] | None = None
     """`denseformer`: one row per layer, the weights of the embeddings and of every layer's output; None is not read."""
 
@@ -210,12 +210,12 @@ def blended_mixture(mixer: ValueMixer, query: Tensor, key: Tensor, sources: tupl
 
 
 def same_tokenizer(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, text: str) -> bool:
-    """Whether two tokenizers have the same vocabulary and split this text alike, so that models can be compared."""
+    """Whether two tokenizers have the same vocabulary and split this text alike, so that two models can be compared."""
     return one.get_vocab() == other.get_vocab() and one(text)["input_ids"] == other(text)["input_ids"]
 
 
 def require_decoder(model: object) -> None:
-    """Refuse a model that was not opened as Fathom's decoder, on whose layers and residual the lens hangs."""
+    """Refuse a model that is not a Fathom decoder, because the lens hooks into its layers and residual."""
     if not isinstance(model, FathomForCausalLM):
         raise SettingsError(f"the lens looks into Fathom's decoder; this is a {type(model).__name__}")
 
@@ -230,14 +230,14 @@ def look(
     name: str = "model",
     progress: Callable[[int], None] | None = None,
 ) -> LensData:
-    """Look at a text through a model.
+    """Record what a model computes for a text.
 
     Args:
-        model: Any `FathomForCausalLM`, so any family that Fathom opens.
+        model: A `FathomForCausalLM` of any family that Fathom opens.
         tokenizer: Its tokenizer.
-        text: What to look at.
+        text: The text.
         top: Predictions to keep at every visit.
-        max_tokens: Look at no more tokens than this, and never at more than the model's context holds.
+        max_tokens: Maximum tokens; never more than the model's context.
         name: The model's name on the page.
         progress: Called after every visit with the number of visits done.
     """
@@ -314,10 +314,10 @@ def _by_stage(weights: Sequence[Tensor | None], stages: int) -> list[Tensor | No
 
 
 class Says:
-    """The logit lens: predictions of the last norm and the head from the residual stream, visit by visit.
+    """The logit lens: the residual stream after every visit, through the last norm and the head.
 
     Args:
-        norm: From what a layer leaves to what the head reads, `[T, hidden_size]`.
+        norm: Maps the residual stream to the head's input, `[T, hidden_size]`.
         head: From `[n, hidden_size]` to logits, `[n, vocab_size]`.
         ids: The text, `[T]`.
         top: Predictions to keep.
@@ -385,7 +385,7 @@ def _bits(logprobs: Tensor, following: Tensor) -> Tensor:
 
 @contextmanager
 def evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """A model in evaluation mode, and afterwards as it was."""
+    """A model in evaluation mode; its mode is restored afterwards."""
     training = model.training
     model.eval()
     try:

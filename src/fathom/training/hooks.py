@@ -33,7 +33,8 @@ class Hook:
         """Before step number `run.step`, counted from 0."""
 
     def after_step(self, run: Run, metrics: StepMetrics) -> None:
-        """After a step; `run.step` counts it. The metrics are tensors on the device: reading one waits for it."""
+        """After a step, which `run.step` includes. The metrics are tensors on the device, and reading one waits for
+        it."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Once for each step, when its numbers are read from the device (every `train.log_every` steps), and after

@@ -53,7 +53,7 @@ class TrainResult:
     """False if a signal stopped it; the same call resumes it."""
     tokens: int
     seconds: float
-    """Seconds spent in steps over the life of the run: evaluation, checkpoints and downtime left out."""
+    """Seconds spent in steps over the life of the run, without evaluation, checkpoints and downtime."""
     evaluation: Evaluation | None = None
     """The last held-out evaluation, if the run finished."""
     model: Path | None = None
@@ -68,13 +68,13 @@ def train(
     callbacks: Sequence[Hook | Tracker] = (),
     command: str = "",
 ) -> TrainResult:
-    """Train a recipe in a run directory; resumes the run if the directory has one.
+    """Train a recipe in a run directory, or resume the run in this directory.
 
     Args:
-        recipe: What to train; or the result of `extension` or `branch`, which holds its directory.
-        run_dir: Where the resolved recipe, metrics and checkpoints go.
+        recipe: The recipe; or the result of `extension` or `branch`, which contains its directory.
+        run_dir: Directory for the resolved recipe, metrics and checkpoints.
         resume: Whether an existing run may be resumed; otherwise it is an error.
-        callbacks: Hooks, called at fixed points of the run; objects with `log` and `close` alone receive its numbers.
+        callbacks: Hooks, called at fixed points of the run; objects with only `log` and `close` receive its numbers.
         command: The command for the run's history.
     """
     change = recipe if isinstance(recipe, Change) else _as_planned(recipe, run_dir)

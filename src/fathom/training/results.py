@@ -30,11 +30,11 @@ class Trips:
     """Iterations of tokens that may halt."""
 
     mean: float
-    """Per token."""
+    """Mean per token."""
     shares: list[float]
     """Share of tokens that made one iteration, two, …"""
     correlation: Correlation | None
-    """Of a token's loss and its iterations, over sequences. Above zero, hard tokens get more iterations."""
+    """Correlation of loss and iterations of tokens, over sequences. If positive, hard tokens get more iterations."""
 
 
 @dataclass(frozen=True)
@@ -71,13 +71,13 @@ class Evaluation(Score):
     position_loss: list[float | None]
     """Nats per token over equal parts of the context, in order; None for a part without targets."""
     trips: Trips | None = None
-    """If tokens may halt."""
+    """Iterations, if tokens may halt."""
     coverage: float | None = None
     """The share of the split's windows that were read, spread evenly over every domain."""
     jacobi_rounds: float | None = None
     """Mean Jacobi rounds to read the text; None for a model that needs none."""
     gap: DecodingGap | None = None
-    """For such a model, at the last evaluation: the gap in loss to decoding."""
+    """For such a model, at the last evaluation: the gap of the loss to decoding."""
     perplexity: float = field(init=False)
     """exp(loss)."""
 
