@@ -68,10 +68,11 @@ class Scored:
 
     def best(self) -> ScoredArm:
         """The arm with the lowest mean validation loss."""
-        control = self.arms[0].loss or math.inf
+        control = math.inf if self.arms[0].loss is None else self.arms[0].loss
         # by the paired difference, since the mean of an arm that lost a seed is not over all of the control's seeds
         losses = {arm.name: control + arm.difference.mean if arm.difference else arm.loss for arm in self.arms}
-        return min((arm for arm in self.arms if arm.runs), key=lambda arm: losses[arm.name] or math.inf)
+        known = {name: math.inf if loss is None or math.isnan(loss) else loss for name, loss in losses.items()}
+        return min((arm for arm in self.arms if arm.runs), key=lambda arm: known[arm.name])
 
 
 def find_model(path: str | Path) -> Path:
