@@ -83,6 +83,11 @@ def test_logits_are_those_of_the_equations(tmp_path, threshold):
     assert model.config.recurrence_options["trips"] == 3
 
 
+def test_null_is_the_default(tmp_path):
+    model = FathomForCausalLM.from_pretrained(saved(tmp_path, total_ut_steps=None, early_exit_threshold=None))
+    assert (model.model.recurrence.trips, model.config.recurrence_options["exit_threshold"]) == (4, 1.0)
+
+
 def test_a_fixed_exit_is_refused_by_name(tmp_path):
     with pytest.raises(ValueError, match="early_exit_step=1: call the model with max_trips"):
         FathomForCausalLM.from_pretrained(saved(tmp_path, early_exit_step=1))

@@ -39,9 +39,9 @@ def configuration(config: Values) -> Values:
     base = AutoConfig.for_model(**{**{k: v for k, v in config.items() if k not in READ}, "model_type": "qwen2"})
     ours = {key: getattr(base, key) for key in SHARED if hasattr(base, key)} | windows(base)
     ours["head_dim"] = config.get("head_dim") or base.hidden_size // base.num_attention_heads
-    threshold = config.get("early_exit_threshold")
+    trips, threshold = config.get("total_ut_steps"), config.get("early_exit_threshold")
     loop = {
-        "trips": int(config.get("total_ut_steps", 4)),
+        "trips": 4 if trips is None else int(trips),
         "norm_between": "final",
         "exit": "joint",
         "exit_threshold": 1.0 if threshold is None else float(threshold),
