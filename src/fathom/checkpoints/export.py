@@ -136,8 +136,8 @@ def as_unrolled(model: FathomForCausalLM) -> PreTrainedModel:
         )
     if model.config.recurrence == "loop" and not LoopOptions.of(model.config).is_plain:
         raise ModelError(
-            "a loop whose trips are normed, damped, blended or given its entry is no plain deeper model; "
-            "export it with `form=fathom`"
+            "a loop with injection, norm_between, damping, blend, exit or kv is no plain deeper model; export it with "
+            "`form=fathom`"
         )
     for axis in ("mixer", "residual"):
         if (value := getattr(model.config, axis)) != DEFAULTS[axis]:
