@@ -270,5 +270,5 @@ def test_what_cannot_be_opened_is_one_line(tmp_path, capsys, file, harm, words):
 
 def test_a_loop_that_reads_out_early_has_no_unrolled_form(tmp_path):
     model = build(config_of("loop", recurrence_options={"trips": 2, "exit": "joint"}))
-    with pytest.raises(ModelError, match="a loop with .* exit or kv is no plain deeper model"):
+    with pytest.raises(ModelError, match=r"a loop with .* exit or kv is no plain deeper model"):
         export(model, tmp_path / "q", form="unrolled")
