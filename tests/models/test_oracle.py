@@ -26,9 +26,10 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticCa
 
 from fathom.checkpoints.families import gpt_neox
 from fathom.checkpoints.families.tensors import LAYER
-from fathom.models import FathomConfig, FathomForCausalLM, modeling, reading, slot_table, walk
+from fathom.models import FathomConfig, FathomForCausalLM, modeling, reading, slot_table, slots, walk
 from fathom.models.configuration import CHOICES
 from fathom.models.depth_attention import DepthAttention
+from fathom.models.looping import Loop
 from fathom.models.pondering import Pondering
 from fathom.models.registry import ALL as MECHANISMS
 from fathom.models.registry import known
@@ -817,6 +818,10 @@ def test_draws_reach_everything():
     chosen."""
     fixed, many = [draw(seed) for seed in FIXED], [draw(seed) for seed in range(1000)]
     later = {draw(seed).config["residual"] for seed in range(NEIGHBOURS, NEIGHBOURS + 100)}
+    sharing = [draw(seed).config for seed in range(SHARING, SHARING + 100)]
+    assert {"first", None} == {config["recurrence_options"].get("kv") for config in sharing}
+    assert {True, None} == {config["residual_options"].get("per_visit") for config in sharing}
+    assert "first" in {config["mixer_options"].get("across_trips") for config in sharing}
     for axis, names in NAMES.items():
         assert {case.config[axis] for case in fixed} | (later if axis == "residual" else set()) == set(names), axis
     assert {case.kind for case in fixed} == {*KINDS, *MORE} and {case.precision for case in fixed} == set(TOLERANCE)
@@ -999,6 +1004,22 @@ def gradients_of_one_pass_more(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(walk, "jacobi", lambda *args, kept=0, **rest: solve(*args, kept=kept and kept + 1, **rest))
 
 
+def keys_of_every_trip(patch: pytest.MonkeyPatch) -> None:
+    """Later trips make keys and values of their own where they should read the first one's."""
+    patch.setattr(Loop, "shares", classmethod(lambda cls, config: False))
+
+
+def sources_at_every_visit(patch: pytest.MonkeyPatch) -> None:
+    """Sources that are to be taken once are taken in every trip, as in Nanbeige's public code."""
+    rule = slots.across_trips
+    patch.setattr(slots, "across_trips", lambda config: "grid" if rule(config) == "first" else rule(config))
+
+
+def residuals_of_the_first_trip(patch: pytest.MonkeyPatch) -> None:
+    """All trips read and write by the first one's hyper-connections."""
+    patch.setattr(modeling.DecoderLayer, "residuals", lambda self, trip: (self.attn_residual, self.mlp_residual))
+
+
 FAULTS: dict[Callable[[pytest.MonkeyPatch], None], list[int]] = {
     lone_survivor_sees_all: [50, 79],
     raw_values_cached: [11, 15, 47, 51],
@@ -1014,6 +1035,9 @@ FAULTS: dict[Callable[[pytest.MonkeyPatch], None], list[int]] = {
     positions_in_every_trip: [10014, 10024],
     biases_under_the_cap: [10075, 10227],
     gradients_of_one_pass_more: [10172],
+    keys_of_every_trip: [22013, 22018],
+    sources_at_every_visit: [22003, 22006],
+    residuals_of_the_first_trip: [22005, 22007],
 }
 
 
