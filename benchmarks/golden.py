@@ -59,6 +59,14 @@ SHAPE = {
     "initializer_range": 0.1,
 }
 COMPOSED = ("loop+depth_attention", "ponder+depth_attention", "loop+denseformer", "depth_attention+attention_residuals")
+VARIANTS = {
+    "delta": ("attention_residuals", {"residual_options": {"variant": "delta"}}),
+    "delta_block": ("attention_residuals", {"residual_options": {"variant": "delta_block", "block_size": 3}}),
+    "loop, kv first": ("loop", {"recurrence_options": {"prelude": 1, "kv": "first"}}),
+    "loop+depth_attention, sources once": ("loop+depth_attention", {"mixer_options": {"across_trips": "first"}}),
+    "loop+hyper_connections, per visit": ("loop+hyper_connections", {"residual_options": {"per_visit": True}}),
+}
+"""Options that compute something else than their mechanism's defaults."""
 PUZZLE = {"directory": "puzzle:z60?elements=4", "sequence_length": 5}
 MOMENT = {
     *("date", "command", "commit", "hardware", "versions", "seconds", "machine", "created", "id", "sha256"),
@@ -72,16 +80,18 @@ Found = Iterator[tuple[str, Any]]
 def models(folder: Path) -> Found:
     """Logits of every mechanism, and the losses of its first 20 steps on a puzzle."""
     names = ["vanilla", *(known().keys() - set(DEFAULTS.values())), *COMPOSED]
+    cases = {name: parse_mechanism(name) for name in names}
+    cases |= {name: parse_mechanism(mechanism) | options for name, (mechanism, options) in VARIANTS.items()}
     ids = torch.arange(2 * 23).reshape(2, 23) * 7 % 61
-    for name in sorted(names):
+    for name, keys in sorted(cases.items()):
         torch.manual_seed(0)
-        model = FathomForCausalLM(FathomConfig(**SHAPE, **parse_mechanism(name))).eval()
+        model = FathomForCausalLM(FathomConfig(**SHAPE, **keys)).eval()
         stir(model)
         with torch.no_grad():
             yield f"{name}: logits", summary(model(ids, use_cache=False).logits)
         recipe = parse_recipe(
             {
-                "model": {**SHAPE, **parse_mechanism(name)},
+                "model": {**SHAPE, **keys},
                 "data": PUZZLE,
                 "optim": {"name": "muon" if name in COMPOSED else "adamw", "lr": 5e-3, "warmup": 0.1},
                 "evaluate": {"position_buckets": 1},
