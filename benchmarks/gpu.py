@@ -67,15 +67,18 @@ def _bandwidths() -> Iterator[Cell]:
 
 def _trainings(tiny: bool) -> Iterator[Cell]:
     """`SHAPE MODEL HOW`."""
-    one_trip = ("depth_attention", "attention_residuals", "denseformer", "hyper_connections", "mudd")
-    several = ("loop", "ponder", "ponder2", "ponder3", "adaponder", "latent_cot")
+    from fathom.models.registry import DEFAULTS, MECHANISMS
+
+    names = [name for name in MECHANISMS if name not in DEFAULTS.values()]
+    several = [name for name in names if MECHANISMS[name].axis == "recurrence"]
+    one_trip = [name for name in names if name not in several and name != "depth_attention"]
     for number, shape in enumerate((TINY,) if tiny else ("410m", "1.5b", "3b")):
         for model in ("hf", "vanilla", "depth_attention"):
             for how in ("eager", "compiled"):
                 yield Cell("train", f"{shape} {model} {how}", 10 if number == 0 else 30 if number == 1 else 120)
         for model in ("depth_attention", "attention_residuals"):
             yield Cell("train", f"{shape} {model} kernels", 30 if number == 0 else 120)
-        for model in (*one_trip[1:], "uniform_depth", "value_residual"):
+        for model in one_trip:
             for how in ("eager", "compiled"):
                 yield Cell("train", f"{shape} {model} {how}")
         for model in several if number == 0 else ():

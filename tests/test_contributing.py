@@ -15,19 +15,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 
-NEIGHBOUR_TEST = """
-import torch
-
-from fathom.models.neighbour_mean import NeighbourMean
-
-from .cases import config_of
-
-
-def test_the_mean():
-    mixer = NeighbourMean(config_of("neighbour_mean"), 1)
-    value, below = torch.randn(2, 1, 2, 3, 8, dtype=torch.float64)
-    assert torch.equal(mixer(None, None, value, (None, below)), 0.5 * value + 0.5 * below)
-"""
+ROW = "| `neighbour_mean` | mixer | no | same | yes | nobody |\n"
 STRIDED = '''
 """Every so-many-th entry as it is, the others forgotten.
 
@@ -111,17 +99,26 @@ def test_it_trains_and_skips(corpus, tmp_path):
     assert all(torch.equal(weight, before[name]) for name, weight in training.weights().items())
 """
 INI_TEST = """
+import pytest
+
 from fathom.evaluation.perplexity import read_domains
 from fathom.corpus.ingest import kind_of
 from fathom.data.sources import lines_of
+from fathom.errors import DataError
 
 
 def test_sections_are_records(tmp_path):
     path = tmp_path / "a.ini"
-    path.write_text("[one]\\ntext = Hello\\n[two]\\ntext = Bye\\n")
+    path.write_bytes(b"\\xef\\xbb\\xbf[one]\\ntext = Hello\\n[two]\\ntext = Bye\\n")
     (domain,) = read_domains([str(tmp_path)])
     assert [one.text for one in domain.documents] == ["Hello", "Bye"]
     assert len(list(lines_of(path))) == 2 and kind_of(path) == "ini"
+
+
+def test_a_damaged_file_is_one_line(tmp_path):
+    (tmp_path / "a.ini").write_bytes(b"text = nowhere")
+    with pytest.raises(DataError, match=r"a\\.ini: cannot read it: File contains no section headers"):
+        list(lines_of(tmp_path / "a.ini"))
 """
 IMPORT = "from fathom.training.rmsprop import RMSprop\n"
 GREET = '''
@@ -176,15 +173,23 @@ WALKS = {
     "a mechanism": Walk(
         {
             "src/fathom/models/neighbour_mean.py": re.search(r"```python\n(.*?)```", PAGE, re.DOTALL)[1],
-            "tests/models/test_neighbour_mean.py": NEIGHBOUR_TEST,
+            "tests/models/test_neighbour_mean.py": re.search(r'```python\n("""½ v.*?)```', PAGE, re.DOTALL)[1],
         },
         {
             "src/fathom/models/registry.py": (
                 ("from .ponder import", "from .neighbour_mean import NEIGHBOUR_MEAN\nfrom .ponder import"),
                 ("*(NONE, DEPTH_ATTENTION,", "*(NONE, NEIGHBOUR_MEAN, DEPTH_ATTENTION,"),
-            )
+            ),
+            "tests/outside/accepted.py": (
+                ('    "uniform_depth": ACROSS,\n', '    "uniform_depth": ACROSS,\n    "neighbour_mean": ACROSS,\n'),
+            ),
+            "docs/explanation/which_mechanism.md": (("| [`uniform_depth`]", ROW + "| [`uniform_depth`]"),),
         },
-        ("tests/models/test_mechanisms.py -k neighbour_mean", "tests/models/test_neighbour_mean.py"),
+        (
+            "tests/models/test_mechanisms.py -k neighbour_mean",
+            "tests/models/test_neighbour_mean.py tests/models/test_registry.py tests/test_outside.py",
+            "tests/cli/test_mechanisms.py tests/gpu/test_kit.py -k mechanism",
+        ),
         {("mechanisms", "--json"): '"neighbour_mean"'},
     ),
     "a cache method": Walk(
@@ -219,6 +224,7 @@ WALKS = {
                     "from fathom.data.shards import first_line\n",
                     "from fathom.data.sections import ini_rows\nfrom fathom.data.shards import first_line\n",
                 ),
+                ('"tsv", "parquet"]', '"tsv", "ini", "parquet"]'),
                 (
                     '        Reader("parquet",',
                     '        Reader("ini", (".ini",), _as_lines(ini_rows)),\n        Reader("parquet",',

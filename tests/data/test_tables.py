@@ -6,7 +6,7 @@ import gzip
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, TextIO, get_args
 
 import pytest
 
@@ -69,9 +69,9 @@ def test_a_row_that_is_no_utf8_is_treated_like_a_line(tmp_path: Path) -> None:
     assert texts_of(tmp_path / "a.csv", undecodable="replace") == ["a\ufffd", "b"]
 
 
-def paragraphs(file: IO[bytes], name: str) -> Iterator[dict[str, object]]:
+def paragraphs(file: TextIO, name: str) -> Iterator[dict[str, object]]:
     """Records of `key: value` lines, with blank lines between them."""
-    for block in file.read().decode().split("\n\n"):
+    for block in file.read().split("\n\n"):
         yield {key: value for key, value in (line.split(": ", 1) for line in block.strip().splitlines())}
 
 
@@ -108,6 +108,20 @@ def test_a_reader_is_one_entry(tmp_path: Path, tokenizer: str, monkeypatch: pyte
     assert TokenDataset.open(tmp_path / "out" / "conversations", "train").num_tokens
     prompts = written(tmp_path / "p.rec", [{"prompt": "once"}, {"prompt": "twice"}])
     assert [row.asked for row in _read_records(prompts)] == ["once", "twice"]
+
+
+def test_what_a_reader_trips_over_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what it need not know: byte-order marks, and bytes that are no UTF-8."""
+    monkeypatch.setitem(READERS, "records", Reader("records", (".rec",), sources._as_lines(paragraphs)))
+    (tmp_path / "a.rec").write_bytes(b"\xef\xbb\xbftext: caf\xe9")
+    assert texts_of(tmp_path / "a.rec", undecodable="replace") == ["caf\ufffd"]
+    (tmp_path / "a.rec").write_bytes(b"no colon")
+    with pytest.raises(DataError, match=r"a\.rec: cannot read it: not enough values to unpack"):
+        texts_of(tmp_path / "a.rec")
+
+
+def test_every_reader_can_be_asked_for() -> None:
+    assert set(get_args(sources.FileFormat)) == {"auto", "text", *READERS}
 
 
 def test_a_table_asks_and_answers(tmp_path: Path) -> None:

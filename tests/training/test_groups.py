@@ -13,6 +13,7 @@ from fathom.cli.main import main
 from fathom.errors import SettingsError
 from fathom.recipe import Recipe, load_recipe
 from fathom.training import build_training, train
+from fathom.training.optimizer import OPTIMIZERS
 from tests import processes
 from tests.tiny import tiny_recipe
 
@@ -30,7 +31,7 @@ def moved(recipe: Recipe, steps: int = 1) -> dict[str, tuple[Tensor, Tensor]]:
     return {name: (before[name], tensor.clone()) for name, tensor in training.weights().items()}
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_factors(corpus: Path, optimizer: str) -> None:
     keys = (f"optim.name={optimizer}", "optim.warmup=0", "optim.clip=null")
     base = tiny_recipe(corpus, *keys)
@@ -50,7 +51,7 @@ def test_factors(corpus: Path, optimizer: str) -> None:
     assert seen == {0.25, 0, 3, 1}
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_weight_decay(corpus: Path, optimizer: str) -> None:
     keys = (f"optim.name={optimizer}", "optim.warmup=0", "optim.weight_decay=0.5", "optim.lr=0.1")
     base = tiny_recipe(corpus, *keys)

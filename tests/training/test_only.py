@@ -11,6 +11,7 @@ from torch import Tensor
 from fathom.errors import SettingsError
 from fathom.recipe import Recipe
 from fathom.training import build_training, train
+from fathom.training.optimizer import OPTIMIZERS
 from tests import processes
 from tests.tiny import tiny_recipe
 
@@ -29,7 +30,7 @@ def weights(recipe: Recipe, steps: int = 0) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in training.weights().items()}
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_the_rest_stays_bit_for_bit(corpus: Path, optimizer: str) -> None:
     recipe = tiny_recipe(corpus, *GATES, f"optim.name={optimizer}", "optim.weight_decay=0.5")
     before, after = weights(recipe), weights(recipe, steps=2)

@@ -21,6 +21,9 @@ from fathom.training.optimizer import OPTIMIZERS, Optimizer, decays, learning_ra
 from tests import processes
 from tests.tiny import tiny_recipe
 
+KINDS = {"adamw": {"exp_avg", "exp_avg_sq", "step"}, "muon": {"exp_avg", "exp_avg_sq", "step", "momentum_buffer"}}
+"""Of an optimizer's state."""
+
 
 def poison(monkeypatch: pytest.MonkeyPatch, steps: set[int], harm: Callable[[Tensor], Tensor]) -> None:
     """Harm the loss at some steps."""
@@ -43,7 +46,7 @@ def weights(training: Any) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in training.state().items() if not name.startswith("guard")}
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_broken_step_leaves_no_trace(recipe: Recipe, monkeypatch: pytest.MonkeyPatch, optimizer: str) -> None:
     training = build_training(recipe.override(f"optim.name={optimizer}"))
     training.step(0)
@@ -217,7 +220,7 @@ def test_a_third_optimizer_does_not_move_weights_on_a_skipped_step(
     assert not any(torch.equal(now, old) for now, old in zip(model.parameters(), before, strict=True))
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_state_holds_every_parameter_before_a_first_step(recipe: Recipe, name: Any) -> None:
     training = build_training(recipe.override(f"optim.name={name}"))
     before = {key: tensor.clone() for key, tensor in training.weights().items()}
@@ -227,8 +230,51 @@ def test_the_state_holds_every_parameter_before_a_first_step(recipe: Recipe, nam
     assert all(torch.equal(tensor, before[key]) for key, tensor in training.weights().items())
     assert {key.partition(".")[2] for key in state} == set(training.optimizer.parameters)
     assert not any(tensor.any() for tensor in state.values())
-    kinds = {key.split(".")[0] for key in state}
-    assert kinds == {"exp_avg", "exp_avg_sq", "step"} | ({"momentum_buffer"} if name == "muon" else set())
+    assert {key.split(".")[0] for key in state} >= KINDS.get(name, set())
+
+
+class Sign(torch.optim.Optimizer):
+    """Steps by signs of momentum; asks the host whether to skip, and before it makes its state."""
+
+    only_matrices, reads_found_inf = False, True
+
+    @classmethod
+    def of(cls, groups: Any, optim: Optim) -> Sign:
+        return cls(groups, {"lr": optim.lr})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if self.found_inf.item():  # type: ignore[attr-defined]
+            return
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
+                p.data -= group["lr"] * momentum.lerp_(p.grad, 0.1).sign()
+
+
+def test_the_state_is_complete_before_and_after_a_skipped_first_step(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(OPTIMIZERS, "sign", Sign)
+    optim = Optim()
+    object.__setattr__(optim, "name", "sign")
+    model = build_model(recipe, recipe.config(), torch.device("cpu"))
+    every = {f"momentum.{name}" for name, _ in model.named_parameters()}
+    assert Optimizer(model, optim).state().keys() == every
+    optimizer = Optimizer(model, optim)
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, float("nan"))
+    optimizer.step(0.1, torch.ones(()))
+    state = optimizer.state()
+    assert state.keys() == every and not any(tensor.any() for tensor in state.values())
+
+
+def test_state_that_a_checkpoint_cannot_hold_is_named(recipe: Recipe) -> None:
+    optimizer = Optimizer(build_model(recipe, recipe.config(), torch.device("cpu")), Optim())
+    optimizer.state()
+    (part,) = optimizer.parts
+    part.state[optimizer.parameters["model.norm.weight"]]["count"] = 3
+    with pytest.raises(TypeError, match=r"AdamW: the state count of model\.norm\.weight is not a tensor: 3"):
+        optimizer.state()
 
 
 @pytest.mark.parametrize("arm", ["model.residual=denseformer", "model.residual=hyper_connections", "model.mixer=none"])

@@ -276,7 +276,9 @@ class TokenDataset:
         index = read_index(directory)
         splits = index.splits
         if split not in splits:
-            remedy = "; `fathom prepare` with a larger `held_out` makes one" if split == "val" else ""
+            remedy = ""
+            if split == "val":
+                remedy = "; prepare with a larger `held_out` makes one, and `evaluate.every=0` trains without"
             raise DataError(f"{directory} has no split {split!r}: it has {', '.join(splits)}{remedy}")
         if domain is not None and domain not in splits[split]:
             raise DataError(f"{directory}: split {split!r} has no domain {domain!r}: it has {', '.join(splits[split])}")

@@ -15,11 +15,11 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeAlias
+from typing import IO, TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TextIO, TypeAlias
 from urllib.parse import parse_qsl
 
 from fathom.data.shards import first_line
@@ -29,7 +29,8 @@ from fathom.errors import DataError, to_install
 if TYPE_CHECKING:
     from pyarrow.parquet import RowGroupMetaData
 
-FileFormat = Literal["auto", "text", "jsonl", "parquet"]
+FileFormat = Literal["auto", "text", "jsonl", "csv", "tsv", "parquet"]
+"""By its extension, as text, or by a name in `READERS`."""
 Undecodable = Literal["error", "replace", "skip"]
 Oversize = Literal["error", "skip"]
 Kind = Literal["files", "text", "lines", "rows", "hub"]
@@ -501,14 +502,17 @@ def _each_line(path: Path, reading: Reading) -> Iterator[Record]:
             number += 1
 
 
-def _as_lines(rows: Callable[[IO[bytes], str], Iterator[Mapping[str, object]]]) -> Records:
-    """Turns a function that reads an open file as mappings into one that reads its rows as JSON lines."""
+def _as_lines(rows: Callable[[TextIO, str], Iterator[Mapping[str, object]]]) -> Records:
+    """Turns a function that reads an open text as mappings into one that reads its rows as JSON lines.
+
+    What the function raises becomes a `DataError` of one line. Invalid UTF-8 reaches it as surrogates, and is then
+    treated as in any other line; a byte-order mark does not reach it.
+    """
 
     def records(path: Path, reading: Reading, start: int) -> Iterator[Record]:
-        with _opened(path) as (file, raw):
-            for number, row in enumerate(rows(file, str(path))):
+        with _foreign(str(path)), _opened(path) as (file, raw), _text_of(file) as text:
+            for number, row in enumerate(rows(text, str(path))):
                 if number >= start:
-                    # Invalid UTF-8 stays as it is, and is treated as in any other line.
                     line = json.dumps(row, ensure_ascii=False).encode("utf-8", "surrogateescape")
                     if len(line) > reading.max_record_bytes:
                         _oversize(f"{path}:{number + 1}", reading)
@@ -516,6 +520,17 @@ def _as_lines(rows: Callable[[IO[bytes], str], Iterator[Mapping[str, object]]]) 
                     yield Record(line if len(line) <= reading.max_record_bytes else None, read)
 
     return records
+
+
+@contextmanager
+def _text_of(file: IO[bytes]) -> Iterator[TextIO]:
+    """A file of bytes as text, with line ends as they are; the file stays open."""
+    text = io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="")
+    try:
+        yield text
+    finally:
+        with suppress(ValueError):  # already closed if reading ended early
+            text.detach()
 
 
 def _separated(path: Path, reading: Reading) -> Iterator[Record]:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
-import io
 from collections.abc import Iterator
-from typing import IO
+from typing import TextIO
 
 from fathom.errors import DataError
 
@@ -14,7 +12,7 @@ LONGEST_CELL = 1 << 26
 """Characters of a cell; without a limit a forgotten quotation mark reads the rest of a file."""
 
 
-def table_rows(file: IO[bytes], name: str, delimiter: str) -> Iterator[dict[str, object]]:
+def table_rows(file: TextIO, name: str, delimiter: str) -> Iterator[dict[str, object]]:
     """The rows of a table as mappings from column names; empty lines are skipped.
 
     Args:
@@ -23,8 +21,7 @@ def table_rows(file: IO[bytes], name: str, delimiter: str) -> Iterator[dict[str,
         delimiter: The separator of cells.
     """
     csv.field_size_limit(LONGEST_CELL)
-    text = io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="")
-    rows = csv.reader(text, delimiter=delimiter, strict=True)
+    rows = csv.reader(file, delimiter=delimiter, strict=True)
     try:
         header = next(rows, [])
         if len(set(header)) < len(header) or not all(header):
@@ -37,6 +34,3 @@ def table_rows(file: IO[bytes], name: str, delimiter: str) -> Iterator[dict[str,
             yield dict(zip(header, row, strict=True))
     except csv.Error as error:
         raise DataError(f"{name}:{rows.line_num}: {error}") from None
-    finally:
-        with contextlib.suppress(ValueError):  # already closed if reading ended early
-            text.detach()

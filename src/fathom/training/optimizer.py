@@ -148,9 +148,8 @@ class Optimizer:
         on_device = [getattr(part, "reads_found_inf", False) for part in self.parts]
         if not all(on_device) and bool(skip.item()):
             return
-        for part, reads in zip(self.parts, on_device, strict=True):
-            if reads:
-                part.__dict__.update(found_inf=skip, grad_scale=None)  # read by a fused step
+        for part in self.parts:
+            _tell(part, skip)
             part.step()
 
     def zero_grad(self) -> None:
@@ -169,6 +168,9 @@ class Optimizer:
         for name, parameter in self.parameters.items():
             for part in self.parts:
                 for kind, tensor in part.state.get(parameter, {}).items():
+                    if not isinstance(tensor, Tensor):
+                        optimizer = type(part).__name__
+                        raise TypeError(f"{optimizer}: the state {kind} of {name} is not a tensor: {tensor!r}")
                     found[f"{kind}.{name}"] = tensor
         return found
 
@@ -185,6 +187,7 @@ class Optimizer:
             rates = [(group["lr"], group["weight_decay"]) for group in part.param_groups]
             for group in part.param_groups:
                 group["lr"] = group["weight_decay"] = 0.0
+            _tell(part, torch.zeros((), device=every[0].device))
             part.step()
             for group, (lr, decay) in zip(part.param_groups, rates, strict=True):
                 group["lr"], group["weight_decay"] = lr, decay
@@ -193,3 +196,9 @@ class Optimizer:
                     steps.zero_()
             for parameter, gradient in zip(every, gradients, strict=True):
                 parameter.grad = gradient
+
+
+def _tell(part: torch.optim.Optimizer, skip: Tensor) -> None:
+    """Set what a step that can be skipped on the device reads."""
+    if getattr(part, "reads_found_inf", False):
+        part.__dict__.update(found_inf=skip, grad_scale=None)
