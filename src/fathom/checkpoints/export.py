@@ -13,6 +13,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
@@ -312,6 +313,13 @@ def _auto_class(model: FathomPreTrainedModel) -> str:
     return next(auto for auto, place in AUTO_MAP.items() if place.endswith(f".{type(model).__name__}"))
 
 
+@cache
+def _with_imports(name: str) -> frozenset[Path]:
+    """A file of `models/` and those that it imports, which takes longer to find than to copy."""
+    source = Path(modeling.__file__).with_name(name)
+    return frozenset({source, *map(Path, get_relative_import_files(source))})
+
+
 def _add_code(directory: Path, config: FathomConfig) -> None:
     """Copy Fathom's files, and those of mechanisms from other packages, which the copied registry then imports."""
     theirs = [part for axis in AXES if not is_ours(part := mechanism(axis, getattr(config, axis)))]
@@ -320,10 +328,8 @@ def _add_code(directory: Path, config: FathomConfig) -> None:
     for name, text in files.items():
         (directory / name).write_text(text, encoding="utf-8")
         needed |= {f"{module}.py" for module in get_relative_imports(directory / name)} - files.keys()
-    for first in sorted(needed):
-        source = Path(modeling.__file__).with_name(first)
-        for path in (source, *map(Path, get_relative_import_files(source))):
-            shutil.copyfile(path, directory / path.name)
+    for path in set().union(*map(_with_imports, needed)):
+        shutil.copyfile(path, directory / path.name)
     registry = directory / "registry.py"
     for part in theirs:
         name = declared_as(part)
