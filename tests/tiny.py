@@ -94,7 +94,7 @@ def tiny_recipe(corpus: Path, *overrides: str) -> Recipe:
         "model": shape(mixer="depth_attention"),
         "data": {"directory": str(corpus), "sequence_length": 32, "packing": "documents"},
         "optim": {"lr": 1e-2, "warmup": 0.1},
-        "train": {"steps": 8, "tokens_per_step": 256, "micro_batch": 2, "checkpoint_every": 2, "log_every": 2},
+        "train": {"steps": 8, "tokens_per_step": 256, "micro_batch": 4, "checkpoint_every": 2, "log_every": 2},
         "evaluate": {"every": 4, "tokens": 1000, "position_buckets": 4},
         "track": {"display": "none"},
     }
@@ -108,7 +108,7 @@ def comparable_recipe(corpus: Path) -> Recipe:
         "data": {"directory": str(corpus), "sequence_length": 32},
         "optim": {"lr": 1e-2, "warmup": 0.1},
         "train": {"steps": 12, "tokens_per_step": 256, "micro_batch": 8, "checkpoint_every": 12, "log_every": 2},
-        "evaluate": {"every": 4, "tokens": 2000, "position_buckets": 4},
+        "evaluate": {"every": 4, "tokens": 1000, "position_buckets": 4},
     }
     return parse_recipe(values, ("train.export=false", "train.device=cpu"))
 

@@ -16,7 +16,7 @@ from fathom.cli.main import main
 from fathom.errors import ModelError
 from fathom.lineage.weights import open_weights
 from fathom.models import FathomForCausalLM
-from tests.models.cases import CASES, build, config_of, in_turn, tokens
+from tests.models.cases import CASES, FAST, build, config_of, tokens
 from tests.tiny import tiny_tokenizer
 
 
@@ -93,7 +93,9 @@ def test_other_peoples_files_stay(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["config.json"]
 
 
-@pytest.mark.parametrize("case", in_turn(CASES))
+@pytest.mark.parametrize(
+    "case", [case if case in FAST[::3] else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
+)
 def test_command_exports_an_export_again(case, tmp_path, capsys):
     model, ids = build(config_of(case)), tokens(1, 9)
     export(model, tmp_path / "a")

@@ -806,11 +806,16 @@ def _files(folder: Path) -> Iterator[Path]:
 
 def _stamps(folder: Path) -> dict[str, tuple[int, ...]]:
     """Of every file: inode, size and the times of its last changes, none of which survives a write."""
-    stamps = {}
-    for path in _files(folder):
-        status = path.lstat()
-        held = () if stat.S_ISDIR(status.st_mode) else (status.st_size, status.st_mtime_ns, status.st_ctime_ns)
-        stamps[str(path.relative_to(folder))] = (status.st_ino, *held)
+    stamps, folders = {}, [str(folder)]
+    for place in folders:  # a thousand files, before and after each command: no objects for their paths
+        for entry in os.scandir(place):
+            status = entry.stat(follow_symlinks=False)
+            held = (status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+            if stat.S_ISDIR(status.st_mode):
+                folders.append(entry.path)
+                held = ()
+            if entry.name not in NOT_OURS:
+                stamps[entry.path] = (status.st_ino, *held)
     return stamps
 
 

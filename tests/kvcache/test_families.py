@@ -21,7 +21,7 @@ PAIRS = {"cohere", "cohere2", "glm", "glm4", "ernie4_5", "ernie4_5_moe", "helium
 BACKWARDS = {"nanochat"}
 THEIRS = [case for case in MODELS if case not in OURS]
 LIMIT = 1e-5
-LENGTH = 170
+LENGTH = 140
 
 
 class Family(Oracle):

@@ -88,8 +88,10 @@ def test_oracle(double_angles, case, limit, method):
 @pytest.mark.parametrize("method", SCHEDULED)
 def test_chunks(qwen, ids, method):
     truth = trained(qwen, ids, method)
-    for size in (1, 4, 8, 16, 32, None):
+    for size in (8, 32, None):
         assert distance(cached(qwen, ids, cache_of(qwen, method), size), truth) < 1e-11, size
+    few = ids[:, :135]  # three compressions
+    assert distance(cached(qwen, few, cache_of(qwen, method), 1), truth[:, :135]) < 1e-11
 
 
 def test_sinks_token_by_token(qwen, ids):
@@ -164,7 +166,7 @@ def test_causality(two_ways, ids, token):
 @pytest.mark.parametrize("method", METHODS)
 def test_a_common_offset_of_positions_changes_nothing(double_angles, qwen, ids, method):
     cache, moved = cache_of(qwen, method), cache_of(qwen, method)
-    for i in range(110):
+    for i in range(70):
         with torch.no_grad():
             a = qwen(ids[:, i : i + 1], past_key_values=cache).logits
             b = qwen(ids[:, i : i + 1], past_key_values=moved, position_ids=torch.full((2, 1), 1000 + i)).logits

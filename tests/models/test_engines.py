@@ -107,24 +107,24 @@ def test_random_cases_are_batched_exactly(seed):
 
 
 def test_draws_have_the_distribution():
-    """Two tokens over a vocabulary of seven, 4,000 requests: chi-square against the model's own probabilities."""
+    """Two tokens over a vocabulary of seven, 1,500 requests: chi-square against the model's own probabilities."""
     model = build(FathomConfig(**{**SHAPE, "vocab_size": 7, "recurrence": "loop"}))
-    prompt = [5, 3, 6]
+    prompt, count = [5, 3, 6], 1500
     with torch.no_grad():
         first = model(torch.tensor([prompt])).logits[0, -1].double().softmax(-1)
         after = [model(torch.tensor([[*prompt, t]])).logits[0, -1].double().softmax(-1) for t in range(7)]
     joint = torch.stack([first[t] * after[t] for t in range(7)]).flatten()
     config = GenerationConfig(max_new_tokens=2, do_sample=True, top_k=0, eos_token_id=-1, pad_token_id=0)
     pages = ContinuousBatchingConfig(num_blocks=512, page_size=8, max_batch_tokens=512, seed=0)
-    found = model.generate_batch([prompt] * 4000, config, pages, progress_bar=False)
+    found = model.generate_batch([prompt] * count, config, pages, progress_bar=False)
     counts = torch.zeros(49, dtype=torch.long)
     for output in found.values():
         counts[output.generated_tokens[0] * 7 + output.generated_tokens[1]] += 1
-    large = joint * 4000 > 5
-    expected = torch.cat((joint[large], joint[~large].sum()[None])) * 4000
+    large = joint * count > 5
+    expected = torch.cat((joint[large], joint[~large].sum()[None])) * count
     seen = torch.cat((counts[large], counts[~large].sum()[None]))
-    assert len(found) == 4000 and scipy.stats.chisquare(seen, expected * 4000 / expected.sum()).pvalue > 1e-3
-    uniform = torch.full_like(expected, 4000 / len(expected))
+    assert len(found) == count and scipy.stats.chisquare(seen, expected * count / expected.sum()).pvalue > 1e-3
+    uniform = torch.full_like(expected, count / len(expected))
     assert scipy.stats.chisquare(seen, uniform).pvalue < 1e-6, "and not anything"
 
 

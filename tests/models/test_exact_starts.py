@@ -54,6 +54,7 @@ def start(kind: str, *names: str) -> str:
     return "10⁻⁶" if (found - wanted).abs().max() <= ROUNDING else "no"
 
 
+@cache
 def table() -> str:
     """One row for each mechanism, and one for three together."""
     rows = [("mechanism", "options", *KINDS), ("---",) * (len(KINDS) + 2)]

@@ -81,7 +81,7 @@ def ranked(cases: list[str], fast: str) -> list:
 
 @pytest.mark.parametrize("case", ranked(SLOTTED + MIXED, "latent_cot"))
 def test_forward_and_padded(case):
-    model, ids, mask = build(config_of(case), dtype=torch.float64), tokens(2, 7), masked(2, 7, 3)
+    model, ids, mask = build(config_of(case), dtype=torch.float64), tokens(2, 5), masked(2, 5, 2)
     with torch.no_grad():
         for theirs, ours in (
             both(model, lambda: model(ids).logits),
@@ -116,7 +116,7 @@ def test_sliding_windows(case, reference):
 def test_capped_logits(case):
     """Biases of keys are added to what the cap has left; `eager` does what the oracle does."""
     capped = build(config_of(case, attn_logit_softcapping=1.5), dtype=torch.float64)
-    ids, mask = tokens(2, 7), masked(2, 7, 3)
+    ids, mask = tokens(2, 5), masked(2, 5, 2)
     found = []
     for backend in ("eager", "flex_attention"):
         capped.set_attn_implementation(backend)

@@ -45,8 +45,17 @@ def deep_qwen3(model):
     return deep, order
 
 
-@every_shape
-@pytest.mark.parametrize("keys", [{}, SLIDING, {"tie_word_embeddings": True}], ids=["full", "sliding", "tied"])
+KINDS = {"full": {}, "sliding": SLIDING, "tied": {"tie_word_embeddings": True}}
+
+
+@pytest.mark.parametrize(
+    ("count", "prelude", "coda", "keys"),
+    [  # each shape of one kind, the others slow
+        pytest.param(*shape, keys, id=f"{'-'.join(map(str, shape))}-{kind}", marks=[pytest.mark.slow] * (i % 3 != j))
+        for i, shape in enumerate(SHAPES)
+        for j, (kind, keys) in enumerate(KINDS.items())
+    ],
+)
 def test_loop_is_a_deep_qwen3(count, prelude, coda, keys):
     model, ids = build(looped(count, prelude, coda, **keys)), tokens(2, 13)
     deep, order = deep_qwen3(model)
@@ -115,7 +124,10 @@ def uniform_mix(query, key, value, sources):
     return sum([v for _, v in sources], value) / (len(sources) + 1)
 
 
-@pytest.mark.parametrize("mixer,mix", [("depth_attention", softmax_mix), ("uniform_depth", uniform_mix)])
+@pytest.mark.parametrize(
+    "mixer,mix",
+    [("depth_attention", softmax_mix), pytest.param("uniform_depth", uniform_mix, marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("rule", ["same_layer", "grid", "none", "first"])
 @pytest.mark.parametrize("count,prelude,coda,stride", [(3, 0, 0, 2), (2, 1, 1, 2), (3, 2, 0, 1)])
 def test_sources_across_trips(mixer, mix, rule, count, prelude, coda, stride):

@@ -301,9 +301,8 @@ def test_evaluation_pays_for_no_gradient(off, kind):
         assert watch.products == (1 if kind == "linear" else 3)
 
 
-@pytest.mark.parametrize(
-    "kind", ["linear", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("biased", "wrapped"))]
-)
+@pytest.mark.slow  # the fast suite compiles it with a model, in test_mechanisms
+@pytest.mark.parametrize("kind", ["linear", "biased", "wrapped"])
 def test_compiled_in_one_graph(kind, small_chunks):
     torch._dynamo.reset()
     head, (hidden, labels) = head_of(kind), batch()

@@ -13,7 +13,7 @@ from fathom.checkpoints.export import export
 from fathom.models import FathomForCausalLM, modeling, roles
 from fathom.models.roles import MechanismModule
 
-from .cases import CASES, SHAPE, build, config_of, tokens
+from .cases import CASES, SHAPE, build, config_of, in_turn, tokens
 
 
 def test_checkpointing_by_every_name_transformers_has():
@@ -42,7 +42,7 @@ def test_label_smoothing_knows_that_labels_shift():
     assert "FathomForCausalLM" in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", in_turn(CASES))
 def test_offloaded_parameters_are_found(case):
     """Hooks see calls only, so whatever holds a parameter must be called."""
     accelerate = pytest.importorskip("accelerate")
@@ -65,7 +65,7 @@ def lend(module):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", in_turn(CASES))
 def test_parameters_are_read_inside_calls(case):
     """What the test above asks of accelerate, without it."""
     model, ids = build(config_of(case)), tokens(1, 9)

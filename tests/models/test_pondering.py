@@ -62,9 +62,15 @@ def oracle(method, mixer="", open_=False, **shape):
 # --- one function -----------------------------------------------------------------------------------------------------
 
 
-@every_mixer
 @every_method
-@pytest.mark.parametrize("open_", [False, True], ids=["ragged", "open"])
+@pytest.mark.parametrize(
+    ("mixer", "open_"),
+    [
+        ("", True),
+        ("+depth_attention", False),
+        *(pytest.param(*pair, marks=pytest.mark.slow) for pair in (("", False), ("+depth_attention", True))),
+    ],
+)
 def test_every_way_of_computing_is_the_oracle(method, mixer, open_):
     """All at once, in chunks and token by token, with tokens that halt where the data says and without."""
     model, ids, truth, halt = oracle(method, mixer, open_)
@@ -247,9 +253,15 @@ def test_vanilla_inside(method, shut):
 # --- generation -------------------------------------------------------------------------------------------------------
 
 
-@every_mixer
+@pytest.mark.parametrize(
+    ("mixer", "beams"),
+    [
+        ("", 1),
+        ("+depth_attention", 3),
+        *(pytest.param(*pair, marks=pytest.mark.slow) for pair in (("", 3), ("+depth_attention", 1))),
+    ],
+)
 @every_method
-@pytest.mark.parametrize("beams", [1, 3])
 def test_rows_of_a_batch_are_single_rows(method, mixer, beams):
     """Prompts of unequal lengths, padded on the left, whose tokens halt where they like."""
     model = oracle(method, mixer)[0]

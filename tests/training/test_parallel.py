@@ -19,17 +19,22 @@ STEPS = 8
 ONCE = f"train.checkpoint_every={STEPS}"  # at the end: what nobody continues needs none before
 
 
+def small(corpus: Path, *words: str) -> Recipe:
+    """The tiny recipe with two micro-batches a step on each of two ranks."""
+    return tiny_recipe(corpus, "train.micro_batch=2", *words)
+
+
 def train_on_two_ranks(corpus: Path, folder: Path) -> None:
     for name in ("ddp", "fsdp", "hsdp"):
-        train(tiny_recipe(corpus, ONCE, f"parallel.name={name}"), folder / name)
-    train(tiny_recipe(corpus, ONCE, "optim.name=muon"), folder / "muon")
-    train(tiny_recipe(corpus, ONCE, "train.activation_checkpointing=true"), folder / "checkpointed")
+        train(small(corpus, ONCE, f"parallel.name={name}"), folder / name)
+    train(small(corpus, ONCE, "optim.name=muon"), folder / "muon")
+    train(small(corpus, ONCE, "train.activation_checkpointing=true"), folder / "checkpointed")
     # Continue what one process began, and begin what one process will continue. The signal reaches one rank only.
-    train(tiny_recipe(corpus, "parallel.name=ddp"), folder / "one-then-two")
-    result = train(tiny_recipe(corpus), folder / "two-then-one", callbacks=[StopAt(4)])
+    train(small(corpus, "parallel.name=ddp"), folder / "one-then-two")
+    result = train(small(corpus), folder / "two-then-one", callbacks=[StopAt(4)])
     assert not result.finished and 4 <= result.step < STEPS
-    ranks = start(tiny_recipe(corpus))
-    wrong = build_training(tiny_recipe(corpus), ranks)
+    ranks = start(small(corpus))
+    wrong = build_training(small(corpus), ranks)
     found = []
     for step in range(STEPS):
         batches = wrong.plan.batch(step, ranks.rank, 2, wrong.micro_batch)
@@ -42,7 +47,7 @@ def train_on_two_ranks(corpus: Path, folder: Path) -> None:
 
 def step_alone(corpus: Path, folder: Path, precision: str, name: str) -> None:
     """The first step of a script that calls `build_training` and nothing else."""
-    training = build_training(tiny_recipe(corpus, f"train.precision={precision}"))
+    training = build_training(small(corpus, f"train.precision={precision}"))
     loss = training.step(0).loss.item()
     if training.ranks.first:
         (folder / f"{name}.json").write_text(json.dumps({"loss": loss, "ranks": training.ranks.world_size}))
@@ -61,11 +66,11 @@ def test_build_training_joins_the_ranks_that_torchrun_started(corpus: Path, tmp_
 @pytest.fixture(scope="module")
 def runs(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
-    train(tiny_recipe(corpus, ONCE), folder / "single")
-    train(tiny_recipe(corpus, ONCE, "optim.name=muon"), folder / "single-muon")
-    assert not train(tiny_recipe(corpus), folder / "one-then-two", callbacks=[StopAt(4)]).finished
+    train(small(corpus, ONCE), folder / "single")
+    train(small(corpus, ONCE, "optim.name=muon"), folder / "single-muon")
+    assert not train(small(corpus), folder / "one-then-two", callbacks=[StopAt(4)]).finished
     processes.run_ranks(2, train_on_two_ranks, corpus, folder)
-    train(tiny_recipe(corpus), folder / "two-then-one")
+    train(small(corpus), folder / "two-then-one")
     return folder
 
 

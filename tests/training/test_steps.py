@@ -34,7 +34,7 @@ def poison(monkeypatch: pytest.MonkeyPatch, steps: set[int], harm: Callable[[Ten
 
     def forward(model: Any, batch: Any) -> Any:
         out = original(model, batch)
-        if len(seen) // 4 in steps:  # four micro-batches a step
+        if len(seen) // 2 in steps:  # two micro-batches a step
             out.loss = harm(out.loss)
         seen.append(1)
         return out

@@ -127,6 +127,7 @@ class Run:
     ) -> None:
         self.recipe, self.run_dir, self.ranks = change.recipe, change.run_dir, ranks
         recipe, run_dir = self.recipe, self.run_dir
+        self._recipe_text = recipe.to_yaml()
         self.display = Display(recipe.track.display if ranks.first else "none", run_dir.name, recipe.train.steps)
         stack.callback(self.display.close)
         verify = recipe.data.verify and ranks.local_rank == 0
@@ -269,7 +270,7 @@ class Run:
                 torch=str(torch.__version__),
                 hooks=self.hooks.state(),
             )
-            self.checkpoints.save(self.training.state(), trainer, self.recipe.to_yaml())
+            self.checkpoints.save(self.training.state(), trainer, self._recipe_text)
         self._unannounced = self.step
         self._announce()
 
@@ -300,7 +301,7 @@ class Run:
         evaluation = self.held_out.last if self.held_out.last_step == self.step else self.held_out.score(self)
         collections = self.training.plan.epochs(self.step)
         found = RunResult(self.step, self.tokens, self.meter.seconds, self.epochs, evaluation, collections)
-        model = self._export(Facts(self.recipe.to_yaml(), found.step, found.tokens, asdict(evaluation)))
+        model = self._export(Facts(self._recipe_text, found.step, found.tokens, asdict(evaluation)))
         if self.ranks.first:
             write_json(self.run_dir / RESULT, found)
         return TrainResult(self.run_dir, found.step, True, found.tokens, found.seconds, evaluation, model)
@@ -334,7 +335,7 @@ class Run:
         record(self.run_dir, before, self.recipe, saved.step if saved else 0, command, change.origin)
         if change.origin is not None:
             begin(change)
-        write_atomically(self.run_dir / RECIPE, self.recipe.to_yaml())
+        write_atomically(self.run_dir / RECIPE, self._recipe_text)
         if change.keys:
             self.say(str(change))
 
