@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from importlib.metadata import packages_distributions
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -41,11 +41,23 @@ def imported(source: str) -> set[str]:
     return {name.partition(".")[0] for name in names} - {*sys.stdlib_module_names, "fathom"}
 
 
+def owners() -> dict[str, str]:
+    """The declared distribution that each package belongs to, of those that are installed."""
+    found = {}
+    for name in set().union(*declared()):
+        try:
+            files = distribution(name).files or []
+        except PackageNotFoundError:
+            continue
+        found |= {file.parts[0].removesuffix(".py"): name for file in files if file.suffix == ".py"}
+    return found
+
+
 def used() -> set[str]:
     """Distributions that the package imports."""
-    owners = packages_distributions()
     packages = set().union(*(imported(path.read_text(encoding="utf-8")) for path in ROOT.glob("src/**/*.py")))
-    return {normal(BROUGHT.get(name) or owners.get(name, [name])[0]) for name in packages - HOSTS}
+    known = owners()
+    return {normal(BROUGHT.get(name) or known.get(name, name)) for name in packages - HOSTS}
 
 
 def test_every_import_is_declared_and_every_core_dependency_is_imported() -> None:

@@ -24,7 +24,6 @@ from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 
-import mypy.api
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -691,6 +690,8 @@ def test_the_example_mechanism_is_its_equation() -> None:
 
 def typed(source: str, where: Path) -> str:
     """What mypy says of a program, by the package's own rules; `make lint` has left most of the work in its cache."""
+    import mypy.api
+
     script = where / "script.py"
     script.write_text(source)
     said, complaint, _ = mypy.api.run(["--config-file", str(ROOT / "pyproject.toml"), str(script)])

@@ -186,7 +186,7 @@ def kill_and_resume(tmp_path: Path, tokenizer: str, times: int, workers: int, do
         attempt += 1
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_killed_and_resumed_gives_the_same_bytes(tmp_path: Path, tokenizer: str, workers: int) -> None:
     kill_and_resume(tmp_path, tokenizer, times=2, workers=workers, documents=600)
 

@@ -28,14 +28,14 @@ prepare([sys.argv[1]], Path(sys.argv[2]), train_tokenizer=1000, held_out=0.1)
 
 def test_training_is_deterministic_across_processes(tmp_path: Path) -> None:
     """Hash seeds and thread timing differ from process to process; the tokenizer must not."""
-    source = str(Path(ast.__file__).parent / "[a-d]*.py")
+    source = str(Path(ast.__file__).parent / "[ab]*.py")
     subprocess.run([sys.executable, "-c", PROGRAM, source, str(tmp_path / "one")], check=True)
     prepare([source], tmp_path / "two", train_tokenizer=1000, held_out=0.1)
     assert tree(tmp_path / "one") == tree(tmp_path / "two")
 
 
 @given(st.text())
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=60)
 def test_decoding_undoes_encoding(tokenizer: str, text: str) -> None:
     encoder = plain_encoder(Path(tokenizer) / "tokenizer.json")
     ids = encoder.encode(text.encode("utf-8", "ignore").decode(), add_special_tokens=False).ids

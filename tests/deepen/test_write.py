@@ -47,8 +47,14 @@ def bases(tmp_path_factory):
     return made
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("text,layers", REQUESTS)
+@pytest.mark.parametrize(
+    ("kind", "text", "layers"),
+    [  # every other pair: each kind and each request twice
+        pytest.param(kind, *request, marks=[pytest.mark.slow] * ((i + j) % 2))
+        for i, kind in enumerate(KINDS)
+        for j, request in enumerate(REQUESTS)
+    ],
+)
 def test_every_family_starts_as_itself(bases, kind, text, layers, tmp_path):
     made = deepen(bases[kind], parse_request(text, layers), tmp_path / "deeper")
     assert made.exact and made.deviation <= (1e-5 if kind == "gpt_neox" and "residuals" in text else 0)

@@ -23,6 +23,7 @@ from tests.lens.browser import Browser
 from tests.tiny import export_tiny, tiny_config, tiny_tokenizer
 
 TEXT = 'To fathom a thing is to measure its depth; wer Tiefen lotet, 深さを測る. </script><!-- & "quotes"'
+SHORT = TEXT[:32]
 MECHANISMS = {
     "vanilla": ("vanilla", {}),
     "depth_attention": ("depth_attention", {"mixer_options": {"stride": 2}}),
@@ -151,8 +152,8 @@ def test_predictions_are_the_models(case, tokenizer):
 @pytest.mark.parametrize("case", PONDERING)
 def test_pondering_is_seen_trip_by_trip(case, tokenizer):
     model = model_of(case)
-    data = look(model, tokenizer, TEXT)
-    ids = torch.tensor([tokenizer(TEXT).input_ids])
+    data = look(model, tokenizer, SHORT)
+    ids = torch.tensor([tokenizer(SHORT).input_ids])
     with torch.no_grad():
         out = model(ids, output_hidden_states=True, use_cache=False)
         expected = -out.logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0].numpy() / math.log(2)
@@ -196,14 +197,14 @@ def test_no_more_trips_are_seen_than_are_served(case, tokenizer):
     """A configuration's `max_trips` is what every call makes: as many visits, and their predictions."""
     model = model_of(case)
     most = len(model.model.plan)
-    whole = look(model, tokenizer, TEXT)
+    whole = look(model, tokenizer, SHORT)
     for trips in {1, most - 1}:
         model.config.max_trips = trips
-        data = look(model, tokenizer, TEXT)
+        data = look(model, tokenizer, SHORT)
         assert len(data.visits) == len(data.probabilities) == trips * len(whole.visits) // most
         assert max(data.trips) <= trips and (not whole.weights or len(data.weights) == len(data.visits))
         with torch.no_grad():
-            best = model(torch.tensor([tokenizer(TEXT).input_ids]), use_cache=False).logits[0].softmax(-1).topk(5)
+            best = model(torch.tensor([tokenizer(SHORT).input_ids]), use_cache=False).logits[0].softmax(-1).topk(5)
         assert np.abs(data.said_probabilities - best.values.numpy()).max() < 1e-12
 
 
@@ -627,6 +628,7 @@ def test_live(tokenizer, browser):
     assert browser.complaints == []
 
 
+@pytest.mark.slow
 def test_two_thousand_tokens(tokenizer, visit):
     model = model_of("dense, biased", max_position_embeddings=2048, num_hidden_layers=8)
     data = look(model, tokenizer, "Who fathoms the deep?\n" * 600)

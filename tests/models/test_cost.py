@@ -19,7 +19,7 @@ from fathom.models.cost import (
     training_visits,
 )
 
-from .cases import CASES, build, config_of, in_turn, tokens
+from .cases import CASES, FAST, build, config_of, tokens
 
 # L, hidden, intermediate, heads, key-value heads, vocabulary, parameters
 PAPER = {
@@ -286,8 +286,14 @@ def counted_step(config, length):
 WIDER = {"hidden_size": 64, "intermediate_size": 192, "head_dim": 16}  # where sums and norms, uncounted, are few
 
 
-@pytest.mark.parametrize("words", [61, pytest.param(2000, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("case", in_turn(CASES))
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [  # of cases alike but for a backbone or a blend, the counts are alike
+        pytest.param(case, words, marks=[pytest.mark.slow] * (words != 61 or case not in FAST[::2]))
+        for case in CASES
+        for words in (61, 2000)
+    ],
+)
 def test_a_declared_training_step_is_a_measured_one(case, words):
     config = config_of(case, vocab_size=words, **WIDER)
     assert counted_step(config, 16) == pytest.approx(training_flops_per_token(config, 2 * 16 - 1), rel=0.02)
@@ -304,18 +310,18 @@ def test_passes_without_gradients_are_declared(case):
     assert declared < 0.9 * training_flops_per_token(whole, 2 * 16 - 1)
 
 
-MIXED = [(0, 500), (31, 500), (32, 500), (125, 2000), (126, 2000)]
+MIXED = [("same", 0, 500), ("all", 31, 500), ("all", 32, 500), ("same", 125, 2000), ("same", 126, 2000)]
 
 
 @pytest.mark.parametrize(
-    ("top_k", "words"),
+    ("view", "top_k", "words"),
     [
-        pytest.param(top_k, words, marks=() if (top_k, words) in MIXED else pytest.mark.slow)
+        pytest.param(view, top_k, words, marks=() if (view, top_k, words) in MIXED else pytest.mark.slow)
+        for view in ("same", "all")
         for top_k in (0, 31, 32, 125, 126)
         for words in (500, 2000)
     ],
 )
-@pytest.mark.parametrize("view", ["same", "all"])
 def test_every_way_to_mix_is_declared(view, top_k, words):
     """Dense or sparse: 31 of 500 and 125 of 2000 words are the most that are gathered."""
     options = {"trips": 3, "top_k": top_k, "view": view, "jacobi_train": [2, 2]}
@@ -326,7 +332,7 @@ def test_every_way_to_mix_is_declared(view, top_k, words):
     assert abs(three_forward / declared - 1) > 0.01, "which three forward passes are not"
 
 
-@pytest.mark.parametrize("case", ["ponder3", "latent_cot"])
+@pytest.mark.parametrize("case", [pytest.param("ponder3", marks=pytest.mark.slow), "latent_cot"])
 def test_a_penalty_that_looks_at_words_is_declared(case):
     """With every token in the sample."""
     options = {**CASES[case][1]["recurrence"], "penalty_token_fraction": 1.0}

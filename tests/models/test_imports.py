@@ -1,6 +1,7 @@
 """Who imports whom within `models/`: one way only, at the top of a file, and no mechanism another one."""
 
 import ast
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -26,14 +27,19 @@ def imports(node: ast.AST) -> set[str]:
     return found
 
 
+@cache
+def read(source: str) -> tuple[set[str], dict[str, set[str]]]:
+    """The siblings that a file imports, and those that each of its functions does."""
+    tree = ast.parse(source)
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    return imports(tree), {one.name: inside for one in functions if (inside := imports(one))}
+
+
 def faults(sources: dict[str, str]) -> list[str]:
     found, graph = [], {}
     for name, source in sources.items():
-        tree = ast.parse(source)
-        graph[name] = imports(tree)
-        for function in ast.walk(tree):
-            if isinstance(function, ast.FunctionDef) and (inside := imports(function)):
-                found.append(f"{name}.{function.name} imports {', '.join(sorted(inside))}")
+        graph[name], functions = read(source)
+        found += [f"{name}.{one} imports {', '.join(sorted(inside))}" for one, inside in functions.items()]
         if name in MECHANISM_FILES and (others := graph[name] & MECHANISM_FILES):
             found.append(f"{name} imports the mechanism {', '.join(sorted(others))}")
     try:

@@ -8,6 +8,7 @@ import shutil
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +45,31 @@ def run(constant: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(constant, tmp_path / "run"))
 
 
-def planned(corpus: Path, place: Path, *overrides: str) -> Path:
-    """A run that was planned so, of one warm-up step."""
-    train(tiny_recipe(corpus, *CONSTANT, "optim.warmup_steps=1", *overrides), place)
+@pytest.fixture(scope="module")
+def planned(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """planned(*overrides): a run that was planned so, of one warm-up step, which no test writes to."""
+
+    @cache
+    def plan(*overrides: str) -> Path:
+        place = tmp_path_factory.mktemp("planned")
+        train(tiny_recipe(corpus, *CONSTANT, "optim.warmup_steps=1", *overrides), place)
+        return place
+
+    return plan
+
+
+@pytest.fixture(scope="module")
+def exported(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As `constant`, with the model that the end of a run writes."""
+    place = tmp_path_factory.mktemp("exported") / "run"
+    train(tiny_recipe(corpus, *CONSTANT, "train.export=true"), place)
     return place
+
+
+@pytest.fixture
+def model_run(exported: Path, tmp_path: Path) -> Path:
+    """A copy of it, to be changed."""
+    return Path(shutil.copytree(exported, tmp_path / "run"))
 
 
 def numbers(run: Path) -> list[dict[str, Any]]:
@@ -64,47 +86,47 @@ def assert_same(found: Path, expected: Path, step: int) -> None:
     assert numbers(found) == numbers(expected)
 
 
-def test_extended(corpus: Path, run: Path, tmp_path: Path) -> None:
+def test_extended(run: Path, planned: Callable[..., Path]) -> None:
     """Sixteen steps have two of warm-up at the recipe's share: what the run has had stays."""
     assert main(["train", str(run), "train.steps=16", "evaluate.tokens=1000"]) == 0
-    assert_same(run, planned(corpus, tmp_path / "planned", "train.steps=16"), 16)
+    assert_same(run, planned("train.steps=16"), 16)
     with pytest.raises(AssertionError):
-        assert_same(run, planned(corpus, tmp_path / "other", "train.steps=16", "optim.warmup_steps=2"), 16)
+        assert_same(run, planned("train.steps=16", "optim.warmup_steps=2"), 16)
     (line,) = read_history(run)
     assert line["changes"] == {"train.steps": [8, 16], "optim.warmup_steps": [None, 1]} and line["step"] == 8
     assert line["command"] == f"fathom train {run} train.steps=16 evaluate.tokens=1000" and line["time"]
     assert json.loads((run / "result.json").read_text())["step"] == 16
 
 
-def test_an_unfinished_run_is_extended(corpus: Path, tmp_path: Path) -> None:
+def test_an_unfinished_run_is_extended(corpus: Path, tmp_path: Path, planned: Callable[..., Path]) -> None:
     train(tiny_recipe(corpus, *CONSTANT), tmp_path / "run", callbacks=[StopAt(2)])
     assert not (tmp_path / "run" / "result.json").exists()
     assert train(extension(tmp_path / "run", ["train.steps=12"])).step == 12
-    assert_same(tmp_path / "run", planned(corpus, tmp_path / "planned", "train.steps=12"), 12)
+    assert_same(tmp_path / "run", planned("train.steps=12"), 12)
 
 
-def test_a_run_goes_on_by_its_name_alone(corpus: Path, tmp_path: Path) -> None:
+def test_a_run_goes_on_by_its_name_alone(corpus: Path, tmp_path: Path, planned: Callable[..., Path]) -> None:
     train(tiny_recipe(corpus, *CONSTANT), tmp_path / "run", callbacks=[StopAt(2)])
     assert main(["train", str(tmp_path / "run")]) == 0
-    assert_same(tmp_path / "run", planned(corpus, tmp_path / "planned"), 8)
+    assert_same(tmp_path / "run", planned(), 8)
     assert not (tmp_path / "run" / "history.jsonl").exists(), "nothing changed"
 
 
-def test_wsd_is_extended_before_its_decay(corpus: Path, tmp_path: Path) -> None:
+def test_wsd_is_extended_before_its_decay(corpus: Path, tmp_path: Path, planned: Callable[..., Path]) -> None:
     wsd = ("optim.schedule=wsd", "optim.decay_steps=4")
     train(tiny_recipe(corpus, *CONSTANT, *wsd), tmp_path / "run", callbacks=[StopAt(2)])
     train(extension(tmp_path / "run", ["train.steps=16"]))
-    assert_same(tmp_path / "run", planned(corpus, tmp_path / "planned", *wsd, "train.steps=16"), 16)
+    assert_same(tmp_path / "run", planned(*wsd, "train.steps=16"), 16)
     with pytest.raises(SettingsError, match="follows a wsd schedule made for 16 steps"):
         extension(tmp_path / "run", ["train.steps=20"])
 
 
-def test_branched_and_cooled_down(corpus: Path, constant: Path, tmp_path: Path) -> None:
+def test_branched_and_cooled_down(constant: Path, tmp_path: Path, planned: Callable[..., Path]) -> None:
     """From a checkpoint in the middle; the decay begins there and lasts as long as was said."""
     new = tmp_path / "cooled"
     words = ["train", "--from", f"{constant}@step-4", "--run", str(new), "--cooldown", "4"]
     assert main(words) == 0
-    expected = planned(corpus, tmp_path / "planned", "optim.schedule=wsd", "optim.decay_steps=4")
+    expected = planned("optim.schedule=wsd", "optim.decay_steps=4")
     assert_same(new, expected, 8)
     rates = [line["lr"] for line in read_metrics(new) if "lr" in line]
     assert rates[1:4] == [1e-2] * 3 > rates[4:] and rates[-1] == pytest.approx(1e-3)
@@ -120,13 +142,13 @@ def test_branched_and_cooled_down(corpus: Path, constant: Path, tmp_path: Path) 
     assert len(read_history(new)) == 1
 
 
-def test_extended_branched_and_cooled_down(corpus: Path, run: Path, tmp_path: Path) -> None:
+def test_extended_branched_and_cooled_down(run: Path, tmp_path: Path, planned: Callable[..., Path]) -> None:
     """One after the other, with the histories of all three."""
     train(extension(run, ["train.steps=12"]))
     train(branch(f"{run}@step-10", tmp_path / "branch", ["train.steps=16"]))
     train(branch(f"{tmp_path / 'branch'}@step-14", tmp_path / "cooled", cooldown=6))
     wsd = ("optim.schedule=wsd", "optim.decay_steps=6", "train.steps=20")
-    assert_same(tmp_path / "cooled", planned(corpus, tmp_path / "planned", *wsd), 20)
+    assert_same(tmp_path / "cooled", planned(*wsd), 20)
     assert [line["step"] for line in read_history(tmp_path / "cooled")] == [8, 10, 14]
     assert not (tmp_path / "cooled" / "result.json").samefile(run / "result.json")
 
@@ -260,12 +282,12 @@ def die_at(place: str, words: Sequence[str]) -> None:
         pytest.param("before the first step", marks=pytest.mark.slow),
     ],
 )
-def test_killed_while_a_run_is_extended(corpus: Path, run: Path, tmp_path: Path, place: str) -> None:
+def test_killed_while_a_run_is_extended(run: Path, place: str, planned: Callable[..., Path]) -> None:
     """The same command goes on, and its history has one line."""
     words = ["train", str(run), "train.steps=12"]
     assert processes.run(die_at, place, words) == -signal.SIGKILL
     assert main(words) == 0
-    assert_same(run, planned(corpus, tmp_path / "planned", "train.steps=12"), 12)
+    assert_same(run, planned("train.steps=12"), 12)
     assert [line["changes"]["train.steps"] for line in read_history(run)] == [[8, 12]]
 
 
@@ -282,11 +304,13 @@ def test_a_change_that_never_came_about_leaves_the_history(run: Path) -> None:
     "place",
     [pytest.param(p, marks=() if p == "between history and recipe" else pytest.mark.slow) for p in list(PLACES)[:5]],
 )
-def test_killed_while_a_run_is_branched(corpus: Path, constant: Path, tmp_path: Path, place: str) -> None:
+def test_killed_while_a_run_is_branched(
+    constant: Path, tmp_path: Path, place: str, planned: Callable[..., Path]
+) -> None:
     words = ["train", "--from", f"{constant}@step-4", "--run", str(tmp_path / "new"), "--cooldown", "4"]
     assert processes.run(die_at, place, words) == -signal.SIGKILL
     assert main(words) == 0
-    assert_same(tmp_path / "new", planned(corpus, tmp_path / "planned", "optim.schedule=wsd", "optim.decay_steps=4"), 8)
+    assert_same(tmp_path / "new", planned("optim.schedule=wsd", "optim.decay_steps=4"), 8)
     assert len(read_history(tmp_path / "new")) == 1
 
 
@@ -351,35 +375,31 @@ def assert_opens(run: Path, step: int) -> None:
     assert all(torch.equal(p, weights[f"model.{name}"]) for name, p in opened.model.named_parameters())
 
 
-def test_a_run_that_goes_on_is_not_its_earlier_model(corpus: Path, tmp_path: Path) -> None:
+def test_a_run_that_goes_on_is_not_its_earlier_model(model_run: Path) -> None:
     """Finished and exported after 8 steps, made longer, stopped on the way, and finished without an export."""
-    run = tmp_path / "run"
-    train(tiny_recipe(corpus, *CONSTANT, "train.export=true"), run)
-    assert_opens(run, 8)
+    assert_opens(model_run, 8)
     longer = ["train.steps=16", "train.export=false"]
-    assert train(extension(run, longer), callbacks=[StopAt(10)]).step == 11
-    assert not (run / "result.json").exists(), "scripts take it for the end"
-    assert_opens(run, 11)
+    assert train(extension(model_run, longer), callbacks=[StopAt(10)]).step == 11
+    assert not (model_run / "result.json").exists(), "scripts take it for the end"
+    assert_opens(model_run, 11)
     with pytest.raises(ModelError, match="wrote no model at its last step"):
-        find_model(run)
-    result = train(extension(run))
-    assert result.finished and result.model is None and not (run / "model").exists()
-    assert_opens(run, 16)
-    assert open_source(run).facts.evaluation == json.loads((run / "result.json").read_text())["evaluation"]
-    result = train(extension(run, ["train.steps=18", "train.export=true"]))
-    assert find_model(run) == result.model == run / "model"
-    assert_opens(run, 18)
+        find_model(model_run)
+    result = train(extension(model_run))
+    assert result.finished and result.model is None and not (model_run / "model").exists()
+    assert_opens(model_run, 16)
+    assert open_source(model_run).facts.evaluation == json.loads((model_run / "result.json").read_text())["evaluation"]
+    result = train(extension(model_run, ["train.steps=18", "train.export=true"]))
+    assert find_model(model_run) == result.model == model_run / "model"
+    assert_opens(model_run, 18)
 
 
-def test_a_run_left_by_an_earlier_release_opens_at_its_last_step(corpus: Path, tmp_path: Path) -> None:
+def test_a_run_left_by_an_earlier_release_opens_at_its_last_step(model_run: Path) -> None:
     """There a run that went on kept its result."""
-    run = tmp_path / "run"
-    train(tiny_recipe(corpus, *CONSTANT, "train.export=true"), run)
-    before = (run / "result.json").read_text()
-    train(extension(run, ["train.steps=16"]), callbacks=[StopAt(10)])
-    (run / "result.json").write_text(before)
-    assert_opens(run, 11)
-    assert open_source(run).facts.evaluation is None, "that of step 8"
+    before = (model_run / "result.json").read_text()
+    train(extension(model_run, ["train.steps=16"]), callbacks=[StopAt(10)])
+    (model_run / "result.json").write_text(before)
+    assert_opens(model_run, 11)
+    assert open_source(model_run).facts.evaluation is None, "that of step 8"
 
 
 def test_a_run_shortened_to_an_intact_step_is_its_model(corpus: Path, tmp_path: Path) -> None:
@@ -396,15 +416,13 @@ def test_a_run_shortened_to_an_intact_step_is_its_model(corpus: Path, tmp_path: 
 
 
 @pytest.mark.parametrize("place", ["before the history", "before the first step", "before the result"])
-def test_a_run_that_is_killed_while_it_is_made_longer_opens(corpus: Path, tmp_path: Path, place: str) -> None:
-    run = tmp_path / "run"
-    train(tiny_recipe(corpus, *CONSTANT, "train.export=true"), run)
-    words = ["train", str(run), "train.steps=12"]
+def test_a_run_that_is_killed_while_it_is_made_longer_opens(place: str, model_run: Path) -> None:
+    words = ["train", str(model_run), "train.steps=12"]
     assert processes.run(die_at, place, words) == -signal.SIGKILL
-    assert_opens(run, 12 if place == "before the result" else 8)
+    assert_opens(model_run, 12 if place == "before the result" else 8)
     assert main(words) == 0
-    assert_opens(run, 12)
-    assert find_model(run) == run / "model"
+    assert_opens(model_run, 12)
+    assert find_model(model_run) == model_run / "model"
 
 
 def test_adapters_that_train_on_are_not_their_earlier_model(corpus: Path, tmp_path: Path) -> None:

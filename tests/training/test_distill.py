@@ -160,7 +160,7 @@ def killed_in(recipe: Recipe, run: Path, step: int) -> None:
     train(recipe.override("train.log_every=1"), run, callbacks=[Death()])
 
 
-@pytest.mark.parametrize("lora", ["null", "2"])
+@pytest.mark.parametrize("lora", [pytest.param("null", marks=pytest.mark.slow), "2"])
 def test_killed_while_healing_and_resumed(recipe: Recipe, tmp_path: Path, lora: str) -> None:
     """λ stands where it was: the same weights, to the last bit."""
     if lora != "null":
@@ -209,6 +209,7 @@ def test_two_ranks_heal_as_one(corpus: Path, tmp_path: Path) -> None:
 def test_a_damaged_model_gets_back_what_it_lost(recipe: Recipe, tmp_path: Path) -> None:
     """One of its layers writes nothing: training beside the whole model returns at least half of the lost nats. Only
     from the teacher, of whose text no label is read."""
+    recipe = recipe.override("train.checkpoint_every=60", "evaluate.every=0")
     base = train(recipe.override("train.export=true", "train.steps=60", "optim.lr=0.01"), tmp_path / "base").model
     assert base is not None
     damaged = FathomForCausalLM.from_pretrained(base)

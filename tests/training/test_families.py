@@ -22,7 +22,8 @@ FREQKV = ("kvcache.method=freqkv", "kvcache.window=16", "kvcache.sinks=2", "lora
 
 
 def continued(corpus: Path, base: Path, *words: str) -> Recipe:
-    recipe = tiny_recipe(corpus, "train.steps=4", "train.export=true", "data.packing=windows")
+    short = ("train.steps=2", "evaluate.every=0", "evaluate.tokens=256")
+    recipe = tiny_recipe(corpus, *short, "train.export=true", "data.packing=windows")
     return recipe.override("model=null", f"model.from_pretrained={base}", *words)
 
 

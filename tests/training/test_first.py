@@ -25,7 +25,8 @@ def base(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.tiny import tiny_recipe
 
     place = tmp_path_factory.mktemp("base") / "run"
-    train(tiny_recipe(corpus, "train.steps=40", "optim.lr=0.02"), place)
+    long = ("train.steps=40", "train.checkpoint_every=40", "evaluate.every=0", "optim.lr=0.02")
+    train(tiny_recipe(corpus, *long), place)
     return place
 
 

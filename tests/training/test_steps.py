@@ -358,7 +358,7 @@ def test_metrics_survive_a_full_disk(tmp_path: Path) -> None:
 
 
 def test_loss_falls(recipe: Recipe, tmp_path: Path) -> None:
-    result = train(recipe.override("train.steps=30"), tmp_path)
+    result = train(recipe.override("train.steps=30", "train.checkpoint_every=30", "evaluate.every=0"), tmp_path)
     losses = processes.losses(tmp_path)
     assert losses[-1] < losses[0] - 1.5
     assert result.evaluation is not None and result.evaluation.loss < losses[0]
@@ -371,6 +371,7 @@ def test_a_term_that_some_steps_lack_is_logged_for_the_others(recipe: Recipe, tm
         "model.recurrence=loop",
         "model.recurrence_options={trips: 2, trips_range: [1, 3], early_loss: 0.5}",
         "train.steps=12",
+        "train.checkpoint_every=12",
         "train.log_every=6",
     )
     assert train(looped, tmp_path).finished

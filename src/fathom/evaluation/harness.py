@@ -101,7 +101,7 @@ def run_task(
             num_fewshot=settings.num_fewshot,
             limit=settings.limit,
             bootstrap_iters=settings.bootstrap_iters,
-            task_manager=task_manager(include),
+            task_manager=task_manager(include, named=file_task(name) is None),
             apply_chat_template=settings.chat_template,
         )
     samples = found.pop("samples")

@@ -40,27 +40,29 @@ TaskRow: TypeAlias = dict[str, Any]
 
 
 @lru_cache(maxsize=4)
-def task_manager(include: Path | None = None) -> TaskManager:
-    """lm-eval's index of tasks, read once per process because it takes seconds.
+def task_manager(include: Path | None = None, named: bool = True) -> TaskManager:
+    """lm-eval's index of tasks, read once per process because it takes 13 seconds.
 
     Args:
         include: A folder of further tasks, as lm-eval's own YAML.
+        named: Whether lm-eval's own tasks are in it. A task of a file needs none of them.
     """
     from lm_eval.tasks import TaskManager
 
     if include is not None and not include.is_dir():
         raise DataError(f"include={include}: no such folder")
-    return TaskManager(include_path=None if include is None else str(include))
+    return TaskManager(include_path=None if include is None else str(include), include_defaults=named)
 
 
 def task_names(words: Iterable[str], include: Path | None = None) -> list[str]:
     """Names of tasks, groups and tags, `*` allowed, and `choice:FILE` or `cloze:FILE`; each is one unit of work."""
-    manager = task_manager(include)
     names: list[str] = []
     for word in words:
         if file_task(word):
+            task_manager(include, named=False)  # which refuses a folder that is not there
             names.append(word)
             continue
+        manager = task_manager(include)
         found = manager.match_tasks([word]) if "*" in word else [word] if word in manager.task_index else []
         if not found:
             near = difflib.get_close_matches(word, manager.all_tasks, 3)
@@ -77,8 +79,9 @@ def load_task(name: str, folder: Path | None, include: Path | None = None) -> tu
         folder: Where the documents are; from the Hub without one.
         include: A folder of further tasks.
     """
-    manager = task_manager(include)
-    if (own := file_task(name)) is not None:
+    own = file_task(name)
+    manager = task_manager(include, named=own is None)
+    if own is not None:
         return manager.load([_of_file(name, *own)]), []
     if folder is None:
         return manager.load([name]), []
