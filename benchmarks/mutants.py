@@ -207,6 +207,7 @@ def main() -> None:
     parser.add_argument("trees", nargs="+", type=Path, help="checkouts, the earlier one first")
     parser.add_argument("--count", type=int, default=100, help="mutants, spread evenly over the folders (default: 100)")
     parser.add_argument("--files", type=int, default=4, help="files of a folder that are changed (default: 4)")
+    parser.add_argument("--only", nargs="+", help="change these files alone, below src/fathom (default: by chance)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="where the log goes")
     options = parser.parse_args()
@@ -219,14 +220,16 @@ def main() -> None:
         pools = []
         for every in (shared(trees, folder) for folder in FOLDERS):
             files = sorted({one.file for one in every})
-            some = chance.sample(files, min(options.files, len(files)))
+            some = options.only or chance.sample(files, min(options.files, len(files)))
             pools.append([one for one in every if one.file in some])
+        pools = [pool for pool in pools if pool]
         kinds = ("comparison", "sign", "constant", "return")
         chosen: list[Mutant] = []
         for number in range(options.count):  # folders in turn, kinds in turn
             pool, kind = pools[number % len(pools)], kinds[number // len(pools) % len(kinds)]
-            left = [one for one in pool if one.kind == kind and one not in chosen]
-            chosen.append(chance.choice(left or [one for one in pool if one not in chosen]))
+            free = [one for one in pool if one not in chosen]
+            if left := [one for one in free if one.kind == kind] or free:
+                chosen.append(chance.choice(left))
         rows = run(trees, chosen)
     judged = [row["killed"] for row in rows if None not in row["killed"]]  # type: ignore[operator]
     shares = [sum(killed[i] for killed in judged) / len(judged) for i in range(len(trees))]  # type: ignore[index]

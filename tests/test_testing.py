@@ -23,9 +23,13 @@ def left_out_afterwards():
 
 
 class TestGatedMean(Conformance):
-    """The three lines of an author's test file."""
+    """An author's test file; what takes a process is slow."""
 
     mechanism = EXAMPLE.GATED_MEAN
+
+    @pytest.mark.slow
+    def test_an_export_opens_without_fathom(self):
+        super().test_an_export_opens_without_fathom()
 
 
 def next_tokens_value(self, query, key, value, sources):

@@ -33,7 +33,8 @@ def service(folder, template=HERMES, **fields):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return export_tiny(tmp_path_factory.mktemp("agents") / "tiny", max_position_embeddings=2048)
+    small = {"num_hidden_layers": 1, "mixer": "none", "max_position_embeddings": 2048}
+    return export_tiny(tmp_path_factory.mktemp("agents") / "tiny", **small)
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +70,7 @@ def follows(answer):
 
 
 def test_json_of_a_schema(served):
-    for seed in range(4):
+    for seed in range(2):
         answer = ask(served, response_format=FORMAT, seed=seed).choices[0]
         assert answer.finish_reason == "stop" and follows(answer.message.content)
     text = served.complete("x", max_tokens=300, extra_body={"response_format": FORMAT}).choices[0]
@@ -106,7 +107,7 @@ def test_what_vllm_calls_structured_outputs(served, asked, pattern):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_calls_that_are_required(served, stream):
-    for seed in range(4):
+    for seed in range(2):
         if stream:
             content, calls, why, pieces = streamed(served, tools=TOOLS, tool_choice="required", seed=seed)
             assert not calls[0][1] or pieces > len(calls)
@@ -294,14 +295,15 @@ def test_at_once_as_one_at_a_time(served):
 @pytest.mark.parametrize("recurrence", ["adaponder", "loop"])
 def test_models_that_think(tmp_path, recurrence):
     """Halting models, and those of several iterations with drafts, follow as well."""
-    folder = export_tiny(tmp_path / "tiny", recurrence=recurrence, mixer="none", max_position_embeddings=2048)
+    small = {"num_hidden_layers": 1, "mixer": "none", "max_position_embeddings": 2048}
+    folder = export_tiny(tmp_path / "tiny", recurrence=recurrence, **small)
     own = service(folder, speculate=1 if recurrence == "loop" else None)
     with in_thread(server.build_app(own)) as served:
         assert follows(ask(served, response_format=FORMAT).choices[0].message.content)
         answer = ask(served, tools=[NOW, ADD], tool_choice="required", parallel_tool_calls=False).choices[0]
         assert answer.finish_reason == "tool_calls"
         with ThreadPoolExecutor(4) as pool:
-            some = list(pool.map(lambda seed: ask(served, response_format=FORMAT, seed=seed), range(6)))
+            some = list(pool.map(lambda seed: ask(served, response_format=FORMAT, seed=seed), range(4)))
         assert all(follows(one.choices[0].message.content) for one in some)
 
 
