@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from fathom.models.registry import MECHANISMS
 from fathom.models.roles import Cost
@@ -60,6 +61,17 @@ def test_a_fault_is_seen(fault, monkeypatch):
     monkeypatch.setattr(EXAMPLE.GatedMean, "forward", fault)
     with pytest.raises(AssertionError):
         getattr(TestGatedMean(), FAULTS[fault])()
+
+
+def branches(self, query, key, value, sources):
+    """Looks at a value, which a graph cannot."""
+    return sources[1] if sources and value.sum() > 0 else value
+
+
+def test_a_branch_on_values_is_seen(monkeypatch):
+    monkeypatch.setattr(EXAMPLE.GatedMean, "forward", branches)
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        TestGatedMean().test_it_compiles_in_one_graph()
 
 
 def test_values_that_nobody_sets_are_seen(monkeypatch):
