@@ -18,7 +18,8 @@ from tests.tiny import tiny_recipe
 
 VOCAB = 304
 LORA = ("lora.rank=2", "optim.weight_decay=0")
-FREQKV = ("kvcache.method=freqkv", "kvcache.window=16", "kvcache.sinks=2", "lora.rank=2")
+ADAPTED = ("lora.rank=2", "lora.targets=[q_proj, k_proj, v_proj, o_proj]", "lora.whole=[embed_tokens, '*norm']")
+FREQKV = ("kvcache.method=freqkv", "kvcache.window=16", "kvcache.sinks=2", *ADAPTED)
 
 
 def continued(corpus: Path, base: Path, *words: str) -> Recipe:
