@@ -143,7 +143,7 @@ def check_engine(
             f"{engine} keeps one key and value for each token and layer, and {config.recurrence} needs slots: {why}. "
             "Use `generate` or `fathom serve`"
         )
-    if recurrence.shares(config):
+    if recurrence.lends:
         raise ValueError(
             f"{engine} stores keys and values wherever it attends, and with recurrence_options.kv="
             f"{config.recurrence_options['kv']} later trips make none. Use `generate` or `fathom serve`"

@@ -329,6 +329,7 @@ class Recurrence(MechanismModule):
         self.trips = self.drawn_trips = self.trips_of(config)
         """Trips of a token, the first included; `drawn_trips` is their number in this training step."""
         self.view = self.sees(config)
+        self.lends = self.shares(config)
 
     @staticmethod
     def trips_of(config: FathomConfig) -> int:

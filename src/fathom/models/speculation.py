@@ -68,7 +68,7 @@ def check_speculation(model: FathomForCausalLM, asked: Speculation, trips: int) 
         )
     if recurrence.span(config)[1] < config.num_hidden_layers:
         raise ValueError("draft_trips: a coda belongs to the last trip alone, so that earlier ones cannot be read out")
-    if recurrence.shares(config):
+    if recurrence.lends:
         raise ValueError(
             "draft_trips: the remaining trips of drafts make no keys and values of their own; set "
             "recurrence_options.kv to own, or leave drafting out"

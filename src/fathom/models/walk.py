@@ -102,7 +102,7 @@ def run(model: FathomModel, x: Tensor, inputs: Inputs, cache: Cache | Store | No
     if x.requires_grad and x.device.type in NO_BACKWARD and model.config._attn_implementation == FLEX:
         raise ValueError(f"attn_implementation={FLEX} has no backward pass on {x.device.type}: take sdpa")
     if not isinstance(cache, Store) and not model.slotted:
-        maker = Lending if recurrence.shares(model.config) else Banked
+        maker = Lending if recurrence.lends else Banked
         return sweep(recurrence, x, maker(model, inputs, x, cache), inputs.trips)[0]
     store = cache if isinstance(cache, Store) else None
     solve = recurrence.view is View.ALL and inputs.trips > 1
