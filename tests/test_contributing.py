@@ -173,7 +173,7 @@ WALKS = {
     "a mechanism": Walk(
         {
             "src/fathom/models/neighbour_mean.py": re.search(r"```python\n(.*?)```", PAGE, re.DOTALL)[1],
-            "tests/models/test_neighbour_mean.py": re.search(r'```python\n("""½ v.*?)```', PAGE, re.DOTALL)[1],
+            "tests/models/test_neighbour_mean.py": re.search(r'```py\n("""½ v.*?)```', PAGE, re.DOTALL)[1],
         },
         {
             "src/fathom/models/registry.py": (

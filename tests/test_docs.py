@@ -72,7 +72,7 @@ SUBJECT = {
     "recipes": "train",
     "first_model": "train",
 }
-FOREIGN = ("vllm ", "pip ", "pytest ", "make ")  # programs of others
+FOREIGN = ("vllm ", "pip ", "pytest ", "make ", "ruff ")  # programs of others
 COMMAND = re.compile(r"(fathom|torchrun|make|python benchmarks/\S+\.py)( |$)")
 FLAG = re.compile(r"(?<![\w-])--[A-Za-z][\w-]*")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")

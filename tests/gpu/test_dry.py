@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.nn.attention import flex_attention as flex
 from transformers.initialization import no_init_weights
 
-from fathom.models import FathomForCausalLM, fixed_table, flex_reading, loss, mixture, slot_table, slots, walk
+from fathom.models import FathomForCausalLM, flex_reading, loss, mixture, slot_table, slots, walk
 from fathom.recipe import Optim
 from fathom.training.build import clip_gradients
 from fathom.training.guard import Guard
@@ -49,7 +49,7 @@ def answered(x: Tensor) -> Any:
 @pytest.fixture
 def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Fake tensors on `cuda`, and answers for the host where it asks on purpose."""
-    for module in (fixed_table, walk, slot_table, slots):
+    for module in (walk, slot_table, slots):
         monkeypatch.setattr(module, "to_host", answered)
     with FakeTensorMode():
         yield

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fathom.data.batches import Batch
-from fathom.models import fixed_table, slot_table, slots, walk
+from fathom.models import slot_table, slots, walk
 from fathom.recipe import Optim, Recipe, Train
 from fathom.training.build import Training
 from fathom.training.guard import Guard
@@ -22,7 +22,7 @@ from tests.models.cases import CASES, build, config_of, tokens
 
 from .watch import HostReads
 
-MODULES = (fixed_table, walk, slot_table, slots)
+MODULES = (walk, slot_table, slots)
 
 
 @pytest.fixture

@@ -227,6 +227,7 @@ def test_rows_that_halt_cost_nothing():
 SHOWN = {
     "once": ("vanilla", {}),
     "loop": ("loop", {}),
+    "loop, `kv: first`": ("loop", {"kv": "first"}),
     "ponder": ("ponder", {}),
     "ponder, view duo or all": ("ponder", {"view": "duo"}),
     "ponder2": ("ponder2", {}),

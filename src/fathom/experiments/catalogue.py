@@ -45,6 +45,10 @@ class VanillaRow:
     cache_bytes: int
 
 
+OF_SEVERAL = ("across_trips", "per_visit")
+"""Options of mixers and residuals that need a recurrence of several iterations."""
+
+
 def with_mechanism(config: FathomConfig, axis: str, name: str) -> FathomConfig:
     """The same model with one axis set and the others at their first value; options of a set mechanism are kept."""
     keys = config.to_dict()
@@ -52,7 +56,7 @@ def with_mechanism(config: FathomConfig, axis: str, name: str) -> FathomConfig:
         keys["max_trips"] = None  # it depends on the model's own recurrence
     options = dict(keys[f"{axis}_options"]) if keys[axis] == name else {}
     if axis != "recurrence" and keys["recurrence"] != DEFAULTS["recurrence"]:
-        options.pop("across_trips", None)  # it needs several iterations
+        options = {key: value for key, value in options.items() if key not in OF_SEVERAL}
     for other in AXES:
         keys |= {other: DEFAULTS[other], f"{other}_options": {}}
     return FathomConfig(**{**keys, axis: name, f"{axis}_options": options})
