@@ -208,6 +208,10 @@ def _reading(attend: Callable, mask: Tensor | ReadingRule | None, earlier: tuple
     return partial(attend_beside, attend, earlier) if earlier else attend
 
 
+def _same(ways: Ways) -> Ways:
+    return ways
+
+
 class DecoderLayer(GradientCheckpointingLayer):
     """Attention and MLP, each between a read and a write of the residual."""
 
@@ -228,7 +232,7 @@ class DecoderLayer(GradientCheckpointingLayer):
             nn.ModuleDict({"attn": residual(config, 2 * layer_idx), "mlp": residual(config, 2 * layer_idx + 1)})
             for _ in range(1, residual_sets(config, layer_idx))
         )
-        self.one_write = self.parallel and residual is Residual  # GPT-NeoX rounds the sum of both updates first
+        self.plain = residual is Residual
 
     def forward(
         self, *state: Tensor, sources: tuple[Tensor, ...] = (), trip: int = 0, **kwargs: object
@@ -237,14 +241,18 @@ class DecoderLayer(GradientCheckpointingLayer):
 
         Inputs and outputs are tensors, not tuples of tensors: reentrant checkpointing tracks gradients of tensors only.
         """
+        if self.plain:  # `Residual`'s sums, without a dozen calls that a single token would notice
+            update, key, value = self.attend(state[0], _same, sources=sources, **kwargs)
+            if self.parallel:  # GPT-NeoX rounds the sum of both updates first
+                return state[0] + (update + self.feed_forward(state[0])), key, value
+            x = state[0] + update
+            return x + self.feed_forward(x), key, value
         attn, mlp = self.residuals(trip)
         (read, write), (read_mlp, write_mlp) = ways(attn), ways(mlp)
         x, state, context = read(state)
         if self.parallel:  # two reads of one state, then two writes
             y, state, second = read_mlp(state)
         update, key, value = self.attend(x, attn.gained, sources=sources, **kwargs)
-        if self.one_write:
-            return *write(state, update + self.feed_forward(y), context), key, value
         state = write(state, update, context)
         if not self.parallel:
             y, state, second = read_mlp(state)
@@ -379,7 +387,7 @@ class FathomModel(FathomPreTrainedModel):
             position_ids = self._positions(seen, x, attention_mask)
         x = self._with_learned_positions(x, position_ids)
 
-        head = getattr(self, "lm_head", None) if head is None else head
+        head = self._modules.get("lm_head") if head is None else head  # by its name it costs an exception
         inputs = Inputs(trips, position_ids, packed, attention_mask, given, x.dtype, head, kwargs)
         inputs.hidden = None if places is None else []
         state = run_trips(self, x, inputs, self._store(past_key_values, inputs, x))

@@ -113,6 +113,8 @@ def with_banks(cache: Cache, trips: Sequence[Sequence[Visit]]) -> Cache:
         cache: A cache of one trip, or one that has its banks already.
         trips: Number of trips.
     """
+    if len(trips) == 1 and len(cache.layers) == len(trips[0]):
+        return cache  # at every decoded token of most models
     layers = banks_of(trips)
     if len(cache.layers) in (0, len(layers)):  # a cache without layers makes them as they are asked for
         return cache
