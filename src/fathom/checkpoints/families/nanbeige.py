@@ -1,22 +1,40 @@
-"""Nanbeige 4.2: a Llama whose stack runs twice, the final norm between.
+"""Nanbeige 4.2: a Llama whose layers run several times, all of them or those in the middle.
 
-Its code has further depth options that the released weights do not use; a checkpoint that sets one is refused.
+The released weights run the whole stack twice. Switches of the public code, which they do not use, give the keys and
+values of the first time to the later ones, mix values over depth, and norm queries and keys. A checkpoint that sets any
+other switch is refused.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoConfig
 
 from fathom.checkpoints.families.family import SHARED, Values
 from fathom.checkpoints.families.published import Published
+from fathom.checkpoints.families.tensors import read_tensors, renamed
 from fathom.models import FathomConfig
 
-REFUSED = ("enable_depth_attention", "loop_share_kv", "enable_double_loop_split", "use_mhc", "enable_mhc", "use_ngram")
-"""Switches of its code that a model of ours cannot follow."""
-PREFIXES = ("enable_", "mhc_", "ngram_", "loop_share", "depth_attention")
-READ = ("num_loops", "skip_loop_final_norm")
+READ = (
+    *("num_loops", "loop_loss_weights", "skip_loop_final_norm", "qk_layernorm"),
+    *("enable_double_loop_split", "loop_middle_layers", "loop_share_kv"),
+    *("enable_depth_attention", "depth_attention_stride", "depth_attention_static_anchor_once"),
+)
+"""Keys that Llama does not have."""
+REFUSED = {
+    "enable_hyper_connection": "hyper-connections whose streams continue from one loop into the next",
+    "emb_neighbor_num": "embeddings of n-grams",
+}
+"""Switches of the public code that Fathom cannot follow."""
+SWITCHES = ("enable_", "loop_", "depth_attention_")
+"""How the names of further switches begin."""
+RULES = (
+    renamed("model.layers.{i}.self_attn.q_layernorm.weight", "model.layers.{i}.self_attn.q_norm.weight"),
+    renamed("model.layers.{i}.self_attn.k_layernorm.weight", "model.layers.{i}.self_attn.k_norm.weight"),
+)
 
 
 def owns(config: Values) -> bool:
@@ -25,22 +43,52 @@ def owns(config: Values) -> bool:
 
 
 def configuration(config: Values) -> Values:
-    """Llama's values, and the loop."""
+    """Llama's values, the loop, and depth attention."""
     for key, value in config.items():
-        if value and (key in REFUSED or key.startswith(PREFIXES)):
-            raise ValueError(f"{key}={value}: Fathom opens Nanbeige 4.2 with its depth switches off")
+        if value and key in REFUSED:
+            raise ValueError(f"{key}={value}: Fathom does not have {REFUSED[key]}")
+        if value and key.startswith(SWITCHES) and key not in READ:
+            raise ValueError(f"{key}={value}: Fathom does not know this switch of Nanbeige's")
     llama = AutoConfig.for_model(**{**{k: v for k, v in config.items() if k not in READ}, "model_type": "llama"})
     ours = {key: getattr(llama, key) for key in SHARED if hasattr(llama, key)}
-    loops = int(config.get("num_loops", 1))
-    if loops > 1:
-        norm = "none" if config.get("skip_loop_final_norm") else "final"
-        ours |= {"recurrence": "loop", "recurrence_options": {"trips": loops, "norm_between": norm}}
     kept: Values = {key: config[key] for key in ("dtype", "torch_dtype") if key in config}
-    return {**ours, **kept, "qk_norm": "none", "model_type": FathomConfig.model_type}
+    norm = "head" if config.get("qk_layernorm") else "none"
+    loop, layers = _loop(config, llama.num_hidden_layers), llama.num_hidden_layers
+    if loop:
+        ours |= {"recurrence": "loop", "recurrence_options": loop}
+    if config.get("enable_depth_attention"):
+        if config.get("enable_double_loop_split"):
+            raise ValueError(
+                "enable_depth_attention with enable_double_loop_split: by Nanbeige's configuration each source is "
+                "taken once, by its code in every loop"
+            )
+        stride = config.get("depth_attention_stride") or layers // 2
+        grid = {"across_trips": "grid"} if loop else {}
+        ours |= {"mixer": "depth_attention", "mixer_options": {"stride": stride, **grid}}
+    return {**ours, **kept, "qk_norm": norm, "model_type": FathomConfig.model_type}
 
 
-def tensors(directory: Path, config: FathomConfig) -> None:
-    """None: its tensors already have Llama's names."""
+def _loop(config: Values, layers: int) -> Values:
+    """Options of the loop; none if every layer runs once."""
+    if not config.get("enable_double_loop_split"):
+        if config.get("loop_share_kv"):
+            raise ValueError("loop_share_kv=True needs enable_double_loop_split=True")
+        trips = len(config.get("loop_loss_weights") or ()) + 1
+        trips = trips if trips > 1 else int(config.get("num_loops", 1))
+        norm = "none" if config.get("skip_loop_final_norm") else "final"
+        return {"trips": trips, "norm_between": norm} if trips > 1 else {}
+    given = config.get("loop_middle_layers")
+    middle = layers // 2 if given is None else int(given)
+    if middle < 1 or layers % middle or (given is None and layers % 2):
+        raise ValueError(f"loop_middle_layers must divide num_hidden_layers={layers}, got {given}")
+    prelude = (layers - middle) // 2
+    kv = "first" if config.get("loop_share_kv") else "own"
+    return {"trips": layers // middle + 1, "prelude": prelude, "coda": layers - middle - prelude, "kv": kv}
+
+
+def tensors(directory: Path, config: FathomConfig) -> Mapping[str, Any]:
+    """The norms of queries and keys under Fathom's names; all others already have them."""
+    return read_tensors(directory, RULES, (), config)
 
 
 NANBEIGE = Published(("nanbeige",), owns, configuration, tensors)
