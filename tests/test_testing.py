@@ -1,4 +1,4 @@
-"""`fathom.testing` on the example of an outside mechanism, and on faults that it must see."""
+"""`fathom.testing` on two outside mechanisms, the examples, and on faults that it must see."""
 
 import importlib.util
 import sys
@@ -6,21 +6,35 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
+from fathom.models import FathomConfig, FathomForCausalLM
+from fathom.models.cost import flops_per_token
 from fathom.models.registry import MECHANISMS
 from fathom.models.roles import Cost
 from fathom.testing import Conformance
 
-FILE = Path(__file__).parents[1] / "examples" / "gated_mean.py"
-SPEC = importlib.util.spec_from_file_location("gated_mean", FILE)
-EXAMPLE = sys.modules["gated_mean"] = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(EXAMPLE)
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def example(path):
+    """A file of the examples as a module."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    sys.modules[path.stem] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+EXAMPLE = example(EXAMPLES / "gated_mean.py")
+DELTA = example(EXAMPLES / "delta" / "outside_delta.py")
+THEIRS = example(EXAMPLES / "delta" / "test_outside_delta.py").TestOutsideDelta
 
 
 @pytest.fixture(autouse=True)
 def left_out_afterwards():
     yield
-    MECHANISMS.pop("gated_mean", None)
+    for name in ("gated_mean", "outside_delta"):
+        MECHANISMS.pop(name, None)
 
 
 class TestGatedMean(Conformance):
@@ -31,6 +45,62 @@ class TestGatedMean(Conformance):
     @pytest.mark.slow
     def test_an_export_opens_without_fathom(self):
         super().test_an_export_opens_without_fathom()
+
+
+class TestOutsideDelta(THEIRS):
+    """The package's own tests."""
+
+    @pytest.mark.slow
+    def test_an_export_opens_without_fathom(self):
+        super().test_an_export_opens_without_fathom()
+
+
+def test_the_package_is_the_variant_delta():
+    """Two implementations of one equation: the same logits and the same FLOPs."""
+    author = THEIRS()
+    model = author.model()
+    ours = FathomConfig(**author.shape, residual="attention_residuals", residual_options={"variant": "delta"})
+    twin = FathomForCausalLM(ours).eval().double()
+    values = {name.replace(".query", ".pseudo_query"): p for name, p in model.state_dict().items()}
+    gates = {name for name in values if name.endswith(".gate")}
+    with torch.no_grad():
+        for name in gates:
+            values[name].fill_(1.0)  # the variant has none
+    missing, further = twin.load_state_dict(values, strict=False)
+    assert set(further) == gates and all(name.endswith("residual.norm.weight") for name in missing)
+    ids = torch.randint(3, 61, (2, 12), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        off = (model(ids).logits - twin(ids).logits).abs().max()
+        for p in (p for name, p in model.named_parameters() if name.endswith(".query")):
+            p.zero_()
+        other = (model(ids).logits - twin(ids).logits).abs().max()
+    assert off < 1e-11 < 1e-3 < other
+    assert flops_per_token(model.config, 8) == flops_per_token(ours, 8)
+
+
+def without_the_stream(self, state):
+    """Loses what the layers below wrote."""
+    h, state, context = DELTA.Residual.read(self, state)
+    return (torch.stack(state[1:]).mean(0) if self.adds else h), state, context
+
+
+def test_other_mathematics_is_seen(monkeypatch):
+    author = THEIRS()
+    author.test_each_call_computes_your_numpy()
+    monkeypatch.setattr(DELTA.OutsideDelta, "read", without_the_stream)
+    with pytest.raises(AssertionError, match="off by"):
+        author.test_each_call_computes_your_numpy()
+
+
+def test_a_scalar_that_cannot_be_sharded_is_seen(monkeypatch):
+    def build(self, config, layer_idx):
+        super(EXAMPLE.GatedMean, self).__init__(config, layer_idx)
+        self.gate = nn.Parameter(torch.empty(())) if layer_idx else None
+
+    monkeypatch.setattr(EXAMPLE.GatedMean, "__init__", build)
+    with pytest.raises(ValueError, match="scalar"):
+        TestGatedMean().test_sharding_changes_no_gradient()
+    assert not torch.distributed.is_initialized()
 
 
 def next_tokens_value(self, query, key, value, sources):

@@ -6,8 +6,8 @@
     class TestMine(Conformance):
         mechanism, options = MINE, {"stride": 2}
 
-pytest then tests each property on small random models in float64. Add the one test that this class cannot contain: a
-comparison of the mechanism with your own few lines of numpy.
+pytest then tests each property on small random models in float64. The mathematics is yours to state: write it a second
+time, in a few lines of numpy, as the method `numpy` of a mixer's or a residual's class.
 """
 
 from __future__ import annotations
@@ -20,14 +20,17 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from transformers import DynamicCache
 
 from fathom.checkpoints.export import export
 from fathom.models import FathomConfig, FathomForCausalLM
 from fathom.models.cost import cache_bytes_per_token, count_parameters, mechanism_cost
 from fathom.models.packages import add_mechanism
-from fathom.models.roles import Mechanism
+from fathom.models.roles import Mechanism, MechanismModule, Recurrence
 
 SHAPE: Mapping[str, Any] = {
     **{"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "head_dim": 8},
@@ -71,6 +74,37 @@ class Conformance:
             for p in model.parameters():
                 p.add_(torch.randn(p.shape, dtype=dtype) * 0.2)
         return model
+
+    def numpy(self, parameters: Mapping[str, Any], *inputs: Any) -> Any:
+        """Override: what your module returns for these arrays, from your equations. By default nothing is compared.
+
+        A mixer is given `query, key, value, sources` and returns the mixed value. A residual is given its `state` and
+        returns the sub-layer's input, or `state, update, context` and returns the new state.
+
+        Args:
+            parameters: The module's parameters, by name.
+            inputs: As `forward` takes them, in float64.
+        """
+        raise NotImplementedError
+
+    def test_each_call_computes_your_numpy(self) -> None:
+        """Every call of the mechanism's modules in a forward pass returns what `numpy` returns."""
+        if type(self).numpy is Conformance.numpy:
+            return
+        model, calls = self.model(), list[tuple[Any, ...]]()
+        for module in model.modules():
+            if isinstance(module, MechanismModule) and module.axis == self.mechanism.axis:
+                assert not isinstance(module, Recurrence), "numpy is for mixers and residuals"
+                module.register_forward_hook(lambda *call: calls.append(call))
+        logits(model, tokens(2, 9))
+        for module, inputs, output in calls:
+            reads = self.mechanism.axis == "residual" and len(inputs) == 1
+            parameters = arrays(dict(module.named_parameters()))
+            expected = self.numpy(parameters, *arrays(inputs))
+            found, whole = flat(arrays(output[0] if reads else output)), flat(expected)
+            assert len(found) == len(whole), f"{len(found)} tensors, {len(whole)} by numpy"
+            for one, other in zip(found, whole, strict=True):
+                same(torch.as_tensor(one), torch.as_tensor(other))
 
     def test_reading_in_parts_is_reading_at_once(self) -> None:
         """Chunks and single tokens with a cache give the logits of one forward pass."""
@@ -137,6 +171,22 @@ class Conformance:
         again = gradients(model, ids)
         for name in plain:
             same(plain[name], again[name])
+
+    def test_sharding_changes_no_gradient(self) -> None:
+        """Layers that FSDP2 shards give the same gradients; a parameter read outside its own layer would fail."""
+        model, ids = self.model().train(), tokens(2, 10)
+        plain = gradients(model, ids)
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+            for layer in model.model.layers:
+                fully_shard(layer, mesh=mesh)
+            fully_shard(model, mesh=mesh)
+            for name, gradient in gradients(model, ids).items():
+                assert isinstance(gradient, DTensor), name
+                same(gradient.full_tensor(), plain[name])
+        finally:
+            dist.destroy_process_group()
 
     def test_it_compiles_in_one_graph(self) -> None:
         """`torch.compile` with `fullgraph=True` traces the whole model; a branch on values would break the graph."""
@@ -212,6 +262,20 @@ def gradients(model: FathomForCausalLM, ids: Tensor) -> dict[str, Tensor]:
     model.zero_grad()
     model(ids, labels=ids).loss.backward()
     return {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
+
+
+def arrays(value: Any) -> Any:
+    """The same structure with numpy's arrays in place of tensors."""
+    if isinstance(value, Tensor):
+        return value.detach().numpy()
+    if isinstance(value, Mapping):
+        return {key: arrays(item) for key, item in value.items()}
+    return [arrays(item) for item in value] if isinstance(value, tuple | list) else value
+
+
+def flat(value: Any) -> list[Any]:
+    """Its arrays, in order."""
+    return [x for item in value for x in flat(item)] if isinstance(value, list | tuple) else [value]
 
 
 def same(found: Tensor, expected: Tensor) -> None:
