@@ -12,7 +12,7 @@ STEP = re.compile(r"^(Question|Thought|Action Input|Action|Observation|Final Ans
 
 
 def is_trace(text: object) -> bool:
-    """Whether a text is a trace, i.e. has a thought and a final answer."""
+    """Whether a text is a trace: it has a thought and a final answer."""
     return isinstance(text, str) and {"Thought", "Final Answer"} <= {match[1] for match in STEP.finditer(text)}
 
 

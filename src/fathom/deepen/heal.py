@@ -15,7 +15,7 @@ HEAL = "heal.yaml"
 STEPS = 600
 """Optimizer steps of the recipe. A step has 8,192 tokens, so about 5 million tokens in all."""
 OPENING = 0.5
-"""Share of the steps over which a mechanism opens."""
+"""Share of the steps over which a mechanism is blended in."""
 LONGEST = 1024
 """Maximum tokens in a sequence."""
 ROWS = 8
@@ -39,7 +39,7 @@ def heal_recipe(directory: Path, base: str, config: FathomConfig, request: Reque
     Args:
         directory: Where the deepened model is.
         base: The base model, as named on the command line.
-        config: The deepened model's.
+        config: The deepened model's configuration.
         request: What was added.
     """
     length = min(LONGEST, config.max_position_embeddings)

@@ -52,7 +52,7 @@ class Request:
         return found
 
     def opening(self, steps: int) -> dict[str, dict[str, object]]:
-        """By the axis' options key: the settings that blend the mechanisms in over so many training steps."""
+        """The options that blend the mechanisms in over so many training steps, by key, such as `mixer_options`."""
         closed = [part for part in self.parts if "blend" in (part.closed or {})]
         return {
             f"{part.axis}_options": {"blend": 1.0, "blend_steps": steps}
@@ -87,7 +87,7 @@ def parse_request(text: str, layers: str | None = None) -> Request:
 
 
 def _named(name: str) -> Mechanism:
-    """The mechanism of that name; the default of an axis is not one."""
+    """The mechanism with that name; the default of an axis does not count as one."""
     names = [one for one in known() if one not in DEFAULTS.values()]
     if name in names:
         one = known()[name]

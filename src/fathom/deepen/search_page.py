@@ -27,7 +27,7 @@ def write(out: Path, model: str, asked: Search, ranked: Sequence[Ranked]) -> Non
 
 
 def show(model: str, out: Path, asked: Search, ranked: Sequence[Ranked], file: TextIO) -> None:
-    """The best spans, and the command that takes the first."""
+    """Print the best spans, and the command that adds the first of them."""
     table = Table("layers", "damping", "loss, all spans", "loss, other documents", title=f"loops of {asked.trips}")
     for row in ranked[:SHOWN]:
         table.add_row(row.candidate.layers, f"{row.candidate.damping:g}", _words(row.gap), _words(row.again))

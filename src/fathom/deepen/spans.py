@@ -46,7 +46,7 @@ class Candidate(NamedTuple):
 
     @property
     def layers(self) -> str:
-        """As `--layers` takes them."""
+        """The layers as a value of `--layers`."""
         return f"{self.first}-{self.last}"
 
 
@@ -59,7 +59,7 @@ class Search:
     trips: int = 2
     """Loop iterations, the first included."""
     dampings: tuple[float, ...] = (0.5, 1.0)
-    """δ of every span."""
+    """Values of the damping δ; every span is scored with each."""
     documents: tuple[int, int] = (12, 40)
     """Documents for all spans, and other documents for the best spans."""
     keep: int = 20
@@ -226,10 +226,11 @@ def search(
     asked: Search,
     out: Path | None = None,
 ) -> list[Ranked]:
-    """Every loop that `asked` names, cheapest first: the best by the second set, then the others.
+    """Score every loop that `asked` describes and return all, cheapest first: the best by the second set, then the
+    others.
 
     Args:
-        model: Without any mechanism.
+        model: A model without mechanisms.
         tokenizer: Its tokenizer.
         text: What `fathom evaluate --perplexity` takes.
         asked: The loops, and the amount of text.
@@ -254,7 +255,7 @@ def search(
 
 
 def checksum(model: torch.nn.Module) -> str:
-    """Of the first numbers of every parameter: a model that was trained further has another one."""
+    """A checksum of the first numbers of every parameter; further training changes it."""
     found = 0
     for parameter in model.parameters():
         found = zlib.crc32(parameter.detach().flatten()[:64].float().cpu().numpy().tobytes(), found)

@@ -28,7 +28,7 @@ CONTEXT = 512
 
 @dataclass(frozen=True)
 class Sizes:
-    """Parameters, and what one token costs."""
+    """Number of parameters, and the cost of a token."""
 
     parameters: int
     flops_per_token: float
@@ -38,14 +38,14 @@ class Sizes:
 
     @classmethod
     def of(cls, config: FathomConfig) -> Sizes:
-        """Of a model."""
+        """The sizes of a model."""
         length = min(CONTEXT, config.max_position_embeddings)
         return cls(count_parameters(config), flops_per_token(config, length), cache_bytes_per_token(config))
 
 
 @dataclass(frozen=True)
 class Deepened:
-    """What was written."""
+    """A summary of the written checkpoint."""
 
     directory: Path
     mechanism: str
@@ -91,7 +91,7 @@ def deepen(source: str | Path, request: Request, out: str | Path) -> Deepened:
 
 
 def deeper_config(config: FathomConfig, request: Request) -> FathomConfig:
-    """The model's configuration with the mechanisms; their errors become one line."""
+    """The model's configuration with the mechanisms; an invalid option is a `SettingsError` of one line."""
     keys = request.keys(config)
     try:
         return FathomConfig.from_dict(config.to_dict(), **keys)

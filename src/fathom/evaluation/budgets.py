@@ -59,8 +59,8 @@ def stored_trips(
     Args:
         model: The model that filled the cache.
         cache: The cache.
-        rows: Prompts.
-        columns: Of each prompt: how many columns of its row count, padding on the left included.
+        rows: Number of prompts.
+        columns: How many columns of each prompt's row count, padding on the left included.
         most: The limit that was applied.
     """
     if most_trips(model) == 1:

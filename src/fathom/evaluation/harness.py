@@ -146,7 +146,7 @@ def tables(results: Sequence[TaskResult]) -> str:
 
 
 def fitted(markdown: str, width: int) -> list[Text | Table]:
-    """Tables in Markdown, as they are or, where a line is wider than the terminal, with folded cells."""
+    """Tables in Markdown. If a line is wider than the terminal, their cells are folded."""
     from rich.text import Text
 
     if max(map(len, markdown.splitlines())) <= width:

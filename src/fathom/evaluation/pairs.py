@@ -55,7 +55,7 @@ def read_benchmarks(directory: Path) -> dict[str, list[Quizzed]]:
 
 
 def _read(directory: Path) -> dict[str, list[Quizzed | None]]:
-    """Every row of every file; None for what is no question with a right choice."""
+    """Every row of every file; None for a row that is not a question with a correct choice."""
     if not directory.is_dir():
         raise SettingsError(f"benchmark={directory}: no such directory")
     found = {path.stem: list(_asked(path)) for path in sorted(directory.glob("*.jsonl"))}
@@ -181,7 +181,7 @@ def _beside(directory: Path) -> tuple[str, ...]:
 
 @contextmanager
 def _task_files(benchmarks: Mapping[str, Sequence[Quizzed]], out: Path | None) -> Iterator[dict[tuple[str, str], Path]]:
-    """A file for each benchmark and way; the same one again where results are kept."""
+    """Write a file for each benchmark and way of asking. With `out` its path is the same in every call."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) if out is None else out / "questions"
         folder.mkdir(parents=True, exist_ok=True)

@@ -56,7 +56,7 @@ class Passage(NamedTuple):
 
 @dataclass(frozen=True)
 class Domain:
-    """Documents with a common score."""
+    """Documents that are scored together."""
 
     name: str
     documents: list[Passage]

@@ -147,7 +147,7 @@ class Checkpoint:
     def fingerprint(self) -> str:
         """A hash that changes with the directory's weights, configuration, tokenizer or chat template."""
         names = ("*.safetensors", CONFIG, "tokenizer*", "vocab*", "merges.txt")
-        # Last, and only if present.
+        # Optional files.
         more = ("chat_template*", "additional_chat_templates/*", "special_tokens_map.json", "added_tokens.json")
         return _digest([_stamp(path) for pattern in names + more for path in sorted(self.directory.glob(pattern))])
 

@@ -1,13 +1,13 @@
 """lm-eval's tasks with their documents from a folder instead of the network.
 
-Prompts, metrics and versions stay lm-eval's own: only where a task would download its data set, it reads it here. The
+Prompts, metrics and versions are lm-eval's own; only the documents come from the folder instead of a download. The
 folder holds, for a task T whose data set is ORG/BASE with the subset SUB (see docs/how-to/evaluate.md)::
 
     T/SPLIT*.jsonl          or SUB/, or BASE/ if T has no subset or each line names it as `subject`
     BASE/SUB.jsonl          one file per subset, as for BLiMP
     wikitext/SPLIT.tokens   or .raw; WikiText's own files, cut into articles
 
-each file also with `.xz`, `.gz`, `.bz2` or `.zst` behind. Fields are the data set's own.
+Each file may be compressed (`.xz`, `.gz`, `.bz2` or `.zst`). Fields have the data set's names.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def file_task(word: str) -> tuple[str, Path] | None:
 
 
 def _of_file(name: str, kind: str, path: Path) -> dict[str, object]:
-    """A task over a JSONL file, as lm-eval's YAML would say it; every line is checked first."""
+    """The configuration of a task over a JSONL file, as lm-eval's YAML would have it; every line is checked first."""
     from datasets import Dataset
 
     if not path.is_file():

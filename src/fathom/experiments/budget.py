@@ -14,7 +14,7 @@ from fathom.experiments.simulation import Truth, resolution
 from fathom.training import build_training
 
 TIMED = 5
-"""Steps of the control at each rung, after one that warms up."""
+"""Timed steps of the control at each rung, after a step that warms up."""
 TOYS = Truth(sigma=(0.02, 0.006), shared=0.02, own=0.006)
 """Noise of small runs on few tokens; `Truth()` has the noise of longer ones."""
 

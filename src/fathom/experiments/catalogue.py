@@ -67,7 +67,7 @@ def mechanism_rows(config: FathomConfig, bytes_per_scalar: int = 2) -> Iterator[
 
     Args:
         config: The model.
-        bytes_per_scalar: Of a number in the cache and in activations.
+        bytes_per_scalar: Bytes of a number in the cache and in activations.
     """
     vanilla = with_mechanism(config, "mixer", "none")
     # 2N, the usual count of a forward pass, so that shares compare with those of the papers

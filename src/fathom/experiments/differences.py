@@ -293,7 +293,7 @@ def _by_step(lines: Sequence[dict[str, float]], key: str) -> list[dict[str, floa
 
 
 def _rows_of(columns: Validation) -> dict[int, int]:
-    """The row of each step in the columns."""
+    """The index in the columns, by step."""
     return {step: i for i, step in enumerate(columns.step)}
 
 

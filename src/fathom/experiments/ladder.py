@@ -1,15 +1,15 @@
 """`fathom ladder`: stages of ordinary runs and comparisons in one directory, by any number of processes and machines.
 
 out/ladder.json                     the plan, with a hash of each of its parts
-out/tune/1/ARM/lr+1/seed-0/         tuning runs: places count doublings of the rate from the centre
-out/tune/rates.json                 points, parabolas, rates: a function of these runs
+out/tune/1/ARM/lr+1/seed-0/         tuning runs; +1: the centre's learning rate, doubled once
+out/tune/rates.json                 points, parabolas, learning rates, computed from these runs
 out/rungs/1/                        a comparison, as `fathom compare` knows them
 out/seed_control/1/seed-0/          the control with other initial values
 out/prediction.json                 the sealed forecast of the last rung
-out/check/ARM/lr+1/seed-0/          half and twice the rate at the top
-out/claims/                         who works on what outside of the rungs
+out/check/ARM/lr+1/seed-0/          half and twice the learning rate at the largest size
+out/claims/                         which process does which task outside the rungs
 out/report.json, .html, runs.jsonl  written from the above alone
-out/ladder.sbatch                   a Slurm array that carries it out
+out/ladder.sbatch                   a Slurm job array that runs the ladder
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ def page(report: LadderReport) -> str:
         html.section("Accuracy", *_accuracies(report)),
         html.section("Rates", html.figures(*_bowls(report)), _checks(report)),
         html.section("The sealed prediction", _sealed(report)),
-        html.section("The worth of an iteration", _phi(report)),
+        html.section("The value of an iteration", _phi(report)),
         html.section("Size by size", _table(loss_rows(report)), _seed_control(report)),
         html.section("Other currencies", _views(report)),
         html.section("The law and the noise", _law(report)),
@@ -144,7 +144,7 @@ def sooner_rows(report: LadderReport) -> tuple[str, list[str], list[list[str]]]:
             name = row.arm if len(report.rungs) == 1 else f"{row.arm}, rung {row.index}"
             rows.append([name, *map(str, ratios)])
     caption = (
-        f"FLOPs until {report.control} solves it over those of the arm: {' or '.join(said)}; a run's lie between "
+        f"FLOPs until {report.control} solves it over those of the arm: {' or '.join(said)}. A run solves it "
         "between two evaluations, or not within its FLOPs"
     )
     return caption, ["arm", *puzzle.domains], rows
@@ -329,7 +329,7 @@ def _checks(report: LadderReport) -> Markup:
         if arm.check
     ]
     columns = ["arm", "half the learning rate", "chosen", "twice the learning rate", "excess by a parabola", "rate"]
-    return html.table("The rate at the largest size, one seed", columns, rows) if rows else Markup()
+    return html.table("The learning rate at the largest size, one seed", columns, rows) if rows else Markup()
 
 
 def _sealed(report: LadderReport) -> Markup:
@@ -363,8 +363,8 @@ def _phi(report: LadderReport) -> Markup:
         return html.paragraph(f"Not resolved: {found.refused}.")
     value, low, high = (f"{number:.3f}".replace("-", "−") for number in (found.value, found.low, found.high))
     return html.paragraph(
-        f"φ = {value} ({low} … {high}), from {found.cells} cells of width and tokens: 1 would make a trip worth a "
-        "worth a layer of its own, with φ = 0 nothing. φ values parameters, not FLOPs."
+        f"φ = {value} ({low} … {high}), from {found.cells} cells of width and tokens: with φ = 1 an iteration "
+        "is worth as much as a layer of its own, with φ = 0 nothing. φ values parameters, not FLOPs."
     )
 
 

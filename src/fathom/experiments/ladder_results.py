@@ -114,7 +114,7 @@ class SeedNoise:
 
 @dataclass(kw_only=True)
 class ArmRow:
-    """An arm; what follows `multiplier` is there if there is a posterior, else that is empty too."""
+    """An arm; `multiplier` and what follows it are empty without a posterior."""
 
     name: str
     mechanism: str
@@ -126,7 +126,7 @@ class ArmRow:
     """The rungs under further token budgets, which are for φ alone."""
     flags: list[str]
     diverged: tuple[int, int]
-    """Its runs that diverged for good, and all its runs."""
+    """Number of its runs that diverged for good, and number of all its runs."""
     check: Check | None
     p: float | None = None
     p_holm: float | None = None
@@ -238,7 +238,7 @@ class SeedControl:
 
 @dataclass(frozen=True)
 class Phi:
-    """φ, the worth of an iteration, with its 95 % interval, or why it was not estimated."""
+    """φ, the value of an iteration, with its 95 % interval, or why it was not estimated."""
 
     refused: str | None = None
     value: float = math.nan
@@ -255,14 +255,16 @@ class Sooner:
     """The control's FLOPs to solve a puzzle over an arm's, by pairs of seeds."""
 
     median: tuple[float, float]
-    """Between these lies the median of the pairs."""
+    """The median over the pairs lies between these."""
     low: float
     high: float
     level: float
-    """Confidence of `low` to `high`: 95 % or a little more of six pairs or more, that of their whole range of fewer."""
+    """Confidence of the interval `low` to `high`: a little over 95 % with six pairs or more; with fewer, that of their
+    whole range."""
     pairs: int
     p: float
-    """Two-sided p-value of the sign test that neither solves it sooner; an undecided pair counts against it."""
+    """Two-sided p-value of the sign test. A pair that does not show which of the two needs fewer FLOPs counts against a
+    difference."""
 
     @property
     def basis(self) -> str:
@@ -278,7 +280,7 @@ class Sooner:
 
 
 def between(low: float, high: float) -> str:
-    """An interval in words, a single number if its ends look alike."""
+    """An interval as text; a single number if both ends round to the same one."""
     if math.isinf(high):
         return f"> {low:.2f}" if low else UNKNOWN
     if not low:

@@ -210,7 +210,8 @@ def _cell(state: State, arm: Arm, size: Size) -> Cell:
 
 
 def _add_posterior(row: ArmRow, study: Study, fit: Posterior, line: Horizontal) -> None:
-    """M at each rung, in the middle and beyond, by both estimators; the trend per decade."""
+    """M at each rung, in the middle of the ladder and beyond the largest size, by both estimators; the trend per
+    decade."""
     places = [("rung", rung.x_arm) for rung in study.rungs]
     for kind, x in (("middle", fit.centre), *places, *beyond(study.top)):
         crossed = _crossed(fit.log_multiplier(x), line.interval(x))
@@ -348,7 +349,7 @@ def _check(state: State, arm: Arm) -> Check | None:
 
 
 def _lost(state: State, arm: Arm) -> tuple[int, int]:
-    """Number of its runs that diverged for good, and of all its runs."""
+    """Number of its runs that diverged for good, and number of all its runs."""
     plans = [(state.plan(size), state.rung_dir(size)) for size in state.ladder.all_sizes]
     mine = [RunTask(plan, place, arm.name, seed) for plan, place in plans for seed in plan.seeds]
     return sum(task.failure is not None for task in mine), len(mine)
@@ -461,7 +462,7 @@ def _seed(run: LadderRun) -> int:
 
 
 def _phi(state: State) -> Phi | None:
-    """φ, the worth of an iteration, from the control and the plain loops at every budget; None without loops."""
+    """φ, the value of an iteration, from the control and the plain loops at every budget; None without loops."""
     found: list[Looped] = []
     for size in state.ladder.all_sizes:
         for arm in state.ladder.arms:

@@ -104,7 +104,7 @@ class RunTask:
     arm: str
     seed: int | None
     alone: bool = False
-    """Whether it counts without the control's run of its seed."""
+    """Whether the run counts even without the control's run of the same seed."""
 
     @property
     def name(self) -> str:
@@ -173,8 +173,8 @@ def check(plan: Plan, out: Path | None = None, begins: bool = True) -> None:
 
     Args:
         plan: What will run.
-        out: Where; None for no place yet.
-        begins: Whether none has begun, as far as the caller knows.
+        out: The output directory; None if there is none yet.
+        begins: Whether the caller knows that no run has begun.
     """
     begins = begins and (out is None or not (out / PLAN).exists())
     for name, recipe in plan.recipes.items():

@@ -39,7 +39,7 @@ class Rules(Section, section="ladder"):
     tune_seeds: tuple[int, ...] = (2, 1)
     """seeds for each of these learning rates"""
     tune_domains: tuple[str, ...] = ()
-    """held-out domains whose mean loss is tuned; empty means all"""
+    """held-out domains on whose mean loss the learning rate is chosen; empty means all"""
     seed_control: tuple[int, ...] = (5, 2)
     """seeds of the seed control (the control with other initial values), at the first size, the second, ..."""
     parameters: bool = True

@@ -78,7 +78,7 @@ class Size(Shape):
     """Parameters of the control without embeddings."""
     tokens: int
     rows: int
-    """Rows of a step."""
+    """Sequences in a step."""
     steps: int
 
     @property
@@ -162,7 +162,7 @@ class Ladder:
 
     @cached_property
     def _bases(self) -> dict[Size, Recipe]:
-        """What `base` has made."""
+        """A cache for `base`."""
         return {}
 
     def base(self, size: Size) -> Recipe:
@@ -259,8 +259,8 @@ class Ladder:
 
         Args:
             out: The ladder's directory.
-            seeds: How many every rung shall have, or one number for all.
-            finished: Runs of the rungs that are finished now.
+            seeds: Number of seeds of every rung, or one number for all.
+            finished: Number of finished runs of the rungs.
         """
         wanted = tuple(seeds) * (len(self.seeds) if len(seeds) == 1 else 1)
         if self.added and wanted == self.added[-1].seeds:
@@ -369,7 +369,7 @@ def load_ladder(path: Path, arms: str, overrides: Sequence[str] = (), out: Path 
         path: A YAML file.
         arms: As for `fathom compare`; the first is the control.
         overrides: `key=value` words; `ladder.key=value` too.
-        out: Where it may have begun: a directory of the same plan is opened as it is.
+        out: The output directory. A ladder that it already holds, with the same plan, is opened unchanged.
     """
     values = read_values(path)
     rules = values.pop(SECTION, None)

@@ -4,9 +4,9 @@
     ln(L_a - E) = c - α x - u - w (x - x̄)                  an arm
     ln M(x)     = (u + w (x - x̄)) / α,     g = w / α       the control's FLOPs for the arm's loss over the arm's FLOPs
 
-All seeds of a size share its deviation from the law, so resampling seeds does not cover it. Deviations have scales of
-their own: τ_s for the part that both arms of a rung share, τ_d for an arm's own part, τ_w for the step of an arm's
-deviation that walks from rung to rung, as a learning rate that is carried slightly wrong makes it walk. E, τ_s, τ_d and
+All seeds of a size share its deviation from the law, so resampling seeds does not cover it. A deviation has three
+parts, each with a scale: τ_s for the part that both arms of a rung share, τ_d for an arm's own part, and τ_w for the
+steps of a random walk from rung to rung, as caused by a learning rate that is scaled slightly wrong. E, τ_s, τ_d and
 τ_w are integrated over a grid; given them the model is linear and its posterior has a closed form. The cross-check is a
 weighted line through the horizontal distances, with Student's t.
 
@@ -177,7 +177,8 @@ class Posterior:
         return Interval.of(difference), Interval.of(self.log_multiplier(x_arm) - deviation / (self.slope * reducible))
 
     def _walk_on(self) -> tuple[Floats, Floats]:
-        """Mean and variance of the walking deviation one rung further, given where it is seen to be at these rungs."""
+        """Mean and variance of the random walk at the next rung, given the deviations that were observed at these
+        rungs."""
         gaps = np.array([rung.means[1] - rung.means[0] for rung in self.rungs])
         law = [self.arm_loss(rung.x_arm) - self.control_loss(rung.x_control) for rung in self.rungs]
         steps = np.arange(1, len(gaps) + 1)

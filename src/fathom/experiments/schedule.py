@@ -137,7 +137,7 @@ class Watch(Hook):
         self.claim = claim
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Look once per logged step."""
+        """Check the claim once per logged step."""
         self.claim.require()
 
 

@@ -98,7 +98,7 @@ class Tuned:
     """One arm at one tuned rung."""
 
     centre: float
-    """The rate at place 0."""
+    """The learning rate at place 0."""
     points: Points
     bowl: Bowl
 
@@ -117,7 +117,7 @@ class Tuned:
 
 @dataclass(frozen=True)
 class State:
-    """A ladder in its directory."""
+    """The state of a ladder, read from its directory."""
 
     ladder: Ladder
     out: Path
@@ -154,7 +154,8 @@ class State:
         return runs, found
 
     def _centres(self, index: int, found: Sequence[dict[str, Tuned]]) -> dict[str, float]:
-        """The rate at place 0: the recipe's at the first rung, then the previous rung's optimum, scaled by the rule."""
+        """The learning rate at place 0: the recipe's at the first rung, then the previous optimum, scaled by the
+        rule."""
         if index == 0:
             return {arm.name: self.ladder.recipe.optim.lr for arm in self.ladder.arms}
         before, sizes = found[index - 1], self.ladder.sizes
@@ -167,7 +168,7 @@ class State:
     def _tuning_runs(
         self, index: int, centres: dict[str, float], places: dict[str, list[int]]
     ) -> dict[str, dict[int, list[LadderRun]]]:
-        """By arm, place and seed."""
+        """The tuning runs by arm, place and seed."""
         return {
             arm.name: {
                 place: [
@@ -189,7 +190,7 @@ class State:
         return LadderRun(self.out, f"{TUNE}-{size.name}-{arm.name}-lr{place:+d}-seed-{seed}", where, recipe)
 
     def used(self, run: LadderRun) -> bool:
-        """Whether it is a tuning run of a rung whose optimum later runs have been given."""
+        """Whether this is a tuning run whose optimum later runs already use."""
         places = run.run_dir.relative_to(self.out).parts  # tune/1/ARM/lr+1/seed-0
         later = (self.out / RUNGS, self.out / TUNE / str(int(places[1]) + 1)) if places[0] == TUNE else ()
         return any(path.exists() for path in later)
@@ -278,7 +279,7 @@ class State:
         return self.out / RUNGS / size.name
 
     def rung_tasks(self, size: Size) -> list[RunTask]:
-        """Its runs and measurements."""
+        """The runs and measurements of a rung."""
         return tasks(self.plan(size), self.rung_dir(size), alone=is_puzzle(self.ladder.recipe.data.directory))
 
     def seed_controls(self) -> list[LadderRun]:
@@ -391,7 +392,8 @@ class State:
         return [(arm, median, p) for (arm, median, _), p in zip(found, adjusted, strict=True)]
 
     def checks(self) -> list[LadderRun]:
-        """Runs at half and twice the rate at the last rung, of the control and of each arm called better or worse."""
+        """Runs at half and twice the learning rate at the last rung: of the control and of each arm called better or
+        worse."""
         sure = [arm for arm, _, p in self.judged() if p < SURE and not arm.name.startswith(MATCHED)]
         if not self.ladder.rules.check or len(self.ladder.sizes) < 3 or not sure:
             return []
@@ -461,7 +463,7 @@ def _changed(begun: Plan, planned: Plan, rung: Path) -> list[str]:
 
 
 def _loss_at(tuned: Tuned, rate: float) -> float:
-    """An arm's mean loss at the tried place nearest to a rate."""
+    """An arm's mean loss at the place nearest to a learning rate."""
     wanted = math.log2(rate / tuned.centre)
     place = min(tuned.points, key=lambda place: (abs(place - wanted), place))
     return math.fsum(tuned.points[place]) / len(tuned.points[place])

@@ -81,7 +81,7 @@ def interleaved(
         a: One step of the first.
         b: One step of the second.
         pairs: How often A B B A is timed; each time gives one ratio.
-        device: Waited for around every step.
+        device: The device, synchronised before and after every step.
         clock: By default a clock for the device.
     """
     clock = clock or Clock(device or torch.device("cpu"))

@@ -1,11 +1,11 @@
-"""φ: the worth of another iteration of a layer, compared with another layer.
+"""φ: the value of another iteration of a layer, relative to another layer.
 
     L = E + A (N_once + r^φ N_rec)^-α + B D^-β
 
 N_once and N_rec are the parameters outside and inside of the loop, counted once, r the iterations, D the tokens. With φ
 = 1 another iteration is worth as much as another layer, with φ = 0 nothing. Models of one width and token budget are a
-cell:
-they share batches and shape, and so a deviation from the law. With a single token budget φ is not identified.
+cell: they share batches and shape, and therefore a deviation from the law. With a single token budget φ is not
+identified.
 """
 
 from __future__ import annotations

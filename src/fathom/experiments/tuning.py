@@ -30,13 +30,13 @@ Points = Mapping[int, Sequence[float]]
 
 @dataclass(frozen=True)
 class Bowl:
-    """The parabola through the losses at several rates, and its optimum."""
+    """The parabola through the losses at several learning rates, and its optimum."""
 
     place: float
     """The optimum in doublings above the centre, clipped to what was tried; without a parabola, the best run's."""
     low: float
     high: float
-    """Ends of its 68 % interval; of a puzzle's, the lowest and the highest rate that learn it."""
+    """Ends of its 68 % interval; on a puzzle, the lowest and the highest learning rate that solve it."""
     curvature: float | None
     """Nats per doubling squared; a step of d doublings from the optimum costs curvature · d²."""
     least: float | None
@@ -47,7 +47,7 @@ class Bowl:
 
     @property
     def known(self) -> bool:
-        """Whether the optimum counts as the arm's."""
+        """Whether the optimum is certain enough to be used."""
         return FLAT not in self.flags and UNKNOWN not in self.flags
 
 
@@ -59,7 +59,8 @@ def first_places(count: int) -> list[int]:
 def next_place(points: Points, first: int) -> int | None:
     """The place of another run, if the best point is at an edge; None if the optimum is bracketed.
 
-    Of a puzzle, if an edge is among the places around the best that learn it; not if all do.
+    On a puzzle, another run is needed if an edge is among the solving places around the best, unless all places solve
+    it.
 
     Args:
         points: All places tried so far.

@@ -58,7 +58,8 @@ def add_lens(app: FastAPI, service: Service) -> None:
         text = body.get("text")
         if not isinstance(text, str):
             raise ApiError(400, "text: must be a string", param="text")
-        # Far too long a text is refused on a thread of its own: the engine's would keep every other client waiting.
+        # A text that is much too long is refused on a thread of its own: on the engine's, every other client would
+        # wait.
         if text:
             await service.encoded("text", len(text), partial(encode, tokenizer, text, {}, context))
         try:

@@ -100,7 +100,7 @@ class LensData:
     weights: list[Array]
     """One `[T, heads, len(sources)]` per visit; a dimension of size 1 applies to all."""
     layer_weights: list[list[float | None]] | None = None
-    """`denseformer`: one row per layer, the weights of the embeddings and of every layer's output; None is not read."""
+    """`denseformer`: one row per layer, its weights of the embeddings and of every layer's output; None is not read."""
 
     @property
     def bits_per_token(self) -> float:
@@ -200,7 +200,7 @@ def _(mixer: ValueResidual, query: Tensor, key: Tensor, sources: tuple[Tensor, .
 
 
 def blended_mixture(mixer: ValueMixer, query: Tensor, key: Tensor, sources: tuple[Tensor, ...]) -> Tensor | None:
-    """`mixture` with the share of the own value that λ leaves out of the mix."""
+    """`mixture` of a mixer that is blended in with weight λ: the own value gets the remaining 1 - λ."""
     found = mixture(mixer, query, key, sources)
     if found is None or not isinstance(mixer, Blended) or mixer.blend is None:
         return found
@@ -281,7 +281,7 @@ def look(
     return LensData(
         model=name,
         mechanism=mechanism_name(model.config),
-        parameters=count_parameters(model.config),  # the model's own may be packed
+        parameters=count_parameters(model.config),  # the model's own parameters may be packed
         tokens=pieces[:length],
         dropped=len(every_id) - length,
         visits=[(visit.layer, visit.trip) for visit in visits],
@@ -296,7 +296,7 @@ def look(
 def checked(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str, top: int, max_tokens: int
 ) -> tuple[list[int], list[str]]:
-    """Ids and pieces of a text that can be looked at."""
+    """Token ids and pieces of a text; rejects an empty text and tokens outside the model's vocabulary."""
     for option, value in (("top", top), ("max_tokens", max_tokens)):
         if value < 1:
             raise SettingsError(f"{option}={value}: allowed: 1 or more")
@@ -330,14 +330,14 @@ class Says:
         self.next_surprisal: list[Array] = []
 
     def after(self, state: Any) -> None:
-        """Read the stream as the head would, were this the last layer."""
+        """Record the predictions from the residual stream after a visit, as if that were the last layer."""
         chosen, probabilities, bits = self._read(self.norm(state))
         self.chosen.append(chosen)
         self.probabilities.append(probabilities)
         self.next_surprisal.append(np.append(bits, np.nan))
 
     def final(self, hidden: Tensor) -> None:
-        """Read the model's own readout, `[T, hidden_size]`."""
+        """Record the predictions of the model itself, from its readout, `[T, hidden_size]`."""
         self.said, self.said_probabilities, bits = self._read(hidden)
         if not np.isfinite(self.said_probabilities).all():
             raise SettingsError("the model's scores are not finite: its weights are damaged, or its numbers overflow")
@@ -373,7 +373,7 @@ class Says:
     def _blocks(self, hidden: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Log-probabilities and the tokens that followed, in blocks of rows."""
         start, rows = 0, 1
-        while start < len(hidden):  # the first row tells how many logits there are of one
+        while start < len(hidden):  # the first row shows how many logits a row has
             logits = widen(self.head(hidden[start : start + rows]))
             yield logits.log_softmax(-1), self.ids[start + 1 : start + 1 + rows]
             start, rows = start + rows, max(1, LOGITS_AT_ONCE // logits.shape[-1])
@@ -442,7 +442,7 @@ def spell(tokenizer: PreTrainedTokenizerBase, index: int) -> str:
         return spelled
     token = tokenizer.convert_ids_to_tokens(index)
     if token is None:
-        return f"#{index}"  # heads are often larger than vocabularies
+        return f"#{index}"  # the head often has more entries than the vocabulary
     if all(letter in BYTES for letter in token):
         return "⟨" + " ".join(f"{BYTES[letter]:02X}" for letter in token) + "⟩"
     return token

@@ -1,4 +1,4 @@
-"""The logit lens at one place of a text: what the model would have said there after every layer."""
+"""The logit lens at one token position: what the model would have predicted there after every layer."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ def look_at(
     said: int,
     max_trips: int | None = None,
 ) -> dict[str, object]:
-    """What every visit (one layer in one trip) would have said after these tokens, as plain numbers.
+    """What the model would have predicted after these tokens at every visit (one layer in one trip), as plain numbers.
 
-    One pass over the tokens, and the head at the last of them alone: for a long text much less than `look`.
+    It makes one forward pass and applies the head to the last token alone, which costs much less than `look`.
 
     Args:
         model: Any `FathomForCausalLM`.
         tokenizer: Its tokenizer.
-        tokens: What stands before the place.
-        said: The token that was said there.
+        tokens: The tokens before the position.
+        said: The token that was generated there.
         max_trips: Loop iterations per token at most; None for the model's own number.
     """
     size = model.config.vocab_size
@@ -69,7 +69,7 @@ def look_at(
 
 
 def _hidden(model: FathomForCausalLM, state: ResidualState) -> Tensor:
-    """What the head would read, were this the last layer."""
+    """The head's input if this were the last layer."""
     return model.model.norm(model.model.final_residual.read(state)[0])[0, -1]
 
 

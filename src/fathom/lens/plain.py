@@ -21,7 +21,7 @@ from fathom.errors import ModelError
 from fathom.lens.look import LensData, Says, checked, evaluating
 
 LIKE = 1e-3
-"""Largest difference of the last token's probabilities from the model's own at which the way to them is the model's."""
+"""Largest allowed difference of the last token's probabilities between the lens and the model itself."""
 Calls = list[tuple[nn.Module, Tensor]]
 """Modules and what they returned, in order."""
 
@@ -36,12 +36,12 @@ def look_plain(
     name: str = "model",
     progress: Callable[[int], None] | None = None,
 ) -> LensData:
-    """What a model would have predicted after every layer; no mixers are looked at.
+    """What a model would have predicted after every layer, without the weights of mixers.
 
     Args:
         model: Any causal language model of transformers whose layers pass one residual stream on.
         tokenizer: Its tokenizer.
-        text: What to look at.
+        text: The text.
         top: Predictions to keep after every layer.
         max_tokens: Look at no more tokens than this, and never at more than the model's context holds.
         name: The model's name on the page.
@@ -82,7 +82,8 @@ def look_plain(
 def _way(
     model: PreTrainedModel, logits: Tensor, calls: Calls
 ) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
-    """From a layer's stream `[1, T, C]` to what the head reads, `[T, C]`, and from there to logits."""
+    """Two functions: from a layer's residual stream `[1, T, C]` to the head's input `[T, C]`, and from there to
+    logits."""
     if not calls or calls[-1][0] is not model.get_output_embeddings():
         raise _unknown(model)
     *before, (head, made) = calls
@@ -107,8 +108,8 @@ def layers_of(model: PreTrainedModel) -> nn.ModuleList:
 
 @contextmanager
 def _recorded(model: nn.Module, layers: nn.ModuleList) -> Iterator[tuple[list[Tensor], Calls]]:
-    """The streams that layers return, and the modules outside the layers that are called after them, with their
-    results. Filled by a forward pass."""
+    """Lists that a forward pass fills: the residual stream after every layer, and the modules that are called after the
+    last layer, with their outputs."""
     streams: list[Tensor] = []
     calls: Calls = []
 
@@ -132,7 +133,7 @@ def _recorded(model: nn.Module, layers: nn.ModuleList) -> Iterator[tuple[list[Te
 
 
 def _scaling(model: PreTrainedModel, logits: Tensor, made: Tensor) -> Callable[[Tensor], Tensor]:
-    """What the model makes of its head's output for a token: nothing, a multiple, or a cap."""
+    """How the model turns its head's output into logits: unchanged, scaled, or capped."""
     made, logits = made.float(), logits.float()
     factor = float(logits.norm() / made.norm())
     cap = getattr(model.config.get_text_config(decoder=True), "final_logit_softcapping", None)

@@ -100,7 +100,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: object) -> None:
-    """Replace a JSON file by a result, or anything that holds some; missing folders are created."""
+    """Write a result, or a container of results, to a JSON file, atomically; missing folders are created."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, json.dumps(asdict(value), indent=1, ensure_ascii=False) + "\n")
 
@@ -117,7 +117,7 @@ def read_json(path: Path) -> Any:
 
 
 def asdict(value: object) -> Any:
-    """A result, or anything that holds some, as JSON has it."""
+    """A result, or a container of results, as plain JSON values."""
     if dataclasses.is_dataclass(value):
         value = {key_of(field): getattr(value, field.name) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
@@ -132,13 +132,13 @@ def asdict(value: object) -> Any:
 
 
 def key_of(field: dataclasses.Field[Any]) -> str:
-    """The key of a result's field; one that is a word of Python's ends with an underscore as a field."""
+    """The JSON key of a result's field. A field named after a Python keyword, such as `from_`, loses its underscore."""
     return field.name.rstrip("_")
 
 
 def sync_directory(path: Path) -> None:
     """Fsync a directory."""
-    if os.name == "nt":  # cannot open directories; NTFS keeps names in order by itself
+    if os.name == "nt":  # Windows cannot open directories; NTFS keeps renames in order by itself
         return
     descriptor = os.open(path, os.O_RDONLY)
     try:

@@ -17,7 +17,7 @@ def short(number: float, digits: int = 4, space: str = " ", whole: float = 1e3) 
 
     Args:
         number: The number.
-        digits: Significant ones.
+        digits: Significant digits.
         space: Between number and prefix.
         whole: Numbers below this are written out.
     """

@@ -26,7 +26,7 @@ class Provenance:
     command: str
     date: str
     commit: str | None
-    """Of the checkout that the code ran from; None outside of one."""
+    """The commit of the checkout that the code ran from; None outside a checkout."""
     hardware: dict[str, object]
     versions: dict[str, str]
 
@@ -60,7 +60,8 @@ def machine(hardware: Mapping[str, object]) -> str:
 
 
 def commit() -> str | None:
-    """The commit of the checkout that this code runs from, marked if dirty; None outside of one."""
+    """The commit of the checkout that this code runs from, marked if it has uncommitted changes; None outside a
+    checkout."""
     here = Path(__file__).parent
     try:
         done = subprocess.run(

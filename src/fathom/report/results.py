@@ -1,7 +1,7 @@
 """Results: dataclasses that are written as JSON, and read back as the same class.
 
-A field whose name is a word of Python's ends with an underscore, which its key lacks. null stands for a number that is
-not finite. Keys that a class has no field for are passed over, and fields that a class computes are written alone.
+A field named after a Python keyword ends with an underscore; its key does not. null stands for a number that is not
+finite. Unknown keys are ignored. Computed fields are written but not read.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ def to_json(value: object) -> str:
 
 
 def read_result(kind: type[T], path: Path, remedy: str) -> T:
-    """A result from a file that `asdict` wrote; a `DataError` if that is not what is there.
+    """Read a result from a JSON file that `asdict` wrote; a `DataError` if the file does not hold one.
 
     Args:
-        kind: Its class.
+        kind: The class of the result.
         path: The file.
-        remedy: What to do about a damaged one.
+        remedy: What to do about a damaged file, for the error message.
     """
     try:
         return restored(kind, read_json(path))
@@ -42,12 +42,12 @@ def read_result(kind: type[T], path: Path, remedy: str) -> T:
 
 
 def restored(kind: type[T], value: object) -> T:
-    """A value of a type from what `asdict` made of it; a `ValueError` says what does not fit."""
+    """Rebuild a value of a type from what `asdict` returned; the `ValueError` names what does not fit."""
     return typing.cast("T", _restored(kind, value, ""))
 
 
 def _restored(kind: Any, value: Any, name: str) -> Any:
-    """A value of JSON as its type; `name` is where it stands."""
+    """A JSON value converted to its type; `name` is its position, for errors."""
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if kind in (Any, object):
         return value
@@ -75,7 +75,7 @@ def _restored(kind: Any, value: Any, name: str) -> Any:
 
 
 def _filled(kind: Any, values: Mapping[str, Any], name: str) -> Any:
-    """A dataclass from its fields' values; those that are missing have their defaults."""
+    """A dataclass from the values of its fields; missing ones get their defaults."""
     hints, given = _hints(kind), {}
     for field in dataclasses.fields(kind):
         key = key_of(field)
@@ -87,12 +87,12 @@ def _filled(kind: Any, values: Mapping[str, Any], name: str) -> Any:
 
 
 def _fitting(kinds: Sequence[Any], value: object) -> Any:
-    """Of several types the first that a value may be of."""
+    """The first of several types that a value may have."""
     return next((kind for kind in kinds if _is_a(kind, value)), kinds[0])
 
 
 def _is_a(kind: Any, value: object) -> bool:
-    """Whether a value of JSON may be of a type; what it holds is not looked at."""
+    """Whether a JSON value may have a type; its contents are not checked."""
     origin = typing.get_origin(kind)
     if origin is typing.Literal:
         return value in typing.get_args(kind)
@@ -111,5 +111,5 @@ def _hints(kind: type) -> dict[str, Any]:
 
 
 @lru_cache
-def _evaluated(kind: Any) -> dict[str, Any]:  # they are written as text
+def _evaluated(kind: Any) -> dict[str, Any]:  # annotations are strings
     return typing.get_type_hints(kind)

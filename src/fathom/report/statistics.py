@@ -30,9 +30,9 @@ class Difference:
     half_width: float | None
     """Half of the 95 % interval."""
     p: float | None
-    """Two-sided, of the hypothesis that the true mean is zero."""
+    """Two-sided p-value of the hypothesis that the true mean is zero."""
     p_holm: float | None = None
-    """p, adjusted for all that were tested with it."""
+    """p, adjusted for all the differences that were tested with it."""
     low: float | None = field(init=False)
     """Lower end of the interval."""
     high: float | None = field(init=False)
@@ -47,7 +47,7 @@ class Difference:
 
     @property
     def significant(self) -> bool:
-        """Whether it stands after Holm's adjustment."""
+        """Whether the difference is significant after Holm's adjustment."""
         return self.excludes_zero and self.p_holm is not None and self.p_holm < 1 - CONFIDENCE
 
     def __str__(self) -> str:
@@ -109,7 +109,7 @@ def student(mean: float, error: float, freedom: float, pairs: int) -> Difference
 
 
 def quantile(freedom: float) -> float:
-    """Student's t quantile of 0.975: standard errors in half of a 95 % interval."""
+    """Student's t quantile of 0.975: half of a 95 % interval, in standard errors."""
     from scipy.special import stdtrit  # what scipy.stats.t calls, without its overhead
 
     return float(stdtrit(freedom, (1 + CONFIDENCE) / 2))
@@ -206,8 +206,9 @@ def mcnemar(lost: int, won: int) -> float:
 
 
 LEAST_BOOTSTRAPPED = 20
-"""Pairs below which no bootstrap interval is to be shown. Simulated with normal (exponential) differences, 95 % ones
-hold the mean in 93 % (90 %) of cases for 20 pairs, 91 % (86 %) for ten and 49 % (49 %) for two; of one, none."""
+"""Fewest pairs for which a bootstrap interval is shown. In simulations with normal (exponential) differences, 95 %
+intervals hold the mean in 93 % (90 %) of cases for 20 pairs, 91 % (86 %) for ten and 49 % (49 %) for two; for one pair,
+never."""
 
 
 def bootstrap_ratio(gaps: Sequence[float], weights: Sequence[float], draws: int = 1000) -> Ratio:

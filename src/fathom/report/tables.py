@@ -31,7 +31,7 @@ def terminal_table(caption: str, columns: Sequence[str], rows: Sequence[Sequence
     folded = sum(widths) + 2 * len(widths) > line_width()
     for i, column in enumerate(columns):
         justify: JustifyMethod = "left" if i < left else "right"
-        # Fixed: rich folds what is not, and cuts the last columns off where it has a least width.
+        # A fixed width: without one rich folds the column, and with a minimum width it cuts off the last columns.
         width = min(widths[0], NAME) if folded and not i else None
         table.add_column(Text(column), justify=justify, header_style="dim", overflow="fold", width=width)
     for row in rows:

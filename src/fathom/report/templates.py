@@ -1,4 +1,4 @@
-"""Jinja templates of the package, which escape whatever is put into them, and its style sheets and scripts."""
+"""Jinja templates of the package, which escape inserted values, and its style sheets and scripts."""
 
 from __future__ import annotations
 

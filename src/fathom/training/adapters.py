@@ -61,7 +61,7 @@ def adapt(model: FathomForCausalLM, recipe: Recipe) -> PeftModel | None:
         )
     config = LoraConfig(
         r=rank,
-        lora_alpha=cast("int", 2 * rank if lora.alpha is None else lora.alpha),  # a float will do
+        lora_alpha=cast("int", 2 * rank if lora.alpha is None else lora.alpha),  # a float works too
         lora_dropout=lora.dropout,
         target_modules=list(lora.targets),
         modules_to_save=whole or None,
@@ -101,7 +101,7 @@ class AdapterFiles(Hook):
         trained = {name: p for name, p in run.training.model.named_parameters() if p.requires_grad}
         tensors = {name: torch.empty(p.shape, dtype=torch.float32) for name, p in trained.items()}
         load_tensors(checkpoint, {f"model.{name}": tensor for name, tensor in tensors.items()}, alone=True)
-        # A head that is the trained embedding too: peft asks for both names, a checkpoint has the first.
+        # A head tied to a trained embedding: peft expects both names, a checkpoint has the first.
         shared = {id(p): tensors[name] for name, p in trained.items()}
         every = run.training.model.named_parameters(remove_duplicate=False)
         wrapped = {WRAPPED + name: shared[id(p)] for name, p in every if id(p) in shared}

@@ -114,7 +114,7 @@ class Training:
         return StepMetrics(step, lr, recipe.train.tokens_per_step, loss, norm, skipped, extra)
 
     def weights(self) -> dict[str, Tensor]:
-        """The fp32 master weights by parameter name, sharded as they are."""
+        """The fp32 master weights by parameter name, each with its sharding."""
         release_gathered(self.model)
         return {name: p.detach() for name, p in self.model.named_parameters()}
 
@@ -207,7 +207,7 @@ def mixture_of(recipe: Recipe) -> Mixture | None:
 
 
 def build_model(recipe: Recipe, config: FathomConfig, device: torch.device, begins: bool = True) -> FathomForCausalLM:
-    """The recipe's model with initial weights in fp32; if it `begins`, with those of `model.from_pretrained`."""
+    """The recipe's model with initial weights in fp32; if `begins`, with those of `model.from_pretrained`."""
     source = recipe.model.get("from_pretrained")
     if source is not None and begins:
         found = source_of(source, FROM)
@@ -233,8 +233,8 @@ def initialize(model: FathomForCausalLM, seed: int, missing: Set[str] | None = N
     different mechanisms start from equal values in all shared parameters.
 
     Args:
-        model: Which.
-        seed: The seed of all.
+        model: The model.
+        seed: The seed that is combined with each module's name.
         missing: Parameters that a checkpoint lacks; only modules that consist of these are initialised.
     """
     named = list(model.named_parameters(remove_duplicate=False))  # a tied head belongs to the embedding
@@ -298,5 +298,5 @@ def _require_rows_per_rank(recipe: Recipe, world_size: int) -> None:
 
 
 def _seed(*parts: object) -> int:
-    """A seed: a hash of the parts."""
+    """A hash of the parts as a seed."""
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:7], "big")

@@ -44,7 +44,7 @@ class Group:
     lr: float
     """Peak learning rate."""
     weight_decay: float
-    """Weight decay of those of them that decay."""
+    """Weight decay of those parameters that decay."""
 
 
 @dataclass(frozen=True)
@@ -222,7 +222,7 @@ def _evaluation_bytes(recipe: Recipe, config: FathomConfig) -> int:
     layer = tokens * slots * work * scalar + _mask_bytes(recipe, trips, view)
     cuda = recipe.train.device == "cuda" or (recipe.train.device == "auto" and torch.cuda.is_available())
     rows = chunk_rows(tokens, config.vocab_size, "cuda" if cuda else "cpu")
-    # Logits as they come, in fp32 where they are not, and their logarithms.
+    # Logits in the precision of the run, an fp32 copy if that is another, and their log-probabilities in fp32.
     head = rows * config.vocab_size * (8 if scalar == 4 else 10)
     mixes = issubclass(mechanism("recurrence", config.recurrence).options, MixtureOptions)
     if mixes and recurrence.needs_head(config):  # index, logit and weight of each word

@@ -160,13 +160,13 @@ def _stretches(ids: Tensor, labels: Tensor, device: torch.device) -> Iterator[Ro
 
 @dataclass
 class Tally:
-    """Losses and trips of every token that predicted one, row by row."""
+    """Losses and iterations of every token that has a target, sequence by sequence."""
 
     losses: list[np.ndarray] = field(default_factory=list)
     made: list[np.ndarray] = field(default_factory=list)
 
     def add(self, losses: Tensor, trips: Tensor, counts: Tensor) -> None:
-        """Some sequences, `[rows, T - 1]`; `counts` is False without a target."""
+        """Add some sequences, `[rows, T - 1]`; `counts` is False without a target."""
         for loss, made, valid in zip(losses, trips, counts, strict=True):
             self.losses.append(loss[valid].cpu().numpy())
             self.made.append(made[valid].cpu().numpy())
@@ -196,7 +196,7 @@ def token_losses(model: nn.Module, input_ids: Tensor, labels: Tensor, position_i
 
 @torch.no_grad()
 def right_answers(model: nn.Module, batch: Batch) -> Tensor:
-    """The number of labels that are the likeliest token."""
+    """The number of correct predictions: labels that are the likeliest token."""
     logits = model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False).logits
     labels = batch.labels[:, 1:]
     return ((logits[:, :-1].argmax(-1) == labels) & (labels != IGNORED)).sum().double()

@@ -199,6 +199,6 @@ class Optimizer:
 
 
 def _tell(part: torch.optim.Optimizer, skip: Tensor) -> None:
-    """Set what a step that can be skipped on the device reads."""
+    """Set the attribute that a step reads if it can be skipped on the device."""
     if getattr(part, "reads_found_inf", False):
         part.__dict__.update(found_inf=skip, grad_scale=None)

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 BATCH_TOKENS = 8192
-"""Prompts of one length are read together, up to so many tokens."""
+"""Maximum tokens of prompts that are read together; these have one length."""
 LOOKED_AT = 8
-"""Generated text is checked every so many tokens, and ends when all answers appear."""
+"""Generated text is checked every so many tokens; generation ends when all answers appear."""
 
 
 def make_prompts(
@@ -39,7 +39,8 @@ def make_prompts(
     texts: Sequence[str],
     count: int,
 ) -> tuple[list[Prompt], dict[str, str]]:
-    """`count` questions, spread evenly over tasks, places and numbers of compressions; and the tasks that do not fit.
+    """`count` questions, spread evenly over tasks, places of the question and numbers of compressions; and the tasks
+    that do not fit.
 
     Args:
         frame: The tokenizer and its template.
@@ -95,9 +96,9 @@ def answer(
     Args:
         model: Any causal language model.
         tokenizer: Its tokenizer.
-        new_cache: An empty cache with room for so many tokens.
+        new_cache: Returns an empty cache with room for a number of tokens.
         prompts: As `batches` gives them.
-        survivors: Entries that a compression keeps: the past that `drop` still has.
+        survivors: Number of entries that a compression keeps, which is all that `drop` can still read.
         width: Tokens of a row to read at once.
     """
     ids = torch.stack([prompt.ids for prompt in prompts])

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 TASKS = {"1 needle": (1, True), "4 needles": (4, True), "4 needles, anywhere": (4, False)}
-"""Needles of tokens: number in a text, and whether all are planted in its first window."""
+"""Tasks with token needles: the number in a text, and whether all are planted in its first window."""
 NEEDLES = ("tokens", "natural")
 """Kinds of needles: random tokens with multiple-choice answers, or sentences in real text."""
 COMPRESSIONS = (1, 2, 4)
@@ -78,11 +78,11 @@ class Asked:
 
     @property
     def prompted(self) -> tuple[str, ...]:
-        """The tasks that are asked in words."""
+        """The tasks whose questions are text."""
         return (*(natural.TASKS if self.needles == "natural" else ()), *self.tasks)
 
     def policy(self, checkpoint: Checkpoint, method: str) -> Policy:
-        """Method and schedule."""
+        """The cache policy: method and schedule."""
         config = read_json(checkpoint.directory / CONFIG)
         # A ratio applies only to methods that have one.
         meant = method not in METHODS or METHODS[method].has_ratio
@@ -132,9 +132,9 @@ def ask(
 
     Args:
         kvcache: Methods, comma between.
-        options: The schedule; the rest is as the checkpoint was tuned.
+        options: The schedule; other settings are those with which the checkpoint was trained.
         at: Numbers of windows, comma between.
-        questions: Questions for each cache, over everything that is asked.
+        questions: Questions for each cache, over all tasks.
         compressions: Numbers of compressions before an answer, comma between.
         needles: A kind of `NEEDLES`, or None.
         tasks: Tasks of RULER, comma between, or `ruler` for all.
@@ -182,7 +182,7 @@ class Evaluation:
         self.checkpoint, self.schedule, self.asked, self.settings = checkpoint, schedule, asked, settings
         self.lengths = [n * schedule.window for n in asked.at]
         length = self.lengths[-1]
-        # Texts of needles hold a window and all compressions, whatever the lengths asked for.
+        # Texts with needles have room for a window and all compressions, whatever lengths were requested.
         self.size = schedule.window + max(asked.compressions) * schedule.freed
         self.texts = _texts(checkpoint, domains, length + 1, max(length + 1, self.size)) if domains else []
         self.key = {
@@ -258,7 +258,7 @@ class Evaluation:
         return CacheRow(nats, recall, chance, answers, loads)
 
     def _losses(self, method: str, policy: Policy) -> list[list[float]]:
-        """Nats by document, over stretches of positions."""
+        """The summed loss of each document over stretches of positions."""
         model, _ = self.checkpoint.open()
         by_document: list[list[float]] = []
         with ProgressBar(f"{self.checkpoint.name}: {method}, loss", len(self.texts)) as bar:
@@ -269,7 +269,7 @@ class Evaluation:
         return by_document
 
     def _recall(self, method: str, policy: Policy, task: str) -> Recall:
-        """Right answers of needles of tokens."""
+        """The number of correct answers about token needles."""
         assert self.needles is not None
         model, _ = self.checkpoint.open()
         batches = self.planted[task]
@@ -278,7 +278,7 @@ class Evaluation:
             return recall(score, _counted(batches, bar), self.needles, self.schedule, max(self.asked.compressions))
 
     def _answers(self, method: str, policy: Policy) -> list[Answer]:
-        """Answers to the questions in words, in their order."""
+        """Answers to the text questions, in order."""
         if not self.prompts:
             return []
         model, tokenizer = self.checkpoint.open()
@@ -298,7 +298,7 @@ class Evaluation:
                         )
                     ]
 
-            # A full cache answers alike on every schedule, and is asked for as a reference too.
+            # A full cache gives the same answers under every schedule. It also is the reference, so it always answers.
             shown = {"method": method} if method in WHOLE else asdict(policy)
             found += self._part(list[Answer], f"{method}, {task}", {**self.questions, "policy": shown}, work)
         return found
@@ -329,7 +329,7 @@ class Evaluation:
         return [rows.pick(slice(start, start + batch)).cut() for start in range(0, len(rows.ids), batch)]
 
     def _say_what_it_takes(self, policies: Mapping[str, Policy]) -> None:
-        """Tokens and time, before anything is measured."""
+        """Print the number of tokens and an estimate of the time, before anything is measured."""
         lengths, decode = self.lengths, _decoded(self.schedule, self.lengths)
         tokens = {
             "loss": sum(min(text.shape[1], lengths[-1] + 1) for text in self.texts),
@@ -415,7 +415,7 @@ def _texts(checkpoint: Checkpoint, domains: Sequence[Domain], length: int, most:
 
 
 def _side_by_side(texts: Sequence[Tensor], window: int) -> Iterator[Tensor]:
-    """Texts in batches `[B, T]`, as many as a window of each leaves room for."""
+    """Batches of texts `[B, T]`, each with as many texts as windows of theirs may be read at once."""
     size = max(1, READ_AT_ONCE // window)
     for start in range(0, len(texts), size):
         yield torch.cat(list(texts[start : start + size]))

@@ -36,14 +36,14 @@ NewCache = Callable[[], Cache]
 def read(
     model: PreTrainedModel, ids: Tensor, cache: Cache, keep: int = 0, width: int = CHUNK
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Read a text `[B, T]` piece by piece: each piece's ids and logits `[B, c, V]`.
+    """Read a text `[B, T]` piece by piece; yields each piece's ids and logits `[B, c, V]`.
 
     Args:
         model: Any causal language model.
         ids: The text, or its continuation after what the cache has seen.
         cache: The cache to fill.
         keep: Logits of this many last positions of each piece; 0 for all.
-        width: Tokens of a row in a piece, at most; fewer where the cache takes fewer.
+        width: Maximum tokens of a row in a piece; the cache may allow fewer.
     """
     ids = ids.to(model.device)
     for chunk in chunks(ids, cache):

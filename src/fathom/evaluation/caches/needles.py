@@ -152,8 +152,8 @@ IDLE = 50
 def enough(draw: Callable[[], Rows], schedule: Schedule, compressions: Sequence[int], questions: int) -> Rows:
     """Draw rows until each of some numbers of compressions has enough questions.
 
-    A row is kept if it asks after a number of compressions that still lacks questions. Numbers that are never drawn
-    stay without.
+    A row is kept if it has a question after a number of compressions that still lacks questions. Numbers that are never
+    drawn get none.
     """
     most = max(compressions)
     taken, lacks, idle = [], torch.zeros(most + 1, dtype=torch.long), 0

@@ -29,12 +29,12 @@ MARK = "\u2402fathom\u2403"
 
 @dataclass(frozen=True)
 class Cell:
-    """Questions of one kind."""
+    """A task, a place of the question and a number of compressions: a cell of the tables."""
 
     task: str
     place: str
     compressions: int
-    """That happen before the answer."""
+    """Compressions before the answer."""
 
 
 @dataclass(frozen=True)
@@ -43,15 +43,15 @@ class Parts:
 
     before: str
     filler: Iterator[str]
-    """Sentences without end, of which as many are taken as there is room for."""
+    """Filler without end; as many sentences are used as fit."""
     planted: Sequence[str]
-    """Sentences to be planted among them, in this order."""
+    """Sentences to be planted in the filler, in this order."""
     question: str
     lead: str
     """The beginning of the answer, which the model is given."""
     answers: tuple[str, ...]
     most: int = 0
-    """Tokens to generate, in which every answer must appear; 0: the one answer is scored token by token."""
+    """Tokens to generate, in which every answer must appear; at 0 the one answer is scored token by token."""
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ class Load:
     decode_ms: dict[str, float]
     """Milliseconds for a step: p50, p90 and max, compressions included."""
     clock: str
-    """Which clock, in words."""
+    """The name of the clock."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Answer:
     score: float
     """1 for an exact answer; of RULER's tasks, the share of the expected strings."""
     nats: float | None
-    """Per token of the answer, where it is scored token by token."""
+    """Nats per token of the answer, if it is scored token by token."""
 
 
 @dataclass
@@ -68,7 +68,7 @@ class Questions:
 
 @dataclass
 class CacheRow:
-    """One cache of one checkpoint, as measured, with the losses made of it where there were texts."""
+    """The measurements of one cache of one checkpoint, with the losses if texts were given."""
 
     nats: list[list[float]]
     """By document, over stretches of positions."""

@@ -79,9 +79,9 @@ def make(task: str, texts: Sequence[str], draw: random.Random, room: Room, count
     Args:
         task: A name of `TASKS`.
         texts: Text for the tasks that need it; noise where there is none.
-        draw: Draws everything.
-        room: For the tasks whose context is a list that fills the prompt.
-        count: Tokens of a string.
+        draw: The random generator.
+        room: How many tokens are left for the context; for the tasks whose list fills the prompt.
+        count: The number of tokens of a string.
     """
     if task in NEEDLES:
         return _needles(NEEDLES[task], texts, draw)

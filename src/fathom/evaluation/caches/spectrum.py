@@ -90,7 +90,7 @@ def shares(layers: Iterable[Tensor], schedule: Schedule) -> Shares:
 
 @contextmanager
 def _projected(model: PreTrainedModel) -> Iterator[list[Tensor]]:
-    """What every `v_proj` puts out, `[B, T, H_kv · D]`, in the order of the calls."""
+    """The output of every `v_proj`, `[B, T, H_kv · D]`, in the order of the calls."""
     found: list[Tensor] = []
     hooks = [
         module.register_forward_hook(lambda module, given, out: found.append(out))
