@@ -197,7 +197,7 @@ def test_base(tmp_path: Path) -> None:
     recipe = load_recipe(tmp_path / "above.yaml")
     assert (recipe.optim.lr, recipe.optim.eps, recipe.model["hidden_size"]) == (2.0, 1e-6, 8)
     (tmp_path / "below.yaml").write_text("base: above.yaml\n")
-    with pytest.raises(SettingsError, match="refers back to itself"):
+    with pytest.raises(SettingsError, match="refers back to the file itself"):
         load_recipe(tmp_path / "above.yaml")
     with pytest.raises(SettingsError, match="no such recipe"):
         load_recipe(tmp_path / "missing.yaml")

@@ -95,7 +95,7 @@ def fill(kind: type[S], values: object, name: str = "") -> S:
 
 
 def _nested(hint: object, value: object, name: str) -> object:
-    """A value whose mappings are converted to sections, if the type is a section."""
+    """The value of a field; a mapping becomes a section (a settings dataclass) if the field's type is one."""
     if (kind := _section(hint)) is not None:
         return fill(kind, value, name)
     kind = _section(typing.get_args(hint)[1]) if typing.get_origin(hint) is dict else None
@@ -306,7 +306,7 @@ def _yaml(text: str, source: str) -> Any:
 def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, object]:
     """A file's values merged over its base's."""
     if path.resolve() in seen:
-        raise SettingsError(f"{path}: base refers back to itself")
+        raise SettingsError(f"{path}: its `base` refers back to the file itself")
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError:

@@ -205,8 +205,8 @@ def test_tasks_run_without_a_network(
     text = tables(ours)
     assert "|piqa" in text and "|blimp" in text and "Groups" in text
     assert [note for result in ours for note in result.notes] == [
-        "arc_easy: scored on validation, for there is no test split here",
-        "arc_challenge: scored on validation, for there is no test split here",
+        "arc_easy: scored on validation because there is no test split",
+        "arc_challenge: scored on validation because there is no test split",
         "blimp: 2 of its 67 tasks have data here and are averaged",
     ]
 

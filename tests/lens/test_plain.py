@@ -82,7 +82,7 @@ def test_a_way_that_is_not_the_models_is_refused(tokenizer):
     assert np.isfinite(look_plain(model, tokenizer, TEXT).surprisal[1:]).all(), "a hook of the head is part of the way"
     forward = model.forward
     model.forward = lambda *given, **named: changed(forward(*given, **named))
-    with pytest.raises(ModelError, match=r"finds no way from the layers of a LlamaForCausalLM to its logits"):
+    with pytest.raises(ModelError, match=r"cannot compute the logits of a LlamaForCausalLM from its layers"):
         look_plain(model, tokenizer, TEXT)
     other = model_of(tf.LlamaConfig(**LLAMA))
     other.config.num_hidden_layers = 5

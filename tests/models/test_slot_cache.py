@@ -310,7 +310,7 @@ def test_quantised_caches_are_refused():
 
     cache = DynamicCache(config=thinker("ponder2").config)
     cache.layers = [Quantised(nbits=4)]
-    with pytest.raises(ValueError, match="cannot keep its slots in a Quantised"):
+    with pytest.raises(ValueError, match="cannot be stored in a Quantised"):
         with_slots(cache, 2, 3, View.ALL, 1, torch.device("cpu"))
 
 

@@ -124,11 +124,11 @@ class Filter(Section):
     max_duplicate_lines: float | None = 0.3
     """share of lines that occurred before"""
     max_duplicate_line_characters: float | None = 0.2
-    """share of characters in them"""
+    """share of characters in lines that occurred before"""
     max_duplicate_paragraphs: float | None = 0.3
     """share of paragraphs that occurred before"""
     max_duplicate_paragraph_characters: float | None = 0.2
-    """share of characters in them"""
+    """share of characters in paragraphs that occurred before"""
     max_top_2gram: float | None = 0.20
     """share of characters in the most frequent pair of words"""
     max_top_3gram: float | None = 0.18
@@ -258,7 +258,8 @@ class ConverseOptions(Section, section="converse"):
     """How conversations become tokens, with a loss mask."""
 
     template: Literal["chatml", "alpaca", "react", "tokenizer"] = "chatml"
-    """chatml: Qwen's; alpaca: headings; react: thoughts, actions and observations; tokenizer: its own chat template"""
+    """chatml: Qwen's; alpaca: headings; react: thoughts, actions and observations; tokenizer: the tokenizer's
+    own chat template"""
     max_tokens: int = 2048
     """longer conversations lose their oldest exchanges; one whose last exchange alone is longer is rejected"""
 

@@ -109,7 +109,9 @@ class BatchPlan:
         if self.rows_per_step < 1:
             raise DataError(f"rows_per_step must be at least 1, not {self.rows_per_step}")
         if isinstance(self.dataset, MixedDataset) != (self.mixture is not None):
-            raise ValueError("a mixture and the collections that it mixes come together")
+            raise ValueError(
+                "dataset and mixture do not fit: a MixedDataset needs a mixture, other data sets take none"
+            )
         for part in self._parts:
             if part.num_tokens < self.sequence_length and not isinstance(part, TargetDataset):
                 raise DataError(

@@ -306,7 +306,7 @@ class TokenDataset:
     def select(self, domain: str) -> TokenDataset:
         """The part of this dataset that belongs to one domain, without verifying it again."""
         if domain not in self.domains:
-            raise DataError(f"{self.directory}: no domain {domain!r} here: there is {', '.join(self.domains)}")
+            raise DataError(f"{self.directory}: no domain {domain!r}; allowed: {', '.join(self.domains)}")
         return TokenDataset(self.directory, self._index, self.split, [domain])
 
     def require_vocabulary(self, model_vocab_size: int) -> None:

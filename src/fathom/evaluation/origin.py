@@ -67,7 +67,7 @@ def _facts(run: Path, recipe: Recipe) -> RunBetween:
 
 
 def _whole(mixture: Mapping[str, float]) -> dict[str, float]:
-    """Shares that add up to one."""
+    """The shares divided by their sum."""
     return {name: share / sum(mixture.values()) for name, share in mixture.items()}
 
 

@@ -204,7 +204,7 @@ def _fill(task: Task, folder: Path, notes: list[str]) -> None:
     if scored is None:
         raise DataError(f"{config.task}: no {own} split in {folder}, only {', '.join(files)}")
     if scored != own:
-        notes.append(f"{config.task}: scored on {scored}, for there is no {own} split here")
+        notes.append(f"{config.task}: scored on {scored} because there is no {own} split")
         config.test_split = scored
     shots: str | None = next((s for s in (config.fewshot_split, config.training_split) if s and s in files), None)
     config.training_split = shots

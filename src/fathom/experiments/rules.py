@@ -41,7 +41,7 @@ class Rules(Section, section="ladder"):
     tune_domains: tuple[str, ...] = ()
     """held-out domains on whose mean loss the learning rate is chosen; empty means all"""
     seed_control: tuple[int, ...] = (5, 2)
-    """seeds of the seed control (the control with other initial values), at the first size, the second, ..."""
+    """number of seeds of the seed control (the control with other initial values) at the first size, the second, ..."""
     parameters: bool = True
     """add a control with a wider MLP for each arm that adds more than 0.5 % of parameters"""
     seal: bool = True

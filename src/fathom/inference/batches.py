@@ -434,7 +434,7 @@ class SlotBatch(LiveBatch):
         self.fresh: Cache | None = None
 
     def kept(self, row: int | None = None) -> tuple[object, int]:
-        """See `LiveBatch.kept`; only for the joining sequence."""
+        """See `LiveBatch.kept`; only the sequence that is joining can be copied."""
         assert row is None and self.fresh is not None
         state = copy.deepcopy(self.fresh)
         trim_slots(state, 0)

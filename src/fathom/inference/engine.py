@@ -604,7 +604,7 @@ class Engine:
         lane.jobs.pop(moved)
 
     def _guarded(self, lane: Lane, work: Callable[..., T], *arguments: object) -> T | None:
-        """Work on a lane; an exception ends only the lane's own jobs."""
+        """Run a step of a lane. If it raises an exception, only the requests of this lane fail."""
         try:
             return work(*arguments)
         except Exception as error:

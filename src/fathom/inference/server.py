@@ -228,7 +228,7 @@ class Service:
         return Text(words, stops, echo, body.min_tokens, reader=None if shape is None else shape.reader())
 
     def _echo(self, body: Asked, which: int) -> str:
-        """A prompt as text, if its answer repeats it."""
+        """The prompt as text if the answer must begin with it (`echo`), else an empty string."""
         prompt = body.prompts[which] if isinstance(body, CompletionBody) and body.echo else ""
         return prompt if isinstance(prompt, str) else str(self.tokenizer.decode(prompt))
 

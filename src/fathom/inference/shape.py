@@ -63,8 +63,8 @@ class Shapes:
         return notation(self.tokenizer)
 
     def of(self, body: CompletionBody | ChatBody) -> Shape | None:
-        """The constraints of a request; None for any text. An unsupported value is an `ApiError` that names the
-        field."""
+        """The constraints of a request; None if any text is allowed. An unsupported value is an `ApiError` that names
+        the field."""
         schema = None if body.response_format is None else body.response_format.wanted
         shape = None if schema is None else self._compiled("response_format", partial(json_grammar, schema))
         if body.structured_outputs is not None:

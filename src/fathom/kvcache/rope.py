@@ -224,7 +224,7 @@ def _explained(decoder: PreTrainedModel, rope: Rope, near: float) -> Iterator[st
     if len(first) != decoder.config.num_hidden_layers:
         raise ValueError(f"{kind_of_model} keeps keys of {len(first)} layers: it shares them; use method 'full'")
     if _apart(here, there) > 10 * near:
-        raise ValueError(f"{kind_of_model} reads a text otherwise at other positions; use method 'full'")
+        raise ValueError(f"{kind_of_model} computes a text differently at other positions; use method 'full'")
     own = getattr(decoder.config, "layer_types", None) or [None] * len(first)
     for layer, (a, b) in enumerate(zip(first, second, strict=True)):
         found: dict[str | None, float] = {STILL: _apart(a, b)}
@@ -232,7 +232,9 @@ def _explained(decoder: PreTrainedModel, rope: Rope, near: float) -> Iterator[st
             found[kind] = _apart(turn.turn(a, PLACE, 0), b)
         best = min(found, key=lambda kind: (found[kind], kind != own[layer]))
         if found[best] > near:
-            raise ValueError(f"{kind_of_model}: no rotation explains the keys of layer {layer}; use method 'full'")
+            raise ValueError(
+                f"{kind_of_model}: the keys of layer {layer} do not follow a rotary embedding; use method 'full'"
+            )
         yield own[layer] if found.get(own[layer]) == found[best] else best
 
 

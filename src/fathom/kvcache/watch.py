@@ -122,7 +122,7 @@ def _read_all_but_the_last(
         if start == tokens.shape[1]:
             return piece
         now.earlier.append(decoder(**{**piece, "return_dict": True, "use_cache": True}))
-    raise AssertionError("an input has a last piece")
+    raise AssertionError("the pieces do not add up to the input")
 
 
 def joined(outputs: list[ModelOutput]) -> ModelOutput:

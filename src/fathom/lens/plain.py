@@ -153,6 +153,6 @@ def _tensor(output: Any) -> Tensor:
 
 def _unknown(model: PreTrainedModel) -> ModelError:
     return ModelError(
-        f"the lens finds no way from the layers of a {type(model).__name__} to its logits; it follows one list of "
+        f"the lens cannot compute the logits of a {type(model).__name__} from its layers: it supports one list of "
         "layers, then norms, then the head"
     )

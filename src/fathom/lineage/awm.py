@@ -309,11 +309,11 @@ class Scores:
 
     @property
     def score(self) -> float:
-        """Mean over the shallower model's layers. Unmatched ones count 0, so one lucky pair is not a high score."""
+        """Mean similarity over the shallower model's layers. Unmatched ones count 0, so one good pair is not enough."""
         return self.covering(min(self.map.shape)) if self.q else 0.0
 
     def covering(self, layers: int) -> float:
-        """Mean over `layers`; unmatched ones count 0."""
+        """Mean similarity over `layers` layers; unmatched ones count 0."""
         return float(np.sum(self.per_layer)) / layers
 
 

@@ -146,7 +146,7 @@ class NeuronCount:
     alike: float = 0.0  # median cosine of the inputs of the paired neurons
 
     def p(self, share: float, trials: int) -> float:
-        """P of this many or more; shared data may pair a share `share` of the neurons."""
+        """Probability of at least this many pairs by chance, if shared data pairs a share `share` of the neurons."""
         return poisson_tail(self.paired, max(POISSON_RATE, share * self.of), trials)
 
 

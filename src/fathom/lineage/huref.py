@@ -144,7 +144,7 @@ def last_terms(weights: Weights, x: Array) -> list[Array]:
 
 
 def sketch(matrices: Sequence[Array], strings: Sequence[bytes]) -> Array:
-    """z [512]: entry (term, i, j) goes with a sign to a bucket, both named by the hash of the two strings.
+    """A random projection z [512] of the terms: the hash of strings i and j gives entry (i, j) a sign and a bucket.
 
     With unit-norm terms z is close to N(0, I), and cosines of sketches estimate cosines of terms to about 1/√512.
     """

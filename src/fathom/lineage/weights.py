@@ -379,7 +379,7 @@ class _Sizes:
             kv_heads = 1 if config.get("multi_query", True) else heads
         kv_heads = kv_heads or heads
         if heads % kv_heads:
-            raise ModelError(f"config.json: {heads} heads do not share {kv_heads} key heads evenly")
+            raise ModelError(f"config.json: {heads} attention heads are not a multiple of {kv_heads} key-value heads")
         latent = None
         rank = _number(config, "kv_lora_rank")
         if rank is not None:

@@ -85,8 +85,8 @@ def sinkhorn_logs(logits: Tensor, iterations: int) -> Tensor:
 
 
 def sinkhorn_numbers(matrix: Sequence[float], iterations: int) -> list[float]:
-    """`sinkhorn` of one 4 x 4 matrix, exponentiated and flat, in Python's numbers: what changes are the factors of its
-    rows (a to d) and of its columns (w to z)."""
+    """`sinkhorn` of one 4 x 4 matrix, given after exp as a flat sequence, in Python floats. Each iteration updates the
+    factors of its rows (a to d) and of its columns (w to z)."""
     a0, a1, a2, a3, b0, b1, b2, b3, c0, c1, c2, c3, d0, d1, d2, d3 = matrix
     w = x = y = z = 1.0
     for _ in range(iterations):

@@ -56,7 +56,7 @@ class Ponder3Options(SolverOptions, SampleOptions):
     jacobi_train: list = field(default_factory=lambda: [4, 6])
     """`[least, most]` rounds in training, drawn for every step."""
     jacobi_eval: int = 10
-    """Rounds of a forward pass without a cache."""
+    """Jacobi rounds of a forward pass without a cache."""
     tau: float = 1e-4
     """Threshold τ: a trip is made only if its w is above τ."""
     router_bias: float = 0.0

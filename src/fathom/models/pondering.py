@@ -30,14 +30,15 @@ class SolverOptions(RecurrenceOptions):
     jacobi_train: list = field(default_factory=lambda: [2, 3])
     """`[least, most]` rounds in training, drawn for every step."""
     jacobi_eval: int = 3
-    """Rounds of a forward pass without a cache."""
+    """Jacobi rounds of a forward pass without a cache."""
     jacobi_prefill: int = 10
     """Rounds when a prompt is read into a cache."""
     gradient_passes: int = 0
     """Passes of a training step, counted from its last, that gradients flow through; 0 for all of them, as in the
     papers. The others cost only a forward pass and keep no activations. The gradient is then a different one."""
     prefill: str = "jacobi"
-    """`jacobi`, or `exact`: evaluation and prefill equal decoding token by token, and cost as much."""
+    """How evaluation and prefill read a text: `jacobi` approximates decoding in rounds; `exact` gives the numbers of
+    decoding token by token, and costs as much."""
     seed: int | None = None
     """Seed of all draws of a step; training sets it."""
 

@@ -176,7 +176,9 @@ def with_slots(
         return first.table
     for layer in cache.layers:
         if not isinstance(layer, DynamicLayer | StaticLayer) or hasattr(layer, "_quantize"):
-            raise ValueError(f"a model whose trips read one another cannot keep its slots in a {type(layer).__name__}")
+            raise ValueError(
+                f"this model's slots cannot be stored in a {type(layer).__name__}: use a dynamic or static cache"
+            )
         if layer.is_initialized and int(layer.get_seq_length()) > 0:
             raise ValueError("this cache was filled by another model; start from an empty cache")
     if getattr(cache, "offloading", False):

@@ -231,7 +231,7 @@ class TokenSubset:
         return cls(alive, batch, index, inside.gather(1, index), rows, living)
 
     def take(self, x: Tensor) -> Tensor:
-        """`[B, T, ...]` to `[B', M, ...]`."""
+        """Select the tokens that take part: `[B, T, ...]` to `[B', M, ...]`."""
         if self.batch is not None:
             x = x[self.batch]
         if self.index is not None:

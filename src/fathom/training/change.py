@@ -137,16 +137,17 @@ def _continued(name: str, before: Recipe, after: Recipe, step: int, overrides: S
     after = _with_phases(name, before, after, step, "data.phases" in given)
     if after.train.steps < step:
         raise SettingsError(
-            f"train.steps={after.train.steps}: {name} has taken {step}; an earlier checkpoint can branch"
+            f"train.steps={after.train.steps}: {name} has already taken {step}; "
+            "for fewer steps, branch from an earlier checkpoint"
         )
     if before.train.steps == after.train.steps or given & {"optim.schedule"}:
         return after
     schedule, planned = before.optim.schedule, before.train.steps
     if schedule in ("cosine", "linear") or leaves_peak(before.optim, step - 1, planned):
         raise SettingsError(
-            f"train.steps={after.train.steps}: {name} follows a {schedule} schedule made for {planned} steps; the rate "
-            f"of step {step + 1} would go from {_rate(before, step):.4g} to {_rate(after, step):.4g}; set "
-            "optim.schedule to constant, wsd, linear or cosine"
+            f"train.steps={after.train.steps}: {name} follows a {schedule} schedule made for {planned} steps; the "
+            f"learning rate of step {step + 1} would go from {_rate(before, step):.4g} to {_rate(after, step):.4g}; "
+            "set optim.schedule to constant, wsd, linear or cosine"
         )
     return after
 
@@ -158,9 +159,7 @@ def _with_phases(name: str, before: Recipe, after: Recipe, step: int, given: boo
         after = after.override(f"data.phases={json.dumps([{'at': at, 'mixture': mix} for at, mix in planned])}")
     begun = [[one for one in phases if one[0] < step] for phases in (planned, after.data.later(after.train.steps))]
     if begun[0] != begun[1]:
-        raise SettingsError(
-            f"{name}: data.phases: what held before step {step} stays; allowed: other shares from then on"
-        )
+        raise SettingsError(f"{name}: data.phases cannot change before step {step}; allowed: other shares from then on")
     return after
 
 

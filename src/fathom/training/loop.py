@@ -158,7 +158,10 @@ class Run:
             steps = (getattr(self.training.config, f"{axis}_options") or {}).get("blend_steps", 0)
             if steps > recipe.train.steps:
                 key, share = f"model.{axis}_options.blend_steps={steps}", recipe.train.steps / steps
-                self.say(f"{key} exceeds train.steps={recipe.train.steps}: the mechanism opens to {share:.0%} only")
+                self.say(
+                    f"{key} exceeds train.steps={recipe.train.steps}: the run will end with only {share:.0%} of the "
+                    "mechanism blended in"
+                )
         collections = self.training.plan.epochs(recipe.train.steps)
         if collections:
             self.say(f"epochs: {in_words(collections)}")

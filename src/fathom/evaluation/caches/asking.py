@@ -75,7 +75,7 @@ def _prompt(frame: Frame, schedule: Schedule, cell: Cell, texts: Sequence[str], 
 
 
 def batches(prompts: Sequence[Prompt]) -> Iterator[list[Prompt]]:
-    """Prompts that can be read together: of one cell and one length."""
+    """Batches of prompts that can be read together: they have the same cell and the same length."""
     for _, group in groupby(prompts, key=lambda prompt: (prompt.cell, len(prompt.ids), len(prompt.wanted))):
         rows = list(group)
         size = max(1, BATCH_TOKENS // len(rows[0].ids))

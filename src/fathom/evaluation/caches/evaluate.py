@@ -314,7 +314,7 @@ class Evaluation:
             return list(_counted(each_length(model, self.usable[draw], new, self.lengths, decode, self.width), bar))
 
     def _planted(self, needles: Needles, task: tuple[int, bool]) -> list[Rows]:
-        """Batches of texts with the task's share of the questions, cut after the last one."""
+        """Batches of texts with the task's share of the questions; a batch is cut after its last question."""
         count, early = task
         batch = max(1, READ_AT_ONCE // self.size)
 

@@ -93,7 +93,7 @@ class Rows:
         return Rows(self.ids[chosen], self.value[chosen], self.planted[chosen], self.asked[chosen])
 
     def cut(self) -> Rows:
-        """Without what follows the last question."""
+        """The texts, each cut after the last question of all."""
         return replace(self, ids=self.ids[:, : int(self.asked.max()) + 1])
 
     def labels(self, needles: Needles) -> Tensor:

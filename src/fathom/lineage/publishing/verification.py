@@ -101,7 +101,7 @@ def _typed(body: Mapping[str, object], name: str) -> LineageReport:
             values = body[section]
             assert isinstance(values, dict)
             if set(values) != {field.name for field in fields(kind)} or "" in values.values():
-                raise ValueError(f"{section}: other entries, or an empty text")
+                raise ValueError(f"{section}: entries are missing, unknown or empty")
         if len(said.inputs) != 2:
             raise ValueError(f"{len(said.inputs)} inputs")
     except ModelError:
