@@ -97,7 +97,7 @@ def test_puzzles() -> None:
 
 def test_logits() -> None:
     assert read("smollm2.json")["logits equal to the last bit"] is True
-    assert row(README, "logits opened")[2] == "equal to the last bit"
+    assert row(README, "logits of one checkpoint")[2] == "equal to the last bit"
 
 
 def test_the_span() -> None:
@@ -122,7 +122,7 @@ def test_the_real_expert() -> None:
 def test_the_expert_in_miniature() -> None:
     cells = read("specialise-spread.json")["cells"]
     base, expert = ([100 * cell["right"][i] / cell["asked"] for cell in cells] for i in range(2))
-    assert row(README, "right answers on an invented domain")[1:3] == [
+    assert row(README, "correct answers on an invented domain")[1:3] == [
         f"1 M parameters, {len({cell['seed'] for cell in cells})} seeds",
         f"{min(base):.1f} to {max(base):.1f} % and {min(expert):.1f} to {max(expert):.1f} %",
     ]

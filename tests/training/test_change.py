@@ -182,7 +182,7 @@ def refusals(run: Path, new: Path) -> list[tuple[list[str], str]]:
     branched = ["--from", f"{run}@step-4", "--run", str(new)]
     return [
         ([str(run), "train.steps=8", "optim.lr=1e-3"], "has already taken all of its 8 steps"),
-        ([str(run), "train.steps=6"], "has taken 8"),
+        ([str(run), "train.steps=6"], "has already taken 8"),
         ([str(run), "train.seed=3", "model.mixer=none", "train.steps=9"], "cannot change in a resumed run; a new run"),
         ([str(run), "train.tokens_per_step=512"], "train.tokens_per_step cannot change in a resumed run"),
         ([str(run), "--run", str(new)], "is a run itself"),
@@ -193,7 +193,7 @@ def refusals(run: Path, new: Path) -> list[tuple[list[str], str]]:
         (["--from", str(new), "--run", str(new)], "no run (recipe.yaml) there"),
         (["--from", str(run), "--run", str(new)], "train.steps=8: "),
         ([*branched, "train.steps=4"], "allowed: more"),
-        ([*branched, "train.steps=3"], "has taken 4"),
+        ([*branched, "train.steps=3"], "has already taken 4"),
         ([*branched, "--cooldown", "0"], "--cooldown 0: allowed: 1 or more"),
         ([*branched, "--cooldown", "4", "train.steps=20"], "--cooldown 4 sets train.steps"),
         ([*branched, "model.hidden_size=64"], "model.hidden_size cannot change"),

@@ -107,7 +107,7 @@ def test_a_mechanism_that_a_short_run_does_not_open_is_named(recipe: Recipe, tmp
         train(recipe.override(*words), tmp_path / str(steps))
         notice = (
             "model.mixer_options.blend_steps=100 exceeds train.steps=2: the run will end with only 2% of the "
-        notice += "mechanism blended in"
+            "mechanism blended in"
         )
         assert (notice in capsys.readouterr().err) == says
 
