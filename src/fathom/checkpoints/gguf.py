@@ -65,7 +65,7 @@ class _Cursor:
     def count(self, code: str = "Q") -> int:
         value = self.scalar(code)
         if value > _COUNT_LIMIT:
-            raise ModelError(f"{self.file}: a count of {value:,} is not believable")
+            raise ModelError(f"{self.file}: the file is damaged: it declares {value:,} entries")
         return int(value)
 
     def value(self, kind: int) -> Any:

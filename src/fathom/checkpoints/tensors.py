@@ -323,7 +323,7 @@ def open_safetensors(origin: Origin, file: str | None = None) -> SafetensorsStor
         if file.endswith(".safetensors"):
             return _usable(SafetensorsStore(origin, [file]))
         if not file.endswith(INDEX_SUFFIX):
-            raise ModelError(f"{file}: wanted .safetensors, its index or .gguf{_pickle_hint([file])}")
+            raise ModelError(f"{file}: expected .safetensors, its index or .gguf{_pickle_hint([file])}")
     index = file or INDEX
     if origin.exists(index):
         weight_map = read_index(origin, index)

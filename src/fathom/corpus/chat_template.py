@@ -41,7 +41,7 @@ class TokenizerTemplate:
     def __call__(self, messages: Sequence[ChatMessage]) -> Iterator[TemplatePart]:
         """The pieces of a conversation."""
         if any(re.search("[\ue000\ue001]", str(one["content"])) for one in messages):
-            raise DataError("a message has characters that stand for messages here")
+            raise DataError("a message contains the reserved characters U+E000 or U+E001")
         marked, spans = self._render([{**one, "content": MARKS.format(n)} for n, one in enumerate(messages)])
         said, _ = self._render(messages)
         order = [int(number) for number in re.findall("\ue000(\\d+)\ue001", marked)]

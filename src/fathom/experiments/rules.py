@@ -24,7 +24,8 @@ class Rules(Section, section="ladder"):
     seeds: tuple[int, ...] = ()
     """number of seeds of each model size; required"""
     tokens_per_parameter: tuple[float, ...] = (10.0,)
-    """tokens per run over the control's parameters without embeddings; further budgets only serve φ"""
+    """tokens per run over the control's parameters without embeddings; further budgets only serve to
+    estimate φ, the value of a loop iteration"""
     tokens: int | None = None
     """tokens of every run, independent of size; null means tokens_per_parameter"""
     mlp_multiple: int = 16

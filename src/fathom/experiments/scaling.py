@@ -351,7 +351,7 @@ class Horizontal:
         return self._student(self.middle + self.growth * (x - self.centre), row)
 
     def growth_interval(self) -> tuple[float, float, float] | None:
-        """g with the ends of its 95 % interval; None with two rungs."""
+        """The trend g with the ends of its 95 % interval; None with two rungs."""
         return self._student(self.growth, np.array([0.0, 1.0]))
 
     def _student(self, value: float, row: Floats) -> tuple[float, float, float] | None:

@@ -76,7 +76,7 @@ def plain_ids(
     """
     mark = next((mark for mark in MARKS if not any(mark in text for text in _texts(messages))), None)
     if mark is None:
-        raise SettingsError("a message contains noncharacters of Unicode")
+        raise SettingsError("the messages contain all noncharacters U+FDD0 to U+FDEF, of which one must be free")
     reader = _reader(tokenizer)
     special = re.compile("|".join(map(re.escape, sorted(reader.names, key=len, reverse=True))))
     marked = _map(messages, lambda text: special.sub(lambda found: found[0][0] + mark + found[0][1:], text))

@@ -181,7 +181,7 @@ def compressed_attention(
         raise RuntimeError(f"attention {NAME!r} has no schedule: switch it on with compress_in_training(model, …)")
     if key.shape[2] != query.shape[2]:
         raise ValueError(
-            "a cache is in use under the training attention: stop() compression and generate with build_cache(model, …)"
+            "compression for training cannot be used with a cache: call stop(), and generate with build_cache(model, …)"
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return compression.attend(module, query, key, value, scale, **kwargs), None

@@ -155,7 +155,7 @@ class Plane(Attack):
             raise ModelError("attack plane: the model has no plain rotary heads")
 
     def layer(self, layer: Layer, index: int) -> Layer:
-        """q/a and k a per plane, or γ_q a and γ_k/a."""
+        """Scale q by 1/a and k by a in every rotary plane, or the weights of their norms by a and 1/a."""
         g, out, draw = self.geometry, _copied(layer), self.draw(3, index)
         plane = canonical.planes(g.rotary_dim, g.rotary)
         if "q_norm" in out:

@@ -292,7 +292,7 @@ def source_counts(config: FathomConfig, visits: Sequence[Visit]) -> list[tuple[i
 
 
 def _counts(config: FathomConfig, sublayers: list[int]) -> list[tuple[int, int]]:
-    """The counts for one trip through these sub-layers."""
+    """`source_counts` for one trip through these sub-layers."""
     options = AttentionResidualsOptions.of(config)
     block, snapshot = options.block_size, options.variant == "snapshot"
     counts = []
@@ -305,7 +305,7 @@ def _counts(config: FathomConfig, sublayers: list[int]) -> list[tuple[int, int]]
 
 
 def _delta_counts(config: FathomConfig, sublayers: list[int]) -> list[tuple[int, int]]:
-    """The counts for one trip of a delta variant, whose final read has no source."""
+    """`source_counts` for one trip of a delta variant, whose final read has no source."""
     options = AttentionResidualsOptions.of(config)
     by_block = options.variant == "delta_block"
     counts = []

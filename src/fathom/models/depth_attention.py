@@ -50,7 +50,7 @@ class DepthAttentionOptions(ScheduleOptions, BlendOptions):
     """Options of `depth_attention`."""
 
     self_bias: float = 0.0
-    """Bias on the logit of the layer's own value. A finite bias alone does not make the start exact; `blend: 0` does."""
+    """Bias on the logit of the layer's own value. A finite bias makes no exact start; `blend: 0` does."""
     norm_scores: bool = False
     """Whether the mean query and the keys are RMS-normed (without a weight) for the scores over depth."""
 

@@ -87,8 +87,8 @@ class FixedTable(Table):
         return x if placement.batch is None else x[placement.batch]
 
     def repeats(self, rows: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
-        """The places of trips after the first of the tokens in some columns, `[B, M]`, of rows `[B, 1]`, and what each
-        repeats: its own trip, or the token's last. Both are `[B, (trips - 1) M]`."""
+        """For tokens in columns `[B, M]` of rows `[B, 1]`: the places of their trips after the first, and the place
+        that each repeats: its own, or that of the token's last trip. Both are `[B, (trips - 1) M]`."""
         trip = torch.arange(1, self.trips, device=token.device).unsqueeze(1)
         last = self.halt[rows, token].clamp(min=0).unsqueeze(1)  # [B', 1, M]
         token = token.unsqueeze(1)

@@ -1,4 +1,4 @@
-"""Additions to transformers' `generate`: drafts, guidance, chunked prompts and masks of slots."""
+"""Additions to transformers' `generate`: drafts, classifier-free guidance, chunked prompts and masks of slots."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ def _values(pair: Pair) -> dict[str, float]:
 
 
 def portrait_of(z: Array) -> PortraitEntry:
-    """A sketch, with its words and hashes."""
+    """The published form of a sketch z: hashes of its picture and its numbers, its words, and the numbers."""
     image = portrait.pixels(z)
     return PortraitEntry(portrait.pixel_hash(image), portrait.sketch_hash(z), portrait.words(z), z.tobytes().hex())
 

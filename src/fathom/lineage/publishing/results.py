@@ -65,7 +65,7 @@ class Bounds:
 
 @dataclass(frozen=True)
 class PortraitEntry:
-    """A sketch, with its words and hashes."""
+    """The published form of a sketch: hashes of its picture and its numbers, its words, and the numbers."""
 
     pixels_sha256: str
     sketch_sha256: str
