@@ -86,7 +86,7 @@ def test_a_way_that_is_not_the_models_is_refused(tokenizer):
         look_plain(model, tokenizer, TEXT)
     other = model_of(tf.LlamaConfig(**LLAMA))
     other.config.num_hidden_layers = 5
-    with pytest.raises(ModelError, match="it follows one list of layers, then norms, then the head"):
+    with pytest.raises(ModelError, match="it supports one list of layers, then norms, then the head"):
         look_plain(other, tokenizer, TEXT)
 
 

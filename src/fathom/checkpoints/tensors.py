@@ -78,7 +78,7 @@ def parse_header(raw: bytes, data_start: int, size: int, file: str) -> dict[str,
     for name, entry in table.items():
         if name == "__metadata__":
             if not isinstance(entry, dict) or not all(isinstance(word, str) for word in entry.values()):
-                raise ModelError(f"{file}: header: __metadata__ is no object of texts")
+                raise ModelError(f"{file}: header: __metadata__ must be an object whose values are strings")
             continue
         found[name] = _tensor_info(name, entry, data_start, size, file)
     cursor = data_start

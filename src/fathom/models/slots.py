@@ -292,7 +292,7 @@ def sweep(
     stop: int | None = None,
     state: TripState | None = None,
 ) -> tuple[TripState, list[Turn]]:
-    """Trip, gate, feed: the recurrence's final state and the turns that were taken.
+    """Run the trips one after another: layers, gate, then the next trip's input. Returns the final state and turns.
 
     A token that halts keeps the state, and therefore the readout, of its last trip. The result is the same whether
     halted tokens are left out (`pick`) or computed and discarded.
