@@ -166,5 +166,5 @@ def test_the_same_view_passes():
 
 def test_norms_of_rotated_keys_are_refused_by_the_model_itself():
     """Hunyuan's weighted norm comes after the rotation: its keys cannot be moved."""
-    with pytest.raises(ValueError, match="hunyuan_v1_dense reads a text otherwise at other positions"):
+    with pytest.raises(ValueError, match="hunyuan_v1_dense computes a text differently at other positions"):
         build_cache(model_of("hunyuan"), window=64)
