@@ -397,7 +397,7 @@ GENERATE = [
     ("bad/config_typeless x", "model_type"),
     ("bad/generation_text x", "temperature"),
     ("model x --prompts prompts.jsonl --out new", "--prompts"),
-    ("model --prompts prompts.jsonl", "--out"),
+    ("model --prompts prompts.jsonl --json", "--out"),
     ("model --prompts nowhere.jsonl --out new", "nowhere.jsonl"),
     ("model --prompts folder --out new", "folder"),
     ("model --prompts word.jsonl --out new", "word.jsonl"),

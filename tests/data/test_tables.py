@@ -135,6 +135,18 @@ def test_a_table_asks_and_answers(tmp_path: Path) -> None:
     assert task.doc_to_target(task.test_docs()[0]) == " blue"
 
 
+def test_columns_of_parquet_that_hold_no_text(tmp_path: Path) -> None:
+    """A missing column, and one of lists, which pyarrow refuses by their names in bytes; null rows are left out."""
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    name, rows = tmp_path / "a.parquet", {"text": ["one", None, "two"], "parts": [["a"], [], None]}
+    parquet.write_table(pyarrow.table(rows), name)
+    assert texts_of(name) == ["one", "two"]
+    with pytest.raises(DataError, match=r"a\.parquet: no column 'body': it has text, parts"):
+        texts_of(name, text_field="body")
+    with pytest.raises(DataError, match=r"\(document 1\): field 'parts' is list, not text"):
+        texts_of(name, text_field="parts")
+
+
 def test_rows_of_parquet_are_no_lines(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="expected lines of JSON or of a table, not parquet"):
         next(lines_of(tmp_path / "a.parquet"))

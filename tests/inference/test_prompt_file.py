@@ -87,7 +87,8 @@ def test_a_prompt_of_no_numbers_does_not_stop_the_others(tmp_path: Path, damaged
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        (['{"prompt": "a"}', "nonsense"], "in.jsonl:2: bad JSON"),
+        (['{"prompt": "a"}', "nonsense"], r'in.jsonl:2: bad JSON: .*; expected lines of {"prompt": "..."} or'),
+        ([], "in.jsonl: no prompts; expected lines of"),
         (['{"prompt": "a", "deep": ' + "[" * 100_000 + "]" * 100_000 + "}"], "in.jsonl:1: bad JSON"),
         (['{"prompt": 3}'], "in.jsonl:1: expected"),
         (['{"prompt": "a", "tokens": 3}'], "the field 'tokens'"),

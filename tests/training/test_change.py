@@ -172,7 +172,9 @@ def test_a_schedule_made_for_a_length_must_be_said_anew(
     assert main(["train", str(run), "train.steps=16"]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and f"follows a {schedule} schedule made for 8 steps" in error
-    assert "rate of step 9 would go from 0.001 to 0.00" in error and "set optim.schedule to constant" in error
+    assert "learning rate of step 9 would go from 0.001 to 0.00" in error and "set optim.schedule to constant" in error
+    assert main(["train", str(run), "train.steps=9"]) == 2
+    assert "learning rate of step 9 would stay at 0.001, fallen too early; set" in capsys.readouterr().err
     assert held == {path: path.read_bytes() for path in sorted(run.rglob("*")) if path.is_file()}
     assert main(["train", str(run), "train.steps=10", "optim.schedule=constant"]) == 0
     assert "learning rate of step 9: 0.001 as planned before, 0.01 now" in capsys.readouterr().err

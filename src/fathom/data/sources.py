@@ -598,12 +598,13 @@ def _parquet(path: Path, reading: Reading, start: int) -> Iterator[Record]:
     parquet = _require("pyarrow.parquet", str(path))
     columns = [reading.text_field] + ([reading.domain_field] if reading.domain_field else [])
     with _foreign(str(path)):
-        # Dictionary-encoded columns hold one copy of a value that many rows share.
-        file = parquet.ParquetFile(path, read_dictionary=columns, pre_buffer=False)
-    names = file.schema_arrow.names
-    for column in columns:
-        if column not in names:
-            raise DataError(f"{path}: no column {column!r}: it has {', '.join(names)}")
+        schema = parquet.read_schema(path)
+        for column in columns:
+            if column not in schema.names:
+                raise DataError(f"{path}: no column {column!r}: it has {', '.join(schema.names)}")
+        # Dictionary-encoded columns hold one copy of a value that many rows share; a list cannot be encoded so.
+        flat = [column for column in columns if not schema.field(column).type.num_fields]
+        file = parquet.ParquetFile(path, read_dictionary=flat, pre_buffer=False)
     size, total = path.stat().st_size, max(file.metadata.num_rows, 1)
     row = 0
     for group in range(file.num_row_groups):

@@ -23,6 +23,8 @@ from fathom.report.files import lock
 from fathom.report.progress import ProgressBar
 
 BATCH = {"cpu": 8, "other": 32}
+FIELDS = 'lines of {"prompt": "..."} or {"messages": [...]}'
+"""What a file of prompts holds, in errors."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +143,7 @@ def _answer(
 def _read_records(path: Path) -> list[Prompt]:
     """All lines, checked before the first token is generated."""
     if not path.is_file():
-        raise SettingsError(f"prompts={path}: no such file")
+        raise SettingsError(f"prompts={path}: {'not a file' if path.exists() else 'no such file'}")
     records = []
     for number, line in enumerate(lines_of(path), 1):
         if line and line.strip():
@@ -154,14 +156,16 @@ def _read_records(path: Path) -> list[Prompt]:
                 half = ascii(error.object[error.start])[1:-1]
                 raise SettingsError(f"{path}:{number}: {half} is half of a surrogate pair") from None
             except (ValueError, RecursionError) as error:
-                raise SettingsError(f"{path}:{number}: bad JSON: {error}") from None
+                raise SettingsError(f"{path}:{number}: bad JSON: {error}; expected {FIELDS}") from None
             fields = record if isinstance(record, dict) else {}
             asked = fields.get("prompt", fields.get("messages"))
             if not isinstance(asked, str if "prompt" in fields else list):
-                raise SettingsError(f'{path}:{number}: expected {{"prompt": "..."}} or {{"messages": [...]}}')
+                raise SettingsError(f"{path}:{number}: expected {FIELDS}")
             if taken := {"completion", "tokens", "finish", "trips", "error"} & set(record):
                 raise SettingsError(f"{path}:{number}: the field {min(taken)!r} is reserved for the output")
             records.append(Prompt(record, asked))
+    if not records:
+        raise SettingsError(f"prompts={path}: no prompts; expected {FIELDS}")
     return records
 
 

@@ -103,6 +103,10 @@ def cache_policy(method: str, recorded: object, options: CacheOptions) -> Policy
     was: dict[str, object] = recorded if isinstance(recorded, dict) else {}
     known = {"sinks": SINKS, "ratio": RATIO, "kept": None, **was}
     without_ratio = method in METHODS and not METHODS[method].has_ratio
+    if ratio is not None and without_ratio:
+        raise SettingsError(
+            f"`kvcache_ratio={ratio}`: {method} lets one token go at a time; give `kvcache_kept` for several at once"
+        )
     # the recorded values may belong to another schedule than the requested one
     if kept is not None or without_ratio:
         known["ratio"] = RATIO

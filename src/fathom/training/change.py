@@ -144,10 +144,11 @@ def _continued(name: str, before: Recipe, after: Recipe, step: int, overrides: S
         return after
     schedule, planned = before.optim.schedule, before.train.steps
     if schedule in ("cosine", "linear") or leaves_peak(before.optim, step - 1, planned):
+        now, then = (f"{_rate(recipe, step):.4g}" for recipe in (before, after))
+        change = f"go from {now} to {then}" if now != then else f"stay at {now}, fallen too early"
         raise SettingsError(
             f"train.steps={after.train.steps}: {name} follows a {schedule} schedule made for {planned} steps; the "
-            f"learning rate of step {step + 1} would go from {_rate(before, step):.4g} to {_rate(after, step):.4g}; "
-            "set optim.schedule to constant, wsd, linear or cosine"
+            f"learning rate of step {step + 1} would {change}; set optim.schedule to constant, wsd, linear or cosine"
         )
     return after
 
