@@ -11,7 +11,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from fathom.checkpoints.export import export
 from fathom.models import FathomForCausalLM, modeling, roles
-from fathom.models.roles import MechanismModule
+from fathom.models.roles import MechanismModule, Residual
 
 from .cases import CASES, SHAPE, build, config_of, in_turn, tokens
 
@@ -244,6 +244,20 @@ def test_a_mixer_is_called_directly_without_hooks_and_seen_by_them(name):
         assert torch.equal(model(tokens(1, 3)).logits, expected)
     assert roles.direct(mixers[0]) == mixers[0].forward and roles.direct(mixers[1]) is mixers[1]
     assert seen == [name == "vanilla", 2]
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+def test_a_hook_sees_the_calls_of_a_plain_residual(parallel):
+    """Its sums are computed without calls only where nobody waits for them; the numbers are the same."""
+    model, ids, seen = build(config_of("vanilla", parallel_residual=parallel)), tokens(1, 3), []
+    with torch.no_grad():
+        expected = model(ids).logits
+        layer = model.model.layers[1]
+        hook = layer.mlp_residual.register_forward_hook(lambda *_: seen.append("mlp"))
+        assert torch.equal(model(ids).logits, expected) and seen == ["mlp"] * (1 if parallel else 2)
+        hook.remove()
+        layer.attn_residual.forward = Residual.read.__get__(layer.attn_residual)  # as an offloaded module has it
+        assert not layer.unwatched() and model.model.layers[0].unwatched()
 
 
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")

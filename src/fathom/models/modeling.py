@@ -241,7 +241,7 @@ class DecoderLayer(GradientCheckpointingLayer):
 
         Inputs and outputs are tensors, not tuples of tensors: reentrant checkpointing tracks gradients of tensors only.
         """
-        if self.plain:  # `Residual`'s sums, without a dozen calls that a single token would notice
+        if self.plain and self.unwatched():  # `Residual`'s sums, without a dozen calls that a token would notice
             update, key, value = self.attend(state[0], _same, sources=sources, **kwargs)
             if self.parallel:  # GPT-NeoX rounds the sum of both updates first
                 return state[0] + (update + self.feed_forward(state[0])), key, value
@@ -253,10 +253,18 @@ class DecoderLayer(GradientCheckpointingLayer):
         if self.parallel:  # two reads of one state, then two writes
             y, state, second = read_mlp(state)
         update, key, value = self.attend(x, attn.gained, sources=sources, **kwargs)
+        if self.plain and self.parallel:  # one sum first, as above
+            return *write(state, update + self.feed_forward(y), context), key, value
         state = write(state, update, context)
         if not self.parallel:
             y, state, second = read_mlp(state)
         return *write_mlp(state, self.feed_forward(y), second), key, value
+
+    def unwatched(self) -> bool:
+        """Whether the residuals are those that the layer was built with, and no hook waits for their calls."""
+        attn: Any = self._modules["attn_residual"]
+        mlp: Any = self._modules["mlp_residual"]
+        return type(attn) is Residual is type(mlp) and direct(attn) is not attn and direct(mlp) is not mlp
 
     def residuals(self, trip: int) -> tuple[Residual, Residual]:
         """Those of attention and of the MLP in a trip."""
