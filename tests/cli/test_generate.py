@@ -104,7 +104,6 @@ def test_a_file_of_errors_alone_ends_with_one(exported: Path, tmp_path: Path, ca
     for name, prompts, code, told in (
         ("bad", [long, long], 1, "0 completions, 2 errors"),
         ("mixed", [long, {"prompt": "a"}], 0, "1 completions, 1 errors"),
-        ("none", [], 0, "0 completions"),
     ):
         file, out = write(tmp_path / f"{name}.jsonl", prompts), tmp_path / f"{name}.out"
         for _ in range(2):  # the second finds it done

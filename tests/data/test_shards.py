@@ -176,7 +176,7 @@ def test_what_is_not_there_is_said(corpus: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="is an unfinished corpus: run the same `fathom prepare` again"):
         TokenDataset.open(tmp_path)
     dataset = TokenDataset.open(corpus)
-    with pytest.raises(DataError, match="no domain 'lakes' here"):
+    with pytest.raises(DataError, match="no domain 'lakes'; allowed: rivers, seas"):
         dataset.select("lakes")
     dataset.require_vocabulary(dataset.vocab_size)
     with pytest.raises(DataError, match=f"vocabulary of {dataset.vocab_size} tokens does not fit a model with 300"):

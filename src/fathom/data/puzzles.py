@@ -324,7 +324,7 @@ class PuzzleDataset(TokenDataset):
     def select(self, domain: str) -> PuzzleDataset:
         """One difficulty of the split."""
         if domain not in self.domains:
-            raise DataError(f"{self.directory}: no domain {domain!r} here: there is {', '.join(self.domains)}")
+            raise DataError(f"{self.directory}: no domain {domain!r}; allowed: {', '.join(self.domains)}")
         return PuzzleDataset(self.name, self.puzzle, self.seed, self.split, [domain], str(self.directory))
 
     def rows(self, numbers: Ids) -> PuzzleRows:

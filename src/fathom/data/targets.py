@@ -110,7 +110,7 @@ class TargetDataset(TokenDataset):
     def select(self, domain: str) -> TargetDataset:
         """The part of this dataset that belongs to one domain."""
         if domain not in self.domains:
-            raise DataError(f"{self.directory}: no domain {domain!r} here: there is {', '.join(self.domains)}")
+            raise DataError(f"{self.directory}: no domain {domain!r}; allowed: {', '.join(self.domains)}")
         return TargetDataset(self.directory, self._index, self.split, [domain])
 
     def packed(self, width: int, seed: int) -> PackedRows:
