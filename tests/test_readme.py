@@ -81,7 +81,7 @@ def test_what_is_significant() -> None:
     arms += [evening()["attention_residuals"]]
     adjusted = holm([arm["rungs"][0]["difference"]["p"] for arm in arms])
     assert [arm["name"] for arm, p in zip(arms, adjusted, strict=True) if p < 0.05] == ["loop"]
-    assert "the loop is significantly worse" in README and "no mechanism is significantly better" in README
+    assert "`loop`, is significantly worse on text" in README and "no mechanism is significantly better" in README
 
 
 def test_puzzles() -> None:

@@ -156,7 +156,7 @@ def test_tokens_that_halt(monkeypatch):
     """Trips of one view, but rows of different lengths."""
     config = config_of("loop")
     monkeypatch.setattr(recurrence_class(config), "halts", True)
-    with pytest.raises(ValueError, match="'loop' lets tokens halt one by one; use method 'full'"):
+    with pytest.raises(ValueError, match="'loop' lets tokens halt one by one, which no compressed cache supports; use"):
         build_cache(config, window=64)
 
 

@@ -136,7 +136,7 @@ def add_kvcache(parser: Parser, several: bool = False) -> None:
         "--kvcache-ratio",
         type=float,
         metavar="R",
-        help="share of the window that a compression keeps (default: as tuned, or 0.5)",
+        help="share of its window that a compressed cache keeps (default: the share the model was tuned with, or 0.5)",
     )
     parser.add_argument(
         "--kvcache-kept",

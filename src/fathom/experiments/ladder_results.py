@@ -95,7 +95,7 @@ class TimedInterval(Interval):
 
 @dataclass(frozen=True)
 class Views:
-    """M at the largest size in other costs than FLOPs (time, parameters, bytes)."""
+    """The compute multiplier at the largest size, with time, parameters or bytes in place of FLOPs."""
 
     time: TimedInterval | None
     parameters: Interval

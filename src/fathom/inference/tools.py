@@ -49,7 +49,7 @@ class Notation:
 
 
 def notation(tokenizer: PreTrainedTokenizerBase) -> Notation:
-    """The notation of a tokenizer's chat template; a `SettingsError` if the notation is unknown."""
+    """How a tokenizer's chat template writes tool calls; a `SettingsError` if it is a way that cannot be read back."""
     if "tools" not in str(tokenizer.chat_template):
         raise SettingsError("this model's chat template does not write tools")
     tools = [{"type": "function", "function": {"name": PROBE, "description": "-", "parameters": NO_ARGUMENTS}}]

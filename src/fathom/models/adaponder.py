@@ -51,7 +51,7 @@ class AdaponderOptions(MixtureOptions, HaltingOptions, BlendOptions):
     """Options of `adaponder`."""
 
     trips: int = 4
-    """Number of trips of a token, the first included."""
+    """Largest number of trips of a token, the first included."""
     tau: float = 1e-4
     """Threshold τ: a token halts when its gate falls below it."""
     gate_bias: float = 2.0

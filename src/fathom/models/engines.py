@@ -68,7 +68,7 @@ class Bank(nn.Module):
 
 
 def take_banks(attentions: Iterable[Attention], plan: Visits) -> nn.ModuleDict:
-    """A `Bank` for each visit after a layer's first one, by index; a layer's first visit uses its own module.
+    """The cache layers of a loop: a `Bank` for each later visit to a layer, by the visit's number.
 
     Sets `banks` of every attention module, and its `layer_idx` to the index of its first visit.
     """

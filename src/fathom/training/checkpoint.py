@@ -164,7 +164,7 @@ class Checkpointer:
         return {file: entry for part in parts if not isinstance(part, str) for file, entry in part.items()}
 
     def _prune(self, step: int) -> None:
-        """Delete all but the last k checkpoints up to this step. Newer ones are damaged, and are kept."""
+        """Delete checkpoints up to this step but for the last `keep_last`. Later ones, which are damaged, stay."""
         for old in [s for s in self.steps() if s <= step][: -self.keep_last]:
             discard(self.run_dir / step_name(old))
 
