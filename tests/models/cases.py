@@ -57,6 +57,7 @@ CASES: dict[str, tuple[str, dict]] = {
     ),
     "mudd": ("mudd", {}),
     "mudd-last": ("mudd", {"residual": {"ways": "vr", "last": 2, "sources": "few", "hidden": 5}}),
+    "mudd-prepost": ("mudd", {"residual": {"norm": "prepost"}}),
     "loop+depth_attention+mudd": (
         "loop+depth_attention+mudd",
         {"recurrence": {"trips": 2, "prelude": 1}},

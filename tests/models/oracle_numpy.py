@@ -267,19 +267,28 @@ class Mudd(Plain):
         options, layers, newest = self.o.residual, self.o.layers, self.x
         if mlp:
             return self.x
-        sources, sums = [newest, *self.kept[::-1]], {}
-        if layer >= max(1, layers - (options["last"] or layers)):
+        added = options["norm"] == "prepost"
+        mixes = layer >= max(1, layers - (options["last"] or layers))
+        keeps = layer < layers and (options["sources"] == "all" or layer in (0, layers // 2))
+        source = newest
+        if added and (mixes or keeps):
+            source = self.weight(sublayer, "source_gain.weight") * self.o.unit(newest)
+        sources, sums = [source, *self.kept[::-1]], {}
+        if mixes:
             ways = options["ways"] if layer < layers else "r"
             hidden = gelu(self.weight(sublayer, "weigher.w1.weight") @ self.o.unit(newest))
             made = (self.weight(sublayer, "weigher.w2.weight") @ hidden).reshape(len(ways), -1)
             made = made + self.weight(sublayer, "static")
             for way, row in zip(ways, made, strict=True):
                 sums[way] = sum(a * x for a, x in zip(row[::-1], sources, strict=False))
+                if added and way == "r":
+                    sums[way] = self.weight(sublayer, "stream_gain.weight") * self.o.unit(sums[way])
+                sums[way] = sums[way] + newest * added
         stream = sums.pop("r", newest)
         if layer == layers:
             return stream
-        if options["sources"] == "all" or layer in (0, layers // 2):
-            self.kept.append(newest)
+        if keeps:
+            self.kept.append(source)
         self.x = stream
         return tuple(sums.get(way, stream) for way in "qkv")
 

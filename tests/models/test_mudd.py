@@ -12,17 +12,31 @@ from .cases import build, config_of, tokens
 from .oracle import Oracle, agree
 
 
+def name_of(oracle, layer):
+    """The module that reads at the start of a layer, or before the final norm."""
+    return "model.final_residual" if layer == oracle.c.num_hidden_layers else f"model.layers.{layer}.attn_residual"
+
+
 def mix(oracle, layer, entries, ways, fault=None):
     """X̄ of every way, of the X_j by layer; `fault` is a way that keeps the newest alone."""
-    name = "model.final_residual" if layer == oracle.c.num_hidden_layers else f"model.layers.{layer}.attn_residual"
+    name = name_of(oracle, layer)
     newest, w = entries[layer], oracle.w
     hidden = torch.nn.functional.gelu(oracle.normed(newest) @ w[f"{name}.weigher.w1.weight"].T)
     made = (hidden @ w[f"{name}.weigher.w2.weight"].T).unflatten(-1, (len(ways), -1)) + w[f"{name}.static"]
     read = [j for j in sources_of(oracle.c, layer)]
+    added = oracle.c.residual_options["norm"] == "prepost"
+    sources = {
+        j: oracle.normed(x) * w[name_of(oracle, j) + ".source_gain.weight"] if added else x
+        for j, x in entries.items()
+        if j in read
+    }
     sums = {
-        way: sum(made[..., c, n, None] * entries[j] for n, j in enumerate(read) if j in entries)
+        way: sum(made[..., c, n, None] * sources[j] for n, j in enumerate(read) if j in sources)
         for c, way in enumerate(ways)
     }
+    if added and "r" in ways:
+        sums["r"] = oracle.normed(sums["r"]) * w[f"{name}.stream_gain.weight"]
+    sums = {way: x + newest if added else x for way, x in sums.items()}
     return {way: newest if way == fault else x for way, x in sums.items()}
 
 
@@ -55,6 +69,8 @@ OPTIONS = [
     {"ways": "qk"},
     {"ways": "r"},
     {"ways": "v", "sources": "few"},
+    {"norm": "prepost"},
+    {"norm": "prepost", "ways": "kr", "last": 2, "sources": "few"},
 ]
 
 
@@ -82,12 +98,13 @@ def test_every_way_matters(way):
         assert (truth_of(oracle, ids, fault=way) - model(ids).logits).abs().max() > 1e-2
 
 
+@pytest.mark.parametrize("norm", ["none", "prepost"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_it_starts_as_itself_through_three_inputs(dtype):
+def test_it_starts_as_itself_through_three_inputs(dtype, norm):
     """Bitwise, also with other weights in the MLP's first matrix, and with gradients on."""
     vanilla = build(config_of("vanilla"), dtype=dtype)
     torch.manual_seed(3)
-    model = FathomForCausalLM(config_of("mudd")).eval().to(dtype)
+    model = FathomForCausalLM(config_of("mudd", residual_options={"norm": norm})).eval().to(dtype)
     model.load_state_dict(vanilla.state_dict(), strict=False)
     ids = tokens(2, 9)
     with torch.no_grad():

@@ -375,6 +375,7 @@ def draw_neighbour(rng: random.Random, config: dict[str, Any]) -> None:
             "last": rng.choice((None, None, rng.randint(1, layers))),
             "sources": rng.choice(("all", "few")),
             "hidden": rng.choice((None, 3)),
+            "norm": rng.choice(("none", "prepost")),
         }
     elif config["residual"] == "attention_residuals" and rng.random() < 0.7:
         config["residual_options"]["variant"] = rng.choice(("delta", "delta_block"))

@@ -28,6 +28,9 @@ BOTH, LOOPED = "depth_attention+hyper_connections", "loop+depth_attention"
 STOCK = {"qwen3": "vanilla", "unrolled": "loop"}
 BANKED = ["loop", "ponder", LOOPED]
 """Several trips that do not read one another: the plugin gives every visit a layer of vLLM's cache."""
+FUSED = [name for name in ONE_TRIP if name != "mudd"]
+"""One trip, and one input for queries, keys and values, whose projections vLLM fuses."""
+ONE_WAY = {"residual_options": {"ways": "r"}}
 SLOTTED = [name for name in SEVERAL_TRIPS if name not in BANKED]
 BACKED = [(name, kind) for name in ("depth_attention", "loop") for kind in ("llama", "neox")]
 COMPILED = [LOOPED, "hyper_connections"]
@@ -59,6 +62,7 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Every model that is asked."""
     place = tmp_path_factory.mktemp("exports")
     found = {name: exported(name, place) for name in (*ONE_TRIP, *SEVERAL_TRIPS, BOTH, LOOPED)}
+    found["mudd, one way"] = exported("mudd", place / "one-way", **ONE_WAY)
     found["window"] = exported("depth_attention", place / "window", **WINDOW)
     found |= {f"{name}@{kind}": exported(name, place / kind, **BACKBONES[kind]) for name, kind in BACKED}
     return found | {form: exported(name, place, form) for form, name in STOCK.items()}
@@ -94,7 +98,7 @@ def expected(directory: Path, **arguments: int) -> list[list[int]]:
 
 
 SAME = {
-    **{name: name for name in (*ONE_TRIP, BOTH, "window", *STOCK, *BANKED)},
+    **{name: name for name in (*FUSED, "mudd, one way", BOTH, "window", *STOCK, *BANKED)},
     **{f"{name}, {how}": name for name in ("depth_attention", LOOPED) for how in ("chunks of 8", "prefix caching")},
     **{f"{name}@{kind}": f"{name}@{kind}" for name, kind in BACKED},
     **{f"{name}, compiled": name for name in COMPILED},
@@ -122,13 +126,14 @@ def test_a_budget_of_trips(answers: dict[str, Any], directories: dict[str, Path]
 
 def test_the_tokens_tell_the_mechanisms_apart(answers: dict[str, Any]) -> None:
     """So that equality says something about each."""
-    different = [*ONE_TRIP, BOTH, "window", *BANKED, *(f"{name}@{kind}" for name, kind in BACKED)]
+    different = [*FUSED, "mudd, one way", BOTH, "window", *BANKED, *(f"{name}@{kind}" for name, kind in BACKED)]
     assert len({json.dumps(answers[name]["tokens"]) for name in different}) == len(different)
     assert answers["qwen3"]["tokens"] == answers["vanilla"]["tokens"]
     assert all(len(tokens) == LENGTH for tokens in answers["vanilla"]["tokens"])
 
 
 REFUSED = {
+    "mudd": "with residual=mudd each has its own",
     **{name: f"{name} needs slots" for name in SLOTTED},
     "remote code, ponder2": "ponder2 needs slots",
     "remote code, loop": "loop makes 2 trips",

@@ -36,7 +36,7 @@ from .norms import NORMS
 from .pretrained import FathomPreTrainedModel
 from .reading import attend_beside, with_key_bias
 from .registry import mechanism, residual_sets
-from .roles import Recurrence, Residual, ResidualState, TripState, ValueMixer, View, Ways, direct, ways
+from .roles import Recurrence, Residual, ResidualState, TripState, ValueMixer, View, Ways, direct, watched, ways
 from .rotary import Angles, Rotation, build_rotary, rotate
 from .slot_cache import with_slots
 from .slots import Visit, plan, with_banks
@@ -186,9 +186,10 @@ class Attention(nn.Module):
             query, key = self.q_norm(query), self.k_norm(key)
         heads = (*query.shape[:-1], -1, self.head_dim)
         query, key, value = query.view(heads), key.view(heads), value.view(heads)
-        angles = self._angles(rotation)
-        fused = self.mixer.fused(value, sources) if sources and self.fusible else None
-        if fused is not None and all(direct(part) is not part for part in (self.q_norm, self.k_norm, self.mixer)):
+        angles = rotation if self.rotates and not isinstance(rotation, dict) else self._angles(rotation)
+        mixer: Any = self._modules["mixer"]
+        fused = mixer.fused(value, sources) if sources and self.fusible else None
+        if fused is not None and not any(watched(part) for part in (self.q_norm, self.k_norm, mixer)):
             return fused((query, key, value), sources, (self.q_norm, self.k_norm), angles, self.norm_rotated_keys)
         if self.qk_norm == "head":
             query = self.q_norm(query)
@@ -198,7 +199,7 @@ class Attention(nn.Module):
             query, key = rotate(query, key, *angles)
         if self.norm_rotated_keys:
             key = self.k_norm(key)
-        return query, key, direct(self.mixer)(query, key, value, sources)
+        return query, key, direct(mixer)(query, key, value, sources)
 
 
 def _reading(attend: Callable, mask: Tensor | ReadingRule | None, earlier: tuple[Tensor, ...]) -> Callable:
@@ -264,7 +265,7 @@ class DecoderLayer(GradientCheckpointingLayer):
         """Whether the residuals are those that the layer was built with, and no hook waits for their calls."""
         attn: Any = self._modules["attn_residual"]
         mlp: Any = self._modules["mlp_residual"]
-        return type(attn) is Residual is type(mlp) and direct(attn) is not attn and direct(mlp) is not mlp
+        return type(attn) is Residual is type(mlp) and not (watched(attn) or watched(mlp))
 
     def residuals(self, trip: int) -> tuple[Residual, Residual]:
         """Those of attention and of the MLP in a trip."""

@@ -10,6 +10,12 @@ The final norm reads such a sum with weights of its own, over way r alone. The g
 that `ways` lacks reads the stream: X̄^r, or X_i without way r. W2 = 0, and a is a one-hot on X_i, so a pretrained model
 starts as itself, to the last bit.
 
+With `norm: prepost`, for deep models, N(X_j) ⊙ p_j are the sources and the sums are added to X_i:
+
+    X̄^c = X_i + Σ_{j ≤ i} A^c_j N(X_j) ⊙ p_j          X̄^r = X_i + N(Σ_{j ≤ i} A^r_j N(X_j) ⊙ p_j) ⊙ g_r
+
+p starts as 1, g_r as 0.001, and a as 0, so this too starts as the pretrained model.
+
 With `last` n only the last n layers and the final norm read sums. With `sources: few` these are sums of the embeddings,
 of what enters the middle layer, and of X_i.
 """
@@ -35,6 +41,9 @@ if TYPE_CHECKING:
 
 WAYS = "qkvr"
 SOURCES = ("all", "few")
+NORM_PLACES = ("none", "prepost")
+STREAM_GAIN = 1e-3
+"""The first value of g_r."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +59,9 @@ class MuddOptions(ResidualOptions):
     output."""
     hidden: int | None = None
     """Inner width of the MLP that computes the weights; by default the number of weights."""
+    norm: str = "none"
+    """`prepost` norms each source, and the sum for the residual stream, and adds the sums to the newest output: for
+    models of some 24 layers or more."""
 
     def resolve(self, config: FathomConfig) -> MuddOptions:
         """Refuse invalid ways, layers and widths."""
@@ -64,6 +76,8 @@ class MuddOptions(ResidualOptions):
             raise ValueError(f"residual_options.sources must be one of {', '.join(SOURCES)}, got {self.sources}")
         if self.hidden is not None and self.hidden < 1:
             raise ValueError(f"residual_options.hidden must be at least 1, got {self.hidden}")
+        if self.norm not in NORM_PLACES:
+            raise ValueError(f"residual_options.norm must be one of {', '.join(NORM_PLACES)}, got {self.norm}")
         return self
 
 
@@ -85,11 +99,18 @@ def is_kept(config: FathomConfig, layer: int) -> bool:
     return MuddOptions.of(config).sources == "all" or layer in (0, config.num_hidden_layers // 2)
 
 
-class Gain(nn.Module):
-    """A factor for each channel, which gives a way its own norm."""
+def norms_of(config: FathomConfig, layer: int) -> tuple[bool, bool]:
+    """Whether a layer norms its input as a source, and its sum for the residual stream."""
+    (ways, _), normed = mixing(config, layer), MuddOptions.of(config).norm == "prepost"
+    return normed and (bool(ways) or is_kept(config, layer)), normed and "r" in ways
 
-    def __init__(self, width: int) -> None:
+
+class Gain(nn.Module):
+    """A factor for each channel, the weight of a norm."""
+
+    def __init__(self, width: int, start: float = 1.0) -> None:
         super().__init__()
+        self.start = start
         self.weight = nn.Parameter(torch.empty(width))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -112,7 +133,7 @@ class Weigher(nn.Module):
 
 
 class Mudd(Residual):
-    """State: the stream, then the X_j that later layers read, oldest first."""
+    """State: the stream, then the sources that later layers read, oldest first."""
 
     no_weight_decay = ("static",)
 
@@ -122,40 +143,56 @@ class Mudd(Residual):
         self.begins_layer, self.keeps = not mlp, is_kept(config, layer)
         self.ways, sources = ("", 0) if mlp else mixing(config, layer)
         self.multiway = not set(self.ways) <= {"r"}
-        width, made = config.hidden_size, len(self.ways) * sources
+        width, made, self.eps = config.hidden_size, len(self.ways) * sources, config.rms_norm_eps
         self.key_gain = Gain(width) if "k" in self.ways else None
         self.value_gain = Gain(width) if "v" in self.ways else None
         if self.ways:
-            self.weigher = Weigher(width, MuddOptions.of(config).hidden or made, made, config.rms_norm_eps)
+            self.weigher = Weigher(width, MuddOptions.of(config).hidden or made, made, self.eps)
             self.static = nn.Parameter(torch.empty(len(self.ways), sources))  # a
+        self.added = MuddOptions.of(config).norm == "prepost"
+        norms_source, norms_stream = (False, False) if mlp else norms_of(config, layer)
+        self.source_gain = Gain(width) if norms_source else None
+        self.stream_gain = Gain(width, STREAM_GAIN) if norms_stream else None
 
     def init_weights(self, std: float) -> None:
-        """Start with W2 = 0, and weight 1 on the newest output."""
+        """Start with W2 = 0, and weight 1 on the newest output or, where sums are added to it, 0."""
+        for gain in (self.key_gain, self.value_gain, self.source_gain, self.stream_gain):
+            if gain is not None:
+                init.constant_(gain.weight, gain.start)
         if not self.ways:
             return
         init.normal_(self.weigher.w1.weight, std=self.weigher.w1.in_features**-0.5)
         init.zeros_(self.weigher.w2.weight)
-        init.copy_(self.static, torch.eye(self.static.shape[1])[-1].expand_as(self.static))
-        for gain in (self.key_gain, self.value_gain):
-            if gain is not None:
-                init.ones_(gain.weight)
+        newest = torch.eye(self.static.shape[1])[-1] * (not self.added)
+        init.copy_(self.static, newest.expand_as(self.static))
 
     def read(self, state: ResidualState) -> tuple[Tensor | Ways, ResidualState, WriteContext]:
         """The sums for a layer's attention, which comes first; the MLP reads the stream."""
         newest, *history = state
         if not self.begins_layer:
             return newest, state, None
-        mixed = self.mixed((*history, newest)) if self.ways else {}
+        source = newest if self.source_gain is None else self.normed(newest, self.source_gain)
+        mixed = self.mixed(newest, (*history, source)) if self.ways else {}
         stream = mixed.get("r", newest)
-        state = (stream, *history, newest) if self.keeps else (stream, *history)
+        state = (stream, *history, source) if self.keeps else (stream, *history)
         if not self.multiway:
             return stream, state, None
         return (mixed.get("q", stream), mixed.get("k", stream), mixed.get("v", stream)), state, None
 
-    def mixed(self, sources: Sequence[Tensor]) -> dict[str, Tensor]:
+    def normed(self, x: Tensor, gain: Gain) -> Tensor:
+        """N(x) ⊙ g."""
+        return gain(unit(x, self.eps).to(x.dtype))
+
+    def mixed(self, newest: Tensor, sources: Sequence[Tensor]) -> dict[str, Tensor]:
         """X̄ of every way, `[B, T, hidden_size]`. A later trip of a loop may have fewer sources: the newest ones."""
-        weights = self.weigher(sources[-1]).unflatten(-1, self.static.shape) + self.static
-        weights = weights[..., -len(sources) :]  # [B, T, ways, sources]
+        weights = self.weigher(newest).unflatten(-1, self.static.shape) + self.static
+        sums = self.sums(weights[..., -len(sources) :], sources)  # of weights [B, T, ways, sources]
+        if self.stream_gain is not None:
+            sums["r"] = self.normed(sums["r"], self.stream_gain)
+        return {way: newest + x for way, x in sums.items()} if self.added else sums
+
+    def sums(self, weights: Tensor, sources: Sequence[Tensor]) -> dict[str, Tensor]:
+        """The weighted sum of every way."""
         if few(sources[-1]):
             sums = torch.matmul(weights, torch.stack(tuple(sources), 2)).unbind(2)
             return dict(zip(self.ways, sums, strict=True))
@@ -181,6 +218,7 @@ class Mudd(Residual):
 def cost(config: FathomConfig, visits: Sequence[Visit], scalar: int) -> Cost:
     """Cost: the MLP that computes the weights, and a weighted sum for each way; the X_j of a trip stay in memory."""
     options, width, layers = MuddOptions.of(config), config.hidden_size, config.num_hidden_layers
+    added = options.norm == "prepost"
     trips = [[visit.layer for visit in trip] for _, trip in groupby(visits, lambda visit: visit.trip)]
     total = Cost()
     for layer in range(layers + 1):
@@ -188,15 +226,19 @@ def cost(config: FathomConfig, visits: Sequence[Visit], scalar: int) -> Cost:
         made, gains = len(ways) * sources, sum(way in ways for way in "kv")
         inner = options.hidden or made
         vectors = width * inner + inner * made
-        total += Cost(parameters=vectors + made + gains * width if ways else 0)
-        for trip in trips if ways else ():
+        normed = sum(norms_of(config, layer))
+        total += Cost(parameters=(vectors + made + gains * width if ways else 0) + normed * width)
+        for trip in trips:
             if layer < layers and layer not in trip:
+                continue
+            total += Cost(elementwise_flops=4 * normed * width)
+            if not ways:
                 continue
             read = min(sources, sum(is_kept(config, j) for j in trip if j < layer) + 1)
             norms = len(set(ways) & set("qkv")) - (ways[:3] == "qkv")  # in addition to the layer's own norm
             total += Cost(
                 flops=2 * vectors + 2 * len(ways) * read * width,
-                elementwise_flops=width * (4 + gains + 4 * norms) + made,
+                elementwise_flops=width * (4 + gains + 4 * norms + added * len(ways)) + made,
                 io_bytes=scalar * width * len(ways) * (2 * read + 1),
             )
     alive = max(sum(is_kept(config, layer) for layer in trip) for trip in trips)

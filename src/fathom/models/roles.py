@@ -174,13 +174,18 @@ class MechanismModule(nn.Module):
         """Write the current value of a schedule into `config`, before it is saved, as its final value."""
 
 
+def watched(module: nn.Module) -> bool:
+    """Whether a call of the module does more than its `forward`: it has hooks, or is offloaded."""
+    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    return bool(hooks) or "forward" in module.__dict__
+
+
 def direct(module: nn.Module) -> Callable[..., Any]:
-    """`module.forward` if the module has no hooks and is not offloaded, else `module`.
+    """`module.forward` if nothing watches the module's calls, else `module`.
 
     For one token, calling `forward` directly saves the time of an addition.
     """
-    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    return module if hooks or "forward" in module.__dict__ else module.forward
+    return module if watched(module) else module.forward
 
 
 class ValueMixer(MechanismModule):
@@ -236,8 +241,7 @@ class ValueMixer(MechanismModule):
 
 def ways(residual: Residual) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """`read` and `write` of a residual; the module itself, twice, if hooks wait for its calls."""
-    free = direct(residual) is not residual
-    return (residual.read, residual.write) if free else (residual, residual)
+    return (residual, residual) if watched(residual) else (residual.read, residual.write)
 
 
 class Residual(MechanismModule):

@@ -255,10 +255,12 @@ class TokenSubset:
 
     def take_all(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """`take` of every tensor of a state."""
-        return {name: self.take(x) for name, x in state.items()}
+        return dict(state) if self.whole else {name: self.take(x) for name, x in state.items()}
 
     def put_all(self, old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """`put` of every tensor of a state."""
+        if self.alive is None:
+            return {**old, **new}
         return {**old, **{name: self.put(old.get(name), x) for name, x in new.items()}}
 
 

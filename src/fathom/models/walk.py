@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -289,17 +290,21 @@ class TripMaker:
                 entry = residual(state)[0] if visit.layer else x
             if self.inputs.hidden is not None:
                 hidden.append(residual(state)[0] if hidden else x)
-            found = [pairs[i] if i in pairs else one.sources[i] for i in visit.sources] if visit.sources else ()
-            earlier = one.earlier.get(visit.layer)
+            if visit.sources:
+                found = [pairs[i] if i in pairs else one.sources[i] for i in visit.sources]
+                given["sources"] = tuple(chain.from_iterable(found))  # key, value, key, value, ...
+            else:
+                given["sources"] = ()
+            if one.earlier:
+                given["earlier"] = one.earlier.get(visit.layer, ())
+            if model.per_visit:
+                given["trip"] = visit.trip
             *after, key, value = layers[visit.layer](
                 *state,
-                sources=tuple(tensor for pair in found for tensor in pair) if found else (),
                 attention_mask=one.masks[kinds[visit.layer]],
                 bank=visit.bank if one.by_bank else visit.layer,
-                **({"earlier": earlier} if earlier else {}),
-                **({"trip": visit.trip} if model.per_visit else {}),
-                **({"lent": one.lent[visit.layer]} if visit.borrows else {}),
                 **given,
+                **({"lent": one.lent[visit.layer]} if visit.borrows else {}),
             )
             state = tuple(after)
             if visit.kept or one.keep:
