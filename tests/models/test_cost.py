@@ -283,7 +283,7 @@ def counted_step(config, length):
     return counter.get_total_flops() / ids.numel()
 
 
-WIDER = {"hidden_size": 64, "intermediate_size": 192, "head_dim": 16}  # where sums and norms, uncounted, are few
+WIDER = {"hidden_size": 96, "intermediate_size": 288, "head_dim": 24}  # where sums and norms, uncounted, are few
 
 
 @pytest.mark.parametrize(
