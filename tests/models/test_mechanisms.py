@@ -414,7 +414,7 @@ def test_what_is_refused_could_not_be_followed(case):
 SEVERAL_PASSES = [case for case in CASES if config_of(case).recurrence not in ("once", "loop")]
 
 
-COMPILED = ("depth_attention",)  # tracing takes long: the others are slow
+COMPILED = ("depth_attention", "loop-damped")  # tracing takes long: the others are slow
 
 
 @pytest.mark.parametrize("case", [c if c in COMPILED else pytest.param(c, marks=pytest.mark.slow) for c in CASES])

@@ -338,6 +338,8 @@ class FathomModel(FathomPreTrainedModel):
         )
         self.norm = NORMS[config.norm](config.hidden_size, config.rms_norm_eps)
         self.recurrence: Recurrence = mechanism("recurrence", config.recurrence).build(config)
+        self.coda = self.recurrence.span(config)[1]
+        """The first layer that is visited once, after all trips. Asked here, since a compiled graph cannot ask."""
         self.slotted = self.recurrence.view is not View.SAME or self.recurrence.halts
         """Whether trips read one another or tokens halt, so that the cache must hold slots."""
         window = {"sliding_attention": config.sliding_window}

@@ -269,7 +269,6 @@ class TripMaker:
     def _through(self, x: Tensor, one: Pass) -> Passed:
         model, layers, kinds = self.model, list(self.model.layers), self.model.layer_types
         residual, entry_layer = model.final_residual, model.recurrence.entry_layer
-        coda = None if one.leave is None else model.recurrence.span(model.config)[1]
         given = {
             "rotation": one.rotation,
             "position_ids": one.position_ids,
@@ -284,7 +283,7 @@ class TripMaker:
         hidden: list[Tensor] = []
         entry = None
         for visit in one.visits:
-            if one.leave is not None and visit.layer == coda:
+            if one.leave is not None and visit.layer == model.coda:
                 state = residual.begin(one.leave(residual(state)[0]))
             if visit.layer == entry_layer and visit.trip == 0:
                 entry = residual(state)[0] if visit.layer else x
@@ -310,7 +309,7 @@ class TripMaker:
             if visit.kept or one.keep:
                 pairs[visit.index] = (key, value)
         stream = residual(state)[0]
-        if one.leave is not None and coda == len(layers):
+        if one.leave is not None and model.coda == len(layers):
             stream = one.leave(stream)
         # Made whole: what a compiled graph of torch 2.13 writes over an attribute after FlexAttention is lost.
         return Passed(stream, pairs, hidden, entry)
