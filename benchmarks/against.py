@@ -6,6 +6,7 @@
 Each side is a process with its own source, the same weights and the same tokens. The two take turns A B B A; the ratio
 is this checkout's processor time over the other's, pair by pair, and its median and quartiles are printed. Processes
 are started anew `--restarts` times, since where a process lies in memory shifts its speed by a hundredth.
+With `--control` both sides are the other commit, and the ratio's distance from 1 is what the measurement cannot see.
 """
 
 from __future__ import annotations
@@ -99,11 +100,14 @@ def seconds(one: subprocess.Popen[str]) -> float:
     return float(one.stdout.readline())
 
 
-def compare(other: Path, name: str, kind: str, pairs: int, restarts: int) -> dict[str, object]:
-    """Ratios of this checkout to `other`."""
+def compare(ours_at: Path, other: Path, name: str, kind: str, pairs: int, restarts: int) -> dict[str, object]:
+    """Ratios of one source to another."""
     ratios: list[float] = []
-    for _ in range(restarts):
-        ours, theirs = side(HERE.parent.parent / "src", name, kind), side(other, name, kind)
+    sources = [ours_at, other]
+    for restart in range(restarts):
+        first = restart % 2  # neither side always starts first
+        begun = [side(sources[(first + i) % 2], name, kind) for i in range(2)]
+        ours, theirs = begun[first], begun[1 - first]
         for _ in range(pairs // (2 * restarts)):
             a, b, c, d = seconds(ours), seconds(theirs), seconds(theirs), seconds(ours)
             ratios += [a / b, d / c]
@@ -124,13 +128,16 @@ def main() -> None:
     parser.add_argument("--work", nargs="+", choices=WORK, default=WORK)
     parser.add_argument("--pairs", type=int, default=40)
     parser.add_argument("--restarts", type=int, default=4)
+    parser.add_argument("--control", action="store_true", help="compare the commit with itself")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         archive = subprocess.run(["git", "archive", given.commit, "src"], cwd=HERE.parents[1], capture_output=True)
         subprocess.run(["tar", "x", "-C", folder], input=archive.stdout, check=True)
+        other = Path(folder, "src")
+        ours = other if given.control else HERE.parents[1] / "src"
         for kind in given.work:
             for name in given.mechanism:
-                print(json.dumps(compare(Path(folder, "src"), name, kind, given.pairs, given.restarts)), flush=True)
+                print(json.dumps(compare(ours, other, name, kind, given.pairs, given.restarts)), flush=True)
 
 
 if __name__ == "__main__":

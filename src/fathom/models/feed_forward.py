@@ -6,7 +6,7 @@ plain    down(act(up(x)))
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
@@ -31,10 +31,11 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`[B, T, hidden_size]` to `[B, T, hidden_size]`."""
-        gate = self.gate_proj
+        parts: Any = self._modules  # an attribute that is a module is found by a slow Python function
+        gate, up, down, act = parts.get("gate_proj"), parts["up_proj"], parts["down_proj"], parts["act_fn"]
         if gate is None:
-            return self.down_proj(self.act_fn(self.up_proj(x)))
+            return down(act(up(x)))
         swiglu = faster("swiglu", x) if self.silu else None
         if swiglu is None:
-            return self.down_proj(self.act_fn(gate(x)) * self.up_proj(x))
-        return self.down_proj(swiglu(gate(x), self.up_proj(x)))
+            return down(act(gate(x)) * up(x))
+        return down(swiglu(gate(x), up(x)))

@@ -187,18 +187,19 @@ class Attention(nn.Module):
         heads = (*query.shape[:-1], -1, self.head_dim)
         query, key, value = query.view(heads), key.view(heads), value.view(heads)
         angles = rotation if self.rotates and not isinstance(rotation, dict) else self._angles(rotation)
-        mixer: Any = self._modules["mixer"]
+        parts: Any = self._modules
+        mixer, q_norm, k_norm = parts["mixer"], parts["q_norm"], parts["k_norm"]
         fused = mixer.fused(value, sources) if sources and self.fusible else None
-        if fused is not None and not any(watched(part) for part in (self.q_norm, self.k_norm, mixer)):
-            return fused((query, key, value), sources, (self.q_norm, self.k_norm), angles, self.norm_rotated_keys)
+        if fused is not None and not any(watched(part) for part in (q_norm, k_norm, mixer)):
+            return fused((query, key, value), sources, (q_norm, k_norm), angles, self.norm_rotated_keys)
         if self.qk_norm == "head":
-            query = self.q_norm(query)
-            key = key if self.norm_rotated_keys else self.k_norm(key)
+            query = q_norm(query)
+            key = key if self.norm_rotated_keys else k_norm(key)
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         if angles is not None:
             query, key = rotate(query, key, *angles)
         if self.norm_rotated_keys:
-            key = self.k_norm(key)
+            key = k_norm(key)
         return query, key, direct(mixer)(query, key, value, sources)
 
 
@@ -207,10 +208,6 @@ def _reading(attend: Callable, mask: Tensor | ReadingRule | None, earlier: tuple
     if isinstance(mask, ReadingRule):
         attend = attend_by_rule
     return partial(attend_beside, attend, earlier) if earlier else attend
-
-
-def _same(ways: Ways) -> Ways:
-    return ways
 
 
 class DecoderLayer(GradientCheckpointingLayer):
@@ -234,6 +231,8 @@ class DecoderLayer(GradientCheckpointingLayer):
             for _ in range(1, residual_sets(config, layer_idx))
         )
         self.plain = residual is Residual
+        usual = config.norm_placement == "before" and config.residual_multiplier == 1.0
+        self.usual = self.plain and usual and not self.parallel
 
     def forward(
         self, *state: Tensor, sources: tuple[Tensor, ...] = (), trip: int = 0, **kwargs: object
@@ -242,19 +241,18 @@ class DecoderLayer(GradientCheckpointingLayer):
 
         Inputs and outputs are tensors, not tuples of tensors: reentrant checkpointing tracks gradients of tensors only.
         """
-        if self.plain and self.unwatched():  # `Residual`'s sums, without a dozen calls that a token would notice
-            update, key, value = self.attend(state[0], _same, sources=sources, **kwargs)
-            if self.parallel:  # GPT-NeoX rounds the sum of both updates first
-                return state[0] + (update + self.feed_forward(state[0])), key, value
+        if self.usual and self.unwatched():  # the same sums and norms as below, without calls that a token would notice
+            parts: Any = self._modules
+            update, _, key, value = parts["self_attn"](parts["input_layernorm"](state[0]), sources=sources, **kwargs)
             x = state[0] + update
-            return x + self.feed_forward(x), key, value
+            return x + parts["mlp"](parts["post_attention_layernorm"](x)), key, value
         attn, mlp = self.residuals(trip)
         (read, write), (read_mlp, write_mlp) = ways(attn), ways(mlp)
         x, state, context = read(state)
         if self.parallel:  # two reads of one state, then two writes
             y, state, second = read_mlp(state)
         update, key, value = self.attend(x, attn.gained, sources=sources, **kwargs)
-        if self.plain and self.parallel:  # one sum first, as above
+        if self.plain and self.parallel:  # GPT-NeoX rounds the sum of both updates first
             return *write(state, update + self.feed_forward(y), context), key, value
         state = write(state, update, context)
         if not self.parallel:

@@ -24,7 +24,7 @@ from .fixed_table import FixedTable
 from .flex_reading import FLEX, NO_BACKWARD, ReadingRule, read_rule
 from .host import to_host
 from .reading import MASKED, read_mask, side_by_side
-from .roles import TripState, View
+from .roles import Recurrence, TripState, View
 from .rotary import Rotation, signed
 from .slot_cache import repeat_last
 from .slot_table import Placement, SlotTable, Tags
@@ -103,6 +103,8 @@ def run(model: FathomModel, x: Tensor, inputs: Inputs, cache: Cache | Store | No
     if x.requires_grad and x.device.type in NO_BACKWARD and model.config._attn_implementation == FLEX:
         raise ValueError(f"attn_implementation={FLEX} has no backward pass on {x.device.type}: take sdpa")
     if not isinstance(cache, Store) and not model.slotted:
+        if type(recurrence) is Recurrence:  # one trip, and nothing between trips
+            return {"hidden": model.norm(Banked(model, inputs, x, cache).once(x))}
         maker = Lending if recurrence.lends else Banked
         return sweep(recurrence, x, maker(model, inputs, x, cache), inputs.trips)[0]
     store = cache if isinstance(cache, Store) else None
@@ -354,6 +356,13 @@ class Banked(TripMaker):
         """Make one trip."""
         passed = self.make(turn, self.plain, cache=self.cache, by_bank=True)
         return self.out(passed.residual, turn.trip, passed.entry)
+
+    def once(self, x: Tensor) -> Tensor:
+        """The output of the only trip, without the steps of `sweep`, which a token would notice."""
+        rotary, positions = signed(self.model.rotary_emb(x, self.inputs.positions)), self.inputs.positions
+        passed = self.through(x, Pass(self.plan[0], self.plain, rotary, positions, self.cache, by_bank=True))
+        self.record(passed)
+        return passed.residual
 
 
 class Lending(Banked):
