@@ -108,7 +108,7 @@ def compare(ours_at: Path, other: Path, name: str, kind: str, pairs: int, restar
         first = restart % 2  # neither side always starts first
         begun = [side(sources[(first + i) % 2], name, kind) for i in range(2)]
         ours, theirs = begun[first], begun[1 - first]
-        for _ in range(pairs // (2 * restarts)):
+        for _ in range(max(1, pairs // (2 * restarts))):
             a, b, c, d = seconds(ours), seconds(theirs), seconds(theirs), seconds(ours)
             ratios += [a / b, d / c]
         for one in (ours, theirs):

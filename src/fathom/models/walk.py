@@ -278,7 +278,6 @@ class TripMaker:
             "backend": model.config._attn_implementation,
             **({} if one.alive is None else {"alive": one.alive}),
             **({} if one.key_bias is None else {"key_bias": one.key_bias}),
-            **self.inputs.extra,
         }
         state = residual.begin(x)
         pairs: dict[int, KeyValue] = {}
@@ -306,6 +305,7 @@ class TripMaker:
                 bank=visit.bank if one.by_bank else visit.layer,
                 **given,
                 **({"lent": one.lent[visit.layer]} if visit.borrows else {}),
+                **self.inputs.extra,
             )
             state = tuple(after)
             if visit.kept or one.keep:
