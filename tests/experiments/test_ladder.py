@@ -330,6 +330,22 @@ def test_a_rung_links_to_its_ladder(whole) -> None:
     assert (out / "rungs/1/../../report.html").exists()
 
 
+def test_one_size_is_judged_by_losses(tmp_path: Path, monkeypatch) -> None:
+    """No multiplier can be told, so paired losses decide, after Holm; seeds that came later decide nothing."""
+    planted(monkeypatch)
+    rules = {"layers": [2], "hidden": [16], "seeds": [4], "tune_points": [3], "seed_control": [], "check": False}
+    report = climb(make(tmp_path, **rules, seal=False), tmp_path / "out", quiet=True)
+    better, again = arm_of(report, "better"), arm_of(report, "again")
+    assert better.p_holm < 0.05 and better.p_holm == better.rungs[0].difference.p_holm >= better.p
+    assert again.p_holm > 0.05
+    assert "better has a lower loss than vanilla, by 0." in report.verdict
+    assert "Not significantly different from vanilla in loss: again." in report.verdict
+    later = replace(better.rungs[0].difference, p_holm=None)
+    late = replace(better, rungs=[replace(better.rungs[0], difference=later)])
+    said = verdict(replace(report, arms=[report.arms[0], again, late]))
+    assert "in loss: again, better." in said
+
+
 @pytest.mark.slow
 def test_one_seed_everywhere_cannot_tell(tmp_path: Path, monkeypatch) -> None:
     planted(monkeypatch)

@@ -375,6 +375,18 @@ def _judge(arms: Sequence[ArmRow], studies: Sequence[Study], exploratory: bool) 
     for study, p, adjusted in zip(tested, values, holm(values), strict=True):
         row = next(arm for arm in arms if arm.name == study.arm.name)
         row.p, row.p_holm = p, None if exploratory else adjusted
+    if len({rung.index for arm in arms for rung in arm.rungs}) == 1:
+        _judge_losses([arm for arm in arms if not arm.matched], exploratory)
+
+
+def _judge_losses(arms: Sequence[ArmRow], exploratory: bool) -> None:
+    """The same where there is one size, hence no multiplier: p-values of equal losses, paired over seeds."""
+    found = [(arm, arm.rungs[-1].difference) for arm in arms if arm.rungs]
+    tested = [(arm, gap) for arm, gap in found if gap is not None and gap.p is not None]
+    adjusted = holm([gap.p for _, gap in tested if gap.p is not None])
+    for (arm, gap), p_holm in zip(tested, adjusted, strict=True):
+        arm.p, arm.p_holm = gap.p, None if exploratory else p_holm
+        gap.p_holm = arm.p_holm
 
 
 def _law(studies: Sequence[Study]) -> Law | None:
@@ -499,7 +511,9 @@ def verdict(report: LadderReport) -> str:
         parts += puzzle_words(report.control, report.puzzle)
     told = [arm for arm in arms if arm.multiplier]
     parts += [_finding(report, arm) for arm in told]
-    if not told and report.puzzle is None:
+    alone = _one_size(report, arms) if not told else []
+    parts += alone
+    if not told and not alone and report.puzzle is None:
         parts.append(
             "undecided: a multiplier needs two model sizes, one of them with two seeds, and losses that fall with "
             "compute"
@@ -569,6 +583,21 @@ def _finding(report: LadderReport, arm: ArmRow) -> str:
     if DISAGREE in arm.flags:
         said += f" by the grid, between {top.t_low:.2f} and {top.t_high:.2f} by the line"
     return f"{said}; {_trend(trend, count)}{_extrapolation(report, arm)}"
+
+
+def _one_size(report: LadderReport, arms: Sequence[ArmRow]) -> list[str]:
+    """The findings of a ladder of one size, where no multiplier can be told: differences of loss."""
+    gaps = [(arm.name, arm.rungs[0].difference) for arm in arms if len(report.rungs) == 1 and arm.rungs]
+    tested = [(name, gap) for name, gap in gaps if gap is not None and gap.half_width is not None]
+    found = []
+    for name, gap in tested:
+        if gap.significant:
+            side = "lower" if gap.mean < 0 else "higher"
+            amount = f"{abs(gap.mean):.3f} ± {gap.half_width:.3f} nats ({gap.pairs} seeds, Holm p {gap.p_holm:.2g})"
+            found.append(f"{name} has a {side} loss than {report.control}, by {amount}")
+    if rest := [name for name, gap in tested if not gap.significant]:
+        found.append(f"not significantly different from {report.control} in loss: {', '.join(rest)}")
+    return found
 
 
 def _trend(trend: CrossedInterval, count: int) -> str:
