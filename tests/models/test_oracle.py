@@ -1021,7 +1021,21 @@ def residuals_of_the_first_trip(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(modeling.DecoderLayer, "residuals", lambda self, trip: (self.attn_residual, self.mlp_residual))
 
 
+def padding_attended_to(patch: pytest.MonkeyPatch) -> None:
+    """The padding mask does not reach the trips, as in recurrent-pretraining's public code."""
+    make = walk.TripMaker.causal_masks
+    patch.setattr(walk.TripMaker, "causal_masks", lambda self, x, padding, packed: make(self, x, None, packed))
+
+
+def trips_drawn_in_evaluation(patch: pytest.MonkeyPatch) -> None:
+    """Evaluation draws a number of trips, as Parcae's public code does."""
+    rng = random.Random(0)
+    patch.setattr(modeling.FathomModel, "_trips", lambda self, most: rng.randint(1, self.recurrence.trips))
+
+
 FAULTS: dict[Callable[[pytest.MonkeyPatch], None], list[int]] = {
+    padding_attended_to: [22000, 22004],
+    trips_drawn_in_evaluation: [22005, 22011],
     lone_survivor_sees_all: [50, 79],
     raw_values_cached: [11, 15, 47, 51],
     trips_take_positions: [2, 5, 8, 9],
