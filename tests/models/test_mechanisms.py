@@ -420,8 +420,9 @@ COMPILED = ("depth_attention", "loop-damped")  # tracing takes long: the others 
 @pytest.mark.parametrize("case", [c if c in COMPILED else pytest.param(c, marks=pytest.mark.slow) for c in CASES])
 def test_compiled_in_one_graph(case):
     torch._dynamo.reset()
-    few = (*SEVERAL_PASSES, "vanilla", "depth_attention")  # a graph holds every pass; of two layers one has a source
-    layers = {"num_hidden_layers": 2} if case in few else {}
+    # a graph holds every pass; of two layers one has a source, and of three one is looped
+    few = {**dict.fromkeys((*SEVERAL_PASSES, "vanilla", "depth_attention"), 2), "loop-damped": 3}
+    layers = {"num_hidden_layers": few[case]} if case in few else {}
     model, ids = build(config_of(case, **layers), dtype=torch.float64), tokens(2, 16)
     plain = gradients(model, ids)
     whole = torch.compile(model, backend="aot_eager", fullgraph=True)
