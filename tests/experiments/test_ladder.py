@@ -335,15 +335,31 @@ def test_one_size_is_judged_by_losses(tmp_path: Path, monkeypatch) -> None:
     planted(monkeypatch)
     rules = {"layers": [2], "hidden": [16], "seeds": [4], "tune_points": [3], "seed_control": [], "check": False}
     report = climb(make(tmp_path, **rules, seal=False), tmp_path / "out", quiet=True)
+    assert "loss than" not in report.verdict  # a puzzle is told by solved runs
     better, again = arm_of(report, "better"), arm_of(report, "again")
     assert better.p_holm < 0.05 and better.p_holm == better.rungs[0].difference.p_holm >= better.p
     assert again.p_holm > 0.05
-    assert "better has a lower loss than vanilla, by 0." in report.verdict
-    assert "Not significantly different from vanilla in loss: again." in report.verdict
+    text = replace(report, puzzle=None)
+    assert "better has a lower loss than vanilla, by 0." in verdict(text)
+    assert "Not significantly different from vanilla in loss: again." in verdict(text)
     later = replace(better.rungs[0].difference, p_holm=None)
     late = replace(better, rungs=[replace(better.rungs[0], difference=later)])
-    said = verdict(replace(report, arms=[report.arms[0], again, late]))
-    assert "in loss: again, better." in said
+    said = verdict(replace(text, arms=[report.arms[0], again, late]))
+    assert "in loss: again." in said and "Not tested, for fewer than two seeds or no spread: better." in said
+    alone = replace(text, arms=[replace(arm, rungs=[replace(arm.rungs[0], difference=None)]) for arm in report.arms])
+    assert "a ladder of one size needs all its runs" in verdict(alone)
+
+
+def test_one_size_is_not_judged_before_its_end(tmp_path: Path, monkeypatch) -> None:
+    """Holm's correction over the arms that happen to have run is none."""
+    planted(monkeypatch)
+    rules = {"layers": [2], "hidden": [16], "seeds": [4], "tune_points": [3], "seed_control": [], "check": False}
+    out = tmp_path / "out"
+    climb(make(tmp_path, **rules, seal=False), out, quiet=True)
+    for run in out.glob("rungs/1/arms/again/seed-*"):
+        shutil.rmtree(run)
+    report = rewrite(make(tmp_path, **rules, seal=False), out)
+    assert report.stage != "done" and all(arm.p_holm is None for arm in report.arms)
 
 
 @pytest.mark.slow

@@ -109,7 +109,12 @@ def summarize(state: State, source: Provenance) -> LadderReport:
     tuned = state.finished_tuning is not None and (bool(state.tuned) or not ladder.rules.tune_points)
     studies = [Study(state, arm) for arm in state.ladder.every_arm[1:]] if tuned else []
     arms = [_arm(state, arm, studies) for arm in state.ladder.every_arm] if tuned else []
-    _judge(arms, studies, any(added.finished for added in ladder.added))
+    exploratory = any(added.finished for added in ladder.added)
+    if len(ladder.all_sizes) == 1:
+        if stage == "done" and not exploratory:  # Holm's correction needs all arms
+            _judge_losses([arm for arm in arms if not arm.matched])
+    else:
+        _judge(arms, studies, exploratory)
     report = LadderReport(
         **vars(source),
         ladder=ladder.sha256,
@@ -375,18 +380,14 @@ def _judge(arms: Sequence[ArmRow], studies: Sequence[Study], exploratory: bool) 
     for study, p, adjusted in zip(tested, values, holm(values), strict=True):
         row = next(arm for arm in arms if arm.name == study.arm.name)
         row.p, row.p_holm = p, None if exploratory else adjusted
-    if len({rung.index for arm in arms for rung in arm.rungs}) == 1:
-        _judge_losses([arm for arm in arms if not arm.matched], exploratory)
 
 
-def _judge_losses(arms: Sequence[ArmRow], exploratory: bool) -> None:
-    """The same where there is one size, hence no multiplier: p-values of equal losses, paired over seeds."""
-    found = [(arm, arm.rungs[-1].difference) for arm in arms if arm.rungs]
-    tested = [(arm, gap) for arm, gap in found if gap is not None and gap.p is not None]
+def _judge_losses(arms: Sequence[ArmRow]) -> None:
+    """The same for a ladder of one size, which has no multiplier: p-values of equal losses, paired over seeds."""
+    tested = [(arm, gap) for arm in arms for gap in [arm.rungs[0].difference] if gap is not None and gap.p is not None]
     adjusted = holm([gap.p for _, gap in tested if gap.p is not None])
     for (arm, gap), p_holm in zip(tested, adjusted, strict=True):
-        arm.p, arm.p_holm = gap.p, None if exploratory else p_holm
-        gap.p_holm = arm.p_holm
+        arm.p, arm.p_holm, gap.p_holm = gap.p, p_holm, p_holm
 
 
 def _law(studies: Sequence[Study]) -> Law | None:
@@ -498,6 +499,12 @@ def _phi(state: State) -> Phi | None:
     return worth(found) if why is None else Phi(refused=why)
 
 
+UNDECIDED = (
+    "undecided: a multiplier needs two model sizes, one of them with two seeds, and losses that fall with compute; "
+    "a ladder of one size needs all its runs, and two seeds from the start"
+)
+
+
 def verdict(report: LadderReport) -> str:
     """The verdict, by fixed rules, a line each: what is missing or doubtful, the sealed prediction, then the
     findings."""
@@ -511,13 +518,8 @@ def verdict(report: LadderReport) -> str:
         parts += puzzle_words(report.control, report.puzzle)
     told = [arm for arm in arms if arm.multiplier]
     parts += [_finding(report, arm) for arm in told]
-    alone = _one_size(report, arms) if not told else []
-    parts += alone
-    if not told and not alone and report.puzzle is None:
-        parts.append(
-            "undecided: a multiplier needs two model sizes, one of them with two seeds, and losses that fall with "
-            "compute"
-        )
+    if not told and report.puzzle is None:
+        parts += _one_size(report, arms) or [UNDECIDED]
     return _lines(parts, [arm.name for arm in report.arms])
 
 
@@ -587,17 +589,23 @@ def _finding(report: LadderReport, arm: ArmRow) -> str:
 
 def _one_size(report: LadderReport, arms: Sequence[ArmRow]) -> list[str]:
     """The findings of a ladder of one size, where no multiplier can be told: differences of loss."""
-    gaps = [(arm.name, arm.rungs[0].difference) for arm in arms if len(report.rungs) == 1 and arm.rungs]
-    tested = [(name, gap) for name, gap in gaps if gap is not None and gap.half_width is not None]
-    found = []
-    for name, gap in tested:
-        if gap.significant:
+    if len(report.rungs) != 1:
+        return []
+    found, alike, unjudged = [], [], []
+    for arm in arms:
+        gap = arm.rungs[0].difference if arm.rungs else None
+        if gap is None or gap.p_holm is None or gap.half_width is None:
+            unjudged.append(arm.name)
+        elif gap.significant:
             side = "lower" if gap.mean < 0 else "higher"
             amount = f"{abs(gap.mean):.3f} ± {gap.half_width:.3f} nats ({gap.pairs} seeds, Holm p {gap.p_holm:.2g})"
-            found.append(f"{name} has a {side} loss than {report.control}, by {amount}")
-    if rest := [name for name, gap in tested if not gap.significant]:
-        found.append(f"not significantly different from {report.control} in loss: {', '.join(rest)}")
-    return found
+            found.append(f"{arm.name} has a {side} loss than {report.control}, by {amount}")
+        else:
+            alike.append(arm.name)
+    if len(unjudged) == len(arms):
+        return []
+    found += [f"not significantly different from {report.control} in loss: {', '.join(alike)}"] if alike else []
+    return found + ([f"not tested, for fewer than two seeds or no spread: {', '.join(unjudged)}"] if unjudged else [])
 
 
 def _trend(trend: CrossedInterval, count: int) -> str:
