@@ -165,7 +165,7 @@ def loss_rows(report: LadderReport) -> tuple[str, list[str], list[list[str]]]:
         rows.append([arm.name, *cells])
     sizes = [rung for rung in report.rungs if rung.budget == 0]
     columns = ["arm", *(f"{short(rung.parameters, 3)}" for rung in sizes)]
-    if len(report.rungs) == 1 and any(arm.p_holm is not None for arm in report.arms):  # there is no table of multipliers
+    if len(report.rungs) == 1 and any(arm.p_holm is not None for arm in report.arms):  # no table of multipliers has it
         columns.append("Holm p")
         for row, arm in zip(rows, report.arms, strict=True):
             row.append(DASH if arm.p_holm is None else f"{arm.p_holm:.3f}")
