@@ -1,10 +1,11 @@
 """What depth is worth to a real model: SmolLM2 deepened and healed with LoRA, beside a control that is trained alike.
 
     python benchmarks/deepen_smollm2.py MODEL --shards DIR [--replay DIR] --layers A-B --text domain=FILE other=FILE
-        --work DIR --out FILE.json [--tokens 300000]
+        --work DIR --out FILE.json [--tokens 300000] [--precision bf16]
 
 The models are Depth-Attention, a loop over the layers A to B, both, and the control, which has no mechanism. Each one's
 learning rate is the best of three at a sixth of the tokens; then each is trained once for every seed, no teacher.
+With bf16, training and scoring compute in bfloat16, the base's scoring too.
 FILE.json is written after every run, with the score of each held-out document, and is read first: what it holds is not
 run again, on another machine neither. A run that was stopped resumes in the working directory. Intervals are over
 documents.
@@ -33,6 +34,8 @@ REPLAY = 0.2
 LENGTH = 256
 ROWS = 8
 """Sequences in a step."""
+HELD_OUT = 32_768
+"""Tokens of the validation that chooses the rate."""
 BASE, CONTROL = "base", "control"
 
 Arm = tuple[str, str | None] | None
@@ -49,6 +52,7 @@ def main() -> None:
     parser.add_argument("--damping", type=float, default=0.5)
     parser.add_argument("--tokens", type=int, default=300_000)
     parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--text", nargs="+", required=True, help="held-out texts, the training's domain first")
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
@@ -97,6 +101,7 @@ def trained(name: str, arm: Arm, options: argparse.Namespace, rate: float, token
     words = [f"data.directory={options.shards}", f"data.sequence_length={LENGTH}", f"optim.lr={rate}"]
     words += [f"train.steps={steps}", f"train.tokens_per_step={ROWS * LENGTH}", "train.micro_batch=4"]
     words += ["train.checkpoint_every=10", "train.keep_last=1", f"train.seed={seed}", "evaluate.every=0"]
+    words += [f"train.precision={options.precision}", f"evaluate.tokens={HELD_OUT}"]
     words += ["distill.teacher=null", "train.activation_checkpointing=false"]
     if options.replay:
         words[0] = f"data.mixture={{{options.shards}: {1 - REPLAY}, {options.replay}: {REPLAY}}}"
@@ -111,7 +116,9 @@ def trained(name: str, arm: Arm, options: argparse.Namespace, rate: float, token
 
 def scores(model: Path, name: str, options: argparse.Namespace) -> dict[str, Any]:
     """Every held-out document's score, by text."""
-    (found,), _ = run([f"{name.replace('+', '_')}={model}"], Settings(perplexity=tuple(options.text), context=LENGTH))
+    dtype = "bfloat16" if options.precision == "bf16" else "float32"
+    settings = Settings(perplexity=tuple(options.text), context=LENGTH, dtype=dtype)
+    (found,), _ = run([f"{name.replace('+', '_')}={model}"], settings)
     return {text: vars(score) for text, score in found.domains.items()}
 
 
