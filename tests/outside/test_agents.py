@@ -17,7 +17,7 @@ from tests.processes import Command
 from tests.tiny import tiny_tokenizer
 
 AGENTS = Path(__file__).parents[2] / ".venv-agents" / "bin" / "python"
-SERVED = ("vanilla", "depth_attention")
+SERVED = ("vanilla", "depth_attention", "adaponder")
 
 
 def is_sounding(arguments: Any) -> bool:

@@ -1,9 +1,11 @@
 """Weights in eight bits, for inference on a CPU: a quarter of the memory, and decoding that waits for memory is faster.
 
-Each output's weights share a scale, and each token's inputs another. Products are of integers, which FBGEMM, a part of
-torch, computes; the sums are exact. So a token's numbers depend on nothing but the token, however many others there are
-in a batch, to the bit. FBGEMM would take one scale for all rows of a product: rows are scaled before, so that each has
-its largest number at 1, and a row that has 1 and -1 stands below them.
+Each output's weights share a scale, and each token's inputs another. Inputs have two digits of eight bits: the second
+rounds what the first leaves. With one digit, inputs would cost more accuracy than weights do, and a rounding error in
+attention could move an input by a 255th, so that a text might change in company. Products are of integers, which
+FBGEMM, a part of torch, computes; the sums are exact. So a token's numbers depend on nothing but the token, to the
+bit, however many others there are in a batch. FBGEMM would take one scale for all rows of a product: rows are scaled
+before, and a row with the ends of the range stands below them.
 """
 
 from __future__ import annotations
@@ -43,6 +45,9 @@ class Int8Linear(nn.Module):
         self.bias = linear.bias
         # Without these instructions two products are added in sixteen bits, which eight bits of input overflow.
         self._seven_bits = not torch.cpu._is_vnni_supported()
+        self._most = 63.0 if self._seven_bits else 127.0
+        self._range = torch.zeros(1, self.in_features)
+        self._range[0, :2] = torch.tensor([self._most + 0.5, -self._most - 0.5])
         self.train(linear.training)
 
     @property
@@ -55,11 +60,13 @@ class Int8Linear(nn.Module):
         if torch.is_grad_enabled() and hidden_states.requires_grad:
             raise RuntimeError("a layer in eight bits has no gradients: call the model under torch.inference_mode()")
         rows = hidden_states.reshape(-1, self.in_features).float()
-        scaled = rows.new_zeros(len(rows) + 1, self.in_features)
-        scaled[-1, 0], scaled[-1, 1] = 1, -1
-        largest = torch.linalg.vector_norm(rows, torch.inf, -1, keepdim=True).clamp_(min=1e-30)
-        torch.div(rows, largest, out=scaled[:-1])
-        made = torch.ops.quantized.linear_dynamic(scaled, self._held, self._seven_bits)[:-1].mul_(largest)
+        scale = torch.linalg.vector_norm(rows, torch.inf, -1, keepdim=True).clamp_(min=1e-30).div_(self._most)
+        scaled = rows / scale
+        first = scaled.round()
+        second = scaled.sub_(first).mul_(2 * self._most)
+        digits = torch.cat((first, second, self._range))  # in this range FBGEMM rounds to whole numbers
+        made = torch.ops.quantized.linear_dynamic(digits, self._held, self._seven_bits)
+        made = made[: len(rows)].add_(made[len(rows) : -1], alpha=0.5 / self._most).mul_(scale)
         if self.bias is not None:
             made += self.bias
         return made.view(*hidden_states.shape[:-1], self.out_features).to(hidden_states.dtype)
