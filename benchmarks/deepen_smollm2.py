@@ -6,6 +6,7 @@
 The models are Depth-Attention, a loop over the layers A to B, both, and the control, which has no mechanism. Each one's
 learning rate is the best of three at a sixth of the tokens; then each is trained once for every seed, no teacher.
 With bf16, training and scoring compute in bfloat16, the base's scoring too.
+Before they are trained, the deepened models are compared with the base: logits of a prompt, and greedy text.
 FILE.json is written after every run, with the score of each held-out document, and is read first: what it holds is not
 run again, on another machine neither. A run that was stopped resumes in the working directory. Intervals are over
 documents.
@@ -17,6 +18,9 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from fathom.checkpoints.open import open_checkpoint
 from fathom.deepen.heal import HEAL
 from fathom.deepen.request import parse_request
 from fathom.deepen.write import deepen
@@ -36,6 +40,7 @@ ROWS = 8
 """Sequences in a step."""
 HELD_OUT = 32_768
 """Tokens of the validation that chooses the rate."""
+PROMPT, GREEDY = "The depth of a sounding is told in fathoms, since", 200
 BASE, CONTROL = "base", "control"
 
 Arm = tuple[str, str | None] | None
@@ -70,6 +75,9 @@ def main() -> None:
         log["runs"][BASE] = {"scores": scores(options.model, BASE, options)}
         write_json(options.out, log)
     for name, arm in arms.items():
+        if arm and name not in log.setdefault("identity", {}):
+            log["identity"][name] = identity(deepened(name, arm, options), options.model)
+            write_json(options.out, log)
         for rate in RATES:
             if f"{rate:g}" not in log["tuning"].setdefault(name, {}):
                 log["tuning"][name][f"{rate:g}"] = trained(name, arm, options, rate, options.tokens // 6, 0)
@@ -92,11 +100,32 @@ def place_of(name: str, rate: float, tokens: int, seed: int, options: argparse.N
     return options.work / "runs" / f"{name}-rate{rate:g}-tokens{tokens}-seed{seed}"
 
 
+def deepened(name: str, arm: tuple[str, str | None], options: argparse.Namespace) -> Path:
+    """The base with a mechanism, made once."""
+    directory = options.work / "models" / name
+    if not (directory / HEAL).exists():
+        deepen(options.model, parse_request(*arm), directory)
+    return directory
+
+
+@torch.inference_mode()
+def identity(deeper: Path, base: Path) -> dict[str, Any]:
+    """How far the logits of a prompt are apart, and how many greedy tokens are equal before the first that is not."""
+    logits, texts = [], []
+    for directory in (deeper, base):
+        model, tokenizer = open_checkpoint(directory, "cpu", "float32")
+        ids = tokenizer(PROMPT, return_tensors="pt").input_ids
+        logits.append(model(ids).logits)
+        settings = {"max_new_tokens": GREEDY, "min_new_tokens": GREEDY, "do_sample": False, "pad_token_id": 0}
+        texts.append(model.generate(ids, **settings)[0, ids.shape[1] :])
+    unequal = (texts[0] != texts[1]).nonzero().flatten().tolist()
+    found = {"bitwise": torch.equal(*logits), "logits": float((logits[0] - logits[1]).abs().max())}
+    return {**found, "greedy": GREEDY, "greedy equal": unequal[0] if unequal else GREEDY}
+
+
 def trained(name: str, arm: Arm, options: argparse.Namespace, rate: float, tokens: int, seed: int) -> dict[str, float]:
     """Train a model, or read what was trained; its held-out loss and seconds."""
-    directory = options.work / "models" / (name if arm else "depth_attention")
-    if not (directory / HEAL).exists():
-        deepen(options.model, parse_request(*(arm or ("depth_attention", None))), directory)
+    directory = deepened(name if arm else "depth_attention", arm or ("depth_attention", None), options)
     steps = tokens // (ROWS * LENGTH)
     words = [f"data.directory={options.shards}", f"data.sequence_length={LENGTH}", f"optim.lr={rate}"]
     words += [f"train.steps={steps}", f"train.tokens_per_step={ROWS * LENGTH}", "train.micro_batch=4"]
