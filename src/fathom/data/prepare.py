@@ -206,7 +206,7 @@ def prepare(
     Args:
         inputs: Files, directories, globs or `hf:ORG/NAME?name=CONFIG&split=SPLIT`; `NAME=` in front sets the domain.
         out: The output directory.
-        tokenizer: A tokenizer directory, a tokenizer.json, a SentencePiece .model, or a name on the Hugging Face Hub.
+        tokenizer: A tokenizer directory, a tokenizer.json, or a name on the Hugging Face Hub.
         train_tokenizer: Train a byte-level BPE of this many tokens on the training documents instead.
         held_out: Share of documents for the validation split, chosen by a hash of their text.
         workers: Tokenising processes; by default one per available core. The output does not depend on the number.

@@ -9,8 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fathom.checkpoints.layout import SENTENCEPIECE_MODEL, TOKENIZER_CONFIG, TOKENIZER_JSON
-from fathom.data.sentencepiece import load_sentencepiece
+from fathom.checkpoints.layout import TOKENIZER_CONFIG
 from fathom.data.shards import TOKENIZER, file_crc32, first_line
 from fathom.errors import DataError
 
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 EOS, PAD = "<|endoftext|>", "<|pad|>"
-SENTENCEPIECE = (SENTENCEPIECE_MODEL, "spiece.model", "spm.model", "sentencepiece.bpe.model")
 SMALLEST_VOCABULARY = 258  # every byte, EOS and padding
 # Qwen's: words with their leading space, single digits, punctuation, runs of white space.
 PATTERN = (
@@ -90,7 +88,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, tokens: Sequence[str] = ())
 
 
 def load_tokenizer(name: str, eos_token: str | None = None) -> PreTrainedTokenizerBase:
-    """Load a tokenizer from a directory, a `tokenizer.json`, a SentencePiece `.model` or the Hub.
+    """Load a tokenizer from a directory, a `tokenizer.json` or the Hub.
 
     A tokenizer without a token to end documents is refused.
 
@@ -103,20 +101,10 @@ def load_tokenizer(name: str, eos_token: str | None = None) -> PreTrainedTokeniz
 
     path = Path(name)
     try:
-        if model := _sentencepiece_file(path):
-            converted, special = load_sentencepiece(model)
-            tokenizer = PreTrainedTokenizerFast(
-                tokenizer_object=converted,
-                clean_up_tokenization_spaces=False,
-                **special,
-                **_named(model.parent, special),
-            )
-        elif path.is_file():
+        if path.is_file():
             tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(path))
         else:
             tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)  # None would ask
-    except DataError:
-        raise
     except Exception as error:
         raise DataError(f"{name}: cannot load the tokenizer: {first_line(error)}") from None
     if getattr(tokenizer, "backend_tokenizer", None) is None:
@@ -131,24 +119,6 @@ def load_tokenizer(name: str, eos_token: str | None = None) -> PreTrainedTokeniz
             raise DataError(f"{name}: the tokenizer has no token {eos_token!r}")
         tokenizer.eos_token = eos_token
     return tokenizer
-
-
-def _sentencepiece_file(path: Path) -> Path | None:
-    """The SentencePiece model at a path: the file, or the one in a folder without a `tokenizer.json`; else None."""
-    if path.is_file():
-        return path if path.suffix == ".model" else None
-    if not path.is_dir() or (path / TOKENIZER_JSON).exists():
-        return None
-    return next((path / name for name in SENTENCEPIECE if (path / name).is_file()), None)
-
-
-def _named(folder: Path, special: dict[str, str]) -> dict[str, str]:
-    """Special tokens that the folder's `tokenizer_config.json` names and the model itself does not."""
-    path = folder / TOKENIZER_CONFIG
-    settings = json.loads(path.read_bytes()) if path.is_file() else {}
-    found = {key: settings.get(key) for key in ("bos_token", "eos_token", "pad_token", "unk_token")}
-    texts = {key: value.get("content") if isinstance(value, dict) else value for key, value in found.items()}
-    return {key: value for key, value in texts.items() if isinstance(value, str) and key not in special}
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
