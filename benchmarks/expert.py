@@ -19,17 +19,21 @@ import argparse
 import json
 import random
 import re
+import sys
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from fathom.corpus.synthetic import World, write_world
 from fathom.data.sources import Reading, find_sources, parse
 from fathom.errors import FathomError
 from fathom.report.files import read_json, write_atomically, write_json
 from fathom.report.provenance import provenance
+
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
+
+from minerals import World, write_world
 
 MINERALS, ASKED, LEAKS = 24, 192, 12
 RUNS = ("continued", "expert", "control")

@@ -51,7 +51,6 @@ from fathom.corpus.documents import read_lines
 from fathom.corpus.pipeline import build
 from fathom.corpus.publish import SHARD_FOLDER
 from fathom.corpus.recipe import load_corpus_recipe
-from fathom.corpus.synthetic import Question, World, write_world
 from fathom.evaluation.pairs import evaluate_pair, read_benchmarks
 from fathom.evaluation.scoring import Settings, run
 from fathom.recipe import parse_recipe
@@ -60,6 +59,10 @@ from fathom.report.provenance import provenance
 from fathom.report.statistics import Difference, mcnemar, paired_difference, wilson
 from fathom.settings import read_values
 from fathom.training import train
+
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
+
+from minerals import Question, World, write_world
 
 RECIPES = Path(__file__).parents[1] / "recipes" / "specialise"
 REPLAY = (0, 1, 5, 20)

@@ -65,7 +65,7 @@ def test_the_expert_knows_what_the_base_guesses(tmp_path: Path, monkeypatch: pyt
     for line in commands():
         if line[0] == "python":
             monkeypatch.setattr(sys, "argv", line[1:])
-            runpy.run_path(line[1])
+            runpy.run_path(line[1], run_name="__main__")
         else:
             assert main(line[1:]) == 0, line
     report = json.loads(Path("specialise/report/report.json").read_text())

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 from benchmarks.recompute import differing, recomputed, unfounded
+from examples.minerals import World
 
 from fathom.cli.main import main
-from fathom.corpus.synthetic import World
 from fathom.errors import SettingsError
 from fathom.evaluation.harness import TaskResult
 from fathom.evaluation.origin import runs_between

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from examples.minerals import EXCHANGES, World
 
 from fathom.corpus.pipeline import build
 from fathom.corpus.recipe import parse_corpus_recipe
-from fathom.corpus.synthetic import EXCHANGES, World
 from fathom.data.batches import IGNORED, Batch
 from fathom.data.targets import TargetDataset
 from fathom.data.tokenizer import load_tokenizer

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from examples.minerals import EXCHANGES, PROPERTIES, STATEMENTS, UNSEEN, World, plant, write_world
 
 from fathom.corpus.benchmarks import Item, plain, read_items, self_check
 from fathom.corpus.leaks import Matcher, build_index
 from fathom.corpus.recipe import Decontaminate, Filter
-from fathom.corpus.synthetic import EXCHANGES, PROPERTIES, STATEMENTS, UNSEEN, World, plant, write_world
 from fathom.report.statistics import wilson
 from tests.corpus.prose import lines, recipe_values
 from tests.corpus.test_duplicates import until
