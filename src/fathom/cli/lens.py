@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def add(parser: Parser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("model", help="an exported directory, a run, or any causal language model")
+    parser.add_argument("model", help="an exported directory, a run, or a checkpoint of a family that Fathom opens")
     parser.add_argument("text", nargs="?", help="the text to analyse")
     parser.add_argument("--file", type=Path, metavar="FILE", help="analyse the text of a file")
     parser.add_argument("-o", "--out", type=Path, help="output page (default: lens.html, or none with --json)")
@@ -34,7 +34,6 @@ def run(options: Namespace) -> int:
     from fathom.checkpoints.open import open_checkpoint
     from fathom.lens.look import LensData, look, same_tokenizer
     from fathom.lens.page import lens_page
-    from fathom.lens.plain import layers_of, look_plain
     from fathom.models import FathomForCausalLM
 
     if (options.text is None) == (options.file is None):
@@ -54,11 +53,11 @@ def run(options: Namespace) -> int:
                 f"{options.compare}: another tokenizer than {options.model}'s; --compare needs the same"
             )
         first = first or tokenizer
-        ours = isinstance(model, FathomForCausalLM)
-        visits = sum(map(len, model.model.plan_of(model.model.served_trips))) if ours else len(layers_of(model))
+        if not isinstance(model, FathomForCausalLM):
+            raise SettingsError(f"{path}: the lens looks into Fathom's decoder, not into a {type(model).__name__}")
+        visits = sum(map(len, model.model.plan_of(model.model.served_trips)))
         with ProgressBar(f"looking through {_name(path)}", visits) as bar:
-            see = look if ours else look_plain
-            looked.append(see(model, tokenizer, text, options.top, options.max_tokens, _name(path), bar.update))
+            looked.append(look(model, tokenizer, text, options.top, options.max_tokens, _name(path), bar.update))
     if len({len(data.tokens) for data in looked}) > 1:  # the contexts differ
         shortest = min(len(data.tokens) for data in looked)
         raise SettingsError(f"one of the models holds {shortest} tokens only; give --max-tokens {shortest}")
