@@ -14,7 +14,7 @@ import torch
 from fathom.errors import TrainingError
 from fathom.models.modeling import FathomForCausalLM
 from fathom.recipe import Recipe
-from fathom.training import train
+from fathom.training import branch, train
 from fathom.training.build import Training
 from fathom.training.first import FirstSteps
 from tests.tiny import make_conversations
@@ -93,9 +93,7 @@ def test_weights_that_are_thrown_away_are_noticed(
         return plain(self, step, batches)
 
     monkeypatch.setattr(Training, "step", lost)
-    from fathom.training import extension
-
-    again = extension(tmp_path / "run", ["train.steps=12"]) if stopped else recipe
+    again = branch(tmp_path / "run", tmp_path / "new", ["train.steps=12"]) if stopped else recipe
     with pytest.raises(
         TrainingError, match=r"the loss went from [\d.]+ to [\d.]+, towards the 5.72 of an untrained model"
     ):

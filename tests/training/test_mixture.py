@@ -10,7 +10,7 @@ import torch
 
 from fathom.errors import DataError, SettingsError
 from fathom.recipe import Recipe, load_recipe
-from fathom.training import branch, build_training, extension, train
+from fathom.training import branch, build_training, train
 from fathom.training.estimate import estimate
 from tests import processes
 from tests.tiny import tiny_recipe
@@ -47,7 +47,7 @@ def test_a_longer_run_keeps_the_rows_that_it_has_read(mixed: Recipe, tmp_path: P
     """Half of 16 steps is the eighth, but the shares changed at the fourth, and what was read stays read."""
     steady = mixed.override("optim.schedule=constant")
     run = train(steady, tmp_path / "run").run_dir
-    longer = extension(run, ["train.steps=16"]).recipe
+    longer = branch(run, tmp_path / "new", ["train.steps=16"]).recipe
     assert longer.data.later(16) == [(4, {"rivers": 1.0})]
     planned = build_training(steady).plan
     now = build_training(longer).plan
@@ -57,9 +57,9 @@ def test_a_longer_run_keeps_the_rows_that_it_has_read(mixed: Recipe, tmp_path: P
     annealed = branch(f"{run}@step-8", tmp_path / "new", ["train.steps=16", f"data.phases={later}"]).recipe
     assert [at for at, _ in annealed.data.later(16)] == [4, 8]
     with pytest.raises(SettingsError, match="cannot change before step 8"):
-        extension(run, ["train.steps=16", 'data.phases=[{"at": 8, "mixture": {"seas": 1}}]'])
-    with pytest.raises(SettingsError, match=r"data.mixture.rivers cannot change in a resumed run"):
-        extension(run, ["train.steps=16", "data.mixture.rivers=0.5"])
+        branch(run, tmp_path / "new", ["train.steps=16", 'data.phases=[{"at": 8, "mixture": {"seas": 1}}]'])
+    with pytest.raises(SettingsError, match=r"data.mixture.rivers cannot change in a branch"):
+        branch(run, tmp_path / "new", ["train.steps=16", "data.mixture.rivers=0.5"])
 
 
 @pytest.mark.parametrize(

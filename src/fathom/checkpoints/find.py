@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
-
 from fathom.checkpoints.hub import local
 from fathom.checkpoints.layout import ARMS, CONFIG, LADDER, MODEL, RECIPE, REPORT, RESULT, step_number
 from fathom.errors import DataError, ModelError
@@ -99,28 +97,8 @@ def require_there(path: Path) -> None:
 
 
 def finished_model(run: Path) -> Path | None:
-    """The export of a run, if it belongs to the run's last step; a resumed run still has its earlier export."""
-    model, steps = run / MODEL, checkpoint_steps(run)
-    if not (model / CONFIG).exists():
-        return None
-    # The export is written before the result, and the result is deleted before a further step. A run that was shortened
-    # keeps a damaged checkpoint beyond its last step.
-    finished = finished_step(run) if steps else 0
-    return model if not steps or finished >= steps[-1] or finished == _planned_steps(run) else None
-
-
-def finished_step(run: Path) -> int:
-    """The final step of a finished run, from its result; -1 without one."""
-    step = Facts.of(run).step
-    return -1 if step is None else step
-
-
-def _planned_steps(run: Path) -> int | None:
-    """`train.steps` of a run's recipe; None if it is unreadable."""
-    try:
-        return int(yaml.safe_load((run / RECIPE).read_text(encoding="utf-8"))["train"]["steps"])
-    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
-        return None
+    """The export of a run, which is written after its last step."""
+    return run / MODEL if (run / MODEL / CONFIG).exists() else None
 
 
 def checkpoint_steps(run: Path) -> list[int]:

@@ -24,7 +24,6 @@ from fathom.checkpoints.find import (
     best_run,
     checkpoint_steps,
     finished_model,
-    finished_step,
     holds_comparison,
     require_there,
 )
@@ -35,6 +34,7 @@ from fathom.checkpoints.layout import (
     CONFIG,
     MANIFEST,
     RECIPE,
+    RESULT,
     TOKENIZER,
     TOKENIZER_CONFIG,
     run_and_step,
@@ -251,11 +251,11 @@ def find_checkpoint(where: str | Path) -> Saved:
 
 
 def is_settled(where: str | Path, saved: Saved) -> bool:
-    """Whether a name will always mean this checkpoint: it contains the step, or the run finished at this step."""
+    """Whether a name will always mean this checkpoint: it contains the step, or the run is finished."""
     found = run_and_step(where)
     if found is None or found[1] is not None:
         return True
-    return saved.step <= finished_step(found[0])
+    return (found[0] / RESULT).exists()
 
 
 def read_weights(saved: Saved) -> dict[str, Tensor]:

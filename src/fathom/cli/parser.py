@@ -198,7 +198,7 @@ def add_recipe(
 ) -> None:
     """Add a recipe (or a run), its overrides, and `--keys`."""
     if runs:
-        what += "; or the directory of a run to resume with changes"
+        what += "; or the directory of a run to resume"
     parser.add_argument("recipe", nargs="?" if runs else None, help=what)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="override values of the file")
     add_keys(parser, rows)

@@ -1,4 +1,4 @@
-"""`fathom train RECIPE [key=value ...]`, or resume a run with changes."""
+"""`fathom train RECIPE [key=value ...]`, or resume a run, or branch it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fathom.recipe import Recipe, find_recipe, load_recipe
 from fathom.report.results import to_json
 
 if TYPE_CHECKING:
-    from fathom.training import Change
+    from fathom.training import Branch
     from fathom.training.estimate import Estimate
 
 
@@ -64,15 +64,17 @@ def add(parser: Parser) -> None:
 def run(options: Namespace) -> int:
     """Train, or print the cost."""
     from fathom.data.puzzles import open_data
-    from fathom.training import branch, extension, train
+    from fathom.training import branch, train
     from fathom.training.estimate import estimate
 
-    change: Change | None = None
+    change: Branch | None = None
+    place: Path | None = options.run_dir
     words = [word for word in (options.recipe, *options.overrides) if word is not None]
     if options.origin is not None:
         if options.run_dir is None:
             raise SettingsError(f"--from {options.origin} needs --run, a new directory")
         change = branch(options.origin, options.run_dir, words, options.cooldown)
+        recipe = change.recipe
     elif options.cooldown is not None:
         raise SettingsError("--cooldown needs --from RUN[@step-N] and --run")
     elif options.recipe is None:
@@ -84,15 +86,17 @@ def run(options: Namespace) -> int:
             raise SettingsError(
                 f"--run {options.run_dir}: {options.recipe} is a run itself; --from {options.recipe} branches"
             )
-        change = extension(options.recipe, options.overrides)
-    recipe = change.recipe if change is not None else load_recipe(options.recipe, options.overrides)
+        place = Path(options.recipe)
+        recipe = load_recipe(place / RECIPE, options.overrides)
+    else:
+        place = place or Path("runs") / find_recipe(options.recipe).stem
+        recipe = load_recipe(options.recipe, options.overrides)
     if options.dry_run:
         _show_cost(recipe, estimate(recipe), options.json, change)
         # The cost does not need the corpus, so a missing corpus is reported last.
         open_data(recipe.data.directory, verify=False, collections=recipe.data.collections)
         return 0
 
-    place = None if change is not None else options.run_dir or Path("runs") / find_recipe(options.recipe).stem
     result = train(change or recipe, place, resume=not options.new, command=_command(options))
     evaluation = result.evaluation
     if os.environ.get("RANK", "0") != "0":
@@ -110,14 +114,14 @@ def run(options: Namespace) -> int:
 
 
 def _command(options: Namespace) -> str:
-    """The command as typed, for the run's history."""
+    """The command as typed, for the history of a branch."""
     flags = {"--from": options.origin, "--run": options.run_dir, "--cooldown": options.cooldown}
     given = [word for flag, value in flags.items() if value is not None for word in (flag, str(value))]
     recipe = [] if options.recipe is None else [options.recipe]
     return shlex.join(["fathom", "train", *given, *recipe, *options.overrides])
 
 
-def _show_cost(recipe: Recipe, cost: Estimate, as_json: bool, change: Change | None) -> None:
+def _show_cost(recipe: Recipe, cost: Estimate, as_json: bool, change: Branch | None) -> None:
     """The resolved recipe and its cost."""
     if as_json:
         print(json.dumps({"recipe": recipe.to_dict(), **cost.to_dict()}))
@@ -142,7 +146,7 @@ def _show_cost(recipe: Recipe, cost: Estimate, as_json: bool, change: Change | N
         rows["compressions"] = f"{cost.compressions} per sequence, {recipe.kvcache.method}"
     if cost.changed:
         rows["from checkpoint"] = cost.changes_in_words
-    if change is not None and change.keys:
+    if change is not None and change.begins:
         rows["change"] = str(change)
     lines = list(rows.items())
     for group in cost.groups:

@@ -1,8 +1,8 @@
 """Training: `train` for a whole run, `build_training` to drive the steps yourself."""
 
 from fathom.errors import TrainingError
+from fathom.training.branching import Branch, branch, read_history
 from fathom.training.build import StepMetrics, Training, build_training
-from fathom.training.change import Change, branch, extension, read_history
 from fathom.training.heldout import evaluate
 from fathom.training.hooks import Hook, Tracker
 from fathom.training.loop import TrainResult, train
@@ -11,7 +11,7 @@ from fathom.training.results import Evaluation, Score
 from fathom.training.tracking import read_metrics
 
 __all__ = [
-    "Change",
+    "Branch",
     "Evaluation",
     "Hook",
     "Ranks",
@@ -24,7 +24,6 @@ __all__ = [
     "branch",
     "build_training",
     "evaluate",
-    "extension",
     "read_history",
     "read_metrics",
     "start",

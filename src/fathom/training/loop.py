@@ -26,9 +26,9 @@ from fathom.models.registry import AXES
 from fathom.recipe import Recipe, differences, load_recipe
 from fathom.report.files import asdict, lock, write_atomically, write_json
 from fathom.training.adapters import AdapterFiles, merged
+from fathom.training.branching import CHANGEABLE, Branch, begin
 from fathom.training.build import Training, build_training
-from fathom.training.change import CHANGEABLE, Change, begin, record
-from fathom.training.checkpoint import Checkpointer, discard, trainer_state
+from fathom.training.checkpoint import Checkpointer, trainer_state
 from fathom.training.first import FirstSteps
 from fathom.training.heldout import HeldOut
 from fathom.training.hooks import Hook, Hooks, Tracker
@@ -61,7 +61,7 @@ class TrainResult:
 
 
 def train(
-    recipe: Recipe | Change,
+    recipe: Recipe | Branch,
     run_dir: str | Path | None = None,
     *,
     resume: bool = True,
@@ -71,25 +71,31 @@ def train(
     """Train a recipe in a run directory, or resume the run in this directory.
 
     Args:
-        recipe: The recipe; or the result of `extension` or `branch`, which contains its directory.
+        recipe: The recipe; or the result of `branch`, which contains its directory.
         run_dir: Directory for the resolved recipe, metrics and checkpoints.
         resume: Whether an existing run may be resumed; otherwise it is an error.
         callbacks: Hooks, called at fixed points of the run; objects with only `log` and `close` receive its numbers.
-        command: The command for the run's history.
+        command: The command for the history of a branch.
     """
-    change = recipe if isinstance(recipe, Change) else _as_planned(recipe, run_dir)
-    change.recipe.config()
-    require_backends(change.recipe)
-    ranks = start(change.recipe)
-    if not resume and (change.run_dir / RECIPE).exists():
-        raise SettingsError(f"{change.run_dir} already contains a run")
-    result = _result(change)
+    planned = recipe.recipe if isinstance(recipe, Branch) else recipe
+    place = recipe.run_dir if isinstance(recipe, Branch) else run_dir
+    if place is None:
+        raise TypeError("train(recipe, run_dir): a recipe needs a directory")
+    place = Path(place)
+    if (place / RECIPE).exists():
+        _require_same(planned, place)
+    planned.config()
+    require_backends(planned)
+    ranks = start(planned)
+    if not resume and (place / RECIPE).exists():
+        raise SettingsError(f"{place} already contains a run")
+    result = _result(place)
     if result is not None:
         return result
     with ExitStack() as stack:
         if ranks.first:
-            stack.enter_context(claimed(change.run_dir))
-        return Run(change, ranks, callbacks, stack, command).train()
+            stack.enter_context(claimed(place))
+        return Run(recipe, place, ranks, callbacks, stack, command).train()
 
 
 @contextmanager
@@ -123,10 +129,17 @@ class Run:
     """One run directory being trained."""
 
     def __init__(
-        self, change: Change, ranks: Ranks, callbacks: Sequence[Hook | Tracker], stack: ExitStack, command: str = ""
+        self,
+        planned: Recipe | Branch,
+        run_dir: Path,
+        ranks: Ranks,
+        callbacks: Sequence[Hook | Tracker],
+        stack: ExitStack,
+        command: str = "",
     ) -> None:
-        self.recipe, self.run_dir, self.ranks = change.recipe, change.run_dir, ranks
-        recipe, run_dir = self.recipe, self.run_dir
+        branch = planned if isinstance(planned, Branch) and planned.begins else None
+        recipe = planned.recipe if isinstance(planned, Branch) else planned
+        self.recipe, self.run_dir, self.ranks = recipe, run_dir, ranks
         self._recipe_text = recipe.to_yaml()
         self.display = Display(recipe.track.display if ranks.first else "none", run_dir.name, recipe.train.steps)
         stack.callback(self.display.close)
@@ -138,12 +151,12 @@ class Run:
         keep, later = recipe.train.keep_last, recipe.train.async_save
         self.checkpoints = Checkpointer(run_dir, ranks, keep, later, self.say)
         stack.callback(self.checkpoints.close)
-        saved = change.origin or self.checkpoints.newest()
+        saved = self.checkpoints.newest() if branch is None else branch.origin
         self.training = build_training(recipe, ranks, begins=saved is None)
         self._require_corpus(saved)
         ranks.barrier()  # checks that may fail on one rank are done
         if ranks.first:
-            self._settle(change, saved, command)
+            self._settle(branch, command)
         ranks.barrier()
         trainer = None if saved is None else self._restore(saved)
         self.step = trainer.step if trainer else 0
@@ -257,7 +270,10 @@ class Run:
         """A command that may help a diverging run."""
         if experiment := experiment_of(self.run_dir):
             return f"a {experiment} with a lower optim.lr may help"
-        return f"`fathom train {self.run_dir} optim.lr={self.recipe.optim.lr / 2:g}` resumes at half the learning rate"
+        slower = f"--run {self.run_dir}-slower optim.lr={self.recipe.optim.lr / 2:g}"
+        if self.checkpoints.steps():
+            return f"`fathom train --from {self.run_dir} {slower}` goes on from there at half the learning rate"
+        return f"`fathom train {self.run_dir / RECIPE} {slower}` begins again at half the learning rate"
 
     def _save(self) -> None:
         self.read()
@@ -304,19 +320,11 @@ class Run:
         evaluation = self.held_out.last if self.held_out.last_step == self.step else self.held_out.score(self)
         collections = self.training.plan.epochs(self.step)
         found = RunResult(self.step, self.tokens, self.meter.seconds, self.epochs, evaluation, collections)
-        model = self._export(Facts(self._recipe_text, found.step, found.tokens, asdict(evaluation)))
+        facts = Facts(self._recipe_text, found.step, found.tokens, asdict(evaluation))
+        model = export_model(self.training, self.run_dir / MODEL, facts) if self.recipe.train.export else None
         if self.ranks.first:
             write_json(self.run_dir / RESULT, found)
         return TrainResult(self.run_dir, found.step, True, found.tokens, found.seconds, evaluation, model)
-
-    def _export(self, facts: Facts) -> Path | None:
-        """Write the model if the recipe asks for it, else remove a model of an earlier step."""
-        directory = self.run_dir / MODEL
-        if self.recipe.train.export:
-            return export_model(self.training, directory, facts)
-        if self.ranks.first and directory.exists():
-            discard(directory)
-        return None
 
     def _require_corpus(self, saved: Saved | None) -> None:
         """Reject a corpus that differs from the one that the checkpoint was trained on."""
@@ -327,20 +335,14 @@ class Run:
                 f"data.directory={self.recipe.data.directory}: differs from the corpus with which this run began"
             )
 
-    def _settle(self, change: Change, saved: Saved | None, command: str) -> None:
-        """Write recipe and history to the directory. The recipe is last: a run without it has not begun. If the run
-        takes further steps, its old result is removed first, so that its model no longer counts.
-        """
+    def _settle(self, branch: Branch | None, command: str) -> None:
+        """Write a branch's first files, and the recipe last: a run without it has not begun."""
         self.run_dir.mkdir(parents=True, exist_ok=True)
-        if (saved.step if saved else 0) < self.recipe.train.steps:
-            (self.run_dir / RESULT).unlink(missing_ok=True)
-        before = load_recipe(self.run_dir / RECIPE) if (self.run_dir / RECIPE).exists() else change.before
-        record(self.run_dir, before, self.recipe, saved.step if saved else 0, command, change.origin)
-        if change.origin is not None:
-            begin(change)
+        if branch is not None:
+            begin(branch, command)
         write_atomically(self.run_dir / RECIPE, self._recipe_text)
-        if change.keys:
-            self.say(str(change))
+        if branch is not None:
+            self.say(str(branch))
 
     def _restore(self, saved: Saved) -> TrainerState:
         """Load a checkpoint; returns the contents of `trainer.json`."""
@@ -406,28 +408,21 @@ def export_model(training: Training, directory: Path, facts: Facts) -> Path:
     return directory
 
 
-def _as_planned(recipe: Recipe, run_dir: str | Path | None) -> Change:
-    """A run that starts or resumes with its own recipe; a directory with another recipe is rejected."""
-    if run_dir is None:
-        raise TypeError("train(recipe, run_dir): a recipe needs a directory")
-    run_dir = Path(run_dir)
-    before = load_recipe(run_dir / RECIPE) if (run_dir / RECIPE).exists() else recipe
+def _require_same(recipe: Recipe, run_dir: Path) -> None:
+    """Reject a directory that contains a run of another recipe."""
+    before = load_recipe(run_dir / RECIPE)
     if differing := differences(before, recipe):
         able = not differences(before, recipe, ignore=CHANGEABLE)
-        hint = f"; `fathom train {run_dir} key=value` resumes with changes" if able else ""
+        hint = f"; `fathom train --from {run_dir} --run NEW key=value` branches it with changes" if able else ""
         raise SettingsError(f"{run_dir} contains a run of another recipe; different: {', '.join(differing)}{hint}")
-    return Change(recipe, run_dir, before, 0)
 
 
-def _result(change: Change) -> TrainResult | None:
-    """The result of an earlier, finished run; None if the recipe now asks for other steps."""
-    run_dir = change.run_dir
+def _result(run_dir: Path) -> TrainResult | None:
+    """The result of an earlier, finished run."""
     path = run_dir / RESULT
     if not path.exists():
         return None
     found = RunResult.of(run_dir)
-    if found.step != change.recipe.train.steps or change.keys:
-        return None
     model = finished_model(run_dir)
     if model is not None and (problem := changed(model)):
         raise SettingsError(f"{problem}; to export the model again from the checkpoint, delete {path} and train again")

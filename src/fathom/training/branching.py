@@ -1,4 +1,7 @@
-"""Resume a run with changes: more steps, another learning rate, or a branch from a checkpoint."""
+"""Branch a run: another run that goes on from its checkpoint with changes, such as more steps or a cooldown.
+
+A run itself keeps its recipe for life.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +14,15 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TypedDict
 
-from fathom.checkpoints.find import checkpoint_steps, experiment_of
-from fathom.checkpoints.layout import HISTORY, METRICS, RECIPE, RESULT, step_name
-from fathom.checkpoints.runs import Saved, find_checkpoint, newest_checkpoint
+from fathom.checkpoints.find import checkpoint_steps
+from fathom.checkpoints.layout import HISTORY, METRICS, RECIPE, step_name
+from fathom.checkpoints.runs import Saved, find_checkpoint
 from fathom.errors import SettingsError
 from fathom.recipe import FREE_ON_RESUME, Recipe, differences, load_recipe, values_of
 from fathom.report.files import sync_directory, write_atomically
 from fathom.training.optimizer import learning_rate, leaves_peak
 
-# Keys that a resumed run may change, because weights, optimizer state and data order do not depend on them.
+# Keys that a branch may change, because weights, optimizer state and data order do not depend on them.
 CHANGEABLE = (
     *("evaluate", "data.phases", "train.steps", "train.precision", "train.skip_spikes"),
     *(f"optim.{key}" for key in ("lr", "betas", "eps", "momentum", "weight_decay", "clip", "schedule", "floor")),
@@ -29,62 +32,29 @@ CHANGEABLE = (
 
 
 @dataclass(frozen=True)
-class Change:
-    """A change of a run: the new recipe, and the source of weights and state."""
+class Branch:
+    """A run that goes on from the checkpoint of another run."""
 
     recipe: Recipe
     run_dir: Path
     before: Recipe
-    """The recipe before the change."""
-    step: int
-    """Steps taken so far."""
-    origin: Saved | None = None
-    """The checkpoint of another run from which this one branches."""
+    """The recipe of the other run."""
+    origin: Saved
 
     @property
-    def keys(self) -> list[str]:
-        """The keys that change what is computed."""
-        return differences(self.before, self.recipe)
-
-    @property
-    def rates(self) -> tuple[float, float]:
-        """The learning rate of the next step under the old recipe and under the new one."""
-        return _rate(self.before, self.step), _rate(self.recipe, self.step)
+    def begins(self) -> bool:
+        """Whether its directory holds nothing yet: a run without a recipe has not begun."""
+        return not (self.run_dir / RECIPE).exists()
 
     def __str__(self) -> str:
-        old, new = self.rates
-        return f"learning rate of step {self.step + 1}: {old:.4g} as planned before, {new:.4g} now"
-
-
-def extension(run_dir: str | Path, overrides: Sequence[str] = ()) -> Change:
-    """Resume a run in its own directory, finished or not, with `key=value` overrides. Warm-up keeps its number of
-    steps. A key that cannot change, or a schedule that contradicts the learning rates of past steps, is a
-    `SettingsError`.
-    """
-    run_dir = Path(run_dir)
-    before = load_recipe(run_dir / RECIPE)
-    after = before.override(*overrides)
-    if not differences(before, after):
-        return Change(after, run_dir, before, 0)
-    if experiment := experiment_of(run_dir):
-        planned = f"is part of a {experiment} and cannot change here"
-        raise SettingsError(f"{run_dir} {planned}; branch it: `origin={run_dir}` with a new `run_dir`")
-    saved = newest_checkpoint(run_dir)
-    finished = (run_dir / RESULT).exists()
-    if saved is None:
-        if finished:
-            raise SettingsError(f"{run_dir} is finished and has no intact checkpoint to resume from")
-        _require_changeable(run_dir, before, after)
-        return Change(after, run_dir, before, 0)
-    after = _continued(str(run_dir), before, after, saved.step, overrides)
-    if finished and after.train.steps == saved.step:
-        raise SettingsError(f"{run_dir} has already taken all of its {saved.step} steps; train.steps=N takes more")
-    return Change(after, run_dir, before, saved.step)
+        step = self.origin.step
+        old, new = _rate(self.before, step), _rate(self.recipe, step)
+        return f"learning rate of step {step + 1}: {old:.4g} as planned before, {new:.4g} now"
 
 
 def branch(
     origin: str | Path, run_dir: str | Path, overrides: Sequence[str] = (), cooldown: int | None = None
-) -> Change:
+) -> Branch:
     """Start a new run from the weights, optimizer state and data position of another run's checkpoint.
 
     Args:
@@ -104,11 +74,11 @@ def branch(
     if not (run_dir / RECIPE).exists():
         if checkpoint_steps(run_dir) and not read_history(run_dir):
             raise SettingsError(f"{run_dir} contains checkpoints of another run; choose another directory")
-        return Change(after, run_dir, before, saved.step, saved)
-    begun = [entry["from"] for entry in read_history(run_dir) if "from" in entry]
+        return Branch(after, run_dir, before, saved)
+    begun = [entry["from"] for entry in read_history(run_dir)]
     if begun[-1:] != [name] or differences(load_recipe(run_dir / RECIPE), after):
         raise SettingsError(f"{run_dir} already contains another run; `fathom train {run_dir}` resumes it")
-    return Change(after, run_dir, after, saved.step)
+    return Branch(after, run_dir, before, saved)
 
 
 def _cooldown(before: Recipe, step: int, length: int | None, overrides: Sequence[str]) -> list[str]:
@@ -167,8 +137,7 @@ def _with_phases(name: str, before: Recipe, after: Recipe, step: int, given: boo
 def _require_changeable(name: str | Path, before: Recipe, after: Recipe) -> None:
     if fixed := differences(before, after, ignore=CHANGEABLE):
         raise SettingsError(
-            f"{name}: {', '.join(fixed)} cannot change in a resumed run; a new run with model.from_pretrained={name} "
-            "can"
+            f"{name}: {', '.join(fixed)} cannot change in a branch; a new run with model.from_pretrained={name} can"
         )
 
 
@@ -176,22 +145,22 @@ def _rate(recipe: Recipe, step: int) -> float:
     return learning_rate(recipe.optim, step, recipe.train.steps)
 
 
-def begin(change: Change) -> None:
-    """Write a branch's first files: the checkpoint, and the metrics up to it. If the process dies here, the directory
-    has no recipe, and the same branch starts over.
+def begin(branch: Branch, command: str) -> None:
+    """Write a branch's first files: its history, the checkpoint, and the metrics up to it. If the process dies here,
+    the directory has no recipe, and the same branch starts over.
     """
-    assert change.origin is not None
-    source, target = change.origin.directory.parent, change.run_dir / step_name(change.step)
-    for old in change.run_dir.glob("step-*"):
+    source, target = branch.origin.directory.parent, branch.run_dir / step_name(branch.origin.step)
+    _write_history(branch, command)
+    for old in branch.run_dir.glob("step-*"):
         shutil.rmtree(old)
-    new = change.run_dir / f".unfinished-{target.name}"
+    new = branch.run_dir / f".unfinished-{target.name}"
     shutil.rmtree(new, ignore_errors=True)
-    shutil.copytree(change.origin.directory, new, copy_function=_link)
+    shutil.copytree(branch.origin.directory, new, copy_function=_link)
     sync_directory(new)
     os.replace(new, target)
     if (source / METRICS).exists():
-        shutil.copyfile(source / METRICS, change.run_dir / METRICS)
-    sync_directory(change.run_dir)
+        shutil.copyfile(source / METRICS, branch.run_dir / METRICS)
+    sync_directory(branch.run_dir)
 
 
 def _link(source: str, target: str) -> None:
@@ -205,38 +174,20 @@ def _link(source: str, target: str) -> None:
             os.fsync(write.fileno())
 
 
-def record(run_dir: Path, before: Recipe, after: Recipe, step: int, command: str, origin: Saved | None = None) -> None:
-    """Add a line to a run's history: time, step, command, and the old and new value of every key that changed.
-
-    The line is written before the recipe. If the process dies in between, the next call removes the line.
-
-    Args:
-        run_dir: The run's directory.
-        before: The recipe before the change.
-        after: The new recipe.
-        step: Steps taken.
-        command: The command as typed.
-        origin: The checkpoint from which a branch starts; the history of its run is copied.
+def _write_history(branch: Branch, command: str) -> None:
+    """The history of the other run up to the checkpoint, and a line: time, step, command, the checkpoint, and the old
+    and new value of every key that changed.
     """
-    known = read_history(run_dir if origin is None else origin.directory.parent)
-    if origin is None:
-        kept = _in_effect(known, before)
-    else:
-        kept = [line for line in known if line["step"] < origin.step]
-    old, new = values_of(before), values_of(after)
-    changes = {key: [old.get(key), new.get(key)] for key in differences(before, after, ignore=())}
-    if changes or origin is not None:
-        line: HistoryLine = {
-            "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "step": step,
-            "command": command,
-        }
-        if origin is not None:
-            line["from"] = _name(origin)
-        line["changes"] = changes
-        kept.append(line)
-    if kept != known:
-        write_atomically(run_dir / HISTORY, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in kept))
+    origin, old, new = branch.origin, values_of(branch.before), values_of(branch.recipe)
+    line: HistoryLine = {
+        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "step": origin.step,
+        "command": command,
+        "from": _name(origin),
+        "changes": {key: [old.get(key), new.get(key)] for key in differences(branch.before, branch.recipe, ignore=())},
+    }
+    lines = [*(known for known in read_history(origin.directory.parent) if known["step"] < origin.step), line]
+    write_atomically(branch.run_dir / HISTORY, "".join(json.dumps(one, ensure_ascii=False) + "\n" for one in lines))
 
 
 HistoryLine = TypedDict(
@@ -244,11 +195,11 @@ HistoryLine = TypedDict(
     {"time": str, "step": int, "command": str, "from": str, "changes": dict[str, list[object]]},
     total=False,
 )
-"""A change of a run's recipe; `from` names the checkpoint that a branch began with."""
+"""A branch: `from` names its checkpoint."""
 
 
 def read_history(run_dir: Path) -> list[HistoryLine]:
-    """The lines of a run's history, oldest first; empty if nothing ever changed."""
+    """The branches that led to a run, oldest first; empty if it began by itself."""
     path = run_dir / HISTORY
     if not path.exists():
         return []
@@ -257,14 +208,6 @@ def read_history(run_dir: Path) -> list[HistoryLine]:
         return [{**line, "step": int(line["step"]), "changes": dict(line["changes"])} for line in lines]
     except (ValueError, KeyError, TypeError):
         raise SettingsError(f"{path} is damaged: move it away to resume without it") from None
-
-
-def _in_effect(history: Sequence[HistoryLine], recipe: Recipe) -> list[HistoryLine]:
-    """The history without trailing lines whose change never reached the recipe."""
-    kept, values = list(history), values_of(recipe)
-    while kept and any(values.get(key) != new for key, (_, new) in kept[-1]["changes"].items()):
-        kept.pop()
-    return kept
 
 
 def _name(saved: Saved) -> str:
