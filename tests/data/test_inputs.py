@@ -24,6 +24,18 @@ from tests.data.test_prepare import documents
 from .making import prepare
 
 
+def test_linked_folders_are_read_once(tmp_path: Path, tokenizer: str) -> None:
+    for name in ("in/a.txt", "real/b.txt", "real/deep/c.txt", "in/z/d.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    (tmp_path / "in" / "linked").symlink_to(tmp_path / "real")
+    (tmp_path / "in" / "again").symlink_to(tmp_path / "real")
+    (tmp_path / "in" / "a_z").symlink_to(tmp_path / "in" / "z")
+    (tmp_path / "real" / "cycle").symlink_to(tmp_path / "in")
+    prepare([str(tmp_path / "in")], tmp_path / "out", tokenizer, held_out=0)
+    assert sorted(documents(tmp_path / "out", "train")) == ["in/a.txt", "in/z/d.txt", "real/b.txt", "real/deep/c.txt"]
+
+
 def test_globs_are_the_shells_without_circles(tmp_path: Path) -> None:
     """Two links to their own folder are 2^40 paths to `glob`. Without links the files are those that it finds."""
     for name in ("in/a.txt", "in/deep/b.txt", "in/deep/deeper/c.txt", "in/deep/deeper/c.md", "in/.hidden/d.txt"):

@@ -287,10 +287,16 @@ def _is_known(file: Path) -> bool:
 
 
 def _below(folder: Path) -> list[Path]:
-    """The files below a folder, sorted; hidden ones are left out, and links to folders are not followed."""
+    """The files below a folder, sorted; hidden ones are left out, and a folder to which links lead is read once."""
     found: list[Path] = []
-    for root, folders, names in os.walk(folder, onerror=_refuse):
-        folders[:] = [name for name in folders if not _is_hidden(name)]
+    seen: set[tuple[int, int]] = set()
+    for root, folders, names in os.walk(folder, followlinks=True, onerror=_refuse):
+        status = os.stat(root)
+        if (status.st_dev, status.st_ino) in seen:
+            folders.clear()
+            continue
+        seen.add((status.st_dev, status.st_ino))
+        folders[:] = sorted(name for name in folders if not _is_hidden(name))
         found += [Path(root, name) for name in names if not _is_hidden(name) and Path(root, name).is_file()]
     return sorted(found)
 
