@@ -207,7 +207,7 @@ def test_nemotrons_gains_fold_away(tmp_path):
 
 
 def test_options_are_checked():
-    for wrong in ({"mode": "slow"}, {"align": ("lap", "magic")}):
+    for wrong in ({"mode": "slow"}, {"seed": -1}):
         with pytest.raises(ValueError, match="wanted"):
             Options(**wrong)
 

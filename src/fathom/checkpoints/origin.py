@@ -129,11 +129,10 @@ class LocalOrigin:
     gap_bytes = 0
     shelf: Shelf | None = None
 
-    def __init__(self, directory: Path, max_bytes: int | None = None):
+    def __init__(self, directory: Path):
         self.directory = directory
         self.name = str(directory)
         self.bytes_read = 0
-        self.max_bytes = max_bytes
 
     def exists(self, path: str) -> bool:
         """Whether the file is there."""
@@ -151,7 +150,6 @@ class LocalOrigin:
         return self.shelf.read(path, start, stop, self._read) if self.shelf else self._read(path, start, stop)
 
     def _read(self, path: str, start: int, stop: int) -> bytearray:
-        _within_budget(self.bytes_read, stop - start, self.max_bytes)
         buffer = bytearray(stop - start)
         view, done = memoryview(buffer), 0
         with open(self.directory / safe_name(path), "rb", buffering=0) as file:
@@ -175,7 +173,7 @@ class RemoteOrigin:
     gap_bytes = 1 << 17
     shelf: Shelf | None = None
 
-    def __init__(self, repo: str, revision: str = "main", endpoint: str | None = None, max_bytes: int | None = None):
+    def __init__(self, repo: str, revision: str = "main", endpoint: str | None = None):
         if not _REPO.fullmatch(repo) or not _REVISION.fullmatch(revision) or ".." in revision:
             raise ModelError(f"not a repository: {repo}@{revision} (wanted org/name or org/name@revision)")
         self.endpoint = (endpoint or os.environ.get("HF_ENDPOINT") or DEFAULT_ENDPOINT).rstrip("/")
@@ -185,7 +183,6 @@ class RemoteOrigin:
         self.name = f"{repo}@{revision}"
         self.bytes_read = 0
         self.requests = 0
-        self.max_bytes = max_bytes
         self._sizes: dict[str, int | None] = {}
         self._token = get_token()  # HF_TOKEN, or the token of `hf auth login`
 
@@ -217,7 +214,6 @@ class RemoteOrigin:
         return []
 
     def _fetch(self, path: str, start: int, stop: int) -> bytearray:
-        _within_budget(self.bytes_read, stop - start, self.max_bytes)
         url = f"{self.endpoint}/{self.repo}/resolve/{self.revision}/{urllib.parse.quote(safe_name(path))}"
         for attempt in range(4):
             try:
@@ -267,11 +263,6 @@ class RemoteOrigin:
         return body
 
 
-def _within_budget(spent: int, wanted: int, limit: int | None) -> None:
-    if limit is not None and spent + wanted > limit:
-        raise ModelError(f"reading {wanted:,} more bytes would pass the limit of {limit:,} (raise `max_bytes`)")
-
-
 def repository_of(where: str) -> tuple[str, str] | None:
     """`org/name` or `org/name@revision` as repository and revision; None for anything else."""
     repo, _, revision = where.partition("@")
@@ -279,16 +270,16 @@ def repository_of(where: str) -> tuple[str, str] | None:
     return (repo, revision or "main") if named else None
 
 
-def open_origin(where: str, max_bytes: int | None = None) -> tuple[Origin, str | None]:
+def open_origin(where: str) -> tuple[Origin, str | None]:
     """An origin for a directory, a file or `org/name@revision`, and the file's name if a file was given."""
     path = Path(where)
     if path.is_dir():
-        return LocalOrigin(path, max_bytes), None
+        return LocalOrigin(path), None
     if path.is_file():
-        return LocalOrigin(path.parent, max_bytes), path.name
+        return LocalOrigin(path.parent), path.name
     repo, _, revision = where.partition("@")
     if _REPO.fullmatch(repo) and not where.startswith((".", "/", "~")):
-        return RemoteOrigin(repo, revision or "main", max_bytes=max_bytes), None
+        return RemoteOrigin(repo, revision or "main"), None
     raise ModelError(f"{where}: no such directory or file, and not a repository (org/name or org/name@revision)")
 
 

@@ -92,23 +92,10 @@ class Choices:
 
     mode: str = "fast"
     """fast (768 channels, and some layers of large models) or exact"""
-    layers: int | None = None
-    """score this many evenly spaced layers"""
-    align: Sequence[str] = ()
-    """any of order, lap, procrustes; by default all"""
-    reorder: bool = False
-    """match layers freely instead of in order"""
     seed: int = 0
     """seed of every sample"""
     adapter_base: str | None = None
     """base model of an adapter that does not name one"""
-    max_bytes: int | None = None
-    """refuse to read more than this from either model"""
-
-    def options(self) -> lineage.Options:
-        """These choices as the comparison's options."""
-        align = tuple(self.align) or lineage.comparison.ALIGNMENTS
-        return lineage.Options(self.mode, self.layers, align, self.reorder, self.seed)
 
 
 def compare(
@@ -135,12 +122,12 @@ def compare(
     """
 
     chosen = choices or Choices()
-    adapter_base, max_bytes = chosen.adapter_base, chosen.max_bytes
+    options = lineage.Options(chosen.mode, chosen.seed)
     with _status(quiet) as say:
-        models = [lineage.open_weights(where, adapter_base, max_bytes) for where in (a, b)]
+        models = [lineage.open_weights(where, chosen.adapter_base) for where in (a, b)]
         with lineage.comparison.holding(*models):
-            found = lineage.comparison.compare(models[0], models[1], control, null, chosen.options(), say)
-            found.given = lineage.comparison.Given(null, adapter_base, max_bytes)
+            found = lineage.comparison.compare(models[0], models[1], control, null, options, say)
+            found.given = lineage.comparison.Given(null, chosen.adapter_base)
             if out is not None:
                 say("hashes of the files")
             body = lineage.publishing.report.made(found, lineage.publishing.page.command(found), hashed=out is not None)

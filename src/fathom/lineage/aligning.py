@@ -50,19 +50,18 @@ def paired_rows(a: Weights, b: Weights) -> tuple[Array, Array, str]:
     return np.zeros(0, np.int64), np.zeros(0, np.int64), "nothing"
 
 
-def align(a: Weights, b: Weights, wanted: tuple[str, ...], rotation: bool, progress: Told) -> Aligned:
+def align(a: Weights, b: Weights, rotation: bool, progress: Told) -> Aligned:
     """The reliable alignments; `skipped` holds the reasons for the others.
 
     Args:
         a: The wider model.
         b: The other model.
-        wanted: Any of order, lap, procrustes.
         rotation: Whether to compute the rotation.
         progress: Called before each step.
     """
     rows_a, rows_b, pairing = paired_rows(a, b)
     d_a, d_b = a.geometry.width, b.geometry.width
-    ways = {"order": awm.identity(d_a)} if d_a == d_b and "order" in wanted else {}
+    ways = {"order": awm.identity(d_a)} if d_a == d_b else {}
     few = f"alignment by the embedding: {len(rows_a):,} shared strings"
     if len(rows_a) < 2 * d_b:
         return Aligned((rows_a, rows_b), pairing, ways, skipped=[f"{few}, {2 * d_b} would be needed for width {d_b}"])
@@ -91,14 +90,13 @@ def align(a: Weights, b: Weights, wanted: tuple[str, ...], rotation: bool, progr
     if rotation:
         progress("rotation")
         ways["procrustes"] = awm.procrustes(cross)
-    elif "procrustes" in wanted:
+    else:
         skipped.append("Procrustes alignment: slow at this width in fast mode; use exact mode")
     head, why_not = _head_matching(a, b, rows_a, rows_b, progress)
-    kept = {kind: way for kind, way in ways.items() if kind in wanted or (kind == "published" and "lap" in wanted)}
     return Aligned(
         (rows_a, rows_b),
         pairing,
-        kept,
+        ways,
         fixed,
         evidence.is_ordered(cross.square_a) and evidence.is_ordered(cross.square_b),
         float(np.mean(published.columns == fixed.columns)),

@@ -409,7 +409,6 @@ def score_layers(
     layers: tuple[list[int], list[int]],
     methods: list[MatchMethod],
     seed: int,
-    reorder: bool = False,
     progress: Callable[[str], None] = lambda _: None,
     living: bool = False,
 ) -> dict[str, Scores]:
@@ -437,7 +436,7 @@ def score_layers(
     for number, method in enumerate(methods):
         flat_a, flat_b = (np.stack([some[number] for some in side]) for side in coarse)  # [L, 2, few²]
         table = np.einsum("itx,jtx->ij", flat_a, flat_b, optimize=True).astype(np.float64) / 2
-        out[method.name] = Scores(method.name, table, matched(table, reorder, method.published))
+        out[method.name] = Scores(method.name, table, matched(table, method.published))
     wanted = {pair for scores in out.values() for pair in scores.pairs}
     for i, j in sorted(wanted - set(fine)):
         progress(f"layers {i + 1} and {j + 1}")
@@ -455,12 +454,12 @@ def _fine(a: list[Kernels], b: list[Kernels], methods: list[MatchMethod]) -> lis
     ]
 
 
-def matched(table: Array, reorder: bool, published: bool) -> list[tuple[int, int]]:
+def matched(table: Array, published: bool) -> list[tuple[int, int]]:
     """Pairs of matching layers: i ↔ i at equal depth unless an order-preserving shift is clearly better."""
     rows, columns = table.shape
     straight = [(i, i) for i in range(rows)]
-    if reorder or published:
-        return straight if published and rows == columns else free(table)
+    if published:
+        return straight if rows == columns else free(table)
     pairs = monotone(table)
     if rows == columns and sum(table[pair] for pair in pairs) <= np.trace(table) + 0.05 * rows:
         return straight

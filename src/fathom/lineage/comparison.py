@@ -44,7 +44,6 @@ SMALL_BYTES = 2 << 30  # for smaller models fast mode skips nothing
 FAST_LAYERS, FAST_FFN_LAYERS, EXACT_FFN_LAYERS = 12, 2, 8
 ANCHORS, FAST_ANCHORS = 1024, 256  # number of anchor strings for the terms of two layers, and of all layers
 PLAIN = 0.9  # a copy without padded weights scores more
-ALIGNMENTS = ("order", "lap", "procrustes")
 
 
 @dataclass(frozen=True)
@@ -53,27 +52,17 @@ class Options:
 
     Attributes:
         mode: `fast` samples 768 channels and, for large models, some layers; `exact` takes all.
-        layers: Score this many evenly spaced layers (equal depths only); None follows the mode.
-        align: Any of order, lap, procrustes.
-        reorder: Match layers freely instead of in order.
         seed: Seed of every sample.
         extras: HuRef's scores, parameter cosine and portraits; None computes them if they are cheap, or in exact mode.
     """
 
     mode: str = "fast"
-    layers: int | None = None
-    align: tuple[str, ...] = ALIGNMENTS
-    reorder: bool = False
     seed: int = 0
     extras: bool | None = None
 
     def __post_init__(self) -> None:
         if self.mode not in {"fast", "exact"}:
             raise ModelError(f"mode {self.mode!r}: wanted fast or exact")
-        if unknown := set(self.align) - set(ALIGNMENTS):
-            raise ModelError(f"align {min(unknown)!r}: wanted some of {', '.join(ALIGNMENTS)}")
-        if self.layers is not None and self.layers < 1:
-            raise ModelError(f"layers={self.layers}: wanted 1 or more")
         if self.seed < 0:
             raise ModelError(f"seed={self.seed}: wanted 0 or more")
 
@@ -103,7 +92,7 @@ def measure(first: Weights, second: Weights, options: Options, progress: Told = 
     before = {w.name: w.origin.bytes_read for w in (first, second)}
     swapped = second.geometry.width > first.geometry.width
     a, b = (second, first) if swapped else (first, second)
-    aligned = aligning.align(a, b, options.align, options.all_of(a, b), progress)
+    aligned = aligning.align(a, b, options.all_of(a, b), progress)
     layers = _layers(a, b, options)
     scores = _scored(a, b, layers, _methods(aligned, options), options, progress)
     pairs = matched_layers(scores, layers, (a.geometry.layers, b.geometry.layers))
@@ -141,11 +130,8 @@ def _unseen(weights: Weights) -> Iterator[str]:
 
 def _layers(a: Weights, b: Weights, options: Options) -> tuple[list[int], list[int]]:
     depths = a.geometry.layers, b.geometry.layers
-    limit = options.layers
-    if limit is None and not options.all_of(a, b):
-        limit = FAST_LAYERS
-    if depths[0] != depths[1]:  # a sample of layers could miss their partners
-        limit = None
+    alike = depths[0] == depths[1]  # else a sample of layers could miss their partners
+    limit = FAST_LAYERS if alike and not options.all_of(a, b) else None
     return awm.chosen_layers(depths[0], limit), awm.chosen_layers(depths[1], limit)
 
 
@@ -175,7 +161,7 @@ def _scored(
     def told(at: str) -> None:
         progress(f"queries and keys: {at}")
 
-    return awm.score_layers((a, b), layers, methods, options.seed, options.reorder, told, living)
+    return awm.score_layers((a, b), layers, methods, options.seed, told, living)
 
 
 def _living(
@@ -298,12 +284,10 @@ class Given:
     Attributes:
         null: A calibration file.
         adapter_base: Base model of adapters that do not name theirs.
-        max_bytes: Maximum bytes read from each model.
     """
 
     null: Path | None = None
     adapter_base: str | None = None
-    max_bytes: int | None = None
 
 
 @dataclass

@@ -251,17 +251,16 @@ def _select(ranges: Ranges | None, rows: slice | Array, total: int) -> list[tupl
     return [(int(run[0]), int(run[-1]) + 1) for run in np.split(chosen, breaks)]
 
 
-def open_weights(where: str | Path, base: str | Path | None = None, max_bytes: int | None = None) -> Weights:
+def open_weights(where: str | Path, base: str | Path | None = None) -> Weights:
     """Open a checkpoint. This reads only headers, the configuration and, on demand, the tokenizer.
 
     Args:
         where: A directory, `.safetensors`, `.gguf` or index file, `org/name@revision`, a run (its model) or a
             comparison (its best model).
         base: Base model of a PEFT adapter; by default the one in its adapter_config.json.
-        max_bytes: Refuse to read more bytes than this in total.
     """
     try:
-        return _opened(where, base, max_bytes)
+        return _opened(where, base)
     except ModelError as error:
         if str(where) in str(error):
             raise
@@ -270,15 +269,15 @@ def open_weights(where: str | Path, base: str | Path | None = None, max_bytes: i
         raise ModelError(f"{where!s:.200}: {error.strerror}") from None
 
 
-def _opened(where: str | Path, base: str | Path | None, max_bytes: int | None) -> Weights:
+def _opened(where: str | Path, base: str | Path | None) -> Weights:
     found = find_model(where) if holds_model(Path(where)) else where
-    origin, file = open_origin(str(found), max_bytes)
+    origin, file = open_origin(str(found))
     if file is not None and file.endswith(".gguf"):
         gguf = GgufStore(origin, file)
         names = vocabulary.from_pieces(gguf.tokens, gguf.byte_level) if gguf.tokens else None
         return resolve(str(where), gguf, gguf.config, lambda: names)
     if file is None and origin.exists(ADAPTER_CONFIG):
-        return _open_adapter(str(where), origin, base, max_bytes)
+        return _open_adapter(str(where), origin, base)
     store = open_safetensors(origin, file)
     if not origin.exists(CONFIG):
         raise ModelError(f"{where}: no {CONFIG} next to the weights; it gives the number of heads")
@@ -286,12 +285,12 @@ def _opened(where: str | Path, base: str | Path | None, max_bytes: int | None) -
     return resolve(str(where), store, config, lambda: vocabulary.read_vocabulary(origin))
 
 
-def _open_adapter(where: str, origin: Origin, base: str | Path | None, max_bytes: int | None) -> Weights:
+def _open_adapter(where: str, origin: Origin, base: str | Path | None) -> Weights:
     config = read_json(origin, ADAPTER_CONFIG)
     named = base or config.get("base_model_name_or_path")
     if not isinstance(named, str | Path):
         raise ModelError(f"{where}: an adapter that names no base model; give it with `adapter_base`")
-    below = open_weights(named, max_bytes=max_bytes)
+    below = open_weights(named)
     if not origin.exists(ADAPTER_WEIGHTS):
         raise ModelError(f"{where}: no {ADAPTER_WEIGHTS} (pickled adapters are never opened)")
     adapter = SafetensorsStore(origin, [ADAPTER_WEIGHTS])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fathom.checkpoints.tensors import Array
 from fathom.lineage import evidence, huref, nulls, verdict
-from fathom.lineage.comparison import ALIGNMENTS, Comparison
+from fathom.lineage.comparison import Comparison
 from fathom.lineage.pairs import NAMES, SCORE_LABELS
 from fathom.lineage.publishing import portrait
 from fathom.lineage.publishing.cards import sketch_bytes
@@ -246,14 +246,7 @@ def command(found: Comparison) -> str:
     ]
     if found.controls:
         words += ["--control", *(name for name, _ in found.controls)]
-    if options.align != ALIGNMENTS:
-        words += ["--align", *options.align]
-    for flag, value in (
-        ("--layers", options.layers),
-        ("--null", given.null),
-        ("--adapter-base", given.adapter_base),
-        ("--max-bytes", given.max_bytes),
-    ):
+    for flag, value in (("--null", given.null), ("--adapter-base", given.adapter_base)):
         if value is not None:
             words += [flag, str(value)]
-    return shlex.join(words + (["--reorder"] if options.reorder else []))
+    return shlex.join(words)

@@ -114,7 +114,7 @@ def _typed(body: Mapping[str, object], name: str) -> LineageReport:
 def _opened(name: str, item: ModelIdentity, given: Given) -> Weights:
     """A model by its name in the report, for a repository at the commit in the report."""
     where = name if item.revision is None else f"{name.partition('@')[0]}@{item.revision}"
-    return replace(open_weights(where, given.adapter_base, given.max_bytes), name=name)
+    return replace(open_weights(where, given.adapter_base), name=name)
 
 
 def _models(body: LineageReport) -> Iterator[tuple[str, ModelIdentity]]:
