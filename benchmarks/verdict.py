@@ -10,7 +10,8 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import numpy as np
 from fathom.experiments.compare_results import ArmResult, CacheBytes, RunRow, TrainingLoss, Validation
 from fathom.experiments.differences import compare_runs, share_of_gain
 from fathom.report.provenance import provenance
-from fathom.report.statistics import NOISE, adjust, paired_difference
+from fathom.report.statistics import adjust, paired_difference
 
 Values = dict[str, Any]
 SEEDS = (3, 5)
@@ -125,6 +126,27 @@ def shares(draws: int) -> list[Values]:
     for row in rows:
         print(json.dumps(row), flush=True)
     return rows
+
+
+@dataclass(frozen=True)
+class NoiseShape:
+    """A distribution of paired differences for simulations of interval coverage."""
+
+    words: str
+    draw: Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
+    mean: float
+
+
+NOISE = {
+    "normal": NoiseShape("normal", lambda chance, shape: chance.normal(size=shape), 0.0),
+    "skewed": NoiseShape("skewed (exponential)", lambda chance, shape: chance.exponential(size=shape), 1.0),
+    "outliers": NoiseShape(
+        "normal but for one in ten that lies ten standard deviations to one side",
+        lambda chance, shape: chance.normal(size=shape) + 10 * (chance.random(shape) < 0.1),
+        1.0,
+    ),
+}
+"""Distributions by name. Those that are not normal are skewed, since symmetric outliers only widen the interval."""
 
 
 def covered(draws: int) -> list[Values]:

@@ -148,18 +148,14 @@ def test_the_sentence_follows_from_the_intervals(full: ComparisonReport):
     assert said.startswith("With 3 seeds, at 1.6 million parameters and 2 million tokens, ")
     assert "uniform_depth's validation loss is lower than vanilla's by 0.0200 ± 0.0080 nats" in said
     assert "the difference of depth_attention (−0.0210 ± 0.0300 nats) to vanilla is not significant" in said
-    assert (
-        "uniform_depth and depth_attention do not differ significantly; if one run in ten of an arm were an outlier"
-        in said
-    )
-    assert said.endswith("13 % of such intervals would miss the true difference instead of 5 %.")
+    assert said.endswith("uniform_depth and depth_attention do not differ significantly.")
 
 
 def test_equal_gaps_are_too_coarse_to_judge() -> None:
     found = Difference(-0.1, 3, None, None)
     said = report_of(arm("vanilla", 4.0, None), arm("loop", 3.9, found)).verdict
     assert "loop ended 0.1000 nats below vanilla, with the same difference for every seed, which is too" in said
-    assert "nats lower" not in said and "would miss" not in said
+    assert "nats lower" not in said
 
 
 def test_an_exploratory_report_is_never_sure() -> None:
@@ -187,19 +183,10 @@ def test_a_share_of_the_gain_has_an_interval_or_is_not_said(full: ComparisonRepo
         assert "uniform_depth has 50 % of depth_attention's gain (95 % interval −6 to 93 %)" in text
 
 
-def test_the_page_says_what_its_intervals_are_worth(full: ComparisonReport) -> None:
-    text = html.unescape(page(full))
-    found = re.search(
-        r"with 3 seeds, simulated .*: ([\d.]+) % where they are normal, ([\d.]+) % where they are skewed .*, "
-        r"([\d.]+) % where they are normal but for one in ten",
-        text,
-    )
-    assert found, "the note"
-    normal, skewed, outliers = map(float, found.groups())
-    assert 94 <= normal <= 96 and 85 < skewed < 91 and 83 < outliers < 91
-    assert "uncorrected for the number of domains and arms" in text
+def test_the_page_says_that_domains_are_uncorrected(full: ComparisonReport) -> None:
+    assert "uncorrected for the number of domains and arms" in html.unescape(page(full))
     single = report_of(*full.arms[:1], arm("loop", 3.9, gap(-0.1, None, None)), seeds=1)
-    assert "simulated" not in page(single) and "uncorrected" not in page(single)
+    assert "uncorrected" not in page(single)
 
 
 def test_a_comparison_says_where_one_size_ends(full: ComparisonReport) -> None:

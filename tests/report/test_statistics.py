@@ -10,10 +10,8 @@ from scipy import stats
 
 from fathom.report.statistics import (
     LEAST_BOOTSTRAPPED,
-    NOISE,
     adjust,
     bootstrap_ratio,
-    coverage,
     holm,
     mcnemar,
     paired_difference,
@@ -52,21 +50,6 @@ def test_interval_covers_as_often_as_it_says():
         paired_difference([chance.gauss(0, 1) for _ in range(3)], [0.0] * 3).excludes_zero for _ in range(2000)
     )
     assert 70 < missed < 130
-
-
-@pytest.mark.parametrize("noise", NOISE)
-@pytest.mark.parametrize("pairs", [3, 5])
-def test_coverage_is_that_of_the_interval_in_use(noise: str, pairs: int):
-    chance = np.random.default_rng(1)
-    found = [
-        paired_difference(row, [NOISE[noise].mean] * pairs).excludes_zero
-        for row in NOISE[noise].draw(chance, (4000, pairs)).tolist()
-    ]
-    assert coverage(pairs, noise) == pytest.approx(1 - sum(found) / 4000, abs=0.02)
-    if noise == "normal":
-        assert coverage(pairs, noise) >= 0.94
-    else:
-        assert coverage(pairs, noise) < 0.91, "the control: what hurts is seen"
 
 
 def test_holm():

@@ -16,7 +16,6 @@ from fathom.experiments.differences import awaited, family_size
 from fathom.report import html
 from fathom.report.numbers import DASH, short
 from fathom.report.plots import IntervalMark, Line, interval_plot, line_plot
-from fathom.report.statistics import NOISE, coverage
 from fathom.report.tables import terminal_table
 
 if TYPE_CHECKING:
@@ -385,7 +384,6 @@ def _method(report: ComparisonReport) -> list[str]:
         + ("the ladder tuned for each arm." if report.ladder else "was not tuned for any arm."),
         _beyond(report),
     ]
-    lines += _coverage(report)
     if tests > 1:
         lines.append(
             "To limit false alarms with several arms, the verdict calls a difference significant only if Holm's test "
@@ -412,18 +410,6 @@ def _beyond(report: ComparisonReport) -> str:
         "Results at one size do not carry over to another. `fathom ladder` compares the arms at several sizes, each "
         "with a tuned learning rate, and estimates how much more compute the control would need."
     )
-
-
-def _coverage(report: ComparisonReport) -> list[str]:
-    """The coverage of the intervals if differences between seeds are not normal."""
-    count = len(report.seeds)
-    if count < 2:
-        return []
-    found = [f"{100 * coverage(count, name):.1f} % where they are {noise.words}" for name, noise in NOISE.items()]
-    return [
-        f"Coverage of such an interval with {count} seeds, simulated with differences of known "
-        f"distribution: {', '.join(found)}. So few seeds do not show which distribution applies here."
-    ]
 
 
 def _epochs(report: ComparisonReport) -> str:

@@ -35,7 +35,7 @@ from fathom.recipe import Recipe
 from fathom.report.numbers import in_words
 from fathom.report.provenance import Provenance
 from fathom.report.results import read_result
-from fathom.report.statistics import Difference, adjust, coverage, paired_difference, paired_ratio
+from fathom.report.statistics import Difference, adjust, paired_difference, paired_ratio
 from fathom.training import read_metrics
 from fathom.training.results import RunResult, held_out
 
@@ -125,20 +125,8 @@ def verdict(report: ComparisonReport) -> str:
         *([str(share)] if (share := report.share_of_uniform_depth) is not None else []),
         *_rivals(report),
     ]
-    limits = [*_bad_runs(bool(lower or higher), count), *_conditions(report)]
+    limits = _conditions(report)
     return f"With {count} seeds, {scope}, {'; '.join([*parts, *limits])}{left_out}.{smoke_test(report)}"
-
-
-def _bad_runs(claimed: bool, seeds: int) -> list[str]:
-    """The error rate of a claim if runs of one arm rarely fail, which so few seeds would not show."""
-    if not claimed:
-        return []
-    missed = f"{100 * (1 - coverage(seeds, 'outliers')):.0f} %"
-    return [
-        f"if one run in ten of an arm were an outlier by ten standard deviations, {missed} of such intervals would "
-        "miss "
-        "the true difference instead of 5 %"
-    ]
 
 
 def _conditions(report: ComparisonReport) -> list[str]:

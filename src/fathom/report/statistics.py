@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Protocol
@@ -113,42 +113,6 @@ def quantile(freedom: float) -> float:
     from scipy.special import stdtrit  # what scipy.stats.t calls, without its overhead
 
     return float(stdtrit(freedom, (1 + CONFIDENCE) / 2))
-
-
-@dataclass(frozen=True)
-class NoiseShape:
-    """A distribution of paired differences for simulations of interval coverage."""
-
-    words: str
-    draw: Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
-    mean: float
-
-
-NOISE = {
-    "normal": NoiseShape("normal", lambda chance, shape: chance.normal(size=shape), 0.0),
-    "skewed": NoiseShape("skewed (exponential)", lambda chance, shape: chance.exponential(size=shape), 1.0),
-    "outliers": NoiseShape(
-        "normal but for one in ten that lies ten standard deviations to one side",
-        lambda chance, shape: chance.normal(size=shape) + 10 * (chance.random(shape) < 0.1),
-        1.0,
-    ),
-}
-"""Distributions by name. Those that are not normal are skewed, since symmetric outliers only widen the interval."""
-
-
-@cache
-def coverage(pairs: int, noise: str, draws: int = 50_000) -> float:
-    """How often the 95 % interval of `pairs` differences holds their true mean, simulated.
-
-    Args:
-        pairs: Differences, at least two.
-        noise: Their distribution, a key of `NOISE`.
-        draws: Simulated intervals.
-    """
-    kind = NOISE[noise]
-    gaps = kind.draw(np.random.default_rng(0), (draws, pairs))
-    error = gaps.std(1, ddof=1) / math.sqrt(pairs)
-    return float(np.mean(np.abs(gaps.mean(1) - kind.mean) <= quantile(pairs - 1) * error))
 
 
 @dataclass(frozen=True)
