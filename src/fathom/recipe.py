@@ -252,8 +252,8 @@ class Track(Section, section="track"):
     """any of wandb, trackio, tensorboard"""
     project: str = "fathom"
     """project name for wandb and trackio"""
-    display: Literal["auto", "live", "lines", "none"] = "auto"
-    """auto shows a live panel on a terminal, else one line per log interval"""
+    display: Literal["lines", "none"] = "lines"
+    """lines shows one line per log interval"""
     peak_flops: float | None = None
     """peak FLOP/s of one device, for MFU; null looks up common accelerators"""
 

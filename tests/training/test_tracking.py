@@ -70,15 +70,12 @@ def test_a_resumed_run_writes_no_line_twice(tmp_path: Path) -> None:
 VALUES = {"loss": 2.5, "lr": 1e-3, "grad_norm": 0.5, "tokens_per_second": 1234.0, "mfu": 0.42, "memory_bytes": 2.0**30}
 
 
-@pytest.mark.parametrize("mode", ["live", "lines"])
-def test_display(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_display(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", io.StringIO())
-    monkeypatch.setenv("COLUMNS", "120")
-    display = Display(mode, "runs/x", 10)
+    display = Display("lines", 10)
     display.log(4, {"loss": 9.9, "lr": 1e-3, "grad_norm": 0.5})
     display.log(5, {**VALUES, "eta_seconds": 65.0})
     display.say("a [sentence]")
-    display.close()
     shown = sys.stderr.getvalue()
     assert all(text in shown for text in ("2.5000", "1,234", "42.0 %", "1.0 GiB", "1:05", "a [sentence]"))
     assert "9.9" not in shown, "between looks there is no speed to show"

@@ -141,8 +141,7 @@ class Run:
         recipe = planned.recipe if isinstance(planned, Branch) else planned
         self.recipe, self.run_dir, self.ranks = recipe, run_dir, ranks
         self._recipe_text = recipe.to_yaml()
-        self.display = Display(recipe.track.display if ranks.first else "none", run_dir.name, recipe.train.steps)
-        stack.callback(self.display.close)
+        self.display = Display(recipe.track.display if ranks.first else "none", recipe.train.steps)
         verify = recipe.data.verify and ranks.local_rank == 0
         split: TokenDataset | None = None
         if recipe.evaluate.every or has_split(recipe.data.directory, "val", recipe.data.collections):

@@ -20,9 +20,6 @@ from fathom.report.files import read_json, write_atomically, write_json
 from fathom.training.hooks import Hook
 
 if TYPE_CHECKING:
-    from rich.live import Live
-    from rich.panel import Panel
-
     from fathom.training.loop import Run
 
 
@@ -201,57 +198,20 @@ def _lines(path: Path) -> Sequence[bytes]:
 
 
 class Display(Hook):
-    """The display: a live panel on a terminal, else one line per log interval."""
+    """A line on standard error for each log interval."""
 
-    def __init__(self, mode: str, title: str, steps: int) -> None:
-        self.steps, self.title = steps, title
-        if mode == "auto":
-            mode = "live" if sys.stderr.isatty() else "lines"
-        self.mode = mode
-        self._live: Live | None = None
-        if mode == "live":
-            from rich.console import Console
-            from rich.live import Live
-
-            self._live = Live(console=Console(stderr=True), refresh_per_second=4, transient=False)
-            self._live.start()
+    def __init__(self, mode: str, steps: int) -> None:
+        self.mode, self.steps = mode, steps
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Show a step's numbers if they include the speed, once per interval."""
-        if "tokens_per_second" not in values or self.mode == "none":
-            return
-        if self._live is not None:
-            self._live.update(self._panel(step, values))
-        else:
-            parts = [f"step {step}/{self.steps}", *(f"{k} {v}" for k, v in readable(values).items())]
-            print("  ".join(parts), file=sys.stderr, flush=True)
+        if "tokens_per_second" in values:
+            self.say("  ".join([f"step {step}/{self.steps}", *(f"{k} {v}" for k, v in readable(values).items())]))
 
     def say(self, text: str) -> None:
         """Show a message."""
-        if self._live is not None:
-            self._live.console.print(text, markup=False, highlight=False)
-        elif self.mode != "none":
+        if self.mode != "none":
             print(text, file=sys.stderr, flush=True)
-
-    def close(self) -> None:
-        """Restore the terminal."""
-        if self._live is not None:
-            self._live.stop()
-
-    def _panel(self, step: int, values: Mapping[str, float]) -> Panel:
-        from rich.console import Group
-        from rich.panel import Panel
-        from rich.progress_bar import ProgressBar
-        from rich.table import Table
-
-        table = Table.grid(padding=(0, 3))
-        row = readable(values)
-        for _ in row:
-            table.add_column(justify="left")
-        table.add_row(*(f"[dim]{name}[/]" for name in row))
-        table.add_row(*(f"[bold]{value}[/]" for value in row.values()))
-        bar = ProgressBar(total=self.steps, completed=step)
-        return Panel(Group(table, bar), title=f"{self.title}  step {step} of {self.steps}", title_align="left")
 
 
 def readable(values: Mapping[str, float]) -> dict[str, str]:
