@@ -466,11 +466,6 @@ def write_bad_inputs(folder: Path) -> None:
         (["good.jsonl"], {"held_out": 0.999999999}, "every document was held out"),
         (["good.jsonl"], {"shard_tokens": 0}, "shard_tokens=0: allowed: 1 or more"),
         (["good.jsonl"], {"workers": 0}, "workers=0: allowed: 1 or more"),
-        (
-            ["good.jsonl"],
-            {"model_vocab_size": 300},
-            r"a vocabulary of \d+ tokens does not fit a model with 300",
-        ),
     ],
 )
 def test_errors_name_what_is_wrong(tmp_path: Path, tokenizer: str, monkeypatch, inputs, options, message) -> None:

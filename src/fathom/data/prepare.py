@@ -37,7 +37,6 @@ from fathom.data.shards import (
     file_crc32,
     first_line,
     read_index,
-    require_vocabulary,
     token_dtype,
     write_index,
 )
@@ -173,8 +172,6 @@ class PrepareOptions:
     """Tokens after which a shard is closed."""
     tokenizer_bytes: int = 1 << 28
     """Train the tokenizer on at most this many bytes of text, an equal share from the start of every input."""
-    model_vocab_size: int | None = None
-    """Refuse a tokenizer with more tokens than this."""
 
     @property
     def reading(self) -> Reading:
@@ -250,7 +247,7 @@ def prepare(
         begun = (out / JOURNAL).exists()
         try:
             run = _Run(out, sources, settings)
-            run.prepare_tokenizer(tokenizer, train_tokenizer, chosen.tokenizer_bytes, chosen.model_vocab_size)
+            run.prepare_tokenizer(tokenizer, train_tokenizer, chosen.tokenizer_bytes)
             started, resumed = time.monotonic(), run.documents
             run.tokenize(_worker_count(workers, sources))
             run.finish()
@@ -294,9 +291,7 @@ class _Run:
         else:
             self._write_journal()
 
-    def prepare_tokenizer(
-        self, name: str | None, train_size: int | None, train_bytes: int, model_vocab_size: int | None
-    ) -> None:
+    def prepare_tokenizer(self, name: str | None, train_size: int | None, train_bytes: int) -> None:
         """Load or train the tokenizer, unless an earlier run saved it already."""
         if not self.vocab_size:
             shutil.rmtree(self.out / TOKENIZER, ignore_errors=True)
@@ -305,13 +300,9 @@ class _Run:
             else:
                 assert name is not None
                 tokenizer = load_tokenizer(name, self.settings.eos_token)
-            if model_vocab_size is not None:
-                require_vocabulary(vocabulary_size(tokenizer), model_vocab_size, name or "the tokenizer")
             save_tokenizer(tokenizer, self.out)
             self.vocab_size, self.eos_token_id = vocabulary_size(tokenizer), int(tokenizer.eos_token_id)
             self._write_journal()
-        if model_vocab_size is not None:
-            require_vocabulary(self.vocab_size, model_vocab_size, self.out / TOKENIZER)
         self._restore_writers()
 
     def tokenize(self, workers: int) -> None:
@@ -467,8 +458,6 @@ def _check_arguments(tokenizer: str | None, train_size: int | None, held_out: fl
         raise DataError(f"shard_tokens={options.shard_tokens}: allowed: 1 or more")
     if options.max_record_bytes < SMALLEST_RECORD:
         raise DataError(f"max_record_bytes={options.max_record_bytes}: allowed: {SMALLEST_RECORD} or more")
-    if train_size is not None and options.model_vocab_size is not None:
-        require_vocabulary(train_size, options.model_vocab_size, "train_tokenizer")
 
 
 def _check_least(given: dict[str, int | None]) -> None:
