@@ -29,7 +29,7 @@ from fathom.kvcache import METHODS, Schedule
 from fathom.kvcache.average import Average
 from fathom.kvcache.build import cache_of, config_of
 from fathom.kvcache.freqkv import FreqKV
-from fathom.kvcache.memory import MemoryCache
+from fathom.kvcache.cache import MemoryCache
 from fathom.kvcache.method import Held, Linear, Method
 from fathom.kvcache.rope import Rope
 from fathom.report.provenance import provenance

@@ -38,6 +38,17 @@ def test_the_ratio_is_a_share_of_the_prompt(model, method):
     assert torch.equal(model.generate(prompt, **GREEDY), plain)  # nothing stays
 
 
+@pytest.mark.parametrize("while_decoding", [False, True])
+def test_rows_of_different_lengths(model, while_decoding):
+    """Each keeps a share of its own prompt, and what is too short stays whole."""
+    ids, mask = tokens(3, 90), torch.ones(3, 90, dtype=torch.long)
+    mask[1, :40], mask[2, :85] = 0, 0
+    with compressed(model, "tova", ratio=0.5, while_decoding=while_decoding):
+        together = model.generate(ids, attention_mask=mask, **GREEDY)[:, 90:]
+        for row, length, text in zip(ids, (90, 50, 5), together, strict=True):
+            assert torch.equal(model.generate(row[None, -length:], **GREEDY)[0, length:], text)
+
+
 def test_once_and_again(model):
     prompt, options = tokens(1, 20), dict(do_sample=False, max_new_tokens=40, return_dict_in_generate=True)
     with compressed(model, "tova", ratio=0.5):

@@ -24,14 +24,15 @@ def padded():
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding(model, side):
+    """On the left in a cache (test_padded.py), on the right in training."""
     mask = padded() if side == "left" else padded().flip(1)
-    with pytest.raises(ValueError, match="batch rows of equal length"):
-        model(tokens(2, 20), attention_mask=mask, past_key_values=cache_of(model))
-    with pytest.raises(ValueError, match="batch rows of equal length"):
-        prefill(model, tokens(2, 20), cache_of(model), attention_mask=mask)
+    if side == "right":
+        for read in (model, lambda ids, past_key_values, **given: prefill(model, ids, past_key_values, **given)):
+            with pytest.raises(ValueError, match="pad rows on their left, in the first pass only"):
+                read(tokens(2, 20), attention_mask=mask, past_key_values=cache_of(model))
     with compress_in_training(model, **SCHEDULE):
         if side == "left":
-            with pytest.raises(ValueError, match="batch rows of equal length"):
+            with pytest.raises(ValueError, match="in training, pad rows on their right"):
                 model(tokens(2, 20), attention_mask=mask)
         else:
             model(tokens(2, 20), attention_mask=mask)
@@ -102,8 +103,8 @@ def test_rows_may_change_between_calls(model):
 def test_a_mask_by_position():
     """Called with plain arguments, the decoder's mask is seen too."""
     decoder = model_of("qwen3").model
-    with pytest.raises(ValueError, match="batch rows of equal length"):
-        decoder(tokens(2, 20), padded(), past_key_values=build_cache(decoder, **SCHEDULE))
+    with pytest.raises(ValueError, match="pad rows on their left"):
+        decoder(tokens(2, 20), padded().flip(1), past_key_values=build_cache(decoder, **SCHEDULE))
 
 
 def test_a_cache_under_the_training_attention(model):

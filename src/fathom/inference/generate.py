@@ -206,7 +206,7 @@ def _run(
     began = time.perf_counter()
     with _in_one_line(sampling, model.generation_config):
         if sampling.memory is not None:
-            arguments |= sampling.memory.read(model, ids, sampling.beams(model), max_trips=sampling.max_trips)
+            arguments |= sampling.memory.read(model, ids, mask, sampling.beams(model), max_trips=sampling.max_trips)
         out = model.generate(
             ids,
             attention_mask=mask,

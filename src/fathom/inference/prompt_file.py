@@ -96,10 +96,6 @@ def generate_file(
         raise SettingsError(f"`out={out}` is the file of prompts; choose another")
     records = _read_records(prompts)
     size = batch_size or BATCH["cpu" if model.device.type == "cpu" else "other"]
-    if sampling.memory is not None:
-        if batch_size not in (None, 1):
-            raise SettingsError(f"batch_size={batch_size}: with `kvcache` prompts go one by one, since none is padded")
-        size = 1
     with _opened(out) as file, ProgressBar("generating", len(records)) as bar:
         done, errors = (0, 0) if out is None else _resume(file, records, prompts, out)
         began_with = done

@@ -63,7 +63,7 @@ class Sampling:
     compile: bool = False
     """Compile decoding, with a static cache: slow to start, then fast on a GPU."""
     memory: Policy | None = None
-    """A constant-size cache: prompts are processed one at a time, and the context is not limited."""
+    """A constant-size cache: the context is not limited."""
     max_trips: int | None = None
     """Maximum trips per token, up to the number that the model was trained for."""
     allow_control: bool = False

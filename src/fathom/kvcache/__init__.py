@@ -10,8 +10,8 @@ with compressed(model, "tova", ratio=0.5):
 from .accounting import cache_bytes
 from .attention import Compression, compress_in_training
 from .build import METHODS, NAMES, UntunedWarning, build_cache
+from .cache import MemoryCache
 from .compressed import compressed
-from .memory import MemoryCache
 from .method import Method
 from .prefill import chunks, prefill
 from .schedule import Once, Schedule

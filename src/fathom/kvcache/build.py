@@ -9,7 +9,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicSlidingWindowLayer
 
 from . import methods
-from .memory import Memory, MemoryCache
+from .cache import MemoryCache
+from .memory import Memory
 from .method import Method
 from .observe import observed_backend
 from .quantized import QuantizedMemory

@@ -19,8 +19,10 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from .build import METHODS, UntunedWarning, cache_of, config_of, untuned
-from .memory import MemoryCache
+from .cache import MemoryCache
+from .method import Method
 from .rope import Rope, refuse
+from .rows import left_padding, real_tokens
 from .schedule import SINKS, Once, Schedule
 from .watch import decoder_of, named, watch
 
@@ -35,6 +37,8 @@ def compressed(
     **options: object,
 ) -> Iterator[None]:
     """Compress every prompt that `model` reads into a new cache within the `with` block.
+
+    Prompts of a batch may be padded on the left: each keeps the share of its own length.
 
     The prompt is read in full and compressed when the next token arrives. `past_key_values` of the model's output, or
     of `model.generate(…, return_dict_in_generate=True)`, is then the compressed cache. Its `.branch()` answers one of
@@ -55,15 +59,25 @@ def compressed(
     kind = Schedule if while_decoding else Once
     Schedule.at(1 << 20, sinks, ratio)  # invalid values are refused here, not at the first prompt
 
-    def new(length: int) -> MemoryCache | None:
-        if length < sinks + 2 or not 0 < round(ratio * length) - sinks < length - sinks:
-            return None  # too short to compress
+    def compressible(length: int) -> bool:
+        return length >= sinks + 2 and 0 < round(ratio * length) - sinks < length - sinks
+
+    def new(length: int, attention_mask: object) -> MemoryCache | None:
+        if not compressible(length):
+            return None
         refuse(config, length)
-        schedule = kind.at(length, sinks, ratio)
-        chosen = METHODS[method](schedule, Rope(config), **options)
-        if words := untuned(config, chosen):
+        rope = Rope(config)
+
+        def method_for(pad: int) -> Method:
+            window = length - pad if compressible(length - pad) else 1 << 40  # shorter rows are left alone
+            return METHODS[method](kind.at(window, sinks, ratio), rope, **options)
+
+        if words := untuned(config, chosen := method_for(0)):
             warnings.warn(words, UntunedWarning, stacklevel=2)
-        return cache_of(chosen, config, model)
+        cache = cache_of(chosen, config, model)
+        if attention_mask is not None and (pads := left_padding(real_tokens(attention_mask))):
+            cache.pad(pads, method_for)
+        return cache
 
     def replace(
         module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]
@@ -75,7 +89,7 @@ def compressed(
         if not fresh and not (wanted and not module.training):
             return None
         tokens = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
-        memory = None if tokens is None else new(tokens.shape[1])
+        memory = None if tokens is None else new(tokens.shape[1], given.get("attention_mask"))
         return None if memory is None else ((), {**given, "past_key_values": memory, "use_cache": True})
 
     watch(model)

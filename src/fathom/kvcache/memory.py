@@ -1,4 +1,4 @@
-"""The cache layer of every method, and the cache made of such layers.
+"""The cache layer of every method.
 
 Keys have *virtual absolute* positions: with T tokens seen and p entries held, entry s has position s + T − p. For new
 keys this is the true position, by which the model rotated them. So models and `generate` need no change, and distances
@@ -8,44 +8,18 @@ stay below N.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin
 
-from .accounting import cache_bytes
 from .method import Held, Method
 from .rope import Still
 from .schedule import Schedule
 
 
-class Scheduled:
-    """Numbers that depend only on the method and the number of tokens seen, for a layer or a whole cache."""
-
-    method: Method
-
-    def get_seq_length(self) -> int:
-        """Number of tokens seen, which is the position of the next one."""
-        raise NotImplementedError
-
-    @property
-    def schedule(self) -> Schedule:
-        """The method's schedule."""
-        return self.method.schedule
-
-    @property
-    def entries(self) -> int:
-        """Stored entries of a layer, at most the window."""
-        return self.schedule.entries(self.get_seq_length())
-
-    @property
-    def compressions(self) -> int:
-        """Compressions so far."""
-        return self.schedule.compressions(self.get_seq_length())
-
-
-class Memory(CacheLayerMixin, Scheduled):
+class Memory(CacheLayerMixin):
     """Keys and values of one layer: at most N entries for any number of tokens seen."""
 
     is_sliding = False
@@ -56,6 +30,25 @@ class Memory(CacheLayerMixin, Scheduled):
         super().__init__()
         self.method, self.layer = method, layer
         self._forget()
+
+    @property
+    def schedule(self) -> Schedule:
+        """The method's schedule."""
+        return self.method.schedule
+
+    @property
+    def entries(self) -> int:
+        """Stored entries, at most the window."""
+        return self.schedule.entries(self.seen)
+
+    @property
+    def compressions(self) -> int:
+        """Compressions so far."""
+        return self.schedule.compressions(self.seen)
+
+    def cuts(self, length: int) -> list[int]:
+        """Lengths of the chunks into which the next `length` tokens are split, so that none crosses a compression."""
+        return self.schedule.cuts(self.seen, length)
 
     @property
     def rotation(self) -> Still:
@@ -184,70 +177,3 @@ class Memory(CacheLayerMixin, Scheduled):
         memo[id(self)] = new = copy.copy(self)
         new.__dict__ = copy.deepcopy(self.__dict__, memo)
         return new
-
-
-# Called by the compiler itself: an error raised in traced code would only trigger a fallback to eager mode.
-@torch.compiler.assume_constant_result
-def _refuse_compiling() -> None:
-    raise RuntimeError(
-        "a compressed cache cannot run under torch.compile: its length is part of the program, so every token would "
-        "compile again; run the model that was not compiled, or use method 'full_static'"
-    )
-
-
-class MemoryCache(Cache, Scheduled):
-    """A transformers cache whose layers are memories of one method.
-
-    A hook on the model (`watch`) checks what the layers cannot see: padding and packed rows.
-
-    Args:
-        method: The compression rule.
-        layers: One memory per layer of the model; a model of several trips adds its banks.
-    """
-
-    def __init__(self, method: Method, layers: Sequence[CacheLayerMixin]) -> None:
-        super().__init__(layers=list(layers))
-        self.method, self.watched = method, False
-        self.offset = 0
-
-    @property
-    def seen(self) -> int:
-        """Tokens seen so far."""
-        return self.get_seq_length()
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
-        """See transformers' `Cache.update`; refused if no hook checks the mask."""
-        if not self.watched:
-            raise RuntimeError(
-                "this model is not the one that the cache was built from, so nothing checks the mask: give build_cache "
-                "the model that is run, or call fathom.kvcache.watch(model) once"
-            )
-        if torch.compiler.is_compiling():
-            _refuse_compiling()
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
-
-    def continues(self, positions: Tensor | None) -> None:
-        """Refuse positions `[B, q]` that leave a gap after the tokens seen; a constant offset is allowed."""
-        offsets = {0} if positions is None else set((positions[:, 0] - self.seen).tolist())
-        if self.seen == 0 and len(offsets) == 1:
-            self.offset = offsets.pop()
-        elif offsets != {self.offset}:
-            raise ValueError(
-                f"position_ids do not continue the {self.seen} tokens in the cache: pass none, or the true positions; "
-                "before generate, prefill the prompt without its last token"
-            )
-
-    def branch(self) -> MemoryCache:
-        """An independent continuation of this cache: one context, read once, for any number of questions.
-
-        Nothing is copied: both share their tensors until each reads tokens of its own.
-        """
-        new = copy.copy(self)
-        new.layers = [layer.branch() if isinstance(layer, Memory) else copy.copy(layer) for layer in self.layers]
-        return new
-
-    def memory_bytes(self) -> int:
-        """Current bytes of all layers."""
-        return cache_bytes(self)

@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache
 from fathom.errors import SettingsError
 
 from .build import METHODS, NAMES, UntunedWarning, build_cache, config_of, untuned
-from .memory import MemoryCache
+from .cache import MemoryCache
 from .prefill import prefill
 from .schedule import RATIO, SINKS
 from .whole import WHOLE
@@ -65,6 +65,7 @@ class Policy:
         self,
         model: PreTrainedModel,
         prompt: Tensor,
+        attention_mask: Tensor | None = None,
         beams: int = 1,
         after_chunk: Callable[[], None] | None = None,
         max_trips: int | None = None,
@@ -73,11 +74,14 @@ class Policy:
 
         Args:
             model: The model that reads the prompt.
-            prompt: Sequences of one length, without padding.
+            prompt: Sequences, padded on the left if their lengths differ.
+            attention_mask: Zeros on padding, `[B, T]`.
             beams: Number of beams in `generate`.
             after_chunk: See `prefill`.
         """
         cache = self.empty(model)
+        if isinstance(cache, MemoryCache):
+            cache.admit(attention_mask)
         if prompt.shape[1] > 1:
             prefill(model, prompt[:, :-1], cache, after_chunk=after_chunk, max_trips=max_trips)
             cache.batch_repeat_interleave(beams)

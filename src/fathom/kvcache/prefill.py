@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from .memory import MemoryCache
-from .watch import watch, whole_rows
+from .cache import MemoryCache
+from .watch import watch
 
 if TYPE_CHECKING:
     from transformers.utils import ModelOutput
@@ -22,7 +22,7 @@ def chunks(input_ids: Tensor, cache: Cache) -> Iterator[Tensor]:
     if not isinstance(cache, MemoryCache):
         yield input_ids
         return
-    yield from input_ids.split(cache.schedule.cuts(cache.seen, input_ids.shape[1]), dim=1)
+    yield from input_ids.split(cache.memory.cuts(input_ids.shape[1]), dim=1)
 
 
 @torch.no_grad()
@@ -41,17 +41,17 @@ def prefill(
 
     Args:
         model: The model that reads the prompt.
-        input_ids: Sequences of one length.
+        input_ids: Sequences, padded on the left if their lengths differ.
         cache: A cache, empty or with the preceding tokens.
-        attention_mask: Mask of padding; only a full cache allows padding.
+        attention_mask: Mask of padding, with the tokens in the cache: `[B, seen + T]`.
         after_chunk: Called after every forward pass; an exception from it ends the prefill.
         max_trips: Maximum trips per token, equal to that of later forward passes; only for models of several trips.
     """
     if input_ids.shape[1] == 0:
         raise ValueError("prefill needs at least one token")
     if isinstance(cache, MemoryCache):
-        whole_rows(attention_mask)
         watch(model)
+        cache.admit(attention_mask)
         attention_mask = None
     given = {} if max_trips is None else {"max_trips": max_trips}
     for chunk in chunks(input_ids, cache):

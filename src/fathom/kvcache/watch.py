@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
-from .memory import MemoryCache
+from .cache import MemoryCache
 from .observe import observed_backend
 from .rope import Rope, refuse
+from .rows import padded_right, real_tokens, unbroken
 
 _ROPES: WeakKeyDictionary[PreTrainedModel, Rope] = WeakKeyDictionary()
 """Rotary embeddings of decoders that were run with a compressed cache."""
@@ -71,24 +72,37 @@ def _before(
         raise ValueError("this model compresses in its attention function: stop() that before you use a cache")
     if not training and not isinstance(cache, MemoryCache):
         return None
-    whole_rows(given.get("attention_mask"), right=training)
-    positions = given.get("position_ids")
-    if positions is not None:
-        unbroken(positions)
+    mask, positions = given.get("attention_mask"), given.get("position_ids")
     if not isinstance(cache, MemoryCache):
+        if mask is not None:
+            padded_right(real_tokens(mask))
+        if positions is not None:
+            unbroken(positions)
         return None
     turns_keys_as(decoder, cache)
     if not cache.watched:
         cache.method.rope.ask(decoder)
         cache.watched = True
-    cache.continues(positions)
+    cache.admit(mask)
+    places = cache.continues(positions, tokens_of(given).shape[1])
     now = Pass()
     given = _read_all_but_the_last(decoder, cache, given, now)
+    if cache.pads:
+        length = tokens_of(given).shape[1]
+        device = tokens_of(given).device
+        places = places[:, -length:].clamp(min=0)
+        given = {**given, "attention_mask": cache.mask(length).to(device), "position_ids": places.to(device)}
     if cache.method.observed:
         now.attention = decoder.config._attn_implementation
         decoder.config._attn_implementation = observed_backend(decoder)
     _UNDER_WAY.setdefault(decoder, []).append(now)
     return (), given
+
+
+def tokens_of(given: dict[str, Any]) -> Tensor:
+    """The tokens of a forward pass, or their embeddings: `[B, T, …]`."""
+    ids = given.get("input_ids")
+    return cast("Tensor", given["inputs_embeds"] if ids is None else ids)
 
 
 def _after(decoder: PreTrainedModel, args: tuple[object, ...], output: Any) -> Any:
@@ -106,20 +120,18 @@ def _read_all_but_the_last(
     decoder: PreTrainedModel, cache: MemoryCache, given: dict[str, Any], now: Pass
 ) -> dict[str, Any]:
     """Read all pieces but the last, and return the arguments for the last one."""
-    tokens = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
-    if tokens is None or torch.compiler.is_compiling():
-        return given
-    cuts = cache.schedule.cuts(cache.seen, tokens.shape[1])
-    if len(cuts) < 2:
+    length = tokens_of(given).shape[1]
+    cuts = cache.memory.cuts(length)
+    if len(cuts) < 2 or torch.compiler.is_compiling():
         return given
     start = 0
-    for length in cuts:
+    for part in cuts:
         piece = {**given, "attention_mask": None}
         for name, dim in SLICED.items():
             if isinstance(given.get(name), Tensor):
-                piece[name] = given[name].narrow(dim, start, length)
-        start += length
-        if start == tokens.shape[1]:
+                piece[name] = given[name].narrow(dim, start, part)
+        start += part
+        if start == length:
             return piece
         now.earlier.append(decoder(**{**piece, "return_dict": True, "use_cache": True}))
     raise AssertionError("the pieces do not add up to the input")
@@ -162,32 +174,4 @@ def turns_keys_as(decoder: PreTrainedModel, cache: MemoryCache) -> None:
     if not _ROPES[decoder].turns_as(cache.method.rope):
         raise ValueError(
             "this cache was built for other rotary angles than this model's: build one with build_cache(model, …)"
-        )
-
-
-def whole_rows(attention_mask: object, right: bool = False) -> None:
-    """Refuse padding: after a compression, the mask no longer covers padding whose entries are still in the memory.
-
-    Args:
-        attention_mask: The mask of a forward pass.
-        right: Allow padding after a sequence, which no token of it sees; for training, where nothing follows.
-    """
-    if attention_mask is None:
-        return
-    if not isinstance(attention_mask, Tensor) or attention_mask.ndim != 2:
-        raise ValueError("compression makes its own causal mask: pass no attention_mask, or a [batch, length] of ones")
-    seen = attention_mask.bool()
-    if not (seen.cummin(1).values == seen).all() if right else not seen.all():
-        raise ValueError(
-            "attention_mask has zeros, and compression would mix padding into the memory: batch rows of equal length; "
-            "where the prompt itself contains pad_token_id, pass attention_mask=torch.ones_like(input_ids)"
-        )
-
-
-def unbroken(positions: Tensor) -> None:
-    """Refuse packed rows and gaps."""
-    if not (positions.diff(dim=-1) == 1).all():
-        raise ValueError(
-            "position_ids restart or jump within a row: compression takes one unbroken text per row, so do not pack "
-            "documents (join them with EOS under running positions instead)"
         )

@@ -1,0 +1,156 @@
+"""The cache made of memories, and what it accepts: unbroken rows, padded on the left only."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicSlidingWindowLayer
+
+from .accounting import cache_bytes
+from .memory import Memory
+from .method import Method
+from .padded import Padded
+from .rows import left_padding, padded_left, real_tokens, unbroken
+from .schedule import Schedule
+
+
+# Called by the compiler itself: an error raised in traced code would only trigger a fallback to eager mode.
+@torch.compiler.assume_constant_result
+def _refuse_compiling() -> None:
+    raise RuntimeError(
+        "a compressed cache cannot run under torch.compile: its length is part of the program, so every token would "
+        "compile again; run the model that was not compiled, or use method 'full_static'"
+    )
+
+
+class MemoryCache(Cache):
+    """A transformers cache whose layers are memories of one method.
+
+    A hook on the model (`watch`) checks what the layers cannot see: padding and packed rows.
+
+    Args:
+        method: The compression rule.
+        layers: One memory per layer of the model; a model of several trips adds its banks.
+    """
+
+    def __init__(self, method: Method, layers: Sequence[CacheLayerMixin]) -> None:
+        super().__init__(layers=list(layers))
+        self.method, self.watched = method, False
+        self.offset = 0
+
+    @property
+    def memory(self) -> Memory:
+        """The first layer that is compressed; the others differ only in their entries."""
+        return next(layer for layer in self.layers if isinstance(layer, Memory))
+
+    @property
+    def schedule(self) -> Schedule:
+        """The method's schedule."""
+        return self.method.schedule
+
+    @property
+    def seen(self) -> int:
+        """Tokens seen so far, padding included: the column of the next one."""
+        return self.memory.seen
+
+    @property
+    def entries(self) -> int:
+        """Stored entries of a layer, at most the window."""
+        return self.memory.entries
+
+    @property
+    def compressions(self) -> int:
+        """Compressions so far."""
+        return self.memory.compressions
+
+    @property
+    def pads(self) -> tuple[int, ...]:
+        """The padding to the left of each row; empty if no row has any."""
+        return getattr(self.memory, "pads", ())
+
+    def pad(self, pads: Sequence[int], method_for: Callable[[int], Method] | None = None) -> None:
+        """Prepare an empty cache for rows with padding on their left.
+
+        Args:
+            pads: The padding of each row, in tokens.
+            method_for: The method of rows with this padding, if they differ.
+        """
+        self.layers = [Padded(layer, pads, method_for) if isinstance(layer, Memory) else layer for layer in self.layers]
+        least = min(memory.schedule.survivors for memory in self.memory.memories.values())
+        for layer in self.layers:
+            if isinstance(layer, DynamicSlidingWindowLayer) and layer.sliding_window > least:
+                raise ValueError(  # one mask serves both kinds of layers
+                    f"rows of different lengths need a compression to at least {layer.sliding_window} entries, as many "
+                    f"as the sliding layers of this model see, and this one leaves {least}: pass rows of equal length"
+                )
+
+    def reset(self) -> None:
+        """Forget all entries, and the padding."""
+        self.layers = [layer.empty if isinstance(layer, Padded) else layer for layer in self.layers]
+        super().reset()
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """See transformers' `Cache.update`; refused if no hook checks the mask."""
+        if not self.watched:
+            raise RuntimeError(
+                "this model is not the one that the cache was built from, so nothing checks the mask: give build_cache "
+                "the model that is run, or call fathom.kvcache.watch(model) once"
+            )
+        if torch.compiler.is_compiling():
+            _refuse_compiling()
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def admit(self, attention_mask: object) -> None:
+        """Learn the padding from the mask of the first pass, `[B, seen + q]`, and refuse any other than on the left."""
+        if attention_mask is None:
+            return
+        real = real_tokens(attention_mask)
+        if self.seen == 0 and not self.pads and (pads := left_padding(real)):
+            self.pad(pads)
+        padded_left(real, self.pads)
+
+    def continues(self, positions: Tensor | None, length: int) -> Tensor:
+        """The true positions of the next tokens, `[B, length]`, negative in padding.
+
+        Those given, `[B, length]`, must follow the tokens seen; a constant offset is allowed.
+        """
+        places = self.seen + torch.arange(length) - torch.tensor(self.pads or (0,)).unsqueeze(1)
+        if positions is None:
+            offsets = {0}
+        else:
+            positions, real = positions.cpu(), places >= 0
+            unbroken(positions, real)
+            apart, real = torch.broadcast_tensors(positions - places, real)
+            offsets = set(apart[real].unique().tolist())
+        if self.seen == 0 and len(offsets) == 1:
+            self.offset = offsets.pop()
+        elif not offsets <= {self.offset}:
+            raise ValueError(
+                f"position_ids do not continue the {self.seen} tokens in the cache: pass none, or the true positions; "
+                "before generate, prefill the prompt without its last token"
+            )
+        return places + self.offset
+
+    def mask(self, length: int) -> Tensor:
+        """The mask of the next tokens in a left-padded batch, `[B, seen + length]`: each row sees its last entries."""
+        assert isinstance(self.memory, Padded)
+        end = self.seen + length
+        return torch.arange(end) >= end - torch.tensor(self.memory.lengths(length)).unsqueeze(1)
+
+    def branch(self) -> MemoryCache:
+        """An independent continuation of this cache: one context, read once, for any number of questions.
+
+        Nothing is copied: both share their tensors until each reads tokens of its own.
+        """
+        new = copy.copy(self)
+        new.layers = [layer.branch() if isinstance(layer, Memory) else copy.copy(layer) for layer in self.layers]
+        return new
+
+    def memory_bytes(self) -> int:
+        """Current bytes of all layers."""
+        return cache_bytes(self)

@@ -1,0 +1,51 @@
+"""What a compression accepts of a batch: unbroken rows, with padding on their left in a cache, or behind them in
+training."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+PAD_TOKEN = "where the prompt itself contains pad_token_id, pass attention_mask=torch.ones_like(input_ids)"
+
+
+def real_tokens(attention_mask: object) -> Tensor:
+    """Which tokens are no padding, `[B, T]`; a mask of another kind is refused."""
+    if not isinstance(attention_mask, Tensor) or attention_mask.ndim != 2:
+        raise ValueError("compression makes its own causal mask: pass no attention_mask, or a padding mask [batch, T]")
+    return attention_mask.bool()
+
+
+def left_padding(real: Tensor) -> tuple[int, ...]:
+    """The padding to the left of each row, in tokens; empty if there is none, or if padding is elsewhere too."""
+    left = (real.cummax(1).values == real) & real[:, -1:]
+    return tuple((~real).sum(1).tolist()) if left.all() and not real.all() else ()
+
+
+def padded_left(real: Tensor, pads: tuple[int, ...]) -> None:
+    """Refuse padding other than `pads` to the left of each row: compression would mix it into the memory."""
+    first = torch.tensor(pads or (0,), device=real.device).unsqueeze(1)
+    if not ((torch.arange(real.shape[1], device=real.device) >= first) == real).all():
+        raise ValueError(
+            "attention_mask has zeros after the first token of a row, and compression would mix padding into the "
+            f"memory: pad rows on their left, in the first pass only; {PAD_TOKEN}"
+        )
+
+
+def padded_right(real: Tensor) -> None:
+    """Refuse padding before or within a row; no token of a row sees what is behind it."""
+    if not (real.cummin(1).values == real).all():
+        raise ValueError(
+            "attention_mask has zeros before the last token of a row, and compression would mix padding into the "
+            "memory: in training, pad rows on their right"
+        )
+
+
+def unbroken(positions: Tensor, real: Tensor | None = None) -> None:
+    """Refuse packed rows and gaps among the real tokens `[B, T]`."""
+    steps = positions.diff(dim=-1) == 1
+    if not (steps if real is None else steps | ~real[:, :-1]).all():
+        raise ValueError(
+            "position_ids restart or jump within a row: compression takes one unbroken text per row, so do not pack "
+            "documents (join them with EOS under running positions instead)"
+        )
