@@ -38,6 +38,29 @@ def test_every_parameter_learns(method):
         assert all(gradient.abs().max() > 0 for gradient in gradients(model, ids))
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_padding_behind_rows(method):
+    """No token sees it, through any compression: gradients are those of the rows alone. In front it would be seen."""
+    model, ids = model_of("qwen3").train(), tokens(2, 150)
+    labels, mask = ids.clone(), torch.ones_like(ids)
+    labels[0, 100:], mask[0, 100:] = -100, 0
+    real = int(mask[:, 1:].sum())
+
+    def learnt(*rows):
+        model.zero_grad()
+        for inputs, targets in rows:
+            given = mask if len(inputs) == 2 else None
+            model(inputs, attention_mask=given, labels=targets, num_items_in_batch=real).loss.backward()
+        return [parameter.grad.clone() for parameter in model.parameters()]
+
+    with switched(model, method):
+        alone = learnt((ids[:1, :100], labels[:1, :100]), (ids[1:], labels[1:]))
+        behind = learnt((ids, labels))
+        in_front = learnt((ids[:1].roll(50, 1), labels[:1].roll(50, 1)), (ids[1:], labels[1:]))
+    apart = [max((a - b).abs().max() for a, b in zip(alone, other, strict=True)) for other in (behind, in_front)]
+    assert apart[0] < 1e-5 and apart[1] > 1e-3
+
+
 @pytest.mark.parametrize("method", ["freqkv", "drop"])
 @torch.no_grad()
 def test_eager_and_sdpa(method):

@@ -38,17 +38,6 @@ def test_padding(model, side):
             model(tokens(2, 20), attention_mask=mask)
 
 
-@torch.no_grad()
-def test_padding_behind_a_row_is_fine_in_training(model):
-    """No token of the row sees it, through any compression."""
-    ids, mask = tokens(2, 150), torch.ones(2, 150, dtype=torch.long)
-    mask[0, 100:] = 0
-    with compress_in_training(model, **SCHEDULE):
-        padded_rows = model(ids, attention_mask=mask).logits
-        alone = model(ids[:1, :100]).logits
-    assert (padded_rows[0, :100] - alone[0]).abs().max() < 1e-5
-
-
 def test_a_prompt_with_the_pad_token(model):
     """`generate` infers padding from it; that must not pass silently, and the advice must work."""
     prompt = tokens(1, 20)

@@ -23,7 +23,7 @@ from .build import config_of, make_method
 from .method import Held, Method
 from .observe import Attend, backend
 from .rope import left_alone
-from .schedule import SINKS
+from .schedule import LARGEST_MASK, SINKS
 from .watch import decoder_of, watch
 
 NAME = "fathom_kvcache"
@@ -91,13 +91,18 @@ class Compression(AbstractContextManager["Compression"]):
                 noted = method.note(None, query[:, :, start:stop].detach() * scaling, keys.shape[2], rotation)
             keys = torch.cat([keys, key[:, :, start:stop]], dim=2) if i else key[:, :, :stop]
             values = torch.cat([values, value[:, :, start:stop]], dim=2) if i else value[:, :, :stop]
-            mask = self._mask(length, keys.shape[2], query)
-            outputs.append(
-                self._attention(module)(module, query[:, :, start:stop], keys, values, mask, scaling=scaling, **kwargs)[
-                    0
-                ]
-            )
+            group, past = query[:, :, start:stop], keys.shape[2] - length
+            if past > 0 and length > 1 and self._unmasked(length * keys.shape[2], query):
+                group = torch.cat([query.new_zeros(*query.shape[:2], past, query.shape[3]), group], dim=2)
+            mask = self._mask(group.shape[2], keys.shape[2], query)
+            out = self._attention(module)(module, group, keys, values, mask, scaling=scaling, **kwargs)[0]
+            outputs.append(out[:, -length:])
         return torch.cat(outputs, dim=1)
+
+    def _unmasked(self, pairs: int, query: Tensor) -> bool:
+        """Whether the memory's entries get queries of zeros, so that a causal kernel needs no mask: always on a GPU,
+        whose fastest kernels take none, elsewhere where it would be large."""
+        return self.name == "sdpa" and (query.is_cuda or pairs > LARGEST_MASK)
 
     def _attention(self, module: nn.Module) -> Attend:
         return backend(self.name, module)

@@ -16,7 +16,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from .method import Held, Method
 from .rope import Still
-from .schedule import Schedule
+from .schedule import LARGEST_MASK, Schedule
 
 
 class Memory(CacheLayerMixin):
@@ -47,8 +47,14 @@ class Memory(CacheLayerMixin):
         return self.schedule.compressions(self.seen)
 
     def cuts(self, length: int) -> list[int]:
-        """Lengths of the chunks into which the next `length` tokens are split, so that none crosses a compression."""
-        return self.schedule.cuts(self.seen, length)
+        """Lengths of the chunks into which the next `length` tokens are split.
+
+        None crosses a compression, and no mask is large: a first chunk needs none, later ones have few tokens.
+        """
+        chunks, most = self.schedule.cuts(self.seen, length), max(1, LARGEST_MASK // self.schedule.window)
+        first = chunks[:1] if self.seen == 0 else []
+        later = (range(0, chunk, most) for chunk in chunks[len(first) :])
+        return first + [min(most, steps.stop - at) for steps in later for at in steps]
 
     @property
     def rotation(self) -> Still:

@@ -18,6 +18,8 @@ SINKS = 4
 """First entries that are kept by default."""
 RATIO = 0.5
 """The default share that a compression leaves."""
+LARGEST_MASK = 1 << 22
+"""Most queries × keys of a mask; beyond that, prompts are read in smaller chunks, and training does without a mask."""
 
 
 @dataclass(frozen=True)
