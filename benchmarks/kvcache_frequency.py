@@ -28,8 +28,8 @@ from fathom.evaluation.perplexity import read_domains
 from fathom.kvcache import METHODS, Schedule
 from fathom.kvcache.average import Average
 from fathom.kvcache.build import cache_of, config_of
-from fathom.kvcache.freqkv import FreqKV
 from fathom.kvcache.cache import MemoryCache
+from fathom.kvcache.freqkv import FreqKV
 from fathom.kvcache.method import Held, Linear, Method
 from fathom.kvcache.rope import Rope
 from fathom.report.provenance import provenance

@@ -16,6 +16,7 @@ from .observe import observed_backend
 from .quantized import QuantizedMemory
 from .rope import Rope, left_alone, refuse
 from .schedule import RATIO, SINKS, Schedule
+from .static import StaticCache, StaticMemory
 from .watch import decoder_of, watch
 from .whole import WHOLE
 
@@ -39,6 +40,7 @@ def build_cache(
     ratio: float = 0.5,
     kept: int | None = None,
     quantized: str | None = None,
+    static: bool = False,
     **options: object,
 ) -> Cache:
     """An empty cache that holds at most `window` entries per layer, for `generate` or a forward pass.
@@ -53,11 +55,14 @@ def build_cache(
         ratio: Share of the window that a compression leaves.
         kept: L, entries that a compression leaves in addition to the sinks, instead of `ratio`.
         quantized: Store entries through a transformers backend: `quanto`, `hqq` or `fp8`.
+        static: Hold the window in buffers that never grow, so that a decoding step compiles once.
         options: Options of the method, documented in its class.
     """
     model = model_or_config if isinstance(model_or_config, nn.Module) else None
     config = config_of(model_or_config)
     if isinstance(method, str) and method in WHOLE:
+        if static:
+            raise ValueError(f"static=True: method '{method}' is transformers' own cache; take 'full_static'")
         if options:
             raise ValueError(
                 f"{', '.join(options)}: method '{method}' is transformers' plain cache and has no such option"
@@ -66,11 +71,17 @@ def build_cache(
     chosen = make_method(config, method, window, sinks, ratio, kept, **options)
     if isinstance(method, str) and (words := untuned(config, chosen)):
         warnings.warn(words, UntunedWarning, stacklevel=2)
-    return cache_of(chosen, config, model, quantized)
+    if static:
+        refuse_static(chosen, config, quantized)
+    return cache_of(chosen, config, model, quantized, static)
 
 
 def cache_of(
-    method: Method, config: PreTrainedConfig, model: nn.Module | None, quantized: str | None = None
+    method: Method,
+    config: PreTrainedConfig,
+    model: nn.Module | None,
+    quantized: str | None = None,
+    static: bool = False,
 ) -> MemoryCache:
     """An empty cache of a method; layers whose own window is smaller keep transformers' cache."""
     if method.observed and model is None:
@@ -82,6 +93,9 @@ def cache_of(
             observed_backend(decoder)
         watch(model)
 
+    if static:
+        return StaticCache(method, [StaticMemory(method, i) for i in range(config.num_hidden_layers)])
+
     def layer(i: int) -> CacheLayerMixin:
         sees = left_alone(config, i, method.schedule.window)
         if sees is not None:
@@ -90,6 +104,23 @@ def cache_of(
 
     layers = [layer(i) for i in range(config.num_hidden_layers)]
     return MemoryCache(method, layers)
+
+
+def refuse_static(method: Method, config: PreTrainedConfig, quantized: str | None) -> None:
+    """Refuse what a static cache cannot do; the error names the reason."""
+    reasons = {
+        f"{method.name} looks at queries, which a compiled graph does not show": method.observed > 0,
+        f"quantized={quantized} stores entries in parts that grow": quantized is not None,
+        f"layers that see {getattr(config, 'sliding_window', None)} tokens keep their own cache": any(
+            left_alone(config, i, method.schedule.window) for i in range(config.num_hidden_layers)
+        ),
+        f"attention {config._attn_implementation!r} reads entries that are not written yet; use sdpa": (
+            config._attn_implementation not in ("sdpa", "eager")
+        ),
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise ValueError(f"static=True: {reason}")
 
 
 def untuned(config: PreTrainedConfig, method: Method) -> str | None:

@@ -21,8 +21,8 @@ from .schedule import Schedule
 @torch.compiler.assume_constant_result
 def _refuse_compiling() -> None:
     raise RuntimeError(
-        "a compressed cache cannot run under torch.compile: its length is part of the program, so every token would "
-        "compile again; run the model that was not compiled, or use method 'full_static'"
+        "a compressed cache that grows cannot run under torch.compile: its length is part of the program, so every "
+        "token would compile again; build it with static=True, or run the model that was not compiled"
     )
 
 
@@ -35,6 +35,8 @@ class MemoryCache(Cache):
         method: The compression rule.
         layers: One memory per layer of the model; a model of several trips adds its banks.
     """
+
+    layers: list[CacheLayerMixin]
 
     def __init__(self, method: Method, layers: Sequence[CacheLayerMixin]) -> None:
         super().__init__(layers=list(layers))
@@ -79,6 +81,7 @@ class MemoryCache(Cache):
             method_for: The method of rows with this padding, if they differ.
         """
         self.layers = [Padded(layer, pads, method_for) if isinstance(layer, Memory) else layer for layer in self.layers]
+        assert isinstance(self.memory, Padded)
         least = min(memory.schedule.survivors for memory in self.memory.memories.values())
         for layer in self.layers:
             if isinstance(layer, DynamicSlidingWindowLayer) and layer.sliding_window > least:
@@ -101,9 +104,14 @@ class MemoryCache(Cache):
                 "this model is not the one that the cache was built from, so nothing checks the mask: give build_cache "
                 "the model that is run, or call fathom.kvcache.watch(model) once"
             )
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() and not self.is_compileable:
             _refuse_compiling()
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def make_room(self, length: int) -> None:
+        """Prepare for the next `length` tokens; growing memories do so when they are written."""
+        if torch.compiler.is_compiling():
+            _refuse_compiling()
 
     def admit(self, attention_mask: object) -> None:
         """Learn the padding from the mask of the first pass, `[B, seen + q]`, and refuse any other than on the left."""

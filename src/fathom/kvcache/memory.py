@@ -83,8 +83,12 @@ class Memory(CacheLayerMixin):
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """How many keys `update` will return for a query of this length, and the position of the first one."""
         self.schedule.fit(self.seen, query_length)
-        held = self.schedule.survivors if self._is_due(query_length) else self.entries
+        held = self.found(query_length)
         return held + query_length, self.seen - held
+
+    def found(self, query_length: int) -> int:
+        """Entries that the next tokens find."""
+        return self.schedule.survivors if self._is_due(query_length) else self.entries
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
@@ -117,12 +121,13 @@ class Memory(CacheLayerMixin):
         return length > 0 and self.schedule.is_due(self.seen)
 
     def _compress(self) -> None:
-        keys, values = self._read()
+        self._replace(*self._compressed(*self._read()))
+        self.queries = None
+
+    def _compressed(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         if self.first is None:
             self.first = keys[:, :, : self.schedule.sinks].clone()  # a view would keep the whole window in memory
-        held = Held(keys, values, self.queries, self.rotation)
-        self._replace(*self.method.compress(held, self.first, self.compressions))
-        self.queries = None
+        return self.method.compress(Held(keys, values, self.queries, self.rotation), self.first, self.compressions)
 
     def _append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         self.keys, self.values = torch.cat([self.keys, keys], dim=2), torch.cat([self.values, values], dim=2)

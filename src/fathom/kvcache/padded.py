@@ -92,12 +92,10 @@ class Padded(Memory):
 
     def observe(self, queries: Tensor) -> None:
         """Show each row's memory the queries `[B, H, q, D]` that are no padding."""
-        self.seen -= queries.shape[2]
-        counts = {pad: self._real(pad, queries.shape[2]) for pad in self.memories}
-        self.seen += queries.shape[2]
-        for pad, count in counts.items():
-            if count:
-                self.memories[pad].observe(queries[self._rows(pad), :, -count:])
+        for pad, memory in self.memories.items():
+            count = min(queries.shape[2], self.seen - pad)
+            if count > 0:
+                memory.observe(queries[self._rows(pad), :, -count:])
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these rows."""

@@ -73,6 +73,9 @@ def _before(
     if not training and not isinstance(cache, MemoryCache):
         return None
     mask, positions = given.get("attention_mask"), given.get("position_ids")
+    if isinstance(cache, MemoryCache) and torch.compiler.is_compiling():
+        cache.make_room(tokens_of(given).shape[1])  # what is checked below was checked when the prompt was read
+        return None
     if not isinstance(cache, MemoryCache):
         if mask is not None:
             padded_right(real_tokens(mask))
@@ -87,11 +90,14 @@ def _before(
     places = cache.continues(positions, tokens_of(given).shape[1])
     now = Pass()
     given = _read_all_but_the_last(decoder, cache, given, now)
+    if cache.is_compileable:  # a mask that `generate` made may be of another piece
+        given = {**given, "attention_mask": None}
     if cache.pads:
         length = tokens_of(given).shape[1]
         device = tokens_of(given).device
         places = places[:, -length:].clamp(min=0)
         given = {**given, "attention_mask": cache.mask(length).to(device), "position_ids": places.to(device)}
+    cache.make_room(tokens_of(given).shape[1])
     if cache.method.observed:
         now.attention = decoder.config._attn_implementation
         decoder.config._attn_implementation = observed_backend(decoder)
@@ -107,8 +113,7 @@ def tokens_of(given: dict[str, Any]) -> Tensor:
 
 def _after(decoder: PreTrainedModel, args: tuple[object, ...], output: Any) -> Any:
     """Restore the attention, and join the hidden states of all pieces; also called after an error."""
-    under_way = _UNDER_WAY.get(decoder)
-    if not under_way:
+    if torch.compiler.is_compiling() or not (under_way := _UNDER_WAY.get(decoder)):
         return None
     now = under_way.pop()
     if now.attention is not None:
@@ -122,7 +127,7 @@ def _read_all_but_the_last(
     """Read all pieces but the last, and return the arguments for the last one."""
     length = tokens_of(given).shape[1]
     cuts = cache.memory.cuts(length)
-    if len(cuts) < 2 or torch.compiler.is_compiling():
+    if len(cuts) < 2:
         return given
     start = 0
     for part in cuts:
