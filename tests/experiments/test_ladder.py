@@ -837,22 +837,27 @@ def test_an_arm_of_its_own_steps_says_nothing_of_a_trip(tmp_path: Path, monkeypa
     assert climb(make(tmp_path, arms, **rules), tmp_path / "out", quiet=True).phi is None
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["report.json", "rungs/1/report.json", "tune/1/better/lr+0/seed-0/result.json"]
-    + [f"rungs/1/arms/better/seed-0/{name}" for name in ("result.json", "failed.json", "machine.json")],
-)
-def test_a_damaged_file_is_named(whole, tmp_path: Path, monkeypatch, capsys, name: str) -> None:
-    """Also in a comparison, whose functions read the rungs; where it is deleted, the report is written."""
+DAMAGED = [
+    *("report.json", "rungs/1/report.json", "tune/1/better/lr+0/seed-0/result.json"),
+    *(f"rungs/1/arms/better/seed-0/{name}" for name in ("result.json", "failed.json", "machine.json")),
+]
+
+
+def test_a_damaged_file_is_named(whole, tmp_path: Path, monkeypatch, capsys) -> None:
+    """Also in a comparison, whose functions read the rungs; where all are deleted, the report is written."""
     planted(monkeypatch)
     out = tmp_path / "out"
     shutil.copytree(whole[1], out)
-    file = out / name
-    if file.name == "failed.json":
-        (file.parent / "result.json").unlink()
-    for text in ("{", "{}"):
-        file.write_text(text)
-        assert main(["ladder", str(out), "--report"]) == 2
-        assert capsys.readouterr().err.startswith(f"fathom: {file} is damaged: delete it")
-    file.unlink()
+    for file in (out / name for name in DAMAGED):
+        kept = file if file.exists() else file.with_name("result.json")  # a run has failed, or it has a result
+        before = kept.read_bytes()
+        kept.unlink()
+        for text in ("{", "{}"):
+            file.write_text(text)
+            assert main(["ladder", str(out), "--report"]) == 2, file
+            assert capsys.readouterr().err.startswith(f"fathom: {file} is damaged: delete it")
+        file.unlink()
+        kept.write_bytes(before)
+    for name in DAMAGED:
+        (out / name).unlink(missing_ok=True)
     assert main(["ladder", str(out), "--json"]) == 0

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import TypeVar, cast
 
@@ -330,7 +330,7 @@ class State:
         """The posterior of an arm; None where two rungs or the noise of a seed are missing."""
         found = self.rungs(arm, sizes)
         noise: Noise | None = noise_of(found)
-        return None if len(found) < 2 or noise is None else posterior(found, noise)
+        return None if len(found) < 2 or noise is None else _fitted(tuple(found), noise)
 
     # The seal
 
@@ -397,17 +397,14 @@ class State:
         sure = [arm for arm, _, p in self.judged() if p < SURE and not arm.name.startswith(MATCHED)]
         if not self.ladder.rules.check or len(self.ladder.sizes) < 3 or not sure:
             return []
+        return [self._check(arm, place) for arm in (self.ladder.control, *sure) for place in (-1, 1)]
+
+    def _check(self, arm: Arm, place: int) -> LadderRun:
         size, seed = self.ladder.sizes[-1], self.ladder.first_seed()
-        return [
-            LadderRun(
-                self.out,
-                f"{CHECK}-{arm.name}-lr{place:+d}",
-                self.out / CHECK / arm.name / f"lr{place:+d}" / f"seed-{seed}",
-                self.ladder.run(arm, size, rounded(self.rate(arm, size) * 2.0**place), seed),
-            )
-            for arm in (self.ladder.control, *sure)
-            for place in (-1, 1)
-        ]
+        rate = rounded(self.rate(arm, size) * 2.0**place)
+        recipe: Recipe = self._keep((CHECK, arm.name, rate), lambda: self.ladder.run(arm, size, rate, seed))
+        where = self.out / CHECK / arm.name / f"lr{place:+d}" / f"seed-{seed}"
+        return LadderRun(self.out, f"{CHECK}-{arm.name}-lr{place:+d}", where, recipe)
 
     # What comes next
 
@@ -460,6 +457,12 @@ def _changed(begun: Plan, planned: Plan, rung: Path) -> list[str]:
         if changed and (rung / ARMS / arm.name).exists():
             found += sorted({f"{arm.name}'s {override.partition('=')[0]}" for override in changed})
     return found
+
+
+@lru_cache(maxsize=32)
+def _fitted(rungs: tuple[Rung, ...], noise: Noise) -> Posterior:
+    """Stages, checks and the report ask for the same fit again and again."""
+    return posterior(rungs, noise)
 
 
 def _loss_at(tuned: Tuned, rate: float) -> float:
