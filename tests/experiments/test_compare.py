@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import re
 import shutil
@@ -10,6 +11,7 @@ import signal
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from fathom.checkpoints.find import best_run
 from fathom.cli.main import main
 from fathom.data.puzzles import open_data
 from fathom.errors import DataError, SettingsError
+from fathom.experiments import schedule
 from fathom.experiments.arms import arm_recipes, parse_arms, tokens, training_flops
 from fathom.experiments.compare import carry_out, rewrite_report
 from fathom.experiments.compare_page import page, quality_rows, tables
@@ -223,19 +226,22 @@ def test_a_measurement_is_kept_only_where_it_still_holds(planted, override: str,
     assert (read_measured(changed, out, "again") is not None) == kept
 
 
-def _compare(out: Path) -> None:
+def _compare(out: Path, method: str) -> None:
+    schedule.multiprocessing = SimpleNamespace(get_context=lambda _: multiprocessing.get_context(method))
     carry_out(Plan.read(out), out, workers=2, quiet=True)
 
 
-def test_killed_and_continued_by_two_workers(small: Recipe, tmp_path: Path):
-    """Kill everything in the middle: the rerun ends with the very losses of an undisturbed comparison."""
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+def test_killed_and_continued_by_two_workers(small: Recipe, tmp_path: Path, method: str):
+    """Kill everything in the middle: the rerun ends with the very losses of an undisturbed comparison. Workers that are
+    spawned, as everywhere else, import torch anew."""
     recipe = small.override("train.checkpoint_every=4")
     calm = make_plan(recipe, "vanilla,depth_attention", seeds=1, pairs=0, out=tmp_path / "calm")
     expected = carry_out(calm, tmp_path / "calm", quiet=True)
     out = tmp_path / "killed"
     out.mkdir()
     shutil.copy(tmp_path / "calm/plan.json", out)
-    process = processes.start(_compare, out, daemon=False)
+    process = processes.start(_compare, out, method, daemon=False)
     while process.is_alive() and not list(out.glob("arms/*/*/step-*")):
         time.sleep(0.05)
     os.kill(process.pid, signal.SIGKILL)

@@ -40,6 +40,7 @@ def test_drift_cancels():
     assert ratio.low <= ratio.median <= ratio.high and ratio.pairs == 9
 
 
+@pytest.mark.slow
 def test_an_arm_costs_as_much_as_itself(small: Recipe):
     control = small.override("train.tokens_per_step=1024", "train.micro_batch=32", "model.hidden_size=128")
     again = Arm("again", "vanilla").recipe(control)
