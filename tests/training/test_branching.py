@@ -129,6 +129,7 @@ def test_branched_and_cooled_down(constant: Path, tmp_path: Path, planned: Calla
     assert len(read_history(new)) == 1
 
 
+@pytest.mark.slow
 def test_branched_twice_and_cooled_down(constant: Path, tmp_path: Path, planned: Callable[..., Path]) -> None:
     """One after the other, with the histories of all three."""
     train(branch(constant, tmp_path / "longer", ["train.steps=12"]))
@@ -147,7 +148,7 @@ def test_a_cooldown_begins_at_the_rate_in_force(recipe: Recipe, tmp_path: Path) 
     assert len(rates) == 6 and rates[3] > rates[4] > rates[5] == pytest.approx(0.1 * rates[3])
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "linear"])
+@pytest.mark.parametrize("schedule", ["cosine", pytest.param("linear", marks=pytest.mark.slow)])
 def test_a_schedule_made_for_a_length_must_be_said_anew(
     recipe: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str], schedule: str
 ) -> None:

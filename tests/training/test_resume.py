@@ -101,7 +101,12 @@ def assert_same_end(run_dir: Path, undisturbed: Path, steps: int = STEPS) -> Non
 
 @pytest.mark.parametrize(
     "place",
-    ["step 6", "while tensors are written", "before the checksums", "before the rename", "before latest is updated"],
+    [
+        *("step 6", "before the rename"),
+        pytest.param("while tensors are written", marks=pytest.mark.slow),
+        pytest.param("before the checksums", marks=pytest.mark.slow),
+        pytest.param("before latest is updated", marks=pytest.mark.slow),
+    ],
 )
 def test_killed_and_continued(recipe: Recipe, tmp_path: Path, undisturbed: Path, place: str) -> None:
     assert processes.run(train_until_death, recipe, tmp_path / "run", place) == -signal.SIGKILL
