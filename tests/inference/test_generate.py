@@ -85,9 +85,10 @@ def test_a_batch_equals_one_at_a_time(opened, options: dict) -> None:
     """
     model, tokenizer = copy.deepcopy(opened[0]).double(), opened[1]
     sampling = Sampling(59, temperature=0, options=options)
-    ids = [encode(tokenizer, prompt) for prompt in PROMPTS]
+    prompts = PROMPTS[:5]
+    ids = [encode(tokenizer, prompt) for prompt in prompts]
     together = generate_batch(model, tokenizer, ids, sampling)
-    alone = [generate(model, tokenizer, prompt, sampling) for prompt in PROMPTS]
+    alone = [generate(model, tokenizer, prompt, sampling) for prompt in prompts]
     for a, b in zip(together, alone, strict=True):
         assert (a.text, a.tokens, a.prompt_tokens, a.finish) == (b.text, b.tokens, b.prompt_tokens, b.finish)
     assert any(a.prompt_tokens + a.tokens == 64 for a in together)
