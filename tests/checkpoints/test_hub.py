@@ -124,7 +124,7 @@ def repositories(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def served(repositories: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     hub._snapshot.cache_clear()
     with Hub(repositories) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         where = f"http://127.0.0.1:{server.server_address[1]}"
         monkeypatch.setattr(constants, "ENDPOINT", where)
         monkeypatch.setenv("HF_ENDPOINT", where)

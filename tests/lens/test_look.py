@@ -611,7 +611,7 @@ def test_live(tokenizer, browser):
 
     browser.complaints.clear()
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         browser.open(f"http://127.0.0.1:{server.server_port}/")
         type_in = "(text => {{ const box = document.querySelector('#prompt'); box.value = text; "
         type_in += "box.dispatchEvent(new Event('input', {{bubbles: true}})) }})({})"
