@@ -18,7 +18,7 @@ from fathom.training.build import Training
 from fathom.training.guard import Guard
 from fathom.training.optimizer import Optimizer
 from fathom.training.parallel import Ranks
-from tests.models.cases import CASES, build, config_of, tokens
+from tests.models.cases import CASES, build, config_of, in_turn, tokens
 
 from .watch import HostReads
 
@@ -49,7 +49,7 @@ def reads_of_a_step(training: Training, batch: Batch) -> list[str]:
     return reads.seen
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", in_turn(CASES))
 def test_a_training_step_does_not_wait(case, questions):
     assert reads_of_a_step(*training_of(case)) == []
     assert questions == []
