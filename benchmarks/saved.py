@@ -18,6 +18,7 @@ import json
 import weakref
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -108,15 +109,22 @@ def saved_bytes(model: FathomForCausalLM, ids: Tensor) -> int:
 
 def measure(arm: str, dtype: torch.dtype, length: int, batch: int = 1, **recurrence: object) -> Kept:
     """One arm beside vanilla."""
-    ids = torch.randint(3, 1000, (batch, length), generator=torch.Generator().manual_seed(0))
-    found = {}
-    for name in ("vanilla", arm):
-        torch.manual_seed(0)
-        config = config_of(name, **(recurrence if name == arm else {}))
-        found[name] = saved_bytes(FathomForCausalLM(config).to(dtype).train(), ids)
+    config = config_of(arm, **recurrence)
     passes = training_visits(config)[0] / config.num_hidden_layers
-    times = found[arm] / found["vanilla"]
-    return Kept(arm, str(dtype).removeprefix("torch."), length, passes, found[arm], times, times / passes)
+    found = _kept_by(config, dtype, length, batch)
+    times = found / _kept_by_vanilla(dtype, length, batch)
+    return Kept(arm, str(dtype).removeprefix("torch."), length, passes, found, times, times / passes)
+
+
+def _kept_by(config: FathomConfig, dtype: torch.dtype, length: int, batch: int) -> int:
+    torch.manual_seed(0)
+    ids = torch.randint(3, 1000, (batch, length), generator=torch.Generator().manual_seed(0))
+    return saved_bytes(FathomForCausalLM(config).to(dtype).train(), ids)
+
+
+@cache
+def _kept_by_vanilla(dtype: torch.dtype, length: int, batch: int) -> int:
+    return _kept_by(config_of("vanilla"), dtype, length, batch)
 
 
 def return_what_is_freed() -> None:
