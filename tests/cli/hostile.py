@@ -19,6 +19,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -331,13 +332,17 @@ _LOOKING = [False]
 
 
 def _hear(event: str, arguments: tuple[object, ...]) -> None:
+    if not _LOOKING[0]:  # a process hears of every file that it opens, for as long as it lives
+        return
     ours = event == "subprocess.Popen" and arguments[0] in ("uname", "git")  # what a log says of the machine
-    if (
-        _LOOKING[0]
-        and not ours
-        and event in ("os.system", "subprocess.Popen", "os.exec", "os.posix_spawn", "socket.connect")
-    ):
+    if not ours and event in ("os.system", "subprocess.Popen", "os.exec", "os.posix_spawn", "socket.connect"):
         STARTED.append(f"{event} {arguments!r:.200}")
+
+
+@cache
+def listen() -> None:
+    """From now on: such a hook is never removed."""
+    sys.addaudithook(_hear)
 
 
 def try_case(place: Path, number: int) -> End:
@@ -352,6 +357,7 @@ def try_case(place: Path, number: int) -> End:
     (place / "out").mkdir()
     out, err, code, fault = io.StringIO(), io.StringIO(), None, ""
     STARTED.clear()
+    listen()
     _LOOKING[0] = True
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), limited(SECONDS):
@@ -376,9 +382,6 @@ def try_case(place: Path, number: int) -> End:
         fault = "; ".join(name for name, there in faults.items() if there)
     shutil.rmtree(directory.parent, ignore_errors=True)
     return End(f"{number} {command} {family}: {said}", code, last, fault)
-
-
-sys.addaudithook(_hear)
 
 
 if __name__ == "__main__":

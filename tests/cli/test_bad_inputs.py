@@ -826,14 +826,19 @@ def faults(code: object, errors: str, says: Sequence[str], before: object, after
     return found + ([] if before == after else ["files changed"])
 
 
+_LAST: dict[Path, dict[str, tuple[int, ...]]] = {}
+"""How a folder was after the command before."""
+
+
 def _tried(case: Case, here: Path, taken: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
-    before = _stamps(here)
+    before = _LAST.pop(here, None) or _stamps(here)
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("ignore")
         warnings.simplefilter("always", UserWarning)
         code = main(shlex.split(case.line.replace("{taken}", taken)))
     errors = capsys.readouterr().err + "".join(f"{warning.message}\n" for warning in warned)
-    return faults(code, errors, [word.replace("{taken}", taken) for word in case.says], before, _stamps(here))
+    _LAST[here] = _stamps(here)
+    return faults(code, errors, [word.replace("{taken}", taken) for word in case.says], before, _LAST[here])
 
 
 FAST = list(CASES)[::3]
