@@ -3,12 +3,13 @@
 import io
 import json
 
+import pytest
 from rich.console import Console
 
 from fathom.cli.main import main
 from fathom.experiments.catalogue import mechanism_rows, mechanism_table, with_mechanism
 from fathom.models.registry import MECHANISMS
-from tests.models.cases import CASES, config_of
+from tests.models.cases import CASES, FAST, config_of
 from tests.models.test_cost import paper_config
 
 
@@ -27,8 +28,9 @@ def test_rows_at_three_billion():
     assert added == {"denseformer": 1224, "attention_residuals": 397_312, "hyper_connections": 19_663_396}
 
 
-def test_every_composition_has_a_table():
-    for case in CASES:
+@pytest.mark.parametrize("cases", [FAST[::4], pytest.param(list(CASES), marks=pytest.mark.slow)], ids=["some", "all"])
+def test_every_composition_has_a_table(cases):
+    for case in cases:
         assert {row.name for row in mechanism_rows(config_of(case))} == set(MECHANISMS)
 
 

@@ -30,7 +30,7 @@ def simulation(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 @pytest.mark.parametrize(
     "truth",
-    [(0, 0, 0), (0, -1000, -1000, 0)],
+    [(0, 0, 0), pytest.param((0, -1000, -1000, 0), marks=pytest.mark.slow)],
     ids=["two arms that do nothing", "two equal arms that do much and one that does nothing"],
 )
 def test_false_claims_are_rare(simulation: ModuleType, truth: tuple[float, ...]) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -12,11 +11,12 @@ import torch
 import transformers as tf
 
 from fathom.errors import ModelError
-from fathom.lineage import nulls, verdict
+from fathom.lineage import awm, nulls, verdict
 from fathom.lineage.aligning import paired_rows
 from fathom.lineage.comparison import Options, compare, measure
 from fathom.lineage.nulls import structure_class
 from fathom.lineage.weights import open_weights
+from tests import processes
 from tests.lineage.zoo import build, save, tiny_config
 
 COMMON = dict(
@@ -212,19 +212,14 @@ def test_options_are_checked():
             Options(**wrong)
 
 
-PEAK = """
-import sys, tracemalloc
-from fathom.lineage import awm
-from fathom.lineage.comparison import Options, measure
-from fathom.lineage.weights import open_weights
-
-awm.MAP_CHANNELS = 64  # the map grows with depth, not with width
-measure(*map(open_weights, sys.argv[1:]), Options(extras=False))  # what a first call imports is not counted
-opened = [open_weights(path) for path in sys.argv[1:]]
-tracemalloc.start()
-measure(*opened, Options(extras=False))
-print(tracemalloc.get_traced_memory()[1], sum(weights.file_bytes for weights in opened))
-"""
+def write_peak(paths, found):
+    """The traced peak of a comparison, and the bytes of the files."""
+    awm.MAP_CHANNELS = 64  # the map grows with depth, not with width
+    measure(*map(open_weights, paths), Options(extras=False))  # what a first call imports is not counted
+    opened = [open_weights(path) for path in paths]
+    tracemalloc.start()
+    measure(*opened, Options(extras=False))
+    found.write_text(f"{tracemalloc.get_traced_memory()[1]} {sum(weights.file_bytes for weights in opened)}")
 
 
 def test_no_byte_of_a_small_model_is_read_twice(models):
@@ -242,9 +237,8 @@ def test_memory_stays_near_the_largest_pair_of_tensors(tmp_path):
         "llama", num_hidden_layers=8, hidden_size=256, intermediate_size=704, head_dim=64, vocab_size=600
     )
     paths = [save(build(config, seed, torch.float32), tmp_path / str(seed), 600) for seed in (0, 1)]
-    done = subprocess.run([sys.executable, "-c", PEAK, *map(str, paths)], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    peak, whole = map(int, done.stdout.split())
+    assert processes.run(write_peak, paths, tmp_path / "found") == 0
+    peak, whole = map(int, (tmp_path / "found").read_text().split())
     largest = 2 * 256 * 704 * 4
     assert peak < 16 * largest < whole
 

@@ -162,6 +162,7 @@ def test_a_bootstrap_covers_about_as_often_as_it_says():
     assert bootstrap_ratio([1.0, 2.0], [1.0, 2.0]) == bootstrap_ratio([2.0, 4.0], [2.0, 4.0])
 
 
+@pytest.mark.slow
 def test_the_least_number_of_pairs_is_where_a_bootstrap_nearly_covers() -> None:
     """Skewed differences too; of two pairs every second interval misses."""
     chance = np.random.default_rng(5)
