@@ -134,7 +134,7 @@ def truth_of(case, method, ids):
 
 
 def fast(case, method):
-    return case in FEW and (method in ("freqkv", "tova") or case == "smollm3")
+    return case in FEW and method in ("freqkv", "tova")
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_oracle_on_every_family(case, method):
     with torch.no_grad():
         whole = model(ids, past_key_values=cache).logits
     assert whole.shape[1] == LENGTH and (whole - truth).abs().max() < LIMIT
-    if method in ("snapkv", "expected_attention", "freqkv"):
+    if method in ("snapkv", "expected_attention", "freqkv") and not fast(case, method):  # test_recursion steps through
         assert (cached(model, ids, cache_of(model, method), 1) - truth).abs().max() < LIMIT
     again = prefill(model, ids, cache_of(model, method))
     assert (again.logits[:, -1] - truth[:, -1]).abs().max() < LIMIT
