@@ -6,9 +6,9 @@ Every import counts: inside functions, relative, and by `importlib`; only those 
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,6 +19,7 @@ import pytest
 
 import fathom
 from fathom.checkpoints import layout
+from tests import processes
 
 ROOT = Path(fathom.__file__).parent
 ROOMS = (
@@ -407,29 +408,18 @@ def test_file_names_are_spelled_once():
     assert spelled("origin.exists('tokenizer.json')", files) == {"tokenizer.json"}
 
 
-def test_import_is_light():
-    """What a module of ours would bring, optional or slow."""
-    heavy = ["torch", "transformers", "scipy", "numpy", "datasets", "lm_eval", "vllm", "wandb", "trackio", "matplotlib"]
-    code = f"import sys, fathom; print([m for m in {heavy} if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.stdout.strip() == "[]", done.stdout + done.stderr
+OPTIONAL = {"datasets", "lm_eval", "vllm", "wandb", "trackio", "matplotlib"}
+OPTIONAL |= {"peft", "fastapi", "liger_kernel", "llguidance"}
+
+
+def loaded(modules):
+    for module in modules:
+        importlib.import_module(module)
+    sys.exit(3 if OPTIONAL & set(sys.modules) else 0)
 
 
 def test_optional_packages_stay_out():
     """Training and inference run without any of them; torch itself may bring triton."""
-    optional = [
-        "datasets",
-        "lm_eval",
-        "vllm",
-        "wandb",
-        "trackio",
-        "matplotlib",
-        "peft",
-        "fastapi",
-        "liger_kernel",
-        "llguidance",
-    ]
-    modules = "fathom.training, fathom.inference.generate, fathom.experiments.compare, fathom.lens.look, fathom.lineage"
-    code = f"import sys, {modules}; print([m for m in {optional} if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.stdout.strip() == "[]", done.stdout + done.stderr
+    ours = ("training", "inference.generate", "experiments.compare", "lens.look", "lineage")
+    assert processes.run(loaded, [f"fathom.{name}" for name in ours]) == 0
+    assert processes.run(loaded, ["fathom.training", "fastapi"]) == 3, "the control"
