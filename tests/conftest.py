@@ -11,19 +11,27 @@ from typing import TYPE_CHECKING
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch, and for the processes that tests start
 
 import pytest
-import torch
 from hypothesis import settings
 
 if TYPE_CHECKING:
+    import torch
+
     from fathom.lineage.weights import Weights
     from fathom.recipe import Recipe
 
-if not torch.cuda.is_available():  # kernels then run in an interpreter, which triton asks for as it is imported
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-
-torch.set_num_threads(1)
 settings.register_profile("fathom", deadline=None, print_blob=True)  # a shared machine is no reason to fail
 settings.load_profile("fathom")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Torch on one thread, in the processes that run tests: not in the one that hands them out."""
+    if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
+        return
+    import torch
+
+    if not torch.cuda.is_available():  # kernels then run in an interpreter, which triton asks for as it is imported
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+    torch.set_num_threads(1)
 
 
 def pytest_collectstart() -> None:
@@ -41,6 +49,8 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(autouse=True)
 def poisoned_memory():
     """`torch.empty` is NaN, so that whatever nobody initialises is seen."""
+    import torch
+
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield
@@ -74,6 +84,8 @@ def small(corpus: Path) -> Recipe:
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """models("qwen3", seed=1, num_hidden_layers=2): a cached checkpoint directory of another architecture."""
+    import torch
+
     from tests.lineage.zoo import build, save, tiny_config
 
     made: dict[tuple, Path] = {}

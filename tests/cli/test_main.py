@@ -191,7 +191,7 @@ def test_keys_lists_the_keys_of_the_file(command: str, key: str, capsys: pytest.
 def test_train_and_stop(corpus: Path, tmp_path: Path) -> None:
     """The whole thing, as a user runs it: SIGTERM saves and exits 0, and the same command continues."""
     (tmp_path / "recipe.yaml").write_text(
-        tiny_recipe(corpus, "train.steps=120", "train.checkpoint_every=10", "evaluate.every=0").to_yaml()
+        tiny_recipe(corpus, "train.steps=60", "train.checkpoint_every=5", "evaluate.every=0").to_yaml()
     )
     first = Command(["train", "recipe.yaml"], tmp_path, tmp_path)
     while not (tmp_path / "runs/recipe/latest").exists():
@@ -203,7 +203,7 @@ def test_train_and_stop(corpus: Path, tmp_path: Path) -> None:
     second = Command(["train", "recipe.yaml", "--json"], tmp_path, tmp_path)
     assert second.wait() == 0, second.err
     result = json.loads(second.out)
-    assert result["finished"] and result["step"] == 120 and result["evaluation"]["domains"].keys() == {"rivers", "seas"}
+    assert result["finished"] and result["step"] == 60 and result["evaluation"]["domains"].keys() == {"rivers", "seas"}
 
 
 def test_places_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
