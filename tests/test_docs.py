@@ -478,6 +478,10 @@ class Reader:
 FOLLOWED = [page for page in PAGES if items(page)]
 # Pages whose commands measure something, and those of recurrences, each of which runs a comparison of its own.
 LONG = (
+    "specialise",
+    "recurrence",
+    "deepen",
+    "serving",
     "benchmarks",
     "kvcache",
     "cache",

@@ -18,12 +18,12 @@ SENSITIVE = (
     "tests/models/test_imports.py",
 )
 FOLDERS = ("benchmarks", "docs", "examples", "recipes", "src", "tests")
-NAMES = ["src/tests/with blank/fathom", *(pytest.param(n, marks=pytest.mark.slow) for n in ("src", "tests", "a clone"))]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["src/tests/with blank/fathom", "src", "tests", "a clone"])
 def test_a_checkout_of_any_name(name: str, tmp_path: Path) -> None:
-    """The first name has all of them on its path; each alone is behind `make test-all`."""
+    """The first name has all of the others on its path."""
     checkout = tmp_path / name
     checkout.mkdir(parents=True)
     for path in ROOT.iterdir():

@@ -206,6 +206,7 @@ def test_two_ranks_heal_as_one(corpus: Path, tmp_path: Path) -> None:
     assert two == pytest.approx(one, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_damaged_model_gets_back_what_it_lost(recipe: Recipe, tmp_path: Path) -> None:
     """One of its layers writes nothing: training beside the whole model returns at least half of the lost nats. Only
     from the teacher, of whose text no label is read."""
