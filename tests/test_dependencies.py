@@ -63,7 +63,7 @@ def used() -> set[str]:
 def test_every_import_is_declared_and_every_core_dependency_is_imported() -> None:
     core, extras = declared()
     assert {"torch", "pyyaml"} <= core and "matplotlib" in extras - core
-    assert core <= (found := used()) <= core | extras
+    assert core <= used() <= core | extras
 
 
 def test_the_check_sees_an_import_inside_a_function() -> None:
