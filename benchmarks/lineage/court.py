@@ -123,7 +123,7 @@ def fathom(case: Case) -> Answer:
 def awm_published(case: Case) -> Answer:
     """Raw weights, reordered; its code prints how many standard deviations a score is above 90 unrelated pairs."""
     a, b = opened(case)
-    how = aligning.align(a, b, ("lap",), False, lambda _: None).ways["published"]
+    how = aligning.align(a, b, False, lambda _: None).ways["published"]
     layers = list(range(a.geometry.layers)), list(range(b.geometry.layers))
     scores = awm.score_layers((a, b), layers, [awm.MatchMethod("awm", how, published=True, channels=None)], 0)
     return by_threshold(scores["awm"].score, AWM_LOW + 5 * AWM_SD)
@@ -133,7 +133,7 @@ def awm_published(case: Case) -> Answer:
 def huref_published(case: Case) -> Answer:
     """Invariant terms of the last two layers; 0.8 is what the follow-up papers ask."""
     a, b = opened(case)
-    rows = comparison.shared_anchors(a, b, aligning.align(a, b, (), False, lambda _: None))
+    rows = comparison.shared_anchors(a, b, aligning.align(a, b, False, lambda _: None))
     return by_threshold(huref.ics(a, b, *rows, published=True), HIGH)
 
 

@@ -152,7 +152,7 @@ def rotations(a: Weights, b: Weights, seed: int) -> Iterator[tuple[str, np.ndarr
     own = neurons.axes(lambda: iter([canonical.embedding(b)])).basis.astype(np.float64)
     yield "principal axes", own
     yield "random", np.linalg.qr(np.random.default_rng(seed).normal(size=own.shape))[0]
-    found = aligning.align(a, b, comparison.ALIGNMENTS, True, lambda _: None).ways
+    found = aligning.align(a, b, True, lambda _: None).ways
     yield "onto the other", found["procrustes"].rotation.T.astype(np.float64)  # type: ignore[union-attr]
     lap = found["lap"]
     order = np.zeros(own.shape)

@@ -262,7 +262,7 @@ TRAIN = [
     ("--from run --run file train.steps=5 optim.schedule=constant", "file"),
     ("--from runs/damaged --run new", "runs/damaged"),
     ("--from runs/weightless --run new", "runs/weightless"),
-    ("run train.steps=9", "train.steps=9"),
+    ("run train.steps=9", "train.steps; `fathom train --from run"),
     ("run --run new", "--run"),
     ("run train.seed=5", "train.seed"),
     ("run --new", "run"),

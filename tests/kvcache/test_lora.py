@@ -59,10 +59,14 @@ def test_it_learns_and_serves(model):
 
 
 def test_padding_is_seen_behind_the_wrapper(model):
-    adapted, mask = with_lora(model), torch.ones(2, 20, dtype=torch.long)
+    """On the left it is each row's own; on the right it is refused."""
+    adapted, ids, mask = with_lora(model), tokens(2, 20), torch.ones(2, 20, dtype=torch.long)
     mask[0, :3] = 0
-    with pytest.raises(ValueError, match="batch rows of equal length"):
-        adapted(input_ids=tokens(2, 20), attention_mask=mask, past_key_values=build_cache(adapted, **SCHEDULE))
+    found = adapted(input_ids=ids, attention_mask=mask, past_key_values=build_cache(adapted, **SCHEDULE)).logits[0, 3:]
+    alone = adapted(input_ids=ids[:1, 3:], past_key_values=build_cache(adapted, **SCHEDULE)).logits[0]
+    assert (found - alone).abs().max() < 1e-5
+    with pytest.raises(ValueError, match="pad rows on their left"):
+        adapted(input_ids=ids, attention_mask=mask.flip(1), past_key_values=build_cache(adapted, **SCHEDULE))
 
 
 def test_embeddings_and_norms_are_saved(model, tmp_path):
