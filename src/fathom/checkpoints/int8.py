@@ -21,7 +21,7 @@ from fathom.errors import SettingsError
 WEIGHTS = ("stored", "int8")
 """What `--weights` allows."""
 LEAST = 64
-"""Fewest outputs and inputs of a layer that is stored in eight bits: gates and the like stay as they are."""
+"""Fewest outputs and inputs of a layer that is stored in eight bits; gates and the like keep their weights."""
 LARGEST = 127
 
 
@@ -86,11 +86,31 @@ class Int8Linear(nn.Module):
         return self
 
 
+class Gate(nn.Module):
+    """A linear layer of few outputs, whose rows are summed one by one.
+
+    A product of matrices sums in an order that depends on the number of rows, and eight bits enlarge the difference.
+
+    Args:
+        linear: The layer to replace.
+    """
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.weight, self.bias = linear.weight, linear.bias
+        self.train(linear.training)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """`[..., in_features]` to `[..., out_features]`."""
+        made = torch.stack([(hidden_states * row).sum(-1) for row in self.weight], -1)
+        return made if self.bias is None else made + self.bias
+
+
 def quantise(model: nn.Module) -> int:
     """Store the weights of a model's linear layers in eight bits, in place; returns how many layers.
 
-    The embeddings are unchanged, and a head that shares them gets its own eight-bit copy. Layers of fewer than `LEAST`
-    inputs or outputs, quantized layers and layers with hooks are unchanged too.
+    The embeddings are unchanged, and a head that shares them gets its own eight-bit copy. Layers of few outputs keep
+    their weights and become a `Gate`; those of few inputs, quantized layers and layers with hooks are unchanged.
 
     Args:
         model: The model, which can then no longer be trained or saved.
@@ -98,14 +118,16 @@ def quantise(model: nn.Module) -> int:
     fault = refusal(model)
     if fault is not None:
         raise SettingsError(f"weights=int8: {fault}")
-    made: dict[int, Int8Linear] = {}
+    made: dict[int, Int8Linear | Gate] = {}
     for parent in list(model.modules()):
         for name, child in list(parent._modules.items()):
-            if isinstance(child, nn.Linear) and fits(child):
-                setattr(parent, name, made.setdefault(id(child), Int8Linear(child)))
-    if not made:
+            if isinstance(child, nn.Linear) and is_plain(child):
+                if id(child) not in made:
+                    made[id(child)] = Int8Linear(child) if fits(child) else Gate(child)
+                setattr(parent, name, made[id(child)])
+    if not (count := sum(isinstance(one, Int8Linear) for one in made.values())):
         raise SettingsError("weights=int8: this model has no linear layers that can be stored so")
-    return len(made)
+    return count
 
 
 def refusal(model: nn.Module) -> str | None:
@@ -120,6 +142,11 @@ def refusal(model: nn.Module) -> str | None:
 
 def fits(linear: nn.Linear) -> bool:
     """Whether a layer is a plain linear one that is large enough."""
+    return is_plain(linear) and linear.out_features >= LEAST
+
+
+def is_plain(linear: nn.Linear) -> bool:
+    """Whether a layer computes its product and nothing else, of enough inputs."""
     hooks = linear._forward_hooks, linear._forward_pre_hooks
     plain = type(linear) is nn.Linear and "forward" not in vars(linear) and not any(hooks)
-    return plain and type(linear.weight) is nn.Parameter and min(linear.weight.shape) >= LEAST
+    return plain and type(linear.weight) is nn.Parameter and linear.in_features >= LEAST
