@@ -7,7 +7,9 @@
 All engines are started first, each in a process of its own, and asked in turn over HTTP for greedy text, with prompts
 of random tokens; the order of the engines is reversed in every turn, and the first turn does not count. Seconds are of
 the clock, and of the processor for the engine's processes. transformers is asked without HTTP. CHECKOUT is an older
-Fathom.
+Fathom. A server that waits while others start and answer may be slower than the same one started last, by a tenth (the
+kernel takes pages that nobody reads). With `--abba` this Fathom and the older one are started anew, A B B A A B B A,
+each alone, and asked at once.
 """
 
 from __future__ import annotations
@@ -127,6 +129,8 @@ def engines(options: argparse.Namespace) -> list[Engine]:
         older = {"PYTHONPATH": str(options.before / "src")}
         ends = {"ignore_eos": True} if options.before_ignores else {}
         found.append(Engine(f"fathom at {options.before.name}", serve, older, ends))
+    if options.abba:
+        return [found[0], found[-1]]
     found.append(Engine("transformers, no HTTP", [sys.executable, __file__, "generate", str(options.model)]))
     for name, _, file in (word.partition("=") for word in options.gguf):
         found.append(Engine(f"llama.cpp {name}", [sys.executable, __file__, "llama", file, "--port", "PORT"]))
@@ -204,6 +208,34 @@ def ratios(runs: dict[str, dict[str, list[dict[str, float]]]]) -> dict[str, Any]
     again = {name: statistics.median(c["seconds"] for c in q["the same again"]) for name, q in runs.items()}
     first = {name: statistics.median(c["seconds"] for c in q["long prompt"]) for name, q in runs.items()}
     return found | {"the same again / first": {name: round(again[name] / first[name], 4) for name in again}}
+
+
+def abba(options: argparse.Namespace) -> dict[str, Any]:
+    """Median seconds of each start, and this Fathom's over the older one's: quartiles over neighbouring starts."""
+    size = min(json.loads((options.model / "config.json").read_text())["vocab_size"], 49_000)
+    ours, older = engines(options)
+    starts: list[dict[str, dict[str, float]]] = []
+    for number, engine in enumerate((ours, older, older, ours) * 2):
+        engine.start(8765 + number, options.out.with_suffix(".log"))
+        try:
+            turns = [turn(engine, 10 * at, size) for at in range(options.turns + 1)][1:]
+        finally:
+            engine.stop()
+        medians = {q: {u: statistics.median(one[q][0][u] for one in turns) for u in turns[0][q][0]} for q in turns[0]}
+        starts.append(medians)
+        print(f"start {number + 1} of 8: {engine.name}, load {os.getloadavg()[0]:.1f}", flush=True)
+    pairs = [(starts[i], starts[i + 1]) if i % 4 == 0 else (starts[i + 1], starts[i]) for i in range(0, 8, 2)]
+    ratios = {
+        question: {
+            unit: [
+                round(q, 3)
+                for q in statistics.quantiles((a[question][unit] / b[question][unit] for a, b in pairs), n=4)
+            ]
+            for unit in ("seconds",)
+        }
+        for question in turns[0]
+    }
+    return {"order": "this older older this, twice", "starts": starts, "this / older": ratios}
 
 
 def generate(options: argparse.Namespace) -> None:
@@ -288,6 +320,7 @@ def main() -> None:
     parser.add_argument("--vllm", type=Path, help="the Python of vLLM's environment")
     parser.add_argument("--before", type=Path, help="a checkout of an older Fathom, by whose name it is called")
     parser.add_argument("--before-ignores", action="store_true", help="that Fathom knows ignore_eos")
+    parser.add_argument("--abba", action="store_true", help="this Fathom and the older one, each alone")
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--tokenizer", type=Path)
     parser.add_argument("--port", type=int)
@@ -297,7 +330,8 @@ def main() -> None:
     if work:
         work(options)
         return
-    write_json(options.out, {"provenance": vars(provenance()), **compare(options)})
+    measure = abba if options.abba else compare
+    write_json(options.out, {"provenance": vars(provenance()), **measure(options)})
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -132,6 +133,35 @@ def test_the_span() -> None:
         f"SmolLM2-135M, {found['pairs']} articles",
         f"{signed(found['mean'])} ({low} to {high}) nats",
     ]
+
+
+def test_the_deepened_model() -> None:
+    """Each of the three is worse than the control on both texts, and the note has every number of the log."""
+    note = (ROOT / "docs/results/2026-11-28-deepened.md").read_text(encoding="utf-8")
+    names = {
+        "depth_attention": "Depth-Attention |",
+        "loop": "loop 9-10 |",
+        "loop+depth_attention": "loop 9-10 and Depth",
+    }
+    logged = [one for one in read("deepen-smollm2.json")["effects, seed 0"] if one["model"] in names]
+    for one in logged:
+        said = [f"{effect['on']} {effect['against']} {effect['verdict']}" for effect in one["effects"]]
+        assert said == ["domain control worse", "other control worse", "domain base better", "other base better"]
+        cells = [f"{signed(g['value'], 4)} ({signed(g['low'], 4)} to {signed(g['high'], 4)})" for g in gaps(one)]
+        first, second = (row(part, names[one["model"]]) for part in note.split("| minus the base"))
+        assert first[1:3] + second[1:3] == cells
+    assert len(logged) == 3
+    (loop,) = (one for one in logged if one["model"] == "loop")
+    gap = gaps(loop)[0]
+    assert row(README, "loop over layers 9 and 10")[1:3] == [
+        f"SmolLM2-135M, {gap['pairs']} documents",
+        f"{signed(gap['value'], 4)} ({signed(gap['low'], 4)} to {signed(gap['high'], 4)}) bits per byte",
+    ]
+
+
+def gaps(one: dict[str, Any]) -> list[dict[str, Any]]:
+    """A model's differences: from the control on both texts, then from the base."""
+    return [effect["gap"] for effect in one["effects"]]
 
 
 def test_the_real_expert() -> None:
