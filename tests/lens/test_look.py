@@ -370,8 +370,8 @@ def test_command(checkpoints, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["deep"], "a text and --file FILE exclude each other"),
-        (["deep", "a", "--file", "b"], "a text and --file FILE exclude each other"),
+        (["deep"], "give a text or --file FILE, one of the two"),
+        (["deep", "a", "--file", "b"], "give a text or --file FILE, one of the two"),
         (["deep", "a", "--compare", "foreign"], "another tokenizer"),
         (["deep", "--file", "nowhere.txt"], "nowhere.txt"),
         (["deep", ""], "no text"),

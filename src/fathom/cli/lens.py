@@ -37,7 +37,7 @@ def run(options: Namespace) -> int:
     from fathom.models import FathomForCausalLM
 
     if (options.text is None) == (options.file is None):
-        raise SettingsError("a text and --file FILE exclude each other")
+        raise SettingsError("give a text or --file FILE, one of the two")
     out = options.out or (None if options.json else Path("lens.html"))
     if out is not None and not out.parent.is_dir():
         raise SettingsError(f"{out}: {out.parent} is not a directory")

@@ -1,4 +1,4 @@
-"""Branch a run: another run that goes on from its checkpoint with changes, such as more steps or a cooldown.
+"""Branch a run: another run that continues from its checkpoint with changes, such as more steps or a cooldown.
 
 A run itself keeps its recipe for life.
 """
@@ -33,7 +33,7 @@ CHANGEABLE = (
 
 @dataclass(frozen=True)
 class Branch:
-    """A run that goes on from the checkpoint of another run."""
+    """A run that continues from the checkpoint of another run."""
 
     recipe: Recipe
     run_dir: Path

@@ -271,7 +271,7 @@ class Run:
             return f"a {experiment} with a lower optim.lr may help"
         slower = f"--run {self.run_dir}-slower optim.lr={self.recipe.optim.lr / 2:g}"
         if self.checkpoints.steps():
-            return f"`fathom train --from {self.run_dir} {slower}` goes on from there at half the learning rate"
+            return f"`fathom train --from {self.run_dir} {slower}` continues from there at half the learning rate"
         return f"`fathom train {self.run_dir / RECIPE} {slower}` begins again at half the learning rate"
 
     def _save(self) -> None:
