@@ -36,7 +36,7 @@ def test_linked_folders_are_read_once(tmp_path: Path, tokenizer: str) -> None:
     assert sorted(documents(tmp_path / "out", "train")) == ["in/a.txt", "in/z/d.txt", "real/b.txt", "real/deep/c.txt"]
 
 
-def test_globs_are_the_shells_without_circles(tmp_path: Path) -> None:
+def test_circles_under_a_glob_are_walked_once(tmp_path: Path) -> None:
     """Two links to their own folder are 2^40 paths to `glob`. Without links the files are those that it finds."""
     for name in ("in/a.txt", "in/deep/b.txt", "in/deep/deeper/c.txt", "in/deep/deeper/c.md", "in/.hidden/d.txt"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -53,10 +53,26 @@ def test_globs_are_the_shells_without_circles(tmp_path: Path) -> None:
         for link in ("in/x", "in/y"):  # and once more with circles
             (tmp_path / link).unlink(missing_ok=True)
             (tmp_path / link).symlink_to(tmp_path / "in")
-    below = ["in/a.txt", "in/deep/b.txt", "in/deep/deeper/c.md", "in/deep/deeper/c.txt"]
-    for folder in ("in", "in/x"):  # one that is named may be a link
-        found = find_files(str(tmp_path / folder), lambda _: True, "")
-        assert [str(file.relative_to(tmp_path)).replace("in/x", "in") for file in found] == below
+
+
+def test_a_link_may_be_what_a_pattern_names(tmp_path: Path) -> None:
+    """A file has its own path where that one fits; else a link's, be its own a hidden one."""
+    for name in ("in/real/a.txt", "in/real/deep/b.txt", "in/.store/c.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    for link, target in (("link", "real"), ("shown", ".store"), ("real/up", "../../in")):
+        (tmp_path / "in" / link).symlink_to(target)
+    wanted = {
+        "in/**/link/*.txt": ["in/link/a.txt"],
+        "in/**/link/**/*.txt": ["in/link/a.txt", "in/link/deep/b.txt"],
+        "in/**/l*/deep/*": ["in/link/deep/b.txt"],
+        "in/**/up/real/a.txt": ["in/real/up/real/a.txt"],
+        "in/**/*.txt": ["in/real/a.txt", "in/real/deep/b.txt", "in/shown/c.txt"],
+        "in": ["in/real/a.txt", "in/real/deep/b.txt", "in/shown/c.txt"],
+    }
+    for name, files in wanted.items():
+        found = find_files(str(tmp_path / name), lambda _: True, "")
+        assert [str(file.relative_to(tmp_path)) for file in found] == files, name
 
 
 def test_files_below_a_glob_come_in_the_order_of_their_names(tmp_path: Path) -> None:
@@ -81,8 +97,9 @@ def test_a_folder_that_may_not_be_opened_is_named(tmp_path: Path, monkeypatch: p
         return scandir(path)
 
     monkeypatch.setattr(os, "scandir", refusing)
-    with pytest.raises(DataError, match=r"in/closed: Permission denied"):
-        find_files(str(tmp_path / "in"), lambda _: True, "")
+    for name in ("in", "in/**/*.txt"):
+        with pytest.raises(DataError, match=r"in/closed: Permission denied"):
+            find_files(str(tmp_path / name), lambda _: True, "")
 
 
 def test_a_pipe_is_no_input(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ the workers and does what costs time: JSON, UTF-8, checks.
 from __future__ import annotations
 
 import codecs
+import fnmatch
 import glob
 import importlib
 import io
@@ -258,7 +259,7 @@ def find_files(name: str, is_known: Callable[[Path], bool], known_words: str, ou
     if path.is_file():
         return [path]
     if path.is_dir():
-        files = _apart(_below(path), path, out)
+        files = _apart(_below(path, lambda names: not _hidden(names)), path, out)
         known = [file for file in files if is_known(file)]
         # Next to other files a .json is usually some program's settings; alone it is data.
         if not (known := known or [file for file in files if suffix_of(file) == JSON]):
@@ -286,38 +287,74 @@ def _is_known(file: Path) -> bool:
     return suffix in TEXT or reader_of(file) is not None or (suffix == JSON and file.suffix.lower() in COMPRESSIONS)
 
 
-def _below(folder: Path) -> list[Path]:
-    """The files below a folder, sorted; hidden ones are left out, and a folder to which links lead is read once."""
+def _below(folder: Path, wanted: Callable[[Sequence[str]], bool]) -> list[Path]:
+    """The files below a folder whose path passes a test, sorted. A file with several paths appears once, by its own
+    path if that one passes."""
+    files, links = _walk(folder)
+    found = {file: file for file in files if wanted(file.relative_to(folder).parts)}
+    for link, own in links:
+        for file in files:
+            if file not in found and file.is_relative_to(own):
+                linked = link / file.relative_to(own)
+                if wanted(linked.relative_to(folder).parts):
+                    found[file] = linked
+    return sorted(found.values())
+
+
+def _walk(folder: Path) -> tuple[list[Path], list[tuple[Path, Path]]]:
+    """All files below a folder by the first path to each, its own before linked ones; and other paths to its
+    folders."""
     found: list[Path] = []
-    seen: set[tuple[int, int]] = set()
-    for root, folders, names in os.walk(folder, followlinks=True, onerror=_refuse):
-        status = os.stat(root)
-        if (status.st_dev, status.st_ino) in seen:
-            folders.clear()
-            continue
-        seen.add((status.st_dev, status.st_ino))
-        folders[:] = sorted(name for name in folders if not _is_hidden(name))
-        found += [Path(root, name) for name in names if not _is_hidden(name) and Path(root, name).is_file()]
-    return sorted(found)
+    again: list[tuple[Path, Path]] = []
+    seen: dict[tuple[int, int], Path] = {}
+    linked = [folder]
+    while linked:
+        here, linked = sorted(linked), []
+        for start in here:
+            for root, folders, names in os.walk(start, onerror=partial(_refuse, folder)):
+                status = os.stat(root)
+                known = seen.setdefault((status.st_dev, status.st_ino), Path(root))
+                if known != Path(root):
+                    again.append((Path(root), known))
+                    folders.clear()
+                    continue
+                linked += [Path(root, name) for name in folders if Path(root, name).is_symlink()]
+                found += [Path(root, name) for name in names if Path(root, name).is_file()]
+    return found, again
 
 
-def _is_hidden(name: str) -> bool:
-    return name.startswith(".") or name in ("__pycache__", "lost+found")
-
-
-def _refuse(error: OSError) -> None:
-    """An unreadable folder would otherwise count as empty."""
-    raise DataError(f"{error.filename}: {error.strerror}")
+def _refuse(folder: Path, error: OSError) -> None:
+    """An unreadable folder would otherwise count as empty. Folders that are never read may be unreadable."""
+    if not _hidden(Path(error.filename).relative_to(folder).parts):
+        raise DataError(f"{error.filename}: {error.strerror}")
 
 
 def _matches(pattern: Path) -> list[Path]:
-    """The files that a glob matches, sorted. As in a shell, `*` and `**` do not match hidden names; and `**` follows no
-    link, which may lead in a circle."""
-    root = Path(pattern.anchor or ".")
-    parts = pattern.relative_to(root).parts
-    found = root.glob(str(Path(*parts, "*") if parts[-1] == "**" else Path(*parts)))
-    shown = (path for path in found if all(not name.startswith(".") or name in parts for name in path.parts))
-    return sorted({path for path in shown if path.is_file()}, key=str)
+    """The files that a glob matches, sorted; below `**` each file counts once, even if links lead to it."""
+    parts = pattern.parts
+    if "**" not in parts:
+        return [path for path in map(Path, sorted(glob.glob(str(pattern)))) if path.is_file()]
+    place = parts.index("**")
+    starts = [Path(start) for start in glob.glob(str(Path(*parts[:place])))]
+    fits = partial(_matched, patterns=parts[place:])
+    found = {file for start in starts if start.is_dir() for file in _below(start, fits)}
+    return sorted(found, key=str)  # like glob's own, which are text
+
+
+def _matched(names: Sequence[str], patterns: Sequence[str]) -> bool:
+    """Whether a glob matches a path, compared part by part; as in a shell, `*` and `**` do not match hidden names."""
+    if not patterns or not names:
+        return not patterns and not names
+    first, *rest = patterns
+    shown = not names[0].startswith(".") or first.startswith(".")
+    if first == "**":
+        here = _matched(names, rest) if rest else len(names) == 1 and shown
+        return here or (shown and _matched(names[1:], patterns))
+    return shown and fnmatch.fnmatch(names[0], first) and _matched(names[1:], rest)
+
+
+def _hidden(names: Sequence[str]) -> bool:
+    return any(name.startswith(".") or name in ("__pycache__", "lost+found") for name in names)
 
 
 def suffix_of(path: Path) -> str:
