@@ -65,6 +65,35 @@ def test_models(case):
     assert max(distance(model, "freqkv", stepped(model, ids, mask, cache_of(model), 2), ids, mask)) < 1e-5
 
 
+@pytest.mark.parametrize("case", ["qwen3", "llama"])
+@pytest.mark.parametrize("lengths", [(20,), (20, 20), (20, 7)])
+def test_padding_that_all_rows_have(case, lengths):
+    """`padding="max_length"`: the rectangle of entries is then narrower than the query."""
+    model, (ids, mask) = model_of(case), batch(lengths)
+    ids, mask = (torch.cat((torch.zeros(len(lengths), 10, dtype=torch.long), x), 1) for x in (ids, mask))
+    assert max(distance(model, "freqkv", stepped(model, ids, mask, cache_of(model), 2), ids, mask)) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("columns", "says"), [(15, "expected \\[2, 20\\]"), (25, "expected \\[2, 20\\]"), (0, "nothing but padding")]
+)
+def test_a_mask_that_says_nothing_of_some_tokens(model, columns, says):
+    mask = torch.ones(2, columns or 20, dtype=torch.long)
+    mask[0, : 3 if columns else 20] = 0
+    with pytest.raises(ValueError, match=says):
+        model(tokens(2, 20), attention_mask=mask, past_key_values=cache_of(model))
+
+
+def test_a_pass_that_was_refused_leaves_no_padding_behind(model):
+    (ids, mask), cache = batch((20, 7)), cache_of(model)
+    with pytest.raises(ValueError, match="position_ids"):
+        model(ids, attention_mask=mask, position_ids=torch.zeros_like(ids), past_key_values=cache)
+    assert (
+        max(distance(model, "freqkv", stepped(model, ids.flip(0), mask.flip(0), cache, 2), ids.flip(0), mask.flip(0)))
+        < 1e-5
+    )
+
+
 def test_padding_that_is_taken_for_text_differs(model):
     """The control: without the mask, padding is compressed with the rows."""
     ids, mask = batch()
@@ -119,13 +148,13 @@ def test_rows_copies_and_resets(model):
     assert torch.equal(cached(model, ids[:1, 40:], cache), cached(model, ids[:1, 40:], cache_of(model)))
 
 
-@pytest.mark.parametrize("where", ["behind a row", "within a row", "between two turns", "a row of padding"])
+@pytest.mark.parametrize("where", ["behind a row", "within a row", "between two turns"])
 def test_other_padding_is_refused(model, where):
     ids, cache = tokens(2, 20), cache_of(model)
     mask = torch.ones_like(ids)
     if where == "between two turns":
         model(ids[:, :10], past_key_values=cache)
-    at = {"behind a row": [19], "within a row": [5], "between two turns": [10], "a row of padding": list(range(20))}
+    at = {"behind a row": 19, "within a row": 5, "between two turns": 10}
     mask[0, at[where]] = 0
     with pytest.raises(ValueError, match="pad rows on their left, in the first pass only"):
         model(ids[:, cache.seen :], attention_mask=mask, past_key_values=cache)

@@ -118,8 +118,15 @@ class MemoryCache(Cache):
         if attention_mask is None:
             return
         real = real_tokens(attention_mask)
-        if self.seen == 0 and not self.pads and (pads := left_padding(real)):
-            self.pad(pads)
+        if self.seen == 0 and not real.any(1).all():
+            raise ValueError(
+                "the first pass has a row of nothing but padding: let it read at least one token of each row"
+            )
+        if self.seen == 0 and (pads := left_padding(real)) != self.pads:
+            if self.pads:
+                self.reset()
+            if pads:
+                self.pad(pads)
         padded_left(real, self.pads)
 
     def continues(self, positions: Tensor | None, length: int) -> Tensor:

@@ -60,8 +60,8 @@ class Padded(Memory):
         return [found[pad] for pad in self.pads]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Width of the rectangle, and the column of its first entry."""
-        width = max(self.lengths(query_length))
+        """Width of the rectangle, at least that of the query, and the column of its first entry."""
+        width = max(query_length, *self.lengths(query_length))  # a narrower one would be read as causal from its start
         return width, self.seen + query_length - width
 
     def cuts(self, length: int) -> list[int]:

@@ -16,6 +16,17 @@ def real_tokens(attention_mask: object) -> Tensor:
     return attention_mask.bool()
 
 
+def whole_mask(attention_mask: object, shape: tuple[int, int], padded: bool) -> None:
+    """Refuse a padding mask that is not about all tokens, those in the cache included, `[B, seen + q]`."""
+    if not isinstance(attention_mask, Tensor) or attention_mask.ndim != 2 or tuple(attention_mask.shape) == shape:
+        return
+    if padded or not attention_mask.all():
+        raise ValueError(
+            f"attention_mask has the shape {list(attention_mask.shape)}; expected {list(shape)}: ones and zeros for "
+            "all tokens, those in the cache included"
+        )
+
+
 def left_padding(real: Tensor) -> tuple[int, ...]:
     """The padding to the left of each row, in tokens; empty if there is none, or if padding is elsewhere too."""
     left = (real.cummax(1).values == real) & real[:, -1:]

@@ -19,7 +19,7 @@ from transformers.utils import ModelOutput
 from .cache import MemoryCache
 from .observe import observed_backend
 from .rope import Rope, refuse
-from .rows import padded_right, real_tokens, unbroken
+from .rows import padded_right, real_tokens, unbroken, whole_mask
 
 _ROPES: WeakKeyDictionary[PreTrainedModel, Rope] = WeakKeyDictionary()
 """Rotary embeddings of decoders that were run with a compressed cache."""
@@ -86,8 +86,10 @@ def _before(
     if not cache.watched:
         cache.method.rope.ask(decoder)
         cache.watched = True
+    rows, length = tokens_of(given).shape[:2]
+    whole_mask(mask, (rows, cache.seen + length), bool(cache.pads))
     cache.admit(mask)
-    places = cache.continues(positions, tokens_of(given).shape[1])
+    places = cache.continues(positions, length)
     now = Pass()
     given = _read_all_but_the_last(decoder, cache, given, now)
     if cache.is_compileable:  # a mask that `generate` made may be of another piece
