@@ -102,7 +102,7 @@ class Gate(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """`[..., in_features]` to `[..., out_features]`."""
-        made = torch.stack([(hidden_states * row).sum(-1) for row in self.weight], -1)
+        made = torch.stack([(hidden_states.contiguous() * row).sum(-1) for row in self.weight], -1)
         return made if self.bias is None else made + self.bias
 
 
@@ -149,4 +149,4 @@ def is_plain(linear: nn.Linear) -> bool:
     """Whether a layer computes its product and nothing else, of enough inputs."""
     hooks = linear._forward_hooks, linear._forward_pre_hooks
     plain = type(linear) is nn.Linear and "forward" not in vars(linear) and not any(hooks)
-    return plain and type(linear.weight) is nn.Parameter and linear.in_features >= LEAST
+    return plain and type(linear.weight) is nn.Parameter and linear.in_features >= LEAST and linear.out_features > 0

@@ -66,6 +66,7 @@ def run(options: Namespace) -> int:
     from fathom.data.puzzles import open_data
     from fathom.training import branch, train
     from fathom.training.estimate import estimate
+    from fathom.training.loop import require_same
 
     change: Branch | None = None
     place: Path | None = options.run_dir
@@ -92,6 +93,8 @@ def run(options: Namespace) -> int:
         place = place or Path("runs") / find_recipe(options.recipe).stem
         recipe = load_recipe(options.recipe, options.overrides)
     if options.dry_run:
+        if change is None and (place / RECIPE).exists():
+            require_same(recipe, place)
         _show_cost(recipe, estimate(recipe), options.json, change)
         # The cost does not need the corpus, so a missing corpus is reported last.
         open_data(recipe.data.directory, verify=False, collections=recipe.data.collections)

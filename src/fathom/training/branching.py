@@ -75,7 +75,7 @@ def branch(
         if checkpoint_steps(run_dir) and not read_history(run_dir):
             raise SettingsError(f"{run_dir} contains checkpoints of another run; choose another directory")
         return Branch(after, run_dir, before, saved)
-    begun = [entry["from"] for entry in read_history(run_dir)]
+    begun = [entry.get("from") for entry in read_history(run_dir)]
     if begun[-1:] != [name] or differences(load_recipe(run_dir / RECIPE), after):
         raise SettingsError(f"{run_dir} already contains another run; `fathom train {run_dir}` resumes it")
     return Branch(after, run_dir, before, saved)

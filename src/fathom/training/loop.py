@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -83,7 +84,7 @@ def train(
         raise TypeError("train(recipe, run_dir): a recipe needs a directory")
     place = Path(place)
     if (place / RECIPE).exists():
-        _require_same(planned, place)
+        require_same(planned, place)
     planned.config()
     require_backends(planned)
     ranks = start(planned)
@@ -269,10 +270,12 @@ class Run:
         """A command that may help a diverging run."""
         if experiment := experiment_of(self.run_dir):
             return f"a {experiment} with a lower optim.lr may help"
-        slower = f"--run {self.run_dir}-slower optim.lr={self.recipe.optim.lr / 2:g}"
+        slower = f"--run {shlex.quote(f'{self.run_dir}-slower')} optim.lr={self.recipe.optim.lr / 2:g}"
         if self.checkpoints.steps():
-            return f"`fathom train --from {self.run_dir} {slower}` continues from there at half the learning rate"
-        return f"`fathom train {self.run_dir / RECIPE} {slower}` begins again at half the learning rate"
+            source = f"--from {shlex.quote(str(self.run_dir))}"
+            return f"`fathom train {source} {slower}` continues from there at half the learning rate"
+        source = shlex.quote(str(self.run_dir / RECIPE))
+        return f"`fathom train {source} {slower}` begins again at half the learning rate"
 
     def _save(self) -> None:
         self.read()
@@ -407,7 +410,7 @@ def export_model(training: Training, directory: Path, facts: Facts) -> Path:
     return directory
 
 
-def _require_same(recipe: Recipe, run_dir: Path) -> None:
+def require_same(recipe: Recipe, run_dir: Path) -> None:
     """Reject a directory that contains a run of another recipe."""
     before = load_recipe(run_dir / RECIPE)
     if differing := differences(before, recipe):
