@@ -93,7 +93,7 @@ def run(options: Namespace) -> int:
         place = place or Path("runs") / find_recipe(options.recipe).stem
         recipe = load_recipe(options.recipe, options.overrides)
     if options.dry_run:
-        if change is None and (place / RECIPE).exists():
+        if change is None and place is not None and (place / RECIPE).exists():
             require_same(recipe, place)
         _show_cost(recipe, estimate(recipe), options.json, change)
         # The cost does not need the corpus, so a missing corpus is reported last.
