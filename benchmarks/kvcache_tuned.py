@@ -3,7 +3,7 @@
     python benchmarks/kvcache_tuned.py MODEL --shards DIR --text books=FILE other=FILE --work DIR --out FILE.json
         [--tokens 160000] [--precision bf16]
 
-Every arm trains `recipes/kvcache/freqkv_lora.yaml` (adapters, embeddings and norms, rows of N + 3F) under its own cache.
+Every arm trains `recipes/kvcache/freqkv_lora.yaml` (adapters, embeddings, norms; rows of N + 3F) under its own cache.
 Its learning rate is the best of two at a fifth of the tokens, by the loss under that cache. The base and the tuned
 models then read documents of 4N tokens through their caches, and answer questions about natural needles after one and
 two compressions. FILE.json has the nats of each document and every answer; it is written after each part and read
