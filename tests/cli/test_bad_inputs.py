@@ -438,7 +438,7 @@ GENERATE = [
     ("model x --kvcache freqkv --kvcache-window 16 --kvcache-kept 7.5", "--kvcache-kept"),
     ("model x --kvcache freqkv --kvcache-window 16 --kvcache-kept 7 --kvcache-ratio 0.5", "--kvcache-kept 7"),
     ("model x --kvcache freqkv --kvcache-window 16 --kvcache-sinks -1", "sinks"),
-    ("model x --kvcache freqkv --kvcache-window 16 --compile", "--compile"),
+    ("model x --kvcache tova --kvcache-window 16 --compile", "--compile: tova looks at queries"),
     ("model x --kvcache-window 16", "--kvcache"),
     ("model x --dtype float12", "float12"),
     ("model x --device nope", "--device nope"),

@@ -20,6 +20,7 @@ from fathom.inference.generate import generate, generate_batch
 from fathom.inference.prompt import encode
 from fathom.inference.prompt_file import generate_file
 from fathom.inference.settings import Sampling
+from fathom.kvcache.policy import CacheOptions, choose
 from fathom.models import FathomConfig, FathomForCausalLM
 from tests.inference.talker import PROMPTS, TEMPLATE, read, write
 from tests.models.cases import build, config_of
@@ -62,6 +63,32 @@ def test_greedy_is_the_likeliest_token_each_time(opened, recwarn) -> None:
 def test_compiled_decoding_says_the_same(opened) -> None:
     plain, compiled = (generate(*opened, "the", Sampling(6, temperature=0, compile=c)) for c in (False, True))
     assert plain.text == compiled.text
+
+
+@pytest.mark.slow
+def test_compiled_decoding_in_a_compressed_cache(opened, tmp_path) -> None:
+    """Over two compressions, by the command line too."""
+    cache = replace(choose(opened[0], "sinks", CacheOptions(window=16, kept=8)), static=True)
+    plain, compiled = (
+        generate(*opened, "the depth", Sampling(24, temperature=0, compile=c, memory=replace(cache, static=c))).text
+        for c in (False, True)
+    )
+    assert plain == compiled
+    options = "--kvcache sinks --kvcache-window 16 --kvcache-kept 8 --max-new-tokens 24 --temperature 0 --compile"
+    opened[0].save_pretrained(tmp_path), opened[1].save_pretrained(tmp_path)
+    assert main(["generate", str(tmp_path), "the depth", "--device", "cpu", *options.split()]) == 0
+
+
+def test_prompts_in_a_static_cache_have_company_of_their_length(opened) -> None:
+    """It takes no padding; the texts are those of the cache that grows."""
+    model, tokenizer = opened
+    cache = choose(model, "sinks", CacheOptions(window=16, kept=8))
+    prompts = [tokenizer(text).input_ids for text in ("the depth of it", "a", "the depth of us", "b")]
+    growing, static = (
+        [one.text for one in generate_batch(model, tokenizer, prompts, Sampling(20, temperature=0, memory=memory))]
+        for memory in (cache, replace(cache, static=True))
+    )
+    assert growing == static
 
 
 def test_the_context_ends_the_text(opened) -> None:

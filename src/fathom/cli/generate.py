@@ -107,7 +107,7 @@ def run(options: Namespace) -> int:
     check_trips(model, options.max_trips)
     check_chunks(model, sampling.options.get("prefill_chunk_size", model.generation_config.prefill_chunk_size))
     check_drafts(model, options.speculate, options.max_trips)
-    memory = choose(model, options.kvcache, CacheOptions.of(options))
+    memory = choose(model, options.kvcache, CacheOptions.of(options), static=options.compile)
     sampling = replace(sampling, memory=memory, max_trips=options.max_trips)
     if options.prompts is not None:
         done = generate_file(model, tokenizer, options.prompts, options.out, sampling, options.batch_size)
@@ -157,8 +157,6 @@ def _check(options: Namespace) -> None:
         raise SettingsError(f"--batch-size {options.batch_size}: allowed: 1 or more, with --prompts")
     if options.weights != "stored" and options.compile:
         raise SettingsError(f"--weights {options.weights} does not work with --compile")
-    if options.kvcache is not None and options.compile:
-        raise SettingsError("--kvcache does not work with --compile")
 
 
 def not_text(word: str | None) -> bool:

@@ -142,7 +142,7 @@ def generate_each(
 
 def _runs_with(model: PreTrainedModel, prompt: Sequence[int], sampling: Sampling) -> tuple[int, ...]:
     """A key: prompts with equal keys may share a batch. The key is their room for new tokens, or their length."""
-    if depends_on_company(model):
+    if depends_on_company(model) or (sampling.memory is not None and sampling.memory.static):
         return len(prompt), sampling.most_new(model, prompt)
     if sampling.end_decides(model) or not passes_the_context(model):
         return (sampling.most_new(model, prompt),)

@@ -82,8 +82,6 @@ class Sampling:
         for name, (holds, words) in allowed.items():
             if not holds:
                 raise SettingsError(f"{name}={getattr(self, name)}: allowed: {words}")
-        if self.memory is not None and self.compile:
-            raise SettingsError("`kvcache` makes a cache that grows and shrinks: leave out `compile`")
         if self.speculate is not None and (self.memory is not None or self.compile):
             raise SettingsError("`speculate` crops its cache: leave out `kvcache` and `compile`")
         if unknown := sorted(set(self.options) - _generation_options()):
@@ -113,8 +111,10 @@ class Sampling:
         if self.compile:
             from transformers import CompileConfig
 
-            made |= {"cache_implementation": "static", "compile_config": CompileConfig()}
+            made["compile_config"] = CompileConfig()
             made["compile_config"]._compile_all_devices = True
+            if self.memory is None:
+                made["cache_implementation"] = "static"
         if self.max_trips is not None:
             made["max_trips"] = self.max_trips
         own_whole = {key: value for key in FLOATS if type(value := getattr(own, key, None)) is int}

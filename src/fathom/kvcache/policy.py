@@ -6,7 +6,7 @@ import dataclasses
 import sys
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -54,6 +54,8 @@ class Policy:
     sinks: int = SINKS
     ratio: float = RATIO
     kept: int | None = None
+    static: bool = False
+    """Whether the cache has buffers that never grow, for decoding that is compiled."""
 
     def empty(self, model: PreTrainedModel) -> Cache:
         """An empty cache of this policy, without a warning about an untuned checkpoint."""
@@ -125,11 +127,14 @@ def cache_policy(method: str, recorded: object, options: CacheOptions) -> Policy
     return Policy(method, **schedule)  # type: ignore[arg-type]
 
 
-def choose(model: PreTrainedModel, method: str | None, options: CacheOptions = PLAIN) -> Policy | None:
+def choose(
+    model: PreTrainedModel, method: str | None, options: CacheOptions = PLAIN, static: bool = False
+) -> Policy | None:
     """The policy that a command's cache options select for a model; None for an ordinary cache.
 
     A checkpoint that was tuned under compression has the schedule in its configuration. For any other checkpoint, a
-    method that mixes entries warns once, because text past the window is expected to be bad.
+    method that mixes entries warns once, because text past the window is expected to be bad. `static` is for decoding
+    that is compiled.
     """
     if method in (None, "full"):
         for name, value in options.given().items():
@@ -137,11 +142,12 @@ def choose(model: PreTrainedModel, method: str | None, options: CacheOptions = P
         return None
     if method not in NAMES:
         raise SettingsError(f"kvcache={method}: allowed: {', '.join(NAMES)}")
-    policy = cache_policy(method, getattr(model.config, "kvcache", None), options)
+    policy = replace(cache_policy(method, getattr(model.config, "kvcache", None), options), static=static)
     try:
         cache = policy.empty(model)
     except ValueError as error:
-        raise SettingsError(f"kvcache={method}: {error}") from error
+        reason = str(error).replace("static=True: ", "`compile`: ")
+        raise SettingsError(f"kvcache={method}: {reason}") from error
     if isinstance(cache, MemoryCache) and (words := untuned(config_of(model), cache.method)):
         print(f"fathom: warning: {words}", file=sys.stderr)
     return policy
