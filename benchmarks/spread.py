@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from fathom.report.files import read_json, write_atomically, write_json
-from fathom.report.plots import IntervalMark, interval_plot
+from fathom.report.plots import IntervalMark, interval_plot, svg_file
 from fathom.report.provenance import provenance
 
 ROOT = Path(__file__).parent.parent
@@ -89,7 +89,7 @@ def picture(log: dict[str, Any]) -> str:
             low, high = (100 * end for end in row["intervals"][number])
             label = f"{name}, {row['threads']} thread{'s' * (row['threads'] > 1)}, seed {row['seed']}"
             marks.append(IntervalMark(label, 100 * row["right"][number] / row["asked"], low, high, number))
-    return str(interval_plot(marks, "% right", "Right answers of every run, with 95 % intervals.", line=25.0))
+    return svg_file(interval_plot(marks, "% right", "Right answers of every run, with 95 % intervals.", line=25.0))
 
 
 def write(log: dict[str, Any]) -> None:

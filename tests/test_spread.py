@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from xml.etree import ElementTree
 
 from benchmarks import spread
 
@@ -30,3 +31,9 @@ def test_the_page_quotes_its_log() -> None:
     other = copy.deepcopy(log)
     other["cells"][0]["right"][1] += 1
     assert spread.sentence(other) not in between, "a log of other numbers makes another sentence"
+
+
+def test_the_picture_is_an_image_of_its_own() -> None:
+    """Without a namespace and colours a browser shows nothing in its place."""
+    root = ElementTree.fromstring(spread.PICTURE.read_text(encoding="utf-8"))
+    assert root.tag == "{http://www.w3.org/2000/svg}svg" and "--series-0:" in (root[0].text or "")

@@ -193,6 +193,11 @@ def every(count: int, most: int = 8) -> list[int]:
     return list(range(0, count, max(1, math.ceil(count / most))))
 
 
+def svg_file(plot: Markup) -> str:
+    """A plot as a file of its own, which documentation can show: with a namespace, its colours and a background."""
+    return str(macro("file", TEMPLATE, plot))
+
+
 @dataclass(frozen=True)
 class _Frame:
     """Maps data coordinates to picture coordinates, rounded to a tenth."""
