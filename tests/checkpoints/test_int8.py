@@ -54,6 +54,15 @@ def test_a_row_does_not_depend_on_its_company():
     assert not torch.equal(bare(torch.cat((x, others)), layer._held)[:1], bare(x, layer._held))
 
 
+@torch.inference_mode()
+def test_numbers_that_are_none_stay_in_their_row():
+    layer, x = Int8Linear(nn.Linear(64, 64)), torch.randn(4, 64)
+    x[1], x[2, 3] = torch.nan, torch.inf
+    made = layer(x)
+    assert made.isnan().sum(1).tolist() == [0, 64, 64, 0] and torch.equal(made[::3], layer(x[::3]))
+    assert layer(x[1:2]).isnan().all()
+
+
 @pytest.mark.parametrize("fields", [{}, {"recurrence": "adaponder", "mixer": "none"}, {"tie_word_embeddings": True}])
 @torch.inference_mode()
 def test_a_model_is_close_and_company_matters_less(fields):

@@ -61,7 +61,7 @@ class Int8Linear(nn.Module):
             raise RuntimeError("a layer in eight bits has no gradients: call the model under torch.inference_mode()")
         rows = hidden_states.reshape(-1, self.in_features).float()
         scale = torch.linalg.vector_norm(rows, torch.inf, -1, keepdim=True).clamp_(min=1e-30).div_(self._most)
-        scaled = rows / scale
+        scaled = (rows / scale).nan_to_num_(0.0)  # FBGEMM takes no NaN; the row's scale brings it back
         first = scaled.round()
         second = scaled.sub_(first).mul_(2 * self._most)
         digits = torch.cat((first, second, self._range))  # in this range FBGEMM rounds to whole numbers

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fathom.checkpoints.layout import SENTENCEPIECE_MODEL, TOKENIZER_JSON
 from fathom.errors import ModelError
 
 if TYPE_CHECKING:
@@ -39,8 +40,16 @@ def open_tokenizer(
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # Rust's errors
             raise
         hint = "; `trust_remote_code` allows it" if "trust_remote_code" in str(error) else ""
-        raise ModelError(f"{directory}: cannot load the tokenizer: {' '.join(str(error).split())}{hint}") from error
+        words = only_sentencepiece(directory) or " ".join(str(error).split()) + hint
+        raise ModelError(f"{directory}: cannot load the tokenizer: {words}") from error
     return made
+
+
+def only_sentencepiece(directory: Path) -> str | None:
+    """How to read a tokenizer that has no `tokenizer.json`, only a `tokenizer.model`; None for any other."""
+    if (directory / TOKENIZER_JSON).exists() or not (directory / SENTENCEPIECE_MODEL).exists():
+        return None
+    return f"{SENTENCEPIECE_MODEL} needs `pip install sentencepiece protobuf`, or its {TOKENIZER_JSON}"
 
 
 def identity(tokenizer_json: str) -> str:
