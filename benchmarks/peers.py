@@ -8,8 +8,8 @@ All engines are started first, each in a process of its own, and asked in turn o
 of random tokens; the order of the engines is reversed in every turn, and the first turn does not count. Seconds are of
 the clock, and of the processor for the engine's processes. transformers is asked without HTTP. CHECKOUT is an older
 Fathom. A server that waits while others start and answer may be slower than the same one started last, by a tenth (the
-kernel takes pages that nobody reads). With `--abba` this Fathom and the older one are started anew, A B B A A B B A,
-each alone, and asked at once.
+kernel takes pages that nobody reads). With `--abba` only this Fathom and the older one are asked, A B B A; halfway both
+are started anew, in the other order.
 """
 
 from __future__ import annotations
@@ -142,6 +142,13 @@ def engines(options: argparse.Namespace) -> list[Engine]:
     return found
 
 
+def free_port() -> int:
+    """A port that nobody uses."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
 def random_prompts(seed: int, count: int, length: int, size: int) -> list[list[int]]:
     """Tokens that no turn shares."""
     import numpy as np
@@ -175,11 +182,10 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
     texts: dict[str, list[str]] = {engine.name: [] for engine in every}
     try:
         for engine in every:
-            with socket.socket() as free:
-                free.bind(("127.0.0.1", 0))
-                port = free.getsockname()[1]
             print(f"starting {engine.name}", flush=True)
-            engine.start(port, options.out.with_suffix(f".{engine.name.replace(' ', '-').replace('/', '-')}.log"))
+            engine.start(
+                free_port(), options.out.with_suffix(f".{engine.name.replace(' ', '-').replace('/', '-')}.log")
+            )
         for number in range(options.turns + 1):
             for engine in every if number % 2 else reversed(every):
                 for question, (cost, said) in turn(engine, 10 * number, size).items():
@@ -211,31 +217,51 @@ def ratios(runs: dict[str, dict[str, list[dict[str, float]]]]) -> dict[str, Any]
 
 
 def abba(options: argparse.Namespace) -> dict[str, Any]:
-    """Median seconds of each start, and this Fathom's over the older one's: quartiles over neighbouring starts."""
+    """This Fathom's seconds over the older one's, turn by turn, after starts in both orders."""
     size = min(json.loads((options.model / "config.json").read_text())["vocab_size"], 49_000)
-    ours, older = engines(options)
-    starts: list[dict[str, dict[str, float]]] = []
-    for number, engine in enumerate((ours, older, older, ours) * 2):
-        engine.start(8765 + number, options.out.with_suffix(".log"))
+    pair = engines(options)
+    ours, older = pair
+    turns: list[dict[str, dict[str, dict[str, float]]]] = []
+    for first in pair:
+        both = (first, older if first is ours else ours)
         try:
-            turns = [turn(engine, 10 * at, size) for at in range(options.turns + 1)][1:]
+            for engine in both:
+                engine.start(free_port(), options.out.with_suffix(".log"))
+            for number in range(options.turns + 1):
+                asked = {}
+                for engine in pair if number % 2 else reversed(pair):
+                    asked[engine.name] = turn(engine, 10 * len(turns) + 10 if number else 0, size)
+                if number:
+                    turns.append({q: {name: asked[name][q][0] for name in asked} for q in asked[ours.name]})
+                print(f"turn {number} of {options.turns}, load {os.getloadavg()[0]:.1f}", flush=True)
         finally:
-            engine.stop()
-        medians = {q: {u: statistics.median(one[q][0][u] for one in turns) for u in turns[0][q][0]} for q in turns[0]}
-        starts.append(medians)
-        print(f"start {number + 1} of 8: {engine.name}, load {os.getloadavg()[0]:.1f}", flush=True)
-    pairs = [(starts[i], starts[i + 1]) if i % 4 == 0 else (starts[i + 1], starts[i]) for i in range(0, 8, 2)]
+            for engine in both:
+                engine.stop()
     ratios = {
         question: {
-            unit: [
-                round(q, 3)
-                for q in statistics.quantiles((a[question][unit] / b[question][unit] for a, b in pairs), n=4)
-            ]
-            for unit in ("seconds",)
+            unit: middle(
+                [
+                    max(one[question][ours.name][unit], 1 / TICK) / max(one[question][older.name][unit], 1 / TICK)
+                    for one in turns
+                ]
+            )
+            for unit in ("seconds", "processor")
         }
         for question in turns[0]
     }
-    return {"order": "this older older this, twice", "starts": starts, "this / older": ratios}
+    return {"order": "both started twice, each once first; in turn A B B A", "turns": turns, "this / older": ratios}
+
+
+def middle(ratios: list[float]) -> dict[str, Any]:
+    """The median, its 95 % interval by ranks, and the quartiles."""
+    ordered, count = sorted(ratios), len(ratios)
+    rank = max(0, int(count / 2 - 0.98 * count**0.5))
+    low, median, high = (round(q, 3) for q in statistics.quantiles(ordered, n=4))
+    return {
+        "median": median,
+        "interval": [round(ordered[rank], 3), round(ordered[-1 - rank], 3)],
+        "quartiles": [low, high],
+    }
 
 
 def generate(options: argparse.Namespace) -> None:
