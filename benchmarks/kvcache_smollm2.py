@@ -1,7 +1,7 @@
 """Compressed caches on a real model: loss on texts, needles and RULER's tasks, by equal bytes; each cell as it ends.
 
     python benchmarks/kvcache_smollm2.py MODEL --texts books=FILE wiki=FILE --log LOG.jsonl [--rounds 8]
-    python benchmarks/kvcache_smollm2.py --table LOG.jsonl
+    python benchmarks/kvcache_smollm2.py --table LOG.jsonl [--picture docs/pictures/caches.svg]
 
 A cache of ½ or ¼ holds at most that share of the entries of a full one after T tokens: its window is T/2 or T/4, and a
 compression leaves half of a window (`sinks` lets 32 tokens go at a time). Every cell is one line of the log; run again,
@@ -41,6 +41,7 @@ from fathom.kvcache.memory import Memory
 from fathom.kvcache.method import Held, Method
 from fathom.kvcache.rope import Rope
 from fathom.report.numbers import signed, size
+from fathom.report.plots import ticks
 from fathom.report.provenance import provenance
 from fathom.report.statistics import paired_difference, wilson
 
@@ -293,6 +294,71 @@ def table(log: Path) -> Iterator[str]:
     yield f"Not solved by the full cache: {', '.join(bad) or 'none'}."
 
 
+def picture(log: Path) -> str:
+    """Loss and recall of every cache as SVG: nats beyond the full cache on text, and on the answers about needles."""
+    found = list(lines(log))
+    texts = [line for line in found if line["cell"]["kind"] == "text" and line["cell"]["length"] < max(TEXTS)]
+    full = {place(line["cell"]): line["found"]["nats"] for line in texts if line["cell"]["method"] == "full"}
+    points = []
+    for method, share in rows(texts):
+        mine = [line for line in texts if (line["cell"]["method"], line["cell"]["share"]) == (method, share)]
+        asked = [
+            one["nats"]
+            for line in found
+            if (line["cell"]["kind"], line["cell"]["method"], line["cell"]["share"]) == ("questions", method, share)
+            for one in line["found"]
+            if one["task"] in NATURAL
+        ]
+        if asked and method not in WHOLE[1:]:
+            gaps = [line["found"]["nats"] - full[place(line["cell"])] for line in mine if place(line["cell"]) in full]
+            points.append((method, share, statistics.fmean(gaps), statistics.fmean(asked)))
+    return scatter(points)
+
+
+def scatter(points: Sequence[tuple[str, float, float, float]]) -> str:
+    """Points of a name, a share, x and y: filled for a half, open for a quarter; names do not overlap."""
+    width, height, left, bottom = 640, 440, 56, 392
+    right, top = (1.08 * max(point[axis] for point in points) for axis in (2, 3))
+    x_of = lambda x: left + (width - left - 100) * x / right  # noqa: E731
+    y_of = lambda y: bottom - (bottom - 20) * y / top  # noqa: E731
+    style = "font: 12px system-ui, sans-serif; background: #fff"
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" viewBox="0 0 {width} {height}" style="{style}">']
+    for number in ticks(0, right):
+        x = x_of(number)
+        parts.append(f'<path d="M{x:.1f} 20V{bottom}" stroke="#ddd"/>')
+        parts.append(f'<text x="{x:.1f}" y="{bottom + 18}" text-anchor="middle" fill="#444">{number:g}</text>')
+    for number in ticks(0, top):
+        y = y_of(number)
+        parts.append(f'<path d="M{left} {y:.1f}H{width - 100}" stroke="#ddd"/>')
+        parts.append(f'<text x="{left - 8}" y="{y + 4:.1f}" text-anchor="end" fill="#444">{number:g}</text>')
+    words = "text: nats a token beyond the full cache"
+    parts.append(f'<text x="{(left + width - 100) / 2}" y="{height - 8}" text-anchor="middle">{words}</text>')
+    turned = f'transform="rotate(-90 14 {bottom / 2})"'
+    parts.append(f'<text x="14" y="{bottom / 2}" text-anchor="middle" {turned}>needles: nats an answer token</text>')
+    spots = [(x_of(x), y_of(y)) for _, _, x, y in points]
+    taken = [(at - 6, at + 6, row - 6, row + 6) for at, row in spots]  # marks, then names: left, right, top, bottom
+    for (method, share, _, _), (at, row) in zip(points, spots, strict=True):
+        name, fill = label(method, share), "#0b6fb3" if share == max(SHARES) else "#fff"
+        box, away = free_box(at + 9, row, 6.6 * len(name), taken)
+        taken.append(box)
+        if away:
+            parts.append(f'<path d="M{at:.1f} {row:.1f}L{box[0]:.1f} {row + away:.1f}" stroke="#aaa"/>')
+        parts.append(f'<circle cx="{at:.1f}" cy="{row:.1f}" r="4" fill="{fill}" stroke="#0b6fb3" stroke-width="2"/>')
+        parts.append(f'<text x="{box[0]:.1f}" y="{row + away + 4:.1f}">{name}</text>')
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def free_box(
+    x: float, y: float, width: float, taken: Sequence[tuple[float, float, float, float]]
+) -> tuple[tuple[float, float, float, float], float]:
+    """The place of a name nearest to a mark that covers nothing, and how far above or below it is."""
+    for away in sorted(range(-150, 151, 3), key=abs):
+        box = (x, x + width, y + away - 7, y + away + 7)
+        if not any(box[0] < r and l < box[1] and box[2] < b and t < box[3] for l, r, t, b in taken):  # noqa: E741
+            return box, float(away)
+    return (x, x + width, y - 7, y + 7), 0.0
+
+
 def place(cell: dict[str, Any]) -> tuple[Any, ...]:
     """What a cell of a text has read."""
     return cell["text"], cell["round"], cell["length"]
@@ -338,9 +404,12 @@ def main() -> None:
     parser.add_argument("--log", type=Path)
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--table", type=Path, metavar="LOG")
+    parser.add_argument("--picture", type=Path, metavar="SVG", help="with --table")
     options = parser.parse_args()
     if options.table:
         print(*table(options.table), sep="\n")
+        if options.picture:
+            options.picture.write_text(picture(options.table), encoding="utf-8")
         return
     torch.set_num_threads(1)
     with options.log.open("a") as file:
