@@ -1,20 +1,19 @@
 """FreqKV tuned on a real model, beside `average`, `drop` and the full cache, which are tuned alike: before and after.
 
     python benchmarks/kvcache_tuned.py MODEL --shards DIR --text books=FILE other=FILE --work DIR --out FILE.json
-        [--tokens 160000] [--precision bf16]
+        [--tokens 120000] [--precision bf16]
 
 Every arm trains `recipes/kvcache/freqkv_lora.yaml` (adapters, embeddings, norms; rows of N + 3F) under its own cache.
 Its learning rate is the best of two at a fifth of the tokens, by the loss under that cache. The base and the tuned
 models then read documents of 4N tokens through their caches, and answer questions about natural needles after one and
 two compressions. FILE.json has the nats of each document and every answer; it is written after each part and read
-first. Scores are float32; one seed; intervals are over documents.
+first. With bf16, training and scoring compute in bfloat16. One seed; intervals are over documents.
 """
 
 from __future__ import annotations
 
 import argparse
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +52,7 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--shards", type=Path, required=True, help="of `fathom prepare`, by the model's tokenizer")
     parser.add_argument("--text", nargs="+", required=True, help="held-out texts, the training's domain first")
-    parser.add_argument("--tokens", type=int, default=160_000)
+    parser.add_argument("--tokens", type=int, default=120_000)
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
@@ -63,7 +62,7 @@ def main() -> None:
     log["provenance"] = vars(provenance())
     for method in METHODS:
         if method not in log["before"]:
-            log["before"][method] = scores(options.model, method, options.text)
+            log["before"][method] = scores(options.model, method, options)
             write_json(options.out, log)
     for method in METHODS:
         tuned = log["tuning"].setdefault(method, {})
@@ -75,7 +74,7 @@ def main() -> None:
             rate = float(min(tuned, key=lambda each: tuned[each]["held_out_loss"]))
             run = trained(method, rate, options.tokens, options)
             model = place_of(method, rate, options.tokens, options) / "model"
-            log["after"][method] = {"lr": rate, **run, **scores(model, method, options.text)}
+            log["after"][method] = {"lr": rate, **run, **scores(model, method, options)}
             write_json(options.out, log)
         log["table"] = [*table(log)]
         write_json(options.out, log)
@@ -106,9 +105,9 @@ def trained(method: str, rate: float, tokens: int, options: argparse.Namespace) 
 
 
 @torch.no_grad()
-def scores(directory: Path, method: str, texts: Sequence[str]) -> dict[str, Any]:
+def scores(directory: Path, method: str, options: argparse.Namespace) -> dict[str, Any]:
     """The nats of each document by span, and the answers to all questions, read through a cache."""
-    model, tokenizer = open_checkpoint(directory, "cpu", "float32")
+    model, tokenizer = open_checkpoint(directory, "cpu", "bfloat16" if options.precision == "bf16" else "float32")
     schedule = Schedule.at(WINDOW, 4, 0.5)
 
     def cache(room: int) -> Cache:
@@ -117,7 +116,7 @@ def scores(directory: Path, method: str, texts: Sequence[str]) -> dict[str, Any]
             return build_cache(model, method, window=None if method == "full" else WINDOW)
 
     found: dict[str, Any] = {"nats": {}}
-    domains = read_domains(texts, limit=DOCUMENTS)
+    domains = read_domains(options.text, limit=DOCUMENTS)
     for domain in domains:
         ids = [tokenizer(str(text), add_special_tokens=False)["input_ids"] for text in domain.documents]
         rows = [torch.tensor(each[: LENGTH + 1]) for each in ids if len(each) > LENGTH]
