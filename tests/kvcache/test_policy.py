@@ -115,11 +115,6 @@ def test_the_command(directory: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     assert [json.loads(line) for line in out.read_text().splitlines()] == rows  # batched or not
 
 
-def test_a_static_cache_is_another_thing() -> None:
-    with pytest.raises(SettingsError, match="`compile`"):
-        Sampling(memory=FREQKV, compile=True)
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -142,7 +142,7 @@ def generate_each(
 
 def _runs_with(model: PreTrainedModel, prompt: Sequence[int], sampling: Sampling) -> tuple[int, ...]:
     """A key: prompts with equal keys may share a batch. The key is their room for new tokens, or their length."""
-    if depends_on_company(model) or (sampling.memory is not None and sampling.memory.static):
+    if depends_on_company(model) or (sampling.memory is not None and sampling.compile):
         return len(prompt), sampling.most_new(model, prompt)
     if sampling.end_decides(model) or not passes_the_context(model):
         return (sampling.most_new(model, prompt),)
@@ -206,7 +206,8 @@ def _run(
     began = time.perf_counter()
     with _in_one_line(sampling, model.generation_config):
         if sampling.memory is not None:
-            arguments |= sampling.memory.read(model, ids, mask, sampling.beams(model), max_trips=sampling.max_trips)
+            beams, limit = sampling.beams(model), sampling.max_trips
+            arguments |= sampling.memory.read(model, ids, mask, beams, max_trips=limit, static=sampling.compile)
         out = model.generate(
             ids,
             attention_mask=mask,

@@ -82,8 +82,6 @@ class Sampling:
         for name, (holds, words) in allowed.items():
             if not holds:
                 raise SettingsError(f"{name}={getattr(self, name)}: allowed: {words}")
-        if self.memory is not None and self.compile and not self.memory.static:
-            raise SettingsError("`compile` needs a static cache: make the policy with static=True")
         if self.speculate is not None and (self.memory is not None or self.compile):
             raise SettingsError("`speculate` crops its cache: leave out `kvcache` and `compile`")
         if unknown := sorted(set(self.options) - _generation_options()):

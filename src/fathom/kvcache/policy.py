@@ -6,7 +6,7 @@ import dataclasses
 import sys
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -54,14 +54,12 @@ class Policy:
     sinks: int = SINKS
     ratio: float = RATIO
     kept: int | None = None
-    static: bool = False
-    """Whether the cache has buffers that never grow, for decoding that is compiled."""
 
-    def empty(self, model: PreTrainedModel) -> Cache:
-        """An empty cache of this policy, without a warning about an untuned checkpoint."""
+    def empty(self, model: PreTrainedModel, static: bool = False) -> Cache:
+        """An empty cache of this policy, without a warning about an untuned checkpoint; see `build_cache`."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UntunedWarning)
-            return build_cache(model, **vars(self))
+            return build_cache(model, **vars(self), static=static)
 
     def read(
         self,
@@ -71,6 +69,7 @@ class Policy:
         beams: int = 1,
         after_chunk: Callable[[], None] | None = None,
         max_trips: int | None = None,
+        static: bool = False,
     ) -> dict[str, object]:
         """Arguments for `generate`: a cache that holds a prompt `[B, T]` without its last token.
 
@@ -80,8 +79,9 @@ class Policy:
             attention_mask: Zeros on padding, `[B, T]`.
             beams: Number of beams in `generate`.
             after_chunk: See `prefill`.
+            static: Whether the cache is for decoding that is compiled; see `build_cache`.
         """
-        cache = self.empty(model)
+        cache = self.empty(model, static)
         if isinstance(cache, MemoryCache):
             cache.admit(attention_mask)
         if prompt.shape[1] > 1:
@@ -142,9 +142,9 @@ def choose(
         return None
     if method not in NAMES:
         raise SettingsError(f"kvcache={method}: allowed: {', '.join(NAMES)}")
-    policy = replace(cache_policy(method, getattr(model.config, "kvcache", None), options), static=static)
+    policy = cache_policy(method, getattr(model.config, "kvcache", None), options)
     try:
-        cache = policy.empty(model)
+        cache = policy.empty(model, static)
     except ValueError as error:
         reason = str(error).replace("static=True: ", "`compile`: ")
         raise SettingsError(f"kvcache={method}: {reason}") from error
