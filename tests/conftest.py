@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import gc
 import os
+from collections import defaultdict
 from collections.abc import Callable
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch, and for the processes that tests start
+os.environ.setdefault("DISABLE_MULTIPROC", "1")  # lm-eval else starts a pool of processes for every standard error
 
 import pytest
 from hypothesis import settings
@@ -32,6 +35,22 @@ def pytest_configure(config: pytest.Config) -> None:
     if not torch.cuda.is_available():  # kernels then run in an interpreter, which triton asks for as it is imported
         os.environ.setdefault("TRITON_INTERPRET", "1")
     torch.set_num_threads(1)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of a test that is marked `quick`, the fast suite runs the cases that the mark names; the others are slow."""
+    unknown: dict[str, set[str]] = defaultdict(set)
+    for item in items:
+        for mark in item.iter_markers("quick"):
+            test, case = item.nodeid.split("[")[0], item.callspec.id  # type: ignore[attr-defined]
+            found = {name for name in mark.args if fnmatchcase(case, name)}
+            unknown[test] = unknown.get(test, set(mark.args)) - found
+            if not found:
+                item.add_marker(pytest.mark.slow)
+    missing = {test: names for test, names in unknown.items() if names}
+    if missing and not any("::" in word for word in config.args):
+        raise pytest.UsageError(f"no cases of these names: {missing}")
 
 
 def pytest_collectstart() -> None:

@@ -114,6 +114,7 @@ def cached(tmp_path: Path) -> dict[str, str]:
     return {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
 
 
+@pytest.mark.slow
 def test_a_script_that_is_called_fathom(cached: dict[str, str], tmp_path: Path) -> None:
     """Importing us registers nothing, whatever `sys.argv` is, and touching a model does: an export opens as ours
     without any code of its directory. A name on the Hub loads with or without a revision; one that is not to be had is

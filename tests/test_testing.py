@@ -54,6 +54,10 @@ class TestOutsideDelta(THEIRS):
     def test_an_export_opens_without_fathom(self):
         super().test_an_export_opens_without_fathom()
 
+    @pytest.mark.slow
+    def test_it_compiles_in_one_graph(self):
+        super().test_it_compiles_in_one_graph()
+
 
 def test_the_package_is_the_variant_delta():
     """Two implementations of one equation: the same logits and the same FLOPs."""

@@ -93,6 +93,7 @@ def test_other_peoples_files_stay(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["config.json"]
 
 
+@pytest.mark.quick("attention_residuals", "ponder2", "latent_cot*depth_attention", "ponder@gpt2")
 @pytest.mark.parametrize(
     "case", [case if case in FAST[::3] else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
 )

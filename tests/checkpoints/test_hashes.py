@@ -68,6 +68,7 @@ def test_a_model_that_was_saved_again_is_explained(model: Path) -> None:
     assert hashes.changed(model) is None
 
 
+@pytest.mark.quick("flip")
 @pytest.mark.parametrize("harm", [flip, lambda file: file.write_bytes(b""), Path.unlink])
 def test_a_finished_run_with_a_damaged_model_is_refused(recipe: Recipe, tmp_path: Path, harm) -> None:
     run = tmp_path / "run"

@@ -238,6 +238,7 @@ def write(directory, name, tensors=None, files=1, **keys):
     return directory
 
 
+@pytest.mark.quick("2-*")
 @every_release
 @pytest.mark.parametrize("files", [1, 2])
 def test_every_tensor_arrives(name, files, tmp_path):
@@ -278,6 +279,7 @@ def test_configuration(name, tmp_path):
     assert not set(keys) & set(config.to_dict()), "none of their words is left"
 
 
+@pytest.mark.quick("depth-attention", "depth-attention-both", "denseformer", "attnres", "mhc", "mhc-old")
 @every_release
 def test_function_is_the_equations(name, tmp_path):
     model = FathomForCausalLM.from_pretrained(write(tmp_path, name), dtype=torch.float64)
@@ -285,6 +287,7 @@ def test_function_is_the_equations(name, tmp_path):
     agree(model, ids, RELEASED[name][3](oracle, ids), oracle)
 
 
+@pytest.mark.quick("depth-attention", "denseformer-old", "attnres", "mhc")
 @every_release
 def test_saved_again_in_our_words(name, tmp_path):
     (tmp_path / "a").mkdir()

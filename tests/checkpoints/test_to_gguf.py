@@ -30,6 +30,7 @@ def value(reader, key):
     return reader.fields[key].contents()
 
 
+@pytest.mark.quick("vanilla-True-*", "vanilla-False-dtype0", "loop-middle-False-dtype1")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("case,tied", [("vanilla", True), ("vanilla", False), ("loop-middle", False)])
 def test_every_tensor_comes_back(case, tied, dtype, tmp_path: Path) -> None:

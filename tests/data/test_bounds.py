@@ -148,6 +148,7 @@ def test_parquet_rows(tmp_path: Path, tokenizer: str) -> None:
     assert made.left_out == 500 and set(documents(tmp_path / "skipped", "train")) == {"short"}
 
 
+@pytest.mark.slow
 def test_a_value_that_many_rows_share(tmp_path: Path, tokenizer: str) -> None:
     """3,000 rows of 200 kB, 600 megabytes, in a file of some kilobytes."""
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")

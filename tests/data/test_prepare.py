@@ -197,6 +197,7 @@ def test_killed_many_times_gives_the_same_bytes(tmp_path: Path, tokenizer: str, 
     kill_and_resume(tmp_path, tokenizer, times=25, workers=workers)
 
 
+@pytest.mark.quick("tail")
 @pytest.mark.parametrize("lose", ["nothing", "tail", "new shard"])
 def test_resume_continues_where_the_journal_says(tmp_path: Path, tokenizer: str, monkeypatch, lose: str) -> None:
     """A crash in this process, at every chunk in turn: what is finished is not tokenised again."""

@@ -47,6 +47,7 @@ def bases(tmp_path_factory):
     return made
 
 
+@pytest.mark.quick("qwen3-depth_attention-None", "qwen3-att*", "llama-loop*", "gpt_neox-att*", "gpt2-ponder*")
 @pytest.mark.parametrize(
     ("kind", "text", "layers"),
     [  # every other pair: each kind and each request twice

@@ -238,6 +238,7 @@ def test_plots_bear_gaps_and_single_points():
     assert "no interval" in interval_plot([IntervalMark("a", 0.1, None, None, 1)], "x", "")
 
 
+@pytest.mark.quick("390-True")
 @pytest.mark.skipif(BROWSER is None, reason="needs chromium: apt-get install chromium")
 @pytest.mark.parametrize(("width", "dark"), [(390, False), (390, True), (1280, False)])
 def test_in_a_browser(full: ComparisonReport, tmp_path: Path, width: int, dark: bool):

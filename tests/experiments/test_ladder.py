@@ -572,6 +572,7 @@ def test_a_control_with_its_own_mlp_is_widened_from_there(tmp_path: Path) -> Non
         assert found[0] == size.parameters < found[1] == found[2]
 
 
+@pytest.mark.slow
 def test_diverged_tuning_is_retried_only_until_its_optimum_is_used(tmp_path: Path, monkeypatch) -> None:
     """Finished runs would else be told at a rate that they did not have."""
     out = tmp_path / "out"
@@ -596,6 +597,7 @@ def test_a_rate_that_was_not_found_is_not_said_to_be_anothers(tmp_path: Path, mo
     assert "in doubt: vanilla (rate not found (rung 1))" in report.verdict.lower()
 
 
+@pytest.mark.slow
 def test_runs_of_all_stages_are_retried(tmp_path: Path, monkeypatch) -> None:
     """What diverged while tuning stays; what diverged at a rung goes on, and the seal tells."""
     out = tmp_path / "out"
@@ -614,6 +616,7 @@ def test_runs_of_all_stages_are_retried(tmp_path: Path, monkeypatch) -> None:
     assert [row.stage for row in report.diverged] == ["tune"] and report.prediction.stale
 
 
+@pytest.mark.slow
 def test_a_seed_that_had_failed_everywhere_makes_the_seal_stale(tmp_path: Path, monkeypatch) -> None:
     """Once it comes back."""
     out = tmp_path / "out"

@@ -63,6 +63,7 @@ def test_a_larger_arm_costs_more(small: Recipe):
     assert measured.cache_bytes_per_token[0] == 2 * measured.cache_bytes_per_token[1]
 
 
+@pytest.mark.quick("depth_attention", "hyper_connections")
 @pytest.mark.parametrize("mechanism", ["depth_attention", "uniform_depth", "denseformer", "hyper_connections"])
 def test_shared_parameters_start_equal(small: Recipe, mechanism: str):
     shared, equal = measure(Arm("arm", mechanism).recipe(small), small, pairs=1).shared_tensors
@@ -74,6 +75,7 @@ def test_saved_bytes_follow_the_batch(small: Recipe):
     assert one < two < 2.05 * one
 
 
+@pytest.mark.quick("vanilla", "hyper_connections", "loop+depth_attention-grid", "ponder2", "latent_cot@gemma")
 @pytest.mark.parametrize("case", in_turn(CASES))
 def test_cache_growth_is_what_is_declared(case: str):
     """For every mechanism; tokens that halt keep less than the declared most."""

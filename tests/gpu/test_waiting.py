@@ -78,6 +78,7 @@ def test_a_planted_read_is_seen(planted):
     assert len(reads_of_a_step(training, batch)) == 1
 
 
+@pytest.mark.quick("ponder2", "latent_cot")
 @pytest.mark.parametrize("case", ["ponder-all", "ponder2", "ponder3", "adaponder", "latent_cot"])
 def test_decoding_asks_once_per_trip(case, questions):
     model, ids = build(config_of(case)), tokens(3, 5)

@@ -292,6 +292,7 @@ def test_at_once_as_one_at_a_time(served):
     assert together == [said(options) for options in asked]
 
 
+@pytest.mark.quick("loop")
 @pytest.mark.parametrize("recurrence", ["adaponder", "loop"])
 def test_models_that_think(tmp_path, recurrence):
     """Halting models, and those of several iterations with drafts, follow as well."""

@@ -125,6 +125,7 @@ def compared(case, **shape):
     return run(model, cases, seed=1), [alone(model, *one) for one in cases]
 
 
+@pytest.mark.quick("vanilla", "loop+depth_attention-grid", "ponder", "hyper_connections", "ponder-hidden-duo", "adaponder+depth_attention", "latent_cot")
 @pytest.mark.parametrize("case", KINDS)
 def test_rows_come_and_go_exactly(case):
     assert type(batch_for(build(config_of(case)))) is KINDS[case]
@@ -361,6 +362,7 @@ def never_halting(model):
     return model
 
 
+@pytest.mark.quick("loop")
 @pytest.mark.parametrize("case", ["loop", "adaponder"])
 def test_a_long_text_leaves_its_room_to_others(engine, monkeypatch, case):
     """Though some are always there: the batch' rows were as long as its longest had been until all had ended. And the
@@ -389,6 +391,7 @@ def test_a_long_text_leaves_its_room_to_others(engine, monkeypatch, case):
         assert served()[-1] > budget
 
 
+@pytest.mark.quick("loop")
 @pytest.mark.parametrize("case", ["loop", "adaponder"])
 def test_a_long_text_leaves_its_room_to_other_trips(engine, monkeypatch, case):
     """Though some of its own trips are always there: those of others had no room beside them until all had ended."""

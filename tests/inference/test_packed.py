@@ -79,6 +79,7 @@ def test_a_row_is_the_same_in_company():
         assert (layer(given.flip(0)) - several).abs().max() > 0.1, "and rows differ"
 
 
+@pytest.mark.quick("vanilla", "depth_attention", "hyper_connections", "loop-middle", "ponder", "adaponder", "latent_cot")
 @pytest.mark.parametrize("case", CASES)
 def test_models_compute_the_same(case, monkeypatch):
     """Every linear layer of a mechanism too, however small."""

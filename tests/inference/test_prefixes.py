@@ -81,6 +81,7 @@ def check(engine, model, prompt, cached, cuts):
     return job
 
 
+@pytest.mark.quick("depth_attention", "loop+depth_attention-grid", "adaponder+depth_attention")
 def test_to_the_bit(engine, model):
     """The same prompt again is not read; one that goes on reads its rest; of those that part, the third gains."""
     shared, first, second, third = tokens_of(1, 90), tokens_of(2, 40), tokens_of(3, 37), tokens_of(4, 11)
@@ -93,6 +94,7 @@ def test_to_the_bit(engine, model):
     assert engine.counts["prompt_tokens"] == 130 + 37 + 127 + 11
 
 
+@pytest.mark.quick("vanilla", "latent_cot")
 def test_a_conversation_goes_on_from_its_answer(engine, model):
     prompt = tokens_of(5, 60)
     job, made = ask(engine, prompt, new=20)
@@ -103,6 +105,7 @@ def test_a_conversation_goes_on_from_its_answer(engine, model):
     assert ask(engine, again)[0].cached == len(again)
 
 
+@pytest.mark.quick("depth_attention", "loop+depth_attention-grid", "adaponder+depth_attention")
 def test_other_requests_do_not_matter(engine, model):
     """In company, with jobs that score their prompts or count their iterations, which read them themselves."""
     prompt = tokens_of(7, 70)
@@ -208,6 +211,7 @@ def test_what_can_be_taken_over():
     assert store.find(row, None).count == 100, "a row that is larger than all room takes no other's"
 
 
+@pytest.mark.quick("ponder3")
 @pytest.mark.parametrize("case", ["ponder2", "ponder3"])
 def test_prompts_that_are_solved_as_a_whole(case, monkeypatch):
     """Nothing of theirs can be taken over but all of it."""

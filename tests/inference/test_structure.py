@@ -76,6 +76,7 @@ def follow(case, tokenizer, grammars, seeds):
     return ended
 
 
+@pytest.mark.quick("one trip-30")
 @pytest.mark.parametrize(("case", "count"), [("one trip", 30), ("halting", 12), ("drafts", 12)])
 def test_texts_follow_random_schemas(case, count, tokenizer, grammars):
     assert follow(case, tokenizer, grammars, range(count)) >= 0.7 * count

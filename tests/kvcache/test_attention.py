@@ -20,6 +20,7 @@ def gradients(model, ids):
     return [parameter.grad.clone() for parameter in model.parameters()]
 
 
+@pytest.mark.quick("freqkv-qwen3", "snapkv-depth_attention", "freqkv-loop")
 @pytest.mark.parametrize("case", ["qwen3", "depth_attention", "loop"])
 @pytest.mark.parametrize("method", ["freqkv", "snapkv"])
 def test_checkpointing_is_exact(case, method):
@@ -38,6 +39,7 @@ def test_every_parameter_learns(method):
         assert all(gradient.abs().max() > 0 for gradient in gradients(model, ids))
 
 
+@pytest.mark.quick("average", "freqkv", "learned", "sinks", "snapkv")
 @pytest.mark.parametrize("method", METHODS)
 def test_padding_behind_rows(method):
     """No token sees it, through any compression: gradients are those of the rows alone. In front it would be seen."""
@@ -136,6 +138,7 @@ def test_a_model_that_was_observed():
         assert (model(ids).logits - truth).abs().max() < 1e-5
 
 
+@pytest.mark.quick("depth_attention")
 @pytest.mark.parametrize("case", ["fathom", "depth_attention"])
 def test_a_few_steps_help_beyond_the_window(case):
     """Tuned under compression, the model predicts what it could not before: the word of 100 tokens ago, over again."""

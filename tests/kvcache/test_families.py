@@ -137,6 +137,7 @@ def fast(case, method):
     return case in FEW and method in ("freqkv", "tova")
 
 
+@pytest.mark.quick("*-freqkv", "qwen3-tova", "gemma2-tova")
 @pytest.mark.parametrize(
     "case,method",
     [

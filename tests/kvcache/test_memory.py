@@ -22,6 +22,7 @@ def ids():
     return tokens(3, LENGTH)
 
 
+@pytest.mark.quick("freqkv", "learned", "sinks", "snapkv")
 @pytest.mark.parametrize("method", METHODS)
 @torch.no_grad()
 def test_masks_are_told_the_truth(model, method):
@@ -60,6 +61,7 @@ def test_rows(model, ids, method):
     assert (a - b).abs().max() < 1e-5
 
 
+@pytest.mark.quick("freqkv", "learned", "sinks", "snapkv")
 @pytest.mark.parametrize("method", METHODS)
 def test_reset_and_offload(model, ids, method):
     """A cache that was used and reset is a fresh one; one that was offloaded between steps is one that was not."""

@@ -50,6 +50,7 @@ def distance(model, method, padded, ids, mask):
     return found
 
 
+@pytest.mark.quick("average", "freqkv", "learned", "sinks", "snapkv", "tova")
 @pytest.mark.parametrize("method", METHODS)
 def test_each_row_is_what_it_is_alone(model, method):
     ids, mask = batch((76, 70, 5) if method == "sinks" else LENGTHS, more=0 if method == "sinks" else 33)
@@ -102,6 +103,7 @@ def test_padding_that_is_taken_for_text_differs(model):
     assert longest < 1e-5 and min(shorter) > 0.1
 
 
+@pytest.mark.quick("freqkv")
 @pytest.mark.parametrize("method", ["freqkv", "tova"])
 def test_generate(model, method):
     ids, mask = batch()

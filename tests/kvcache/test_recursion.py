@@ -157,6 +157,7 @@ def two_ways(request, qwen, ids):
     return few, [(run, run(few)) for run in ways]
 
 
+@pytest.mark.quick("freqkv-*", "snapkv-*", "*-64")
 @pytest.mark.parametrize(
     "token", [10, 64, 150, *(pytest.param(at, marks=pytest.mark.slow) for at in (63, 65, 100, 127, 128, 160))]
 )
@@ -170,6 +171,7 @@ def test_causality(two_ways, token):
         assert not torch.equal(a[:, token], b[:, token])
 
 
+@pytest.mark.quick("freqkv", "learned", "sinks", "snapkv")
 @pytest.mark.parametrize("method", METHODS)
 def test_a_common_offset_of_positions_changes_nothing(double_angles, qwen, ids, method):
     cache, moved = cache_of(qwen, method), cache_of(qwen, method)

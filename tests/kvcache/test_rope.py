@@ -16,6 +16,7 @@ from .cases import MODELS, SHAPE, model_of, tokens
 from .test_recursion import OURS
 
 
+@pytest.mark.quick("qwen3*", "llama*", "cohere*", "gemma3*", "gpt_neox", "glm", "smollm3", "nanochat", "stablelm", "exaone4", "loop+depth_attention", "afmoe")
 @pytest.mark.parametrize("case", MODELS)
 def test_turns_add_up(case):
     """R(5) R(−2) = R(3), lengths stay, and a shift common to all entries is one shift of each."""

@@ -77,6 +77,7 @@ def test_one_graph_for_every_length(case, backend):
     assert distance(found, truth[:, 10:11]) < 1e-5
 
 
+@pytest.mark.slow
 def test_a_graph_that_depends_on_the_length_is_seen(model, monkeypatch):
     """The control: with a number of Python for the place, each token compiles again."""
     monkeypatch.setattr(StaticMemory, "held", lambda self: torch.tensor(self.seen % 7))

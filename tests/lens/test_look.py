@@ -219,6 +219,7 @@ def spell(tokenizer, index):
     return "⟨" + " ".join(f"{letters[c]:02X}" for c in tokenizer.convert_ids_to_tokens(index)) + "⟩"
 
 
+@pytest.mark.quick("vanilla", "blended", "value_residual", "attention_residuals", "loop, mixed")
 @every_mechanism
 def test_what_comes_later_changes_nothing_before(case, tokenizer):
     model = model_of(case)

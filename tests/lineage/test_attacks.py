@@ -57,6 +57,7 @@ def attacked(models, tmp_path_factory):
     return make
 
 
+@pytest.mark.quick("*+*", "llama-permute", "llama-rotate", "qwen3-scale")
 @pytest.mark.parametrize("kinds", CASES, ids="+".join)
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_function_kept_and_repaired_scores_at_one(kind, kinds, models, attacked):
@@ -165,6 +166,7 @@ DEPTH = {
 }
 
 
+@pytest.mark.quick("depth_attention", "denseformer", "attention_residuals", "loop", "ponder2")
 @pytest.mark.parametrize("case", DEPTH)
 def test_edits_of_depth_models_keep_the_function_or_are_refused(case, tmp_path):
     """Copies of all these were written, and computed something else."""
@@ -280,6 +282,7 @@ def test_half_rotated_heads_with_qk_norm(share, tmp_path, monkeypatch):
     assert score() < 0.95
 
 
+@pytest.mark.quick("cohere", "glm4")
 @pytest.mark.parametrize("kind", ["glm", "glm4", "cohere", "ernie4_5", "helium"])
 def test_interleaved_planes(kind, tmp_path, monkeypatch):
     """Families that rotate coordinates 2i and 2i + 1 together; in double precision but for their rotation."""

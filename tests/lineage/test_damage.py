@@ -73,6 +73,7 @@ def damaged(base: Path, out: Path, name: str, value: float, whole: bool = False)
     return out
 
 
+@pytest.mark.quick("model.embed_tokens.weight-nan", "*k_proj.weight-nan", "*up_proj.weight-inf", "*up_proj.weight-3e+38", "*down_proj.weight-nan")
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("name, value", PAIRS)
 def test_one_bad_number_neither_stops_nor_hides(base, tmp_path, name, value):
@@ -88,6 +89,7 @@ def test_one_bad_number_neither_stops_nor_hides(base, tmp_path, name, value):
     assert said and "1 value" in said[0] and said[0] in result.text
 
 
+@pytest.mark.quick("model.embed_tokens.weight", "*up_proj.weight")
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in (*TENSORS[:3], MATRIX) else pytest.mark.slow) for name in TENSORS]

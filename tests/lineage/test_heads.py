@@ -40,6 +40,7 @@ def with_junk(source, target, cancel):
     return target
 
 
+@pytest.mark.quick("mute-llama-float64", "cancelling-qwen3-float32")
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 @pytest.mark.parametrize("cancel", [False, True], ids=["mute", "cancelling"])

@@ -193,22 +193,14 @@ CASES["depth_attention-normed@llama"] = (
     {"mixer": {"norm_scores": True}, "backbone": BACKBONES["llama"]},
 )
 LATER = (
-    "-blend",
-    "-diagonal",
-    "-dense",
-    "-sparse",
-    "-snapshot",
-    "-free",
-    "-middle",
-    "-last",
-    "-delta",
-    "-exit",
-    "-shared",
+    *("-blend", "-diagonal", "-dense", "-sparse", "-snapshot", "-free", "-middle", "-last", "-delta", "-exit", "-shared"),
+    *("-window", "-prepost", "-all"),
 )
-FAST = [case for case in CASES if not set("+@") & set(case) and not case.endswith(LATER)]
-FAST += ["loop+depth_attention-grid", "latent_cot+depth_attention"]
-FAST += ["depth_attention@neox", "attention_residuals@neox", "ponder@gpt2", "loop@olmo2", "latent_cot@gemma"]
-"""Every mechanism alone, a composition of each kind of recurrence, and every kind of backbone; the others are slow."""
+BACKED = ["depth_attention@neox", "ponder@gpt2", "loop@olmo2", "latent_cot@gemma"]
+FAST = [case for case in ALONE if case not in ("loop", "ponder", "latent_cot")]
+FAST += [case for case in CASES if "-" in case and not set("+@") & set(case) and not case.endswith(LATER)]
+FAST += ["loop+depth_attention-grid", *BACKED]
+"""Every mechanism alone or on another backbone, a composition, and every kind of backbone; the others are slow."""
 
 
 def in_turn(cases: Iterable[str]) -> list:

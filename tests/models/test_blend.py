@@ -59,6 +59,7 @@ def test_both_ends_are_exact(dtype):
     assert not torch.equal(a + (b - a), b), "a sum would round"
 
 
+@pytest.mark.quick("depth_attention", "attention_residuals", "loop", "adaponder")
 @pytest.mark.parametrize("name", WITH_BLEND)
 def test_the_schedule_rises_and_a_saved_model_settles_it(name, tmp_path):
     axis = MECHANISMS[name].axis

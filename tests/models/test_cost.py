@@ -214,6 +214,7 @@ def decoded(config, length):
     return counter.get_total_flops(), cache
 
 
+@pytest.mark.quick("None-vanilla", "2-loop-middle", "6-loop+depth_attention-grid", "40-vanilla")
 @pytest.mark.parametrize("case", ["vanilla", "loop-middle", "loop+depth_attention-grid"])
 @pytest.mark.parametrize("window", [None, 2, pytest.param(4, marks=pytest.mark.slow), 6, 40])
 def test_windowed_layers_read_as_far_as_they_see(case, window):
@@ -286,6 +287,7 @@ def counted_step(config, length):
 WIDER = {"hidden_size": 96, "intermediate_size": 288, "head_dim": 24}  # where sums and norms, uncounted, are few
 
 
+@pytest.mark.quick("vanilla-61", "attention_residuals-61", "loop+depth_attention-grid-61", "ponder3-61", "ponder@gpt2-61", "latent_cot@gemma-61")
 @pytest.mark.parametrize(
     ("case", "words"),
     [  # of cases alike but for a backbone or a blend, the counts are alike

@@ -98,6 +98,7 @@ def drawn(seed: int):
     return name, model, prompts, chance.randint(1, 14), pages
 
 
+@pytest.mark.quick("1", "2")
 @pytest.mark.parametrize(
     "seed", [pytest.param(seed, marks=() if seed < 4 else pytest.mark.slow) for seed in range(200)]
 )

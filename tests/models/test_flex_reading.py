@@ -91,6 +91,7 @@ def test_forward_and_padded(case):
             assert far(ours, theirs) < EXACT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ranked(SLOTTED + MIXED, "latent_cot"))
 def test_gradients(case, reference):
     """Through every pass, and of the router through the biases that it puts on keys."""
@@ -113,6 +114,7 @@ def test_sliding_windows(case, reference):
     hold_learnt(build(config_of(case, **SLIDING), dtype=torch.float64), tokens(2, 9))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ranked(SLOTTED, "ponder3"))
 def test_capped_logits(case):
     """Biases of keys are added to what the cap has left; `eager` does what the oracle does."""

@@ -88,6 +88,7 @@ def case(streams=4, iterations=20, layers=2, **keys):
     return config_of("hyper_connections", num_hidden_layers=layers, residual_options=options)
 
 
+@pytest.mark.quick("2-20", "3-1", "1-0", "3-0")
 @pytest.mark.parametrize("streams,iterations", [(1, 20), (2, 20), (4, 20), (3, 1), (1, 0), (2, 0), (3, 0)])
 def test_equations(streams, iterations):
     model = build(case(streams, iterations), dtype=torch.float64)

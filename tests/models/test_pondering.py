@@ -85,6 +85,7 @@ def test_every_way_of_computing_is_the_oracle(method, mixer, open_):
     assert error(stepwise(model, ids, [4, 1, 3, 1]), truth) < EXACT
 
 
+@pytest.mark.quick("ponder2-depth_attention", "ponder3-depth_attention", "latent_cot-depth_attention", "adaponder-", "ponder-duo-depth_attention")
 @every_mixer
 @every_method
 def test_single_precision(method, mixer):
@@ -96,6 +97,7 @@ def test_single_precision(method, mixer):
     assert error(stepwise(single, ids), truth) < CLOSE
 
 
+@pytest.mark.quick("*-depth_attention")
 @every_mixer
 @every_method
 def test_gradients_are_the_oracles(method, mixer):
@@ -105,6 +107,7 @@ def test_gradients_are_the_oracles(method, mixer):
     agree(model, ids, decoder.truths(ids), decoder, exact=1e-11)
 
 
+@pytest.mark.quick("sliding-ponder-duo", "sliding-ponder-all", "sliding-latent_cot", "sliding-ponder3", "tied-ponder", "tied-ponder2", "tied-adaponder")
 @every_method
 @pytest.mark.parametrize("shape", [SLIDING, {"tie_word_embeddings": True}], ids=["sliding", "tied"])
 def test_other_shapes(method, shape):
@@ -253,6 +256,7 @@ def test_vanilla_inside(method, shut):
 # --- generation -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick("*+depth_attention-3")
 @pytest.mark.parametrize(
     ("mixer", "beams"),
     [

@@ -23,11 +23,13 @@ def test_every_mechanism_has_a_row():
     assert {name for name, _ in ARMS.values()} == {*MECHANISMS, "vanilla"} - {"none", "plain", "once"}
 
 
+@pytest.mark.quick("attention_residuals, blocks of 4", "attention_residuals, delta", "hyper_connections")
 @pytest.mark.parametrize("arm", [arm for arm in ARMS if ARMS[arm][0] in BOUNDS])
 def test_residuals_keep_their_inputs_and_scalars(arm):
     assert measure(arm, torch.bfloat16, 64).times <= BOUNDS[ARMS[arm][0]]
 
 
+@pytest.mark.quick("hyper_connections")
 @pytest.mark.parametrize("arm", BOUNDS)
 def test_the_measure_sees_what_the_plain_form_keeps(arm, monkeypatch):
     """The same model by autograd alone."""
@@ -149,6 +151,7 @@ SEVERAL = ["loop", "latent_cot", "ponder3"]
 SEVERAL += [pytest.param(name, marks=pytest.mark.slow) for name in ("ponder", "adaponder", "ponder2")]
 
 
+@pytest.mark.quick("loop", "latent_cot")
 @pytest.mark.parametrize("arm", SEVERAL)
 def test_passes_keep_what_vanilla_keeps(arm):
     assert measure(arm, torch.bfloat16, 64).per_pass <= 1.15
@@ -159,6 +162,7 @@ def masked(self, x, turns, tags):
     return self.masks(tags, tags), self.inputs.positions.repeat_interleave(len(turns), 1)
 
 
+@pytest.mark.slow
 def test_a_mask_with_a_gradient_is_seen(monkeypatch):
     """In 14 passes as in 30: right forms keep at most 1.15 of vanilla's in both."""
     few = {"jacobi_train": [1, 1]}
@@ -214,6 +218,7 @@ def test_recomputed_passes_write_no_cache(padded):
     assert cache.get_seq_length() == 8, "one that is given is kept, and such a call is not recomputed"
 
 
+@pytest.mark.quick("latent_cot")
 @pytest.mark.parametrize("arm", SEVERAL)
 def test_recomputed_passes_keep_their_inputs_and_all_gradients(arm):
     ids = torch.arange(3, 35).unsqueeze(0)
@@ -261,6 +266,7 @@ def solved(arm, cut=0, **options):
     return loss, {name: p.grad for name, p in model.named_parameters()}
 
 
+@pytest.mark.quick("ponder3")
 @pytest.mark.parametrize("arm", ["ponder2", "ponder3"])
 def test_gradients_flow_through_the_last_passes_alone(arm):
     loss, whole = solved(arm)
@@ -273,6 +279,7 @@ def test_gradients_flow_through_the_last_passes_alone(arm):
         assert all(same) == (kept == 4), "another gradient, unless it is all passes"
 
 
+@pytest.mark.slow
 def test_passes_without_gradients_keep_nothing():
     ids, kept = torch.arange(3, 67).unsqueeze(0), []
     for passes in (0, 1):

@@ -55,6 +55,7 @@ def drawn(seed):
     return name, model, prompts, chance.randint(1, 24), asked
 
 
+@pytest.mark.quick("1", "2", "4", "5", "6", "7")
 @pytest.mark.parametrize(
     "seed", [pytest.param(seed, marks=() if seed < 10 else pytest.mark.slow) for seed in range(250)]
 )

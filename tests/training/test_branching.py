@@ -99,6 +99,7 @@ def test_a_run_goes_on_by_its_name_alone(corpus: Path, tmp_path: Path, planned: 
     assert not (tmp_path / "run" / "history.jsonl").exists(), "nothing changed"
 
 
+@pytest.mark.slow
 def test_wsd_is_made_longer_before_its_decay(corpus: Path, tmp_path: Path, planned: Callable[..., Path]) -> None:
     wsd = ("optim.schedule=wsd", "optim.decay_steps=4")
     train(tiny_recipe(corpus, *CONSTANT, *wsd), tmp_path / "run", callbacks=[StopAt(2)])

@@ -33,6 +33,7 @@ def saved(case: str, folder: Path) -> Path:
     return folder / "base"
 
 
+@pytest.mark.quick("learned-words2", "parallel-words4", "rms-words1")
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
@@ -50,6 +51,7 @@ def test_a_checkpoint_goes_on_with_a_mechanism(kind: str, words: tuple[str, ...]
     assert getattr(model.config, axis) == value and result.finished
 
 
+@pytest.mark.quick("learned", "rms")
 @pytest.mark.parametrize("kind", KINDS)
 def test_continued_without_mechanisms_it_goes_back(kind: str, corpus: Path, tmp_path: Path) -> None:
     result = train(continued(corpus, saved(kind, tmp_path)), tmp_path / "run")
@@ -62,6 +64,7 @@ def test_continued_without_mechanisms_it_goes_back(kind: str, corpus: Path, tmp_
         assert torch.equal(theirs(ids).logits, ours(ids).logits)
 
 
+@pytest.mark.quick("after", "parallel")
 @pytest.mark.parametrize("kind", KINDS)
 def test_adapters(kind: str, corpus: Path, tmp_path: Path) -> None:
     pytest.importorskip("peft")

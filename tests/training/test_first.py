@@ -34,6 +34,7 @@ def continued(recipe: Recipe, base: Path, *words: str) -> Recipe:
     return recipe.override(f"model.from_pretrained={base}", "train.steps=12", "track.display=lines", *words)
 
 
+@pytest.mark.quick("text", "conversations")
 @pytest.mark.parametrize("kind", ["text", "documents", "conversations", "accumulated"])
 def test_the_first_batch_is_evaluated_to_its_loss(
     kind: str, recipe: Recipe, corpus: Path, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

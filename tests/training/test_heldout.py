@@ -70,6 +70,7 @@ class Peak(TorchDispatchMode):
         return out
 
 
+@pytest.mark.quick("logits")
 @pytest.mark.parametrize("words", [100, 3000], ids=["layers", "logits"])
 def test_the_memory_of_an_evaluation_is_what_a_dry_run_says(
     corpus: Path, words: int, monkeypatch: pytest.MonkeyPatch
@@ -101,6 +102,7 @@ def made(kind: dict[str, Any]) -> tuple[FathomForCausalLM, torch.Tensor, torch.T
     return model, ids, labels
 
 
+@pytest.mark.quick("vanilla", "attention_residuals", "loop", "ponder2", "latent_cot")
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: next(iter(kind.values()), "vanilla"))
 def test_no_logits_of_a_batch(kind: dict[str, Any]) -> None:
     model, ids, labels = made(kind)

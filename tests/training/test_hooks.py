@@ -122,6 +122,7 @@ def test_checkpoints_beside_the_steps_are_told_of_once(recipe: Recipe, tmp_path:
     assert [step for name, step in recorder.calls if name == "after_save"] == [2, 4, 6, 8]
 
 
+@pytest.mark.quick("stop")
 @pytest.mark.parametrize("ending", ["stop", "fail"])
 def test_state_goes_on_with_the_run(recipe: Recipe, tmp_path: Path, ending: str) -> None:
     """Stopped in order after step 4, or lost at step 5 with the checkpoint of step 4."""

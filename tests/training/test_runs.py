@@ -90,6 +90,7 @@ def test_evaluations_that_are_asked_for_need_it(without_val: Path, tmp_path: Pat
     assert "has no split 'val'" in capsys.readouterr().err
 
 
+@pytest.mark.quick("{", "{}")
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"step": 1, "evaluation": {"loss": 1}}'])
 def test_a_damaged_result_is_one_line(recipe: Recipe, tmp_path: Path, text: str) -> None:
     train(recipe.override("train.steps=1"), tmp_path / "run")

@@ -295,6 +295,7 @@ def test_accumulation_changes_nothing(corpus: Path) -> None:
     assert found[1] == pytest.approx(found[0], rel=1e-6) and found[2] == pytest.approx(found[0], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_compiled_layers_train_like_eager_ones(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the compiler's own arithmetic left to eager: what is tested is that layers are compiled, and whole."""
     graphs = []

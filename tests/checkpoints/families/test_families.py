@@ -41,6 +41,7 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return request.param, path
 
 
+@pytest.mark.quick("*-sdpa", "llama-gqa-*", "gemma2-*", "gpt_neox-dtype1-eager")
 @pytest.mark.parametrize(
     ("dtype", "attention"),
     [
@@ -78,6 +79,7 @@ def test_why_phi3_differs_in_the_last_bit() -> None:
     assert 0 < difference < 1e-6 if WIDE else difference < 1e-6
 
 
+@pytest.mark.quick("llama-gqa", "llama-mqa-tied", "mistral-window", "qwen3", "smollm3", "gpt_neox", "gpt2", "opt", "olmo2", "gemma", "gemma3", "granite", "phi3", "gemma2")
 def test_back_again_tensor_for_tensor(directory: tuple[str, Path], tmp_path: Path) -> None:
     _, path = directory
     ours = FathomForCausalLM.from_pretrained(path)
@@ -94,6 +96,7 @@ def test_back_again_tensor_for_tensor(directory: tuple[str, Path], tmp_path: Pat
     assert before == after
 
 
+@pytest.mark.quick("llama-gqa", "gpt_neox", "gpt2", "phi3")
 def test_the_stored_type_is_kept_where_it_is_asked_for(directory: tuple[str, Path], tmp_path: Path) -> None:
     _, path = directory
     AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).save_pretrained(tmp_path)
@@ -125,6 +128,7 @@ def deviation(ours: FathomForCausalLM, ids: torch.Tensor, theirs: dict[str, torc
     return float((found - expected).norm() / expected.norm())
 
 
+@pytest.mark.quick("llama-gqa", "llama-mqa-tied", "mistral-window", "qwen3", "smollm3", "gpt_neox", "gpt2", "opt", "olmo2", "gemma", "gemma3", "granite", "phi3")
 def test_gradients_are_the_family_s_own(directory: tuple[str, Path], tmp_path: Path) -> None:
     """But for the order of sums: backward passes of norms, rotation and loss are written by hand."""
     _, path = directory

@@ -53,6 +53,7 @@ def ran(family, a, b="base", controls=("control",), mode="fast", **options):
     return commands.compare(str(family / a), str(family / b), names, exit_code=True, choices=choices, **options)
 
 
+@pytest.mark.quick("child-shared lineage-10", "stranger-no evidence found-0")
 @pytest.mark.parametrize(
     ("a", "label", "code"),
     [("child", SHARED, 10), ("hidden", SHARED, 10), ("graft", PARTIAL, 11), ("stranger", NONE, 0)],
@@ -303,6 +304,7 @@ def test_attacked_family_member_computes_the_same(family):
     assert (before - after).abs().max() < 5e-3 * before.abs().max()
 
 
+@pytest.mark.slow
 def test_tampering_is_suspected_only_beyond_what_unrelated_models_show(family, tmp_path):
     assert commands.attack(str(family / "base"), tmp_path / "gain", ["gain"]).exit_code == 0
     controls = [str(family / name) for name in ("control", "control2")]
