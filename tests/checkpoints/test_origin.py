@@ -149,6 +149,7 @@ def test_a_token_goes_to_the_endpoint_only(hub, monkeypatch):
     assert carried == {(False, True), (True, False)}
 
 
+@pytest.mark.quick("logged in")
 @pytest.mark.parametrize("known", [True, False], ids=["logged in", "not logged in"])
 def test_a_gated_repository_opens_with_the_token_of_a_login(hub, tmp_path, known):
     """The file that `hf auth login` writes; where the endpoint sends us on, nothing of it is said."""

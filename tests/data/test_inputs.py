@@ -199,6 +199,7 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
+@pytest.mark.quick("*bin is*", "*journal says", "*damaged0", "*missing")
 @pytest.mark.parametrize(
     ("damage", "message"),
     [

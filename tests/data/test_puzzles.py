@@ -81,6 +81,7 @@ def held_out(name: str, level: int) -> PuzzleDataset:
     return open_puzzle(f"puzzle:{name}", "val").select(f"{name}-{level}")
 
 
+@pytest.mark.quick("hops", "z60", "recall")
 @pytest.mark.parametrize("name", SOLVERS)
 def test_a_solver_agrees(name: str) -> None:
     """Every label is what one finds by hand, nothing else is asked, and all of a row's answers are."""

@@ -26,6 +26,7 @@ prepare([sys.argv[1]], Path(sys.argv[2]), train_tokenizer=1000, held_out=0.1)
 """
 
 
+@pytest.mark.slow
 def test_training_is_deterministic_across_processes(tmp_path: Path) -> None:
     """Hash seeds and thread timing differ from process to process; the tokenizer must not."""
     source = str(Path(ast.__file__).parent / "[ab]*.py")

@@ -29,6 +29,7 @@ def planted(gain: float, documents: int, draw: np.random.Generator) -> tuple[Che
     return scores(control - gaps, tokens, "deeper"), scores(control, tokens, "control")
 
 
+@pytest.mark.quick("0.0-20", "0.03-20", "-0.1-60")
 @pytest.mark.parametrize("documents", [20, 60])
 @pytest.mark.parametrize("gain", [0.0, 0.03, -0.1])
 def test_intervals_hold_the_planted_gain(documents, gain):
@@ -81,7 +82,8 @@ def test_sentences():
     assert "faster than control by 20%" in replace(speed, ratio=0.8, low=0.7, high=0.9).sentence("control")
 
 
-def test_the_command(tmp_path, capsys):
+def test_the_command(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("fathom.evaluation.deepened.DECODED", 8)
     loop = {"recurrence": "loop", "recurrence_options": {"trips": 4}}
     for name, keys in (("base", {}), ("deeper", loop), ("control", {})):
         export_tiny(tmp_path / name, mixer="none", **keys)

@@ -292,6 +292,7 @@ def test_an_arm_that_is_the_control_cannot_be_told(tmp_path: Path, monkeypatch) 
     assert report.stage == "done" and not (tmp_path / "out/check").exists()
 
 
+@pytest.mark.slow
 def test_seeds_may_be_added_to_all_arms(whole, tmp_path: Path, monkeypatch, capsys) -> None:
     """What is finished stays, the plan keeps its hash, and the report says when; what is no addition is refused."""
     _, first = whole
@@ -410,7 +411,7 @@ SMALL = {"layers": [2, 2], "hidden": [16, 24], "seeds": [2, 2], "seed_control": 
 def test_a_dry_run_counts_the_runs_that_there_are(tmp_path: Path, monkeypatch) -> None:
     """Arms that are all told apart are all checked at the top, controls as large as an arm are not."""
     planted(monkeypatch, multipliers={"depth_attention": 2.0}, rates={}, noise=0.0005)
-    rules = {"layers": [2, 2, 2], "hidden": [16, 24, 32], "seeds": [3, 2, 2], "seed_control": [2], "tune_points": [3]}
+    rules = {"layers": [2, 2, 2], "hidden": [16, 24, 32], "seeds": [2, 2, 1], "seed_control": [2], "tune_points": [3]}
     ladder = make(tmp_path, "vanilla,better=depth_attention+hyper_connections", **rules)
     climb(ladder, tmp_path / "out", quiet=True)
     assert [arm.name for arm in ladder.every_arm] == ["vanilla", "better", "as-large-as-better"]
@@ -855,10 +856,9 @@ def test_a_damaged_file_is_named(whole, tmp_path: Path, monkeypatch, capsys) -> 
         kept = file if file.exists() else file.with_name("result.json")  # a run has failed, or it has a result
         before = kept.read_bytes()
         kept.unlink()
-        for text in ("{", "{}"):
-            file.write_text(text)
-            assert main(["ladder", str(out), "--report"]) == 2, file
-            assert capsys.readouterr().err.startswith(f"fathom: {file} is damaged: delete it")
+        file.write_text("{" if file.name == "machine.json" else "{}")
+        assert main(["ladder", str(out), "--report"]) == 2, file
+        assert capsys.readouterr().err.startswith(f"fathom: {file} is damaged: delete it")
         file.unlink()
         kept.write_bytes(before)
     for name in DAMAGED:

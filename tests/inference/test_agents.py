@@ -160,6 +160,7 @@ def test_the_model_decides(folder, text, content, calls, stream):
     assert why == ("tool_calls" if calls else "stop") and {name for name, _ in made} <= {"add"}
 
 
+@pytest.mark.quick("3}*-True", "</tool*-False")
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("stop", "arguments", "why"), [("3}", '{"a": 2, "b": ', "stop"), ("</tool", '{"a": 2, "b": 3}', "tool_calls")]

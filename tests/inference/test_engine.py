@@ -585,6 +585,7 @@ def test_giving_up_and_failing(engine, monkeypatch):
     assert "shutting down" in str(endless.wait())
 
 
+@pytest.mark.quick("loop+depth_attention")
 @pytest.mark.parametrize("case", ["loop+depth_attention", "ponder3"])
 def test_a_text_of_no_numbers_ends_alone(engine, monkeypatch, case):
     running, model = engine(case, tie_word_embeddings=False)
@@ -619,6 +620,7 @@ def test_a_text_of_no_numbers_ends_alone(engine, monkeypatch, case):
         assert made() != whole
 
 
+@pytest.mark.quick("loop+depth_attention-grid")
 @pytest.mark.parametrize("case", ["vanilla", "loop+depth_attention-grid", "ponder-hidden-duo"])
 def test_padding_of_no_numbers_leaves_with_its_row(engine, monkeypatch, case):
     """A short prompt of several that are read at once is padded behind with its last token, here the damaged one."""
@@ -732,6 +734,7 @@ def test_limits_and_penalties():
     assert Choice().plain and not Choice(frequency_penalty=0.1).plain
 
 
+@pytest.mark.quick("latent_cot", "vanilla")
 @pytest.mark.parametrize("case", ["adaponder+depth_attention", "latent_cot", "loop-middle", "vanilla"])
 def test_the_iterations_behind_each_token(case):
     """In company as alone, and in all as many as the forward passes say."""

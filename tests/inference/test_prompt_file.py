@@ -61,6 +61,7 @@ def test_a_prompt_that_cannot_be_continued_does_not_stop_the_others(opened, tmp_
     assert [(one.prompts, one.done_before, one.errors) for one in (summary, again)] == [(3, 0, 1), (3, 3, 1)]
 
 
+@pytest.mark.quick("z")
 @pytest.mark.parametrize("damaged", ["z", "<|endoftext|>"])
 def test_a_prompt_of_no_numbers_does_not_stop_the_others(tmp_path: Path, damaged: str) -> None:
     """The second token pads shorter prompts, so that rows beside each other are damaged that are not alone."""

@@ -682,6 +682,7 @@ def test_a_load_of_clients(served):
     assert metrics(served)["fathom_texts_running"] == metrics(served)["fathom_cache_bytes"] == "0"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_a_planted_leak_is_seen(directory, monkeypatch):
     """A server that keeps every body, measured alike over fewer requests."""

@@ -96,6 +96,7 @@ def test_without_a_grammar_no_text_is_json(tokenizer):
             json.loads(text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [c if c == "drafts" else pytest.param(c, marks=pytest.mark.slow) for c in CASES])
 def test_a_text_does_not_depend_on_its_company(tokenizer, grammars, case):
     """Alone, and beside others that follow another grammar or none, which stay as they are."""

@@ -136,6 +136,7 @@ def step(model, instances, work):
     return outputs[0][0, ...].split([count for _, count in work])
 
 
+@pytest.mark.quick("none", "depth_attention0", "none+hyper_connections", "loop", "ponder")
 @pytest.mark.parametrize("fields", SERVED, ids=lambda f: "+".join(str(v) for v in f.values() if isinstance(v, str)))
 def test_the_cache_is_the_only_state(backend, fields):
     """Chunked prefill and decoding of requests that share every call equal each request alone, all at once."""

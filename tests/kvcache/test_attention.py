@@ -31,6 +31,7 @@ def test_checkpointing_is_exact(case, method):
         assert all(map(torch.equal, gradients(model, ids), plain))
 
 
+@pytest.mark.quick("freqkv", "learned", "sinks", "snapkv")
 @pytest.mark.parametrize("method", METHODS)
 def test_every_parameter_learns(method):
     model, ids = model_of("depth_attention").train(), tokens(2, 150)

@@ -26,6 +26,7 @@ def by_hand(model, prompt, method, **options):
     return model.generate(prompt, past_key_values=cache, **GREEDY)
 
 
+@pytest.mark.quick("average", "freqkv", "snapkv")
 @pytest.mark.parametrize("method", [name for name in METHODS if name not in ("sinks", "learned")])
 def test_the_ratio_is_a_share_of_the_prompt(model, method):
     prompt = tokens(2, 90)

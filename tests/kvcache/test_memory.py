@@ -47,6 +47,7 @@ def test_longer_chunks_are_foreseen_too(model):
         assert (keys.shape[2], offset) == (length, layer.seen - length)
 
 
+@pytest.mark.quick("freqkv", "learned", "sinks", "snapkv")
 @pytest.mark.parametrize("method", METHODS)
 def test_rows(model, ids, method):
     """Repeated, selected and reordered rows go on as those rows would have."""

@@ -30,6 +30,7 @@ def compressions(method, keys, values, count):
     return keys, values
 
 
+@pytest.mark.quick("average", "freqkv", "sinks", "snapkv")
 @pytest.mark.parametrize("name", METHODS)
 def test_one_word_said_forever_stays_that_word(model, name):
     """Constant content is a fixed point of 100 compressions, wherever its entries are moved to."""

@@ -44,6 +44,7 @@ def test_then_generate(model):
     assert cache.seen == 159
 
 
+@pytest.mark.quick("freqkv-gemma3-window", "snapkv-qwen3")
 @pytest.mark.parametrize("case", ["qwen3", "loop", "gemma3-window"])
 @pytest.mark.parametrize("method", ["freqkv", "snapkv"])
 def test_plain_generate_reads_a_prompt_of_any_length(case, method):

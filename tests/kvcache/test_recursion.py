@@ -90,6 +90,7 @@ def test_oracle(double_angles, case, limit, method):
     assert distance(trained(model, row, method)[0], truth) < limit
 
 
+@pytest.mark.quick("average", "freqkv", "learned", "snapkv")
 @pytest.mark.parametrize("method", SCHEDULED)
 def test_chunks(qwen, ids, method):
     truth = trained(qwen, ids, method)
@@ -117,6 +118,7 @@ def test_prefill_from_anywhere(qwen, ids, seen):
     assert cache.compressions == 6
 
 
+@pytest.mark.quick("qwen3", "mistral-sliding", "gemma2", "mixtral", "cohere", "gpt_neox", "smollm3", "fathom", "loop+depth_attention")
 @every_family
 def test_every_family(case):
     """In float32: cache in chunks, token by token, and training, and the first window is the stock model's."""
@@ -130,6 +132,7 @@ def test_every_family(case):
     assert distance(truth[:, N:], model(row).logits[:, N:]) > 0.05 * scale  # it does compress
 
 
+@pytest.mark.quick("value_residual", "loop+depth_attention")
 @pytest.mark.parametrize("case", ["depth_attention", "uniform_depth", "value_residual", "loop", "loop+depth_attention"])
 def test_every_mechanism_to_the_last_digits(case):
     """Mixed values are what is stored, so compressing them commutes with reading layers and trips."""
@@ -137,6 +140,7 @@ def test_every_mechanism_to_the_last_digits(case):
     assert distance(stepped(model, row, cache_of(model)), trained(model, row)[:, :104]) < 1e-11
 
 
+@pytest.mark.quick("*-qwen3", "*-mistral-sliding", "*-gemma2", "*-gpt_neox", "*-fathom", "*-loop*")
 @every_family
 @pytest.mark.parametrize("method", ["freqkv", pytest.param("snapkv", marks=pytest.mark.slow)])
 def test_first_window_is_the_stock_model(case, method):

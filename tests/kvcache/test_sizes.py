@@ -52,6 +52,7 @@ def compression(method, window, rope, **options):
     return seen
 
 
+@pytest.mark.quick("freqkv", "sinks", "snapkv")
 @pytest.mark.parametrize("method", [name for name in METHODS if name not in QUADRATIC])
 def test_a_compression_needs_memory_as_its_window_does(method, rope):
     """No dense product and no float64, which some accelerators lack."""

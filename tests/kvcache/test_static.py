@@ -31,6 +31,7 @@ def distance(a, b):
     return (a - b).abs().max().item()
 
 
+@pytest.mark.quick("average", "freqkv", "sinks")
 @pytest.mark.parametrize("method", BLIND)
 def test_it_reads_as_the_cache_that_grows(model, method):
     """Prompts of any length, two turns, and token by token across a compression."""
@@ -56,6 +57,7 @@ def decoded(model, step, ids, cache, start=50):
     return torch.cat(logits, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "backend"),
     [

@@ -121,6 +121,7 @@ def test_weights_are_the_models(case, tokenizer):
         assert np.abs(built - mixed[0].transpose(0, 1).numpy()).max() < 1e-12
 
 
+@pytest.mark.quick("vanilla", "depth_attention", "denseformer", "hyper_connections", "loop, mixed")
 @every_mechanism
 def test_predictions_are_the_models(case, tokenizer):
     model = model_of(case)

@@ -196,6 +196,7 @@ def loud(tensors: dict[str, Array], factor: float = 1e5, seed: int = 3) -> None:
     tensors[EMBED][300] = factor * tensors[EMBED].std() * row
 
 
+@pytest.mark.quick("100000.0")
 @pytest.mark.parametrize("factor", [1e5, 1e12])
 def test_one_loud_row_does_not_hide_a_lineage(models, disguised, tmp_path, factor):
     copy = changed(disguised, tmp_path / "copy", lambda tensors: loud(tensors, factor))

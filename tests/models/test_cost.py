@@ -301,6 +301,7 @@ def test_a_declared_training_step_is_a_measured_one(case, words):
     assert counted_step(config, 16) == pytest.approx(training_flops_per_token(config, 2 * 16 - 1), rel=0.02)
 
 
+@pytest.mark.quick("ponder3")
 @pytest.mark.parametrize("case", ["ponder2", "ponder3", "ponder-all"])
 def test_passes_without_gradients_are_declared(case):
     """They cost a forward pass, where the others cost three."""
@@ -315,6 +316,7 @@ def test_passes_without_gradients_are_declared(case):
 MIXED = [("same", 0, 500), ("all", 31, 500), ("all", 32, 500), ("same", 125, 2000), ("same", 126, 2000)]
 
 
+@pytest.mark.quick("same-0-500", "same-126-2000", "all-32-500")
 @pytest.mark.parametrize(
     ("view", "top_k", "words"),
     [

@@ -410,6 +410,7 @@ def counting(rows):
     return 3 + (start + step * torch.arange(20)) % 58
 
 
+@pytest.mark.slow
 def test_retrofit_starts_as_itself_and_is_let_go(trained):
     torch.manual_seed(1)
     ids = counting(32)

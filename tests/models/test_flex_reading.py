@@ -277,6 +277,7 @@ def test_the_kernel_equals_the_mask(view, plain):
     assert far(ours[readers], theirs.transpose(1, 2)[readers]) < 1e-5
 
 
+@pytest.mark.slow
 def test_three_heads():
     """Its kernels share keys among powers of two of heads only."""
     tags = drawn(9, 2, 0)

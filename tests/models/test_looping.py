@@ -48,6 +48,7 @@ def deep_qwen3(model):
 KINDS = {"full": {}, "sliding": SLIDING, "tied": {"tie_word_embeddings": True}}
 
 
+@pytest.mark.quick("1-0-0-full", "2-0-2-sliding", "3-1-1-tied")
 @pytest.mark.parametrize(
     ("count", "prelude", "coda", "keys"),
     [  # each shape of one kind, the others slow
@@ -124,6 +125,7 @@ def uniform_mix(query, key, value, sources):
     return sum([v for _, v in sources], value) / (len(sources) + 1)
 
 
+@pytest.mark.quick("3-0-0-2-*", "2-1-1-2-grid*", "3-2-0-1-first*")
 @pytest.mark.parametrize(
     "mixer,mix",
     [("depth_attention", softmax_mix), pytest.param("uniform_depth", uniform_mix, marks=pytest.mark.slow)],
@@ -194,6 +196,7 @@ def counted_flops(config, ids):
     return counter.get_total_flops() / ids.numel()
 
 
+@pytest.mark.quick("1-0-0", "3-1-1", "2-0-2")
 @every_shape
 def test_declared_flops_are_counted(count, prelude, coda):
     config, ids, length = looped(count, prelude, coda), tokens(1, 16), 16
@@ -237,6 +240,7 @@ def test_later_trips_read_what_the_first_one_made(count, prelude, coda, keys):
         assert (own(ids).logits - model(ids).logits).abs().max() > 1e-3
 
 
+@pytest.mark.quick("1-0-0", "3-1-1", "2-0-2")
 @every_shape
 def test_shared_keys_are_stored_and_made_once(count, prelude, coda):
     config, ids, length = sharing(count, prelude, coda), tokens(1, 16), 16

@@ -42,6 +42,7 @@ def test_label_smoothing_knows_that_labels_shift():
     assert "FathomForCausalLM" in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
 
 
+@pytest.mark.quick("vanilla", "depth_attention", "mudd", "hyper_connections", "loop@olmo2", "ponder3")
 @pytest.mark.parametrize("case", in_turn(CASES))
 def test_offloaded_parameters_are_found(case):
     """Hooks see calls only, so whatever holds a parameter must be called."""

@@ -62,6 +62,7 @@ def oracle(method, mixer="", open_=False, **shape):
 # --- one function -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick("+depth_attention-False-*")
 @every_method
 @pytest.mark.parametrize(
     ("mixer", "open_"),
@@ -117,6 +118,7 @@ def test_other_shapes(method, shape):
     assert error(stepwise(model, ids, [4, 1, 1, 3]), truth) < EXACT
 
 
+@pytest.mark.quick("ponder-duo", "ponder3", "adaponder")
 @every_method
 def test_eager_is_sdpa(method):
     """As far as eager goes: transformers takes its softmax in single precision."""
@@ -160,6 +162,7 @@ def test_prefix_invariance_at_any_number_of_rounds(method, rounds, cut):
     assert error(a[:, cut:], b[:, cut:]) > 1e-2
 
 
+@pytest.mark.quick("ponder2", "latent_cot", "adaponder")
 @every_method
 def test_checkpointing_at_the_default_rounds(method):
     found = []
@@ -193,6 +196,7 @@ def test_hidden_states_are_the_slots(method):
             assert (trips[k][0, t] - decoder.x[t, k]).abs().max() < 1e-11
 
 
+@pytest.mark.quick("ponder-duo", "ponder3", "latent_cot")
 @every_method
 def test_half_precision(method):
     """Training under autocast is training, and a model kept in half precision decodes."""

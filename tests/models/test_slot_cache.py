@@ -86,6 +86,7 @@ def test_crop_back_to_padding(method):
         assert error(found, logits(model, ids)[:, t : t + 2]) < EXACT
 
 
+@pytest.mark.quick("ponder-duo", "ponder3", "latent_cot")
 @every_method
 def test_guesses_are_taken_back(method):
     """Prompt look-up guesses ahead and crops what was wrong."""

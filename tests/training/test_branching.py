@@ -286,6 +286,7 @@ def test_another_recipe_says_what_changes_a_run(corpus: Path, constant: Path) ->
         train(tiny_recipe(corpus, *CONSTANT, "train.seed=5"), constant)
 
 
+@pytest.mark.quick("4")
 @pytest.mark.parametrize("first", [1, 4])
 def test_what_is_proposed_to_a_diverged_run_works(
     recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: int

@@ -152,6 +152,7 @@ def test_a_full_disk_costs_one_checkpoint(
     assert checkpoints.steps() == [1, 3]
 
 
+@pytest.mark.slow
 def test_training_outlives_a_full_disk(recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It goes on while later saves may succeed; if the last does not, it fails with the last good state on disk."""
     run_dir = tmp_path / "run"

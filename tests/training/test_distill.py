@@ -160,6 +160,7 @@ def killed_in(recipe: Recipe, run: Path, step: int) -> None:
     train(recipe.override("train.log_every=1"), run, callbacks=[Death()])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [pytest.param("null", marks=pytest.mark.slow), "2"])
 def test_killed_while_healing_and_resumed(recipe: Recipe, tmp_path: Path, lora: str) -> None:
     """λ stands where it was: the same weights, to the last bit."""
@@ -197,6 +198,7 @@ def first_losses(corpus: Path, folder: Path, name: str) -> None:
         (folder / f"{name}.json").write_text(json.dumps(found))
 
 
+@pytest.mark.slow
 def test_two_ranks_heal_as_one(corpus: Path, tmp_path: Path) -> None:
     """The teacher is sharded with the model."""
     healing(tiny_recipe(corpus), tmp_path)

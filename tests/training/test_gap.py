@@ -25,6 +25,7 @@ def nats(logits: Tensor, row: Row) -> float:
     return float(losses[-row.scored :].sum())
 
 
+@pytest.mark.quick("ponder2", "ponder-all")
 @pytest.mark.parametrize("method", ["ponder2", "ponder3", "ponder-all"])
 def test_both_readings_are_the_oracles(method: str) -> None:
     model = thinker(method, prefill="jacobi", jacobi_eval=1).eval()

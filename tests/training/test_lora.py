@@ -107,6 +107,7 @@ def test_a_tied_head_takes_no_adapter_of_its_own(recipe: Recipe, key: str, tmp_p
         build_training(recipe.override(f"model.from_pretrained={base.model}", "lora.rank=2", key))
 
 
+@pytest.mark.slow
 def test_adapters_are_merged_in_half_precision_too(recipe: Recipe, tmp_path: Path) -> None:
     """Where the model is sharded, even over one process, so that it can be neither copied nor merged."""
     pytest.importorskip("peft")

@@ -25,6 +25,7 @@ def mixed(corpus: Path) -> Recipe:
     return tiny_recipe(corpus, *MIXED)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_ends_where_an_undisturbed_one_ends(mixed: Recipe, tmp_path: Path) -> None:
     whole = train(mixed, tmp_path / "whole")
     assert not train(mixed, tmp_path / "parts", callbacks=[StopAt(3)]).finished

@@ -153,6 +153,7 @@ def test_killed_twenty_times(corpus: Path, tmp_path: Path) -> None:
     assert_same_end(run_dir, tmp_path / "undisturbed", 1200)
 
 
+@pytest.mark.quick("15")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_saves_and_ends_well(
     recipe: Recipe, tmp_path: Path, undisturbed: Path, number: signal.Signals

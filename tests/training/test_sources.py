@@ -35,6 +35,7 @@ def began(corpus: Path, source: str, *overrides: str) -> dict[str, torch.Tensor]
     return build_training(parse_recipe(values, overrides)).weights()
 
 
+@pytest.mark.quick("{}-8", "{}@step-4-4")
 @pytest.mark.parametrize(("name", "step"), [("{}", 8), ("{}@step-8", 8), ("{}@step-4", 4), ("{}/step-000006", 6)])
 def test_a_run_and_its_checkpoints_are_sources(corpus: Path, run: Path, name: str, step: int) -> None:
     found, expected = began(corpus, name.format(run)), processes.weights(run, step)
@@ -88,6 +89,7 @@ def test_a_run_that_began_from_a_run_can_be_exported(corpus: Path, run: Path, tm
     assert torch.equal(model.model.norm.weight.float(), expected)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_when_its_source_has_deleted_the_checkpoint(corpus: Path, run: Path, tmp_path: Path) -> None:
     """A source that still trains keeps its last checkpoints only; the run has its own."""
     shutil.copytree(run, tmp_path / "run")

@@ -88,6 +88,7 @@ def test_the_first_batch_of_a_tuned_model_has_its_own_loss(tuning: Recipe, corpu
     assert abs(float(fresh.step(0).loss) - expected) > 1e-3, "or the base's weights make no difference"
 
 
+@pytest.mark.slow
 def test_a_resumed_tuning_ends_where_an_undisturbed_one_ends(tuning: Recipe, tmp_path: Path) -> None:
     whole = train(tuning, tmp_path / "whole")
     assert not train(tuning, tmp_path / "parts", callbacks=[StopAt(3)]).finished

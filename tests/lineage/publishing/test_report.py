@@ -84,6 +84,7 @@ def test_a_related_control_spoils_the_verdict(family):
     assert any("control" in reason for reason in result.data["verdict"]["reasons"])
 
 
+@pytest.mark.slow
 def test_order_of_the_arguments_does_not_matter(family):
     first, second = ran(family, "child", "base"), ran(family, "base", "child")
     for name, score in first.data["scores"].items():
@@ -91,6 +92,7 @@ def test_order_of_the_arguments_does_not_matter(family):
     assert first.data["verdict"]["label"] == second.data["verdict"]["label"]
 
 
+@pytest.mark.slow
 def test_depth_and_width_pruned_copies(family, tmp_path):
     whole = tiny_config("qwen3", num_hidden_layers=6, hidden_size=96, intermediate_size=256, vocab_size=400)
     base = build(whole, 0, torch.float32, trained=True)
@@ -228,6 +230,7 @@ def test_unusable_input_is_one_line_and_code_two(family, words, capsys, monkeypa
     assert printed.out == "" and printed.err.startswith("fathom: ") and printed.err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_calibrated_null_replaces_controls(family, tmp_path):
     names = [str(family / name) for name in ("stranger", "control", "control2")]
     done = commands.calibrate(names, tmp_path / "null.json", mode="exact")
