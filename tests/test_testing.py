@@ -142,6 +142,7 @@ def branches(self, query, key, value, sources):
     return sources[1] if sources and value.sum() > 0 else value
 
 
+@pytest.mark.slow
 def test_a_branch_on_values_is_seen(monkeypatch):
     monkeypatch.setattr(EXAMPLE.GatedMean, "forward", branches)
     with pytest.raises(torch._dynamo.exc.Unsupported):

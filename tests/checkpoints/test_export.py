@@ -16,7 +16,7 @@ from fathom.cli.main import main
 from fathom.errors import ModelError
 from fathom.lineage.weights import open_weights
 from fathom.models import FathomForCausalLM
-from tests.models.cases import CASES, FAST, build, config_of, tokens
+from tests.models.cases import CASES, build, config_of, tokens
 from tests.tiny import tiny_tokenizer
 
 
@@ -93,10 +93,8 @@ def test_other_peoples_files_stay(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["config.json"]
 
 
-@pytest.mark.quick("attention_residuals", "ponder2", "latent_cot*depth_attention", "ponder@gpt2")
-@pytest.mark.parametrize(
-    "case", [case if case in FAST[::3] else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
-)
+@pytest.mark.quick("attention_residuals", "ponder2", "latent_cot+depth_attention", "ponder@gpt2")
+@pytest.mark.parametrize("case", CASES)
 def test_command_exports_an_export_again(case, tmp_path, capsys):
     model, ids = build(config_of(case)), tokens(1, 9)
     export(model, tmp_path / "a")
@@ -244,10 +242,8 @@ check(AutoModelForCausalLM.from_pretrained("again", trust_remote_code=True))
 """
 
 
-@pytest.mark.parametrize(
-    "case,form",
-    [("latent_cot+hyper_connections", "fathom"), pytest.param("loop", "unrolled", marks=pytest.mark.slow)],
-)
+@pytest.mark.quick("latent_cot+hyper_connections-fathom")
+@pytest.mark.parametrize("case,form", [("latent_cot+hyper_connections", "fathom"), ("loop", "unrolled")])
 def test_the_cards_snippet_asks_nothing(case, form, tmp_path):
     """As a reader copies it, in a process without Fathom whose standard input is closed; our form travels on."""
     model, tokenizer = with_tokenizer(case)

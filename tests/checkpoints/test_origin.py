@@ -123,6 +123,7 @@ def test_the_ledger_counts_what_the_server_sent(hub):
     assert remote.file_bytes > 2 * hub.sent
 
 
+@pytest.mark.slow
 def test_fast_mode_moves_a_quarter_of_the_bytes(hub, monkeypatch):
     """With the limits of a large model, a pair over loopback reads at most 24 % of its files: pairing neurons takes
     three matrices of a layer."""
@@ -221,15 +222,10 @@ def distinct(log: list[tuple[str, dict[str, str]]]) -> int:
     return total
 
 
+@pytest.mark.quick("small-few", "large-child")
 @pytest.mark.parametrize(
     ("size", "other"),
-    [
-        ("small", "few"),
-        ("large", "child"),
-        pytest.param("small", "base", marks=pytest.mark.slow),
-        pytest.param("small", "child", marks=pytest.mark.slow),
-        pytest.param("large", "base", marks=pytest.mark.slow),
-    ],
+    [("small", "few"), ("small", "base"), ("small", "child"), ("large", "base"), ("large", "child")],
 )
 def test_a_comparison_moves_each_byte_once(hub, monkeypatch, size, other):
     """Portraits included; of large models what is looked at. Bytes are read again from where they were kept."""

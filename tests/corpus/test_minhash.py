@@ -59,6 +59,7 @@ def planted(pairs: int, words: int, edits: list[int]) -> tuple[list[str], list[f
     return texts + copies, [jaccard(sets[number], sets[pairs + number]) for number in range(pairs)]
 
 
+@pytest.mark.slow
 def test_recall_is_what_theory_says() -> None:
     """Four groups around .91, .83, .69 and .51, each within three standard errors of the mean over its pairs."""
     pairs = 1600

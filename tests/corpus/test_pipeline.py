@@ -163,6 +163,7 @@ def test_damage_is_done_again(corpora: Path, tokenizer: str, tmp_path: Path) -> 
     assert report.stages["clean"].done == 1 and tree(tmp_path / "out") == whole
 
 
+@pytest.mark.slow
 def test_what_a_recipe_no_longer_makes_is_removed(corpora: Path, tokenizer: str, tmp_path: Path) -> None:
     """A directory is what its recipe makes, whatever was made there before; a user's own files stay."""
     both = recipe_of(corpora, tokenizer, converse={"template": "alpaca"})
@@ -336,6 +337,7 @@ def test_the_driver_killed_its_workers_end_and_nothing_is_lost(
     assert tree(tmp_path / "out") == tree(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_a_users_file_is_no_module(
     corpora: Path, tokenizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

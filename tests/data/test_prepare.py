@@ -521,6 +521,7 @@ def test_a_single_text_file_needs_a_separator_to_hold_a_part_out(tmp_path: Path,
     assert list(prepare([text], tmp_path / "whole", tokenizer, held_out=0).splits) == ["train"]
 
 
+@pytest.mark.slow
 def test_imports_are_light() -> None:
     """Nothing optional in this process; in a worker not even torch."""
     program = "import sys, fathom.data.prepare, fathom.data.batches; print(*sys.modules)"

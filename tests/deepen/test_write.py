@@ -50,11 +50,7 @@ def bases(tmp_path_factory):
 @pytest.mark.quick("qwen3-depth_attention-None", "qwen3-att*", "llama-loop*", "gpt_neox-att*", "gpt2-ponder*")
 @pytest.mark.parametrize(
     ("kind", "text", "layers"),
-    [  # every other pair: each kind and each request twice
-        pytest.param(kind, *request, marks=[pytest.mark.slow] * ((i + j) % 2))
-        for i, kind in enumerate(KINDS)
-        for j, request in enumerate(REQUESTS)
-    ],
+    [(kind, *request) for kind in KINDS for request in REQUESTS],
 )
 def test_every_family_starts_as_itself(bases, kind, text, layers, tmp_path):
     made = deepen(bases[kind], parse_request(text, layers), tmp_path / "deeper")

@@ -421,6 +421,7 @@ def test_two_runs_are_compared_and_nothing_is_scored_twice(
     assert unfounded(report["verdict"].replace(" 9,", " 977,"), ours, names) == ["977"]
 
 
+@pytest.mark.slow
 def test_the_runs_between_a_base_and_what_was_made_of_it(corpus: Path, tmp_path: Path) -> None:
     """By the directories alone: the base, a run from it, and another from a checkpoint of that one."""
     base, middle, new = (tmp_path / name for name in ("base", "middle", "new"))

@@ -113,6 +113,7 @@ def test_a_partial_comparison_says_so(planted, tmp_path: Path):
     assert "there is no result" in verdict(summarize(Plan.read(out), tmp_path / "part", provenance()))
 
 
+@pytest.mark.slow
 def test_stretches_of_the_context_without_targets_are_empty(tmp_path: Path):
     """The first stretches of a puzzle hold no answer: no loss there."""
     values = {
@@ -163,6 +164,7 @@ def test_metrics_of_a_killed_run_may_repeat_or_lack_lines(planted, tmp_path: Pat
     page(summarize(Plan.read(out), tmp_path / "killed", provenance()))
 
 
+@pytest.mark.slow
 def test_a_diverging_arm_is_left_out_and_named(small: Recipe, tmp_path: Path, capsys):
     base = small.override("train.max_skipped=2", "train.skip_spikes=null", "train.log_every=1")
     arms = "vanilla,wild=vanilla;optim.lr=1e30;optim.clip=null;optim.warmup=0,again=vanilla"

@@ -28,6 +28,7 @@ def simulation(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return verdict
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "truth",
     [(0, 0, 0), pytest.param((0, -1000, -1000, 0), marks=pytest.mark.slow)],

@@ -105,6 +105,7 @@ def test_a_rung_is_a_comparison(whole, capsys) -> None:
     assert report["arms"][2]["difference"]["mean"] < 0
 
 
+@pytest.mark.slow
 def test_the_report_is_a_function_of_the_directory(whole, tmp_path: Path) -> None:
     report, out = whole
     before = {name: (out / name).read_bytes() for name in ("report.json", "report.html", "runs.jsonl")}
@@ -408,6 +409,7 @@ def test_killed_again_and_again(whole, tmp_path: Path, monkeypatch, workers: int
 SMALL = {"layers": [2, 2], "hidden": [16, 24], "seeds": [2, 2], "seed_control": []}
 
 
+@pytest.mark.slow
 def test_a_dry_run_counts_the_runs_that_there_are(tmp_path: Path, monkeypatch) -> None:
     """Arms that are all told apart are all checked at the top, controls as large as an arm are not."""
     planted(monkeypatch, multipliers={"depth_attention": 2.0}, rates={}, noise=0.0005)
@@ -677,6 +679,7 @@ def test_a_decoded_token_reads_the_layers_that_decoding_visits(tmp_path: Path) -
     assert once < fixed == drawn
 
 
+@pytest.mark.slow
 def test_rungs_have_their_reports_where_nothing_is_tuned(tmp_path: Path, monkeypatch) -> None:
     planted(monkeypatch)
     report = climb(make(tmp_path, **SMALL, tune_points=[]), tmp_path / "out", quiet=True)

@@ -82,6 +82,7 @@ def test_json_of_a_schema(served):
     assert len({one.message.content for one in several}) > 1
 
 
+@pytest.mark.slow
 def test_any_object(served):
     found = [ask(served, response_format={"type": "json_object"}, seed=seed).choices[0] for seed in range(3)]
     ended = [json.loads(one.message.content) for one in found if one.finish_reason == "stop"]

@@ -125,7 +125,7 @@ def compared(case, **shape):
     return run(model, cases, seed=1), [alone(model, *one) for one in cases]
 
 
-@pytest.mark.quick("vanilla", "loop+depth_attention-grid", "ponder", "hyper_connections", "ponder-hidden-duo", "adaponder+depth_attention", "latent_cot")
+@pytest.mark.quick("vanilla", "loop+*", "ponder", "hyper_connections", "ponder-*", "adaponder+*", "latent_cot")
 @pytest.mark.parametrize("case", KINDS)
 def test_rows_come_and_go_exactly(case):
     assert type(batch_for(build(config_of(case)))) is KINDS[case]

@@ -79,7 +79,7 @@ def test_a_row_is_the_same_in_company():
         assert (layer(given.flip(0)) - several).abs().max() > 0.1, "and rows differ"
 
 
-@pytest.mark.quick("vanilla", "depth_attention", "hyper_connections", "loop-middle", "ponder", "adaponder", "latent_cot")
+@pytest.mark.quick("vanilla", "hyper_connections", "loop-middle", "ponder", "adaponder", "latent_cot")
 @pytest.mark.parametrize("case", CASES)
 def test_models_compute_the_same(case, monkeypatch):
     """Every linear layer of a mechanism too, however small."""
@@ -239,6 +239,7 @@ def test_one_thread_packs_nothing(monkeypatch):
     assert said == [False, True]
 
 
+@pytest.mark.slow
 def test_served_texts_are_the_same(tmp_path):
     """The engine's thread packs: workers of another thread's would count beside its own."""
     directory = export_tiny(tmp_path / "tiny", hidden_size=64, intermediate_size=128)

@@ -97,7 +97,7 @@ def test_without_a_grammar_no_text_is_json(tokenizer):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [c if c == "drafts" else pytest.param(c, marks=pytest.mark.slow) for c in CASES])
+@pytest.mark.parametrize("case", CASES)
 def test_a_text_does_not_depend_on_its_company(tokenizer, grammars, case):
     """Alone, and beside others that follow another grammar or none, which stay as they are."""
     schema = random_record(random.Random(3))[0]

@@ -139,7 +139,7 @@ def test_a_model_that_was_observed():
         assert (model(ids).logits - truth).abs().max() < 1e-5
 
 
-@pytest.mark.quick("depth_attention")
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["fathom", "depth_attention"])
 def test_a_few_steps_help_beyond_the_window(case):
     """Tuned under compression, the model predicts what it could not before: the word of 100 tokens ago, over again."""

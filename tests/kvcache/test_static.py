@@ -60,11 +60,7 @@ def decoded(model, step, ids, cache, start=50):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "backend"),
-    [
-        ("fathom", "eager"),
-        *(pytest.param(case, "aot_eager", marks=pytest.mark.slow) for case in ("llama", "loop+depth_attention")),
-        pytest.param("qwen3", "inductor", marks=pytest.mark.slow),
-    ],
+    [("fathom", "eager"), ("llama", "aot_eager"), ("loop+depth_attention", "aot_eager"), ("qwen3", "inductor")],
 )
 def test_one_graph_for_every_length(case, backend):
     """Over two compressions, and with a second cache, whose first token may not compile either."""

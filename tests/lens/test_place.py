@@ -20,7 +20,7 @@ def model_of(case):
     return FathomForCausalLM(tiny_config(**{**parse_mechanism(name), **options}, initializer_range=0.3)).eval().double()
 
 
-@pytest.mark.quick("vanilla", "window", "uniform_depth", "value_residual", "attention_residuals", "loop, mixed", "all, halting")
+@pytest.mark.quick("vanilla", "window", "uniform_depth", "value_residual", "loop, mixed", "all, halting")
 @pytest.mark.parametrize("case", [*MECHANISMS, *PONDERING])
 def test_a_place_is_as_in_the_whole_text(case):
     model, tokenizer = model_of(case), tiny_tokenizer()

@@ -56,6 +56,7 @@ def test_scale_does_not_matter_and_the_guard_does():
     assert awm.cka(x * 1e-3, y, guard=1e-8) == 0.0
 
 
+@pytest.mark.quick("128")
 @pytest.mark.parametrize("n", [128, 512])
 def test_null_spread_is_root_two_over_n(n):
     draw = np.random.default_rng(n)

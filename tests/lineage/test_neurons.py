@@ -99,6 +99,7 @@ def relabelled(tensors, target):
     (target / "tokenizer.json").write_text(json.dumps(table))
 
 
+@pytest.mark.slow
 def test_a_lying_tokenizer_is_found_by_the_axes_of_the_embedding(llama, tmp_path):
     copy = edited(llama / "base", tmp_path / "lie", relabelled)
     assert (logits(copy) - logits(llama / "base")).abs().max() < 1e-5  # the norms of transformers are in float32

@@ -193,7 +193,19 @@ CASES["depth_attention-normed@llama"] = (
     {"mixer": {"norm_scores": True}, "backbone": BACKBONES["llama"]},
 )
 LATER = (
-    *("-blend", "-diagonal", "-dense", "-sparse", "-snapshot", "-free", "-middle", "-last", "-delta", "-exit", "-shared"),
+    *(
+        "-blend",
+        "-diagonal",
+        "-dense",
+        "-sparse",
+        "-snapshot",
+        "-free",
+        "-middle",
+        "-last",
+        "-delta",
+        "-exit",
+        "-shared",
+    ),
     *("-window", "-prepost", "-all"),
 )
 BACKED = ["depth_attention@neox", "ponder@gpt2", "loop@olmo2", "latent_cot@gemma"]

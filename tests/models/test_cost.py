@@ -19,7 +19,7 @@ from fathom.models.cost import (
     training_visits,
 )
 
-from .cases import CASES, FAST, build, config_of, tokens
+from .cases import CASES, build, config_of, tokens
 
 # L, hidden, intermediate, heads, key-value heads, vocabulary, parameters
 PAPER = {
@@ -216,7 +216,7 @@ def decoded(config, length):
 
 @pytest.mark.quick("None-vanilla", "2-loop-middle", "6-loop+depth_attention-grid", "40-vanilla")
 @pytest.mark.parametrize("case", ["vanilla", "loop-middle", "loop+depth_attention-grid"])
-@pytest.mark.parametrize("window", [None, 2, pytest.param(4, marks=pytest.mark.slow), 6, 40])
+@pytest.mark.parametrize("window", [None, 2, 4, 6, 40])
 def test_windowed_layers_read_as_far_as_they_see(case, window):
     """Decoded token by token, as the only way in which a window's scores alone are made."""
     shape = {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 1} if window else {}
@@ -287,15 +287,11 @@ def counted_step(config, length):
 WIDER = {"hidden_size": 96, "intermediate_size": 288, "head_dim": 24}  # where sums and norms, uncounted, are few
 
 
-@pytest.mark.quick("vanilla-61", "attention_residuals-61", "loop+depth_attention-grid-61", "ponder3-61", "ponder@gpt2-61", "latent_cot@gemma-61")
-@pytest.mark.parametrize(
-    ("case", "words"),
-    [  # of cases alike but for a backbone or a blend, the counts are alike
-        pytest.param(case, words, marks=[pytest.mark.slow] * (words != 61 or case not in FAST[::2]))
-        for case in CASES
-        for words in (61, 2000)
-    ],
+@pytest.mark.quick(
+    "vanilla-61", "attention_residuals-61", "loop+depth_attention-grid-61", "ponder3-61", "ponder@gpt2-61"
 )
+@pytest.mark.parametrize("words", [61, 2000])
+@pytest.mark.parametrize("case", CASES)
 def test_a_declared_training_step_is_a_measured_one(case, words):
     config = config_of(case, vocab_size=words, **WIDER)
     assert counted_step(config, 16) == pytest.approx(training_flops_per_token(config, 2 * 16 - 1), rel=0.02)
@@ -313,19 +309,10 @@ def test_passes_without_gradients_are_declared(case):
     assert declared < 0.9 * training_flops_per_token(whole, 2 * 16 - 1)
 
 
-MIXED = [("same", 0, 500), ("all", 31, 500), ("all", 32, 500), ("same", 125, 2000), ("same", 126, 2000)]
-
-
-@pytest.mark.quick("same-0-500", "same-126-2000", "all-32-500")
-@pytest.mark.parametrize(
-    ("view", "top_k", "words"),
-    [
-        pytest.param(view, top_k, words, marks=() if (view, top_k, words) in MIXED else pytest.mark.slow)
-        for view in ("same", "all")
-        for top_k in (0, 31, 32, 125, 126)
-        for words in (500, 2000)
-    ],
-)
+@pytest.mark.quick("same-0-500", "same-126-2000", "all-31-500", "all-32-500")
+@pytest.mark.parametrize("words", [500, 2000])
+@pytest.mark.parametrize("top_k", [0, 31, 32, 125, 126])
+@pytest.mark.parametrize("view", ["same", "all"])
 def test_every_way_to_mix_is_declared(view, top_k, words):
     """Dense or sparse: 31 of 500 and 125 of 2000 words are the most that are gathered."""
     options = {"trips": 3, "top_k": top_k, "view": view, "jacobi_train": [2, 2]}
@@ -336,7 +323,8 @@ def test_every_way_to_mix_is_declared(view, top_k, words):
     assert abs(three_forward / declared - 1) > 0.01, "which three forward passes are not"
 
 
-@pytest.mark.parametrize("case", [pytest.param("ponder3", marks=pytest.mark.slow), "latent_cot"])
+@pytest.mark.quick("latent_cot")
+@pytest.mark.parametrize("case", ["ponder3", "latent_cot"])
 def test_a_penalty_that_looks_at_words_is_declared(case):
     """With every token in the sample."""
     options = {**CASES[case][1]["recurrence"], "penalty_token_fraction": 1.0}

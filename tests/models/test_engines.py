@@ -100,9 +100,7 @@ def drawn(seed: int):
 
 
 @pytest.mark.quick("1", "2")
-@pytest.mark.parametrize(
-    "seed", [pytest.param(seed, marks=() if seed < 4 else pytest.mark.slow) for seed in range(200)]
-)
+@pytest.mark.parametrize("seed", range(200))
 def test_random_cases_are_batched_exactly(seed):
     name, model, prompts, new, pages = drawn(seed)
     assert batched(model, prompts, new, **pages) == one_by_one(model, prompts, new), (name, pages)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from functools import cache
 from pathlib import Path
 
+import pytest
 import torch
 
 from fathom.models import FathomConfig, FathomForCausalLM
@@ -67,6 +68,7 @@ def table() -> str:
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
+@pytest.mark.slow
 def test_the_page_has_the_table():
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
     assert before and rest.partition(END)[0] == table()

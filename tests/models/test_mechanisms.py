@@ -216,6 +216,7 @@ def test_gradients_of_packed_documents_are_their_own(case):
         assert torch.equal(one, other) is same
 
 
+@pytest.mark.quick("True-*")
 @every_case
 @pytest.mark.parametrize("use_cache", [False, True])
 def test_with_a_mask_nothing_is_packed(case, use_cache):
@@ -244,7 +245,8 @@ def test_prefix_invariance(case):
 
 
 @every_case
-@pytest.mark.parametrize("how", ["beam", *(pytest.param(how, marks=pytest.mark.slow) for how in ("greedy", "sampled"))])
+@pytest.mark.quick("beam-*")
+@pytest.mark.parametrize("how", ["beam", "greedy", "sampled"])
 def test_generate_is_its_uncached_self(case, how):
     """By beams of all cases: they also change places in the cache."""
     model = build(config_of(case))
@@ -341,6 +343,7 @@ def test_the_published_faults_are_seen():
     assert _step_errors("top_left_mask") > 0.5
 
 
+@pytest.mark.quick("shape1-vanilla", "shape0-loop@olmo2", "shape1-ponder3", "shape0-latent_cot@gemma")
 @every_case
 @pytest.mark.parametrize("shape", [(0, 4), (2, 0)])
 def test_an_empty_input_is_an_error_in_one_line(case, shape):

@@ -1056,7 +1056,9 @@ FAULTS: dict[Callable[[pytest.MonkeyPatch], None], list[int]] = {
 }
 
 
-@pytest.mark.quick("padding_attended_to", "lone_survivor_sees_all", "raw_values_cached", "halts_of_the_next_column", "slots_of_the_trip_before", "fixed_places_left_empty", "fused_in_thirds", "last_channels_turned", "one_norm_for_two", "positions_in_every_trip", "biases_under_the_cap", "gradients_of_one_pass_more", "keys_of_every_trip")
+@pytest.mark.quick(
+    "*_to", "*_all", "raw_*", "halts_*", "slots_*", "fixed_*", "last_*", "one_norm*", "*_trip", "*_cap", "gradients_*"
+)
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_planted_faults_are_seen(fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch):
     check(FAULTS[fault])

@@ -65,12 +65,7 @@ def oracle(method, mixer="", open_=False, **shape):
 @pytest.mark.quick("+depth_attention-False-*")
 @every_method
 @pytest.mark.parametrize(
-    ("mixer", "open_"),
-    [
-        ("", True),
-        ("+depth_attention", False),
-        *(pytest.param(*pair, marks=pytest.mark.slow) for pair in (("", False), ("+depth_attention", True))),
-    ],
+    ("mixer", "open_"), [(mixer, open_) for mixer in ("", "+depth_attention") for open_ in (True, False)]
 )
 def test_every_way_of_computing_is_the_oracle(method, mixer, open_):
     """All at once, in chunks and token by token, with tokens that halt where the data says and without."""
@@ -86,7 +81,7 @@ def test_every_way_of_computing_is_the_oracle(method, mixer, open_):
     assert error(stepwise(model, ids, [4, 1, 3, 1]), truth) < EXACT
 
 
-@pytest.mark.quick("ponder2-depth_attention", "ponder3-depth_attention", "latent_cot-depth_attention", "adaponder-", "ponder-duo-depth_attention")
+@pytest.mark.quick("ponder2-*", "ponder3-depth_attention", "latent_cot-depth_attention", "adaponder-", "ponder-duo-")
 @every_mixer
 @every_method
 def test_single_precision(method, mixer):
@@ -108,7 +103,7 @@ def test_gradients_are_the_oracles(method, mixer):
     agree(model, ids, decoder.truths(ids), decoder, exact=1e-11)
 
 
-@pytest.mark.quick("sliding-ponder-duo", "sliding-ponder-all", "sliding-latent_cot", "sliding-ponder3", "tied-ponder", "tied-ponder2", "tied-adaponder")
+@pytest.mark.quick("sliding-ponder-*", "sliding-latent_cot", "tied-ponder", "tied-ponder[23]", "tied-adaponder")
 @every_method
 @pytest.mark.parametrize("shape", [SLIDING, {"tie_word_embeddings": True}], ids=["sliding", "tied"])
 def test_other_shapes(method, shape):
@@ -261,14 +256,7 @@ def test_vanilla_inside(method, shut):
 
 
 @pytest.mark.quick("*+depth_attention-3")
-@pytest.mark.parametrize(
-    ("mixer", "beams"),
-    [
-        ("", 1),
-        ("+depth_attention", 3),
-        *(pytest.param(*pair, marks=pytest.mark.slow) for pair in (("", 3), ("+depth_attention", 1))),
-    ],
-)
+@pytest.mark.parametrize(("mixer", "beams"), [(mixer, beams) for mixer in ("", "+depth_attention") for beams in (1, 3)])
 @every_method
 def test_rows_of_a_batch_are_single_rows(method, mixer, beams):
     """Prompts of unequal lengths, padded on the left, whose tokens halt where they like."""

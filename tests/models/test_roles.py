@@ -100,7 +100,7 @@ def test_a_parallel_layer_decodes_what_it_reads(case):
     torch.testing.assert_close(torch.cat(found, 1), whole, rtol=0, atol=1e-11)
 
 
-@pytest.mark.quick("vanilla", "denseformer", "attention_residuals-delta", "mudd", "hyper_connections", "latent_cot+hyper_connections")
+@pytest.mark.quick("vanilla", "denseformer", "attention_residuals-delta", "mudd", "*hyper_connections")
 @pytest.mark.parametrize("case", RESIDUALS)
 def test_a_parallel_layers_gradients_are_those_of_the_equations(case, monkeypatch):
     """Backward passes that are written out, against autograd through the plain form, which compiled code sees."""

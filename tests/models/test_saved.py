@@ -29,7 +29,7 @@ def test_residuals_keep_their_inputs_and_scalars(arm):
     assert measure(arm, torch.bfloat16, 64).times <= BOUNDS[ARMS[arm][0]]
 
 
-@pytest.mark.quick("hyper_connections")
+@pytest.mark.slow
 @pytest.mark.parametrize("arm", BOUNDS)
 def test_the_measure_sees_what_the_plain_form_keeps(arm, monkeypatch):
     """The same model by autograd alone."""
@@ -147,8 +147,7 @@ def test_an_adapter_on_the_projection_is_called():
 
 # --- trips that read one another --------------------------------------------------------------------------------------
 
-SEVERAL = ["loop", "latent_cot", "ponder3"]
-SEVERAL += [pytest.param(name, marks=pytest.mark.slow) for name in ("ponder", "adaponder", "ponder2")]
+SEVERAL = ["loop", "latent_cot", "ponder3", "ponder", "adaponder", "ponder2"]
 
 
 @pytest.mark.quick("loop", "latent_cot")
@@ -190,6 +189,7 @@ def test_attention_stays_in_the_flash_kernel(arm, monkeypatch):
         assert calls.counts["bmm"]
 
 
+@pytest.mark.slow
 def test_copied_history_is_seen(monkeypatch):
     def beside(attend, earlier, module, query, key, value, mask, **kwargs):
         keys, values = torch.cat((*earlier[::2], key), 2), torch.cat((*earlier[1::2], value), 2)
@@ -218,7 +218,7 @@ def test_recomputed_passes_write_no_cache(padded):
     assert cache.get_seq_length() == 8, "one that is given is kept, and such a call is not recomputed"
 
 
-@pytest.mark.quick("latent_cot")
+@pytest.mark.slow
 @pytest.mark.parametrize("arm", SEVERAL)
 def test_recomputed_passes_keep_their_inputs_and_all_gradients(arm):
     ids = torch.arange(3, 35).unsqueeze(0)

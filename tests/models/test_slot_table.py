@@ -151,7 +151,8 @@ def assigned(source):
 def test_only_models_write_to_a_table():
     """The batches of the server say where a pass is (`at`)."""
     files = [path for path in Path(fathom.__file__).parent.rglob("*.py") if path.parent.name != "models"]
-    assert len(files) > 100 and {str(path): names for path in files if (names := assigned(path.read_text()))} == {}
+    texts = {str(path): text for path in files if "table" in (text := path.read_text())}
+    assert len(files) > 100 and {path: names for path, text in texts.items() if (names := assigned(text))} == {}
     assert assigned("table = x\ntable.end, (a.table.columns) = 1, 2\nb.table.count += 1\n") == {
         "end",
         "columns",

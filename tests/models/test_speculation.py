@@ -56,9 +56,7 @@ def drawn(seed):
 
 
 @pytest.mark.quick("1", "2", "4", "5", "6", "7")
-@pytest.mark.parametrize(
-    "seed", [pytest.param(seed, marks=() if seed < 10 else pytest.mark.slow) for seed in range(250)]
-)
+@pytest.mark.parametrize("seed", range(250))
 def test_greedy_tokens_are_those_of_generate(seed):
     name, model, prompts, new, asked = drawn(seed)
     assert greedy(model, prompts, new, speculation=asked) == greedy(model, prompts, new), name

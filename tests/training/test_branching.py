@@ -85,6 +85,7 @@ def test_made_longer(constant: Path, tmp_path: Path, planned: Callable[..., Path
     assert json.loads((new / "result.json").read_text())["step"] == 16
 
 
+@pytest.mark.slow
 def test_an_unfinished_run_is_branched(corpus: Path, tmp_path: Path, planned: Callable[..., Path]) -> None:
     train(tiny_recipe(corpus, *CONSTANT), tmp_path / "run", callbacks=[StopAt(2)])
     assert not (tmp_path / "run" / "result.json").exists()
@@ -149,7 +150,8 @@ def test_a_cooldown_begins_at_the_rate_in_force(recipe: Recipe, tmp_path: Path) 
     assert len(rates) == 6 and rates[3] > rates[4] > rates[5] == pytest.approx(0.1 * rates[3])
 
 
-@pytest.mark.parametrize("schedule", ["cosine", pytest.param("linear", marks=pytest.mark.slow)])
+@pytest.mark.quick("cosine")
+@pytest.mark.parametrize("schedule", ["cosine", "linear"])
 def test_a_schedule_made_for_a_length_must_be_said_anew(
     recipe: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str], schedule: str
 ) -> None:
@@ -239,10 +241,8 @@ def die_at(place: str, words: Sequence[str]) -> None:
     main(words)
 
 
-@pytest.mark.parametrize(
-    "place",
-    [pytest.param(p, marks=() if p == "between history and recipe" else pytest.mark.slow) for p in PLACES],
-)
+@pytest.mark.quick("between history and recipe")
+@pytest.mark.parametrize("place", PLACES)
 def test_killed_while_a_run_is_branched(
     constant: Path, tmp_path: Path, place: str, planned: Callable[..., Path]
 ) -> None:

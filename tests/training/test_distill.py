@@ -161,7 +161,7 @@ def killed_in(recipe: Recipe, run: Path, step: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lora", [pytest.param("null", marks=pytest.mark.slow), "2"])
+@pytest.mark.parametrize("lora", ["null", "2"])
 def test_killed_while_healing_and_resumed(recipe: Recipe, tmp_path: Path, lora: str) -> None:
     """λ stands where it was: the same weights, to the last bit."""
     if lora != "null":

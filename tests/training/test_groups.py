@@ -89,6 +89,7 @@ def test_frozen_parameters_have_no_rate(corpus: Path) -> None:
         build_training(tiny_recipe(corpus, "optim.only=[model.norm]", "optim.groups={lm_head: {lr: 2}}"))
 
 
+@pytest.mark.slow
 def test_resumed_and_changed_on_the_way(corpus: Path, tmp_path: Path) -> None:
     recipe = tiny_recipe(corpus, "optim.groups={'*.mlp.*': {lr: 0.5}, lm_head: {weight_decay: 0}}", "evaluate.every=0")
     train(recipe, tmp_path / "whole")

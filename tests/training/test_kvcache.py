@@ -94,6 +94,7 @@ def test_another_schedule_is_another_run(recipe: Recipe, tmp_path: Path) -> None
         train(recipe.override(*FREQKV, "train.steps=1", "kvcache.window=20"), tmp_path)
 
 
+@pytest.mark.slow
 def test_adapters_are_merged_in_the_export(recipe: Recipe, tmp_path: Path) -> None:
     pytest.importorskip("peft")
     tied = recipe.override("train.export=true", "model.tie_word_embeddings=true")  # as most small models are

@@ -99,14 +99,10 @@ def assert_same_end(run_dir: Path, undisturbed: Path, steps: int = STEPS) -> Non
     assert processes.losses(run_dir) == processes.losses(undisturbed)
 
 
+@pytest.mark.quick("step 6", "before the rename")
 @pytest.mark.parametrize(
     "place",
-    [
-        *("step 6", "before the rename"),
-        pytest.param("while tensors are written", marks=pytest.mark.slow),
-        pytest.param("before the checksums", marks=pytest.mark.slow),
-        pytest.param("before latest is updated", marks=pytest.mark.slow),
-    ],
+    ["step 6", "while tensors are written", "before the checksums", "before the rename", "before latest is updated"],
 )
 def test_killed_and_continued(recipe: Recipe, tmp_path: Path, undisturbed: Path, place: str) -> None:
     assert processes.run(train_until_death, recipe, tmp_path / "run", place) == -signal.SIGKILL
@@ -180,6 +176,7 @@ def test_a_signal_that_is_passed_on_is_one(monkeypatch: pytest.MonkeyPatch) -> N
         signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.slow
 def test_a_parameter_may_have_had_no_gradient_yet(corpus: Path, tmp_path: Path) -> None:
     """Trips are drawn as 1, 1, 1, 2, 3, 1: what injects the entry is used from the fourth step on."""
     options = "model.recurrence_options={trips: 3, trips_range: [1, 3], injection: diagonal}"

@@ -106,6 +106,7 @@ class Page(HTMLParser):
             self.pictures.append(label)
 
 
+@pytest.mark.slow
 def test_the_page_draws_what_was_measured(here: Path, tmp_path: Path) -> None:
     words = ("--kvcache", "average,sinks", "--at", "1x,3x", "--perplexity", str(here / "texts"))
     assert run(here, *words, "--out", str(tmp_path), checkpoints=("tuned",)) == 0

@@ -78,6 +78,7 @@ def test_bytes_grow_only_without_compression(model: FathomForCausalLM, ids: torc
         assert all(load.peak_bytes is not None for load in whole)
 
 
+@pytest.mark.slow
 def test_each_length_has_a_cache_made_for_it(model: FathomForCausalLM, ids: torch.Tensor) -> None:
     def new(method: str, room: int) -> Cache:
         return build_cache(model, method, window=room if method == "full_static" else 64)

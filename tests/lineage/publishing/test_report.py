@@ -78,6 +78,7 @@ def test_without_controls_a_lineage_is_only_half_said(family):
     assert not any(test["kind"] == "control" for test in result.data["tests"])
 
 
+@pytest.mark.slow
 def test_a_related_control_spoils_the_verdict(family):
     result = ran(family, "child", controls=("control", "hidden"))
     assert result.data["verdict"]["label"] == "inconclusive"
@@ -124,6 +125,7 @@ def test_depth_and_width_pruned_copies(family, tmp_path):
     assert result.data["base"].endswith("base") and result.data["verdict"]["label"] == SHARED
 
 
+@pytest.mark.slow
 def test_shared_initialisation_is_not_called_lineage_nor_missed(family, tmp_path):
     """Attention trained far away, the rest moderately: what two runs from one seed look like."""
     config = tiny_config("qwen3", num_hidden_layers=6, hidden_size=96, intermediate_size=256, vocab_size=400)
@@ -155,6 +157,7 @@ def test_the_best_alignment_meets_the_highest_bar_of_any(family, tmp_path):
     assert result.data["verdict"]["threshold"] == pytest.approx(0.41, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_controls_of_another_class_are_shown_and_not_used(family, tmp_path):
     other = tiny_config("qwen3", num_hidden_layers=4, hidden_size=64, intermediate_size=256, vocab_size=400)
     save(build(other, 9, torch.float32), tmp_path / "small", 400)
