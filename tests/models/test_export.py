@@ -10,7 +10,7 @@ from fathom.models import FathomConfig
 from tests.models.cases import BACKBONES, CASES, build, config_of, tokens
 
 NAMES = [case for case in CASES if "@" not in case] + [f"vanilla@{backbone}" for backbone in BACKBONES]
-QUICK = ("ponder",)
+QUICK = ("depth_attention",)
 
 
 class Logits(torch.nn.Module):
