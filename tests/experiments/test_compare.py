@@ -55,7 +55,6 @@ def test_an_arm_against_itself_shows_nothing(planted):
     assert "again and vanilla have exactly equal losses" in report.verdict
 
 
-@pytest.mark.slow
 def test_a_planted_improvement_is_found(planted):
     report, _ = planted
     better = report.arms[2].difference

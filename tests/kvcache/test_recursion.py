@@ -27,10 +27,7 @@ FEW = (
 )
 """Families that differ in what a cache meets: windows, capped scores, parts of a head that are turned, experts."""
 OURS = ("fathom", "depth_attention", "uniform_depth", "value_residual", "loop", "loop+depth_attention")
-every_family = pytest.mark.parametrize(
-    "case", [case if case in (*FEW, *OURS) else pytest.param(case, marks=pytest.mark.slow) for case in MODELS]
-)
-TWICE = ("freqkv", "snapkv")  # methods that the fast tests hold to the oracle in each family
+every_family = pytest.mark.parametrize("case", MODELS)
 SCHEDULED = [name for name in METHODS if name != "sinks"]  # sinks goes token by token beyond the window
 
 
@@ -73,14 +70,9 @@ def double_angles(monkeypatch):
     monkeypatch.setattr(LlamaRotaryEmbedding, "forward", forward)
 
 
-@pytest.mark.parametrize(
-    "case,limit,method",
-    [
-        pytest.param(case, limit, method, marks=[pytest.mark.slow] * (case != "fathom" and method not in TWICE))
-        for case, limit in (("fathom", 1e-11), ("qwen3-mha", 1e-6), ("llama", 1e-6))
-        for method in METHODS
-    ],
-)
+@pytest.mark.quick("fathom-*", "*-freqkv", "*-snapkv")
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("case,limit", [("fathom", 1e-11), ("qwen3-mha", 1e-6), ("llama", 1e-6)])
 def test_oracle(double_angles, case, limit, method):
     """Fathom's norms keep float64; those of the library are float32, whatever the model."""
     model, row = model_of(case, torch.float64), tokens(1, LENGTH)
@@ -140,9 +132,11 @@ def test_every_mechanism_to_the_last_digits(case):
     assert distance(stepped(model, row, cache_of(model)), trained(model, row)[:, :104]) < 1e-11
 
 
-@pytest.mark.quick("*-qwen3", "*-mistral-sliding", "*-gemma2", "*-gpt_neox", "*-fathom", "*-loop*")
+@pytest.mark.quick(
+    "freqkv-qwen3", "freqkv-mistral-sliding", "freqkv-gemma2", "freqkv-gpt_neox", "freqkv-fathom", "freqkv-loop*"
+)
 @every_family
-@pytest.mark.parametrize("method", ["freqkv", pytest.param("snapkv", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("method", ["freqkv", "snapkv"])
 def test_first_window_is_the_stock_model(case, method):
     model, row = model_of(case), tokens(1, N)
     with torch.no_grad():

@@ -63,7 +63,6 @@ def negatives(models):
     return [measure(a, b, options) for i, a in enumerate(opened) for b in opened[i + 1 :]]
 
 
-@pytest.mark.slow
 def test_t1_is_a_rencontres_number_on_unrelated_models(negatives):
     """Fixed points against the exact law, and the p-value not anti-conservative (Kolmogorov–Smirnov, one-sided)."""
     columns = [pair.aligned.fixed.columns for pair in negatives]

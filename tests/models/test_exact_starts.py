@@ -74,6 +74,7 @@ def test_the_page_has_the_table():
     assert before and rest.partition(END)[0] == table()
 
 
+@pytest.mark.slow
 def test_all_but_two_start_exactly():
     """At most a rounding apart, and that only where a parallel residual sums in another order."""
     for line in table().splitlines()[2:]:

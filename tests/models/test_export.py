@@ -10,7 +10,6 @@ from fathom.models import FathomConfig
 from tests.models.cases import BACKBONES, CASES, build, config_of, tokens
 
 NAMES = [case for case in CASES if "@" not in case] + [f"vanilla@{backbone}" for backbone in BACKBONES]
-QUICK = ("depth_attention",)
 
 
 class Logits(torch.nn.Module):
@@ -22,12 +21,12 @@ class Logits(torch.nn.Module):
         return self.model(input_ids=ids, use_cache=False).logits
 
 
-def config_that_solves(case: str, prefill: str, **shape: int) -> FathomConfig:
+def config_that_solves(case: str, prefill: str) -> FathomConfig:
     """The case's configuration; mechanisms that solve for all tokens at once do so in a fixed number of rounds."""
     options = dict(CASES[case][1].get("recurrence", {}))
     if "prefill" in options:
         options |= {"prefill": prefill, "jacobi_eval": 2}
-    return config_of(case, recurrence_options=options, **shape)
+    return config_of(case, recurrence_options=options)
 
 
 def exported(model: torch.nn.Module) -> ExportedProgram:
@@ -35,13 +34,11 @@ def exported(model: torch.nn.Module) -> ExportedProgram:
     return export(model, (tokens(2, 12),), dynamic_shapes={"ids": {1: Dim("length", min=4, max=64)}}, strict=False)
 
 
-@pytest.mark.parametrize(
-    "case", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
-)
+@pytest.mark.quick("depth_attention")
+@pytest.mark.parametrize("case", NAMES)
 @torch.no_grad()
 def test_an_export_takes_any_length(case: str) -> None:
-    shape = {"num_hidden_layers": 2} if case in QUICK else {}
-    model = Logits(build(config_that_solves(case, "jacobi", **shape)).eval())
+    model = Logits(build(config_that_solves(case, "jacobi")).eval())
     program = exported(model).module()
     for length in (5, 21, 64):
         ids = tokens(2, length)

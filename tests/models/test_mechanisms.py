@@ -417,7 +417,7 @@ def test_what_is_refused_could_not_be_followed(case):
 SEVERAL_PASSES = [case for case in CASES if config_of(case).recurrence not in ("once", "loop")]
 
 
-@pytest.mark.slow  # the fast suite compiles a mechanism of somebody else's in this way, in tests/test_testing.py
+@pytest.mark.quick("depth_attention")  # tracing takes long
 @pytest.mark.parametrize("case", CASES)
 def test_compiled_in_one_graph(case):
     torch._dynamo.reset()
@@ -438,8 +438,8 @@ def test_compiled_in_one_graph(case):
         assert worst(whole(ids, use_cache=False).logits, logits(model, ids)) < 1e-10
 
 
-@pytest.mark.parametrize("case", ["depth_attention", "loop-damped"])
-def test_a_forward_pass_is_one_graph(case):
+@pytest.mark.parametrize("case", ["loop-damped"])
+def test_a_forward_pass_of_trips_is_one_graph(case):
     """Without the backward pass and without a compiler, which take most of the time above."""
     torch._dynamo.reset()
     model, ids = build(config_of(case, num_hidden_layers=3)), tokens(2, 8)

@@ -74,7 +74,6 @@ def runs(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.quick("ddp", "fsdp", "checkpointed")
 @pytest.mark.parametrize("name", ["ddp", "fsdp", "hsdp", "checkpointed"])
 def test_two_ranks_train_like_one(runs: Path, name: str) -> None:
     assert processes.losses(runs / name) == pytest.approx(processes.losses(runs / "single"), rel=1e-6)
