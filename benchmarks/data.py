@@ -17,8 +17,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from fathom.corpus.prepare import PrepareOptions, prepare
 from fathom.data.batches import BatchPlan
-from fathom.data.prepare import PrepareOptions, prepare
 from fathom.data.shards import TokenDataset
 
 SKIP = PrepareOptions(undecodable="skip")
@@ -32,7 +32,6 @@ def tokenisation(folder: Path, worker_counts: list[int]) -> dict[str, object]:
         summary = prepare(inputs, folder / str(workers), train_tokenizer=4096, workers=workers, options=SKIP)
         size = sum(counts["bytes"] for domains in summary.splits.values() for counts in domains.values())
         result[f"{workers} workers"] = {
-            "documents_per_second": round(summary.documents_per_second, 1),
             "megabytes_per_second": round(size / summary.seconds / 1e6, 2),
         }
     return result

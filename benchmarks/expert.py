@@ -26,7 +26,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from fathom.data.sources import Reading, find_sources, parse
+from fathom.data.sources import Reading, find_sources
 from fathom.errors import FathomError
 from fathom.report.files import read_json, write_atomically, write_json
 from fathom.report.provenance import provenance
@@ -53,9 +53,7 @@ def documents_of(inputs: Iterable[str]) -> Iterator[str]:
     """The texts of files, directories and globs, in order."""
     reading = Reading()
     for source in find_sources(list(inputs), reading):
-        for number, record in enumerate(source.records(reading)):
-            made = parse(source.kind, source.name, source.domain, number, record.payload, reading)
-            yield from (one.text for one in made or ())
+        yield from (document.text for document in source.documents(reading) if document is not None)
 
 
 def is_held_out(text: str, one_in: int) -> bool:

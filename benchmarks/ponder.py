@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fathom.checkpoints.find import find_model
-from fathom.data.prepare import prepare
+from fathom.corpus.prepare import prepare
 from fathom.data.shards import TokenDataset
 from fathom.experiments.timing import interleaved
 from fathom.models import FathomForCausalLM

@@ -32,7 +32,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from fathom.cli import main as cli
 from fathom.cli.lineage import ACTIONS
 from fathom.cli.parser import Parser
-from fathom.data.prepare import prepare
+from fathom.corpus.prepare import prepare
 from fathom.data.tokenizer import train_bpe
 from fathom.evaluation.caches import evaluate as cache_evaluation
 from fathom.models import FathomConfig, FathomForCausalLM

@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedTokenizerFast
 
 from fathom.checkpoints.export import export
-from fathom.data.prepare import prepare
+from fathom.corpus.prepare import prepare
 from fathom.data.shards import ShardWriter, file_crc32, read_index, shard_files, write_index
 from fathom.data.targets import targets_file, write_targets
 from fathom.models import FathomConfig, FathomForCausalLM

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn.functional import kl_div, log_softmax, one_hot
 
 from checkpoints import NESTED, Checkpoint, seeded
+from fathom.corpus.prepare import PrepareOptions, prepare
 from fathom.data.batches import Batch, BatchPlan
-from fathom.data.prepare import PrepareOptions, prepare
 from fathom.data.shards import TokenDataset
 from fathom.models.modeling import FathomForCausalLM
 from fathom.recipe import parse_recipe

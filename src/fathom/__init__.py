@@ -21,7 +21,7 @@ from fathom._version import __version__
 if TYPE_CHECKING:
     from fathom.checkpoints.export import export
     from fathom.checkpoints.open import load
-    from fathom.data.prepare import PrepareOptions, prepare
+    from fathom.corpus.prepare import PrepareOptions, prepare
     from fathom.errors import FathomError
     from fathom.evaluation.scoring import Settings, evaluate
     from fathom.experiments.compare import compare
@@ -64,7 +64,7 @@ _HOMES = {
     "FathomError": "fathom.errors",
     "FathomForCausalLM": "fathom.models",
     "Hook": "fathom.training.hooks",
-    "PrepareOptions": "fathom.data.prepare",
+    "PrepareOptions": "fathom.corpus.prepare",
     "Recipe": "fathom.recipe",
     "Sampling": "fathom.inference.settings",
     "Settings": "fathom.evaluation.scoring",
@@ -77,7 +77,7 @@ _HOMES = {
     "load_recipe": "fathom.recipe",
     "look": "fathom.lens.look",
     "open_weights": "fathom.lineage.weights",
-    "prepare": "fathom.data.prepare",
+    "prepare": "fathom.corpus.prepare",
     "train": "fathom.training.loop",
 }
 

@@ -26,7 +26,7 @@ def until(last: str, directory: Path, values: dict[str, Any]) -> Workspace:
     """Run the stages up to one of them."""
     directory.mkdir(exist_ok=True)
     workspace = Workspace(directory, parse_corpus_recipe(values))
-    with executing("local") as execute:
+    with executing(workspace.recipe.executor) as execute:
         for kind in ORDER:
             stage = kind(workspace)
             tasks = stage.tasks()

@@ -254,11 +254,11 @@ def test_a_worker_that_dies_is_replaced_once(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(
         executor, "WORKER", "import sys; sys.stdin.readline()\n" + dying % (str(tmp_path / "f"), answer)
     )
-    executor.Pool().run(str(tmp_path), "stage", 1, 1, lambda: ticks.append(1))
+    executor.Pool(1).run(str(tmp_path), "stage", 1, 1, lambda: ticks.append(1))
     assert ticks == [1]
     monkeypatch.setattr(executor, "WORKER", "import os; os.abort()")
     with pytest.raises(DataError, match="died twice"):
-        executor.Pool().run(str(tmp_path), "stage", 1, 1, lambda: None)
+        executor.Pool(1).run(str(tmp_path), "stage", 1, 1, lambda: None)
 
 
 def killed(recipe: Path, out: Path, after: float) -> int:
@@ -365,7 +365,7 @@ def test_small_stages_need_no_scheduler(tmp_path: Path, tokenizer: str, monkeypa
     """A job of a cluster takes longer to start than they take; large ones go to it."""
     asked: list[str] = []
     monkeypatch.setattr(executor, "require_scheduler", lambda name: None)
-    monkeypatch.setattr(executor, "remote", lambda workspace, stage, tasks, tick: asked.append(stage))
+    monkeypatch.setattr(executor, "remote", lambda wanted, place, stage, tasks, tick: asked.append(stage))
     write(tmp_path / "a.txt", Prose(3).document(200))
     values = recipe_values({"a": {"inputs": [str(tmp_path / "a.txt")]}}, tokenize={"tokenizer": tokenizer})
     recipe = parse_corpus_recipe({**values, "executor": {"name": "ray"}})

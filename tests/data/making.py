@@ -2,8 +2,8 @@
 
 from dataclasses import fields
 
-from fathom.data import prepare as module
-from fathom.data.prepare import PrepareOptions, Summary
+from fathom.corpus import prepare as module
+from fathom.corpus.prepare import PrepareOptions, Summary
 
 OWN = {field.name for field in fields(PrepareOptions)}
 

@@ -12,9 +12,9 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from fathom.corpus.prepare import prepare
 from fathom.data.batches import IGNORED, Batch, BatchPlan, evaluation_batches, evaluation_windows
 from fathom.data.permutation import Permutation
-from fathom.data.prepare import prepare
 from fathom.data.shards import TokenDataset
 from fathom.errors import DataError
 from fathom.models import loss

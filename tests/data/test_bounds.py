@@ -26,7 +26,7 @@ from .making import prepare
 
 PROGRAM = """
 import json, resource, sys
-from fathom.data.prepare import PrepareOptions, prepare
+from fathom.corpus.prepare import PrepareOptions, prepare
 from fathom.data.shards import DataError
 
 folder, tokenizer, cases = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
@@ -164,7 +164,7 @@ def test_the_reader_alone_is_unchanged(tmp_path: Path) -> None:
     write_documents(tmp_path / "a.jsonl", 20)
     (source,) = sources.find_sources([str(tmp_path / "a.jsonl")], Reading())
     lines = (tmp_path / "a.jsonl").read_bytes().splitlines(keepends=True)
-    assert [record.payload for record in source.records(Reading())] == lines
+    assert list(source.records(Reading())) == lines
 
 
 def different_words(path: Path, count: int, seed: int) -> Path:
@@ -184,8 +184,8 @@ def test_a_tokenizer_takes_in_so_many_words(tmp_path: Path, monkeypatch: pytest.
         seen[:] = texts
         return train_bpe(seen, size)
 
-    monkeypatch.setattr("fathom.data.prepare.train_bpe", note)
-    monkeypatch.setattr("fathom.data.prepare.WORDS_AT_MOST", 60_000)
+    monkeypatch.setattr("fathom.corpus.prepare.train_bpe", note)
+    monkeypatch.setattr("fathom.corpus.tokens.WORDS_AT_MOST", 60_000)
     a, b = (different_words(tmp_path / f"{name}.jsonl", 10_000, seed) for seed, name in enumerate("ab"))
     lines = "the depth of a river is measured with rope and lead\n" * 4_000
     (tmp_path / "c.txt").write_text(lines)
@@ -207,10 +207,10 @@ def test_memory_of_a_tokenizer_that_meets_new_words_only(tmp_path: Path) -> None
     """Twenty times the limit in different words; unbounded they took 40 bytes of memory for each of theirs."""
     program = """
 import resource, sys, warnings
-import fathom.data.prepare as data
+from fathom.corpus import prepare as data, tokens
 from fathom.data.tokenizer import train_bpe
 warnings.simplefilter("ignore")
-data.WORDS_AT_MOST = int(sys.argv[3])
+tokens.WORDS_AT_MOST = int(sys.argv[3])
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 train_bpe(["a word or two"], 300)
 before = peak()

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fathom.corpus.prepare import prepare
 from fathom.data.batches import BatchPlan
 from fathom.data.collections import MixedDataset, collection_sizes, open_mixture
 from fathom.data.mixture import Mixture, Phase, row_order, whole_weights
 from fathom.data.permutation import Permutation
-from fathom.data.prepare import prepare
 from fathom.data.puzzles import has_split
 from fathom.data.shards import TokenDataset
 from fathom.errors import DataError

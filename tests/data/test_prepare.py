@@ -15,16 +15,18 @@ import sys
 import time
 import types
 from collections.abc import Iterator
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from fathom.data import prepare as prepare_module
+from fathom.corpus import documents as parts
+from fathom.corpus import executor, plain
+from fathom.corpus import prepare as prepare_module
 from fathom.data import sources
-from fathom.data.encode import WORKER, choose_split
-from fathom.data.shards import TokenDataset
+from fathom.data.shards import UNFINISHED, TokenDataset, choose_split
 from fathom.errors import DataError
 from fathom.report.files import lock
 from fathom.training.loop import claimed
@@ -88,7 +90,7 @@ def test_equal_texts_stay_on_one_side(tmp_path: Path, tokenizer: str, monkeypatc
 
     # The control: a split by anything but the text is one that this test sees through.
     turn = iter(range(10**6))
-    monkeypatch.setattr("fathom.data.encode.choose_split", lambda text, share: ["train", "val"][next(turn) % 7 < 2])
+    monkeypatch.setattr("fathom.corpus.tokens.choose_split", lambda text, share: ["train", "val"][next(turn) % 7 < 2])
     prepare(inputs, tmp_path / "leaking", tokenizer, held_out=0.3)
     assert leaked(tmp_path / "leaking")
 
@@ -104,8 +106,16 @@ def test_the_split_is_stable() -> None:
 HELD_OUT = [40, 70, 100, 118, 123, 129, 148, 163]
 
 
+def small_tasks(monkeypatch: pytest.MonkeyPatch, size: int = 4096) -> None:
+    """Tasks of so many bytes, none of them too small for a process of its own."""
+    monkeypatch.setattr(executor, "POOL_BYTES", 0)
+    monkeypatch.setattr(plain, "TASK_FILES", 1)
+    monkeypatch.setattr(plain, "PART_BYTES", size)
+    monkeypatch.setattr(plain, "PartWriter", partial(parts.PartWriter, limit=size))
+
+
 def test_workers_do_not_change_a_byte(tmp_path: Path, tokenizer: str, monkeypatch) -> None:
-    monkeypatch.setattr(prepare_module, "CHUNK_BYTES", 2048)
+    small_tasks(monkeypatch)
     write_documents(tmp_path / "a.jsonl", 300)
     for name in ("x", "y", "z"):
         (tmp_path / f"{name}.txt").write_text(f"file {name}\n" * 50)
@@ -118,7 +128,8 @@ def test_workers_do_not_change_a_byte(tmp_path: Path, tokenizer: str, monkeypatc
     assert len(trees[0]) > 10
 
 
-def test_a_worker_reports_its_error(tmp_path: Path, tokenizer: str) -> None:
+def test_a_worker_reports_its_error(tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    small_tasks(monkeypatch)
     (tmp_path / "a.jsonl").write_text('{"text": "good"}\n' * 10 + '{"text": 1}\n')
     with pytest.raises(DataError, match=r"a\.jsonl:11: field 'text' is int, not text"):
         prepare([str(tmp_path / "a.jsonl")], tmp_path / "out", tokenizer, workers=2)
@@ -126,6 +137,7 @@ def test_a_worker_reports_its_error(tmp_path: Path, tokenizer: str) -> None:
 
 def test_a_users_file_is_no_module_of_a_worker(tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker is started where the user is, who may have a random.py of her own."""
+    small_tasks(monkeypatch)
     (tmp_path / "random.py").write_text("raise SystemExit(3)\n")
     write_documents(tmp_path / "a.jsonl", 20)
     monkeypatch.chdir(tmp_path)
@@ -133,18 +145,20 @@ def test_a_users_file_is_no_module_of_a_worker(tmp_path: Path, tokenizer: str, m
     assert len(list(documents(tmp_path / "out", "train"))) == 20
 
 
-def run(arguments: dict[str, object], delay: float | None = None) -> int | None:
-    """Prepare in a forked process, killed after a delay; how many documents it found done, or None if it was killed.
+def run(arguments: dict[str, object], delay: float | None = None) -> bool:
+    """Prepare in a forked process, killed after a delay; whether it finished.
 
-    The process saves its place after every chunk, so that a kill finds it in every state.
+    Its tasks are small, so that a kill finds it in every state.
     """
     receive, send = os.pipe()
     child = os.fork()
     if child == 0:
         try:
-            prepare_module.CHUNK_BYTES, prepare_module.CHECKPOINT_SECONDS = 4096, 0.0
-            os.write(send, b"ready")
-            os.write(send, b"%d" % prepare(**arguments).resumed_documents)
+            with pytest.MonkeyPatch.context() as patch:
+                small_tasks(patch)
+                os.write(send, b"ready")
+                prepare(**arguments)
+            os.write(send, b"done")
         finally:
             os._exit(1)
     os.close(send)
@@ -153,10 +167,15 @@ def run(arguments: dict[str, object], delay: float | None = None) -> int | None:
         if delay is not None:
             time.sleep(delay)
             os.kill(child, signal.SIGKILL)
-        answer = channel.read(20)
+        answer = channel.read(4)
     status = os.waitpid(child, 0)[1]
     assert answer or os.WIFSIGNALED(status)
-    return int(answer) if answer else None
+    return bool(answer)
+
+
+def finished_tasks(out: Path) -> dict[Path, int]:
+    """The records of finished tasks, and when they were written."""
+    return {path: path.stat().st_mtime_ns for path in out.glob(f"{UNFINISHED}/stages/*/*/task.json")}
 
 
 def kill_and_resume(tmp_path: Path, tokenizer: str, times: int, workers: int, documents: int = 1500) -> None:
@@ -171,18 +190,23 @@ def kill_and_resume(tmp_path: Path, tokenizer: str, times: int, workers: int, do
         "workers": workers,
     }
     started = time.monotonic()
-    assert run({**arguments, "out": tmp_path / "whole"}) == 0
+    assert run({**arguments, "out": tmp_path / "whole"})
     length = time.monotonic() - started
     expected = tree(tmp_path / "whole")
     chance = random.Random(workers + times)
     kills = attempt = resumed = 0
     while kills < times or not resumed:
         out = tmp_path / f"killed{attempt}"
-        while (found := run({**arguments, "out": out}, chance.uniform(0, 1.1 * length))) is None:
+        before: dict[Path, int] = {}
+        while not run({**arguments, "out": out}, chance.uniform(0, 1.1 * length)):
             kills += 1
+            found = finished_tasks(out)
+            published = (out / "index.json").exists()  # killed while it removed what it no longer needs
+            assert published or before.items() <= found.items(), "what is finished is not done again"
+            before = found
         # It outran the signal, on its own or after runs that did not.
         assert tree(out) == expected
-        resumed += found
+        resumed += len(before)
         attempt += 1
 
 
@@ -197,39 +221,39 @@ def test_killed_many_times_gives_the_same_bytes(tmp_path: Path, tokenizer: str, 
     kill_and_resume(tmp_path, tokenizer, times=25, workers=workers)
 
 
-@pytest.mark.quick("tail")
-@pytest.mark.parametrize("lose", ["nothing", "tail", "new shard"])
-def test_resume_continues_where_the_journal_says(tmp_path: Path, tokenizer: str, monkeypatch, lose: str) -> None:
-    """A crash in this process, at every chunk in turn: what is finished is not tokenised again."""
-    monkeypatch.setattr(prepare_module, "CHUNK_BYTES", 4096)
-    monkeypatch.setattr(prepare_module, "CHECKPOINT_SECONDS", 0.0)
+def test_a_resumed_run_does_what_is_left(tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A crash in this process, before every second task and before the corpus is whole."""
+    small_tasks(monkeypatch)
     write_documents(tmp_path / "a.jsonl", 200)
     options = {"tokenizer": tokenizer, "held_out": 0.2, "shard_tokens": 2000, "workers": 1}
     prepare([str(tmp_path / "a.jsonl")], tmp_path / "whole", **options)
-    real = prepare_module._Run._append
-    for crash in range(1, 12, 2):
-        out = tmp_path / f"out{crash}"
-        calls = iter(range(10**6))
+    real = plain.Encode.run
+    for crash in range(0, 8, 2):
+        out, calls = tmp_path / f"out{crash}", iter(range(10**6))
 
-        def append(self, group, crash=crash, calls=calls):
-            real(self, group)
+        def encode(self, task, folder, crash=crash, calls=calls):
             if next(calls) == crash:
                 raise KeyboardInterrupt
+            return real(self, task, folder)
 
-        monkeypatch.setattr(prepare_module._Run, "_append", append)
-        with pytest.raises(KeyboardInterrupt):
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(plain.Encode, "run", encode)
             prepare([str(tmp_path / "a.jsonl")], out, **options)
-        journal = json.loads((out / ".prepare.json").read_bytes())
-        if lose == "tail":
-            (path,) = list(out.glob("train/*/00000.bin"))
-            with path.open("ab") as file:
-                file.write(b"\xff" * 100)
-        elif lose == "new shard":
-            (out / "train" / "default" / "00099.bin").write_bytes(b"left over")
-        monkeypatch.setattr(prepare_module._Run, "_append", real)
-        summary = prepare([str(tmp_path / "a.jsonl")], out, **options)
-        assert summary.resumed_documents == journal["documents"] >= (crash // 2) * 5
+        assert len(finished_tasks(out)) == 1 + crash
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(prepare_module, "write_index", interrupt)
+            prepare([str(tmp_path / "a.jsonl")], out, **options)
+        monkeypatch.setattr(plain.Read, "run", None)
+        with monkeypatch.context() as patch:
+            patch.setattr(plain.Encode, "run", None)
+            prepare([str(tmp_path / "a.jsonl")], out, **options)
+        monkeypatch.undo()
+        small_tasks(monkeypatch)
         assert tree(out) == tree(tmp_path / "whole")
+
+
+def interrupt(*_: object, **__: object) -> None:
+    raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("moment", ["train_bpe", "save_tokenizer", "vocabulary_size"])
@@ -238,7 +262,7 @@ def test_a_crash_around_the_tokenizer(tmp_path: Path, monkeypatch, moment: str) 
     prepare([str(tmp_path / "a.jsonl")], tmp_path / "whole", train_tokenizer=300)
 
     def crash(*arguments):
-        (tmp_path / "out" / ".tokenizer.tmp").mkdir()
+        (tmp_path / "out" / UNFINISHED / ".tokenizer.tmp").mkdir()
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
@@ -251,13 +275,13 @@ def test_a_crash_around_the_tokenizer(tmp_path: Path, monkeypatch, moment: str) 
 def test_finished_work_is_not_done_again(tmp_path: Path, tokenizer: str, monkeypatch) -> None:
     write_documents(tmp_path / "a.jsonl", 50)
     first = prepare([str(tmp_path / "a.jsonl")], tmp_path / "out", tokenizer)
-    monkeypatch.setattr(prepare_module, "_Run", None)
+    monkeypatch.setattr(prepare_module, "_make", None)
     second = prepare([str(tmp_path / "a.jsonl")], tmp_path / "out", tokenizer)
-    assert second.splits == first.splits and second.resumed_documents == 50
+    assert second.splits == first.splits and not second.seconds
     with pytest.raises(DataError, match=r"was prepared with `held_out` 0\.01, not 0\.5: choose another directory"):
         prepare([str(tmp_path / "a.jsonl")], tmp_path / "out", tokenizer, held_out=0.5)
     many = [str(tmp_path / "a.jsonl")] * 40
-    with pytest.raises(DataError, match=r"with inputs \['[^,]*'\], not \['[^,]*', '[^,]*', … 40 in all\]: choose"):
+    with pytest.raises(DataError, match=r"with `inputs` \['[^,]*'\], not \['[^,]*', '[^,]*', … 40 in all\]: choose"):
         prepare(many, tmp_path / "out", tokenizer)
 
 
@@ -275,28 +299,25 @@ def test_overwriting_replaces_and_resumes(tmp_path: Path, tokenizer: str, monkey
     assert tree(out) == tree(tmp_path / "fresh")
 
 
-def test_changed_inputs_are_noticed_by_a_resume(tmp_path: Path, tokenizer: str, monkeypatch) -> None:
+def test_a_resume_reads_changed_inputs_again(tmp_path: Path, tokenizer: str, monkeypatch) -> None:
+    """Also other inputs and options: an unfinished corpus binds nobody."""
     write_documents(tmp_path / "a.jsonl", 50)
-
-    def interrupt(self, workers):
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(prepare_module._Run, "tokenize", interrupt)
+        patch.setattr(prepare_module, "_publish", interrupt)
         prepare([str(tmp_path / "a.jsonl")], tmp_path / "out", tokenizer)
-    os.utime(tmp_path / "a.jsonl", (1, 1))
-    with pytest.raises(DataError, match="the inputs changed since the interrupted run began"):
-        prepare([str(tmp_path / "a.jsonl")], tmp_path / "out", tokenizer)
+    (text, *_) = write_documents(tmp_path / "a.jsonl", 1, seed=7)
+    prepare([str(tmp_path / "a.jsonl")], tmp_path / "out", tokenizer, held_out=0)
+    assert list(documents(tmp_path / "out", "train")) == [text]
 
 
 def test_a_full_disk_is_one_line_and_resumable(tmp_path: Path, tokenizer: str, monkeypatch) -> None:
     write_documents(tmp_path / "a.jsonl", 50)
 
-    def full(self, group):
+    def full(*_: object) -> None:
         raise OSError(28, "No space left on device", "00000.bin")
 
     with monkeypatch.context() as patch:
-        patch.setattr(prepare_module._Run, "_append", full)
+        patch.setattr(plain.Encode, "run", full)
         with pytest.raises(DataError, match=r"00000\.bin: No space left on device; run the same command to resume"):
             prepare([str(tmp_path / "a.jsonl")], tmp_path / "out", tokenizer)
     assert prepare([str(tmp_path / "a.jsonl")], tmp_path / "out", tokenizer).splits["train"]
@@ -355,16 +376,14 @@ def test_every_format_gives_the_same_shards(tmp_path: Path, tokenizer: str) -> N
         prepare([str(tmp_path / name)], tmp_path / f"out-{name}", tokenizer, held_out=0)
         assert list(documents(tmp_path / f"out-{name}", "train")) == texts
         source = sources.find_sources([str(tmp_path / name)], sources.Reading())[0]
-        everything = [record.payload for record in source.records(sources.Reading())]
-        assert [record.payload for record in source.records(sources.Reading(), 23)] == everything[23:]
+        assert [document.text for document in source.documents(sources.Reading())] == texts
     prepare([str(tmp_path / "a.txt")], tmp_path / "out-txt", tokenizer, held_out=0, separator="---")
     assert list(documents(tmp_path / "out-txt", "train")) == [f"{text}\n" for text in texts]
 
 
 def test_hub_datasets_are_streamed(tmp_path: Path, tokenizer: str, monkeypatch) -> None:
     class Stream(list):
-        def skip(self, count: int) -> Stream:
-            return Stream(self[count:])
+        pass
 
     asked = []
 
@@ -377,8 +396,6 @@ def test_hub_datasets_are_streamed(tmp_path: Path, tokenizer: str, monkeypatch) 
     prepare([name], tmp_path / "out", tokenizer, text_field="body", domain_field="topic", held_out=0, workers=1)
     assert asked[0] == ("org/name", {"streaming": True, "name": "en", "split": "validation"})
     assert list(documents(tmp_path / "out", "train")) == [f"row {i}" for i in (0, 2, 4, 6, 8, 1, 3, 5, 7, 9)]
-    (source,) = sources.find_sources([name], sources.Reading("body"))
-    assert [record.payload[0] for record in source.records(sources.Reading("body"), 8)] == ["row 8", "row 9"]
 
 
 def test_a_directory_is_its_known_files_in_order(tmp_path: Path, tokenizer: str) -> None:
@@ -524,14 +541,14 @@ def test_a_single_text_file_needs_a_separator_to_hold_a_part_out(tmp_path: Path,
 @pytest.mark.slow
 def test_imports_are_light() -> None:
     """Nothing optional in this process; in a worker not even torch."""
-    program = "import sys, fathom.data.prepare, fathom.data.batches; print(*sys.modules)"
+    program = "import sys, fathom.corpus.prepare, fathom.data.batches; print(*sys.modules)"
     modules = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
     assert not {"datasets", "pyarrow", "zstandard"} & set(modules)
-    program = WORKER.replace("serve(sys.stdin.buffer, replies)", "print(*sys.modules, file=sys.stderr)")
+    program = executor.WORKER.replace("serve()", "print(*sys.modules, file=sys.stderr)")
     arguments = [sys.executable, "-c", program]
     modules = subprocess.run(arguments, capture_output=True, text=True, check=True).stderr.split()
-    assert "fathom.data.encode" in modules
-    assert not {"torch", "transformers", "rich"} & set(modules)
+    assert "fathom.corpus.plain" in modules
+    assert not {"torch", "transformers"} & set(modules)
 
 
 def test_a_corpus_below_its_inputs_does_not_read_itself(tmp_path: Path, tokenizer: str) -> None:
@@ -539,7 +556,7 @@ def test_a_corpus_below_its_inputs_does_not_read_itself(tmp_path: Path, tokenize
     (tmp_path / "c.json").write_text("".join(json.dumps({"text": f"{i} fathoms"}) + "\n" for i in range(50)))
     first = prepare([tmp_path], tmp_path / "out", tokenizer, held_out=0)
     again = prepare([tmp_path], tmp_path / "out", tokenizer, held_out=0)
-    assert first.splits == again.splits and again.resumed_documents == 50
+    assert first.splits == again.splits and not again.seconds
 
 
 def test_an_input_that_changed_since_is_named(tmp_path: Path, tokenizer: str, recwarn: pytest.WarningsRecorder) -> None:

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fathom.data.prepare import prepare
+from fathom.corpus.prepare import prepare
 from fathom.data.tokenizer import load_tokenizer, plain_encoder, train_bpe, vocabulary_size
 from fathom.errors import DataError
 from tests.data.corpora import tree
@@ -21,7 +21,7 @@ from tests.data.corpora import tree
 PROGRAM = """
 import sys
 from pathlib import Path
-from fathom.data.prepare import prepare
+from fathom.corpus.prepare import prepare
 prepare([sys.argv[1]], Path(sys.argv[2]), train_tokenizer=1000, held_out=0.1)
 """
 
@@ -106,7 +106,7 @@ def test_unusable_tokenizers_are_refused(tokenizer: str, tmp_path: Path) -> None
 
 def test_what_is_held_out_teaches_nothing(tmp_path: Path) -> None:
     """A word that only held-out documents repeat does not become a token; elsewhere it does."""
-    from fathom.data.encode import choose_split
+    from fathom.data.shards import choose_split
 
     texts = [f"{i} " + "zyx" * 30 for i in range(400)]
     held_out = [text for text in texts if choose_split(text, 0.2) == "val"]

@@ -83,7 +83,7 @@ def test_a_tuned_model_goes_on_in_dpo(tmp_path: Path) -> None:
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from fathom.data.prepare import prepare
+    from fathom.corpus.prepare import prepare
     from fathom.training import train
     from tests.data.corpora import write_documents
     from tests.tiny import tiny_recipe

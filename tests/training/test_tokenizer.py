@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fathom.checkpoints.tokenizers import identity
-from fathom.data.prepare import prepare
+from fathom.corpus.prepare import prepare
 from fathom.errors import SettingsError
 from fathom.training import build_training, train
 from tests.tiny import tiny_recipe

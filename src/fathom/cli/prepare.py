@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 
 from fathom.cli.parser import Parser, add_parameters, call
-from fathom.data.prepare import Summary, prepare
+from fathom.corpus.prepare import Summary, prepare
 from fathom.report.results import to_json
 
 

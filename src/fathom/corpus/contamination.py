@@ -17,7 +17,7 @@ from fathom.corpus.benchmarks import Item, SelfCheck, plain, read_items, self_ch
 from fathom.corpus.documents import Document, read_lines, read_part, write_lines
 from fathom.corpus.kept import clean_parts, pieces_of
 from fathom.corpus.leaks import Hit, Matcher, build_index, passages
-from fathom.corpus.stage import REMEDY, Input, Stage, Task, Workspace
+from fathom.corpus.stage import REMEDY, Input, Stage, Task, Workspace, grouped
 from fathom.corpus.words import BLOCK
 from fathom.errors import DataError
 from fathom.report.files import digest, write_json
@@ -177,18 +177,8 @@ def _too_short(document: Document, spans: Sequence[Sequence[int]], least: int) -
 
 
 def _row_batches(path: Path, removed: set[int]) -> Iterator[list[tuple[int, Document]]]:
-    batch: list[tuple[int, Document]] = []
-    size = 0
-    for row, document in enumerate(read_part(path)):
-        if row in removed:
-            continue
-        if batch and size + len(document.text) > BLOCK // 4:
-            yield batch
-            batch, size = [], 0
-        batch.append((row, document))
-        size += len(document.text)
-    if batch:
-        yield batch
+    left = ((row, document) for row, document in enumerate(read_part(path)) if row not in removed)
+    return grouped(left, lambda one: len(one[1].text), BLOCK // 4)
 
 
 def _lines(

@@ -17,8 +17,7 @@ from fathom.corpus.recipe import CorpusRecipe
 from fathom.corpus.stage import Stage, Task
 from fathom.corpus.templates import ConversationEncoder
 from fathom.corpus.tokens import ENDLESS, SHARDS, groups_of
-from fathom.data.encode import choose_split
-from fathom.data.shards import ShardWriter, shard_files, token_dtype
+from fathom.data.shards import ShardWriter, choose_split, shard_files, token_dtype
 from fathom.data.targets import write_targets
 from fathom.data.tokenizer import load_tokenizer, plain_encoder
 from fathom.errors import DataError

@@ -14,10 +14,13 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 from fathom.checkpoints.layout import PLAN
+from fathom.corpus.recipe import Executor
 from fathom.corpus.remote import remote, require_scheduler
-from fathom.corpus.stage import Task, Workspace
+from fathom.corpus.stage import Task, WorkspaceOf
 from fathom.corpus.worker import carry_out
 from fathom.errors import DataError
 from fathom.report.files import write_json
@@ -36,7 +39,7 @@ POOL_BYTES = 1 << 23
 """Less input than this is processed faster than a pool or a scheduler's job can be started."""
 
 Tick = Callable[[], None]
-Executing = Callable[[Workspace, str, Sequence[Task], Tick], None]
+Executing = Callable[[WorkspaceOf[Any], str, Sequence[Task], Tick], None]
 
 
 def cores() -> int:
@@ -44,21 +47,21 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def write_plan(workspace: Workspace, stage: str, tasks: Sequence[Task]) -> None:
+def write_plan(workspace: WorkspaceOf[Any], stage: str, tasks: Sequence[Task]) -> None:
     """Write the tasks to the plan file, from which workers read them."""
     place = workspace.stage(stage)
     place.mkdir(parents=True, exist_ok=True)
-    write_json(place / PLAN, {"recipe": workspace.recipe.to_dict(), "tasks": tasks})
+    write_json(place / PLAN, {"recipe": workspace.recipe, "tasks": tasks})
 
 
 @contextmanager
-def executing(name: str) -> Iterator[Executing]:
-    """The executor that a recipe names; its processes end with the block."""
-    if name != "local":
-        require_scheduler(name)
-        yield _spread
+def executing(wanted: Executor) -> Iterator[Executing]:
+    """The executor that a recipe asks for; its processes end with the block."""
+    if wanted.name != "local":
+        require_scheduler(wanted.name)
+        yield partial(_spread, wanted)
         return
-    pool = Pool()
+    pool = Pool(wanted.workers or cores())
     try:
         yield pool
     finally:
@@ -69,25 +72,29 @@ def _is_small(tasks: Sequence[Task]) -> bool:
     return sum(one.bytes for task in tasks for one in task.inputs) < POOL_BYTES
 
 
-def _here(workspace: Workspace, stage: str, tasks: Sequence[Task], tick: Tick) -> None:
+def _here(workspace: WorkspaceOf[Any], stage: str, tasks: Sequence[Task], tick: Tick) -> None:
     """Run all tasks of a stage's plan in this process."""
     for number in range(len(tasks)):
         carry_out(str(workspace.directory), stage, [number])
         tick()
 
 
-def _spread(workspace: Workspace, stage: str, tasks: Sequence[Task], tick: Tick) -> None:
+def _spread(wanted: Executor, workspace: WorkspaceOf[Any], stage: str, tasks: Sequence[Task], tick: Tick) -> None:
     """Run small stages in this process and others on the scheduler, whose jobs take longer to start."""
-    (_here if _is_small(tasks) else remote)(workspace, stage, tasks, tick)
+    if _is_small(tasks):
+        _here(workspace, stage, tasks, tick)
+    else:
+        remote(wanted, workspace.directory.absolute(), stage, tasks, tick)
 
 
 class Pool:
-    """`executor.workers` processes of this machine. Small stages, or all stages with one worker, run in this process.
+    """Processes of this machine. Small stages, or all stages with one worker, run in this process.
 
     A thread passes tasks to each process; processes are kept for later stages.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, workers: int) -> None:
+        self._workers = workers
         self._directory, self._stage, self._tick = "", "", _nothing
         self._todo: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._failure: BaseException | None = None
@@ -95,9 +102,9 @@ class Pool:
         self._idle: list[subprocess.Popen[str]] = []
         self._lock = threading.Lock()
 
-    def __call__(self, workspace: Workspace, stage: str, tasks: Sequence[Task], tick: Tick) -> None:
+    def __call__(self, workspace: WorkspaceOf[Any], stage: str, tasks: Sequence[Task], tick: Tick) -> None:
         """Run all tasks of a stage's plan."""
-        workers = min(workspace.recipe.executor.workers or cores(), len(tasks))
+        workers = min(self._workers, len(tasks))
         if workers <= 1 or _is_small(tasks):
             _here(workspace, stage, tasks, tick)
             return

@@ -17,7 +17,7 @@ from fathom.corpus.documents import ConversationMessage, Document, PartWriter, w
 from fathom.corpus.extraction import FAILURES, Extracted, IngestValues, Status
 from fathom.corpus.recipe import Collection
 from fathom.corpus.sandbox import Sandbox
-from fathom.corpus.stage import Input, Stage, Task
+from fathom.corpus.stage import Input, Stage, Task, grouped
 from fathom.corpus.traces import is_trace, require_tools, trace_messages
 from fathom.corpus.verbalizer import TEMPLATES, pairs_of
 from fathom.data.sources import (
@@ -96,19 +96,8 @@ class Ingest(Stage):
         ]
         self._require({kind for *_, kind in files})
         identities = self._identities([path for _, _, path, _ in files])
-        found: list[Task] = []
-        group: list[tuple[str, str, Path, str]] = []
-        size = 0
-        for file in [*files, None]:
-            bytes_ = file[2].stat().st_size if file else 0
-            other = file is None or (group and group[0][0] != file[0])
-            if group and (other or size + bytes_ > TASK_BYTES or len(group) >= TASK_FILES):
-                found.append(self._task(group, identities))
-                group, size = [], 0
-            if file is not None:
-                group.append(file)
-                size += bytes_
-        return found
+        groups = grouped(files, lambda file: file[2].stat().st_size, TASK_BYTES, TASK_FILES, lambda file: file[0])
+        return [self._task(group, identities) for group in groups]
 
     def _task(self, group: list[tuple[str, str, Path, str]], identities: dict[Path, str]) -> Task:
         collection = asdict(self.recipe.collections[group[0][0]])
@@ -256,8 +245,7 @@ class _Reader:
             max_record_bytes=self._limit,
         )
         gives = READERS[kind].gives if kind in READERS else "text"
-        for record in Source(gives, str(path), "", (path,), reader=kind).records(reading):
-            yield record.payload
+        return Source(gives, str(path), "", (path,), reader=kind).records(reading)
 
     def _row(self, place: str, kind: str, payload: Payload) -> Document | Failed | None:
         """One record as a document; None for an empty line."""

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from fathom.checkpoints.layout import LOCK, PLAN, RECIPE
 from fathom.corpus.budget import Budget, plan_budget
@@ -22,6 +23,7 @@ from fathom.corpus.stage import (
     MANIFEST,
     STAGES,
     Stage,
+    StageOf,
     Task,
     Times,
     Workspace,
@@ -115,8 +117,8 @@ def build(recipe: CorpusRecipe, directory: Path) -> Report:
     with _locked(directory):
         sweep(directory)
         write_atomically(directory / RECIPE, recipe.to_yaml())
-        with executing(recipe.executor.name) as execute:
-            reports = {stage.name: _carry_out(stage(workspace), execute) for stage in ORDER}
+        with executing(recipe.executor) as execute:
+            reports = {stage.name: carry_out(stage(workspace), execute) for stage in ORDER}
         budget = publish(workspace)
         card = write_card(workspace)
         report = Report(directory, reports, budget, card)
@@ -124,7 +126,7 @@ def build(recipe: CorpusRecipe, directory: Path) -> Report:
     return report
 
 
-def _carry_out(stage: Stage, execute: Executing) -> StageReport:
+def carry_out(stage: StageOf[Any], execute: Executing) -> StageReport:
     """Run the tasks of a stage that are not finished yet."""
     started = time.perf_counter()
     tasks = stage.tasks()

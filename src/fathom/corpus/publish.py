@@ -92,7 +92,7 @@ def _publish_mixture(workspace: Workspace, budget: Budget) -> None:
 def _publish_shards(workspace: Workspace, stage: str, name: str) -> None:
     """The shards of all tasks of a stage as one corpus: hard links, or copies if the file system has no links."""
     (facts_file,) = workspace.outputs("tokenizer", FACTS)
-    facts, tokenizer = read_json(workspace.path(facts_file)), workspace.path(facts_file).parent
+    tokenizer = workspace.path(facts_file).parent
     splits: dict[str, Shards] = {}
     places: list[tuple[Path, tuple[str, str, int]]] = []
     targets: dict[str, int] = {}
@@ -109,16 +109,7 @@ def _publish_shards(workspace: Workspace, stage: str, name: str) -> None:
             entries.append(restored(Shard, entry))
     if not splits.get("train"):
         raise DataError(f"{name}: every document was held out or removed: nothing is left to train on", 1)
-    index = CorpusIndex(
-        settings={"corpus": workspace.recipe.to_dict() | {"executor": None}},
-        left_out=0,
-        **facts,
-        dtype=token_dtype(facts["vocab_size"]).name,
-        tokenizer_crc32=tokenizer_checksums(tokenizer),
-        tokenizer_sha256=identity((tokenizer / TOKENIZER / TOKENIZER_JSON).read_text(encoding="utf-8")),
-        splits={split: dict(sorted(splits[split].items())) for split in sorted(splits)},
-        targets_crc32=targets or None,
-    )
+    index = index_of(tokenizer, splits, {"corpus": workspace.recipe.to_dict() | {"executor": None}}, targets or None)
     draft, final = workspace.directory / f".{name}.new", workspace.directory / name
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir()
@@ -133,6 +124,27 @@ def _publish_shards(workspace: Workspace, stage: str, name: str) -> None:
         _link(file, target)
     shutil.rmtree(final, ignore_errors=True)
     draft.rename(final)
+
+
+def index_of(
+    tokenizer: Path,
+    splits: dict[str, Shards],
+    settings: dict[str, object],
+    targets: dict[str, int] | None = None,
+    left_out: int = 0,
+) -> CorpusIndex:
+    """The index of published shards; `tokenizer` is a folder with the tokenizer and its facts."""
+    facts = read_json(tokenizer / FACTS)
+    return CorpusIndex(
+        settings=settings,
+        left_out=left_out,
+        **facts,
+        dtype=token_dtype(facts["vocab_size"]).name,
+        tokenizer_crc32=tokenizer_checksums(tokenizer),
+        tokenizer_sha256=identity((tokenizer / TOKENIZER / TOKENIZER_JSON).read_text(encoding="utf-8")),
+        splits={split: dict(sorted(splits[split].items())) for split in sorted(splits)},
+        targets_crc32=targets,
+    )
 
 
 def _link(file: Path, target: Path) -> None:

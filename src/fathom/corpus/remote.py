@@ -13,7 +13,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from fathom.corpus.stage import Task, Workspace
+from fathom.corpus.recipe import Executor
+from fathom.corpus.stage import Task
 from fathom.corpus.worker import carry_out
 from fathom.errors import DataError, to_install
 
@@ -45,13 +46,12 @@ def _same_programs() -> str:
     return f'export PATH={shlex.quote(str(place))}:"$PATH"'
 
 
-def remote(workspace: Workspace, stage: str, tasks: Sequence[Task], tick: Callable[[], None]) -> None:
-    """Run tasks on `executor.workers` processes of datatrove; failures are in its logs, next to the stages' folders."""
+def remote(wanted: Executor, place: Path, stage: str, tasks: Sequence[Task], tick: Callable[[], None]) -> None:
+    """Run the tasks of a corpus' directory on processes of datatrove; failures are in its logs, next to the stages."""
     try:
         from datatrove.executor import LocalPipelineExecutor, RayPipelineExecutor, SlurmPipelineExecutor
     except ImportError as error:
         raise DataError(f"executor.name: {error}: {to_install('corpus')}") from None
-    wanted, place = workspace.recipe.executor, workspace.directory.absolute()
     logs = place / "logs" / stage
     shared: dict[str, object] = {
         "pipeline": [partial(rank, str(place), stage)],

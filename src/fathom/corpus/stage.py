@@ -15,17 +15,21 @@ import shutil
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
+from itertools import groupby
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from fathom.checkpoints.layout import MANIFEST
 from fathom.corpus.recipe import CorpusRecipe
 from fathom.report.files import Digest, digest, sync_directory, write_json
 from fathom.report.results import read_result
+
+R = TypeVar("R")
+T = TypeVar("T")
 
 STAGES = "stages"
 TASK, TIMES = "task.json", "times.json"
@@ -102,11 +106,11 @@ def stage_folder(directory: Path, name: str) -> Path:
 
 
 @dataclass(frozen=True)
-class Workspace:
-    """A corpus' directory and the recipe that makes it."""
+class WorkspaceOf(Generic[R]):
+    """The directory of a corpus and the recipe that makes it."""
 
     directory: Path
-    recipe: CorpusRecipe
+    recipe: R
 
     def stage(self, name: str) -> Path:
         """The folder of a stage."""
@@ -135,18 +139,23 @@ class Workspace:
         return self.directory / one.path
 
 
-class Stage(ABC):
+Workspace = WorkspaceOf[CorpusRecipe]
+
+
+class StageOf(ABC, Generic[R]):
     """One step from documents to tokens."""
 
     name: ClassVar[str]
     version: ClassVar[int] = 1
     """Version of the computation; a change invalidates all tasks of the stage."""
+    recipe_class: ClassVar[type[Any]]
+    """The class of the recipe, as which a worker reads the plan."""
 
-    def __init__(self, workspace: Workspace) -> None:
+    def __init__(self, workspace: WorkspaceOf[R]) -> None:
         self.workspace = workspace
 
     @property
-    def recipe(self) -> CorpusRecipe:
+    def recipe(self) -> R:
         """The recipe of the corpus."""
         return self.workspace.recipe
 
@@ -162,7 +171,7 @@ class Stage(ABC):
     def run(self, task: Task, folder: Path) -> dict[str, int]:
         """Run one task: write files into an empty folder and return counts, which are summed over tasks."""
 
-    def finish(self, counts: dict[str, int]) -> None:  # noqa: B027 most stages have nothing to refuse
+    def finish(self, counts: dict[str, int]) -> None:
         """Raise an error if the result of the whole stage cannot be used."""
 
     def key(self, task: Task) -> str:
@@ -183,6 +192,40 @@ class Stage(ABC):
         return all(_size(folder / name) == facts.bytes for name, facts in outputs.items())
 
 
+class Stage(StageOf[CorpusRecipe]):
+    """A stage of `fathom corpus`."""
+
+    recipe_class = CorpusRecipe
+
+
+def grouped(
+    items: Iterable[T],
+    size: Callable[[T], int],
+    limit: int,
+    most: int = sys.maxsize,
+    key: Callable[[T], object] = lambda _: None,
+) -> Iterator[list[T]]:
+    """Consecutive items in groups; an item over the limit is a group of its own.
+
+    Args:
+        items: The items, in order.
+        size: The size of one.
+        limit: The largest sum of sizes in a group.
+        most: The largest number of items in a group.
+        key: What the items of a group have in common.
+    """
+    for _, run in groupby(items, key):
+        group: list[T] = []
+        total = 0
+        for item in run:
+            if group and (total + size(item) > limit or len(group) >= most):
+                yield group
+                group, total = [], 0
+            group.append(item)
+            total += size(item)
+        yield group
+
+
 def sweep(place: Path) -> None:
     """Remove unfinished folders of killed processes."""
     for draft in place.glob(f".*{DRAFT}"):
@@ -193,7 +236,7 @@ def _size(path: Path) -> int:
     return path.stat().st_size if path.is_file() else -1
 
 
-def perform(stage: Stage, task: Task) -> None:
+def perform(stage: StageOf[Any], task: Task) -> None:
     """Run one task unless it is finished; its folder appears whole or not at all."""
     if stage.done(task):
         return
@@ -251,7 +294,7 @@ def peak_memory() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def conclude(stage: Stage, tasks: Sequence[Task]) -> StageManifest:
+def conclude(stage: StageOf[Any], tasks: Sequence[Task]) -> StageManifest:
     """Write the manifest of a finished stage, and remove results of earlier recipes."""
     place = stage.workspace.stage(stage.name)
     place.mkdir(parents=True, exist_ok=True)
@@ -279,7 +322,7 @@ def _named(one: Input) -> Input:
     return replace(one, path=Path(one.path).name) if Path(one.path).is_absolute() else one
 
 
-def times_of(stage: Stage, tasks: Sequence[Task]) -> Times:
+def times_of(stage: StageOf[Any], tasks: Sequence[Task]) -> Times:
     """Time and memory of all tasks of a stage, including earlier runs."""
     found = [read_result(Times, stage.folder(task) / TIMES, REMEDY) for task in tasks]
     return Times(

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from fathom.corpus.clean import Clean
 from fathom.corpus.contamination import Benchmarks, Contamination, Flags
 from fathom.corpus.converse import Converse
 from fathom.corpus.duplicates import Candidates, Duplicates, Exact, Signatures, Verify
 from fathom.corpus.exports import Export
 from fathom.corpus.ingest import Ingest
-from fathom.corpus.stage import Stage
+from fathom.corpus.plain import Encode, Read
+from fathom.corpus.stage import Stage, StageOf
 from fathom.corpus.tokens import Tokenize, Tokenizer
 
 ORDER: tuple[type[Stage], ...] = (
     *(Ingest, Clean, Signatures, Exact, Candidates, Verify, Duplicates),
     *(Benchmarks, Contamination, Flags, Tokenizer, Tokenize, Converse, Export),
 )
-STAGES = {stage.name: stage for stage in ORDER}
+PREPARE: tuple[type[StageOf[Any]], ...] = (Read, Encode)
+"""The stages of `fathom prepare`."""
+STAGES: dict[str, type[StageOf[Any]]] = {stage.name: stage for stage in (*ORDER, *PREPARE)}

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from itertools import islice
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import chain, islice
 from pathlib import Path
 
 import numpy as np
@@ -12,11 +14,18 @@ import numpy as np
 from fathom.checkpoints.layout import TOKENIZER_JSON
 from fathom.corpus.documents import Document
 from fathom.corpus.kept import KeptPart, kept_documents, kept_parts
-from fathom.corpus.stage import Input, Stage, Task, Workspace
+from fathom.corpus.stage import Input, Stage, Task, Workspace, grouped
 from fathom.corpus.templates import CHATS, TEMPLATES, tokens_of
-from fathom.data.encode import choose_split
-from fathom.data.shards import ShardWriter, token_dtype
-from fathom.data.tokenizer import load_tokenizer, plain_encoder, save_tokenizer, train_bpe, vocabulary_size
+from fathom.data.shards import Shard, ShardWriter, choose_split, token_dtype
+from fathom.data.tokenizer import (
+    WORDS_AT_MOST,
+    TrainingWords,
+    load_tokenizer,
+    plain_encoder,
+    save_tokenizer,
+    train_bpe,
+    vocabulary_size,
+)
 from fathom.errors import DataError
 from fathom.report.files import digest, read_json, write_json
 
@@ -25,6 +34,7 @@ BATCH_CHARACTERS = 1 << 18
 PIECE_CHARACTERS = 1 << 20
 """Longer texts are tokenised in pieces, since tokenising takes up to 300 bytes of memory for each byte of text."""
 ENDLESS = 1 << 62
+MOST_COLLECTIONS = 1000
 
 
 class Tokenizer(Stage):
@@ -80,20 +90,50 @@ class Tokenizer(Stage):
         return facts
 
     def _texts(self, task: Task) -> Iterator[str]:
-        """Training documents from the start of every collection, an equal share of each."""
-        names = [name for name, *_ in task.arguments["parts"]]
-        room = dict.fromkeys(names, self.recipe.tokenize.train_bytes // len(set(names)))
         inputs = iter(task.inputs)
+        parts = []
         for name, count, min_words in task.arguments["parts"]:
-            mine = tuple(islice(inputs, count))
-            if room[name] <= 0:
-                continue
-            for document in kept_documents(self.workspace, mine, min_words):
-                if choose_split(document.text, self.recipe.tokenize.held_out) == "train":
-                    yield document.text
-                    room[name] -= len(document.text.encode("utf-8"))
-                    if room[name] <= 0:
-                        break
+            files = tuple(islice(inputs, count))
+            parts.append((name, partial(kept_documents, self.workspace, files, min_words)))
+        return training_texts(parts, self.recipe.tokenize.train_bytes, self.recipe.tokenize.held_out)
+
+
+def training_texts(
+    parts: Sequence[tuple[object, Callable[[], Iterator[Document]]]], limit: int, held_out: float
+) -> Iterator[str]:
+    """Training documents from the start of every source, without the held-out ones.
+
+    Each source has an equal share of the text and of the distinct words, which training keeps in memory. Later sources
+    get the share of words that one source leaves unused.
+
+    Args:
+        parts: For every file of documents: the source that it belongs to, and a function that opens it.
+        limit: Bytes of all texts.
+        held_out: The share of documents that are held out.
+    """
+    words, cut, taken = TrainingWords(), 0, 0
+    sources: dict[object, list[Callable[[], Iterator[Document]]]] = {}
+    for source, read in parts:
+        sources.setdefault(source, []).append(read)
+    for place, files in enumerate(sources.values(), 1):
+        room, most = limit // len(sources), WORDS_AT_MOST * place // len(sources)
+        for document in chain.from_iterable(read() for read in files):
+            if choose_split(document.text, held_out) == "train":
+                yield document.text
+                size = len(document.text.encode("utf-8"))
+                room, taken = room - size, taken + size
+                words.add(document.text)
+            if room <= 0:
+                break
+            if words.bytes >= most:
+                cut += 1
+                break
+    if cut:
+        warnings.warn(
+            f"the tokenizer was trained on {taken / 1e6:,.1f} MB of text: the different words in it fill "
+            f"the {WORDS_AT_MOST / 1e6:,.1f} MB that training takes in; {cut} of {len(sources)} inputs were truncated",
+            stacklevel=2,
+        )
 
 
 class Tokenize(Stage):
@@ -113,25 +153,18 @@ class Tokenize(Stage):
     def run(self, task: Task, folder: Path) -> dict[str, int]:
         """Run one task and return its counts."""
         facts = read_json(self.workspace.path(task.inputs[1]))
-        encoder = _Encoder(self.workspace.path(task.inputs[0]), facts["vocab_size"], facts["eos_token_id"])
-        collection, dtype = task.arguments["collection"], token_dtype(facts["vocab_size"])
-        writers = {split: ShardWriter(folder, split, collection, dtype, ENDLESS) for split in ("train", "val")}
+        encoder = TextEncoder(self.workspace.path(task.inputs[0]), facts["vocab_size"], facts["eos_token_id"])
+        collection = task.arguments["collection"]
         licenses: dict[str, int] = {}
-        for batch in _batches(self._documents(task, licenses)):
-            for split, writer in writers.items():
-                mine = [text for text in batch if choose_split(text, self.recipe.tokenize.held_out) == split]
-                if mine:
-                    writer.append(*encoder(mine))
+        documents = self._documents(task, licenses)
         keys = ("documents", "tokens", "bytes")
         counts = dict.fromkeys(keys, 0)
         shards = {}
-        for split, writer in writers.items():
-            if writer.shards:
-                (entry,) = writer.shards
-                shards[split] = entry
-                for key in keys:
-                    counts[key] += getattr(entry, key)
-                    counts[f"{collection} {split} {key}"] = getattr(entry, key)
+        for (split, _), entry in write_shards(folder, documents, encoder, self.recipe.tokenize.held_out).items():
+            shards[split] = entry
+            for key in keys:
+                counts[key] += getattr(entry, key)
+                counts[f"{collection} {split} {key}"] = getattr(entry, key)
         write_json(folder / SHARDS, {"collection": collection, "shards": shards, "licenses": licenses})
         return counts
 
@@ -147,49 +180,47 @@ def groups_of(workspace: Workspace, parts: list[KeptPart], shard_bytes: int) -> 
     """Tasks of consecutive files of one collection, about `shard_bytes` each, with the tokenizer as an input."""
     tokenizer = tuple(one for name in (TOKENIZER_JSON, FACTS) for one in workspace.outputs("tokenizer", name))
     found: list[Task] = []
-    group: list[KeptPart] = []
-    for part in [*parts, None]:
-        size = sum(one.documents.bytes for one in group)
-        ends = part is None or (group and part.collection != group[0].collection)
-        if group and (ends or size >= shard_bytes):
-            inputs = tuple(one for member in group for one in member.inputs())
-            arguments = {
-                "collection": group[0].collection,
-                "parts": [len(member.inputs()) for member in group],
-                "min_words": group[0].min_words,
-            }
-            found.append(Task((*tokenizer, *inputs), arguments))
-            group = []
-        if part is not None:
-            group.append(part)
+    for group in grouped(parts, lambda part: part.documents.bytes, shard_bytes, key=lambda part: part.collection):
+        inputs = tuple(one for member in group for one in member.inputs())
+        arguments = {
+            "collection": group[0].collection,
+            "parts": [len(member.inputs()) for member in group],
+            "min_words": group[0].min_words,
+        }
+        found.append(Task((*tokenizer, *inputs), arguments))
     return found
 
 
-def _batches(documents: Iterator[Document]) -> Iterator[list[str]]:
-    batch: list[str] = []
-    size = 0
-    for document in documents:
-        if batch and size + len(document.text) > BATCH_CHARACTERS:
-            yield batch
-            batch, size = [], 0
-        batch.append(document.text)
-        size += len(document.text)
-    if batch:
-        yield batch
+def write_shards(
+    folder: Path, documents: Iterator[Document], encoder: TextEncoder, held_out: float
+) -> dict[tuple[str, str], Shard]:
+    """Write documents as one shard for each split and collection."""
+    writers: dict[tuple[str, str], ShardWriter] = {}
+    for batch in grouped(documents, lambda document: len(document.text), BATCH_CHARACTERS):
+        texts: dict[tuple[str, str], list[str]] = {}
+        for document in batch:
+            texts.setdefault((choose_split(document.text, held_out), document.collection), []).append(document.text)
+        for key, mine in texts.items():
+            if key not in writers:
+                writers[key] = ShardWriter(folder, *key, encoder.dtype, ENDLESS)
+            writers[key].append(*encoder(mine))
+        if len(writers) > 2 * MOST_COLLECTIONS:
+            raise DataError(f"more than {MOST_COLLECTIONS} domains: the field that names them has too many values", 1)
+    return {key: writer.shards[0] for key, writer in sorted(writers.items())}
 
 
-class _Encoder:
+class TextEncoder:
     """Encodes texts for a shard writer."""
 
     def __init__(self, file: Path, vocab_size: int, eos_token_id: int) -> None:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         self._tokenizer, self._file, self._eos = plain_encoder(file), file, eos_token_id
-        self._dtype = token_dtype(vocab_size)
+        self.dtype = token_dtype(vocab_size)
 
     def __call__(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Tokens with EOS after each document, and document lengths in tokens and in bytes."""
         ids = [self._encode(text) for text in texts]
-        tokens = np.fromiter((token for one in ids for token in one), self._dtype, sum(map(len, ids)))
+        tokens = np.fromiter((token for one in ids for token in one), self.dtype, sum(map(len, ids)))
         lengths = np.array([len(one) for one in ids], np.int64)
         return tokens, lengths, np.array([len(text.encode("utf-8")) for text in texts], np.int64)
 

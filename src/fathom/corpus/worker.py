@@ -9,29 +9,31 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterable
+from functools import lru_cache
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from fathom.checkpoints.layout import PLAN
-from fathom.corpus.recipe import parse_corpus_recipe
-from fathom.corpus.stage import Stage, Task, Workspace, perform, stage_folder
+from fathom.corpus.stage import StageOf, Task, WorkspaceOf, perform, stage_folder
 from fathom.corpus.stages import STAGES
 from fathom.errors import FathomError
 from fathom.report.files import read_json
 from fathom.report.results import restored
 
 
-def open_plan(directory: Path, plan: Path) -> tuple[Stage, list[Task]]:
-    """A stage and its tasks, from the plan file of the process that planned them."""
-    content = read_json(plan)
-    stage = STAGES[plan.parent.name](Workspace(directory, parse_corpus_recipe(content["recipe"])))
-    return stage, restored(list[Task], content["tasks"])
+@lru_cache(maxsize=1)
+def open_plan(directory: Path, stage: str, written: int) -> tuple[StageOf[Any], list[Task]]:
+    """A stage and its tasks, from the plan file that another process wrote at that time."""
+    content = read_json(stage_folder(directory, stage) / PLAN)
+    kind = STAGES[stage]
+    recipe = restored(kind.recipe_class, content["recipe"])
+    return kind(WorkspaceOf(directory, recipe)), restored(list[Task], content["tasks"])
 
 
 def carry_out(directory: str, stage: str, numbers: Iterable[int]) -> None:
     """Run tasks of a stage's plan in this process."""
     place = Path(directory)
-    performer, tasks = open_plan(place, stage_folder(place, stage) / PLAN)
+    performer, tasks = open_plan(place, stage, (stage_folder(place, stage) / PLAN).stat().st_mtime_ns)
     for number in numbers:
         perform(performer, tasks[number])
 

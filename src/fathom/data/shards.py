@@ -8,16 +8,16 @@ A corpus is a directory::
     SPLIT/DOMAIN/00000.idx          int64 [documents, 2]: where each document ends, in tokens and in UTF-8 bytes
 
 The checksum is CRC-32: it finds every error burst of up to 32 bits and all but one in four billion of the others,
-`zlib` computes it several times faster than any hash in the standard library, and its running value is one integer, so
-an interrupted writer can continue without reading a shard again. It guards against accidents, not against adversaries.
+and `zlib` computes it several times faster than any hash in the standard library. It guards against accidents, not
+against adversaries.
 """
 
 from __future__ import annotations
 
 import bisect
 import contextlib
+import hashlib
 import json
-import os
 import zlib
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -38,7 +38,8 @@ from fathom.report.results import restored
 FORMAT = "fathom-tokens"
 VERSION = 1
 INDEX = "index.json"
-JOURNAL = ".prepare.json"
+UNFINISHED = ".prepare"
+"""The folder of an unfinished `fathom prepare`."""
 VERIFIED = ".verified.json"
 READ_BYTES = 1 << 23
 # The keys of the index that identify the tokens, not how they were made.
@@ -113,7 +114,7 @@ def read_index(directory: Path) -> CorpusIndex:
     if not path.is_file():
         if not directory.is_dir():
             raise DataError(f"{directory}: no such directory")
-        if (directory / JOURNAL).is_file():
+        if (directory / UNFINISHED).is_dir():
             raise DataError(f"{directory} is an unfinished corpus: run the same `fathom prepare` again to complete it")
         raise DataError(f"{directory} is not a prepared corpus: it has no {INDEX}")
     try:
@@ -132,14 +133,19 @@ def read_index(directory: Path) -> CorpusIndex:
         raise DataError(f"{path} is corrupt: {error}") from None
 
 
-def file_crc32(path: Path, size: int | None = None) -> int:
-    """The CRC-32 of a file, or of its first `size` bytes, read in pieces."""
-    value, left = 0, path.stat().st_size if size is None else size
+def file_crc32(path: Path) -> int:
+    """The CRC-32 of a file, read in pieces."""
+    value = 0
     with path.open("rb") as file:
-        while piece := file.read(min(READ_BYTES, left)):
+        while piece := file.read(READ_BYTES):
             value = zlib.crc32(piece, value)
-            left -= len(piece)
     return value
+
+
+def choose_split(text: str, held_out: float) -> str:
+    """`val` for the given share of all texts, decided by their content; runs of white space count as one."""
+    digest = hashlib.blake2b(" ".join(text.split()).encode("utf-8"), digest_size=8).digest()
+    return "val" if int.from_bytes(digest, "big") < held_out * 2.0**64 else "train"
 
 
 def extents(
@@ -155,7 +161,7 @@ def extents(
 
 
 class ShardWriter:
-    """Appends documents to the shards of one (split, domain). Its whole state is a list of `Shard`s.
+    """Appends documents to the shards of one (split, domain).
 
     A shard is closed after the document that brings it to `shard_tokens`. Documents are never split, and shard
     boundaries depend only on the documents, not on how calls of `append` group them.
@@ -168,12 +174,10 @@ class ShardWriter:
         domain: str,
         dtype: np.dtype[np.unsignedinteger],
         shard_tokens: int,
-        shards: list[Shard] | None = None,
     ) -> None:
         self.directory, self.split, self.domain = directory, split, domain
         self.dtype, self.shard_tokens = dtype, shard_tokens
-        self.shards = shards or []
-        self._dirty: set[Path] = set()
+        self.shards: list[Shard] = []
 
     def append(self, tokens: NDArray[np.integer], lengths: NDArray[np.int64], byte_lengths: NDArray[np.int64]) -> None:
         """Append documents: their concatenated tokens, and the length of each in tokens and in bytes."""
@@ -198,25 +202,10 @@ class ShardWriter:
         for path, data in ((token_file, token_bytes), (index_file, index_bytes)):
             with path.open("ab") as file:
                 file.write(data)
-            self._dirty.add(path)
         shard.tokens, shard.bytes = int(ends[-1, 0]), int(ends[-1, 1])
         shard.documents += len(ends)
         shard.tokens_crc32 = zlib.crc32(token_bytes, shard.tokens_crc32)
         shard.index_crc32 = zlib.crc32(index_bytes, shard.index_crc32)
-
-    def files(self) -> dict[Path, tuple[int, int]]:
-        """Length and checksum of each of the shards' files."""
-        return extents(self.directory, self.split, self.domain, self.dtype, self.shards)
-
-    def sync(self) -> None:
-        """Sync appended data to disk, before the journal records it."""
-        for path in self._dirty:
-            descriptor = os.open(path, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
-        self._dirty.clear()
 
 
 Opened = TypeVar("Opened", bound="TokenDataset")

@@ -1,7 +1,6 @@
 """Where documents come from: text, JSONL, Parquet and Hub datasets, read as streams of raw records.
 
-Reading is split in two. `Source.records` runs in the main process and only finds where records begin; `parse` runs in
-the workers and does what costs time: JSON, UTF-8, checks.
+Reading is split in two. `Source.records` only finds where records begin; `parse` checks one and makes it a document.
 """
 
 from __future__ import annotations
@@ -81,16 +80,10 @@ class SourceText(NamedTuple):
     """Its length in UTF-8."""
 
 
+Row: TypeAlias = tuple[object, ...]
 Payload: TypeAlias = Any
 """A record before it is decoded: a file's path, a line or text as bytes, or a row's fields as a tuple; None
 if it is left out."""
-
-
-class Record(NamedTuple):
-    """One undecoded document, None if it is skipped, and the bytes of its source read so far."""
-
-    payload: Payload
-    position: int
 
 
 @dataclass(frozen=True)
@@ -106,21 +99,21 @@ class Source:
     reader: str = ""
     """The key of its reader in `READERS`."""
 
-    def records(self, reading: Reading, start: int = 0) -> Iterator[Record]:
-        """Read the records from number `start` on."""
+    def records(self, reading: Reading) -> Iterator[Payload]:
+        """Read the records; None marks one over the size limit."""
         if self.kind == "files":
-            return self._files(start)
+            return iter(self.paths)
         if self.kind == "hub":
-            return _hub(self.name, reading, start)
+            return _hub(self.name, reading)
         if self.kind == "text":
-            return _skip(_separated(self.paths[0], reading), start)
-        return READERS[self.reader].records(self.paths[0], reading, start)
+            return _separated(self.paths[0], reading)
+        return READERS[self.reader].records(self.paths[0], reading)
 
-    def _files(self, start: int) -> Iterator[Record]:
-        position = sum(path.stat().st_size for path in self.paths[:start])
-        for path in self.paths[start:]:
-            position += path.stat().st_size
-            yield Record(path, position)
+    def documents(self, reading: Reading) -> Iterator[SourceText | None]:
+        """Read the documents; None marks a record over the size limit."""
+        for number, payload in enumerate(self.records(reading)):
+            found = parse(self.kind, self.name, self.domain, number, payload, reading)
+            yield from [None] if found is None else found
 
 
 def find_sources(
@@ -385,8 +378,7 @@ def lines_of(path: Path) -> Iterator[bytes | None]:
     reader = reader_of(path) or READERS["jsonl"]
     if reader.gives != "lines":
         raise DataError(f"{path}: expected lines of JSON or of a table, not {reader.name}")
-    for record in reader.records(path, Reading(), 0):
-        yield record.payload
+    yield from reader.records(path, Reading())
 
 
 def _kind(path: Path, reading: Reading, file_format: FileFormat) -> tuple[Kind, str]:
@@ -417,16 +409,16 @@ def _require(module: str, name: str) -> Any:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
-    """A file as bytes, decompressed by its extension, and the file on disk below it; damage becomes a `DataError`."""
+def _opened(path: Path) -> Iterator[IO[bytes]]:
+    """A file as bytes, decompressed by its extension; damage becomes a `DataError`."""
     compression = COMPRESSIONS.get(path.suffix.lower())
     try:
         with path.open("rb") as raw:
             if compression is None:
-                yield raw, raw
+                yield raw
             else:
                 with _decompressed(raw, compression, path) as file:
-                    yield file, raw
+                    yield file
     except (EOFError, OSError) as error:
         raise DataError(f"{path}: cannot read it: {error}") from None
     except Exception as error:
@@ -477,29 +469,19 @@ class _Frames(io.RawIOBase):
         return count
 
 
-def _lines(path: Path, reading: Reading, start: int) -> Iterator[Record]:
-    return _skip(_each_line(path, reading), start)
-
-
-def _each_line(path: Path, reading: Reading) -> Iterator[Record]:
-    position, limit = 0, reading.max_record_bytes
-    with _opened(path) as (file, raw):
+def _lines(path: Path, reading: Reading) -> Iterator[bytes | None]:
+    limit = reading.max_record_bytes
+    with _opened(path) as file:
         number = 0
         while line := file.readline(limit + 1):
-            size = len(line)
-            payload: bytes | None = line
-            if size > limit and not line.endswith(b"\n"):
-                _oversize(f"{path}:{number + 1}", reading)
-                payload = None
-                while line and not line.endswith(b"\n"):
-                    line = file.readline(1 << 20)
-                    size += len(line)
-            if file is raw:
-                position += size
-            elif number % 256 == 0:
-                position = raw.tell()
-            yield Record(payload, position)
             number += 1
+            if len(line) <= limit or line.endswith(b"\n"):
+                yield line
+                continue
+            _oversize(f"{path}:{number}", reading)
+            while line and not line.endswith(b"\n"):
+                line = file.readline(1 << 20)
+            yield None
 
 
 def _as_lines(rows: Callable[[TextIO, str], Iterator[Mapping[str, object]]]) -> Records:
@@ -509,15 +491,13 @@ def _as_lines(rows: Callable[[TextIO, str], Iterator[Mapping[str, object]]]) -> 
     treated as in any other line; a byte-order mark does not reach it.
     """
 
-    def records(path: Path, reading: Reading, start: int) -> Iterator[Record]:
-        with _foreign(str(path)), _opened(path) as (file, raw), _text_of(file) as text:
+    def records(path: Path, reading: Reading) -> Iterator[bytes | None]:
+        with _foreign(str(path)), _opened(path) as file, _text_of(file) as text:
             for number, row in enumerate(rows(text, str(path))):
-                if number >= start:
-                    line = json.dumps(row, ensure_ascii=False).encode("utf-8", "surrogateescape")
-                    if len(line) > reading.max_record_bytes:
-                        _oversize(f"{path}:{number + 1}", reading)
-                    read = path.stat().st_size if raw.closed else raw.tell()  # some parsers close what they read
-                    yield Record(line if len(line) <= reading.max_record_bytes else None, read)
+                line = json.dumps(row, ensure_ascii=False).encode("utf-8", "surrogateescape")
+                if len(line) > reading.max_record_bytes:
+                    _oversize(f"{path}:{number + 1}", reading)
+                yield line if len(line) <= reading.max_record_bytes else None
 
     return records
 
@@ -533,25 +513,23 @@ def _text_of(file: IO[bytes]) -> Iterator[TextIO]:
             text.detach()
 
 
-def _separated(path: Path, reading: Reading) -> Iterator[Record]:
+def _separated(path: Path, reading: Reading) -> Iterator[bytes | None]:
     """Documents between lines that equal the separator; blank lines at the ends of a document are kept."""
     separator = None if reading.separator is None else reading.separator.encode()
     document, number = _Growing(str(path), reading), 0
-    position, begins = 0, True
-    with _opened(path) as (file, raw):
+    first = begins = True
+    with _opened(path) as file:
         while line := file.readline(reading.max_record_bytes):
-            first = not position
-            position = position + len(line) if file is raw else raw.tell()
-            line = line.removeprefix(codecs.BOM_UTF8) if first else line
+            line, first = line.removeprefix(codecs.BOM_UTF8) if first else line, False
             if begins and line.rstrip(b"\r\n") == separator:
-                yield Record(document.whole(), position)
+                yield document.whole()
                 number += 1
                 document = _Growing(f"{path} (document {number + 1})", reading)
             else:
                 document.add(line)
             begins = line.endswith(b"\n")
     if document:
-        yield Record(document.whole(), position)
+        yield document.whole()
 
 
 class _Growing:
@@ -579,14 +557,8 @@ class _Growing:
         return None if self._left_out else bytes(self._data)
 
 
-def _skip(records: Iterator[Record], count: int) -> Iterator[Record]:
-    for number, record in enumerate(records):
-        if number >= count:
-            yield record
-
-
 def _read_file(path: Path, reading: Reading) -> bytes | None:
-    with _opened(path) as (file, _):
+    with _opened(path) as file:
         data = file.read(reading.max_record_bytes + 1)
     if len(data) <= reading.max_record_bytes:
         return data.removeprefix(codecs.BOM_UTF8)
@@ -594,7 +566,7 @@ def _read_file(path: Path, reading: Reading) -> bytes | None:
     return None
 
 
-def _parquet(path: Path, reading: Reading, start: int) -> Iterator[Record]:
+def _parquet(path: Path, reading: Reading) -> Iterator[Row | None]:
     parquet = _require("pyarrow.parquet", str(path))
     columns = [reading.text_field] + ([reading.domain_field] if reading.domain_field else [])
     with _foreign(str(path)):
@@ -605,22 +577,13 @@ def _parquet(path: Path, reading: Reading, start: int) -> Iterator[Record]:
         # Dictionary-encoded columns hold one copy of a value that many rows share; a list cannot be encoded so.
         flat = [column for column in columns if not schema.field(column).type.num_fields]
         file = parquet.ParquetFile(path, read_dictionary=flat, pre_buffer=False)
-    size, total = path.stat().st_size, max(file.metadata.num_rows, 1)
-    row = 0
+    number = 0
     for group in range(file.num_row_groups):
-        rows = file.metadata.row_group(group).num_rows
-        if row + rows > start:
-            number = row
-            with _foreign(str(path)):
-                for batch in file.iter_batches(_batch_rows(file.metadata.row_group(group)), [group], columns):
-                    for values in zip(*(batch.column(column) for column in columns), strict=True):
-                        if number >= start:
-                            payload = tuple(value.as_py() for value in values)
-                            yield Record(
-                                _bounded(payload, f"{path} (document {number + 1})", reading), size * number // total
-                            )
-                        number += 1
-        row += rows
+        with _foreign(str(path)):
+            for batch in file.iter_batches(_batch_rows(file.metadata.row_group(group)), [group], columns):
+                for values in zip(*(batch.column(column) for column in columns), strict=True):
+                    number += 1
+                    yield _bounded(tuple(value.as_py() for value in values), f"{path} (document {number})", reading)
 
 
 def _batch_rows(group: RowGroupMetaData) -> int:
@@ -628,7 +591,7 @@ def _batch_rows(group: RowGroupMetaData) -> int:
     return max(1, min(1024, PARQUET_BYTES * group.num_rows // max(group.total_byte_size, 1)))
 
 
-def _bounded(payload: tuple[object, ...], where: str, reading: Reading) -> tuple[object, ...] | None:
+def _bounded(payload: Row, where: str, reading: Reading) -> Row | None:
     """A row; None if its text is over the limit."""
     text = payload[0]
     if not isinstance(text, str) or len(text) <= reading.max_record_bytes:
@@ -637,19 +600,19 @@ def _bounded(payload: tuple[object, ...], where: str, reading: Reading) -> tuple
     return None
 
 
-def _hub(name: str, reading: Reading, start: int) -> Iterator[Record]:
+def _hub(name: str, reading: Reading) -> Iterator[Row | None]:
     """`hf:ORG/NAME?name=CONFIG&split=SPLIT&revision=REVISION`, streamed."""
     datasets = _require("datasets", name)
     path, _, query = name.removeprefix(HUB).partition("?")
     options = {"split": "train", **dict(parse_qsl(query))}
     with _foreign(name):
         stream = datasets.load_dataset(path, streaming=True, **options)
-        for number, row in enumerate(stream.skip(start) if start else stream, start):
+        for number, row in enumerate(stream):
             for field in (reading.text_field, reading.domain_field):
                 if field is not None and field not in row:
                     raise DataError(f"{name}: no field {field!r}: it has {', '.join(row)}")
             payload = (row[reading.text_field], row.get(reading.domain_field))
-            yield Record(_bounded(payload, f"{name} (document {number + 1})", reading), 0)
+            yield _bounded(payload, f"{name} (document {number + 1})", reading)
 
 
 @contextmanager
@@ -663,7 +626,7 @@ def _foreign(name: str) -> Iterator[None]:
         raise DataError(f"{name}: cannot read it: {first_line(error)}") from None
 
 
-Records: TypeAlias = Callable[[Path, Reading, int], Iterator[Record]]
+Records: TypeAlias = Callable[[Path, Reading], Iterator[Payload]]
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from fathom.checkpoints.layout import TOKENIZER_JSON
 from fathom.checkpoints.special_tokens import unknown_token
 from fathom.data.shards import INDEX, TokenDataset
-from fathom.data.sources import HUB, Reading, find_sources, parse
+from fathom.data.sources import HUB, Reading, find_sources
 from fathom.data.tokenizer import plain
 from fathom.errors import SettingsError
 from fathom.evaluation.budgets import counting
@@ -203,13 +203,11 @@ def read_domains(
     _require_one_each([*given, *stems])  # inputs with the same name form one domain
     found: dict[str, list[Passage]] = defaultdict(list)
     for source in find_sources(texts, reading) if texts else ():
-        for number, record in enumerate(source.records(reading)):
+        for document in source.documents(reading):
+            if document is not None and (limit is None or len(found[document.domain]) < limit):
+                found[document.domain].append(Passage(document.text, None, document.size))
             if limit and reading.domain_field is None and len(found[source.domain]) >= limit:
                 break
-            made = parse(source.kind, source.name, source.domain, number, record.payload, reading)
-            for text, domain, size in made or ():
-                if limit is None or len(found[domain]) < limit:
-                    found[domain].append(Passage(text, None, size))
     domains += [Domain(label, documents) for label, documents in found.items() if documents]
     if not domains:
         raise SettingsError(f"{', '.join(inputs)}: no documents to score")

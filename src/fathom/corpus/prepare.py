@@ -1,0 +1,375 @@
+"""`fathom prepare`: text in, checksummed token shards out; parallel, in constant memory, and resumable.
+
+The stages `read` and `encode` work in the folder `.prepare` of the output directory, as those of `fathom corpus` do
+in theirs: a killed run loses the tasks that were under way. The shards of their tasks are then written as one corpus,
+in the order of the inputs, so the output does not depend on the number of workers.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from fathom.checkpoints.layout import LOCK, TOKENIZER
+from fathom.corpus.documents import read_part
+from fathom.corpus.executor import executing
+from fathom.corpus.pipeline import carry_out
+from fathom.corpus.plain import AdvisedReading, Encode, PrepareSettings, Read
+from fathom.corpus.publish import index_of
+from fathom.corpus.recipe import Executor
+from fathom.corpus.stage import REMEDY, TASK, WorkspaceOf, sweep
+from fathom.corpus.tokens import FACTS, SHARDS, training_texts
+from fathom.data.shards import (
+    FORMAT,
+    INDEX,
+    UNFINISHED,
+    VERIFIED,
+    Shards,
+    ShardWriter,
+    file_crc32,
+    first_line,
+    read_index,
+    shard_files,
+    token_dtype,
+    write_index,
+)
+from fathom.data.sources import FileFormat, Oversize, Source, Undecodable
+from fathom.data.tokenizer import load_tokenizer, save_tokenizer, train_bpe, vocabulary_size
+from fathom.errors import DataError, HeldError
+from fathom.report.files import asdict, lock, read_json, write_json
+
+MAX_RECORD_BYTES = 3 << 20
+SMALLEST_RECORD = 64
+
+
+@dataclass
+class Summary:
+    """The result of `prepare`, and its duration."""
+
+    directory: Path
+    """Where the corpus is."""
+    vocab_size: int
+    """Embedding rows that its tokens need."""
+    splits: dict[str, dict[str, dict[str, int]]]
+    """Tokens, documents and bytes of every domain of every split."""
+    left_out: int
+    """Records over the size limit, which were skipped."""
+    seconds: float
+    """Duration of this run; 0 if the corpus was finished earlier."""
+
+    def __str__(self) -> str:
+        """One line for people."""
+        parts = [f"vocabulary of {self.vocab_size:,}"]
+        for split, domains in self.splits.items():
+            tokens, documents = (sum(counts[key] for counts in domains.values()) for key in ("tokens", "documents"))
+            several = f" in {len(domains)} domains" if len(domains) > 1 else ""
+            parts.append(f"{split} {tokens:,} tokens of {documents:,} documents{several}")
+        if self.left_out:
+            parts.append(f"{self.left_out:,} records skipped because they are too long")
+        parts.append(f"{self.seconds:.1f} s" if self.seconds else "finished earlier")
+        return f"{self.directory}: {'; '.join(parts)}"
+
+
+@dataclass(frozen=True)
+class PrepareOptions:
+    """How `prepare` reads its inputs, writes shards and trains a tokenizer."""
+
+    eos_token: str | None = None
+    """The token that ends every document; by default the tokenizer's EOS."""
+    text_field: str = "text"
+    """The JSON field or Parquet column that holds the text."""
+    domain_field: str | None = None
+    """The JSON field or Parquet column that names the domain of each document."""
+    separator: str | None = None
+    """A line that separates documents within text files (may be empty); by default a file is a document."""
+    file_format: FileFormat = "auto"
+    """Read every file as this format, regardless of its extension."""
+    undecodable: Undecodable = "error"
+    """What to do with text that is not UTF-8: stop, replace invalid bytes, or skip the document."""
+    oversize: Oversize = "error"
+    """What to do with a record over the size limit: stop, or skip it."""
+    max_record_bytes: int = MAX_RECORD_BYTES
+    """Maximum bytes of a line, a file, or the text between separators."""
+    shard_tokens: int = 1 << 27
+    """Tokens after which a shard is closed."""
+    tokenizer_bytes: int = 1 << 28
+    """Train the tokenizer on at most this many bytes of text, an equal share from the start of every input."""
+
+    @property
+    def reading(self) -> AdvisedReading:
+        """The options that determine how documents are read."""
+        return AdvisedReading(
+            self.text_field,
+            self.domain_field,
+            self.separator,
+            self.undecodable,
+            self.oversize,
+            self.max_record_bytes,
+        )
+
+
+def prepare(
+    inputs: Sequence[str | Path],
+    out: str | Path,
+    tokenizer: str | None = None,
+    train_tokenizer: int | None = None,
+    held_out: float = 0.01,
+    workers: int | None = None,
+    overwrite: bool = False,
+    options: PrepareOptions | None = None,
+) -> Summary:
+    """Turn documents into token shards.
+
+    If the process is killed, the same call resumes and produces the same bytes.
+
+    Args:
+        inputs: Files, directories, globs or `hf:ORG/NAME?name=CONFIG&split=SPLIT`; `NAME=` in front sets the domain.
+        out: The output directory.
+        tokenizer: A tokenizer directory, a tokenizer.json, or a name on the Hugging Face Hub.
+        train_tokenizer: Train a byte-level BPE of this many tokens on the training documents instead.
+        held_out: Share of documents for the validation split, chosen by a hash of their text.
+        workers: Tokenising processes; by default one per available core. The output does not depend on the number.
+        overwrite: Replace a corpus in `out` that was made with other arguments, or before an input was written.
+        options: Further options.
+    """
+    chosen = options or PrepareOptions()
+    _check_arguments(tokenizer, train_tokenizer, held_out, chosen)
+    _check_least({"workers": workers, "tokenizer_bytes": chosen.tokenizer_bytes})
+    out = Path(out)
+    settings = PrepareSettings(
+        inputs=[str(name) for name in ([inputs] if isinstance(inputs, str | Path) else inputs)],
+        tokenizer=tokenizer or train_tokenizer,
+        eos_token=chosen.eos_token,
+        reading=chosen.reading,
+        file_format=chosen.file_format,
+        held_out=held_out,
+        shard_tokens=chosen.shard_tokens,
+        tokenizer_bytes=chosen.tokenizer_bytes if train_tokenizer else None,
+        input_bytes=0,
+    )
+    sources = settings.sources(out)
+    settings = replace(settings, input_bytes=sum(source.size for source in sources))
+    _require_two_documents(sources, held_out)
+    for source in sources:  # a wrong field or a damaged file is reported at once
+        if source.kind != "hub":
+            next(source.documents(settings.reading), None)
+    with _locked(out):
+        if (out / INDEX).exists():
+            difference, newer = _difference(out, settings), _newer(out, sources)
+            if difference and not overwrite:
+                raise DataError(f"{out}: {difference}: choose another directory, or set `overwrite`")
+            if not difference and not (newer and overwrite):
+                shutil.rmtree(out / UNFINISHED, ignore_errors=True)
+                _warn_of(newer, out)
+                return _summary(out, 0.0)
+        started = time.monotonic()
+        _make(WorkspaceOf(out / UNFINISHED, settings), out, Executor(workers=workers))
+        return _summary(out, time.monotonic() - started)
+
+
+def _make(workspace: WorkspaceOf[PrepareSettings], out: Path, executor: Executor) -> None:
+    """Do what is left to do, and write the corpus."""
+    place = workspace.directory
+    place.mkdir(exist_ok=True)
+    try:
+        sweep(place)
+        with executing(executor) as execute:
+            if isinstance(workspace.recipe.tokenizer, str):
+                _save_tokenizer(workspace)
+            carry_out(Read(workspace), execute)
+            if isinstance(workspace.recipe.tokenizer, int):
+                _save_tokenizer(workspace)
+            carry_out(Encode(workspace), execute)
+        _clear(out)
+        _publish(workspace, out)
+    except OSError as error:
+        raise DataError(
+            f"{error.filename or out}: {error.strerror or error}; run the same command to resume"
+        ) from error
+    except DataError:
+        if not any(place.glob(f"*/*/*/{TASK}")):  # nothing is lost, and the directory can be used again
+            shutil.rmtree(place)
+        raise
+    shutil.rmtree(place)
+
+
+def _save_tokenizer(workspace: WorkspaceOf[PrepareSettings]) -> None:
+    """Load or train the tokenizer, and save it with what the shards need to know of it."""
+    settings, place = workspace.recipe, workspace.directory
+    if isinstance(settings.tokenizer, int):
+        parts = [
+            (entry.arguments["source"], partial(read_part, workspace.path(part)))
+            for entry in workspace.manifest("read").tasks
+            for part in workspace.parts("read", entry.key)
+        ]
+        texts = training_texts(parts, settings.tokenizer_bytes or 0, settings.held_out)
+        tokenizer = train_bpe(texts, settings.tokenizer)
+    else:
+        tokenizer = load_tokenizer(settings.tokenizer or "", settings.eos_token)
+    shutil.rmtree(place / TOKENIZER, ignore_errors=True)
+    save_tokenizer(tokenizer, place)
+    facts = {"vocab_size": vocabulary_size(tokenizer), "eos_token_id": int(tokenizer.eos_token_id)}
+    write_json(place / FACTS, facts)
+
+
+def _publish(workspace: WorkspaceOf[PrepareSettings], out: Path) -> None:
+    """Write the shards of all tasks as one corpus. The index is last, and makes it a finished one."""
+    settings, place = workspace.recipe, workspace.directory
+    dtype = token_dtype(read_json(place / FACTS)["vocab_size"])
+    writers: dict[tuple[str, str], ShardWriter] = {}
+    for one in workspace.outputs("encode", SHARDS):
+        folder = workspace.path(one).parent
+        for split, domain, entry in read_json(workspace.path(one))["shards"]:
+            if (split, domain) not in writers:
+                writers[split, domain] = ShardWriter(out, split, domain, dtype, settings.shard_tokens)
+            tokens, ends = shard_files(folder, split, domain, 0)
+            if (file_crc32(tokens), file_crc32(ends)) != (entry["tokens_crc32"], entry["index_crc32"]):
+                raise DataError(f"{folder} is corrupt: a checksum does not match: {REMEDY}")
+            lengths = np.diff(np.fromfile(ends, "<i8").reshape(-1, 2), axis=0, prepend=0)
+            writers[split, domain].append(np.fromfile(tokens, dtype), lengths[:, 0], lengths[:, 1])
+    splits: dict[str, Shards] = {}
+    for (split, domain), writer in writers.items():
+        splits.setdefault(split, {})[domain] = writer.shards
+    if "train" not in splits:
+        raise DataError(f"{out}: every document was held out, none is left to train on: lower `held_out`")
+    if settings.held_out and "val" not in splits:
+        documents = sum(shard.documents for shards in splits["train"].values() for shard in shards)
+        warnings.warn(
+            f"{out}: none of {documents} documents fell into the held-out {settings.held_out:.2%}: "
+            "there is no validation split, which a larger `held_out` makes",
+            stacklevel=4,
+        )
+    shutil.copytree(place / TOKENIZER, out / TOKENIZER)
+    left_out = workspace.manifest("read").counts["left_out"]
+    write_index(out, index_of(place, splits, asdict(settings), left_out=left_out))
+
+
+def _check_arguments(tokenizer: str | None, train_size: int | None, held_out: float, options: PrepareOptions) -> None:
+    if (tokenizer is None) == (train_size is None):
+        raise DataError("give either `tokenizer` or `train_tokenizer`")
+    if not 0 <= held_out < 1:
+        raise DataError(f"held_out={held_out}: allowed: from 0 to below 1")
+    if options.shard_tokens < 1:
+        raise DataError(f"shard_tokens={options.shard_tokens}: allowed: 1 or more")
+    if options.max_record_bytes < SMALLEST_RECORD:
+        raise DataError(f"max_record_bytes={options.max_record_bytes}: allowed: {SMALLEST_RECORD} or more")
+
+
+def _check_least(given: dict[str, int | None]) -> None:
+    for option, value in given.items():
+        if value is not None and value < 1:
+            raise DataError(f"{option}={value}: allowed: 1 or more")
+
+
+def _require_two_documents(sources: list[Source], held_out: float) -> None:
+    """Refuse to hold out a part of a single text file, which is one document and belongs to one split."""
+    if held_out and len(sources) == 1 and sources[0].kind == "files" and len(sources[0].paths) == 1:
+        raise DataError(
+            f"{sources[0].paths[0]} is a single document, of which no part can be held out: `separator=''` makes a "
+            "document of every paragraph, and `held_out=0` trains on the whole file"
+        )
+
+
+def _difference(out: Path, settings: PrepareSettings) -> str | None:
+    """How the finished corpus in `out` differs from the requested one, in words; None if it does not."""
+    try:
+        old, new = (_flat(values) for values in (read_index(out).settings, asdict(settings)))
+    except DataError as error:
+        return first_line(error)
+    for key, value in new.items():
+        if old.get(key) != value:
+            return f"was prepared with `{key}` {_briefly(old.get(key))}, not {_briefly(value)}"
+    return None
+
+
+def _flat(settings: dict[str, object]) -> dict[str, object]:
+    """Settings, with those of the reading as entries."""
+    reading = settings.get("reading")
+    rest = {key: value for key, value in settings.items() if key != "reading"}
+    return rest | (reading if isinstance(reading, dict) else {})
+
+
+def _briefly(value: object) -> str:
+    """A setting for a message; a long list is shortened to its beginning and its length."""
+    if not isinstance(value, list) or len(value) <= 3:
+        return repr(value)
+    return f"[{', '.join(map(repr, value[:2]))}, … {len(value)} in all]"
+
+
+def _newer(out: Path, sources: list[Source]) -> list[Path]:
+    """Inputs written after a finished corpus; the index cannot detect a change that keeps a file's size."""
+    made = (out / INDEX).stat().st_mtime_ns
+    return [path for source in sources for path in source.paths if path.stat().st_mtime_ns > made]
+
+
+def _warn_of(newer: Sequence[Path], out: Path) -> None:
+    if newer:
+        others = f" and {len(newer) - 1:,} more" if len(newer) > 1 else ""
+        changed = f"{newer[0]}{others} changed after {out} was made, which is left unchanged"
+        warnings.warn(f"{changed}; `overwrite` reads everything again", stacklevel=3)
+
+
+def _summary(out: Path, seconds: float) -> Summary:
+    index = read_index(out)
+    splits = {
+        split: {
+            domain: {key: sum(getattr(entry, key) for entry in entries) for key in ("tokens", "documents", "bytes")}
+            for domain, entries in domains.items()
+        }
+        for split, domains in index.splits.items()
+    }
+    return Summary(out, index.vocab_size, splits, index.left_out, seconds)
+
+
+@contextmanager
+def _locked(out: Path) -> Iterator[None]:
+    """Lock the output directory for this process; the operating system unlocks it however the process ends."""
+    if out.exists() and not out.is_dir():
+        raise DataError(f"{out} is not a directory")
+    made = [path for path in (out, *out.parents) if not path.exists()]
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        if not _is_ours(out):
+            raise DataError(f"{out} contains other files: choose another directory")
+    except OSError as error:
+        raise DataError(f"{out}: {error.strerror}") from None
+    with ExitStack() as stack:
+        stack.callback(_remove_empty, made)
+        try:
+            stack.enter_context(lock(out / LOCK))
+        except HeldError as held:
+            raise DataError(f"{out} is being prepared by another process{held.advice}") from None
+        except OSError as error:
+            raise DataError(f"{out}: {error.strerror}") from None
+        yield
+
+
+def _remove_empty(folders: Sequence[Path]) -> None:
+    """Remove empty folders, the innermost first."""
+    with suppress(OSError):
+        for folder in folders:
+            folder.rmdir()
+
+
+def _is_ours(out: Path) -> bool:
+    """Whether a directory may be overwritten: it is empty, or a corpus (finished or not, even if damaged)."""
+    names = {path.name for path in out.iterdir()} - {LOCK, f"{LOCK}.held"}
+    if UNFINISHED in names or not names:
+        return True
+    return INDEX in names and FORMAT.encode() in (out / INDEX).read_bytes()
+
+
+def _clear(out: Path) -> None:
+    """Remove an earlier corpus, its index first."""
+    for path in (out / INDEX, out / VERIFIED):
+        path.unlink(missing_ok=True)
+    for folder in ("train", "val", TOKENIZER):
+        shutil.rmtree(out / folder, ignore_errors=True)
