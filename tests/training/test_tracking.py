@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from fathom.recipe import Recipe
+from fathom.report.numbers import duration
 from fathom.training import read_metrics, train
-from fathom.training.tracking import METRICS, Display, JsonLines, duration, open_trackers, readable
+from fathom.training.tracking import METRICS, Display, JsonLines, open_trackers, readable
 
 STUB = """
 calls = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from fathom.corpus.clean import RULES
@@ -13,6 +13,7 @@ from fathom.corpus.extraction import FAILURES
 from fathom.corpus.stage import MANIFEST, Workspace
 from fathom.corpus.tokens import SHARDS
 from fathom.report.files import digest, read_json, write_atomically
+from fathom.report.tables import markdown_table
 
 CARD = "card.md"
 
@@ -39,13 +40,6 @@ def _section(title: str, lines: Iterable[str]) -> Iterator[str]:
     yield from ("", f"## {title}", "", *lines)
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> Iterator[str]:
-    yield "| " + " | ".join(head) + " |"
-    yield "| --- |" + " --: |" * (len(head) - 1)
-    for row in rows:
-        yield "| " + " | ".join(f"{cell:,}" if isinstance(cell, int) else str(cell) for cell in row) + " |"
-
-
 def _collections(workspace: Workspace) -> Iterator[str]:
     counts = _token_counts(workspace)
     licenses: dict[str, Counter[str]] = {}
@@ -60,7 +54,7 @@ def _collections(workspace: Workspace) -> Iterator[str]:
         ]
         rows.append([name, ", ".join(found) or "none left", *of_split, sum(of_split[0::2])])
     head = ("collection", "licences (documents)", "train documents", "train tokens", "val documents", "val tokens")
-    yield from _table(head, [row[:-1] for row in rows])
+    yield from markdown_table(head, [row[:-1] for row in rows])
 
 
 def _token_counts(workspace: Workspace) -> dict[str, int]:
@@ -103,7 +97,7 @@ def _dropped(workspace: Workspace) -> Iterator[str]:
         if (form := task.arguments["form"]) != "lm_eval":
             rows.append([f"not in exports/{form}", *(task.counts.get(f"left out of {name}", 0) for name in names)])
     last = ["kept", *(sum(kept.get(f"{name} {split} documents", 0) for split in ("train", "val")) for name in names)]
-    yield from _table(("documents", *names), [row for row in rows if row[0] == "read" or any(row[1:])] + [last])
+    yield from markdown_table(("documents", *names), [row for row in rows if row[0] == "read" or any(row[1:])] + [last])
     yield ""
     yield "Each document that a rule left out is in `stages/clean/*/dropped.jsonl`, each duplicate with what it is like"
     yield "in `stages/duplicates/*/duplicates.jsonl`, each unreadable file in `stages/ingest/*/failed.jsonl`, what"
@@ -138,7 +132,7 @@ def _mixture(workspace: Workspace) -> Iterator[str]:
         [name, f"{weight / total:.4f}", mixture["available"][name], f"{mixture['epochs'][name]:.3f}"]
         for name, weight in mixture["weights"].items()
     ]
-    yield from _table(("collection", "share of tokens", "train tokens", "epochs"), rows)
+    yield from markdown_table(("collection", "share of tokens", "train tokens", "epochs"), rows)
     yield ""
     cap = workspace.recipe.mix.epochs
     yield (
@@ -168,7 +162,7 @@ def _benchmarks(workspace: Workspace) -> Iterator[str]:
         for check in checks
     ]
     head = ("benchmark", "items", "dirty", "template only", "too short to find", "duplicate stems", "contradictory")
-    yield from _table(
+    yield from markdown_table(
         (*head, "repeated options", "empty options", "answer out of range", "unread options", "left out"), rows
     )
     yield ""
@@ -186,4 +180,4 @@ def _hashes(workspace: Workspace) -> Iterator[str]:
     rows = []
     for place in sorted((workspace.directory / "stages").glob(f"*/{MANIFEST}")):
         rows.append([place.parent.name, f"`{digest(place).sha256[:32]}`"])
-    yield from _table(("stage", "SHA-256 of its manifest, first half"), rows)
+    yield from markdown_table(("stage", "SHA-256 of its manifest, first half"), rows)

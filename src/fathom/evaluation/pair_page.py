@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from markupsafe import Markup
@@ -11,7 +11,8 @@ from fathom.evaluation.results import PairReport, RunBetween
 from fathom.report import PAGE, html
 from fathom.report.numbers import DASH
 from fathom.report.plots import IntervalMark, interval_plot
-from fathom.report.tables import line_width, terminal_table
+from fathom.report.statistics import LEAST_BOOTSTRAPPED
+from fathom.report.tables import markdown_table, print_report, terminal_table
 
 WAYS = {"text": "option text", "length": "option text, by length", "letter": "letter", "shuffled": "letter, shuffled"}
 """Ways of asking a question; the verdict uses the first."""
@@ -48,15 +49,8 @@ def asked_words(report: PairReport) -> list[str]:
 
 def show(report: PairReport, out: Path | None) -> None:
     """The table, the verdict, and the path of the page."""
-    from rich.console import Console
-
-    console = Console(highlight=False, width=line_width())
-    for line in asked_words(report):
-        console.print(line, markup=False, soft_wrap=True)
-    console.print(terminal_table("", columns(report), lines(report)), "")
-    console.print(report.verdict, markup=False, soft_wrap=True)
-    if out is not None:
-        console.print(f"\nreport: {(out / PAGE).resolve()}", markup=False, soft_wrap=True)
+    print(*asked_words(report), sep="\n")
+    print_report([terminal_table("", columns(report), lines(report))], report.verdict, out and out / PAGE)
 
 
 def columns(report: PairReport) -> list[str]:
@@ -87,8 +81,7 @@ def reading(report: PairReport) -> list[str]:
     checked = bool(report.asked) and all(one.checked for one in report.asked.values())
     return [
         "Text: bits per byte of held-out documents, each read alone; intervals are from 1,000 paired bootstrap "
-        "samples of documents; below {LEAST_BOOTSTRAPPED} documents there is no interval and no "
-        "claim.",
+        f"samples of documents; below {LEAST_BOOTSTRAPPED} documents there is no interval and no claim.",
         "Questions: lm-eval's scores. Option text: the choices are not listed, and the likeliest is the answer; by "
         "length, the likeliest per character. Letter: the choices are listed in the prompt. Brackets are Wilson's "
         "intervals. Won and lost are questions that only one model answers correctly; p is McNemar's exact test of "
@@ -140,8 +133,6 @@ def _bits(report: PairReport) -> Markup:
 
 
 def _examples(report: PairReport) -> Markup:
-    if not report.examples:
-        return Markup()
     names = [report.base.name, report.new.name]
     rows = [
         [one.answer, one.question, ", ".join(one.wrong), *(MARKS[right] for right in one.right)]
@@ -193,8 +184,7 @@ def _epochs(number: float | None) -> str:
 
 
 def _runs(report: PairReport) -> Markup:
-    rows = run_rows(report)
-    return html.table("The runs, in order", RUN_COLUMNS, rows, prose=("reads (epochs)",)) if rows else Markup()
+    return html.table("The runs, in order", RUN_COLUMNS, run_rows(report), prose=("reads (epochs)",))
 
 
 def card(report: PairReport) -> str:
@@ -208,14 +198,7 @@ def _card(report: PairReport) -> Iterator[str]:
     if report.corpus is not None:
         yield from (str(report.corpus), "")
     if rows := run_rows(report):
-        yield from ("## Runs", "", *_markdown(RUN_COLUMNS, rows), "")
-    yield from ("## Scores", "", *_markdown(columns(report), lines(report)), "")
+        yield from ("## Runs", "", *markdown_table(RUN_COLUMNS, rows), "")
+    yield from ("## Scores", "", *markdown_table(columns(report), lines(report)), "")
     yield from (f"- {one}" for one in reading(report))
-    yield from ("", "## Provenance", "", *_markdown(["", ""], [[k, str(v)] for k, v in report.facts().items()]))
-
-
-def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    yield f"| {' | '.join(head)} |"
-    yield "| --- " * len(head) + "|"
-    for row in rows:
-        yield "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in row) + " |"
+    yield from ("", "## Provenance", "", *markdown_table(["", ""], [[k, str(v)] for k, v in report.facts().items()]))

@@ -15,7 +15,7 @@ from fathom.experiments.compare_results import ArmResult, ArmTrips, ComparisonRe
 from fathom.experiments.differences import awaited, family_size
 from fathom.report import html
 from fathom.report.numbers import DASH, short
-from fathom.report.plots import IntervalMark, Line, interval_plot, line_plot
+from fathom.report.plots import IntervalMark, Line, ends, interval_plot, reach
 from fathom.report.tables import terminal_table
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def page(report: ComparisonReport) -> str:
         html.figures(_differences(report), _while_training(report)),
         html.section("Learning curves", html.legend(names), _curves(report)),
         html.section("Along the context", html.legend(names), _positions(report)),
-        html.section("Trips", Markup().join([_trips(report), _solved(report)])),
+        html.section("Trips", _trips(report), _solved(report)),
         html.section("Domains", _domains(report)),
         html.section("Cost", html.table(*cost_rows(report)), *_cost_notes(report), _budget(report)),
         html.section("Between the arms", _between(report)),
@@ -111,7 +111,7 @@ def _compared(report: ComparisonReport) -> list[tuple[int, ArmResult]]:
 
 def _failed(report: ComparisonReport) -> Markup:
     rows = [[f"{row.arm}, seed {row.seed}", str(row.step), row.error] for row in report.failed]
-    return html.table("Excluded: runs that failed", ["run", "step", "why"], rows, prose=["why"]) if rows else Markup()
+    return html.table("Excluded: runs that failed", ["run", "step", "why"], rows, prose=["why"])
 
 
 def ratio(value: float) -> str:
@@ -139,16 +139,10 @@ def _while_training(report: ComparisonReport) -> Markup:
     for i, arm in _compared(report):
         curve = arm.difference_while_training
         if curve is not None and curve.mean:
-            line = Line(arm.name, curve.tokens, curve.mean, i, curve.low, curve.high, marks=False)
-            lines.append(line)
-    last = "; ".join(f"{line.name} ends at {line.y[-1]:+.4f}" for line in lines)
-    control = report.control
-    svg = line_plot(lines, "tokens", "nats", f"Training loss minus {control}'s on the same batches: {last}", zero=True)
-    return html.figure(
-        f"Training loss minus {control}'s",
-        svg,
-        "On the same batches, averaged over consecutive steps. Bands span the seeds.",
-    )
+            lines.append(Line(arm.name, curve.tokens, curve.mean, i, curve.low, curve.high, marks=False))
+    caption = "On the same batches, averaged over consecutive steps. Bands span the seeds."
+    title = f"Training loss minus {report.control}'s"
+    return html.plot(title, lines, ("tokens", "nats"), ends(lines, "+.4f"), caption, zero=True)
 
 
 def _curves(report: ComparisonReport) -> Markup:
@@ -158,24 +152,19 @@ def _curves(report: ComparisonReport) -> Markup:
         "on different machines" if len(machines) > 1 else "of wall-clock time, including any other load of the machine"
     )
     return html.figures(
-        _curve(report, "tokens", "tokens", "Against tokens"),
-        _curve(report, "flops", "training FLOPs", "Against FLOPs", f"By arithmetic; {budget}."),
-        _curve(report, "seconds", "seconds in steps", "Against seconds", f"Seconds {where}."),
+        _curve(report, "tokens", "tokens"),
+        _curve(report, "flops", "training FLOPs", f"By arithmetic; {budget}."),
+        _curve(report, "seconds", "seconds in steps", f"Seconds {where}."),
     )
 
 
-def _curve(
-    report: ComparisonReport, key: CurveAxis, x_label: str, title: str, caption: str = "Bands span the seeds."
-) -> Markup:
+def _curve(report: ComparisonReport, key: CurveAxis, x_label: str, caption: str = "Bands span the seeds.") -> Markup:
     lines = [
         Line(arm.name, getattr(arm.curve, key), arm.curve.loss, i, arm.curve.low, arm.curve.high)
         for i, arm in enumerate(report.arms)
         if arm.runs and arm.curve.loss
     ]
-    ends = "; ".join(f"{line.name} ends at {line.y[-1]:.4f}" for line in lines)
-    return html.figure(
-        title, line_plot(lines, x_label, "validation loss", f"Validation loss {title.lower()}: {ends}"), caption
-    )
+    return html.plot(f"Against {x_label}", lines, (x_label, "validation loss"), ends(lines, ".4f"), caption)
 
 
 def _positions(report: ComparisonReport) -> Markup:
@@ -190,16 +179,13 @@ def _positions(report: ComparisonReport) -> Markup:
     arms = [(i, arm) for i, arm in enumerate(report.arms) if len(arm.position_loss) == count]
     losses = [[loss for loss in arm.position_loss if loss is not None] for _, arm in arms]
     lines = [Line(arm.name, places, row, i) for (i, arm), row in zip(arms, losses, strict=True)]
-    ends = "; ".join(f"{line.name} from {line.y[0]:.3f} to {line.y[-1]:.3f}" for line in lines)
     gaps = [_gap_along(i, arm, places) for i, arm in arms[1:]]
-    words = "; ".join(f"{line.name} from {line.y[0]:+.4f} to {line.y[-1]:+.4f}" for line in gaps)
-    difference = line_plot(gaps, "position in the context", "nats", f"Loss minus the control's: {words}", zero=True)
     empty = "Parts of the context without targets have no point." if len(read) < count else ""
+    bands = "Bands are 95 % intervals of each part alone."
+    across = "position in the context"
     return html.figures(
-        html.figure(
-            "Validation loss", line_plot(lines, "position in the context", "nats per token", f"Loss: {ends}"), empty
-        ),
-        html.figure(f"Minus {control.name}'s", difference, "Bands are 95 % intervals of each part alone."),
+        html.plot("Validation loss", lines, (across, "nats per token"), reach(lines, ".3f"), empty),
+        html.plot(f"Minus {control.name}'s", gaps, (across, "nats"), reach(gaps, "+.4f"), bands, zero=True),
     )
 
 
@@ -232,22 +218,18 @@ def _trips(report: ComparisonReport) -> Markup:
     words = "; ".join(f"{line.name} {', '.join(f'{100 * share:.0f} %' for share in line.y)}" for line in shares)
     points = [Line(arm.name, [trips.mean], [arm.loss], i) for i, arm, trips in arms]
     at = "; ".join(f"{line.name} {line.y[0]:.4f} at {line.x[0]:.2f}" for line in points)
+    pays = "Halting pays off for an arm that lies below those with a fixed number of iterations."
     note = (
         "A correlation above zero means that tokens which are harder to predict make more iterations. It is "
         "Spearman's; its bootstrap interval is over sequences and does not cover the seed."
     )
     return Markup().join(
         [
-            html.table(caption, columns, rows),
-            html.paragraph(note, quiet=True),
+            html.table(caption, columns, rows, note=note),
             html.legend([arm.name for arm in report.arms]),
             html.figures(
-                html.figure("When tokens halt", line_plot(shares, "trips", "share of tokens", f"Halting: {words}")),
-                html.figure(
-                    "Loss over iterations",
-                    line_plot(points, "mean iterations per token", "validation loss", f"Validation loss: {at}"),
-                    "Halting pays off for an arm that lies below those with a fixed number of iterations.",
-                ),
+                html.plot("When tokens halt", shares, ("trips", "share of tokens"), words),
+                html.plot("Loss over iterations", points, ("mean iterations per token", "validation loss"), at, pays),
             ),
         ]
     )
@@ -262,20 +244,13 @@ def _solved(report: ComparisonReport) -> Markup:
             ends = DASH if gap is None or gap.low is None else f"{gap.low:+.4f} … {gap.high:+.4f}"
             value, tokens = (DASH, DASH) if gap is None else (f"{gap.value:+.4f}", f"{gap.tokens:,}")
             rows.append([arm.name, str(found.seed), f"{found.jacobi_rounds:g}", value, ends, tokens])
-    if not rows:
-        return Markup()
     columns = ["arm", "seed", "Jacobi rounds", "nats over decoding", "95 % interval", "on tokens"]
     note = (
         "In these arms an iteration reads later iterations of earlier tokens, so text that is read in parallel takes "
         "rounds that approximate decoding, and every held-out loss here is that of the rounds. The gap is measured on "
         "a sample, after the last step; its interval is over windows of text."
     )
-    return Markup().join(
-        [
-            html.table("The loss of reading in parallel, minus that of decoding", columns, rows),
-            html.paragraph(note, quiet=True),
-        ]
-    )
+    return html.table("The loss of reading in parallel, minus that of decoding", columns, rows, note=note)
 
 
 def _trips_cells(trips: ArmTrips) -> list[str]:
@@ -315,7 +290,7 @@ def _between(report: ComparisonReport) -> Markup:
     caption = "Paired differences of validation loss among the arms other than the control"
     if len(report.seeds) > 1:
         caption += "; intervals are uncorrected; Holm's p covers these and the differences to the control"
-    return html.table(caption, ["pair", "difference", "Holm p"], rows) if rows else Markup()
+    return html.table(caption, ["pair", "difference", "Holm p"], rows)
 
 
 def _share_sentence(report: ComparisonReport) -> Markup:

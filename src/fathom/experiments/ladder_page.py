@@ -17,7 +17,7 @@ from fathom.experiments.scaling import DECADE
 from fathom.report import html
 from fathom.report.files import asdict, write_atomically
 from fathom.report.numbers import DASH, short, signed
-from fathom.report.plots import Line, line_plot
+from fathom.report.plots import Line
 from fathom.report.provenance import machine
 from fathom.report.results import to_json
 from fathom.report.tables import terminal_table
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 RUNS = "runs.jsonl"
+FLOPS = "training FLOPs, log10"
 
 
 def write_report(report: LadderReport, out: Path) -> tuple[Path, Path]:
@@ -62,27 +63,23 @@ def page(report: LadderReport) -> str:
     return html.page(
         f"{', '.join(own)} against {names[0]}, size by size",
         report.verdict,
-        _table(multiplier_rows(report), "flags"),
-        _table(puzzle_rows(report)),
-        _table(sooner_rows(report)),
+        html.table(*multiplier_rows(report), prose=("flags",)),
+        html.table(*puzzle_rows(report)),
+        html.table(*sooner_rows(report)),
         html.section("Loss and multiplier", html.legend(names), html.figures(_losses(report), _multipliers(report))),
         html.section("Accuracy", *_accuracies(report)),
         html.section("Rates", html.figures(*_bowls(report)), _checks(report)),
         html.section("The sealed prediction", _sealed(report)),
         html.section("The value of an iteration", _phi(report)),
-        html.section("Size by size", _table(loss_rows(report)), _seed_control(report)),
+        html.section("Size by size", html.table(*loss_rows(report)), _seed_control(report)),
         html.section("Other currencies", _views(report)),
         html.section("The law and the noise", _law(report)),
-        html.section("Sizes", _table(_sizes(report)), _table(_cells(report))),
+        html.section("Sizes", html.table(*_sizes(report)), html.table(*_cells(report))),
         html.section("Runs that failed", _diverged(report)),
         html.section("How to read this", html.bullets(_method(report))),
         html.section("Where it comes from", _provenance(report)),
         note=_unfinished(report),
     )
-
-
-def _table(found: tuple[str, list[str], list[list[str]]], *prose: str) -> Markup:
-    return html.table(*found, prose=prose) if found[2] else Markup()
 
 
 def multiplier_rows(report: LadderReport) -> tuple[str, list[str], list[list[str]]]:
@@ -196,10 +193,8 @@ def _losses(report: LadderReport) -> Markup:
     if first is not None:
         lines += _law_lines(first, False, report.control, 0)
     words = "; ".join(f"{arm.name} ends at {arm.rungs[-1].loss[0]:.4f}" for arm in report.arms if arm.rungs[-1].loss)
-    svg = line_plot(lines, "training FLOPs, log10", "held-out loss", f"Loss over compute: {words}", x_from_zero=False)
-    return html.figure(
-        "Loss over compute", svg, "Dots are seeds, lines the fitted law with its 95 % band, dotted beyond the runs."
-    )
+    caption = "Dots are seeds, lines the fitted law with its 95 % band, dotted beyond the runs."
+    return html.plot("Loss over compute", lines, (FLOPS, "held-out loss"), words, caption, x_from_zero=False)
 
 
 def _law_lines(arm: ArmRow, own: bool, name: str, series: int) -> list[Line]:
@@ -233,13 +228,12 @@ def _multipliers(report: LadderReport) -> Markup:
                 lines.append(Line(f"{arm.name}, rung {cell.index}", [at], [m], i, joined=False))
                 lines.append(Line(f"{arm.name}, seeds' error", [at, at], [m - error, m + error], i, marks=False))
     told = "; ".join(f"{row[0]} {row[2]} at the largest size" for row in multiplier_rows(report)[2])
-    svg = line_plot(lines, "training FLOPs, log10", "M, doublings", f"Multiplier: {told}", zero=True, x_from_zero=False)
     caption = (
         "Doublings of compute that the control would need; 0 is no effect. Bars are one standard error of the seeds, "
         "dotted ones the sealed 95 %."
     )
-
-    return html.figure("Compute multiplier", svg, caption)
+    title = "Compute multiplier"
+    return html.plot(title, lines, (FLOPS, "M, doublings"), told, caption, zero=True, x_from_zero=False)
 
 
 def _forecast(report: LadderReport, arm: ArmRow, series: int) -> list[Line]:
@@ -273,10 +267,10 @@ def _accuracies(report: LadderReport) -> list[Markup]:
             if row.seeds
         ]
         words = "; ".join(f"{row.arm} {row.domains[domain].median:.2f}" for row in puzzle.rows if row.seeds)
-        svg = line_plot(
-            lines, "training FLOPs, log10", "accuracy", f"{domain}: {words}", zero=True, x_from_zero=False, top=1.0
+        seeds = "Each dot is a seed."
+        panels.append(
+            html.plot(domain, lines, (FLOPS, "accuracy"), words, seeds, zero=True, x_from_zero=False, top=1.0)
         )
-        panels.append(html.figure(domain, svg, "Each dot is a seed."))
     last = max((row.index for row in puzzle.rows), default=0)
     for domain in puzzle.domains:
         learning = [
@@ -285,10 +279,9 @@ def _accuracies(report: LadderReport) -> list[Markup]:
             for curve in row.domains[domain].curves
             if row.index == last and curve
         ]
-        words = f"{domain} during training, every seed of every arm"
-        svg = line_plot(learning, "training FLOPs", "accuracy", words, zero=True, top=1.0)
-        if learning:
-            panels.append(html.figure(f"{domain} while learning", svg, "Each line is a seed."))
+        title, words = f"{domain} while learning", "every seed of every arm"
+        seeds = "Each line is a seed."
+        panels.append(html.plot(title, learning, ("training FLOPs", "accuracy"), words, seeds, zero=True, top=1.0))
     return [html.legend(names), html.figures(*panels)]
 
 
@@ -316,8 +309,8 @@ def _bowls(report: LadderReport) -> list[Markup]:
             lost = sum(not math.isfinite(loss) for losses in tuned.losses.values() for loss in losses)
             said = f"rate {tuned.rate:.3g}" + (f", {lost} diverged" if lost else "")
             said += f"; {', '.join(tuned.flags)}" if tuned.flags else ""
-            svg = line_plot(lines, "rate, log10", "loss", f"{name} at rung {number}: {said}", x_from_zero=False)
-            panels.append(html.figure(f"{name}, rung {number}", svg, said.capitalize() + "."))
+            title, caption = f"{name}, rung {number}", said.capitalize() + "."
+            panels.append(html.plot(title, lines, ("rate, log10", "loss"), said, caption, x_from_zero=False))
     return panels
 
 
@@ -333,7 +326,7 @@ def _checks(report: LadderReport) -> Markup:
         if arm.check
     ]
     columns = ["arm", "half the learning rate", "chosen", "twice the learning rate", "excess by a parabola", "rate"]
-    return html.table("The learning rate at the largest size, one seed", columns, rows) if rows else Markup()
+    return html.table("The learning rate at the largest size, one seed", columns, rows)
 
 
 def _sealed(report: LadderReport) -> Markup:
@@ -347,16 +340,9 @@ def _sealed(report: LadderReport) -> Markup:
         observed = DASH if row.observed is None else signed(row.observed)
         rows.append([row.arm, span, observed, {True: "inside", False: "outside", None: DASH}[row.inside]])
     stale = " Results of smaller sizes changed after the seal." if found.stale else ""
-    return Markup().join(
-        [
-            html.table(
-                "Paired difference at the largest size: predicted 95 % interval and observed value",
-                ["arm", "predicted", "observed", ""],
-                rows,
-            ),
-            html.paragraph(f"Sealed before the largest size was trained, SHA-256 {found.sha256}.{stale}", quiet=True),
-        ]
-    )
+    caption = "Paired difference at the largest size: predicted 95 % interval and observed value"
+    note = f"Sealed before the largest size was trained, SHA-256 {found.sha256}.{stale}"
+    return html.table(caption, ["arm", "predicted", "observed", ""], rows, note=note)
 
 
 def _phi(report: LadderReport) -> Markup:
@@ -377,10 +363,9 @@ def _seed_control(report: LadderReport) -> Markup:
     if found is None:
         return Markup()
     rows = [[f"rung {row.index}", str(row.difference)] for row in found.rungs]
-    table = html.table("The control minus itself with other initial values, nats", ["rung", "difference"], rows)
-    if found.multiplier is None:
-        return table
-    return Markup().join([table, html.paragraph(f"Its multiplier is {found.multiplier}; the true value is 1.")])
+    caption = "The control minus itself with other initial values, nats"
+    note = "" if found.multiplier is None else f"Its multiplier is {found.multiplier}; the true value is 1."
+    return html.table(caption, ["rung", "difference"], rows, note=note)
 
 
 def _views(report: LadderReport) -> Markup:
@@ -390,11 +375,10 @@ def _views(report: LadderReport) -> Markup:
             more = (views.parameters, views.bytes_weights_once, views.bytes_weights_each_trip)
             rows.append([arm.name, str(views.time or DASH), *map(str, more)])
     columns = ["arm", "seconds", "parameters", "bytes, weights once", "bytes, weights each iteration"]
-    table = html.table("The multiplier at the largest size in other costs, from the same runs", columns, rows)
     timed = next((arm.views.time for arm in report.arms[1:] if arm.views and arm.views.time), None)
     where = "" if timed is None else f"Seconds: {timed.clock} on {machine(timed.hardware)}. "
     note = f"{where}Bytes: read for a decoded token at the end of the context, bfloat16 weights and the cache."
-    return Markup().join([table, html.paragraph(note, quiet=True)]) if rows else Markup()
+    return html.table("The multiplier at the largest size in other costs, from the same runs", columns, rows, note=note)
 
 
 def _law(report: LadderReport) -> Markup:
@@ -407,7 +391,8 @@ def _law(report: LadderReport) -> Markup:
         numbers = [f"{noise.single:.4f}", f"{noise.paired:.4f}", f"{noise.correlation:.2f}"]
         rows.append([arm.name, *spans, *numbers])
     columns = ["arm", "E", "α", "τ of the arm", "σ of a run", "σ of a pair", "ρ"]
-    return _table(("Posterior of the floor, the exponent and the deviation of a size; noise over seeds", columns, rows))
+    caption = "Posterior of the floor, the exponent and the deviation of a size; noise over seeds"
+    return html.table(caption, columns, rows)
 
 
 def _sizes(report: LadderReport) -> tuple[str, list[str], list[list[str]]]:
@@ -451,7 +436,8 @@ def _cells(report: LadderReport) -> tuple[str, list[str], list[list[str]]]:
 
 def _diverged(report: LadderReport) -> Markup:
     rows = [[row.run, str(row.step), row.error] for row in report.diverged]
-    return _table(("A diverged tuning run counts as infinitely bad", ["run", "step", "why"], rows), "run", "why")
+    caption = "A diverged tuning run counts as infinitely bad"
+    return html.table(caption, ["run", "step", "why"], rows, prose=("run", "why"))
 
 
 def _method(report: LadderReport) -> list[str]:
@@ -503,4 +489,4 @@ def _unfinished(report: LadderReport) -> str:
 
 def _provenance(report: LadderReport) -> Markup:
     text = yaml.safe_dump(asdict(report.plan), sort_keys=False, allow_unicode=True)
-    return Markup().join([html.source(report), html.details(f"The ladder, SHA-256 {report.ladder}", text)])
+    return html.source(report) + html.details(f"The ladder, SHA-256 {report.ladder}", text)

@@ -84,7 +84,7 @@ class Verdict:
     sure: str  # the grounds, and the certainty
     reasons: list[str]
     threshold: float | None
-    drift: float | None
+    minimum_detectable_drift: float | None
     alternatives: tuple[str, ...] = ()
     not_claimed: tuple[str, ...] = field(default=NOT_CLAIMED)
 

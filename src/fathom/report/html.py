@@ -13,7 +13,7 @@ from markupsafe import Markup
 
 from fathom.report import PAGE, REPORT
 from fathom.report.files import write_atomically, write_json
-from fathom.report.plots import DASHES, SERIES
+from fathom.report.plots import DASHES, SERIES, Line, line_plot
 from fathom.report.provenance import Provenance
 from fathom.report.templates import macro, render
 
@@ -42,14 +42,35 @@ def bullets(items: Sequence[str]) -> Markup:
     return macro("bullets", BLOCKS, items, False)
 
 
-def table(caption: str, columns: Sequence[str], rows: Sequence[Sequence[str]], prose: Collection[str] = ()) -> Markup:
-    """A table whose first column is its row headers; the columns in `prose` wrap. Wide tables scroll sideways."""
-    return macro("table", BLOCKS, caption, columns, rows, prose)
+def table(
+    caption: str, columns: Sequence[str], rows: Sequence[Sequence[str]], prose: Collection[str] = (), note: str = ""
+) -> Markup:
+    """A table whose first column is its row headers, and a note below it; empty without rows.
+
+    The columns in `prose` wrap. Wide tables scroll sideways.
+    """
+    if not rows:
+        return Markup()
+    return macro("table", BLOCKS, caption, columns, rows, prose) + (paragraph(note, quiet=True) if note else "")
 
 
 def figure(title: str, picture: str, caption: str = "") -> Markup:
     """A plot with its title and caption; empty without a plot."""
     return macro("figure", BLOCKS, title, picture, caption) if picture else Markup()
+
+
+def plot(
+    title: str,
+    lines: Sequence[Line],
+    axes: tuple[str, str],
+    words: str,
+    caption: str = "",
+    zero: bool = False,
+    x_from_zero: bool = True,
+    top: float | None = None,
+) -> Markup:
+    """Curves as a figure, with its title and `words` for a screen reader; the rest as in `line_plot`."""
+    return figure(title, line_plot(lines, *axes, f"{title}: {words}", zero, x_from_zero, top), caption)
 
 
 def figures(*items: str) -> Markup:

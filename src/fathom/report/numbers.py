@@ -40,3 +40,10 @@ def in_words(number: float) -> str:
         if number >= size:
             return f"{number / size:.3g} {name}"
     return f"{number:.0f}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds as h:mm:ss or m:ss."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -7,7 +7,7 @@ screen a page puts several side by side.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from markupsafe import Markup
@@ -84,6 +84,16 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
     first = math.ceil(low / step - 1e-9)
     last = math.floor(high / step + 1e-9)
     return [round(i * step, 12) for i in range(first, last + 1)]
+
+
+def ends(lines: Iterable[Line], form: str) -> str:
+    """Where curves end, in words."""
+    return "; ".join(f"{line.name} ends at {line.y[-1]:{form}}" for line in lines)
+
+
+def reach(lines: Iterable[Line], form: str) -> str:
+    """Where curves begin and end, in words."""
+    return "; ".join(f"{line.name} from {line.y[0]:{form}} to {line.y[-1]:{form}}" for line in lines)
 
 
 def line_plot(

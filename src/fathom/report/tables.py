@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -18,6 +19,18 @@ NAME = 24
 def line_width() -> int:
     """Characters of a line: those of the terminal or of `COLUMNS`; a pipe has as many as a table needs."""
     return shutil.get_terminal_size((240, 24)).columns
+
+
+def print_report(tables: Iterable[Table], verdict: str, page: Path | None, more: str = "") -> None:
+    """Print tables, the verdict, a further remark, and the path of the page, if there is one."""
+    from rich.console import Console
+
+    console = Console(highlight=False, width=line_width())
+    for table in tables:
+        console.print(table, "")
+    console.print(verdict, markup=False, soft_wrap=True)
+    for text in filter(None, (more, page and f"report: {page.resolve()}")):
+        console.print(f"\n{text}", markup=False, soft_wrap=True)
 
 
 def terminal_table(caption: str, columns: Sequence[str], rows: Sequence[Sequence[str | Text]], left: int = 1) -> Table:
@@ -37,3 +50,12 @@ def terminal_table(caption: str, columns: Sequence[str], rows: Sequence[Sequence
     for row in rows:
         table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
     return table
+
+
+def markdown_table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> Iterator[str]:
+    """The lines of a table in Markdown: the first column is text, the others numbers."""
+    yield f"| {' | '.join(head)} |"
+    yield "| --- |" + " --: |" * (len(head) - 1)
+    for row in rows:
+        cells = (f"{cell:,}" if isinstance(cell, int) else str(cell) for cell in row)
+        yield f"| {' | '.join(cell.replace('|', chr(92) + '|').replace(chr(10), ' ') for cell in cells)} |"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from fathom.recipe import Recipe
 from fathom.report import html
-from fathom.report.plots import Line, line_plot
+from fathom.report.plots import Line
 from fathom.report.provenance import Provenance, provenance
 from fathom.training.hooks import Hook
 from fathom.training.tracking import read_metrics
@@ -114,10 +114,8 @@ def page(found: Probe, source: Provenance) -> str:
             Line(title, x, values, 0, marks=False),
             Line(f"least, at {at:.2g}", [x[edge]], [values[edge]], 1, joined=False),
         ]
-        words = f"{title} over the learning rate; it is least at {at:.2g}."
-        figures.append(
-            html.figure(title, line_plot(lines, "rate, log10", title.lower(), words, x_from_zero=False), words)
-        )
+        words = f"Least at a learning rate of {at:.2g}."
+        figures.append(html.plot(title, lines, ("rate, log10", title.lower()), words, words, x_from_zero=False))
     reading = [
         f"Every step has another learning rate; curves are means over {100 * SMOOTH:.0f} % of the steps on either "
         "side.",

@@ -17,6 +17,7 @@ from fathom.checkpoints.layout import ARMS, IDENTITY, METRICS
 from fathom.errors import SettingsError, to_install
 from fathom.recipe import Recipe
 from fathom.report.files import read_json, write_atomically, write_json
+from fathom.report.numbers import duration
 from fathom.training.hooks import Hook
 
 if TYPE_CHECKING:
@@ -225,10 +226,3 @@ def readable(values: Mapping[str, float]) -> dict[str, str]:
     shown["memory"] = f"{values['memory_bytes'] / 2**30:.1f} GiB"
     shown["ETA"] = duration(values["eta_seconds"])
     return shown
-
-
-def duration(seconds: float) -> str:
-    """Seconds as h:mm:ss or m:ss."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

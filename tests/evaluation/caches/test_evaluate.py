@@ -114,13 +114,13 @@ def test_the_page_draws_what_was_measured(here: Path, tmp_path: Path) -> None:
     pictures = Page(text).pictures
     assert "planted in a text of documents" in text and "Keys, before rotation: in the mean" in text
     for word in (
-        "Loss by position: average from",
+        "Loss: average from",
         "4 needles: average",
         "Cache bytes: average ends at",
-        "Keys, before rotation, of what varies, kept: tuned",
+        "Keys, before rotation: of what varies, kept: tuned",
     ):
         assert sum(picture.startswith(word) for picture in pictures) == 1, word
-    assert any(picture.startswith("Values, unmixed, of what varies") for picture in pictures)
+    assert any(picture.startswith("Values, unmixed: of what varies") for picture in pictures)
     assert "average − sinks" in text and "<script" not in text
 
 

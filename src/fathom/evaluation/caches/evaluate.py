@@ -41,6 +41,7 @@ from fathom.kvcache import METHODS, NAMES, Schedule, build_cache
 from fathom.kvcache.policy import CacheOptions, Policy, cache_policy
 from fathom.kvcache.whole import WHOLE
 from fathom.report.files import read_json
+from fathom.report.numbers import duration
 from fathom.report.progress import ProgressBar
 
 if TYPE_CHECKING:
@@ -369,13 +370,6 @@ def _speed(model: PreTrainedModel, usable: Tensor, width: int) -> tuple[float, f
             pass
         marks.append(time.perf_counter())
     return max(marks[1] - marks[0], 1e-9) / width, max(marks[-1] - marks[1], 1e-9) / 3
-
-
-def duration(seconds: float) -> str:
-    """Time in words."""
-    if seconds < 90:
-        return f"{max(1, round(seconds))} s"
-    return f"{seconds / 60:.0f} minutes" if seconds < 5400 else f"{seconds / 3600:.1f} hours"
 
 
 def _decoded(schedule: Schedule, lengths: Sequence[int]) -> int:

@@ -16,10 +16,10 @@ from fathom.evaluation.caches.results import CacheGap, CacheReport, CheckpointCa
 from fathom.evaluation.caches.spectrum import Shares
 from fathom.report import PAGE, html
 from fathom.report.numbers import DASH, size
-from fathom.report.plots import Line, line_plot
+from fathom.report.plots import Line, ends, reach
 from fathom.report.provenance import provenance
 from fathom.report.statistics import paired_difference
-from fathom.report.tables import line_width, terminal_table
+from fathom.report.tables import print_report, terminal_table
 
 
 def summarize(found: Mapping[str, CheckpointCaches], methods: Sequence[str], at: Sequence[int]) -> CacheReport:
@@ -164,15 +164,8 @@ def _cost_table(values: CheckpointCaches, report: CacheReport) -> Table:
 
 def show(report: CacheReport, out: Path | None) -> None:
     """The tables, the verdict, and the path of the page."""
-    from rich.console import Console
-
-    console = Console(highlight=False, width=line_width())
-    for name, values in report.checkpoints.items():
-        for caption, columns, rows in tables(name, values, report):
-            console.print(terminal_table(caption, columns, rows), "")
-    console.print(report.verdict, markup=False)
-    if out is not None:
-        console.print(f"\nreport: {(out / PAGE).resolve()}", markup=False, soft_wrap=True)
+    found = (table for name, values in report.checkpoints.items() for table in tables(name, values, report))
+    print_report((terminal_table(*table) for table in found), report.verdict, out and out / PAGE)
 
 
 # The page.
@@ -183,18 +176,15 @@ def page(report: CacheReport) -> str:
     legend = html.legend(report.methods)
     blocks = []
     for name, values in report.checkpoints.items():
-        loss, needles, cost = (
-            _loss_figures(values, report),
-            _needle_figures(values, report),
-            _cost_figures(values, report),
-        )
+        loss, needles = _loss_figures(values, report), _needle_figures(values, report)
+        cost = _cost_figures(values, report)
         shown = tables(name, values, report)
         blocks += [
             html.section(
                 f"{name}: loss by position", legend if loss else "", loss, _gaps(values), *_html(shown, "nats")
             ),
             html.section(f"{name}: needles", legend, needles, *_html(shown, "accuracy")) if needles else Markup(),
-            html.section(f"{name}: questions", *_html(shown, "answers")) if _html(shown, "answers") else Markup(),
+            html.section(f"{name}: questions", *_html(shown, "answers")),
             html.section(f"{name}: cost", legend, cost, *_html(shown, "costs")),
         ]
     title = f"Caches: {', '.join(report.methods)}"
@@ -218,21 +208,16 @@ def _loss_figures(values: CheckpointCaches, report: CacheReport) -> Markup:
         if method != control:
             against = curves[str(control)]
             gaps.append(Line(method, x, [a - b for a, b in zip(loss, against, strict=True)], i, marks=len(x) < 20))
-    words = "; ".join(f"{line.name} from {line.y[0]:.3f} to {line.y[-1]:.3f}" for line in lines)
-    apart = "; ".join(f"{line.name} ends at {line.y[-1]:+.3f}" for line in gaps)
     return html.figures(
-        html.figure("Loss", line_plot(lines, "tokens read", "nats per token", f"Loss by position: {words}")),
-        html.figure(
-            f"Minus {control}'s",
-            line_plot(gaps, "tokens read", "nats", f"Loss minus {control}'s by position: {apart}", zero=True),
-        ),
+        html.plot("Loss", lines, ("tokens read", "nats per token"), reach(lines, ".3f")),
+        html.plot(f"Minus {control}'s", gaps, ("tokens read", "nats"), ends(gaps, "+.3f"), zero=True),
     )
 
 
 def _gaps(values: CheckpointCaches) -> Markup:
     rows = [[f"{gap.method} − {gap.other}", str(gap), str(gap.pairs)] for gap in values.differences]
     caption = "Loss beyond the window, paired over documents, with 95 % intervals"
-    return html.table(caption, ["pair", "nats per token", "documents"], rows) if rows else Markup()
+    return html.table(caption, ["pair", "nats per token", "documents"], rows)
 
 
 def _needle_figures(values: CheckpointCaches, report: CacheReport) -> Markup:
@@ -243,9 +228,8 @@ def _needle_figures(values: CheckpointCaches, report: CacheReport) -> Markup:
             accuracy = values.caches[method].recall[task].accuracy
             places = [r for r, a in enumerate(accuracy) if a is not None]
             lines.append(Line(method, places, [a for a in accuracy if a is not None], i))
-        words = "; ".join(f"{line.name} " + " ".join(f"{y:.2f}" for y in line.y) for line in lines)
-        svg = line_plot(lines, "compressions in between", "accuracy", f"{task}: {words}", zero=True)
-        shown.append(html.figure(task.capitalize(), svg))
+        across = "compressions in between"
+        shown.append(html.plot(task.capitalize(), lines, (across, "accuracy"), _values(lines), zero=True))
     return html.figures(*shown)
 
 
@@ -262,8 +246,7 @@ def _cost_figures(values: CheckpointCaches, report: CacheReport) -> Markup:
         for i, method in enumerate(report.methods):
             found = values.caches[method].loads
             lines.append(Line(method, [load.tokens for load in found], [value(load) for load in found], i))
-        words = "; ".join(f"{line.name} ends at {line.y[-1]:.4g}" for line in lines)
-        shown.append(html.figure(title, line_plot(lines, "tokens read", label, f"{title}: {words}", zero=True)))
+        shown.append(html.plot(title, lines, ("tokens read", label), ends(lines, ".4g"), zero=True))
     return html.figures(*shown)
 
 
@@ -278,11 +261,12 @@ def _spectrum_figures(report: CacheReport) -> Markup:
             if shares is not None:
                 found: list[float] = getattr(shares, part)
                 lines.append(Line(name, list(range(len(found))), found, i))
-        if lines:
-            words = "; ".join(f"{line.name} " + " ".join(f"{y:.2f}" for y in line.y) for line in lines)
-            svg = line_plot(lines, "layer", "share of energy", f"{title}, {of}: {words}")
-            shown.append(html.figure(f"{title}: {of}", svg))
+        shown.append(html.plot(f"{title}: {of}", lines, ("layer", "share of energy"), _values(lines)))
     return html.figures(*shown)
+
+
+def _values(lines: Sequence[Line]) -> str:
+    return "; ".join(f"{line.name} " + " ".join(f"{y:.2f}" for y in line.y) for line in lines)
 
 
 def _method(report: CacheReport) -> list[str]:

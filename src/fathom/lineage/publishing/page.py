@@ -62,7 +62,7 @@ def render(found: Comparison, body: LineageReport, portraits: dict[str, Array] |
         glossary=GLOSSARY,
         models=[_model(item) for item in body.inputs],
         tampering=found.tampering,
-        pictures=[*_map(found), *_curve(found)],
+        pictures=html.figures(_map(found), _curve(found)),
         scores=_scores(found),
         drift=_drift(found),
         skipped=found.skipped,
@@ -99,31 +99,25 @@ def _model(item: ModelEntry) -> dict[str, str]:
     }
 
 
-def _map(found: Comparison) -> list[dict[str, str]]:
+def _map(found: Comparison) -> str:
     """Layer × layer similarity."""
     name, pair = found.pair.best, found.pair
     if name is None:
-        return []
+        return ""
     scores = pair.scores[name]
     down, across = (Axis("layer", [layer + 1 for layer in layers]) for layers in pair.layers)
     words = f"{SCORE_LABELS[name]} of each layer of {pair.a.name} with each of {pair.b.name}"
     matched = [(int(i), int(j)) for i, j in scores.pairs]
     caption = f"{SCORE_LABELS[name]}. Down: {pair.a.name}; across: {pair.b.name}. "
-    return [
-        {
-            "title": "Layer against layer",
-            "caption": f"{caption}Full colour is 1, none is 0; matched layers are outlined.",
-            "legend": "",
-            "plot": cell_plot(scores.map.tolist(), down, across, matched, words),
-        }
-    ]
+    caption += "Full colour is 1, none is 0; matched layers are outlined."
+    return html.figure("Layer against layer", cell_plot(scores.map.tolist(), down, across, matched, words), caption)
 
 
-def _curve(found: Comparison) -> list[dict[str, str]]:
+def _curve(found: Comparison) -> str:
     """Score of each matched layer, in front of the range of the controls."""
     name, pair = found.pair.best, found.pair
     if name is None or not pair.scores[name].pairs:
-        return []
+        return ""
     scores = pair.scores[name]
     order = sorted(range(len(scores.pairs)), key=lambda i: scores.pairs[i][1])
     layers = [pair.layers[1][scores.pairs[i][1]] + 1 for i in order]
@@ -139,14 +133,8 @@ def _curve(found: Comparison) -> list[dict[str, str]]:
     ends = "; ".join(f"{line.name} from {min(line.y):.3f} to {max(line.y):.3f}" for line in lines)
     caption = "The band is what the controls gave." if band else "No controls were given, so there is no null band."
     plot = line_plot(lines, "layer", "score", f"Score by layer: {ends}", zero=True, x_from_zero=False, top=1.0)
-    return [
-        {
-            "title": "Layer by layer",
-            "caption": f"{caption} Across: layers of {pair.b.name}.",
-            "legend": html.legend([line.name for line in lines]),
-            "plot": plot,
-        }
-    ]
+    legend = html.legend([line.name for line in lines])
+    return html.figure("Layer by layer", legend + plot, f"{caption} Across: layers of {pair.b.name}.")
 
 
 def _scores(found: Comparison) -> list[dict[str, str | None]]:
@@ -169,11 +157,12 @@ def _scores(found: Comparison) -> list[dict[str, str | None]]:
 
 
 def _drift(found: Comparison) -> str:
-    if found.verdict.drift is None or found.verdict.threshold is None:
+    drift, threshold = found.verdict.minimum_detectable_drift, found.verdict.threshold
+    if drift is None or threshold is None:
         return ""
     return (
-        f"Minimum detectable drift: weights that moved by more than {found.verdict.drift:.1f} times their own norm "
-        f"fall below the threshold of {found.verdict.threshold:.3f} and would not be seen by these scores."
+        f"Minimum detectable drift: weights that moved by more than {drift:.1f} times their own norm "
+        f"fall below the threshold of {threshold:.3f} and would not be seen by these scores."
     )
 
 

@@ -41,7 +41,7 @@ def made(found: Comparison, command: str, hashed: bool) -> LineageReport:
         hashed: Hash the files of all models, so that `verify` recognises them.
     """
     drawn = portraits_of(found) if found.options.has_extras(found.pair.a, found.pair.b) else None
-    pair, verdict, null = found.pair, found.verdict, found.null
+    pair, null = found.pair, found.null
     models = (pair.b, pair.a) if pair.swapped else (pair.a, pair.b)
     covered, depth_a, depth_b = found.coverage
     keys = () if found.inherited is None else ("share", "bar", "directions", "matrices")
@@ -71,17 +71,7 @@ def made(found: Comparison, command: str, hashed: bool) -> LineageReport:
         bounds=bounds(found),
         inherited=inherited,
         tampering=found.tampering,
-        verdict={
-            "label": verdict.label,
-            "sentence": verdict.sentence,
-            "meaning": verdict.meaning,
-            "alternatives": list(verdict.alternatives),
-            "sure": verdict.sure,
-            "reasons": verdict.reasons,
-            "threshold": verdict.threshold,
-            "minimum_detectable_drift": verdict.drift,
-            "not_claimed": list(verdict.not_claimed),
-        },
+        verdict=found.verdict,
         portraits={name: portrait_of(z) for name, z in (drawn or {}).items()},
         seconds=round(pair.seconds, 2),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fathom.lineage.comparison import Given, Options
+from fathom.lineage.verdict import Verdict
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ class LineageReport:
     bounds: Bounds
     inherited: dict[str, float] | None
     tampering: object
-    verdict: dict[str, object]
+    verdict: Verdict
     portraits: dict[str, PortraitEntry]
     seconds: float
 
