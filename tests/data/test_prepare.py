@@ -175,7 +175,8 @@ def run(arguments: dict[str, object], delay: float | None = None) -> bool:
 
 def finished_tasks(out: Path) -> dict[Path, int]:
     """The records of finished tasks, and when they were written."""
-    return {path: path.stat().st_mtime_ns for path in out.glob(f"{UNFINISHED}/stages/*/*/task.json")}
+    found = out.glob(f"{UNFINISHED}/stages/*/*/task.json")
+    return {path: path.stat().st_mtime_ns for path in found if path.parent.suffix != ".new"}
 
 
 def kill_and_resume(tmp_path: Path, tokenizer: str, times: int, workers: int, documents: int = 1500) -> None:

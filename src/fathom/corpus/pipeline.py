@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fathom.checkpoints.layout import LOCK, PLAN, RECIPE
+from fathom.checkpoints.layout import PLAN, RECIPE
 from fathom.corpus.budget import Budget, plan_budget
 from fathom.corpus.card import write_card
 from fathom.corpus.converse import check_template
+from fathom.corpus.counts import CorpusCounts
 from fathom.corpus.executor import Executing, executing, write_plan
 from fathom.corpus.ingest import collection_files
 from fathom.corpus.publish import budget_of, publish
@@ -33,8 +34,8 @@ from fathom.corpus.stage import (
     times_of,
 )
 from fathom.corpus.stages import ORDER
-from fathom.errors import DataError, HeldError
-from fathom.report.files import lock, write_atomically, write_json
+from fathom.errors import DataError
+from fathom.report.files import LOCK, claimed, write_atomically, write_json
 from fathom.report.progress import ProgressBar
 
 RUN = "run.json"
@@ -86,13 +87,7 @@ class Report:
             f"{self.directory}: {tokens:,} tokens of {counts['tokenize'].get('documents', 0):,} documents; "
             + (f"{done} tasks in {seconds:.1f} s" if done else "nothing had changed")
         ]
-        read, kept = counts["ingest"], counts["clean"].get("kept", 0)
-        lines.append(
-            f"  read {read.get('documents', 0):,}, unreadable {read.get('documents', 0) - read.get('ok', 0):,}, "
-            f"filtered {read.get('ok', 0) - kept:,}, duplicate {counts['duplicates'].get('removed', 0):,}, "
-            f"contaminated {counts['contamination'].get('dropped', 0):,} dropped and "
-            f"{counts['contamination'].get('cut', 0):,} cut"
-        )
+        lines.append(f"  {CorpusCounts.of(counts)}")
         if talk := counts["converse"]:
             lines.append(
                 f"  {talk['conversations']:,} conversations: {talk['targets']:,} of {talk['tokens']:,} trained "
@@ -161,12 +156,8 @@ def _locked(directory: Path) -> Iterator[None]:
     known = (RECIPE, RUN, STAGES, LOCK)
     if directory.is_dir() and any(directory.iterdir()) and not any((directory / name).exists() for name in known):
         raise DataError(f"{directory} holds other files: choose another directory with `out`")
-    directory.mkdir(parents=True, exist_ok=True)
-    try:
-        with lock(directory / LOCK):
-            yield
-    except HeldError as held:
-        raise DataError(f"{directory} is being built by another process{held.advice}") from None
+    with claimed(directory, " is being built by another process", DataError):
+        yield
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from fathom.report.files import asdict, digest, read_json, write_json
 TASK_BYTES, TASK_FILES = 1 << 27, 4096
 
 
+@dataclass(frozen=True)
 class AdvisedReading(Reading):
     """A reading whose errors name the options that allow more."""
 

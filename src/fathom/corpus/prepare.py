@@ -11,21 +11,21 @@ import shutil
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from fathom.checkpoints.layout import LOCK, TOKENIZER
+from fathom.checkpoints.layout import TOKENIZER
 from fathom.corpus.documents import read_part
 from fathom.corpus.executor import executing
 from fathom.corpus.pipeline import carry_out
 from fathom.corpus.plain import AdvisedReading, Encode, PrepareSettings, Read
 from fathom.corpus.publish import index_of
 from fathom.corpus.recipe import Executor
-from fathom.corpus.stage import REMEDY, TASK, WorkspaceOf, sweep
+from fathom.corpus.stage import MANIFEST, REMEDY, TASK, WorkspaceOf, sweep
 from fathom.corpus.tokens import FACTS, SHARDS, training_texts
 from fathom.data.shards import (
     FORMAT,
@@ -41,10 +41,10 @@ from fathom.data.shards import (
     token_dtype,
     write_index,
 )
-from fathom.data.sources import FileFormat, Oversize, Source, Undecodable
+from fathom.data.sources import FileFormat, Source
 from fathom.data.tokenizer import load_tokenizer, save_tokenizer, train_bpe, vocabulary_size
-from fathom.errors import DataError, HeldError
-from fathom.report.files import asdict, lock, read_json, write_json
+from fathom.errors import DataError
+from fathom.report.files import LOCK, asdict, claimed, read_json, write_json
 
 MAX_RECORD_BYTES = 3 << 20
 SMALLEST_RECORD = 64
@@ -79,25 +79,15 @@ class Summary:
 
 
 @dataclass(frozen=True)
-class PrepareOptions:
+class PrepareOptions(AdvisedReading):
     """How `prepare` reads its inputs, writes shards and trains a tokenizer."""
 
-    eos_token: str | None = None
-    """The token that ends every document; by default the tokenizer's EOS."""
-    text_field: str = "text"
-    """The JSON field or Parquet column that holds the text."""
-    domain_field: str | None = None
-    """The JSON field or Parquet column that names the domain of each document."""
-    separator: str | None = None
-    """A line that separates documents within text files (may be empty); by default a file is a document."""
-    file_format: FileFormat = "auto"
-    """Read every file as this format, regardless of its extension."""
-    undecodable: Undecodable = "error"
-    """What to do with text that is not UTF-8: stop, replace invalid bytes, or skip the document."""
-    oversize: Oversize = "error"
-    """What to do with a record over the size limit: stop, or skip it."""
     max_record_bytes: int = MAX_RECORD_BYTES
     """Maximum bytes of a line, a file, or the text between separators."""
+    eos_token: str | None = None
+    """The token that ends every document; by default the tokenizer's EOS."""
+    file_format: FileFormat = "auto"
+    """Read every file as this format, regardless of its extension."""
     shard_tokens: int = 1 << 27
     """Tokens after which a shard is closed."""
     tokenizer_bytes: int = 1 << 28
@@ -106,14 +96,7 @@ class PrepareOptions:
     @property
     def reading(self) -> AdvisedReading:
         """The options that determine how documents are read."""
-        return AdvisedReading(
-            self.text_field,
-            self.domain_field,
-            self.separator,
-            self.undecodable,
-            self.oversize,
-            self.max_record_bytes,
-        )
+        return AdvisedReading(**{field.name: getattr(self, field.name) for field in fields(AdvisedReading)})
 
 
 def prepare(
@@ -178,6 +161,7 @@ def prepare(
 def _make(workspace: WorkspaceOf[PrepareSettings], out: Path, executor: Executor) -> None:
     """Do what is left to do, and write the corpus."""
     place = workspace.directory
+    begun = place.exists()
     place.mkdir(exist_ok=True)
     try:
         sweep(place)
@@ -195,10 +179,18 @@ def _make(workspace: WorkspaceOf[PrepareSettings], out: Path, executor: Executor
             f"{error.filename or out}: {error.strerror or error}; run the same command to resume"
         ) from error
     except DataError:
-        if not any(place.glob(f"*/*/*/{TASK}")):  # nothing is lost, and the directory can be used again
+        if not begun and not _worth_keeping(workspace):  # the directory can be used again
             shutil.rmtree(place)
         raise
     shutil.rmtree(place)
+
+
+def _worth_keeping(workspace: WorkspaceOf[PrepareSettings]) -> bool:
+    """Whether some documents are encoded, or some inputs are read while others could not be."""
+    read = workspace.stage(Read.name)
+    return any(workspace.stage(Encode.name).glob(f"*/{TASK}")) or (
+        any(read.glob(f"*/{TASK}")) and not (read / MANIFEST).exists()
+    )
 
 
 def _save_tokenizer(workspace: WorkspaceOf[PrepareSettings]) -> None:
@@ -334,29 +326,14 @@ def _locked(out: Path) -> Iterator[None]:
     """Lock the output directory for this process; the operating system unlocks it however the process ends."""
     if out.exists() and not out.is_dir():
         raise DataError(f"{out} is not a directory")
-    made = [path for path in (out, *out.parents) if not path.exists()]
     try:
-        out.mkdir(parents=True, exist_ok=True)
-        if not _is_ours(out):
-            raise DataError(f"{out} contains other files: choose another directory")
+        ours = not out.exists() or _is_ours(out)
     except OSError as error:
         raise DataError(f"{out}: {error.strerror}") from None
-    with ExitStack() as stack:
-        stack.callback(_remove_empty, made)
-        try:
-            stack.enter_context(lock(out / LOCK))
-        except HeldError as held:
-            raise DataError(f"{out} is being prepared by another process{held.advice}") from None
-        except OSError as error:
-            raise DataError(f"{out}: {error.strerror}") from None
+    if not ours:
+        raise DataError(f"{out} contains other files: choose another directory")
+    with claimed(out, " is being prepared by another process", DataError):
         yield
-
-
-def _remove_empty(folders: Sequence[Path]) -> None:
-    """Remove empty folders, the innermost first."""
-    with suppress(OSError):
-        for folder in folders:
-            folder.rmdir()
 
 
 def _is_ours(out: Path) -> bool:

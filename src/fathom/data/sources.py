@@ -58,15 +58,15 @@ class Reading:
     advises: ClassVar[bool] = False
     """Whether errors name the options of `fathom prepare` that let reading continue."""
     text_field: str = "text"
-    """The JSON field or column with the text."""
+    """The JSON field or Parquet column that holds the text."""
     domain_field: str | None = None
-    """The field or column with the domain."""
+    """The JSON field or Parquet column that names the domain of each document."""
     separator: str | None = None
-    """The line that separates documents within a text file; None makes a file a document."""
+    """A line that separates documents within text files (may be empty); by default a file is a document."""
     undecodable: Undecodable = "error"
-    """What to do with text that is not UTF-8."""
+    """What to do with text that is not UTF-8: stop, replace invalid bytes, or skip the document."""
     oversize: Oversize = "error"
-    """What to do with a record of more bytes than `max_record_bytes`."""
+    """What to do with a record over the size limit: stop, or skip it."""
     max_record_bytes: int = MAX_TEXT_BYTES
     """Maximum bytes of a line, file, text between separators or Parquet value."""
 
@@ -122,7 +122,8 @@ def find_sources(
     """Resolve `[NAME=]INPUT`s to sources in a fixed order, and refuse unreadable ones; `out` as in `find_files`."""
     sources: list[Source] = []
     for text in inputs:
-        domain, name = _split_domain(text)
+        given, name = split_name(text)
+        domain = given or DEFAULT_DOMAIN
         if name.startswith(HUB):
             _require("datasets", name)
             sources.append(Source("hub", name, domain))
@@ -228,11 +229,10 @@ def _require_text(value: object, reading: Reading, where: str) -> str:
     return value
 
 
-def _split_domain(text: str) -> tuple[str, str]:
+def split_name(text: str) -> tuple[str | None, str]:
+    """`NAME=INPUT` as name and input; an existing path has no name."""
     match = re.match(r"([\w.-]+)=(.+)", text, re.DOTALL)
-    if match and not Path(text).exists():
-        return match[1], match[2]
-    return DEFAULT_DOMAIN, text
+    return (match[1], match[2]) if match and not Path(text).exists() else (None, text)
 
 
 def _expand(name: str, file_format: FileFormat, out: Path | None) -> list[Path]:

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from fathom.checkpoints.layout import METRICS, RECIPE, RESULT, run_and_step
-from fathom.evaluation.results import CorpusCounts, PhaseShares, RunBetween
+from fathom.corpus.counts import CorpusCounts
+from fathom.evaluation.results import PhaseShares, RunBetween
 from fathom.recipe import Recipe, load_recipe
 from fathom.report.files import read_json
 from fathom.training.results import RunResult
@@ -83,15 +84,4 @@ def corpus_beside(benchmark: Path) -> CorpusCounts | None:
     if not path.is_file():
         return None
     stages = read_json(path).get("stages", {})
-    counts = {name: stage.get("counts", {}) for name, stage in stages.items()}
-    read, kept = counts.get("ingest", {}), counts.get("clean", {}).get("kept", 0)
-    return CorpusCounts(
-        read=read.get("documents", 0),
-        unreadable=read.get("documents", 0) - read.get("ok", 0),
-        filtered=read.get("ok", 0) - kept,
-        duplicate=counts.get("duplicates", {}).get("removed", 0),
-        dropped=counts.get("contamination", {}).get("dropped", 0),
-        cut=counts.get("contamination", {}).get("cut", 0),
-        tokens=counts.get("tokenize", {}).get("tokens", 0),
-        conversations=counts.get("converse", {}).get("conversations", 0),
-    )
+    return CorpusCounts.of({name: stage.get("counts", {}) for name, stage in stages.items()})

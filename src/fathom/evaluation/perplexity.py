@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from fathom.checkpoints.layout import TOKENIZER_JSON
 from fathom.checkpoints.special_tokens import unknown_token
 from fathom.data.shards import INDEX, TokenDataset
-from fathom.data.sources import HUB, Reading, find_sources
+from fathom.data.sources import HUB, Reading, find_sources, split_name
 from fathom.data.tokenizer import plain
 from fathom.errors import SettingsError
 from fathom.evaluation.budgets import counting
@@ -189,7 +189,7 @@ def read_domains(
     given: set[str] = set()
     stems: list[str] = []
     for entry in inputs:
-        name, path = _named(entry)
+        name, path = split_name(entry)
         if not (Path(path) / INDEX).is_file():
             texts.append(f"{name or _stem(path)}={path}")
             given |= {name} if name else set()
@@ -445,13 +445,6 @@ def _shard_documents(corpus: TokenDataset, limit: int | None) -> list[Passage]:
         size = corpus.bytes_before(end) - corpus.bytes_before(start)
         documents.append(Passage(None, ids[:-1], size))  # the last is EOS
     return documents
-
-
-def _named(entry: str) -> tuple[str | None, str]:
-    name, equals, path = entry.partition("=")
-    if equals and name and "/" not in name and not Path(entry).exists() and not entry.startswith(HUB):
-        return name, path
-    return None, entry
 
 
 def _stem(path: str) -> str:

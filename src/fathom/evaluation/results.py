@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from fathom.corpus.counts import CorpusCounts
 from fathom.report.provenance import Provenance
 from fathom.report.statistics import LEAST_BOOTSTRAPPED, mcnemar, wilson
 from fathom.training.results import DecodingGap
@@ -212,34 +213,6 @@ class RunBetween:
     first_loss: float | None
     last_loss: float | None
     held_out_loss: float | None
-
-
-@dataclass
-class CorpusCounts:
-    """How many documents of a corpus were read, left out and why, and what is left."""
-
-    read: int
-    unreadable: int
-    filtered: int
-    duplicate: int
-    dropped: int
-    cut: int
-    tokens: int
-    conversations: int
-
-    def __str__(self) -> str:
-        """The contents of the corpus in a sentence."""
-        counts = {
-            "unreadable": self.unreadable,
-            "filtered out": self.filtered,
-            "duplicates": self.duplicate,
-            "dropped as contaminated": self.dropped,
-            "cut for the same reason": self.cut,
-        }
-        left = [f"{count:,} {words}" for words, count in counts.items() if count]
-        talk = f", and {self.conversations:,} conversations" if self.conversations else ""
-        out = ", ".join(left) or "none dropped"
-        return f"Of {self.read:,} documents read: {out}. {self.tokens:,} tokens remain{talk}."
 
 
 @dataclass

@@ -10,15 +10,16 @@ import math
 import os
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 
-from fathom.errors import HeldError
+from fathom.errors import FathomError, HeldError
 
+LOCK = ".lock"
 # Errors of file systems without locks, such as FUSE or a network drive whose lock service is down.
 NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL}
 
@@ -46,6 +47,33 @@ def lock(path: Path) -> Iterator[None]:
             with suppress(OSError):
                 path.unlink()
         taken.release()
+
+
+@contextmanager
+def claimed(directory: Path, busy: str, kind: type[FathomError]) -> Iterator[None]:
+    """Create a directory and lock it for this process; the system releases the lock when the process ends. A new
+    directory that stayed empty is removed.
+
+    Args:
+        directory: The directory.
+        busy: The error if another process holds it.
+        kind: The class of errors.
+    """
+    made = [path for path in (directory, *directory.parents) if not path.exists()]
+    try:
+        with ExitStack() as stack:
+            try:
+                directory.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(lock(directory / LOCK))
+            except HeldError as held:
+                raise kind(f"{directory}{busy}{held.advice}") from None
+            except OSError as error:
+                raise kind(f"{directory}: {error.strerror or error}") from None
+            yield
+    finally:
+        with suppress(OSError):
+            for path in made:
+                path.rmdir()
 
 
 def _native(path: Path) -> BaseFileLock | None:

@@ -6,7 +6,7 @@ import shlex
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -16,16 +16,17 @@ import torch
 from fathom.checkpoints.export import export
 from fathom.checkpoints.find import Facts, experiment_of, finished_model
 from fathom.checkpoints.hashes import changed
-from fathom.checkpoints.layout import LOCK, MODEL, RECIPE, RESULT, step_name
+from fathom.checkpoints.layout import MODEL, RECIPE, RESULT, step_name
 from fathom.checkpoints.runs import Saved, changes_of
 from fathom.data.puzzles import has_split, open_data
 from fathom.data.shards import TokenDataset
-from fathom.errors import HeldError, SettingsError, TrainingError
+from fathom.errors import SettingsError, TrainingError
 from fathom.models.loading import described
 from fathom.models.modeling import FathomForCausalLM
 from fathom.models.registry import AXES
 from fathom.recipe import Recipe, differences, load_recipe
-from fathom.report.files import asdict, lock, write_atomically, write_json
+from fathom.report.files import asdict, write_atomically, write_json
+from fathom.report.files import claimed as locked
 from fathom.training.adapters import AdapterFiles, merged
 from fathom.training.branching import CHANGEABLE, Branch, begin
 from fathom.training.build import Training, build_training
@@ -99,26 +100,9 @@ def train(
         return Run(recipe, place, ranks, callbacks, stack, command).train()
 
 
-@contextmanager
-def claimed(run_dir: Path) -> Iterator[None]:
-    """Lock a run directory for this process; the system releases the lock when the process ends. A new directory that
-    stayed empty is removed.
-    """
-    made = [path for path in (run_dir, *run_dir.parents) if not path.exists()]
-    try:
-        with ExitStack() as stack:
-            try:
-                run_dir.mkdir(parents=True, exist_ok=True)
-                stack.enter_context(lock(run_dir / LOCK))
-            except HeldError as held:
-                raise SettingsError(f"{run_dir}: another process is training this run{held.advice}") from None
-            except OSError as error:
-                raise SettingsError(f"{run_dir}: {error.strerror or error}") from None
-            yield
-    finally:
-        with suppress(OSError):
-            for path in made:
-                path.rmdir()
+def claimed(run_dir: Path) -> AbstractContextManager[None]:
+    """Lock a run directory for this process."""
+    return locked(run_dir, ": another process is training this run", SettingsError)
 
 
 def in_words(epochs: Mapping[str, float]) -> str:

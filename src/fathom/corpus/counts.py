@@ -1,0 +1,50 @@
+"""How many documents of a corpus were read, left out and kept."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass
+class CorpusCounts:
+    """How many documents of a corpus were read, left out and why, and what is left."""
+
+    read: int
+    unreadable: int
+    filtered: int
+    duplicate: int
+    dropped: int
+    cut: int
+    tokens: int
+    conversations: int
+
+    @classmethod
+    def of(cls, stages: Mapping[str, Mapping[str, int]]) -> CorpusCounts:
+        """From the counts of each stage."""
+        found = {name: stages.get(name, {}) for name in ("ingest", "clean", "duplicates", "contamination", "tokenize")}
+        read, readable = (found["ingest"].get(key, 0) for key in ("documents", "ok"))
+        return cls(
+            read=read,
+            unreadable=read - readable,
+            filtered=readable - found["clean"].get("kept", 0),
+            duplicate=found["duplicates"].get("removed", 0),
+            dropped=found["contamination"].get("dropped", 0),
+            cut=found["contamination"].get("cut", 0),
+            tokens=found["tokenize"].get("tokens", 0),
+            conversations=stages.get("converse", {}).get("conversations", 0),
+        )
+
+    def __str__(self) -> str:
+        """The contents of the corpus in a sentence."""
+        counts = {
+            "unreadable": self.unreadable,
+            "filtered out": self.filtered,
+            "duplicates": self.duplicate,
+            "dropped as contaminated": self.dropped,
+            "cut for the same reason": self.cut,
+        }
+        left = [f"{count:,} {words}" for words, count in counts.items() if count]
+        talk = f", and {self.conversations:,} conversations" if self.conversations else ""
+        out = ", ".join(left) or "none dropped"
+        return f"Of {self.read:,} documents read: {out}. {self.tokens:,} tokens remain{talk}."
