@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-from rich.console import Console
-from rich.table import Table
 
 from fathom.checkpoints.layout import PAGE, REPORT
-from fathom.cli.parser import Parser, add_recipe
+from fathom.cli.parser import Parser, add_recipe, add_running
 from fathom.errors import SettingsError
 from fathom.recipe import find_recipe, load_recipe
-
-if TYPE_CHECKING:
-    from fathom.experiments.compare_results import ComparisonReport
+from fathom.report.tables import print_report
 
 
 def add(parser: Parser) -> None:
@@ -35,21 +28,15 @@ def add(parser: Parser) -> None:
     parser.add_argument(
         "--pairs", type=int, default=12, help="timing rounds per arm, in the order A B B A; 0 for none (default: 12)"
     )
-    parser.add_argument("--out", type=Path, help="directory (default: runs/ and the recipe's name, -compare)")
-    parser.add_argument("--workers", type=int, default=1, help="worker processes on this machine; others may join")
-    parser.add_argument("--threads", type=int, help="CPU threads per worker (default: 1 with several workers)")
-    parser.add_argument("--report", action="store_true", help="only rewrite the report from finished runs")
-    parser.add_argument(
-        "--retry-failed", action="store_true", help="resume runs that diverged; otherwise they are excluded"
-    )
-    parser.add_argument("--json", action="store_true", help="print the report for a program")
+    add_running(parser, "the recipe's name, -compare")
 
 
 def run(options: Namespace) -> int:
     """Plan, run what is missing, and print. The directory of a comparison, instead of a recipe, resumes it."""
-    from fathom.experiments.compare import carry_out, refuse_torchrun, rewrite_report
+    from fathom.experiments.compare import carry_out, rewrite_report
     from fathom.experiments.compare_page import tables
     from fathom.experiments.plan import Plan, check, make_plan
+    from fathom.experiments.schedule import refuse_torchrun
 
     refuse_torchrun()
     retry = options.retry_failed
@@ -75,14 +62,5 @@ def run(options: Namespace) -> int:
     if options.json:
         print((out / REPORT).read_text(encoding="utf-8"), end="")
     else:
-        _show(report, out, tables(report))
+        print_report(tables(report), report.verdict, out / PAGE)
     return 0
-
-
-def _show(report: ComparisonReport, out: Path, found: Iterable[Table]) -> None:
-    """The tables, the verdict, and the path of the full report."""
-    console = Console(highlight=False)
-    for table in found:
-        console.print(table, "")
-    console.print(report.verdict, markup=False)
-    console.print(f"\nreport: {(out / PAGE).resolve()}", markup=False, soft_wrap=True)

@@ -6,10 +6,8 @@ import json
 from argparse import Namespace
 from pathlib import Path
 
-from rich.console import Console
-
 from fathom.checkpoints.layout import PAGE, REPORT
-from fathom.cli.parser import Parser, add_recipe
+from fathom.cli.parser import Parser, add_recipe, add_running
 from fathom.errors import SettingsError
 from fathom.experiments.rules import Rules, ladders_folder
 from fathom.recipe import describe as recipe_keys
@@ -31,9 +29,7 @@ def add(parser: Parser) -> None:
             "gives an arm that share of the layers"
         ),
     )
-    parser.add_argument("--out", type=Path, help="directory (default: runs/ and the ladder file's name)")
-    parser.add_argument("--workers", type=int, default=1, help="worker processes on this machine; others may join")
-    parser.add_argument("--threads", type=int, help="CPU threads per worker (default: 1 with several workers)")
+    add_running(parser, "the ladder file's name, -ladder")
     parser.add_argument(
         "--seeds",
         metavar="N[,N...]",
@@ -43,9 +39,6 @@ def add(parser: Parser) -> None:
     parser.add_argument(
         "--dry-run", action="store_true", help="print the runs, FLOPs, hours and expected intervals, and stop"
     )
-    parser.add_argument("--report", action="store_true", help="only rewrite the report from finished runs")
-    parser.add_argument("--retry-failed", action="store_true", help="resume runs that diverged")
-    parser.add_argument("--json", action="store_true", help="print the report for a program")
 
 
 def run(options: Namespace) -> int:
@@ -54,17 +47,16 @@ def run(options: Namespace) -> int:
     from fathom.experiments.ladder import add_seeds, climb, rewrite
     from fathom.experiments.ladder_page import tables
     from fathom.experiments.rungs import Ladder, checked, find_ladder, load_ladder
+    from fathom.experiments.schedule import check_processes
     from fathom.report.files import asdict
-    from fathom.report.tables import terminal_table
+    from fathom.report.tables import print_report, terminal_table
 
     if options.report and (options.retry_failed or options.dry_run):
         raise SettingsError("--report excludes options that run something")
-    for name, count in (("--workers", options.workers), ("--threads", options.threads)):
-        if count is not None and count < 1:
-            raise SettingsError(f"{name} {count}: allowed: 1 or more")
     if options.seeds is not None and (options.report or options.dry_run):
         raise SettingsError("--seeds adds runs and excludes --report and --dry-run")
-    source, console = Path(options.recipe), Console(highlight=False)
+    check_processes("ladder", options.workers, options.threads)
+    source = Path(options.recipe)
     if source.is_dir():
         if options.arms or options.overrides or options.out:
             raise SettingsError(f"{source}: a ladder resumes as planned; name its file to plan another one")
@@ -84,8 +76,7 @@ def run(options: Namespace) -> int:
         if options.json:
             print(json.dumps(asdict(found), indent=2))
         else:
-            console.print(terminal_table(*budget_rows(found)), "")
-            console.print(str(found), markup=False)
+            print_report([terminal_table(*budget_rows(found))], str(found), None)
         return 0
     if options.report:
         report = rewrite(ladder, out)
@@ -94,17 +85,12 @@ def run(options: Namespace) -> int:
     if options.json:
         print((out / REPORT).read_text(encoding="utf-8"), end="")
         return 0
-    for table in tables(report):
-        console.print(table, "")
-    console.print(report.verdict, markup=False)
-    sealed = report.prediction
+    sealed, words = report.prediction, ""
     if sealed is not None and any(row.observed is None for row in sealed.rows):
-        console.print(
-            f"\nprediction of the largest size sealed: {sealed.sha256} (publish it before the largest size is trained)",
-            markup=False,
-            soft_wrap=True,
+        words = (
+            f"prediction of the largest size sealed: {sealed.sha256} (publish it before the largest size is trained)"
         )
-    console.print(f"\nreport: {(out / PAGE).resolve()}", markup=False, soft_wrap=True)
+    print_report(tables(report), report.verdict, out / PAGE, words)
     return 0
 
 

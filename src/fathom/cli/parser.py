@@ -11,6 +11,7 @@ import re
 import typing
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from fathom.errors import SettingsError
@@ -202,6 +203,18 @@ def add_recipe(
     parser.add_argument("recipe", nargs="?" if runs else None, help=what)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="override values of the file")
     add_keys(parser, rows)
+
+
+def add_running(parser: Parser, name: str) -> None:
+    """Add the arguments of a comparison or a ladder: where and how it runs; `name` is its directory's."""
+    parser.add_argument("--out", type=Path, help=f"directory (default: runs/ and {name})")
+    parser.add_argument("--workers", type=int, default=1, help="worker processes on this machine; others may join")
+    parser.add_argument("--threads", type=int, help="CPU threads per worker (default: 1 with several workers)")
+    parser.add_argument("--report", action="store_true", help="only rewrite the report from finished runs")
+    parser.add_argument(
+        "--retry-failed", action="store_true", help="resume runs that diverged; otherwise they are excluded"
+    )
+    parser.add_argument("--json", action="store_true", help="print the report for a program")
 
 
 def add_keys(parser: Parser, rows: Callable[[], Iterable[Key]]) -> None:

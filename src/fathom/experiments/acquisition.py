@@ -95,7 +95,7 @@ def puzzle_result(state: State) -> PuzzleResult | None:
                 domains[name] = _shares(shares, curves, spent, None if beside is spent else beside)
             seeds = [run.seed for run in over]
             rows.append(PuzzleRow(size.index, arm.name, flops, seeds, domains))
-    return PuzzleResult(list(data.domains), data.puzzle.traits.chance, SOLVED, rows)
+    return PuzzleResult(list(data.domains), data.puzzle.traits.chance, rows)
 
 
 def _shares(
@@ -115,7 +115,6 @@ def _shares(
         solved=solved,
         low=low,
         high=high,
-        flops_to_solve=[run.most for run in spent.values()],
         sooner=found,
     )
 

@@ -12,20 +12,18 @@ Initial values are shared because each module draws from a generator seeded with
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
-import torch
-
 from fathom.checkpoints.layout import FAILED, MEASURED, PLAN, REPORT
-from fathom.errors import SettingsError, TrainingError
+from fathom.errors import SettingsError
 from fathom.experiments.arms import Equal
 from fathom.experiments.claims import Claim
 from fathom.experiments.compare_page import write_report
 from fathom.experiments.compare_results import ComparisonReport, Measurement
 from fathom.experiments.differences import seeds_changed, summarize
 from fathom.experiments.plan import Plan, RunTask, check_machine, make_plan, tasks
-from fathom.experiments.progress import Progress
-from fathom.experiments.schedule import one_thread, refuse_torchrun, run_training, work_off, work_together
+from fathom.experiments.schedule import carry_through, check_processes, one_thread, run_training, say, work_off
 from fathom.experiments.timing import measure
 from fathom.recipe import Recipe
 from fathom.report.files import write_json
@@ -94,11 +92,7 @@ def carry_out(
     """
 
     out = Path(out)
-    refuse_torchrun()
-    if workers < 1:
-        raise SettingsError(f"workers={workers}: allowed: 1 or more")
-    if threads is not None and threads < 1:
-        raise SettingsError(f"threads={threads}: allowed: 1 or more")
+    check_processes("compare", workers, threads)
     seeds_changed(plan, out)  # report a damaged file before any work
     check_machine(plan)
     out.mkdir(parents=True, exist_ok=True)
@@ -106,10 +100,7 @@ def carry_out(
     for task in tasks(plan, out) if retry_failed else ():
         if task.failure is not None:
             (task.run_dir / FAILED).unlink(missing_ok=True)
-    with Progress(plan, out, quiet):
-        finished = work(plan, out, threads) if workers == 1 else work_together(_resume, out, workers, threads or 1)
-    if not finished:
-        raise TrainingError("stopped; the same command resumes")
+    carry_through(partial(work, quiet=quiet), out, workers, threads)
     report = summarize(plan, out, provenance())
     write_report(report, out)
     return report
@@ -127,12 +118,12 @@ def rewrite_report(plan: Plan, out: Path) -> ComparisonReport:
     return report
 
 
-def work(plan: Plan, out: Path, threads: int | None = None) -> bool:
+def work(out: Path, quiet: bool) -> bool:
     """Run one task after another until none is left; False after a signal."""
-    if threads is not None:
-        torch.set_num_threads(threads)
-    return work_off(lambda: tasks(plan, out), run_task)
+    plan = Plan.read(out)
 
+    def told(task: RunTask, done: int, count: int) -> None:
+        if not quiet:
+            say(task, task.name, f"{done} of {count}")
 
-def _resume(out: Path, threads: int) -> bool:
-    return work(Plan.read(out), out, threads)
+    return work_off(lambda: tasks(plan, out), run_task, told)

@@ -211,7 +211,6 @@ class ArmResult:
     curve: Curve = field(default_factory=Curve)
     trips: ArmTrips | None = None
     difference: Difference | None = None
-    difference_bits_per_byte: Difference | None = None
     difference_by_position: list[Difference | None] = field(default_factory=list)
     difference_while_training: Band | None = None
 

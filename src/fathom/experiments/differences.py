@@ -309,11 +309,10 @@ def compare_runs(arms: Sequence[ArmResult]) -> list[PairGap]:
 
 
 def _add_differences(arms: Sequence[ArmResult], control: ArmResult) -> None:
-    """Add differences of the final loss, bits per byte, loss by position and domain, and loss while training."""
+    """Add differences of the final loss, loss by position and domain, and loss while training."""
     for arm in arms:
         pairs = _pairs(arm, control)
         arm.difference = _difference(pairs, lambda run: run.loss)
-        arm.difference_bits_per_byte = _difference(pairs, lambda run: run.bits_per_byte)
         places = range(len(control.position_loss))
         if len(arm.position_loss) == len(places):
             arm.difference_by_position = [_difference_at(place, pairs) for place in places]

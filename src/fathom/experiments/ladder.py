@@ -15,27 +15,23 @@ out/ladder.sbatch                   a Slurm job array that runs the ladder
 from __future__ import annotations
 
 import shlex
-import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from fathom.checkpoints.layout import ARMS, FAILED, LADDER, REPORT, RESULT
-from fathom.errors import SettingsError, TrainingError
+from fathom.errors import SettingsError
 from fathom.experiments.claims import Claim
 from fathom.experiments.compare import rewrite_report, run_task
 from fathom.experiments.ladder_page import write_report
 from fathom.experiments.ladder_results import LadderReport
 from fathom.experiments.multipliers import summarize
-from fathom.experiments.plan import RunTask, check_machine
+from fathom.experiments.plan import check_machine
 from fathom.experiments.rungs import RUNGS, TUNE, Ladder
-from fathom.experiments.schedule import refuse_torchrun, run_training, work_off, work_together
+from fathom.experiments.schedule import carry_through, check_processes, run_training, say, work_off
 from fathom.experiments.stages import STAGES, LadderRun, State, Work
 from fathom.report.files import write_atomically, write_json
 from fathom.report.provenance import Provenance, provenance, recorded
-from fathom.training.results import held_out
 
 RATES = "rates.json"
 SLURM = "ladder.sbatch"
@@ -61,18 +57,11 @@ def climb(
         quiet: Print nothing.
         retry_failed: Resume runs that diverged; otherwise they are excluded.
     """
-    refuse_torchrun("ladder")
-    if workers < 1:
-        raise SettingsError(f"workers={workers}: allowed: 1 or more")
+    check_processes("ladder", workers, threads)
     ladder = settle(ladder, out, workers)
     if retry_failed:
         _forget_failures(State(ladder, out))
-    job = partial(_resume, until=until, quiet=quiet)
-    finished = (
-        work(ladder, out, threads, until, quiet) if workers == 1 else work_together(job, out, workers, threads or 1)
-    )
-    if not finished:
-        raise TrainingError("stopped; the same command resumes")
+    carry_through(partial(work, until=until, quiet=quiet), out, workers, threads)
     return report(ladder, out)
 
 
@@ -96,11 +85,9 @@ def _as_written(ladder: Ladder, out: Path) -> Ladder:
     return before
 
 
-def work(ladder: Ladder, out: Path, threads: int | None = None, until: str = STAGES[-1], quiet: bool = False) -> bool:
+def work(out: Path, until: str, quiet: bool) -> bool:
     """Take one run after another until a stage is over; False if a signal came."""
-    if threads is not None:
-        torch.set_num_threads(threads)
-    state = State(ladder, out)
+    state = State(Ladder.read(out), out)
     stage = STAGES[0]
 
     def upcoming() -> list[Work]:
@@ -110,8 +97,9 @@ def work(ladder: Ladder, out: Path, threads: int | None = None, until: str = STA
         return tasks
 
     def told(task: Work, done: int, count: int) -> None:
-        if not quiet and (task.done or task.failure is not None):  # else its control failed meanwhile
-            print(f"{_said(task)}  ({done} of {count} in {stage})", file=sys.stderr, flush=True)
+        if not quiet:
+            name = task.name if isinstance(task, LadderRun) else f"rung {task.out.name}, {task.name}"
+            say(task, name, f"{done} of {count} in {stage}")
 
     return work_off(upcoming, lambda task, claim: _do(state, stage, task, claim), told)
 
@@ -164,10 +152,6 @@ wait "$pid"
 """
 
 
-def _resume(out: Path, threads: int, until: str, quiet: bool) -> bool:
-    return work(Ladder.read(out), out, threads, until, quiet)
-
-
 def _do(state: State, stage: str, task: Work, claim: Claim) -> bool:
     """Run or resume a run; False if a signal stopped it."""
     facts = dict[str, str]()
@@ -181,16 +165,6 @@ def _do(state: State, stage: str, task: Work, claim: Claim) -> bool:
     if task.seed is None:
         return run_task(task, claim)
     return run_training(task.plan.run_recipe(task.arm, task.seed), task.run_dir, claim, **facts)
-
-
-def _said(task: Work) -> str:
-    """The result of a run in one line."""
-    name = task.name if isinstance(task, LadderRun) else f"rung {task.out.name}, {task.name}"
-    if task.failure is not None:
-        return f"{name}: diverged at step {task.failure.step}"
-    if isinstance(task, RunTask) and task.seed is None:
-        return f"{name}: timed"
-    return f"{name}: held-out loss {held_out(task.run_dir).loss:.4f}"
 
 
 def _forget_failures(state: State) -> None:

@@ -164,16 +164,6 @@ class Law:
 
 
 @dataclass(frozen=True)
-class NoiseRow:
-    """Noise over seeds: of a run by rung; of each arm's pairs, correlation and own deviation."""
-
-    single_by_rung: list[float | None]
-    paired: dict[str, float]
-    correlation: dict[str, float]
-    own_deviation: dict[str, Interval]
-
-
-@dataclass(frozen=True)
 class Forecast:
     """An arm's difference and ln M at the last rung, as predicted from the rungs before it."""
 
@@ -300,7 +290,6 @@ class PuzzleShares:
     solved: int
     low: float
     high: float
-    flops_to_solve: list[float]
     sooner: Sooner | None
 
 
@@ -321,7 +310,6 @@ class PuzzleResult:
 
     domains: list[str]
     chance: float
-    solved_at: float
     rows: list[PuzzleRow]
 
 
@@ -348,7 +336,6 @@ class LadderReport(Provenance):
     arms: list[ArmRow]
     tuning: list[dict[str, TunedRow]]
     law: Law | None
-    noise: NoiseRow | None
     prediction: PredictionRow | None
     seed_control: SeedControl | None
     phi: Phi | None

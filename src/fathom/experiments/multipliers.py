@@ -24,7 +24,6 @@ from fathom.experiments.ladder_results import (
     LadderReport,
     Law,
     Multiplier,
-    NoiseRow,
     Outcome,
     Phi,
     PredictionRow,
@@ -127,7 +126,6 @@ def summarize(state: State, source: Provenance) -> LadderReport:
         arms=arms,
         tuning=[{name: one.row for name, one in rows.items()} for rows in state.tuning()[1]],
         law=_law(studies),
-        noise=_noise(studies),
         prediction=_prediction(state) if tuned else None,
         seed_control=_seed_control(state) if tuned else None,
         phi=_phi(state) if tuned else None,
@@ -394,20 +392,6 @@ def _law(studies: Sequence[Study]) -> Law | None:
     """The control's law, from the first arm's posterior."""
     fit = next((study.fit for study in studies if study.fit is not None), None)
     return None if fit is None else Law(Interval.of(fit.floor), Interval.of(fit.slope))
-
-
-def _noise(studies: Sequence[Study]) -> NoiseRow | None:
-    """Noise over seeds: standard deviations of a run (by rung) and of a paired difference, and correlations."""
-    study = next((study for study in studies if study.fit is not None), None)
-    if study is None or study.fit is None:
-        return None
-    single = [noise_of([rung]) for rung in study.rungs]
-    return NoiseRow(
-        single_by_rung=[None if noise is None else noise.single for noise in single],
-        paired={s.arm.name: s.fit.noise.paired for s in studies if s.fit is not None},
-        correlation={s.arm.name: s.fit.noise.correlation for s in studies if s.fit is not None},
-        own_deviation={s.arm.name: Interval.of(s.fit.own) for s in studies if s.fit is not None},
-    )
 
 
 def _prediction(state: State) -> PredictionRow | None:

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from multiprocessing import parent_process
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -26,6 +27,7 @@ from fathom.experiments.claims import Claim, Claims
 from fathom.experiments.compare_results import Failure
 from fathom.recipe import Recipe
 from fathom.report.files import write_json
+from fathom.report.progress import ProgressBar
 from fathom.report.provenance import hardware
 from fathom.training import Hook, train
 from fathom.training.results import held_out
@@ -57,6 +59,18 @@ class Task(Protocol):
     @property
     def settled(self) -> bool:
         """Whether nothing is left to do."""
+
+    @property
+    def done(self) -> bool:
+        """Whether its result exists."""
+
+    @property
+    def failure(self) -> Failure | None:
+        """Why training failed; None if it did not."""
+
+    @property
+    def run_dir(self) -> Path:
+        """The directory of its run, unless it measures time."""
 
 
 T = TypeVar("T", bound=Task)
@@ -97,6 +111,17 @@ def work_off(
         tidy()
 
 
+def say(task: Task, name: str, where: str) -> None:
+    """Print the result of a task in one line; nothing if it has none because the control failed."""
+    if task.failure is not None:
+        result = f"failed at step {task.failure.step}"
+    elif not task.done:
+        return
+    else:
+        result = "timed" if task.timed else f"held-out loss {held_out(task.run_dir).loss:.4f}"
+    print(f"{name}: {result}  ({where})", file=sys.stderr, flush=True)
+
+
 def _ready(pending: Sequence[T]) -> Sequence[T]:
     """Tasks that may start now. On an accelerator, which is timed by the wall clock, measurements run alone."""
     runs = [task for task in pending if not task.timed]
@@ -116,7 +141,8 @@ def run_training(recipe: Recipe, run_dir: Path, claim: Claim, **facts: str) -> b
     run_dir.mkdir(parents=True, exist_ok=True)
     write_json(run_dir / MACHINE, {**hardware(), **facts})
     try:
-        finished = train(recipe, run_dir, callbacks=[Watch(claim)]).finished
+        with ProgressBar(run_dir.name, recipe.train.steps) as bar:
+            finished = train(recipe, run_dir, callbacks=[Watch(claim, bar)]).finished
         if finished and not math.isfinite(held_out(run_dir).loss):
             claim.require()
             (run_dir / RESULT).unlink()  # first, so that a run that is killed here is evaluated again
@@ -131,14 +157,18 @@ def run_training(recipe: Recipe, run_dir: Path, claim: Claim, **facts: str) -> b
 
 
 class Watch(Hook):
-    """Stops a run whose claim was taken over, because two writers would damage its directory."""
+    """Shows the progress of a run, and stops it if its claim was taken over: two writers would damage its directory."""
 
-    def __init__(self, claim: Claim) -> None:
-        self.claim = claim
+    def __init__(self, claim: Claim, bar: ProgressBar) -> None:
+        self.claim, self.bar = claim, bar
+        self.alone = parent_process() is None
+        """Whether no other process draws on the same terminal."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Check the claim once per logged step."""
         self.claim.require()
+        if self.alone:
+            self.bar.update(step)
 
 
 def refuse_torchrun(command: str = "compare") -> None:
@@ -147,15 +177,34 @@ def refuse_torchrun(command: str = "compare") -> None:
         raise SettingsError(f"{command} runs one process per arm: use `workers`, not torchrun")
 
 
-def work_together(job: Callable[[Path, int], bool], out: Path, workers: int, threads: int) -> bool:
-    """Start workers and wait. If one fails, the others save checkpoints and end.
+def check_processes(command: str, workers: int, threads: int | None) -> None:
+    """Refuse torchrun, and numbers of processes and threads below one."""
+    refuse_torchrun(command)
+    for name, count in (("workers", workers), ("threads", threads)):
+        if count is not None and count < 1:
+            raise SettingsError(f"{name}={count}: allowed: 1 or more")
+
+
+def carry_through(job: Callable[[Path], bool], out: Path, workers: int, threads: int | None) -> None:
+    """Do the work of a directory in one process or several; a `TrainingError` if a signal stopped it.
 
     Args:
-        job: What a worker does in `out` with `threads` threads, importable by name; False if a signal came.
+        job: What a process does in `out`, importable by name; False if a signal came.
         out: The directory.
         workers: Processes.
-        threads: CPU threads of each.
+        threads: CPU threads of each; one if there are several workers, else torch's choice.
     """
+    if workers > 1:
+        finished = _together(job, out, workers, threads or 1)
+    else:
+        if threads is not None:
+            torch.set_num_threads(threads)
+        finished = job(out)
+    if not finished:
+        raise TrainingError("stopped; the same command resumes")
+
+
+def _together(job: Callable[[Path], bool], out: Path, workers: int, threads: int) -> bool:
     context = multiprocessing.get_context("spawn")
     with _environment(OMP_NUM_THREADS=str(threads)):
         team = [context.Process(target=_worker, args=(job, out, threads, os.getpid())) for _ in range(workers)]
@@ -178,11 +227,12 @@ def work_together(job: Callable[[Path, int], bool], out: Path, workers: int, thr
     return not any(process.exitcode for process in team)
 
 
-def _worker(job: Callable[[Path, int], bool], out: Path, threads: int, parent: int) -> None:
+def _worker(job: Callable[[Path], bool], out: Path, threads: int, parent: int) -> None:
     """The main function of a worker process, which ends when its parent does."""
     threading.Thread(target=_follow, args=(parent,), daemon=True).start()
     try:
-        finished = job(out, threads)
+        torch.set_num_threads(threads)
+        finished = job(out)
     except KeyboardInterrupt:
         finished = False
     except FathomError as error:

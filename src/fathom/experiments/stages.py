@@ -379,22 +379,19 @@ class State:
 
     # The check at the top
 
-    def judged(self) -> list[tuple[Arm, float, float]]:
-        """Arms with the median of ln M at the last rung and its p by Holm, where there is a posterior."""
-        found = []
+    def judged(self) -> dict[Arm, float]:
+        """The p-value, by Holm, of M = 1 at the last rung, of arms that have a posterior."""
+        found = {}
         for arm in self.ladder.every_arm[1:]:
             fitted = self.fit(arm, self.ladder.sizes)
             if fitted is not None and fitted.usable:
-                x = math.log(self.flops(arm, self.ladder.sizes[-1]))
-                draws = sorted(fitted.log_multiplier(x).tolist())
-                found.append((arm, draws[len(draws) // 2], fitted.sides(x)))
-        adjusted = holm([p for _, _, p in found])
-        return [(arm, median, p) for (arm, median, _), p in zip(found, adjusted, strict=True)]
+                found[arm] = fitted.sides(math.log(self.flops(arm, self.ladder.sizes[-1])))
+        return dict(zip(found, holm(list(found.values())), strict=True))
 
     def checks(self) -> list[LadderRun]:
         """Runs at half and twice the learning rate at the last rung: of the control and of each arm called better or
         worse."""
-        sure = [arm for arm, _, p in self.judged() if p < SURE and not arm.name.startswith(MATCHED)]
+        sure = [arm for arm, p in self.judged().items() if p < SURE and not arm.name.startswith(MATCHED)]
         if not self.ladder.rules.check or len(self.ladder.sizes) < 3 or not sure:
             return []
         return [self._check(arm, place) for arm in (self.ladder.control, *sure) for place in (-1, 1)]
