@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from fathom.data.batches import IGNORED, BatchPlan, evaluation_batches
+from fathom.data.batches import BatchPlan, evaluation_batches
 from fathom.data.puzzles import KINDS, MODULUS, PuzzleDataset, open_puzzle
+from fathom.data.rows import IGNORED
 from fathom.errors import DataError, SettingsError
 from fathom.recipe import parse_recipe
 from fathom.training import train

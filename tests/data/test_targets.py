@@ -13,10 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fathom.data.batches import IGNORED, BatchPlan, evaluation_batches
+from fathom.data.batches import BatchPlan, evaluation_batches
 from fathom.data.collections import open_mixture
 from fathom.data.mixture import Mixture, Phase
 from fathom.data.puzzles import open_data
+from fathom.data.rows import IGNORED
 from fathom.data.shards import TokenDataset, file_crc32, read_index, write_index
 from fathom.data.targets import TargetDataset, pack_rows
 from fathom.errors import DataError

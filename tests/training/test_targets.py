@@ -12,7 +12,8 @@ from examples.minerals import EXCHANGES, World
 
 from fathom.corpus.pipeline import build
 from fathom.corpus.recipe import parse_corpus_recipe
-from fathom.data.batches import IGNORED, Batch
+from fathom.data.batches import Batch
+from fathom.data.rows import IGNORED
 from fathom.data.targets import TargetDataset
 from fathom.data.tokenizer import load_tokenizer
 from fathom.models.modeling import FathomForCausalLM

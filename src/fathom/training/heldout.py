@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fathom.data.batches import IGNORED, Batch, evaluation_batches, windows_of
+from fathom.data.batches import Batch, evaluation_batches
 from fathom.data.puzzles import PuzzleDataset
+from fathom.data.rows import IGNORED, windows_of
 from fathom.data.shards import TokenDataset
 from fathom.data.targets import TargetDataset
 from fathom.recipe import Recipe
