@@ -403,7 +403,7 @@ class Recipe(Section):
         if kvcache.method == "full":
             return
         shorter = (
-            f"allowed: less than data.sequence_length={length}(a window as long as a sequence is never compressed)"
+            f"allowed: less than data.sequence_length={length} (a window as long as a sequence is never compressed)"
         )
         yield (kvcache.window or 0) < length, "kvcache.window", shorter
         one_text = data.packing == "windows"

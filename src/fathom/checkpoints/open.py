@@ -95,8 +95,8 @@ def open_checkpoint(
         dtype: `auto` (as stored, or float32 if the CPU is slow with the stored type), `float32`, `bfloat16` or
             `float16`.
         trust_remote_code: Let transformers run Python files of the directory, for architectures that neither
-       transformers nor Fathom knows. Known architectures need no code. verify: Compare weights above 2 GB with
-       `weights.sha256` too; smaller ones are always compared.
+            transformers nor Fathom knows. Known architectures need no code.
+        verify: Compare weights above 2 GB with `weights.sha256` too; smaller ones are always compared.
     """
     if dtype not in DTYPES:
         raise ModelError(f"dtype {dtype!r}: allowed: {', '.join(DTYPES)}")

@@ -10,13 +10,14 @@ from rich.table import Table
 from fathom.models import FathomConfig
 from fathom.models.cost import cache_bytes_per_token, count_parameters, flops_per_token, mechanism_cost
 from fathom.models.registry import AXES, DEFAULTS, known
+from fathom.models.roles import Cost
 from fathom.report.numbers import short
 
 SEQUENCE = 2048
 
 
-@dataclass(frozen=True)
-class MechanismRow:
+@dataclass(frozen=True, kw_only=True)
+class MechanismRow(Cost):
     """One mechanism: what it is, what it adds to a model per token, and its share of the model's FLOPs."""
 
     name: str
@@ -25,13 +26,6 @@ class MechanismRow:
     paper: str
     closed: dict[str, object] | None
     options: dict[str, object]
-    parameters: int
-    flops: float
-    elementwise_flops: float
-    cache_bytes: int
-    transient_bytes: int
-    io_bytes: int
-    training_flops: float
     flops_share: float
 
 
@@ -76,19 +70,13 @@ def mechanism_rows(config: FathomConfig, bytes_per_scalar: int = 2) -> Iterator[
         chosen = with_mechanism(config, mechanism.axis, mechanism.name)
         cost = mechanism_cost(chosen, bytes_per_scalar)
         yield MechanismRow(
+            **vars(cost),
             name=mechanism.name,
             axis=mechanism.axis,
             summary=mechanism.summary,
             paper=mechanism.paper,
             closed=None if mechanism.closed is None else dict(mechanism.closed),
             options=getattr(chosen, f"{mechanism.axis}_options"),
-            parameters=cost.parameters,
-            flops=cost.flops,
-            elementwise_flops=cost.elementwise_flops,
-            cache_bytes=cost.cache_bytes,
-            transient_bytes=cost.transient_bytes,
-            io_bytes=cost.io_bytes,
-            training_flops=cost.training_flops,
             flops_share=cost.flops / forward,
         )
 

@@ -329,34 +329,20 @@ def compare(
     options = options or Options()
     if null_file is not None:
         nulls.read(null_file, structure_class(a, b))  # refused before the work if it does not fit
+    measured: dict[str, tuple[str, list[Pair]]] = {}
     with holding(a, b):
-        return _compare(a, b, controls, null_file, options, progress)
+        pair = measure(a, b, options, progress)
+        for where in controls:
+            other = where if isinstance(where, Weights) else open_weights(where)
+            if (digest := nulls.digest(other)) in measured:
+                continue
 
+            def told(at: str, name: str = other.name) -> None:
+                progress(f"control {name}: {at}")
 
-def _compare(
-    a: Weights,
-    b: Weights,
-    controls: Sequence[str | Path | Weights],
-    null_file: Path | None,
-    options: Options,
-    progress: Told,
-) -> Comparison:
-    pair = measure(a, b, options, progress)
-    measured: list[tuple[str, list[Pair]]] = []
-    seen: set[str] = set()
-    for where in controls:
-        other = where if isinstance(where, Weights) else open_weights(where)
-        name, digest = other.name, nulls.digest(other)
-        if digest in seen:
-            continue
-        seen.add(digest)
-
-        def told(at: str, name: str = name) -> None:
-            progress(f"control {name}: {at}")
-
-        with holding(a, b, other):
-            measured.append((name, [measure(w, other, options, told) for w in (a, b)]))
-    return judge(pair, measured, null_file, options)
+            with holding(a, b, other):
+                measured[digest] = other.name, [measure(w, other, options, told) for w in (a, b)]
+        return judge(pair, list(measured.values()), null_file, options)
 
 
 def judge(
