@@ -132,7 +132,7 @@ def test_words() -> None:
 def shares(accuracy: list[float], ratio: Sooner | None) -> PuzzleShares:
     solved = sum(share >= 0.9 for share in accuracy)
     low, high = wilson(solved, len(accuracy))
-    return PuzzleShares(accuracy, [], statistics.median(accuracy), solved, low, high, [], ratio)
+    return PuzzleShares(accuracy, [], statistics.median(accuracy), solved, low, high, ratio)
 
 
 def test_the_sentence_names_what_is_told_apart() -> None:
@@ -142,7 +142,7 @@ def test_the_sentence_names_what_is_told_apart() -> None:
         level = sooner([at(8.0)] * pairs, [at(8.0)] * pairs)
         arms = {"vanilla": None, "loop": ratio, **dict.fromkeys([f"other{i}" for i in range(others)], level)}
         rows = [PuzzleRow(1, name, 1.0, [0], {"hops-2": shares([0.95] * pairs, found)}) for name, found in arms.items()]
-        words = puzzle_words("vanilla", PuzzleResult(["hops-2"], 0.25, 0.9, rows))
+        words = puzzle_words("vanilla", PuzzleResult(["hops-2"], 0.25, rows))
         assert words[0].endswith("by solved runs no arm differs significantly from vanilla")
         assert words[1:] == ["until it solves this level, vanilla needs 2.00 times the FLOPs of loop"] * named
 
