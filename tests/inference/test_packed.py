@@ -231,12 +231,11 @@ def test_without_onednn(monkeypatch):
 # Serving.
 
 
-def test_one_thread_packs_nothing(monkeypatch):
-    said = []
-    for threads in (1, 2):
-        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        said.append(packed.pays())
-    assert said == [False, True]
+@pytest.mark.parametrize(("threads", "processor", "pays"), [(1, "AVX2", False), (1, "AVX512", True), (2, "AVX2", True)])
+def test_one_thread_packs_if_its_products_are_fast(monkeypatch, threads, processor, pays):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: processor)
+    assert packed.pays() is pays
 
 
 @pytest.mark.slow

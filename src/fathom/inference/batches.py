@@ -15,6 +15,7 @@ cache depends on the model:
 from __future__ import annotations
 
 import copy
+import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, cast
@@ -230,6 +231,14 @@ class SlabLayer(GrowingLayer):
         return self.slab.most
 
 
+def set_aside(count: int, like: Tensor) -> Tensor:
+    """A flat tensor for what is kept for long. On a CPU it has pages of its own: in the heap it would lie between
+    activations, whose memory the heap could then not reuse."""
+    if like.device.type != "cpu":
+        return like.new_empty(count)
+    return torch.frombuffer(mmap.mmap(-1, count * like.element_size()), dtype=like.dtype, count=count)
+
+
 class SlabBatch(LiveBatch):
     """Models of one trip, or of trips that do not read one another: masks hold each sequence's length."""
 
@@ -250,8 +259,12 @@ class SlabBatch(LiveBatch):
     def kept(self, row: int | None = None) -> tuple[object, int]:
         """See `LiveBatch.kept`."""
         at, tokens = (len(self), self.read_already) if row is None else (row, self.lengths[row])
-        state = [tuple(x[at, :, :tokens].clone() for x in (layer.keys, layer.values)) for layer in self.cache.layers]
-        return state, sum(x.nbytes for pair in state for x in pair)
+        parts = [x[at, :, :tokens] for layer in self.cache.layers for x in (layer.keys, layer.values)]
+        whole = set_aside(sum(x.numel() for x in parts), parts[0])
+        copies = [
+            to.view(x.shape).copy_(x) for to, x in zip(whole.split([x.numel() for x in parts]), parts, strict=True)
+        ]
+        return list(zip(copies[::2], copies[1::2], strict=True)), whole.nbytes
 
     def take_over(self, state: object, count: int) -> None:
         """See `LiveBatch.take_over`."""
