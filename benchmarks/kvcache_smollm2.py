@@ -40,7 +40,7 @@ from fathom.kvcache.build import cache_of, config_of
 from fathom.kvcache.memory import Memory
 from fathom.kvcache.method import Held, Method
 from fathom.kvcache.rope import Rope
-from fathom.report.numbers import signed, size
+from fathom.report.numbers import size
 from fathom.report.plots import ticks
 from fathom.report.provenance import provenance
 from fathom.report.statistics import paired_difference, wilson
@@ -257,18 +257,18 @@ def table(log: Path) -> Iterator[str]:
     asked = [(line["cell"], one) for line in found if line["cell"]["kind"] == "questions" for one in line["found"]]
     full = {place(line["cell"]): line["found"]["nats"] for line in texts if line["cell"]["method"] == "full"}
     kinds = sorted({(line["cell"]["text"], line["cell"]["length"]) for line in texts}, key=lambda kind: kind[::-1])
-    yield "| cache | " + " | ".join(f"{name}, {length:,}" for name, length in kinds) + " | peak | mean | ms a token |"
-    yield "| --- |" + " ---: |" * (len(kinds) + 3)
+    heads = [f"{name}, {length:,}" for name, length in kinds]
+    yield f"| cache | all | {' | '.join(heads)} | peak | mean | ms a token |"
+    yield "| --- |" + " ---: |" * (len(kinds) + 4)
     for method, share in rows(texts):
         mine = [line for line in texts if (line["cell"]["method"], line["cell"]["share"]) == (method, share)]
-        cells = []
-        for name, length in kinds:
-            pairs = [
-                (line["found"]["nats"], full[place(line["cell"])])
-                for line in mine
-                if (line["cell"]["text"], line["cell"]["length"]) == (name, length) and place(line["cell"]) in full
-            ]
-            cells.append(nats(pairs, method))
+        pairs = [
+            ((line["cell"]["text"], line["cell"]["length"]), (line["found"]["nats"], full[place(line["cell"])]))
+            for line in mine
+            if place(line["cell"]) in full
+        ]
+        cells = [nats([pair for _, pair in pairs], method)]
+        cells += [nats([pair for kind, pair in pairs if kind == each], method) for each in kinds]
         short = [line["found"] for line in mine if line["cell"]["length"] == min(TEXTS)]
         peak, mean = (size(statistics.fmean(one[key] for one in short)) for key in ("peak_bytes", "mean_bytes"))
         ms = 1000 * statistics.median(one["decode_seconds"] for one in short)
@@ -386,7 +386,8 @@ def nats(pairs: Sequence[tuple[float, float]], method: str) -> str:
     if method == "full":
         return f"{np.mean([mine for mine, _ in pairs]):.3f} ({len(pairs)})"
     gap = paired_difference(*map(list, zip(*pairs, strict=True)))
-    return signed(gap.mean, gap.half_width)
+    half = "" if gap.half_width is None else f" ±{gap.half_width:.3f}"
+    return f"{gap.mean:+.3f}{half}".replace("-", "−")
 
 
 def answers(found: Sequence[dict[str, Any]]) -> str:

@@ -149,7 +149,8 @@ def table(log: dict[str, Any]) -> list[str]:
                     mine = [one[span] for one in found["nats"][text]]
                     gap = paired_difference(mine, base)
                     own = when == "before" and method == "full"
-                    cells.append(f"{sum(base) / len(base):.3f}" if own else f"{gap.mean:+.3f} ±{gap.half_width:.3f}")
+                    words = f"{gap.mean:+.3f} ±{gap.half_width:.3f}".replace("-", "−")
+                    cells.append(f"{sum(base) / len(base):.3f}" if own else words)
             right = sum(one["score"] == 1 for one in found["answers"])
             cost = sum(one["nats"] for one in found["answers"]) / len(found["answers"])
             words = f"{method}, {when}"
