@@ -276,27 +276,17 @@ def check_keys(keys: Iterable[object], known: Sequence[str], section: str = "") 
             raise SettingsError(f"{dot}{key}: unknown key; {hint}")
 
 
-_SafeLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C ten times as fast
-
-
-class _Loader(_SafeLoader):
+class _Loader(yaml.SafeLoader):
     """Safe YAML in which, as in YAML 1.2, 1e-3 is a number and duplicate keys are errors."""
 
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self._flat: set[int] = set()
-
-    def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        """As in PyYAML, but a key that is given twice is an error. What is merged in later is no second time."""
-        if id(node) in self._flat:
-            return
-        self._flat.add(id(node))
-        seen: set[tuple[str, str]] = set()
+    def compose_mapping_node(self, anchor: dict[Any, yaml.Node]) -> yaml.MappingNode:
+        """As in PyYAML, but a key that is given twice is an error."""
+        node, seen = super().compose_mapping_node(anchor), set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and (key.tag, key.value) in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"key {key.value!r} is given twice", key.start_mark)
+                raise yaml.composer.ComposerError(None, None, f"key {key.value!r} is given twice", key.start_mark)
             seen.add((key.tag, str(key.value)))
-        super().flatten_mapping(node)
+        return node
 
 
 _Loader.add_implicit_resolver(

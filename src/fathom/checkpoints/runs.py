@@ -53,10 +53,6 @@ from fathom.report.results import restored
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
-LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-"""Safe YAML, in C where PyYAML has it."""
-
-
 @dataclass(frozen=True)
 class Saved:
     """A checkpoint on disk."""
@@ -298,7 +294,7 @@ class Blocks:
 
 def _recipe_of(directory: Path) -> Blocks:
     try:
-        recipe = yaml.load((directory / RECIPE).read_text(encoding="utf-8"), LOADER)
+        recipe = yaml.safe_load((directory / RECIPE).read_text(encoding="utf-8"))
         return restored(Blocks, recipe)
     except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
         raise ModelError(f"{directory / RECIPE} cannot be read: {reason(error)}") from None
