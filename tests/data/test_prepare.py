@@ -25,6 +25,7 @@ import pytest
 from fathom.corpus import documents as parts
 from fathom.corpus import executor, plain
 from fathom.corpus import prepare as prepare_module
+from fathom.corpus.stage import DRAFT
 from fathom.data import sources
 from fathom.data.shards import UNFINISHED, TokenDataset, choose_split
 from fathom.errors import DataError
@@ -575,3 +576,51 @@ def test_an_input_that_changed_since_is_named(tmp_path: Path, tokenizer: str, re
     assert list(documents(out, "train")) == ["deep"]
     prepare([path], out, tokenizer, held_out=0, overwrite=True)
     assert list(documents(out, "train")) == ["high"]
+
+
+def test_small_files_share_a_task(tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the order of the inputs, with the bytes that single tasks give."""
+    for number in range(20):
+        (tmp_path / f"{number:02}.jsonl").write_text(json.dumps({"text": f"number {number}"}) + "\n")
+    inputs = [str(tmp_path / "*.jsonl")]
+    done: list[object] = []
+    run = plain.Read.run
+    monkeypatch.setattr(plain.Read, "run", lambda self, task, folder: [done.append(task), run(self, task, folder)][1])
+    prepare(inputs, tmp_path / "out", tokenizer, held_out=0.2, workers=1)
+    assert len(done) == 1
+    small_tasks(monkeypatch)
+    prepare(inputs, tmp_path / "single", tokenizer, held_out=0.2, workers=1)
+    assert len(done) == 21 and tree(tmp_path / "out") == tree(tmp_path / "single")
+
+
+def test_names_that_are_not_utf8(tmp_path: Path, tokenizer: str) -> None:
+    (tmp_path / "in").mkdir()
+    for name in (b"caf\xe9.txt", b"b.txt"):
+        (tmp_path / "in" / os.fsdecode(name)).write_text("a text of some words")
+    assert prepare([str(tmp_path / "in")], tmp_path / "out", tokenizer, held_out=0).splits["train"]
+
+
+def test_files_are_on_disk_before_the_index_says_so(
+    tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_documents(tmp_path / "a.jsonl", 50)
+    synced: list[str] = []
+    fsync = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda file: [synced.append(os.readlink(f"/proc/self/fd/{file}")), fsync(file)][1])
+    prepare([str(tmp_path / "a.jsonl")], tmp_path / "out", tokenizer, held_out=0.2, workers=1)
+    files = [path for path in sorted((tmp_path / "out").rglob("*")) if path.is_file() and path.name != "index.json"]
+    index = next(at for at, name in enumerate(synced) if ".index.json" in name)
+    assert {str(path) for path in files if not path.name.startswith(".")} <= {*synced[:index]}
+
+
+def test_a_corpus_is_not_lost_for_one_that_holds_everything_out(tmp_path: Path, tokenizer: str) -> None:
+    write_documents(tmp_path / "a.jsonl", 20)
+    arguments = [str(tmp_path / "a.jsonl")], tmp_path / "out", tokenizer
+    prepare(*arguments, held_out=0)
+    before = tree(tmp_path / "out")
+    with pytest.raises(DataError, match="every document was held out"):
+        prepare(*arguments, held_out=0.9999999, overwrite=True)
+    assert {name: data for name, data in tree(tmp_path / "out").items() if ".prepare" not in str(name)} == before
+    (tmp_path / "out" / f".index.json.1{DRAFT}").write_text("{")
+    prepare(*arguments, held_out=0, overwrite=True)
+    assert tree(tmp_path / "out") == before

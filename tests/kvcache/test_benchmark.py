@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 from benchmarks import kvcache as benchmark
+from benchmarks import kvcache_smollm2, kvcache_tuned
 
 from fathom.kvcache import METHODS
 from fathom.kvcache.whole import WHOLE
@@ -168,3 +169,12 @@ def test_every_cache_has_its_costs_on_the_page():
         cells += [f"{loads[n]['decode_ms']['p50']:.1f}" if n in loads else "" for n in (1024, 4096, 16384)]
         cells += [f"{loads[n]['prefill_tokens_per_second']:,.0f}" if n in loads else "" for n in (4096, 16384)]
         assert rows[run["arm"]] == cells, run["arm"]
+
+
+def test_the_page_of_a_real_model_has_the_tables_of_its_logs():
+    page = (PLACE.parent / "docs" / "results" / "2026-11-28-caches.md").read_text(encoding="utf-8")
+    cells, tuned = PLACE / "results" / "kvcache-smollm2.jsonl", PLACE / "results" / "kvcache-tuned.json"
+    lines = [*kvcache_smollm2.table(cells), *kvcache_tuned.table(json.loads(tuned.read_text(encoding="utf-8")))]
+    assert [line for line in lines if line not in page] == []
+    picture = PLACE.parent / "docs" / "pictures" / "caches.svg"
+    assert picture.read_text(encoding="utf-8") == kvcache_smollm2.picture(cells)

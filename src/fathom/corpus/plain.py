@@ -46,7 +46,7 @@ class PrepareSettings:
 
 
 class Read(StageOf[PrepareSettings]):
-    """One task for each input file, or for many files that are a document each."""
+    """One task for many small files, or for a large one. If a tokenizer is trained, inputs are kept apart."""
 
     name = "read"
     recipe_class = PrepareSettings
@@ -57,25 +57,38 @@ class Read(StageOf[PrepareSettings]):
 
     def tasks(self) -> list[Task]:
         """The tasks in the order of the inputs."""
-        found = []
-        for number, source in enumerate(self.recipe.sources(self.workspace.directory.parent)):
-            values = {key: getattr(source, key) for key in ("kind", "name", "domain", "reader")}
-            groups = grouped(source.paths, lambda path: path.stat().st_size, TASK_BYTES, TASK_FILES)
-            for paths in groups if source.paths else [[]]:  # a data set of the Hub has none
-                found.append(Task(tuple(map(_stamped, paths)), {"source": number, **values}))
-        return found
+        trains = isinstance(self.recipe.tokenizer, int)
+        files = [
+            (number, source, path)
+            for number, source in enumerate(self.recipe.sources(self.workspace.directory.parent))
+            for path in source.paths or (None,)  # a data set of the Hub has none
+        ]
+
+        def alike(file: tuple[int, Source, Path | None]) -> object:
+            number, source, path = file
+            return source.kind, source.domain, source.reader, number if trains or path is None else None
+
+        groups = grouped(files, lambda file: file[2].stat().st_size if file[2] else 0, TASK_BYTES, TASK_FILES, alike)
+        return [self._task(group) for group in groups]
+
+    def _task(self, group: list[tuple[int, Source, Path | None]]) -> Task:
+        number, source, _ = group[0]
+        names = [source.name for _, source, _ in group]
+        shared = {"source": number, "kind": source.kind, "domain": source.domain, "reader": source.reader}
+        return Task(tuple(_stamped(path) for *_, path in group if path), {**shared, "names": names})
 
     def run(self, task: Task, folder: Path) -> dict[str, int]:
-        """Write the documents of a source, or of some of its files, with their domains as collections."""
-        values = {key: value for key, value in task.arguments.items() if key != "source"}
-        source = Source(**values, paths=tuple(Path(one.path) for one in task.inputs))
+        """Write the documents of the files, with their domains as collections."""
+        kind, domain, reader, names = (task.arguments[key] for key in ("kind", "domain", "reader", "names"))
+        paths: list[tuple[Path, ...]] = [(Path(one.path),) for one in task.inputs] or [()]
         left_out = 0
         with PartWriter(folder) as writer:
-            for document in source.documents(self.recipe.reading):
-                if document is None:
-                    left_out += 1
-                else:
-                    writer.write(Document(document.text, source.name, document.domain))
+            for name, path in zip(names, paths, strict=True):
+                for document in Source(kind, name, domain, path, reader=reader).documents(self.recipe.reading):
+                    if document is None:
+                        left_out += 1
+                    else:
+                        writer.write(Document(document.text, "", document.domain))
         return {"left_out": left_out}
 
 
@@ -109,12 +122,16 @@ class Encode(StageOf[PrepareSettings]):
         encoder = TextEncoder(file, **read_json(facts))
         shards = write_shards(folder, _documents(parts), encoder, self.recipe.held_out)
         write_json(folder / SHARDS, {"shards": [[*key, shard] for key, shard in shards.items()]})
-        return {"documents": sum(shard.documents for shard in shards.values())}
+        train = sum(shard.documents for (split, _), shard in shards.items() if split == "train")
+        return {"documents": sum(shard.documents for shard in shards.values()), "train": train}
 
     def finish(self, counts: dict[str, int]) -> None:
-        """Refuse inputs without a document."""
+        """Refuse inputs without a document, or without one to train on."""
         if not counts.get("documents"):
             raise DataError(f"{', '.join(self.recipe.inputs)}: no documents: every record is empty")
+        if not counts.get("train"):
+            out = self.workspace.directory.parent
+            raise DataError(f"{out}: every document was held out, none is left to train on: lower `held_out`")
 
 
 def _documents(parts: list[Path]) -> Iterator[Document]:

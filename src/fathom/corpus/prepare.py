@@ -25,7 +25,7 @@ from fathom.corpus.pipeline import carry_out
 from fathom.corpus.plain import AdvisedReading, Encode, PrepareSettings, Read
 from fathom.corpus.publish import index_of
 from fathom.corpus.recipe import Executor
-from fathom.corpus.stage import MANIFEST, REMEDY, TASK, WorkspaceOf, sweep
+from fathom.corpus.stage import DRAFT, MANIFEST, REMEDY, TASK, WorkspaceOf, sweep, sync_tree
 from fathom.corpus.tokens import FACTS, SHARDS, training_texts
 from fathom.data.shards import (
     FORMAT,
@@ -145,6 +145,7 @@ def prepare(
         if source.kind != "hub":
             next(source.documents(settings.reading), None)
     with _locked(out):
+        sweep(out)
         if (out / INDEX).exists():
             difference, newer = _difference(out, settings), _newer(out, sources)
             if difference and not overwrite:
@@ -230,8 +231,6 @@ def _publish(workspace: WorkspaceOf[PrepareSettings], out: Path) -> None:
     splits: dict[str, Shards] = {}
     for (split, domain), writer in writers.items():
         splits.setdefault(split, {})[domain] = writer.shards
-    if "train" not in splits:
-        raise DataError(f"{out}: every document was held out, none is left to train on: lower `held_out`")
     if settings.held_out and "val" not in splits:
         documents = sum(shard.documents for shards in splits["train"].values() for shard in shards)
         warnings.warn(
@@ -240,6 +239,8 @@ def _publish(workspace: WorkspaceOf[PrepareSettings], out: Path) -> None:
             stacklevel=4,
         )
     shutil.copytree(place / TOKENIZER, out / TOKENIZER)
+    for name in (*splits, TOKENIZER):
+        sync_tree(out / name)
     left_out = workspace.manifest("read").counts["left_out"]
     write_index(out, index_of(place, splits, asdict(settings), left_out=left_out))
 
@@ -338,7 +339,7 @@ def _locked(out: Path) -> Iterator[None]:
 
 def _is_ours(out: Path) -> bool:
     """Whether a directory may be overwritten: it is empty, or a corpus (finished or not, even if damaged)."""
-    names = {path.name for path in out.iterdir()} - {LOCK, f"{LOCK}.held"}
+    names = {path.name for path in out.iterdir() if not path.match(f".*{DRAFT}")} - {LOCK, f"{LOCK}.held"}
     if UNFINISHED in names or not names:
         return True
     return INDEX in names and FORMAT.encode() in (out / INDEX).read_bytes()

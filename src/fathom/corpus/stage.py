@@ -232,6 +232,16 @@ def sweep(place: Path) -> None:
         shutil.rmtree(draft) if draft.is_dir() else draft.unlink()
 
 
+def sync_tree(folder: Path) -> None:
+    """Fsync a folder with everything in it."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            _sync(path)
+        else:
+            sync_directory(path)
+    sync_directory(folder)
+
+
 def _size(path: Path) -> int:
     return path.stat().st_size if path.is_file() else -1
 

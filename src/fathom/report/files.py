@@ -130,7 +130,13 @@ def write_atomically(path: Path, text: str) -> None:
 def write_json(path: Path, value: object) -> None:
     """Write a result, or a container of results, to a JSON file, atomically; missing folders are created."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, json.dumps(asdict(value), indent=1, ensure_ascii=False) + "\n")
+    values = asdict(value)
+    text = json.dumps(values, indent=1, ensure_ascii=False)
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:  # the name of a file that is not UTF-8
+        text = json.dumps(values, indent=1)
+    write_atomically(path, text + "\n")
 
 
 def read_json(path: Path) -> Any:
