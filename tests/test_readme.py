@@ -192,3 +192,11 @@ def test_the_time_of_a_step() -> None:
 def test_eight_bits() -> None:
     low, middle, high = read("int8.json")["decode, 1 rows"]["int8 / float32"]
     assert row(README, "time of a decoded token")[2] == f"{middle:.2f} (quartiles {low:.2f} to {high:.2f})"
+
+
+def test_losses_of_caches_are_those_of_the_page() -> None:
+    page = (ROOT / "docs" / "results" / "2026-11-28-caches.md").read_text(encoding="utf-8")
+    cell = row(README, "loss at half of the cache's bytes")[2]
+    losses = page.partition("## Needles")[0]
+    found = [row(losses, f"{name} ½")[1].replace("±", "± ") for name in ("sinks", "drop", "freqkv")]
+    assert cell == f"{', '.join(found)} nats"
