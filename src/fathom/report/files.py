@@ -8,6 +8,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -130,13 +131,9 @@ def write_atomically(path: Path, text: str) -> None:
 def write_json(path: Path, value: object) -> None:
     """Write a result, or a container of results, to a JSON file, atomically; missing folders are created."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    values = asdict(value)
-    text = json.dumps(values, indent=1, ensure_ascii=False)
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:  # the name of a file that is not UTF-8
-        text = json.dumps(values, indent=1)
-    write_atomically(path, text + "\n")
+    text = json.dumps(asdict(value), indent=1, ensure_ascii=False) + "\n"
+    named = re.search("[\ud800-\udfff]", text)  # by a file whose name is not UTF-8
+    write_atomically(path, json.dumps(asdict(value), indent=1) + "\n" if named else text)
 
 
 def read_json(path: Path) -> Any:
