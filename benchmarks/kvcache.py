@@ -38,7 +38,7 @@ from torch.nn import functional as F
 from fathom.evaluation.caches.measure import Peak, each_length, loads, losses, scorer, stretches
 from fathom.evaluation.caches.needles import Needles, Rows, plant, recall
 from fathom.evaluation.caches.spectrum import spectrum
-from fathom.kvcache import NAMES, Schedule, build_cache, compress_in_training
+from fathom.kvcache import METHODS, NAMES, Schedule, build_cache, compress_in_training
 from fathom.kvcache.memory import Memory
 from fathom.kvcache.method import Held
 from fathom.kvcache.whole import WHOLE
@@ -391,7 +391,7 @@ def run_system(options: argparse.Namespace) -> dict[str, Any]:
     """A model with random weights, since cost does not depend on them: bytes, peak and speed by tokens read."""
     found = []
     (layers, width), n = SHAPES[0], options.window
-    one_row = (*("freqkv", "average", "drop", "snapkv", "key_norm"), *WHOLE)
+    one_row = [arm for arm in (*METHODS, *WHOLE) if arm not in ("learned", "sinks")]
     rows = [(arm, 1, (n, 4 * n, 16 * n)) for arm in one_row]
     rows += [
         ("sinks", 1, (n, 4 * n)),

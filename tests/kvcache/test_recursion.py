@@ -141,7 +141,9 @@ def test_first_window_is_the_stock_model(case, method):
     model, row = model_of(case), tokens(1, N)
     with torch.no_grad():
         stock = model(row, use_cache=True).logits
-    limit = 2e-6 if getattr(model.config, "sliding_window", None) in (20,) or case == "afmoe" else 0.0
+    # Products of experts round by how many tokens chose each, and sums over a window by its place in the text.
+    rounds = getattr(model.config, "sliding_window", None) == 20 or "moe" in case or case == "mixtral"
+    limit = 2e-6 if rounds else 0.0
     assert distance(cached(model, row, cache_of(model, method)), stock) <= limit
     assert distance(trained(model, torch.cat([row, row], 1), method)[:, :N], stock) <= limit
 
