@@ -231,12 +231,17 @@ class SlabLayer(GrowingLayer):
         return self.slab.most
 
 
+MAPPED = 1 << 20
+"""Least bytes of what is kept in pages of its own."""
+
+
 def set_aside(count: int, like: Tensor) -> Tensor:
-    """A flat tensor for what is kept for long. On a CPU it has pages of its own: in the heap it would lie between
-    activations, whose memory the heap could then not reuse."""
-    if like.device.type != "cpu":
+    """A flat tensor for what is kept for long. On a CPU a large one has pages of its own: in the heap it would lie
+    between activations, whose memory the heap could then not reuse. A process may have only so many mappings."""
+    size = count * like.element_size()
+    if like.device.type != "cpu" or size < MAPPED:
         return like.new_empty(count)
-    return torch.frombuffer(mmap.mmap(-1, count * like.element_size()), dtype=like.dtype, count=count)
+    return torch.frombuffer(mmap.mmap(-1, size), dtype=like.dtype, count=count)
 
 
 class SlabBatch(LiveBatch):
