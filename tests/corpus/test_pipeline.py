@@ -274,13 +274,14 @@ def killed(recipe: Path, out: Path, after: float) -> int:
 
 @pytest.mark.slow
 def test_killed_at_random_moments(corpora: Path, tokenizer: str, tmp_path: Path) -> None:
-    """Each time it comes further, and it ends with the bytes of a run that nothing stopped."""
+    """Each time it comes further, and it ends with the bytes of a run that nothing stopped, whose time sets theirs."""
     values = recipe_of(corpora, tokenizer)
-    made(tmp_path / "whole", values)
     recipe = tmp_path / "r.yaml"
     recipe.write_text(json.dumps(values))
-    chance = random.Random(0)
-    statuses = [killed(recipe, tmp_path / "out", chance.uniform(0.5, 4)) for _ in range(10)]
+    began = time.monotonic()
+    assert killed(recipe, tmp_path / "whole", 600) == 0
+    took, chance = time.monotonic() - began, random.Random(0)
+    statuses = [killed(recipe, tmp_path / "out", took * chance.uniform(0.1, 0.6)) for _ in range(10)]
     assert statuses.count(-signal.SIGKILL) >= 3
     made(tmp_path / "out", values)
     assert tree(tmp_path / "out") == tree(tmp_path / "whole")

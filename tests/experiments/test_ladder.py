@@ -280,7 +280,7 @@ def test_lost_runs_begin_the_verdict(tmp_path: Path, monkeypatch) -> None:
     assert arm_of(report, "better").diverged == (1, 13)
     assert "uns diverged and are excluded from the losses" in report.verdict.splitlines()[1]
     assert "count as unsolved: better 1 of 13" in report.verdict.splitlines()[1]
-    assert "are left out: better 1 of 13" in verdict(replace(report, puzzle=None))
+    assert "are excluded: better 1 of 13" in verdict(replace(report, puzzle=None))
     assert [len(cell.loss) for cell in arm_of(report, "better").rungs] == [5, 2, 3, 0]
 
 
@@ -401,7 +401,7 @@ def test_killed_again_and_again(whole, tmp_path: Path, monkeypatch, workers: int
     after = json.loads((tmp_path / "out/report.json").read_text())
     same = [key for key in before if key not in ("date", "command", "commit", "hardware", "versions")]
     assert {key: after[key] for key in same} == {key: before[key] for key in same}
-    assert deaths >= 5 and report["stage"] == "done"
+    assert deaths >= 5 and report.stage == "done"
     for path in (tmp_path / "out").rglob("finished"):
         assert path.read_text() in ("once\n", "once\nonce\n")  # twice, if it was killed between its two last lines
 
