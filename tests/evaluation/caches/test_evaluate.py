@@ -82,7 +82,8 @@ def test_every_number_and_a_page(here: Path, tmp_path: Path, capsys: pytest.Capt
         held = [[load["cache_bytes"] for load in caches[method]["loads"]] for method in ("freqkv", "full")]
         assert held[0][1] == held[0][2] and held[1] == [held[1][0] * n for n in (1, 2, 4)]
         assert len(values["differences"]) == 3 and len(values["spectrum"]["keys"]["kept"]) == 4
-        assert all(min(found["asked"]) >= 2 for cache in caches.values() for found in cache["recall"].values())
+        asked = [found["asked"] for cache in caches.values() for found in cache["recall"].values()]
+        assert all(each[n] for each in asked for n in (0, 1, 2, 4))  # compressions, as `--compressions` has them
         assert values["haystack"] == "documents"
     assert report["checkpoints"]["plain"]["spectrum"]["unmixed_values"] is None
     assert "plain, not tuned under compression: freqkv's loss" in report["verdict"]
