@@ -151,10 +151,7 @@ def _corpora(place: Path) -> None:
     copy(place, home, "corpus_version", edit("index.json", version=99))
     copy(place, home, "corpus_edited", edit("index.json", eos_token_id=1))
     copy(place, home, "corpus_wordless", lambda d: shutil.rmtree(d / "tokenizer"))
-    (place / "journal").mkdir()
-    (place / "journal/.prepare.json").write_text("{}")
-    (place / "journal_cut").mkdir()
-    (place / "journal_cut/.prepare.json").write_text('{"settings"')
+    (place / "begun/.prepare").mkdir(parents=True)
 
 
 def _recipes(place: Path) -> None:
