@@ -140,7 +140,7 @@ TRAIN = [
     ("section.yaml", "optim=5"),
     ("inner.yaml", "optim.5: unknown key"),
     ("model.yaml", "model=[1]"),
-    ("modelkey.yaml", "model.5"),
+    ("modelkey.yaml", "model={5: 6}"),
     ("deep.yaml", "deep.yaml"),
     ("aliases.yaml", "a: unknown key"),
     ("good.yaml --wrong", "--wrong"),
@@ -212,7 +212,9 @@ TRAIN = [
     ("good.yaml 'model.rope_parameters={rope_type: default, rope_theta: -1}'", "rope_theta"),
     ("good.yaml model.rms_norm_eps=-1", "rms_norm_eps"),
     ("good.yaml model.initializer_range=.nan", "initializer_range"),
+    ("good.yaml model.initializer_range=.inf", "initializer_range"),
     ("good.yaml model.initializer_range=-1", "initializer_range"),
+    ("good.yaml model.rms_norm_eps=.nan", "rms_norm_eps"),
     ("good.yaml model.attention_dropout=2", "attention_dropout"),
     ("good.yaml model.layer_types=[nope,nope]", "layer_types"),
     ("good.yaml model.layer_types=[full_attention]", "layer_types"),
@@ -239,7 +241,7 @@ TRAIN = [
     ),
     ("good.yaml model.from_pretrained=bad/config_act data.other_tokenizer=true --dry-run", "hidden_act"),
     *(
-        (f"good.yaml data.other_tokenizer=true model.vocab_size=384 model.from_pretrained=bad/{name}", says)
+        (f"good.yaml data.other_tokenizer=true model=null model.from_pretrained=bad/{name}", says)
         for name, says in (("weights_cut", "model.safetensors"), ("weights_pickle", "pytorch_model.bin"))
     ),
     ("good.yaml --out file", "file"),

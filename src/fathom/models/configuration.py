@@ -29,6 +29,7 @@ CHOICES = {
 POSITIVE = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim")
 SCALES = ("embedding_scale", "residual_multiplier", "logits_scaling")
 CAPS = ("attention_scale", "attn_logit_softcapping", "final_logit_softcapping")
+NOT_NEGATIVE = ("initializer_range", "rms_norm_eps")
 
 
 @strict
@@ -191,6 +192,9 @@ class FathomConfig(Qwen3Config):
         for name in (*SCALES, *CAPS):
             if (number := getattr(self, name)) is not None and not (math.isfinite(number) and number > 0):
                 raise ValueError(f"{name} must be a positive number, got {number}")
+        for name in NOT_NEGATIVE:
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be a number of at least 0, got {getattr(self, name)}")
         if self.output_bias is None:
             self.output_bias = self.attention_bias
         if self.k_norm_position == "after_rope" and self.qk_norm != "head":
@@ -226,7 +230,7 @@ class FathomConfig(Qwen3Config):
             if kind != "default" and kind not in ROPE_INIT_FUNCTIONS:
                 allowed = ", ".join(dict.fromkeys(["default", *ROPE_INIT_FUNCTIONS]))
                 raise ValueError(f"rope_parameters.rope_type must be one of {allowed}, got {kind!r}")
-            if isinstance(theta, int | float) and not theta > 0:
+            if isinstance(theta, int | float) and not 0 < theta < math.inf:
                 raise ValueError(f"rope_parameters.rope_theta must be positive, got {theta}")
         try:
             super().validate_rope()
