@@ -23,6 +23,7 @@ from fathom.evaluation.budgets import check_trips
 from fathom.inference.engine import Engine
 from fathom.inference.gate import Timed
 from fathom.inference.generate import check_drafts
+from fathom.inference.huge_pages import exchange
 from fathom.inference.memory import default_memory
 from fathom.inference.packed import pays
 from fathom.inference.sampling import Choice
@@ -170,6 +171,8 @@ def _run(
         print(f"fathom: warning: generation_config.json: {', '.join(others)} {words}", file=sys.stderr)
     if options.pack and pays():
         service.pack()
+    if model.device.type == "cpu":
+        exchange()
     app = build_app(service, options.api_key, lens, hosts, options.allow_origin)
     address, port = listener.getsockname()[:2]
     url = f"http://{f'[{address}]' if ':' in address else address}:{port}"
