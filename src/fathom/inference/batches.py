@@ -15,7 +15,6 @@ cache depends on the model:
 from __future__ import annotations
 
 import copy
-import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, cast
@@ -26,6 +25,7 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from fathom.errors import SettingsError
 from fathom.evaluation.budgets import counting
+from fathom.inference.huge_pages import own_pages
 from fathom.inference.positions import depends_on_company
 from fathom.kvcache.policy import Policy
 from fathom.kvcache.prefill import chunks
@@ -241,7 +241,7 @@ def set_aside(count: int, like: Tensor) -> Tensor:
     size = count * like.element_size()
     if like.device.type != "cpu" or size < MAPPED:
         return like.new_empty(count)
-    return torch.frombuffer(mmap.mmap(-1, size), dtype=like.dtype, count=count)
+    return torch.frombuffer(own_pages(size), dtype=like.dtype, count=count)
 
 
 class SlabBatch(LiveBatch):
