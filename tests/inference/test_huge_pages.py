@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fathom.inference import huge_pages
-from fathom.inference.huge_pages import COLLAPSE, SIZE, anonymous, exchange, own_pages
+from fathom.inference.huge_pages import COLLAPSE, SIZE, anonymous, exchange
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux's huge pages")
 
@@ -55,14 +55,3 @@ def test_freed_memory_and_other_systems_do_not_matter(held: np.ndarray, monkeypa
     monkeypatch.setattr(Path, "read_text", lambda self: (_ for _ in ()).throw(FileNotFoundError(self)))
     huge_pages._exchange()
     assert (held == np.arange(len(held))).all()
-
-
-@pytest.mark.parametrize("huge", [True, False])
-def test_pages_of_its_own(huge: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Private ones: shared memory would be six times as slow to write."""
-    if not huge:
-        monkeypatch.delattr(mmap, "MADV_HUGEPAGE", raising=False)
-    memory = own_pages(3 * SIZE)
-    assert len(memory) == 3 * SIZE and memory[:8] == bytes(8)
-    address = np.frombuffer(memory, dtype=np.uint8).ctypes.data
-    assert any(first <= address < end for first, end in anonymous())  # which lists private memory only

@@ -7,9 +7,7 @@ variable was set before the process started, so the pages of weights are exchang
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import mmap
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,13 +43,3 @@ def anonymous() -> Iterator[tuple[int, int]]:
         first, end = (int(address, 16) for address in span.split("-"))
         if access == "rw-p" and file == "0" and name in ([], ["[heap]"]) and end - first >= SIZE:
             yield first, end
-
-
-def own_pages(size: int) -> mmap.mmap:
-    """Memory of its own for so many bytes, returned to the system with its last view."""
-    if not hasattr(mmap, "MAP_ANONYMOUS"):
-        return mmap.mmap(-1, size)
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(AttributeError, OSError):  # a page fault each 2 MiB, not each 4 KiB
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return memory
