@@ -8,13 +8,13 @@ import io
 import numpy as np
 import pytest
 from scipy.ndimage import gaussian_filter
-from scipy.stats import spearmanr
+from scipy.stats import norm, spearmanr
 
 from fathom.lineage.huref import quantised
 from fathom.lineage.publishing import portrait
 
-GOLDEN = "3fcfdf5a1dee49cd276225644066de735db1178518e114312a44e20db71b5748"
-GOLDEN_FILE = "8c9fc4bf46492e9d5a6985d63bdb2d016e7ca99664c0d9be9dfb5aec900f8bd0"
+GOLDEN = "d419dbd96ff895ff0bfb9c02feab6d23f9c83e0e233622062cd9460b5b2d1779"
+GOLDEN_FILE = "c54739d280ee38ef4799c835e886c18f4378a1ef9f9dd0d0df09f0c3620e2c41"
 
 
 def fixed_sketch() -> np.ndarray:
@@ -36,6 +36,11 @@ def likeness(a, b):
     cov = gaussian_filter(a * b, 1.5) - mean_a * mean_b
     c1, c2 = 6.5025, 58.5225
     return np.mean((2 * mean_a * mean_b + c1) * (2 * cov + c2) / ((mean_a**2 + mean_b**2 + c1) * (var_a + var_b + c2)))
+
+
+def test_the_table_is_the_normal_distribution():
+    exact = norm.cdf(np.arange(-128, 129) / 32) * portrait.ONE
+    assert (np.array(portrait._normal_table()) == np.floor(exact)).all()
 
 
 def test_golden_pixels_and_file():

@@ -51,7 +51,7 @@ def coordinates(z: Array, key: bytes) -> Array:
 def _normal_table() -> tuple[int, ...]:
     """Φ(j/32) · 2¹⁶ for j = −128 … 128, by the Taylor series of erf in 96-bit fixed point."""
     one = 1 << 96
-    inverse_root = 31606979140520413384640923021  # 2⁹⁶ / √(2π)
+    inverse_root = 31607463825455920808620519744  # 2⁹⁶ / √(2π)
     table = []
     for j in range(-128, 129):
         x = j * one // 32
