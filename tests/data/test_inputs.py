@@ -8,6 +8,7 @@ import gzip
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,28 @@ def test_circles_under_a_glob_are_walked_once(tmp_path: Path) -> None:
         for link in ("in/x", "in/y"):  # and once more with circles
             (tmp_path / link).unlink(missing_ok=True)
             (tmp_path / link).symlink_to(tmp_path / "in")
+
+
+def test_hidden_folders_are_not_entered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor what their links lead to, which may be the whole disk; a pattern may ask for them."""
+    for name in ("in/a.txt", "in/deep/b.txt", "in/.venv/c.txt", "big/one/d.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    (tmp_path / "in/.venv/profile").symlink_to(tmp_path / "big")
+    walk, entered = os.walk, []
+
+    def watched(*arguments: Any, **others: Any) -> Iterator[Any]:
+        for one in walk(*arguments, **others):
+            entered.append(Path(one[0]).name)
+            yield one
+
+    monkeypatch.setattr(os, "walk", watched)
+    for name in ("in", "in/**/*.txt"):
+        entered.clear()
+        found = find_files(str(tmp_path / name), lambda _: True, "")
+        assert [file.name for file in found] == ["a.txt", "b.txt"] and sorted(entered) == ["deep", "in"]
+    hidden = find_files(str(tmp_path / "in/**/.venv/**/*.txt"), lambda _: True, "")
+    assert [file.name for file in hidden] == ["c.txt", "d.txt"]
 
 
 def test_a_link_may_be_what_a_pattern_names(tmp_path: Path) -> None:
@@ -168,7 +191,7 @@ def test_a_tokenizer_without_unknown(tmp_path: Path) -> None:
     Tokenizer(models.WordLevel({"x": 0, "<|endoftext|>": 1})).save(str(tmp_path / "words.json"))
     (tmp_path / "a.jsonl").write_text('{"text": "y"}\n')
     for workers in (1, 2):
-        with pytest.raises(DataError, match=r"tokenizer\.json cannot encode .* token for unknown text"):
+        with pytest.raises(DataError, match=r"a\.jsonl: the tokenizer cannot encode .* token for unknown text"):
             prepare(
                 [str(tmp_path / "a.jsonl")], tmp_path / f"out{workers}", str(tmp_path / "words.json"), workers=workers
             )

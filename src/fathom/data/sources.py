@@ -252,7 +252,7 @@ def find_files(name: str, is_known: Callable[[Path], bool], known_words: str, ou
     if path.is_file():
         return [path]
     if path.is_dir():
-        files = _apart(_below(path, lambda names: not _hidden(names)), path, out)
+        files = _apart(_below(path, lambda names: not _hidden(names), _hidden), path, out)
         known = [file for file in files if is_known(file)]
         # Next to other files a .json is usually some program's settings; alone it is data.
         if not (known := known or [file for file in files if suffix_of(file) == JSON]):
@@ -280,10 +280,12 @@ def _is_known(file: Path) -> bool:
     return suffix in TEXT or reader_of(file) is not None or (suffix == JSON and file.suffix.lower() in COMPRESSIONS)
 
 
-def _below(folder: Path, wanted: Callable[[Sequence[str]], bool]) -> list[Path]:
+def _below(
+    folder: Path, wanted: Callable[[Sequence[str]], bool], unread: Callable[[Sequence[str]], bool] = lambda _: False
+) -> list[Path]:
     """The files below a folder whose path passes a test, sorted. A file with several paths appears once, by its own
-    path if that one passes."""
-    files, links = _walk(folder)
+    path if that one passes. Folders with a name in `unread` are not entered."""
+    files, links = _walk(folder, unread)
     found = {file: file for file in files if wanted(file.relative_to(folder).parts)}
     for link, own in links:
         for file in files:
@@ -294,7 +296,7 @@ def _below(folder: Path, wanted: Callable[[Sequence[str]], bool]) -> list[Path]:
     return sorted(found.values())
 
 
-def _walk(folder: Path) -> tuple[list[Path], list[tuple[Path, Path]]]:
+def _walk(folder: Path, unread: Callable[[Sequence[str]], bool]) -> tuple[list[Path], list[tuple[Path, Path]]]:
     """All files below a folder by the first path to each, its own before linked ones; and other paths to its
     folders."""
     found: list[Path] = []
@@ -311,6 +313,7 @@ def _walk(folder: Path) -> tuple[list[Path], list[tuple[Path, Path]]]:
                     again.append((Path(root), known))
                     folders.clear()
                     continue
+                folders[:] = [name for name in folders if not unread([name])]
                 linked += [Path(root, name) for name in folders if Path(root, name).is_symlink()]
                 found += [Path(root, name) for name in names if Path(root, name).is_file()]
     return found, again
@@ -330,7 +333,9 @@ def _matches(pattern: Path) -> list[Path]:
     place = parts.index("**")
     starts = [Path(start) for start in glob.glob(str(Path(*parts[:place])))]
     fits = partial(_matched, patterns=parts[place:])
-    found = {file for start in starts if start.is_dir() for file in _below(start, fits)}
+    asks_hidden = any(part.startswith(".") for part in parts[place:])
+    unread = (lambda _: False) if asks_hidden else (lambda names: names[0].startswith("."))
+    found = {file for start in starts if start.is_dir() for file in _below(start, fits, unread)}
     return sorted(found, key=str)  # like glob's own, which are text
 
 
