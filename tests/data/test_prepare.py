@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 
 from fathom.corpus import documents as parts
-from fathom.corpus import executor, plain
+from fathom.corpus import executor, plain, stage
 from fathom.corpus import prepare as prepare_module
 from fathom.corpus.stage import DRAFT
 from fathom.data import sources
@@ -285,6 +285,22 @@ def test_finished_work_is_not_done_again(tmp_path: Path, tokenizer: str, monkeyp
     many = [str(tmp_path / "a.jsonl")] * 40
     with pytest.raises(DataError, match=r"with `inputs` \['[^,]*'\], not \['[^,]*', '[^,]*', … 40 in all\]: choose"):
         prepare(many, tmp_path / "out", tokenizer)
+
+
+def test_many_files_are_read_by_one_look_at_the_manifest(tmp_path: Path, monkeypatch) -> None:
+    """Of each stage, however many files there are; once it was read for each file, which took minutes for thousands."""
+    looked = []
+    read = stage.WorkspaceOf.manifest
+    monkeypatch.setattr(stage.WorkspaceOf, "manifest", lambda self, name: [looked.append(name), read(self, name)][1])
+    counts = []
+    for files in (3, 12):
+        looked.clear()
+        (tmp_path / f"in{files}").mkdir()
+        for number in range(files):
+            write_documents(tmp_path / f"in{files}" / f"{number}.jsonl", 4, seed=number)
+        prepare([str(tmp_path / f"in{files}")], tmp_path / f"out{files}", train_tokenizer=300, held_out=0, workers=1)
+        counts.append(len(looked))
+    assert counts[0] == counts[1] <= 6
 
 
 def test_overwriting_replaces_and_resumes(tmp_path: Path, tokenizer: str, monkeypatch) -> None:
@@ -613,7 +629,7 @@ def test_files_are_on_disk_before_the_index_says_so(
     assert {str(path) for path in files if not path.name.startswith(".")} <= {*synced[:index]}
 
 
-def test_a_corpus_is_not_lost_for_one_that_holds_everything_out(tmp_path: Path, tokenizer: str) -> None:
+def test_a_corpus_is_not_lost_for_one_that_cannot_be_made(tmp_path: Path, tokenizer: str, monkeypatch) -> None:
     write_documents(tmp_path / "a.jsonl", 20)
     arguments = [str(tmp_path / "a.jsonl")], tmp_path / "out", tokenizer
     prepare(*arguments, held_out=0)
@@ -621,6 +637,13 @@ def test_a_corpus_is_not_lost_for_one_that_holds_everything_out(tmp_path: Path, 
     with pytest.raises(DataError, match="every document was held out"):
         prepare(*arguments, held_out=0.9999999, overwrite=True)
     assert {name: data for name, data in tree(tmp_path / "out").items() if ".prepare" not in str(name)} == before
+    (tmp_path / "b.jsonl").write_text('{"text": "another"}\n' * 9)
+    with monkeypatch.context() as damaged:
+        damaged.setattr(prepare_module, "file_crc32", lambda path: 0)
+        with pytest.raises(DataError, match="corrupt: a checksum does not match"):
+            prepare([*arguments[0], str(tmp_path / "b.jsonl")], *arguments[1:], held_out=0, overwrite=True)
+    assert tree(tmp_path / "out").items() >= before.items()
+    prepare(*arguments, held_out=0)
     (tmp_path / "out" / f".index.json.1{DRAFT}").write_text("{")
     prepare(*arguments, held_out=0, overwrite=True)
     assert tree(tmp_path / "out") == before

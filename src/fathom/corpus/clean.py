@@ -51,12 +51,12 @@ class Clean(Stage):
         if wanted and importlib.util.find_spec("py3langid") is None:
             raise DataError(f"filter.languages needs py3langid: {to_install('corpus')}")
         found = []
-        for entry in self.workspace.manifest("ingest").tasks:
+        for entry, parts in self.workspace.parts_by_task("ingest"):
             collection = entry.arguments["collection"]
             kind = "documents" if entry.arguments["kind"] == "documents" else "conversations"
             limits = asdict(self.recipe.filter_of(collection)) if kind == "documents" else None
             arguments = {"collection": collection, "kind": kind, "filter": limits}
-            found += [Task((part,), arguments) for part in self.workspace.parts("ingest", entry.key)]
+            found += [Task((part,), arguments) for part in parts]
         return found
 
     def finish(self, counts: dict[str, int]) -> None:

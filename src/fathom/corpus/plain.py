@@ -88,7 +88,7 @@ class Read(StageOf[PrepareSettings]):
                     if document is None:
                         left_out += 1
                     else:
-                        writer.write(Document(document.text, "", document.domain))
+                        writer.write(Document(document.text, name, document.domain))
         return {"left_out": left_out}
 
 

@@ -26,7 +26,7 @@ from fathom.corpus.plain import AdvisedReading, Encode, PrepareSettings, Read
 from fathom.corpus.publish import index_of
 from fathom.corpus.recipe import Executor
 from fathom.corpus.stage import DRAFT, MANIFEST, REMEDY, TASK, WorkspaceOf, sweep, sync_tree
-from fathom.corpus.tokens import FACTS, SHARDS, training_texts
+from fathom.corpus.tokens import FACTS, SHARDS, require_few_domains, training_texts
 from fathom.data.shards import (
     FORMAT,
     INDEX,
@@ -173,8 +173,9 @@ def _make(workspace: WorkspaceOf[PrepareSettings], out: Path, executor: Executor
             if isinstance(workspace.recipe.tokenizer, int):
                 _save_tokenizer(workspace)
             carry_out(Encode(workspace), execute)
+        shards = _checked(workspace)
         _clear(out)
-        _publish(workspace, out)
+        _publish(workspace, out, shards)
     except OSError as error:
         raise DataError(
             f"{error.filename or out}: {error.strerror or error}; run the same command to resume"
@@ -199,9 +200,9 @@ def _save_tokenizer(workspace: WorkspaceOf[PrepareSettings]) -> None:
     settings, place = workspace.recipe, workspace.directory
     if isinstance(settings.tokenizer, int):
         parts = [
-            (entry.arguments["source"], partial(read_part, workspace.path(part)))
-            for entry in workspace.manifest("read").tasks
-            for part in workspace.parts("read", entry.key)
+            (task.arguments["source"], partial(read_part, workspace.path(part)))
+            for task, parts in workspace.parts_by_task("read")
+            for part in parts
         ]
         texts = training_texts(parts, settings.tokenizer_bytes or 0, settings.held_out)
         tokenizer = train_bpe(texts, settings.tokenizer)
@@ -213,21 +214,30 @@ def _save_tokenizer(workspace: WorkspaceOf[PrepareSettings]) -> None:
     write_json(place / FACTS, facts)
 
 
-def _publish(workspace: WorkspaceOf[PrepareSettings], out: Path) -> None:
+def _checked(workspace: WorkspaceOf[PrepareSettings]) -> list[tuple[str, str, Path, Path]]:
+    """The shards of all tasks: split, domain, and the files of tokens and of documents' ends, which are intact."""
+    found = []
+    for one in workspace.outputs("encode", SHARDS):
+        folder = workspace.path(one).parent
+        for split, domain, entry in read_json(workspace.path(one))["shards"]:
+            tokens, ends = shard_files(folder, split, domain, 0)
+            if (file_crc32(tokens), file_crc32(ends)) != (entry["tokens_crc32"], entry["index_crc32"]):
+                raise DataError(f"{folder} is corrupt: a checksum does not match: {REMEDY}")
+            found.append((split, domain, tokens, ends))
+    require_few_domains({domain for _, domain, *_ in found})
+    return found
+
+
+def _publish(workspace: WorkspaceOf[PrepareSettings], out: Path, shards: Sequence[tuple[str, str, Path, Path]]) -> None:
     """Write the shards of all tasks as one corpus. The index is last, and makes it a finished one."""
     settings, place = workspace.recipe, workspace.directory
     dtype = token_dtype(read_json(place / FACTS)["vocab_size"])
     writers: dict[tuple[str, str], ShardWriter] = {}
-    for one in workspace.outputs("encode", SHARDS):
-        folder = workspace.path(one).parent
-        for split, domain, entry in read_json(workspace.path(one))["shards"]:
-            if (split, domain) not in writers:
-                writers[split, domain] = ShardWriter(out, split, domain, dtype, settings.shard_tokens)
-            tokens, ends = shard_files(folder, split, domain, 0)
-            if (file_crc32(tokens), file_crc32(ends)) != (entry["tokens_crc32"], entry["index_crc32"]):
-                raise DataError(f"{folder} is corrupt: a checksum does not match: {REMEDY}")
-            lengths = np.diff(np.fromfile(ends, "<i8").reshape(-1, 2), axis=0, prepend=0)
-            writers[split, domain].append(np.fromfile(tokens, dtype), lengths[:, 0], lengths[:, 1])
+    for split, domain, tokens, ends in shards:
+        if (split, domain) not in writers:
+            writers[split, domain] = ShardWriter(out, split, domain, dtype, settings.shard_tokens)
+        lengths = np.diff(np.fromfile(ends, "<i8").reshape(-1, 2), axis=0, prepend=0)
+        writers[split, domain].append(np.fromfile(tokens, dtype), lengths[:, 0], lengths[:, 1])
     splits: dict[str, Shards] = {}
     for (split, domain), writer in writers.items():
         splits.setdefault(split, {})[domain] = writer.shards

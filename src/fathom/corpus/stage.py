@@ -129,10 +129,16 @@ class WorkspaceOf(Generic[R]):
                     found.append(Input.of(f"{STAGES}/{stage}/{task.key}/{name}", facts))
         return found
 
-    def parts(self, stage: str, key: str | None = None) -> list[Input]:
-        """Files of documents of a finished stage, or of one of its tasks."""
-        found = [one for one in self.outputs(stage, ".jsonl") if Path(one.path).name.startswith("part-")]
-        return [one for one in found if key in (None, Path(one.path).parent.name)]
+    def parts(self, stage: str) -> list[Input]:
+        """Files of documents of a finished stage."""
+        return [part for _, parts in self.parts_by_task(stage) for part in parts]
+
+    def parts_by_task(self, stage: str) -> Iterator[tuple[TaskEntry, list[Input]]]:
+        """The tasks of a finished stage, each with its files of documents."""
+        for task in self.manifest(stage).tasks:
+            folder = f"{STAGES}/{stage}/{task.key}"
+            named = [(name, facts) for name, facts in task.outputs.items() if name.startswith("part-")]
+            yield task, [Input.of(f"{folder}/{name}", facts) for name, facts in named]
 
     def path(self, one: Input) -> Path:
         """The path of an input; a user's own file may be absolute."""

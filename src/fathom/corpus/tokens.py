@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
@@ -197,42 +197,47 @@ def write_shards(
     """Write documents as one shard for each split and collection."""
     writers: dict[tuple[str, str], ShardWriter] = {}
     for batch in grouped(documents, lambda document: len(document.text), BATCH_CHARACTERS):
-        texts: dict[tuple[str, str], list[str]] = {}
+        apart: dict[tuple[str, str], list[Document]] = {}
         for document in batch:
-            texts.setdefault((choose_split(document.text, held_out), document.collection), []).append(document.text)
-        for key, mine in texts.items():
+            apart.setdefault((choose_split(document.text, held_out), document.collection), []).append(document)
+        for key, mine in apart.items():
             if key not in writers:
                 writers[key] = ShardWriter(folder, *key, encoder.dtype, ENDLESS)
             writers[key].append(*encoder(mine))
-        if len(writers) > 2 * MOST_COLLECTIONS:
-            raise DataError(f"more than {MOST_COLLECTIONS} domains: the field that names them has too many values", 1)
+        require_few_domains({domain for _, domain in writers})
     return {key: writer.shards[0] for key, writer in sorted(writers.items())}
 
 
+def require_few_domains(domains: Collection[str]) -> None:
+    """Refuse more domains than a corpus may have, each of which is a folder."""
+    if len(domains) > MOST_COLLECTIONS:
+        raise DataError(f"more than {MOST_COLLECTIONS} domains: the field that names them has too many values")
+
+
 class TextEncoder:
-    """Encodes texts for a shard writer."""
+    """Encodes documents for a shard writer."""
 
     def __init__(self, file: Path, vocab_size: int, eos_token_id: int) -> None:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        self._tokenizer, self._file, self._eos = plain_encoder(file), file, eos_token_id
+        self._tokenizer, self._eos = plain_encoder(file), eos_token_id
         self.dtype = token_dtype(vocab_size)
 
-    def __call__(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def __call__(self, documents: Sequence[Document]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Tokens with EOS after each document, and document lengths in tokens and in bytes."""
-        ids = [self._encode(text) for text in texts]
+        ids = [self._encode(document) for document in documents]
         tokens = np.fromiter((token for one in ids for token in one), self.dtype, sum(map(len, ids)))
         lengths = np.array([len(one) for one in ids], np.int64)
-        return tokens, lengths, np.array([len(text.encode("utf-8")) for text in texts], np.int64)
+        return tokens, lengths, np.array([len(one.text.encode("utf-8")) for one in documents], np.int64)
 
-    def _encode(self, text: str) -> list[int]:
+    def _encode(self, document: Document) -> list[int]:
         ids: list[int] = []
         try:
-            for encoding in self._tokenizer.encode_batch_fast(list(_cut(text)), add_special_tokens=False):
+            for encoding in self._tokenizer.encode_batch_fast(list(_cut(document.text)), add_special_tokens=False):
                 ids += encoding.ids
         except Exception as error:
             said = next(iter(str(error).splitlines()), "")
             raise DataError(
-                f"{self._file} cannot encode a document ({said}): it needs a token for unknown text", 1
+                f"{document.path}: the tokenizer cannot encode a document ({said}): it needs a token for unknown text"
             ) from None
         ids.append(self._eos)
         return ids

@@ -49,7 +49,8 @@ def asked_words(report: PairReport) -> list[str]:
 
 def show(report: PairReport, out: Path | None) -> None:
     """The table, the verdict, and the path of the page."""
-    print(*asked_words(report), sep="\n")
+    for words in asked_words(report):
+        print(words)
     print_report([terminal_table("", columns(report), lines(report))], report.verdict, out and out / PAGE)
 
 

@@ -87,7 +87,7 @@ def carry_out(
         out: The directory.
         workers: Local processes.
         threads: CPU threads per worker; one if there are several workers, else torch's choice.
-        quiet: Print nothing.
+        quiet: Print no line for a finished task; a terminal still shows the progress of each run.
         retry_failed: Resume runs that diverged; otherwise they are excluded.
     """
 

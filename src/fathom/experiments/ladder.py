@@ -54,7 +54,7 @@ def climb(
         workers: Processes on this machine.
         threads: CPU threads per worker; one if there are several workers, else torch's choice.
         until: The last stage to run.
-        quiet: Print nothing.
+        quiet: Print no line for a finished task; a terminal still shows the progress of each run.
         retry_failed: Resume runs that diverged; otherwise they are excluded.
     """
     check_processes("ladder", workers, threads)

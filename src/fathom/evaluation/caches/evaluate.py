@@ -347,7 +347,7 @@ class Evaluation:
         print(
             f"{self.checkpoint.name}: each of {caches} caches reads {sum(tokens.values()):,} tokens ({parts}) and "
             f"decodes up to {steps:,} steps; at {1 / read_one:,.0f} tokens and {1 / decode_one:,.1f} steps a second, "
-            f"about {duration(seconds)} in all",
+            f"about {duration(max(1, seconds))} in all",
             file=sys.stderr,
         )
 
