@@ -108,13 +108,14 @@ def test_index_and_shards_must_agree(tmp_path):
             open_safetensors(LocalOrigin(tmp_path))
 
 
-def test_a_thousand_damaged_files_neither_crash_nor_hang(tmp_path):
+@pytest.mark.parametrize("count", [200, pytest.param(1000, marks=pytest.mark.slow)])
+def test_damaged_files_neither_crash_nor_hang(count, tmp_path):
     """Headers and indices with random damage: read or refused, quickly, and never outside the file."""
     draw = random.Random(7)
     path, seen = tmp_path / "x.safetensors", {"read": 0, "refused": 0}
     origin = Watched(tmp_path)
     started = time.monotonic()
-    for case in range(1000):
+    for case in range(count):
         kinds = [draw.choice([("F32", [2]), ("BF16", [2, 2]), ("I64", [1])]) for _ in range(draw.randrange(5))]
         header = {f"t{i}": entry(8 * i, 8 * i + 8, shape, dtype) for i, (dtype, shape) in enumerate(kinds)}
         raw = bytearray(json.dumps(header).encode())
@@ -139,7 +140,7 @@ def test_a_thousand_damaged_files_neither_crash_nor_hang(tmp_path):
         except ModelError:
             seen["refused"] += 1
     assert time.monotonic() - started < 60
-    assert seen["refused"] > 300 and seen["read"] > 50  # the damage is real, and so are the good ones
+    assert seen["refused"] > 0.3 * count and seen["read"] > 0.05 * count  # the damage is real, and so are the good ones
 
 
 def test_truncation_pickles_and_packed_weights(tmp_path, models):

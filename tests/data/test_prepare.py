@@ -122,10 +122,10 @@ def test_workers_do_not_change_a_byte(tmp_path: Path, tokenizer: str, monkeypatc
         (tmp_path / f"{name}.txt").write_text(f"file {name}\n" * 50)
     inputs = [str(tmp_path / "a.jsonl"), f"files={tmp_path}/*.txt"]
     trees = []
-    for workers in (1, 2, 3):
+    for workers in (1, 3):
         prepare(inputs, tmp_path / f"out{workers}", tokenizer, held_out=0.2, shard_tokens=1000, workers=workers)
         trees.append(tree(tmp_path / f"out{workers}"))
-    assert trees[0] == trees[1] == trees[2]
+    assert trees[0] == trees[1]
     assert len(trees[0]) > 10
 
 
@@ -224,13 +224,13 @@ def test_killed_many_times_gives_the_same_bytes(tmp_path: Path, tokenizer: str, 
 
 
 def test_a_resumed_run_does_what_is_left(tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A crash in this process, before every second task and before the corpus is whole."""
+    """A crash in this process, before the first task, before a later one, and before the corpus is whole."""
     small_tasks(monkeypatch)
-    write_documents(tmp_path / "a.jsonl", 200)
+    write_documents(tmp_path / "a.jsonl", 100)
     options = {"tokenizer": tokenizer, "held_out": 0.2, "shard_tokens": 2000, "workers": 1}
     prepare([str(tmp_path / "a.jsonl")], tmp_path / "whole", **options)
     real = plain.Encode.run
-    for crash in range(0, 8, 2):
+    for crash in (0, 3):
         out, calls = tmp_path / f"out{crash}", iter(range(10**6))
 
         def encode(self, task, folder, crash=crash, calls=calls):

@@ -35,13 +35,14 @@ def held() -> np.ndarray:
     return numbers
 
 
-def test_pages_are_exchanged(held: np.ndarray) -> None:
+def test_pages_are_exchanged(held: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:
     address = held.ctypes.data
     first = -(-address // SIZE) * SIZE
     if ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(SIZE), COLLAPSE):
         pytest.skip("this system offers no huge pages")
     assert huge_bytes(address) < 4 * SIZE
-    assert any(first <= address < end for first, end in anonymous())
+    mine = [(first, end) for first, end in anonymous() if first <= address < end]
+    monkeypatch.setattr(huge_pages, "anonymous", lambda: iter(mine))  # not all that other tests have left
     exchange().join()
     assert huge_bytes(address) >= 4 * SIZE
     assert (held == np.arange(len(held))).all()

@@ -217,6 +217,8 @@ def test_the_refusal_travels(tmp_path, monkeypatch):
     """The code of an export, at a backend by another name."""
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setattr(sys, "path", [*sys.path])
+    for name in [name for name in sys.modules if name.partition(".")[0] == "transformers_modules"]:
+        monkeypatch.delitem(sys.modules, name)  # of another directory
     directory = str(export(build(config_of("loop")), tmp_path / "loop"))
     model = get_class_from_dynamic_module("modeling.FathomModel", directory)
     assert model.__module__.startswith("transformers_modules."), "not Fathom's own"

@@ -28,11 +28,14 @@ def untied(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def printed(caplog: pytest.LogCaptureFixture):
-    """What transformers would print."""
+    """What transformers would print, whatever other tests told it."""
     logger = logging.getLogger("transformers")
+    before = logger.level
+    logger.setLevel(logging.WARNING)
     logger.addHandler(caplog.handler)
     yield lambda: caplog.text
     logger.removeHandler(caplog.handler)
+    logger.setLevel(before)
 
 
 def test_tying_an_untied_checkpoint_is_refused(untied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
