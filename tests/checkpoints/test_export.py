@@ -91,6 +91,18 @@ def test_other_peoples_files_stay(tmp_path):
     with pytest.raises(ModelError, match="not an earlier export"):
         export(build(config_of("vanilla")), tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["config.json"]
+    (tmp_path / "README.md").write_text("# A model of another hand")
+    with pytest.raises(ModelError, match="not an earlier export"):
+        export(build(config_of("vanilla")), tmp_path)
+
+
+def test_an_earlier_export_is_replaced(tmp_path):
+    for case in ("loop", "vanilla"):
+        export(build(config_of(case)), tmp_path / "model")
+        assert (
+            json.loads((tmp_path / "model" / "config.json").read_text())["recurrence"]
+            == ("loop", "once")[case == "vanilla"]
+        )
 
 
 @pytest.mark.quick("attention_residuals", "ponder2", "latent_cot+depth_attention", "ponder@gpt2")

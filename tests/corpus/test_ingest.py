@@ -329,8 +329,9 @@ def test_every_encoding_is_known_and_open_bytes_are_controls() -> None:
         ("<p>one</p><object data=x><p>two</p>", "one\n\ntwo"),
         ("<p>one <object data=x>no <object>no</object> <b>no</b></object>two</p></object> three", "one two\n\nthree"),
         ("<p>one</p><svg><title>no</title></svg><p>two</p>", "one\n\ntwo"),
+        ("<body></pre><p>one  \n two</p><pre>a\nb</pre>", "one two\n\na\nb"),
     ],
 )
-def test_a_head_and_an_object_without_an_end(page: str, text: str) -> None:
+def test_elements_without_an_end_or_a_start(page: str, text: str) -> None:
     """The end tag of a head may be left out; an object that has none is not the rest of the page."""
     assert all_text(page) == text

@@ -10,6 +10,7 @@ import torch
 from fathom.models import FathomForCausalLM
 from fathom.models.attention_residuals import AttentionResiduals
 from fathom.models.modeling import DecoderLayer
+from fathom.models.roles import valid_mean
 
 from .cases import build, config_of, tokens
 
@@ -27,6 +28,14 @@ RESIDUALS = [
     "latent_cot+hyper_connections",
     "loop+depth_attention+hyper_connections",
 ]
+
+
+def test_a_mean_over_what_has_a_target():
+    targets = torch.tensor([[3, -100, 5]])
+    assert valid_mean(torch.tensor([[1.0, 9.0, 4.0]]), targets).item() == 2.5
+    assert valid_mean(torch.tensor([[[1, 3], [9, 9], [2, 6]]]), targets).item() == 3
+    assert valid_mean(torch.tensor([[7.0, 9.0, 4.0]]), torch.tensor([[3, -100, -100]])).item() == 7
+    assert valid_mean(torch.tensor([[1.0, 9.0, 4.0]]), torch.full_like(targets, -100)).item() == 0
 
 
 def parallel(self, *state, sources=(), **kwargs):

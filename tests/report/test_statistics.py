@@ -12,6 +12,7 @@ from fathom.report.statistics import (
     LEAST_BOOTSTRAPPED,
     adjust,
     bootstrap_ratio,
+    combined_difference,
     holm,
     mcnemar,
     paired_difference,
@@ -22,6 +23,22 @@ from fathom.report.statistics import (
     weighted_difference,
     wilson,
 )
+
+
+def test_combined_differences_are_welchs():
+    """Of two groups' means, with shares 1 and -1, Satterthwaite's interval is Welch's."""
+    a, b = [3.1, 2.9, 3.4, 3.0, 3.3], [2.0, 2.6, 2.2]
+    found = combined_difference([paired_difference(one, [0.0] * len(one)) for one in (a, b)], [1, -1])
+    expected = stats.ttest_ind(a, b, equal_var=False)
+    interval = expected.confidence_interval(0.95)
+    assert (found.mean, found.pairs) == (pytest.approx(np.mean(a) - np.mean(b)), 8)
+    assert (found.low, found.high) == (pytest.approx(interval.low), pytest.approx(interval.high))
+    assert found.p == pytest.approx(expected.pvalue)
+    alone = combined_difference([paired_difference(a, [*b, 0, 0]), paired_difference([1.0], [0.0])], [0.5, 0.5])
+    assert alone.mean == pytest.approx((np.mean(a) - sum(b) / 5 + 1) / 2)
+    assert (alone.pairs, alone.half_width, alone.p) == (6, None, None)
+    same = combined_difference([paired_difference([1.0, 1.0], [1.0, 1.0])] * 2, [0.5, 0.5])
+    assert (same.mean, same.half_width) == (0.0, 0.0)
 
 
 def test_interval_is_students():
