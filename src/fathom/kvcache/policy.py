@@ -59,7 +59,11 @@ class Policy:
         """An empty cache of this policy, without a warning about an untuned checkpoint; see `build_cache`."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UntunedWarning)
-            return build_cache(model, **vars(self), static=static)
+            try:
+                return build_cache(model, **vars(self), static=static)
+            except ValueError as error:
+                reason = str(error).replace("static=True: ", "`compile`: ")
+                raise SettingsError(f"kvcache={self.method}: {reason}") from error
 
     def read(
         self,
@@ -143,11 +147,7 @@ def choose(
     if method not in NAMES:
         raise SettingsError(f"kvcache={method}: allowed: {', '.join(NAMES)}")
     policy = cache_policy(method, getattr(model.config, "kvcache", None), options)
-    try:
-        cache = policy.empty(model, static)
-    except ValueError as error:
-        reason = str(error).replace("static=True: ", "`compile`: ")
-        raise SettingsError(f"kvcache={method}: {reason}") from error
+    cache = policy.empty(model, static)
     if isinstance(cache, MemoryCache) and (words := untuned(config_of(model), cache.method)):
         print(f"fathom: warning: {words}", file=sys.stderr)
     return policy

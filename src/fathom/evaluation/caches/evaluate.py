@@ -212,8 +212,8 @@ class Evaluation:
     def run(self) -> CheckpointCaches:
         """All results."""
         policies = {method: self.asked.policy(self.checkpoint, method) for method in self.asked.methods}
-        for method, policy in policies.items():
-            self._check(method, policy)
+        for policy in policies.values():
+            self._check(policy)
         self._say_what_it_takes(policies)
         caches = {method: self._cache(method, policy) for method, policy in policies.items()}
         reference = self._answers("full", replace(next(iter(policies.values())), method="full", window=None))
@@ -233,12 +233,12 @@ class Evaluation:
     def _part(self, kind: object, name: str, key: Mapping[str, object], work: Callable[[], T]) -> T:
         return kept(kind, self.checkpoint, self.settings.out, "kvcache", name, key, work)
 
-    def _check(self, method: str, policy: Policy) -> None:
+    def _check(self, policy: Policy) -> None:
         model, _ = self.checkpoint.open()
         try:
             (replace(policy, window=1) if policy.window is None else policy).empty(model)
         except ValueError as error:
-            raise SettingsError(f"{self.checkpoint.name}: `kvcache={method}`: {error}") from error
+            raise SettingsError(f"{self.checkpoint.name}: {error}") from error
 
     def _new(self, policy: Policy, room: int) -> Cache:
         model, _ = self.checkpoint.open()
