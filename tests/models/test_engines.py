@@ -216,7 +216,7 @@ def test_backends_that_leave_the_cache_to_the_model(backend):
 def test_the_refusal_travels(tmp_path, monkeypatch):
     """The code of an export, at a backend by another name."""
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
-    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.syspath_prepend(tmp_path / "modules")
     for name in [name for name in sys.modules if name.partition(".")[0] == "transformers_modules"]:
         monkeypatch.delitem(sys.modules, name)  # of another directory
     directory = str(export(build(config_of("loop")), tmp_path / "loop"))
