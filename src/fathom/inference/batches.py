@@ -381,7 +381,7 @@ class SlabBatch(LiveBatch):
         if bool(seen.all()):
             return None if seen.shape[2] == 1 else seen.to(self.model.device)
         seen = seen.to(self.model.device)
-        if self.model.config._attn_implementation == "sdpa":
+        if str(self.model.config._attn_implementation).startswith("sdpa"):
             return seen
         least = torch.finfo(self.model.dtype).min
         return torch.zeros(seen.shape, dtype=self.model.dtype, device=seen.device).masked_fill(~seen, least)

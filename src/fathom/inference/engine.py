@@ -35,6 +35,7 @@ from fathom.inference.batches import (
     token_bytes,
     trips_of,
 )
+from fathom.inference.by_rows import attend_by_rows, needs_rows
 from fathom.inference.prefixes import LEAST, NOTHING, Found, Kept, Prefixes
 from fathom.inference.sampling import NO_NUMBERS, Choice, Draft, finite, likeliest
 from fathom.kvcache.policy import Policy
@@ -155,6 +156,10 @@ class Engine:
         prefix_budget: int = 0,
     ) -> None:
         refuse_longrope(model)
+        self.by_rows = policy is None and needs_rows(model)
+        """Whether each sequence is attended to, and each prompt read, by itself."""
+        if self.by_rows:
+            attend_by_rows(model)
         batch_for(model, None, policy, draft_trips)  # refuses models that cannot draft before the first request does
         self.model, self.budget, self.policy, self.most_waiting = model, budget, policy, waiting
         self.hand_out, self.draft_trips = hand_out or deliver, draft_trips
@@ -349,7 +354,7 @@ class Engine:
         lengths = [len(one.prompt) for one in all_jobs]
         padded = max(lengths) * len(lengths)
         alike = job.trips == jobs[0].trips and self.lanes[job.trips].batch.reads_several
-        alike = alike and not any(one.score_prompt for one in all_jobs)
+        alike = alike and not (self.by_rows or any(one.score_prompt for one in all_jobs))
         alike = alike and padded <= left and sum(lengths) >= FILLED * padded
         unsure = all_jobs if len(jobs) == 1 else [job]  # the others were looked up in the prefix cache on arrival
         return alike and all(self._found(one) is NOTHING for one in unsure)

@@ -57,7 +57,7 @@ def mixture(hidden: Tensor, head: nn.Module, table: Tensor, top_k: int = 0, temp
     top_k = 0 if top_k >= len(table) else top_k
     if isinstance(head, nn.Linear) and is_bare(head):
         mixed = _bare(rows, head.weight, table, top_k, temperature)
-    elif rows.dtype == torch.float32 and is_sparse(len(table), top_k) and not torch.is_grad_enabled():  # as packed
+    elif rows.dtype == torch.float32 and top_k and not torch.is_grad_enabled():  # as packed, and in eight bits
         mixed = _sparse(rows, head, table, top_k, temperature)
     else:
 

@@ -23,6 +23,8 @@ from .slot_table import Tags
 
 MASKED = ("sdpa", "eager")
 """Attention backends that take a mask of any shape."""
+BY_ROWS = "_by_rows"
+"""Ends the name of a backend that attends to each sequence by itself."""
 
 
 def reads(view: View, t: Tensor, k: Tensor, of: Tensor, at: Tensor, halt: Tensor | None) -> Tensor:

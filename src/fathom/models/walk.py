@@ -23,7 +23,7 @@ from transformers.cache_utils import Cache
 from .fixed_table import FixedTable
 from .flex_reading import FLEX, NO_BACKWARD, ReadingRule, read_rule
 from .host import to_host
-from .reading import MASKED, read_mask, side_by_side
+from .reading import BY_ROWS, MASKED, read_mask, side_by_side
 from .roles import Recurrence, TripState, View
 from .rotary import Rotation, signed
 from .slot_cache import repeat_last
@@ -168,7 +168,7 @@ def _stored(model: FathomModel, x: Tensor, inputs: Inputs, store: Store, solve: 
 
 def check_backend(model: FathomModel, trips: int) -> None:
     """Refuse an attention backend that supports only causal masks, before anything is computed."""
-    backend = str(model.config._attn_implementation)
+    backend = str(model.config._attn_implementation).removesuffix(BY_ROWS)
     if trips > 1 and backend not in (*MASKED, FLEX):
         able = f"{', '.join(MASKED)} or {FLEX}"
         raise ValueError(
@@ -338,7 +338,7 @@ class TripMaker:
         check_backend(self.model, self.inputs.trips)
         if self.by_rule:
             return {kind: read_rule(self.view, query, key, reach) for kind, reach in self.model.reach.items()}
-        as_bool = self.model.config._attn_implementation == "sdpa" and key.bias is None
+        as_bool = self.model.config._attn_implementation in ("sdpa", f"sdpa{BY_ROWS}") and key.bias is None
         as_bool = as_bool and not torch.is_grad_enabled()  # with gradients every layer would keep an additive copy
         dtype = None if as_bool else self.inputs.dtype
         return {kind: read_mask(self.view, query, key, reach, dtype) for kind, reach in self.model.reach.items()}

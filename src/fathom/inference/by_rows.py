@@ -1,0 +1,78 @@
+"""Attention of each sequence of a batch by itself, so that its numbers do not depend on the others, to the bit.
+
+A kernel that reads a batch takes as many keys for each sequence as the longest has, and masks the rest. The masked ones
+weigh nothing, but the order of a sum depends on how many there are, and so does its last bit. A slot cache also keeps
+the slots of a sequence in another order in company. Layers in eight bits can enlarge a last bit until a text differs
+from the text alone. Here each sequence reads the keys that it sees, in an order that only they decide.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from fathom.checkpoints.int8 import Int8Linear
+from fathom.models.reading import BY_ROWS
+from fathom.models.walk import DEAD
+
+NAME = f"sdpa{BY_ROWS}"
+
+Seen = tuple[slice | Tensor, Tensor | None]
+"""The keys that a sequence's queries see, and the mask among them, `[1, 1, T, n]`; None if all see all."""
+
+
+def needs_rows(model: nn.Module) -> bool:
+    """Whether a model has layers in eight bits."""
+    return any(isinstance(module, Int8Linear) for module in model.modules())
+
+
+def attend_by_rows(model: PreTrainedModel) -> None:
+    """Let a model that uses `sdpa` attend to each sequence by itself."""
+    if model.config._attn_implementation == "sdpa":
+        AttentionInterface.register(NAME, _attend)
+        AttentionMaskInterface.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+        model.set_attn_implementation(NAME)
+
+
+def _attend(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: object
+) -> tuple[Tensor, None]:
+    """`[B, H, T, D]` and `[B, H_kv, N, D]` twice to `[B, T, H, D]`."""
+    attend, made = ALL_ATTENTION_FUNCTIONS["sdpa"], []
+    causal = attention_mask is None and query.shape[2] > 1  # by the order of the keys, which then stays
+    for row, (places, mask) in enumerate(_seen(attention_mask, len(query))):
+        mine = slice(row, row + 1)
+        asked, keys, values = query[mine].contiguous(), key[mine, :, places], value[mine, :, places]
+        if causal:
+            keys, values = keys.contiguous(), values.contiguous()
+        else:
+            order = keys[0, 0, :, 0].argsort()
+            keys, values, mask = keys[:, :, order], values[:, :, order], None if mask is None else mask[..., order]
+        made.append(attend(module, asked, keys, values, mask, **kwargs)[0])
+    return torch.cat(made), None
+
+
+_LAST: list[tuple[Tensor, list[Seen]]] = []
+"""The mask of the last call, which all layers share, and what was found in it."""
+
+
+def _seen(mask: Tensor | None, rows: int) -> list[Seen]:
+    """For each sequence what it sees, from a mask `[B or 1, 1, T, N]`, of truth values or to be added."""
+    if mask is None:
+        return [(slice(None), None)] * rows
+    if not (_LAST and _LAST[0][0] is mask):
+        _LAST[:] = [(mask, [_seen_by(one[None]) for one in mask.expand(rows, *mask.shape[1:])])]
+    return _LAST[0][1]
+
+
+def _seen_by(mask: Tensor) -> Seen:
+    visible = mask if mask.dtype == torch.bool else mask > DEAD / 2
+    seen = visible.flatten(0, 2).any(0).nonzero()[:, 0]
+    end = int(seen[-1]) + 1 if len(seen) else 1
+    places: slice | Tensor = slice(0, end) if len(seen) in (0, end) else seen
+    among = mask[..., places]
+    plain = among.dtype == torch.bool and among.shape[2] == 1 and bool(among.all())
+    return places, None if plain else among
