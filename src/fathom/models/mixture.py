@@ -57,7 +57,7 @@ def mixture(hidden: Tensor, head: nn.Module, table: Tensor, top_k: int = 0, temp
     top_k = 0 if top_k >= len(table) else top_k
     if isinstance(head, nn.Linear) and is_bare(head):
         mixed = _bare(rows, head.weight, table, top_k, temperature)
-    elif rows.dtype == torch.float32 and top_k and not torch.is_grad_enabled():  # as packed, and in eight bits
+    elif rows.dtype == torch.float32 and _by_words(head, len(table), top_k) and not torch.is_grad_enabled():
         mixed = _sparse(rows, head, table, top_k, temperature)
     else:
 
@@ -66,6 +66,11 @@ def mixture(hidden: Tensor, head: nn.Module, table: Tensor, top_k: int = 0, temp
 
         mixed = torch.cat([checkpoint(part, x, use_reentrant=False) for x in _chunks(rows, len(table))])
     return mixed.view(*hidden.shape[:-1], table.shape[1])
+
+
+def _by_words(head: nn.Module, words: int, top_k: int) -> bool:
+    """Whether to sum the words in use: also for a head that is packed or in eight bits, where it is row by row."""
+    return is_sparse(words, top_k) or (top_k > 0 and not isinstance(head, nn.Linear))
 
 
 def _chunks(rows: Tensor, words: int) -> Sequence[Tensor]:
