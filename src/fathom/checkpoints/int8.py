@@ -1,11 +1,10 @@
 """Weights in eight bits, for inference on a CPU: a quarter of the memory, and decoding that waits for memory is faster.
 
 Each output's weights share a scale, and each token's inputs another. Inputs have two digits of eight bits: the second
-rounds what the first leaves. With one digit, inputs would cost more accuracy than weights do, and a rounding error in
-attention could move an input by a 255th, so that a text might change in company. Products are of integers, which
-FBGEMM, a part of torch, computes; the sums are exact. So a token's numbers depend on nothing but the token, to the
-bit, however many others there are in a batch. FBGEMM would take one scale for all rows of a product: rows are scaled
-before, and a row with the ends of the range stands below them.
+rounds what the first leaves. With one digit, inputs would cost more accuracy than weights do. Products are of integers,
+which FBGEMM, a part of torch, computes; the sums are exact. So a token's numbers depend on nothing but the token, to
+the bit, however many others there are in a batch. FBGEMM would take one scale for all rows of a product: rows are
+scaled before, and a row with the ends of the range stands below them.
 """
 
 from __future__ import annotations
