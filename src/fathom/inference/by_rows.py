@@ -8,6 +8,8 @@ from the text alone. Here each sequence reads the keys that it sees, in an order
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
@@ -18,7 +20,8 @@ from fathom.checkpoints.int8 import Int8Linear
 from fathom.models.reading import BY_ROWS
 from fathom.models.walk import DEAD
 
-NAME = f"sdpa{BY_ROWS}"
+NAME, OF_SLOTS = "sdpa_rows", f"sdpa{BY_ROWS}"
+"""Backends for models that keep a sequence's keys in the order of its tokens, and for those with slots."""
 
 Seen = tuple[slice | Tensor, Tensor | None]
 """The keys that a sequence's queries see, and the mask among them, `[1, 1, T, n]`; None if all see all."""
@@ -32,23 +35,29 @@ def needs_rows(model: nn.Module) -> bool:
 def attend_by_rows(model: PreTrainedModel) -> None:
     """Let a model that uses `sdpa` attend to each sequence by itself."""
     if model.config._attn_implementation == "sdpa":
-        AttentionInterface.register(NAME, _attend)
-        AttentionMaskInterface.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
-        model.set_attn_implementation(NAME)
+        slotted = getattr(model.base_model, "slotted", False)
+        name = OF_SLOTS if slotted else NAME
+        AttentionInterface.register(name, partial(_attend, sort=slotted))
+        AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+        model.set_attn_implementation(name)
 
 
 def _attend(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: object
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    sort: bool = False,
+    **kwargs: object,
 ) -> tuple[Tensor, None]:
     """`[B, H, T, D]` and `[B, H_kv, N, D]` twice to `[B, T, H, D]`."""
     attend, made = ALL_ATTENTION_FUNCTIONS["sdpa"], []
-    causal = attention_mask is None and query.shape[2] > 1  # by the order of the keys, which then stays
+    sort = sort and not (attention_mask is None and query.shape[2] > 1)  # else the order of the keys is the mask
     for row, (places, mask) in enumerate(_seen(attention_mask, len(query))):
         mine = slice(row, row + 1)
         asked, keys, values = query[mine].contiguous(), key[mine, :, places], value[mine, :, places]
-        if causal:
-            keys, values = keys.contiguous(), values.contiguous()
-        else:
+        if sort:
             order = keys[0, 0, :, 0].argsort()
             keys, values, mask = keys[:, :, order], values[:, :, order], None if mask is None else mask[..., order]
         made.append(attend(module, asked, keys, values, mask, **kwargs)[0])
