@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from fathom.checkpoints.int8 import quantise
 from fathom.inference.batches import batch_for
@@ -69,6 +70,16 @@ def test_the_attention_is_the_same(case):
         found.append([*whole, *steps(model, prompts)])
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+
+
+def test_a_model_of_transformers():
+    torch.manual_seed(0)
+    shape = {**WIDE, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model = Qwen3ForCausalLM(Qwen3Config(**shape)).eval()
+    quantise(model)
+    assert differing(model) > 0
+    attend_by_rows(model)
+    assert differing(model) == 0
 
 
 def test_a_kernel_for_the_whole_batch_would_change_some():

@@ -8,6 +8,7 @@ from the text alone. Here each sequence reads the keys that it sees, in an order
 
 from __future__ import annotations
 
+import threading
 from functools import partial
 
 import torch
@@ -33,7 +34,7 @@ def needs_rows(model: nn.Module) -> bool:
 
 
 def attend_by_rows(model: PreTrainedModel) -> None:
-    """Let a model that uses `sdpa` attend to each sequence by itself."""
+    """Let a model that uses `sdpa` attend to each sequence by itself; another backend stays."""
     if model.config._attn_implementation == "sdpa":
         slotted = getattr(model.base_model, "slotted", False)
         name = OF_SLOTS if slotted else NAME
@@ -64,20 +65,23 @@ def _attend(
     return torch.cat(made), None
 
 
-_LAST: list[tuple[Tensor, list[Seen]]] = []
-"""The mask of the last call, which all layers share, and what was found in it."""
+_LAST = threading.local()
+"""Of each thread, the mask of the last call, which all layers share, and what was found in it."""
 
 
 def _seen(mask: Tensor | None, rows: int) -> list[Seen]:
     """For each sequence what it sees, from a mask `[B or 1, 1, T, N]`, of truth values or to be added."""
     if mask is None:
         return [(slice(None), None)] * rows
-    if not (_LAST and _LAST[0][0] is mask):
-        _LAST[:] = [(mask, [_seen_by(one[None]) for one in mask.expand(rows, *mask.shape[1:])])]
-    return _LAST[0][1]
+    last, found = getattr(_LAST, "found", (None, []))
+    if last is not mask or len(found) != rows:
+        found = [_seen_by(one[None]) for one in mask.expand(rows, *mask.shape[1:])]
+        _LAST.found = mask, found
+    return found
 
 
 def _seen_by(mask: Tensor) -> Seen:
+    """What one sequence sees, from its mask `[1, 1, T, N]`."""
     visible = mask if mask.dtype == torch.bool else mask > DEAD / 2
     seen = visible.flatten(0, 2).any(0).nonzero()[:, 0]
     end = int(seen[-1]) + 1 if len(seen) else 1

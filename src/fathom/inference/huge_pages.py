@@ -26,10 +26,13 @@ def exchange() -> threading.Thread:
 
 
 def _exchange() -> None:
+    madvise = getattr(ctypes.CDLL(None), "madvise", None)
+    if madvise is None:
+        return
     for first, end in anonymous():
         for at in range(-(-first // SIZE) * SIZE, end - SIZE + 1, SIZE):  # one by one: each holds up page faults
             # A wish: where the kernel cannot fulfil it, or the memory was freed meanwhile, nothing happens.
-            ctypes.CDLL(None).madvise(ctypes.c_void_p(at), ctypes.c_size_t(SIZE), COLLAPSE)
+            madvise(ctypes.c_void_p(at), ctypes.c_size_t(SIZE), COLLAPSE)
 
 
 def anonymous() -> Iterator[tuple[int, int]]:
