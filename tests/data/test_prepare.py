@@ -287,6 +287,22 @@ def test_finished_work_is_not_done_again(tmp_path: Path, tokenizer: str, monkeyp
         prepare(many, tmp_path / "out", tokenizer)
 
 
+def test_what_only_looks_like_a_draft_is_kept(tmp_path: Path, tokenizer: str) -> None:
+    """A folder with somebody's hidden files is refused as before, whatever their names end with."""
+    write_documents(tmp_path / "a.jsonl", 20)
+    (tmp_path / "out" / ".photos.new").mkdir(parents=True)
+    (tmp_path / "out" / ".index.json.x.new").symlink_to(tmp_path)
+    before = sorted(path.name for path in (tmp_path / "out").iterdir())
+    with pytest.raises(DataError, match="contains other files"):
+        prepare([str(tmp_path / "a.jsonl")], tmp_path / "out", tokenizer, held_out=0)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == before
+    made = tmp_path / "made"
+    prepare([str(tmp_path / "a.jsonl")], made, tokenizer, held_out=0)
+    (made / ".mine.new").write_text("mine")
+    prepare([str(tmp_path / "a.jsonl")], made, tokenizer, held_out=0, shard_tokens=100, overwrite=True)
+    assert (made / ".mine.new").read_text() == "mine"
+
+
 def test_many_files_are_read_by_one_look_at_the_manifest(tmp_path: Path, monkeypatch) -> None:
     """Of each stage, however many files there are; once it was read for each file, which took minutes for thousands."""
     looked = []

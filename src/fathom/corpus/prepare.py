@@ -145,7 +145,8 @@ def prepare(
         if source.kind != "hub":
             next(source.documents(settings.reading), None)
     with _locked(out):
-        sweep(out)
+        for draft in _drafts(out):
+            draft.unlink()
         if (out / INDEX).exists():
             difference, newer = _difference(out, settings), _newer(out, sources)
             if difference and not overwrite:
@@ -347,9 +348,14 @@ def _locked(out: Path) -> Iterator[None]:
         yield
 
 
+def _drafts(out: Path) -> list[Path]:
+    """What a killed run left beside the files that it was replacing."""
+    return [path for name in (INDEX, VERIFIED) for path in out.glob(f".{name}.[0-9]*{DRAFT}") if not path.is_dir()]
+
+
 def _is_ours(out: Path) -> bool:
     """Whether a directory may be overwritten: it is empty, or a corpus (finished or not, even if damaged)."""
-    names = {path.name for path in out.iterdir() if not path.match(f".*{DRAFT}")} - {LOCK, f"{LOCK}.held"}
+    names = {path.name for path in out.iterdir()} - {LOCK, f"{LOCK}.held", *(path.name for path in _drafts(out))}
     if UNFINISHED in names or not names:
         return True
     return INDEX in names and FORMAT.encode() in (out / INDEX).read_bytes()

@@ -235,7 +235,7 @@ def grouped(
 def sweep(place: Path) -> None:
     """Remove unfinished folders of killed processes."""
     for draft in place.glob(f".*{DRAFT}"):
-        shutil.rmtree(draft) if draft.is_dir() else draft.unlink()
+        shutil.rmtree(draft) if draft.is_dir() and not draft.is_symlink() else draft.unlink()
 
 
 def sync_tree(folder: Path) -> None:
