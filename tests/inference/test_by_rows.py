@@ -1,5 +1,8 @@
 """Models in eight bits: a sequence's logits are those that it has alone, to the bit."""
 
+import threading
+from functools import partial
+
 import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -7,6 +10,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from fathom.checkpoints.int8 import quantise
 from fathom.inference.batches import batch_for
 from fathom.inference.by_rows import NAME, OF_SLOTS, attend_by_rows, needs_rows
+from fathom.inference.engine import Engine, Job
+from fathom.inference.sampling import Choice
 from tests.models.cases import build, config_of, tokens
 
 CASES = ("vanilla", "depth_attention", "loop", "adaponder", "latent_cot", "ponder3", "ponder2+depth_attention")
@@ -80,6 +85,33 @@ def test_a_model_of_transformers():
     assert differing(model) > 0
     attend_by_rows(model)
     assert differing(model) == 0
+
+
+@pytest.mark.parametrize("case", ["vanilla", "adaponder"])
+def test_prompts_are_cut_at_the_same_places(case, monkeypatch):
+    """However many others are read in the same turn: the length of a product can decide a last bit."""
+    monkeypatch.setattr("fathom.inference.engine.READ", 32)
+    model = model_of(case, by_rows=False)
+    prompts = [(tokens(1, length, seed=length)[0] % 400).tolist() for length in (30, 20, 50, 9, 44, 33)]
+    engine = Engine(model, 1 << 26)
+
+    def asked(some: list[list[int]]) -> list[list[object]]:
+        ended, found = threading.Semaphore(0), [[] for _ in some]
+
+        def deliver(at: int, event: object) -> None:
+            found[at].append(event)
+            if isinstance(event, str | Exception):
+                ended.release()
+
+        jobs = [Job(one, 12, Choice(), partial(deliver, at), logprobs=3) for at, one in enumerate(some)]
+        engine.submit(jobs)
+        assert all(ended.acquire(timeout=60) for _ in some)
+        return found
+
+    together = asked(prompts)
+    assert together == [asked([prompt])[0] for prompt in prompts]
+    assert all(events[-1] == "length" for events in together)
+    engine.join(10)
 
 
 def test_a_kernel_for_the_whole_batch_would_change_some():

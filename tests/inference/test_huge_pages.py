@@ -48,11 +48,23 @@ def test_pages_are_exchanged(held: np.ndarray, monkeypatch: pytest.MonkeyPatch) 
     assert (held == np.arange(len(held))).all()
 
 
+def test_holes_do_not_become_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of memory of which a page in 512 is in use the kernel would make all resident."""
+    memory = mmap.mmap(-1, 9 * SIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    bytes_of = np.frombuffer(memory, dtype=np.uint8)
+    bytes_of[::SIZE] = 1
+    address = bytes_of.ctypes.data
+    mine = [(first, end) for first, end in anonymous() if first <= address < end]
+    monkeypatch.setattr(huge_pages, "anonymous", lambda: iter(mine))
+    exchange().join()
+    assert huge_bytes(address) == 0
+
+
 def test_freed_memory_and_other_systems_do_not_matter(held: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:
     beyond = max(end for _, end in anonymous()) + (1 << 40)
     monkeypatch.setattr(huge_pages, "anonymous", lambda: iter([(beyond, beyond + 4 * SIZE)]))
     huge_pages._exchange()
     monkeypatch.undo()
-    monkeypatch.setattr(Path, "read_text", lambda self: (_ for _ in ()).throw(FileNotFoundError(self)))
+    monkeypatch.setattr(Path, "read_text", lambda self, **_: (_ for _ in ()).throw(FileNotFoundError(self)))
     huge_pages._exchange()
     assert (held == np.arange(len(held))).all()

@@ -2,7 +2,7 @@
 
 Each output's weights share a scale, and each token's inputs another. Inputs have two digits of eight bits: the second
 rounds what the first leaves. With one digit, inputs would cost more accuracy than weights do. Products are of integers,
-which FBGEMM, a part of torch, computes; the sums are exact. So a token's numbers depend on nothing but the token, to
+which FBGEMM, a part of torch, computes; the sums are exact. So a token's products depend on nothing but the token, to
 the bit, however many others there are in a batch. FBGEMM would take one scale for all rows of a product: rows are
 scaled before, and a row with the ends of the range stands below them.
 """

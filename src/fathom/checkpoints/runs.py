@@ -296,7 +296,7 @@ def _recipe_of(directory: Path) -> Blocks:
     try:
         recipe = yaml.safe_load((directory / RECIPE).read_text(encoding="utf-8"))
         return restored(Blocks, recipe)
-    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, yaml.YAMLError) as error:
         raise ModelError(f"{directory / RECIPE} cannot be read: {reason(error)}") from None
 
 

@@ -599,7 +599,7 @@ def batch_for(
         return LoneBatch(model, trips, policy)
     if _slotted(model):
         return SlotBatch(model, trips)
-    return SlabBatch(model, trips) if _shares(model) else LoneBatch(model, trips)
+    return SlabBatch(model, trips) if shares(model) else LoneBatch(model, trips)
 
 
 def refuse_longrope(model: PreTrainedModel) -> None:
@@ -610,7 +610,7 @@ def refuse_longrope(model: PreTrainedModel) -> None:
         )
 
 
-def _shares(model: PreTrainedModel) -> bool:
+def shares(model: PreTrainedModel) -> bool:
     """Whether sequences of this model share a cache."""
     return isinstance(model, FathomForCausalLM) or model.config.model_type in PLAIN
 

@@ -32,6 +32,7 @@ from fathom.inference.batches import (
     batch_for,
     may_chunk,
     refuse_longrope,
+    shares,
     token_bytes,
     trips_of,
 )
@@ -156,7 +157,7 @@ class Engine:
         prefix_budget: int = 0,
     ) -> None:
         refuse_longrope(model)
-        self.by_rows = policy is None and needs_rows(model)
+        self.by_rows = policy is None and needs_rows(model) and shares(model)
         """Whether each sequence is attended to, and each prompt read, by itself."""
         if self.by_rows:
             attend_by_rows(model)
@@ -397,7 +398,9 @@ class Engine:
         lane.batch.reserve(*lane.rectangle)
         if not job.read:
             self._take_over(lane, job)
-        whole = len(job.prompt) if not may_chunk(self.model) else SCORED if job.score_prompt else left
+        # Where products must not depend on company, neither may the places where a prompt is cut.
+        share = READ if self.by_rows else left
+        whole = len(job.prompt) if not may_chunk(self.model) else SCORED if job.score_prompt else share
         end = job.cut if job.read < job.cut else len(job.prompt)
         chunk = job.prompt[job.read : min(end, job.read + whole)]
         self._listen(lane, [job])
