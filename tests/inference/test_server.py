@@ -701,6 +701,38 @@ def test_a_planted_leak_is_seen(directory, monkeypatch):
         assert steady_growth(leaking, 60) > BOUND
 
 
+def test_large_bodies_are_parsed_one_at_a_time():
+    """The loop turns between two of them, so `/health` waits for one body, not for all of them."""
+    turns, parsed = 0, []
+
+    async def app(scope, receive, send):
+        await receive()
+        parsed.append(turns)
+
+    async def send(size):
+        sent = asyncio.Queue()
+        sent.put_nowait({"type": "http.request", "body": b" " * size})
+        await door({"type": "http", "path": "/", "headers": []}, sent.get, None)
+
+    async def count():
+        nonlocal turns
+        while True:
+            await asyncio.sleep(0)
+            turns += 1
+
+    async def crowd(size):
+        counting = asyncio.create_task(count())
+        await asyncio.gather(*[send(size) for _ in range(8)])
+        counting.cancel()
+
+    door = gate.Gate(app, None, 2 * gate.LARGE)
+    asyncio.run(crowd(gate.LARGE + 1))
+    assert len(set(parsed)) == 8
+    parsed.clear()
+    asyncio.run(crowd(gate.LARGE))
+    assert len(parsed) == 8 and len(set(parsed)) == 1  # small ones do not wait
+
+
 def test_who_sends_too_slowly(directory, monkeypatch):
     """Half a head, and half a body."""
     monkeypatch.setattr(gate, "PATIENCE", 0.5)

@@ -16,6 +16,8 @@ from fathom.inference.api import ApiError
 
 BODIES = 1 << 28
 """Most bytes of the bodies of all requests together."""
+LARGE = 1 << 16
+"""A body of more bytes than this waits for its turn: parsing it holds up the event loop, so one is parsed at a time."""
 PATIENCE = 20.0
 """Seconds for the head of a request, and again for its body."""
 CLOSING = {401, 403, 408, 413}
@@ -41,6 +43,7 @@ class Gate:
     def __init__(self, app: App, api_key: str | None, body_limit: int, hosts: Collection[str] | None = None) -> None:
         self.app, self.body_limit, self.hosts, self.held = app, body_limit, hosts, 0
         self.key = api_key.encode() if api_key is not None else None
+        self.turn = asyncio.Lock()
 
     async def __call__(self, scope: AsgiMessage, receive: Receive, send: Send) -> None:
         """Handle one request."""
@@ -55,6 +58,9 @@ class Gate:
             await error.response()(scope, receive, send)
         else:
             if whole:
+                if len(chunks[0]) > LARGE:
+                    async with self.turn:
+                        await asyncio.sleep(0)
                 await self._answer(chunks[0], scope, receive, send)
         finally:
             self.held -= sum(map(len, chunks))
