@@ -22,19 +22,9 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from .blend import Blended, BlendOptions
-from .loss import IGNORE
+from .loss import IGNORE, per_item
 from .numerics import widen
-from .pondering import (
-    Routed,
-    SampleOptions,
-    check_fraction,
-    check_not_negative,
-    check_threshold,
-    entropy,
-    per_item,
-    spread,
-    trips_cost,
-)
+from .pondering import Routed, SampleOptions, entropy, spread, trips_cost
 from .roles import Cost, HaltingOptions, Mechanism, TripState, View, valid_mean
 
 if TYPE_CHECKING:
@@ -57,15 +47,12 @@ class LatentCotOptions(SampleOptions, HaltingOptions, BlendOptions):
     penalty_beta: float = 1.0
     """β: larger values charge uncertain tokens less."""
 
-    def resolve(self, config: FathomConfig) -> LatentCotOptions:
-        """Refuse invalid options."""
-        self.check_trips()
-        self.check_blend()
-        check_fraction("penalty_token_fraction", self.penalty_token_fraction)
-        check_not_negative("penalty", self.penalty)
-        check_not_negative("penalty_beta", self.penalty_beta)
-        check_threshold("tau", self.tau)
-        return self
+    def check(self, config: FathomConfig) -> None:
+        """Refuse invalid thresholds and penalties."""
+        super().check(config)
+        self.require("penalty", self.penalty >= 0, "not be negative")
+        self.require("penalty_beta", self.penalty_beta >= 0, "not be negative")
+        self.require("tau", 0 < self.tau < 1, "lie between 0 and 1")
 
 
 class LatentCot(Blended, Routed[LatentCotOptions]):

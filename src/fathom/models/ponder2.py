@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from .pondering import Pondering, SolverOptions, trips_cost
+from .pondering import Solved, SolverOptions, trips_cost
 from .roles import Cost, Mechanism, TripState, View
 
 if TYPE_CHECKING:
@@ -29,14 +29,8 @@ class Ponder2Options(SolverOptions):
     trips: int = 2
     """Number of trips of a token, the first included: one more than its latent thoughts."""
 
-    def resolve(self, config: FathomConfig) -> Ponder2Options:
-        """Refuse invalid options."""
-        self.check_trips()
-        self.check_solver()
-        return self
 
-
-class Ponder2(Pondering[Ponder2Options]):
+class Ponder2(Solved[Ponder2Options]):
     """Feeds back the normed hidden state, and shows every trip to all later tokens."""
 
     options_class = Ponder2Options
