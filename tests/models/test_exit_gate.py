@@ -182,19 +182,3 @@ def test_a_threshold_holds_for_tokens_that_are_all_alike():
 def test_a_mean_that_no_threshold_keeps_is_refused():
     with pytest.raises(ValueError, match="trips=1: no threshold"):
         threshold_for(torch.tensor([[0.0, 1.0]]), 1)
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"exit": "soon"}, "exit must be one of none, joint, gate, got 'soon'"),
-        ({"exit_threshold": 0.0}, "exit_threshold must lie above 0"),
-        ({"exit_entropy": -1.0}, "exit_entropy must not be negative"),
-        ({"coda": 1}, "exit: a coda belongs to the last trip alone"),
-        ({"norm_between": "none", "damping": 0.5}, "exit needs damping 1"),
-        ({"early_loss": 0.1}, "early_loss: exit reads early trips out already"),
-    ],
-)
-def test_bad_options_name_the_key(options, says):
-    with pytest.raises(ValueError, match=f"recurrence_options.{says}"):
-        model_of(**options)

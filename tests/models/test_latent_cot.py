@@ -56,7 +56,7 @@ def test_zero_length_chains_say_what_vanilla_says():
 
 def test_reach_is_the_product_of_the_gates():
     model, ids, _, halt = oracle("latent_cot")
-    decoder = Decoder(model)
+    decoder = Decoder.of(model)
     with torch.no_grad():
         decoder.truth(ids[0])
         state = model.model(ids[:1], head=model.lm_head, use_cache=False).recurrence_state
@@ -77,7 +77,7 @@ def penalty(step=0, **options):
 
 def charges(model, ids, beta):
     """p^β R of every token `[B, T]`, summed over its trips, from decoding."""
-    decoder, found = Decoder(model), torch.zeros(ids.shape, dtype=torch.float64)
+    decoder, found = Decoder.of(model), torch.zeros(ids.shape, dtype=torch.float64)
     with torch.no_grad():
         for b, row in enumerate(ids):
             decoder.truth(row)
@@ -86,7 +86,7 @@ def charges(model, ids, beta):
                 for k in range(min(decoder.halt[t], 2) + 1):
                     h = decoder.h[t, k]
                     reach = reach * model.model.recurrence.router(h).sigmoid().item()
-                    found[b, t] += (h @ decoder.head.T).softmax(-1)[row[t + 1]] ** beta * reach
+                    found[b, t] += (h @ model.lm_head.weight.T).softmax(-1)[row[t + 1]] ** beta * reach
     return found
 
 

@@ -190,11 +190,6 @@ def test_scaled_output_projections(case, streams):
     assert scaled[layer + "mlp.up_proj.weight"].std().item() == pytest.approx(0.02, rel=0.1)
 
 
-def test_output_init_is_one_of_two():
-    with pytest.raises(ValueError, match="output_init must be one of plain, depth, got 'deep'"):
-        config_of("vanilla", output_init="deep")
-
-
 class Operations(TorchDispatchMode):
     """Counts what torch does, by name."""
 

@@ -125,11 +125,6 @@ def test_without_recurrence_the_plan_is_the_stack():
     assert not any(v.kept for v in plan(config_of("vanilla"))[0])
 
 
-def test_other_recurrences_keep_trips_apart():
-    with pytest.raises(ValueError, match="across_trips must be one of none"):
-        config_of("depth_attention", mixer_options={"across_trips": "grid"})
-
-
 @pytest.mark.parametrize("max_trips", [None, 1])
 @pytest.mark.parametrize("case", ["vanilla", "depth_attention-dense", "loop+depth_attention-grid", "latent_cot"])
 def test_a_plan_is_made_once(case, max_trips, monkeypatch):
