@@ -24,7 +24,7 @@ from transformers import initialization as init
 from .blend import Blended, BlendOptions
 from .loss import IGNORE, per_item
 from .numerics import widen
-from .pondering import Routed, SampleOptions, entropy, spread, trips_cost
+from .pondering import Sampled, SampleOptions, entropy, spread, trips_cost
 from .roles import Cost, HaltingOptions, Mechanism, TripState, View, valid_mean
 
 if TYPE_CHECKING:
@@ -55,11 +55,16 @@ class LatentCotOptions(SampleOptions, HaltingOptions, BlendOptions):
         self.require("tau", 0 < self.tau < 1, "lie between 0 and 1")
 
 
-class LatentCot(Blended, Routed[LatentCotOptions]):
+class LatentCot(Blended, Sampled[LatentCotOptions]):
     """Feeds back the normed hidden state, and reads out a mixture of all latent thoughts."""
 
     options_class = LatentCotOptions
     reads = View.DUO
+    halts = True
+
+    def __init__(self, config: FathomConfig) -> None:
+        super().__init__(config)
+        self.router = nn.Linear(config.hidden_size, 1)
 
     @classmethod
     def penalty_flops(cls, config: FathomConfig, sequence_length: int) -> float:
@@ -92,10 +97,6 @@ class LatentCot(Blended, Routed[LatentCotOptions]):
         if self.training:
             new |= {f"gate{k}": gate, f"reach{k}": onward, f"thought{k}": h.detach()}
         return new
-
-    def feed(self, x: Tensor, out: Out, state: TripState) -> Tensor:
-        """The latent thought, without the input."""
-        return out.hidden
 
     def readout(self, state: TripState) -> Tensor:
         """The mixture of all latent thoughts, blended with the first by λ."""

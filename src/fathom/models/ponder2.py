@@ -12,14 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from torch import Tensor
-
 from .pondering import Solved, SolverOptions, trips_cost
-from .roles import Cost, Mechanism, TripState, View
+from .roles import Cost, Mechanism, View
 
 if TYPE_CHECKING:
     from .configuration import FathomConfig
-    from .slots import Out, Visit
+    from .slots import Visit
 
 
 @dataclass(frozen=True)
@@ -35,10 +33,6 @@ class Ponder2(Solved[Ponder2Options]):
 
     options_class = Ponder2Options
     reads = View.ALL
-
-    def feed(self, x: Tensor, out: Out, state: TripState) -> Tensor:
-        """The latent thought itself, without projection or residual."""
-        return out.hidden
 
 
 def cost(config: FathomConfig, visits: Sequence[Visit], scalar: int) -> Cost:

@@ -23,7 +23,7 @@ from transformers import initialization as init
 
 from .loss import IGNORE, per_item
 from .numerics import widen
-from .pondering import OVER, Routed, SampleOptions, Solved, SolverOptions, lowest_sum, ramp, spread, trips_cost
+from .pondering import OVER, Sampled, SampleOptions, Solved, SolverOptions, lowest_sum, ramp, spread, trips_cost
 from .roles import Cost, Mechanism, TripState, View, valid_mean
 
 if TYPE_CHECKING:
@@ -70,19 +70,17 @@ class Ponder3Options(SolverOptions, SampleOptions):
         self.require("tau", 0 < self.tau < 1, "lie between 0 and 1")
 
 
-class Ponder3(Solved[Ponder3Options], Routed[Ponder3Options]):
+class Ponder3(Solved[Ponder3Options], Sampled[Ponder3Options]):
     """Feeds back the normed hidden state as often as the router allows."""
 
     options_class = Ponder3Options
     reads = View.ALL
+    halts = True
 
     def __init__(self, config: FathomConfig) -> None:
         super().__init__(config)
+        self.router = nn.Linear(config.hidden_size, self.trips)
         self.weight = nn.Buffer(torch.zeros(()), persistent=False)  # current λ
-
-    def routes(self) -> int:
-        """The share of every trip."""
-        return self.trips
 
     @classmethod
     def penalty_flops(cls, config: FathomConfig, sequence_length: int) -> float:
@@ -132,10 +130,6 @@ class Ponder3(Solved[Ponder3Options], Routed[Ponder3Options]):
     def carry(self, state: TripState) -> TripState | None:
         """The router's output, for damping."""
         return {"before": state["share"]} if self.options.router_damping < 1 else None
-
-    def feed(self, x: Tensor, out: Out, state: TripState) -> Tensor:
-        """The latent thought, without the input."""
-        return out.hidden
 
     def aux_losses(
         self, state: TripState, targets: Tensor, num_items_in_batch: Tensor | int | None, head: nn.Module

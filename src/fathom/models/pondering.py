@@ -16,7 +16,7 @@ from .head import is_scaled
 from .loss import IGNORE
 from .mixture import mixture, mixture_flops
 from .numerics import lowest_mean, widen
-from .roles import Cost, HaltingOptions, Recurrence, RecurrenceOptions
+from .roles import Cost, HaltingOptions, Recurrence, RecurrenceOptions, TripState
 
 if TYPE_CHECKING:
     from .configuration import FathomConfig
@@ -103,6 +103,10 @@ class Pondering(Recurrence, Generic[Chosen]):
         self.recompute = self.options.recompute
         self.skip_dead_rows = isinstance(self.options, HaltingOptions) and self.options.skip_dead_rows
 
+    def feed(self, x: Tensor, out: Out, state: TripState) -> Tensor:
+        """The normed hidden state itself, a latent thought: without projection, and without the input."""
+        return out.hidden
+
     @staticmethod
     def trips_of(config: FathomConfig) -> int:
         """The option `trips`."""
@@ -176,20 +180,6 @@ class Sampled(Pondering[ChosenSampled]):
         """Columns of the sampled tokens."""
         count = sample_size(length, self.every)
         return (torch.arange(count, device=self.first.device) * self.every + self.first) % length
-
-
-class Routed(Sampled[ChosenSampled]):
-    """A recurrence whose tokens halt by a linear router."""
-
-    halts = True
-
-    def __init__(self, config: FathomConfig) -> None:
-        super().__init__(config)
-        self.router = nn.Linear(config.hidden_size, self.routes())
-
-    def routes(self) -> int:
-        """Number of router outputs."""
-        return 1
 
 
 def sample_every(fraction: float) -> int:
