@@ -146,20 +146,6 @@ def test_backward_keeps_no_copies():
 # --- schedule ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "layers,stride,total",
-    [
-        *[(4, 2, 7), (24, 24, 46), (24, 12, 57), (24, 6, 79), (24, 1, 299), (28, 14, 67), (32, 16, 77)],
-        *[(48, 48, 94), (48, 24, 117), (48, 12, 163), (48, 1, 1175)],
-    ],
-)
-def test_sum_of_mixed_values(layers, stride, total):
-    assert (
-        sum(mixed_layers(config_of("depth_attention", num_hidden_layers=layers, mixer_options={"stride": stride})))
-        == total
-    )
-
-
 def test_absolute_grid():
     config = config_of("depth_attention", num_hidden_layers=48)
     assert config.mixer_options["stride"] == 24, "half the layers, stored resolved"

@@ -156,17 +156,14 @@ def test_shared_keys_are_stored_and_made_once(count, prelude, coda):
     assert counted == mechanism_cost(config).flops + again * full
 
 
-def test_in_a_budget_of_one_trip_nothing_is_shared():
-    model, ids = build(sharing(3, 1)), tokens(2, 9)
+@pytest.mark.parametrize("options", [{"kv": "first"}, {"coda": 1, "damping": 0.5, "blend": 0.5}])
+def test_a_budget_of_one_trip_is_the_model_without_a_loop(options):
+    model, ids = build(config_of("loop", recurrence_options={"trips": 3, "prelude": 1, **options})), tokens(2, 9)
     plain = FathomForCausalLM(config_of("vanilla")).eval()
     plain.load_state_dict(model.state_dict())
     with torch.no_grad():
         assert torch.equal(model(ids, max_trips=1).logits, plain(ids).logits)
-
-
-def test_drafts_need_keys_of_their_own():
-    with pytest.raises(ValueError, match=r"draft_trips: .* set recurrence_options\.kv to own"):
-        build(sharing(3)).generate(tokens(1, 4), max_new_tokens=3, draft_trips=1)
+        assert not torch.equal(model(ids, max_trips=2).logits, plain(ids).logits)
 
 
 # --- what further trips are given of the entry ------------------------------------------------------------------------
@@ -219,42 +216,6 @@ def test_a_thousand_trips_through_nothing_stay_bounded():
         assert after(1000).abs().max() > 1e3 * bound
 
 
-def test_without_injection_the_diagonal_is_the_plain_loop():
-    model, ids = diagonal(), tokens(2, 9)
-    decays(model, -100.0, 0.5)
-    plain = FathomForCausalLM(looped(3, 1)).eval().double()
-    plain.load_state_dict(model.state_dict(), strict=False)
-    with torch.no_grad():
-        assert not torch.allclose(model(ids).logits, plain(ids).logits, atol=1e-3)
-        model.model.recurrence.entry_map.zero_()
-        assert torch.allclose(model(ids).logits, plain(ids).logits, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("injection", ["add", "diagonal"])
-def test_the_entry_is_what_the_prelude_makes(injection):
-    """Not the embeddings: with the prelude switched off it is the same, with it another."""
-    seen = []
-    model, ids = diagonal(injection=injection), tokens(1, 5)
-    policy = model.model.recurrence
-    injected = policy.injected
-    policy.injected = lambda entry: seen.append(entry) or injected(entry)
-    with torch.no_grad():
-        state = model(ids, output_hidden_states=True).hidden_states
-    assert torch.equal(seen[0], state[1]) and not torch.equal(seen[0], state[0])
-
-
-def test_trips_are_drawn_for_each_step_alike_on_every_rank():
-    options = {"trips": 3, "trips_range": [2, 5], "seed": 7}
-    one, other = (FathomForCausalLM(config_of("loop", recurrence_options=options)).model.recurrence for _ in range(2))
-    drawn = []
-    for step in range(60):
-        one.set_step(step)
-        other.set_step(step)
-        assert one.drawn_trips == other.drawn_trips
-        drawn.append(one.drawn_trips)
-    assert set(drawn) == {2, 3, 4, 5} and one.trips == 3
-
-
 def test_more_trips_than_trained_may_be_asked_for():
     model, ids = diagonal(trips_max=6), tokens(1, 6)
     with torch.no_grad():
@@ -288,13 +249,3 @@ def test_the_entry_has_a_price():
 
 
 # --- an entry and an exit ---------------------------------------------------------------------------------------------
-
-
-def test_in_a_budget_of_one_trip_it_is_the_model_without_a_loop():
-    options = {"trips": 3, "prelude": 1, "coda": 1, "damping": 0.5, "blend": 0.5}
-    model, ids = build(config_of("loop", recurrence_options=options)), tokens(2, 9)
-    plain = FathomForCausalLM(config_of("vanilla")).eval()
-    plain.load_state_dict(model.state_dict())
-    with torch.no_grad():
-        assert torch.equal(model(ids, max_trips=1).logits, plain(ids).logits)
-        assert not torch.equal(model(ids, max_trips=2).logits, plain(ids).logits)

@@ -5,7 +5,6 @@ from collections import Counter
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModel, Qwen3Config, Qwen3ForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -14,6 +13,7 @@ from fathom.models import FathomForCausalLM, modeling, roles
 from fathom.models.roles import MechanismModule, Residual
 
 from .cases import CASES, SHAPE, build, config_of, in_turn, tokens
+from .test_operations import Operations
 
 
 def test_checkpointing_by_every_name_transformers_has():
@@ -190,25 +190,13 @@ def test_scaled_output_projections(case, streams):
     assert scaled[layer + "mlp.up_proj.weight"].std().item() == pytest.approx(0.02, rel=0.1)
 
 
-class Operations(TorchDispatchMode):
-    """Counts what torch does, by name."""
-
-    def __init__(self):
-        super().__init__()
-        self.made = Counter()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.made[str(function)] += 1
-        return function(*args, **kwargs or {})
-
-
 def of_a_token(model):
     """The operations of one token after a prompt."""
     with torch.no_grad():
         cache = model(tokens(1, 3), use_cache=True).past_key_values
         with Operations() as operations:
             model(tokens(1, 1), past_key_values=cache, use_cache=True)
-    return operations.made
+    return operations.seen
 
 
 def test_a_decoded_token_makes_no_operation_that_qwen3s_does_not():

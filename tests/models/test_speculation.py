@@ -248,6 +248,7 @@ def test_the_cache_ends_where_the_text_does():
         ("ponder2", {"draft_trips": 1}, "ponder2 keeps slots"),
         ("adaponder", {"draft_trips": 1}, "adaponder keeps slots"),
         ("loop-middle", {"draft_trips": 1}, "a coda"),
+        ("loop+depth_attention-shared", {"draft_trips": 1}, r"draft_trips: .* set recurrence_options\.kv to own"),
         ("loop", {"draft_trips": 3}, "between 1 and 2"),
         ("vanilla", {"draft_trips": 1}, "between 1 and 0"),
         ("loop", {"draft_trips": 1, "draft_tokens": 0}, "draft_tokens"),
