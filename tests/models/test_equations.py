@@ -79,7 +79,7 @@ EQUATIONS = [
     ],
     ("loop", [trips(3, 1, injection="diagonal", entry_norm=True, norm_between="own")], {}),
     ("loop", [trips(2, 1, injection="add", norm_between="final")], {}),
-    ("loop", [trips(3, norm_between="final", exit="joint", exit_threshold=0.6)], {}),
+    *[("loop", [trips(3, norm_between="final", exit="joint", exit_threshold=q)], {}) for q in (0.3, 0.6, 0.75)],
     *[
         ("loop", [trips(count, 1, 1, damping=damping, blend=blend)], {})
         for count, damping, blend in ((3, 0.5, 1.0), (4, 0.25, 0.5), (3, 1.0, 0.25))

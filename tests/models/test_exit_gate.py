@@ -108,20 +108,6 @@ def test_the_gates_own_loss():
     agree(model, ids, ce[-1].sum() / count + own, labels=labels)
 
 
-@pytest.mark.parametrize("threshold", [0.3, 0.6, 0.75])
-def test_the_first_trip_that_reaches_the_threshold_is_read_out(threshold):
-    model, ids = model_of(exit_threshold=threshold), tokens(2, 40)
-    with torch.no_grad():
-        logits, _, p = by_hand(model_of(), ids)
-        reached = torch.stack(p).cumsum(0) >= threshold
-        reached[-1] = True
-        first = reached.int().argmax(0)  # [B, T]
-        found = model(ids, use_cache=False).logits
-    expected = torch.stack(logits).gather(0, first[None, ..., None].expand(1, *found.shape))[0]
-    assert (found - expected).abs().max() < 1e-11
-    assert len(first.unique()) > 1, "the threshold must separate tokens"
-
-
 def test_a_threshold_of_one_is_the_loop_without_a_gate():
     model, ids = model_of(), tokens(2, 9)
     plain = build(config_of("loop", num_hidden_layers=2, recurrence_options={"trips": TRIPS, "norm_between": "final"}))

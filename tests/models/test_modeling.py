@@ -162,16 +162,6 @@ def test_the_decoder_alone_is_whole(case, tied, tmp_path):
         assert (decoder.lm_head.weight is decoder.embed_tokens.weight) == tied
 
 
-def test_export_spares_what_is_not_its_own(tmp_path):
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "thesis.tex").write_text("years of work")
-    with pytest.raises(ValueError, match="not an earlier export"):
-        export(build(config_of("vanilla")), tmp_path)
-    assert (tmp_path / "thesis.tex").read_text() == "years of work"
-    model = build(config_of("vanilla"))
-    assert export(model, tmp_path / "new") == export(model, tmp_path / "new"), "an earlier export is replaced"
-
-
 @pytest.mark.parametrize(
     "case,streams", [("vanilla", 1), ("loop", 3), ("ponder", 3), ("ponder-hidden-duo", 1), ("ponder2", 1)]
 )

@@ -15,8 +15,6 @@ from .slot_oracle import Decoder, thinker
 from .test_ponder2 import climbs_the_staircase, decoded, prefilled, solved
 from .test_pondering import error, logits, stepwise
 
-RAGGED = {"tau": 0.45}
-
 
 @pytest.mark.quick("1-0.45", "2-0.0001", "3-0.45")
 @pytest.mark.parametrize("tau", [0.45, 1e-4])
