@@ -539,8 +539,10 @@ class Oracle:
         if kind != "depth_attention":
             return values.mean(0)
         pooled = query.reshape(len(key), -1, key.shape[1]).mean(1)
-        scores = np.stack([(pooled * k).sum(-1) for k, _ in sources] + [(pooled * key).sum(-1)])
-        scores = scores / math.sqrt(key.shape[1])
+        keys = np.stack([k for k, _ in sources] + [key])
+        if self.mixer["norm_scores"]:
+            pooled, keys = self.unit(pooled), self.unit(keys)
+        scores = (pooled * keys).sum(-1) / math.sqrt(key.shape[1])
         scores[-1] += self.mixer["self_bias"]
         return (softmax(scores, 0)[..., None] * values).sum(0)
 

@@ -49,18 +49,6 @@ def test_halted_tokens_are_frozen(mixer):
         assert (cut[~done] - whole[~done]).abs().max() > 1e-2
 
 
-def test_the_gate_scales_the_mixture():
-    """x_1 = x_0 + σ_0 μ_1, with an MLP of its own for every trip."""
-    model, ids, _, _ = oracle("adaponder")
-    decoder = Decoder(model)
-    with torch.no_grad():
-        decoder.truth(ids[0])
-        for (t, k), x in decoder.x.items():
-            if k:
-                gate = model.model.recurrence.gates[k - 1](decoder.h[t, k - 1]).sigmoid()
-                assert (x - decoder.x[t, k - 1] - gate * decoder.mix(decoder.h[t, k - 1])).abs().max() < 1e-13
-
-
 def test_gates_start_open():
     torch.manual_seed(0)
     model = FathomForCausalLM(config_of("adaponder", num_hidden_layers=2, recurrence_options={"trips": 4}))
@@ -84,7 +72,7 @@ def penalty(step=100, **options):
 def test_penalty_is_the_lowest_gates(over, on):
     """Restated from decoding; tokens that have halted count as shut."""
     model, ids, found = penalty(penalty_fraction=0.6, penalty_over=over, penalty_on=on)
-    decoder, rows = Decoder(model), []
+    decoder, rows = Decoder.of(model), []
     with torch.no_grad():
         for row in ids:
             decoder.truth(row)

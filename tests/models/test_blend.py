@@ -105,13 +105,6 @@ def test_a_schedule_at_its_end_computes_what_the_settled_model_does():
         assert torch.equal(other(ids).logits, model(ids).logits)
 
 
-def test_a_blended_loop_with_a_coda_takes_the_plain_residual():
-    options = {"trips": 2, "coda": 1, "blend": 0.5}
-    FathomConfig(**SHAPE, recurrence="loop", recurrence_options=options)
-    with pytest.raises(ValueError, match="blend with a coda needs residual=plain, got denseformer"):
-        FathomConfig(**SHAPE, recurrence="loop", recurrence_options=options, residual="denseformer")
-
-
 def test_closed_models_decode_and_learn_as_the_model_without():
     """Token by token too; and no gradient of a decoder's weight changes, while the mechanism's own are zero."""
     vanilla = build(FathomConfig(**SHAPE))
@@ -194,16 +187,3 @@ def test_a_kernel_blends(kernel, monkeypatch):
             if isinstance(part, DepthAttention):
                 part.blend = None
         assert (model(ids).logits - wanted).abs().max() > 1e-2
-
-
-@pytest.mark.parametrize("name", WITH_BLEND)
-@pytest.mark.parametrize(
-    "options,words",
-    [
-        ({"blend": 1.5}, r"blend must lie in 0\.\.1, got 1\.5"),
-        ({"blend_steps": -1}, "blend_steps must not be negative"),
-    ],
-)
-def test_what_cannot_be_is_refused(name, options, words):
-    with pytest.raises(ValueError, match=f"{MECHANISMS[name].axis}_options.{words}"):
-        FathomConfig(**SHAPE, **options_of(name, **options))

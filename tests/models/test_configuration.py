@@ -19,7 +19,7 @@ from transformers.utils.generic import find_labels
 
 from fathom import FathomForCausalLM
 from fathom.models import FathomConfig
-from fathom.models.registry import across_trips, mechanism_name, parse_mechanism
+from fathom.models.registry import MECHANISMS, across_trips, mechanism_name, parse_mechanism
 
 from .cases import CASES, SHAPE, build, config_of, tokens
 
@@ -28,71 +28,129 @@ def config(**keys):
     return FathomConfig(**{**SHAPE, **keys})
 
 
-@pytest.mark.parametrize(
-    "keys,says",
-    [
-        ({"num_attention_heads": 5}, r"num_attention_heads \(5\) must be a multiple of num_key_value_heads \(2\)"),
-        ({"head_dim": 7}, "head_dim"),
-        (
-            {"mixer": "depth_attn"},
-            "mixer must be one of none, depth_attention, .* got 'depth_attn'; did you mean depth_attention",
-        ),
-        ({"mixer": "loop"}, "mixer must be one of"),
-        ({"residual": "dense"}, "residual must be one of plain, denseformer"),
-        ({"recurrence": "ponder9"}, "recurrence must be one of once, loop"),
-        (
-            {"recurrence": "loop", "recurrence_options": {"count": 2}},
-            r"count is not an option of loop \(it has: .*trips",
-        ),
-        ({"k_norm_position": "middle"}, "k_norm_position must be one of before_rope, after_rope"),
-        ({"mixer": "depth_attention", "mixer_options": {"stride": 0}}, "mixer_options.stride must be between 1 and 4"),
-        ({"mixer": "depth_attention", "mixer_options": {"stride": 5}}, "mixer_options.stride .* got 5"),
-        ({"mixer": "depth_attention", "mixer_options": {"stride": "2"}}, "mixer_options.stride must be int"),
-        (
-            {"mixer": "depth_attention", "mixer_options": {"strid": 2}},
-            r"strid is not an option of depth_attention \(it has",
-        ),
-        ({"mixer": "depth_attention", "mixer_options": {"recent_layers": -1}}, "recent_layers"),
-        ({"mixer": "depth_attention", "mixer_options": {"across_trips": "grid"}}, "across_trips must be one of none"),
-        (
-            {
-                **{"mixer": "depth_attention", "mixer_options": {"across_trips": "first"}},
-                **{"recurrence": "loop", "recurrence_options": {"kv": "first"}},
-            },
-            "across_trips must be one of none with recurrence=loop and shared keys and values, got first",
-        ),
-        (
-            {"residual": "hyper_connections", "residual_options": {"per_visit": True}},
-            "residual_options.per_visit: recurrence=once makes one trip; set per_visit to false",
-        ),
-        (
-            {"residual": "hyper_connections", "residual_options": {"per_visit": True}, "recurrence": "ponder2"},
-            "per_visit: recurrence=ponder2 makes all its trips in one pass",
-        ),
-        (
-            {
-                **{"residual": "hyper_connections", "residual_options": {"per_visit": True}},
-                **{"recurrence": "loop", "recurrence_options": {"trips": 2, "trips_range": [2, 4]}},
-            },
-            "per_visit: set recurrence_options.trips to 4, the most, got 2",
-        ),
-        ({"mixer_options": {"stride": 2}}, r"stride is not an option of none \(it has: none\)"),
-        ({"residual": "denseformer", "residual_options": {"period": 9}}, "residual_options.period"),
-        ({"residual": "attention_residuals", "residual_options": {"variant": "x"}}, "variant must be one of block_sum"),
-        ({"residual": "attention_residuals", "residual_options": {"block_size": 0}}, "block_size"),
-        ({"residual": "hyper_connections", "residual_options": {"streams": 0}}, "streams"),
-        ({"mixer": "depth_attention", "mixer_options": [1]}, "mixer_options must be a dictionary"),
-        ({"mixer": "depth_attention", "mixer_options": {"self_bias": float("nan")}}, "self_bias must be a number"),
-        ({"mixr": "depth_attention"}, "mixr is not a key of the configuration; did you mean mixer"),
-        ({"hidden_size": 0}, "hidden_size must be at least 1"),
-        ({"num_hidden_layers": 0}, "num_hidden_layers must be at least 1"),
-        ({"recurrence": "loop", "recurrence_options": {"trips": 0}}, "trips must be at least 1"),
-        ({"recurrence": "loop", "recurrence_options": {"prelude": 2, "coda": 2}}, "at least one of the 4 layers"),
-    ],
-)
+BAD_OPTIONS = [
+    # mechanisms, the options of the last one, and what the refusal says
+    ("depth_attention", {"stride": 0}, "mixer_options.stride must be between 1 and 4"),
+    ("depth_attention", {"stride": 5}, "mixer_options.stride .* got 5"),
+    ("depth_attention", {"stride": "2"}, "mixer_options.stride must be int"),
+    ("depth_attention", {"strid": 2}, r"strid is not an option of depth_attention \(it has"),
+    ("depth_attention", {"recent_layers": -1}, "recent_layers must be between 0 and 4, got -1"),
+    ("depth_attention", {"across_trips": "grid"}, "across_trips must be one of none"),
+    ("depth_attention", {"self_bias": float("nan")}, "self_bias must be a number"),
+    ("uniform_depth", {"self_bias": 1.0}, "self_bias is not an option of uniform_depth"),
+    ("denseformer", {"dilation": 0}, "residual_options.dilation must be between 1 and 4 .* got 0"),
+    ("denseformer", {"period": 9}, "residual_options.period .* got 9"),
+    (
+        "attention_residuals",
+        {"variant": "x"},
+        "variant must be one of block_sum, snapshot, delta, delta_block, got 'x'",
+    ),
+    ("attention_residuals", {"block_size": 0}, "block_size must be at least 1, got 0"),
+    ("hyper_connections", {"streams": 0}, "streams must be at least 1, got 0"),
+    ("hyper_connections", {"sinkhorn_iterations": -1}, "sinkhorn_iterations must not be negative, got -1"),
+    ("hyper_connections", {"per_visit": True}, "per_visit: recurrence=once makes one trip; set per_visit to false"),
+    ("ponder2+hyper_connections", {"per_visit": True}, "per_visit: recurrence=ponder2 makes all its trips in one pass"),
+    ("mudd", {"ways": "vq"}, "ways must be some of the letters qkvr, in order, got 'vq'"),
+    ("mudd", {"ways": ""}, "ways must be"),
+    ("mudd", {"last": 5}, "last must be between 1 and 4"),
+    ("mudd", {"sources": "some"}, "sources must be one of all, few"),
+    ("mudd", {"hidden": 0}, "hidden must be at least 1"),
+    ("mudd", {"norm": "post"}, "norm must be one of none, prepost, got 'post'"),
+    ("loop", {"injection": "linear"}, "injection must be one of none, add, diagonal, got 'linear'"),
+    ("loop", {"kv": "last"}, "kv must be one of own, first, got 'last'"),
+    ("loop", {"norm_between": "both"}, "norm_between must be one of none, final, own, got 'both'"),
+    ("loop", {"entry_norm": True}, "nothing is injected"),
+    ("loop", {"trips": 3, "trips_range": [4, 6]}, r"trips must lie in trips_range \[4, 6\], got 3"),
+    ("loop", {"trips": 3, "trips_max": 2}, "trips_max must be at least 3, got 2"),
+    ("loop", {"trips": 0}, "recurrence_options.trips must be at least 1, got 0"),
+    ("loop", {"trips": 2.5}, "recurrence_options.trips must be int, got 2.5"),
+    ("loop", {"prelude": 2, "coda": 2}, r"at least one of the 4 layers to loop, got 2 \+ 2"),
+    ("loop", {"prelude": -1}, "prelude"),
+    ("loop", {"count": 2}, r"count is not an option of loop \(it has: .*trips"),
+    ("loop", {"damping": 0.0}, r"damping must lie above 0 and be at most 1, got 0\.0"),
+    ("loop", {"damping": 0.5, "injection": "add"}, "damping: set injection and norm_between to none, or damping to 1"),
+    ("loop", {"damping": 0.5, "early_loss": 0.1}, "early_loss needs damping 1 and blend 1"),
+    ("loop", {"blend": 0.5, "early_loss": 0.1}, "early_loss needs damping 1 and blend 1"),
+    ("loop", {"blend": 1.5}, r"recurrence_options\.blend must lie in 0\.\.1, got 1\.5"),
+    ("depth_attention", {"blend": 1.5}, r"mixer_options\.blend must lie in 0\.\.1, got 1\.5"),
+    ("attention_residuals", {"blend_steps": -1}, r"residual_options\.blend_steps must not be negative, got -1"),
+    (
+        "denseformer+loop",
+        {"trips": 2, "coda": 1, "blend": 0.5},
+        "blend with a coda needs residual=plain, got denseformer",
+    ),
+    ("loop", {"early_loss": -1.0}, "early_loss must not be negative"),
+    ("loop", {"exit": "soon"}, "exit must be one of none, joint, gate, got 'soon'"),
+    ("loop", {"exit": "joint", "exit_threshold": 0.0}, "exit_threshold must lie above 0"),
+    ("loop", {"exit": "joint", "exit_entropy": -1.0}, "exit_entropy must not be negative"),
+    ("loop", {"exit": "joint", "coda": 1}, "exit: a coda belongs to the last trip alone"),
+    ("loop", {"exit": "joint", "damping": 0.5}, "exit needs damping 1"),
+    ("loop", {"exit": "joint", "early_loss": 0.1}, "early_loss: exit reads early trips out already"),
+    ("ponder", {"top_k": -1}, "top_k must be 0"),
+    ("ponder", {"temperature": 0.0}, "temperature must be positive, got 0.0"),
+    ("ponder", {"trips_range": [3, 1]}, r"trips_range must be \[least, most\], got \[3, 1\]"),
+    ("ponder", {"feed": "logits"}, "feed must be one of mixture, hidden, got 'logits'"),
+    ("ponder", {"view": "some"}, "view must be one of same, duo, all, got 'some'"),
+    ("ponder2", {"prefill": "soon"}, "prefill must be one of jacobi, exact, got 'soon'"),
+    ("ponder2", {"jacobi_train": [2]}, "jacobi_train"),
+    ("ponder2", {"jacobi_eval": -1}, "jacobi_eval must not be negative, got -1"),
+    ("ponder2", {"gradient_passes": -1}, "gradient_passes must not be negative, got -1"),
+    ("ponder2", {"tau": 0.5}, "tau is not an option of ponder2"),
+    ("ponder3", {"tau": 0.0}, "tau must lie between 0 and 1, got 0.0"),
+    ("ponder3", {"router_damping": 0.0}, r"router_damping must lie in \(0, 1\], got 0.0"),
+    ("ponder3", {"penalty": "all"}, "penalty must be one of prefix_quality, expected_trips, none, got 'all'"),
+    ("ponder3", {"penalty_over": "world"}, "penalty_over must be one of row, batch, got 'world'"),
+    ("ponder3", {"penalty_token_fraction": 0.0}, r"penalty_token_fraction must lie in \(0, 1\], got 0.0"),
+    ("adaponder", {"penalty_on": "gate"}, "penalty_on must be one of sigmoid, logit, got 'gate'"),
+    ("adaponder", {"penalty_span": [0.3, 0.1]}, "penalty_span must be two fractions of training"),
+    ("adaponder", {"penalty_fraction": 2.0}, "penalty_fraction must lie in 0..1, got 2.0"),
+    ("adaponder", {"tau": 1.0}, "tau must lie between 0 and 1, got 1.0"),
+    ("latent_cot", {"tau": 2.0}, "tau must lie between 0 and 1, got 2.0"),
+    ("latent_cot", {"penalty_beta": -1.0}, "penalty_beta must not be negative"),
+]
+BAD_KEYS = [
+    ({"num_attention_heads": 5}, r"num_attention_heads \(5\) must be a multiple of num_key_value_heads \(2\)"),
+    ({"head_dim": 7}, "head_dim"),
+    ({"mixer": "depth_attn"}, "mixer must be one of none, .* got 'depth_attn'; did you mean depth_attention"),
+    ({"mixer": "loop"}, "mixer must be one of"),
+    ({"residual": "dense"}, "residual must be one of plain, denseformer"),
+    ({"recurrence": "ponder9"}, "recurrence must be one of once, loop"),
+    ({"k_norm_position": "middle"}, "k_norm_position must be one of before_rope, after_rope"),
+    ({"output_init": "deep"}, "output_init must be one of plain, depth, got 'deep'"),
+    (
+        {
+            **{"mixer": "depth_attention", "mixer_options": {"across_trips": "first"}},
+            **{"recurrence": "loop", "recurrence_options": {"kv": "first"}},
+        },
+        "across_trips must be one of none with recurrence=loop and shared keys and values, got first",
+    ),
+    (
+        {
+            **{"residual": "hyper_connections", "residual_options": {"per_visit": True}},
+            **{"recurrence": "loop", "recurrence_options": {"trips": 2, "trips_range": [2, 4]}},
+        },
+        "per_visit: set recurrence_options.trips to 4, the most, got 2",
+    ),
+    ({"mixer_options": {"stride": 2}}, r"stride is not an option of none \(it has: none\)"),
+    ({"mixer": "depth_attention", "mixer_options": [1]}, "mixer_options must be a dictionary"),
+    ({"mixr": "depth_attention"}, "mixr is not a key of the configuration; did you mean mixer"),
+    ({"hidden_size": 0}, "hidden_size must be at least 1"),
+    ({"num_hidden_layers": 0}, "num_hidden_layers must be at least 1"),
+]
+
+
+@pytest.mark.parametrize("keys,says", BAD_KEYS)
 def test_errors_are_one_clear_line(keys, says):
     with pytest.raises(ValueError, match=says) as error:
         config(**keys)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name,options,says", BAD_OPTIONS)
+def test_bad_options_are_one_clear_line(name, options, says):
+    axis = MECHANISMS[name.split("+")[-1]].axis
+    with pytest.raises(ValueError, match=says) as error:
+        config(**parse_mechanism(name), **{f"{axis}_options": options})
     assert "\n" not in str(error.value)
 
 

@@ -309,7 +309,7 @@ def test_passes_without_gradients_are_declared(case):
     assert declared < 0.9 * training_flops_per_token(whole, 2 * 16 - 1)
 
 
-@pytest.mark.quick("same-0-500", "same-126-2000", "all-31-500", "all-32-500")
+@pytest.mark.quick("same-126-2000", "all-31-500", "same-32-500")
 @pytest.mark.parametrize("words", [500, 2000])
 @pytest.mark.parametrize("top_k", [0, 31, 32, 125, 126])
 @pytest.mark.parametrize("view", ["same", "all"])

@@ -107,9 +107,9 @@ def test_random_cases_are_batched_exactly(seed):
 
 
 def test_draws_have_the_distribution():
-    """Two tokens over a vocabulary of seven, 1,500 requests: chi-square against the model's own probabilities."""
+    """Two tokens over a vocabulary of seven, 750 requests: chi-square against the model's own probabilities."""
     model = build(FathomConfig(**{**SHAPE, "vocab_size": 7, "recurrence": "loop"}))
-    prompt, count = [5, 3, 6], 1500
+    prompt, count = [5, 3, 6], 750
     with torch.no_grad():
         first = model(torch.tensor([prompt])).logits[0, -1].double().softmax(-1)
         after = [model(torch.tensor([[*prompt, t]])).logits[0, -1].double().softmax(-1) for t in range(7)]

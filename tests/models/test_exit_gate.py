@@ -108,20 +108,6 @@ def test_the_gates_own_loss():
     agree(model, ids, ce[-1].sum() / count + own, labels=labels)
 
 
-@pytest.mark.parametrize("threshold", [0.3, 0.6, 0.75])
-def test_the_first_trip_that_reaches_the_threshold_is_read_out(threshold):
-    model, ids = model_of(exit_threshold=threshold), tokens(2, 40)
-    with torch.no_grad():
-        logits, _, p = by_hand(model_of(), ids)
-        reached = torch.stack(p).cumsum(0) >= threshold
-        reached[-1] = True
-        first = reached.int().argmax(0)  # [B, T]
-        found = model(ids, use_cache=False).logits
-    expected = torch.stack(logits).gather(0, first[None, ..., None].expand(1, *found.shape))[0]
-    assert (found - expected).abs().max() < 1e-11
-    assert len(first.unique()) > 1, "the threshold must separate tokens"
-
-
 def test_a_threshold_of_one_is_the_loop_without_a_gate():
     model, ids = model_of(), tokens(2, 9)
     plain = build(config_of("loop", num_hidden_layers=2, recurrence_options={"trips": TRIPS, "norm_between": "final"}))
@@ -182,19 +168,3 @@ def test_a_threshold_holds_for_tokens_that_are_all_alike():
 def test_a_mean_that_no_threshold_keeps_is_refused():
     with pytest.raises(ValueError, match="trips=1: no threshold"):
         threshold_for(torch.tensor([[0.0, 1.0]]), 1)
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"exit": "soon"}, "exit must be one of none, joint, gate, got 'soon'"),
-        ({"exit_threshold": 0.0}, "exit_threshold must lie above 0"),
-        ({"exit_entropy": -1.0}, "exit_entropy must not be negative"),
-        ({"coda": 1}, "exit: a coda belongs to the last trip alone"),
-        ({"norm_between": "none", "damping": 0.5}, "exit needs damping 1"),
-        ({"early_loss": 0.1}, "early_loss: exit reads early trips out already"),
-    ],
-)
-def test_bad_options_name_the_key(options, says):
-    with pytest.raises(ValueError, match=f"recurrence_options.{says}"):
-        model_of(**options)

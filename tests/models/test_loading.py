@@ -115,7 +115,7 @@ def others(key: str) -> tuple[object, ...]:
 def shapes(**changed: object) -> dict[str, torch.Size]:
     """Every tensor of a model."""
     with torch.device("meta"):
-        model = FathomForCausalLM(config_of("vanilla", **changed))
+        model = FathomForCausalLM(config_of("vanilla", **{"num_hidden_layers": 1, **changed}))
     return {name: tensor.shape for name, tensor in model.state_dict().items()}
 
 

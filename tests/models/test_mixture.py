@@ -81,18 +81,6 @@ def test_all_words_is_no_choice():
     assert torch.equal(mixture(*given, VOCABULARY), mixture(*given, 0))
 
 
-@pytest.mark.parametrize("top_k", [0, 2, 5])
-def test_gradcheck(top_k):
-    hidden, head, table = setting(rows=(1, 3))
-    assert torch.autograd.gradcheck(
-        lambda h, w, u: _through(h, w, u, top_k), (hidden, head.weight.detach().clone().requires_grad_(), table)
-    )
-
-
-def _through(hidden, weight, table, top_k):
-    return module._bare(hidden.flatten(0, 1), weight, table, top_k, 1.2)
-
-
 @pytest.mark.parametrize("top_k", [0, 2])
 def test_a_head_that_is_more_than_its_weight_is_called(top_k):
     class Adapted(nn.Module):

@@ -5,7 +5,6 @@ from collections import Counter
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModel, Qwen3Config, Qwen3ForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -14,6 +13,7 @@ from fathom.models import FathomForCausalLM, modeling, roles
 from fathom.models.roles import MechanismModule, Residual
 
 from .cases import CASES, SHAPE, build, config_of, in_turn, tokens
+from .test_operations import Operations
 
 
 def test_checkpointing_by_every_name_transformers_has():
@@ -162,16 +162,6 @@ def test_the_decoder_alone_is_whole(case, tied, tmp_path):
         assert (decoder.lm_head.weight is decoder.embed_tokens.weight) == tied
 
 
-def test_export_spares_what_is_not_its_own(tmp_path):
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "thesis.tex").write_text("years of work")
-    with pytest.raises(ValueError, match="not an earlier export"):
-        export(build(config_of("vanilla")), tmp_path)
-    assert (tmp_path / "thesis.tex").read_text() == "years of work"
-    model = build(config_of("vanilla"))
-    assert export(model, tmp_path / "new") == export(model, tmp_path / "new"), "an earlier export is replaced"
-
-
 @pytest.mark.parametrize(
     "case,streams", [("vanilla", 1), ("loop", 3), ("ponder", 3), ("ponder-hidden-duo", 1), ("ponder2", 1)]
 )
@@ -190,30 +180,13 @@ def test_scaled_output_projections(case, streams):
     assert scaled[layer + "mlp.up_proj.weight"].std().item() == pytest.approx(0.02, rel=0.1)
 
 
-def test_output_init_is_one_of_two():
-    with pytest.raises(ValueError, match="output_init must be one of plain, depth, got 'deep'"):
-        config_of("vanilla", output_init="deep")
-
-
-class Operations(TorchDispatchMode):
-    """Counts what torch does, by name."""
-
-    def __init__(self):
-        super().__init__()
-        self.made = Counter()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.made[str(function)] += 1
-        return function(*args, **kwargs or {})
-
-
 def of_a_token(model):
     """The operations of one token after a prompt."""
     with torch.no_grad():
         cache = model(tokens(1, 3), use_cache=True).past_key_values
         with Operations() as operations:
             model(tokens(1, 1), past_key_values=cache, use_cache=True)
-    return operations.made
+    return operations.seen
 
 
 def test_a_decoded_token_makes_no_operation_that_qwen3s_does_not():

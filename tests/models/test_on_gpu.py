@@ -56,7 +56,7 @@ def test_vanilla_is_qwen3(dtype, backend):
 
 
 def test_compiled():
-    for case in suite.COMPILED:
+    for case in CASES:
         suite.test_compiled_in_one_graph(case)
 
 

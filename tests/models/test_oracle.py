@@ -36,7 +36,8 @@ from fathom.models.registry import known
 from fathom.models.rotary import signed
 from fathom.models.slot_table import SlotTable
 
-from .oracle_numpy import Angles, Held, Oracle, Row, Token, rotations
+from .oracle import angles_of
+from .oracle_numpy import Held, Oracle, Row, Token
 
 TOLERANCE = {"sdpa": 1e-11, "eager": 1e-4, "capped": 1e-11}
 """Eager attention has its softmax in float32, unless logits are capped."""
@@ -466,24 +467,6 @@ def read_fused(model: FathomForCausalLM, weights: dict[str, np.ndarray]) -> None
             fused = np.concatenate([part for head in zip(*heads, strict=True) for part in head])
             for name, part in zip(names, rule.split(torch.from_numpy(fused), config), strict=True):
                 state[name].copy_(part)
-
-
-def angles_of(model: FathomForCausalLM) -> dict[str, Angles]:
-    """The model's cosines and sines by layer type, once they are seen to be right but for their rounding."""
-    config = model.config
-    if config.positions == "learned":
-        return {}
-    made = model.model.rotary_emb(torch.zeros(1, dtype=torch.float64), torch.arange(64).unsqueeze(0))
-    found = {}
-    for kind in dict.fromkeys(config.layer_types):
-        rope = config.rope_parameters[kind] if config.rope_by_layer_type else config.rope_parameters
-        width = int(config.head_dim * rope.get("partial_rotary_factor", 1.0))
-        tables = made[kind] if config.rope_by_layer_type else made
-        cos, sin = (table[0, :, width // 2 :].numpy() for table in tables)
-        own = rotations(rope["rope_theta"], width, 64)
-        assert max(np.abs(cos - own[0]).max(), np.abs(sin - own[1]).max()) < 1e-5
-        found[kind] = cos, sin
-    return found
 
 
 @dataclass

@@ -37,29 +37,6 @@ def test_the_loss_is_the_papers(depth, gain):
         assert (p.grad - theirs[name].grad).abs().max() < 1e-12, name
 
 
-def test_the_whole_vocabulary_may_be_spelt_in_two_ways():
-    ids = tokens(1, 7)
-    every, all_ = (logits(thinker("ponder", top_k=k), ids) for k in (61, 0))
-    assert torch.equal(every, all_)
-    assert error(logits(thinker("ponder", top_k=5), ids), all_) > 1e-3
-
-
-def test_gradcheck_through_every_trip():
-    model, ids = (
-        thinker("ponder", trips=3, top_k=0, shape={"hidden_size": 8, "intermediate_size": 8}.items()),
-        tokens(1, 3),
-    )
-    parameters = {n: p for n, p in model.named_parameters() if n.endswith(("q_norm.weight", "1.mlp.down_proj.weight"))}
-    x = model.model.embed_tokens(ids).detach().requires_grad_()
-
-    def loss(x, *values):
-        kwargs = dict(inputs_embeds=x, labels=ids, use_cache=False)
-        return torch.func.functional_call(model, dict(zip(parameters, values, strict=True)), (), kwargs).loss
-
-    values = [p.detach().clone().requires_grad_() for p in parameters.values()]
-    assert torch.autograd.gradcheck(loss, (x, *values), fast_mode=True)
-
-
 def test_training_draws_its_trips():
     model, ids = thinker("ponder", trips=3, trips_range=[2, 5]).train(), tokens(1, 5)
     losses, drawn = {}, set()
@@ -120,12 +97,3 @@ def test_inner_trips_without_a_cache(monkeypatch):
     assert error(stepwise(model, ids), truth) < 1e-12
     monkeypatch.setattr(walk.Banked, "__call__", faulty)
     assert error(stepwise(model, ids), truth) > 0.05
-
-
-def test_mixture_options_reach_the_mixture():
-    ids, base = tokens(1, 6), dict(top_k=5, temperature=1.0, mixture_gain=1.0)
-    found = [
-        logits(thinker("ponder", **{**base, **o}), ids)
-        for o in ({}, {"top_k": 6}, {"temperature": 2.0}, {"mixture_gain": 0.5})
-    ]
-    assert all(error(a, b) > 1e-4 for i, a in enumerate(found) for b in found[:i])

@@ -20,7 +20,7 @@ EXACT = 1e-12
 
 
 def decoded(model, ids):
-    decoder = Decoder(model)
+    decoder = Decoder.of(model)
     with torch.no_grad():
         return decoder, decoder.truths(ids)
 

@@ -15,8 +15,6 @@ from .slot_oracle import Decoder, thinker
 from .test_ponder2 import climbs_the_staircase, decoded, prefilled, solved
 from .test_pondering import error, logits, stepwise
 
-RAGGED = {"tau": 0.45}
-
 
 @pytest.mark.quick("1-0.45", "2-0.0001", "3-0.45")
 @pytest.mark.parametrize("tau", [0.45, 1e-4])
@@ -101,7 +99,7 @@ def penalty(step=0, **options):
 
 def test_expected_trips():
     model, ids, found = penalty(penalty="expected_trips", penalty_steps=[0, 0])
-    decoder, total = Decoder(model), 0.0
+    decoder, total = Decoder.of(model), 0.0
     with torch.no_grad():
         for row in ids:
             decoder.truth(row)
@@ -136,7 +134,7 @@ def test_the_penalty_does_not_train_the_head():
 def test_prefix_quality():
     """λ Σ_k mean of the lowest ρ_k of w_k: restated row by row from decoding."""
     model, ids, found = penalty(penalty_steps=[0, 0], penalty_token_fraction=1.0)
-    decoder, total = Decoder(model), 0.0
+    decoder, total = Decoder.of(model), 0.0
     with torch.no_grad():
         for row in ids:
             decoder.truth(row)
@@ -148,7 +146,7 @@ def test_prefix_quality():
             before = 0.0
             for k in (1, 2):
                 prefix = (share[:, :k, None] * h[:, :k]).sum(1)
-                ce = F.cross_entropy(prefix @ decoder.head.T, row[1:], reduction="none")
+                ce = F.cross_entropy(prefix @ model.lm_head.weight.T, row[1:], reduction="none")
                 rho = 1 - (10 * (ce - 0.5)).sigmoid().mean().item()
                 total += 5 * lowest(tail[:, k].tolist(), 5 * max(rho - before, 0))
                 before = rho

@@ -8,10 +8,9 @@ from hypothesis import strategies as st
 from fathom.models.reading import read_mask, side_by_side, with_key_bias
 from fathom.models.roles import View
 from fathom.models.slot_table import Tags
-from fathom.models.slots import plan
 from fathom.models.walk import Inputs
 
-from .cases import config_of, set_options, tokens
+from .cases import set_options, tokens
 from .slot_oracle import thinker
 from .test_pondering import error, logits, stepwise
 
@@ -99,11 +98,6 @@ def test_masks_made_elsewhere_are_refused(method):
     model, ids = thinker(method), tokens(1, 4)
     with pytest.raises(ValueError, match=rf"recurrence={method} makes its own masks: pass a padding mask \[B, T\]"):
         model(ids, attention_mask=torch.ones(1, 1, 4, 4))
-
-
-def test_one_layer_per_slot_layer_whatever_the_trips():
-    """The plan unrolls; a slot cache does not."""
-    assert [len(trip) for trip in plan(config_of("latent_cot", recurrence_options={"trips": 3}))] == [4, 4, 4]
 
 
 @pytest.mark.parametrize("method", ["ponder-duo", "ponder2", "ponder3", "adaponder", "latent_cot"])

@@ -1,7 +1,5 @@
 """Rotation: Qwen3's to the last bit, a rotation by its equation, and its own transpose backwards."""
 
-import math
-
 import pytest
 import torch
 from torch.autograd.gradcheck import GradcheckError, gradcheck, gradgradcheck
@@ -57,21 +55,6 @@ def test_gradients_are_those_of_autograd():
             assert torch.allclose(
                 a.float(), b.float(), rtol=2 * torch.finfo(dtype).eps, atol=2 * torch.finfo(dtype).eps
             )
-
-
-def test_the_equation():
-    """Pair (i, i + D/2) turns by t · θ^(-2i/D)."""
-    query, key = heads(torch.float64)
-    cos, sin = angles(5, 8, torch.float64, start=3)
-    turned = rotate(query, key, cos, sin)[1]
-    for t in range(5):
-        for i in range(4):
-            angle = (t + 3) * 10_000 ** (-2 * i / 8)
-            a, b = key[:, :, t, i], key[:, :, t, i + 4]
-            assert torch.allclose(turned[:, :, t, i], a * math.cos(angle) - b * math.sin(angle), rtol=0, atol=1e-12)
-            assert torch.allclose(turned[:, :, t, i + 4], b * math.cos(angle) + a * math.sin(angle), rtol=0, atol=1e-12)
-    other = angles(5, 8, torch.float64, start=4)
-    assert not torch.allclose(turned, rotate(query, key, *other)[1], atol=1e-2)
 
 
 def test_gradcheck():
@@ -136,24 +119,6 @@ def test_backward_keeps_cosines_only():
         return sum(storages.values())
 
     assert kept(rotary.rotate) == 2 * 50 * 8 * 4
-
-
-def test_a_score_depends_on_the_distance_alone():
-    query, key = (x[:, :, :1].double() for x in heads(torch.float64, 1, 1))
-    found = []
-    for start in (0, 100, 5000):
-        (q, _), (_, k) = (rotate(query, key, *angles(1, 8, torch.float64, start=start + gap)) for gap in (7, 0))
-        found.append((q * k).sum())
-    assert max(found) - min(found) < 1e-10
-
-
-def test_the_model_turns_pairs_as_the_equation_says():
-    """The cosines that the model makes are those of this file."""
-    model = build(config_of("vanilla"))
-    cos, sin = model.model.rotary_emb(torch.zeros(1, 5, 32), torch.arange(5)[None])
-    wanted = angles(5, 8, torch.float32)
-    assert torch.allclose(cos, wanted[0], atol=1e-6)
-    assert torch.allclose(sin, wanted[1], atol=1e-6)
 
 
 def test_the_models_angles_are_qwen3s_for_its_own_function():

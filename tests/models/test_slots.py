@@ -91,43 +91,11 @@ def test_a_plan_that_shares_keys_has_a_bank_for_each_layer(schedule):
         assert set(v.sources) == (set() if v.borrows else {first[i] for i in below})
 
 
-def candidates(config):
-    """Σ M of every trip, own values included."""
-    return [sum(len(v.sources) + 1 for v in trip if v.sources) for trip in plan(config)]
-
-
-def test_sum_of_mixed_values_over_trips():
-    assert candidates(looped(24, 3, stride=12)) == [57, 82, 106]
-    assert candidates(looped(24, 3, stride=12, across_trips="same_layer")) == [57, 82, 106]
-    assert candidates(looped(24, 3, stride=12, across_trips="grid")) == [57, 106, 154]
-    assert candidates(looped(24, 3, stride=12, across_trips="none")) == [57, 57, 57]
-    assert candidates(looped(24, 3, stride=12, across_trips="first")) == [57, 72, 72]  # of 24 layers: 0, 12 and own
-    assert [57 + 82 + 106, 57 + 106 + 154, 3 * 57] == [245, 317, 171]
-
-
-@pytest.mark.parametrize("layers", [4, 6, 12])
-def test_grid_is_the_stride_of_the_unrolled_depth(layers):
-    for stride in (s for s in range(1, layers + 1) if layers % s == 0):
-        looping = visits_of(looped(layers, 3, stride=stride, across_trips="grid"))
-        deep = visits_of(config_of("depth_attention", num_hidden_layers=3 * layers, mixer_options={"stride": stride}))
-        assert [v.sources for v in looping] == [v.sources for v in deep]
-
-
-def test_layers_outside_the_loop_are_sources_of_every_trip():
-    config = looped(4, 3, prelude=1, stride=4, across_trips="none")
-    assert [v.sources for v in visits_of(config)] == [(), *[(0,)] * 9]
-
-
 def test_without_recurrence_the_plan_is_the_stack():
     for name in ("vanilla", "depth_attention", "value_residual"):
         (trip,) = plan(config_of(name))
         assert [(v.index, v.layer, v.trip) for v in trip] == [(i, i, 0) for i in range(4)]
     assert not any(v.kept for v in plan(config_of("vanilla"))[0])
-
-
-def test_other_recurrences_keep_trips_apart():
-    with pytest.raises(ValueError, match="across_trips must be one of none"):
-        config_of("depth_attention", mixer_options={"across_trips": "grid"})
 
 
 @pytest.mark.parametrize("max_trips", [None, 1])
@@ -187,17 +155,6 @@ def test_a_cache_of_other_trips_is_refused(lazy, count):
     build(looped(count=2))(tokens(1, 3), past_key_values=cache)
     with pytest.raises(ValueError, match="8 layers"):
         build(looped(count=count))(tokens(1, 3), past_key_values=cache)
-
-
-@pytest.mark.parametrize("prelude,coda", [(0, 0), (1, 1)])
-def test_a_cache_that_grows_by_itself_needs_no_banks(prelude, coda):
-    model, ids = build(looped(4, 3, prelude, coda), dtype=torch.float64), tokens(2, 9)
-    cache = DynamicCache()
-    with torch.no_grad():
-        stepwise = torch.cat([model(part, past_key_values=cache).logits for part in ids.split([4, 1, 4], 1)], 1)
-        whole = model(ids, use_cache=False).logits
-    assert len(cache.layers) == len(visits_of(model.config))
-    assert torch.allclose(stepwise, whole, rtol=0, atol=1e-11)
 
 
 def test_banks_hold_different_keys():

@@ -212,8 +212,6 @@ def test_early_loss_is_of_what_fewer_trips_say(name):
     fewer = [model(ids, labels=ids, max_trips=trips).loss for trips in (1, 2)]
     assert float(term) == pytest.approx(0.5 * sum(map(float, fewer)) / 2, rel=1e-5)
     torch.testing.assert_close(found, gradient(plain.loss + 0.25 * (fewer[0] + fewer[1])), rtol=1e-4, atol=1e-6)
-    with pytest.raises(ValueError, match="early_loss"):
-        FathomConfig(**{**fields, "recurrence_options": {"early_loss": -1.0}})
 
 
 def test_early_loss_is_of_every_trip_that_was_drawn():
@@ -250,6 +248,7 @@ def test_the_cache_ends_where_the_text_does():
         ("ponder2", {"draft_trips": 1}, "ponder2 keeps slots"),
         ("adaponder", {"draft_trips": 1}, "adaponder keeps slots"),
         ("loop-middle", {"draft_trips": 1}, "a coda"),
+        ("loop+depth_attention-shared", {"draft_trips": 1}, r"draft_trips: .* set recurrence_options\.kv to own"),
         ("loop", {"draft_trips": 3}, "between 1 and 2"),
         ("vanilla", {"draft_trips": 1}, "between 1 and 0"),
         ("loop", {"draft_trips": 1, "draft_tokens": 0}, "draft_tokens"),

@@ -7,42 +7,6 @@ from transformers import DynamicCache
 from fathom.models.value_residual import ValueResidual
 
 from .cases import build, config_of, tokens
-from .oracle import Oracle, agree, unrolled
-from .test_slots import order_of
-
-
-def halves(query, key, value, sources):
-    ((_, first),) = sources
-    return 0.5 * first + 0.5 * value
-
-
-def only_first(layer):
-    return {0} if layer else set()
-
-
-@pytest.mark.parametrize("kv_heads", [1, 4])
-def test_equations(kv_heads):
-    model = build(config_of("value_residual", num_key_value_heads=kv_heads), dtype=torch.float64)
-    oracle, ids = Oracle(model), tokens(2, 6)
-    agree(model, ids, unrolled(oracle, ids, range(4), only_first, halves), oracle)
-    for wrong in (lambda q, k, v, s: 0.4 * s[0][1] + 0.6 * v, lambda q, k, v, s: s[0][1] + v):
-        other = unrolled(oracle, ids, range(4), only_first, wrong)
-        assert (other - model(ids).logits).abs().max() > 1e-3
-
-
-@pytest.mark.parametrize("prelude", [0, 1])
-def test_each_trip_of_a_loop_has_its_own_first_value(prelude):
-    config = config_of("loop", mixer="value_residual", recurrence_options={"trips": 2, "prelude": prelude})
-    model, ids = build(config, dtype=torch.float64), tokens(1, 6)
-    order = [layer for layer, _ in order_of(4, 2, prelude, 0)]
-
-    def sources(position):
-        if order[position] == 0:
-            return set()
-        return {max(p for p in range(position) if order[p] == 0)}
-
-    oracle = Oracle(model)
-    agree(model, ids, unrolled(oracle, ids, order, sources, halves), oracle)
 
 
 def test_first_layer_keeps_its_value_and_the_cache_holds_the_mixed_one():

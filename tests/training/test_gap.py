@@ -32,7 +32,7 @@ def test_both_readings_are_the_oracles(method: str) -> None:
     rows = rows_of(12, 4, 9)
     with torch.no_grad():
         once = [nats(model(row.ids[None], use_cache=False).logits[0], row) for row in rows]
-        slowly = [nats(Decoder(model).truth(row.ids), row) for row in rows]
+        slowly = [nats(Decoder.of(model).truth(row.ids), row) for row in rows]
     found = read_both_ways(model, rows)
     assert found is not None and found.rounds == 1 and found.tokens == [12, 9, 4]  # the longest first
     order = (0, 2, 1)

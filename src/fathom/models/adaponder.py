@@ -24,21 +24,9 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from .blend import Blended, BlendOptions
+from .loss import per_item
 from .numerics import widen
-from .pondering import (
-    MixtureOptions,
-    Pondering,
-    check_not_negative,
-    check_over,
-    check_threshold,
-    entropy,
-    lowest_sum,
-    mixed,
-    mixture_cost,
-    per_item,
-    ramp,
-    trips_cost,
-)
+from .pondering import OVER, MixtureOptions, Pondering, entropy, lowest_sum, mixed, mixture_cost, ramp, trips_cost
 from .roles import Cost, HaltingOptions, Mechanism, TripState, valid_mean
 
 if TYPE_CHECKING:
@@ -68,21 +56,17 @@ class AdaponderOptions(MixtureOptions, HaltingOptions, BlendOptions):
     """Take the lowest gates of each `row`, or of the `batch` as in the paper, which depends on how batches are
     split."""
 
-    def resolve(self, config: FathomConfig) -> AdaponderOptions:
-        """Refuse invalid options."""
-        self.check_blend()
-        check_over(self.penalty_over)
-        check_not_negative("penalty_max", self.penalty_max)
-        if self.penalty_on not in ("sigmoid", "logit"):
-            raise ValueError(f"recurrence_options.penalty_on must be sigmoid or logit, got {self.penalty_on!r}")
+    def check(self, config: FathomConfig) -> None:
+        """Refuse invalid thresholds and penalties."""
+        super().check(config)
         span = self.penalty_span
-        numbers = isinstance(span, Sequence) and all(isinstance(x, int | float) for x in span)
-        if not (numbers and len(span) == 2 and 0 <= span[0] <= span[1] <= 1):
-            raise ValueError(f"recurrence_options.penalty_span must be two fractions of training, got {span!r}")
-        if not 0 <= self.penalty_fraction <= 1:
-            raise ValueError(f"recurrence_options.penalty_fraction must lie in 0..1, got {self.penalty_fraction}")
-        check_threshold("tau", self.tau)
-        return super().resolve(config)
+        numbers = len(span) == 2 and all(isinstance(x, int | float) for x in span)
+        self.require("penalty_span", numbers and 0 <= span[0] <= span[1] <= 1, "be two fractions of training")
+        self.require_one_of("penalty_over", OVER)
+        self.require_one_of("penalty_on", ("sigmoid", "logit"))
+        self.require("penalty_max", self.penalty_max >= 0, "not be negative")
+        self.require("penalty_fraction", 0 <= self.penalty_fraction <= 1, "lie in 0..1")
+        self.require("tau", 0 < self.tau < 1, "lie between 0 and 1")
 
 
 class HaltGate(nn.Module):

@@ -54,14 +54,11 @@ class AttentionResidualsOptions(ResidualOptions, BlendOptions):
     recency_bias: float = 3.0
     """Initial bias on the running stream, `snapshot` only."""
 
-    def resolve(self, config: FathomConfig) -> AttentionResidualsOptions:
+    def check(self, config: FathomConfig) -> None:
         """Refuse blocks without a sub-layer and unknown variants."""
-        self.check_blend()
-        if self.block_size < 1:
-            raise ValueError(f"residual_options.block_size must be at least 1, got {self.block_size}")
-        if self.variant not in VARIANTS:
-            raise ValueError(f"residual_options.variant must be one of {', '.join(VARIANTS)}, got {self.variant}")
-        return self
+        super().check(config)
+        self.require("block_size", self.block_size >= 1, "be at least 1")
+        self.require_one_of("variant", VARIANTS)
 
 
 class SourceNorm(nn.Module):

@@ -31,12 +31,11 @@ class BlendOptions(MechanismOptions):
     blend_steps: int = 0
     """Training steps over which λ rises from 0 to `blend`; 0 keeps it constant. A saved model has its current λ."""
 
-    def check_blend(self) -> None:
+    def check(self, config: FathomConfig) -> None:
         """Refuse a weight outside 0 … 1 and a negative number of steps."""
-        if not 0 <= self.blend <= 1:
-            raise ValueError(f"{self.axis}_options.blend must lie in 0..1, got {self.blend}")
-        if self.blend_steps < 0:
-            raise ValueError(f"{self.axis}_options.blend_steps must not be negative, got {self.blend_steps}")
+        super().check(config)
+        self.require("blend", 0 <= self.blend <= 1, "lie in 0..1")
+        self.require("blend_steps", self.blend_steps >= 0, "not be negative")
 
     @property
     def blends(self) -> bool:

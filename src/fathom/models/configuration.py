@@ -40,38 +40,6 @@ class FathomConfig(Qwen3Config):
     Qwen3's. `fathom mechanisms` lists the values and their options. Invalid values raise a `ValueError` that names the
     key.
 
-    Args:
-        mixer: Which value attention stores and reads: `none` (the layer's own), or a mechanism.
-        residual: How a layer's output reaches later layers: `plain`, or a mechanism.
-        recurrence: How many trips a token makes through the stack: `once`, or a mechanism.
-        mixer_options: Options of the mixer; missing ones get defaults.
-        residual_options: Options of the residual.
-        recurrence_options: Options of the recurrence.
-        max_trips: Maximum trips per token, up to the number that the model was trained for; None for no limit.
-        norm: `rms`, `rms_wide`, `rms_offset`, `layer` or `layer_plain`: see `norms.py`. `rms_norm_eps` is the ε of all
-            norms.
-        norm_placement: Norms stand `before` each sub-layer, `after` it, or `both`.
-        qk_norm: Queries and keys are normed per `head`, over the `full` projection, or not at all (`none`).
-        k_norm_position: Keys are normed `before_rope`, or `after_rope` as the released Depth-Attention weights need.
-        parallel_residual: Whether attention and MLP read the same state, and both are added to it.
-        gated_mlp: Whether the MLP has a gate.
-        output_bias: Whether o_proj has a bias; None follows `attention_bias`.
-        mlp_bias: Whether the MLP's projections have biases.
-        positions: `rotary`, or `learned`: a table of `max_position_embeddings` rows, added to the embeddings.
-        position_offset: Rows of that table before position 0.
-        no_rope_layers: For each layer 1 if queries and keys are rotated, else 0; None rotates in all layers.
-        rope_float32: Whether queries and keys are rotated in at least float32.
-        attention_scale: Factor on attention logits; None means 1 / √head_dim.
-        scale_queries: Whether `attention_scale` multiplies the queries instead of the logits.
-        attn_logit_softcapping: c of c · tanh(logit / c) in attention; None for no cap.
-        final_logit_softcapping: The same for the head's logits.
-        embedding_scale: Factor on the input embeddings.
-        round_embedding_scale: Whether that factor is rounded to the model's dtype first.
-        residual_multiplier: Factor on every sub-layer's output.
-        logits_scaling: Divisor of the head's logits.
-        output_init: `plain`, or `depth`: smaller initial output projections, the deeper the model.
-        native: The original `config.json` of a model of another family.
-
     Every other key is `Qwen3Config`'s.
     """
 
@@ -80,29 +48,31 @@ class FathomConfig(Qwen3Config):
     keys_to_ignore_at_inference = ["past_key_values", "aux_losses", "metrics", "trips"]
 
     mixer: str = "none"
-    """Which value attention stores and reads."""
+    """Which value attention stores and reads: `none` (the layer's own), or a mechanism."""
     residual: str = "plain"
-    """How a layer's output reaches later layers."""
+    """How a layer's output reaches later layers: `plain`, or a mechanism."""
     recurrence: str = "once"
-    """How many trips a token makes through the stack."""
+    """How many trips a token makes through the stack: `once`, or a mechanism."""
     mixer_options: dict = field(default_factory=dict)
-    """Options of the mixer, documented in its file."""
+    """Options of the mixer, documented in its file; missing ones get defaults."""
     residual_options: dict = field(default_factory=dict)
     """Options of the residual."""
     recurrence_options: dict = field(default_factory=dict)
     """Options of the recurrence."""
     max_trips: int | None = None
-    """Maximum trips per token, unless a forward pass sets it; engines can set it too (vLLM's `hf_overrides`)."""
+    """Maximum trips per token, up to the number that the model was trained for, unless a forward pass sets it; None for
+    no limit. Engines can set it too (vLLM's `hf_overrides`)."""
     norm: str = "rms"
-    """The norm before or after sub-layers and before the head."""
+    """The norm of sub-layers and before the head: `rms`, `rms_wide`, `rms_offset`, `layer` or `layer_plain` (see
+    `norms.py`). `rms_norm_eps` is the ε of all norms."""
     norm_placement: str = "before"
-    """Where norms stand: before each sub-layer, after it, or both."""
+    """Where norms stand: `before` each sub-layer, `after` it, or `both`."""
     qk_norm: str = "head"
-    """The part of queries and keys that is normed together."""
+    """The part of queries and keys that is normed together: each `head`, the `full` projection, or nothing (`none`)."""
     k_norm_position: str = "before_rope"
-    """`after_rope` norms keys after rotating them, as the released Depth-Attention weights need."""
+    """Keys are normed `before_rope`, or `after_rope` as the released Depth-Attention weights need."""
     parallel_residual: bool = False
-    """Whether attention and MLP of a layer read the same state."""
+    """Whether attention and MLP of a layer read the same state, and both are added to it."""
     gated_mlp: bool = True
     """Whether the MLP has a gate."""
     output_bias: bool | None = None
@@ -110,21 +80,22 @@ class FathomConfig(Qwen3Config):
     mlp_bias: bool = False
     """Whether the MLP's projections have biases."""
     positions: str = "rotary"
-    """How positions enter: by rotating queries and keys, or by a learned table."""
+    """How positions enter: `rotary`, or `learned`, a table of `max_position_embeddings` rows that is added to the
+    embeddings."""
     position_offset: int = 0
     """Rows of a learned table of positions before position 0."""
     no_rope_layers: list[int] | None = None
-    """For each layer 1 if queries and keys are rotated, else 0."""
+    """For each layer 1 if queries and keys are rotated, else 0; None rotates in all layers."""
     rope_float32: bool = False
     """Whether queries and keys are rotated in at least float32."""
     attention_scale: float | None = None
     """Factor on attention's logits; None: 1 / sqrt(head_dim)."""
     scale_queries: bool = False
-    """Whether queries are multiplied by `attention_scale` before the product."""
+    """Whether `attention_scale` multiplies the queries instead of the logits."""
     attn_logit_softcapping: float | None = None
-    """Cap of attention logits."""
+    """c of c · tanh(logit / c) in attention; None for no cap."""
     final_logit_softcapping: float | None = None
-    """Cap of the head's logits."""
+    """The same for the head's logits."""
     embedding_scale: float = 1.0
     """Factor on the input embeddings, with any mechanism."""
     round_embedding_scale: bool = False

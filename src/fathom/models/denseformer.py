@@ -29,20 +29,17 @@ class DenseFormerOptions(ResidualOptions):
     """Options of `denseformer`. The paper writes dilation × period: its 4x5 is `dilation: 4, period: 5`."""
 
     dilation: int = 1
-    """Read every dilation-th earlier block,
-    counted back from the newest."""
+    """Read every dilation-th earlier block, counted back from the newest."""
     period: int = 1
     """Average after every period-th block."""
 
-    def resolve(self, config: FathomConfig) -> DenseFormerOptions:
+    def check(self, config: FathomConfig) -> None:
         """Refuse values outside 1 … number of layers."""
+        super().check(config)
+        layers = config.num_hidden_layers
         for name in ("dilation", "period"):
-            if not 1 <= getattr(self, name) <= config.num_hidden_layers:
-                raise ValueError(
-                    f"residual_options.{name} must be between 1 and {config.num_hidden_layers} (the number of "
-                    f"layers), got {getattr(self, name)}"
-                )
-        return self
+            within = 1 <= getattr(self, name) <= layers
+            self.require(name, within, f"be between 1 and {layers} (the number of layers)")
 
 
 def num_weights(config: FathomConfig, block: int) -> int:

@@ -21,7 +21,6 @@ hand-written backward, which keeps no float32 copies; a few decoded tokens on a 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -33,12 +32,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import initialization as init
 
-from .blend import Blended, BlendOptions
 from .norms import unit
 from .numerics import few, head_pool, head_sum, softmax_list, weighted_sum, widen
 from .replaceable import faster
-from .roles import Cost, Mechanism, ValueMixer
-from .schedule import ScheduleOptions, grid_sources, trip_rule
+from .roles import Cost, Mechanism
+from .schedule import GridMixer, ScheduleOptions
 
 if TYPE_CHECKING:
     from .configuration import FathomConfig
@@ -46,7 +44,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class DepthAttentionOptions(ScheduleOptions, BlendOptions):
+class DepthAttentionOptions(ScheduleOptions):
     """Options of `depth_attention`."""
 
     self_bias: float = 0.0
@@ -54,15 +52,8 @@ class DepthAttentionOptions(ScheduleOptions, BlendOptions):
     norm_scores: bool = False
     """Whether the mean query and the keys are RMS-normed (without a weight) for the scores over depth."""
 
-    def resolve(self, config: FathomConfig) -> DepthAttentionOptions:
-        """Resolve the schedule's options."""
-        if not math.isfinite(self.self_bias):
-            raise ValueError(f"mixer_options.self_bias must be a number, got {self.self_bias}")
-        self.check_blend()
-        return super().resolve(config)
 
-
-class DepthAttention(Blended, ValueMixer):
+class DepthAttention(GridMixer):
     """Attention over depth."""
 
     def __init__(self, config: FathomConfig, layer_idx: int) -> None:
@@ -72,10 +63,6 @@ class DepthAttention(Blended, ValueMixer):
         self.norm_scores = options.norm_scores
         self.eps = config.rms_norm_eps
         self.self_bias = nn.Buffer(torch.tensor(self.bias), persistent=False) if self.bias else None
-
-    source_layers = staticmethod(grid_sources)
-
-    across_trips = staticmethod(trip_rule)
 
     def init_weights(self, std: float) -> None:
         """Initialise the bias and λ, which checkpoints do not contain."""

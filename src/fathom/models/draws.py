@@ -32,6 +32,14 @@ class DrawnOptions(RecurrenceOptions):
     seed: int | None = None
     """Seed of all draws of a step; training sets it."""
 
+    def check(self, config: FathomConfig) -> None:
+        """Refuse a range without `trips`."""
+        super().check(config)
+        if self.trips_range is not None:
+            self.require_range("trips_range")
+            least, most = self.trips_range
+            self.require("trips", 1 <= least <= self.trips <= most, f"lie in trips_range {[least, most]}")
+
 
 class DrawnTrips(Recurrence):
     """A recurrence whose number of trips may be drawn for every training step (`trips_range`)."""

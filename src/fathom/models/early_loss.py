@@ -31,10 +31,10 @@ class EarlyLossOptions(RecurrenceOptions):
     early_loss: float = 0.0
     """Weight w of the mean loss of earlier trips' readouts; trains drafting (`generate(draft_trips=...)`)."""
 
-    def check_early_loss(self) -> None:
+    def check(self, config: FathomConfig) -> None:
         """Refuse a negative weight."""
-        if self.early_loss < 0:
-            raise ValueError(f"recurrence_options.early_loss must not be negative, got {self.early_loss}")
+        super().check(config)
+        self.require("early_loss", self.early_loss >= 0, "not be negative")
 
 
 class EarlyReadout(Recurrence):

@@ -54,16 +54,12 @@ class ExitOptions(RecurrenceOptions):
     exit_entropy: float = 0.05
     """β: weight of the entropy of the exit distribution in the loss, `joint` only."""
 
-    def check_exit(self) -> None:
+    def check(self, config: FathomConfig) -> None:
         """Refuse unknown losses and invalid numbers."""
-        if self.exit not in LOSSES:
-            raise ValueError(f"recurrence_options.exit must be one of {', '.join(LOSSES)}, got {self.exit!r}")
-        if not 0 < self.exit_threshold <= 1:
-            raise ValueError(
-                f"recurrence_options.exit_threshold must lie above 0 and be at most 1, got {self.exit_threshold}"
-            )
-        if self.exit_entropy < 0:
-            raise ValueError(f"recurrence_options.exit_entropy must not be negative, got {self.exit_entropy}")
+        super().check(config)
+        self.require_one_of("exit", LOSSES)
+        self.require("exit_threshold", 0 < self.exit_threshold <= 1, "lie above 0 and be at most 1")
+        self.require("exit_entropy", self.exit_entropy >= 0, "not be negative")
 
     @property
     def exits(self) -> bool:

@@ -81,11 +81,6 @@ class FixedTable(Table):
             live = halt != EMPTY
         return Tags(token, trip, live, self._extra("bias", placement), None, halt)
 
-    @staticmethod
-    def _rows(x: Tensor, placement: Placement) -> Tensor:
-        """The rows of a pass."""
-        return x if placement.batch is None else x[placement.batch]
-
     def repeats(self, rows: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
         """For tokens in columns `[B, M]` of rows `[B, 1]`: the places of their trips after the first, and the place
         that each repeats: its own, or that of the token's last trip. Both are `[B, (trips - 1) M]`."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import snapshot_download
 from torch import Tensor
@@ -23,8 +23,8 @@ HUB_KEYS = ("revision", "token", "cache_dir", "local_files_only", "force_downloa
 """Arguments of `from_pretrained` that say where on the Hub a checkpoint is."""
 
 
-class Reader(Protocol):
-    """Opens checkpoints that other projects write."""
+class Reader:
+    """Opens checkpoints that other projects write; the base class opens none."""
 
     def configuration(self, theirs: dict[str, Any], where: str) -> dict[str, Any]:
         """Our configuration's values for another family's `config.json`, or a `ValueError` in one line.
@@ -33,6 +33,10 @@ class Reader(Protocol):
             theirs: `config.json`, parsed.
             where: The directory's name for errors.
         """
+        raise ValueError(
+            f"{where} is a {theirs.get('model_type')} model: open it with fathom.load or "
+            "fathom.FathomForCausalLM.from_pretrained"
+        )
 
     def tensors(self, directory: Path, theirs: dict[str, Any], config: FathomConfig) -> Mapping[str, Tensor] | None:
         """The tensors of a directory under Fathom's names, read lazily; None if the names are equal.
@@ -42,20 +46,10 @@ class Reader(Protocol):
             theirs: Its `config.json`, parsed.
             config: The result of `configuration`, with later changes of the caller.
         """
-
-
-class _Nobody:
-    def configuration(self, theirs: dict[str, Any], where: str) -> dict[str, Any]:
-        raise ValueError(
-            f"{where} is a {theirs.get('model_type')} model: open it with fathom.load or "
-            "fathom.FathomForCausalLM.from_pretrained"
-        )
-
-    def tensors(self, directory: Path, theirs: dict[str, Any], config: FathomConfig) -> Mapping[str, Tensor] | None:
         return None
 
 
-_readers: list[Reader] = [_Nobody()]
+_readers = [Reader()]
 
 
 def reader() -> Reader:

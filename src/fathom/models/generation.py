@@ -1,22 +1,27 @@
-"""Additions to transformers' `generate`: drafts, classifier-free guidance, chunked prompts and masks of slots."""
+"""Additions to transformers' `generate`: drafts, classifier-free guidance, chunked prompts and masks of slots; and to
+its continuous batching, a cache layer for every visit."""
 
 from __future__ import annotations
 
+import copy
 from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from transformers import LogitsProcessorList, UnbatchedClassifierFreeGuidanceLogitsProcessor
+from transformers.generation import GenerationMixin
 from transformers.masking_utils import create_masks_for_generate
 
-from .continuous_batching import BatchedGenerationMixin
+from .engines import check_engine, engine_config
+from .slots import plan
 from .speculation import Speculation, check_request, decode
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
 
 
-class FathomGenerationMixin(BatchedGenerationMixin):
+class FathomGenerationMixin(GenerationMixin):
     """transformers' generation; requests that cannot be exact are refused."""
 
     def check_chunks(self, size: int | None) -> None:
@@ -73,3 +78,19 @@ class FathomGenerationMixin(BatchedGenerationMixin):
         if self.model.slotted:
             return None if attention_mask is None else attention_mask[:, -kwargs["inputs_embeds"].shape[1] :]  # type: ignore
         return create_masks_for_generate(attention_mask=attention_mask, **kwargs)
+
+    def init_continuous_batching(self, *args: object, **kwargs: object) -> object:
+        """See transformers; the cache has a layer for every visit, and unsupported models are refused."""
+        visits = plan(self.config, self.model._trips(None))
+        told = engine_config(self.config, visits)
+        check_engine(self.config, self.model.recurrence, visits, {"cache": SimpleNamespace(config=told)})
+        # The engine gets this model's modules with a configuration that has a layer for each visit.
+        engine = self.__dict__.pop("_engine", None) or copy.copy(self)
+        engine.__dict__.update(self.__dict__, config=told)
+        self.__dict__["_engine"] = engine
+        return GenerationMixin.init_continuous_batching(engine, *args, **kwargs)
+
+    def destroy_cached_continuous_batching_manager(self) -> None:
+        """See transformers."""
+        if engine := self.__dict__.pop("_engine", None):
+            GenerationMixin.destroy_cached_continuous_batching_manager(engine)

@@ -50,16 +50,11 @@ class HyperConnectionsOptions(VisitOptions, BlendOptions):
     alpha: float = 0.01
     """Initial weight of the token-dependent part."""
 
-    def resolve(self, config: FathomConfig) -> HyperConnectionsOptions:
+    def check(self, config: FathomConfig) -> None:
         """Refuse fewer than one stream and negative iterations."""
-        self.check_blend()
-        if self.streams < 1:
-            raise ValueError(f"residual_options.streams must be at least 1, got {self.streams}")
-        if self.sinkhorn_iterations < 0:
-            raise ValueError(
-                f"residual_options.sinkhorn_iterations must not be negative, got {self.sinkhorn_iterations}"
-            )
-        return self
+        super().check(config)
+        self.require("streams", self.streams >= 1, "be at least 1")
+        self.require("sinkhorn_iterations", self.sinkhorn_iterations >= 0, "not be negative")
 
 
 def sinkhorn(logits: Tensor, iterations: int) -> Tensor:

@@ -22,19 +22,9 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from .blend import Blended, BlendOptions
-from .loss import IGNORE
+from .loss import IGNORE, per_item
 from .numerics import widen
-from .pondering import (
-    Routed,
-    SampleOptions,
-    check_fraction,
-    check_not_negative,
-    check_threshold,
-    entropy,
-    per_item,
-    spread,
-    trips_cost,
-)
+from .pondering import Sampled, SampleOptions, entropy, spread, trips_cost
 from .roles import Cost, HaltingOptions, Mechanism, TripState, View, valid_mean
 
 if TYPE_CHECKING:
@@ -57,22 +47,24 @@ class LatentCotOptions(SampleOptions, HaltingOptions, BlendOptions):
     penalty_beta: float = 1.0
     """β: larger values charge uncertain tokens less."""
 
-    def resolve(self, config: FathomConfig) -> LatentCotOptions:
-        """Refuse invalid options."""
-        self.check_trips()
-        self.check_blend()
-        check_fraction("penalty_token_fraction", self.penalty_token_fraction)
-        check_not_negative("penalty", self.penalty)
-        check_not_negative("penalty_beta", self.penalty_beta)
-        check_threshold("tau", self.tau)
-        return self
+    def check(self, config: FathomConfig) -> None:
+        """Refuse invalid thresholds and penalties."""
+        super().check(config)
+        self.require("penalty", self.penalty >= 0, "not be negative")
+        self.require("penalty_beta", self.penalty_beta >= 0, "not be negative")
+        self.require("tau", 0 < self.tau < 1, "lie between 0 and 1")
 
 
-class LatentCot(Blended, Routed[LatentCotOptions]):
+class LatentCot(Blended, Sampled[LatentCotOptions]):
     """Feeds back the normed hidden state, and reads out a mixture of all latent thoughts."""
 
     options_class = LatentCotOptions
     reads = View.DUO
+    halts = True
+
+    def __init__(self, config: FathomConfig) -> None:
+        super().__init__(config)
+        self.router = nn.Linear(config.hidden_size, 1)
 
     @classmethod
     def penalty_flops(cls, config: FathomConfig, sequence_length: int) -> float:
@@ -105,10 +97,6 @@ class LatentCot(Blended, Routed[LatentCotOptions]):
         if self.training:
             new |= {f"gate{k}": gate, f"reach{k}": onward, f"thought{k}": h.detach()}
         return new
-
-    def feed(self, x: Tensor, out: Out, state: TripState) -> Tensor:
-        """The latent thought, without the input."""
-        return out.hidden
 
     def readout(self, state: TripState) -> Tensor:
         """The mixture of all latent thoughts, blended with the first by λ."""

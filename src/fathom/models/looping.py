@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -42,7 +42,6 @@ from .draws import DrawnOptions, DrawnTrips
 from .early_loss import EarlyLossOptions, EarlyReadout
 from .exit_gate import ExitGate, ExitOptions
 from .numerics import widen
-from .pondering import check_trips_range
 from .rms_norm import RMSNorm
 from .roles import Cost, Mechanism, TripState
 
@@ -56,10 +55,6 @@ NORMS = ("none", "final", "own")
 KEPT = ("own", "first")
 DECAY = math.sqrt(0.2)
 """The diagonal's factor on the stream at the start."""
-
-
-def _or(names: Sequence[str]) -> str:
-    return f"{', '.join(names[:-1])} or {names[-1]}"
 
 
 @dataclass(frozen=True)
@@ -85,13 +80,12 @@ class LoopOptions(DrawnOptions, EarlyLossOptions, ExitOptions, BlendOptions):
     damping: float = 1.0
     """Damping δ: the fraction of its update by which a trip moves the stream; 1 is the plain loop."""
 
-    def resolve(self, config: FathomConfig) -> LoopOptions:
-        """Refuse a loop without layers."""
-        self.check_trips()
-        self.check_early_loss()
-        self.check_exit()
-        self.check_blend()
-        self.check_damping()
+    def check(self, config: FathomConfig) -> None:
+        """Refuse a loop without layers, and options that exclude each other."""
+        super().check(config)
+        self.require("damping", 0 < self.damping <= 1, "lie above 0 and be at most 1")
+        if self.damping < 1 and not (self.injection == "none" and self.norm_between == "none"):
+            raise ValueError("recurrence_options.damping: set injection and norm_between to none, or damping to 1")
         if self.blends and self.coda and config.residual != "plain":
             # Blended, the stream is read and begun again there, which a residual with a history would notice at λ = 1.
             raise ValueError(f"recurrence_options.blend with a coda needs residual=plain, got {config.residual}")
@@ -107,26 +101,13 @@ class LoopOptions(DrawnOptions, EarlyLossOptions, ExitOptions, BlendOptions):
                 f"recurrence_options.prelude + coda must leave at least one of the {config.num_hidden_layers} layers "
                 f"to loop, got {self.prelude} + {self.coda}"
             )
-        if self.injection not in INJECTIONS:
-            raise ValueError(f"recurrence_options.injection must be {_or(INJECTIONS)}, got {self.injection!r}")
-        if self.norm_between not in NORMS:
-            raise ValueError(f"recurrence_options.norm_between must be {_or(NORMS)}, got {self.norm_between!r}")
-        if self.kv not in KEPT:
-            raise ValueError(f"recurrence_options.kv must be {_or(KEPT)}, got {self.kv!r}")
+        self.require_one_of("injection", INJECTIONS)
+        self.require_one_of("norm_between", NORMS)
+        self.require_one_of("kv", KEPT)
         if self.entry_norm and self.injection == "none":
             raise ValueError("recurrence_options.entry_norm: nothing is injected; set injection to add or diagonal")
-        drawn = check_trips_range(self.trips_range, self.trips)
-        most = drawn[1] if drawn else self.trips
-        if self.trips_max is not None and self.trips_max < most:
-            raise ValueError(f"recurrence_options.trips_max must be at least {most}, got {self.trips_max}")
-        return replace(self, trips_range=drawn)
-
-    def check_damping(self) -> None:
-        """Refuse a damping outside its range."""
-        if not 0 < self.damping <= 1:
-            raise ValueError(f"recurrence_options.damping must lie above 0 and be at most 1, got {self.damping}")
-        if self.damping < 1 and not (self.injection == "none" and self.norm_between == "none"):
-            raise ValueError("recurrence_options.damping: set injection and norm_between to none, or damping to 1")
+        most = self.trips_range[1] if self.trips_range else self.trips
+        self.require("trips_max", self.trips_max is None or self.trips_max >= most, f"be at least {most}")
 
     @property
     def is_plain(self) -> bool:

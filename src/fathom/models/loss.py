@@ -47,6 +47,11 @@ def causal_lm_loss(
         total = linear_cross_entropy(rows, head.weight, targets)
     else:
         total = _chunked(rows, head, targets)
+    return per_item(total, targets, num_items_in_batch)
+
+
+def per_item(total: Tensor, targets: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor:
+    """A sum over tokens, divided by the number of targets, or by `num_items_in_batch`."""
     if num_items_in_batch is None:
         return total / (targets != IGNORE).sum().clamp(min=1)
     if isinstance(num_items_in_batch, Tensor):
@@ -71,14 +76,12 @@ def weighted_lm_loss(
         num_items_in_batch: See `causal_lm_loss`.
     """
     flat, pieces = targets.flatten().to(readouts[0][0].device), []
-    size = chunk_rows(len(flat), getattr(head, "out_features", 50_000), flat.device.type)
     for hidden, weights in readouts:
         rows, weight = hidden.flatten(0, -2), weights.flatten()
-        for i in range(0, len(rows), size):
-            part = slice(i, i + size)
+        for part in _chunks(rows, head):
             chunk = rows[part], head, flat[part], weight[part]
             pieces.append(checkpoint(_weighted, *chunk, use_reentrant=False))
-    return torch.stack(pieces).sum() / _items(targets, num_items_in_batch)
+    return per_item(torch.stack(pieces).sum(), targets, num_items_in_batch)
 
 
 def _weighted(rows: Tensor, head: nn.Module, targets: Tensor, weights: Tensor) -> Tensor:
@@ -88,13 +91,7 @@ def _weighted(rows: Tensor, head: nn.Module, targets: Tensor, weights: Tensor) -
 
 def target_mean(values: Tensor, targets: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor:
     """The mean of `[B, T]` over the positions with a target, as losses are averaged."""
-    return values.where(targets != IGNORE, 0).sum() / _items(targets, num_items_in_batch)
-
-
-def _items(targets: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor | int:
-    if num_items_in_batch is None:
-        return (targets != IGNORE).sum().clamp(min=1)
-    return num_items_in_batch.to(targets.device) if isinstance(num_items_in_batch, Tensor) else num_items_in_batch
+    return per_item(values.where(targets != IGNORE, 0).sum(), targets, num_items_in_batch)
 
 
 @torch.no_grad()
@@ -104,10 +101,8 @@ def token_losses(hidden: Tensor, head: nn.Module, targets: Tensor) -> Tensor:
     The arguments are those of `causal_lm_loss`. Here too, only the logits of one chunk exist at a time.
     """
     rows, flat = hidden.flatten(0, -2), targets.flatten().to(hidden.device)
-    size = chunk_rows(len(rows), getattr(head, "out_features", 50_000), rows.device.type)
     found = rows.new_empty(len(rows), dtype=torch.promote_types(rows.dtype, torch.float32))
-    for start in range(0, len(rows), size):
-        part = slice(start, start + size)
+    for part in _chunks(rows, head):
         found[part] = F.cross_entropy(widen(head(rows[part])), flat[part], ignore_index=IGNORE, reduction="none")
     return found.view(targets.shape)
 
@@ -140,6 +135,12 @@ def chunk_rows(count: int, vocabulary: int, device: str) -> int:
     """Rows per chunk, such that all chunks of a batch but the last are equal."""
     most = max(CHUNK_ROWS, CHUNK_ELEMENTS.get(device, CHUNK_ELEMENTS["cuda"]) // vocabulary)
     return -(-count // -(-count // most)) if count else 1
+
+
+def _chunks(rows: Tensor, head: nn.Module) -> list[slice]:
+    """The chunks of rows for a head that is called as a module."""
+    size = chunk_rows(len(rows), getattr(head, "out_features", 50_000), rows.device.type)
+    return [slice(start, start + size) for start in range(0, len(rows), size)]
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -184,9 +185,5 @@ def _chunked(rows: Tensor, head: nn.Module, targets: Tensor) -> Tensor:
     def part(x: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(widen(head(x)), target, ignore_index=IGNORE, reduction="sum")
 
-    size = chunk_rows(len(rows), getattr(head, "out_features", 50_000), rows.device.type)
-    pieces = [
-        checkpoint(part, rows[i : i + size], targets[i : i + size], use_reentrant=False)
-        for i in range(0, len(rows), size)
-    ]
+    pieces = [checkpoint(part, rows[one], targets[one], use_reentrant=False) for one in _chunks(rows, head)]
     return torch.stack(pieces).sum() if pieces else rows.new_zeros(())

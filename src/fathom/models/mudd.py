@@ -63,22 +63,16 @@ class MuddOptions(ResidualOptions):
     """`prepost` norms each source, and the sum for the residual stream, and adds the sums to the newest output: for
     models of some 24 layers or more."""
 
-    def resolve(self, config: FathomConfig) -> MuddOptions:
+    def check(self, config: FathomConfig) -> None:
         """Refuse invalid ways, layers and widths."""
-        if not self.ways or "".join(way for way in WAYS if way in self.ways) != self.ways:
-            raise ValueError(f"residual_options.ways must be some of the letters {WAYS}, in order, got {self.ways!r}")
-        if self.last is not None and not 1 <= self.last <= config.num_hidden_layers:
-            raise ValueError(
-                f"residual_options.last must be between 1 and {config.num_hidden_layers} (the number of layers), "
-                f"got {self.last}"
-            )
-        if self.sources not in SOURCES:
-            raise ValueError(f"residual_options.sources must be one of {', '.join(SOURCES)}, got {self.sources}")
-        if self.hidden is not None and self.hidden < 1:
-            raise ValueError(f"residual_options.hidden must be at least 1, got {self.hidden}")
-        if self.norm not in NORM_PLACES:
-            raise ValueError(f"residual_options.norm must be one of {', '.join(NORM_PLACES)}, got {self.norm}")
-        return self
+        super().check(config)
+        ordered, layers = "".join(way for way in WAYS if way in self.ways), config.num_hidden_layers
+        self.require("ways", bool(self.ways) and ordered == self.ways, f"be some of the letters {WAYS}, in order")
+        within = self.last is None or 1 <= self.last <= layers
+        self.require("last", within, f"be between 1 and {layers} (the number of layers)")
+        self.require_one_of("sources", SOURCES)
+        self.require("hidden", self.hidden is None or self.hidden >= 1, "be at least 1")
+        self.require_one_of("norm", NORM_PLACES)
 
 
 def mixing(config: FathomConfig, layer: int) -> tuple[str, int]:

@@ -10,6 +10,7 @@ layer_plain   the same without w and b                                          
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -45,19 +46,11 @@ def unit(x: Tensor, eps: float) -> Tensor:
     return wide * torch.rsqrt((wide * wide).mean(-1, keepdim=True) + eps)
 
 
-def _layer(size: int, eps: float) -> nn.Module:
-    return nn.LayerNorm(size, eps)
-
-
-def _layer_plain(size: int, eps: float) -> nn.Module:
-    return nn.LayerNorm(size, eps, elementwise_affine=False)
-
-
 NORMS: dict[str, Callable[[int, float], nn.Module]] = {
     "rms": RMSNorm,
     "rms_wide": WideRMSNorm,
     "rms_offset": OffsetRMSNorm,
-    "layer": _layer,
-    "layer_plain": _layer_plain,
+    "layer": nn.LayerNorm,
+    "layer_plain": partial(nn.LayerNorm, elementwise_affine=False),
 }
 """By name: a norm of a size, with an ε."""

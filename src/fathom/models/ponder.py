@@ -13,7 +13,7 @@ repeats the first one, so under the view SAME the model computes what it did wit
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -21,7 +21,7 @@ from torch import Tensor
 from .blend import Blended, BlendOptions
 from .draws import DrawnOptions, DrawnTrips
 from .early_loss import EarlyLossOptions, EarlyReadout
-from .pondering import MixtureOptions, Pondering, SolverOptions, check_trips_range, mixed, mixture_cost, trips_cost
+from .pondering import MixtureOptions, Solved, SolverOptions, mixed, mixture_cost, trips_cost
 from .roles import Cost, Mechanism, TripState, View
 
 if TYPE_CHECKING:
@@ -40,20 +40,14 @@ class PonderOptions(MixtureOptions, SolverOptions, DrawnOptions, EarlyLossOption
     view: str = "same"
     """Which trips of earlier tokens a trip reads: `same`, `duo` or `all`."""
 
-    def resolve(self, config: FathomConfig) -> PonderOptions:
-        """Refuse invalid options."""
-        super().resolve(config)
-        self.check_solver()
-        self.check_early_loss()
-        self.check_blend()
-        if self.feed not in ("mixture", "hidden"):
-            raise ValueError(f"recurrence_options.feed must be mixture or hidden, got {self.feed!r}")
-        if self.view not in [view.value for view in View]:
-            raise ValueError(f"recurrence_options.view must be same, duo or all, got {self.view!r}")
-        return replace(self, trips_range=check_trips_range(self.trips_range, self.trips))
+    def check(self, config: FathomConfig) -> None:
+        """Refuse unknown feeds and views."""
+        super().check(config)
+        self.require_one_of("feed", ("mixture", "hidden"))
+        self.require_one_of("view", [view.value for view in View])
 
 
-class Ponder(Blended, DrawnTrips, EarlyReadout, Pondering[PonderOptions]):
+class Ponder(Blended, DrawnTrips, EarlyReadout, Solved[PonderOptions]):
     """Feeds back a mixture of word embeddings."""
 
     options_class = PonderOptions

@@ -12,14 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from torch import Tensor
-
-from .pondering import Pondering, SolverOptions, trips_cost
-from .roles import Cost, Mechanism, TripState, View
+from .pondering import Solved, SolverOptions, trips_cost
+from .roles import Cost, Mechanism, View
 
 if TYPE_CHECKING:
     from .configuration import FathomConfig
-    from .slots import Out, Visit
+    from .slots import Visit
 
 
 @dataclass(frozen=True)
@@ -29,22 +27,12 @@ class Ponder2Options(SolverOptions):
     trips: int = 2
     """Number of trips of a token, the first included: one more than its latent thoughts."""
 
-    def resolve(self, config: FathomConfig) -> Ponder2Options:
-        """Refuse invalid options."""
-        self.check_trips()
-        self.check_solver()
-        return self
 
-
-class Ponder2(Pondering[Ponder2Options]):
+class Ponder2(Solved[Ponder2Options]):
     """Feeds back the normed hidden state, and shows every trip to all later tokens."""
 
     options_class = Ponder2Options
     reads = View.ALL
-
-    def feed(self, x: Tensor, out: Out, state: TripState) -> Tensor:
-        """The latent thought itself, without projection or residual."""
-        return out.hidden
 
 
 def cost(config: FathomConfig, visits: Sequence[Visit], scalar: int) -> Cost:

@@ -21,23 +21,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import initialization as init
 
-from .loss import IGNORE
+from .loss import IGNORE, per_item
 from .numerics import widen
-from .pondering import (
-    Routed,
-    SampleOptions,
-    SolverOptions,
-    check_fraction,
-    check_not_negative,
-    check_over,
-    check_range,
-    check_threshold,
-    lowest_sum,
-    per_item,
-    ramp,
-    spread,
-    trips_cost,
-)
+from .pondering import OVER, Sampled, SampleOptions, Solved, SolverOptions, lowest_sum, ramp, spread, trips_cost
 from .roles import Cost, Mechanism, TripState, View, valid_mean
 
 if TYPE_CHECKING:
@@ -73,35 +59,28 @@ class Ponder3Options(SolverOptions, SampleOptions):
     """Whether the penalty takes its lowest tokens from every `row` or from the whole `batch`; the latter depends on the
     micro-batch size."""
 
-    def resolve(self, config: FathomConfig) -> Ponder3Options:
-        """Refuse invalid options."""
-        self.check_trips()
-        self.check_solver()
-        check_over(self.penalty_over)
-        check_range("penalty_steps", self.penalty_steps)
-        check_fraction("penalty_token_fraction", self.penalty_token_fraction)
-        check_not_negative("penalty_max", self.penalty_max)
-        if self.penalty not in PENALTIES:
-            raise ValueError(f"recurrence_options.penalty must be one of {', '.join(PENALTIES)}, got {self.penalty!r}")
-        if not 0 < self.router_damping <= 1:
-            raise ValueError(f"recurrence_options.router_damping must lie in (0, 1], got {self.router_damping}")
-        check_threshold("tau", self.tau)
-        return self
+    def check(self, config: FathomConfig) -> None:
+        """Refuse invalid thresholds and penalties."""
+        super().check(config)
+        self.require_one_of("penalty", PENALTIES)
+        self.require_one_of("penalty_over", OVER)
+        self.require_range("penalty_steps")
+        self.require("penalty_max", self.penalty_max >= 0, "not be negative")
+        self.require("router_damping", 0 < self.router_damping <= 1, "lie in (0, 1]")
+        self.require("tau", 0 < self.tau < 1, "lie between 0 and 1")
 
 
-class Ponder3(Routed[Ponder3Options]):
+class Ponder3(Solved[Ponder3Options], Sampled[Ponder3Options]):
     """Feeds back the normed hidden state as often as the router allows."""
 
     options_class = Ponder3Options
     reads = View.ALL
+    halts = True
 
     def __init__(self, config: FathomConfig) -> None:
         super().__init__(config)
+        self.router = nn.Linear(config.hidden_size, self.trips)
         self.weight = nn.Buffer(torch.zeros(()), persistent=False)  # current λ
-
-    def routes(self) -> int:
-        """The share of every trip."""
-        return self.trips
 
     @classmethod
     def penalty_flops(cls, config: FathomConfig, sequence_length: int) -> float:
@@ -151,10 +130,6 @@ class Ponder3(Routed[Ponder3Options]):
     def carry(self, state: TripState) -> TripState | None:
         """The router's output, for damping."""
         return {"before": state["share"]} if self.options.router_damping < 1 else None
-
-    def feed(self, x: Tensor, out: Out, state: TripState) -> Tensor:
-        """The latent thought, without the input."""
-        return out.hidden
 
     def aux_losses(
         self, state: TripState, targets: Tensor, num_items_in_batch: Tensor | int | None, head: nn.Module

@@ -16,7 +16,7 @@ from .head import is_scaled
 from .loss import IGNORE
 from .mixture import mixture, mixture_flops
 from .numerics import lowest_mean, widen
-from .roles import Cost, HaltingOptions, Recurrence, RecurrenceOptions
+from .roles import Cost, HaltingOptions, Recurrence, RecurrenceOptions, TripState
 
 if TYPE_CHECKING:
     from .configuration import FathomConfig
@@ -42,17 +42,13 @@ class SolverOptions(RecurrenceOptions):
     seed: int | None = None
     """Seed of all draws of a step; training sets it."""
 
-    def check_solver(self) -> None:
+    def check(self, config: FathomConfig) -> None:
         """Refuse invalid settings of the solver."""
-        if self.prefill not in ("jacobi", "exact"):
-            raise ValueError(f"recurrence_options.prefill must be jacobi or exact, got {self.prefill!r}")
-        check_range("jacobi_train", self.jacobi_train)
+        super().check(config)
+        self.require_one_of("prefill", ("jacobi", "exact"))
+        self.require_range("jacobi_train")
         for name in ("jacobi_eval", "jacobi_prefill", "gradient_passes"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"recurrence_options.{name} must not be negative, got {getattr(self, name)}")
-
-
-Mixing = TypeVar("Mixing", bound="MixtureOptions")
+            self.require(name, getattr(self, name) >= 0, "not be negative")
 
 
 @dataclass(frozen=True)
@@ -66,14 +62,11 @@ class MixtureOptions(RecurrenceOptions):
     mixture_gain: float = 1.0
     """Factor on the mixture, relative to the scale of the embeddings."""
 
-    def resolve(self: Mixing, config: FathomConfig) -> Mixing:
+    def check(self, config: FathomConfig) -> None:
         """Refuse invalid mixtures."""
-        self.check_trips()
-        if self.top_k < 0:
-            raise ValueError(f"recurrence_options.top_k must be 0 (the whole vocabulary) or more, got {self.top_k}")
-        if not self.temperature > 0:
-            raise ValueError(f"recurrence_options.temperature must be positive, got {self.temperature}")
-        return super().resolve(config)
+        super().check(config)
+        self.require("top_k", self.top_k >= 0, "be 0 (the whole vocabulary) or more")
+        self.require("temperature", self.temperature > 0, "be positive")
 
 
 @dataclass(frozen=True)
@@ -85,13 +78,21 @@ class SampleOptions(RecurrenceOptions):
     seed: int | None = None
     """Seed of all draws of a step; training sets it."""
 
+    def check(self, config: FathomConfig) -> None:
+        """Refuse a sample of nothing."""
+        super().check(config)
+        self.require("penalty_token_fraction", 0 < self.penalty_token_fraction <= 1, "lie in (0, 1]")
 
+
+OVER = ("row", "batch")
+"""What a penalty takes its lowest values of."""
 Chosen = TypeVar("Chosen", bound=RecurrenceOptions)
+ChosenSolved = TypeVar("ChosenSolved", bound=SolverOptions)
 ChosenSampled = TypeVar("ChosenSampled", bound=SampleOptions)
 
 
 class Pondering(Recurrence, Generic[Chosen]):
-    """A recurrence whose number of trips is an option, and which may need the solver."""
+    """A recurrence whose number of trips is an option."""
 
     options_class: type[Chosen]
     """The dataclass of the options."""
@@ -100,45 +101,54 @@ class Pondering(Recurrence, Generic[Chosen]):
         super().__init__(config)
         self.options = self.options_class.of(config)
         self.recompute = self.options.recompute
-        self.gradient_passes = self.kept_passes(config)
         self.skip_dead_rows = isinstance(self.options, HaltingOptions) and self.options.skip_dead_rows
-        Pondering.set_step(self, 0)
+
+    def feed(self, x: Tensor, out: Out, state: TripState) -> Tensor:
+        """The normed hidden state itself, a latent thought: without projection, and without the input."""
+        return out.hidden
 
     @staticmethod
     def trips_of(config: FathomConfig) -> int:
         """The option `trips`."""
         return RecurrenceOptions.of(config).trips
 
+
+class Solved(Pondering[ChosenSolved]):
+    """A recurrence that needs the Jacobi solver under the view ALL."""
+
+    def __init__(self, config: FathomConfig) -> None:
+        super().__init__(config)
+        self.gradient_passes = self.options.gradient_passes
+        self._draw_rounds(0)
+
     @classmethod
     def training_rounds(cls, config: FathomConfig) -> tuple[int, int]:
         """The two ends of `jacobi_train`."""
-        if not issubclass(cls.options_class, SolverOptions):
-            return 0, 0
         least, most = SolverOptions.of(config).jacobi_train
         return least, most
 
     @classmethod
     def kept_passes(cls, config: FathomConfig) -> int:
         """The option `gradient_passes`."""
-        solves = issubclass(cls.options_class, SolverOptions)
-        return SolverOptions.of(config).gradient_passes if solves else 0
+        return SolverOptions.of(config).gradient_passes
 
     def set_step(self, step: int, steps: int | None = None) -> None:
-        """Draw this step's number of rounds, equal on every rank."""
-        if isinstance(self.options, SolverOptions):
-            self.drawn_rounds = between(self.options.jacobi_train, self.options.seed, step, "rounds")
+        """Also draw this step's number of rounds, equal on every rank."""
+        super().set_step(step, steps)
+        self._draw_rounds(step)
+
+    def _draw_rounds(self, step: int) -> None:
+        self.drawn_rounds = between(self.options.jacobi_train, self.options.seed, step, "rounds")
 
     def rounds(self, purpose: str, length: int) -> int:
         """The rounds of the options."""
-        if not isinstance(self.options, SolverOptions):
-            return 0
         if purpose == "train":
             return self.drawn_rounds
         return self.options.jacobi_eval if purpose == "evaluate" else self.options.jacobi_prefill
 
     def exact(self) -> bool:
         """Whether `prefill` is `exact`."""
-        return isinstance(self.options, SolverOptions) and self.options.prefill == "exact"
+        return self.options.prefill == "exact"
 
 
 class Sampled(Pondering[ChosenSampled]):
@@ -170,20 +180,6 @@ class Sampled(Pondering[ChosenSampled]):
         """Columns of the sampled tokens."""
         count = sample_size(length, self.every)
         return (torch.arange(count, device=self.first.device) * self.every + self.first) % length
-
-
-class Routed(Sampled[ChosenSampled]):
-    """A recurrence whose tokens halt by a linear router."""
-
-    halts = True
-
-    def __init__(self, config: FathomConfig) -> None:
-        super().__init__(config)
-        self.router = nn.Linear(config.hidden_size, self.routes())
-
-    def routes(self) -> int:
-        """Number of router outputs."""
-        return 1
 
 
 def sample_every(fraction: float) -> int:
@@ -241,15 +237,6 @@ def trips_cost(
     )
 
 
-def per_item(total: Tensor, targets: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor:
-    """A sum over tokens, divided like the cross-entropy: by the number of targets, or by `num_items_in_batch`."""
-    if num_items_in_batch is None:
-        return total / (targets != IGNORE).sum().clamp(min=1)
-    if isinstance(num_items_in_batch, Tensor):
-        num_items_in_batch = num_items_in_batch.to(total.device)
-    return total / num_items_in_batch
-
-
 def lowest_sum(values: Tensor, targets: Tensor, fraction: Tensor | float, over: str) -> Tensor:
     """The mean of the lowest fraction of the values, times the number of valid tokens, by row or over the batch.
 
@@ -267,50 +254,8 @@ def lowest_sum(values: Tensor, targets: Tensor, fraction: Tensor | float, over: 
     return (lowest_mean(values.flatten(1), several.flatten(1), fraction) * valid.sum(1)).sum()
 
 
-def check_over(over: str) -> None:
-    """Refuse a `penalty_over` other than `row` and `batch`."""
-    if over not in ("row", "batch"):
-        raise ValueError(f"recurrence_options.penalty_over must be row or batch, got {over!r}")
-
-
 def ramp(now: float, start: float, stop: float) -> float:
     """A share that rises linearly from 0 at `start` to 1 at `stop`."""
     if now >= stop:
         return 1.0
     return 0.0 if now <= start else (now - start) / (stop - start)
-
-
-def check_not_negative(name: str, value: float) -> None:
-    """Refuse a negative number."""
-    if value < 0:
-        raise ValueError(f"recurrence_options.{name} must not be negative, got {value}")
-
-
-def check_threshold(name: str, value: float) -> None:
-    """Refuse a threshold on probabilities outside (0, 1)."""
-    if not 0 < value < 1:
-        raise ValueError(f"recurrence_options.{name} must lie between 0 and 1, got {value}")
-
-
-def check_range(name: str, value: Sequence[int]) -> list[int]:
-    """Refuse anything but two integers `[least, most]`; returns them as a list."""
-    whole = isinstance(value, Sequence) and len(value) == 2 and all(type(v) is int for v in value)
-    if not whole or not 0 <= value[0] <= value[1]:
-        raise ValueError(f"recurrence_options.{name} must be [least, most], got {value!r}")
-    return list(value)
-
-
-def check_trips_range(drawn: Sequence[int] | None, trips: int) -> list[int] | None:
-    """Check the range from which training draws trips; it must contain `trips`. Returns the range, or None."""
-    if drawn is None:
-        return None
-    least, most = check_range("trips_range", drawn)
-    if not 1 <= least <= trips <= most:
-        raise ValueError(f"recurrence_options.trips must lie in trips_range {[least, most]}, got {trips}")
-    return [least, most]
-
-
-def check_fraction(name: str, value: float) -> None:
-    """Refuse a fraction outside (0, 1]."""
-    if not 0 < value <= 1:
-        raise ValueError(f"recurrence_options.{name} must lie in (0, 1], got {value}")

@@ -108,7 +108,9 @@ def resolve_options(config: FathomConfig, axis: str) -> dict[str, object]:
             raise ValueError(f"{axis}_options.{key} must be a number, got {value}")
         if not _fits(value, str(types[key])):
             raise ValueError(f"{axis}_options.{key} must be {types[key]}, got {value!r}")
-    return asdict(chosen.options(**given).resolve(config))
+    options = chosen.options(**given)
+    options.check(config)
+    return asdict(options.resolve(config))
 
 
 def check_trips(config: FathomConfig) -> None:

@@ -81,14 +81,28 @@ class MechanismOptions:
         given = getattr(config, f"{cls.axis}_options")
         return cls(**{field.name: given[field.name] for field in fields(cls)})
 
+    def check(self, config: FathomConfig) -> None:
+        """Refuse invalid values. An override begins with `super().check(config)`, so that every base class checks the
+        options that it adds."""
+
     def resolve(self: Own, config: FathomConfig) -> Own:
-        """Fill in defaults that depend on `config`, and refuse invalid values."""
+        """Fill in defaults that depend on `config`."""
         return self
 
+    def require(self, name: str, holds: bool, says: str) -> None:
+        """Refuse the value of an option that must be what `says` says."""
+        if not holds:
+            raise ValueError(f"{self.axis}_options.{name} must {says}, got {getattr(self, name)!r}")
 
-@dataclass(frozen=True)
-class NoOptions(MechanismOptions):
-    """A mechanism without options."""
+    def require_one_of(self, name: str, allowed: Sequence[str]) -> None:
+        """Refuse an unknown choice."""
+        self.require(name, getattr(self, name) in allowed, f"be one of {', '.join(allowed)}")
+
+    def require_range(self, name: str) -> None:
+        """Refuse anything but two integers `[least, most]`."""
+        value = getattr(self, name)
+        whole = len(value) == 2 and all(type(number) is int for number in value)
+        self.require(name, whole and 0 <= value[0] <= value[1], "be [least, most]")
 
 
 class MixerOptions(MechanismOptions):
@@ -124,10 +138,10 @@ class RecurrenceOptions(MechanismOptions):
     """Whether training keeps only the input of each pass through the layers and recomputes the pass in the backward
     pass: less memory, the same gradients."""
 
-    def check_trips(self) -> None:
+    def check(self, config: FathomConfig) -> None:
         """Refuse fewer than one trip."""
-        if self.trips < 1:
-            raise ValueError(f"recurrence_options.trips must be at least 1, got {self.trips}")
+        super().check(config)
+        self.require("trips", self.trips >= 1, "be at least 1")
 
 
 @dataclass(frozen=True)
@@ -152,7 +166,7 @@ class Mechanism:
     """The module's constructor. Mixer: (config, layer_idx). Residual: (config, sublayer). Recurrence: (config)."""
     cost: Callable[[FathomConfig, Sequence[Visit], int], Cost]
     """Its cost from (config, the plan's visits, bytes per scalar)."""
-    options: type[MechanismOptions] = NoOptions
+    options: type[MechanismOptions] = MechanismOptions
     closed: Mapping[str, object] | None = None
     """Options with which a pretrained model initially computes the same as without the mechanism; None if it cannot."""
 

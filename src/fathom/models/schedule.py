@@ -1,11 +1,12 @@
-"""Which layers are sources: the options and the rule of mixers that read a grid of earlier layers."""
+"""Mixers that read a grid of earlier layers: their options, and which layers are sources."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
-from .roles import MixerOptions
+from .blend import Blended, BlendOptions
+from .roles import MixerOptions, ValueMixer
 
 if TYPE_CHECKING:
     from .configuration import FathomConfig
@@ -14,7 +15,7 @@ Schedule = TypeVar("Schedule", bound="ScheduleOptions")
 
 
 @dataclass(frozen=True)
-class ScheduleOptions(MixerOptions):
+class ScheduleOptions(MixerOptions, BlendOptions):
     """Which layers are sources."""
 
     stride: int | None = None
@@ -27,27 +28,31 @@ class ScheduleOptions(MixerOptions):
     earlier trip) or `first` (each source is taken once, at its layer's first visit). Default: as the recurrence
     declares."""
 
+    def check(self, config: FathomConfig) -> None:
+        """Refuse strides and windows beyond the model."""
+        super().check(config)
+        layers, stride = config.num_hidden_layers, self.stride
+        within = stride is None or 1 <= stride <= layers
+        self.require("stride", within, f"be between 1 and {layers} (the number of layers)")
+        self.require("recent_layers", 0 <= self.recent_layers <= layers, f"be between 0 and {layers}")
+
     def resolve(self: Schedule, config: FathomConfig) -> Schedule:
-        """Fill in the defaults that depend on the model."""
-        layers = config.num_hidden_layers
-        stride = max(1, layers // 2) if self.stride is None else self.stride
-        if not 1 <= stride <= layers:
-            raise ValueError(
-                f"mixer_options.stride must be between 1 and {layers} (the number of layers), got {stride}"
-            )
-        if not 0 <= self.recent_layers <= layers:
-            raise ValueError(f"mixer_options.recent_layers must be between 0 and {layers}, got {self.recent_layers}")
-        return replace(self, stride=stride)
+        """Fill in the stride."""
+        return replace(self, stride=max(1, config.num_hidden_layers // 2) if self.stride is None else self.stride)
 
 
-def grid_sources(config: FathomConfig, layer_idx: int) -> tuple[int, ...]:
-    """The sources of a layer: every stride-th layer below it, and the `recent_layers` just below."""
-    options = ScheduleOptions.of(config)
-    assert options.stride is not None
-    return tuple(i for i in range(layer_idx) if i % options.stride == 0 or i >= layer_idx - options.recent_layers)
+class GridMixer(Blended, ValueMixer):
+    """A mixer with λ that reads a grid of earlier layers."""
 
+    @staticmethod
+    def source_layers(config: FathomConfig, layer_idx: int) -> tuple[int, ...]:
+        """Every stride-th layer below, and the `recent_layers` just below."""
+        options = ScheduleOptions.of(config)
+        assert options.stride is not None
+        return tuple(i for i in range(layer_idx) if i % options.stride == 0 or i >= layer_idx - options.recent_layers)
 
-def trip_rule(config: FathomConfig, default: str) -> str:
-    """How sources cross trips: the option, else the recurrence's rule."""
-    rule = ScheduleOptions.of(config).across_trips
-    return default if rule is None else rule
+    @staticmethod
+    def across_trips(config: FathomConfig, default: str) -> str:
+        """The option, else the recurrence's rule."""
+        rule = ScheduleOptions.of(config).across_trips
+        return default if rule is None else rule

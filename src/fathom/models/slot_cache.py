@@ -157,13 +157,6 @@ def empty_slots(layers: list[SlotLayer], rows: int, device: torch.device) -> Non
         layer.table, layer.stored, layer.is_initialized = table, None, False
 
 
-def slot_layers(table: SlotTable | FixedTable, count: int) -> list[SlotLayer]:
-    """The layers of an empty slot cache."""
-    family: list[SlotLayer] = []
-    family.extend(SlotLayer(table, family) for _ in range(count))
-    return family
-
-
 def with_slots(
     cache: Cache, layers: int, trips: int, view: View, rows: int, device: torch.device
 ) -> SlotTable | FixedTable:
@@ -187,7 +180,9 @@ def with_slots(
     whole = [layer for layer in cache.layers if not isinstance(layer, StaticSlidingWindowLayer)]
     static = [layer.max_cache_len for layer in whole if isinstance(layer, StaticLayer)]
     table = FixedTable(max(static), trips, rows, view, device) if static else SlotTable(rows, view, device)
-    cache.layers = slot_layers(table, layers)
+    family: list[SlotLayer] = []
+    family.extend(SlotLayer(table, family) for _ in range(layers))
+    cache.layers = family
     cache.layer_class_to_replicate = None
     return table
 

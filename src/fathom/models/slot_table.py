@@ -177,6 +177,11 @@ class Table:
     def _extra(self, name: str, placement: Placement) -> Tensor | None:
         return placement.read(self.extra[name]) if name in self.extra else None
 
+    @staticmethod
+    def _rows(x: Tensor, placement: Placement) -> Tensor:
+        """The rows of a pass."""
+        return x if placement.batch is None else x[placement.batch]
+
     def _across(self, place: Tensor, placement: Placement) -> Tensor:
         """Positions `[B', N]` of a pass's rows, counted over all rows."""
         rows = torch.arange(len(place), device=place.device) if placement.batch is None else placement.batch
@@ -325,9 +330,7 @@ class SlotTable(Table):
         if not self.index.shape[1]:
             self.index = self._indexed()
             self._point(query, placement)
-        index = self.index[:, : trip + 1]
-        if placement.batch is not None:
-            index = index[placement.batch]
+        index = self._rows(self.index[:, : trip + 1], placement)
         # A later trip of a token is stored behind the earlier ones, so the last trip up to this one has the largest
         # position.
         index = index.amax(1) if self.view is View.SAME else index.flatten(1)
@@ -343,13 +346,13 @@ class SlotTable(Table):
     def tags(self, placement: Placement) -> Tags:
         """The slots that a pass can see, including its own."""
         token, trip = placement.read(self.token), placement.read(self.trip)
-        batch, live = placement.batch, None
+        live = None
         if isinstance(placement.seen, Tensor):
             live = placement.found
         elif placement.slot is not None:
-            count = (self.count if batch is None else self.count[batch]) + (placement.slot < self.capacity).sum(1)
+            count = self._rows(self.count, placement) + (placement.slot < self.capacity).sum(1)
             live = torch.arange(placement.end, device=token.device) < count.unsqueeze(1)
-        halt = (self.halt if batch is None else self.halt[batch]).gather(1, token.clamp(min=0))
+        halt = self._rows(self.halt, placement).gather(1, token.clamp(min=0))
         return Tags(token, trip, live, self._extra("bias", placement), self._extra("document", placement), halt)
 
     def crop(self, columns: int) -> Tensor:

@@ -81,21 +81,25 @@ def check_speculation(model: FathomForCausalLM, asked: Speculation, trips: int) 
         raise ValueError(f"draft_tokens must be 1 or more, got {asked.draft_tokens}")
 
 
+UNSUPPORTED = {
+    "num_beams": (1, "each row is one text; leave out beams"),
+    "guidance_scale": (1, "guidance_scale reads every text once more, with a cache of its own; leave it out"),
+    "stop_strings": (None, "stop_strings need a tokenizer, which drafting is not given; leave them out"),
+    **{
+        name: (False, f"{name} is not kept of drafts; leave it out")
+        for name in ("output_scores", "output_logits", "output_hidden_states", "output_attentions")
+    },
+}
+"""Arguments of `generate` that drafting does not take: the value that asks for nothing, and why."""
+
+
 def check_request(given: Mapping[str, Any], own: GenerationConfig) -> None:
     """Refuse arguments of `generate` that drafting does not support; an explicit None counts as given."""
-    if (given.get("num_beams", own.num_beams) or 1) > 1:
-        raise ValueError("draft_trips: each row is one text; leave out beams")
-    if (given.get("guidance_scale", own.guidance_scale) or 1) != 1:
-        raise ValueError(
-            "draft_trips: guidance_scale reads every text once more, with a cache of its own; leave it out"
-        )
-    if given.get("stop_strings", own.stop_strings):
-        raise ValueError("draft_trips: stop_strings need a tokenizer, which drafting is not given; leave them out")
+    for name, (nothing, why) in UNSUPPORTED.items():
+        if (given.get(name, getattr(own, name)) or nothing) != nothing:
+            raise ValueError(f"draft_trips: {why}")
     if given.get("inputs_embeds") is not None:
         raise ValueError("draft_trips: give input_ids, of which drafts are a continuation, not inputs_embeds")
-    for name in ("output_scores", "output_logits", "output_hidden_states", "output_attentions"):
-        if given.get(name, getattr(own, name)):
-            raise ValueError(f"draft_trips: {name} is not kept of drafts; leave it out")
 
 
 class Stages:

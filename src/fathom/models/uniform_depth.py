@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from .blend import Blended, BlendOptions
-from .roles import Cost, Mechanism, ValueMixer
-from .schedule import ScheduleOptions, grid_sources, trip_rule
+from .roles import Cost, Mechanism
+from .schedule import GridMixer, ScheduleOptions
 
 if TYPE_CHECKING:
     from .configuration import FathomConfig
@@ -21,21 +20,12 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class UniformDepthOptions(ScheduleOptions, BlendOptions):
+class UniformDepthOptions(ScheduleOptions):
     """Options of `uniform_depth`."""
 
-    def resolve(self, config: FathomConfig) -> UniformDepthOptions:
-        """Resolve the schedule's options."""
-        self.check_blend()
-        return super().resolve(config)
 
-
-class UniformDepth(Blended, ValueMixer):
+class UniformDepth(GridMixer):
     """Averages values over depth, without attention."""
-
-    source_layers = staticmethod(grid_sources)
-
-    across_trips = staticmethod(trip_rule)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, sources: tuple[Tensor, ...]) -> Tensor:
         """The mean of the layer's own value and the sources' mixed values."""

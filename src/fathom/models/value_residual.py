@@ -24,11 +24,6 @@ if TYPE_CHECKING:
 class ValueResidualOptions(MixerOptions, BlendOptions):
     """Options of `value_residual`."""
 
-    def resolve(self, config: FathomConfig) -> ValueResidualOptions:
-        """Refuse an invalid blend."""
-        self.check_blend()
-        return self
-
 
 class ValueResidual(Blended, ValueMixer):
     """Mixes with layer 0 only. It is not recursive, since layer 0's mixed value is its own value."""

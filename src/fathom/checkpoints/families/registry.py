@@ -36,8 +36,8 @@ ORIGIN = ("architectures", "auto_map", "transformers_version", "torch_dtype", "d
 """Keys of a `config.json` that say who wrote it, not what the model is."""
 
 
-class Families:
-    """Reads `config.json` and tensors of every family; a `fathom.models.foreign.Reader`."""
+class Families(foreign.Reader):
+    """Reads `config.json` and tensors of every family."""
 
     def configuration(self, theirs: Values, where: str) -> Values:
         """The values of Fathom's configuration, or a `ValueError` in one line."""
