@@ -6,6 +6,7 @@ import codecs
 import gzip
 import json
 import lzma
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -246,7 +247,7 @@ def test_a_reader_that_dies_is_a_status(
     settings = {"max_file_bytes": 1000, "max_seconds": 1.0 if child == SLEEP else 60.0, "max_memory": 1 << 28}
     settings |= {"max_document_bytes": 1000, "html": "plain"}
     page = write(tmp_path / "a.html", PAGE)
-    with sandbox.Sandbox(settings) as box:
+    with closing(sandbox.Sandbox(settings)) as box:
         monkeypatch.setattr(sandbox, "CHILD", child)
         found = box.extract("html", page)
         assert found.status == status and detail in found.detail

@@ -578,7 +578,7 @@ def test_imports_are_light() -> None:
     program = "import sys, fathom.corpus.prepare, fathom.data.batches; print(*sys.modules)"
     modules = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
     assert not {"datasets", "pyarrow", "zstandard"} & set(modules)
-    program = executor.WORKER.replace("serve()", "print(*sys.modules, file=sys.stderr)")
+    program = executor.WORKER.replace("serve()", "import sys; print(*sys.modules, file=sys.stderr)")
     arguments = [sys.executable, "-c", program]
     modules = subprocess.run(arguments, capture_output=True, text=True, check=True).stderr.split()
     assert "fathom.corpus.plain" in modules

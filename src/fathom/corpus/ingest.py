@@ -7,6 +7,7 @@ import importlib.util
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -145,7 +146,7 @@ class Ingest(Stage):
         reader = _Reader(task.arguments, asdict(self.recipe.ingest))
         counts = dict.fromkeys(("documents", "bytes", "ok", *FAILURES), 0)
         failures: list[Failed] = []
-        with PartWriter(folder) as writer, reader.sandbox:
+        with closing(PartWriter(folder)) as writer, closing(reader.sandbox):
             for (label, kind), file in zip(task.arguments["files"], task.inputs, strict=True):
                 _require_unchanged(label, file)
                 for found in reader.read(label, kind, Path(file.path)):

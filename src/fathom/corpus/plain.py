@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -82,7 +83,7 @@ class Read(StageOf[PrepareSettings]):
         kind, domain, reader, names = (task.arguments[key] for key in ("kind", "domain", "reader", "names"))
         paths: list[tuple[Path, ...]] = [(Path(one.path),) for one in task.inputs] or [()]
         left_out = 0
-        with PartWriter(folder) as writer:
+        with closing(PartWriter(folder)) as writer:
             for name, path in zip(names, paths, strict=True):
                 for document in Source(kind, name, domain, path, reader=reader).documents(self.recipe.reading):
                     if document is None:
