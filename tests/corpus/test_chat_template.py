@@ -13,12 +13,12 @@ from fathom.corpus.chat_template import TokenizerTemplate
 from fathom.corpus.converse import Converse
 from fathom.corpus.pipeline import build, preview
 from fathom.corpus.recipe import parse_corpus_recipe
-from fathom.corpus.templates import CHATS, TEMPLATES, ConversationEncoder, rendered
+from fathom.corpus.templates import CHATS, TEMPLATES, ConversationEncoder
 from fathom.corpus.traces import trace_messages
 from fathom.data.tokenizer import plain, save_tokenizer, train_bpe
 from fathom.errors import DataError
 from tests.corpus.prose import Prose, lines, recipe_values, write_jsonl
-from tests.corpus.test_conversations import TALK, talks
+from tests.corpus.test_conversations import TALK, rendered, talks
 
 TOKENS = ["<|im_start|>", "<|im_end|>", "<start>", "<stop>", "<think>", "</think>"]
 # Turns between tokens of their own, the system's words inside the user's first, thoughts of the last answer alone.

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from fathom.corpus.pipeline import build
 from fathom.corpus.recipe import parse_corpus_recipe
-from fathom.corpus.templates import TEMPLATES, ConversationEncoder, EncodedConversation, rendered
+from fathom.corpus.templates import END, TEMPLATES, ConversationEncoder, EncodedConversation, TemplatePart
 from fathom.data.shards import TokenDataset, targets_file
 from fathom.data.targets import read_targets, write_targets
 from fathom.data.tokenizer import plain, save_tokenizer, train_bpe
@@ -74,6 +74,10 @@ def decoded(tokenizer: Tokenizer, found: EncodedConversation) -> str:
     """What is trained on, as text."""
     trained = [one for one, bit in zip(found.ids, found.trained, strict=True) if bit]
     return str(tokenizer.decode(trained, skip_special_tokens=False))
+
+
+def rendered(pieces: list[TemplatePart], eos: str) -> str:
+    return "".join(eos if piece.text == END and piece.token else piece.text for piece in pieces)
 
 
 @pytest.mark.parametrize("template", GOLDEN)

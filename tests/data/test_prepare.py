@@ -258,7 +258,7 @@ def interrupt(*_: object, **__: object) -> None:
     raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("moment", ["train_bpe", "save_tokenizer", "vocabulary_size"])
+@pytest.mark.parametrize("moment", ["prepare.train_bpe", "tokens.save_tokenizer", "tokens.vocabulary_size"])
 def test_a_crash_around_the_tokenizer(tmp_path: Path, monkeypatch, moment: str) -> None:
     write_documents(tmp_path / "a.jsonl", 100)
     prepare([str(tmp_path / "a.jsonl")], tmp_path / "whole", train_tokenizer=300)
@@ -268,7 +268,7 @@ def test_a_crash_around_the_tokenizer(tmp_path: Path, monkeypatch, moment: str) 
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(prepare_module, moment, crash)
+        patch.setattr(f"fathom.corpus.{moment}", crash)
         prepare([str(tmp_path / "a.jsonl")], tmp_path / "out", train_tokenizer=300)
     prepare([str(tmp_path / "a.jsonl")], tmp_path / "out", train_tokenizer=300)
     assert tree(tmp_path / "out") == tree(tmp_path / "whole")

@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from fathom.corpus.clean import document_digest, text_digest
 from fathom.corpus.conversations import contents
 from fathom.corpus.documents import Document, read_at, write_lines
+from fathom.corpus.kept import clean_parts
 from fathom.corpus.minhash import NOTHING, band_numbers, jaccard, run_set
 from fathom.corpus.recipe import Deduplicate
 from fathom.corpus.stage import Input, Stage, Task, Workspace
@@ -117,13 +118,8 @@ class _Global(Stage):
 
     def priorities(self) -> list[int]:
         """The priority of the collection of each file of documents."""
-        tasks = self.workspace.manifest("clean").tasks
-        return [
-            self.recipe.collections[task.arguments["collection"]].priority
-            for task in tasks
-            for name in task.outputs
-            if name.startswith("part-")
-        ]
+        names = [arguments["collection"] for arguments, _ in clean_parts(self.workspace)]
+        return [self.recipe.collections[name].priority for name in names]
 
 
 class Exact(_Global):

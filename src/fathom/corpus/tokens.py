@@ -6,14 +6,15 @@ import os
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from fathom.checkpoints.layout import TOKENIZER_JSON
 from fathom.corpus.documents import Document
-from fathom.corpus.kept import KeptPart, kept_documents, kept_parts
+from fathom.corpus.kept import KeptPart, by_part, kept_documents, kept_parts
 from fathom.corpus.stage import Input, Stage, Task, Workspace, grouped
 from fathom.corpus.templates import CHATS, TEMPLATES, tokens_of
 from fathom.data.shards import Shard, ShardWriter, choose_split, token_dtype
@@ -28,6 +29,9 @@ from fathom.data.tokenizer import (
 )
 from fathom.errors import DataError
 from fathom.report.files import digest, read_json, write_json
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 FACTS, SHARDS = "facts.json", "shards.json"
 BATCH_CHARACTERS = 1 << 18
@@ -84,18 +88,24 @@ class Tokenizer(Stage):
             tokenizer = load_tokenizer(name, settings.eos_token)
         if template in CHATS and tokenizer.chat_template is None:
             tokenizer.chat_template = CHATS[template]
-        save_tokenizer(tokenizer, folder)
-        facts = {"vocab_size": vocabulary_size(tokenizer), "eos_token_id": int(tokenizer.eos_token_id)}
-        write_json(folder / FACTS, facts)
-        return facts
+        return store_tokenizer(tokenizer, folder)
 
     def _texts(self, task: Task) -> Iterator[str]:
-        inputs = iter(task.inputs)
-        parts = []
-        for name, count, min_words in task.arguments["parts"]:
-            files = tuple(islice(inputs, count))
-            parts.append((name, partial(kept_documents, self.workspace, files, min_words)))
-        return training_texts(parts, self.recipe.tokenize.train_bytes, self.recipe.tokenize.held_out)
+        parts = task.arguments["parts"]
+        files = by_part(task.inputs, [count for _, count, _ in parts])
+        texts = [
+            (name, partial(kept_documents, self.workspace, mine, min_words))
+            for (name, _, min_words), mine in zip(parts, files, strict=True)
+        ]
+        return training_texts(texts, self.recipe.tokenize.train_bytes, self.recipe.tokenize.held_out)
+
+
+def store_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> dict[str, int]:
+    """Save a tokenizer with what the shards need to know of it."""
+    save_tokenizer(tokenizer, folder)
+    facts = {"vocab_size": vocabulary_size(tokenizer), "eos_token_id": int(tokenizer.eos_token_id)}
+    write_json(folder / FACTS, facts)
+    return facts
 
 
 def training_texts(
@@ -169,9 +179,8 @@ class Tokenize(Stage):
         return counts
 
     def _documents(self, task: Task, licenses: dict[str, int]) -> Iterator[Document]:
-        inputs = iter(task.inputs[2:])
-        for count in task.arguments["parts"]:
-            for document in kept_documents(self.workspace, tuple(islice(inputs, count)), task.arguments["min_words"]):
+        for files in by_part(task.inputs[2:], task.arguments["parts"]):
+            for document in kept_documents(self.workspace, files, task.arguments["min_words"]):
                 licenses[document.license] = licenses.get(document.license, 0) + 1
                 yield document
 

@@ -43,12 +43,8 @@ class Words:
         """The numbers of all runs of `length` words within a text, and each text's range in them."""
         counts = np.maximum(np.diff(self.bounds) - length + 1, 0)
         bounds = np.concatenate([[0], np.cumsum(counts)])
-        if len(self.numbers) < length:
-            return np.empty(0, np.uint64), bounds
-        all_runs = run_numbers(self.numbers, length)
-        text = np.repeat(np.arange(len(counts)), counts)
-        places = np.arange(bounds[-1]) - bounds[text] + self.bounds[text]
-        return all_runs[places], bounds
+        found = [runs for _, runs, _ in self.runs_of([length])]
+        return found[0] if found else np.empty(0, np.uint64), bounds
 
     def runs_of(self, lengths: Iterable[int]) -> Iterator[tuple[int, Numbers, NDArray[np.int64]]]:
         """(length, numbers, place of the first word) of all runs within a text, for each of several lengths."""

@@ -163,7 +163,7 @@ def find_sources(
             sources.append(Source("hub", name, domain))
             continue
         whole_files: list[Path] = []
-        for path in _expand(name, file_format, out):
+        for path in find_files(name, lambda file: file_format != "auto" or _is_known(file), _known_suffixes(), out):
             kind, reader = _kind(path, reading, file_format)
             if kind == "files":
                 whole_files.append(path)
@@ -232,10 +232,6 @@ def split_name(text: str) -> tuple[str | None, str]:
     """`NAME=INPUT` as name and input; an existing path has no name."""
     match = re.match(r"([\w.-]+)=(.+)", text, re.DOTALL)
     return (match[1], match[2]) if match and not Path(text).exists() else (None, text)
-
-
-def _expand(name: str, file_format: FileFormat, out: Path | None) -> list[Path]:
-    return find_files(name, lambda file: file_format != "auto" or _is_known(file), _known_suffixes(), out)
 
 
 def find_files(name: str, is_known: Callable[[Path], bool], known_words: str, out: Path | None = None) -> list[Path]:
