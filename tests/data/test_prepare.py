@@ -180,8 +180,14 @@ def finished_tasks(out: Path) -> dict[Path, int]:
     return {path: path.stat().st_mtime_ns for path in found if path.parent.suffix != ".new"}
 
 
-def kill_and_resume(tmp_path: Path, tokenizer: str, times: int, workers: int, documents: int = 1500) -> None:
-    """Kill runs at random moments, then let one finish."""
+MANY = [pytest.param(*one, marks=pytest.mark.slow) for one in ((2, 1, 600), (25, 1, 1500), (25, 2, 1500))]
+
+
+@pytest.mark.parametrize(("times", "workers", "documents"), [(2, 2, 300), *MANY])
+def test_killed_and_resumed_gives_the_same_bytes(
+    tmp_path: Path, tokenizer: str, times: int, workers: int, documents: int
+) -> None:
+    """Runs are killed at random moments, then one finishes."""
     write_documents(tmp_path / "a.jsonl", documents)
     write_documents(tmp_path / "b.jsonl", documents // 3, seed=1)
     arguments: dict[str, object] = {
@@ -210,17 +216,6 @@ def kill_and_resume(tmp_path: Path, tokenizer: str, times: int, workers: int, do
         assert tree(out) == expected
         resumed += len(before)
         attempt += 1
-
-
-@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_killed_and_resumed_gives_the_same_bytes(tmp_path: Path, tokenizer: str, workers: int) -> None:
-    kill_and_resume(tmp_path, tokenizer, times=2, workers=workers, documents=600)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("workers", [1, 2])
-def test_killed_many_times_gives_the_same_bytes(tmp_path: Path, tokenizer: str, workers: int) -> None:
-    kill_and_resume(tmp_path, tokenizer, times=25, workers=workers)
 
 
 def test_a_resumed_run_does_what_is_left(tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> None:

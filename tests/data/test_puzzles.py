@@ -17,7 +17,7 @@ from fathom.errors import DataError, SettingsError
 from fathom.recipe import parse_recipe
 from fathom.training import train
 
-ROWS = 10_000
+ROWS = 2_000
 
 
 def solve_hops(row: list[int]) -> dict[int, int]:

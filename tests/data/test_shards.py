@@ -80,8 +80,7 @@ def test_properties(corpus: Path) -> None:
     assert [token_dtype(size).itemsize for size in (65536, 65537)] == [2, 4]
 
 
-@pytest.mark.parametrize("name", ["00000.bin", "00001.bin", "00000.idx"])
-@pytest.mark.parametrize("place", [0, 100, -1])
+@pytest.mark.parametrize(("name", "place"), [("00000.bin", 0), ("00001.bin", 100), ("00000.idx", -1)])
 def test_a_flipped_byte_is_found_and_named(copy: Path, name: str, place: int) -> None:
     damaged = copy / "train" / "rivers" / name
     flip(damaged, place)
