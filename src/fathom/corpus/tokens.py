@@ -17,10 +17,11 @@ from fathom.corpus.documents import Document
 from fathom.corpus.kept import KeptPart, by_part, kept_documents, kept_parts
 from fathom.corpus.stage import Input, Stage, Task, Workspace, grouped
 from fathom.corpus.templates import CHATS, TEMPLATES, tokens_of
+from fathom.corpus.words import pieces
 from fathom.data.shards import Shard, ShardWriter, choose_split, token_dtype
 from fathom.data.tokenizer import (
+    PIECE,
     WORDS_AT_MOST,
-    TrainingWords,
     load_tokenizer,
     plain_encoder,
     save_tokenizer,
@@ -121,7 +122,8 @@ def training_texts(
         limit: Bytes of all texts.
         held_out: The share of documents that are held out.
     """
-    words, cut, taken = TrainingWords(), 0, 0
+    words: set[str] = set()
+    held = cut = taken = 0
     sources: dict[object, list[Callable[[], Iterator[Document]]]] = {}
     for source, read in parts:
         sources.setdefault(source, []).append(read)
@@ -132,10 +134,12 @@ def training_texts(
                 yield document.text
                 size = len(document.text.encode("utf-8"))
                 room, taken = room - size, taken + size
-                words.add(document.text)
+                new = set(PIECE.findall(document.text)) - words
+                words |= new
+                held += sum(len(word.encode("utf-8", "replace")) for word in new)
             if room <= 0:
                 break
-            if words.bytes >= most:
+            if held >= most:
                 cut += 1
                 break
     if cut:
@@ -241,7 +245,8 @@ class TextEncoder:
     def _encode(self, document: Document) -> list[int]:
         ids: list[int] = []
         try:
-            for encoding in self._tokenizer.encode_batch_fast(list(_cut(document.text)), add_special_tokens=False):
+            texts = list(pieces(document.text, PIECE_CHARACTERS))
+            for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False):
                 ids += encoding.ids
         except Exception as error:
             said = next(iter(str(error).splitlines()), "")
@@ -250,15 +255,3 @@ class TextEncoder:
             ) from None
         ids.append(self._eos)
         return ids
-
-
-def _cut(text: str) -> Iterator[str]:
-    """A long text in pieces that end before a space or at a line's end."""
-    begin = 0
-    while len(text) - begin > PIECE_CHARACTERS:
-        middle, most = begin + PIECE_CHARACTERS // 2, begin + PIECE_CHARACTERS
-        cut = max(text.rfind("\n", middle, most), text.rfind(" ", middle, most))
-        end = cut if cut > 0 else most
-        yield text[begin:end]
-        begin = end
-    yield text[begin:]
