@@ -41,14 +41,6 @@ def test_without_shares_or_budget() -> None:
         plan_budget({"a": 10, "b": 0}, {"a": 0.5, "b": 0.5}, None, 4)
 
 
-def test_tenths_are_exact_at_every_multiple_of_ten() -> None:
-    order = row_order(whole_weights([0.8, 0.1, 0.1]), 5000)
-    counts = np.stack([np.cumsum(order == one) for one in range(3)])
-    at_tens = counts[:, 9::10]
-    rows = np.arange(10, 5001, 10)
-    assert (at_tens == np.array([[8], [1], [1]]) * rows // 10).all()
-
-
 def test_error_for_two_or_three_collections_is_below_a_row_in_a_thousand() -> None:
     chance = np.random.default_rng(0)
     for count in (2, 3):

@@ -19,6 +19,7 @@ from fathom.data.tokenizer import plain, save_tokenizer, train_bpe
 from fathom.errors import DataError
 from tests.corpus.prose import Prose, lines, recipe_values, write_jsonl
 from tests.corpus.test_duplicates import until
+from tests.data.corpora import stream
 
 TALK = [
     {"role": "system", "content": "Be brief."},
@@ -194,12 +195,11 @@ def test_shards_of_conversations(chat_tokenizer: Path, tmp_path: Path) -> None:
     found = set()
     for split in ("train", "val"):
         data = TokenDataset.open(tmp_path / "out" / "conversations", split)
-        stream = np.empty(data.num_tokens, np.int64)
-        data.read(0, stream)
+        tokens = stream(data)
         bits = read_targets(tmp_path / "out" / "conversations" / split / "talk" / "00000.bin", data.num_tokens)
-        ends = np.flatnonzero(stream == data.eos_token_id)
+        ends = np.flatnonzero(tokens == data.eos_token_id)
         assert len(ends) == data.num_documents
-        for ids, mine in zip(np.split(stream, ends[:-1] + 1), np.split(bits, ends[:-1] + 1), strict=True):
+        for ids, mine in zip(np.split(tokens, ends[:-1] + 1), np.split(bits, ends[:-1] + 1), strict=True):
             said = tokenizer.decode(ids[mine].tolist(), skip_special_tokens=False)
             assert said.endswith("<|im_end|>")
             found.add(said.removesuffix("<|im_end|>"))

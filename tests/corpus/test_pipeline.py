@@ -27,6 +27,7 @@ from fathom.data.tokenizer import plain_encoder
 from fathom.errors import DataError
 from tests.corpus.files import write
 from tests.corpus.prose import Prose, recipe_values, tree, write_jsonl
+from tests.data.corpora import stream
 
 
 @pytest.fixture(scope="module")
@@ -81,11 +82,10 @@ def test_shards_decode_to_the_documents(corpora: Path, tokenizer: str, whole: Re
     for split in ("train", "val"):
         for domain in TokenDataset.open(report.directory / "shards", split).domains:
             data = TokenDataset.open(report.directory / "shards", split, domain)
-            stream = np.empty(data.num_tokens, np.int64)
-            data.read(0, stream)
-            ends = np.flatnonzero(stream == data.eos_token_id)
-            assert len(ends) == data.num_documents and ends[-1] == len(stream) - 1
-            texts = [encoder.decode(one.tolist()) for one in np.split(stream, ends[:-1] + 1)]
+            ids = stream(data)
+            ends = np.flatnonzero(ids == data.eos_token_id)
+            assert len(ends) == data.num_documents and ends[-1] == len(ids) - 1
+            texts = [encoder.decode(one.tolist()) for one in np.split(ids, ends[:-1] + 1)]
             kept[split, domain] = [text.removesuffix("<|endoftext|>") for text in texts]
             assert sum(len(text.encode()) for text in kept[split, domain]) == data.num_bytes
             documents, tokens = documents + data.num_documents, tokens + data.num_tokens

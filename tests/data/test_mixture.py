@@ -19,6 +19,7 @@ from fathom.data.permutation import Permutation
 from fathom.data.puzzles import has_split
 from fathom.data.shards import TokenDataset
 from fathom.errors import DataError
+from tests.data.corpora import stream
 
 SHARES = st.lists(st.floats(0, 1), min_size=1, max_size=5).filter(lambda shares: sum(shares) > 0.01)
 
@@ -117,13 +118,8 @@ def test_rows_are_the_windows_of_their_collection(mixed: MixedDataset) -> None:
 def test_collections_are_one_stream(mixed: MixedDataset) -> None:
     """Reads, document ends and bytes of the joined stream are those of its parts."""
     parts = list(mixed.collections.values())
-    texts = []
-    for part in parts:
-        texts.append(np.empty(part.num_tokens, np.int64))
-        part.read(0, texts[-1])
-    whole = np.empty(mixed.num_tokens, np.int64)
-    mixed.read(0, whole)
-    assert np.array_equal(whole, np.concatenate(texts))
+    whole = stream(mixed)
+    assert np.array_equal(whole, np.concatenate([stream(part) for part in parts]))
     ends = [0, *(np.flatnonzero(whole == mixed.eos_token_id) + 1).tolist()][1:-1]
     assert mixed.document_ends(0, mixed.num_tokens).tolist() == ends
     border = parts[0].num_tokens

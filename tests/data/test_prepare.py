@@ -5,6 +5,7 @@ from __future__ import annotations
 import bz2
 import errno
 import gzip
+import importlib
 import json
 import lzma
 import os
@@ -15,11 +16,11 @@ import sys
 import time
 import types
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from fathom.corpus import documents as parts
@@ -31,7 +32,7 @@ from fathom.data.shards import UNFINISHED, TokenDataset, choose_split
 from fathom.errors import DataError
 from fathom.report.files import lock
 from fathom.training.loop import claimed
-from tests.data.corpora import tree, write_documents
+from tests.data.corpora import stream, tree, write_documents
 
 from .making import prepare
 
@@ -42,8 +43,7 @@ def documents(directory: Path, split: str) -> Iterator[str]:
 
     tokenizer = AutoTokenizer.from_pretrained(directory / "tokenizer")
     dataset = TokenDataset.open(directory, split)
-    tokens = np.empty(dataset.num_tokens, np.int64)
-    dataset.read(0, tokens)
+    tokens = stream(dataset)
     edges = [0, *dataset.document_ends(0, len(tokens)).tolist(), len(tokens)]
     for start, stop in pairwise(edges):
         assert tokens[stop - 1] == dataset.eos_token_id
@@ -380,27 +380,17 @@ def test_a_file_system_without_locks_is_usable(tmp_path: Path, tokenizer: str, m
 def test_every_format_gives_the_same_shards(tmp_path: Path, tokenizer: str) -> None:
     texts = write_documents(tmp_path / "a.jsonl", 60)
     plain = (tmp_path / "a.jsonl").read_bytes()
-    for suffix, compress in ((".gz", gzip.compress), (".xz", lzma.compress), (".bz2", bz2.compress)):
+    compressions = {".gz": gzip.compress, ".xz": lzma.compress, ".bz2": bz2.compress}
+    with suppress(ImportError):
+        compressions[".zst"] = importlib.import_module("zstandard").ZstdCompressor().compress
+    for suffix, compress in compressions.items():
         (tmp_path / f"a.jsonl{suffix}").write_bytes(compress(plain[:999]) + compress(plain[999:]))
     (tmp_path / "a.txt").write_text("".join(f"{text}\n---\n" for text in texts), encoding="utf-8", newline="")
-    names = ["a.jsonl", "a.jsonl.gz", "a.jsonl.xz", "a.jsonl.bz2"]
-    try:
-        import pyarrow
-        import pyarrow.parquet
-
-        rows = [{"text": text} for text in texts]
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=7)
+    names = ["a.jsonl", *(f"a.jsonl{suffix}" for suffix in compressions)]
+    with suppress(ImportError):
+        table = importlib.import_module("pyarrow").table({"text": texts})
+        importlib.import_module("pyarrow.parquet").write_table(table, tmp_path / "a.parquet", row_group_size=7)
         names.append("a.parquet")
-    except ImportError:
-        pass
-    try:
-        import zstandard
-
-        compressor = zstandard.ZstdCompressor()
-        (tmp_path / "a.jsonl.zst").write_bytes(compressor.compress(plain[:999]) + compressor.compress(plain[999:]))
-        names.append("a.jsonl.zst")
-    except ImportError:
-        pass
     for name in names:
         prepare([str(tmp_path / name)], tmp_path / f"out-{name}", tokenizer, held_out=0)
         assert list(documents(tmp_path / f"out-{name}", "train")) == texts
@@ -411,14 +401,11 @@ def test_every_format_gives_the_same_shards(tmp_path: Path, tokenizer: str) -> N
 
 
 def test_hub_datasets_are_streamed(tmp_path: Path, tokenizer: str, monkeypatch) -> None:
-    class Stream(list):
-        pass
-
     asked = []
 
-    def load_dataset(path: str, **options: object) -> Stream:
+    def load_dataset(path: str, **options: object) -> list[dict[str, str]]:
         asked.append((path, options))
-        return Stream({"body": f"row {i}", "topic": "odd" if i % 2 else "even"} for i in range(10))
+        return [{"body": f"row {i}", "topic": "odd" if i % 2 else "even"} for i in range(10)]
 
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
     name = "hf:org/name?name=en&split=validation"

@@ -21,6 +21,7 @@ from fathom.data.rows import IGNORED
 from fathom.data.shards import TokenDataset, file_crc32, read_index, write_index
 from fathom.data.targets import TargetDataset, pack_rows
 from fathom.errors import DataError
+from tests.data.corpora import stream
 from tests.tiny import make_conversations
 
 WIDTH = 32
@@ -51,9 +52,7 @@ def test_rows_hold_every_document_once_and_no_two_rows_would_fit_one(lengths: li
 
 
 def documents_of(data: TokenDataset) -> list[list[int]]:
-    stream = np.empty(data.num_tokens, np.int64)
-    data.read(0, stream)
-    return [part.tolist() for part in np.split(stream, data.document_ends(0, data.num_tokens)) if len(part)]
+    return [part.tolist() for part in np.split(stream(data), data.document_ends(0, data.num_tokens)) if len(part)]
 
 
 def learnt_of(place: Path, split: str = "train") -> dict[tuple[int, ...], list[bool]]:
@@ -81,18 +80,6 @@ def test_labels_are_the_bits_and_positions_are_each_documents_own(place: Path, t
                 seen[piece] += 1
     assert set(seen) == set(expected)
     assert set(map(len, expected)) > {2, 32}
-
-
-def test_an_epoch_has_every_conversation_once(talk: TargetDataset) -> None:
-    plan = BatchPlan(talk, WIDTH, 1, seed=2, packing="documents")
-    rows = plan.num_windows
-    orders = []
-    for epoch in (0, 1):
-        windows = [int(plan.windows(epoch * rows + n)[0]) for n in range(rows)]
-        assert sorted(windows) == list(range(rows))
-        orders.append(windows)
-    assert orders[0] != orders[1]
-    assert sum(len(talk.packed(WIDTH, 2).row(row)) for row in range(rows)) == talk.num_documents
 
 
 def test_text_and_conversations_in_one_batch(corpus: Path, place: Path, talk: TargetDataset) -> None:

@@ -75,32 +75,26 @@ class Signatures(Stage):
     def run(self, task: Task, folder: Path) -> dict[str, int]:
         """Run one task and return its counts."""
         near = self.recipe.deduplicate
-        digests: list[bytes] = []
-        offsets: list[int] = []
-        sizes: list[int] = []
+        facts: list[tuple[bytes, int, int]] = []
         bands: list[Numbers] = []
         with self.workspace.path(task.inputs[0]).open("rb") as file:
-            for batch in batches(_texts(file, self._tables(), digests, offsets, sizes)):
+            for batch in batches(_texts(file, self._tables(), facts)):
                 if near.near:
                     bands.append(band_numbers(words_of(batch), near.shingle, near.bands, near.rows, near.seed))
-        np.save(folder / "digests.npy", np.array(digests, "V16"))
-        np.save(folder / "offsets.npy", np.array(offsets, "<i8"))
-        np.save(folder / "sizes.npy", np.array(sizes, "<i8"))
+        table = np.array(facts, [("digests", "V16"), ("offsets", "<i8"), ("sizes", "<i8")])
+        for name in ("digests", "offsets", "sizes"):
+            np.save(folder / f"{name}.npy", table[name])
         if near.near:
             np.save(folder / "bands.npy", np.concatenate(bands, axis=1) if bands else np.empty((near.bands, 0), "<u8"))
-        return {"documents": len(sizes)}
+        return {"documents": len(facts)}
 
 
-def _texts(
-    file: IO[bytes], tables: set[str], digests: list[bytes], offsets: list[int], sizes: list[int]
-) -> Iterator[str]:
-    """The texts of a file, empty for table rows; appends the digest, line offset and size of each to the lists."""
+def _texts(file: IO[bytes], tables: set[str], facts: list[tuple[bytes, int, int]]) -> Iterator[str]:
+    """The texts of a file, empty for table rows; appends the digest, line offset and size of each to the list."""
     offset = 0
     for line in file:
         document = Document.from_json(line)
-        digests.append(document_digest(document)[:16])
-        offsets.append(offset)
-        sizes.append(document.n_chars)
+        facts.append((document_digest(document)[:16], offset, document.n_chars))
         offset += len(line)
         yield "" if document.collection in tables else document.text
 

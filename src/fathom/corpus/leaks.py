@@ -286,12 +286,10 @@ class Matcher:
 
     @functools.cached_property
     def _asked(self) -> list[dict[int, list[str]]]:
-        found: list[dict[int, list[str]]] = []
-        for items in self._items:
-            mine: dict[int, list[str]] = {}
+        found: list[dict[int, list[str]]] = [{} for _ in self._items]
+        for mine, items in zip(found, self._items, strict=True):
             for number, text in asked_texts(items):
                 mine.setdefault(number, []).append(text)
-            found.append(mine)
         return found
 
     @functools.cached_property
