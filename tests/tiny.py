@@ -18,8 +18,8 @@ from transformers import PreTrainedTokenizerFast
 
 from fathom.checkpoints.export import export
 from fathom.corpus.prepare import prepare
-from fathom.data.shards import ShardWriter, file_crc32, read_index, shard_files, write_index
-from fathom.data.targets import targets_file, write_targets
+from fathom.data.shards import ShardWriter, file_crc32, read_index, shard_files, targets_file, write_index
+from fathom.data.targets import write_targets
 from fathom.models import FathomConfig, FathomForCausalLM
 from fathom.recipe import Recipe, parse_recipe
 

@@ -72,6 +72,6 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 def tree(directory: Path) -> dict[str, bytes]:
     """Everything that must not depend on who made it, where, or how long that took."""
-    apart = {"times.json", "run.json", "recipe.yaml", ".digests.json"}
+    apart = {"times.json", "run.json", "recipe.yaml", ".digests.json", ".verified.json"}
     files = (path for path in directory.rglob("*") if path.is_file() and path.name not in apart)
     return {path.relative_to(directory).as_posix(): path.read_bytes() for path in files}

@@ -8,8 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from fathom.corpus.budget import plan_budget
 from fathom.corpus.publish import ORDERS, _publish_mixture
@@ -41,32 +39,6 @@ def test_without_shares_or_budget() -> None:
     assert budget.epochs == {"a": 1.0, "b": 1.0}
     with pytest.raises(DataError, match=r"mix\.shares\.b: nothing of this collection is left"):
         plan_budget({"a": 10, "b": 0}, {"a": 0.5, "b": 0.5}, None, 4)
-
-
-def test_tenths_are_exact_at_every_multiple_of_ten() -> None:
-    order = row_order(whole_weights([0.8, 0.1, 0.1]), 5000)
-    counts = np.stack([np.cumsum(order == one) for one in range(3)])
-    at_tens = counts[:, 9::10]
-    rows = np.arange(10, 5001, 10)
-    assert (at_tens == np.array([[8], [1], [1]]) * rows // 10).all()
-
-
-@given(st.lists(st.integers(1, 60), min_size=1, max_size=8), st.integers(1, 700))
-@settings(max_examples=150, deadline=None)
-def test_every_prefix_keeps_its_shares(weights: list[int], rows: int) -> None:
-    order, total = row_order(weights, rows), sum(weights)
-    assert len(order) == rows
-    for one, weight in enumerate(weights):
-        counts = np.cumsum(order == one)
-        ahead = weight * np.arange(1, rows + 1) - total * counts  # W (w n - c)
-        assert (ahead > -total).all() and (ahead < total * max(len(weights) - 1, 1)).all()
-
-
-def test_the_bound_can_be_broken() -> None:
-    """All rows of one collection first would break it."""
-    order = np.sort(row_order([8, 1, 1], 100))
-    counts = np.cumsum(order == 0)
-    assert (8 * np.arange(1, 101) - 10 * counts <= -10).any()
 
 
 def test_error_for_two_or_three_collections_is_below_a_row_in_a_thousand() -> None:

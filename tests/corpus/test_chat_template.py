@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,12 +15,12 @@ from fathom.corpus.chat_template import TokenizerTemplate
 from fathom.corpus.converse import Converse
 from fathom.corpus.pipeline import build, preview
 from fathom.corpus.recipe import parse_corpus_recipe
-from fathom.corpus.templates import CHATS, TEMPLATES, ConversationEncoder, rendered
+from fathom.corpus.templates import CHATS, TEMPLATES, ConversationEncoder, EncodedConversation
 from fathom.corpus.traces import trace_messages
 from fathom.data.tokenizer import plain, save_tokenizer, train_bpe
 from fathom.errors import DataError
 from tests.corpus.prose import Prose, lines, recipe_values, write_jsonl
-from tests.corpus.test_conversations import TALK, talks
+from tests.corpus.test_conversations import TALK, decoded, rendered, talks
 
 TOKENS = ["<|im_start|>", "<|im_end|>", "<start>", "<stop>", "<think>", "</think>"]
 # Turns between tokens of their own, the system's words inside the user's first, thoughts of the last answer alone.
@@ -43,14 +45,28 @@ GOLDEN = {
 }
 
 
-def saved(folder: Path, template: str | None) -> Path:
+@functools.cache
+def vocabulary() -> Any:
     prose = Prose(41)
-    tokenizer = train_bpe((prose.document() for _ in range(20)), 400, TOKENS)
+    return train_bpe((prose.document() for _ in range(20)), 400, TOKENS)
+
+
+def saved(folder: Path, template: str | None) -> Path:
+    tokenizer = copy.deepcopy(vocabulary())
     tokenizer.bos_token = "<|endoftext|>"
     tokenizer.chat_template = template
     folder.mkdir()
     save_tokenizer(tokenizer, folder)
     return folder / "tokenizer"
+
+
+def encoded(folder: Path, messages: list[Any]) -> tuple[Tokenizer, EncodedConversation]:
+    """The tokenizer of a folder, and a conversation by its own template."""
+    fast = plain(Tokenizer.from_file(str(folder / "tokenizer.json")))
+    end = fast.token_to_id("<|endoftext|>")
+    made = ConversationEncoder(fast, end, TokenizerTemplate(folder), 99_999).encode(messages)
+    assert made is not None
+    return fast, made
 
 
 def shown(messages: list[dict[str, Any]], template: TokenizerTemplate) -> str:
@@ -85,10 +101,7 @@ def test_a_trace_of_tools_is_learnt_as_the_template_says(tmp_path: Path) -> None
     )
     whole: Any = AutoTokenizer.from_pretrained(folder)
     theirs = whole.apply_chat_template(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
-    fast = plain(Tokenizer.from_file(str(folder / "tokenizer.json")))
-    end = fast.token_to_id("<|endoftext|>")
-    made = ConversationEncoder(fast, end, TokenizerTemplate(folder), 9999).encode(messages)
-    assert made is not None
+    _, made = encoded(folder, messages)
     count = len(theirs["input_ids"])
     assert made.ids[:count] == theirs["input_ids"]
     assert [int(bit) for bit in made.trained[:count]] == theirs["assistant_masks"]
@@ -103,16 +116,10 @@ def test_a_conversation_may_quote_its_own_template(template: str, tmp_path: Path
         {"role": "user", "content": f"Explain {template} and {quoted}"},
         {"role": "assistant", "content": f"It writes {quoted} and {template}, then it ends."},
     ]
-    fast = plain(Tokenizer.from_file(str(folder / "tokenizer.json")))
-    end = fast.token_to_id("<|endoftext|>")
-    made = ConversationEncoder(fast, end, TokenizerTemplate(folder), 99999).encode(talk)
-    assert made is not None
+    fast, made = encoded(folder, talk)
     for token, count in (("<start>", 2), ("<stop>", 2)):
         assert made.ids.count(fast.token_to_id(token)) == count, "those of the two turns alone"
-    trained = fast.decode(
-        [one for one, bit in zip(made.ids, made.trained, strict=True) if bit], skip_special_tokens=False
-    )
-    answer = trained.removeprefix("<think>\n\n</think>\n\n").removesuffix("<|endoftext|>")
+    answer = decoded(fast, made).removeprefix("<think>\n\n</think>\n\n").removesuffix("<|endoftext|>")
     assert answer == talk[1]["content"] + "<stop>"
 
 
@@ -126,11 +133,9 @@ def test_what_is_learnt_of_a_template_is_what_the_assistant_says(template: str, 
     # As transformers tokenises the same conversation, a user's <|im_end|> apart, which is text here.
     messages = [{**one, "content": one["content"].replace("<|im_end|>", "")} for one in TALK]
     whole = AutoTokenizer.from_pretrained(folder).apply_chat_template(messages, tokenize=True, return_dict=False)
-    tokenizer = plain(Tokenizer.from_file(str(folder / "tokenizer.json")))
-    found = ConversationEncoder(tokenizer, tokenizer.token_to_id("<|endoftext|>"), own, 999).encode(messages)
-    assert found is not None and found.ids == [*whole, found.ids[-1]]
-    said = ConversationEncoder(tokenizer, tokenizer.token_to_id("<|endoftext|>"), own, 999).encode(TALK)
-    assert said is not None and said.ids.count(tokenizer.token_to_id("<|im_end|>")) == 0
+    fast, found = encoded(folder, messages)
+    assert found.ids == [*whole, found.ids[-1]]
+    assert encoded(folder, TALK)[1].ids.count(fast.token_to_id("<|im_end|>")) == 0
     # Some of it may be left out.
     quiet = [{**one, "train": False} if one["content"] == "Two fathoms." else one for one in TALK]
     assert shown(quiet, own) == GOLDEN[template].replace("⟦", "", 1).replace("⟧", "", 1)

@@ -12,13 +12,14 @@ from tokenizers import Tokenizer
 
 from fathom.corpus.pipeline import build
 from fathom.corpus.recipe import parse_corpus_recipe
-from fathom.corpus.templates import TEMPLATES, ConversationEncoder, EncodedConversation, rendered
-from fathom.data.shards import TokenDataset
-from fathom.data.targets import read_targets, targets_file, write_targets
+from fathom.corpus.templates import END, TEMPLATES, ConversationEncoder, EncodedConversation, TemplatePart
+from fathom.data.shards import TokenDataset, targets_file
+from fathom.data.targets import read_targets, write_targets
 from fathom.data.tokenizer import plain, save_tokenizer, train_bpe
 from fathom.errors import DataError
 from tests.corpus.prose import Prose, lines, recipe_values, write_jsonl
 from tests.corpus.test_duplicates import until
+from tests.data.corpora import stream
 
 TALK = [
     {"role": "system", "content": "Be brief."},
@@ -76,6 +77,10 @@ def decoded(tokenizer: Tokenizer, found: EncodedConversation) -> str:
     return str(tokenizer.decode(trained, skip_special_tokens=False))
 
 
+def rendered(pieces: list[TemplatePart], eos: str) -> str:
+    return "".join(eos if piece.text == END and piece.token else piece.text for piece in pieces)
+
+
 @pytest.mark.parametrize("template", GOLDEN)
 def test_golden(template: str) -> None:
     messages, expected = GOLDEN[template]
@@ -91,13 +96,10 @@ def test_what_is_learnt_decodes_to_what_was_said(chat_tokenizer: Path, template:
     messages, _ = GOLDEN[template]
     found = encoder.encode(messages)
     assert found is not None and len(found.ids) == len(found.trained) and found.ids[-1] == eos
-    trained = tokenizer.decode(
-        [one for one, bit in zip(found.ids, found.trained, strict=True) if bit], skip_special_tokens=False
-    )
     ends = {"chatml": "<|im_end|>", "alpaca": "<|endoftext|>", "react": "\n"}[template]
     said = [one["content"] for one in messages if one["role"] == "assistant"]
     expected = "".join(text + ends for text in said)
-    assert trained == (expected if template != "react" else expected[:-1] + "<|endoftext|>")
+    assert decoded(tokenizer, found) == (expected if template != "react" else expected[:-1] + "<|endoftext|>")
     # The end of the last turn is a target: a model that is never told to stop never does.
     last = max(number for number, bit in enumerate(found.trained) if bit)
     assert tokenizer.id_to_token(found.ids[last]) in ("<|im_end|>", "<|endoftext|>")
@@ -154,8 +156,6 @@ def test_bits_come_back(tmp_path: Path) -> None:
     write_targets(tmp_path / "00000.bin", bits)
     assert (read_targets(tmp_path / "00000.bin", 1003) == bits).all()
     assert targets_file(tmp_path / "00000.bin").stat().st_size == 126
-    with pytest.raises(Exception, match="holds bits for 1008 tokens, not for 900"):
-        read_targets(tmp_path / "00000.bin", 900)
 
 
 def talks(count: int) -> list[dict[str, Any]]:
@@ -195,12 +195,11 @@ def test_shards_of_conversations(chat_tokenizer: Path, tmp_path: Path) -> None:
     found = set()
     for split in ("train", "val"):
         data = TokenDataset.open(tmp_path / "out" / "conversations", split)
-        stream = np.empty(data.num_tokens, np.int64)
-        data.read(0, stream)
+        tokens = stream(data)
         bits = read_targets(tmp_path / "out" / "conversations" / split / "talk" / "00000.bin", data.num_tokens)
-        ends = np.flatnonzero(stream == data.eos_token_id)
+        ends = np.flatnonzero(tokens == data.eos_token_id)
         assert len(ends) == data.num_documents
-        for ids, mine in zip(np.split(stream, ends[:-1] + 1), np.split(bits, ends[:-1] + 1), strict=True):
+        for ids, mine in zip(np.split(tokens, ends[:-1] + 1), np.split(bits, ends[:-1] + 1), strict=True):
             said = tokenizer.decode(ids[mine].tolist(), skip_special_tokens=False)
             assert said.endswith("<|im_end|>")
             found.add(said.removesuffix("<|im_end|>"))

@@ -6,6 +6,7 @@ import codecs
 import gzip
 import json
 import lzma
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -107,10 +108,9 @@ def test_broken_records_have_a_status(tmp_path: Path) -> None:
 
 def test_a_bomb_is_never_held(tmp_path: Path) -> None:
     """Much more text than a document may have, in a few kilobytes."""
-    compressor = lzma.LZMACompressor(preset=0)
-    data = b"".join(compressor.compress(b" " * (1 << 24)) for _ in range(3)) + compressor.flush()
-    write(tmp_path / "in" / "bomb.txt.xz", data)
-    assert failures(ingested(tmp_path, [tmp_path / "in"])) == {"in/bomb.txt.xz": "too_large"}
+    write(tmp_path / "in" / "bomb.txt.xz", lzma.compress(b" " * (1 << 22), preset=0))
+    found = failures(ingested(tmp_path, [tmp_path / "in"], max_document_bytes=1 << 20))
+    assert found == {"in/bomb.txt.xz": "too_large"}
 
 
 def test_conversations(tmp_path: Path) -> None:
@@ -246,7 +246,7 @@ def test_a_reader_that_dies_is_a_status(
     settings = {"max_file_bytes": 1000, "max_seconds": 1.0 if child == SLEEP else 60.0, "max_memory": 1 << 28}
     settings |= {"max_document_bytes": 1000, "html": "plain"}
     page = write(tmp_path / "a.html", PAGE)
-    with sandbox.Sandbox(settings) as box:
+    with closing(sandbox.Sandbox(settings)) as box:
         monkeypatch.setattr(sandbox, "CHILD", child)
         found = box.extract("html", page)
         assert found.status == status and detail in found.detail
@@ -282,8 +282,6 @@ def test_identify_by_stamp(tmp_path: Path) -> None:
     values = recipe_values({"a": [tmp_path / "a.txt"]}, ingest={"identify": "stamp"})
     (tmp_path / "out").mkdir()
     stage_of = Workspace(tmp_path / "out", parse_corpus_recipe(values))
-    from fathom.corpus.ingest import Ingest
-
     before = Ingest(stage_of).tasks()
     write(tmp_path / "a.txt", "texts")
     assert Ingest(stage_of).tasks() != before

@@ -260,6 +260,12 @@ def test_forms_of_type_and_layout(stem: str, form: str) -> None:
     assert text[start:end] == form.removeprefix("for $5 ").removesuffix(" US$")
 
 
+@pytest.mark.parametrize("text", ["what´s", "what᾽s", "Windows™", "one℠ two"])
+def test_a_sign_is_no_part_of_a_word(text: str) -> None:
+    """Taken apart, an acute accent leaves a mark, and a trade mark letters: words that no item has."""
+    assert folded(text).text == text
+
+
 def test_words_are_joined_where_an_item_has_the_whole_alone() -> None:
     one = folded("a fi-\nle and a non-\nsense, and ﬁ-\n  les")
     assert rejoined(one, {"sense"}) is None

@@ -50,7 +50,7 @@ NUMBERS = re.compile("[0-9⁰¹²³⁴-⁹⁺⁻₀-₉½⅓¼⅚−+±×÷/.,%^
 
 
 @given(st.text(st.sampled_from("019²³⁻⁺₂½⅓−+±×/.%ab ﬁé\u0301$\n　"), max_size=60), st.sampled_from(["nfc", "nfkc"]))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_no_number_changes(text: str, form: Form) -> None:
     assert NUMBERS.findall(normalize(text, form=form)) == NUMBERS.findall(text)
 
@@ -59,7 +59,7 @@ def test_no_number_changes(text: str, form: Form) -> None:
     st.text(alphabet=st.sampled_from("ab $\\()[]{}²ﬁ＄\u0301e\n\r\t\x0b\u2028\x85x"), max_size=60),
     st.sampled_from(["nfc", "nfkc"]),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_twice_is_once(text: str, form: Form) -> None:
     once = normalize(text, strip=("aa",), blank_lines=1, form=form)
     assert normalize(once, strip=("aa",), blank_lines=1, form=form) == once

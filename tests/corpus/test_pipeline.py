@@ -27,7 +27,7 @@ from fathom.data.tokenizer import plain_encoder
 from fathom.errors import DataError
 from tests.corpus.files import write
 from tests.corpus.prose import Prose, recipe_values, tree, write_jsonl
-from tests.corpus.test_duplicates import until
+from tests.data.corpora import stream
 
 
 @pytest.fixture(scope="module")
@@ -62,19 +62,30 @@ def made(directory: Path, values: dict[str, Any]) -> Report:
     return build(parse_corpus_recipe(values), directory)
 
 
-def test_shards_decode_to_the_documents(corpora: Path, tokenizer: str, tmp_path: Path) -> None:
-    report = made(tmp_path / "out", recipe_of(corpora, tokenizer))
+@pytest.fixture(scope="module")
+def whole(corpora: Path, tokenizer: str, tmp_path_factory: pytest.TempPathFactory) -> Report:
+    """The corpus of `recipe_of`, made once."""
+    return made(tmp_path_factory.mktemp("whole") / "out", recipe_of(corpora, tokenizer))
+
+
+@pytest.fixture
+def out(whole: Report, tmp_path: Path) -> Path:
+    """A finished corpus of one's own."""
+    return shutil.copytree(whole.directory, tmp_path / "out")
+
+
+def test_shards_decode_to_the_documents(corpora: Path, tokenizer: str, whole: Report) -> None:
+    report = whole
     encoder = plain_encoder(Path(tokenizer) / "tokenizer.json")
     documents, tokens = 0, 0
     kept = {}
     for split in ("train", "val"):
         for domain in TokenDataset.open(report.directory / "shards", split).domains:
             data = TokenDataset.open(report.directory / "shards", split, domain)
-            stream = np.empty(data.num_tokens, np.int64)
-            data.read(0, stream)
-            ends = np.flatnonzero(stream == data.eos_token_id)
-            assert len(ends) == data.num_documents and ends[-1] == len(stream) - 1
-            texts = [encoder.decode(one.tolist()) for one in np.split(stream, ends[:-1] + 1)]
+            ids = stream(data)
+            ends = np.flatnonzero(ids == data.eos_token_id)
+            assert len(ends) == data.num_documents and ends[-1] == len(ids) - 1
+            texts = [encoder.decode(one.tolist()) for one in np.split(ids, ends[:-1] + 1)]
             kept[split, domain] = [text.removesuffix("<|endoftext|>") for text in texts]
             assert sum(len(text.encode()) for text in kept[split, domain]) == data.num_bytes
             documents, tokens = documents + data.num_documents, tokens + data.num_tokens
@@ -135,32 +146,27 @@ def test_a_corpus_below_its_inputs_does_not_read_itself(corpora: Path, tokenizer
         assert preview(parse_corpus_recipe(values), domain / "corpus").inputs["domain"].files == 3
 
 
-def test_a_threshold_does_again_what_follows_alone(corpora: Path, tokenizer: str, tmp_path: Path) -> None:
-    values = recipe_of(corpora, tokenizer)
-    made(tmp_path / "out", values)
-    stricter = {**values, "deduplicate": {"jaccard": 0.9999}}
-    counts = {name: stage.done for name, stage in made(tmp_path / "out", stricter).stages.items()}
+def test_a_threshold_does_again_what_follows_alone(corpora: Path, tokenizer: str, out: Path) -> None:
+    stricter = {**recipe_of(corpora, tokenizer), "deduplicate": {"jaccard": 0.9999}}
+    counts = {name: stage.done for name, stage in made(out, stricter).stages.items()}
     assert [name for name, done in counts.items() if done] == ["verify", "duplicates", "contamination", "tokenize"]
     # Another order of collections in the mixture touches no stage at all.
     mixed = {**stricter, "mix": {"shares": {"domain": 0.5, "replay": 0.5}, "block": 64}}
-    report = made(tmp_path / "out", mixed)
+    report = made(out, mixed)
     assert not any(stage.done for stage in report.stages.values()) and report.budget.weights == {
         "domain": 1,
         "replay": 1,
     }
     # What is filtered differently, with the same outcome, goes no further.
     looser = {**mixed, "filter": {"max_words": 90_000}}
-    assert [name for name, stage in made(tmp_path / "out", looser).stages.items() if stage.done] == ["clean"]
+    assert [name for name, stage in made(out, looser).stages.items() if stage.done] == ["clean"]
 
 
-def test_damage_is_done_again(corpora: Path, tokenizer: str, tmp_path: Path) -> None:
-    values = recipe_of(corpora, tokenizer)
-    made(tmp_path / "out", values)
-    whole = tree(tmp_path / "out")
-    part = next((tmp_path / "out" / "stages" / "clean").rglob("part-*.jsonl"))
+def test_damage_is_done_again(corpora: Path, tokenizer: str, whole: Report, out: Path) -> None:
+    part = next((out / "stages" / "clean").rglob("part-*.jsonl"))
     part.write_bytes(part.read_bytes()[:-10])
-    report = made(tmp_path / "out", values)
-    assert report.stages["clean"].done == 1 and tree(tmp_path / "out") == whole
+    report = made(out, recipe_of(corpora, tokenizer))
+    assert report.stages["clean"].done == 1 and tree(out) == tree(whole.directory)
 
 
 @pytest.mark.slow
@@ -196,23 +202,18 @@ def test_an_infeasible_budget_is_refused_before_shards(corpora: Path, tokenizer:
     assert raised.value.exit_code == 1 and not (tmp_path / "out" / "shards").exists()
 
 
-def test_a_preview_writes_nothing(corpora: Path, tokenizer: str, tmp_path: Path) -> None:
+def test_a_preview_writes_nothing(corpora: Path, tokenizer: str, whole: Report, tmp_path: Path) -> None:
+    """A file of ours in a new or empty directory would make the real run take it for somebody else's."""
     recipe = parse_corpus_recipe(recipe_of(corpora, tokenizer))
     found = preview(recipe, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+    preview(recipe, tmp_path)
+    assert not list(tmp_path.iterdir())
     assert found.inputs["domain"].files == 3 and not found.budget.counted
     assert found.stages["ingest"].to_do == 2 and "waits" in found.stages["clean"].state
-    build(recipe, tmp_path / "out")
-    before = tree(tmp_path / "out")
-    after = preview(recipe, tmp_path / "out")
+    before = tree(whole.directory)
+    after = preview(recipe, whole.directory)
     assert {stage.state for stage in after.stages.values()} == {"unchanged"} and after.budget.counted
-    assert tree(tmp_path / "out") == before
-
-
-def test_a_preview_of_an_empty_directory_leaves_it_empty(corpora: Path, tokenizer: str, tmp_path: Path) -> None:
-    """A file of ours in there would make the real run take it for a directory of somebody else's."""
-    preview(parse_corpus_recipe(recipe_of(corpora, tokenizer)), tmp_path)
-    assert not list(tmp_path.iterdir())
+    assert tree(whole.directory) == before
 
 
 def test_nothing_kept_is_said_with_the_rule(corpora: Path, tokenizer: str, tmp_path: Path) -> None:
@@ -226,25 +227,21 @@ def test_nothing_kept_is_said_with_the_rule(corpora: Path, tokenizer: str, tmp_p
         made(tmp_path / "unread", unread)
 
 
-def test_the_command(corpora: Path, tokenizer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    values = recipe_of(corpora, tokenizer)
-    recipe = tmp_path / "mine.yaml"
-    recipe.write_text(json.dumps(values))
-    out = str(tmp_path / "out")
-    assert main(["corpus", str(recipe), "--out", out, "--dry-run"]) == 0 and "ingest" in capsys.readouterr().out
-    assert main(["corpus", str(recipe), "--out", out, "--json"]) == 0
+def test_the_command(corpora: Path, tokenizer: str, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = write(out.with_name("mine.yaml"), json.dumps(recipe_of(corpora, tokenizer)))
+    words = ["corpus", str(recipe), "--out", str(out)]
+    assert main([*words, "--dry-run"]) == 0 and "ingest" in capsys.readouterr().out
+    assert main([*words, "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["stages"]["duplicates"]["counts"]["removed"] == 6 and Path(report["card"]).is_file()
-    assert main(["corpus", str(recipe), "--out", out, "mix.tokens=99999999", "--dry-run"]) == 1
-    assert "infeasible" in capsys.readouterr().out
-    assert main(["corpus", str(recipe), "--out", out, "filter.min_wrds=3"]) == 2
-    assert capsys.readouterr().err == "fathom: filter.min_wrds: unknown key; did you mean filter.min_words?\n"
-    assert main(["corpus", str(recipe), "--out", out, "--workers", "0", "--dry-run"]) == 2
-    assert capsys.readouterr().err == "fathom: executor.workers=0: allowed: 1 or more\n"
-    (tmp_path / "other").mkdir()
-    write(tmp_path / "other" / "thesis.txt", "mine")
-    assert main(["corpus", str(recipe), "--out", str(tmp_path / "other")]) == 2
-    assert "holds other files" in capsys.readouterr().err
+    assert main([*words, "mix.tokens=99999999", "--dry-run"]) == 1 and "infeasible" in capsys.readouterr().out
+    for more, said in (
+        (["filter.min_wrds=3"], "fathom: filter.min_wrds: unknown key; did you mean filter.min_words?\n"),
+        (["--workers", "0", "--dry-run"], "fathom: executor.workers=0: allowed: 1 or more\n"),
+    ):
+        assert main([*words, *more]) == 2 and capsys.readouterr().err == said
+    other = write(out.with_name("other") / "thesis.txt", "mine").parent
+    assert main([*words[:-1], str(other)]) == 2 and "holds other files" in capsys.readouterr().err
 
 
 def test_a_worker_that_dies_is_replaced_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,12 +276,12 @@ def test_killed_at_random_moments(corpora: Path, tokenizer: str, tmp_path: Path)
     recipe = tmp_path / "r.yaml"
     recipe.write_text(json.dumps(values))
     began = time.monotonic()
-    assert killed(recipe, tmp_path / "whole", 600) == 0
+    assert killed(recipe, tmp_path / "one", 600) == 0
     took, chance = time.monotonic() - began, random.Random(0)
     statuses = [killed(recipe, tmp_path / "out", took * chance.uniform(0.1, 0.6)) for _ in range(10)]
     assert statuses.count(-signal.SIGKILL) >= 3
     made(tmp_path / "out", values)
-    assert tree(tmp_path / "out") == tree(tmp_path / "whole")
+    assert tree(tmp_path / "out") == tree(tmp_path / "one")
 
 
 def test_the_benchmark_of_kills_sees_a_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,11 +308,10 @@ def test_the_benchmark_of_kills_sees_a_byte(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_the_driver_killed_its_workers_end_and_nothing_is_lost(
-    corpora: Path, tokenizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    corpora: Path, tokenizer: str, whole: Report, tmp_path: Path
 ) -> None:
     """Killed inside a task: the draft is there, its folder is not; the next run sweeps the one and makes the other."""
     values = recipe_of(corpora, tokenizer)
-    made(tmp_path / "whole", values)
     script = (
         "import os, signal, json, sys\n"
         "from fathom.corpus import clean, stages, worker\n"
@@ -335,19 +331,7 @@ def test_the_driver_killed_its_workers_end_and_nothing_is_lost(
         write(tmp_path / "out" / name, "half a fi")
     made(tmp_path / "out", values)
     assert not list((tmp_path / "out").rglob(".*.new"))
-    assert tree(tmp_path / "out") == tree(tmp_path / "whole")
-
-
-@pytest.mark.slow
-def test_a_users_file_is_no_module(
-    corpora: Path, tokenizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A worker is started where the user is, who may have an html.py of her own."""
-    write(tmp_path / "html.py", "raise SystemExit(3)")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("fathom.corpus.executor.POOL_BYTES", 0)
-    values = recipe_of(corpora, tokenizer, executor={"workers": 2})
-    assert until("clean", tmp_path / "out", values).manifest("clean").counts["kept"] == 97
+    assert tree(tmp_path / "out") == tree(whole.directory)
 
 
 def test_a_worker_ends_with_its_driver(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from fathom.data.rows import IGNORED, evaluation_windows
 from fathom.data.shards import TokenDataset
 from fathom.errors import DataError
 from fathom.models import loss
+from tests.data.corpora import stream
 
 LAYOUTS = [(1, None), (1, 4), (1, 1), (2, None), (2, 3), (3, 2), (4, 1), (6, None), (12, 1)]
 
@@ -31,12 +32,6 @@ def dataset(corpus: Path) -> TokenDataset:
 @pytest.fixture(scope="module")
 def held_out(corpus: Path) -> TokenDataset:
     return TokenDataset.open(corpus, "val")
-
-
-def stream(dataset: TokenDataset) -> np.ndarray:
-    tokens = np.empty(dataset.num_tokens, np.int64)
-    dataset.read(0, tokens)
-    return tokens
 
 
 def joined(batches: list[Batch], name: str = "input_ids") -> torch.Tensor:

@@ -244,16 +244,3 @@ def test_the_command_says_what_it_made(tmp_path: Path, tokenizer: str, capsys) -
     values = json.loads(capsys.readouterr().out)
     assert values["directory"] == str(tmp_path / "out")
     assert sum(split["default"]["documents"] for split in values["splits"].values()) == 200
-
-
-def test_messages_name_options(tmp_path: Path, tokenizer: str, capsys) -> None:
-    write_documents(tmp_path / "a.jsonl", 20)
-    words = ["prepare", str(tmp_path / "a.jsonl"), "--out", str(tmp_path / "out")]
-    for more, message in (
-        ([], "give either --tokenizer or --train-tokenizer"),
-        (["--tokenizer", tokenizer, "--held-out", "2"], "--held-out 2.0: allowed: from 0 to below 1"),
-        (["--tokenizer", tokenizer, "--max-record-bytes", "1"], "--max-record-bytes 1: allowed: 64 or more"),
-        (["--tokenizer", tokenizer, "--oversize", "keep"], "--oversize keep"),
-    ):
-        assert main([*words, *more]) == 2
-        assert message in capsys.readouterr().err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bz2
 import errno
 import gzip
+import importlib
 import json
 import lzma
 import os
@@ -15,11 +16,11 @@ import sys
 import time
 import types
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from fathom.corpus import documents as parts
@@ -31,7 +32,7 @@ from fathom.data.shards import UNFINISHED, TokenDataset, choose_split
 from fathom.errors import DataError
 from fathom.report.files import lock
 from fathom.training.loop import claimed
-from tests.data.corpora import tree, write_documents
+from tests.data.corpora import stream, tree, write_documents
 
 from .making import prepare
 
@@ -42,8 +43,7 @@ def documents(directory: Path, split: str) -> Iterator[str]:
 
     tokenizer = AutoTokenizer.from_pretrained(directory / "tokenizer")
     dataset = TokenDataset.open(directory, split)
-    tokens = np.empty(dataset.num_tokens, np.int64)
-    dataset.read(0, tokens)
+    tokens = stream(dataset)
     edges = [0, *dataset.document_ends(0, len(tokens)).tolist(), len(tokens)]
     for start, stop in pairwise(edges):
         assert tokens[stop - 1] == dataset.eos_token_id
@@ -180,8 +180,14 @@ def finished_tasks(out: Path) -> dict[Path, int]:
     return {path: path.stat().st_mtime_ns for path in found if path.parent.suffix != ".new"}
 
 
-def kill_and_resume(tmp_path: Path, tokenizer: str, times: int, workers: int, documents: int = 1500) -> None:
-    """Kill runs at random moments, then let one finish."""
+MANY = [pytest.param(*one, marks=pytest.mark.slow) for one in ((2, 1, 600), (25, 1, 1500), (25, 2, 1500))]
+
+
+@pytest.mark.parametrize(("times", "workers", "documents"), [(2, 2, 300), *MANY])
+def test_killed_and_resumed_gives_the_same_bytes(
+    tmp_path: Path, tokenizer: str, times: int, workers: int, documents: int
+) -> None:
+    """Runs are killed at random moments, then one finishes."""
     write_documents(tmp_path / "a.jsonl", documents)
     write_documents(tmp_path / "b.jsonl", documents // 3, seed=1)
     arguments: dict[str, object] = {
@@ -210,17 +216,6 @@ def kill_and_resume(tmp_path: Path, tokenizer: str, times: int, workers: int, do
         assert tree(out) == expected
         resumed += len(before)
         attempt += 1
-
-
-@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_killed_and_resumed_gives_the_same_bytes(tmp_path: Path, tokenizer: str, workers: int) -> None:
-    kill_and_resume(tmp_path, tokenizer, times=2, workers=workers, documents=600)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("workers", [1, 2])
-def test_killed_many_times_gives_the_same_bytes(tmp_path: Path, tokenizer: str, workers: int) -> None:
-    kill_and_resume(tmp_path, tokenizer, times=25, workers=workers)
 
 
 def test_a_resumed_run_does_what_is_left(tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,7 +253,7 @@ def interrupt(*_: object, **__: object) -> None:
     raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("moment", ["train_bpe", "save_tokenizer", "vocabulary_size"])
+@pytest.mark.parametrize("moment", ["prepare.train_bpe", "tokens.save_tokenizer", "tokens.vocabulary_size"])
 def test_a_crash_around_the_tokenizer(tmp_path: Path, monkeypatch, moment: str) -> None:
     write_documents(tmp_path / "a.jsonl", 100)
     prepare([str(tmp_path / "a.jsonl")], tmp_path / "whole", train_tokenizer=300)
@@ -268,7 +263,7 @@ def test_a_crash_around_the_tokenizer(tmp_path: Path, monkeypatch, moment: str) 
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(prepare_module, moment, crash)
+        patch.setattr(f"fathom.corpus.{moment}", crash)
         prepare([str(tmp_path / "a.jsonl")], tmp_path / "out", train_tokenizer=300)
     prepare([str(tmp_path / "a.jsonl")], tmp_path / "out", train_tokenizer=300)
     assert tree(tmp_path / "out") == tree(tmp_path / "whole")
@@ -385,27 +380,17 @@ def test_a_file_system_without_locks_is_usable(tmp_path: Path, tokenizer: str, m
 def test_every_format_gives_the_same_shards(tmp_path: Path, tokenizer: str) -> None:
     texts = write_documents(tmp_path / "a.jsonl", 60)
     plain = (tmp_path / "a.jsonl").read_bytes()
-    for suffix, compress in ((".gz", gzip.compress), (".xz", lzma.compress), (".bz2", bz2.compress)):
+    compressions = {".gz": gzip.compress, ".xz": lzma.compress, ".bz2": bz2.compress}
+    with suppress(ImportError):
+        compressions[".zst"] = importlib.import_module("zstandard").ZstdCompressor().compress
+    for suffix, compress in compressions.items():
         (tmp_path / f"a.jsonl{suffix}").write_bytes(compress(plain[:999]) + compress(plain[999:]))
     (tmp_path / "a.txt").write_text("".join(f"{text}\n---\n" for text in texts), encoding="utf-8", newline="")
-    names = ["a.jsonl", "a.jsonl.gz", "a.jsonl.xz", "a.jsonl.bz2"]
-    try:
-        import pyarrow
-        import pyarrow.parquet
-
-        rows = [{"text": text} for text in texts]
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=7)
+    names = ["a.jsonl", *(f"a.jsonl{suffix}" for suffix in compressions)]
+    with suppress(ImportError):
+        table = importlib.import_module("pyarrow").table({"text": texts})
+        importlib.import_module("pyarrow.parquet").write_table(table, tmp_path / "a.parquet", row_group_size=7)
         names.append("a.parquet")
-    except ImportError:
-        pass
-    try:
-        import zstandard
-
-        compressor = zstandard.ZstdCompressor()
-        (tmp_path / "a.jsonl.zst").write_bytes(compressor.compress(plain[:999]) + compressor.compress(plain[999:]))
-        names.append("a.jsonl.zst")
-    except ImportError:
-        pass
     for name in names:
         prepare([str(tmp_path / name)], tmp_path / f"out-{name}", tokenizer, held_out=0)
         assert list(documents(tmp_path / f"out-{name}", "train")) == texts
@@ -416,14 +401,11 @@ def test_every_format_gives_the_same_shards(tmp_path: Path, tokenizer: str) -> N
 
 
 def test_hub_datasets_are_streamed(tmp_path: Path, tokenizer: str, monkeypatch) -> None:
-    class Stream(list):
-        pass
-
     asked = []
 
-    def load_dataset(path: str, **options: object) -> Stream:
+    def load_dataset(path: str, **options: object) -> list[dict[str, str]]:
         asked.append((path, options))
-        return Stream({"body": f"row {i}", "topic": "odd" if i % 2 else "even"} for i in range(10))
+        return [{"body": f"row {i}", "topic": "odd" if i % 2 else "even"} for i in range(10)]
 
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
     name = "hf:org/name?name=en&split=validation"
@@ -578,7 +560,7 @@ def test_imports_are_light() -> None:
     program = "import sys, fathom.corpus.prepare, fathom.data.batches; print(*sys.modules)"
     modules = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
     assert not {"datasets", "pyarrow", "zstandard"} & set(modules)
-    program = executor.WORKER.replace("serve()", "print(*sys.modules, file=sys.stderr)")
+    program = executor.WORKER.replace("serve()", "import sys; print(*sys.modules, file=sys.stderr)")
     arguments = [sys.executable, "-c", program]
     modules = subprocess.run(arguments, capture_output=True, text=True, check=True).stderr.split()
     assert "fathom.corpus.plain" in modules

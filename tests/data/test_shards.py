@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from fathom.data import shards
 from fathom.data.shards import CorpusIndex, ShardWriter, TokenDataset, token_dtype, write_index
 from fathom.errors import DataError
+from tests.data.corpora import stream
 
 
 @pytest.fixture
@@ -61,9 +62,7 @@ def test_what_is_written_is_read(tmp_path_factory, documents, cuts, shard_tokens
     dataset = TokenDataset.open(folder / "one")
     flat = np.concatenate(documents)
     assert (dataset.num_tokens, dataset.num_documents) == (len(flat), len(documents))
-    tokens = np.empty(len(flat), np.int64)
-    dataset.read(0, tokens)
-    assert np.array_equal(tokens, flat)
+    assert np.array_equal(stream(dataset), flat)
     for position in range(len(flat) + 1):
         assert dataset.bytes_before(position) == 3 * int((flat[:position] != 1000).sum())
 
@@ -80,8 +79,7 @@ def test_properties(corpus: Path) -> None:
     assert [token_dtype(size).itemsize for size in (65536, 65537)] == [2, 4]
 
 
-@pytest.mark.parametrize("name", ["00000.bin", "00001.bin", "00000.idx"])
-@pytest.mark.parametrize("place", [0, 100, -1])
+@pytest.mark.parametrize(("name", "place"), [("00000.bin", 0), ("00001.bin", 100), ("00000.idx", -1)])
 def test_a_flipped_byte_is_found_and_named(copy: Path, name: str, place: int) -> None:
     damaged = copy / "train" / "rivers" / name
     flip(damaged, place)

@@ -32,7 +32,6 @@ QUESTIONS = (
 ANSWERS = ("answer", "answerKey", "gold", "label", "correct_answer", "target", "answers")
 CONTEXTS = ("context", "passage", "support")
 LETTERS = string.ascii_uppercase
-FLAT = re.compile(r"\s*(?:Choose from|Options)?:?\s*(?=\(?A[.):]\s)", re.IGNORECASE)
 OPTION = re.compile(r"(?:^|\s)\(?([A-J])[.):]\s+")
 TRUTHS = {"true": ("True", "False"), "false": ("True", "False"), "yes": ("Yes", "No"), "no": ("Yes", "No")}
 """The choices of a question with such an answer and no choices of its own."""

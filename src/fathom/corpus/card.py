@@ -10,12 +10,15 @@ from fathom.corpus.clean import RULES
 from fathom.corpus.contamination import checks_of
 from fathom.corpus.converse import REASONS
 from fathom.corpus.extraction import FAILURES
+from fathom.corpus.kept import clean_parts
 from fathom.corpus.stage import MANIFEST, Workspace
 from fathom.corpus.tokens import SHARDS
 from fathom.report.files import digest, read_json, write_atomically
 from fathom.report.tables import markdown_table
 
 CARD = "card.md"
+ACTIONS = {"drop": "dropped", "cut": "cut", "report": "reported", "piece of too few words": "short_pieces"}
+"""What is done about a document that contains an item, and how it is counted."""
 
 
 def write_card(workspace: Workspace) -> Path:
@@ -52,9 +55,9 @@ def _collections(workspace: Workspace) -> Iterator[str]:
         of_split = [
             counts.get(f"{name} {split} {key}", 0) for split in ("train", "val") for key in ("documents", "tokens")
         ]
-        rows.append([name, ", ".join(found) or "none left", *of_split, sum(of_split[0::2])])
+        rows.append([name, ", ".join(found) or "none left", *of_split])
     head = ("collection", "licences (documents)", "train documents", "train tokens", "val documents", "val tokens")
-    yield from markdown_table(head, [row[:-1] for row in rows])
+    yield from markdown_table(head, rows)
 
 
 def _token_counts(workspace: Workspace) -> dict[str, int]:
@@ -86,8 +89,7 @@ def _dropped(workspace: Workspace) -> Iterator[str]:
     rows += [[f"filter: {rule}", *(cleaned[name][rule] for name in names)] for rule in ("empty", *RULES)]
     rows.append(["duplicate", *(gone.get(f"removed from {name}", 0) for name in names)])
     actions = _actions(workspace)
-    done = ("drop", "cut", "report", "piece of too few words")
-    rows += [[f"contaminated: {word}", *(actions[name][word] for name in names)] for word in done]
+    rows += [[f"contaminated: {word}", *(actions[name][word] for name in names)] for word in ACTIONS]
     kept = _token_counts(workspace)
     rejected: dict[str, Counter[str]] = {name: Counter() for name in names}
     for task in workspace.manifest("converse").tasks:
@@ -107,18 +109,9 @@ def _dropped(workspace: Workspace) -> Iterator[str]:
 def _actions(workspace: Workspace) -> dict[str, Counter[str]]:
     """Documents that contain an item, by action."""
     found: dict[str, Counter[str]] = {name: Counter() for name in workspace.recipe.collections}
-    parts = {task.inputs[0].path: task for task in workspace.manifest("contamination").tasks}
-    collections = {
-        f"stages/clean/{task.key}/{name}": task.arguments["collection"]
-        for task in workspace.manifest("clean").tasks
-        for name in task.outputs
-    }
-    for path, task in parts.items():
-        for word, count in (
-            *(("drop", "dropped"), ("cut", "cut"), ("report", "reported")),
-            ("piece of too few words", "short_pieces"),
-        ):
-            found[collections[path]][word] += task.counts[count]
+    # One task for each file of documents, in their order; none without a benchmark.
+    for (arguments, _), task in zip(clean_parts(workspace), workspace.manifest("contamination").tasks, strict=False):
+        found[arguments["collection"]].update({word: task.counts[count] for word, count in ACTIONS.items()})
     return found
 
 

@@ -6,6 +6,7 @@ import hashlib
 import importlib.util
 import json
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import asdict, fields
 from pathlib import Path
 
@@ -81,7 +82,7 @@ class Clean(Stage):
             values = task.arguments["filter"]
             limits = Filter(**values | {"languages": tuple(values["languages"])})
         counts = dict.fromkeys(("documents", "kept", "bytes", "empty", *RULES), 0)
-        with PartWriter(folder, limit=ONE_PART) as writer:
+        with closing(PartWriter(folder, limit=ONE_PART)) as writer:
             dropped = self._dropped(self.workspace.path(task.inputs[0]), limits, writer, counts)
             write_lines(folder / "dropped.jsonl", dropped)
         return counts

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, replace
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +11,7 @@ import numpy as np
 from fathom.checkpoints.layout import TOKENIZER_CONFIG
 from fathom.corpus.chat_template import TokenizerTemplate
 from fathom.corpus.documents import Document, write_lines
-from fathom.corpus.kept import kept_documents, kept_parts
+from fathom.corpus.kept import by_part, kept_documents, kept_parts
 from fathom.corpus.recipe import CorpusRecipe
 from fathom.corpus.stage import Stage, Task
 from fathom.corpus.templates import ConversationEncoder
@@ -125,6 +124,5 @@ class Converse(Stage):
         return found if any(found.trained) else "no_target"
 
     def _documents(self, task: Task) -> Iterator[Document]:
-        inputs = iter(task.inputs[2:])
-        for count in task.arguments["parts"]:
-            yield from kept_documents(self.workspace, tuple(islice(inputs, count)), 1)
+        for files in by_part(task.inputs[2:], task.arguments["parts"]):
+            yield from kept_documents(self.workspace, files, 1)

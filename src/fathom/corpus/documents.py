@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any, TypedDict
 
 PART_BYTES = 1 << 26
@@ -52,7 +50,7 @@ class Document:
         return cls(**json.loads(line))
 
 
-class PartWriter(AbstractContextManager["PartWriter"]):
+class PartWriter:
     """Writes documents to numbered files of about `PART_BYTES` each."""
 
     def __init__(self, folder: Path, limit: int = PART_BYTES) -> None:
@@ -75,11 +73,6 @@ class PartWriter(AbstractContextManager["PartWriter"]):
         if self._file is not None:
             self._file.close()
             self._file = None
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def read_part(path: Path) -> Iterator[Document]:

@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from fathom.corpus.clean import document_digest, text_digest
 from fathom.corpus.conversations import contents
 from fathom.corpus.documents import Document, read_at, write_lines
+from fathom.corpus.kept import clean_parts
 from fathom.corpus.minhash import NOTHING, band_numbers, jaccard, run_set
 from fathom.corpus.recipe import Deduplicate
 from fathom.corpus.stage import Input, Stage, Task, Workspace
@@ -74,32 +75,26 @@ class Signatures(Stage):
     def run(self, task: Task, folder: Path) -> dict[str, int]:
         """Run one task and return its counts."""
         near = self.recipe.deduplicate
-        digests: list[bytes] = []
-        offsets: list[int] = []
-        sizes: list[int] = []
+        facts: list[tuple[bytes, int, int]] = []
         bands: list[Numbers] = []
         with self.workspace.path(task.inputs[0]).open("rb") as file:
-            for batch in batches(_texts(file, self._tables(), digests, offsets, sizes)):
+            for batch in batches(_texts(file, self._tables(), facts)):
                 if near.near:
                     bands.append(band_numbers(words_of(batch), near.shingle, near.bands, near.rows, near.seed))
-        np.save(folder / "digests.npy", np.array(digests, "V16"))
-        np.save(folder / "offsets.npy", np.array(offsets, "<i8"))
-        np.save(folder / "sizes.npy", np.array(sizes, "<i8"))
+        table = np.array(facts, [("digests", "V16"), ("offsets", "<i8"), ("sizes", "<i8")])
+        for name in ("digests", "offsets", "sizes"):
+            np.save(folder / f"{name}.npy", table[name])
         if near.near:
             np.save(folder / "bands.npy", np.concatenate(bands, axis=1) if bands else np.empty((near.bands, 0), "<u8"))
-        return {"documents": len(sizes)}
+        return {"documents": len(facts)}
 
 
-def _texts(
-    file: IO[bytes], tables: set[str], digests: list[bytes], offsets: list[int], sizes: list[int]
-) -> Iterator[str]:
-    """The texts of a file, empty for table rows; appends the digest, line offset and size of each to the lists."""
+def _texts(file: IO[bytes], tables: set[str], facts: list[tuple[bytes, int, int]]) -> Iterator[str]:
+    """The texts of a file, empty for table rows; appends the digest, line offset and size of each to the list."""
     offset = 0
     for line in file:
         document = Document.from_json(line)
-        digests.append(document_digest(document)[:16])
-        offsets.append(offset)
-        sizes.append(document.n_chars)
+        facts.append((document_digest(document)[:16], offset, document.n_chars))
         offset += len(line)
         yield "" if document.collection in tables else document.text
 
@@ -117,13 +112,8 @@ class _Global(Stage):
 
     def priorities(self) -> list[int]:
         """The priority of the collection of each file of documents."""
-        tasks = self.workspace.manifest("clean").tasks
-        return [
-            self.recipe.collections[task.arguments["collection"]].priority
-            for task in tasks
-            for name in task.outputs
-            if name.startswith("part-")
-        ]
+        names = [arguments["collection"] for arguments, _ in clean_parts(self.workspace)]
+        return [self.recipe.collections[name].priority for name in names]
 
 
 class Exact(_Global):

@@ -6,11 +6,9 @@ results to disk, so nothing is returned, and the results do not depend on the ex
 
 from __future__ import annotations
 
-import json
 import os
 import queue
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +16,7 @@ from functools import partial
 from typing import Any
 
 from fathom.checkpoints.layout import PLAN
+from fathom.corpus.children import ask, started
 from fathom.corpus.recipe import Executor
 from fathom.corpus.remote import remote, require_scheduler
 from fathom.corpus.stage import Task, WorkspaceOf
@@ -25,10 +24,7 @@ from fathom.corpus.worker import carry_out
 from fathom.errors import DataError
 from fathom.report.files import write_json
 
-# Python started with -c imports modules from the working directory first, so a user's file could shadow one of ours.
 WORKER = """
-import sys
-sys.path[:] = [path for path in sys.path if path]
 import signal
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 from fathom.corpus.worker import serve
@@ -75,7 +71,7 @@ def _is_small(tasks: Sequence[Task]) -> bool:
 def _here(workspace: WorkspaceOf[Any], stage: str, tasks: Sequence[Task], tick: Tick) -> None:
     """Run all tasks of a stage's plan in this process."""
     for number in range(len(tasks)):
-        carry_out(str(workspace.directory), stage, [number])
+        carry_out(workspace.directory, stage, number)
         tick()
 
 
@@ -95,7 +91,6 @@ class Pool:
 
     def __init__(self, workers: int) -> None:
         self._workers = workers
-        self._directory, self._stage, self._tick = "", "", _nothing
         self._todo: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._failure: BaseException | None = None
         self._processes: list[subprocess.Popen[str]] = []
@@ -112,10 +107,10 @@ class Pool:
 
     def run(self, directory: str, stage: str, count: int, workers: int, tick: Tick) -> None:
         """Run tasks on a number of processes."""
-        self._directory, self._stage, self._tick = directory, stage, tick
         for number in range(count):
             self._todo.put(number)
-        threads = [threading.Thread(target=self._thread, daemon=True) for _ in range(workers)]
+        arguments = directory, stage, tick
+        threads = [threading.Thread(target=self._thread, args=arguments, daemon=True) for _ in range(workers)]
         try:
             for thread in threads:
                 thread.start()
@@ -135,7 +130,7 @@ class Pool:
             process.communicate()
         self._processes.clear()
 
-    def _thread(self) -> None:
+    def _thread(self, directory: str, stage: str, tick: Tick) -> None:
         with self._lock:
             process = self._idle.pop() if self._idle else None
         try:
@@ -144,9 +139,9 @@ class Pool:
                     number = self._todo.get_nowait()
                 except queue.Empty:
                     return
-                process = self._do(number, process)
+                process = self._do([directory, stage, number], process)
                 with self._lock:
-                    self._tick()
+                    tick()
         except BaseException as error:
             self._failure = self._failure or error
             process = None
@@ -155,11 +150,12 @@ class Pool:
                 with self._lock:
                     self._idle.append(process)
 
-    def _do(self, number: int, process: subprocess.Popen[str] | None) -> subprocess.Popen[str]:
+    def _do(self, task: list[str | int], process: subprocess.Popen[str] | None) -> subprocess.Popen[str]:
         """Run a task in a process, and once more in a new process if the first one dies."""
+        _, stage, number = task
         for _ in range(ATTEMPTS):
             process = process or self._start()
-            answer = _ask(process, [self._directory, self._stage, number])
+            answer = ask(process, task)
             if answer is None:
                 status = process.wait()
                 process = None
@@ -167,48 +163,18 @@ class Pool:
                     break
                 continue
             if "bug" in answer:
-                raise RuntimeError(f"task {number} of {self._stage}:\n{answer['bug']}")
+                raise RuntimeError(f"task {number} of {stage}:\n{answer['bug']}")
             if "error" in answer:
                 raise DataError(answer["error"], int(answer["code"]))
             return process
         raise DataError(
-            f"{self._stage}: the process that did task {number} died twice (exit status {status}); run the same "
+            f"{stage}: the process that did task {number} died twice (exit status {status}); run the same "
             "command to resume",
             1,
         )
 
     def _start(self) -> subprocess.Popen[str]:
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-            "TOKENIZERS_PARALLELISM": "false",
-            "OMP_NUM_THREADS": "1",
-        }
-        process = subprocess.Popen(
-            [sys.executable, "-c", WORKER],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            encoding="utf-8",
-            env=environment,
-        )
+        process = started(WORKER)
         with self._lock:
             self._processes.append(process)
         return process
-
-
-def _nothing() -> None:
-    """The `tick` of a pool that is not running."""
-
-
-def _ask(process: subprocess.Popen[str], request: list[str | int]) -> dict[str, str] | None:
-    """Send one line to a worker and read its reply; None if it died."""
-    assert process.stdin is not None and process.stdout is not None
-    try:
-        process.stdin.write(json.dumps(request) + "\n")
-        process.stdin.flush()
-        line = process.stdout.readline()
-    except (BrokenPipeError, OSError):
-        return None
-    answer: dict[str, str] | None = json.loads(line) if line.endswith("\n") else None
-    return answer

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from itertools import islice
 from pathlib import Path
 
 import yaml
@@ -12,7 +11,7 @@ import yaml
 from fathom.corpus.benchmarks import LETTERS, Item
 from fathom.corpus.contamination import read_index_items
 from fathom.corpus.documents import ConversationMessage, write_lines
-from fathom.corpus.kept import kept_documents, kept_parts
+from fathom.corpus.kept import by_part, kept_documents, kept_parts
 from fathom.corpus.stage import Input, Stage, Task
 from fathom.corpus.templates import is_trained
 
@@ -46,14 +45,15 @@ class Export(Stage):
             return self._tasks_of_lm_eval(task, folder)
         kinds: dict[str, str] = {}
         rows: dict[str, list[tuple[tuple[Input, ...], int]]] = {}
-        inputs = iter(task.inputs)
-        for collection, kind, count, min_words in task.arguments["parts"]:
+        parts = task.arguments["parts"]
+        inputs = by_part(task.inputs, [one[2] for one in parts])
+        for (collection, kind, _, min_words), files in zip(parts, inputs, strict=True):
             kinds[collection] = kind
-            rows.setdefault(collection, []).append((tuple(islice(inputs, count)), min_words))
+            rows.setdefault(collection, []).append((files, min_words))
         counts = {"rows": 0, **{f"left out of {collection}": 0 for collection in rows}}
-        for collection, parts in rows.items():
+        for collection, mine in rows.items():
             left_out: list[str] = []
-            counts["rows"] += write_lines(folder / f"{collection}.jsonl", self._rows(form, parts, left_out))
+            counts["rows"] += write_lines(folder / f"{collection}.jsonl", self._rows(form, mine, left_out))
             counts[f"left out of {collection}"] = len(left_out)
         if form == "llamafactory":
             _write_json(folder / "dataset_info.json", {name: dataset_info(name, kind) for name, kind in kinds.items()})

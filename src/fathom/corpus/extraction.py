@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -20,10 +20,6 @@ class Extracted:
     detail: str = ""
     """What is wrong, in a few words."""
     meta: dict[str, object] = field(default_factory=dict)
-
-    def to_dict(self) -> dict[str, object]:
-        """As plain values, for JSON."""
-        return asdict(self)
 
 
 IngestValues: TypeAlias = dict[str, Any]

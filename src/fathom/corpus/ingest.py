@@ -7,6 +7,7 @@ import importlib.util
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -145,7 +146,7 @@ class Ingest(Stage):
         reader = _Reader(task.arguments, asdict(self.recipe.ingest))
         counts = dict.fromkeys(("documents", "bytes", "ok", *FAILURES), 0)
         failures: list[Failed] = []
-        with PartWriter(folder) as writer, reader.sandbox:
+        with closing(PartWriter(folder)) as writer, closing(reader.sandbox):
             for (label, kind), file in zip(task.arguments["files"], task.inputs, strict=True):
                 _require_unchanged(label, file)
                 for found in reader.read(label, kind, Path(file.path)):
@@ -202,6 +203,14 @@ class Failed:
     detail: str
 
 
+def _object(line: bytes) -> dict[str, Any]:
+    """A line as a JSON object."""
+    values = json.loads(line.decode("utf-8-sig"))
+    if not isinstance(values, dict):
+        raise ValueError(f"expected a JSON object, found {type(values).__name__}")
+    return values
+
+
 class _Reader:
     """Reads the files of one task."""
 
@@ -215,7 +224,7 @@ class _Reader:
         lines = kind in READERS and READERS[kind].gives == "lines"
         if self._arguments["kind"] != "documents" and not lines:
             said = f"{self._arguments['kind']} are read from lines of JSON or of a table, not from {kind}"
-            yield _failure(label, Extracted("parse_error", detail=said))
+            yield Failed(label, "parse_error", said)
             return
         if kind in ("pdf", "html", "tei"):
             yield self._outcome(label, kind, self.sandbox.extract(kind, path))
@@ -226,7 +235,7 @@ class _Reader:
                 number += 1
                 place = label if kind == "text" and self._arguments["separator"] is None else f"{label}:{number}"
                 if payload is None:
-                    yield _failure(place, Extracted("too_large", detail=f"over {self._limit:,} bytes"))
+                    yield Failed(place, "too_large", f"over {self._limit:,} bytes")
                 elif self._arguments["kind"] == "table":
                     yield from self._pairs(place, payload)
                 elif (found := self._row(place, kind, payload)) is not None:
@@ -235,7 +244,7 @@ class _Reader:
             # Documents before the damage are kept. The path is removed, since results must not depend on where files
             # are.
             said = str(error).replace(str(path), label)
-            yield _failure(f"{label}:{number + 1}", Extracted("parse_error", detail=said))
+            yield Failed(f"{label}:{number + 1}", "parse_error", said)
 
     def _records(self, kind: str, path: Path) -> Iterator[Payload]:
         reading = Reading(
@@ -265,7 +274,7 @@ class _Reader:
                 text, meta, messages, license_ = self._json(payload)
         except (ValueError, RecursionError) as error:
             said = " ".join(str(error).split())[:300]
-            return _failure(place, Extracted("parse_error", detail=said or type(error).__name__))
+            return Failed(place, "parse_error", said or type(error).__name__)
         extracted = Extracted("ok" if text.strip() else "empty", text, meta=meta)
         return self._outcome(place, kind, extracted, messages, license_)
 
@@ -276,21 +285,16 @@ class _Reader:
         templates = self._arguments["templates"]
         chosen = list(zip(templates[::2], templates[1::2], strict=True)) or TEMPLATES
         try:
-            values = json.loads(line.decode("utf-8-sig"))
-            if not isinstance(values, dict):
-                raise ValueError(f"expected a JSON object, found {type(values).__name__}")
-            pairs = list(pairs_of(values, self._arguments["entity_field"], chosen))
+            pairs = list(pairs_of(_object(line), self._arguments["entity_field"], chosen))
         except (ValueError, RecursionError) as error:
-            yield _failure(place, Extracted("parse_error", detail=" ".join(str(error).split())[:300]))
+            yield Failed(place, "parse_error", " ".join(str(error).split())[:300])
             return
         for number, messages in enumerate(pairs, 1):
             text = Extracted("ok", contents(messages))
             yield self._outcome(f"{place}.{number}", "jsonl", text, messages)
 
     def _json(self, line: bytes) -> tuple[str, dict[str, object], list[ConversationMessage] | None, str | None]:
-        values = json.loads(line.decode("utf-8-sig"))
-        if not isinstance(values, dict):
-            raise ValueError(f"expected a JSON object, found {type(values).__name__}")
+        values = _object(line)
         meta = {key: values[key] for key in KEPT_FIELDS if isinstance(values.get(key), (str, int))}
         license_ = values.get("license") if isinstance(values.get("license"), str) else None
         if self._arguments["kind"] == "conversations":
@@ -316,14 +320,14 @@ class _Reader:
         license_: str | None = None,
     ) -> Document | Failed:
         if extracted.status != "ok":
-            return _failure(place, extracted)
+            return Failed(place, extracted.status, extracted.detail)
         meta = dict(extracted.meta)
         declared = license_ or str(meta.pop("license", "") or self._arguments["license"])
         try:
             for words in (extracted.text, declared, *map(str, meta.values())):
                 words.encode("utf-8")
         except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON can spell
-            return _failure(place, Extracted("parse_error", detail=str(error)))
+            return Failed(place, "parse_error", str(error))
         return Document(
             text=extracted.text,
             path=place,
@@ -333,7 +337,3 @@ class _Reader:
             meta=meta,
             messages=messages,
         )
-
-
-def _failure(place: str, extracted: Extracted) -> Failed:
-    return Failed(place, extracted.status, extracted.detail)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -53,6 +54,12 @@ def clean_parts(workspace: Workspace) -> Iterator[tuple[dict[str, Any], int]]:
         for name in task.outputs:
             if name.startswith("part-"):
                 yield task.arguments, (limits["min_words"] if limits else None) or 1
+
+
+def by_part(inputs: Iterable[Input], counts: Iterable[int]) -> list[tuple[Input, ...]]:
+    """A task's inputs as the files of each part, which `KeptPart.inputs` gave."""
+    files = iter(inputs)
+    return [tuple(islice(files, count)) for count in counts]
 
 
 def kept_documents(workspace: Workspace, inputs: tuple[Input, ...], min_words: int) -> Iterator[Document]:

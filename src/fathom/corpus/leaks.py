@@ -32,61 +32,14 @@ RUN, WHOLE, ANSWERED, FILLED = range(4)
 """A run of the question's own; all of a question; a question with its answer; one with its blank filled in."""
 ANCHORS = (3, 5, 8)
 """Lengths of the runs by which questions of fewer words than a run are looked up, before all of their words are."""
-LABELS = frozenset(
-    [
-        *(
-            "a",
-            "an",
-            "the",
-            "q",
-            "question",
-            "questions",
-            "answer",
-            "answers",
-            "ans",
-            "key",
-            "solution",
-            "result",
-            "final",
-        ),
-        *("correct", "right", "best", "true", "response", "responses", "respond", "responded", "responds", "reply"),
-        *("replied", "replies", "said", "says", "say", "he", "she", "they", "it", "i", "we", "you", "to", "is", "are"),
-        *("was", "were", "be", "called", "would", "that", "this", "choice", "choices", "option", "options", "choose"),
-        *(
-            "select",
-            "pick",
-            "one",
-            "of",
-            "from",
-            "by",
-            "in",
-            "with",
-            "following",
-            "below",
-            "above",
-            "assistant",
-            "user",
-        ),
-        *(
-            "human",
-            "bot",
-            "gpt",
-            "model",
-            "system",
-            "output",
-            "input",
-            "instruction",
-            "so",
-            "therefore",
-            "thus",
-            "because",
-        ),
-        *("and", "or"),
-        *"bcdefghjx",
-        *("ii", "iii", "iv", "vi", "vii", "viii", "ix"),
-        *map(str, range(13)),
-    ]
+SAID = (
+    "a an the q question questions answer answers ans key solution result final correct right best true response "
+    "responses respond responded responds reply replied replies said says say he she they it i we you to is are was "
+    "were be called would that this choice choices option options choose select pick one of from by in with "
+    "following below above assistant user human bot gpt model system output input instruction so therefore thus "
+    "because and or b c d e f g h j x ii iii iv vi vii viii ix"
 )
+LABELS = frozenset((*SAID.split(), *map(str, range(13))))
 """Words that may stand between a question and its answer."""
 MOST_LABELS = 8
 """Label words in a row."""
@@ -333,12 +286,10 @@ class Matcher:
 
     @functools.cached_property
     def _asked(self) -> list[dict[int, list[str]]]:
-        found: list[dict[int, list[str]]] = []
-        for items in self._items:
-            mine: dict[int, list[str]] = {}
+        found: list[dict[int, list[str]]] = [{} for _ in self._items]
+        for mine, items in zip(found, self._items, strict=True):
             for number, text in asked_texts(items):
                 mine.setdefault(number, []).append(text)
-            found.append(mine)
         return found
 
     @functools.cached_property

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from fathom.checkpoints.layout import TOKENIZER, TOKENIZER_JSON
@@ -82,7 +83,7 @@ class Read(StageOf[PrepareSettings]):
         kind, domain, reader, names = (task.arguments[key] for key in ("kind", "domain", "reader", "names"))
         paths: list[tuple[Path, ...]] = [(Path(one.path),) for one in task.inputs] or [()]
         left_out = 0
-        with PartWriter(folder) as writer:
+        with closing(PartWriter(folder)) as writer:
             for name, path in zip(names, paths, strict=True):
                 for document in Source(kind, name, domain, path, reader=reader).documents(self.recipe.reading):
                     if document is None:
@@ -120,7 +121,8 @@ class Encode(StageOf[PrepareSettings]):
         """Run one task and return its counts."""
         file, facts, *parts = map(self.workspace.path, task.inputs)
         encoder = TextEncoder(file, **read_json(facts))
-        shards = write_shards(folder, _documents(parts), encoder, self.recipe.held_out)
+        documents = chain.from_iterable(map(read_part, parts))
+        shards = write_shards(folder, documents, encoder, self.recipe.held_out)
         write_json(folder / SHARDS, {"shards": [[*key, shard] for key, shard in shards.items()]})
         train = sum(shard.documents for (split, _), shard in shards.items() if split == "train")
         return {"documents": sum(shard.documents for shard in shards.values()), "train": train}
@@ -132,8 +134,3 @@ class Encode(StageOf[PrepareSettings]):
         if not counts.get("train"):
             out = self.workspace.directory.parent
             raise DataError(f"{out}: every document was held out, none is left to train on: lower `held_out`")
-
-
-def _documents(parts: list[Path]) -> Iterator[Document]:
-    for part in parts:
-        yield from read_part(part)

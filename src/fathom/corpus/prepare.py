@@ -26,7 +26,7 @@ from fathom.corpus.plain import AdvisedReading, Encode, PrepareSettings, Read
 from fathom.corpus.publish import index_of
 from fathom.corpus.recipe import Executor
 from fathom.corpus.stage import DRAFT, MANIFEST, REMEDY, TASK, WorkspaceOf, sweep, sync_tree
-from fathom.corpus.tokens import FACTS, SHARDS, require_few_domains, training_texts
+from fathom.corpus.tokens import FACTS, SHARDS, require_few_domains, store_tokenizer, training_texts
 from fathom.data.shards import (
     FORMAT,
     INDEX,
@@ -42,9 +42,9 @@ from fathom.data.shards import (
     write_index,
 )
 from fathom.data.sources import FileFormat, Source
-from fathom.data.tokenizer import load_tokenizer, save_tokenizer, train_bpe, vocabulary_size
+from fathom.data.tokenizer import load_tokenizer, train_bpe
 from fathom.errors import DataError
-from fathom.report.files import LOCK, asdict, claimed, read_json, write_json
+from fathom.report.files import LOCK, asdict, claimed, read_json
 
 MAX_RECORD_BYTES = 3 << 20
 SMALLEST_RECORD = 64
@@ -124,8 +124,7 @@ def prepare(
         options: Further options.
     """
     chosen = options or PrepareOptions()
-    _check_arguments(tokenizer, train_tokenizer, held_out, chosen)
-    _check_least({"workers": workers, "tokenizer_bytes": chosen.tokenizer_bytes})
+    _check_arguments(tokenizer, train_tokenizer, held_out, workers, chosen)
     out = Path(out)
     settings = PrepareSettings(
         inputs=[str(name) for name in ([inputs] if isinstance(inputs, str | Path) else inputs)],
@@ -210,9 +209,7 @@ def _save_tokenizer(workspace: WorkspaceOf[PrepareSettings]) -> None:
     else:
         tokenizer = load_tokenizer(settings.tokenizer or "", settings.eos_token)
     shutil.rmtree(place / TOKENIZER, ignore_errors=True)
-    save_tokenizer(tokenizer, place)
-    facts = {"vocab_size": vocabulary_size(tokenizer), "eos_token_id": int(tokenizer.eos_token_id)}
-    write_json(place / FACTS, facts)
+    store_tokenizer(tokenizer, place)
 
 
 def _checked(workspace: WorkspaceOf[PrepareSettings]) -> list[tuple[str, str, Path, Path]]:
@@ -256,21 +253,18 @@ def _publish(workspace: WorkspaceOf[PrepareSettings], out: Path, shards: Sequenc
     write_index(out, index_of(place, splits, asdict(settings), left_out=left_out))
 
 
-def _check_arguments(tokenizer: str | None, train_size: int | None, held_out: float, options: PrepareOptions) -> None:
+def _check_arguments(
+    tokenizer: str | None, train_size: int | None, held_out: float, workers: int | None, options: PrepareOptions
+) -> None:
     if (tokenizer is None) == (train_size is None):
         raise DataError("give either `tokenizer` or `train_tokenizer`")
     if not 0 <= held_out < 1:
         raise DataError(f"held_out={held_out}: allowed: from 0 to below 1")
-    if options.shard_tokens < 1:
-        raise DataError(f"shard_tokens={options.shard_tokens}: allowed: 1 or more")
-    if options.max_record_bytes < SMALLEST_RECORD:
-        raise DataError(f"max_record_bytes={options.max_record_bytes}: allowed: {SMALLEST_RECORD} or more")
-
-
-def _check_least(given: dict[str, int | None]) -> None:
-    for option, value in given.items():
-        if value is not None and value < 1:
-            raise DataError(f"{option}={value}: allowed: 1 or more")
+    least = {"shard_tokens": 1, "max_record_bytes": SMALLEST_RECORD, "tokenizer_bytes": 1, "workers": 1}
+    for option, smallest in least.items():
+        value = workers if option == "workers" else getattr(options, option)
+        if value is not None and value < smallest:
+            raise DataError(f"{option}={value}: allowed: {smallest} or more")
 
 
 def _require_two_documents(sources: list[Source], held_out: float) -> None:
@@ -285,20 +279,16 @@ def _require_two_documents(sources: list[Source], held_out: float) -> None:
 def _difference(out: Path, settings: PrepareSettings) -> str | None:
     """How the finished corpus in `out` differs from the requested one, in words; None if it does not."""
     try:
-        old, new = (_flat(values) for values in (read_index(out).settings, asdict(settings)))
+        old, new = read_index(out).settings, asdict(settings)
     except DataError as error:
         return first_line(error)
+    reading = old.get("reading")
+    old |= reading if isinstance(reading, dict) else {}
+    new |= new.pop("reading")
     for key, value in new.items():
         if old.get(key) != value:
             return f"was prepared with `{key}` {_briefly(old.get(key))}, not {_briefly(value)}"
     return None
-
-
-def _flat(settings: dict[str, object]) -> dict[str, object]:
-    """Settings, with those of the reading as entries."""
-    reading = settings.get("reading")
-    rest = {key: value for key, value in settings.items() if key != "reading"}
-    return rest | (reading if isinstance(reading, dict) else {})
 
 
 def _briefly(value: object) -> str:

@@ -22,10 +22,10 @@ from fathom.data.shards import (
     Shards,
     file_crc32,
     shard_files,
+    targets_file,
     token_dtype,
     write_index,
 )
-from fathom.data.targets import targets_file
 from fathom.data.tokenizer import tokenizer_checksums
 from fathom.errors import DataError
 from fathom.report.files import read_json, write_json

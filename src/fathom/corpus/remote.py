@@ -25,7 +25,7 @@ LAUNCHER = "launch_pickled_pipeline"
 
 def rank(directory: str, stage: str, data: object, number: int, world_size: int) -> None:
     """The function that datatrove calls for each task, on any machine."""
-    carry_out(directory, stage, [number])
+    carry_out(Path(directory), stage, number)
 
 
 def require_scheduler(name: str) -> None:

@@ -6,20 +6,18 @@ Requests and replies are JSON lines. The process ends with its parent, and at th
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import Any
 
 from fathom.corpus import html, pdf, tei
+from fathom.corpus.children import answering, ask, started
 from fathom.corpus.extraction import Extracted, Extractor, IngestValues
 from fathom.errors import DataError, to_install
 
 EXTRACTORS: dict[str, Extractor] = {"pdf": pdf.extract, "html": html.extract, "tei": tei.extract}
-# As for workers, modules must not be imported from the working directory.
-CHILD = "import sys; sys.path[:] = filter(None, sys.path); from fathom.corpus.sandbox import serve; serve()"
+CHILD = "from fathom.corpus.sandbox import serve; serve()"
 
 
 class Sandbox:
@@ -34,7 +32,8 @@ class Sandbox:
         size = path.stat().st_size
         if size > self._settings["max_file_bytes"]:
             return Extracted("too_large", detail=f"{size:,} bytes")
-        process = self._process or self._start()
+        # Libraries print warnings on standard error; the status is enough.
+        process = self._process = self._process or started(CHILD, stderr=subprocess.DEVNULL)
         late = threading.Event()
 
         def stop() -> None:
@@ -44,7 +43,7 @@ class Sandbox:
         timer = threading.Timer(self._settings["max_seconds"], stop)
         timer.start()
         try:
-            reply = self._ask(process, {"kind": kind, "path": str(path.absolute()), "settings": self._settings})
+            reply = ask(process, {"kind": kind, "path": str(path.absolute()), "settings": self._settings})
         finally:
             timer.cancel()
         if reply is None:
@@ -66,67 +65,38 @@ class Sandbox:
             self._process.communicate()
             self._process = None
 
-    def __enter__(self) -> Sandbox:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _start(self) -> subprocess.Popen[str]:
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", CHILD],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,  # libraries print warnings there; the status is enough
-            text=True,
-            encoding="utf-8",
-            env=environment,
-        )
-        return self._process
-
-    def _ask(self, process: subprocess.Popen[str], request: dict[str, object]) -> dict[str, Any] | None:
-        assert process.stdin is not None and process.stdout is not None
-        try:
-            process.stdin.write(json.dumps(request) + "\n")
-            process.stdin.flush()
-            line = process.stdout.readline()
-        except OSError:
-            return None
-        reply: dict[str, Any] | None = json.loads(line) if line.endswith("\n") else None
-        return reply
-
 
 def serve() -> None:
     """Answer requests until standard input closes."""
-    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
+    answer = answering()
     limited = False
     for line in sys.stdin:
         request = json.loads(line)
-        extractor = EXTRACTORS[request["kind"]]
         if not limited:
             _limit(request["settings"]["max_memory"])
             limited = True
         try:
-            found = extractor(Path(request["path"]), request["settings"])
-            if len(found.text.encode("utf-8", "replace")) > request["settings"]["max_document_bytes"]:
-                found = Extracted(
-                    "too_large", detail=f"over {request['settings']['max_document_bytes']:,} bytes of text"
-                )
-            # JSON and PDF may contain a lone surrogate, which UTF-8 cannot encode.
-            found.text = found.text.encode("utf-8", "replace").decode("utf-8")
+            answer(vars(_extracted(request["kind"], Path(request["path"]), request["settings"])))
         except ImportError as error:
-            replies.write(json.dumps({"missing": " ".join(str(error).split())}) + "\n")
-            replies.flush()
-            continue
-        except MemoryError:
-            found = Extracted("parse_error", detail="out of memory")
-        except Exception as error:  # a library raised on an unreadable file; the run continues and lists the file
-            said = " ".join(str(error).split())
-            found = Extracted("parse_error", detail=f"{type(error).__name__}: {said}"[:300])
-        replies.write(json.dumps(found.to_dict()) + "\n")
-        replies.flush()
+            answer({"missing": " ".join(str(error).split())})
+
+
+def _extracted(kind: str, path: Path, settings: IngestValues) -> Extracted:
+    """What a reader makes of a file; the run continues and lists a file on which a library raised."""
+    try:
+        found = EXTRACTORS[kind](path, settings)
+        if len(found.text.encode("utf-8", "replace")) > settings["max_document_bytes"]:
+            found = Extracted("too_large", detail=f"over {settings['max_document_bytes']:,} bytes of text")
+        # JSON and PDF may contain a lone surrogate, which UTF-8 cannot encode.
+        found.text = found.text.encode("utf-8", "replace").decode("utf-8")
+        return found
+    except ImportError:
+        raise
+    except MemoryError:
+        return Extracted("parse_error", detail="out of memory")
+    except Exception as error:
+        said = " ".join(str(error).split())
+        return Extracted("parse_error", detail=f"{type(error).__name__}: {said}"[:300])
 
 
 def _limit(max_memory: int) -> None:

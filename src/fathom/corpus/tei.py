@@ -43,16 +43,6 @@ def _tag(element: Element) -> str:
     return element.tag.rpartition("}")[2] if isinstance(element.tag, str) else ""
 
 
-def _find(root: Element, *names: str) -> Element | None:
-    """The first descendant along a path of local names, each at any depth below the one before."""
-    for name in names:
-        found = next((one for one in root.iter() if one is not root and _tag(one) == name), None)
-        if found is None:
-            return None
-        root = found
-    return root
-
-
 def _words(text: str) -> str:
     return re.sub(r"\s+", " ", text)
 
@@ -75,13 +65,13 @@ class _Converter:
     def markdown(self) -> str:
         """The whole document."""
         found = []
-        title = _find(self._root, "titleStmt", "title")
+        title = self._root.find(".//{*}titleStmt//{*}title")
         if title is not None and (text := self._plain(title)):
             found.append(f"# {text}")
-        abstract = _find(self._root, "profileDesc", "abstract")
+        abstract = self._root.find(".//{*}profileDesc//{*}abstract")
         if abstract is not None and (body := self._paragraphs(abstract)):
             found += ["## Abstract", *body]
-        body_element = _find(self._root, "text", "body")
+        body_element = self._root.find(".//{*}text//{*}body")
         if body_element is not None:
             for division in body_element:
                 if _tag(division) == "div":
@@ -143,7 +133,7 @@ class _Converter:
             return []
         self._shown.add(identity)
         element = self._blocks[identity]
-        kind = "table" if element.get("type") == "table" or _find(element, "table") is not None else "figure"
+        kind = "table" if element.get("type") == "table" or element.find(".//{*}table") is not None else "figure"
         children = {_tag(child): child for child in element}
         lines = [text for name in ("head", "figDesc") if name in children and (text := self._plain(children[name]))]
         if "table" in children and (rows := self._table(children["table"])):

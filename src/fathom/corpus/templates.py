@@ -118,11 +118,6 @@ def is_trained(message: ChatMessage) -> bool:
     return bool(message["role"] == "assistant" and message.get("train", True))
 
 
-def rendered(pieces: Sequence[TemplatePart], eos: str) -> str:
-    """A rendered conversation as text."""
-    return "".join(eos if piece.text == END and piece.token else piece.text for piece in pieces)
-
-
 def tokens_of(template: Template) -> list[str]:
     """The special tokens that a template needs, other than EOS."""
     probe = [{"role": role, "content": "x"} for role in ("user", "assistant")]

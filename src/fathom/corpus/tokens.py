@@ -6,20 +6,22 @@ import os
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from fathom.checkpoints.layout import TOKENIZER_JSON
 from fathom.corpus.documents import Document
-from fathom.corpus.kept import KeptPart, kept_documents, kept_parts
+from fathom.corpus.kept import KeptPart, by_part, kept_documents, kept_parts
 from fathom.corpus.stage import Input, Stage, Task, Workspace, grouped
 from fathom.corpus.templates import CHATS, TEMPLATES, tokens_of
+from fathom.corpus.words import pieces
 from fathom.data.shards import Shard, ShardWriter, choose_split, token_dtype
 from fathom.data.tokenizer import (
+    PIECE,
     WORDS_AT_MOST,
-    TrainingWords,
     load_tokenizer,
     plain_encoder,
     save_tokenizer,
@@ -28,6 +30,9 @@ from fathom.data.tokenizer import (
 )
 from fathom.errors import DataError
 from fathom.report.files import digest, read_json, write_json
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 FACTS, SHARDS = "facts.json", "shards.json"
 BATCH_CHARACTERS = 1 << 18
@@ -84,18 +89,24 @@ class Tokenizer(Stage):
             tokenizer = load_tokenizer(name, settings.eos_token)
         if template in CHATS and tokenizer.chat_template is None:
             tokenizer.chat_template = CHATS[template]
-        save_tokenizer(tokenizer, folder)
-        facts = {"vocab_size": vocabulary_size(tokenizer), "eos_token_id": int(tokenizer.eos_token_id)}
-        write_json(folder / FACTS, facts)
-        return facts
+        return store_tokenizer(tokenizer, folder)
 
     def _texts(self, task: Task) -> Iterator[str]:
-        inputs = iter(task.inputs)
-        parts = []
-        for name, count, min_words in task.arguments["parts"]:
-            files = tuple(islice(inputs, count))
-            parts.append((name, partial(kept_documents, self.workspace, files, min_words)))
-        return training_texts(parts, self.recipe.tokenize.train_bytes, self.recipe.tokenize.held_out)
+        parts = task.arguments["parts"]
+        files = by_part(task.inputs, [count for _, count, _ in parts])
+        texts = [
+            (name, partial(kept_documents, self.workspace, mine, min_words))
+            for (name, _, min_words), mine in zip(parts, files, strict=True)
+        ]
+        return training_texts(texts, self.recipe.tokenize.train_bytes, self.recipe.tokenize.held_out)
+
+
+def store_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> dict[str, int]:
+    """Save a tokenizer with what the shards need to know of it."""
+    save_tokenizer(tokenizer, folder)
+    facts = {"vocab_size": vocabulary_size(tokenizer), "eos_token_id": int(tokenizer.eos_token_id)}
+    write_json(folder / FACTS, facts)
+    return facts
 
 
 def training_texts(
@@ -111,7 +122,8 @@ def training_texts(
         limit: Bytes of all texts.
         held_out: The share of documents that are held out.
     """
-    words, cut, taken = TrainingWords(), 0, 0
+    words: set[str] = set()
+    held = cut = taken = 0
     sources: dict[object, list[Callable[[], Iterator[Document]]]] = {}
     for source, read in parts:
         sources.setdefault(source, []).append(read)
@@ -122,10 +134,12 @@ def training_texts(
                 yield document.text
                 size = len(document.text.encode("utf-8"))
                 room, taken = room - size, taken + size
-                words.add(document.text)
+                new = set(PIECE.findall(document.text)) - words
+                words |= new
+                held += sum(len(word.encode("utf-8", "replace")) for word in new)
             if room <= 0:
                 break
-            if words.bytes >= most:
+            if held >= most:
                 cut += 1
                 break
     if cut:
@@ -169,9 +183,8 @@ class Tokenize(Stage):
         return counts
 
     def _documents(self, task: Task, licenses: dict[str, int]) -> Iterator[Document]:
-        inputs = iter(task.inputs[2:])
-        for count in task.arguments["parts"]:
-            for document in kept_documents(self.workspace, tuple(islice(inputs, count)), task.arguments["min_words"]):
+        for files in by_part(task.inputs[2:], task.arguments["parts"]):
+            for document in kept_documents(self.workspace, files, task.arguments["min_words"]):
                 licenses[document.license] = licenses.get(document.license, 0) + 1
                 yield document
 
@@ -232,7 +245,8 @@ class TextEncoder:
     def _encode(self, document: Document) -> list[int]:
         ids: list[int] = []
         try:
-            for encoding in self._tokenizer.encode_batch_fast(list(_cut(document.text)), add_special_tokens=False):
+            texts = list(pieces(document.text, PIECE_CHARACTERS))
+            for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False):
                 ids += encoding.ids
         except Exception as error:
             said = next(iter(str(error).splitlines()), "")
@@ -241,15 +255,3 @@ class TextEncoder:
             ) from None
         ids.append(self._eos)
         return ids
-
-
-def _cut(text: str) -> Iterator[str]:
-    """A long text in pieces that end before a space or at a line's end."""
-    begin = 0
-    while len(text) - begin > PIECE_CHARACTERS:
-        middle, most = begin + PIECE_CHARACTERS // 2, begin + PIECE_CHARACTERS
-        cut = max(text.rfind("\n", middle, most), text.rfind(" ", middle, most))
-        end = cut if cut > 0 else most
-        yield text[begin:end]
-        begin = end
-    yield text[begin:]

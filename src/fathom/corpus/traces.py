@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from fathom.corpus.documents import ConversationMessage
 from fathom.errors import DataError
@@ -37,17 +37,9 @@ def trace_messages(text: str) -> list[ConversationMessage]:
     return messages
 
 
-def used_actions(messages: Sequence[ConversationMessage]) -> Iterator[str]:
-    """The names of all actions in a trace."""
-    for message in messages:
-        if message["role"] == "assistant":
-            yield from (
-                match[1].strip() for match in re.finditer(r"^Action:[ \t]*(.+)$", message["content"], re.MULTILINE)
-            )
-
-
 def require_tools(messages: Sequence[ConversationMessage], tools: Sequence[str]) -> None:
     """Refuse a trace that uses an undescribed tool."""
-    for name in used_actions(messages):
+    said = [message["content"] for message in messages if message["role"] == "assistant"]
+    for name in map(str.strip, re.findall(r"^Action:[ \t]*(.+)$", "\n".join(said), re.MULTILINE)):
         if name not in tools:
             raise DataError(f"the action {name!r} is none of its tools: {', '.join(tools) or 'none'}")

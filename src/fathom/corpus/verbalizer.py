@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from fathom.corpus.documents import ConversationMessage
@@ -60,10 +61,5 @@ def said(value: object) -> str:
 
 
 def _filled(template: str, words: Mapping[str, str]) -> str:
-    """A template with its three fields filled in; braces in values are kept."""
-    parts = template.split("{")
-    text = parts[0]
-    for part in parts[1:]:
-        name, closed, rest = part.partition("}")
-        text += words[name] + rest if closed and name in words else "{" + part
-    return text
+    """A template with its three fields filled in; other braces, and those of values, are kept."""
+    return re.sub(r"\{(entity|key|value)\}", lambda field: words[field[1]], template)

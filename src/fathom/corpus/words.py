@@ -43,12 +43,8 @@ class Words:
         """The numbers of all runs of `length` words within a text, and each text's range in them."""
         counts = np.maximum(np.diff(self.bounds) - length + 1, 0)
         bounds = np.concatenate([[0], np.cumsum(counts)])
-        if len(self.numbers) < length:
-            return np.empty(0, np.uint64), bounds
-        all_runs = run_numbers(self.numbers, length)
-        text = np.repeat(np.arange(len(counts)), counts)
-        places = np.arange(bounds[-1]) - bounds[text] + self.bounds[text]
-        return all_runs[places], bounds
+        found = [runs for _, runs, _ in self.runs_of([length])]
+        return found[0] if found else np.empty(0, np.uint64), bounds
 
     def runs_of(self, lengths: Iterable[int]) -> Iterator[tuple[int, Numbers, NDArray[np.int64]]]:
         """(length, numbers, place of the first word) of all runs within a text, for each of several lengths."""
@@ -96,6 +92,18 @@ def batches(texts: Iterator[str] | Sequence[str], size: int = BLOCK) -> Iterator
         yield batch
 
 
+def pieces(text: str, size: int) -> Iterator[str]:
+    """A long text in pieces that end before a space or at a line's end; only a word of half a piece may be split."""
+    begin = 0
+    while len(text) - begin > size:
+        middle, most = begin + size // 2, begin + size
+        cut = max(text.rfind("\n", middle, most), text.rfind(" ", middle, most))
+        end = cut if cut > 0 else most
+        yield text[begin:end]
+        begin = end
+    yield text[begin:]
+
+
 def _joined(parts: Sequence[Words]) -> Words:
     counts = np.concatenate([np.diff(part.bounds) for part in parts])
     return Words(
@@ -109,15 +117,10 @@ def _joined(parts: Sequence[Words]) -> Words:
 def _words_of_one(text: str) -> Words:
     """A long text, block by block, each ending between words."""
     parts, begin = [], 0
-    while begin < len(text):
-        end = min(begin + BLOCK, len(text))
-        if end < len(text):
-            # A word longer than half a block belongs to no language, and may be split.
-            cut = max(text.rfind(" ", begin + BLOCK // 2, end), text.rfind("\n", begin + BLOCK // 2, end))
-            end = cut + 1 if cut >= 0 else end
-        part = _words_of_block([text[begin:end]])
+    for piece in pieces(text, BLOCK):
+        part = _words_of_block([piece])
         parts.append(Words(part.numbers, part.starts + begin, part.ends + begin, part.bounds))
-        begin = end
+        begin += len(piece)
     whole = _joined(parts)
     return Words(whole.numbers, whole.starts, whole.ends, np.array([0, len(whole.numbers)]))
 

@@ -8,12 +8,12 @@ import queue
 import sys
 import threading
 import traceback
-from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
 from typing import IO, Any
 
 from fathom.checkpoints.layout import PLAN
+from fathom.corpus.children import answering
 from fathom.corpus.stage import StageOf, Task, WorkspaceOf, perform, stage_folder
 from fathom.corpus.stages import STAGES
 from fathom.errors import FathomError
@@ -30,12 +30,10 @@ def open_plan(directory: Path, stage: str, written: int) -> tuple[StageOf[Any], 
     return kind(WorkspaceOf(directory, recipe)), restored(list[Task], content["tasks"])
 
 
-def carry_out(directory: str, stage: str, numbers: Iterable[int]) -> None:
-    """Run tasks of a stage's plan in this process."""
-    place = Path(directory)
-    performer, tasks = open_plan(place, stage, (stage_folder(place, stage) / PLAN).stat().st_mtime_ns)
-    for number in numbers:
-        perform(performer, tasks[number])
+def carry_out(directory: Path, stage: str, number: int) -> None:
+    """Run a task of a stage's plan in this process."""
+    performer, tasks = open_plan(directory, stage, (stage_folder(directory, stage) / PLAN).stat().st_mtime_ns)
+    perform(performer, tasks[number])
 
 
 def serve() -> None:
@@ -43,23 +41,20 @@ def serve() -> None:
 
     A second thread reads, so that this process ends at once when the one that started it dies, however that happens.
     """
-    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # any other output goes to standard error
+    answer = answering()
     requests: queue.Queue[str] = queue.Queue()
     threading.Thread(target=_listen, args=(sys.stdin, requests), daemon=True).start()
     while True:
         directory, stage, number = json.loads(requests.get())
         try:
-            carry_out(directory, stage, [number])
-            answer = {"done": number}
+            carry_out(Path(directory), stage, number)
+            answer({"done": number})
         except FathomError as error:
-            answer = {"error": str(error), "code": error.exit_code}
+            answer({"error": str(error), "code": error.exit_code})
         except OSError as error:
-            answer = {"error": f"{error.filename or directory}: {error.strerror or error}", "code": 1}
+            answer({"error": f"{error.filename or directory}: {error.strerror or error}", "code": 1})
         except Exception:
-            answer = {"bug": traceback.format_exc()}
-        replies.write(json.dumps(answer) + "\n")
-        replies.flush()
+            answer({"bug": traceback.format_exc()})
 
 
 def _listen(stream: IO[str], requests: queue.Queue[str]) -> None:

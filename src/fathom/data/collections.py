@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
-
-import numpy as np
-from numpy.typing import NDArray
 
 from fathom.data.shards import INDEX, TokenDataset, read_index
 from fathom.data.targets import TargetDataset
@@ -31,41 +27,14 @@ class MixedDataset(TokenDataset):
         self.tokenizer_identity = first.tokenizer_identity
         found = [one.fingerprint for one in collections.values()]
         self.fingerprint = zlib.crc32(json.dumps(found).encode())
-        self._firsts = list(accumulate((one.num_tokens for one in collections.values()), initial=0))
-        self.num_tokens = self._firsts[-1]
-        self.num_bytes = sum(one.num_bytes for one in collections.values())
-        self.num_documents = sum(one.num_documents for one in collections.values())
+        parts = list(collections.values())
+        self._join([one for part in parts for one in part._tokens], [one for part in parts for one in part._documents])
 
     def select(self, domain: str) -> TokenDataset:
         """One collection with all its domains."""
         if domain not in self.collections:
             raise DataError(f"data.mixture: no collection {domain!r}: there is {', '.join(self.collections)}")
         return self.collections[domain]
-
-    def read(self, start: int, out: NDArray[np.int64]) -> None:
-        """Copy the tokens from `start` of the concatenated collections into `out`."""
-        for one, first, last in self._within(start, start + len(out)):
-            base = max(start, first)
-            one.read(base - first, out[base - start : last - start])
-
-    def document_ends(self, start: int, stop: int) -> NDArray[np.int64]:
-        """The positions `start < p < stop` at which a new document begins, or a new collection."""
-        found: list[NDArray[np.int64]] = [np.empty(0, np.int64)]
-        for one, first, last in self._within(start, stop):
-            if first > start:
-                found.append(np.array([first]))
-            found.append(one.document_ends(max(start - first, 0), last - first) + first)
-        return np.concatenate(found)
-
-    def bytes_before(self, position: int) -> int:
-        """The bytes of text behind the first `position` tokens, as in `TokenDataset`."""
-        return sum(one.bytes_before(last - first) for one, first, last in self._within(0, position))
-
-    def _within(self, start: int, stop: int) -> Iterator[tuple[TokenDataset, int, int]]:
-        """The collections that overlap `[start, stop)`, each with its first position and the end of the overlap."""
-        for one, (first, last) in zip(self.collections.values(), pairwise(self._firsts), strict=True):
-            if first < stop and start < last:
-                yield one, first, min(last, stop)
 
 
 def open_mixture(

@@ -127,22 +127,16 @@ class Hops(Puzzle):
 
     def rows(self, chances: Chances, level: int | None) -> PuzzleRows:
         """See `Puzzle.rows`."""
-        count = len(chances)
         words, order, asked, far = np.split(chances, np.cumsum([self.words, self.names, self.names]).tolist(), axis=1)
         cycle = shuffled(words)[:, : self.names]  # [rows, n]: the successor of each name is to its right
         place = shuffled(order)
         pairs = np.stack([_pick(cycle, place), _pick(cycle, (place + 1) % self.names)], 2)
         start = shuffled(asked)[:, : self.queries]
-        hop = 1 + below(far, self.hops) if level is None else np.full((count, self.queries), level)
+        hop = 1 + below(far, self.hops) if level is None else np.full((len(chances), self.queries), level)
         answer = _pick(cycle, (start + hop) % self.names)
         tell = np.full_like(answer, self.words + self.hops)
-        query = np.stack([self.words + hop - 1, _pick(cycle, start), tell, answer], 2)  # [rows, q, 4]
-        end = np.full((count, 1), self.end)
-        tokens = np.concatenate([end, pairs.reshape(count, -1), query.reshape(count, -1)], 1)
-        labels = np.full_like(tokens, UNASKED)
-        places = slice(2 * self.names + 4, None, 4)
-        labels[:, places] = tokens[:, places]
-        return PuzzleRows(tokens, labels)
+        queries = np.stack([self.words + hop - 1, _pick(cycle, start), tell, answer], 2)  # [rows, q, 4]
+        return _asked(self.end, pairs, queries)
 
 
 @dataclass(frozen=True)
@@ -289,14 +283,8 @@ class RecallPuzzle(Puzzle):
         value = self.words + below(values, self.words)
         place = shuffled(asked)[:, : self.queries]
         tell = np.full_like(place, 2 * self.words)
-        query = np.stack([_pick(key, place), tell, _pick(value, place)], 2)
-        count = len(chances)
-        end = np.full((count, 1), self.end)
-        tokens = np.concatenate([end, np.stack([key, value], 2).reshape(count, -1), query.reshape(count, -1)], 1)
-        labels = np.full_like(tokens, UNASKED)
-        places = slice(2 * self.pairs + 3, None, 3)
-        labels[:, places] = tokens[:, places]
-        return PuzzleRows(tokens, labels)
+        queries = np.stack([_pick(key, place), tell, _pick(value, place)], 2)  # [rows, q, 3]
+        return _asked(self.end, np.stack([key, value], 2), queries)
 
 
 KINDS: dict[str, type[Puzzle]] = {
@@ -307,7 +295,7 @@ KINDS: dict[str, type[Puzzle]] = {
 
 
 class PuzzleDataset(TokenDataset):
-    """One split of a puzzle, all difficulties or one. Rows are generated when they are read."""
+    """One split of a puzzle, all difficulties or one: rows that are generated when they are read, and no stream."""
 
     def __init__(self, name: str, puzzle: Puzzle, seed: int, split: str, domains: Sequence[str], where: str) -> None:
         self.name, self.puzzle, self.seed, self.split = name, puzzle, seed, split
@@ -319,7 +307,6 @@ class PuzzleDataset(TokenDataset):
         self.fingerprint = zlib.crc32(repr((name, puzzle, seed)).encode())
         self.num_documents = ROWS[split]
         self.num_tokens = ROWS[split] * puzzle.traits.length
-        self.num_bytes = ROWS[split] * puzzle.traits.answers
 
     def select(self, domain: str) -> PuzzleDataset:
         """One difficulty of the split."""
@@ -337,22 +324,6 @@ class PuzzleDataset(TokenDataset):
         digest = hashlib.blake2b(repr((self.name, self.seed, self.split, self.domains)).encode(), digest_size=8)
         chances = chances_of(np.frombuffer(digest.digest(), "<u8")[0], numbers, self.puzzle.traits.draws)
         return self.puzzle.rows(chances, level)
-
-    def read(self, start: int, out: NDArray[np.int64]) -> None:
-        """Copy the tokens from `start` of the endless text of rows into `out`."""
-        length = self.puzzle.traits.length
-        first, last = start // length, (start + len(out) - 1) // length
-        text = self.rows(np.arange(first, last + 1)).tokens.ravel()
-        out[:] = text[start - first * length :][: len(out)]
-
-    def document_ends(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Where rows begin, `start < p < stop`."""
-        length = self.puzzle.traits.length
-        return np.arange(start // length + 1, -(-stop // length), dtype=np.int64) * length
-
-    def bytes_before(self, position: int) -> int:
-        """Bytes before a position: one per answer, spread evenly."""
-        return position * self.puzzle.traits.answers // self.puzzle.traits.length
 
 
 def is_puzzle(directory: str | Path) -> bool:
@@ -440,6 +411,16 @@ def a5() -> Ids:
 
 def _inversions(permutation: tuple[int, ...]) -> int:
     return sum(a > b for a, b in itertools.combinations(permutation, 2))
+
+
+def _asked(end: int, pairs: Ids, queries: Ids) -> PuzzleRows:
+    """Rows of pairs `[rows, n, 2]`, then queries `[rows, q, tokens]` that end with their answers."""
+    count, _, size = queries.shape
+    tokens = np.concatenate([np.full((count, 1), end), pairs.reshape(count, -1), queries.reshape(count, -1)], 1)
+    labels = np.full_like(tokens, UNASKED)
+    answers = slice(2 * pairs.shape[1] + size, None, size)
+    labels[:, answers] = tokens[:, answers]
+    return PuzzleRows(tokens, labels)
 
 
 def _pick(values: Ids, places: Ids) -> Ids:

@@ -148,15 +148,21 @@ def choose_split(text: str, held_out: float) -> str:
     return "val" if int.from_bytes(digest, "big") < held_out * 2.0**64 else "train"
 
 
-def extents(
-    directory: Path, split: str, domain: str, dtype: np.dtype[np.unsignedinteger], shards: Iterable[Shard]
-) -> dict[Path, tuple[int, int]]:
-    """Length and checksum of each shard file of one (split, domain)."""
+def targets_file(token_file: Path) -> Path:
+    """The path of the loss mask of a shard's token file."""
+    return token_file.with_suffix(".targets")
+
+
+def extents(directory: Path, index: CorpusIndex, split: str, domain: str) -> dict[Path, tuple[int, int]]:
+    """Length and checksum of each file of one (split, domain)."""
     files = {}
-    for number, shard in enumerate(shards):
+    for number, shard in enumerate(index.splits[split][domain]):
         token_file, index_file = shard_files(directory, split, domain, number)
-        files[token_file] = (shard.tokens * dtype.itemsize, shard.tokens_crc32)
+        files[token_file] = (shard.tokens * np.dtype(index.dtype).itemsize, shard.tokens_crc32)
         files[index_file] = (shard.documents * 16, shard.index_crc32)
+        if index.targets_crc32:
+            bits = targets_file(token_file)
+            files[bits] = (-(-shard.tokens // 8), index.targets_crc32[f"{split}/{domain}/{bits.name}"])
     return files
 
 
@@ -230,19 +236,20 @@ class TokenDataset:
         content = {key: asdict(getattr(index, key)) for key in CONTENT}
         self.fingerprint: int = zlib.crc32(json.dumps(content, sort_keys=True).encode())
         """A checksum of the checksums in the index: equal for equal tokens, whatever they were made from."""
-        self._tokens: list[NDArray[np.integer]] = []
-        self._documents: list[NDArray[np.int64]] = []
-        shards = []
-        for shard, (token_file, index_file) in self._shard_files():
-            shards.append(shard)
-            # A plain view of the map: np.memmap's own indexing is several times slower.
-            self._tokens.append(np.asarray(np.memmap(token_file, self.dtype, "r")))
-            self._documents.append(np.asarray(np.memmap(index_file, "<i8", "r")).reshape(-1, 2))
-        self._starts = [0, *np.cumsum([shard.tokens for shard in shards]).tolist()]
-        self._byte_starts = [0, *np.cumsum([shard.bytes for shard in shards]).tolist()]
+        files = [files for _, files in self._shard_files()]
+        # A plain view of the map: np.memmap's own indexing is several times slower.
+        tokens = [np.asarray(np.memmap(token_file, self.dtype, "r")) for token_file, _ in files]
+        documents = [np.asarray(np.memmap(index_file, "<i8", "r")).reshape(-1, 2) for _, index_file in files]
+        self._join(tokens, documents)
+
+    def _join(self, tokens: list[NDArray[np.integer]], documents: list[NDArray[np.int64]]) -> None:
+        """Make one stream of shards: the tokens of each, and where its documents end."""
+        self._tokens, self._documents = tokens, documents
+        self._starts = [0, *np.cumsum([len(one) for one in tokens]).tolist()]
+        self._byte_starts = [0, *np.cumsum([one[-1, 1] for one in documents]).tolist()]
         self.num_tokens: int = self._starts[-1]
         self.num_bytes: int = self._byte_starts[-1]
-        self.num_documents = sum(shard.documents for shard in shards)
+        self.num_documents = sum(map(len, documents))
 
     @classmethod
     def open(
@@ -274,18 +281,12 @@ class TokenDataset:
         domains = [domain] if domain is not None else list(splits[split])
         files: dict[Path, tuple[int, int]] = {}
         for name in domains:
-            files |= extents(directory, split, name, np.dtype(index.dtype), splits[split][name])
+            files |= extents(directory, index, split, name)
         for name, crc32 in index.tokenizer_crc32.items():
             path = directory / TOKENIZER / name
             files[path] = (path.stat().st_size if path.exists() else -1, crc32)
         _check(directory, files, verify)
-        found = cls(directory, index, split, domains)
-        if verify:
-            found.verify_more()
-        return found
-
-    def verify_more(self) -> None:
-        """Check further files of a subclass."""
+        return cls(directory, index, split, domains)
 
     @property
     def tokenizer_directory(self) -> Path:
@@ -296,11 +297,13 @@ class TokenDataset:
         """The part of this dataset that belongs to one domain, without verifying it again."""
         if domain not in self.domains:
             raise DataError(f"{self.directory}: no domain {domain!r}; allowed: {', '.join(self.domains)}")
-        return TokenDataset(self.directory, self._index, self.split, [domain])
+        return type(self)(self.directory, self._index, self.split, [domain])
 
     def require_vocabulary(self, model_vocab_size: int) -> None:
         """Refuse a model whose embedding has too few rows for this corpus."""
-        require_vocabulary(self.vocab_size, model_vocab_size, self.directory)
+        if self.vocab_size > model_vocab_size:
+            tokens = f"a vocabulary of {self.vocab_size} tokens"
+            raise DataError(f"{self.directory}: {tokens} does not fit a model with {model_vocab_size}")
 
     def read(self, start: int, out: NDArray[np.int64]) -> None:
         """Copy the tokens from `start` of the stream into `out`, across shards if needed."""
@@ -346,12 +349,6 @@ class TokenDataset:
         for domain in self.domains:
             for number, shard in enumerate(self._index.splits[self.split][domain]):
                 yield shard, shard_files(self.directory, self.split, domain, number)
-
-
-def require_vocabulary(vocab_size: int, model_vocab_size: int, where: str | Path) -> None:
-    """Refuse a model whose embedding has too few rows for a vocabulary."""
-    if vocab_size > model_vocab_size:
-        raise DataError(f"{where}: a vocabulary of {vocab_size} tokens does not fit a model with {model_vocab_size}")
 
 
 def _check(directory: Path, files: Mapping[Path, tuple[int, int]], verify: bool | Literal["cached"]) -> None:

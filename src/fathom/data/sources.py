@@ -1,6 +1,7 @@
 """Where documents come from: text, JSONL, Parquet and Hub datasets, read as streams of raw records.
 
-Reading is split in two. `Source.records` only finds where records begin; `parse` checks one and makes it a document.
+Reading is split in two. `Source.records` only finds where records begin; `Source.documents` checks each and makes it a
+document.
 """
 
 from __future__ import annotations
@@ -111,9 +112,42 @@ class Source:
 
     def documents(self, reading: Reading) -> Iterator[SourceText | None]:
         """Read the documents; None marks a record over the size limit."""
-        for number, payload in enumerate(self.records(reading)):
-            found = parse(self.kind, self.name, self.domain, number, payload, reading)
+        for number, payload in enumerate(self.records(reading), 1):
+            found = self._parsed(number, payload, reading)
             yield from [None] if found is None else found
+
+    def _parsed(self, number: int, payload: Payload, reading: Reading) -> list[SourceText] | None:
+        """The document of record `number`, or none; None if it is skipped."""
+        kind, domain = self.kind, self.domain
+        where = f"{self.name}:{number}" if kind == "lines" else f"{self.name} (document {number})"
+        if kind == "files":
+            where, payload = str(payload), _read_file(payload, reading)
+        if payload is None:
+            return None
+        try:
+            if kind == "lines":
+                fields = _json_fields(payload, domain, reading, where)
+                if fields is None:
+                    return []
+                text, domain = fields
+            elif kind in ("rows", "hub"):
+                text, domain = _require_text(payload[0], reading, where), _domain(payload[1:], domain, reading)
+            else:
+                text = payload.decode("utf-8")
+            data, _ = text.encode("utf-8"), domain.encode("utf-8")
+        except UnicodeError as error:
+            if reading.undecodable == "skip":
+                return []
+            if reading.undecodable == "error":
+                reason = error.reason if isinstance(error, (UnicodeDecodeError, UnicodeEncodeError)) else error
+                way = ": `undecodable=replace` or skip continues" if reading.advises else ""
+                raise DataError(f"{where} is not UTF-8 ({reason}){way}") from None
+            text, domain = _repair(kind, domain, payload, reading, where)
+            data = text.encode("utf-8")
+        if len(data) > reading.max_record_bytes:
+            _oversize(where, reading)
+            return None
+        return [SourceText(text, domain, len(data))] if text else []
 
 
 def find_sources(
@@ -129,7 +163,7 @@ def find_sources(
             sources.append(Source("hub", name, domain))
             continue
         whole_files: list[Path] = []
-        for path in _expand(name, file_format, out):
+        for path in find_files(name, lambda file: file_format != "auto" or _is_known(file), _known_suffixes(), out):
             kind, reader = _kind(path, reading, file_format)
             if kind == "files":
                 whole_files.append(path)
@@ -144,41 +178,6 @@ def find_sources(
     if not sources:
         raise DataError("no inputs: give at least one file, directory, glob or hf:NAME")
     return sources
-
-
-def parse(
-    kind: Kind, name: str, domain: str, number: int, payload: Payload, reading: Reading
-) -> list[SourceText] | None:
-    """Turn record `number` into its document, or none; None if it is skipped."""
-    where = f"{name}:{number + 1}" if kind == "lines" else f"{name} (document {number + 1})"
-    if kind == "files":
-        where, payload = str(payload), _read_file(payload, reading)
-    if payload is None:
-        return None
-    try:
-        if kind == "lines":
-            fields = _json_fields(payload, domain, reading, where)
-            if fields is None:
-                return []
-            text, domain = fields
-        elif kind in ("rows", "hub"):
-            text, domain = _require_text(payload[0], reading, where), _domain(payload[1:], domain, reading)
-        else:
-            text = payload.decode("utf-8")
-        data, _ = text.encode("utf-8"), domain.encode("utf-8")
-    except UnicodeError as error:
-        if reading.undecodable == "skip":
-            return []
-        if reading.undecodable == "error":
-            reason = error.reason if isinstance(error, (UnicodeDecodeError, UnicodeEncodeError)) else error
-            way = ": `undecodable=replace` or skip continues" if reading.advises else ""
-            raise DataError(f"{where} is not UTF-8 ({reason}){way}") from None
-        text, domain = _repair(kind, domain, payload, reading, where)
-        data = text.encode("utf-8")
-    if len(data) > reading.max_record_bytes:
-        _oversize(where, reading)
-        return None
-    return [SourceText(text, domain, len(data))] if text else []
 
 
 def _oversize(where: str, reading: Reading) -> None:
@@ -233,10 +232,6 @@ def split_name(text: str) -> tuple[str | None, str]:
     """`NAME=INPUT` as name and input; an existing path has no name."""
     match = re.match(r"([\w.-]+)=(.+)", text, re.DOTALL)
     return (match[1], match[2]) if match and not Path(text).exists() else (None, text)
-
-
-def _expand(name: str, file_format: FileFormat, out: Path | None) -> list[Path]:
-    return find_files(name, lambda file: file_format != "auto" or _is_known(file), _known_suffixes(), out)
 
 
 def find_files(name: str, is_known: Callable[[Path], bool], known_words: str, out: Path | None = None) -> list[Path]:
@@ -521,45 +516,22 @@ def _text_of(file: IO[bytes]) -> Iterator[TextIO]:
 def _separated(path: Path, reading: Reading) -> Iterator[bytes | None]:
     """Documents between lines that equal the separator; blank lines at the ends of a document are kept."""
     separator = None if reading.separator is None else reading.separator.encode()
-    document, number = _Growing(str(path), reading), 0
-    first = begins = True
+    document: bytearray | None = bytearray()  # at most a record's length of it is in memory; None if it is left out
+    number, first, begins = 1, True, True
     with _opened(path) as file:
         while line := file.readline(reading.max_record_bytes):
             line, first = line.removeprefix(codecs.BOM_UTF8) if first else line, False
             if begins and line.rstrip(b"\r\n") == separator:
-                yield document.whole()
-                number += 1
-                document = _Growing(f"{path} (document {number + 1})", reading)
-            else:
-                document.add(line)
+                yield None if document is None else bytes(document)
+                document, number = bytearray(), number + 1
+            elif document is not None:
+                document += line
+                if len(document) > reading.max_record_bytes:
+                    _oversize(f"{path} (document {number})", reading)
+                    document = None
             begins = line.endswith(b"\n")
-    if document:
-        yield document.whole()
-
-
-class _Growing:
-    """A document that is being read; at most a record's length of it is in memory."""
-
-    def __init__(self, where: str, reading: Reading) -> None:
-        self._where, self._reading = where, reading
-        self._data = bytearray()
-        self._left_out = False
-
-    def __bool__(self) -> bool:
-        return bool(self._data) or self._left_out
-
-    def add(self, line: bytes) -> None:
-        """Add a line."""
-        if self._left_out:
-            return
-        self._data += line
-        if len(self._data) > self._reading.max_record_bytes:
-            _oversize(self._where, self._reading)
-            self._left_out, self._data = True, bytearray()
-
-    def whole(self) -> bytes | None:
-        """The document; None if it is left out."""
-        return None if self._left_out else bytes(self._data)
+    if document is None or document:
+        yield None if document is None else bytes(document)
 
 
 def _read_file(path: Path, reading: Reading) -> bytes | None:

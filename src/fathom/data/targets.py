@@ -10,23 +10,15 @@ import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fathom.data.permutation import Permutation
-from fathom.data.shards import CorpusIndex, TokenDataset, file_crc32, shard_files
+from fathom.data.shards import CorpusIndex, TokenDataset, targets_file
 from fathom.errors import DataError
 
-TARGETS: Final = "targets_crc32"
-"""The key of the index for the checksums of these files."""
 NOT_TRAINED = -100  # the label that Hugging Face losses skip
-
-
-def targets_file(token_file: Path) -> Path:
-    """The path of the loss mask of a shard's token file."""
-    return token_file.with_suffix(".targets")
 
 
 def write_targets(token_file: Path, targets: NDArray[np.bool_]) -> None:
@@ -36,13 +28,7 @@ def write_targets(token_file: Path, targets: NDArray[np.bool_]) -> None:
 
 def read_targets(token_file: Path, tokens: int) -> NDArray[np.bool_]:
     """The loss mask of a shard of `tokens` tokens."""
-    path = targets_file(token_file)
-    try:
-        packed = np.fromfile(path, np.uint8)
-    except OSError:
-        raise DataError(f"{path} is missing") from None
-    if len(packed) != -(-tokens // 8):
-        raise DataError(f"{path} holds bits for {8 * len(packed)} tokens, not for {tokens}")
+    packed = np.fromfile(targets_file(token_file), np.uint8)
     return np.unpackbits(packed, count=tokens, bitorder="little").astype(np.bool_)
 
 
@@ -98,20 +84,6 @@ class TargetDataset(TokenDataset):
         self._bits = np.packbits(np.concatenate(bits))  # positions in the whole stream
         self._rows: dict[tuple[int, int], PackedRows] = {}
         self.fingerprint = zlib.crc32(json.dumps([self.fingerprint, index.targets_crc32], sort_keys=True).encode())
-
-    def verify_more(self) -> None:
-        """Compare the loss masks with their checksums."""
-        for domain in self.domains:
-            for number in range(len(self._index.splits[self.split][domain])):
-                path = targets_file(shard_files(self.directory, self.split, domain, number)[0])
-                if file_crc32(path) != (self._index.targets_crc32 or {}).get(f"{self.split}/{domain}/{path.name}"):
-                    raise DataError(f"{path} is corrupt: its checksum is not what the index says")
-
-    def select(self, domain: str) -> TargetDataset:
-        """The part of this dataset that belongs to one domain."""
-        if domain not in self.domains:
-            raise DataError(f"{self.directory}: no domain {domain!r}; allowed: {', '.join(self.domains)}")
-        return TargetDataset(self.directory, self._index, self.split, [domain])
 
     def packed(self, width: int, seed: int) -> PackedRows:
         """The rows of every epoch."""

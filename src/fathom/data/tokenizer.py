@@ -31,21 +31,6 @@ WORDS_AT_MOST = 1 << 24
 """Most bytes of distinct words in a training, which needs 40 to 85 times as much memory, at most 1.4 GB."""
 
 
-class TrainingWords:
-    """The distinct words of some text, up to a limit on their bytes."""
-
-    def __init__(self) -> None:
-        self.bytes = 0
-        self._seen: set[str] = set()
-
-    def add(self, text: str) -> int:
-        """Add a text; returns the bytes of all distinct words so far."""
-        new = set(PIECE.findall(text)) - self._seen
-        self._seen |= new
-        self.bytes += sum(len(word.encode("utf-8", "replace")) for word in new)
-        return self.bytes
-
-
 def train_bpe(texts: Iterable[str], vocab_size: int, tokens: Sequence[str] = ()) -> PreTrainedTokenizerBase:
     """Train a byte-level BPE; the same texts in the same order give the same tokenizer.
 
