@@ -16,7 +16,7 @@ from benchmarks.recompute import differing, recomputed, unfounded
 from examples.minerals import World
 
 from fathom.cli.main import main
-from fathom.errors import SettingsError
+from fathom.errors import DataError, FathomError
 from fathom.evaluation.harness import TaskResult
 from fathom.evaluation.origin import runs_between
 from fathom.evaluation.pair_page import WAYS, card, page
@@ -343,25 +343,25 @@ def test_questions_are_read_with_their_flags(tmp_path: Path) -> None:
     (tmp_path / "quiz.jsonl").write_text("\ufeff" + text, encoding="utf-8")
     assert read_benchmarks(tmp_path) == found
     (tmp_path / "quiz.jsonl").write_bytes(b'{"question": "\xff"}\n')
-    with pytest.raises(SettingsError, match=r"quiz\.jsonl: not UTF-8"):
+    with pytest.raises(DataError, match=r"quiz\.jsonl:1: bad JSON: 'utf-8' codec"):
         read_benchmarks(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ('{"question": "x", "choices": ["1", "2"], "answer": 2}', "quiz.jsonl:1: expected question, 2 to 26 choices"),
-        ('{"question": "x", "choices": ["1", 2], "answer": 0}', "quiz.jsonl:1: expected question"),
-        ('{"choices": ["1", "2"], "answer": 0}', "quiz.jsonl:1: expected question"),
-        ('{"question": "x", "choices": ["1", "2"], "answer": 0, "dirty": 1}', "quiz.jsonl:1: dirty: expected true or"),
-        ('{"question": "x", "choices": ["1"], "answer": 0}', "quiz.jsonl:1: expected question, 2 to 26 choices"),
-        ("[1]", "quiz.jsonl:1: not a JSON object"),
+        ('{"question": "x", "choices": ["1", "2"], "answer": 2}', "document 1: needs `answer`, the index of the right"),
+        ('{"question": "x", "choices": ["1", 2], "answer": 0}', "document 1: needs `choices`, a list of two or more"),
+        ('{"choices": ["1", "2"], "answer": 0}', "quiz.jsonl: document 1: needs `question`, a text"),
+        ('{"question": "x", "choices": ["1", "2"], "answer": 0, "dirty": 1}', "1: `dirty` is neither true nor false"),
+        (json.dumps({"question": "x", "choices": ["1"] * 27, "answer": 0}), "has more than 26 `choices`"),
+        ("[1]", "quiz.jsonl:1: expected a JSON object"),
         ('{"question": "open"}', "no .*jsonl file with question, choices and answer"),
     ],
 )
 def test_what_is_no_benchmark_is_said_in_one_line(row: str, said: str, tmp_path: Path) -> None:
     (tmp_path / "quiz.jsonl").write_text(row + "\n")
-    with pytest.raises(SettingsError, match=said):
+    with pytest.raises(FathomError, match=said):
         read_benchmarks(tmp_path)
 
 

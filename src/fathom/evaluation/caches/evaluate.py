@@ -185,8 +185,7 @@ class Evaluation:
         self.size = schedule.window + max(asked.compressions) * schedule.freed
         self.texts = _texts(checkpoint, domains, length + 1, max(length + 1, self.size)) if domains else []
         self.key = {
-            "checkpoint": checkpoint.fingerprint(),
-            "dtype": settings.numbers,
+            **checkpoint.key(settings),
             "schedule": asdict(schedule),
             "texts": [hashlib.sha256(text.numpy().tobytes()).hexdigest() for text in self.texts],
         }
