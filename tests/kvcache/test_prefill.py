@@ -7,7 +7,7 @@ import torch
 
 from fathom.kvcache import build_cache, chunks, prefill
 
-from .cases import F, N, cache_of, cached, model_of, tokens
+from .cases import cache_of, cached, model_of, tokens
 
 
 @pytest.fixture(scope="module")
@@ -91,19 +91,6 @@ def test_it_keeps_no_graph(model):
     cache = cache_of(model)
     assert not prefill(model, tokens(1, 150), cache).logits.requires_grad
     assert not cache.layers[0].keys.requires_grad
-
-
-def test_it_can_be_given_up(model):
-    """After any chunk, whose work is then all that was done."""
-    cache = cache_of(model)
-
-    def give_up() -> None:
-        if cache.seen > N:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        prefill(model, tokens(1, 231), cache, after_chunk=give_up)
-    assert cache.seen == N + F
 
 
 def test_beams_after_it(model):
