@@ -385,7 +385,7 @@ def test_two_runs_are_compared_and_nothing_is_scored_twice(
     shutil.copytree(corpus, tmp_path / "geology" / "shards")
     benchmark = tmp_path / "geology" / "benchmark"
     benchmark.mkdir()
-    rows = [{**one.row(), "dirty": number < 4} for number, one in enumerate(World(0, 12).questions(16))]
+    rows = [{**one.row(), "dirty": number < 2} for number, one in enumerate(World(0, 12).questions(8))]
     (benchmark / "quiz.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     longer = ("model.mixer=none", "model.max_position_embeddings=256", "train.export=true")
     train(tiny_recipe(corpus, *longer, "train.steps=2"), tmp_path / "base")
@@ -401,7 +401,7 @@ def test_two_runs_are_compared_and_nothing_is_scored_twice(
     assert all(text["difference"]["value"] < 0 for text in report["texts"].values()), "six more steps help"
     assert all(text["difference"]["high"] is None for text in report["texts"].values()), "14 and 9 documents"
     sizes = {(row["way"], row["part"]): row["asked"] for row in report["questions"]}
-    assert sizes == {(w, p): n for w in WAYS for p, n in (("all", 16), ("clean", 12), ("dirty", 4))}
+    assert sizes == {(w, p): n for w in WAYS for p, n in (("all", 8), ("clean", 6), ("dirty", 2))}
     assert (tmp_path / "out" / "report.html").stat().st_size > 5000
     assert [one["run"] for one in report["runs"]] == ["new"] and report["corpus"] is None, (
         "no corpus made the questions"
