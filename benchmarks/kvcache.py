@@ -35,7 +35,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from fathom.evaluation.caches.measure import Peak, each_length, loads, losses, scorer, stretches
+from fathom.evaluation.caches.measure import Peak, loads, losses, scorer, stretches
 from fathom.evaluation.caches.needles import Needles, Rows, plant, recall
 from fathom.evaluation.caches.spectrum import spectrum
 from fathom.kvcache import METHODS, NAMES, Schedule, build_cache, compress_in_training
@@ -404,7 +404,7 @@ def run_system(options: argparse.Namespace) -> dict[str, Any]:
             model = make(256, layers, width, n, 0).eval()
             new = partial(cache_of, model, arm, Schedule.at(n, 4, 0.5))
             ids = torch.randint(0, 256, (batch, lengths[-1] + options.decode))
-            measured = each_length(model, ids, new, lengths, options.decode)
+            measured = loads(model, ids, new, lengths, options.decode)
             return {"loads": list(map(vars, measured))}
 
         found.append({"arm": arm, "batch": batch, "layers": layers, "width": width})
@@ -432,7 +432,7 @@ def share(options: argparse.Namespace) -> list[dict[str, Any]]:
         ids = torch.randint(0, 256, (1, options.window + 3 * freed))
         Memory._compress = timed  # type: ignore[method-assign]
         try:
-            for _ in loads(model, ids, cache, [options.window], freed):  # one round, warm-up
+            for _ in loads(model, ids, lambda _, cache=cache: cache, [options.window], freed):  # one round, warm-up
                 pass
             spent.clear()
             began = now()

@@ -103,13 +103,6 @@ def test_chunks_of_a_prompt(models: Path) -> None:
     assert model.generate(ids, **chunked).shape == (1, 8)
 
 
-def test_gates_where_there_are_none(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["train", "recipes/tiny.yaml", "--dry-run", "model.recurrence=ponder"]
-    assert main([*words, "model.recurrence_options.tau=0.1"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "recurrence_options.tau is not an option of ponder (it has: blend, blend_steps, trips," in line
-
-
 def test_serve(models: Path) -> None:
     model, tokenizer = load(models / "ponder", "cpu")
     client = TestClient(build_app(Service(model, tokenizer, "tiny", max_trips=2)), raise_server_exceptions=False)

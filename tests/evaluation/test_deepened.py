@@ -83,7 +83,8 @@ def test_sentences():
 
 
 def test_the_command(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("fathom.evaluation.deepened.DECODED", 8)
+    monkeypatch.setattr("fathom.evaluation.deepened.DECODED", 4)
+    monkeypatch.setattr("fathom.evaluation.deepened.PAIRS", 6)
     loop = {"recurrence": "loop", "recurrence_options": {"trips": 4}}
     for name, keys in (("base", {}), ("deeper", loop), ("control", {})):
         export_tiny(tmp_path / name, mixer="none", **keys)

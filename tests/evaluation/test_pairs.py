@@ -16,7 +16,7 @@ from benchmarks.recompute import differing, recomputed, unfounded
 from examples.minerals import World
 
 from fathom.cli.main import main
-from fathom.errors import SettingsError
+from fathom.errors import DataError, FathomError
 from fathom.evaluation.harness import TaskResult
 from fathom.evaluation.origin import runs_between
 from fathom.evaluation.pair_page import WAYS, card, page
@@ -343,25 +343,25 @@ def test_questions_are_read_with_their_flags(tmp_path: Path) -> None:
     (tmp_path / "quiz.jsonl").write_text("\ufeff" + text, encoding="utf-8")
     assert read_benchmarks(tmp_path) == found
     (tmp_path / "quiz.jsonl").write_bytes(b'{"question": "\xff"}\n')
-    with pytest.raises(SettingsError, match=r"quiz\.jsonl: not UTF-8"):
+    with pytest.raises(DataError, match=r"quiz\.jsonl:1: bad JSON: 'utf-8' codec"):
         read_benchmarks(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ('{"question": "x", "choices": ["1", "2"], "answer": 2}', "quiz.jsonl:1: expected question, 2 to 26 choices"),
-        ('{"question": "x", "choices": ["1", 2], "answer": 0}', "quiz.jsonl:1: expected question"),
-        ('{"choices": ["1", "2"], "answer": 0}', "quiz.jsonl:1: expected question"),
-        ('{"question": "x", "choices": ["1", "2"], "answer": 0, "dirty": 1}', "quiz.jsonl:1: dirty: expected true or"),
-        ('{"question": "x", "choices": ["1"], "answer": 0}', "quiz.jsonl:1: expected question, 2 to 26 choices"),
-        ("[1]", "quiz.jsonl:1: not a JSON object"),
+        ('{"question": "x", "choices": ["1", "2"], "answer": 2}', "document 1: needs `answer`, the index of the right"),
+        ('{"question": "x", "choices": ["1", 2], "answer": 0}', "document 1: needs `choices`, a list of two or more"),
+        ('{"choices": ["1", "2"], "answer": 0}', "quiz.jsonl: document 1: needs `question`, a text"),
+        ('{"question": "x", "choices": ["1", "2"], "answer": 0, "dirty": 1}', "1: `dirty` is neither true nor false"),
+        (json.dumps({"question": "x", "choices": ["1"] * 27, "answer": 0}), "has more than 26 `choices`"),
+        ("[1]", "quiz.jsonl:1: expected a JSON object"),
         ('{"question": "open"}', "no .*jsonl file with question, choices and answer"),
     ],
 )
 def test_what_is_no_benchmark_is_said_in_one_line(row: str, said: str, tmp_path: Path) -> None:
     (tmp_path / "quiz.jsonl").write_text(row + "\n")
-    with pytest.raises(SettingsError, match=said):
+    with pytest.raises(FathomError, match=said):
         read_benchmarks(tmp_path)
 
 
@@ -385,7 +385,7 @@ def test_two_runs_are_compared_and_nothing_is_scored_twice(
     shutil.copytree(corpus, tmp_path / "geology" / "shards")
     benchmark = tmp_path / "geology" / "benchmark"
     benchmark.mkdir()
-    rows = [{**one.row(), "dirty": number < 4} for number, one in enumerate(World(0, 12).questions(16))]
+    rows = [{**one.row(), "dirty": number < 2} for number, one in enumerate(World(0, 12).questions(8))]
     (benchmark / "quiz.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     longer = ("model.mixer=none", "model.max_position_embeddings=256", "train.export=true")
     train(tiny_recipe(corpus, *longer, "train.steps=2"), tmp_path / "base")
@@ -401,7 +401,7 @@ def test_two_runs_are_compared_and_nothing_is_scored_twice(
     assert all(text["difference"]["value"] < 0 for text in report["texts"].values()), "six more steps help"
     assert all(text["difference"]["high"] is None for text in report["texts"].values()), "14 and 9 documents"
     sizes = {(row["way"], row["part"]): row["asked"] for row in report["questions"]}
-    assert sizes == {(w, p): n for w in WAYS for p, n in (("all", 16), ("clean", 12), ("dirty", 4))}
+    assert sizes == {(w, p): n for w in WAYS for p, n in (("all", 8), ("clean", 6), ("dirty", 2))}
     assert (tmp_path / "out" / "report.html").stat().st_size > 5000
     assert [one["run"] for one in report["runs"]] == ["new"] and report["corpus"] is None, (
         "no corpus made the questions"

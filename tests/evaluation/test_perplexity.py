@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import io
 import json
@@ -18,7 +17,6 @@ from rich.console import Console
 from tokenizers import Tokenizer, normalizers
 from transformers import Gemma3Config, GPT2Config, GPT2LMHeadModel
 
-import fathom.evaluation
 from fathom.checkpoints.export import export
 from fathom.checkpoints.open import longest_context
 from fathom.cli.main import main
@@ -63,7 +61,7 @@ def token_by_token(model, ids: list[int], context: int, stride: int) -> list[flo
     return losses
 
 
-@pytest.mark.parametrize(("context", "stride"), [(64, 64), (16, 16), (16, 5), (16, 1), (7, 3), (1, 1)])
+@pytest.mark.parametrize(("context", "stride"), [(64, 64), (16, 5), (7, 1), (1, 1)])
 def test_windows_equal_the_definition(tokenizer, context: int, stride: int) -> None:
     model = tiny(tokenizer, mixer="depth_attention").double()
     found = score(model, tokenizer, domain(*TEXTS), Cut(context, stride))
@@ -278,14 +276,6 @@ def test_a_group_averages_its_tasks() -> None:
     assert (joined.nats, joined.position_nats, joined.position_tokens) == ([1.0, 4.0], [2.0, 3.0], [4, 3])
 
 
-def test_optional_packages_are_imported_when_used() -> None:
-    """Importing any module of the package needs neither lm-eval nor datasets."""
-    for path in Path(fathom.evaluation.__file__).parent.glob("*.py"):
-        for node in ast.parse(path.read_text()).body:
-            names = [a.name for a in node.names] if isinstance(node, ast.Import) else [getattr(node, "module", None)]
-            assert not {str(name).split(".")[0] for name in names} & {"lm_eval", "datasets", "accelerate"}, path
-
-
 @pytest.fixture(scope="module")
 def exported(tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("checkpoints")
@@ -326,8 +316,8 @@ def test_out_gets_a_page_that_explains_intervals(exported: Path, tmp_path: Path,
     assert "Intervals" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("width", [40, 80])
-def test_no_table_is_wider_than_the_terminal(exported: Path, capsys, monkeypatch, width: int) -> None:
+def test_no_table_is_wider_than_the_terminal(exported: Path, capsys, monkeypatch) -> None:
+    width = 40
     monkeypatch.setenv("COLUMNS", str(width))
     models = [f"{name}-{'of-a-long-name' * 3}={exported / name}" for name in ("vanilla", "deep")]
     assert main(["evaluate", *models, "--perplexity", str(exported / "text.jsonl"), "--context", "16"]) == 0

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from transformers import DynamicCache
 
 from fathom.kvcache import METHODS, cache_bytes
 
@@ -30,16 +29,6 @@ def test_the_formula(method, dtype):
         assert cache.entries <= N
 
 
-def test_constant_beyond_the_window():
-    model = model_of("qwen3")
-    most = []
-    for length in (2 * N, 4 * N, 16 * N):
-        cache = cache_of(model)
-        cached(model, tokens(1, length), cache)
-        most.append(cache.memory_bytes())
-    assert len(set(most)) == 1
-
-
 def test_queries_count():
     model = model_of("qwen3")
     cache = cache_of(model, "snapkv")
@@ -47,10 +36,3 @@ def test_queries_count():
     entries = LAYERS * HEADS * WIDTH * (2 * cache.entries + S) * 4
     since = 1 + (LENGTH - N - 1) % cache.schedule.freed  # none is held of those before the last compression
     assert cache.memory_bytes() == entries + LAYERS * 4 * WIDTH * min(cache.method.observed, since) * 4
-
-
-def test_a_plain_cache():
-    model = model_of("qwen3")
-    cache = DynamicCache(config=model.config)
-    model(tokens(1, 100), past_key_values=cache)
-    assert cache_bytes(cache) == 2 * LAYERS * HEADS * WIDTH * 100 * 4

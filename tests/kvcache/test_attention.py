@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM
 from fathom.kvcache import METHODS, Compression, compress_in_training
 from fathom.kvcache.method import Held
 
-from .cases import SCHEDULE, N, cache_of, cached, model_of, tokens
+from .cases import SCHEDULE, N, model_of, tokens
 
 
 def switched(model, method="freqkv", **options):
@@ -31,7 +31,7 @@ def test_checkpointing_is_exact(case, method):
         assert all(map(torch.equal, gradients(model, ids), plain))
 
 
-@pytest.mark.quick("freqkv", "learned", "sinks", "snapkv")
+@pytest.mark.quick("freqkv", "learned", "snapkv")
 @pytest.mark.parametrize("method", METHODS)
 def test_every_parameter_learns(method):
     model, ids = model_of("depth_attention").train(), tokens(2, 150)
@@ -40,7 +40,7 @@ def test_every_parameter_learns(method):
         assert all(gradient.abs().max() > 0 for gradient in gradients(model, ids))
 
 
-@pytest.mark.quick("average", "freqkv", "learned", "sinks", "snapkv")
+@pytest.mark.quick("freqkv", "snapkv")
 @pytest.mark.parametrize("method", METHODS)
 def test_padding_behind_rows(method):
     """No token sees it, through any compression: gradients are those of the rows alone. In front it would be seen."""
@@ -128,15 +128,6 @@ def test_other_backends_are_refused():
     model.config._attn_implementation_internal = "flex_attention"
     with pytest.raises(ValueError, match=r"call model.set_attn_implementation\('sdpa'\) first"):
         switched(model)
-
-
-@torch.no_grad()
-def test_a_model_that_was_observed():
-    """A snapkv cache leaves no trace on the model."""
-    model, ids = model_of("qwen3"), tokens(1, 150)
-    truth = cached(model, ids, cache_of(model, "snapkv"))
-    with switched(model, "snapkv"):
-        assert (model(ids).logits - truth).abs().max() < 1e-5
 
 
 @pytest.mark.slow

@@ -1,17 +1,11 @@
 """Names, options, and the caches made of them."""
 
 import pytest
-from transformers import DynamicCache
 
 from fathom.kvcache import METHODS, MemoryCache, Schedule, build_cache, compress_in_training
 from fathom.kvcache.build import make_method
 
 from .cases import LINEAR, model_of
-
-
-def test_the_methods():
-    assert {"freqkv", "sinks", "average", "drop", "learned", "snapkv", "key_norm"} <= METHODS.keys()
-    assert all(name == method.name for name, method in METHODS.items())
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -24,20 +18,10 @@ def test_every_method_by_name(name):
     assert (cache.seen, cache.entries, cache.compressions, cache.memory_bytes()) == (0, 0, 0, 0)
 
 
-def test_full():
-    assert type(build_cache(model_of("qwen3"), "full", window=32)) is DynamicCache
-    assert type(build_cache(model_of("qwen3").config, "full")) is DynamicCache
-
-
 def test_options_reach_the_method():
-    assert build_cache(model_of("qwen3"), "freqkv", window=32, transform="fft").method.transform == "fft"
+    for given, chosen in ((dict(transform="fft"), "fft"), ({}, "matrix")):
+        assert build_cache(model_of("qwen3"), "freqkv", window=32, **given).method.transform == chosen
     assert build_cache(model_of("qwen3"), "freqkv", window=32, kept=20).schedule.kept == 20
-
-
-def test_a_method_of_ones_own():
-    model = model_of("qwen3")
-    method = make_method(model.config, "freqkv", window=32)
-    assert build_cache(model, method).method is method
 
 
 @pytest.mark.parametrize(

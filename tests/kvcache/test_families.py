@@ -12,14 +12,13 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from fathom.kvcache import METHODS, prefill
 
-from .cases import MODELS, N, cache_of, cached, model_of, tokens
+from .cases import N, cache_of, cached, model_of, tokens
 from .oracle import Oracle
-from .test_recursion import FEW, OURS
+from .test_recursion import FEW, THEIRS
 
 PAIRS = {"cohere", "cohere2", "glm", "glm4", "ernie4_5", "ernie4_5_moe", "helium"}
 """Families that rotate neighbouring channels; the others rotate the two halves of what they rotate."""
 BACKWARDS = {"nanochat"}
-THEIRS = [case for case in MODELS if case not in OURS]
 LIMIT = 1e-5
 LENGTH = 140
 

@@ -1,6 +1,5 @@
 """A matrix that starts as the average, learns through the attention function, and serves in a cache."""
 
-import pytest
 import torch
 
 from fathom.kvcache import build_cache, compress_in_training
@@ -49,16 +48,3 @@ def test_its_gradient_through_cache_and_function():
     scale = through_cache.abs().max()
     assert scale > 0
     assert (through_function - through_cache).abs().max() < 1e-6 * scale.clamp(min=1)
-
-
-def test_copies_of_a_cache_share_the_matrix():
-    import copy
-
-    cache = cache_of(model_of("qwen3"), "learned")
-    assert copy.deepcopy(cache).layers[1].method is cache.method
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_any_type_of_model(dtype):
-    model = model_of("qwen3", dtype)
-    assert cached(model, tokens(1, 100), cache_of(model, "learned")).dtype == dtype

@@ -22,7 +22,7 @@ def ids():
     return tokens(3, LENGTH)
 
 
-@pytest.mark.quick("freqkv", "learned", "sinks", "snapkv")
+@pytest.mark.quick("freqkv", "sinks", "snapkv")
 @pytest.mark.parametrize("method", METHODS)
 @torch.no_grad()
 def test_masks_are_told_the_truth(model, method):
@@ -47,7 +47,7 @@ def test_longer_chunks_are_foreseen_too(model):
         assert (keys.shape[2], offset) == (length, layer.seen - length)
 
 
-@pytest.mark.quick("freqkv", "learned", "sinks", "snapkv")
+@pytest.mark.quick("freqkv", "snapkv")
 @pytest.mark.parametrize("method", METHODS)
 def test_rows(model, ids, method):
     """Repeated, selected and reordered rows go on as those rows would have."""
@@ -62,7 +62,7 @@ def test_rows(model, ids, method):
     assert (a - b).abs().max() < 1e-5
 
 
-@pytest.mark.quick("freqkv", "learned", "sinks", "snapkv")
+@pytest.mark.quick("freqkv", "snapkv")
 @pytest.mark.parametrize("method", METHODS)
 def test_reset_and_offload(model, ids, method):
     """A cache that was used and reset is a fresh one; one that was offloaded between steps is one that was not."""
@@ -102,20 +102,16 @@ def test_the_whole_window_is_not_kept_alive(model, ids):
     assert first.untyped_storage().nbytes() == first.numel() * first.element_size()
 
 
-@pytest.mark.parametrize("length", [65, 100])
-def test_crossing_chunks(model, ids, length):
-    """ModelError by the layer: one forward pass attends to one state. The hook on the model cuts inputs before that."""
-    keys = torch.zeros(1, 2, length, 16)
+@torch.no_grad()
+def test_crossing_chunks(model, ids):
+    """One forward pass attends to one state: a layer refuses them, and the hook on the model cuts them before that."""
+    keys = torch.zeros(1, 2, N + 1, 16)
     layer = cache_of(model).layers[0]
-    with pytest.raises(ValueError, match=r"token 64 \(64 left\); call prefill\(model, input_ids, cache\).* divide 32"):
+    with pytest.raises(ValueError, match="crosses"):
         layer.update(keys, keys)
     with pytest.raises(ValueError, match="crosses"):
-        layer.get_mask_sizes(length)
+        layer.get_mask_sizes(N + 1)
     assert layer.seen == 0
-
-
-@torch.no_grad()
-def test_crossing_chunks_are_cut(model, ids):
     cache, other = cache_of(model), cache_of(model)
     for each in (cache, other):
         cached(model, ids[:, :50], each)

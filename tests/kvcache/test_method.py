@@ -7,7 +7,7 @@ from fathom.kvcache import METHODS, compress_in_training
 from fathom.kvcache.matrix import _MATRICES
 from fathom.kvcache.method import Held
 
-from .cases import SCHEDULE, F, L, N, S, cache_of, model_of, tokens
+from .cases import SCHEDULE, L, N, S, cache_of, model_of, tokens
 
 
 @pytest.fixture(scope="module")
@@ -59,22 +59,17 @@ def test_shapes_types_and_sinks(model, name, dtype):
     assert (back - keys[:, :, :S]).abs().max() < (0.05 if dtype == torch.bfloat16 else 1e-5)
 
 
-def test_the_schedule_of_the_toy(model):
-    schedule = cache_of(model).schedule
-    assert (schedule.window, schedule.sinks, schedule.kept, schedule.freed) == (N, S, L, F)
-
-
-@pytest.mark.parametrize("name", ["freqkv"])
-def test_a_matrix_is_made_once_for_all_caches(model, name, monkeypatch):
-    made, build = [], METHODS[name].build
-    monkeypatch.setattr(METHODS[name], "build", staticmethod(lambda *given: made.append(given[:2]) or build(*given)))
+def test_a_matrix_is_made_once_for_all_caches(model, monkeypatch):
+    made, freqkv = [], METHODS["freqkv"]
+    build = freqkv.build
+    monkeypatch.setattr(freqkv, "build", staticmethod(lambda *given: made.append(given[:2]) or build(*given)))
     for options in ({}, {}, dict(kept=20)):
         like = torch.zeros(())
-        c = cache_of(model, name, **options).method.matrix(like)
-        assert c is cache_of(model, name, **options).method.matrix(like)
+        c = cache_of(model, **options).method.matrix(like)
+        assert c is cache_of(model, **options).method.matrix(like)
         assert not torch.equal(c[0], c[1])
     assert made == [(L, N - S), (20, N - S)]
-    assert cache_of(model, name).method.matrix(like.double()).dtype == torch.float64
+    assert cache_of(model).method.matrix(like.double()).dtype == torch.float64
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "eager"])

@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from fathom.kvcache import compress_in_training
 from fathom.kvcache.observe import observed_backend
 
-from .cases import SCHEDULE, cache_of, cached, model_of, tokens
+from .cases import cache_of, cached, model_of, tokens
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "eager"])
@@ -46,14 +45,3 @@ def test_other_backends_are_refused():
     model.config._attn_implementation_internal = "paged|sdpa"
     with pytest.raises(ValueError, match=r"under attention 'paged\|sdpa': use sdpa or eager"):
         observed_backend(model)
-
-
-def test_training_in_between_leaves_it_on():
-    """A cache that observes goes on after compression in training was switched on and off."""
-    model, ids = model_of("qwen3"), tokens(1, 100)
-    cache = cache_of(model, "snapkv")
-    with compress_in_training(model, **SCHEDULE):
-        assert model.config._attn_implementation == "fathom_kvcache"
-    assert model.config._attn_implementation == "sdpa"
-    cached(model, ids, cache)
-    assert cache.compressions == 2

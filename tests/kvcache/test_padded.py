@@ -4,12 +4,11 @@ import copy
 
 import pytest
 import torch
-from transformers import DynamicCache
 
 from fathom.kvcache import METHODS, build_cache, prefill
 from fathom.kvcache.padded import Padded
 
-from .cases import L, N, S, cache_of, cached, model_of, tokens
+from .cases import N, S, cache_of, cached, model_of, tokens
 
 LENGTHS = (110, 70, 5)  # compressed twice, once, and not yet; the last two are compressed again at other tokens
 GREEDY = dict(do_sample=False, max_new_tokens=30)
@@ -167,9 +166,3 @@ def test_a_layer_that_sees_more_than_a_compression_leaves():
     model, (ids, mask) = model_of("gemma3-window"), batch()
     with pytest.raises(ValueError, match=r"at least 20 entries, .* and this one leaves 16: pass rows of equal length"):
         model(ids, attention_mask=mask, past_key_values=build_cache(model, "drop", window=N, ratio=0.25))
-
-
-def test_a_full_cache_is_not_concerned(model):
-    ids, mask = batch()
-    model(ids, attention_mask=mask, past_key_values=DynamicCache(config=model.config))
-    assert S + L == N // 2

@@ -50,18 +50,18 @@ def recomputed(model, ids: list[int], count: int) -> list[int]:
 def test_greedy_text_is_the_recomputed_one(opened, prompt: str) -> None:
     model, tokenizer = opened
     ids = tokenizer(prompt)["input_ids"]
-    expected = tokenizer.decode(recomputed(model, ids, 24), skip_special_tokens=True)
-    made = generate(model, tokenizer, prompt, Sampling(24, temperature=0, memory=FREQKV, options={"eos_token_id": 383}))
+    expected = tokenizer.decode(recomputed(model, ids, 18), skip_special_tokens=True)
+    made = generate(model, tokenizer, prompt, Sampling(18, temperature=0, memory=FREQKV, options={"eos_token_id": 383}))
     assert made.text == expected
     if len(ids) < 40:  # the control: an ordinary cache, for which there is room, says something else
-        full = generate(model, tokenizer, prompt, Sampling(24, temperature=0, options={"eos_token_id": 383}))
+        full = generate(model, tokenizer, prompt, Sampling(18, temperature=0, options={"eos_token_id": 383}))
         assert full.text != expected
 
 
 def test_a_text_may_outgrow_the_context(opened) -> None:
     model, tokenizer = opened
-    sampling = Sampling(200, temperature=0, memory=FREQKV, options={"eos_token_id": 383, "repetition_penalty": 1.3})
-    assert generate(model, tokenizer, TEXT[0], sampling).tokens == 200 > model.config.max_position_embeddings
+    sampling = Sampling(70, temperature=0, memory=FREQKV, options={"eos_token_id": 383, "repetition_penalty": 1.3})
+    assert generate(model, tokenizer, TEXT[0], sampling).tokens == 70 > model.config.max_position_embeddings
 
 
 @pytest.mark.parametrize("policy", [FREQKV, Policy("sinks", 16, 2, 0.5)])
@@ -69,7 +69,7 @@ def test_beams(opened, policy: Policy) -> None:
     """The prompt is read once, and says what it says where `generate` reads it for every beam."""
     model, tokenizer = opened
     ids = torch.tensor([tokenizer(TEXT[0])["input_ids"]])
-    common = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": 383, "num_beams": 3}
+    common = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": 383, "num_beams": 3}
     cache = build_cache(model, **vars(policy))
     by_itself = {"past_key_values": cache, "prefill_chunk_size": cache.schedule.chunk}
     rows: list[int] = []
@@ -81,7 +81,7 @@ def test_beams(opened, policy: Policy) -> None:
     assert rows and set(rows) == {1}
     expected = model.generate(ids, **by_itself, **common)
     assert torch.equal(model.generate(ids, **arguments, **common), expected)
-    several = Sampling(20, temperature=0, memory=policy, options={"num_beams": 3, "eos_token_id": 383})
+    several = Sampling(12, temperature=0, memory=policy, options={"num_beams": 3, "eos_token_id": 383})
     made = generate(model, tokenizer, TEXT[0], several)
     assert made.text == tokenizer.decode(expected[0, ids.shape[1] :], skip_special_tokens=True)
 

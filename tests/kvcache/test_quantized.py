@@ -46,8 +46,3 @@ def test_rows_and_reset(backend):
         ids[:, :60], past_key_values=cache_of(model, quantized=backend), num_beams=2, max_new_tokens=9
     )
     assert done.shape == (2, 69)
-
-
-def test_unknown_backend():
-    with pytest.raises(ValueError, match="quantized must be one of quanto, hqq, fp8, got 'int3'"):
-        cache_of(model_of("qwen3"), quantized="int3")

@@ -93,8 +93,8 @@ def step(length, **options):
 
 def test_training_needs_memory_as_its_text_does():
     """Neither scores nor masks of T × T; the control makes them."""
-    assert step(1024, window=64) < 4.1 * step(256, window=64)
-    assert step(1024) > 15 * step(256)
+    assert step(512, window=64) < 4.1 * step(128, window=64)
+    assert step(512) > 15 * step(128)
 
 
 @pytest.mark.parametrize("method", ["freqkv", "tova"])

@@ -12,7 +12,7 @@ from fathom.kvcache.static import StaticCache, StaticMemory
 from .cases import N, cache_of, cached, model_of, tokens
 
 BLIND = [name for name in METHODS if name not in ("snapkv", "tova", "expected_attention")]
-GREEDY = dict(do_sample=False, max_new_tokens=12)
+GREEDY = dict(do_sample=False, max_new_tokens=8)
 ONCE = "default", "fail_on_recompile"
 
 
@@ -93,7 +93,7 @@ def test_without_its_compressions_it_differs(model, monkeypatch):
     assert distance(wrong[:, :N], truth[:, :N]) < 1e-5 < 0.05 < distance(wrong[:, N:], truth[:, N:])
 
 
-@pytest.mark.parametrize("case", ["fathom", "qwen3", "loop"])
+@pytest.mark.parametrize("case", ["qwen3", "loop"])
 def test_generate(case):
     """`generate` makes the masks of a cache that compiles; with beams it reorders its rows."""
     model, prompt = model_of(case), tokens(2, 90)

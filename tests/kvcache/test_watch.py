@@ -22,20 +22,15 @@ def padded():
     return mask
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_padding(model, side):
+def test_padding(model):
     """On the left in a cache (test_padded.py), on the right in training."""
-    mask = padded() if side == "left" else padded().flip(1)
-    if side == "right":
-        for read in (model, lambda ids, past_key_values, **given: prefill(model, ids, past_key_values, **given)):
-            with pytest.raises(ValueError, match="pad rows on their left, in the first pass only"):
-                read(tokens(2, 20), attention_mask=mask, past_key_values=cache_of(model))
+    ids, left, right = tokens(2, 20), padded(), padded().flip(1)
+    with pytest.raises(ValueError, match="pad rows on their left, in the first pass only"):
+        prefill(model, ids, cache_of(model), attention_mask=right)
     with compress_in_training(model, **SCHEDULE):
-        if side == "left":
-            with pytest.raises(ValueError, match="in training, pad rows on their right"):
-                model(tokens(2, 20), attention_mask=mask)
-        else:
-            model(tokens(2, 20), attention_mask=mask)
+        with pytest.raises(ValueError, match="in training, pad rows on their right"):
+            model(ids, attention_mask=left)
+        model(ids, attention_mask=right)
 
 
 def test_a_prompt_with_the_pad_token(model):
@@ -47,13 +42,6 @@ def test_a_prompt_with_the_pad_token(model):
     mask = torch.ones_like(prompt)
     done = model.generate(prompt, attention_mask=mask, past_key_values=cache_of(model), max_new_tokens=2)
     assert done.shape == (1, 22)
-
-
-def test_a_mask_of_ones_is_welcome(model):
-    ids = tokens(2, 60)
-    with torch.no_grad():
-        with_mask = model(ids, attention_mask=torch.ones_like(ids), past_key_values=cache_of(model)).logits
-    assert torch.equal(with_mask, cached(model, ids, cache_of(model)))
 
 
 def test_a_mask_of_the_callers_own(model):

@@ -68,11 +68,3 @@ def test_by_configuration():
     config = model_of("qwen3").config
     assert type(build_cache(config, "full")) is DynamicCache
     assert type(build_cache(config, "full_static", window=8)) is StaticCache
-
-
-@needs_fp8
-def test_by_backend():
-    config = model_of("qwen3").config
-    assert [type(layer).__name__ for layer in build_cache(config, "full", quantized="fp8").layers] == [
-        "Fp8QuantizedLayer"
-    ] * 3

@@ -34,7 +34,6 @@ PAIRS = 9
 """How often both models are timed."""
 DECODED, PROMPT = 24, 48
 """Number of timed tokens, after a prompt of as many tokens."""
-NEEDED = 3
 
 
 @dataclass
@@ -93,13 +92,12 @@ class DeepenedReport:
 
 def require_three(names: Sequence[object]) -> None:
     """Reject any other number of checkpoints, before anything is scored."""
-    if len(names) != NEEDED:
+    if len(names) != 3:
         raise SettingsError(f"`deepened` compares BASE DEEPER CONTROL, three checkpoints; got {len(names)}")
 
 
 def compare(checkpoints: Sequence[Checkpoint], out: Path | None = None) -> DeepenedReport:
     """The report on three checkpoints that were scored: base, deeper, control."""
-    require_three(checkpoints)
     base, deeper, control = checkpoints
     effects = [*effects_of(deeper, control), *effects_of(deeper, base)]
     speed = time_decoding(deeper, control)

@@ -16,7 +16,6 @@ from fathom.report.tables import markdown_table, print_report, terminal_table
 
 WAYS = {"text": "option text", "length": "option text, by length", "letter": "letter", "shuffled": "letter, shuffled"}
 """Ways of asking a question; the verdict uses the first."""
-COLUMNS = ["", "n", "base", "new", "difference", "95 % interval, or changes and p"]
 MARKS = {True: "right", False: "wrong"}
 
 
@@ -56,20 +55,21 @@ def show(report: PairReport, out: Path | None) -> None:
 
 def columns(report: PairReport) -> list[str]:
     """The table's head: the models by their names."""
-    names = {"base": report.base.name, "new": report.new.name}
-    return [names.get(one, one) for one in COLUMNS]
+    return ["", "n", report.base.name, report.new.name, "difference", "95 % interval, or changes and p"]
 
 
 def page(report: PairReport) -> str:
     """The whole report."""
     title = f"{report.new.name} against {report.base.name}"
     table = html.table("Base and new on the same text and questions", columns(report), lines(report))
+    corpus = "" if report.corpus is None else html.paragraph(str(report.corpus))
+    runs = html.table("The runs, in order", RUN_COLUMNS, run_rows(report), prose=("reads (epochs)",))
     return html.page(
         title,
         report.verdict,
         html.section("What it learned", html.figures(*_right_answers(report), _bits(report))),
         html.section("What was asked", html.bullets(asked_words(report)), _examples(report)),
-        html.section(f"From {report.base.name} to {report.new.name}", _corpus(report), _runs(report)),
+        html.section(f"From {report.base.name} to {report.new.name}", corpus, runs),
         html.section("Every number", table),
         html.section("How to read this", html.bullets(reading(report))),
         html.section("Where it comes from", html.source(report)),
@@ -144,10 +144,6 @@ def _examples(report: PairReport) -> Markup:
     return html.table(caption, head, rows, prose=("question", "other choices"))
 
 
-def _corpus(report: PairReport) -> Markup:
-    return Markup() if report.corpus is None else html.paragraph(str(report.corpus))
-
-
 RUN_COLUMNS = ["run", "reads (epochs)", "tokens", "rate", "loss, first step", "last step", "held out"]
 
 
@@ -182,10 +178,6 @@ def _reads(one: RunBetween) -> str:
 
 def _epochs(number: float | None) -> str:
     return "" if number is None else f" ({number:.3g})"
-
-
-def _runs(report: PairReport) -> Markup:
-    return html.table("The runs, in order", RUN_COLUMNS, run_rows(report), prose=("reads (epochs)",))
 
 
 def card(report: PairReport) -> str:

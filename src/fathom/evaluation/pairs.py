@@ -19,12 +19,13 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from fathom.data.shards import INDEX, read_index
-from fathom.errors import SettingsError, to_install
+from fathom.errors import DataError, SettingsError, to_install
 from fathom.evaluation.origin import corpus_beside, runs_between
 from fathom.evaluation.pair_page import WAYS, card, page
 from fathom.evaluation.perplexity import DomainScore
 from fathom.evaluation.results import Answered, Asking, ExampleRow, NamedModel, PairReport, RatioGap, TextPair
 from fathom.evaluation.scoring import Checkpoint, Settings, run
+from fathom.evaluation.tasks import json_rows, problem_of
 from fathom.report import html
 from fathom.report.files import read_json, write_atomically
 from fathom.report.provenance import provenance
@@ -101,32 +102,19 @@ def chosen(
 
 
 def _asked(path: Path) -> Iterator[Quizzed | None]:
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError:
-        raise SettingsError(f"{path}: not UTF-8") from None
-    for number, line in enumerate(text.split("\n")):  # a line separator inside a string does not end the line
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-            question, choices, answer = row.get("question"), row.get("choices"), row.get("answer")
-        except (ValueError, AttributeError):
-            raise SettingsError(f"{path}:{number + 1}: not a JSON object") from None
-        if not choices or answer is None:
+    for number, row in enumerate(json_rows(path)):
+        if not row.get("choices") or row.get("answer") is None:
             yield None
             continue
-        texts = isinstance(choices, list) and all(isinstance(one, str) and one for one in choices)
-        fits = texts and type(answer) is int and 0 <= answer < len(choices) and 2 <= len(choices) <= len(LETTERS)
-        if not isinstance(question, str) or not fits:
-            raise SettingsError(
-                f"{path}:{number + 1}: expected question, 2 to {len(LETTERS)} choices (strings), and answer, the "
-                "index of the right choice from 0"
-            )
         dirty = row.get("dirty")
-        if not isinstance(dirty, bool | None):  # 1 would be neither clean nor dirty
-            raise SettingsError(f"{path}:{number + 1}: dirty: expected true or false, or no such field")
-        yield Quizzed(str(row.get("id", number)), question, tuple(choices), answer, dirty)
+        problem = problem_of("choice", row)
+        if problem is None and len(row["choices"]) > len(LETTERS):
+            problem = f"has more than {len(LETTERS)} `choices`"
+        if problem is None and not isinstance(dirty, bool | None):  # 1 would be neither clean nor dirty
+            problem = "`dirty` is neither true nor false"
+        if problem is not None:
+            raise DataError(f"{path}: document {number + 1}: {problem}")
+        yield Quizzed(str(row.get("id", number)), row["question"], tuple(row["choices"]), row["answer"], dirty)
 
 
 def task_rows(items: Sequence[Quizzed], way: str) -> list[dict[str, object]]:

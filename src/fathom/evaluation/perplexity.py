@@ -15,7 +15,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -150,25 +150,17 @@ class DomainScore:
             whole.tokens += part.tokens
             whole.bytes += part.bytes
             whole.trips += part.trips
-            whole._grow(len(part.position_nats))
-            for i, (nats, count) in enumerate(zip(part.position_nats, part.position_tokens, strict=True)):
-                whole.position_nats[i] += nats
-                whole.position_tokens[i] += count
+            whole._add_places(part.position_nats, part.position_tokens)
         return whole
 
-    def _grow(self, size: int) -> None:
-        missing = max(0, size - len(self.position_nats))
-        self.position_nats += [0.0] * missing
-        self.position_tokens += [0] * missing
+    def _add_places(self, nats: Sequence[float], tokens: Sequence[int]) -> None:
+        self.position_nats = [a + b for a, b in zip_longest(self.position_nats, nats, fillvalue=0.0)]
+        self.position_tokens = [a + b for a, b in zip_longest(self.position_tokens, tokens, fillvalue=0)]
 
     def _add(self, document: int, losses: np.ndarray, seen: np.ndarray) -> None:
         self.nats[document] += float(losses.sum())
         places = np.log2(seen).astype(int)
-        self._grow(int(places.max()) + 1)
-        for place in np.unique(places):
-            chosen = losses[places == place]
-            self.position_nats[place] += float(chosen.sum())
-            self.position_tokens[place] += len(chosen)
+        self._add_places(np.bincount(places, losses).tolist(), np.bincount(places).tolist())
 
 
 def read_domains(

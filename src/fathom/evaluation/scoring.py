@@ -95,14 +95,10 @@ class Settings(Opening):
             raise SettingsError(f"dtype={self.dtype}: allowed: {', '.join(DTYPES)}")
         if self.device is not None:
             check_device(self.device)
-        if self.out is not None and not self.out.is_dir():
-            self._check_out(self.out)
-
-    def _check_out(self, out: Path) -> None:
-        """Refuse an unusable output directory before anything is scored."""
-        above = next(path for path in (out, *out.absolute().parents) if path.exists())
-        if not above.is_dir():
-            raise SettingsError(f"out={out}: {above} is not a directory")
+        if self.out is not None:
+            above = next(path for path in (self.out, *self.out.absolute().parents) if path.exists())
+            if not above.is_dir():
+                raise SettingsError(f"out={self.out}: {above} is not a directory")
 
     @property
     def reading(self) -> Reading:
@@ -151,6 +147,11 @@ class Checkpoint:
         more = ("chat_template*", "additional_chat_templates/*", "special_tokens_map.json", "added_tokens.json")
         return _digest([_stamp(path) for pattern in names + more for path in sorted(self.directory.glob(pattern))])
 
+    def key(self, settings: Settings) -> dict[str, object]:
+        """What every result of this checkpoint depends on."""
+        trips = {} if self.max_trips is None else {"max_trips": self.max_trips}
+        return {"checkpoint": self.fingerprint(), "dtype": settings.numbers, **trips}
+
 
 def evaluate(
     checkpoints: Sequence[str | Path],
@@ -185,9 +186,7 @@ def run(checkpoints: Sequence[str | Path], settings: Settings) -> tuple[list[Che
         for name in names:
             _try_task(checkpoint, name, settings)
         for domain in domains:
-            checkpoint.domains[domain.name] = score = _domain(checkpoint, domain, context, settings)
-            if score.trips and (sample := _sample(checkpoint, domain, score.tokens, context, settings)) is not None:
-                checkpoint.samples[domain.name] = sample
+            _score_text(checkpoint, domain, context, settings)
         checkpoint.close()
     report = summarize(found, context if domains else None, settings.stride)
     if settings.out is not None:
@@ -264,7 +263,8 @@ def show(checkpoints: Sequence[Checkpoint], report: ScoresReport, out: Path | No
             print(note)
     names = [checkpoint.name for checkpoint in checkpoints]
     if len(names) > 1 or checkpoints[0].domains:
-        shown = report.rows if len(names) > 1 else [row for row in report.rows if row.task in _texts(report)]
+        texts = {text for _, text, _ in report.texts()}
+        shown = report.rows if len(names) > 1 else [row for row in report.rows if row.task in texts]
         console.print(table(shown, names))
     if checkpoints[0].domains:
         console.print("", terminal_table("", *context_table(report)))
@@ -304,10 +304,8 @@ def _task(checkpoint: Checkpoint, name: str, settings: Settings) -> TaskResult:
     found = [path for place in places for path in (place, *sorted(place.rglob("*"))) if path.is_file()]
     stamps = [_stamp(path) for path in found]
     key = {
-        "checkpoint": checkpoint.fingerprint(),
-        **({} if checkpoint.max_trips is None else {"max_trips": checkpoint.max_trips}),
+        **checkpoint.key(settings),
         "settings": asdict(asked),
-        "dtype": settings.numbers,
         "data": _digest(stamps),
         "lm_eval": version("lm_eval"),
     }
@@ -324,39 +322,32 @@ def _task(checkpoint: Checkpoint, name: str, settings: Settings) -> TaskResult:
     return result
 
 
-def _domain(checkpoint: Checkpoint, domain: Domain, context: int, settings: Settings) -> DomainScore:
-    def make() -> DomainScore:
-        return score_domain(*checkpoint.open(), domain, Cut(context, settings.stride), settings.batch_size)
-
-    key = _text_key(checkpoint, domain, context, settings)
-    return kept(DomainScore, checkpoint, settings.out, "perplexity", domain.name, key, make)
-
-
-def _sample(
-    checkpoint: Checkpoint, domain: Domain, tokens: Sequence[int], context: int, settings: Settings
-) -> Sample | None:
-    """A part of a domain, decoded as well; None for a model without rounds."""
-
-    def make() -> Sample | None:
-        return read_sample(*checkpoint.open(), domain, tokens, Cut(context, settings.stride))
-
-    key = _text_key(checkpoint, domain, context, settings)
-    return kept(Sample | None, checkpoint, settings.out, "decoded", domain.name, key, make)
-
-
-def _text_key(checkpoint: Checkpoint, domain: Domain, context: int, settings: Settings) -> dict[str, object]:
-    text = hashlib.sha256()
+def _score_text(checkpoint: Checkpoint, domain: Domain, context: int, settings: Settings) -> None:
+    """Score a domain, and decode a part of it if the model reads in rounds."""
+    text, cut = hashlib.sha256(), Cut(context, settings.stride)
     for document in domain.documents:
         text.update(document.text.encode() if document.text is not None else document.ids.tobytes())  # type: ignore[union-attr]
         text.update(b"\0")
-    return {
-        "checkpoint": checkpoint.fingerprint(),
-        **({} if checkpoint.max_trips is None else {"max_trips": checkpoint.max_trips}),
+    key = {
+        **checkpoint.key(settings),
         "context": context,
         "stride": settings.stride or context,
-        "dtype": settings.numbers,
         "data": text.hexdigest(),
     }
+
+    def whole() -> DomainScore:
+        return score_domain(*checkpoint.open(), domain, cut, settings.batch_size)
+
+    def sample() -> Sample | None:
+        return read_sample(*checkpoint.open(), domain, score.tokens, cut)
+
+    score = kept(DomainScore, checkpoint, settings.out, "perplexity", domain.name, key, whole)
+    checkpoint.domains[domain.name] = score
+    if not score.trips:
+        return
+    decoded = kept(Sample | None, checkpoint, settings.out, "decoded", domain.name, key, sample)
+    if decoded is not None:
+        checkpoint.samples[domain.name] = decoded
 
 
 def kept(
@@ -426,10 +417,6 @@ def _perplexity(checkpoint: Checkpoint) -> dict[str, TextScore]:
     for name, gap in gaps.items():
         found[name].decoding = gap
     return found
-
-
-def _texts(report: ScoresReport) -> set[str]:
-    return {text for _, text, _ in report.texts()}
 
 
 def _by_trips(report: ScoresReport) -> Table:

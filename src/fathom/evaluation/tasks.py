@@ -122,8 +122,8 @@ def _of_file(name: str, kind: str, path: Path) -> dict[str, object]:
     if not path.is_file():
         raise DataError(f"tasks={name}: no such file")
     rows: list[dict[str, object]] = []
-    for number, row in enumerate(_json(path), 1):
-        if (problem := _problem(kind, row)) is not None:
+    for number, row in enumerate(json_rows(path), 1):
+        if (problem := problem_of(kind, row)) is not None:
             raise DataError(f"{path}: document {number}: {problem}")
         rows.append({key: row[key] for key in ("question", "choices", "text", "answer") if key in row})
     if not rows:
@@ -132,7 +132,7 @@ def _of_file(name: str, kind: str, path: Path) -> dict[str, object]:
     return {**KINDS[kind], "task": name, "custom_dataset": lambda **_: data, "test_split": "test"}
 
 
-def _problem(kind: str, row: Mapping[str, object]) -> str | None:
+def problem_of(kind: str, row: Mapping[str, object]) -> str | None:
     """What a document of a generic task is missing, as an error message."""
     text, answer = ("question" if kind == "choice" else "text"), row.get("answer")
     if not isinstance(row.get(text), str):
@@ -245,17 +245,19 @@ def _files(directory: Path, name: str, others: bool = False) -> list[Path]:
 
 
 def _has_subject(directory: Path) -> bool:
-    return any("subject" in row for split in SPLITS for p in _files(directory, split)[:1] for row in [next(_json(p))])
+    first = (next(json_rows(path)) for split in SPLITS for path in _files(directory, split)[:1])
+    return any("subject" in row for row in first)
 
 
 def _rows(path: Path, subset: str | None) -> list[TaskRow]:
     if not LINES.search(path.name)[0].startswith(".jsonl"):  # type: ignore[index]
         return [{"page": page} for page in _articles(line.decode() for line in _lines(path))]
-    rows = list(_json(path))
+    rows = list(json_rows(path))
     return [row for row in rows if row["subject"] == subset] if rows and "subject" in rows[0] and subset else rows
 
 
-def _json(path: Path) -> Iterator[TaskRow]:
+def json_rows(path: Path) -> Iterator[TaskRow]:
+    """The documents of a file of JSON lines or of a table, compressed or not."""
     for number, line in enumerate(_lines(path), 1):
         try:
             row = json.loads(line) if line.strip() else None

@@ -21,7 +21,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from .build import config_of, make_method
 from .method import Held, Method
-from .observe import Attend, backend
+from .observe import backend
 from .rope import left_alone
 from .schedule import LARGEST_MASK, SINKS
 from .watch import decoder_of, watch
@@ -95,7 +95,7 @@ class Compression(AbstractContextManager["Compression"]):
             if past > 0 and length > 1 and self._unmasked(length * keys.shape[2], query):
                 group = torch.cat([query.new_zeros(*query.shape[:2], past, query.shape[3]), group], dim=2)
             mask = self._mask(group.shape[2], keys.shape[2], query)
-            out = self._attention(module)(module, group, keys, values, mask, scaling=scaling, **kwargs)[0]
+            out = backend(self.name, module)(module, group, keys, values, mask, scaling=scaling, **kwargs)[0]
             outputs.append(out[:, -length:])
         return torch.cat(outputs, dim=1)
 
@@ -103,9 +103,6 @@ class Compression(AbstractContextManager["Compression"]):
         """Whether the memory's entries get queries of zeros, so that a causal kernel needs no mask: always on a GPU,
         whose fastest kernels take none, elsewhere where it would be large."""
         return self.name == "sdpa" and (query.is_cuda or pairs > LARGEST_MASK)
-
-    def _attention(self, module: nn.Module) -> Attend:
-        return backend(self.name, module)
 
     def _windowed(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, sees: int, **kwargs: object
@@ -116,7 +113,7 @@ class Compression(AbstractContextManager["Compression"]):
             stop, first = min(start + sees, query.shape[2]), max(0, start - sees + 1)
             mask = self._mask(stop - start, stop - first, query, sees)
             parts = query[:, :, start:stop], key[:, :, first:stop], value[:, :, first:stop]
-            outputs.append(self._attention(module)(module, *parts, mask, **kwargs)[0])
+            outputs.append(backend(self.name, module)(module, *parts, mask, **kwargs)[0])
         return torch.cat(outputs, dim=1)
 
     def _look_out_for_compressions(self, length: int) -> None:

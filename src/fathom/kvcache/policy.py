@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import sys
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -71,7 +70,6 @@ class Policy:
         prompt: Tensor,
         attention_mask: Tensor | None = None,
         beams: int = 1,
-        after_chunk: Callable[[], None] | None = None,
         max_trips: int | None = None,
         static: bool = False,
     ) -> dict[str, object]:
@@ -82,14 +80,13 @@ class Policy:
             prompt: Sequences, padded on the left if their lengths differ.
             attention_mask: Zeros on padding, `[B, T]`.
             beams: Number of beams in `generate`.
-            after_chunk: See `prefill`.
             static: Whether the cache is for decoding that is compiled; see `build_cache`.
         """
         cache = self.empty(model, static)
         if isinstance(cache, MemoryCache):
             cache.admit(attention_mask)
         if prompt.shape[1] > 1:
-            prefill(model, prompt[:, :-1], cache, after_chunk=after_chunk, max_trips=max_trips)
+            prefill(model, prompt[:, :-1], cache, max_trips=max_trips)
             cache.batch_repeat_interleave(beams)
         return {"past_key_values": cache}
 

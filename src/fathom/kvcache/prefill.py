@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,7 +31,6 @@ def prefill(
     input_ids: Tensor,
     cache: Cache,
     attention_mask: Tensor | None = None,
-    after_chunk: Callable[[], None] | None = None,
     max_trips: int | None = None,
 ) -> ModelOutput:
     """Feed `[B, T]` tokens into `cache` and return the last output, with the logits of the last position only.
@@ -44,7 +43,6 @@ def prefill(
         input_ids: Sequences, padded on the left if their lengths differ.
         cache: A cache, empty or with the preceding tokens.
         attention_mask: Mask of padding, with the tokens in the cache: `[B, seen + T]`.
-        after_chunk: Called after every forward pass; an exception from it ends the prefill.
         max_trips: Maximum trips per token, equal to that of later forward passes; only for models of several trips.
     """
     if input_ids.shape[1] == 0:
@@ -58,6 +56,4 @@ def prefill(
         output = model(
             chunk, attention_mask=attention_mask, past_key_values=cache, use_cache=True, logits_to_keep=1, **given
         )
-        if after_chunk is not None:
-            after_chunk()
     return output

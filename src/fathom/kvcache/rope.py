@@ -62,18 +62,17 @@ class Turn(Still):
 
     def __init__(self, embed: nn.Module, apply: Apply, kind: str | None = None) -> None:
         self.embed, self.apply, self.kind = embed, apply, kind
-        prefix = f"{kind}_" if kind is not None and hasattr(embed, f"{kind}_inv_freq") else ""
-        self.scale: float = getattr(embed, f"{prefix}attention_scaling", 1.0)
-        self.angles: bytes = getattr(embed, f"{prefix}inv_freq").float().numpy().tobytes()
+        self._prefix = f"{kind}_" if kind is not None and hasattr(embed, f"{kind}_inv_freq") else ""
+        self.scale: float = getattr(embed, f"{self._prefix}attention_scaling", 1.0)
+        self.angles: bytes = getattr(embed, f"{self._prefix}inv_freq").float().numpy().tobytes()
         """The angle per position of each pair of channels; models with equal angles can share keys."""
-        self._by_type = bool(prefix)
         self._tables: dict[tuple[int, int, torch.dtype, torch.device], tuple[Tensor, Tensor]] = {}
 
     def adopt(self, embed: nn.Module) -> None:
         """Take the angles of a model's own module: a model that was cast to half precision has rounded ones."""
-        prefix = f"{self.kind}_" if self._by_type else ""
+        name = f"{self._prefix}inv_freq"
         with torch.inference_mode(False):
-            setattr(self.embed, f"{prefix}inv_freq", getattr(embed, f"{prefix}inv_freq").detach().float().cpu().clone())
+            setattr(self.embed, name, getattr(embed, name).detach().float().cpu().clone())
         self._tables.clear()
 
     def turn(self, x: Tensor, start: int, step: int = 1) -> Tensor:
@@ -108,7 +107,7 @@ class Turn(Still):
             self.embed.to(x.device)
             positions = (torch.arange(n) * step + start).to(x.device).unsqueeze(0)
             like = x[..., :0].detach().clone()  # for its dtype and device only
-            cos, sin = self.embed(like, positions, self.kind) if self._by_type else self.embed(like, positions)
+            cos, sin = self.embed(like, positions, self.kind) if self._prefix else self.embed(like, positions)
             self._tables[key] = cos / self.scale, sin / self.scale
         return self._tables[key]
 
@@ -123,14 +122,11 @@ class Rope:
         self._asked = False
         with torch.device("cpu"):
             self.turns: dict[str | None, Turn] = dict(_turns(config, code))
-        self.plan: list[Still] = [self.turns.get(kinds[i] if kinds else None, self._first) for i in range(layers)]
+        first = next(iter(self.turns.values()))
+        self.plan: list[Still] = [self.turns.get(kinds[i] if kinds else None, first) for i in range(layers)]
         """The rotation of each layer."""
         if config.model_type == "fathom":
             self.plan = [turn if config.rotates(i) else Still() for i, turn in enumerate(self.plan)]
-
-    @property
-    def _first(self) -> Turn:
-        return next(iter(self.turns.values()))
 
     @property
     def angles(self) -> bytes:

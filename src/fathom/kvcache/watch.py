@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakKeyDictionary
 
@@ -68,19 +69,17 @@ def _before(
     given = named(decoder, args, kwargs)
     cache = given.get("past_key_values")
     training = getattr(decoder.config, "_attn_implementation", None) == "fathom_kvcache"
-    if training and isinstance(cache, MemoryCache):
-        raise ValueError("this model compresses in its attention function: stop() that before you use a cache")
-    if not training and not isinstance(cache, MemoryCache):
-        return None
     mask, positions = given.get("attention_mask"), given.get("position_ids")
-    if isinstance(cache, MemoryCache) and torch.compiler.is_compiling():
-        cache.make_room(tokens_of(given).shape[1])  # what is checked below was checked when the prompt was read
-        return None
     if not isinstance(cache, MemoryCache):
-        if mask is not None:
+        if training and mask is not None:
             padded_right(real_tokens(mask))
-        if positions is not None:
+        if training and positions is not None:
             unbroken(positions)
+        return None
+    if training:
+        raise ValueError("this model compresses in its attention function: stop() that before you use a cache")
+    if torch.compiler.is_compiling():
+        cache.make_room(tokens_of(given).shape[1])  # what is checked below was checked when the prompt was read
         return None
     turns_keys_as(decoder, cache)
     if not cache.watched:
@@ -131,17 +130,13 @@ def _read_all_but_the_last(
     cuts = cache.memory.cuts(length)
     if len(cuts) < 2:
         return given
-    start = 0
-    for part in cuts:
-        piece = {**given, "attention_mask": None}
-        for name, dim in SLICED.items():
-            if isinstance(given.get(name), Tensor):
-                piece[name] = given[name].narrow(dim, start, part)
-        start += part
-        if start == length:
-            return piece
-        now.earlier.append(decoder(**{**piece, "return_dict": True, "use_cache": True}))
-    raise AssertionError("the pieces do not add up to the input")
+    sliced = {name: dim for name, dim in SLICED.items() if isinstance(given.get(name), Tensor)}
+    for start, part in zip(accumulate(cuts, initial=0), cuts, strict=False):
+        parts = {name: given[name].narrow(dim, start, part) for name, dim in sliced.items()}
+        piece = {**given, **parts, "attention_mask": None}
+        if start + part < length:
+            now.earlier.append(decoder(**{**piece, "return_dict": True, "use_cache": True}))
+    return piece
 
 
 def joined(outputs: list[ModelOutput]) -> ModelOutput:

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
 from fathom.evaluation.caches import measure as kvcache
-from fathom.evaluation.caches.measure import Peak, each_length, loads, losses, read, scorer, stretches
+from fathom.evaluation.caches.measure import Peak, loads, losses, read, scorer, stretches
 from fathom.evaluation.clock import Clock
 from fathom.kvcache import build_cache, compress_in_training
 from fathom.models import FathomForCausalLM
@@ -65,31 +65,22 @@ def test_stretches_leave_a_short_one_out() -> None:
 
 
 def test_bytes_grow_only_without_compression(model: FathomForCausalLM, ids: torch.Tensor) -> None:
-    lengths = [64, 128, 256, 512]
-    compressed = list(loads(model, ids, build_cache(model, "freqkv", window=64), lengths, 8))
-    assert [load.entries for load in compressed] == [64] * 4
+    """Each length has a cache of its own, so `full_static` has room for it and no more."""
+
+    def new(method: str, room: int) -> Cache:
+        return build_cache(model, method, window=room if method == "full_static" else 64)
+
+    methods = ("freqkv", "full", "full_static")
+    compressed, whole, static = (list(loads(model, ids, partial(new, m), [128, 64, 512], 8)) for m in methods)
+    assert [load.entries for load in compressed] == [64] * 3
     assert len({load.cache_bytes for load in compressed[1:]}) == 1
-    whole = list(loads(model, ids, build_cache(model, "full"), lengths, 8))
-    assert [load.entries for load in whole] == [64, 128, 256, 512]
+    assert [load.entries for load in whole] == [64, 128, 512]
     assert whole[-1].cache_bytes == 8 * whole[0].cache_bytes
+    assert [load.entries for load in static] == [72, 136, 520]
     for load in (*compressed, *whole):
         assert 0 < load.decode_ms["p50"] <= load.decode_ms["p90"] <= load.decode_ms["max"]
     if sys.platform == "linux":
         assert all(load.peak_bytes is not None for load in whole)
-
-
-@pytest.mark.slow
-def test_each_length_has_a_cache_made_for_it(model: FathomForCausalLM, ids: torch.Tensor) -> None:
-    def new(method: str, room: int) -> Cache:
-        return build_cache(model, method, window=room if method == "full_static" else 64)
-
-    found = {
-        m: list(each_length(model, ids, partial(new, m), [128, 64, 512], 8)) for m in ("full_static", "full", "drop")
-    }
-    assert [load.entries for load in found["full_static"]] == [72, 136, 520]
-    assert [load.entries for load in found["full"]] == [64, 128, 512]
-    once = list(loads(model, ids, build_cache(model, "drop", window=64), [64, 128, 512], 8))
-    assert [load.cache_bytes for load in found["drop"]] == [load.cache_bytes for load in once]
 
 
 class Ticks(Clock):
@@ -116,8 +107,8 @@ def test_tokens_that_were_decoded_are_not_counted_as_prefilled(
     monkeypatch.setattr(kvcache, "Clock", lambda device: ticks)
     monkeypatch.setattr(kvcache, "_consume", counted)
     for rows in (ids, ids.view(2, 350)):
-        found = loads(model, rows, build_cache(model, "freqkv", window=64), [64, 128, 256], 32)
-        assert [load.prefill_tokens_per_second for load in found] == [pytest.approx(1000)] * 3
+        found = loads(model, rows, lambda room: build_cache(model, "freqkv", window=64), [64, 128], 8)
+        assert [load.prefill_tokens_per_second for load in found] == [pytest.approx(1000)] * 2
 
 
 def test_memory_and_time_are_those_of_the_models_device(monkeypatch: pytest.MonkeyPatch) -> None:

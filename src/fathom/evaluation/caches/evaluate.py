@@ -21,9 +21,9 @@ from fathom.checkpoints.layout import CONFIG
 from fathom.errors import SettingsError
 from fathom.evaluation.caches import natural, ruler
 from fathom.evaluation.caches.asking import answer, batches, make_prompts
-from fathom.evaluation.caches.measure import CHUNK, each_length, losses, read, scorer, stretches
+from fathom.evaluation.caches.measure import CHUNK, loads, losses, read, scorer, stretches
 from fathom.evaluation.caches.needles import Needles, Recall, Rows, enough, plant, recall
-from fathom.evaluation.caches.page import summarize, write_report
+from fathom.evaluation.caches.page import page, summarize
 from fathom.evaluation.caches.prompts import Frame, Prompt
 from fathom.evaluation.caches.results import (
     Answer,
@@ -40,12 +40,13 @@ from fathom.evaluation.scoring import Checkpoint, Settings, kept, name_checkpoin
 from fathom.kvcache import METHODS, NAMES, Schedule, build_cache
 from fathom.kvcache.policy import CacheOptions, Policy, cache_policy
 from fathom.kvcache.whole import WHOLE
+from fathom.report import html
 from fathom.report.files import read_json
 from fathom.report.numbers import duration
 from fathom.report.progress import ProgressBar
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel
 
 TASKS = {"1 needle": (1, True), "4 needles": (4, True), "4 needles, anywhere": (4, False)}
 """Tasks with token needles: the number in a text, and whether all are planted in its first window."""
@@ -115,7 +116,7 @@ def evaluate_caches(checkpoints: Sequence[str | Path], settings: Settings, asked
         checkpoint.close()
     report = summarize(found, asked.methods, asked.at)
     if settings.out is not None:
-        write_report(report, settings.out)
+        html.write(settings.out, report, page(report))
     return report
 
 
@@ -141,15 +142,12 @@ def ask(
         tasks: Tasks of RULER, comma between, or `ruler` for all.
     """
     methods = tuple(dict.fromkeys(word.strip() for word in kvcache.split(",") if word.strip()))
-    for method in methods:
+    for method in methods or (kvcache,):
         if method not in NAMES and method not in WHOLE:
             raise SettingsError(f"kvcache={method}: allowed: {', '.join(dict.fromkeys([*WHOLE, *NAMES]))}")
-    numbers = [word.strip().removesuffix("x") for word in at.split(",")]
-    if not methods or not all(number.isdigit() and int(number) for number in numbers):
-        raise SettingsError(f"at={at}: expected numbers of windows, as in 1x,2x,4x")
-    counts = [word.strip() for word in (compressions or ",".join(map(str, COMPRESSIONS))).split(",")]
-    if not all(count.isdigit() and int(count) for count in counts):
-        raise SettingsError(f"compressions={compressions}: expected numbers of compressions, as in 1,2,4")
+    lengths = _counts(at, "x", f"at={at}: expected numbers of windows, as in 1x,2x,4x")
+    refusal = f"compressions={compressions}: expected numbers of compressions, as in 1,2,4"
+    counts = COMPRESSIONS if compressions is None else _counts(compressions, "", refusal)
     questions = QUESTIONS if questions is None else questions
     if questions < 1:
         raise SettingsError(f"questions={questions}: allowed: 1 or more")
@@ -158,15 +156,15 @@ def ask(
     for task in chosen:
         if task not in ruler.TASKS:
             raise SettingsError(f"tasks={task}: with `kvcache`, allowed: ruler, {', '.join(ruler.TASKS)}")
-    return Asked(
-        methods,
-        tuple(sorted({int(number) for number in numbers})),
-        options,
-        questions,
-        tuple(sorted({int(count) for count in counts})),
-        needles,
-        tuple(chosen),
-    )
+    return Asked(methods, lengths, options, questions, counts, needles, tuple(chosen))
+
+
+def _counts(words: str, suffix: str, refusal: str) -> tuple[int, ...]:
+    """Whole numbers above zero, comma between, each with or without a suffix: each once, in order."""
+    found = [word.strip().removesuffix(suffix) for word in words.split(",")]
+    if not all(word.isdigit() and int(word) for word in found):
+        raise SettingsError(refusal)
+    return tuple(sorted({int(word) for word in found}))
 
 
 class Evaluation:
@@ -187,14 +185,14 @@ class Evaluation:
         self.size = schedule.window + max(asked.compressions) * schedule.freed
         self.texts = _texts(checkpoint, domains, length + 1, max(length + 1, self.size)) if domains else []
         self.key = {
-            "checkpoint": checkpoint.fingerprint(),
-            "dtype": settings.numbers,
+            **checkpoint.key(settings),
             "schedule": asdict(schedule),
-            "texts": [hash_of(text) for text in self.texts],
+            "texts": [hashlib.sha256(text.numpy().tobytes()).hexdigest() for text in self.texts],
         }
         self.questions = {**self.key, "questions": asked.questions, "compressions": list(asked.compressions)}
         _, tokenizer = checkpoint.open()
-        self.usable = _usable(tokenizer)
+        special = set(tokenizer.all_special_ids)
+        self.usable = torch.tensor([i for i in range(len(tokenizer)) if i not in special])
         self.generator = torch.Generator().manual_seed(0)
         self.needles = Needles.drawn(self.usable, self.generator) if asked.needles == "tokens" else None
         self.width = min(CHUNK, schedule.freed)  # the same for full caches, so that pieces have one size for all
@@ -213,11 +211,13 @@ class Evaluation:
         """All results."""
         policies = {method: self.asked.policy(self.checkpoint, method) for method in self.asked.methods}
         for policy in policies.values():
-            self._check(policy)
+            try:
+                self._new(policy, room=1)
+            except SettingsError as error:
+                raise SettingsError(f"{self.checkpoint.name}: {error}") from error
         self._say_what_it_takes(policies)
         caches = {method: self._cache(method, policy) for method, policy in policies.items()}
         reference = self._answers("full", replace(next(iter(policies.values())), method="full", window=None))
-        look = partial(_spectrum, self.checkpoint, self.schedule, self.texts)
         schedule = self.schedule
         return CheckpointCaches(
             directory=str(self.checkpoint.directory),
@@ -227,18 +227,11 @@ class Evaluation:
             haystack="documents" if any(text.shape[1] >= self.size for text in self.texts) else "random tokens",
             questions=Questions(len(self.prompts), self.left_out, reference),
             caches=caches,
-            spectrum=self._part(Spectrum, "spectrum", self.key, look),
+            spectrum=self._part(Spectrum, "spectrum", self.key, self._spectrum),
         )
 
     def _part(self, kind: object, name: str, key: Mapping[str, object], work: Callable[[], T]) -> T:
         return kept(kind, self.checkpoint, self.settings.out, "kvcache", name, key, work)
-
-    def _check(self, policy: Policy) -> None:
-        model, _ = self.checkpoint.open()
-        try:
-            (replace(policy, window=1) if policy.window is None else policy).empty(model)
-        except ValueError as error:
-            raise SettingsError(f"{self.checkpoint.name}: {error}") from error
 
     def _new(self, policy: Policy, room: int) -> Cache:
         model, _ = self.checkpoint.open()
@@ -263,7 +256,9 @@ class Evaluation:
         model, _ = self.checkpoint.open()
         by_document: list[list[float]] = []
         with ProgressBar(f"{self.checkpoint.name}: {method}, loss", len(self.texts)) as bar:
-            for rows in _side_by_side([text[:, : self.lengths[-1] + 1] for text in self.texts], self.schedule.window):
+            size = max(1, READ_AT_ONCE // self.schedule.window)
+            for start in range(0, len(self.texts), size):
+                rows = torch.cat([text[:, : self.lengths[-1] + 1] for text in self.texts[start : start + size]])
                 nats = losses(model, rows, self._new(policy, rows.shape[1]), self.width)
                 by_document += stretches(nats, self.schedule.chunk)
                 bar.update(len(by_document))
@@ -312,7 +307,18 @@ class Evaluation:
         draw = torch.randint(0, len(self.usable), (1, self.lengths[-1] + decode), generator=generator)
         with ProgressBar(f"{self.checkpoint.name}: {policy.method}, costs", len(self.lengths)) as bar:
             new = partial(self._new, policy)
-            return list(_counted(each_length(model, self.usable[draw], new, self.lengths, decode, self.width), bar))
+            return list(_counted(loads(model, self.usable[draw], new, self.lengths, decode, self.width), bar))
+
+    def _spectrum(self) -> Spectrum:
+        """Shares of energy, or the reason why there are none."""
+        model, _ = self.checkpoint.open()
+        rows = max(1, READ_AT_ONCE // self.schedule.window)
+        generator = torch.Generator().manual_seed(0)
+        ids = _haystack(self.texts, self.usable, rows, self.schedule.window, generator)
+        try:
+            return spectrum(model, ids, self.schedule)
+        except ValueError as error:
+            return Spectrum(left_out=str(error))
 
     def _planted(self, needles: Needles, task: tuple[int, bool]) -> list[Rows]:
         """Batches of texts with the task's share of the questions; a batch is cut after its last question."""
@@ -378,18 +384,6 @@ def _decoded(schedule: Schedule, lengths: Sequence[int]) -> int:
     return max(min(DECODED, schedule.freed), *waits)
 
 
-def _spectrum(checkpoint: Checkpoint, schedule: Schedule, texts: Sequence[Tensor]) -> Spectrum:
-    """Shares of energy, or the reason why there are none."""
-    model, tokenizer = checkpoint.open()
-    generator = torch.Generator().manual_seed(0)
-    rows = max(1, READ_AT_ONCE // schedule.window)
-    ids = _haystack(texts, _usable(tokenizer), rows, schedule.window, generator)
-    try:
-        return spectrum(model, ids, schedule)
-    except ValueError as error:
-        return Spectrum(left_out=str(error))
-
-
 def _texts(checkpoint: Checkpoint, domains: Sequence[Domain], length: int, most: int) -> list[Tensor]:
     """The first tokens, at least `length` and at most `most`, of each document that is long enough, `[1, T]`."""
     _, tokenizer = checkpoint.open()
@@ -408,13 +402,6 @@ def _texts(checkpoint: Checkpoint, domains: Sequence[Domain], length: int, most:
     return found
 
 
-def _side_by_side(texts: Sequence[Tensor], window: int) -> Iterator[Tensor]:
-    """Batches of texts `[B, T]`, each with as many texts as windows of theirs may be read at once."""
-    size = max(1, READ_AT_ONCE // window)
-    for start in range(0, len(texts), size):
-        yield torch.cat(list(texts[start : start + size]))
-
-
 def _haystack(texts: Sequence[Tensor], usable: Tensor, batch: int, size: int, generator: torch.Generator) -> Tensor:
     """`[batch, size]`: stretches of the texts, or single tokens of the vocabulary where no text is long enough."""
     long = [text[0] for text in texts if text.shape[1] >= size]
@@ -425,14 +412,3 @@ def _haystack(texts: Sequence[Tensor], usable: Tensor, batch: int, size: int, ge
         start = int(torch.randint(0, len(long[number]) - size + 1, (), generator=generator))
         rows.append(long[number][start : start + size])
     return torch.stack(rows)
-
-
-def _usable(tokenizer: PreTrainedTokenizerBase) -> Tensor:
-    """Every token that is not special."""
-    special = set(tokenizer.all_special_ids)
-    return torch.tensor([i for i in range(len(tokenizer)) if i not in special])
-
-
-def hash_of(text: Tensor) -> str:
-    """A hash of the text."""
-    return hashlib.sha256(text.numpy().tobytes()).hexdigest()

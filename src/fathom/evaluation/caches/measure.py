@@ -82,24 +82,6 @@ def stretches(nats: np.ndarray, width: int) -> list[list[float]]:
 
 
 def loads(
-    model: PreTrainedModel, ids: Tensor, cache: Cache, lengths: Sequence[int], decode: int, width: int = CHUNK
-) -> Iterator[Load]:
-    """Read texts `[B, T]` and stop at some lengths to measure the cache and decode `decode` tokens one by one."""
-    seen, prefilled, seconds, clock = 0, 0, 0.0, Clock(model.device)
-    peak = Peak(model)
-    for length in sorted(lengths):
-        seconds += clock.seconds(partial(_consume, model, ids[:, seen:length], cache, width))
-        prefilled += ids.shape[0] * (length - seen)
-        seen = length + decode
-        held, entries = cache_bytes(cache), cache.layers[0].get_mask_sizes(0)[0]
-        steps = ids[:, length:seen].split(1, dim=1)
-        spent = [1000 * clock.seconds(lambda: _consume(model, step, cache, 1)) for step in steps]  # noqa: B023
-        p50, p90 = np.percentile(spent, (50, 90))
-        times = {"p50": float(p50), "p90": float(p90), "max": max(spent)}
-        yield Load(length, entries, held, peak.bytes(), prefilled / seconds, times, clock.words)
-
-
-def each_length(
     model: PreTrainedModel,
     ids: Tensor,
     new: Callable[[int], Cache],
@@ -107,10 +89,21 @@ def each_length(
     decode: int,
     width: int = CHUNK,
 ) -> Iterator[Load]:
-    """As `loads`, but with a new cache for each length: a preallocated cache must not have the size for the longest
-    text while a short one is timed."""
+    """Read texts `[B, T]` up to each length, measure the cache, and decode `decode` tokens one by one.
+
+    Each length has a new cache: a preallocated one must not have the size for the longest text while a short one is
+    timed.
+    """
+    clock = Clock(model.device)
     for length in sorted(lengths):
-        yield from loads(model, ids, new(length + decode), [length], decode, width)
+        cache, peak = new(length + decode), Peak(model)
+        seconds = clock.seconds(partial(_consume, model, ids[:, :length], cache, width))
+        held, entries = cache_bytes(cache), cache.layers[0].get_mask_sizes(0)[0]
+        steps = ids[:, length : length + decode].split(1, dim=1)
+        spent = [1000 * clock.seconds(partial(_consume, model, step, cache, 1)) for step in steps]
+        p50, p90 = np.percentile(spent, (50, 90))
+        times = {"p50": float(p50), "p90": float(p90), "max": max(spent)}
+        yield Load(length, entries, held, peak.bytes(), len(ids) * length / seconds, times, clock.words)
 
 
 def _consume(model: PreTrainedModel, ids: Tensor, cache: Cache, width: int) -> None:

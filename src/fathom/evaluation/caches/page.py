@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import product
+from itertools import combinations, product
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +11,7 @@ from markupsafe import Markup
 
 from fathom.evaluation.caches.measure import stretches
 from fathom.evaluation.caches.needles import Recall
-from fathom.evaluation.caches.questions import question_tables, sentence
+from fathom.evaluation.caches.questions import Table, question_tables, sentence
 from fathom.evaluation.caches.results import CacheGap, CacheReport, CheckpointCaches, Load
 from fathom.evaluation.caches.spectrum import Shares
 from fathom.report import PAGE, html
@@ -96,34 +96,22 @@ def _span(nats: Sequence[Sequence[float]], start: int, stop: int, width: int) ->
 
 def _differences(values: CheckpointCaches, methods: Sequence[str]) -> Iterator[CacheGap]:
     """Differences beyond the window of each cache to each later one, paired over documents."""
-    caches = values.caches
-    for i, method in enumerate(methods):
-        for other in methods[i + 1 :]:
-            mine, theirs = caches[method].beyond, caches[other].beyond
-            if mine and theirs:
-                gap = paired_difference(mine, theirs)
-                yield CacheGap(gap.mean, gap.pairs, gap.half_width, gap.p, method=method, other=other)
+    for method, other in combinations(methods, 2):
+        mine, theirs = values.caches[method].beyond, values.caches[other].beyond
+        if mine and theirs:
+            gap = paired_difference(mine, theirs)
+            yield CacheGap(gap.mean, gap.pairs, gap.half_width, gap.p, method=method, other=other)
 
 
-def write_report(report: CacheReport, out: Path) -> tuple[Path, Path]:
-    """Write `report.json` and `report.html`."""
-    return html.write(out, report, page(report))
-
-
-# Tables: caption, columns, rows.
-
-Table = tuple[str, list[str], list[list[str]]]
-
-
-def tables(name: str, values: CheckpointCaches, report: CacheReport) -> list[Table]:
-    """Loss by position, needles by compressions, costs by length."""
-    found = [
-        *_loss_table(values, report),
-        *_recall_tables(values, report),
-        *question_tables(values, report.methods),
+def tables(name: str, values: CheckpointCaches, report: CacheReport) -> list[list[Table]]:
+    """The tables of loss by position, of needles by compressions, of questions, and of costs by length."""
+    parts = (
+        _loss_table(values, report),
+        _recall_tables(values, report),
+        question_tables(values, report.methods),
         _cost_table(values, report),
-    ]
-    return [(f"{name}: {caption}", columns, rows) for caption, columns, rows in found]
+    )
+    return [[(f"{name}: {caption}", columns, rows) for caption, columns, rows in part] for part in parts]
 
 
 def _loss_table(values: CheckpointCaches, report: CacheReport) -> Iterator[Table]:
@@ -150,7 +138,7 @@ def _recall_tables(values: CheckpointCaches, report: CacheReport) -> Iterator[Ta
         yield caption, ["cache", *map(str, range(len(recall.asked)))], rows
 
 
-def _cost_table(values: CheckpointCaches, report: CacheReport) -> Table:
+def _cost_table(values: CheckpointCaches, report: CacheReport) -> Iterator[Table]:
     rows = []
     for method in report.methods:
         for load in values.caches[method].loads:
@@ -159,16 +147,13 @@ def _cost_table(values: CheckpointCaches, report: CacheReport) -> Table:
             cells += [DASH if peak is None else size(peak), f"{load.prefill_tokens_per_second:,.0f}"]
             rows.append([method, *cells, *(f"{ms[key]:.2f}" for key in ("p50", "p90", "max"))])
     columns = ["cache", "tokens", "entries", "bytes", "peak", "prefill tokens/s", "decode ms, p50", "p90", "max"]
-    return "what it costs", columns, rows
+    yield "what it costs", columns, rows
 
 
 def show(report: CacheReport, out: Path | None) -> None:
     """The tables, the verdict, and the path of the page."""
-    found = (table for name, values in report.checkpoints.items() for table in tables(name, values, report))
-    print_report((terminal_table(*table) for table in found), report.verdict, out and out / PAGE)
-
-
-# The page.
+    parts = (part for name, values in report.checkpoints.items() for part in tables(name, values, report))
+    print_report((terminal_table(*table) for part in parts for table in part), report.verdict, out and out / PAGE)
 
 
 def page(report: CacheReport) -> str:
@@ -176,26 +161,20 @@ def page(report: CacheReport) -> str:
     legend = html.legend(report.methods)
     blocks = []
     for name, values in report.checkpoints.items():
+        parts = tables(name, values, report)
+        losses, recalls, questions, costs = ([html.table(*table) for table in part] for part in parts)
         loss, needles = _loss_figures(values, report), _needle_figures(values, report)
-        cost = _cost_figures(values, report)
-        shown = tables(name, values, report)
         blocks += [
-            html.section(
-                f"{name}: loss by position", legend if loss else "", loss, _gaps(values), *_html(shown, "nats")
-            ),
-            html.section(f"{name}: needles", legend, needles, *_html(shown, "accuracy")) if needles else Markup(),
-            html.section(f"{name}: questions", *_html(shown, "answers")),
-            html.section(f"{name}: cost", legend, cost, *_html(shown, "costs")),
+            html.section(f"{name}: loss by position", legend if loss else "", loss, _gaps(values), *losses),
+            html.section(f"{name}: needles", legend, needles, *recalls) if needles else Markup(),
+            html.section(f"{name}: questions", *questions),
+            html.section(f"{name}: cost", legend, _cost_figures(values, report), *costs),
         ]
     title = f"Caches: {', '.join(report.methods)}"
     spectra = html.section("Spectrum", html.legend(list(report.checkpoints)), _spectrum_figures(report))
     reading = html.section("How to read this", html.bullets(_method(report)))
     first, *others = _sentences(report)
     return html.page(title, first, html.bullets(others) if others else "", *blocks, spectra, reading, _source(report))
-
-
-def _html(shown: Sequence[Table], word: str) -> list[Markup]:
-    return [html.table(*table) for table in shown if word in table[0]]
 
 
 def _loss_figures(values: CheckpointCaches, report: CacheReport) -> Markup:

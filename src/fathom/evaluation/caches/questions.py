@@ -15,6 +15,7 @@ from fathom.report.statistics import paired_difference, wilson
 SOLVED = 0.5
 """Tasks on which the full cache scores lower are not used in the verdict."""
 Table = tuple[str, list[str], list[list[str]]]
+"""Caption, columns, rows."""
 Filter = Callable[[Answer], bool]
 
 
@@ -114,15 +115,15 @@ def question_tables(values: CheckpointCaches, methods: Sequence[str]) -> Iterato
     note = f"; not used, below 50 % with the full cache: {', '.join(bad)}" if bad else ""
     columns = ["cache", *(f"{task}, {place}" for task, place in cells)]
     yield f"answers, 95 % intervals: score by task and by place of the question{note}", columns, rows
-    rows = []
+    rows, counts = [], sorted({one.compressions for one in reference})
     for method in shown:
         mine = of(method).where(lambda one: one.task in good)
         row = [method]
-        for count in dict.fromkeys(sorted(one.compressions for one in reference)):
+        for count in counts:
             here = mine.where(lambda one, count=count: one.compressions == count)  # type: ignore[misc]
             row += [f"{here.score}, {here.nats}"]
         older = mine.where(lambda one: one.beyond)
         rows.append([*row, f"{older.score}, {older.nats}", mine.gap(attrgetter("score")), mine.gap(attrgetter("nats"))])
-    counts = [f"after {n}" for n in dict.fromkeys(sorted(one.compressions for one in reference))]
     caption = "answers to the tasks that the full cache solves: score, nats per answer token, by compressions"
-    yield caption, ["cache", *counts, "beyond what drop holds", "score − full's", "nats − full's"], rows
+    columns = ["cache", *(f"after {n}" for n in counts), "beyond what drop holds", "score − full's", "nats − full's"]
+    yield caption, columns, rows

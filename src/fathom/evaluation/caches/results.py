@@ -32,7 +32,7 @@ class Load:
     peak_bytes: int | None
     """Peak memory above that before the text, so without weights; None where the system does not report it."""
     prefill_tokens_per_second: float
-    """Speed over the tokens of all rows that were read in chunks so far."""
+    """Speed over the tokens of all rows."""
     decode_ms: dict[str, float]
     """Milliseconds for a step: p50, p90 and max, compressions included."""
     clock: str
