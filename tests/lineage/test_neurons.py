@@ -132,7 +132,7 @@ def test_stolen_experts_are_found_by_all_experts(tmp_path):
     honest = compare(open_weights(tmp_path / "giver"), open_weights(tmp_path / "taker"))
     assert honest.verdict.label == verdict.NONE
     found = compare(open_weights(tmp_path / "giver"), open_weights(thief))
-    assert found.verdict.label == verdict.PARTIAL and any("feed-forward" in block for block in found.blocks)
+    assert found.verdict.label == verdict.PARTIAL and "feed-forward" in found.verdict.sentence
 
 
 def test_the_axes_do_not_depend_on_rows_or_channels():

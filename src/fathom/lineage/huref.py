@@ -10,7 +10,8 @@ does not survive a sign flip of the stream; both are here, the published one to 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 
 import numpy as np
 
@@ -94,7 +95,7 @@ def double_centred(term: Array) -> Array:
     return term / max(float(np.linalg.norm(term)), canonical.TINY)
 
 
-def _cosine(pairs: Iterator[tuple[Array, Array]]) -> float:
+def _cosine(pairs: Iterable[tuple[Array, Array]]) -> float:
     dot = norm_a = norm_b = 0.0
     for a, b in pairs:
         dot += float(np.vdot(a, b))
@@ -119,10 +120,10 @@ def ics(a: Weights, b: Weights, rows_a: Array, rows_b: Array, published: bool = 
     return _cosine(pairs())
 
 
-def summed_terms(weights: Weights, x: Array, layers: Sequence[int] | None = None) -> list[Array]:
+def summed_terms(weights: Weights, x: Array) -> list[Array]:
     """Every term double-centred and summed over layers: independent of the number of layers."""
     total: list[Array] = []
-    for index in range(weights.geometry.layers) if layers is None else layers:
+    for index in range(weights.geometry.layers):
         for place, term in enumerate(terms(weights, x, index)):
             if place == len(total):
                 total.append(np.zeros_like(term))
@@ -134,7 +135,7 @@ def ics_all_layers(a: Weights, b: Weights, rows_a: Array, rows_b: Array) -> floa
     """Cosine of the terms summed over all layers."""
     sums_a = summed_terms(a, anchor_embeddings(a, rows_a))
     sums_b = summed_terms(b, anchor_embeddings(b, rows_b))
-    return _cosine(iter(zip(sums_a, sums_b, strict=False)))
+    return _cosine(zip(sums_a, sums_b, strict=False))
 
 
 def last_terms(weights: Weights, x: Array) -> list[Array]:
@@ -174,23 +175,17 @@ def sketch_cosine(a: Array, b: Array) -> float:
     return float(a @ b / math.sqrt(max(float(a @ a) * float(b @ b), canonical.TINY)))
 
 
-def pcs(pairs: Iterator[tuple[Array, Array]]) -> tuple[float, int]:
-    """Parameter cosine over matched matrices of equal shape, and their number."""
-    count = 0
-
-    def matched() -> Iterator[tuple[Array, Array]]:
-        nonlocal count
-        for a, b in pairs:
-            if a.shape == b.shape and a.ndim == 2:
-                count += 1
-                yield a, b
-
-    value = _cosine(matched())
-    return value, count
+def pcs(a: Weights, b: Weights) -> float | None:
+    """Parameter cosine over the matrices with the same role, layer and shape, read one pair at a time; None without
+    any."""
+    pairs = _matched_matrices(a, b)
+    first = next(pairs, None)
+    return None if first is None else _cosine(chain([first], pairs))
 
 
-def matched_matrices(a: Weights, b: Weights) -> Iterator[tuple[Array, Array]]:
-    """Matrices of the two models with the same role in the same layer, one pair at a time."""
+def _matched_matrices(a: Weights, b: Weights) -> Iterator[tuple[Array, Array]]:
     for role, layer in a.views:
         if (role, layer) in b.views and len(a.store.tensors[a.views[role, layer].tensor].shape) >= 2:
-            yield a.tensor(role, layer), b.tensor(role, layer)
+            one, other = a.tensor(role, layer), b.tensor(role, layer)
+            if one.shape == other.shape and one.ndim == 2:
+                yield one, other
