@@ -130,7 +130,7 @@ def compare(
             found.given = lineage.comparison.Given(null, chosen.adapter_base)
             if out is not None:
                 say("hashes of the files")
-            body = lineage.publishing.report.made(found, lineage.publishing.page.command(found), hashed=out is not None)
+            body = lineage.publishing.report.made(found, hashed=out is not None)
     if out is not None:
         lineage.publishing.page.write(out, found, body)
     code = found.verdict.exit_code if exit_code else 0
@@ -262,7 +262,7 @@ def _sketch(where: str) -> tuple[Array, str]:
         body = lineage.publishing.cards.read_card(path)
         return lineage.publishing.cards.sketch_of(body), path.stem
     weights = lineage.open_weights(where)
-    return lineage.huref.quantised(lineage.publishing.cards.sketches(weights)["z_last"]), where
+    return lineage.publishing.cards.sketch(weights), where
 
 
 def card(a: str, out: Path, all_layers: bool = False) -> Result:
