@@ -164,7 +164,11 @@ def test_depth_models_are_refused(name, tmp_path):
 
 def test_a_plain_decoder_of_ours_is_edited(tmp_path):
     torch.manual_seed(1)
-    base = export(FathomForCausalLM(small(**parse_mechanism("vanilla"), initializer_range=0.3)), tmp_path / "base", tiny_tokenizer())
+    base = export(
+        FathomForCausalLM(small(**parse_mechanism("vanilla"), initializer_range=0.3)),
+        tmp_path / "base",
+        tiny_tokenizer(),
+    )
     attack(open_weights(base), tuple(ATTACKS), tmp_path / "copy", dtype="float64")
     before, after = (opened_logits(path) for path in (base, tmp_path / "copy"))
     assert (after - before).abs().max() < 1e-3 * before.abs().max()

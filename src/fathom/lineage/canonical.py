@@ -85,6 +85,21 @@ def blocks(geometry: Geometry) -> Iterator[Block]:
             yield Block(query[head, :, g.rotary_dim :], key[head, g.rotary_dim :], False)
 
 
+def product_qk(q: Array, k: Array, geometry: Geometry) -> Array:
+    """The product of responses of query rows [n, heads·D] and key rows [n, KV heads·D], [n, n]."""
+    out = np.zeros((len(q), len(q)), q.dtype)
+    for block in blocks(geometry):  # query heads that share a key add up before the product
+        out += q[:, block.query].sum(1) @ k[:, block.key].T
+    return out
+
+
+def by_kv_head(o: Array, geometry: Geometry) -> Array:
+    """Responses of output columns [n, heads·D], added up over the query heads that share a value head."""
+    kv_heads = geometry.heads if geometry.latent else geometry.kv_heads
+    out: Array = o.reshape(len(o), kv_heads, geometry.heads // kv_heads, -1).sum(2)
+    return out.reshape(len(o), -1)
+
+
 def planes(m: int, rotary: str) -> Array:
     """The two coordinates of each rotary plane, [m/2, 2]: (i, i + m/2), or (2i, 2i + 1) where interleaved."""
     index = np.arange(m)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -35,12 +34,11 @@ from fathom.lineage.inherited import Inherited
 from fathom.lineage.nulls import Null, structure_class
 from fathom.lineage.pairs import NAMES, SCORE_LABELS, Pair, matched_layers
 from fathom.lineage.verdict import Findings, Verdict
-from fathom.lineage.weights import Weights, held, open_weights
+from fathom.lineage.weights import SMALL_BYTES, Weights, holding, open_weights
 from fathom.report.statistics import holm
 
 Told = Callable[[str], None]
 
-SMALL_BYTES = 2 << 30  # for smaller models fast mode skips nothing
 FAST_LAYERS, FAST_FFN_LAYERS, EXACT_FFN_LAYERS = 12, 2, 8
 ANCHORS, FAST_ANCHORS = 1024, 256  # number of anchor strings for the terms of two layers, and of all layers
 PLAIN = 0.9  # a copy without padded weights scores more
@@ -77,13 +75,6 @@ class Options:
 
 def _small(a: Weights, b: Weights) -> bool:
     return a.file_bytes + b.file_bytes <= SMALL_BYTES
-
-
-@contextmanager
-def holding(*models: Weights) -> Iterator[None]:
-    """Within this context, no byte of small models is read twice, nor any byte of remote ones."""
-    with held(*models, local=sum(w.file_bytes for w in models) <= SMALL_BYTES):
-        yield
 
 
 def measure(first: Weights, second: Weights, options: Options, progress: Told = lambda _: None) -> Pair:

@@ -19,29 +19,10 @@ from fathom.checkpoints.tensors import Array
 from fathom.lineage import canonical
 from fathom.lineage.awm import CHUNK_ROWS, bounded, chunks, gathered
 from fathom.lineage.vocabulary import string_hash
-from fathom.lineage.weights import Layer, Weights
+from fathom.lineage.weights import Weights
 from fathom.report.mixing import mixed
 
 SKETCH = 512
-
-
-def product_qk(x: Array, layer: Layer, weights: Weights) -> Array:
-    """X W_qᵀ W_k Xᵀ summed over query heads, each with the key head of its group."""
-    xq, xk = x @ layer["q"].T, x @ layer["k"].T  # [N, h·d_h], [N, h_kv·d_h]
-    out = np.zeros((len(x), len(x)), x.dtype)
-    for block in canonical.blocks(weights.geometry):
-        met = xq[:, block.query].sum(1)  # query heads that share a key add up before the product
-        out += met @ xk[:, block.key].T
-    return out
-
-
-def product_vo(x: Array, layer: Layer, weights: Weights) -> Array:
-    """X W_vᵀ W_oᵀ Xᵀ with value heads repeated as in attention."""
-    g = weights.geometry
-    kv_heads = g.heads if g.latent else g.kv_heads
-    xv = (x @ layer["v"].T).reshape(len(x), kv_heads, -1)
-    xo = (x @ layer["o"]).reshape(len(x), kv_heads, g.heads // kv_heads, -1).sum(2)
-    return xv.reshape(len(x), -1) @ xo.reshape(len(x), -1).T
 
 
 def product_ffn(x: Array, weights: Weights, index: int, published: bool = False) -> Array:
@@ -66,11 +47,13 @@ def product_ffn(x: Array, weights: Weights, index: int, published: bool = False)
 
 def terms(weights: Weights, x: Array, index: int, published: bool = False) -> Iterator[Array]:
     """The three terms of one layer at anchor embeddings X; canonical unless `published`."""
-    for roles, product in ((canonical.QK_ROLES, product_qk), (canonical.VO_ROLES, product_vo)):
-        layer = weights.layer(index, roles)
-        if not published:
-            layer = canonical.balance_qk(canonical.fold(layer, weights.geometry), weights.geometry)
-        yield product(x, layer, weights)
+    g = weights.geometry
+    layer = weights.layer(index, canonical.QK_ROLES)
+    layer = layer if published else canonical.balance_qk(canonical.fold(layer, g), g)
+    yield canonical.product_qk(x @ layer["q"].T, x @ layer["k"].T, g)
+    layer = weights.layer(index, canonical.VO_ROLES)
+    layer = layer if published else canonical.fold(layer, g)
+    yield (x @ layer["v"].T) @ canonical.by_kv_head(x @ layer["o"], g).T
     if weights.has("down", index):
         yield product_ffn(x, weights, index, published)
 

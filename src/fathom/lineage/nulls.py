@@ -160,10 +160,9 @@ def write(path: Path, groups: dict[str, list[Pair]]) -> dict[str, object]:
 
 def joined(one: Null, other: Null) -> Null:
     """Both nulls joined; pairs in both count once."""
-    fresh = [at for at, pair in enumerate(other.pairs) if pair not in one.pairs]
     out = copy.deepcopy(one)
     out.origin += f" and {other.origin}"
-    if len(fresh) < len(other.pairs):  # the numbers of a known pair are known
+    if any(pair in one.pairs for pair in other.pairs):  # the numbers of a known pair are known
         return out
     out.pairs += other.pairs
     out.witnesses += other.witnesses

@@ -22,11 +22,11 @@ import numpy as np
 from fathom.checkpoints.tensors import Array
 from fathom.errors import ModelError
 from fathom.lineage import evidence, shares
-from fathom.lineage.comparison import Options, holding, judge, measure
+from fathom.lineage.comparison import Options, judge, measure
 from fathom.lineage.direction import Direction, direction
 from fathom.lineage.pairs import Pair
 from fathom.lineage.shares import Shares
-from fathom.lineage.weights import Weights, open_weights
+from fathom.lineage.weights import Weights, holding, open_weights
 from fathom.report.statistics import holm
 
 Told = Callable[[str], None]

@@ -37,6 +37,7 @@ from fathom.lineage.layouts import Scheme, matching, parameter
 Layer = dict[str, Array]
 """The tensors of one layer by role; matrices are (out, in)."""
 
+SMALL_BYTES = 2 << 30  # of both models: for smaller ones fast mode skips nothing
 LARGEST = 1e15  # products of larger weights overflow, here and in the model
 WIDE_GAINS = frozenset({"attn_norm", "ffn_norm", "post_attn_norm", "post_ffn_norm", "final_norm"})
 """Gains with an entry for each channel of the stream."""
@@ -197,13 +198,10 @@ class Weights:
 
 
 @contextmanager
-def held(*models: Weights, local: bool = True) -> Iterator[None]:
-    """Within this context, no byte of these models is read twice: memory caches files, temporary files cache downloads.
-
-    Args:
-        models: The models.
-        local: Whether to cache reads from files too.
-    """
+def holding(*models: Weights) -> Iterator[None]:
+    """Within this context, no byte of small models is read twice, nor any byte of remote ones: memory caches files,
+    temporary files cache downloads."""
+    local = sum(model.file_bytes for model in models) <= SMALL_BYTES
     origins = [origin for model in models for origin in model.origins]
     remote = {id(origin): not isinstance(origin, LocalOrigin) for origin in origins}
     fresh = [origin for origin in origins if origin.shelf is None and (local or remote[id(origin)])]
