@@ -143,6 +143,10 @@ def test_an_odd_config_is_one_line(base, tmp_path, change):
         {"per_layer": {"order": [1.0]}},
         {"pairs": "many"},
         {"pairs": [["a", "a"]]},
+        {"pairs": [["a", "b"], ["b", "a"]]},
+        {"pairs": [["a", "b"], ["b", "unlisted"]]},
+        {"scores": {"order": [0.0] * 999}},  # each would tighten the bound, and none was measured
+        {"scores": {"awm_canonical": [-5.0]}},
         {"extra": 1},
     ],
     ids=str,
