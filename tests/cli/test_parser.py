@@ -16,7 +16,7 @@ from fathom.cli.parser import Parser
 HOUSE = Path(fathom.__file__).parent
 FLAG = re.compile(r"(?<![\w-])--[a-z]")
 WHOLE_COMMANDS = {
-    *("report/provenance.py", "inference/vllm_model.py", "lineage/publishing/page.py"),
+    *("report/provenance.py", "inference/vllm_model.py", "lineage/publishing/report.py"),
     *("deepen/heal.py", "deepen/search_page.py", "experiments/ladder.py", "experiments/budget.py", "training/loop.py"),
 }
 """Files that write a command out in full, ours or another program's."""

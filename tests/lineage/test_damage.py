@@ -15,7 +15,7 @@ from fathom.cli import lineage as commands
 from fathom.errors import ModelError
 from fathom.lineage import comparison, nulls, verdict
 from fathom.lineage.weights import open_weights
-from tests.lineage.zoo import build, save, tiny_config
+from tests.lineage.zoo import build, edited, save, tiny_config
 
 LAYER = "model.layers.1."
 TENSORS = (
@@ -54,14 +54,10 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def damaged(base: Path, out: Path, name: str, value: float, whole: bool = False) -> Path:
-    out.mkdir()
-    for file in ("config.json", "tokenizer.json"):
-        (out / file).write_bytes((base / "base" / file).read_bytes())
-    tensors = load_file(base / "base" / "model.safetensors")
-    tensors[name] = tensors[name].copy()
-    tensors[name][... if whole else (3,) * tensors[name].ndim] = value
-    save_file(tensors, out / "model.safetensors")
-    return out
+    def spoil(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[name][... if whole else (3,) * tensors[name].ndim] = value
+
+    return edited(base / "base", out, spoil)
 
 
 @pytest.mark.quick("*embed_tokens.weight-nan", "*k_proj.weight-nan", "*up_proj.weight-*inf", "*down_proj.weight-3e+38")
@@ -147,6 +143,10 @@ def test_an_odd_config_is_one_line(base, tmp_path, change):
         {"per_layer": {"order": [1.0]}},
         {"pairs": "many"},
         {"pairs": [["a", "a"]]},
+        {"pairs": [["a", "b"], ["b", "a"]]},
+        {"pairs": [["a", "b"], ["b", "unlisted"]]},
+        {"scores": {"order": [0.0] * 999}},  # each would tighten the bound, and none was measured
+        {"scores": {"awm_canonical": [-5.0]}},
         {"extra": 1},
     ],
     ids=str,

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from fathom.lineage.direction import direction
 from fathom.lineage.weights import open_weights
-from tests.lineage.zoo import build, save, tiny_config
+from tests.lineage.zoo import build, edited, save, tiny_config
 
 
 @pytest.fixture(scope="module")
@@ -21,15 +18,11 @@ def base(tmp_path_factory):
 
 def changed(source, target, change, **config):
     """A copy whose layer matrices went through `change`."""
-    target.mkdir()
-    tensors = load_file(source / "model.safetensors")
-    save_file(
-        {n: change(t).contiguous() if ".layers." in n and t.ndim == 2 else t for n, t in tensors.items()},
-        target / "model.safetensors",
-    )
-    (target / "config.json").write_text(json.dumps(json.loads((source / "config.json").read_text()) | config))
-    (target / "tokenizer.json").write_bytes((source / "tokenizer.json").read_bytes())
-    return target
+
+    def all_matrices(tensors):
+        tensors.update({n: change(t) for n, t in tensors.items() if ".layers." in n and t.ndim == 2})
+
+    return edited(source, target, all_matrices, **config)
 
 
 def quantised(bits, group=32):
@@ -79,35 +72,29 @@ def test_training_has_no_direction(base, tmp_path):
     assert direction(first, first).made is None
 
 
+def deeper(tensors):
+    """The second layer comes twice."""
+    whole = dict(tensors)
+    for new, old in ((2, 1), (3, 2)):
+        for name in [n for n in whole if f"layers.{old}." in n]:
+            tensors[name.replace(f"layers.{old}.", f"layers.{new}.")] = whole[name].clone()
+
+
+def upcycled(tensors):
+    """Each feed-forward becomes two experts, which some training moved."""
+    draw = np.random.default_rng(0)
+    for name in [n for n in tensors if ".mlp." in n]:
+        tensor = tensors.pop(name)
+        for expert in range(2):
+            noise = torch.from_numpy(draw.normal(size=tensor.shape)).float() * 0.1 * tensor.std()
+            tensors[name.replace(".mlp.", f".mlp.experts.{expert}.")] = tensor + noise
+
+
 def test_repeated_layers_and_copied_experts_are_later(base, tmp_path):
-    tensors, target = load_file(base / "model.safetensors"), tmp_path / "deeper"
-    target.mkdir()
-    deeper = {n: t for n, t in tensors.items() if ".layers." not in n}
-    for new, old in enumerate((0, 1, 1, 2)):
-        deeper |= {
-            n.replace(f"layers.{old}.", f"layers.{new}."): t.clone()
-            for n, t in tensors.items()
-            if f"layers.{old}." in n
-        }
-    save_file(deeper, target / "model.safetensors")
-    config = json.loads((base / "config.json").read_text())
-    (target / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 4, "layer_types": None}))
-    (target / "tokenizer.json").write_bytes((base / "tokenizer.json").read_bytes())
+    target = edited(base, tmp_path / "deeper", deeper, num_hidden_layers=4, layer_types=None)
     found = direction(open_weights(base), open_weights(target))
     assert found.made == str(target) and "layers 2 of the other come twice" in found.reason
     assert direction(open_weights(target), open_weights(base)).made == str(target)
-
-    target, draw = tmp_path / "moe", np.random.default_rng(0)
-    target.mkdir()
-    experts = {}
-    for name, tensor in tensors.items():
-        if ".mlp." in name:
-            for expert in range(2):
-                noise = torch.from_numpy(draw.normal(size=tensor.shape)).float() * 0.1 * tensor.std()
-                experts[name.replace(".mlp.", f".mlp.experts.{expert}.")] = tensor + noise
-        else:
-            experts[name] = tensor
-    save_file(experts, target / "model.safetensors")
-    (target / "config.json").write_text(json.dumps(config | {"num_experts": 2}))
+    target = edited(base, tmp_path / "moe", upcycled, num_experts=2)
     found = direction(open_weights(base), open_weights(target))
     assert found.made == str(target) and "copies of the other's feed-forward" in found.reason

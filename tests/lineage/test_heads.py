@@ -2,42 +2,35 @@
 
 from __future__ import annotations
 
-import json
-
-import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from fathom.lineage import heads, verdict
 from fathom.lineage.attacks import attack
 from fathom.lineage.comparison import Options, compare, measure
 from fathom.lineage.weights import open_weights
-from tests.lineage.zoo import build, logits, save, tiny_config
+from tests.lineage.zoo import build, edited, logits, save, tiny_config
 
 DIM = 16
 
 
 def with_junk(source, target, cancel):
     """As many heads again, louder than the others: they write nothing, or in pairs that cancel."""
-    target.mkdir()
-    tensors, config = load_file(source / "model.safetensors"), json.loads((source / "config.json").read_text())
     draw = torch.Generator().manual_seed(5)
-    for name in [n for n in tensors if ".self_attn." in n and "proj" in n]:
-        value = tensors[name]
-        if name.endswith("o_proj.weight"):
-            half = torch.randn(len(value), 2 * DIM, generator=draw, dtype=value.dtype) * (0.3 if cancel else 0)
-            more = torch.cat([half, -half], 1)  # the second key head and its queries undo the first
-        else:
-            rows = (2 if "q_proj" in name else 1) * DIM
-            part = torch.randn(rows, value.shape[1], generator=draw, dtype=value.dtype) * 0.3
-            more = torch.cat([part, part])
-        tensors[name] = torch.cat([value, more], 1 if name.endswith("o_proj.weight") else 0)
-    config |= {"num_attention_heads": 8, "num_key_value_heads": 4}
-    (target / "config.json").write_text(json.dumps(config))
-    (target / "tokenizer.json").write_bytes((source / "tokenizer.json").read_bytes())
-    save_file({name: value.contiguous() for name, value in tensors.items()}, target / "model.safetensors")
-    return target
+
+    def add(tensors):
+        for name in [n for n in tensors if ".self_attn." in n and "proj" in n]:
+            value = tensors[name]
+            if name.endswith("o_proj.weight"):
+                half = torch.randn(len(value), 2 * DIM, generator=draw, dtype=value.dtype) * (0.3 if cancel else 0)
+                more = torch.cat([half, -half], 1)  # the second key head and its queries undo the first
+            else:
+                rows = (2 if "q_proj" in name else 1) * DIM
+                part = torch.randn(rows, value.shape[1], generator=draw, dtype=value.dtype) * 0.3
+                more = torch.cat([part, part])
+            tensors[name] = torch.cat([value, more], 1 if name.endswith("o_proj.weight") else 0)
+
+    return edited(source, target, add, num_attention_heads=8, num_key_value_heads=4)
 
 
 @pytest.mark.quick("mute-llama-float64", "cancelling-qwen3-float32")
@@ -60,14 +53,9 @@ def test_junk_heads_in_company_hide_no_attention(tmp_path, kind, cancel, dtype):
 
 
 def test_heads_that_do_something_stay(tmp_path):
-    weights = open_weights(save(build(tiny_config("llama"), 81), tmp_path / "base"))
-    assert heads.living(weights, 0).all()
-    tensors = load_file(tmp_path / "base" / "model.safetensors")
-    tensors["model.layers.0.self_attn.o_proj.weight"][:, DIM : 2 * DIM] = 0
-    save_file(tensors, tmp_path / "base" / "model.safetensors")
-    pruned = open_weights(tmp_path / "base")
-    assert heads.living(pruned, 0).tolist() == [True, False, True, True]
-    tensors["model.layers.0.self_attn.o_proj.weight"][:] = 0
-    save_file(tensors, tmp_path / "base" / "model.safetensors")
-    assert heads.living(open_weights(tmp_path / "base"), 0) is None
-    assert np.all(heads.living(open_weights(tmp_path / "base"), 1))
+    base, output = save(build(tiny_config("llama"), 81), tmp_path / "base"), "model.layers.0.self_attn.o_proj.weight"
+    assert heads.living(open_weights(base), 0).all()
+    pruned = edited(base, tmp_path / "pruned", lambda tensors: tensors[output][:, DIM : 2 * DIM].zero_())
+    assert heads.living(open_weights(pruned), 0).tolist() == [True, False, True, True]
+    mute = open_weights(edited(base, tmp_path / "mute", lambda tensors: tensors[output].zero_()))
+    assert heads.living(mute, 0) is None and heads.living(mute, 1).all()

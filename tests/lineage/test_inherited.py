@@ -10,9 +10,7 @@ from safetensors.numpy import load_file, save_file
 
 from fathom.lineage import aligning, awm, evidence, inherited, signs, verdict
 from fathom.lineage.comparison import compare
-from fathom.lineage.evidence import Test
 from fathom.lineage.inherited import Inherited
-from fathom.lineage.verdict import Findings
 from fathom.lineage.weights import open_weights
 from tests.lineage.zoo import build, logits, save, tiny_config
 
@@ -56,26 +54,6 @@ def test_runs_from_one_seed_share_little_and_children_much(from_products):
     assert seeds.margin < 0 < kept.margin and seeds.share < 0.2 and kept.share > 0.8
     untrained = [down @ up for down, up in starts]
     assert inherited.measured(Layered(untrained), Layered(untrained), pairs, how) is None
-
-
-def findings(share, score=0.99):
-    tests = [Test("T1 fixed points (embedding)", 64, "", 1e-80, "exact", "", "embedding", {"channels": 64})]
-    grown = Inherited(share, 0.12, 9) if share is not None else None
-    everything = {"embedding", "attention", "feed-forward"}
-    return Findings(tests, score, 0.3, 1.0, everything, everything, [], grown)
-
-
-@pytest.mark.parametrize(
-    "share, label",
-    [
-        (0.9, verdict.SHARED),
-        (0.1, verdict.INITIALISATION),
-        (-0.5, verdict.INITIALISATION),
-        (None, verdict.INITIALISATION),
-    ],
-)
-def test_however_high_the_score_a_shared_seed_is_no_lineage(share, label):
-    assert verdict.decide(findings(share)).label == label
 
 
 def test_the_fewer_directions_the_higher_the_bar():

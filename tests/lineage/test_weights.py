@@ -17,7 +17,7 @@ from fathom.checkpoints.origin import LocalOrigin
 from fathom.errors import ModelError
 from fathom.lineage import vocabulary as v
 from fathom.lineage.weights import open_weights
-from tests.lineage.zoo import build, save, write_tokenizer
+from tests.lineage.zoo import build, edited, save, write_tokenizer
 
 COMMON = dict(
     hidden_size=32,
@@ -163,22 +163,12 @@ def test_prefixed_multimodal_and_nested_config(tmp_path, models):
     assert np.array_equal(prefixed.tensor("head"), plain.tensor("head"))
 
 
-def edited(tmp_path, models, change, config_change=None, kind="llama"):
-    tensors = load_file(models(kind) / "model.safetensors")
-    change(tensors)
-    save_file(tensors, tmp_path / "model.safetensors")
-    config = json.loads((models(kind) / "config.json").read_text())
-    config |= config_change or {}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    return tmp_path
-
-
 def test_ambiguity_is_an_error_that_names_tensors(tmp_path, models):
     def twice(tensors):
         tensors["model.layers.1.self_attn.qkv_proj.weight"] = torch.ones(128, 64)
 
     with pytest.raises(ModelError, match=r"attention of model\.layers\.1 is ambiguous.*q_proj.*qkv_proj"):
-        open_weights(edited(tmp_path, models, twice))
+        open_weights(edited(models(), tmp_path / "twice", twice))
 
 
 @pytest.mark.parametrize(
@@ -194,7 +184,7 @@ def test_ambiguity_is_an_error_that_names_tensors(tmp_path, models):
     ],
 )
 def test_what_does_not_fit_is_refused(tmp_path, models, change, config, reason):
-    path = edited(tmp_path, models, change, config)
+    path = edited(models(), tmp_path / "changed", change, **config)
     if reason is None:
         open_weights(path)
     else:
@@ -208,7 +198,7 @@ def test_a_name_that_no_file_can_have_is_one_line():
 
 
 def test_a_refusal_says_whose_weights(tmp_path, models):
-    damaged = edited(tmp_path, models, lambda tensors: None)
+    damaged = edited(models(), tmp_path / "damaged")
     whole = (damaged / "model.safetensors").read_bytes()
     (damaged / "model.safetensors").write_bytes(whole[:100])
     with pytest.raises(ModelError) as error:
@@ -229,7 +219,7 @@ def test_extra_tensors_are_listed_and_unused(tmp_path, models):
     def mixers(tensors):
         tensors["model.layers.0.self_attn.mixer.weight"] = torch.ones(3)
 
-    weights = open_weights(edited(tmp_path, models, mixers))
+    weights = open_weights(edited(models(), tmp_path / "mixers", mixers))
     assert weights.extra_tensors == ("model.layers.0.self_attn.mixer.weight",)
 
 

@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
+import torch
+from safetensors.torch import load_file, save_file
 
-from fathom.checkpoints.tensors import Array
 from fathom.lineage import awm, verdict
 from fathom.lineage.comparison import Comparison, Options, compare
 from fathom.lineage.weights import open_weights
+from tests.lineage.zoo import edited
 
+Tensors = dict[str, torch.Tensor]
 FOUND = {verdict.SHARED, verdict.INITIALISATION, verdict.PARTIAL}
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-
-
-def edited(source: Path, target: Path, **settings: object) -> dict[str, Array]:
-    """A copy of a checkpoint whose tensors the caller changes and saves; `settings` go into its config."""
-    target.mkdir(parents=True)
-    config = json.loads((source / "config.json").read_text()) | settings
-    (target / "config.json").write_text(json.dumps(config))
-    (target / "tokenizer.json").write_bytes((source / "tokenizer.json").read_bytes())
-    return load_file(source / "model.safetensors")
 
 
 def said(a: Path, b: Path, *controls: Path, **options: object) -> Comparison:
@@ -38,11 +29,13 @@ def named(found: Comparison) -> set[str]:
 
 def with_head(source: Path, target: Path, noise: float, tied: bool) -> Path:
     """The embedding stored a second time as the head, with noise of so many standard deviations."""
-    tensors = edited(source, target, tie_word_embeddings=tied)
     draw = np.random.default_rng(int(noise * 10) + sum(source.name.encode()))
-    tensors[HEAD] = tensors[EMBED] + noise * tensors[EMBED].std() * draw.normal(size=tensors[EMBED].shape)
-    save_file(tensors, target / "model.safetensors")
-    return target
+
+    def store(tensors: Tensors) -> None:
+        embed = tensors[EMBED].numpy()
+        tensors[HEAD] = torch.from_numpy(embed + noise * embed.std() * draw.normal(size=embed.shape))
+
+    return edited(source, target, store, tie_word_embeddings=tied)
 
 
 @pytest.mark.parametrize(("noise", "tied"), [(0.0, True), (0.0, False), (0.3, False), (1.0, False)])
@@ -62,27 +55,18 @@ def test_a_head_of_its_own_is_a_second_witness(models):
 
 def test_a_gate_that_is_its_up_projection_makes_no_pairs(models, tmp_path):
     """T4 compares what is read with what is written: a gate that repeats the up row adds nothing."""
-    pair = []
-    for seed in (32, 33):
-        tensors = edited(models(seed=seed), tmp_path / str(seed))
+
+    def repeat(tensors: Tensors) -> None:
         for name in [n for n in tensors if "gate_proj" in n]:
-            tensors[name] = tensors[name.replace("gate", "up")].copy()
-        save_file(tensors, tmp_path / str(seed) / "model.safetensors")
-        pair.append(tmp_path / str(seed))
+            tensors[name] = tensors[name.replace("gate", "up")].clone()
+
+    pair = [edited(models(seed=seed), tmp_path / str(seed), repeat) for seed in (32, 33)]
     found = said(*pair, models(seed=34))
     assert found.verdict.label not in FOUND
     assert max(count.paired for counts in found.pair.neurons.values() for count in counts) <= 4
 
 
-def changed(source: Path, target: Path, change: Callable[[dict[str, Array]], None]) -> Path:
-    """A copy with its tensors changed in place."""
-    tensors = edited(source, target)
-    change(tensors)
-    save_file({name: np.ascontiguousarray(value) for name, value in tensors.items()}, target / "model.safetensors")
-    return target
-
-
-def last_neurons(tensors: dict[str, Array], source: slice | None = None) -> None:
+def last_neurons(tensors: Tensors, source: slice | None = None) -> None:
     """The last 32 neurons of each layer become zero, or copies of others: widths padded for a quantiser's groups."""
     for name, value in tensors.items():
         if "gate_proj" in name or "up_proj" in name:
@@ -91,7 +75,7 @@ def last_neurons(tensors: dict[str, Array], source: slice | None = None) -> None
             value[:, -32:] = 0 if source is None else value[:, source]
 
 
-def last_channels(tensors: dict[str, Array], source: slice | None = None) -> None:
+def last_channels(tensors: Tensors, source: slice | None = None) -> None:
     """The last 16 channels of the residual stream become zero, or copies of others."""
     for name, value in tensors.items():
         if value.ndim == 2 and ("o_proj" in name or "down_proj" in name):
@@ -100,21 +84,21 @@ def last_channels(tensors: dict[str, Array], source: slice | None = None) -> Non
             value[:, -16:] = 0 if source is None else value[:, source]
 
 
-def one_copied_neuron(tensors: dict[str, Array]) -> None:
+def one_copied_neuron(tensors: Tensors) -> None:
     last_neurons(tensors, slice(0, 1))
 
 
-def copied_channels(tensors: dict[str, Array]) -> None:
+def copied_channels(tensors: Tensors) -> None:
     last_channels(tensors, slice(0, 16))
 
 
-def zero_down_rows(tensors: dict[str, Array]) -> None:
+def zero_down_rows(tensors: Tensors) -> None:
     for name, value in tensors.items():
         if "down_proj" in name:
             value[-16:] = 0
 
 
-def one_vector_for_most_rows(tensors: dict[str, Array]) -> None:
+def one_vector_for_most_rows(tensors: Tensors) -> None:
     for name in (EMBED, HEAD):
         tensors[name][200:] = tensors[name][200]
 
@@ -127,7 +111,7 @@ TIES = (last_neurons, one_copied_neuron, last_channels, copied_channels, zero_do
 @pytest.mark.parametrize("controls", [0, 2])
 def test_ties_are_no_evidence(models, tmp_path, change, controls):
     """An assignment among equals leaves them in order: strangers padded alike looked alike (p down to 1e-107)."""
-    pair = [changed(models(seed=seed), tmp_path / str(seed), change) for seed in (35, 36)]
+    pair = [edited(models(seed=seed), tmp_path / str(seed), change) for seed in (35, 36)]
     found = said(*pair, *(models(seed=37 + n) for n in range(controls)))
     assert found.verdict.label not in FOUND
     assert all(test.p > 1e-4 for test in found.tests), [(t.name, t.p) for t in found.tests]
@@ -136,8 +120,8 @@ def test_ties_are_no_evidence(models, tmp_path, change, controls):
 @pytest.mark.quick("last_neurons", "copied_channels", "zero_down_rows")
 @pytest.mark.parametrize("change", TIES)
 def test_what_is_not_tied_still_convicts(models, tmp_path, change):
-    base = changed(models(seed=35), tmp_path / "base", change)
-    copy = changed(base, tmp_path / "copy", lambda tensors: None)
+    base = edited(models(seed=35), tmp_path / "base", change)
+    copy = edited(base, tmp_path / "copy")
     found = said(base, copy, models(seed=37), models(seed=38))
     assert found.verdict.label in {verdict.SHARED, verdict.INITIALISATION}
     if "channels" in change.__name__:
@@ -149,10 +133,10 @@ def test_what_is_not_tied_still_convicts(models, tmp_path, change):
 
 
 def test_a_zero_embedding_aligns_nothing(models, tmp_path):
-    def blank(tensors: dict[str, Array]) -> None:
+    def blank(tensors: Tensors) -> None:
         tensors[EMBED][:] = 0
 
-    found = said(models(seed=35), changed(models(seed=36), tmp_path / "blank", blank))
+    found = said(models(seed=35), edited(models(seed=36), tmp_path / "blank", blank))
     assert found.verdict.label == verdict.INCONCLUSIVE and not any(test.p < 0.01 for test in found.tests)
     assert any("neither zero nor copies" in why for why in found.skipped)
 
@@ -181,25 +165,24 @@ def disguised(models, tmp_path_factory):
 
     out = tmp_path_factory.mktemp("disguised") / "model"
     attack(open_weights(models(seed=40)), ("permute", "gain", "plane", "head", "neuron"), out, seed=1, dtype="float64")
-    shards = {name: value for path in sorted(out.glob("*.safetensors")) for name, value in load_file(path).items()}
-    single = out.parent / "single"
-    single.mkdir()
-    for name in ("config.json", "tokenizer.json"):
-        (single / name).write_bytes((out / name).read_bytes())
-    save_file(shards, single / "model.safetensors")
-    return single
+    save_file(
+        {n: t for path in out.glob("*.safetensors") for n, t in load_file(path).items()}, out / "model.safetensors"
+    )
+    for part in (*out.glob("model-*"), out / "model.safetensors.index.json"):
+        part.unlink()
+    return out
 
 
-def loud(tensors: dict[str, Array], factor: float = 1e5, seed: int = 3) -> None:
+def loud(tensors: Tensors, factor: float = 1e5, seed: int = 3) -> None:
     """Rows of tokens that no text uses are free: one becomes noise as loud as you like."""
-    row = np.random.default_rng(seed).normal(size=tensors[EMBED].shape[1])
-    tensors[EMBED][300] = factor * tensors[EMBED].std() * row
+    embed = tensors[EMBED].numpy()  # of one memory
+    embed[300] = factor * embed.std() * np.random.default_rng(seed).normal(size=embed.shape[1])
 
 
 @pytest.mark.quick("100000.0")
 @pytest.mark.parametrize("factor", [1e5, 1e12])
 def test_one_loud_row_does_not_hide_a_lineage(models, disguised, tmp_path, factor):
-    copy = changed(disguised, tmp_path / "copy", lambda tensors: loud(tensors, factor))
+    copy = edited(disguised, tmp_path / "copy", lambda tensors: loud(tensors, factor))
     found = said(models(seed=40), copy, models(seed=41), models(seed=42))
     assert found.verdict.label in {verdict.SHARED, verdict.INITIALISATION}
     assert found.pair.aligned.fixed.size == 64 and found.pair.head_agreement == 64
@@ -211,7 +194,7 @@ def test_one_loud_row_does_not_hide_a_lineage(models, disguised, tmp_path, facto
 
 
 def test_one_loud_row_does_not_make_a_lineage(models, tmp_path):
-    pair = [changed(models(seed=seed), tmp_path / str(seed), loud) for seed in (43, 44)]
+    pair = [edited(models(seed=seed), tmp_path / str(seed), loud) for seed in (43, 44)]
     found = said(*pair, models(seed=41), models(seed=42))
     assert found.verdict.label == verdict.NONE and min(test.p for test in found.tests) > 1e-3
 

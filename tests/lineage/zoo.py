@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 SIZES = dict(
@@ -58,6 +60,16 @@ def save(model: torch.nn.Module, path: Path, vocabulary: int | None = None) -> P
     if vocabulary:
         write_tokenizer(path, vocabulary)
     return path
+
+
+def edited(source: Path, target: Path, change=lambda tensors: None, **config) -> Path:
+    """A copy of a checkpoint whose tensors went through `change`, in place; `config` joins its config.json."""
+    shutil.copytree(source, target, ignore=shutil.ignore_patterns("model.safetensors"))
+    tensors = load_file(source / "model.safetensors")
+    change(tensors)
+    save_file({name: value.contiguous() for name, value in tensors.items()}, target / "model.safetensors")
+    (target / "config.json").write_text(json.dumps(json.loads((source / "config.json").read_text()) | config))
+    return target
 
 
 def write_tokenizer(path: Path, size: int, prefix: str = "Ġw") -> None:

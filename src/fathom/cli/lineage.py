@@ -130,7 +130,7 @@ def compare(
             found.given = lineage.comparison.Given(null, chosen.adapter_base)
             if out is not None:
                 say("hashes of the files")
-            body = lineage.publishing.report.made(found, lineage.publishing.page.command(found), hashed=out is not None)
+            body = lineage.publishing.report.made(found, hashed=out is not None)
     if out is not None:
         lineage.publishing.page.write(out, found, body)
     code = found.verdict.exit_code if exit_code else 0
@@ -217,21 +217,18 @@ def shares(child: str, parents: Sequence[str], quiet: bool = False) -> Result:
     return Result(0, text, {**data, "layers": found.layers, "is_merge": found.is_merge})
 
 
-def tree(models: Sequence[str], out: Path | None = None, seed: int = 0, quiet: bool = False) -> Result:
+def tree(models: Sequence[str], seed: int = 0, quiet: bool = False) -> Result:
     """Draw the family tree of many models, with the support of every edge.
 
     Args:
         models: At least two models; unrelated ones serve as controls of the others.
-        out: Directory for report.json and report.html.
         seed: Seed of every sample.
         quiet: No progress line.
     """
 
     with _status(quiet) as say:
         found = lineage.tree.tree(models, seed, say)
-    if out is not None:
-        lineage.publishing.family.write(out, found)
-    return Result(0, lineage.tree.drawn(found), lineage.publishing.family.as_json(found))
+    return Result(0, lineage.tree.drawn(found), lineage.tree.as_json(found))
 
 
 def portrait(a: str, out: Path | None = None) -> Result:
@@ -262,7 +259,7 @@ def _sketch(where: str) -> tuple[Array, str]:
         body = lineage.publishing.cards.read_card(path)
         return lineage.publishing.cards.sketch_of(body), path.stem
     weights = lineage.open_weights(where)
-    return lineage.huref.quantised(lineage.publishing.cards.sketches(weights)["z_last"]), where
+    return lineage.publishing.cards.sketch(weights), where
 
 
 def card(a: str, out: Path, all_layers: bool = False) -> Result:

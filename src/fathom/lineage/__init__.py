@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from fathom.lineage import comparison as comparison
     from fathom.lineage import direction as direction
     from fathom.lineage import evidence as evidence
-    from fathom.lineage import huref as huref
     from fathom.lineage import nulls as nulls
     from fathom.lineage import publishing as publishing
     from fathom.lineage import shares as shares
@@ -37,7 +36,7 @@ _HOMES = {
     "compare": "fathom.lineage.comparison",
     "open_weights": "fathom.lineage.weights",
 }
-_MODULES = {"ancestry", "attacks", "comparison", "direction", "evidence", "huref", "nulls", "publishing"}
+_MODULES = {"ancestry", "attacks", "comparison", "direction", "evidence", "nulls", "publishing"}
 _MODULES |= {"shares", "tree"}
 
 if not TYPE_CHECKING:  # a type checker would otherwise accept every misspelt name

@@ -40,7 +40,8 @@ def sources(a: Weights, b: Weights, seed: int = 0, progress: Told = lambda _: No
         seed: Seed of every sample.
         progress: Called before each layer.
     """
-    frames = _frames(a, b, seed)
+    rows_a, rows_b, _ = aligning.paired_rows(a, b)
+    frames = neurons.frames(a, b, (rows_a, rows_b), seed)
     layers = [[i for i in range(w.geometry.layers) if w.has("down", i)] for w in (a, b)]
     if not frames or not all(layers):
         raise ModelError(
@@ -57,18 +58,6 @@ def sources(a: Weights, b: Weights, seed: int = 0, progress: Told = lambda _: No
             counts[j] += [NeuronCount((i, j), *neurons.agreement(known[i], own, gated, seed)) for i in layers[0]]
     trials = len(frames) * len(layers[0]) * len(layers[1])
     return [_source(j, found, trials) for j, found in counts.items()]
-
-
-def _frames(a: Weights, b: Weights, seed: int) -> list[tuple[neurons.Frame, neurons.Frame]]:
-    frames = []
-    if a.geometry.width == b.geometry.width:
-        frames.append((neurons.order(a.geometry.width, seed),) * 2)
-    rows_a, rows_b, _ = aligning.paired_rows(a, b)
-    if len(rows_a) >= neurons.FEWEST_STRINGS:
-        kept = evidence.middle(rows_a, rows_b, evidence.PROBES)
-        left, right = (neurons.tokens(evidence.probes(w, rows)) for w, rows in zip((a, b), kept, strict=True))
-        frames.append((left, right))
-    return frames
 
 
 def _source(layer: int, found: list[NeuronCount], trials: int) -> Source:

@@ -151,8 +151,8 @@ class Plane(Attack):
 
     def check(self) -> None:
         """Refuse models without rotary planes."""
-        if not self.geometry.rotary_dim or self.geometry.latent:
-            raise ModelError("attack plane: the model has no plain rotary heads")
+        if not self.geometry.rotary_dim:
+            raise ModelError("attack plane: the model has no rotary heads")
 
     def layer(self, layer: Layer, index: int) -> Layer:
         """Scale q by 1/a and k by a in every rotary plane, or the weights of their norms by a and 1/a."""
@@ -174,11 +174,6 @@ class Plane(Attack):
 @dataclass
 class Head(Attack):
     """Per KV head: q/c, k c (q/k-norm: each by its own scale); V/O turned by a random matrix; heads permuted."""
-
-    def check(self) -> None:
-        """Refuse latent attention, whose heads share their keys."""
-        if self.geometry.latent:
-            raise ModelError("attack head: latent attention is not supported")
 
     def layer(self, layer: Layer, index: int) -> Layer:
         """Scales first, then the V/O gauge, then the order of KV groups and of query heads inside them."""
@@ -276,29 +271,7 @@ RELEASED = (
     *("use_depth_attention", "recurrent_model", "cross_layer_pattern", "cross_layer_mode"),
     *("baseline_mode", "residual_baseline"),
 )
-"""Keys of the papers' own depth models, of which no edit is made."""
-FED_BACK = frozenset({"rotate", "gain", "scale"})
-"""Edits that change what the final norm makes, which some models read again."""
-OWN_NORM = frozenset({"permute", "rotate", "scale"})
-"""Edits under which a norm of the loop's own, whose gains are not edited, makes something else."""
-OPTIONS = {
-    ("norm_between", "final"): FED_BACK,
-    ("feed", "hidden"): FED_BACK,
-    ("norm_between", "own"): OWN_NORM,
-    ("entry_norm", True): OWN_NORM,
-}
-"""By option: the edits that it does not survive."""
-BREAKS: Mapping[str, frozenset[str]] = {
-    "depth_attention": frozenset({"plane", "head"}),  # queries meet keys of other layers, and values are mixed
-    "uniform_depth": frozenset({"head"}),
-    "value_residual": frozenset({"head"}),
-    "denseformer": frozenset(),
-    "attention_residuals": frozenset({"permute", "rotate"}),  # its queries are vectors of channels
-    "loop": frozenset(),
-    "ponder": frozenset(),
-    "ponder2": FED_BACK,
-}
-"""By mechanism: the edits that change the function; of those that are not named here, all."""
+"""Keys of the papers' own depth models. No depth model is edited, since few edits keep what its mechanism computes."""
 
 
 def _require_rms(geometry: Geometry, kind: str) -> None:
@@ -400,24 +373,16 @@ def _check(weights: Weights, kinds: Sequence[str], dtype: str) -> None:
     matrices = [name for name in weights.extra_tensors if len(weights.store.tensors[name].shape) > 1]
     if matrices:
         raise ModelError(f"attack: {matrices[0]} would have to be edited too, and its role is not known")
-    for kind in kinds:
-        if (name := _broken(weights.config, kind)) is not None:
-            raise ModelError(f"attack {kind}: a model with {name} would compute something else")
+    if (name := _mechanism(weights.config)) is not None:
+        raise ModelError(f"attack: a model with {name} could compute something else")
 
 
-def _broken(config: Mapping[str, object], kind: str) -> str | None:
-    """The part of a depth model that an edit would break; None for any other model."""
+def _mechanism(config: Mapping[str, object]) -> str | None:
+    """What a depth model has beyond a plain decoder; None for any other model."""
     if config.get("model_type") != "fathom":
         return next((key for key in RELEASED if config.get(key)), None)
-    for axis, plain in AXES.items():
-        name, options = config.get(axis, plain), config.get(f"{axis}_options")
-        if name == plain:
-            continue
-        given = options if isinstance(options, Mapping) else {}
-        chosen = (breaks for (key, value), breaks in OPTIONS.items() if given.get(key) == value)
-        if any(kind in breaks for breaks in (BREAKS.get(str(name), ATTACKS.keys()), *chosen)):
-            return f"{axis}={name}"
-    return None
+    changed = ((axis, config.get(axis, plain), plain) for axis, plain in AXES.items())
+    return next((f"{axis}={name}" for axis, name, plain in changed if name != plain), None)
 
 
 def _stored(weights: Weights, arrays: Layer, index: int | None, dtype: np.dtype[np.floating]) -> dict[str, Array]:

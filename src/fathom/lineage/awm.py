@@ -72,7 +72,6 @@ def cka(x: Array, y: Array, guard: float = 0.0) -> float:
 class Alignment:
     """How A's channels map to B's: `columns` and `signs`, or a rotation [d_A, d_B]. B's channels keep their order."""
 
-    kind: str  # order | lap | procrustes
     columns: Array | None = None
     signs: Array | None = None
     rotation: Array | None = None
@@ -87,7 +86,7 @@ class Alignment:
 
 def identity(width: int) -> Alignment:
     """No matching: the original order."""
-    return Alignment("order", np.arange(width), np.ones(width))
+    return Alignment(np.arange(width), np.ones(width))
 
 
 @dataclass
@@ -260,14 +259,14 @@ def lap(cosines: Array, seed: int = 0) -> tuple[Alignment, Matching]:
     """The published alignment: for each channel of B the channel of A with the largest |cosine|, one to one."""
     found = match(cosines, seed)
     picked = cosines[found.columns, np.arange(len(found.columns))]
-    return Alignment("lap", found.columns, np.where(picked < 0, -1.0, 1.0)), found
+    return Alignment(found.columns, np.where(picked < 0, -1.0, 1.0)), found
 
 
 def procrustes(cross: Cross) -> Alignment:
     """R = U Vᵀ of the centred cross product: the rotation that brings A's embedding closest to B's."""
     product = cross.product - np.outer(cross.sum_a, cross.sum_b / max(cross.rows, 1)).astype(cross.product.dtype)
     u, _, vt = svd(product, full_matrices=False, overwrite_a=True, check_finite=False)
-    return Alignment("procrustes", rotation=u @ vt)
+    return Alignment(rotation=u @ vt)
 
 
 def draw_channels(width: int, count: int, seed: int) -> Array:
@@ -296,7 +295,6 @@ class MatchMethod:
 class Scores:
     """Per-layer Q and K scores of one method, and the layer × layer map from which layers were matched."""
 
-    method: str
     map: Array  # [layers of A, layers of B], mean of Q and K
     pairs: list[tuple[int, int]]
     q: list[float] = field(default_factory=list)
@@ -436,7 +434,7 @@ def score_layers(
     for number, method in enumerate(methods):
         flat_a, flat_b = (np.stack([some[number] for some in side]) for side in coarse)  # [L, 2, few²]
         table = np.einsum("itx,jtx->ij", flat_a, flat_b, optimize=True).astype(np.float64) / 2
-        out[method.name] = Scores(method.name, table, matched(table, method.published))
+        out[method.name] = Scores(table, matched(table, method.published))
     wanted = {pair for scores in out.values() for pair in scores.pairs}
     for i, j in sorted(wanted - set(fine)):
         progress(f"layers {i + 1} and {j + 1}")
@@ -466,17 +464,16 @@ def matched(table: Array, published: bool) -> list[tuple[int, int]]:
     return pairs
 
 
-def monotone(similarity: Array, gap: float = 0.0) -> list[tuple[int, int]]:
-    """Order-preserving layer matching with the largest total similarity above `gap`; layers may stay unmatched."""
+def monotone(similarity: Array) -> list[tuple[int, int]]:
+    """Order-preserving layer matching with the largest total similarity; layers may stay unmatched."""
     rows, columns = similarity.shape
     best = np.zeros((rows + 1, columns + 1))
-    gain = similarity - gap
     for i in range(1, rows + 1):
         for j in range(1, columns + 1):
-            best[i, j] = max(best[i - 1, j], best[i, j - 1], best[i - 1, j - 1] + gain[i - 1, j - 1])
+            best[i, j] = max(best[i - 1, j], best[i, j - 1], best[i - 1, j - 1] + similarity[i - 1, j - 1])
     pairs, i, j = [], rows, columns
     while i and j:
-        if best[i, j] == best[i - 1, j - 1] + gain[i - 1, j - 1] and gain[i - 1, j - 1] > 0:
+        if best[i, j] == best[i - 1, j - 1] + similarity[i - 1, j - 1] and similarity[i - 1, j - 1] > 0:
             pairs.append((i - 1, j - 1))
             i, j = i - 1, j - 1
         elif best[i, j] == best[i - 1, j]:

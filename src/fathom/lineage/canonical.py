@@ -4,12 +4,10 @@ A layer is a dict of arrays by role. Each step returns a new one:
 
     fold         gains go into the readers that follow them (γ = 1 afterwards)
     balance_qk   one scale per rotary plane; one matrix per head where there is no rotary; q/k-norm gains
-    balance_vo   one matrix per KV head
-    balance_ffn  ‖up_j‖ = ‖down_j‖
-    normalise    Frobenius norm 1
 
-The order matters: fold, balance, normalise. On pre-norm models all steps but the last keep the logits.
-Steps act on the roles that are present, so a caller that needs only q and k reads only q and k.
+The order matters. On pre-norm models both steps keep the logits. Steps act on the roles that are present, so a caller
+that needs only q and k reads only q and k. The other gauges need no step: values and outputs are compared by their
+product, neurons by rows of unit length, and the scale of a matrix drops out of every score.
 """
 
 from __future__ import annotations
@@ -85,6 +83,21 @@ def blocks(geometry: Geometry) -> Iterator[Block]:
             yield Block(query[head, :, : g.rotary_dim], key[head, : g.rotary_dim], True)
         if g.rotary_dim < g.head_dim:
             yield Block(query[head, :, g.rotary_dim :], key[head, g.rotary_dim :], False)
+
+
+def product_qk(q: Array, k: Array, geometry: Geometry) -> Array:
+    """The product of responses of query rows [n, heads·D] and key rows [n, KV heads·D], [n, n]."""
+    out = np.zeros((len(q), len(q)), q.dtype)
+    for block in blocks(geometry):  # query heads that share a key add up before the product
+        out += q[:, block.query].sum(1) @ k[:, block.key].T
+    return out
+
+
+def by_kv_head(o: Array, geometry: Geometry) -> Array:
+    """Responses of output columns [n, heads·D], added up over the query heads that share a value head."""
+    kv_heads = geometry.heads if geometry.latent else geometry.kv_heads
+    out: Array = o.reshape(len(o), kv_heads, geometry.heads // kv_heads, -1).sum(2)
+    return out.reshape(len(o), -1)
 
 
 def planes(m: int, rotary: str) -> Array:
@@ -194,58 +207,6 @@ def _one_scale_a_head(layer: Layer, geometry: Geometry) -> Layer:
         size = np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), TINY)
         out[role] = (rows / size).reshape(out[role].shape)
     return out
-
-
-def balance_vo(layer: Layer, geometry: Geometry) -> Layer:
-    """Per KV head v → A v, o → o A⁻¹ with A as for queries and keys."""
-    out, g = dict(layer), geometry
-    if "v" not in out or "o" not in out or g.latent is not None:
-        return out
-    dim = out["v"].shape[0] // g.kv_heads
-    v = out["v"].reshape(g.kv_heads, dim, -1).astype(np.float64)
-    o = out["o"].reshape(-1, g.kv_heads, g.group, dim).astype(np.float64)  # [d, KV, g, dim]
-    bias = out["v_bias"].reshape(g.kv_heads, dim).copy() if "v_bias" in out else None
-    for head in range(g.kv_heads):
-        a = balancing(np.einsum("dgi,dgj->ij", o[:, head], o[:, head]) / g.group, v[head] @ v[head].T)
-        v[head], o[:, head] = a @ v[head], o[:, head] @ np.linalg.inv(a)
-        if bias is not None:
-            bias[head] = a @ bias[head]
-    out["v"] = v.reshape(out["v"].shape).astype(out["v"].dtype)
-    out["o"] = o.reshape(out["o"].shape).astype(out["o"].dtype)
-    if bias is not None:
-        out["v_bias"] = bias.reshape(-1)
-    return out
-
-
-def balance_ffn(layer: Layer, geometry: Geometry) -> Layer:
-    """Gated: up_j·c, down_j/c until their norms agree. Without a gate there is no such freedom."""
-    out = dict(layer)
-    if not geometry.gated or "up" not in out or "down" not in out:
-        return out
-    up, down = np.square(out["up"]).sum(1), np.square(out["down"]).sum(0)
-    dead = (up <= TINY) | (down <= TINY)
-    scale = np.where(dead, 1, np.where(dead, 1, down) / np.where(dead, 1, up)) ** 0.25
-    out["up"] = out["up"] * scale[:, None]
-    out["down"] = out["down"] / scale
-    if "up_bias" in out:
-        out["up_bias"] = out["up_bias"] * scale
-    return out
-
-
-def normalise(layer: Layer) -> Layer:
-    """Every matrix divided by its Frobenius norm."""
-    out = dict(layer)
-    for role in (role for role in MATRICES if role in out):
-        out[role] = out[role] / max(float(np.linalg.norm(out[role])), TINY)
-    return out
-
-
-def canonical(layer: Layer, geometry: Geometry) -> Layer:
-    """The whole map, idempotent."""
-    steps = (fold, balance_qk, balance_vo, balance_ffn)
-    for step in steps:
-        layer = step(layer, geometry)
-    return normalise(layer)
 
 
 def embedding(weights: Weights, rows: Array | slice | None = None) -> Array:

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -35,12 +34,11 @@ from fathom.lineage.inherited import Inherited
 from fathom.lineage.nulls import Null, structure_class
 from fathom.lineage.pairs import NAMES, SCORE_LABELS, Pair, matched_layers
 from fathom.lineage.verdict import Findings, Verdict
-from fathom.lineage.weights import Weights, held, open_weights
+from fathom.lineage.weights import SMALL_BYTES, Weights, holding, open_weights
 from fathom.report.statistics import holm
 
 Told = Callable[[str], None]
 
-SMALL_BYTES = 2 << 30  # for smaller models fast mode skips nothing
 FAST_LAYERS, FAST_FFN_LAYERS, EXACT_FFN_LAYERS = 12, 2, 8
 ANCHORS, FAST_ANCHORS = 1024, 256  # number of anchor strings for the terms of two layers, and of all layers
 PLAIN = 0.9  # a copy without padded weights scores more
@@ -79,13 +77,6 @@ def _small(a: Weights, b: Weights) -> bool:
     return a.file_bytes + b.file_bytes <= SMALL_BYTES
 
 
-@contextmanager
-def holding(*models: Weights) -> Iterator[None]:
-    """Within this context, no byte of small models is read twice, nor any byte of remote ones."""
-    with held(*models, local=sum(w.file_bytes for w in models) <= SMALL_BYTES):
-        yield
-
-
 def measure(first: Weights, second: Weights, options: Options, progress: Told = lambda _: None) -> Pair:
     """Align and score one pair: every number of the report that needs no control."""
     started = time.monotonic()
@@ -96,10 +87,15 @@ def measure(first: Weights, second: Weights, options: Options, progress: Told = 
     layers = _layers(a, b, options)
     scores = _scored(a, b, layers, _methods(aligned, options), options, progress)
     pairs = matched_layers(scores, layers, (a.geometry.layers, b.geometry.layers))
-    counts = _neurons(a, b, _frames(a, b, aligned, options), pairs, options, progress)
+    probes = evidence.PROBES if options.all_of(a, b) else evidence.PROBES // 2
+    frames = neurons.frames(a, b, aligned.rows, options.seed, probes)
+    counts = _neurons(a, b, frames, pairs, options, progress)
+    axes: dict[str, awm.Alignment] = {}
     if options.all_of(a, b) and not _sure(counts, aligned):
-        by_axes, score = _by_axes(a, b, layers, pairs, options, progress)
-        counts, scores = counts | by_axes, scores | score
+        by_axes, axes = _by_axes(a, b, pairs, options, progress)
+        counts = counts | by_axes
+        methods = [awm.MatchMethod(NAMES[kind], how) for kind, how in axes.items()]
+        scores = scores | _scored(a, b, layers, methods, options, progress)
     other: dict[str, float] = {}
     skipped = [*aligned.skipped]
     if _sure(counts, aligned) and max((scores[n].score for n in NAMES.values() if n in scores), default=1.0) < PLAIN:
@@ -116,6 +112,7 @@ def measure(first: Weights, second: Weights, options: Options, progress: Told = 
         for tensor, count in w.unusable.items()
     ]
     read = {w.name: w.origin.bytes_read - before[w.name] for w in (first, second)}
+    aligned = replace(aligned, ways=aligned.ways | axes)
     return Pair(a, b, swapped, aligned, layers, scores, counts, other, tuple(skipped), read, time.monotonic() - started)
 
 
@@ -157,11 +154,9 @@ def _scored(
 ) -> dict[str, awm.Scores]:
     if not methods:
         return {}
-
-    def told(at: str) -> None:
-        progress(f"queries and keys: {at}")
-
-    return awm.score_layers((a, b), layers, methods, options.seed, told, living)
+    return awm.score_layers(
+        (a, b), layers, methods, options.seed, lambda at: progress(f"queries and keys: {at}"), living
+    )
 
 
 def _living(
@@ -183,23 +178,8 @@ def _living(
     return found if best > signs.NARROW else {}
 
 
-Frames = list[tuple[neurons.Frame, neurons.Frame]]
-
-
-def _frames(a: Weights, b: Weights, aligned: Aligned, options: Options) -> Frames:
-    """The frames in which neurons of both models can be compared."""
-    out: Frames = []
-    if a.geometry.width == b.geometry.width:
-        out.append((neurons.order(a.geometry.width, options.seed),) * 2)
-    if aligned.shared >= neurons.FEWEST_STRINGS:
-        kept = evidence.middle(*aligned.rows, evidence.PROBES if options.all_of(a, b) else evidence.PROBES // 2)
-        sides = [neurons.tokens(evidence.probes(w, rows)) for w, rows in zip((a, b), kept, strict=True)]
-        out.append((sides[0], sides[1]))
-    return out
-
-
 def _neurons(
-    a: Weights, b: Weights, frames: Frames, pairs: list[tuple[int, int]], options: Options, progress: Told
+    a: Weights, b: Weights, frames: neurons.Frames, pairs: list[tuple[int, int]], options: Options, progress: Told
 ) -> dict[str, list[NeuronCount]]:
     """T4 on evenly spaced pairs of layers, in each frame; the map of layers is given, not chosen here."""
     usable = [p for p in pairs if a.has("down", p[0]) and b.has("down", p[1])]
@@ -227,13 +207,8 @@ def _sure(counts: dict[str, list[NeuronCount]], aligned: Aligned) -> bool:
 
 
 def _by_axes(
-    a: Weights,
-    b: Weights,
-    layers: tuple[list[int], list[int]],
-    pairs: list[tuple[int, int]],
-    options: Options,
-    progress: Told,
-) -> tuple[dict[str, list[NeuronCount]], dict[str, awm.Scores]]:
+    a: Weights, b: Weights, pairs: list[tuple[int, int]], options: Options, progress: Told
+) -> tuple[dict[str, list[NeuronCount]], dict[str, awm.Alignment]]:
     """The frame that needs no tokenizer, if the others found nothing, since a tokenizer may name the wrong strings."""
     if a.geometry.width != b.geometry.width or a.geometry.vocab != b.geometry.vocab:
         return {}, {}
@@ -242,8 +217,7 @@ def _by_axes(
     counts = _neurons(a, b, [(left, right)], pairs, options, progress)
     if not counts or evidence.test_neurons("axes", counts["axes"], []).p > evidence.ALPHA:
         return counts, {}
-    how = awm.Alignment("axes", rotation=left.basis @ right.basis.T)
-    return counts, _scored(a, b, layers, [awm.MatchMethod("axes", how)], options, progress)
+    return counts, {"axes": awm.Alignment(rotation=left.basis @ right.basis.T)}
 
 
 def _table(weights: Weights) -> Iterator[Array]:
@@ -271,8 +245,8 @@ def _other_scores(a: Weights, b: Weights, aligned: Aligned, progress: Told) -> t
         }
         if _small(a, b):
             found["ics_all_layers"] = huref.ics_all_layers(a, b, at_a[:FAST_ANCHORS], at_b[:FAST_ANCHORS])
-            value, count = huref.pcs(huref.matched_matrices(a, b))
-            found |= {"pcs_2d": value} if count else {}
+            value = huref.pcs(a, b)
+            found |= {} if value is None else {"pcs_2d": value}
     good = {name: value for name, value in found.items() if np.isfinite(value)}
     return good, [f"{SCORE_LABELS[name]}: the numbers are too large to multiply" for name in found if name not in good]
 
@@ -302,7 +276,6 @@ class Comparison:
     tampering: list[str]
     coverage: tuple[int, int, int]  # layers with evidence, layers of A, layers of B (as scored)
     options: Options
-    blocks: list[str]
     inherited: Inherited | None = None
     skipped: tuple[str, ...] = ()
     given: Given = Given()
@@ -358,10 +331,9 @@ def judge(
     """
     null, notes = _null(pair, measured, null_file)
     tests = run_tests(pair, null)
-    thresholds = _thresholds(pair, null)
+    bar = _threshold(pair, null)
     sure = bool(tests) and min(holm([t.p for t in tests if not t.name.startswith("T3")] or [1.0])) <= evidence.ALPHA
     best = pair.scores[pair.best].score if pair.best else 0.0
-    bar = max(thresholds.values(), default=None)
     tampering = signs.suspected(pair.gaps, null.gaps if null else {}, best, bar) if sure else []
     tampering += _shifted(pair, bar) if sure else []
     covered, families, blocks = _evidence(pair, tests, bar)
@@ -391,7 +363,6 @@ def judge(
         tampering,
         sizes,
         options or Options(),
-        blocks,
         shared,
         (*pair.skipped, *notes),
     )
@@ -435,14 +406,10 @@ def run_tests(pair: Pair, null: Null | None) -> list[Test]:
     return tests
 
 
-def _thresholds(pair: Pair, null: Null | None) -> dict[str, float]:
-    """The threshold of each score. The best of several scores must exceed the highest threshold."""
-    made = (
-        {n: evidence.score_threshold(null.scores.get(n, [])) for n in NAMES.values() if n in pair.scores}
-        if null
-        else {}
-    )
-    return {name: value for name, value in made.items() if value is not None}
+def _threshold(pair: Pair, null: Null | None) -> float | None:
+    """The highest threshold of any score, which the best of several scores must exceed."""
+    known = [null.scores.get(name, []) for name in NAMES.values() if name in pair.scores] if null else []
+    return max((bar for some in known if (bar := evidence.score_threshold(some)) is not None), default=None)
 
 
 def _shifted(pair: Pair, bar: float | None) -> list[str]:
@@ -461,13 +428,7 @@ def _evidence(pair: Pair, tests: list[Test], bar: float | None) -> tuple[int, se
         for (_, j), score in (zip(scored.pairs, scored.per_layer, strict=True) if scored else ())
         if score >= height
     }
-    trials = sum(map(len, pair.neurons.values()))
-    by_neurons = {
-        count.layers[1]
-        for counts in pair.neurons.values()
-        for count in counts
-        if count.p(1 / evidence.UNIVERSAL, trials) <= evidence.ALPHA
-    }
+    by_neurons = {count.layers[1] for count in _significant(pair)}
     families = {test.family for test in tests if test.p <= evidence.ALPHA and test.family != "attention"}
     families |= {"attention"} if by_score else set()
     blocks = [family for family in ("embedding",) if family in families]
@@ -475,19 +436,20 @@ def _evidence(pair: Pair, tests: list[Test], bar: float | None) -> tuple[int, se
         if family in families and layers:
             whole = len(layers) == pair.b.geometry.layers
             blocks.append(f"{family} of " + ("every layer" if whole else f"layers {_listed(layers)}"))
-    scored_layers = {pair.layers[1][j] for j in range(len(pair.layers[1]))}
-    return min(len((by_score | by_neurons) & scored_layers), min(map(len, pair.layers))), families, blocks
+    covered = (by_score | by_neurons) & set(pair.layers[1])
+    return min(len(covered), min(map(len, pair.layers))), families, blocks
+
+
+def _significant(pair: Pair) -> list[NeuronCount]:
+    """Pairs of layers whose neurons are paired beyond chance."""
+    counts = [count for some in pair.neurons.values() for count in some]
+    return [count for count in counts if count.p(1 / evidence.UNIVERSAL, len(counts)) <= evidence.ALPHA]
 
 
 def _verbatim(pair: Pair, tests: list[Test]) -> bool:
     """Whether some part is unchanged, which two trainings from one seed would not leave."""
     embedding = any(test.family == "embedding" and test.p <= evidence.ALPHA for test in tests)  # as in T1 and T2
-    trials = sum(map(len, pair.neurons.values()))
-    return embedding or any(
-        count.alike >= aligning.CLOSE and count.p(1 / evidence.UNIVERSAL, trials) <= evidence.ALPHA
-        for counts in pair.neurons.values()
-        for count in counts
-    )
+    return embedding or any(count.alike >= aligning.CLOSE for count in _significant(pair))
 
 
 def _listed(layers: set[int]) -> str:
@@ -507,10 +469,6 @@ def _inherited(pair: Pair, options: Options) -> Inherited | None:
     """The training that both models share, by the best alignment."""
     if pair.best is None:
         return None
-    kind = next(kind for kind, name in NAMES.items() if name == pair.best)
-    how = pair.aligned.ways.get(kind)
-    if how is None and kind == "axes":
-        left, right = (neurons.axes(lambda w=w: _table(w)) for w in (pair.a, pair.b))  # type: ignore[misc]
-        how = awm.Alignment("axes", rotation=left.basis @ right.basis.T)
+    how = next(pair.aligned.ways[kind] for kind, name in NAMES.items() if name == pair.best)
     most = None if options.all_of(pair.a, pair.b) else FAST_FFN_LAYERS
-    return None if how is None else inherited.measured(pair.a, pair.b, pair.matched, how, options.seed, most)
+    return inherited.measured(pair.a, pair.b, pair.matched, how, options.seed, most)

@@ -19,7 +19,8 @@ import numpy as np
 
 from fathom.checkpoints.tensors import Array
 from fathom.lineage import ancestry
-from fathom.lineage.shares import ROLES, shape_of
+from fathom.lineage.canonical import MATRICES
+from fathom.lineage.shares import shape_of
 from fathom.lineage.weights import Weights
 
 SAMPLED_ROWS = 64
@@ -77,7 +78,7 @@ def _sampled(a: Weights, b: Weights) -> Iterator[tuple[Array, Array]]:
     """Some rows of the matrices that both have, at the same positions."""
     depth = min(a.geometry.layers, b.geometry.layers)
     for layer in sorted({round(i * (depth - 1) / (LAYERS - 1)) for i in range(LAYERS)}):
-        for role in (r for r in ROLES if a.has(r, layer) and b.has(r, layer)):
+        for role in (r for r in MATRICES if a.has(r, layer) and b.has(r, layer)):
             one, other = (w.tensor(role, layer, slice(0, SAMPLED_ROWS)) for w in (a, b))
             if one.shape == other.shape:
                 yield one, other

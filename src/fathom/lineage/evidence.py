@@ -181,11 +181,6 @@ def middle(rows_a: Array, rows_b: Array, count: int) -> tuple[Array, Array]:
     return rows_a[start : start + count], rows_b[start : start + count]
 
 
-def probes(weights: Weights, rows: Array) -> Array:
-    """Canonical embeddings of the probe strings."""
-    return gathered(weights, rows, canonical.embedding)
-
-
 def head_likeness(weights: Weights, rows: Array) -> float:
     """How similar a model's output head is to its embedding: rms cosine of the channels' columns at some rows."""
     tables = [unit_rows(gathered(weights, rows, table)) for table in (canonical.embedding, canonical.head)]

@@ -10,7 +10,8 @@ does not survive a sign flip of the stream; both are here, the published one to 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 
 import numpy as np
 
@@ -18,29 +19,10 @@ from fathom.checkpoints.tensors import Array
 from fathom.lineage import canonical
 from fathom.lineage.awm import CHUNK_ROWS, bounded, chunks, gathered
 from fathom.lineage.vocabulary import string_hash
-from fathom.lineage.weights import Layer, Weights
+from fathom.lineage.weights import Weights
 from fathom.report.mixing import mixed
 
 SKETCH = 512
-
-
-def product_qk(x: Array, layer: Layer, weights: Weights) -> Array:
-    """X W_qᵀ W_k Xᵀ summed over query heads, each with the key head of its group."""
-    xq, xk = x @ layer["q"].T, x @ layer["k"].T  # [N, h·d_h], [N, h_kv·d_h]
-    out = np.zeros((len(x), len(x)), x.dtype)
-    for block in canonical.blocks(weights.geometry):
-        met = xq[:, block.query].sum(1)  # query heads that share a key add up before the product
-        out += met @ xk[:, block.key].T
-    return out
-
-
-def product_vo(x: Array, layer: Layer, weights: Weights) -> Array:
-    """X W_vᵀ W_oᵀ Xᵀ with value heads repeated as in attention."""
-    g = weights.geometry
-    kv_heads = g.heads if g.latent else g.kv_heads
-    xv = (x @ layer["v"].T).reshape(len(x), kv_heads, -1)
-    xo = (x @ layer["o"]).reshape(len(x), kv_heads, g.heads // kv_heads, -1).sum(2)
-    return xv.reshape(len(x), -1) @ xo.reshape(len(x), -1).T
 
 
 def product_ffn(x: Array, weights: Weights, index: int, published: bool = False) -> Array:
@@ -65,11 +47,13 @@ def product_ffn(x: Array, weights: Weights, index: int, published: bool = False)
 
 def terms(weights: Weights, x: Array, index: int, published: bool = False) -> Iterator[Array]:
     """The three terms of one layer at anchor embeddings X; canonical unless `published`."""
-    for roles, product in ((canonical.QK_ROLES, product_qk), (canonical.VO_ROLES, product_vo)):
-        layer = weights.layer(index, roles)
-        if not published:
-            layer = canonical.balance_qk(canonical.fold(layer, weights.geometry), weights.geometry)
-        yield product(x, layer, weights)
+    g = weights.geometry
+    layer = weights.layer(index, canonical.QK_ROLES)
+    layer = layer if published else canonical.balance_qk(canonical.fold(layer, g), g)
+    yield canonical.product_qk(x @ layer["q"].T, x @ layer["k"].T, g)
+    layer = weights.layer(index, canonical.VO_ROLES)
+    layer = layer if published else canonical.fold(layer, g)
+    yield (x @ layer["v"].T) @ canonical.by_kv_head(x @ layer["o"], g).T
     if weights.has("down", index):
         yield product_ffn(x, weights, index, published)
 
@@ -94,7 +78,7 @@ def double_centred(term: Array) -> Array:
     return term / max(float(np.linalg.norm(term)), canonical.TINY)
 
 
-def _cosine(pairs: Iterator[tuple[Array, Array]]) -> float:
+def _cosine(pairs: Iterable[tuple[Array, Array]]) -> float:
     dot = norm_a = norm_b = 0.0
     for a, b in pairs:
         dot += float(np.vdot(a, b))
@@ -119,10 +103,10 @@ def ics(a: Weights, b: Weights, rows_a: Array, rows_b: Array, published: bool = 
     return _cosine(pairs())
 
 
-def summed_terms(weights: Weights, x: Array, layers: Sequence[int] | None = None) -> list[Array]:
+def summed_terms(weights: Weights, x: Array) -> list[Array]:
     """Every term double-centred and summed over layers: independent of the number of layers."""
     total: list[Array] = []
-    for index in range(weights.geometry.layers) if layers is None else layers:
+    for index in range(weights.geometry.layers):
         for place, term in enumerate(terms(weights, x, index)):
             if place == len(total):
                 total.append(np.zeros_like(term))
@@ -134,7 +118,7 @@ def ics_all_layers(a: Weights, b: Weights, rows_a: Array, rows_b: Array) -> floa
     """Cosine of the terms summed over all layers."""
     sums_a = summed_terms(a, anchor_embeddings(a, rows_a))
     sums_b = summed_terms(b, anchor_embeddings(b, rows_b))
-    return _cosine(iter(zip(sums_a, sums_b, strict=False)))
+    return _cosine(zip(sums_a, sums_b, strict=False))
 
 
 def last_terms(weights: Weights, x: Array) -> list[Array]:
@@ -174,23 +158,17 @@ def sketch_cosine(a: Array, b: Array) -> float:
     return float(a @ b / math.sqrt(max(float(a @ a) * float(b @ b), canonical.TINY)))
 
 
-def pcs(pairs: Iterator[tuple[Array, Array]]) -> tuple[float, int]:
-    """Parameter cosine over matched matrices of equal shape, and their number."""
-    count = 0
-
-    def matched() -> Iterator[tuple[Array, Array]]:
-        nonlocal count
-        for a, b in pairs:
-            if a.shape == b.shape and a.ndim == 2:
-                count += 1
-                yield a, b
-
-    value = _cosine(matched())
-    return value, count
+def pcs(a: Weights, b: Weights) -> float | None:
+    """Parameter cosine over the matrices with the same role, layer and shape, read one pair at a time; None without
+    any."""
+    pairs = _matched_matrices(a, b)
+    first = next(pairs, None)
+    return None if first is None else _cosine(chain([first], pairs))
 
 
-def matched_matrices(a: Weights, b: Weights) -> Iterator[tuple[Array, Array]]:
-    """Matrices of the two models with the same role in the same layer, one pair at a time."""
+def _matched_matrices(a: Weights, b: Weights) -> Iterator[tuple[Array, Array]]:
     for role, layer in a.views:
         if (role, layer) in b.views and len(a.store.tensors[a.views[role, layer].tensor].shape) >= 2:
-            yield a.tensor(role, layer), b.tensor(role, layer)
+            one, other = a.tensor(role, layer), b.tensor(role, layer)
+            if one.shape == other.shape and one.ndim == 2:
+                yield one, other

@@ -124,16 +124,11 @@ def products(weights: Weights, index: int, how: Alignment, channels: Array) -> I
     layer = canonical.fold(weights.layer(index, canonical.QK_ROLES), g)
     layer = canonical.balance_qk(layer, g)
     q, k = (how.apply(layer[role], channels) for role in "qk")  # [n, heads·D]
-    met = np.zeros((len(q), len(q)), q.dtype)
-    for block in canonical.blocks(g):  # query heads that share a key add up before the product
-        met += q[:, block.query].sum(1) @ k[:, block.key].T
-    yield "qk", met
+    yield "qk", canonical.product_qk(q, k, g)
     layer = canonical.fold(weights.layer(index, canonical.VO_ROLES), g)
     if "v" in layer and "o" in layer:
         v, o = how.apply(layer["v"], channels), how.apply(layer["o"].T, channels)
-        kv_heads = g.heads if g.latent else g.kv_heads
-        together = o.reshape(len(o), kv_heads, g.heads // kv_heads, -1).sum(2)
-        yield "vo", together.reshape(len(o), -1) @ v.T
+        yield "vo", canonical.by_kv_head(o, g) @ v.T
     if weights.has("down", index):
         yield "ffn", _feed_forward(weights, index, how, channels)
 

@@ -22,7 +22,6 @@ class Scheme:
     required: Mapping[str, str]
     optional: Mapping[str, str] = field(default_factory=dict)
     packing: str = ""
-    transposed: bool = False  # Conv1D, stored (in, out)
 
 
 @dataclass(frozen=True)
@@ -248,16 +247,18 @@ def locate(names: Collection[str], model_type: str) -> tuple[str, Stack]:
 def why_not(names: Collection[str], index: int = 0) -> str:
     """Why no known attention layout fits a layer, in words."""
     parts: dict[int, set[str]] = {}
+    layers: dict[int, set[str]] = {}  # what is before the parts
     for name in names:
         if found := _LAYER.match(name):
             parts.setdefault(int(found[1]), set()).add(found[2])
+            layers.setdefault(int(found[1]), set()).add(name[: found.start(2)])
     if index not in parts:
         return "no tensor is named as one of a layer" if not parts else f"layer {index} has no tensors"
     if mixers := {place: words for place in parts if (words := _mixer(parts[place]))}:
         listed = ", ".join(map(str, sorted(mixers)[:4])) + (", …" if len(mixers) > 4 else "")
         what = " and ".join(sorted(set(mixers.values())))
         return f"layers {listed} of {len(parts)} hold {what} in place of attention, and no test reads that"
-    if any(matching(ATTENTION, names, name[: -len(part)], "the attention") for name, part in _of_layer(names, index)):
+    if any(matching(ATTENTION, names, layer, "the attention") for layer in layers[index]):
         return "its layers are known, but not the names of its embedding and final norm"
     others = {
         part.removesuffix(".weight").removesuffix(".bias") for part in parts[index] if not _NOT_MIXING.search(part)
@@ -268,8 +269,3 @@ def why_not(names: Collection[str], index: int = 0) -> str:
 
 def _mixer(parts: Collection[str]) -> str | None:
     return next((words for module, words in MIXERS.items() if any(p.startswith(f"{module}.") for p in parts)), None)
-
-
-def _of_layer(names: Collection[str], index: int) -> list[tuple[str, str]]:
-    found = ((name, _LAYER.match(name)) for name in names)
-    return [(name, match[2]) for name, match in found if match and int(match[1]) == index]

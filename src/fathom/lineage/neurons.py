@@ -22,7 +22,8 @@ import numpy as np
 
 from fathom.checkpoints.tensors import Array
 from fathom.lineage import canonical
-from fathom.lineage.awm import CHUNK_ROWS, chunks, unit_rows
+from fathom.lineage.awm import CHUNK_ROWS, chunks, gathered, unit_rows
+from fathom.lineage.evidence import PROBES, middle
 from fathom.lineage.weights import Weights
 
 FRAME = 1024  # coordinates of a frame
@@ -64,6 +65,25 @@ def tokens(probes: Array) -> Frame:
     return Frame("tokens", unit_rows(probes).T * math.sqrt(probes.shape[1]), centred=True)
 
 
+def frames(a: Weights, b: Weights, rows: tuple[Array, Array], seed: int, probes: int = PROBES) -> Frames:
+    """The frames in which neurons of both models can be compared.
+
+    Args:
+        a: One model.
+        b: The other.
+        rows: Embedding rows of the same strings in both.
+        seed: Seed of the sample of channels.
+        probes: How many strings to take.
+    """
+    out: Frames = []
+    if a.geometry.width == b.geometry.width:
+        out.append((order(a.geometry.width, seed),) * 2)
+    if len(rows[0]) >= FEWEST_STRINGS:
+        left, right = middle(*rows, probes)
+        out.append((tokens(gathered(a, left, canonical.embedding)), tokens(gathered(b, right, canonical.embedding))))
+    return out
+
+
 def axes(table: Callable[[], Iterator[Array]]) -> Frame:
     """Principal axes of an embedding in descending order; each points to its heavier tail. The order of rows does not
     matter.
@@ -80,6 +100,9 @@ def axes(table: Callable[[], Iterator[Array]]) -> Frame:
     skew = np.sum([(((unit_rows(block) - mean) @ vectors) ** 3).sum(0) for block in table()], axis=0)
     vectors = vectors * np.where(skew < 0, -1.0, 1.0)
     return Frame("axes", np.ascontiguousarray(vectors, np.float32))
+
+
+Frames = list[tuple[Frame, Frame]]
 
 
 @dataclass(frozen=True)
@@ -213,8 +236,3 @@ def agreement(a: Neurons, b: Neurons, gated: bool, seed: int = 0) -> tuple[int, 
     sides = ((small.read, large.read), (small.write, large.write))
     alike = [np.einsum("ij,ij->i", one[sample[paired]], other[found[0][paired]]) for one, other in sides]
     return len(paired), count, max(float(np.median(np.abs(cosines))) for cosines in alike)
-
-
-def rate(count: int) -> float:
-    """Maximum pairs that shared data may make among this many neurons: a chosen bound, checked on unrelated models."""
-    return max(3.0, count / 10)

@@ -6,7 +6,7 @@ import copy
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from fathom.lineage import evidence
 from fathom.lineage.pairs import NAMES, SCORE_LABELS, Pair
 from fathom.lineage.weights import Weights
 from fathom.report.files import write_json
+from fathom.report.results import restored
 
 VERSION = 2
 SLICE = 4096  # bytes of each tensor that identify a model
@@ -104,48 +105,41 @@ def read(path: Path, kind: str) -> Null:
         raise ModelError(f"{path}: not a null file of version {VERSION} (fathom lineage calibrate writes one)")
     if kind not in classes:
         raise ModelError(f"{path}: no null for {kind}; it has {'; '.join(classes)}")
-    if (fault := _fault(classes[kind], body.get("models"))) is not None:
-        raise ModelError(f"{path}: class {kind}: {fault}")
-    scores = classes[kind]["scores"]
-    if high := [name for name in NAMES.values() if (evidence.score_threshold(scores.get(name, [])) or 0) >= 1]:
-        raise ModelError(
-            f"{path}: class {kind}: a score of {high[0]} would have to pass 1 to be high: a pair in it is related"
-        )
     file = {"path": str(path), "sha256": hashlib.sha256(raw).hexdigest(), "class": classes[kind]}
-    return Null(f"{path.name} ({kind})", **copy.deepcopy(classes[kind]), file=file)
+    try:
+        if not isinstance(classes[kind], dict) or set(classes[kind]) != set(FIELDS):
+            raise ValueError("its fields are not those of a null")
+        null = restored(Null, {**classes[kind], "origin": f"{path.name} ({kind})", "file": file})
+        if (fault := _fault(null, body.get("models"))) is not None:
+            raise ValueError(fault)
+    except ValueError as error:
+        raise ModelError(f"{path}: class {kind}: {error}") from None
+    return null
 
 
-def _fault(body: object, models: object) -> str | None:
+def _fault(null: Null, models: object) -> str | None:
     """What is wrong with a class of a null file; None if nothing is."""
-
-    def numbers(value: object, depth: int, least: float = -1.0) -> bool:
-        if depth:
-            return isinstance(value, list) and all(numbers(item, depth - 1, least) for item in value)
-        return type(value) in (int, float) and bool(least <= value <= 1.0 + 1e-3)  # type: ignore[operator]
-
-    def named(value: object, depth: int, least: float = -1.0) -> bool:
-        return isinstance(value, dict) and all(numbers(item, depth, least) for item in value.values())
-
-    if not isinstance(body, dict) or set(body) != set(FIELDS):
-        return "its fields are not those of a null"
     known = set(models) if isinstance(models, dict) else set()
-    pairs = body["pairs"]
-    if not isinstance(pairs, list) or not pairs or not all(_is_pair(pair, known) for pair in pairs):
+    if not null.pairs or not all(_is_pair(pair, known) for pair in null.pairs):
         return "its pairs are not of two models that the file lists with their digests"
-    if len({tuple(sorted(pair)) for pair in pairs}) != len(pairs):
+    if len({tuple(sorted(pair)) for pair in null.pairs}) != len(null.pairs):
         return "a pair of models comes twice"
-    counts = body["witnesses"]
-    if not isinstance(counts, list) or not all(type(n) is int and n >= 0 for n in counts) or len(counts) > len(pairs):
+    if len(null.witnesses) > len(null.pairs) or min(null.witnesses, default=0) < 0:
         return "its counts are not one for each pair"
-    shapes = (named(body["scores"], 1), named(body["per_layer"], 2), named(body["neurons"], 1, 0.0))
-    if not all(shapes) or not named(body["gaps"], 1, -2.0):
-        return "its numbers are not scores between -1 and 1"
-    lists = [*body["scores"].values(), *body["neurons"].values(), *body["gaps"].values(), *body["per_layer"].values()]
-    return "it has more numbers than pairs" if any(len(values) > len(pairs) for values in lists) else None
+    curves = {name: [value for curve in some for value in curve] for name, some in null.per_layer.items()}
+    for values, least in ((null.scores, -1.0), (curves, -1.0), (null.neurons, 0.0), (null.gaps, -2.0)):
+        if not all(least <= value <= 1.0 + 1e-3 for some in values.values() for value in some):
+            return "its numbers are not scores between -1 and 1"
+    tables: tuple[Mapping[str, Sequence[object]], ...] = (null.scores, null.neurons, null.gaps, null.per_layer)
+    if any(len(values) > len(null.pairs) for table in tables for values in table.values()):
+        return "it has more numbers than pairs"
+    if high := [name for name in NAMES.values() if (evidence.score_threshold(null.scores.get(name, [])) or 0) >= 1]:
+        return f"a score of {high[0]} would have to pass 1 to be high: a pair in it is related"
+    return None
 
 
-def _is_pair(pair: object, known: set[str]) -> bool:
-    return isinstance(pair, list) and len(pair) == 2 and pair[0] != pair[1] and all(str(name) in known for name in pair)
+def _is_pair(pair: list[str], known: set[str]) -> bool:
+    return len(pair) == 2 and pair[0] != pair[1] and known.issuperset(pair)
 
 
 def write(path: Path, groups: dict[str, list[Pair]]) -> dict[str, object]:
@@ -166,10 +160,9 @@ def write(path: Path, groups: dict[str, list[Pair]]) -> dict[str, object]:
 
 def joined(one: Null, other: Null) -> Null:
     """Both nulls joined; pairs in both count once."""
-    fresh = [at for at, pair in enumerate(other.pairs) if pair not in one.pairs]
     out = copy.deepcopy(one)
     out.origin += f" and {other.origin}"
-    if len(fresh) < len(other.pairs):  # the numbers of a known pair are known
+    if any(pair in one.pairs for pair in other.pairs):  # the numbers of a known pair are known
         return out
     out.pairs += other.pairs
     out.witnesses += other.witnesses

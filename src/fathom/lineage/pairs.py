@@ -43,6 +43,11 @@ class Pair:
     seconds: float = 0.0
 
     @property
+    def given(self) -> tuple[Weights, Weights]:
+        """Both models in the order in which they were given."""
+        return (self.b, self.a) if self.swapped else (self.a, self.b)
+
+    @property
     def best(self) -> str | None:
         """The highest repaired score."""
         names = [name for name in NAMES.values() if name in self.scores]

@@ -19,11 +19,11 @@ from scipy import stats
 
 from fathom.checkpoints.tensors import Array
 from fathom.errors import ModelError
+from fathom.lineage.canonical import MATRICES
 from fathom.lineage.weights import Weights
 
 Told = Callable[[str], None]
 
-ROLES = ("q", "k", "v", "o", "gate", "up", "down")
 FEWEST_LAYERS = 3
 SAME_PLACE = 0.1  # cosine with a parent below which the child's numbers are not in the parents' order
 APART = 1e-12  # parents that differ by less than this, relative to their size, are equal
@@ -93,7 +93,7 @@ def products(models: Sequence[Weights], progress: Told = lambda _: None) -> Arra
     out = np.zeros((first.layers, len(models), len(models)))
     for layer in range(first.layers):
         progress(f"layer {layer + 1} of {first.layers}")
-        for role in (r for r in ROLES if all(w.has(r, layer) for w in models)):
+        for role in (r for r in MATRICES if all(w.has(r, layer) for w in models)):
             rows = np.stack([w.tensor(role, layer).reshape(-1) for w in models])
             size = max(float(np.abs(rows).max()), 1e-30)
             rows = (rows / size).astype(np.float64) if rows.size < 1 << 24 else rows / np.float32(size)

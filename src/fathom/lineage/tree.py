@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import combinations
 from pathlib import Path
 
@@ -22,16 +22,17 @@ import numpy as np
 from fathom.checkpoints.tensors import Array
 from fathom.errors import ModelError
 from fathom.lineage import evidence, shares
-from fathom.lineage.comparison import Options, holding, judge, measure
+from fathom.lineage.comparison import Options, judge, measure
 from fathom.lineage.direction import Direction, direction
 from fathom.lineage.pairs import Pair
 from fathom.lineage.shares import Shares
-from fathom.lineage.weights import Weights, open_weights
+from fathom.lineage.weights import Weights, holding, open_weights
 from fathom.report.statistics import holm
 
 Told = Callable[[str], None]
 Place = tuple[int, int]
 
+SCHEMA = 1
 DRAWS = 200
 LEAST_SCORE = 1e-3
 RESHAPED = 0.5  # the drift that counts for a change of shape
@@ -255,6 +256,15 @@ def drawn(found: Tree, width: int = 80) -> str:
         *textwrap.wrap(MISSING, width),
     ]
     return "\n".join(lines)
+
+
+def as_json(found: Tree) -> dict[str, object]:
+    """The trees as plain data."""
+    merges = [{"child": merge.child, **asdict(merge.found)} for merge in found.merges]
+    families = [asdict(family) for family in found.families]
+    note = {"merges_note": shares.IF_COMPLETE} if merges else {}
+    body = {"fathom_lineage_tree": SCHEMA, "pairs": found.pairs, "families": families, "merges": merges}
+    return {**body, "note": MISSING, **note}
 
 
 def _cut(text: str, width: int) -> str:

@@ -62,23 +62,18 @@ def _from_tokenizer_json(table: dict[str, object]) -> dict[bytes, int]:
     else:
         pairs = ((entry[0] if isinstance(entry, list) and entry else None, index) for index, entry in enumerate(vocab))
     special = {item.get("content") for item in added if isinstance(item, dict)} if isinstance(added, list) else set()
-    return _collect((pair for pair in pairs if pair[0] not in special), "ByteLevel" in _types(table))
+    return _collect(
+        (pair for pair in pairs if pair[0] not in special),
+        _is_byte_level([table.get("pre_tokenizer"), table.get("decoder")]),
+    )
 
 
-def _types(node: object, depth: int = 0) -> set[str]:
-    """Every `type` named by the tokenizer's pre-tokenizer and decoder."""
-    found: set[str] = set()
-    if depth > 8:
-        return found
-    if isinstance(node, dict):
-        if depth and isinstance(node.get("type"), str):
-            found.add(node["type"])
-        children = [node.get("pre_tokenizer"), node.get("decoder")] if depth == 0 else list(node.values())
-    else:
-        children = node if isinstance(node, list) else []
-    for child in children:
-        found |= _types(child, depth + 1)
-    return found
+def _is_byte_level(node: object, depth: int = 0) -> bool:
+    """Whether a part of a tokenizer, or a part of it, is of the type ByteLevel."""
+    if isinstance(node, dict) and node.get("type") == "ByteLevel":
+        return True
+    children = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
+    return depth < 8 and any(_is_byte_level(child, depth + 1) for child in children)
 
 
 def _from_model_file(raw: bytes, name: str) -> dict[bytes, int]:

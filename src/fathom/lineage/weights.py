@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -36,6 +37,7 @@ from fathom.lineage.layouts import Scheme, matching, parameter
 Layer = dict[str, Array]
 """The tensors of one layer by role; matrices are (out, in)."""
 
+SMALL_BYTES = 2 << 30  # of both models: for smaller ones fast mode skips nothing
 LARGEST = 1e15  # products of larger weights overflow, here and in the model
 WIDE_GAINS = frozenset({"attn_norm", "ffn_norm", "post_attn_norm", "post_ffn_norm", "final_norm"})
 """Gains with an entry for each channel of the stream."""
@@ -90,9 +92,8 @@ class Weights:
     views: Mapping[tuple[str, int | None], TensorView]
     config: Mapping[str, object]
     extra_tensors: tuple[str, ...]
-    _vocabulary: Callable[[], dict[bytes, int] | None]
-    _words: list[dict[bytes, int] | None] = field(default_factory=list)
-    """The vocabulary, after it was read."""
+    vocabulary: Callable[[], dict[bytes, int] | None]
+    """String of bytes -> embedding row, or None without a tokenizer; read when first called."""
     unusable: dict[str, int] = field(default_factory=dict)
     """Tensors with unusable values (not finite, or beyond 1e15), and the number of such values in one read."""
     memo: dict[str, float] = field(default_factory=dict)
@@ -112,12 +113,6 @@ class Weights:
     def file_bytes(self) -> int:
         """Bytes of all tensors in the checkpoint."""
         return sum(info.stop - info.start for info in self.store.tensors.values())
-
-    def vocabulary(self) -> dict[bytes, int] | None:
-        """String of bytes -> embedding row, or None without a tokenizer."""
-        if not self._words:
-            self._words.append(self._vocabulary())
-        return self._words[0]
 
     def has(self, role: str, layer: int | None = None) -> bool:
         """Whether the model has this role."""
@@ -154,18 +149,14 @@ class Weights:
         return self._usable(view.tensor, self._stored(view, rows))
 
     def _stored(self, view: TensorView, rows: slice | Array | None) -> Array:
-        if view.item is not None:
-            stored = self.store.read(view.tensor, [(view.item, view.item + 1)])[0]
-            values = stored.T if view.transposed else stored
-            values = values if view.rows is None else np.concatenate([values[a:b] for a, b in view.rows])
-            return values if rows is None else values[rows]
-        if view.transposed:
-            whole = self.store.read(view.tensor).T
-            values = whole if view.rows is None else np.concatenate([whole[a:b] for a, b in view.rows])
-            return values if rows is None else values[rows]
-        if rows is None:
-            return self.store.read(view.tensor, view.rows)
-        return self.store.read(view.tensor, _select(view.rows, rows, self.store.tensors[view.tensor].shape[0]))
+        if view.item is None and not view.transposed:  # only the rows are read
+            total = self.store.tensors[view.tensor].shape[0]
+            return self.store.read(view.tensor, view.rows if rows is None else _select(view.rows, rows, total))
+        item = view.item
+        values = self.store.read(view.tensor) if item is None else self.store.read(view.tensor, [(item, item + 1)])[0]
+        values = values.T if view.transposed else values
+        values = values if view.rows is None else np.concatenate([values[a:b] for a, b in view.rows])
+        return values if rows is None else values[rows]
 
     def _latent(self, role: str, layer: int | None) -> Array:
         """MLA composed: q rows are heads × (no-RoPE, RoPE); k rows are heads × no-RoPE, then the shared RoPE rows."""
@@ -207,13 +198,10 @@ class Weights:
 
 
 @contextmanager
-def held(*models: Weights, local: bool = True) -> Iterator[None]:
-    """Within this context, no byte of these models is read twice: memory caches files, temporary files cache downloads.
-
-    Args:
-        models: The models.
-        local: Whether to cache reads from files too.
-    """
+def holding(*models: Weights) -> Iterator[None]:
+    """Within this context, no byte of small models is read twice, nor any byte of remote ones: memory caches files,
+    temporary files cache downloads."""
+    local = sum(model.file_bytes for model in models) <= SMALL_BYTES
     origins = [origin for model in models for origin in model.origins]
     remote = {id(origin): not isinstance(origin, LocalOrigin) for origin in origins}
     fresh = [origin for origin in origins if origin.shelf is None and (local or remote[id(origin)])]
@@ -294,7 +282,7 @@ def _open_adapter(where: str, origin: Origin, base: str | Path | None) -> Weight
     if not origin.exists(ADAPTER_WEIGHTS):
         raise ModelError(f"{where}: no {ADAPTER_WEIGHTS} (pickled adapters are never opened)")
     adapter = SafetensorsStore(origin, [ADAPTER_WEIGHTS])
-    return replace(below, name=where, store=AdapterStore(below.store, adapter, config), _words=[], unusable={}, memo={})
+    return replace(below, name=where, store=AdapterStore(below.store, adapter, config), unusable={}, memo={})
 
 
 def resolve(
@@ -323,7 +311,7 @@ def resolve(
     used = {view.tensor for view in views.values()}
     inside = (n for n in names if n.startswith(prefix) or n.removesuffix(".bias") in layouts.HEADS)
     extra = tuple(sorted(n for n in inside if n not in used and not is_scale(n)))
-    weights = Weights(name, store, geometry, views, config, extra, words)
+    weights = Weights(name, store, geometry, views, config, extra, cache(words))
     _check_shapes(weights)
     return weights
 

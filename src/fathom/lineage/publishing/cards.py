@@ -39,6 +39,11 @@ def sketches(weights: Weights, all_layers: bool = False) -> dict[str, Array]:
     return out
 
 
+def sketch(weights: Weights) -> Array:
+    """The published sketch of a model: z_last, int8 `[512]`."""
+    return huref.quantised(sketches(weights)["z_last"])
+
+
 def card(weights: Weights, all_layers: bool = False) -> Card:
     """The card of a model: 512 bytes per sketch, six words, and the model's dimensions."""
     made = {name: huref.quantised(z) for name, z in sketches(weights, all_layers).items()}

@@ -36,7 +36,7 @@ from fathom.checkpoints.origin import LocalOrigin, Origin, safe_name
 from fathom.checkpoints.tensors import AdapterStore, TensorInfo, TensorStore
 from fathom.errors import ModelError
 from fathom.lineage import huref
-from fathom.lineage.publishing.cards import sketches
+from fathom.lineage.publishing.cards import sketch
 from fathom.lineage.publishing.results import Content
 from fathom.lineage.weights import Weights
 
@@ -174,7 +174,7 @@ def commit(
         "blinded": blind,
     }
     if not blind:
-        body["sketch"] = huref.quantised(sketches(weights)["z_last"]).tobytes().hex()
+        body["sketch"] = sketch(weights).tobytes().hex()
     leaves = {**leaves_of(weights, key), STATEMENT: statement_leaf(body, key)}
     body["root"] = merkle_root(list(leaves.values())).hex()
     if not blind:
@@ -228,7 +228,7 @@ def verify(
     if not isinstance(said, str) or not re.fullmatch(r"([0-9a-f]{2})+", said):
         return Verification(False, [*findings, "the sketch is not hexadecimal"])
     published = np.frombuffer(bytes.fromhex(said), np.int8)
-    again = huref.quantised(sketches(weights)["z_last"])
+    again = sketch(weights)
     likeness = huref.sketch_cosine(published, again) if published.shape == again.shape else 0.0
     if likeness < SAME_SKETCH:
         findings.append(f"the sketch differs: cosine {likeness:.4f}")

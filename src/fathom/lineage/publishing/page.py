@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import base64
-import shlex
 from pathlib import Path
 
-from fathom.checkpoints.tensors import Array
 from fathom.lineage import evidence, huref, nulls, verdict
 from fathom.lineage.comparison import Comparison
 from fathom.lineage.pairs import NAMES, SCORE_LABELS
 from fathom.lineage.publishing import portrait
 from fathom.lineage.publishing.cards import sketch_bytes
 from fathom.lineage.publishing.report import CANONICAL_STEPS
-from fathom.lineage.publishing.results import LineageReport, ModelEntry
+from fathom.lineage.publishing.results import LineageReport, ModelEntry, PortraitEntry
 from fathom.report import html
 from fathom.report.numbers import DASH, size
 from fathom.report.plots import Axis, Line, cell_plot, line_plot
@@ -39,19 +37,13 @@ GLOSSARY = {
 
 def write(out: Path, found: Comparison, body: LineageReport) -> None:
     """Report, page and portraits in a directory."""
-    drawn = {name: sketch_bytes(item.sketch) for name, item in body.portraits.items()}
     out.mkdir(parents=True, exist_ok=True)
-    html.write(out, body, render(found, body, drawn))
-    for side, z in zip("ab", drawn.values(), strict=False):
-        (out / f"portrait-{side}.png").write_bytes(portrait.png(portrait.pixels(z)))
+    html.write(out, body, render(found, body))
+    for side, item in zip("ab", body.portraits.values(), strict=False):
+        (out / f"portrait-{side}.png").write_bytes(portrait.png(portrait.pixels(sketch_bytes(item.sketch))))
 
 
-def of_report(found: Comparison, body: LineageReport) -> str:
-    """The page of a report, portraits included."""
-    return render(found, body, {name: sketch_bytes(item.sketch) for name, item in body.portraits.items()})
-
-
-def render(found: Comparison, body: LineageReport, portraits: dict[str, Array] | None = None) -> str:
+def render(found: Comparison, body: LineageReport) -> str:
     """The page of a comparison; `body` is its report."""
     said = found.verdict
     return render_template(
@@ -68,10 +60,10 @@ def render(found: Comparison, body: LineageReport, portraits: dict[str, Array] |
         skipped=found.skipped,
         tests=[_test(test) for test in found.tests],
         controls=_controls(found, body),
-        portraits=[_portrait(name, z) for name, z in (portraits or {}).items()],
-        likeness=_likeness(portraits) if portraits else None,
+        portraits=[_portrait(name, item) for name, item in body.portraits.items()],
+        likeness=_likeness(body.portraits) if body.portraits else None,
         caption=portrait.CAPTION,
-        command=body.tool.command or command(found),
+        command=body.tool.command,
         facts=_facts(found, body),
     )
 
@@ -197,13 +189,13 @@ def _controls(found: Comparison, body: LineageReport) -> dict[str, object] | Non
     }
 
 
-def _portrait(name: str, z: Array) -> dict[str, str]:
-    image = base64.b64encode(portrait.png(portrait.pixels(z), stored=False)).decode()
-    return {"name": name, "image": f"data:image/png;base64,{image}", "words": " · ".join(portrait.words(z))}
+def _portrait(name: str, item: PortraitEntry) -> dict[str, str]:
+    image = base64.b64encode(portrait.png(portrait.pixels(sketch_bytes(item.sketch)), stored=False)).decode()
+    return {"name": name, "image": f"data:image/png;base64,{image}", "words": " · ".join(item.words)}
 
 
-def _likeness(portraits: dict[str, Array]) -> dict[str, str]:
-    first, *rest = portraits.values()
+def _likeness(portraits: dict[str, PortraitEntry]) -> dict[str, str]:
+    first, *rest = (sketch_bytes(item.sketch) for item in portraits.values())
     found = huref.sketch_cosine(first, rest[0] if rest else first)
     return {"value": f"{found:.3f}", "share": share(found)}
 
@@ -216,26 +208,3 @@ def _facts(found: Comparison, body: LineageReport) -> list[str]:
         "scores repeat to about 1e-4 on other hardware",
         *CANONICAL_STEPS,
     ]
-
-
-def command(found: Comparison) -> str:
-    """The command line that repeats this comparison."""
-    pair, options, given = found.pair, found.options, found.given
-    first, second = (pair.b, pair.a) if pair.swapped else (pair.a, pair.b)
-    words = [
-        "fathom",
-        "lineage",
-        "compare",
-        first.name,
-        second.name,
-        "--mode",
-        options.mode,
-        "--seed",
-        str(options.seed),
-    ]
-    if found.controls:
-        words += ["--control", *(name for name, _ in found.controls)]
-    for flag, value in (("--null", given.null), ("--adapter-base", given.adapter_base)):
-        if value is not None:
-            words += [flag, str(value)]
-    return shlex.join(words)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import platform
+import shlex
 
 import numpy as np
 
 from fathom._version import __version__
 from fathom.checkpoints.tensors import Array
-from fathom.lineage import evidence, huref
+from fathom.lineage import evidence
 from fathom.lineage.comparison import Comparison
 from fathom.lineage.pairs import SCORE_LABELS, Pair
 from fathom.lineage.publishing import cards, portrait
@@ -32,24 +33,22 @@ CANONICAL_STEPS = (
 )
 
 
-def made(found: Comparison, command: str, hashed: bool) -> LineageReport:
+def made(found: Comparison, hashed: bool) -> LineageReport:
     """The report, with portraits if the comparison has any.
 
     Args:
         found: A comparison.
-        command: The command line that repeats it.
         hashed: Hash the files of all models, so that `verify` recognises them.
     """
-    drawn = portraits_of(found) if found.options.has_extras(found.pair.a, found.pair.b) else None
     pair, null = found.pair, found.null
-    models = (pair.b, pair.a) if pair.swapped else (pair.a, pair.b)
+    drawn = pair.given if found.options.has_extras(pair.a, pair.b) else ()
     covered, depth_a, depth_b = found.coverage
     keys = () if found.inherited is None else ("share", "bar", "directions", "matrices")
     inherited = {key: getattr(found.inherited, key) for key in keys} or None
     return LineageReport(
         fathom_lineage_report=SCHEMA,
-        tool=ToolEntry(__version__, np.__version__, platform.platform(), command),
-        inputs=[_input(model, pair, hashed) for model in models],
+        tool=ToolEntry(__version__, np.__version__, platform.platform(), command(found)),
+        inputs=[_input(model, pair, hashed) for model in pair.given],
         given=found.given,
         base=pair.a.name,
         structure={
@@ -72,7 +71,7 @@ def made(found: Comparison, command: str, hashed: bool) -> LineageReport:
         inherited=inherited,
         tampering=found.tampering,
         verdict=found.verdict,
-        portraits={name: portrait_of(z) for name, z in (drawn or {}).items()},
+        portraits={model.name: portrait_of(cards.sketch(model)) for model in drawn},
         seconds=round(pair.seconds, 2),
     )
 
@@ -132,8 +131,14 @@ def bounds(found: Comparison) -> Bounds:
     return Bounds(pairs, models, evidence.false_positive_bound(pairs), note)
 
 
-def portraits_of(found: Comparison) -> dict[str, Array]:
-    """Both models' sketches as published bytes, in the given order."""
-    pair = found.pair
-    models = (pair.b, pair.a) if pair.swapped else (pair.a, pair.b)
-    return {model.name: huref.quantised(cards.sketches(model)["z_last"]) for model in models}
+def command(found: Comparison) -> str:
+    """The command line that repeats this comparison."""
+    options, given = found.options, found.given
+    words = ["fathom", "lineage", "compare", *(model.name for model in found.pair.given)]
+    words += ["--mode", options.mode, "--seed", str(options.seed)]
+    if found.controls:
+        words += ["--control", *(name for name, _ in found.controls)]
+    for flag, value in (("--null", given.null), ("--adapter-base", given.adapter_base)):
+        if value is not None:
+            words += [flag, str(value)]
+    return shlex.join(words)

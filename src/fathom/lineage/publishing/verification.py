@@ -61,10 +61,10 @@ def verify(body: Mapping[str, object], name: str = "report", page_text: str | No
     controls = [_opened(item.model, item, Given()) for item in said.controls]
     found = comparison.compare(first, second, controls, said.given.null, said.options)
     found.given = said.given
-    again = report.made(found, page.command(found), hashed=True)
+    again = report.made(found, hashed=True)
     findings = [*unidentified(said), *differences(body, asdict(again))]
     if page_text is not None:
-        findings += page_differences(page_text, page.of_report(found, again))
+        findings += page_differences(page_text, page.render(found, again))
     return Verification(not findings, findings, not_recomputed(said, page_text is not None))
 
 
