@@ -142,8 +142,6 @@ class RemoteOrigin:
     shelf: Shelf | None = None
 
     def __init__(self, repo: str, revision: str = "main", endpoint: str | None = None):
-        if not _REPO.fullmatch(repo) or not _REVISION.fullmatch(revision) or ".." in revision:
-            raise ModelError(f"not a repository: {repo}@{revision} (wanted org/name or org/name@revision)")
         self.endpoint = (endpoint or os.environ.get("HF_ENDPOINT") or DEFAULT_ENDPOINT).rstrip("/")
         if urllib.parse.urlsplit(self.endpoint).scheme not in {"http", "https"}:
             raise ModelError(f"HF_ENDPOINT must be an http(s) address, not {self.endpoint!r}")
@@ -248,9 +246,8 @@ def open_origin(where: str) -> tuple[Origin, str | None]:
         return LocalOrigin(path), None
     if path.is_file():
         return LocalOrigin(path.parent), path.name
-    repo, _, revision = where.partition("@")
-    if _REPO.fullmatch(repo) and not where.startswith((".", "/", "~")):
-        return RemoteOrigin(repo, revision or "main"), None
+    if (named := repository_of(where)) is not None:
+        return RemoteOrigin(*named), None
     raise ModelError(f"{where}: no such directory or file, and not a repository (org/name or org/name@revision)")
 
 
