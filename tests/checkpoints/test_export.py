@@ -33,25 +33,18 @@ def test_vanilla_as_a_stock_qwen3(tmp_path):
 
 
 @pytest.mark.parametrize("case", ["loop", "loop-middle"])
-def test_loop_as_a_deeper_qwen3(case, tmp_path):
-    model, ids = build(config_of(case)), tokens(2, 9)
-    stock = AutoModelForCausalLM.from_pretrained(export(model, tmp_path / "q", form="unrolled"))
-    assert type(stock) is Qwen3ForCausalLM
-    assert stock.config.num_hidden_layers == sum(len(trip) for trip in model.model.plan) > 4
-    assert torch.equal(logits(stock, ids), logits(model, ids))
-    with torch.no_grad():
-        wanted = model.generate(ids, max_new_tokens=5, do_sample=False)
-        assert torch.equal(stock.generate(ids, max_new_tokens=5, do_sample=False), wanted)
-
-
-@pytest.mark.parametrize("case", ["loop", "loop-middle"])
-@pytest.mark.parametrize("trips", [1, 2])
-def test_a_loop_is_unrolled_as_often_as_it_is_served(case, trips, tmp_path):
-    """A configuration's `max_trips` is what every call makes."""
+@pytest.mark.parametrize("trips", [None, 1, 2])
+def test_loop_as_a_deeper_qwen3(case, trips, tmp_path):
+    """Unrolled as often as it is served: a configuration's `max_trips` is what every call makes."""
     model, ids = build(config_of(case, max_trips=trips)), tokens(2, 9)
     stock = AutoModelForCausalLM.from_pretrained(export(model, tmp_path / "q", form="unrolled"))
-    assert len(stock.model.layers) == sum(map(len, model.model.plan_of(trips)))
+    plan = model.model.plan if trips is None else model.model.plan_of(trips)
+    assert type(stock) is Qwen3ForCausalLM and len(stock.model.layers) == sum(map(len, plan))
     assert torch.equal(logits(stock, ids), logits(model, ids))
+    if trips is None:
+        assert len(stock.model.layers) > 4
+        wanted = model.generate(ids, max_new_tokens=5, do_sample=False)
+        assert torch.equal(stock.generate(ids, max_new_tokens=5, do_sample=False), wanted)
 
 
 def test_an_embedding_scale_is_folded_in(tmp_path):
@@ -68,13 +61,15 @@ def test_an_embedding_scale_is_folded_in(tmp_path):
         ("loop", "qwen3", "recurrence=loop"),
         ("loop+depth_attention", "unrolled", "mixer=depth_attention is no plain deeper model"),
         ("ponder+depth_attention", "unrolled", "recurrence=ponder has no unrolled form, since only a loop"),
+        ("loop-early", "unrolled", "a loop with .* exit or kv is no plain deeper model"),
         ("vanilla", "onnx", "must be one of fathom, native, unrolled, gguf, llama"),
         ("vanilla", "gguf", "a GGUF export is a file, called FILE.gguf"),
     ],
 )
 def test_forms_that_cannot_be(case, form, says, tmp_path):
+    fields = {"recurrence_options": {"trips": 2, "exit": "joint"}} if case == "loop-early" else {}
     with pytest.raises(ModelError, match=says):
-        export(build(config_of(case)), tmp_path / "q", form=form)
+        export(build(config_of(case.removesuffix("-early"), **fields)), tmp_path / "q", form=form)
     assert not (tmp_path / "q").exists(), "nothing is left of a failed export"
 
 
@@ -302,9 +297,3 @@ def test_what_cannot_be_opened_is_one_line(tmp_path, capsys, file, harm, words):
     printed = capsys.readouterr().err
     assert printed.startswith("fathom: ") and printed.count("\n") == 1 and words in printed
     assert not (tmp_path / "out").exists()
-
-
-def test_a_loop_that_reads_out_early_has_no_unrolled_form(tmp_path):
-    model = build(config_of("loop", recurrence_options={"trips": 2, "exit": "joint"}))
-    with pytest.raises(ModelError, match=r"a loop with .* exit or kv is no plain deeper model"):
-        export(model, tmp_path / "q", form="unrolled")

@@ -8,13 +8,9 @@ import re
 import shutil
 import subprocess
 import sys
-import threading
 import urllib.request
 from collections.abc import Iterator
-from hashlib import sha1
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import unquote
 
 import pytest
 from huggingface_hub import constants
@@ -26,86 +22,7 @@ from fathom.errors import ModelError
 from fathom.recipe import load_recipe, parse_recipe
 from tests.tiny import export_tiny, tiny_recipe
 
-RANGE = re.compile(r"bytes=(\d+)-(\d+)")
-
-
-class Hub(ThreadingHTTPServer):
-    """`ROOT/org/name/revision/` as repositories: the two routes that a download asks for."""
-
-    def __init__(self, root: Path) -> None:
-        self.root, self.sent = root, list[str]()
-        super().__init__(("127.0.0.1", 0), Handler)
-
-
-class Handler(BaseHTTPRequestHandler):
-    server: Hub
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-    def do_HEAD(self) -> None:
-        self.do_GET()
-
-    def do_GET(self) -> None:
-        parts = unquote(self.path.partition("?")[0]).strip("/").split("/")
-        if len(parts) < 4:
-            return self._missing("EntryNotFound")
-        if parts[:2] == ["api", "models"]:
-            repo, route, revision = "/".join(parts[2:4]), (*parts[4:5], "")[0], (*parts[5:6], "main")[0]
-            revision = self._named(repo, revision)
-            if (folder := self._folder(repo, revision)) is None:
-                return
-            files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-            names = [(str(path.relative_to(folder)), path.stat().st_size) for path in files]
-            tree = [{"type": "file", "path": name, "size": size, "oid": commit(repo, name)} for name, size in names]
-            told = {"id": repo, "sha": commit(repo, revision), "siblings": [{"rfilename": name} for name, _ in names]}
-            return self._send(json.dumps(tree if route == "tree" else told).encode(), repo, revision)
-        repo, name = "/".join(parts[:2]), "/".join(parts[4:])
-        revision = self._named(repo, parts[3])
-        if (folder := self._folder(repo, revision)) is None:
-            return
-        if not (folder / name).is_file():
-            return self._missing("EntryNotFound")
-        if self.command == "GET":
-            self.server.sent.append(name)
-        self._send((folder / name).read_bytes(), repo, revision)
-
-    def _named(self, repo: str, revision: str) -> str:
-        """The revision whose commit was asked for."""
-        names = [path.name for path in (self.server.root / repo).glob("*")]
-        return next((name for name in names if commit(repo, name) == revision), revision)
-
-    def _folder(self, repo: str, revision: str) -> Path | None:
-        folder = self.server.root / repo / revision
-        if folder.is_dir():
-            return folder
-        self._missing("RevisionNotFound" if (self.server.root / repo).is_dir() else "RepoNotFound")
-        return None
-
-    def _missing(self, code: str) -> None:
-        self.send_response(404)
-        self.send_header("X-Error-Code", code)
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-
-    def _send(self, body: bytes, repo: str, revision: str) -> None:
-        part, whole = RANGE.fullmatch(self.headers.get("Range") or ""), len(body)
-        if part is not None:
-            first, last = (int(text) for text in part.groups())
-            body = body[first : last + 1]
-        self.send_response(200 if part is None else 206)
-        if part is not None:
-            self.send_header("Content-Range", f"bytes {first}-{first + len(body) - 1}/{whole}")
-        self.send_header("X-Repo-Commit", commit(repo, revision))
-        self.send_header("ETag", f'"{sha1(body, usedforsecurity=False).hexdigest()}"')
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(body)
-
-
-def commit(repo: str, revision: str) -> str:
-    return sha1(f"{repo}@{revision}".encode(), usedforsecurity=False).hexdigest()
+from .hub_server import Hub, running
 
 
 @pytest.fixture(scope="module")
@@ -123,29 +40,25 @@ def repositories(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def served(repositories: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     hub._snapshot.cache_clear()
-    with Hub(repositories) as server:
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        where = f"http://127.0.0.1:{server.server_address[1]}"
-        monkeypatch.setattr(constants, "ENDPOINT", where)
-        monkeypatch.setenv("HF_ENDPOINT", where)
-        monkeypatch.setattr(
-            constants, "HUGGINGFACE_CO_URL_TEMPLATE", where + "/{repo_id}/resolve/{revision}/{filename}"
-        )
+    with running(repositories) as server:
+        monkeypatch.setattr(constants, "ENDPOINT", server.url)
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        where = server.url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", where)
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.chdir(tmp_path)
         yield server
-        server.shutdown()
     hub._snapshot.cache_clear()
 
 
 def test_revisions_and_what_is_downloaded(served: Hub) -> None:
     main_, other = (json.loads((hub.local(name) / "config.json").read_text()) for name in ("org/tiny", "org/tiny@v2"))
     assert (main_["num_hidden_layers"], other["num_hidden_layers"]) == (4, 2)
-    assert "model.safetensors" in served.sent
-    assert not [name for name in served.sent if name.endswith((".bin", ".py", ".md"))]
+    assert "model.safetensors" in served.files
+    assert not [name for name in served.files if name.endswith((".bin", ".py", ".md"))]
     hub.local("org/tiny", code=True)
-    assert "modeling.py" in served.sent
+    assert "modeling.py" in served.files
 
 
 @pytest.mark.parametrize(
@@ -161,7 +74,7 @@ def test_refusals_are_one_line(served: Hub, capsys: pytest.CaptureFixture[str], 
         assert main(words) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith(f"fathom: {name}") and says in line, line
-    assert not [name for name in served.sent if name.endswith(".bin")]
+    assert not [name for name in served.files if name.endswith(".bin")]
 
 
 def test_offline_is_one_line_unless_the_cache_has_it(served: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,7 +120,7 @@ def test_lineage_reads_repositories_by_ranges(served: Hub, capsys: pytest.Captur
     told = capsys.readouterr().out
     assert '"org/tiny"' in told and '"org/tiny@v2"' in told
     assert main(["lineage", "card", "org/tiny", "--out", "card.json"]) == 0, capsys.readouterr().err
-    assert not [name for name in served.sent if name.endswith(".bin")]
+    assert not [name for name in served.files if name.endswith(".bin")]
     assert main(["lineage", "compare", "org/tiny", "org/nowhere"]) == 2
     assert capsys.readouterr().err.splitlines()[-1] == "fathom: org/nowhere@main: no safetensors weights"
 
@@ -228,7 +141,7 @@ def test_a_repository_is_served(served: Hub, tmp_path: Path) -> None:
             assert json.load(answer)["usage"]["completion_tokens"] == 2
         process.terminate()
         assert process.wait(60) == 0
-    assert "model.safetensors" in served.sent
+    assert "model.safetensors" in served.files
 
 
 def test_training_begins_with_a_repository(served: Hub, corpus: Path, tmp_path: Path) -> None:

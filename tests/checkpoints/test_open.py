@@ -40,7 +40,7 @@ def edit(path, **keys):
 
 
 def shard(directory, **renamed):
-    """Split the weights in two, with an index."""
+    """Split the weights in two, with an index; returns the directory."""
     tensors = load_file(directory / "model.safetensors")
     names = sorted(tensors)
     parts = {"one.safetensors": names[::2], "two.safetensors": names[1::2]}
@@ -49,17 +49,7 @@ def shard(directory, **renamed):
     (directory / "model.safetensors").unlink()
     weight_map = {name: renamed.get(file.split(".")[0], file) for file, members in parts.items() for name in members}
     (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-
-
-def header(directory, change):
-    """Rewrite the header of the weights."""
-    path = directory / "model.safetensors"
-    raw = path.read_bytes()
-    length = int.from_bytes(raw[:8], "little")
-    table = json.loads(raw[8 : 8 + length])
-    change(table)
-    new = json.dumps(table).encode()
-    path.write_bytes(struct.pack("<Q", len(new)) + new + raw[8 + length :])
+    return directory
 
 
 class Bomb:
@@ -72,99 +62,26 @@ class Bomb:
         return open, (self.mark, "w")
 
 
-def a_pickle(d):
-    (d / "model.safetensors").unlink()
-    (d / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb(d / "mark")))
+def bomb(d):
+    return pickle.dumps(Bomb(d / "mark"))
 
 
-def a_pickle_beside_the_weights(d):
-    (d / "training_args.pt").write_bytes(pickle.dumps(Bomb(d / "mark")))
+def truncated(d, stop):
+    (d / WEIGHTS).write_bytes((d / WEIGHTS).read_bytes()[:stop])
 
 
-def a_pickle_called_safetensors(d):
-    (d / "model.safetensors").write_bytes(pickle.dumps(Bomb(d / "mark")) + bytes(100))
-
-
-def a_pickle_in_a_folder(d):
-    (d / "more").mkdir()
-    (d / "more" / "x.pkl").write_bytes(pickle.dumps(Bomb(d / "mark")))
-
-
-def a_shard_elsewhere(d):
-    shard(d, two="../two.safetensors")
-    (d / "two.safetensors").rename(d.parent / "two.safetensors")
-
-
-def an_absolute_shard(d):
-    shard(d, two=str(d.parent / "two.safetensors"))
-    (d / "two.safetensors").rename(d.parent / "two.safetensors")
-
-
-def a_missing_shard(d):
-    shard(d)
-    (d / "two.safetensors").unlink()
-
-
-def a_tensor_in_the_wrong_shard(d):
-    shard(d, two="one.safetensors")
-
-
-def a_bad_index_beside_good_weights(d):
-    index = {"weight_map": {"x": "../../x.safetensors"}}
-    (d / "model.safetensors.index.json").write_text(json.dumps(index))
-
-
-def a_truncated_header(d):
-    path = d / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:200])
-
-
-def truncated_weights(d):
-    path = d / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-1])
-
-
-def an_oversized_header(d):
-    (d / "model.safetensors").write_bytes(struct.pack("<Q", 1 << 62) + bytes(64))
+def a_shard_elsewhere(d, name="../two.safetensors"):
+    (shard(d, two=name) / "two.safetensors").rename(d.parent / "two.safetensors")
 
 
 def overlapping_tensors(d):
-    def overlap(table):
-        one, two = [name for name in table if name.endswith("input_layernorm.weight")][:2]
-        table[two]["data_offsets"] = table[one]["data_offsets"]
-
-    header(d, overlap)
-
-
-def a_link_outwards(d):
-    (d / "model.safetensors").rename(d.parent / "elsewhere.safetensors")
-    (d / "model.safetensors").symlink_to(d.parent / "elsewhere.safetensors")
-
-
-def a_linked_folder(d):
-    (d.parent / "elsewhere").mkdir()
-    (d / "folder").symlink_to(d.parent / "elsewhere")
-
-
-def a_pipe(d):
-    (d / "model.safetensors").unlink()
-    os.mkfifo(d / "model.safetensors")
-
-
-def an_adapter(d):
-    (d / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "someone/else"}))
-
-
-def downloaded_attention(d):
-    edit(d / "config.json", attn_implementation="someone/kernel")
-
-
-def no_weights(d):
-    (d / "model.safetensors").unlink()
-
-
-def no_json(d):
-    (d / "config.json").write_text("{")
+    raw = (d / WEIGHTS).read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    table = json.loads(raw[8 : 8 + length])
+    one, two = [name for name in table if name.endswith("input_layernorm.weight")][:2]
+    table[two]["data_offsets"] = table[one]["data_offsets"]
+    new = json.dumps(table).encode()
+    (d / WEIGHTS).write_bytes(struct.pack("<Q", len(new)) + new + raw[8 + length :])
 
 
 def an_unknown_architecture(d):
@@ -174,40 +91,56 @@ def an_unknown_architecture(d):
     edit(d / "config.json", model_type="stranger", architectures=["Stranger"])
 
 
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+OUTSIDE = json.dumps({"weight_map": {"x": "../../x.safetensors"}})
 HOSTILE = {
-    a_pickle: "pytorch_model.bin is a pickle",
-    a_pickle_beside_the_weights: "training_args.pt is a pickle",
-    a_pickle_called_safetensors: "does not fit",
-    a_pickle_in_a_folder: "more/x.pkl is a pickle",
-    a_shard_elsewhere: "leaves its directory",
-    an_absolute_shard: "leaves its directory",
-    a_missing_shard: "shard 'two.safetensors' is missing",
-    a_tensor_in_the_wrong_shard: "which its shard does not have",
-    a_bad_index_beside_good_weights: "leaves its directory",
-    a_truncated_header: "does not fit",
-    truncated_weights: "outside the file",
-    an_oversized_header: "does not fit",
-    overlapping_tensors: "overlaps",
-    a_link_outwards: "link that leaves",
-    a_linked_folder: "link that leaves",
-    a_pipe: "neither a file nor a directory",
-    an_adapter: "adapter",
-    downloaded_attention: "names code to download",
-    no_weights: "no safetensors weights",
-    no_json: "not JSON",
-    an_unknown_architecture: "--trust-remote-code",
+    "a pickle": (
+        lambda d: (d / WEIGHTS).rename(d / "pytorch_model.bin").write_bytes(bomb(d)),
+        "pytorch_model.bin is a pickle",
+    ),
+    "a pickle beside the weights": (
+        lambda d: (d / "training_args.pt").write_bytes(bomb(d)),
+        "training_args.pt is a pickle",
+    ),
+    "a pickle called safetensors": (lambda d: (d / WEIGHTS).write_bytes(bomb(d) + bytes(100)), "does not fit"),
+    "a shard elsewhere": (a_shard_elsewhere, "leaves its directory"),
+    "an absolute shard": (lambda d: a_shard_elsewhere(d, str(d.parent / "two.safetensors")), "leaves its directory"),
+    "a missing shard": (lambda d: (shard(d) / "two.safetensors").unlink(), "shard 'two.safetensors' is missing"),
+    "a tensor in the wrong shard": (lambda d: shard(d, two="one.safetensors"), "which its shard does not have"),
+    "a bad index beside good weights": (lambda d: (d / INDEX).write_text(OUTSIDE), "leaves its directory"),
+    "a truncated header": (lambda d: truncated(d, 200), "does not fit"),
+    "truncated weights": (lambda d: truncated(d, -1), "outside the file"),
+    "an oversized header": (
+        lambda d: (d / WEIGHTS).write_bytes(struct.pack("<Q", 1 << 62) + bytes(64)),
+        "does not fit",
+    ),
+    "overlapping tensors": (overlapping_tensors, "overlaps"),
+    "a link outwards": (
+        lambda d: (d / WEIGHTS).symlink_to((d / WEIGHTS).rename(d.parent / "elsewhere.safetensors")),
+        "link that leaves",
+    ),
+    "a linked folder": (lambda d: (d / "folder").symlink_to(d.parent), "link that leaves"),
+    "a pipe": (lambda d: os.mkfifo(d / "pipe"), "neither a file nor a directory"),
+    "an adapter": (lambda d: (d / "adapter_config.json").write_text("{}"), "adapter"),
+    "downloaded attention": (
+        lambda d: edit(d / "config.json", attn_implementation="someone/kernel"),
+        "names code to download",
+    ),
+    "no weights": (lambda d: (d / WEIGHTS).unlink(), "no safetensors weights"),
+    "no json": (lambda d: (d / "config.json").write_text("{"), "not JSON"),
+    "an unknown architecture": (an_unknown_architecture, "--trust-remote-code"),
 }
 
 
-@pytest.mark.parametrize("harm", HOSTILE, ids=lambda harm: harm.__name__)
-def test_refused_with_the_reason(copy, harm, capsys, monkeypatch):
+@pytest.mark.parametrize(("harm", "words"), HOSTILE.values(), ids=HOSTILE)
+def test_refused_with_the_reason(copy, harm, words, capsys, monkeypatch):
     harm(copy)
     if harm is not an_unknown_architecture:  # that one is transformers' to refuse
         monkeypatch.setattr(FathomForCausalLM, "from_pretrained", lambda *a, **k: pytest.fail("something was loaded"))
         monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", FathomForCausalLM.from_pretrained)
     assert main(["serve", str(copy), "--port", "0"]) == 2
     error = capsys.readouterr().err.strip()
-    assert HOSTILE[harm] in error and error.startswith(f"fathom: {copy}: ") and "\n" not in error
+    assert words in error and error.startswith(f"fathom: {copy}: ") and "\n" not in error
     assert not (copy / "mark").exists()
 
 

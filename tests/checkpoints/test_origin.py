@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import subprocess
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,57 +20,9 @@ from fathom.lineage.comparison import Options, measure
 from fathom.lineage.weights import open_weights
 from tests.lineage.zoo import build, save, tiny_config
 
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
+from .hub_server import commit, running
 
-
-class Hub(ThreadingHTTPServer):
-    """`/{org}/{name}/resolve/{revision}/{path}` out of a directory of repositories."""
-
-    def __init__(self, root: Path):
-        self.root, self.sent, self.log = root, 0, []
-        self.fail, self.ranges, self.redirect, self.gate = 0, True, False, ""
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server_address[1]}"
-
-
-class Handler(BaseHTTPRequestHandler):
-    def log_message(self, *_):
-        pass
-
-    def do_GET(self):
-        hub = self.server
-        hub.log.append((self.path, dict(self.headers)))
-        if hub.fail:
-            hub.fail -= 1
-            return self.send_error(503)
-        if hub.gate and not self.path.startswith("/blobs") and self.headers.get("Authorization") != hub.gate:
-            return self.send_error(401)
-        if hub.redirect and not self.path.startswith("/blobs"):
-            self.send_response(302)
-            self.send_header("Location", "/blobs" + self.path)
-            self.end_headers()
-            return None
-        found = re.fullmatch(r"(?:/blobs)?/(\w+/\w+)/resolve/([\w.]+)/(.+)", self.path)
-        path = hub.root / found[1] / found[3] if found else None
-        if path is None or not path.is_file():
-            return self.send_error(404)
-        wanted = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
-        body = path.read_bytes()
-        size = len(body)
-        if wanted and hub.ranges:
-            start, stop = int(wanted[1]), min(int(wanted[2]) + 1, size)
-            body = body[start:stop]
-            self.send_response(206)
-            self.send_header("Content-Range", f"bytes {start}-{stop - 1}/{size}")
-        else:
-            self.send_response(200)
-        self.send_header("X-Repo-Commit", COMMIT)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        hub.sent += len(body)
-        with contextlib.suppress(ConnectionError):  # a client may refuse and hang up
-            self.wfile.write(body)
-        return None
+COMMIT = commit("main")
 
 
 @pytest.fixture(scope="module")
@@ -83,32 +31,28 @@ def repositories(tmp_path_factory):
     of few layers."""
     root = tmp_path_factory.mktemp("hub")
     for seed, name in enumerate(("few", "others")):
-        save(build(tiny_config("qwen3"), seed, torch.bfloat16), root / "org" / name, 512)
+        save(build(tiny_config("qwen3"), seed, torch.bfloat16), root / "org" / name / "main", 512)
     config = tiny_config("qwen3", num_hidden_layers=24, intermediate_size=640)
     for seed, name in enumerate(("base", "other")):
         model = build(config, seed, torch.bfloat16)
-        save(model, root / "org" / name, 512)
+        save(model, root / "org" / name / "main", 512)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter *= 1 + 0.01 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2))
-    save(model, root / "org" / "child", 512)
+    save(model, root / "org" / "child" / "main", 512)
     return root
 
 
 @pytest.fixture
 def hub(repositories, monkeypatch):
-    server = Hub(repositories)
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
-    thread.start()
-    monkeypatch.setenv("HF_ENDPOINT", server.url)
     monkeypatch.setattr(origins.time, "sleep", lambda _: None)
-    yield server
-    server.shutdown()
-    server.server_close()
+    with running(repositories) as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        yield server
 
 
 def test_a_remote_model_is_the_local_one(hub, repositories):
-    remote, local = open_weights("org/base@main"), open_weights(repositories / "org" / "base")
+    remote, local = open_weights("org/base@main"), open_weights(repositories / "org" / "base" / "main")
     for role, layer in (("q", 3), ("down", 0), ("embed", None)):
         assert np.array_equal(remote.tensor(role, layer), local.tensor(role, layer))
     assert remote.vocabulary() == local.vocabulary()
@@ -237,7 +181,7 @@ def test_a_comparison_moves_each_byte_once(hub, monkeypatch, size, other):
 
 
 def test_each_byte_of_a_small_model_is_read_from_disk_once(repositories):
-    models = [open_weights(repositories / "org" / name) for name in ("few", "others")]
+    models = [open_weights(repositories / "org" / name / "main") for name in ("few", "others")]
     comparison.compare(*models)
     for one in models:
         assert one.origin.bytes_read <= 1.05 * sum(one.origin.size(name) for name in one.origin.names())

@@ -1,19 +1,26 @@
-"""A run that is stopped in the middle."""
+"""A run in which something happens at a step."""
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+
+from fathom.training import Hook
 
 
-class StopAt:
-    """Sends this process SIGTERM once a step is logged."""
+class At(Hook):
+    """Calls a function once the loss of a step is logged."""
 
-    def __init__(self, step: int) -> None:
-        self.step = step
+    def __init__(self, step: int, function: Callable[[], None]) -> None:
+        self.step, self.function = step, function
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         if step == self.step and "loss" in values:
-            signal.raise_signal(signal.SIGTERM)
+            self.function()
 
-    def close(self) -> None: ...
+
+class StopAt(At):
+    """Sends this process a signal once a step is logged."""
+
+    def __init__(self, step: int, number: signal.Signals = signal.SIGTERM) -> None:
+        super().__init__(step, lambda: signal.raise_signal(number))

@@ -22,6 +22,8 @@ from fathom.training.distill import forward_kl
 from tests import processes
 from tests.tiny import tiny_recipe
 
+from .conftest import At
+
 
 def log_softmax(x: np.ndarray) -> np.ndarray:
     x = x - x.max(-1, keepdims=True)
@@ -149,15 +151,7 @@ def healing(recipe: Recipe, folder: Path, *words: str) -> Recipe:
 
 def killed_in(recipe: Recipe, run: Path, step: int) -> None:
     """Train, and die in a step."""
-
-    class Death:
-        def log(self, at: int, values: object) -> None:
-            if at >= step:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        def close(self) -> None: ...
-
-    train(recipe.override("train.log_every=1"), run, callbacks=[Death()])
+    train(recipe.override("train.log_every=1"), run, callbacks=[At(step, lambda: os.kill(os.getpid(), signal.SIGKILL))])
 
 
 @pytest.mark.slow

@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fathom.errors import FathomError
 from fathom.recipe import Recipe
-from fathom.training import Evaluation, Hook, read_metrics, train
+from fathom.training import Evaluation, Hook, train
 from fathom.training.build import StepMetrics, Training
-from fathom.training.hooks import Adapter, Hooks
+from fathom.training.hooks import Hooks
 from fathom.training.loop import Run
 from tests import processes
 from tests.tiny import tiny_recipe
@@ -229,26 +229,6 @@ def test_after_run_is_always_called(recipe: Recipe, tmp_path: Path, point: str) 
         assert error is (None if point == "after_run" else raised.value)
 
 
-class Closed:
-    """A tracker in two methods, and no hook."""
-
-    def __init__(self) -> None:
-        self.steps: list[int] = []
-        self.closed = 0
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        self.steps.append(step)
-
-    def close(self) -> None:
-        self.closed += 1
-
-
-def test_two_methods_will_do(recipe: Recipe, tmp_path: Path) -> None:
-    tracker = Closed()
-    train(recipe.override("train.steps=2"), tmp_path, callbacks=[tracker])
-    assert tracker.steps == [line["step"] for line in read_metrics(tmp_path)] == [1, 2, 2] and tracker.closed == 1
-
-
 class Reads(TorchDispatchMode):
     """Counts values that leave the device; what a step does inside, as AdamW on a CPU, is its own affair."""
 
@@ -317,14 +297,13 @@ class Everywhere(Sum):
 
 def test_names_and_ranks() -> None:
     """Two of a class are told apart, by the same names on every rank."""
-    given = [Sum(), Everywhere(), Sum(), Closed(), Everywhere()]
+    given = [Sum(), Everywhere(), Sum(), Everywhere()]
     first, other = Hooks(given, True), Hooks(given, False)
-    assert list(first)[:3] == given[:3] and isinstance(list(first)[3], Adapter)
-    assert list(other) == [given[1], given[4]]
+    assert list(first) == given and list(other) == [given[1], given[3]]
     assert first.state().keys() == {"Sum", "Everywhere", "Sum-2", "Everywhere-2"}
     state = {"total": 2.0, "steps": 1}
     assert other.load({"Everywhere-2": state, "Sum": state, "Gone": state}) == ["Sum", "Gone"]
-    assert (given[1].steps, given[4].steps) == (0, 1)
+    assert (given[1].steps, given[3].steps) == (0, 1)
 
 
 class Told(Recorder):

@@ -7,7 +7,6 @@ import random
 import shutil
 import signal
 import time
-from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +22,8 @@ from fathom.training.loop import claimed, stop_signals
 from tests import processes
 from tests.tiny import tiny_recipe
 
+from .conftest import At, StopAt
+
 STEPS = 8
 
 
@@ -32,19 +33,6 @@ def die() -> None:
 
 def stop() -> None:
     raise ValueError("the node is gone")
-
-
-class Logged:
-    """Calls a function once a step is logged."""
-
-    def __init__(self, step: int, function: Callable[[], None]) -> None:
-        self.step, self.function = step, function
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        if step == self.step and "loss" in values:
-            self.function()
-
-    def close(self) -> None: ...
 
 
 def train_until_deletion(recipe: Recipe, run_dir: Path) -> None:
@@ -63,12 +51,12 @@ def train_until_deletion(recipe: Recipe, run_dir: Path) -> None:
 def train_until_death(recipe: Recipe, run_dir: Path, place: str) -> None:
     """Train, and be killed at a place: in a step, or at a point within the second save."""
     if place.startswith("step"):
-        train(recipe, run_dir, callbacks=[Logged(int(place.split()[1]), die)])
+        train(recipe, run_dir, callbacks=[At(int(place.split()[1]), die)])
         return
     target, name = {
         "while tensors are written": (FileSystem, "create_stream"),
         "before the checksums": (checkpoint, "digest"),
-        "before the rename": (checkpoint, "_publish"),
+        "before the rename": (checkpoint, "publish"),
         "before latest is updated": (checkpoint, "write_atomically"),
     }[place]
     original = getattr(target, name)
@@ -154,7 +142,7 @@ def test_killed_twenty_times(corpus: Path, tmp_path: Path) -> None:
 def test_a_signal_saves_and_ends_well(
     recipe: Recipe, tmp_path: Path, undisturbed: Path, number: signal.Signals
 ) -> None:
-    result = train(recipe, tmp_path, callbacks=[Logged(2, lambda: signal.raise_signal(number))])
+    result = train(recipe, tmp_path, callbacks=[StopAt(2, number)])
     assert not result.finished
     assert (tmp_path / "latest").read_text().strip() == f"step-{result.step:06d}"
     assert train(recipe, tmp_path).finished
@@ -184,7 +172,7 @@ def test_a_parameter_may_have_had_no_gradient_yet(corpus: Path, tmp_path: Path) 
     recipe = tiny_recipe(corpus, *words)
     train(recipe, tmp_path / "whole")
     with pytest.raises(ValueError, match="the node is gone"):
-        train(recipe, tmp_path / "cut", callbacks=[Logged(4, stop)])
+        train(recipe, tmp_path / "cut", callbacks=[At(4, stop)])
     assert (tmp_path / "cut" / "step-000002").exists() and not (tmp_path / "cut" / "step-000004").exists()
     train(recipe, tmp_path / "cut")
     ended, expected = (processes.weights(tmp_path / name, 6) for name in ("cut", "whole"))

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from transformers.dynamic_module_utils import get_relative_import_files, get_relative_imports
 
 from fathom._version import __version__
-from fathom.checkpoints.families import FAMILIES, family_of, native_config, native_tensors, unlike
+from fathom.checkpoints.families import FAMILIES, family_of, native_config, to_theirs, unlike
 from fathom.checkpoints.find import Facts
 from fathom.checkpoints.hashes import write_hashes
 from fathom.checkpoints.layout import CARD, CONFIG, TOKENIZER_CONFIG, TOKENIZER_IDENTITY, TOKENIZER_JSON
@@ -179,7 +179,7 @@ def _stock(
         weights.pop("lm_head.weight", None)
     theirs = native_config(family, plain)
     cls = AutoModelForCausalLM._model_mapping[type(theirs)]
-    tensors = native_tensors(family, weights, plain)
+    tensors = to_theirs(weights, family.rules, plain)
     stock, info = cls.from_pretrained(
         None, config=theirs, state_dict=tensors, dtype=model.dtype, output_loading_info=True
     )

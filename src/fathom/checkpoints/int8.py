@@ -70,10 +70,6 @@ class Int8Linear(nn.Module):
             made += self.bias
         return made.view(*hidden_states.shape[:-1], self.out_features).to(hidden_states.dtype)
 
-    def extra_repr(self) -> str:
-        """See `nn.Linear.extra_repr`."""
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
-
     def __deepcopy__(self, memo: dict[int, object]) -> Int8Linear:
         """The same layer, because nothing writes to it."""
         return self

@@ -17,7 +17,7 @@ import urllib.request
 from bisect import bisect_right
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
-from typing import IO, Protocol
+from typing import IO, TypeAlias
 
 from huggingface_hub import get_token
 
@@ -27,40 +27,6 @@ DEFAULT_ENDPOINT = "https://huggingface.co"
 JSON_LIMIT = 128 << 20  # the largest tokenizers are about 30 MB
 _REPO = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 _REVISION = re.compile(r"[\w./-]{1,128}")
-
-
-class Origin(Protocol):
-    """A flat collection of files that are read by byte ranges."""
-
-    bytes_read: int
-    shelf: Shelf | None  # if set, it caches all reads
-    gap_bytes: int  # two ranges this close are read as one, because another request would cost more
-
-    @property
-    def name(self) -> str:
-        """Name in reports."""
-        ...
-
-    @property
-    def revision(self) -> str | None:
-        """Commit or branch, for a repository."""
-        ...
-
-    def exists(self, path: str) -> bool:
-        """Whether the file is there."""
-        ...
-
-    def size(self, path: str) -> int:
-        """Length of a file in bytes."""
-        ...
-
-    def read(self, path: str, start: int, stop: int) -> bytearray:
-        """Exactly the bytes [start, stop) of a file."""
-        ...
-
-    def names(self) -> list[str]:
-        """Names of the files; empty where they cannot be listed."""
-        ...
 
 
 def safe_name(name: object) -> str:
@@ -127,7 +93,9 @@ class LocalOrigin:
 
     revision: str | None = None
     gap_bytes = 0
+    """Two ranges this close are read as one, because another request would cost more."""
     shelf: Shelf | None = None
+    """If set, it caches all reads."""
 
     def __init__(self, directory: Path):
         self.directory = directory
@@ -174,8 +142,6 @@ class RemoteOrigin:
     shelf: Shelf | None = None
 
     def __init__(self, repo: str, revision: str = "main", endpoint: str | None = None):
-        if not _REPO.fullmatch(repo) or not _REVISION.fullmatch(revision) or ".." in revision:
-            raise ModelError(f"not a repository: {repo}@{revision} (wanted org/name or org/name@revision)")
         self.endpoint = (endpoint or os.environ.get("HF_ENDPOINT") or DEFAULT_ENDPOINT).rstrip("/")
         if urllib.parse.urlsplit(self.endpoint).scheme not in {"http", "https"}:
             raise ModelError(f"HF_ENDPOINT must be an http(s) address, not {self.endpoint!r}")
@@ -263,6 +229,9 @@ class RemoteOrigin:
         return body
 
 
+Origin: TypeAlias = LocalOrigin | RemoteOrigin
+
+
 def repository_of(where: str) -> tuple[str, str] | None:
     """`org/name` or `org/name@revision` as repository and revision; None for anything else."""
     repo, _, revision = where.partition("@")
@@ -277,9 +246,8 @@ def open_origin(where: str) -> tuple[Origin, str | None]:
         return LocalOrigin(path), None
     if path.is_file():
         return LocalOrigin(path.parent), path.name
-    repo, _, revision = where.partition("@")
-    if _REPO.fullmatch(repo) and not where.startswith((".", "/", "~")):
-        return RemoteOrigin(repo, revision or "main"), None
+    if (named := repository_of(where)) is not None:
+        return RemoteOrigin(*named), None
     raise ModelError(f"{where}: no such directory or file, and not a repository (org/name or org/name@revision)")
 
 

@@ -10,13 +10,16 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias, TypeGuard
+from typing import TYPE_CHECKING, TypeAlias, TypeGuard
 
 import numpy as np
 
 from fathom.checkpoints.layout import INDEX, INDEX_SUFFIX, WEIGHTS
 from fathom.checkpoints.origin import Origin, parse_json, read_json, safe_name
 from fathom.errors import ModelError
+
+if TYPE_CHECKING:
+    from fathom.checkpoints.gguf import GgufStore
 
 Array: TypeAlias = np.ndarray
 """Of any shape and any type of number."""
@@ -51,24 +54,6 @@ class TensorInfo:
     file: str
     start: int
     stop: int
-
-
-class TensorStore(Protocol):
-    """Named tensors that can be read by ranges of their first axis, as floats."""
-
-    @property
-    def origin(self) -> Origin:
-        """The source of the bytes."""
-        ...
-
-    @property
-    def tensors(self) -> Mapping[str, TensorInfo]:
-        """The entries of the headers."""
-        ...
-
-    def read(self, name: str, rows: Ranges | None = None) -> Array:
-        """The rows in the given half-open ranges, in that order (all by default), as float32 (float64 if stored so)."""
-        ...
 
 
 def parse_header(raw: bytes, data_start: int, size: int, file: str) -> dict[str, TensorInfo]:
@@ -157,7 +142,7 @@ class SafetensorsStore:
         return self.origin.read(info.file, info.start, info.stop)
 
     def read(self, name: str, rows: Ranges | None = None) -> Array:
-        """The rows in the given ranges as floats, with 8-bit weights multiplied by their scales."""
+        """The rows in the given half-open ranges, all by default; 8-bit weights are multiplied by their scales."""
         info = self.tensors[name]
         if info.dtype not in FLOATS:
             raise ModelError(f"{name}: stored as {info.dtype}; wanted one of {', '.join(sorted(FLOATS))}")
@@ -257,8 +242,9 @@ class AdapterStore:
             raise ModelError("adapter_config.json: r and lora_alpha must be numbers")
         self.scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
         self.transposed = bool(config.get("fan_in_fan_out"))
-        self.base, self.adapter, self.origin = base, adapter, base.origin
-        self.tensors = dict(base.tensors)
+        self.base, self.adapter = base, adapter
+        self.origin: Origin = base.origin
+        self.tensors: dict[str, TensorInfo] = dict(base.tensors)
         self.pairs: dict[str, tuple[str, str]] = {}
         self.replaced: dict[str, str] = {}
         self._match()
@@ -308,6 +294,10 @@ class AdapterStore:
                 left = np.concatenate([left[a:b] for a, b in rows])
             values = values + self.scale * (left @ right)
         return values
+
+
+TensorStore: TypeAlias = "SafetensorsStore | AdapterStore | GgufStore"
+"""Named tensors of one origin, read as float32 (float64 if stored so), by ranges of their first axis."""
 
 
 def _by(shape: tuple[int, ...]) -> str:

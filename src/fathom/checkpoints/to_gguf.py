@@ -25,20 +25,6 @@ if TYPE_CHECKING:
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 """The `model_type`s that are written, under llama.cpp's names."""
 MAGIC = b"GGUF"
-LAYER = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 QWEN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 LLAMA = QWEN.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
 
@@ -53,7 +39,7 @@ def write_gguf(path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenize
         name: The model's name in llama.cpp.
     """
     try:
-        from gguf import GGUFWriter
+        from gguf import MODEL_ARCH, GGUFWriter, get_tensor_name_map
     except ModuleNotFoundError:
         raise ModelError(f"`form=gguf` needs the gguf package: {to_install('gguf')}") from None
     if tokenizer is None:
@@ -62,10 +48,11 @@ def write_gguf(path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenize
     writer = GGUFWriter(path, model.config.model_type)
     _add_shape(writer, model.config, name)
     _add_tokenizer(writer, tokenizer, model)
+    names = get_tensor_name_map(MODEL_ARCH[model.config.model_type.upper()], model.config.num_hidden_layers)
     tied = model.config.tie_word_embeddings
     for key, tensor in model.state_dict().items():
         if not (tied and key == "lm_head.weight"):  # llama.cpp then uses the embedding
-            _add_tensor(writer, gguf_name(key), in_pairs(key, tensor, model.config))
+            _add_tensor(writer, names.get_name(key, (".weight", ".bias")), in_pairs(key, tensor, model.config))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -78,15 +65,6 @@ def in_pairs(key: str, tensor: Tensor, config: PretrainedConfig) -> Tensor:
         return tensor
     halves = tensor.view(-1, 2, config.head_dim // 2, *tensor.shape[1:])  # [H, 2, D / 2, ...]
     return halves.transpose(1, 2).reshape(tensor.shape)
-
-
-def gguf_name(key: str) -> str:
-    """llama.cpp's name of a tensor."""
-    module, _, kind = key.rpartition(".")
-    if module in TOP:
-        return f"{TOP[module]}.{kind}"
-    _, _, layer, part = module.split(".", 3)
-    return f"blk.{layer}.{LAYER[part]}.{kind}"
 
 
 def _check(config: PretrainedConfig) -> None:

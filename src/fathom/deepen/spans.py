@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -33,6 +33,8 @@ from fathom.report.statistics import Difference, weighted_difference
 from fathom.settings import plain, show
 
 LOG = "spans.jsonl"
+GROUP = 16
+"""Loops whose scores are written together."""
 
 
 class Candidate(NamedTuple):
@@ -274,15 +276,7 @@ def _score(model: FathomForCausalLM, documents: Sequence[Document], loops: Seque
                 continue
             reading = Reading(model, document)
             log.add(document, [(None, reading.nats)])
-            for done, group in enumerate(_groups(left)):
-                log.add(document, [(one, reading.looped(one)) for one in group])
-                bar.update(number * len(loops) + done * GROUP)
+            for done in range(0, len(left), GROUP):
+                log.add(document, [(one, reading.looped(one)) for one in left[done : done + GROUP]])
+                bar.update(number * len(loops) + done)
     model.train(training)
-
-
-GROUP = 16
-"""Loops whose scores are written together."""
-
-
-def _groups(loops: Sequence[Candidate]) -> Iterator[Sequence[Candidate]]:
-    return (loops[i : i + GROUP] for i in range(0, len(loops), GROUP))

@@ -4,7 +4,7 @@ from fathom.errors import TrainingError
 from fathom.training.branching import Branch, branch, read_history
 from fathom.training.build import StepMetrics, Training, build_training
 from fathom.training.heldout import evaluate
-from fathom.training.hooks import Hook, Tracker
+from fathom.training.hooks import Hook
 from fathom.training.loop import TrainResult, train
 from fathom.training.parallel import Ranks, start
 from fathom.training.results import Evaluation, Score
@@ -17,7 +17,6 @@ __all__ = [
     "Ranks",
     "Score",
     "StepMetrics",
-    "Tracker",
     "TrainResult",
     "Training",
     "TrainingError",

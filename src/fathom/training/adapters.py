@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import fnmatch
-import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from fathom.errors import SettingsError, to_install
 from fathom.models.modeling import FathomForCausalLM
 from fathom.models.roles import MechanismModule
 from fathom.recipe import Lora, Recipe
+from fathom.training.checkpoint import UNFINISHED, publish
 from fathom.training.hooks import Hook
 from fathom.training.parallel import whole as gathered
 
@@ -106,9 +106,8 @@ class AdapterFiles(Hook):
         every = run.training.model.named_parameters(remove_duplicate=False)
         wrapped = {WRAPPED + name: shared[id(p)] for name, p in every if id(p) in shared}
         found = get_peft_model_state_dict(adapters, state_dict=wrapped, save_embedding_layers=False)
-        new, final, old = (run.run_dir / name for name in (f".{ADAPTER}.new", ADAPTER, f".{ADAPTER}.old"))
-        for path in (new, old):
-            shutil.rmtree(path, ignore_errors=True)
+        new = run.run_dir / f"{UNFINISHED}{ADAPTER}"
+        shutil.rmtree(new, ignore_errors=True)
         config = copy.copy(adapters.peft_config["default"])
         source = run.recipe.model.get("from_pretrained")
         config.base_model_name_or_path = str(source if source is None else model_directory(source) or source)
@@ -118,7 +117,4 @@ class AdapterFiles(Hook):
             {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in found.items()},
             new / ADAPTER_WEIGHTS,
         )
-        if final.exists():
-            os.replace(final, old)
-        os.replace(new, final)
-        shutil.rmtree(old, ignore_errors=True)
+        publish(new, run.run_dir / ADAPTER)

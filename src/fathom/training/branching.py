@@ -69,8 +69,6 @@ def branch(
     before = load_recipe(saved.directory / RECIPE)
     overrides = [*overrides, *_cooldown(before, saved.step, cooldown, overrides)]
     after = _continued(name, before, before.override(*overrides), saved.step, overrides)
-    if after.train.steps <= saved.step:
-        raise SettingsError(f"train.steps={after.train.steps}: {name} has taken {saved.step}; allowed: more")
     if not (run_dir / RECIPE).exists():
         if checkpoint_steps(run_dir) and not read_history(run_dir):
             raise SettingsError(f"{run_dir} contains checkpoints of another run; choose another directory")
@@ -99,15 +97,18 @@ def _cooldown(before: Recipe, step: int, length: int | None, overrides: Sequence
 
 def _continued(name: str, before: Recipe, after: Recipe, step: int, overrides: Sequence[str]) -> Recipe:
     """The recipe with which a run resumes, with its warm-up; a `SettingsError` if it cannot."""
-    _require_changeable(name, before, after)
+    if fixed := differences(before, after, ignore=CHANGEABLE):
+        raise SettingsError(
+            f"{name}: {', '.join(fixed)} cannot change in a branch; a new run with model.from_pretrained={name} can"
+        )
     given = {word.partition("=")[0] for word in overrides}
     warmup = before.optim.rising(before.train.steps)
     if not given & {"optim.warmup", "optim.warmup_steps"} and warmup != after.optim.rising(after.train.steps):
         after = after.override(f"optim.warmup_steps={warmup}")
     after = _with_phases(name, before, after, step, "data.phases" in given)
-    if after.train.steps < step:
+    if after.train.steps <= step:
         raise SettingsError(
-            f"train.steps={after.train.steps}: {name} has already taken {step}; "
+            f"train.steps={after.train.steps}: {name} has already taken {step}; allowed: more; "
             "for fewer steps, branch from an earlier checkpoint"
         )
     if before.train.steps == after.train.steps or given & {"optim.schedule"}:
@@ -132,13 +133,6 @@ def _with_phases(name: str, before: Recipe, after: Recipe, step: int, given: boo
     if begun[0] != begun[1]:
         raise SettingsError(f"{name}: data.phases cannot change before step {step}; allowed: other shares from then on")
     return after
-
-
-def _require_changeable(name: str | Path, before: Recipe, after: Recipe) -> None:
-    if fixed := differences(before, after, ignore=CHANGEABLE):
-        raise SettingsError(
-            f"{name}: {', '.join(fixed)} cannot change in a branch; a new run with model.from_pretrained={name} can"
-        )
 
 
 def _rate(recipe: Recipe, step: int) -> float:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from fathom.checkpoints.runs import Saved, config_of, read_weights
 from fathom.data.batches import Batch, BatchPlan
 from fathom.data.mixture import Mixture, Phase
 from fathom.data.puzzles import open_data
@@ -27,7 +26,7 @@ from fathom.training.guard import Guard
 from fathom.training.kvcache import compress
 from fathom.training.optimizer import Optimizer, freeze, learning_rate, shares
 from fathom.training.parallel import Ranks, parallelize, release_gathered, start, synchronize_gradients, whole
-from fathom.training.source import source_of
+from fathom.training.source import open_source, source_of
 from fathom.training.tokenizer import require_tokenizer
 from fathom.training.tracking import require_backends
 
@@ -210,17 +209,9 @@ def build_model(recipe: Recipe, config: FathomConfig, device: torch.device, begi
     """The recipe's model with initial weights in fp32; if `begins`, with those of `model.from_pretrained`."""
     source = recipe.model.get("from_pretrained")
     if source is not None and begins:
-        found = source_of(source, FROM)
-        settings: dict[str, object] = {"config": config, "dtype": torch.float32, "output_loading_info": True}
-        if isinstance(found, Saved):
-            settings |= {"state_dict": read_weights(found)}
-            settings |= {"state_config": config_of({"from_pretrained": source}).to_dict()}
-        try:
-            model, info = FathomForCausalLM.from_pretrained(None if isinstance(found, Saved) else found, **settings)
-        except ValueError as error:
-            raise SettingsError(f"model.from_pretrained={source}: {error}") from error
+        model, info = open_source(source, FROM, config)
         initialize(model.to(device), recipe.train.seed, info["missing_keys"])
-        return cast("FathomForCausalLM", model)
+        return model
     with device:
         model = FathomForCausalLM(config)
     model.float()

@@ -143,7 +143,7 @@ class Checkpointer:
                 write_durably(temporary / file, text)
                 sums[file] = digest(temporary / file)
             write_durably(temporary / MANIFEST, json.dumps(asdict({"files": sums}), indent=2))
-            _publish(temporary, self.run_dir / step_name(step))
+            publish(temporary, self.run_dir / step_name(step))
             write_atomically(self.run_dir / LATEST, step_name(step) + "\n")
             self._prune(step)
 
@@ -182,8 +182,8 @@ def discard(directory: Path) -> None:
     shutil.rmtree(doomed, ignore_errors=True)
 
 
-def _publish(temporary: Path, final: Path) -> None:
-    """Rename a finished directory to its final name; a damaged checkpoint of that name is deleted."""
+def publish(temporary: Path, final: Path) -> None:
+    """Rename a finished directory to its final name; an earlier one of that name is deleted."""
     sync_directory(temporary)
     if final.exists():
         discard(final)

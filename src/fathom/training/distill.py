@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fathom.checkpoints.runs import Saved, config_of, read_weights
 from fathom.data.batches import Batch
 from fathom.data.shards import TokenDataset
 from fathom.errors import SettingsError
@@ -25,7 +24,7 @@ from fathom.models.numerics import widen
 from fathom.recipe import Distill, Recipe
 from fathom.training.first import CROSS_ENTROPY
 from fathom.training.parallel import Ranks, parallelize
-from fathom.training.source import source_of
+from fathom.training.source import open_source
 from fathom.training.tokenizer import require_same_tokenizer
 
 NAME = "distill"
@@ -43,16 +42,9 @@ def open_teacher(recipe: Recipe, ranks: Ranks, data: TokenDataset, vocabulary: i
     """
     if (name := recipe.distill.teacher) is None:
         return None
-    found, key = source_of(name, "distill.teacher"), f"distill.teacher={name}"
+    key = f"distill.teacher={name}"
+    teacher, _ = open_source(name, "distill.teacher")
     require_same_tokenizer(name, key, recipe, data)
-    settings: dict[str, object] = {"dtype": torch.float32}
-    if isinstance(found, Saved):
-        config = config_of({"from_pretrained": name})
-        settings |= {"config": config, "state_dict": read_weights(found), "state_config": config.to_dict()}
-    try:
-        teacher = FathomForCausalLM.from_pretrained(None if isinstance(found, Saved) else found, **settings)
-    except ValueError as error:
-        raise SettingsError(f"{key}: {error}") from error
     if teacher.config.vocab_size != vocabulary:
         raise SettingsError(f"{key}: it has {teacher.config.vocab_size} tokens, the model {vocabulary}")
     if recipe.data.sequence_length > (longest := teacher.config.max_position_embeddings):
@@ -62,7 +54,7 @@ def open_teacher(recipe: Recipe, ranks: Ranks, data: TokenDataset, vocabulary: i
     teacher.requires_grad_(False).eval().to(ranks.device)
     teacher.set_attn_implementation(recipe.train.attention)
     parallelize(teacher, ranks, recipe)
-    return cast("FathomForCausalLM", teacher)
+    return teacher
 
 
 def distilled(

@@ -15,7 +15,7 @@ import torch
 
 from fathom.checkpoints.layout import METRICS
 from fathom.errors import TrainingError
-from fathom.training.heldout import token_losses
+from fathom.training.heldout import token_losses_and_trips
 from fathom.training.hooks import Hook
 from fathom.training.tracking import read_metrics
 
@@ -76,7 +76,7 @@ class FirstSteps(Hook):
         total = torch.zeros((), dtype=torch.float64, device=ranks.device)
         for batch in training.plan.batch(0, ranks.rank, ranks.world_size, training.micro_batch):
             batch = batch.to(ranks.device)
-            losses = token_losses(training.model, batch.input_ids, batch.labels, batch.position_ids)
+            losses, _ = token_losses_and_trips(training.model, batch.input_ids, batch.labels, batch.position_ids)
             total += losses.double().sum() / batch.num_targets
         training.model.train()
         return float(ranks.sum(total))

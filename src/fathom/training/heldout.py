@@ -190,11 +190,6 @@ class Tally:
         )
 
 
-def token_losses(model: nn.Module, input_ids: Tensor, labels: Tensor, position_ids: Tensor | None = None) -> Tensor:
-    """Cross-entropy of every predicted token in fp32, `[rows, T - 1]`; zero where the label is IGNORE."""
-    return token_losses_and_trips(model, input_ids, labels, position_ids)[0]
-
-
 @torch.no_grad()
 def right_answers(model: nn.Module, batch: Batch) -> Tensor:
     """The number of correct predictions: labels that are the likeliest token."""
@@ -207,8 +202,9 @@ def right_answers(model: nn.Module, batch: Batch) -> Tensor:
 def token_losses_and_trips(
     model: nn.Module, input_ids: Tensor, labels: Tensor, position_ids: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """`token_losses`, and the iterations of every token, `[rows, T]`, if tokens may halt. The full logits never exist:
-    the model computes losses in chunks, as in training.
+    """Cross-entropy of every predicted token in fp32, `[rows, T - 1]`, zero where the label is IGNORE; and the
+    iterations of every token, `[rows, T]`, if tokens may halt. The full logits never exist: the model computes losses
+    in chunks, as in training.
     """
     out = model(
         input_ids=input_ids, labels=labels, position_ids=position_ids, use_cache=False, return_token_losses=True

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from fathom.errors import FathomError
 
@@ -57,40 +57,14 @@ class Hook:
         """Restore what `state` returned before the checkpoint; not called if that was empty."""
 
 
-class Tracker(Protocol):
-    """An object that only receives numbers; `train` takes these too as `callbacks`."""
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Receive the numbers of a step."""
-
-    def close(self) -> None:
-        """The run has ended."""
-
-
-class Adapter(Hook):
-    """A tracker as a hook."""
-
-    def __init__(self, tracker: Tracker) -> None:
-        self.tracker = tracker
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Pass the numbers on to the tracker."""
-        self.tracker.log(step, values)
-
-    def after_run(self, run: Run, error: BaseException | None) -> None:
-        """Close the tracker."""
-        self.tracker.close()
-
-
 class Hooks:
     """The hooks of one rank, called in order."""
 
-    def __init__(self, given: Sequence[Hook | Tracker], first: bool) -> None:
+    def __init__(self, given: Sequence[Hook], first: bool) -> None:
         self._named: dict[str, Hook] = {}
         """Hooks by class name; the second of a class is `NAME-2`."""
         counts: dict[str, int] = {}
-        for one in given:
-            hook = one if isinstance(one, Hook) else Adapter(one)
+        for hook in given:
             name = type(hook).__name__
             counts[name] = counts.get(name, 0) + 1
             if first or hook.every_rank:

@@ -33,7 +33,7 @@ from fathom.training.build import Training, build_training
 from fathom.training.checkpoint import Checkpointer, trainer_state
 from fathom.training.first import FirstSteps
 from fathom.training.heldout import HeldOut
-from fathom.training.hooks import Hook, Hooks, Tracker
+from fathom.training.hooks import Hook, Hooks
 from fathom.training.meter import Meter
 from fathom.training.parallel import Ranks, start, whole
 from fathom.training.probe import ProbeReport, is_probe
@@ -67,7 +67,7 @@ def train(
     run_dir: str | Path | None = None,
     *,
     resume: bool = True,
-    callbacks: Sequence[Hook | Tracker] = (),
+    callbacks: Sequence[Hook] = (),
     command: str = "",
 ) -> TrainResult:
     """Train a recipe in a run directory, or resume the run in this directory.
@@ -76,7 +76,7 @@ def train(
         recipe: The recipe; or the result of `branch`, which contains its directory.
         run_dir: Directory for the resolved recipe, metrics and checkpoints.
         resume: Whether an existing run may be resumed; otherwise it is an error.
-        callbacks: Hooks, called at fixed points of the run; objects with only `log` and `close` receive its numbers.
+        callbacks: Hooks, called at fixed points of the run.
         command: The command for the history of a branch.
     """
     planned = recipe.recipe if isinstance(recipe, Branch) else recipe
@@ -118,7 +118,7 @@ class Run:
         planned: Recipe | Branch,
         run_dir: Path,
         ranks: Ranks,
-        callbacks: Sequence[Hook | Tracker],
+        callbacks: Sequence[Hook],
         stack: ExitStack,
         command: str = "",
     ) -> None:

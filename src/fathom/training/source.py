@@ -1,13 +1,18 @@
-"""Resolve the name of a checkpoint in a recipe."""
+"""Resolve the name of a checkpoint in a recipe, and open it."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from fathom.checkpoints.check import check_checkpoint
 from fathom.checkpoints.hashes import changed
-from fathom.checkpoints.runs import Saved, find_checkpoint, is_settled, model_directory
+from fathom.checkpoints.runs import Saved, config_of, find_checkpoint, is_settled, model_directory, read_weights
 from fathom.errors import SettingsError
+from fathom.models.configuration import FathomConfig
+from fathom.models.modeling import FathomForCausalLM
 
 
 def source_of(source: str, key: str) -> Path | Saved:
@@ -22,3 +27,22 @@ def source_of(source: str, key: str) -> Path | Saved:
         one = f"{source}@step-{saved.step}"
         raise SettingsError(f"{key}={source}: not finished; name one of its checkpoints, as in {one}")
     return saved
+
+
+def open_source(source: str, key: str, config: FathomConfig | None = None) -> tuple[FathomForCausalLM, dict[str, Any]]:
+    """The fp32 model that a key of a recipe names, and transformers' loading info.
+
+    Args:
+        source: A model directory, or a run's checkpoint.
+        key: The key, for messages.
+        config: The model's configuration, if it is to differ from the checkpoint's.
+    """
+    found, settings = source_of(source, key), dict[str, Any](config=config) if config is not None else {}
+    if isinstance(found, Saved):
+        own = config_of({"from_pretrained": source})
+        settings = {"config": own, **settings, "state_dict": read_weights(found), "state_config": own.to_dict()}
+    directory = None if isinstance(found, Saved) else found
+    try:
+        return FathomForCausalLM.from_pretrained(directory, dtype=torch.float32, output_loading_info=True, **settings)
+    except ValueError as error:
+        raise SettingsError(f"{key}={source}: {error}") from error

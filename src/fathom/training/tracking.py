@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any
 
 from fathom.checkpoints.layout import ARMS, IDENTITY, METRICS
 from fathom.errors import SettingsError, to_install
@@ -79,16 +79,11 @@ class Identity:
         return cls(read_json(path)["id"], f"{place.parent.name} {place.name}", place.parents[2].name)
 
 
-class _Service(Protocol):
-    def log(self, values: dict[str, float], *, step: int) -> object: ...
-
-    def finish(self) -> object: ...
-
-
 class TrackingService(Hook):
     """A tracking service that receives the numbers of a step together."""
 
-    _run: _Service
+    _run: Any
+    """With `log(values, step=…)` and `finish()`."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Send the numbers of a step."""

@@ -7,6 +7,6 @@ from fathom.checkpoints.families.registry import FAMILIES as FAMILIES
 from fathom.checkpoints.families.registry import family_of as family_of
 from fathom.checkpoints.families.registry import known as known
 from fathom.checkpoints.families.registry import native_config as native_config
-from fathom.checkpoints.families.registry import native_tensors as native_tensors
 from fathom.checkpoints.families.registry import to_ours as to_ours
 from fathom.checkpoints.families.registry import unlike as unlike
+from fathom.checkpoints.families.tensors import to_theirs as to_theirs

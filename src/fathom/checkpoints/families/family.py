@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from transformers import PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig
 
 from fathom.checkpoints.families.tensors import Rule
 from fathom.models import FathomConfig
@@ -43,6 +43,14 @@ class Family:
     """Patterns of unused tensors in its checkpoints."""
     shared: tuple[str, ...] = SHARED
     """The keys that it shares with Llama."""
+
+
+def known_as(kind: str, config: Values) -> tuple[PreTrainedConfig, Values]:
+    """A `config.json` read as if it were of a family that transformers knows, and its shared keys as Fathom's."""
+    read = AutoConfig.for_model(**{**config, "model_type": kind})
+    kept: Values = {key: config[key] for key in ("dtype", "torch_dtype") if key in config}
+    shared = {key: getattr(read, key) for key in SHARED if hasattr(read, key)}
+    return read, {**shared, **kept, "model_type": FathomConfig.model_type}
 
 
 def windows(theirs: PreTrainedConfig) -> Values:

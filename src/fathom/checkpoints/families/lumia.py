@@ -32,11 +32,6 @@ RENAMES = (
 )
 
 
-def is_published(config: Values) -> bool:
-    """Whether `config.json` belongs to one of the released models."""
-    return config.get("model_type") == "llama" and any(config.get(key) for key in (*DEPTH_FLAGS, *BASELINE_KEYS))
-
-
 def published_config(config: Values) -> Values:
     """The configuration in Fathom's keys."""
     theirs = (*DEPTH_FLAGS, *BASELINE_KEYS, "use_qk_norm", "scale_embeds", "architectures", "auto_map")
@@ -89,7 +84,7 @@ def _baseline(config: Values, name: str) -> Values:
         }
     elif name == "attnres":
         residual = "attention_residuals"
-        # only the tensors show the variant; `released` corrects this
+        # only the tensors show the variant; `Lumia.tensors` corrects this
         options = {
             "block_size": _first(config, "attnres_block_size", default=12),
             "recency_bias": _first(config, "attnres_recency_bias_init", default=3.0),
@@ -107,11 +102,6 @@ def _baseline(config: Values, name: str) -> Values:
     return {"residual": residual, "residual_options": options}
 
 
-def variant_of(names: list[str]) -> str:
-    """The attention-residuals variant of a checkpoint's tensors."""
-    return "snapshot" if any(name.endswith(".recency_bias") for name in names) else "block_sum"
-
-
 def rename(name: str) -> str:
     """Fathom's name of a released tensor."""
     for pattern, replacement in RENAMES:
@@ -119,14 +109,22 @@ def rename(name: str) -> str:
     return name
 
 
-def tensors(directory: Path, config: FathomConfig) -> dict[str, Piece]:
-    """The tensors under Fathom's names, which show the variant of attention residuals; it is noted in `config`."""
-    found = read_tensors(directory, (), (DEAD,), config)
-    if config.residual == "attention_residuals":
-        config.residual_options["variant"] = variant_of(list(found))
-    for piece in found.values():
-        piece.rule = VECTOR
-    return {rename(name): piece for name, piece in found.items()}
+class Lumia(Published):
+    """Llamas whose configuration has a flag of one of the mechanisms."""
+
+    def owns(self, config: Values) -> bool:
+        """Whether `config.json` belongs to one of the released models."""
+        return super().owns(config) and any(config.get(key) for key in (*DEPTH_FLAGS, *BASELINE_KEYS))
+
+    def tensors(self, directory: Path, config: FathomConfig) -> dict[str, Piece]:
+        """The tensors under Fathom's names, which show the variant of attention residuals; it is noted in `config`."""
+        found = read_tensors(directory, (), (DEAD,), config)
+        if config.residual == "attention_residuals":  # only the snapshot has a bias
+            biased = any(name.endswith(".recency_bias") for name in found)
+            config.residual_options["variant"] = "snapshot" if biased else "block_sum"
+        for piece in found.values():
+            piece.rule = VECTOR
+        return {rename(name): piece for name, piece in found.items()}
 
 
-LUMIA = Published(("llama",), is_published, published_config, tensors)
+LUMIA = Lumia("llama", published_config)

@@ -7,16 +7,9 @@ other switch is refused.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
-
-from transformers import AutoConfig
-
-from fathom.checkpoints.families.family import SHARED, Values
+from fathom.checkpoints.families.family import Values, known_as
 from fathom.checkpoints.families.published import Published
-from fathom.checkpoints.families.tensors import read_tensors, renamed
-from fathom.models import FathomConfig
+from fathom.checkpoints.families.tensors import renamed
 
 READ = (
     *("num_loops", "loop_loss_weights", "skip_loop_final_norm", "qk_layernorm"),
@@ -37,11 +30,6 @@ RULES = (
 )
 
 
-def owns(config: Values) -> bool:
-    """Whether a `config.json` is Nanbeige's."""
-    return config.get("model_type") == "nanbeige"
-
-
 def configuration(config: Values) -> Values:
     """Llama's values, the loop, and depth attention."""
     for key, value in config.items():
@@ -49,9 +37,7 @@ def configuration(config: Values) -> Values:
             raise ValueError(f"{key}={value}: Fathom does not have {REFUSED[key]}")
         if value and key.startswith(SWITCHES) and key not in READ:
             raise ValueError(f"{key}={value}: Fathom does not know this switch of Nanbeige's")
-    llama = AutoConfig.for_model(**{**{k: v for k, v in config.items() if k not in READ}, "model_type": "llama"})
-    ours = {key: getattr(llama, key) for key in SHARED if hasattr(llama, key)}
-    kept: Values = {key: config[key] for key in ("dtype", "torch_dtype") if key in config}
+    llama, ours = known_as("llama", {key: value for key, value in config.items() if key not in READ})
     norm = "head" if config.get("qk_layernorm") else "none"
     loop, layers = _loop(config, llama.num_hidden_layers), llama.num_hidden_layers
     if loop:
@@ -65,7 +51,7 @@ def configuration(config: Values) -> Values:
         stride = config.get("depth_attention_stride") or layers // 2
         grid = {"across_trips": "grid"} if loop else {}
         ours |= {"mixer": "depth_attention", "mixer_options": {"stride": stride, **grid}}
-    return {**ours, **kept, "qk_norm": norm, "model_type": FathomConfig.model_type}
+    return {**ours, "qk_norm": norm}
 
 
 def _loop(config: Values, layers: int) -> Values:
@@ -86,9 +72,4 @@ def _loop(config: Values, layers: int) -> Values:
     return {"trips": layers // middle + 1, "prelude": prelude, "coda": layers - middle - prelude, "kv": kv}
 
 
-def tensors(directory: Path, config: FathomConfig) -> Mapping[str, Any]:
-    """The norms of queries and keys under Fathom's names; all others already have them."""
-    return read_tensors(directory, RULES, (), config)
-
-
-NANBEIGE = Published(("nanbeige",), owns, configuration, tensors)
+NANBEIGE = Published("nanbeige", configuration, RULES)

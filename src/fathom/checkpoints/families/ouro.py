@@ -5,16 +5,9 @@ A gate chooses the trip after which each token is read out; the released thresho
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
-
-from transformers import AutoConfig
-
-from fathom.checkpoints.families.family import SHARED, Values, windows
+from fathom.checkpoints.families.family import Values, known_as, windows
 from fathom.checkpoints.families.published import Published
-from fathom.checkpoints.families.tensors import read_tensors, renamed
-from fathom.models import FathomConfig
+from fathom.checkpoints.families.tensors import renamed
 
 READ = ("total_ut_steps", "early_exit_threshold")
 RULES = (
@@ -27,17 +20,11 @@ RULES = (
 """Four norms of a layer, two of them under names that mean others here, and the gate."""
 
 
-def owns(config: Values) -> bool:
-    """Whether a `config.json` is Ouro's."""
-    return config.get("model_type") == "ouro"
-
-
 def configuration(config: Values) -> Values:
     """A Llama's values, with Qwen2's windows if any, and the norms, the loop and the gate."""
     if config.get("early_exit_step") is not None:
         raise ValueError(f"early_exit_step={config['early_exit_step']}: call the model with max_trips instead")
-    base = AutoConfig.for_model(**{**{k: v for k, v in config.items() if k not in READ}, "model_type": "qwen2"})
-    ours = {key: getattr(base, key) for key in SHARED if hasattr(base, key)} | windows(base)
+    base, ours = known_as("qwen2", {key: value for key, value in config.items() if key not in READ})
     ours["head_dim"] = config.get("head_dim") or base.hidden_size // base.num_attention_heads
     trips, threshold = config.get("total_ut_steps"), config.get("early_exit_threshold")
     loop = {
@@ -46,14 +33,8 @@ def configuration(config: Values) -> Values:
         "exit": "joint",
         "exit_threshold": 1.0 if threshold is None else float(threshold),
     }
-    kept: Values = {key: config[key] for key in ("dtype", "torch_dtype") if key in config}
     switches = {"qk_norm": "none", "norm_placement": "both", "recurrence": "loop", "recurrence_options": loop}
-    return {**ours, **kept, **switches, "model_type": FathomConfig.model_type}
+    return {**ours, **windows(base), **switches}
 
 
-def tensors(directory: Path, config: FathomConfig) -> Mapping[str, Any]:
-    """The norms and the gate under Fathom's names."""
-    return read_tensors(directory, RULES, (), config)
-
-
-OURO = Published(("ouro",), owns, configuration, tensors)
+OURO = Published("ouro", configuration, RULES)

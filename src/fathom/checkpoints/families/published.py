@@ -1,13 +1,13 @@
-"""The declaration of a reader for checkpoints with a depth mechanism."""
+"""A reader of checkpoints with a depth mechanism."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from fathom.checkpoints.families.family import Values
+from fathom.checkpoints.families.tensors import Piece, Rule, read_tensors
 from fathom.models import FathomConfig
 
 
@@ -15,11 +15,17 @@ from fathom.models import FathomConfig
 class Published:
     """One project's checkpoints that hold a mechanism."""
 
-    kinds: tuple[str, ...]
-    """Its `model_type`s."""
-    owns: Callable[[Values], bool]
-    """Whether a `config.json` is the project's."""
+    kind: str
+    """Its `model_type`."""
     configuration: Callable[[Values], Values]
     """The values of Fathom's configuration."""
-    tensors: Callable[[Path, FathomConfig], Mapping[str, Any] | None]
-    """The tensors under Fathom's names; None if the names are equal."""
+    rules: tuple[Rule, ...] = ()
+    """How its tensors become Fathom's; a tensor without a rule keeps its name."""
+
+    def owns(self, config: Values) -> bool:
+        """Whether a `config.json` is the project's."""
+        return config.get("model_type") == self.kind
+
+    def tensors(self, directory: Path, config: FathomConfig) -> dict[str, Piece]:
+        """The tensors under Fathom's names."""
+        return read_tensors(directory, self.rules, (), config)

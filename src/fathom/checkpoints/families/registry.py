@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
-from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
 from fathom.checkpoints.families.family import Family, Values
@@ -23,9 +22,8 @@ from fathom.checkpoints.families.opt import OPT
 from fathom.checkpoints.families.ouro import OURO
 from fathom.checkpoints.families.phi3 import PHI3
 from fathom.checkpoints.families.smollm3 import SMOLLM3
-from fathom.checkpoints.families.tensors import read_tensors, to_theirs
+from fathom.checkpoints.families.tensors import read_tensors
 from fathom.models import FathomConfig, foreign
-from fathom.models.registry import AXES, DEFAULTS
 
 NATIVE = (LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, GPT_NEOX, GPT2, OPT, OLMO2, GEMMA, GEMMA2, GEMMA3, GRANITE, PHI3)
 """Families that transformers has a class of its own for, in the order in which one is looked for."""
@@ -63,7 +61,7 @@ class Families(foreign.Reader):
 
 def known() -> list[str]:
     """Every supported `model_type`."""
-    return sorted({*FAMILIES, *(kind for published in PUBLISHED for kind in published.kinds), FathomConfig.model_type})
+    return sorted({*FAMILIES, *(published.kind for published in PUBLISHED), FathomConfig.model_type})
 
 
 def to_ours(family: Family, theirs: Values) -> Values:
@@ -94,9 +92,6 @@ def family_of(config: FathomConfig) -> Family | None:
 
 def unlike(family: Family, config: FathomConfig) -> str | None:
     """Why a configuration does not fit a family, in words that name a key; None if it fits."""
-    for axis in AXES:
-        if (value := getattr(config, axis)) != DEFAULTS[axis]:
-            return f"{axis}={value}"
     try:
         again = FathomConfig(**_meaning(family, native_config(family, config)))
     except (ValueError, TypeError, StrictDataclassError):
@@ -120,11 +115,6 @@ def native_config(family: Family, config: FathomConfig) -> PreTrainedConfig:
     for key in ("rope_theta", "rope_scaling", "partial_rotary_factor", "rotary_pct", "rotary_emb_base"):
         values.pop(key, None)  # they are in rope_parameters
     return AutoConfig.for_model(**values)
-
-
-def native_tensors(family: Family, tensors: Mapping[str, Tensor], config: FathomConfig) -> dict[str, Tensor]:
-    """Fathom's tensors under a family's names."""
-    return to_theirs(tensors, family.rules, config)
 
 
 foreign.read_with(Families())
