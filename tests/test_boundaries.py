@@ -264,8 +264,8 @@ def hidden(found: list[Import]) -> list[str]:
     """Imports inside functions that need a reason."""
     wrong = []
     for one in found:
-        # A command's `run`, and the functions of its file that it calls.
-        command = room_of(one.file) == "cli" and re.fullmatch("run|_[a-z_]+", one.function) and one.first
+        # A command's `run`, what `generate` and `chat` share, and the functions of its file that it calls.
+        command = room_of(one.file) == "cli" and re.fullmatch("run|ready|_[a-z_]+", one.function) and one.first
         if one.function == "" or command or (one.file, one.function) in BY_NAME:
             continue
         if (one.file, one.function, one.target) not in INSIDE_FUNCTIONS:
