@@ -35,7 +35,7 @@ def models(tmp_path_factory):
 
 def test_the_tree_of_a_family(models, tmp_path):
     names = ["further", "sparse", "base", "tuned", "stranger", "another", "mean"]
-    result = commands.tree([str(models / name) for name in names], out=tmp_path / "out", quiet=True)
+    result = commands.tree([str(models / name) for name in names], out=tmp_path / "out")
     data = json.loads((tmp_path / "out" / "report.json").read_text())
     family, *alone = data["families"]
     short = {str(models / name): name for name in names}
@@ -59,7 +59,7 @@ def test_the_tree_of_a_family(models, tmp_path):
 
 
 def test_siblings_without_their_parent_are_joined_and_it_is_said(models, tmp_path):
-    result = commands.tree([str(models / name) for name in ("tuned", "sparse")], out=tmp_path, quiet=True)
+    result = commands.tree([str(models / name) for name in ("tuned", "sparse")], out=tmp_path)
     data, page = json.loads((tmp_path / "report.json").read_text()), (tmp_path / "report.html").read_text()
     (edge,) = data["families"][0]["edges"]
     assert edge["direction"]["made"] is None and data["note"] == tree.MISSING
