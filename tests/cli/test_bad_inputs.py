@@ -713,12 +713,9 @@ GENERATE_SET = [
     ("max_time=a", "--set max_time: transformers: "),
     ("num_beams=2 length_penalty=a", "--set num_beams length_penalty: transformers: "),
     ("forced_eos_token_id=99999", "--set forced_eos_token_id: transformers: "),
-    *(
-        []
-        if torch.cuda.is_available()
-        else [("cache_implementation=offloaded", "cache_implementation: transformers: ")]
-    ),
 ]
+if not torch.cuda.is_available():  # a GPU can do it
+    GENERATE_SET.append(("cache_implementation=offloaded", "--set cache_implementation: transformers: "))
 FEW = [
     ("generate model x --allow-control-tokens", "--allow-control-tokens needs --prompts FILE"),
     ("generate model --out new", "--out new needs --prompts FILE"),

@@ -139,13 +139,6 @@ def test_dry_run(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "498,165,888" in text and "sequence_length: 2048" in text and "memory per rank" in text
 
 
-def test_train_help_tells_scripts_how_it_ends(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["train", "--help"])
-    shown = capsys.readouterr().out
-    assert "exit code:" in shown and "SIGTERM" in shown and "result.json" in shown
-
-
 @pytest.mark.parametrize(
     ("command", "key"),
     [
