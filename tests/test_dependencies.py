@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ast
 import re
-import sys
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 from packaging.requirements import Requirement
+
+from tests.test_boundaries import FOREIGN
 
 ROOT = Path(__file__).parent.parent
 # Imported beside the package that brings it.
@@ -30,17 +30,6 @@ def declared() -> tuple[set[str], set[str]]:
     return tuple({normal(name) for name in re.findall(r'"([\w.-]+)', part)} for part in (core, extras))  # type: ignore[return-value]
 
 
-def imported(source: str) -> set[str]:
-    """The top packages of a file's absolute imports, those inside functions too."""
-    names: set[str] = set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            names.add(node.module or "")
-    return {name.partition(".")[0] for name in names} - {*sys.stdlib_module_names, "fathom"}
-
-
 def owners() -> dict[str, str]:
     """The declared distribution that each package belongs to, of those that are installed."""
     found = {}
@@ -54,23 +43,15 @@ def owners() -> dict[str, str]:
 
 
 def used() -> set[str]:
-    """Distributions that the package imports."""
-    packages = set().union(*(imported(path.read_text(encoding="utf-8")) for path in ROOT.glob("src/**/*.py")))
+    """Distributions that the package imports, of whose modules test_boundaries.py holds the list."""
     known = owners()
-    return {normal(BROUGHT.get(name) or known.get(name, name)) for name in packages - HOSTS}
+    return {normal(BROUGHT.get(name) or known.get(name, name)) for name in set(FOREIGN) - HOSTS}
 
 
 def test_every_import_is_declared_and_every_core_dependency_is_imported() -> None:
     core, extras = declared()
     assert {"torch", "pyyaml"} <= core and "matplotlib" in extras - core
     assert core <= used() <= core | extras
-
-
-def test_the_check_sees_an_import_inside_a_function() -> None:
-    """Undeclared, it would be reported."""
-    core, extras = declared()
-    assert imported("def f():\n    from docstring_parser import parse\n") == {"docstring_parser"}
-    assert normal("docstring_parser") not in core | extras
 
 
 def test_constraints_name_every_dependency() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,10 +29,9 @@ from fathom.recipe import (
     differences,
     load_recipe,
     parse_recipe,
-    summary_of,
 )
 from fathom.settings import allowed, convert, packaged_recipes, read_values
-from fathom.training.estimate import estimate
+from fathom.training.estimate import Estimate, estimate
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 PAPER = {
@@ -41,12 +41,17 @@ PAPER = {
     "1.5b": 1_343_774_208,
     "3b": 2_747_998_208,
 }
-MECHANISMS = {
-    "depth_attention": "model.mixer=depth_attention",
-    "denseformer": "model.residual=denseformer",
-    "attention_residuals": "model.residual=attention_residuals",
-    "hyper_connections": "model.residual=hyper_connections",
-}
+RECURRENCES = ("loop", "ponder", "ponder2", "ponder3", "adaponder", "latent_cot")
+MECHANISMS = [
+    ("mixer", "depth_attention"),
+    *(("residual", name) for name in ("denseformer", "attention_residuals", "hyper_connections")),
+]
+
+
+@cache
+def cost_of(name: str) -> Estimate:
+    """The cost of a recipe, for all that ask."""
+    return estimate(load_recipe(name))
 
 
 @pytest.mark.parametrize(
@@ -244,12 +249,7 @@ def test_a_copy_stands_on_the_same_base(name: str, tmp_path: Path) -> None:
     assert load_recipe(copy).train.seed == 7
 
 
-def test_every_recipe_says_what_it_is() -> None:
-    said = [summary_of(path) for path in packaged_recipes().values()]
-    assert all(20 < len(text) <= 120 for text in said) and len(set(said)) == len(said)
-
-
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     lr=st.floats(1e-12, 1e3),
     eps=st.floats(1e-20, 1),
@@ -299,18 +299,9 @@ def test_every_key_is_explained() -> None:
 
 @pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
 def test_recipes(path: Path) -> None:
-    """Each is valid, and every key in it has a comment beside it or a section above it that needs none."""
-    recipe = load_recipe(path)
-    recipe.config()
-    assert load_recipe(path) == parse_recipe(recipe.to_dict())
-    for line in path.read_text().splitlines():
-        key = line.split("#")[0].strip()
-        assert not key or "#" in line or key.endswith(":") or line.startswith("base:"), f"{path.name}: {key}"
-
-
-@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
-def test_every_recipe_has_a_cost_and_a_row(path: Path) -> None:
-    cost = estimate(load_recipe(path))
+    """Each is valid and has a row on the page, with its cost."""
+    recipe, cost = load_recipe(path), cost_of(path.stem)
+    assert recipe == parse_recipe(recipe.to_dict())
     least, mean, most = cost.training_multiple
     assert 1 <= least <= mean <= most < 40
     page = (RECIPES / "README.md").read_text(encoding="utf-8")
@@ -320,47 +311,46 @@ def test_every_recipe_has_a_cost_and_a_row(path: Path) -> None:
     assert f"{cost.tokens / {'M': 1e6, 'B': 1e9}[row[2]]:.{digits}f}" == row[1]
 
 
-PONDERING = [path for path in RECIPES.glob("*.yaml") if load_recipe(path).model.get("output_init") == "depth"]
+def test_one_fair_set_of_defaults() -> None:
+    recipes = [load_recipe(path) for path in RECIPES.glob("*.yaml")]
+    pondering = [recipe for recipe in recipes if recipe.model.get("output_init") == "depth"]
+    for recipe in pondering:
+        config = recipe.config()
+        assert config.embedding_scale == pytest.approx((2.5 * config.hidden_size) ** 0.5, rel=1e-3)
+        assert config.initializer_range == pytest.approx((0.4 / config.hidden_size) ** 0.5, rel=1e-3)
+        assert (config.rms_norm_eps, config.tie_word_embeddings) == (1e-6, False)
+        assert (recipe.optim.name, recipe.optim.weight_decay) == ("adamw", 0.1)
+    assert len(pondering) > 10
 
 
-@pytest.mark.parametrize("path", PONDERING, ids=lambda path: path.stem)
-def test_one_fair_set_of_defaults(path: Path) -> None:
-    recipe = load_recipe(path)
-    config = recipe.config()
-    assert config.embedding_scale == pytest.approx((2.5 * config.hidden_size) ** 0.5, rel=1e-3)
-    assert config.initializer_range == pytest.approx((0.4 / config.hidden_size) ** 0.5, rel=1e-3)
-    assert (config.rms_norm_eps, config.tie_word_embeddings) == (1e-6, False)
-    assert (recipe.optim.name, recipe.optim.weight_decay) == ("adamw", 0.1)
-
-
-@pytest.mark.parametrize("recurrence", ["loop", "ponder", "ponder2", "ponder3", "adaponder", "latent_cot"])
-def test_every_recurrence_is_one_override(recurrence: str) -> None:
-    for name in ("60m_pondering", "llama_410m"):
-        assert (
-            load_recipe(RECIPES / f"{name}.yaml", [f"model.recurrence={recurrence}"]).config().recurrence == recurrence
-        )
+@pytest.mark.parametrize("recurrence", RECURRENCES)
+@pytest.mark.parametrize("name", ["60m_pondering", "llama_410m"])
+def test_every_recurrence_is_one_override(name: str, recurrence: str) -> None:
+    assert load_recipe(name, [f"model.recurrence={recurrence}"]).config().recurrence == recurrence
 
 
 @pytest.mark.parametrize("size", PAPER)
 def test_sizes_of_the_paper(size: str) -> None:
     recipe = load_recipe(RECIPES / f"{size}.yaml")
-    cost = estimate(recipe)
+    cost = cost_of(size)
     assert cost.parameters == PAPER[size]
     assert cost.tokens == 32_768_000_000
     assert recipe.rows_per_step == 1024 and recipe.optim.lr == (1.5e-3 if size == "360m" else 1e-3)
 
 
+@pytest.mark.parametrize(("axis", "mechanism"), MECHANISMS)
+def test_every_published_mechanism_is_one_override(axis: str, mechanism: str) -> None:
+    assert getattr(load_recipe("360m", [f"model.{axis}={mechanism}"]).config(), axis) == mechanism
+
+
 @pytest.mark.parametrize("size", PAPER)
-@pytest.mark.parametrize("mechanism", MECHANISMS)
-def test_every_published_combination_is_one_command(size: str, mechanism: str) -> None:
-    config = load_recipe(RECIPES / f"{size}.yaml", [MECHANISMS[mechanism]]).config()
-    assert mechanism in (config.mixer, config.residual)
-    if mechanism == "depth_attention":
-        assert config.mixer_options["stride"] == config.num_hidden_layers // 2
+def test_the_stride_is_the_paper_s(size: str) -> None:
+    config = load_recipe(size, ["model.mixer=depth_attention"]).config()
+    assert config.mixer_options["stride"] == config.num_hidden_layers // 2
 
 
 def test_looped() -> None:
-    plain, looped = (estimate(load_recipe(RECIPES / f"{name}.yaml")) for name in ("500m", "500m_looped"))
+    plain, looped = cost_of("500m"), cost_of("500m_looped")
     assert looped.parameters == plain.parameters and looped.flops_per_token > 2.5 * plain.flops_per_token
     both = estimate(load_recipe(RECIPES / "500m_looped.yaml", ["model.mixer=depth_attention"]))
     assert both.mechanism == "loop+depth_attention" and both.parameters == plain.parameters
@@ -369,7 +359,7 @@ def test_looped() -> None:
 def test_loops_in_production() -> None:
     """Ouro's number of parameters is that of its released weights. Nanbeige's switches visit 44 layers however it is
     split, since LoopSplit says so."""
-    assert estimate(load_recipe(RECIPES / "ouro_2.6b.yaml")).parameters == 2_667_974_657
+    assert cost_of("ouro_2.6b").parameters == 2_667_974_657
     whole = load_recipe(RECIPES / "nanbeige_3b.yaml").config()
     split = "model.recurrence_options={trips: 3, prelude: 5, coda: 6, norm_between: none, kv: first}"
     parted = load_recipe(RECIPES / "nanbeige_3b.yaml", [split]).config()

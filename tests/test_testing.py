@@ -3,6 +3,7 @@
 import importlib.util
 import sys
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -41,6 +42,7 @@ class TestGatedMean(Conformance):
     """An author's test file; what takes a process is slow."""
 
     mechanism = EXAMPLE.GATED_MEAN
+    shape: ClassVar = {**Conformance.shape, "num_hidden_layers": 2}
 
     @pytest.mark.slow
     def test_an_export_opens_without_fathom(self):

@@ -19,44 +19,25 @@ from typing import TYPE_CHECKING
 from fathom._version import __version__
 
 if TYPE_CHECKING:
-    from fathom.checkpoints.export import export
-    from fathom.checkpoints.open import load
-    from fathom.corpus.prepare import PrepareOptions, prepare
-    from fathom.errors import FathomError
-    from fathom.evaluation.scoring import Settings, evaluate
-    from fathom.experiments.compare import compare
-    from fathom.inference.generate import generate
-    from fathom.inference.settings import Sampling
-    from fathom.lens.look import look
-    from fathom.lineage.weights import open_weights
-    from fathom.models import FathomConfig, FathomForCausalLM, add_mechanism
-    from fathom.recipe import Recipe, load_recipe
-    from fathom.training.hooks import Hook
-    from fathom.training.loop import train
-
-__all__ = [
-    "FathomConfig",
-    "FathomError",
-    "FathomForCausalLM",
-    "Hook",
-    "PrepareOptions",
-    "Recipe",
-    "Sampling",
-    "Settings",
-    "__version__",
-    "add_mechanism",
-    "compare",
-    "evaluate",
-    "export",
-    "generate",
-    "load",
-    "load_recipe",
-    "look",
-    "open_weights",
-    "prepare",
-    "register",
-    "train",
-]
+    from fathom.checkpoints.export import export as export
+    from fathom.checkpoints.open import load as load
+    from fathom.corpus.prepare import PrepareOptions as PrepareOptions
+    from fathom.corpus.prepare import prepare as prepare
+    from fathom.errors import FathomError as FathomError
+    from fathom.evaluation.scoring import Settings as Settings
+    from fathom.evaluation.scoring import evaluate as evaluate
+    from fathom.experiments.compare import compare as compare
+    from fathom.inference.generate import generate as generate
+    from fathom.inference.settings import Sampling as Sampling
+    from fathom.lens.look import look as look
+    from fathom.lineage.weights import open_weights as open_weights
+    from fathom.models import FathomConfig as FathomConfig
+    from fathom.models import FathomForCausalLM as FathomForCausalLM
+    from fathom.models import add_mechanism as add_mechanism
+    from fathom.recipe import Recipe as Recipe
+    from fathom.recipe import load_recipe as load_recipe
+    from fathom.training.hooks import Hook as Hook
+    from fathom.training.loop import train as train
 
 # The module that each name comes from.
 _HOMES = {
@@ -80,6 +61,7 @@ _HOMES = {
     "prepare": "fathom.corpus.prepare",
     "train": "fathom.training.loop",
 }
+__all__ = ["__version__", "register", *_HOMES]
 
 
 def register() -> None:

@@ -449,9 +449,10 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
 def find_recipe(name: str | Path) -> Path:
     """The file of a recipe, given by path or by the name of a packaged recipe; an existing path takes precedence."""
-    path, packaged = Path(name), packaged_recipes()
+    path = Path(name)
     if path.is_file():
         return path
+    packaged = packaged_recipes()
     if str(name) in packaged:
         return packaged[str(name)]
     wanted = str(path.with_suffix("")) if path.suffix in (".yaml", ".yml") else str(name)

@@ -303,8 +303,13 @@ def _yaml(text: str, source: str) -> Any:
         raise SettingsError(f"{source}: nested too deep") from None
 
 
-def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, object]:
-    """A file's values merged over its base's."""
+def read_values(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, object]:
+    """The values of a YAML file merged over those of its `base`, unchecked.
+
+    Args:
+        path: The file.
+        seen: The files that name it as their base, directly or through others.
+    """
     if path.resolve() in seen:
         raise SettingsError(f"{path}: its `base` refers back to the file itself")
     try:
@@ -323,7 +328,7 @@ def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, object]:
     below = beside if beside.is_file() else next(ours, None)
     if below is None:
         raise SettingsError(f"{path}: base: {beside}: no such recipe")
-    return _merge(_read(below, (*seen, path.resolve())), values)
+    return _merge(read_values(below, (*seen, path.resolve())), values)
 
 
 def _merge(below: dict[str, object], above: dict[str, object]) -> dict[str, object]:
@@ -352,11 +357,6 @@ def packaged_recipes() -> dict[str, Path]:
     folder = recipes_folder()
     files = sorted(folder.glob("*.yaml")) + sorted(folder.glob("*/*.yaml"))
     return {path.relative_to(folder).as_posix().removesuffix(".yaml"): path for path in files}
-
-
-def read_values(path: Path) -> dict[str, object]:
-    """The values of a YAML file merged over those of its `base`, unchecked."""
-    return _read(path, ())
 
 
 def overridden(values: dict[str, object], overrides: Sequence[str]) -> dict[str, object]:

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
 from fathom.cli.main import COMMANDS, main
 from tests.cli.bad_things import make
@@ -127,13 +128,14 @@ PREPARE_OUT = [
     ("good.jsonl/../out", "good.jsonl"),
 ]
 TRAIN = [
-    ("", "recipe"),
+    ("", "the following arguments are required: recipe"),
     ("nowhere.yaml", "nowhere.yaml"),
     ("tinny", "did you mean tiny"),
     ("''", "recipe"),
     ("folder", "folder"),
     ("file", "file"),
-    *((name, name) for name in ("empty.yaml", "list.yaml", "text.yaml", "broken.yaml", "tabs.yaml", "binary.yaml")),
+    *((name, name) for name in ("empty.yaml", "list.yaml", "text.yaml", "broken.yaml", "tabs.yaml")),
+    ("binary.yaml", "binary.yaml: not a text file"),
     *((name, name) for name in ("zeros.yaml", "unsafe.yaml", "circle.yaml", "baseless.yaml", "basefolder.yaml")),
     ("basenumber.yaml", "basenumber.yaml"),
     ("keyless.yaml", "5: unknown key"),
@@ -143,13 +145,13 @@ TRAIN = [
     ("modelkey.yaml", "model={5: 6}"),
     ("deep.yaml", "deep.yaml"),
     ("aliases.yaml", "a: unknown key"),
-    ("good.yaml --wrong", "--wrong"),
+    ("good.yaml --wrong", "unrecognized arguments: --wrong"),
     ("--wrong", "--wrong"),
     ("good.yaml optim", "optim"),
     ("good.yaml =5", "=5"),
     ("good.yaml optim.lr", "optim.lr"),
     ("good.yaml optim.lrr=1", "did you mean optim.lr"),
-    ("good.yaml optim.lr=fast", "optim.lr=fast"),
+    ("good.yaml optim.lr=fast", "optim.lr=fast: allowed: a number"),
     ("good.yaml optim.lr=-1", "optim.lr=-1"),
     ("good.yaml optim.lr=.nan", "optim.lr=nan"),
     ("good.yaml optim.lr=.inf", "optim.lr=inf"),
@@ -222,7 +224,7 @@ TRAIN = [
     ("good.yaml model.head_dim=3", "head_dim"),
     ("good.yaml model.vocab_size=10", "vocab"),
     ("good.yaml model.max_position_embeddings=0", "max_position_embeddings"),
-    ("good.yaml model.mixer=blender", "mixer"),
+    ("good.yaml model.mixer=blender", "mixer must be one of"),
     ("good.yaml 'model.mixer_options={stride: -1}'", "stride"),
     ("good.yaml 'model.mixer_options={strid: 1}'", "strid"),
     ("good.yaml model.recurrence=loop 'model.recurrence_options={trips: 0}'", "trips"),
@@ -245,7 +247,7 @@ TRAIN = [
         for name, says in (("weights_cut", "model.safetensors"), ("weights_pickle", "pytorch_model.bin"))
     ),
     ("good.yaml --out file", "file"),
-    ("good.yaml --out file/run", "file"),
+    ("good.yaml --out file/run", "Not a directory"),
     ("good.yaml --out ''", "--run"),
     ("good.yaml --out run", "run"),
     ("good.yaml --out /proc/fathom", "/proc/fathom"),
@@ -308,7 +310,7 @@ COMPARE = [
     ("run", "run"),
 ]
 LADDER = [
-    ("", "required"),
+    ("", "required: recipe ("),
     ("nowhere.yaml --arms vanilla,loop", "nowhere.yaml"),
     ("runs/nowhere", "runs/nowhere"),
     ("binary.yaml --arms vanilla,loop", "binary.yaml"),
@@ -393,8 +395,8 @@ GENERATE = [
     ("bad/tokenizer_gone x", "tokenizer"),
     ("bad/config_typeless x", "model_type"),
     ("bad/generation_text x", "temperature"),
-    ("model x --prompts prompts.jsonl --out new", "--prompts"),
-    ("model --prompts prompts.jsonl --json", "--out"),
+    ("model x --prompts prompts.jsonl --out new", "exclude each other"),
+    ("model --prompts prompts.jsonl --json", "--json with --prompts needs --out"),
     ("model --prompts nowhere.jsonl --out new", "nowhere.jsonl"),
     ("model --prompts folder --out new", "folder"),
     ("model --prompts word.jsonl --out new", "word.jsonl"),
@@ -404,7 +406,7 @@ GENERATE = [
     ("model --prompts prompts.jsonl --out file", "file"),
     ("model --prompts prompts.jsonl --out file/new", "file"),
     ("model --prompts prompts.jsonl --out prompts.jsonl", "prompts.jsonl"),
-    ("model x --batch-size 2", "--batch-size 2"),
+    ("model x --batch-size 2", "--batch-size 2: allowed: 1 or more, with --prompts"),
     ("model --prompts prompts.jsonl --out new --batch-size 0", "--batch-size 0"),
     ("model x --max-new-tokens 0", "--max-new-tokens 0"),
     ("model x --max-new-tokens -1", "--max-new-tokens -1"),
@@ -417,13 +419,13 @@ GENERATE = [
     ("model x --top-p nan", "--top-p nan"),
     ("model x --top-k -1", "--top-k -1"),
     ("model x --seed 99999999999999999999999", "--seed"),
-    ("model x --set num_beams", "num_beams"),
-    ("model x --set nope=1", "nope"),
-    ("model x --set num_beams=0", "num_beams"),
+    ("model x --set num_beams", "--set num_beams: expected key=value"),
+    ("model x --set nope=1", "--set nope: transformers' GenerationConfig has no such option"),
+    ("model x --set num_beams=0", "--set num_beams=0: allowed: a whole number, 1 or more"),
     ("model x --set num_beams=null", "num_beams"),
     ("model x --set max_length=5", "max_length"),
     ("model x --set min_p=high", "min_p"),
-    ("model x --set min_p=2", "min_p"),
+    ("model x --set min_p=2", "min_p=2: allowed: a number"),
     ("model x --set repetition_penalty=-1", "repetition_penalty"),
     ("model x --set typical_p=0", "typical_p"),
     ("model x --set stop_strings=5", "stop_strings"),
@@ -660,7 +662,7 @@ LINEAGE = [
     ("calibrate model plain --out new --mode slow", "slow"),
 ]
 OTHERS = [
-    ("corpus", "required"),
+    ("corpus", "required: recipe ("),
     ("corpus nowhere.yaml", "nowhere.yaml"),
     ("corpus folder", "folder"),
     ("mechanisms --config nowhere", "nowhere"),
@@ -672,9 +674,9 @@ OTHERS = [
     ("mechanisms --config bad/config_hidden", "hidden_size"),
     ("mechanisms --config bad/config_act", "hidden_act"),
     ("mechanisms --config ''", "--config"),
-    ("mechanisms --bytes-per-scalar -3", "--bytes-per-scalar -3"),
-    ("mechanisms --bytes-per-scalar 0", "--bytes-per-scalar 0"),
-    ("mechanisms --bytes-per-scalar two", "two"),
+    ("compare", "required: recipe ("),
+    ("zzz", "zzz: no such command; there are train"),
+    ("train --dryrun", "did you mean --dry-run?"),
     ("mechanisms extra", "extra"),
     ("recipes copy", "a recipe's name is missing"),
     ("recipes copy nope", "nope"),
@@ -682,8 +684,8 @@ OTHERS = [
     ("recipes copy tiny --to folder", "folder"),
     ("recipes copy tiny --to nowhere/new.yaml", "nowhere"),
     ("recipes copy tiny --to file/new.yaml", "file"),
-    ("recipes list tiny", "copy"),
-    ("recipes paste tiny", "paste"),
+    ("recipes list tiny", "to copy a recipe"),
+    ("recipes paste tiny", "invalid choice: 'paste'"),
     ("'' x", "no such command"),
     ("Train good.yaml", "did you mean train"),
     ("--help-me", "--help-me"),
@@ -696,6 +698,30 @@ OTHERS = [
     ("deepen model --with loop --layers two --out new", "--layers two"),
     ("deepen model --with loop --out file", "file"),
     ("deepen model --with loop --search --out new", "--text"),
+]
+GENERATE_SET = [
+    ("token_healing=true", "--set token_healing: transformers' GenerationConfig has no such"),
+    ("repetition_penalty=1e-320", "repetition_penalty=1e-320: allowed: a number from 1e-6 to"),
+    ("repetition_penalty=Infinity", "repetition_penalty=inf: allowed: a number from"),
+    ("encoder_repetition_penalty=1e308", "encoder_repetition_penalty=1e+308: allowed: a number"),
+    ("top_p=2", "top_p=2: allowed: a number from 0, up to 1"),
+    ("num_beams=two", "--set num_beams=two: allowed: a whole number, 1 or more"),
+    ("num_beams=2.5", "--set num_beams=2.5: allowed"),
+    ("min_new_tokens=two", "--set min_new_tokens=two: allowed: a whole number, 0 or more"),
+    ("eos_token_id=end", "--set eos_token_id=end: allowed: a token id"),
+    ("suppress_tokens=3", "--set suppress_tokens=3: allowed: a list"),
+    ("max_time=a", "--set max_time: transformers: "),
+    ("num_beams=2 length_penalty=a", "--set num_beams length_penalty: transformers: "),
+    ("forced_eos_token_id=99999", "--set forced_eos_token_id: transformers: "),
+]
+if not torch.cuda.is_available():  # a GPU can do it
+    GENERATE_SET.append(("cache_implementation=offloaded", "--set cache_implementation: transformers: "))
+FEW = [
+    ("generate model x --allow-control-tokens", "--allow-control-tokens needs --prompts FILE"),
+    ("generate model --out new", "--out new needs --prompts FILE"),
+    ("generate model '\udcff'", "the prompt is not UTF-8"),
+    ("chat model --system '\udcff'", "--system is not UTF-8"),
+    ("prepare good.jsonl --tokenizer words --out new --held-out half", "--held-out half: allowed: a number"),
 ]
 
 
@@ -726,8 +752,10 @@ def _cases() -> Iterator[Case]:
     for command, table in {**tables, "export": EXPORT, "lens": LENS, "lineage": LINEAGE}.items():
         for line, *says in table:
             yield Case(f"{command} {line}", tuple(says))
-    for line, *says in OTHERS:
+    for line, *says in OTHERS + FEW:
         yield Case(line, tuple(says))
+    for option, *says in GENERATE_SET:
+        yield Case(f"generate model x --set {option}", tuple(says))
 
 
 CASES = {case.line: case for case in _cases()}
@@ -841,8 +869,9 @@ def _tried(case: Case, here: Path, taken: str, capsys: pytest.CaptureFixture[str
     return faults(code, errors, [word.replace("{taken}", taken) for word in case.says], before, _LAST[here])
 
 
-FAST = list(CASES)[::3]
-"""Every third; the others of their kind are behind `slow`."""
+WHOLE = {line for line, *_ in FEW} | {f"generate model x --set {option}" for option, *_ in GENERATE_SET}
+FAST = [line for number, line in enumerate(CASES) if number % 3 == 0 or line in WHOLE]
+"""Every third, and the tables whose cases have no others of their kind; the rest is behind `slow`."""
 
 
 @pytest.mark.parametrize("line", FAST)

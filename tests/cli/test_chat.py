@@ -19,21 +19,6 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return export_talker(tmp_path_factory.mktemp("chat") / "model")
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--system", "\udcff"], "--system is not UTF-8"),
-        (["--top-p", "0"], "--top-p 0.0: allowed"),
-        (["--set", "tempratur=1"], "--set tempratur: transformers' GenerationConfig has no such option"),
-        (["--weights", "int4"], "--weights int4: allowed: stored, int8"),
-    ],
-)
-def test_errors_are_one_line(exported: Path, capsys, words: list[str], message: str) -> None:
-    assert main(["chat", str(exported), *words, "--device", "cpu"]) == 2
-    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("fathom: ")]
-    assert len(said) == 1 and message in said[0]
-
-
 def test_lines_of_a_pipe_are_turns(exported: Path, tmp_path: Path, capsys, monkeypatch) -> None:
     (tmp_path / "lines").write_text("how deep\n/reset\nhow deep\n/help\n")
     with (tmp_path / "lines").open(encoding="utf-8") as file:

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from fathom.checkpoints.find import find_model
 from fathom.cli.main import main
@@ -29,65 +28,6 @@ def test_a_run_and_a_comparison_lead_to_their_model(exported: Path, tmp_path: Pa
     (tmp_path / "arms/b").mkdir(parents=True)
     (tmp_path / "arms/b/seed-1").symlink_to(exported.parent)
     assert find_model(tmp_path) == tmp_path / "arms/b/seed-1/model"
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["/nowhere"], "no such directory"),
-        (["."], "neither a model directory"),
-        (["MODEL", "--top-p", "0"], "--top-p 0.0: allowed"),
-        (["MODEL", "--temperature", "-1"], "--temperature -1.0: allowed"),
-        (["MODEL", "--max-new-tokens", "0"], "--max-new-tokens 0: allowed"),
-        (["MODEL", "a", "--set", "tempratur=1"], "--set tempratur: transformers' GenerationConfig has no such option"),
-        (
-            ["MODEL", "a", "--set", "token_healing=true"],
-            "--set token_healing: transformers' GenerationConfig has no such",
-        ),
-        (["MODEL", "a", "--set", "min_p"], "--set min_p: expected key=value"),
-        (["MODEL", "a", "--prompts", "x.jsonl"], "exclude each other"),
-        (["MODEL", "a", "--allow-control-tokens"], "--allow-control-tokens needs --prompts FILE"),
-        (["MODEL", "--out", "x.jsonl"], "--out x.jsonl needs --prompts FILE"),
-        (["MODEL", "--prompts", "x.jsonl", "--json"], "--json with --prompts needs --out"),
-        (["MODEL", "a", "--set", "min_p=7"], "min_p=7: allowed: a number"),
-        (
-            ["MODEL", "a", "--set", "repetition_penalty=1e-320"],
-            "repetition_penalty=1e-320: allowed: a number from 1e-6 to",
-        ),
-        (
-            ["MODEL", "a", "--set", "encoder_repetition_penalty=1e308"],
-            "encoder_repetition_penalty=1e+308: allowed: a number",
-        ),
-        (["MODEL", "a", "--set", "repetition_penalty=Infinity"], "repetition_penalty=inf: allowed: a number from"),
-        (["MODEL", "a", "--seed", "9" * 23], f"--seed {'9' * 23}: allowed: "),
-        (["MODEL", "a", "--set", "top_p=2"], "top_p=2: allowed: a number from 0, up to 1"),
-        pytest.param(
-            ["MODEL", "a", "--set", "cache_implementation=offloaded"],
-            "--set cache_implementation: transformers: ",
-            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU can do it"),
-        ),
-        (["MODEL", "a", "--set", "num_beams=0"], "--set num_beams=0: allowed: a whole number, 1 or more"),
-        (["MODEL", "a", "--set", "num_beams=two"], "--set num_beams=two: allowed: a whole number, 1 or more"),
-        (["MODEL", "a", "--set", "num_beams=2.5"], "--set num_beams=2.5: allowed"),
-        (["MODEL", "a", "--set", "min_new_tokens=two"], "--set min_new_tokens=two: allowed: a whole number, 0 or more"),
-        (["MODEL", "a", "--set", "eos_token_id=end"], "--set eos_token_id=end: allowed: a token id"),
-        (["MODEL", "a", "--set", "suppress_tokens=3"], "--set suppress_tokens=3: allowed: a list"),
-        (["MODEL", "a", "--batch-size", "4"], "--batch-size 4: allowed: 1 or more, with --prompts"),
-        (["MODEL", "--prompts", "x", "--out", "y", "--batch-size", "0"], "--batch-size 0: allowed: 1 or more"),
-        (["MODEL", "\udcff"], "the prompt is not UTF-8"),
-        (["MODEL", "a", "--set", "max_time=a"], "--set max_time: transformers: "),
-        (["MODEL", "a", "--set", "num_beams=2", "length_penalty=a"], "--set num_beams length_penalty: transformers: "),
-        (["MODEL", "a", "--set", "forced_eos_token_id=99999"], "--set forced_eos_token_id: transformers: "),
-        (["MODEL", "a", "--device", "cuda:99"], "--device cuda:99: "),
-        (["MODEL", "a", "--device", "gpu"], "--device gpu: "),
-    ],
-)
-def test_errors_are_one_line(exported: Path, tmp_path: Path, monkeypatch, capsys, words: list[str], message: str):
-    monkeypatch.chdir(tmp_path)
-    device = [] if "--device" in words else ["--device", "cpu"]
-    assert main(["generate", *(str(exported) if word == "MODEL" else word for word in words), *device]) == 2
-    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("fathom: ")]
-    assert len(said) == 1 and message in said[0]
 
 
 def test_the_command(exported: Path, capsys, monkeypatch) -> None:

@@ -70,33 +70,6 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"fathom {__version__}\n"
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["tain"], "tain: no such command; did you mean train?"),
-        (["zzz"], "zzz: no such command; there are train"),
-        (["train", "--wrong"], "unrecognized arguments: --wrong"),
-        (["train", "--dryrun"], "did you mean --dry-run?"),
-        (["train"], "the following arguments are required: recipe"),
-        (["train", "missing.yaml"], "missing.yaml: no such recipe"),
-        (["train", str(RECIPES / "tiny.yaml"), "--fast"], "--fast"),
-        (["train", str(RECIPES / "tiny.yaml"), "optim.lr=fast"], "optim.lr=fast: allowed: a number"),
-        (["train", str(RECIPES / "tiny.yaml"), "--dry-run", "model.mixer=x"], "mixer must be one of"),
-        (["train", str(RECIPES / "tiny.yaml"), "data.directory=/nowhere"], "/nowhere"),
-        (["prepare", "x", "--out", "y", "--held-out", "half"], "--held-out half: allowed: a number"),
-    ],
-)
-def test_user_errors(
-    words: list[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(words) == 2
-    captured = capsys.readouterr()
-    assert captured.out == "" and captured.err.startswith("fathom: ") and message in captured.err
-    assert captured.err.count("\n") == 1
-    assert not list(tmp_path.iterdir()), "nothing was begun"
-
-
 def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     """A ValueError of our own code too: only a FathomError is written for the reader."""
 
@@ -166,13 +139,6 @@ def test_dry_run(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "498,165,888" in text and "sequence_length: 2048" in text and "memory per rank" in text
 
 
-def test_train_help_tells_scripts_how_it_ends(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["train", "--help"])
-    shown = capsys.readouterr().out
-    assert "exit code:" in shown and "SIGTERM" in shown and "result.json" in shown
-
-
 @pytest.mark.parametrize(
     ("command", "key"),
     [
@@ -206,15 +172,6 @@ def test_train_and_stop(corpus: Path, tmp_path: Path) -> None:
     assert result["finished"] and result["step"] == 60 and result["evaluation"]["domains"].keys() == {"rivers", "seas"}
 
 
-def test_places_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "file").write_text("")
-    (tmp_path / "binary.yaml").write_bytes(bytes(range(256)))
-    assert main(["train", str(RECIPES / "tiny.yaml"), "--out", str(tmp_path / "file" / "run")]) == 2
-    assert main(["train", str(tmp_path / "binary.yaml")]) == 2
-    errors = capsys.readouterr().err
-    assert errors.count("\n") == 2 and "Not a directory" in errors and "not a text file" in errors
-
-
 WARNING = """
 import sys, types, warnings
 def run(options):
@@ -231,10 +188,3 @@ def test_a_warning_is_one_line_once() -> None:
     """In a process of its own: here pytest collects warnings."""
     done = subprocess.run([sys.executable, "-c", WARNING], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "fathom: warning: the tide rises\n")
-
-
-def test_what_is_required_is_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
-    """argparse names words that may be left out as well."""
-    for command in ("compare", "corpus", "ladder"):
-        assert main([command]) == 2
-        assert "required: recipe (" in capsys.readouterr().err, command

@@ -53,8 +53,3 @@ def test_sources_that_are_no_literals_are_imported(monkeypatch: pytest.MonkeyPat
     expected = sorted(row["name"] for row in mechanisms._of_ours())
     monkeypatch.setattr(mechanisms.ast, "literal_eval", lambda node: {}["summary"])
     assert sorted(row["name"] for row in mechanisms._of_ours()) == expected
-
-
-def test_bytes_are_of_a_model(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["mechanisms", "--bytes-per-scalar", "4"]) == 2
-    assert "needs --config MODEL" in capsys.readouterr().err

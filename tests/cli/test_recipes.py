@@ -69,20 +69,6 @@ def test_a_copy_is_the_same_recipe(elsewhere: Path, capsys: pytest.CaptureFixtur
     assert "60m.yaml exists" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["copy"], "a recipe's name is missing"),
-        (["copy", "6om"], "6om: no such recipe; did you mean 60m?"),
-        (["60m"], "invalid choice"),
-        (["list", "60m"], "to copy a recipe"),
-    ],
-)
-def test_mistakes(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["recipes", *words]) == 2
-    assert message in capsys.readouterr().err
-
-
 def test_commands_take_names(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "1.5b", "--dry-run", "--json", f"data.directory={corpus}"]) == 0
     assert json.loads(capsys.readouterr().out)["parameters"] == 1_343_774_208

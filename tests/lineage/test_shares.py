@@ -106,11 +106,11 @@ def test_a_missing_parent_gets_no_share(family, tmp_path):
         shutil.copytree(family / "base", tmp_path / name)
         mixed = {n: sum(w * t[n] for w, t in zip(weights, tensors, strict=True)) for n in tensors[0]}
         save_file({n: t.contiguous() for n, t in mixed.items()}, tmp_path / name / "model.safetensors")
-    said = commands.shares(str(tmp_path / "unrelated"), [str(family / "stranger"), str(family / "two")], quiet=True)
+    said = commands.shares(str(tmp_path / "unrelated"), [str(family / "stranger"), str(family / "two")])
     assert said.data["shares"] == [] and not said.data["is_merge"] and said.data["residual"] > 0.2
     assert "parent may be missing" in said.text and said.text.count("%") == 1  # of the residual
-    stand_in = commands.shares(str(family / "mean"), [str(family / "one"), str(tmp_path / "half")], quiet=True)
+    stand_in = commands.shares(str(family / "mean"), [str(family / "one"), str(tmp_path / "half")])
     assert [round(one["share"], 3) for one in stand_in.data["shares"]] == [0.4, 0.6]
     assert stand_in.text.endswith(shares.IF_COMPLETE)
-    same = commands.shares(str(family / "one"), [str(family / "one"), str(family / "two")], quiet=True)
+    same = commands.shares(str(family / "one"), [str(family / "one"), str(family / "two")])
     assert "one alone explains it" in same.text and same.data["shares"] == []

@@ -35,7 +35,7 @@ def models(tmp_path_factory):
 
 def test_the_tree_of_a_family(models):
     names = ["further", "sparse", "base", "tuned", "stranger", "another", "mean"]
-    result = commands.tree([str(models / name) for name in names], quiet=True)
+    result = commands.tree([str(models / name) for name in names])
     data = json.loads(json.dumps(result.data))
     family, *alone = data["families"]
     short = {str(models / name): name for name in names}
@@ -57,7 +57,7 @@ def test_the_tree_of_a_family(models):
 
 
 def test_siblings_without_their_parent_are_joined_and_it_is_said(models):
-    result = commands.tree([str(models / name) for name in ("tuned", "sparse")], quiet=True)
+    result = commands.tree([str(models / name) for name in ("tuned", "sparse")])
     (edge,) = result.data["families"][0]["edges"]
     assert edge["direction"]["made"] is None and result.data["note"] == tree.MISSING
     assert tree.MISSING in " ".join(result.text.split())

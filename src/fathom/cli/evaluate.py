@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from argparse import Namespace
 from pathlib import Path
 
-from fathom.cli.parser import Parser, add_kernels, add_kvcache, add_opening
+from fathom.cli.parser import Parser, add_kernels, add_kvcache, add_opening, chosen
 from fathom.errors import SettingsError
 from fathom.report.results import to_json
 
@@ -115,7 +114,7 @@ def run(options: Namespace) -> int:
     from fathom.kvcache.policy import CacheOptions
 
     use(options.kernels, options.device)
-    settings = Settings(**{field.name: getattr(options, field.name) for field in dataclasses.fields(Settings)})
+    settings = chosen(Settings, options)
     schedule = CacheOptions.of(options)
     alone = [f"--kvcache-{name} {value}" for name, value in schedule.given().items()]
     for name in ("at", "questions", "compressions", "needles"):

@@ -12,12 +12,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fathom.cli.parser import Parser, add_kernels, add_kvcache, add_opening, add_speculate
+from fathom.cli.parser import Parser, add_control_tokens, add_kernels, add_kvcache, add_opening, add_speculate, chosen
 from fathom.errors import SettingsError
 from fathom.report.results import to_json
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
     from fathom.inference.prompt_file import FileSummary
+    from fathom.inference.settings import Sampling
 
 
 def add(parser: Parser) -> None:
@@ -25,11 +28,6 @@ def add(parser: Parser) -> None:
     parser.add_argument("model", help="a model directory, a run, or a comparison (its best run)")
     parser.add_argument(
         "prompt", nargs="?", help="the prompt; - or a pipe reads standard input; without it a new document starts"
-    )
-    parser.add_argument(
-        "--allow-control-tokens",
-        action="store_true",
-        help="let message texts write the chat template's control tokens, as <|im_end|> (default: as plain text)",
     )
     parser.add_argument("--prompts", type=Path, metavar="FILE", help='JSONL: {"prompt": "..."} or {"messages": [...]}')
     parser.add_argument(
@@ -41,14 +39,11 @@ def add(parser: Parser) -> None:
     parser.add_argument("--batch-size", type=int, help="batch size for --prompts (default: 8 on a CPU, else 32)")
     add_sampling(parser)
     parser.add_argument("--compile", action="store_true", help="compile decoding, with a static cache")
-    add_kvcache(parser)
-    add_opening(parser)
-    add_kernels(parser)
     parser.add_argument("--json", action="store_true", help="print text and speed for a program")
 
 
 def add_sampling(parser: Parser) -> None:
-    """Add the sampling options and the number of tokens."""
+    """Add the options that `ready` reads: sampling, the cache, and how the model is opened."""
     parser.add_argument("--max-new-tokens", type=int, default=128, help="maximum new tokens (default: 128)")
     own = "default: the checkpoint's"
     parser.add_argument("--temperature", type=float, help=f"temperature; 0 is greedy ({own}, or 0.8)")
@@ -70,20 +65,22 @@ def add_sampling(parser: Parser) -> None:
         "--max-trips", type=int, metavar="N", help="maximum loop iterations per token (default: the model's)"
     )
     add_speculate(parser)
+    add_control_tokens(parser)
+    add_kvcache(parser)
+    add_opening(parser)
+    add_kernels(parser)
+    parser.set_defaults(compile=False)
 
 
-def run(options: Namespace) -> int:
-    """Continue a prompt, or answer a file of prompts; the speed goes to standard error."""
+def ready(options: Namespace) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Sampling]:
+    """The model and how to sample from it; impossible options are refused before it is loaded."""
     from fathom.checkpoints.open import Opening
     from fathom.evaluation.budgets import check_chunks, check_trips
-    from fathom.inference.generate import check_drafts, generate, report_speed
-    from fathom.inference.prompt_file import generate_file
+    from fathom.inference.generate import check_drafts
     from fathom.inference.settings import Sampling, read_options
     from fathom.kernels import use
     from fathom.kvcache.policy import CacheOptions, choose
 
-    _check(options)
-    prompt = None if options.prompts is not None else prompt_of(options.prompt)
     sampling = Sampling(
         options.max_new_tokens,
         options.temperature,
@@ -96,34 +93,35 @@ def run(options: Namespace) -> int:
         speculate=options.speculate,
     )
     use(options.kernels, options.device)
-    opening = Opening(
-        device=options.device,
-        dtype=options.dtype,
-        trust_remote_code=options.trust_remote_code,
-        verify=options.verify,
-        weights=options.weights,
-    )
-    model, tokenizer = opening.open(options.model)
+    model, tokenizer = chosen(Opening, options).open(options.model)
     check_trips(model, options.max_trips)
     check_chunks(model, sampling.options.get("prefill_chunk_size", model.generation_config.prefill_chunk_size))
     check_drafts(model, options.speculate, options.max_trips)
     memory = choose(model, options.kvcache, CacheOptions.of(options), static=options.compile)
-    sampling = replace(sampling, memory=memory, max_trips=options.max_trips)
+    return model, tokenizer, replace(sampling, memory=memory, max_trips=options.max_trips)
+
+
+def run(options: Namespace) -> int:
+    """Continue a prompt, or answer a file of prompts; the speed goes to standard error."""
+    from fathom.inference.generate import generate, report_speed
+    from fathom.inference.prompt_file import generate_file
+
+    _check(options)
+    prompt = "" if options.prompts is not None else prompt_of(options.prompt)
+    model, tokenizer, sampling = ready(options)
     if options.prompts is not None:
         done = generate_file(model, tokenizer, options.prompts, options.out, sampling, options.batch_size)
         return _report(done, options)
+    if options.json:
+        made = generate(model, tokenizer, prompt, sampling)
+        print(json.dumps({"prompt": prompt, **vars(made), "tokens_per_second": made.tokens_per_second}))
     else:
-        assert prompt is not None
-        if not options.json:
-            to_terminal(prompt)
+        to_terminal(prompt)
         try:
-            made = generate(model, tokenizer, prompt, sampling, None if options.json else to_terminal)
+            made = generate(model, tokenizer, prompt, sampling, to_terminal)
         finally:  # messages start on a line of their own
-            if not options.json:
-                print(flush=True)
-        if options.json:
-            print(json.dumps({"prompt": prompt, **vars(made), "tokens_per_second": made.tokens_per_second}))
-        report_speed(made.tokens, made.seconds, made.trips, made.acceptance)
+            print(flush=True)
+    report_speed(made.tokens, made.seconds, made.trips, made.acceptance)
     return 0
 
 

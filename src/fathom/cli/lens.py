@@ -85,5 +85,3 @@ def _read(file: Path) -> str:
         return file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise SettingsError(f"{file}: not UTF-8 text") from error
-    except OSError as error:
-        raise SettingsError(f"{file}: {error.strerror}") from error

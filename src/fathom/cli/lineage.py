@@ -73,12 +73,12 @@ def _plain(value: object) -> object:
 
 
 @contextmanager
-def _status(quiet: bool) -> Iterator[Callable[[str], None]]:
+def _status() -> Iterator[Callable[[str], None]]:
     """The progress line on standard error, if it is a terminal."""
     from rich.console import Console
 
     console = Console(stderr=True)
-    if quiet or not console.is_terminal:
+    if not console.is_terminal:
         yield lambda _: None
         return
     started = time.monotonic()
@@ -105,7 +105,6 @@ def compare(
     null: Path | None = None,
     out: Path | None = None,
     exit_code: bool = False,
-    quiet: bool = False,
     choices: Choices | None = None,
 ) -> Result:
     """Test whether one set of weights came from the other.
@@ -117,13 +116,12 @@ def compare(
         null: A file that `calibrate` wrote, instead of or besides controls.
         out: Directory for report.json, report.html and the portraits.
         exit_code: End with 10 shared lineage, 11 partial, 12 inconclusive, 13 shared initialisation or lineage.
-        quiet: No progress line.
         choices: How much is read.
     """
 
     chosen = choices or Choices()
     options = lineage.Options(chosen.mode, chosen.seed)
-    with _status(quiet) as say:
+    with _status() as say:
         models = [lineage.open_weights(where, chosen.adapter_base) for where in (a, b)]
         with lineage.comparison.holding(*models):
             found = lineage.comparison.compare(models[0], models[1], control, null, options, say)
@@ -161,17 +159,16 @@ def _summary(found: Comparison) -> str:
     return "\n".join(lines)
 
 
-def layers(a: str, b: str, seed: int = 0, quiet: bool = False) -> Result:
+def layers(a: str, b: str, seed: int = 0) -> Result:
     """Find which layer of B comes from which layer of A, with p-values.
 
     Args:
         a: The model that layers may come from.
         b: The model whose layers are traced.
         seed: Seed of every sample.
-        quiet: No progress line.
     """
 
-    with _status(quiet) as say:
+    with _status() as say:
         found = lineage.ancestry.sources(lineage.open_weights(a), lineage.open_weights(b), seed, say)
     lines = []
     for one in found:
@@ -183,31 +180,29 @@ def layers(a: str, b: str, seed: int = 0, quiet: bool = False) -> Result:
     return Result(0, "\n".join(lines), {"a": a, "b": b, "layers": [vars(one) for one in found]})
 
 
-def direction(a: str, b: str, quiet: bool = False) -> Result:
+def direction(a: str, b: str) -> Result:
     """Find which of two related models came first, if the weights show it.
 
     Args:
         a: A model.
         b: A model that `compare` calls related to it.
-        quiet: No progress line.
     """
 
-    with _status(quiet) as say:
+    with _status() as say:
         say("what was lost or repeated")
         found = lineage.direction.direction(lineage.open_weights(a), lineage.open_weights(b))
     return Result(0, str(found), vars(found))
 
 
-def shares(child: str, parents: Sequence[str], quiet: bool = False) -> Result:
+def shares(child: str, parents: Sequence[str]) -> Result:
     """Estimate how much of each parent is in a merged model, with confidence intervals.
 
     Args:
         child: The model that may be a weighted mean.
         parents: At least two models of its shape.
-        quiet: No progress line.
     """
 
-    with _status(quiet) as say:
+    with _status() as say:
         found = lineage.shares.shares(
             lineage.open_weights(child), [lineage.open_weights(parent) for parent in parents], say
         )
@@ -217,16 +212,15 @@ def shares(child: str, parents: Sequence[str], quiet: bool = False) -> Result:
     return Result(0, text, {**data, "layers": found.layers, "is_merge": found.is_merge})
 
 
-def tree(models: Sequence[str], seed: int = 0, quiet: bool = False) -> Result:
+def tree(models: Sequence[str], seed: int = 0) -> Result:
     """Draw the family tree of many models, with the support of every edge.
 
     Args:
         models: At least two models; unrelated ones serve as controls of the others.
         seed: Seed of every sample.
-        quiet: No progress line.
     """
 
-    with _status(quiet) as say:
+    with _status() as say:
         found = lineage.tree.tree(models, seed, say)
     return Result(0, lineage.tree.drawn(found), lineage.tree.as_json(found))
 
@@ -286,10 +280,6 @@ def search(a: Path, library: Path, top: int = 10) -> Result:
         top: How many to list.
     """
 
-    if not library.is_dir():
-        raise lineage.ModelError(f"{library}: not a directory of cards")
-    if not a.is_file():
-        raise lineage.ModelError(f"{a}: no such card")
     if top < 1:
         raise lineage.ModelError(f"--top {top}: allowed: 1 or more")
     query = lineage.publishing.cards.read_card(a)
@@ -361,8 +351,6 @@ def verify(statement: Path, a: str | None = None, key: Path | None = None) -> Re
         key: Key of a blinded commitment.
     """
 
-    if not statement.is_file():
-        raise lineage.ModelError(f"{statement}: no such file")
     body = lineage.publishing.verification.read_statement(statement)
     if "fathom_lineage_report" in body:
         page = statement.with_name(PAGE)
@@ -378,17 +366,13 @@ def verify(statement: Path, a: str | None = None, key: Path | None = None) -> Re
 
 
 def _read_key(file: Path | None) -> str | None:
-    if file is None:
-        return None
     try:
-        return file.read_text(encoding="ascii").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise lineage.ModelError(
-            f"--key {file}: {error.strerror if isinstance(error, OSError) else 'not a key'}"
-        ) from None
+        return None if file is None else file.read_text(encoding="ascii").strip()
+    except UnicodeDecodeError:
+        raise lineage.ModelError(f"--key {file}: not a key") from None
 
 
-def calibrate(models: Sequence[str], out: Path, mode: str = "fast", seed: int = 0, quiet: bool = False) -> Result:
+def calibrate(models: Sequence[str], out: Path, mode: str = "fast", seed: int = 0) -> Result:
     """Measure all pairs of unrelated models, and write a null file for `compare --null`.
 
     Args:
@@ -396,7 +380,6 @@ def calibrate(models: Sequence[str], out: Path, mode: str = "fast", seed: int = 
         out: The null file to write.
         mode: fast (768 channels, and some layers of large models) or exact.
         seed: Seed of every sample.
-        quiet: No progress line.
     """
 
     if len(models) < 2:
@@ -405,7 +388,7 @@ def calibrate(models: Sequence[str], out: Path, mode: str = "fast", seed: int = 
         raise lineage.ModelError(f"{out} is a directory; allowed: the null file to write")
     opened = [lineage.open_weights(where) for where in models]
     groups: dict[str, list[Pair]] = {}
-    with _status(quiet) as say:
+    with _status() as say:
         for i, first in enumerate(opened):
             for second in opened[i + 1 :]:
                 say(f"{first.name} against {second.name}")

@@ -137,7 +137,3 @@ def _dispatch(words: Sequence[str]) -> int:
 def _complain(error: BaseException, code: int) -> int:
     print(f"fathom: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
     return code
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from fathom.cli.parser import Parser
-from fathom.errors import SettingsError
 from fathom.recipe import load_recipe
 from fathom.report.results import to_json
 
@@ -32,21 +31,13 @@ def add(parser: Parser) -> None:
         help="show what each would add to this model: a checkpoint directory, a recipe file, or a name that "
         "`fathom recipes` lists",
     )
-    parser.add_argument(
-        "--bytes-per-scalar", type=int, help="bytes per number of cache and activations (default: 2, bf16)"
-    )
     parser.add_argument("--json", action="store_true", help="print the rows for a program")
 
 
 def run(options: Namespace) -> int:
     """List the mechanisms, or print what each adds to a model."""
-    size = 2 if options.bytes_per_scalar is None else options.bytes_per_scalar
-    if size < 1:
-        raise SettingsError(f"--bytes-per-scalar {size}: allowed: 1 or more")
     if options.config is not None:
-        return _show_costs(options.config, size, options.json)
-    if options.bytes_per_scalar is not None:
-        raise SettingsError(f"--bytes-per-scalar {size} needs --config MODEL")
+        return _show_costs(options.config, options.json)
     found = _of_other_packages() if entry_points(group="fathom.mechanisms") else _of_ours()
     if options.json:
         print(json.dumps({"mechanisms": found}))
@@ -96,7 +87,7 @@ def _of_other_packages() -> list[dict[str, Any]]:
     ]
 
 
-def _show_costs(name: str, size: int, as_json: bool) -> int:
+def _show_costs(name: str, as_json: bool) -> int:
     """What each mechanism adds to the model of a directory, a recipe file or a named recipe."""
     from rich.console import Console
 
@@ -105,7 +96,7 @@ def _show_costs(name: str, size: int, as_json: bool) -> int:
 
     config = read_config(Path(name)) if Path(name).is_dir() else load_recipe(name).config()
     if as_json:
-        print(to_json({"vanilla": vanilla_row(config, size), "mechanisms": list(mechanism_rows(config, size))}))
+        print(to_json({"vanilla": vanilla_row(config), "mechanisms": list(mechanism_rows(config))}))
     else:
-        Console().print(mechanism_table(config, size))
+        Console().print(mechanism_table(config))
     return 0

@@ -159,6 +159,15 @@ def add_speculate(parser: Parser) -> None:
     )
 
 
+def add_control_tokens(parser: Parser) -> None:
+    """Add `--allow-control-tokens`."""
+    parser.add_argument(
+        "--allow-control-tokens",
+        action="store_true",
+        help="let message texts write the chat template's control tokens, as <|im_end|> (default: as plain text)",
+    )
+
+
 def add_opening(parser: Parser) -> None:
     """Add the arguments for opening a model."""
     parser.add_argument(
@@ -189,6 +198,11 @@ def add_kernels(parser: Parser) -> None:
 
 def _names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(","))
+
+
+def chosen(kind: type[T], options: Namespace) -> T:
+    """A dataclass whose fields are options of a command."""
+    return kind(**{field.name: getattr(options, field.name) for field in dataclasses.fields(typing.cast("Any", kind))})
 
 
 def add_recipe(

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from argparse import ArgumentTypeError, Namespace
 
-from fathom.cli.parser import Parser, add_kernels, add_kvcache, add_opening, add_speculate
+from fathom.cli.parser import Parser, add_control_tokens, add_kernels, add_kvcache, add_opening, add_speculate, chosen
 from fathom.errors import SettingsError, to_install
 
 LONGEST_GRACE = 86_400
@@ -59,11 +58,7 @@ def add(parser: Parser) -> None:
             "none)"
         ),
     )
-    parser.add_argument(
-        "--allow-control-tokens",
-        action="store_true",
-        help="let message texts write the chat template's control tokens, as <|im_end|> (default: as plain text)",
-    )
+    add_control_tokens(parser)
     parser.add_argument("--lens", action="store_true", help="serve the lens at /lens")
     parser.add_argument(
         "--grace", type=float, default=20.0, help="seconds for running requests to finish after SIGTERM (default: 20)"
@@ -97,6 +92,6 @@ def run(options: Namespace) -> int:
         raise SettingsError(f"--grace {options.grace}: allowed: seconds from 0 to {LONGEST_GRACE}")
     use(options.kernels, options.device)
     options.cache = CacheOptions.of(options)
-    given = {field.name: getattr(options, field.name) for field in dataclasses.fields(ServeOptions)}
-    serve(options.model, options.host, options.port, add_lens if options.lens else None, ServeOptions(**given))
+    pages = add_lens if options.lens else None
+    serve(options.model, options.host, options.port, pages, chosen(ServeOptions, options))
     return 0

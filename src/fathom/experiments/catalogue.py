@@ -56,19 +56,14 @@ def with_mechanism(config: FathomConfig, axis: str, name: str) -> FathomConfig:
     return FathomConfig(**{**keys, axis: name, f"{axis}_options": options})
 
 
-def mechanism_rows(config: FathomConfig, bytes_per_scalar: int = 2) -> Iterator[MechanismRow]:
-    """One row per mechanism: what it is, and what it adds to a model.
-
-    Args:
-        config: The model.
-        bytes_per_scalar: Bytes of a number in the cache and in activations.
-    """
+def mechanism_rows(config: FathomConfig) -> Iterator[MechanismRow]:
+    """One row per mechanism: what it is, and what it adds to a model in bfloat16."""
     vanilla = with_mechanism(config, "mixer", "none")
     # 2N, the usual count of a forward pass, so that shares compare with those of the papers
     forward = 2 * count_parameters(vanilla)
     for mechanism in known().values():
         chosen = with_mechanism(config, mechanism.axis, mechanism.name)
-        cost = mechanism_cost(chosen, bytes_per_scalar)
+        cost = mechanism_cost(chosen)
         yield MechanismRow(
             **vars(cost),
             name=mechanism.name,
@@ -81,20 +76,20 @@ def mechanism_rows(config: FathomConfig, bytes_per_scalar: int = 2) -> Iterator[
         )
 
 
-def vanilla_row(config: FathomConfig, bytes_per_scalar: int = 2) -> VanillaRow:
+def vanilla_row(config: FathomConfig) -> VanillaRow:
     """The cost of the decoder with every axis at its default."""
     vanilla = with_mechanism(config, "mixer", "none")
     return VanillaRow(
         parameters=count_parameters(vanilla),
         flops=flops_per_token(vanilla, SEQUENCE),
         sequence_length=SEQUENCE,
-        cache_bytes=cache_bytes_per_token(vanilla, bytes_per_scalar),
+        cache_bytes=cache_bytes_per_token(vanilla),
     )
 
 
-def mechanism_table(config: FathomConfig, bytes_per_scalar: int = 2) -> Table:
+def mechanism_table(config: FathomConfig) -> Table:
     """`mechanism_rows` for a terminal, narrow enough for 80 columns."""
-    vanilla = vanilla_row(config, bytes_per_scalar)
+    vanilla = vanilla_row(config)
     caption = (
         f"vanilla: {vanilla.parameters:,} parameters, {_short(vanilla.flops)} FLOPs at {SEQUENCE} tokens, "
         f"{vanilla.cache_bytes:,} cache bytes. Shares are relative to 2N FLOPs; state is freed after its token."
@@ -113,7 +108,7 @@ def mechanism_table(config: FathomConfig, bytes_per_scalar: int = 2) -> Table:
     for name in ("parameters", "FLOPs", "share", "cache B", "state B"):
         table.add_column(name, justify="right", no_wrap=True)
     axis = ""
-    for row in mechanism_rows(config, bytes_per_scalar):
+    for row in mechanism_rows(config):
         if row.axis != axis:
             axis = row.axis
             table.add_row(f"[bold cyan]{axis}[/]")
