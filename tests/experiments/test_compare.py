@@ -26,7 +26,7 @@ from fathom.experiments.compare import carry_out, rewrite_report
 from fathom.experiments.compare_page import page, quality_rows, tables
 from fathom.experiments.compare_results import ComparisonReport
 from fathom.experiments.differences import summarize, verdict
-from fathom.experiments.plan import Plan, make_plan, read_measured, tasks
+from fathom.experiments.plan import Plan, make_plan, read_measured
 from fathom.recipe import Recipe, parse_recipe
 from fathom.report.files import write_json
 from fathom.report.provenance import provenance
@@ -97,7 +97,7 @@ def test_everything_is_reported(planted):
 def test_finished_work_is_kept_and_the_report_made_from_it(planted, monkeypatch):
     report, out = planted
     (out / "report.json").unlink()
-    monkeypatch.setattr("fathom.experiments.compare.run_task", None)  # nothing may run
+    monkeypatch.setattr("fathom.experiments.schedule.run_training", None)  # nothing may run
     again = carry_out(Plan.read(out), out, quiet=True)
     assert replace(again, date="", command="") == replace(report, date="", command="")
 
@@ -192,7 +192,7 @@ def test_a_seed_whose_control_failed_is_left_out(planted, tmp_path: Path, monkey
         (run / "result.json").unlink()
         (run / "failed.json").write_text(json.dumps({"error": "stopped", "step": 7}))
     shutil.rmtree(tmp_path / "part/arms/again/seed-1")
-    monkeypatch.setattr("fathom.experiments.compare.run_task", None)  # it is not trained for nothing
+    monkeypatch.setattr("fathom.experiments.schedule.run_training", None)  # it is not trained for nothing
     report = carry_out(plan, tmp_path / "part", quiet=True)
     assert report.seeds == [0, 2] and [len(arm.runs) for arm in report.arms] == [2, 2, 1]
     assert "better ended" in report.verdict and "without an interval" in report.verdict
@@ -335,7 +335,7 @@ def test_an_arm_drops_options_of_another_mechanism(small: Recipe):
 
 def test_whole_seeds_come_first(small: Recipe, tmp_path: Path):
     plan = make_plan(small, "vanilla,loop", seeds=2, out=tmp_path)
-    assert [(task.arm, task.seed) for task in tasks(plan, tmp_path)][:2] == [("vanilla", 0), ("loop", 0)]
+    assert [(task.arm, task.seed) for task in plan.tasks(tmp_path)][:2] == [("vanilla", 0), ("loop", 0)]
 
 
 @pytest.mark.parametrize(
@@ -428,7 +428,7 @@ def finished(planted, tmp_path: Path, monkeypatch) -> tuple[Plan, Path]:
     _, out = planted
     shutil.copytree(out, tmp_path / "copy")
     (tmp_path / "copy" / "report.json").unlink(missing_ok=True)
-    monkeypatch.setattr("fathom.experiments.compare.run_task", None)
+    monkeypatch.setattr("fathom.experiments.schedule.run_training", None)
     return Plan.read(out), tmp_path / "copy"
 
 

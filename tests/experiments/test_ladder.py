@@ -21,7 +21,8 @@ from fathom.experiments.ladder_results import ArmRow, LadderReport
 from fathom.experiments.multipliers import _read as read_bytes
 from fathom.experiments.multipliers import verdict
 from fathom.experiments.rungs import Ladder, load_ladder, without_embeddings
-from fathom.experiments.stages import STAGES, LadderRun, State
+from fathom.experiments.schedule import Task
+from fathom.experiments.stages import STAGES, State
 from fathom.experiments.tuning import FLAT
 from fathom.models.cost import count_parameters
 from fathom.recipe import load_recipe
@@ -462,10 +463,10 @@ def test_a_control_is_widened(tmp_path: Path) -> None:
 def test_losses_of_a_puzzle_that_is_learnt_are_alike(tmp_path: Path, monkeypatch) -> None:
     """Below 0.01 nats a lower loss is noise, so that no rate is tried beyond."""
     ladder = make(tmp_path, "vanilla,loop=loop;model.recurrence_options.trips=2", tune_points=[3], tune_seeds=[1])
-    monkeypatch.setattr(LadderRun, "settled", True)
-    monkeypatch.setattr(LadderRun, "loss", lambda run, _: 1e-6 * run.recipe.optim.lr / ladder.recipe.optim.lr)
+    monkeypatch.setattr(Task, "settled", True)
+    monkeypatch.setattr(Task, "loss", lambda run, _: 1e-6 * run.recipe.optim.lr / ladder.recipe.optim.lr)
     assert sorted(State(ladder, tmp_path / "out").tuned[0]["vanilla"].points) == [-1, 0, 1]
-    monkeypatch.setattr(LadderRun, "loss", lambda run, _: 1 + run.recipe.optim.lr / ladder.recipe.optim.lr)
+    monkeypatch.setattr(Task, "loss", lambda run, _: 1 + run.recipe.optim.lr / ladder.recipe.optim.lr)
     assert len(State(ladder, tmp_path / "out").tuned[0]["vanilla"].points) == 6, "losses that are not"
 
 
@@ -473,12 +474,12 @@ def test_a_control_that_learns_at_any_rate_leaves_an_arm_its_own(tmp_path: Path,
     """The loop learns at a quarter of the rate where the search begins, and there alone."""
     ladder = make(tmp_path, "vanilla,loop=loop;model.recurrence_options.trips=2", tune_points=[3], tune_seeds=[1])
 
-    def loss(run: LadderRun, domains: object) -> float:
+    def loss(run: Task, domains: object) -> float:
         away = math.log2(run.recipe.optim.lr / ladder.recipe.optim.lr)
         return 1e-4 if run.recipe.model["recurrence"] == "once" or away == -2 else 1.2 + 0.1 * away
 
-    monkeypatch.setattr(LadderRun, "settled", True)
-    monkeypatch.setattr(LadderRun, "loss", loss)
+    monkeypatch.setattr(Task, "settled", True)
+    monkeypatch.setattr(Task, "loss", loss)
     state = State(ladder, tmp_path / "out")
     vanilla, loop = (state.rate(arm, ladder.sizes[0]) / ladder.recipe.optim.lr for arm in ladder.arms)
     assert FLAT in state.tuned[0]["vanilla"].bowl.flags and vanilla == 1
@@ -490,7 +491,7 @@ def test_an_arm_carries_its_own_optima_where_the_control_has_none(tmp_path: Path
     ladder = make(tmp_path, "vanilla,better=depth_attention", tune_points=[3, 3], lr_exponents=[-0.3, 0, 0])
     best = ladder.recipe.optim.lr
 
-    def loss(run: LadderRun, domains: object) -> float:
+    def loss(run: Task, domains: object) -> float:
         rung = 1 + (run.recipe.model["hidden_size"] == 24)
         away = math.log2(run.recipe.optim.lr / (best * ladder.rule(ladder.sizes[rung - 1])))
         if run.recipe.config().mixer == "none":
@@ -498,8 +499,8 @@ def test_an_arm_carries_its_own_optima_where_the_control_has_none(tmp_path: Path
             return 3.3 + noise - (0.001 if run.run_dir.parent.name == ("lr+1", "lr-1")[rung - 1] else 0)
         return 3.2 + 0.06 * away**2
 
-    monkeypatch.setattr(LadderRun, "settled", True)
-    monkeypatch.setattr(LadderRun, "loss", loss)
+    monkeypatch.setattr(Task, "settled", True)
+    monkeypatch.setattr(Task, "loss", loss)
     state = State(ladder, tmp_path / "out")
     assert all(FLAT in rows["vanilla"].bowl.flags and rows["better"].bowl.known for rows in state.tuned)
     arm, size = ladder.arms[1], ladder.sizes[-1]
@@ -561,7 +562,7 @@ def test_a_control_with_a_share_of_the_layers_counts_its_own(tmp_path: Path) -> 
     rules = {"layers": [2, 4, 4, 4], "hidden": [16, 16, 24, 32]}
     ladder = make(tmp_path, "two=vanilla;ladder.layers=1/2,all=vanilla", **rules)
     for size in ladder.sizes:
-        two, whole, wide = (without_embeddings(ladder.arm_at(arm, size).recipe(ladder.base(size)).config())
+        two, whole, wide = (without_embeddings(ladder.recipe_at(arm, size).config())
                             for arm in ladder.every_arm)  # fmt: skip
         assert size.parameters == two < whole <= wide < 1.02 * whole
         assert size.tokens == pytest.approx(10 * two, rel=0.05)
@@ -570,7 +571,7 @@ def test_a_control_with_a_share_of_the_layers_counts_its_own(tmp_path: Path) -> 
 def test_a_control_with_its_own_mlp_is_widened_from_there(tmp_path: Path) -> None:
     ladder = make(tmp_path, "slim=vanilla;model.intermediate_size=24,whole=vanilla")
     for size in ladder.sizes:
-        found = [without_embeddings(ladder.arm_at(arm, size).recipe(ladder.base(size)).config())
+        found = [without_embeddings(ladder.recipe_at(arm, size).config())
                  for arm in ladder.every_arm]  # fmt: skip
         assert found[0] == size.parameters < found[1] == found[2]
 
@@ -649,7 +650,7 @@ def test_the_seed_control_reads_the_controls_batches(tmp_path: Path, monkeypatch
     for words, orders in (([], [0, 1]), (["data.seed=7"], [7, 7])):
         ladder = load_ladder(file, ARMS, words)
         state = State(ladder, tmp_path / "out")
-        control = [state.plan(ladder.sizes[0]).run_recipe("vanilla", seed) for seed in (0, 1)]
+        control = [state.plans[ladder.sizes[0]].run_recipe("vanilla", seed) for seed in (0, 1)]
         seed_controls = [run.recipe for run in state.seed_controls()[:2]]
         assert [recipe.data_seed for recipe in seed_controls] == [recipe.data_seed for recipe in control] == orders
         assert not {recipe.train.seed for recipe in seed_controls} & {recipe.train.seed for recipe in control}
@@ -675,7 +676,7 @@ def test_a_decoded_token_reads_the_layers_that_decoding_visits(tmp_path: Path) -
     trips = "model.recurrence_options.trips=3"
     ladder = make(tmp_path, f"vanilla,fixed=loop;{trips},drawn=loop;{trips};model.recurrence_options.trips_range=[1,3]")
     size = ladder.sizes[0]
-    once, fixed, drawn = (read_bytes(ladder.arm_at(arm, size).recipe(ladder.base(size)), True) for arm in ladder.arms)
+    once, fixed, drawn = (read_bytes(ladder.recipe_at(arm, size), True) for arm in ladder.arms)
     assert once < fixed == drawn
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from fathom.data.puzzles import is_puzzle, open_puzzle
 from fathom.experiments.ladder_results import PuzzleResult, PuzzleRow, PuzzleShares, Sooner
-from fathom.experiments.plan import RunTask
+from fathom.experiments.schedule import Task
 from fathom.experiments.stages import State
 from fathom.report.statistics import holm, wilson
 from fathom.training import read_metrics
@@ -78,15 +78,14 @@ def puzzle_result(state: State) -> PuzzleResult | None:
     data = open_puzzle(directory, "val")
     rows: list[PuzzleRow] = []
     for size in state.ladder.sizes:
-        plan = state.plan(size)
-        control: dict[str, dict[int | None, Spent]] = {}
+        control: dict[str, dict[int, Spent]] = {}
         for arm in state.ladder.every_arm:
-            runs = [RunTask(plan, state.rung_dir(size), arm.name, seed) for seed in plan.seeds]
-            over = [run for run in runs if run.done or run.failure is not None]
-            flops, domains = state.flops(arm, size), dict[str, PuzzleShares]()
+            over = [run for run in state.runs(size, arm) if run.done or run.failure is not None]
+            flops, domains = state.flops[arm, size], dict[str, PuzzleShares]()
+            steps = state.plans[size].recipes[arm.name].train.steps
             for name in data.domains:
                 shares = [_accuracy(run, name) for run in over]
-                curves = [_curve(run, name, flops, share) for run, share in zip(over, shares, strict=True)]
+                curves = [_curve(run, name, steps, flops, share) for run, share in zip(over, shares, strict=True)]
                 spent = {
                     run.seed: Spent.read(curve if run.done else [], flops)  # a diverged run has not solved it
                     for run, curve in zip(over, curves, strict=True)
@@ -101,8 +100,8 @@ def puzzle_result(state: State) -> PuzzleResult | None:
 def _shares(
     shares: Sequence[float],
     curves: Sequence[Sequence[tuple[float, float]]],
-    spent: Mapping[int | None, Spent],
-    control: Mapping[int | None, Spent] | None,
+    spent: Mapping[int, Spent],
+    control: Mapping[int, Spent] | None,
 ) -> PuzzleShares:
     solved = sum(share >= SOLVED for share in shares)
     low, high = wilson(solved, len(shares)) if shares else (0.0, 1.0)
@@ -119,14 +118,14 @@ def _shares(
     )
 
 
-def _accuracy(run: RunTask, domain: str) -> float:
+def _accuracy(run: Task, domain: str) -> float:
     """A run's final accuracy; none for a diverged run."""
     return (held_out(run.run_dir).domains[domain].accuracy or 0.0) if run.done else 0.0
 
 
-def _curve(run: RunTask, domain: str, flops: float, last: float) -> list[tuple[float, float]]:
+def _curve(run: Task, domain: str, steps: int, flops: float, last: float) -> list[tuple[float, float]]:
     """Training FLOPs and accuracy at every evaluation of a domain, the `last` at the end."""
-    steps, key = run.plan.recipes[run.arm].train.steps, f"val/{domain}/accuracy"
+    key = f"val/{domain}/accuracy"
     lines = [line for line in read_metrics(run.run_dir) if key in line and line["step"] < steps]
     return [(flops * line["step"] / steps, line[key]) for line in lines] + [(flops, last)] * run.done
 

@@ -50,13 +50,6 @@ class Claims:
             draft.unlink()
         return Claim(path, self._path(task, int(path.suffix[1:]) + 1))
 
-    def holder(self, task: str) -> dict[str, object] | None:
-        """The holder of a task: `host` and `pid`; None if it is free."""
-        number = self._newest(task)
-        if number is None or self._free(self._path(task, number)):
-            return None
-        return _holder(self._path(task, number))
-
     def _path(self, task: str, number: int) -> Path:
         return self.directory / f"{task}.{number}"
 

@@ -15,33 +15,17 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-from fathom.checkpoints.layout import FAILED, MEASURED, PLAN, REPORT
+from fathom.checkpoints.layout import PLAN, REPORT
 from fathom.errors import SettingsError
 from fathom.experiments.arms import Equal
-from fathom.experiments.claims import Claim
 from fathom.experiments.compare_page import write_report
-from fathom.experiments.compare_results import ComparisonReport, Measurement
+from fathom.experiments.compare_results import ComparisonReport
 from fathom.experiments.differences import seeds_changed, summarize
-from fathom.experiments.plan import Plan, RunTask, check_machine, make_plan, tasks
-from fathom.experiments.schedule import carry_through, check_processes, one_thread, run_training, say, work_off
-from fathom.experiments.timing import measure
+from fathom.experiments.plan import Plan, check_machine, make_plan
+from fathom.experiments.schedule import Task, carry_through, check_processes, forget_failures, say, work_off
 from fathom.recipe import Recipe
 from fathom.report.files import write_json
 from fathom.report.provenance import provenance, recorded
-
-
-def run_task(task: RunTask, claim: Claim) -> bool:
-    """Run or resume a task; False if a signal stopped it."""
-    if task.seed is not None:
-        return run_training(task.plan.run_recipe(task.arm, task.seed), task.run_dir, claim)
-    arm, control = (task.plan.run_recipe(name, task.plan.seeds[0]) for name in (task.arm, task.plan.control.name))
-    with one_thread():
-        measured = measure(arm, control, task.plan.pairs)
-    claim.require()
-    path = task.out / MEASURED / f"{task.arm}.json"
-    path.parent.mkdir(exist_ok=True)
-    write_json(path, Measurement((arm.to_dict(), control.to_dict()), measured))
-    return True
 
 
 def compare(
@@ -97,9 +81,8 @@ def carry_out(
     check_machine(plan)
     out.mkdir(parents=True, exist_ok=True)
     write_json(out / PLAN, plan.written())
-    for task in tasks(plan, out) if retry_failed else ():
-        if task.failure is not None:
-            (task.run_dir / FAILED).unlink(missing_ok=True)
+    if retry_failed:
+        forget_failures(plan.runs(out))
     carry_through(partial(work, quiet=quiet), out, workers, threads)
     report = summarize(plan, out, provenance())
     write_report(report, out)
@@ -110,10 +93,7 @@ def rewrite_report(plan: Plan, out: Path) -> ComparisonReport:
     """The report of the finished runs, with the provenance of the last complete report if there is one."""
     if not (out / PLAN).exists():
         raise SettingsError(f"{out}: contains no comparison ({PLAN} is missing)")
-    source = provenance()
-    if (out / REPORT).exists():
-        source = recorded(out / REPORT)
-    report = summarize(plan, out, source)
+    report = summarize(plan, out, recorded(out / REPORT))
     write_report(report, out)
     return report
 
@@ -122,8 +102,8 @@ def work(out: Path, quiet: bool) -> bool:
     """Run one task after another until none is left; False after a signal."""
     plan = Plan.read(out)
 
-    def told(task: RunTask, done: int, count: int) -> None:
+    def told(task: Task, done: int, count: int) -> None:
         if not quiet:
             say(task, task.name, f"{done} of {count}")
 
-    return work_off(lambda: tasks(plan, out), run_task, told)
+    return work_off(lambda: plan.tasks(out), lambda task, claim: task.run(claim), told)

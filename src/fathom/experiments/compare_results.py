@@ -239,7 +239,7 @@ class FailedRun(Failure):
     """A run that failed."""
 
     arm: str
-    seed: int | None
+    seed: int
 
 
 @dataclass(kw_only=True)

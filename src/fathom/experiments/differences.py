@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
 
-from fathom.checkpoints.layout import LADDER, MACHINE, PAGE, REPORT, RESULT
+from fathom.checkpoints.layout import LADDER, MACHINE, PAGE, REPORT
 from fathom.experiments.arms import Arm, tokens, training_flops
 from fathom.experiments.compare_results import (
     ArmResult,
@@ -28,7 +28,7 @@ from fathom.experiments.compare_results import (
     TrainingLoss,
     Validation,
 )
-from fathom.experiments.plan import Plan, RunTask, read_measured
+from fathom.experiments.plan import Plan, read_measured
 from fathom.models.cost import cache_bytes_per_token, count_parameters, flops_per_token
 from fathom.models.registry import recurrence_class
 from fathom.recipe import Recipe
@@ -164,8 +164,7 @@ def family_size(report: ComparisonReport) -> int:
 
 def _failed(plan: Plan, out: Path) -> list[FailedRun]:
     """The runs that failed."""
-    runs = [RunTask(plan, out, arm.name, seed) for seed in plan.seeds for arm in plan.arms]
-    return [FailedRun(**vars(found), arm=run.arm, seed=run.seed) for run in runs if (found := run.failure) is not None]
+    return [FailedRun(**vars(why), arm=run.arm, seed=run.seed) for run in plan.runs(out) if (why := run.failure)]
 
 
 def _left_out(report: ComparisonReport) -> str:
@@ -231,9 +230,10 @@ def _trips(recipe: Recipe, runs: Sequence[RunRow]) -> ArmTrips:
 
 def _result(plan: Plan, out: Path, arm: Arm, seed: int) -> RunRow | None:
     """One finished run: its last evaluation, its curve, the machine."""
-    run_dir = RunTask(plan, out, arm.name, seed).run_dir
-    if not (run_dir / RESULT).exists():
+    run = plan.run(out, arm.name, seed)
+    if not run.done:
         return None
+    run_dir = run.run_dir
     values, scores = RunResult.of(run_dir), held_out(run_dir)
     lines = read_metrics(run_dir)
     looks, losses = _by_step(lines, "val/loss"), _by_step(lines, "loss")

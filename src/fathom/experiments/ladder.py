@@ -2,7 +2,6 @@
 
 out/ladder.json                     the plan, with a hash of each of its parts
 out/tune/1/ARM/lr+1/seed-0/         tuning runs; +1: the centre's learning rate, doubled once
-out/tune/rates.json                 points, parabolas, learning rates, computed from these runs
 out/rungs/1/                        a comparison, as `fathom compare` knows them
 out/seed_control/1/seed-0/          the control with other initial values
 out/prediction.json                 the sealed forecast of the last rung
@@ -19,21 +18,20 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from fathom.checkpoints.layout import ARMS, FAILED, LADDER, REPORT, RESULT
+from fathom.checkpoints.layout import ARMS, LADDER, REPORT, RESULT
 from fathom.errors import SettingsError
 from fathom.experiments.claims import Claim
-from fathom.experiments.compare import rewrite_report, run_task
+from fathom.experiments.compare import rewrite_report
 from fathom.experiments.ladder_page import write_report
 from fathom.experiments.ladder_results import LadderReport
 from fathom.experiments.multipliers import summarize
 from fathom.experiments.plan import check_machine
-from fathom.experiments.rungs import RUNGS, TUNE, Ladder
-from fathom.experiments.schedule import carry_through, check_processes, run_training, say, work_off
-from fathom.experiments.stages import STAGES, LadderRun, State, Work
-from fathom.report.files import write_atomically, write_json
+from fathom.experiments.rungs import RUNGS, Ladder
+from fathom.experiments.schedule import Task, carry_through, check_processes, forget_failures, say, work_off
+from fathom.experiments.stages import STAGES, State
+from fathom.report.files import write_atomically
 from fathom.report.provenance import Provenance, provenance, recorded
 
-RATES = "rates.json"
 SLURM = "ladder.sbatch"
 
 
@@ -62,7 +60,7 @@ def climb(
     if retry_failed:
         _forget_failures(State(ladder, out))
     carry_through(partial(work, until=until, quiet=quiet), out, workers, threads)
-    return report(ladder, out)
+    return report(ladder, out, provenance())
 
 
 def settle(ladder: Ladder, out: Path, workers: int = 1) -> Ladder:
@@ -90,18 +88,26 @@ def work(out: Path, until: str, quiet: bool) -> bool:
     state = State(Ladder.read(out), out)
     stage = STAGES[0]
 
-    def upcoming() -> list[Work]:
+    def upcoming() -> list[Task]:
         nonlocal stage
         stage, tasks = list(state.stages(until))[-1]
         state.begin(stage)
         return tasks
 
-    def told(task: Work, done: int, count: int) -> None:
+    def do(task: Task, claim: Claim) -> bool:
+        if stage != "last":
+            return task.run(claim)
+        sealed = state.sealed()
+        if sealed is None:
+            raise SettingsError(f"{out}: the largest size does not start before its prediction is sealed")
+        return task.run(claim, prediction=sealed.sha256)
+
+    def told(task: Task, done: int, count: int) -> None:
         if not quiet:
-            name = task.name if isinstance(task, LadderRun) else f"rung {task.out.name}, {task.name}"
+            name = task.name if task.out == out else f"rung {task.out.name}, {task.name}"
             say(task, name, f"{done} of {count} in {stage}")
 
-    return work_off(upcoming, lambda task, claim: _do(state, stage, task, claim), told)
+    return work_off(upcoming, do, told)
 
 
 def add_seeds(out: Path, seeds: Sequence[int]) -> Ladder:
@@ -110,17 +116,14 @@ def add_seeds(out: Path, seeds: Sequence[int]) -> Ladder:
     return ladder.add_seeds(out, seeds, sum(1 for _ in (out / RUNGS).glob(f"*/{ARMS}/*/*/{RESULT}")))
 
 
-def report(ladder: Ladder, out: Path, source: Provenance | None = None) -> LadderReport:
+def report(ladder: Ladder, out: Path, source: Provenance) -> LadderReport:
     """Write the reports of the ladder and of its rungs from what is finished."""
     state = State(ladder, out)
-    source = source or provenance()
-    tuned = state.finished_tuning
-    if tuned:
-        rates = [{name: one.row for name, one in rows.items()} for rows in tuned]
-        write_json(out / TUNE / RATES, {"rungs": rates})
-    for size in ladder.all_sizes if tuned is not None else ():  # an empty list where the plan tunes none
+    for size in (
+        ladder.all_sizes if state.finished_tuning is not None else ()
+    ):  # an empty list where the plan tunes none
         if any(task.done for task in state.rung_tasks(size)):
-            rewrite_report(state.plan(size), state.rung_dir(size))
+            rewrite_report(state.plans[size], state.rung_dir(size))
     found = summarize(state, source)
     write_report(found, out)
     return found
@@ -128,10 +131,7 @@ def report(ladder: Ladder, out: Path, source: Provenance | None = None) -> Ladde
 
 def rewrite(ladder: Ladder, out: Path) -> LadderReport:
     """The report from what is finished, its provenance that of the last report where there is one."""
-    ladder, source = _as_written(ladder, out), provenance()
-    if (out / REPORT).exists():
-        source = recorded(out / REPORT)
-    return report(ladder, out, source)
+    return report(_as_written(ladder, out), out, recorded(out / REPORT))
 
 
 def slurm(out: Path, tasks: int) -> str:
@@ -152,25 +152,7 @@ wait "$pid"
 """
 
 
-def _do(state: State, stage: str, task: Work, claim: Claim) -> bool:
-    """Run or resume a run; False if a signal stopped it."""
-    facts = dict[str, str]()
-    if stage == "last":
-        sealed = state.sealed()
-        if sealed is None:
-            raise SettingsError(f"{state.out}: the largest size does not start before its prediction is sealed")
-        facts["prediction"] = sealed.sha256
-    if isinstance(task, LadderRun):
-        return run_training(task.recipe, task.run_dir, claim, **facts)
-    if task.seed is None:
-        return run_task(task, claim)
-    return run_training(task.plan.run_recipe(task.arm, task.seed), task.run_dir, claim, **facts)
-
-
 def _forget_failures(state: State) -> None:
     """Resume diverged runs, except tuning runs of a size whose optimum is in use: they count as infinitely bad, because
     another optimum would contradict the learning rates of finished runs."""
-    found = [task for _, tasks in list(state.stages()) for task in tasks if task.failure is not None]
-    for task in found:
-        if not (isinstance(task, LadderRun) and state.used(task)):
-            (task.run_dir / FAILED).unlink(missing_ok=True)
+    forget_failures([task for _, tasks in list(state.stages()) for task in tasks if not state.used(task)])

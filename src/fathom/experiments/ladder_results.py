@@ -300,7 +300,7 @@ class PuzzleRow:
     index: int
     arm: str
     flops: float
-    seeds: list[int | None]
+    seeds: list[int]
     domains: dict[str, PuzzleShares]
 
 

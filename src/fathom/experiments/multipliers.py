@@ -35,7 +35,7 @@ from fathom.experiments.ladder_results import (
     TimedInterval,
     Views,
 )
-from fathom.experiments.plan import Plan, RunTask, read_measured
+from fathom.experiments.plan import Plan, read_measured
 from fathom.experiments.rungs import MATCHED, RUNGS, Size, rounded, without_embeddings
 from fathom.experiments.scaling import (
     DECADE,
@@ -50,7 +50,7 @@ from fathom.experiments.scaling import (
     noise_of,
     posterior,
 )
-from fathom.experiments.stages import SURE, LadderRun, State, beyond
+from fathom.experiments.stages import SURE, State, beyond
 from fathom.experiments.trips import Looped, refusal, worth
 from fathom.experiments.tuning import EDGE, FLAT
 from fathom.models.cost import as_decoded, cache_bytes_per_token
@@ -156,7 +156,7 @@ def _rung(state: State, size: Size, tuned: bool) -> RungRow:
         sealed=sealed,
         seeds=list(range(ladder.first_seed(), ladder.first_seed() + seeds)),
         directory=f"{RUNGS}/{size.name}",
-        flops=state.flops(ladder.control, size),
+        flops=state.flops[ladder.control, size],
         rate=state.rate(ladder.control, size) if tuned else None,
     )
 
@@ -196,7 +196,7 @@ def _arm(state: State, arm: Arm, studies: Sequence[Study]) -> ArmRow:
 
 def _cell(state: State, arm: Arm, size: Size) -> Cell:
     """An arm at a rung."""
-    recipe = state.plan(size).recipes[arm.name]
+    recipe = state.plans[size].recipes[arm.name]
     config, losses = recipe.config(), state.losses(size, arm)
     return Cell(
         index=size.index,
@@ -206,7 +206,7 @@ def _cell(state: State, arm: Arm, size: Size) -> Cell:
         weight_decay=recipe.optim.weight_decay,
         layers=config.num_hidden_layers,
         parameters=without_embeddings(config),
-        flops=state.flops(arm, size),
+        flops=state.flops[arm, size],
         seeds=list(losses),
         loss=list(losses.values()),
     )
@@ -267,7 +267,7 @@ def _outside(study: Study) -> bool:
 def _views(study: Study) -> Views:
     """M at the last rung in other costs than FLOPs (time, parameters, bytes), from the same draws."""
     state, name = study.state, study.arm.name
-    plans = [state.plan(size) for size in study.sizes]
+    plans = [state.plans[size] for size in study.sizes]
     places = [state.rung_dir(size) for size in study.sizes]
     time = None
     measured = [read_measured(plan, place, name) for plan, place in zip(plans, places, strict=True)]
@@ -332,7 +332,7 @@ def _tuning_flags(state: State, arm: Arm) -> list[str]:
 
 def _check(state: State, arm: Arm) -> Check | None:
     """Half, once and twice the chosen learning rate at the largest size, with the same seed."""
-    mine = [run for run in state.checks() if run.run_dir.parent.parent.name == arm.name]
+    mine = [run for run in state.checks() if run.arm == arm.name]
     if not mine or not all(run.settled for run in mine):
         return None
     size, seed = state.ladder.sizes[-1], state.ladder.first_seed()
@@ -353,9 +353,8 @@ def _check(state: State, arm: Arm) -> Check | None:
 
 def _lost(state: State, arm: Arm) -> tuple[int, int]:
     """Number of its runs that diverged for good, and number of all its runs."""
-    plans = [(state.plan(size), state.rung_dir(size)) for size in state.ladder.all_sizes]
-    mine = [RunTask(plan, place, arm.name, seed) for plan, place in plans for seed in plan.seeds]
-    return sum(task.failure is not None for task in mine), len(mine)
+    mine = [run for size in state.ladder.all_sizes for run in state.runs(size, arm)]
+    return sum(run.failure is not None for run in mine), len(mine)
 
 
 def _diverged(state: State) -> list[DivergedRun]:
@@ -437,11 +436,11 @@ def _seed_control(state: State) -> SeedControl | None:
     rungs, rows = list[Rung](), list[SeedControlRung]()
     for size in state.ladder.sizes:
         control = state.losses(size, state.ladder.control)
-        own = {_seed(run): run.loss() for run in runs if run.run_dir.parent.name == size.name}
+        own = {run.seed: run.loss() for run in runs if run.run_dir.parent.name == size.name}
         seeds = [seed for seed in sorted(own) if seed in control and math.isfinite(own[seed])]
         if not seeds:
             continue
-        x = math.log(state.flops(state.ladder.control, size))
+        x = math.log(state.flops[state.ladder.control, size])
         rung = Rung(x, tuple(control[seed] for seed in seeds), x, tuple(own[seed] for seed in seeds))
         rungs.append(rung)
         rows.append(SeedControlRung(size.index, paired_difference(rung.arm, rung.control)))
@@ -454,16 +453,12 @@ def _seed_control(state: State) -> SeedControl | None:
     return SeedControl(rows, multiplier, covers)
 
 
-def _seed(run: LadderRun) -> int:
-    return int(run.run_dir.name.removeprefix("seed-"))
-
-
 def _phi(state: State) -> Phi | None:
     """φ, the value of an iteration, from the control and the plain loops at every budget; None without loops."""
     found: list[Looped] = []
     for size in state.ladder.all_sizes:
         for arm in state.ladder.arms:
-            recipe = state.plan(size).recipes[arm.name]
+            recipe = state.plans[size].recipes[arm.name]
             config = recipe.config()
             plain = config.mixer == DEFAULTS["mixer"] and config.residual == DEFAULTS["residual"]
             losses = list(state.losses(size, arm).values())

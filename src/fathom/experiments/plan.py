@@ -1,18 +1,22 @@
-"""A comparison as data: the plan, its tasks, and which of them are done. Nothing here trains."""
+"""A comparison as data: the plan, its tasks, and which of them are done."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from pathlib import Path
+from typing import ClassVar
 
-from fathom.checkpoints.layout import ARMS, FAILED, MEASURED, PLAN, RECIPE, RESULT
+from fathom.checkpoints.layout import ARMS, MEASURED, PLAN, RECIPE
 from fathom.data.puzzles import open_data
 from fathom.errors import SettingsError
 from fathom.experiments.arms import Arm, Equal, arm_recipes, parse_arms
-from fathom.experiments.compare_results import Failure, Measured, Measurement
+from fathom.experiments.claims import Claim
+from fathom.experiments.compare_results import Measured, Measurement
+from fathom.experiments.schedule import Task, one_thread
+from fathom.experiments.timing import measure
 from fathom.recipe import Recipe, differences, load_recipe, parse_recipe
-from fathom.report.files import read_json
+from fathom.report.files import read_json, write_json
 from fathom.report.results import read_result, restored
 from fathom.training.build import batch_plan, check_device, check_model
 from fathom.training.parallel import device_of
@@ -60,6 +64,32 @@ class Plan:
         """The recipe of one run."""
         return self.recipes[arm].override(f"train.seed={seed}", "track.display=none")
 
+    def run(self, out: Path, arm: str, seed: int, alone: bool = False) -> Task:
+        """One training run.
+
+        Args:
+            out: The comparison's directory.
+            arm: The arm's name.
+            seed: Its seed.
+            alone: Whether it counts without the control's run of its seed.
+        """
+        place = lambda name: out / ARMS / name / f"seed-{seed}"  # noqa: E731
+        control = None if alone else place(self.control.name)
+        return Task(out, place(arm), arm, seed, partial(self.run_recipe, arm, seed), control)
+
+    def runs(self, out: Path, alone: bool = False) -> list[Task]:
+        """All runs in the order of a single worker: seed by seed, so that a partial report is paired."""
+        return [self.run(out, arm.name, seed, alone) for seed in self.seeds for arm in self.arms]
+
+    def tasks(self, out: Path, alone: bool = False) -> list[Task]:
+        """All runs, then all measurements."""
+        seed, arms = self.seeds[0], self.arms[1:] if self.pairs else ()
+        timed = [
+            Measuring(out, out / MEASURED, arm.name, seed, partial(self.run_recipe, arm.name, seed), plan=self)
+            for arm in arms
+        ]
+        return [*self.runs(out, alone), *timed]
+
     def written(self) -> PlanValues:
         """What `plan.json` holds."""
         return PlanValues(self.arms, self.seeds, self.equal, self.pairs, self.recipe.to_dict())
@@ -96,61 +126,31 @@ def plan_file(out: Path, name: str, what: str) -> Path:
 
 
 @dataclass(frozen=True)
-class RunTask:
-    """One task for one process: a training run, or a measurement (without a seed)."""
+class Measuring(Task):
+    """A measurement of an arm and the control, in `measured/ARM.json`; its seed is the first run's."""
 
-    plan: Plan
-    out: Path
-    arm: str
-    seed: int | None
-    alone: bool = False
-    """Whether the run counts even without the control's run of the same seed."""
+    plan: Plan = field(kw_only=True)
+
+    timed: ClassVar = True
 
     @property
     def name(self) -> str:
         """The name of its claim."""
-        return f"{self.arm}-measured" if self.seed is None else f"{self.arm}-seed-{self.seed}"
-
-    @property
-    def timed(self) -> bool:
-        """Whether it is a measurement."""
-        return self.seed is None
-
-    @property
-    def device(self) -> str:
-        """`train.device` of the comparison."""
-        return self.plan.recipe.train.device
-
-    @property
-    def run_dir(self) -> Path:
-        """The directory of a training run."""
-        return self.out / ARMS / self.arm / f"seed-{self.seed}"
-
-    @property
-    def failure(self) -> Failure | None:
-        """Why training failed; None if it did not."""
-        return None if self.seed is None or self.done else read_failure(self.run_dir)
-
-    @property
-    def settled(self) -> bool:
-        """Whether nothing is left to do: it is done, it failed, or the control failed for that seed."""
-        control = RunTask(self.plan, self.out, self.plan.control.name, self.seed)
-        return self.done or self.failure is not None or (not self.alone and control.failure is not None)
+        return f"{self.arm}-measured"
 
     @property
     def done(self) -> bool:
-        """Whether its result exists."""
-        if self.seed is not None:
-            return (self.run_dir / RESULT).exists()
+        """Whether its result exists and still holds."""
         return read_measured(self.plan, self.out, self.arm) is not None
 
-
-def read_failure(run_dir: Path) -> Failure | None:
-    """Why a run cannot resume; None if it can."""
-    path = run_dir / FAILED
-    if not path.exists():
-        return None
-    return read_result(Failure, path, "delete it to resume the run")
+    def run(self, claim: Claim, **facts: str) -> bool:
+        """Measure and write the result."""
+        control = self.plan.run_recipe(self.plan.control.name, self.seed)
+        with one_thread():
+            measured = measure(self.recipe, control, self.plan.pairs)
+        claim.require()
+        write_json(self.run_dir / f"{self.arm}.json", Measurement((self.recipe.to_dict(), control.to_dict()), measured))
+        return True
 
 
 def make_plan(
@@ -190,10 +190,10 @@ def check(plan: Plan, out: Path | None = None, begins: bool = True) -> None:
         if begins:
             device_of(recipe.train.device)
             check_model(recipe, data)
-    for task in tasks(plan, out) if out is not None else ():
+    for task in plan.runs(out) if out is not None else ():
         path = task.run_dir / RECIPE
-        if task.seed is not None and path.exists():
-            differing = differences(load_recipe(path), plan.run_recipe(task.arm, task.seed))
+        if path.exists():
+            differing = differences(load_recipe(path), task.recipe)
             if differing:
                 raise SettingsError(
                     f"{task.run_dir} contains a run of another recipe; different: {', '.join(differing)}"
@@ -204,19 +204,6 @@ def check_machine(plan: Plan) -> None:
     """Reject recipes that cannot train on this machine's device."""
     for recipe in plan.recipes.values():
         check_device(recipe, device_of(recipe.train.device).type)
-
-
-def tasks(plan: Plan, out: Path, alone: bool = False) -> list[RunTask]:
-    """All tasks in the order of a single worker: seed by seed, so that a partial report is paired.
-
-    Args:
-        plan: The comparison.
-        out: Its directory.
-        alone: Whether runs count without the control's of their seed.
-    """
-    runs = [RunTask(plan, out, arm.name, seed, alone) for seed in plan.seeds for arm in plan.arms]
-    timed = [RunTask(plan, out, arm.name, None) for arm in plan.arms[1:]] if plan.pairs else []
-    return [*runs, *timed]
 
 
 def read_measured(plan: Plan, out: Path, arm: str) -> Measured | None:

@@ -161,15 +161,9 @@ class Ladder:
         return dataclasses.replace(arm, overrides=(*arm.overrides, *carried))
 
     @cached_property
-    def _bases(self) -> dict[Size, Recipe]:
-        """A cache for `base`."""
-        return {}
-
-    def base(self, size: Size) -> Recipe:
-        """The recipe that all arms of a rung share."""
-        if size not in self._bases:
-            self._bases[size] = self._base(size)
-        return self._bases[size]
+    def bases(self) -> dict[Size, Recipe]:
+        """The recipe that all arms of a rung share, for each rung."""
+        return {size: self._base(size) for size in self.all_sizes}
 
     def _base(self, size: Size) -> Recipe:
         micro = self.recipe.train.micro_batch
@@ -187,12 +181,15 @@ class Ladder:
         """The comparison of a rung, with a learning rate for each arm."""
         arms = tuple(self.arm_at(arm, size, rates[arm.name]) for arm in self.every_arm)
         first, count = self.first_seed(), self.seeds[size.index - 1]
-        return Plan(self.base(size), arms, tuple(range(first, first + count)), "tokens", self.rules.pairs)
+        return Plan(self.bases[size], arms, tuple(range(first, first + count)), "tokens", self.rules.pairs)
 
     def run(self, arm: Arm, size: Size, rate: float, seed: int) -> Recipe:
         """The recipe of a single run outside of the rungs."""
-        recipe = self.arm_at(arm, size, rate).recipe(self.base(size))
-        return recipe.override(f"train.seed={seed}")
+        return self.recipe_at(arm, size, rate).override(f"train.seed={seed}")
+
+    def recipe_at(self, arm: Arm, size: Size, rate: float | None = None) -> Recipe:
+        """The recipe of an arm at a rung; by default with the base recipe's learning rate."""
+        return self.arm_at(arm, size, rate).recipe(self.bases[size])
 
     def decay(self, size: Size, rate: float) -> float:
         """Weight decay that keeps the time scale batch / (rate · decay · tokens) of the first rung."""
@@ -212,7 +209,7 @@ class Ladder:
 
     def flops(self, arm: Arm, size: Size) -> float:
         """Training FLOPs of a run."""
-        return training_flops(self.arm_at(arm, size).recipe(self.base(size)))
+        return training_flops(self.recipe_at(arm, size))
 
     @property
     def plan_values(self) -> LadderPlan:
@@ -318,7 +315,7 @@ class Ladder:
         """The control with the narrowest MLP that gives it at least an arm's parameters."""
         arm = next(arm for arm in self.arms if arm.name == matched.name.removeprefix(MATCHED))
         wanted = self._parameters(arm, size)
-        control = self.arm_at(self.control, size).recipe(self.base(size)).config()
+        control = self.recipe_at(self.control, size).config()
         width = control.intermediate_size
         one = self._parameters(self._widened(matched, width + 1), size) - size.parameters
         width += max(0, math.ceil((wanted - size.parameters) / one))
@@ -328,7 +325,7 @@ class Ladder:
         return Arm("widened", arm.mechanism, (*arm.overrides, f"model.intermediate_size={width}"))
 
     def _parameters(self, arm: Arm, size: Size) -> int:
-        return without_embeddings(self.arm_at(arm, size).recipe(self.base(size)).config())
+        return without_embeddings(self.recipe_at(arm, size).config())
 
 
 def _added(out: Path) -> tuple[Added, ...]:

@@ -13,15 +13,17 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
 from multiprocessing import parent_process
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import ClassVar
 
 import torch
 
-from fathom.checkpoints.layout import CLAIMS, FAILED, MACHINE, RESULT
+from fathom.checkpoints.layout import ARMS, CLAIMS, FAILED, MACHINE, RESULT
 from fathom.errors import FathomError, SettingsError, TrainingError
 from fathom.experiments.claims import Claim, Claims
 from fathom.experiments.compare_results import Failure
@@ -29,6 +31,7 @@ from fathom.recipe import Recipe
 from fathom.report.files import write_json
 from fathom.report.progress import ProgressBar
 from fathom.report.provenance import hardware
+from fathom.report.results import read_result
 from fathom.training import Hook, train
 from fathom.training.results import held_out
 
@@ -37,49 +40,82 @@ STOPPED = 3
 """Exit code of a worker that a signal stopped cleanly."""
 
 
-class Task(Protocol):
-    """One task for one process."""
+@dataclass(frozen=True)
+class Task:
+    """One task for one process: a training run. `plan.Measuring` is the other kind."""
+
+    out: Path
+    """The directory that holds its claim."""
+    run_dir: Path
+    arm: str
+    seed: int
+    make: Callable[[], Recipe]
+    """Makes its recipe, which takes time."""
+    control: Path | None = None
+    """The control's run of this seed, without which it does not count; None if it counts alone."""
+
+    timed: ClassVar = False
+    """Whether it measures time, and so runs alone on an accelerator."""
 
     @property
     def name(self) -> str:
         """The name of its claim."""
+        return "-".join(self.run_dir.relative_to(self.out).parts).removeprefix(f"{ARMS}-")
 
-    @property
-    def out(self) -> Path:
-        """The directory that holds its claim."""
-
-    @property
-    def timed(self) -> bool:
-        """Whether it measures time, and so runs alone on an accelerator."""
-
-    @property
-    def device(self) -> str:
-        """`train.device` of its recipe."""
-
-    @property
-    def settled(self) -> bool:
-        """Whether nothing is left to do."""
+    @cached_property
+    def recipe(self) -> Recipe:
+        """Its recipe."""
+        return self.make()
 
     @property
     def done(self) -> bool:
         """Whether its result exists."""
+        return (self.run_dir / RESULT).exists()
 
     @property
     def failure(self) -> Failure | None:
         """Why training failed; None if it did not."""
+        return read_failure(self.run_dir)
 
     @property
-    def run_dir(self) -> Path:
-        """The directory of its run, unless it measures time."""
+    def settled(self) -> bool:
+        """Whether nothing is left to do: it is done, it failed, or the control failed for that seed."""
+        without_control = self.control is not None and read_failure(self.control) is not None
+        return self.done or self.failure is not None or without_control
+
+    def loss(self, domains: Sequence[str] = ()) -> float:
+        """Held-out loss, or its mean over some domains; infinite for a run that diverged."""
+        if not self.done:
+            return math.inf
+        found = held_out(self.run_dir)
+        losses = [found.domains[name].loss for name in domains] or [found.loss]
+        mean = math.fsum(losses) / len(losses)
+        return mean if math.isfinite(mean) else math.inf
+
+    def run(self, claim: Claim, **facts: str) -> bool:
+        """Train or resume; `facts` go into its `machine.json`. False if a signal stopped it."""
+        return run_training(self.recipe, self.run_dir, claim, **facts)
 
 
-T = TypeVar("T", bound=Task)
+def read_failure(run_dir: Path) -> Failure | None:
+    """Why a run cannot resume; None if it can, or if it has a result."""
+    path = run_dir / FAILED
+    if (run_dir / RESULT).exists() or not path.exists():
+        return None
+    return read_result(Failure, path, "delete it to resume the run")
+
+
+def forget_failures(tasks: Iterable[Task]) -> None:
+    """Let runs that failed resume."""
+    for task in tasks:
+        if task.failure is not None:
+            (task.run_dir / FAILED).unlink(missing_ok=True)
 
 
 def work_off(
-    upcoming: Callable[[], Sequence[T]],
-    do: Callable[[T, Claim], bool],
-    told: Callable[[T, int, int], None] | None = None,
+    upcoming: Callable[[], Sequence[Task]],
+    do: Callable[[Task, Claim], bool],
+    told: Callable[[Task, int, int], None],
 ) -> bool:
     """Take one task after another until none is left; False if a signal came.
 
@@ -90,7 +126,7 @@ def work_off(
     """
     claims = dict[Path, Claims]()
 
-    def take(task: T) -> Claim | None:
+    def take(task: Task) -> Claim | None:
         return claims.setdefault(task.out, Claims(task.out / CLAIMS)).take(task.name)
 
     while True:
@@ -106,8 +142,7 @@ def work_off(
         with claim:
             if not task.settled and not do(task, claim):
                 return False
-        if told is not None:
-            told(task, len(every) - len(pending) + 1, len(every))
+        told(task, len(every) - len(pending) + 1, len(every))
         tidy()
 
 
@@ -122,10 +157,10 @@ def say(task: Task, name: str, where: str) -> None:
     print(f"{name}: {result}  ({where})", file=sys.stderr, flush=True)
 
 
-def _ready(pending: Sequence[T]) -> Sequence[T]:
+def _ready(pending: Sequence[Task]) -> Sequence[Task]:
     """Tasks that may start now. On an accelerator, which is timed by the wall clock, measurements run alone."""
     runs = [task for task in pending if not task.timed]
-    shared = torch.cuda.is_available() and pending[0].device != "cpu"
+    shared = torch.cuda.is_available() and pending[0].recipe.train.device != "cpu"
     return (runs or pending[:1]) if shared else pending
 
 

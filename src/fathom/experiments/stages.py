@@ -10,19 +10,17 @@ check   half and twice the learning rate at the largest size
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
-from typing import TypeVar, cast
 
 from fathom.checkpoints.layout import ARMS, PLAN, RESULT
 from fathom.data.puzzles import is_puzzle
 from fathom.errors import SettingsError
 from fathom.experiments.arms import Arm
-from fathom.experiments.compare_results import Failure
 from fathom.experiments.ladder_results import Forecast, Prediction, SealedPrediction, TunedRow
-from fathom.experiments.plan import Plan, PlanValues, RunTask, read_failure, tasks
+from fathom.experiments.plan import Plan, PlanValues
 from fathom.experiments.rungs import (
     CHECK,
     MATCHED,
@@ -37,60 +35,16 @@ from fathom.experiments.rungs import (
     sha256_of,
 )
 from fathom.experiments.scaling import DECADE, ESTIMATOR, Noise, Posterior, Rung, noise_of, posterior
+from fathom.experiments.schedule import Task
 from fathom.experiments.tuning import LEARNED, Bowl, Points, bowl, first_places, next_place, pooled_sigma
 from fathom.recipe import Recipe, differences
 from fathom.report.files import digest, read_json, write_json
 from fathom.report.results import read_result, restored
 from fathom.report.statistics import holm
-from fathom.training.results import held_out
 
 STAGES = ("tune", "rungs", "seal", "last", "check")
 PREDICTION = "prediction.json"
 SURE = 0.05
-
-
-@dataclass(frozen=True)
-class LadderRun:
-    """An ordinary training run of a ladder outside of its rungs; `comparison.plan.RunTask` is one inside."""
-
-    out: Path
-    name: str
-    run_dir: Path
-    recipe: Recipe
-    timed: bool = False
-
-    @property
-    def device(self) -> str:
-        """`train.device` of the recipe."""
-        return self.recipe.train.device
-
-    @property
-    def done(self) -> bool:
-        """Whether its result exists."""
-        return (self.run_dir / RESULT).exists()
-
-    @property
-    def failure(self) -> Failure | None:
-        """Why it failed; None if it did not."""
-        return None if self.done else read_failure(self.run_dir)
-
-    @property
-    def settled(self) -> bool:
-        """Whether nothing is left to do."""
-        return self.done or self.failure is not None
-
-    def loss(self, domains: Sequence[str] = ()) -> float:
-        """Held-out loss, or its mean over some domains; infinite for a run that diverged."""
-        if not self.done:
-            return math.inf
-        found = held_out(self.run_dir)
-        losses = [found.domains[name].loss for name in domains] or [found.loss]
-        mean = math.fsum(losses) / len(losses)
-        return mean if math.isfinite(mean) else math.inf
-
-
-Work = LadderRun | RunTask
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -121,19 +75,12 @@ class State:
 
     ladder: Ladder
     out: Path
-    _kept: dict[tuple[object, ...], object] = field(default_factory=dict, compare=False, repr=False)
-    """A cache of values that take time to compute and do not change."""
-
-    def _keep(self, key: tuple[object, ...], make: Callable[[], T]) -> T:
-        if key not in self._kept:
-            self._kept[key] = make()
-        return cast(T, self._kept[key])
 
     # Tuning
 
-    def tuning(self) -> tuple[list[LadderRun], list[dict[str, Tuned]]]:
+    def tuning(self) -> tuple[list[Task], list[dict[str, Tuned]]]:
         """Tuning runs so far, and the `Tuned` of each finished rung by arm. The last runs may be unfinished."""
-        rules, runs, found = self.ladder.rules, list[LadderRun](), list[dict[str, Tuned]]()
+        rules, runs, found = self.ladder.rules, list[Task](), list[dict[str, Tuned]]()
         for index, first in enumerate(rules.tune_points):
             centres = self._centres(index, found)
             places = {arm.name: first_places(first) for arm in self.ladder.arms}
@@ -167,7 +114,7 @@ class State:
 
     def _tuning_runs(
         self, index: int, centres: dict[str, float], places: dict[str, list[int]]
-    ) -> dict[str, dict[int, list[LadderRun]]]:
+    ) -> dict[str, dict[int, list[Task]]]:
         """The tuning runs by arm, place and seed."""
         return {
             arm.name: {
@@ -180,27 +127,23 @@ class State:
             for arm in self.ladder.arms
         }
 
-    def _tuning_run(self, index: int, arm: Arm, place: int, rate: float, seed: int) -> LadderRun:
+    def _tuning_run(self, index: int, arm: Arm, place: int, rate: float, seed: int) -> Task:
         size = self.ladder.sizes[index]
         number = self.ladder.first_seed() + TUNING_SEED + seed
-        recipe: Recipe = self._keep(
-            (TUNE, index, arm.name, rate, seed), lambda: self.ladder.run(arm, size, rate, number)
-        )
         where = self.out / TUNE / size.name / arm.name / f"lr{place:+d}" / f"seed-{seed}"
-        return LadderRun(self.out, f"{TUNE}-{size.name}-{arm.name}-lr{place:+d}-seed-{seed}", where, recipe)
+        return Task(self.out, where, arm.name, number, partial(self.ladder.run, arm, size, rate, number))
 
-    def used(self, run: LadderRun) -> bool:
+    def used(self, run: Task) -> bool:
         """Whether this is a tuning run whose optimum later runs already use."""
-        places = run.run_dir.relative_to(self.out).parts  # tune/1/ARM/lr+1/seed-0
-        later = (self.out / RUNGS, self.out / TUNE / str(int(places[1]) + 1)) if places[0] == TUNE else ()
-        return any(path.exists() for path in later)
+        stage, size, *_ = run.run_dir.relative_to(self.out).parts  # tune/1/ARM/lr+1/seed-0
+        return stage == TUNE and any((self.out / later).exists() for later in (RUNGS, f"{TUNE}/{int(size) + 1}"))
 
-    def _ordered(self, mine: dict[str, dict[int, list[LadderRun]]]) -> list[LadderRun]:
+    def _ordered(self, mine: dict[str, dict[int, list[Task]]]) -> list[Task]:
         """Whole seeds first, the control before the others."""
         cells = [cell for rows in mine.values() for cell in rows.values()]
         return [cell[seed] for seed in range(max(map(len, cells))) for cell in cells if seed < len(cell)]
 
-    def _points(self, cells: dict[int, list[LadderRun]]) -> dict[int, list[float]]:
+    def _points(self, cells: dict[int, list[Task]]) -> dict[int, list[float]]:
         domains = self.ladder.rules.tune_domains
         return {place: [max(run.loss(domains), LEARNED) for run in cell] for place, cell in cells.items()}
 
@@ -262,35 +205,44 @@ class State:
 
     # Rungs
 
-    def plan(self, size: Size) -> Plan:
-        """The comparison of a rung."""
-        made: Plan = self._keep(
-            (RUNGS, size.name),
-            lambda: self.ladder.plan(size, {arm.name: self.rate(arm, size) for arm in self.ladder.every_arm}),
-        )
-        return made
+    @cached_property
+    def plans(self) -> dict[Size, Plan]:
+        """The comparison of each rung; tuning must be finished."""
+        ladder = self.ladder
+        return {
+            size: ladder.plan(size, {arm.name: self.rate(arm, size) for arm in ladder.every_arm})
+            for size in ladder.all_sizes
+        }
 
-    def flops(self, arm: Arm, size: Size) -> float:
-        """Training FLOPs of a run."""
-        return float(self._keep(("flops", arm.name, size.name), lambda: self.ladder.flops(arm, size)))
+    @cached_property
+    def flops(self) -> dict[tuple[Arm, Size], float]:
+        """Training FLOPs of a run of each arm at each rung."""
+        return {
+            (arm, size): self.ladder.flops(arm, size) for arm in self.ladder.every_arm for size in self.ladder.all_sizes
+        }
 
     def rung_dir(self, size: Size) -> Path:
         """The directory of a rung."""
         return self.out / RUNGS / size.name
 
-    def rung_tasks(self, size: Size) -> list[RunTask]:
+    def rung_tasks(self, size: Size) -> list[Task]:
         """The runs and measurements of a rung."""
-        return tasks(self.plan(size), self.rung_dir(size), alone=is_puzzle(self.ladder.recipe.data.directory))
+        return self.plans[size].tasks(self.rung_dir(size), alone=is_puzzle(self.ladder.recipe.data.directory))
 
-    def seed_controls(self) -> list[LadderRun]:
+    def runs(self, size: Size, arm: Arm) -> list[Task]:
+        """The runs of an arm at a rung."""
+        plan = self.plans[size]
+        return [plan.run(self.rung_dir(size), arm.name, seed) for seed in plan.seeds]
+
+    def seed_controls(self) -> list[Task]:
         """The control with the same batches and other initial values."""
         found, first = [], self.ladder.first_seed()
         for size, count in zip(self.ladder.sizes, self.ladder.rules.seed_control, strict=False):
             seeds = self.ladder.rules.seeds[size.index - 1]
             for seed in range(first, first + min(count, seeds)):
-                recipe = self._keep((SEED_CONTROL, size.name, seed), partial(self._seed_control, size, seed))
                 where = self.out / SEED_CONTROL / size.name / f"seed-{seed}"
-                found.append(LadderRun(self.out, f"{SEED_CONTROL}-{size.name}-seed-{seed}", where, recipe))
+                recipe = partial(self._seed_control, size, seed)
+                found.append(Task(self.out, where, self.ladder.control.name, seed, recipe))
         return found
 
     def _seed_control(self, size: Size, seed: int) -> Recipe:
@@ -306,11 +258,7 @@ class State:
 
     def losses(self, size: Size, arm: Arm) -> dict[int, float]:
         """Final losses of finished runs, by seed."""
-        found = {}
-        for seed in self.plan(size).seeds:
-            task = RunTask(self.plan(size), self.rung_dir(size), arm.name, seed)
-            if task.done:
-                found[seed] = held_out(task.run_dir).loss
+        found = {run.seed: run.loss() for run in self.runs(size, arm)}
         return {seed: loss for seed, loss in found.items() if math.isfinite(loss)}
 
     def rung(self, size: Size, arm: Arm) -> Rung | None:
@@ -319,7 +267,7 @@ class State:
         seeds = sorted(set(control) & set(own))
         if not seeds:
             return None
-        x_control, x_arm = (math.log(self.flops(one, size)) for one in (self.ladder.control, arm))
+        x_control, x_arm = (math.log(self.flops[one, size]) for one in (self.ladder.control, arm))
         return Rung(x_control, tuple(control[s] for s in seeds), x_arm, tuple(own[s] for s in seeds))
 
     def rungs(self, arm: Arm, sizes: Sequence[Size]) -> list[Rung]:
@@ -343,14 +291,15 @@ class State:
             if found is None or not found.usable:
                 rows.append(Forecast(arm.name))
                 continue
-            x_control, x_arm = (math.log(self.flops(one, last)) for one in (self.ladder.control, arm))
+            x_control, x_arm = (math.log(self.flops[one, last]) for one in (self.ladder.control, arm))
             rows.append(Forecast(arm.name, *found.predict(x_control, x_arm, self.ladder.seeds[last.index - 1])))
         seeds = list(self.ladder.seeds[:-1])
         return Prediction(self.ladder.sha256, ESTIMATOR, last.index, rows, self.digests(before), seeds)
 
     def digests(self, sizes: Sequence[Size]) -> dict[str, str]:
         """SHA-256 of the results on which a prediction is based."""
-        paths = [task.run_dir / RESULT for size in sizes for task in self.rung_tasks(size) if task.seed is not None]
+        runs = [run for size in sizes for run in self.plans[size].runs(self.rung_dir(size))]
+        paths = [run.run_dir / RESULT for run in runs]
         return {str(path.relative_to(self.out)): digest(path).sha256 for path in paths if path.exists()}
 
     def seal(self) -> None:
@@ -385,10 +334,10 @@ class State:
         for arm in self.ladder.every_arm[1:]:
             fitted = self.fit(arm, self.ladder.sizes)
             if fitted is not None and fitted.usable:
-                found[arm] = fitted.sides(math.log(self.flops(arm, self.ladder.sizes[-1])))
+                found[arm] = fitted.sides(math.log(self.flops[arm, self.ladder.sizes[-1]]))
         return dict(zip(found, holm(list(found.values())), strict=True))
 
-    def checks(self) -> list[LadderRun]:
+    def checks(self) -> list[Task]:
         """Runs at half and twice the learning rate at the last rung: of the control and of each arm called better or
         worse."""
         sure = [arm for arm, p in self.judged().items() if p < SURE and not arm.name.startswith(MATCHED)]
@@ -396,29 +345,28 @@ class State:
             return []
         return [self._check(arm, place) for arm in (self.ladder.control, *sure) for place in (-1, 1)]
 
-    def _check(self, arm: Arm, place: int) -> LadderRun:
+    def _check(self, arm: Arm, place: int) -> Task:
         size, seed = self.ladder.sizes[-1], self.ladder.first_seed()
         rate = rounded(self.rate(arm, size) * 2.0**place)
-        recipe: Recipe = self._keep((CHECK, arm.name, rate), lambda: self.ladder.run(arm, size, rate, seed))
         where = self.out / CHECK / arm.name / f"lr{place:+d}" / f"seed-{seed}"
-        return LadderRun(self.out, f"{CHECK}-{arm.name}-lr{place:+d}", where, recipe)
+        return Task(self.out, where, arm.name, seed, partial(self.ladder.run, arm, size, rate, seed))
 
     # What comes next
 
-    def work(self, stage: str) -> list[Work]:
+    def work(self, stage: str) -> list[Task]:
         """The runs of a stage, with finished ones; earlier stages must be settled."""
         last = self.ladder.sizes[-1]
         sealed = self.ladder.rules.sealed
         if stage == "tune":
-            return list(self.tuning()[0])
+            return self.tuning()[0]
         if stage == "rungs":
-            found: list[Work] = [task for size in self.main_sizes() for task in self.rung_tasks(size)]
-            return [*found, *self.seed_controls()]
+            rungs = [task for size in self.main_sizes() for task in self.rung_tasks(size)]
+            return [*rungs, *self.seed_controls()]
         if stage == "last":
-            return list(self.rung_tasks(last)) if sealed else []
-        return list(self.checks()) if stage == "check" else []
+            return self.rung_tasks(last) if sealed else []
+        return self.checks() if stage == "check" else []
 
-    def stages(self, until: str = STAGES[-1]) -> Iterator[tuple[str, list[Work]]]:
+    def stages(self, until: str = STAGES[-1]) -> Iterator[tuple[str, list[Task]]]:
         """Stages up to `until`, each with its runs; ends with the first stage that has work left."""
         for stage in STAGES[: STAGES.index(until) + 1]:
             found = self.work(stage)
@@ -433,7 +381,7 @@ class State:
             self.sealed()  # refuses one that was changed
         sizes = {"rungs": self.main_sizes(), "last": self.ladder.sizes[-1:]}.get(stage, [])
         for size in sizes:
-            path, planned = self.rung_dir(size) / PLAN, self.plan(size)
+            path, planned = self.rung_dir(size) / PLAN, self.plans[size]
             remedy = "delete it to write it again"
             if not path.exists() or read_result(PlanValues, path, remedy) != planned.written():  # seeds were added
                 changed = _changed(Plan.read(path.parent), planned, path.parent) if path.exists() else []

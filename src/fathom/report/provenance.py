@@ -49,7 +49,9 @@ def provenance() -> Provenance:
 
 
 def recorded(path: Path) -> Provenance:
-    """The provenance of an earlier report, read from its file."""
+    """The provenance of an earlier report, read from its file; that of a report made now if there is none."""
+    if not path.exists():
+        return provenance()
     return read_result(Provenance, path, "delete it to use this machine and time instead")
 
 
