@@ -282,36 +282,30 @@ def _weights(scores: Tensor, recency_bias: Tensor | None) -> Tensor:
 def source_counts(config: FathomConfig, visits: Sequence[Visit]) -> list[tuple[int, int]]:
     """For every read of a forward pass, the one before the final norm included: sources, and different tensors in the
     state (the running stream coincides with a snapshot just taken)."""
-    options = AttentionResidualsOptions.of(config)
-    count = _delta_counts if options.variant in DELTAS else _counts
     trips = [[visit.layer for visit in trip] for _, trip in groupby(visits, lambda visit: visit.trip)]
-    return [pair for trip in trips for pair in count(config, [s for i in trip for s in (2 * i, 2 * i + 1)])]
+    return [pair for trip in trips for pair in _counts(config, [s for i in trip for s in (2 * i, 2 * i + 1)])]
 
 
 def _counts(config: FathomConfig, sublayers: list[int]) -> list[tuple[int, int]]:
     """`source_counts` for one trip through these sub-layers."""
     options = AttentionResidualsOptions.of(config)
-    block, snapshot = options.block_size, options.variant == "snapshot"
-    counts = []
-    sources, repeated = (2, 1) if snapshot else (1, 0)
-    for sublayer in sublayers:
-        counts.append((sources, sources - repeated))
-        repeated = int(snapshot and (sublayer + 1) % block == 0)
-        sources += repeated if snapshot else int(sublayer % block == 0 or sources == 1)
-    return [*counts, (sources, sources - repeated)]
-
-
-def _delta_counts(config: FathomConfig, sublayers: list[int]) -> list[tuple[int, int]]:
-    """`source_counts` for one trip of a delta variant, whose final read has no source."""
-    options = AttentionResidualsOptions.of(config)
-    by_block = options.variant == "delta_block"
-    counts = []
+    variant, block, counts = options.variant, options.block_size, []
     for read in range(len(sublayers) + 1):
-        written = sublayers[: read - read % 2 if config.parallel_residual else read]
-        closed = [s % options.block_size == 0 for s in written[1:]] if by_block else written
-        sources = 1 + sum(closed) if by_block else 1 + len(written)
-        sources = sources if written else 0
-        counts.append((sources if read < len(sublayers) else 0, 1 + sources + (by_block and bool(written))))
+        together = variant in DELTAS and config.parallel_residual
+        written = sublayers[: read - read % 2 if together else read]
+        begun = sum(s % block == 0 for s in written[1:])  # blocks after the first
+        if variant == "snapshot":
+            ended = [(s + 1) % block == 0 for s in written]
+            sources = 2 + sum(ended)
+            counts.append((sources, sources - (not written or ended[-1])))
+        elif variant == "block_sum":
+            sources = 1 + bool(written) + begun
+            counts.append((sources, sources))
+        else:
+            by_block = variant == "delta_block"
+            sources = 1 + (begun if by_block else len(written)) if written else 0
+            found = sources if read < len(sublayers) else 0  # the final read pools nothing
+            counts.append((found, 1 + sources + (by_block and bool(written))))
     return counts
 
 

@@ -88,18 +88,14 @@ def training_flops_range(config: FathomConfig, sequence_length: int) -> tuple[fl
 
 def training_visits(config: FathomConfig) -> tuple[float, int]:
     """Passes of a token through a layer in one forward pass of training: mean and maximum."""
-    found = [_visits(drawn, rounds) for drawn, rounds in _draws(config)]
+    found = [sum(_passes(drawn, rounds)) for drawn, rounds in _draws(config)]
     return sum(found) / len(found), max(found)
 
 
 def kept_visits(config: FathomConfig) -> int:
     """The maximum number of these passes for which a training step keeps activations."""
-    found = []
-    for drawn, rounds in _draws(config):
-        sizes = _stages(drawn, rounds)
-        kept = sum(sizes[len(sizes) - _kept(drawn, len(sizes)) :])
-        found.append(drawn.num_hidden_layers * kept if sizes else _visits(drawn, rounds))
-    return max(found)
+    passes = [_passes(drawn, rounds) for drawn, rounds in _draws(config)]
+    return max(sum(each[len(each) - _kept(config, len(each)) :]) for each in passes)
 
 
 def _draws(config: FathomConfig) -> list[tuple[FathomConfig, int]]:
@@ -111,9 +107,10 @@ def _draws(config: FathomConfig) -> list[tuple[FathomConfig, int]]:
     return [(_of_trips(config, trips), n) for trips in range(least, most + 1) for n in rounds]
 
 
-def _visits(config: FathomConfig, rounds: int) -> int:
-    sizes = _stages(config, rounds)
-    return config.num_hidden_layers * sum(sizes) if sizes else sum(len(trip) for trip in plan(config))
+def _passes(config: FathomConfig, rounds: int) -> list[int]:
+    """Visits of each pass; without the solver all trips are one."""
+    sizes = [config.num_hidden_layers * size for size in _stages(config, rounds)]
+    return sizes or [sum(len(trip) for trip in plan(config))]
 
 
 def _stages(config: FathomConfig, rounds: int) -> list[int]:
