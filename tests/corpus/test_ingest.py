@@ -156,11 +156,9 @@ def test_what_cannot_be_found_is_named(tmp_path: Path) -> None:
             list(collection_files("a", Collection(inputs=(str(tmp_path / name),))))
 
 
-@pytest.mark.parametrize("name", ["b.txt", "c.html"])
 @pytest.mark.parametrize(
-    ("after", "said"),
-    [(None, "was deleted"), ("longer than it was", "has 18 bytes now, and had 7")],
-    ids=["gone", "changed"],
+    ("name", "after", "said"),
+    [("b.txt", None, "was deleted"), ("c.html", "longer than it was", "has 18 bytes now, and had 7")],
 )
 def test_a_file_that_changes_while_the_run_reads_ends_it(
     name: str, after: str | None, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -192,14 +192,13 @@ def test_what_a_recipe_no_longer_makes_is_removed(corpora: Path, tokenizer: str,
     assert {path.name for path in left} == {"notes.txt", "mine.txt"}
 
 
-def test_an_infeasible_budget_is_refused_before_shards(corpora: Path, tokenizer: str, tmp_path: Path) -> None:
+def test_an_infeasible_budget_is_refused_before_shards(corpora: Path, tokenizer: str, out: Path) -> None:
+    shutil.rmtree(out / "shards")
     mix = {"shares": {"domain": 0.9, "replay": 0.1}, "tokens": 10**7}
-    values = recipe_of(corpora, tokenizer) | {"mix": mix}
-    with pytest.raises(
-        DataError, match=r"mix\.tokens=10000000: domain has .* at most .* tokens are possible"
-    ) as raised:
-        made(tmp_path / "out", values)
-    assert raised.value.exit_code == 1 and not (tmp_path / "out" / "shards").exists()
+    said = r"mix\.tokens=10000000: domain has .* at most .* tokens are possible"
+    with pytest.raises(DataError, match=said) as raised:
+        made(out, recipe_of(corpora, tokenizer) | {"mix": mix})
+    assert raised.value.exit_code == 1 and not (out / "shards").exists()
 
 
 def test_a_preview_writes_nothing(corpora: Path, tokenizer: str, whole: Report, tmp_path: Path) -> None:

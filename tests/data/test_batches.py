@@ -77,7 +77,7 @@ EXPECTED_ORDER = [4734, 2348, 2478, 7992, 990, 7903, 8466, 3075]
 
 @given(length=st.integers(100, 300), rows=st.integers(1, 50), seed=st.integers(0, 1000))
 @example(length=20, rows=7, seed=0)  # many windows
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=12)
 def test_an_epoch_has_every_window_once(dataset: TokenDataset, length: int, rows: int, seed: int) -> None:
     plan = BatchPlan(dataset, length, rows, seed)
     count = plan.num_windows
@@ -104,7 +104,7 @@ def test_rows_are_the_windows_of_the_stream(dataset: TokenDataset) -> None:
 
 
 @given(step=st.integers(0, 500), seed=st.integers(0, 50), packing=st.sampled_from(["windows", "documents"]))
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=8)
 def test_layouts_share_the_same_rows(dataset: TokenDataset, step: int, seed: int, packing: str) -> None:
     plan = BatchPlan(dataset, 64, 12, seed, packing)
     (whole,) = plan.batch(step)
@@ -222,7 +222,7 @@ def test_evaluation_is_shared_by_ranks(held_out: TokenDataset, world_size: int, 
 
 
 @given(total=st.integers(1, 3000), length=st.integers(2, 40), budget=st.integers(1, 5000))
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=80)
 def test_evaluation_is_spread_over_the_split(total: int, length: int, budget: int) -> None:
     everything = evaluation_windows(total + 1, length)
     assert np.array_equal(everything, np.arange(-(-total // (length - 1))))

@@ -161,6 +161,11 @@ def test_the_reader_alone_is_unchanged(tmp_path: Path) -> None:
     (source,) = sources.find_sources([str(tmp_path / "a.jsonl")], Reading())
     lines = (tmp_path / "a.jsonl").read_bytes().splitlines(keepends=True)
     assert list(source.records(Reading())) == lines
+    # A separator is a whole line, also where a record's limit cuts a longer one before it.
+    (tmp_path / "b.txt").write_bytes(b"x" * 64 + b"---\n---\nend")
+    reading = Reading(separator="---", oversize="skip", max_record_bytes=64)
+    (source,) = sources.find_sources([str(tmp_path / "b.txt")], reading)
+    assert list(source.records(reading)) == [None, b"end"]
 
 
 def different_words(path: Path, count: int, seed: int) -> Path:

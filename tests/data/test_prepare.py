@@ -500,6 +500,7 @@ def write_bad_inputs(folder: Path) -> None:
         (["good.jsonl"], {"held_out": 0.999999999}, "every document was held out"),
         (["good.jsonl"], {"shard_tokens": 0}, "shard_tokens=0: allowed: 1 or more"),
         (["good.jsonl"], {"workers": 0}, "workers=0: allowed: 1 or more"),
+        (["good.jsonl"], {"max_record_bytes": 1}, "max_record_bytes=1: allowed: 64 or more"),
     ],
 )
 def test_errors_name_what_is_wrong(tmp_path: Path, tokenizer: str, monkeypatch, inputs, options, message) -> None:
