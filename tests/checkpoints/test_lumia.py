@@ -345,13 +345,13 @@ def refused(directory, says, error=ValueError, **keys):
     [
         ("depth-attention", "lm_head.weight", "lm_head.weight"),
         ("denseformer", "model.densetransformer_dwa.alphas.1", "model.layers.1.mlp_residual.alpha"),
-        ("attnres", "model.attnres_final_aggregator.pseudo_query", "model.final_residual.pseudo_query"),
+        ("attnres", "model.attnres_final_aggregator.recency_bias", "model.final_residual.recency_bias"),
         ("mhc", "model.layers.0.attn_residual_connector.pre_logits", "model.layers.0.attn_residual.pre_logits"),
     ],
 )
 def test_a_missing_or_misshapen_tensor_is_named(name, theirs, ours, fault, tmp_path):
     tensors = tensors_of(name)
-    rows, *others = tensors.pop(theirs).shape
+    rows, *others = tensors.pop(theirs).shape or (1,)  # a scalar becomes a vector
     if fault == "shape":
         tensors[theirs] = torch.zeros(rows + 1, *others)
     says = rf"{ours} has shape \[{rows + 1}.* needs \[{rows}" if fault == "shape" else f"lacks {ours}$"

@@ -275,15 +275,17 @@ def test_two_ranks_branch_what_one_began(constant: Path, tmp_path: Path) -> None
 def test_what_changes_no_number_may_change(corpus: Path, tmp_path: Path) -> None:
     recipe = tiny_recipe(corpus)
     train(recipe, tmp_path, callbacks=[StopAt(2)])
-    assert train(recipe.override("train.log_every=4"), tmp_path).step == 8
+    assert train(recipe.override("train.log_every=4", "train.keep_last=9"), tmp_path).step == 8
     assert load_recipe(tmp_path / "recipe.yaml").train.log_every == 4 and not read_history(tmp_path)
 
 
 def test_another_recipe_says_what_changes_a_run(corpus: Path, constant: Path) -> None:
     with pytest.raises(SettingsError, match=r"different: optim\.lr; `fathom train --from .* key=value` branches"):
         train(tiny_recipe(corpus, *CONSTANT, "optim.lr=0.5"), constant)
-    with pytest.raises(SettingsError, match=r"different: train\.seed$"):
-        train(tiny_recipe(corpus, *CONSTANT, "train.seed=5"), constant)
+    with pytest.raises(SettingsError, match=r"different: model\.mixer, train\.seed$"):
+        train(tiny_recipe(corpus, *CONSTANT, "train.seed=5", "model.mixer=none", "train.log_every=3"), constant)
+    with pytest.raises(SettingsError, match="already contains a run"):
+        train(tiny_recipe(corpus, *CONSTANT), constant, resume=False)
 
 
 @pytest.mark.quick("4")

@@ -96,31 +96,6 @@ def test_the_loss_of_a_step_is_the_formula(recipe: Recipe, tmp_path: Path) -> No
         assert p.grad is not None and torch.allclose(seen[name], p.grad, atol=1e-6), name
 
 
-def test_a_model_that_equals_its_teacher_learns_nothing_from_it(recipe: Recipe, tmp_path: Path) -> None:
-    base = train(recipe.override("train.export=true", "train.steps=2"), tmp_path / "base").model
-    training = build_training(
-        recipe.override(f"model.from_pretrained={base}", f"distill.teacher={base}", "distill.weight=1.0")
-    )
-    metrics = training.step(0)
-    assert abs(metrics.loss.item()) < 1e-6 and metrics.grad_norm.item() < 1e-5
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("distill.weight=0",), r"distill\.weight=0\.0: allowed: a share above 0 and up to 1"),
-        (("distill.temperature=0",), r"distill\.temperature=0\.0: allowed: a positive number"),
-        (
-            ("distill.teacher=x", "kvcache.method=freqkv", "kvcache.window=16"),
-            r"distill\.teacher=x: allowed: null, with kvcache\.method",
-        ),
-    ],
-)
-def test_what_cannot_be_distilled(recipe: Recipe, words: tuple[str, ...], message: str) -> None:
-    with pytest.raises(SettingsError, match=message):
-        recipe.override(*words)
-
-
 def test_a_teacher_with_another_vocabulary_or_a_shorter_context(recipe: Recipe, tmp_path: Path) -> None:
     config = recipe.config().to_dict()
     for key, value, message in (

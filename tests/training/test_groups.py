@@ -76,17 +76,14 @@ def test_weight_decay(corpus: Path, optimizer: str) -> None:
         ("{lm_head: {lr: -1}}", r"optim\.groups=.*: allowed: by pattern, lr and weight_decay, 0 or more"),
         ("{lm_head: {rate: 1}}", r"allowed: by pattern, lr and weight_decay"),
         ("{lm_head: {}}", r"allowed: by pattern, lr and weight_decay"),
+        ("{lm_head: {lr: 2}} optim.only=[model.norm]", r"optim\.groups=lm_head: matches no trainable parameter"),
         ("{lm_head: 2}", r"optim\.groups=.*: allowed: a mapping of names to a mapping of names to a number"),
     ],
 )
 def test_bad_groups(corpus: Path, groups: str, says: str) -> None:
+    given, *frozen = groups.split(" optim.")
     with pytest.raises(SettingsError, match=says):
-        build_training(tiny_recipe(corpus, f"optim.groups={groups}"))
-
-
-def test_frozen_parameters_have_no_rate(corpus: Path) -> None:
-    with pytest.raises(SettingsError, match=r"optim\.groups=lm_head: matches no trainable parameter"):
-        build_training(tiny_recipe(corpus, "optim.only=[model.norm]", "optim.groups={lm_head: {lr: 2}}"))
+        build_training(tiny_recipe(corpus, f"optim.groups={given}", *(f"optim.{word}" for word in frozen)))
 
 
 @pytest.mark.slow

@@ -74,23 +74,6 @@ def test_adapters_train_and_are_merged_and_resume(recipe: Recipe, tmp_path: Path
         export(tmp_path / "unfinished", tmp_path / "out")
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (("lora.rank=4",), r"lora\.rank=4: allowed: null, without model\.from_pretrained"),
-        (("lora.rank=0",), r"lora\.rank=0: allowed: 1 or more, or null"),
-        (("lora.dropout=1",), r"lora\.dropout=1\.0: allowed: a share"),
-        (
-            ("lora.rank=4", "model.from_pretrained=BASE", "optim.only=[lm_head]"),
-            r"optim\.only=.*empty, with lora\.rank",
-        ),
-    ],
-)
-def test_what_cannot_be_is_said_in_one_line(recipe: Recipe, overrides: tuple[str, ...], message: str) -> None:
-    with pytest.raises(SettingsError, match=message):
-        recipe.override(*overrides)
-
-
 def test_a_module_that_is_not_there(recipe: Recipe, tmp_path: Path) -> None:
     pytest.importorskip("peft")
     base = train(recipe.override("train.export=true", "train.steps=1"), tmp_path / "base").model

@@ -63,42 +63,6 @@ def test_a_longer_run_keeps_the_rows_that_it_has_read(mixed: Recipe, tmp_path: P
         branch(run, tmp_path / "new", ["train.steps=16", "data.mixture.rivers=0.5"])
 
 
-@pytest.mark.parametrize(
-    ("override", "said"),
-    [
-        ("data.mixture={rivers: -1}", "data.mixture=.*shares of 0 or more, one of them above 0"),
-        ("data.mixture={rivers: 0}", "data.mixture=.*shares of 0 or more, one of them above 0"),
-        ("data.mixture={rivers: .inf}", "data.mixture="),
-        ("data.mixture=[rivers]", "data.mixture=.*a mapping of names to a number"),
-        ("data.phases=[{at: 0.5, mixture: {rivers: 1}}]", "data.phases=.*none, without data.mixture"),
-    ],
-)
-def test_an_impossible_mixture_is_refused_in_one_line(recipe: Recipe, override: str, said: str) -> None:
-    with pytest.raises(SettingsError, match=f"^{said}"):
-        recipe.override(override)
-
-
-@pytest.mark.parametrize(
-    "phases",
-    [
-        "[{at: 0.5}]",
-        "[{at: 1.5, mixture: {seas: 1}}]",
-        "[{at: 0, mixture: {seas: 1}}]",
-        "[{at: 8, mixture: {seas: 1}}]",
-        "[{at: 5, mixture: {seas: 1}}, {at: 0.5, mixture: {seas: 1}}]",
-        "[{at: 0.5, mixture: {}}]",
-    ],
-)
-def test_an_impossible_phase_is_refused_in_one_line(mixed: Recipe, phases: str) -> None:
-    with pytest.raises(SettingsError, match=r"^data.phases="):
-        mixed.override(f"data.phases={phases}")
-
-
-def test_a_puzzle_has_no_collections(recipe: Recipe) -> None:
-    with pytest.raises(SettingsError, match=r"^data.mixture=.*none, with data.directory=puzzle:hops"):
-        recipe.override("data.directory=puzzle:hops", "data.mixture={rivers: 1}")
-
-
 def test_a_recipe_is_read_back(mixed: Recipe, tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_text(mixed.to_yaml())

@@ -25,6 +25,10 @@ def small(corpus: Path, *words: str) -> Recipe:
 
 
 def train_on_two_ranks(corpus: Path, folder: Path) -> None:
+    joined = build_training(small(corpus))  # in a script that calls nothing else, it joins the ranks by itself
+    first = [joined.step(0).loss.item(), build_training(small(corpus, "train.precision=bf16")).step(0).loss.item()]
+    if joined.ranks.first:
+        (folder / "joined.json").write_text(json.dumps({"losses": first, "ranks": joined.ranks.world_size}))
     for name in ("ddp", "fsdp", "hsdp"):
         train(small(corpus, ONCE, f"parallel.name={name}"), folder / name)
     train(small(corpus, ONCE, "optim.name=muon"), folder / "muon")
@@ -45,24 +49,6 @@ def train_on_two_ranks(corpus: Path, folder: Path) -> None:
         (folder / "mean-of-means.json").write_text(json.dumps(found))
 
 
-def step_alone(corpus: Path, folder: Path, precision: str, name: str) -> None:
-    """The first step of a script that calls `build_training` and nothing else."""
-    training = build_training(small(corpus, f"train.precision={precision}"))
-    loss = training.step(0).loss.item()
-    if training.ranks.first:
-        (folder / f"{name}.json").write_text(json.dumps({"loss": loss, "ranks": training.ranks.world_size}))
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_build_training_joins_the_ranks_that_torchrun_started(corpus: Path, tmp_path: Path, precision: str) -> None:
-    """In a plain process it takes bf16 too."""
-    assert processes.run(step_alone, corpus, tmp_path, precision, "one") == 0
-    processes.run_ranks(2, step_alone, corpus, tmp_path, precision, "two")
-    one, two = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("one", "two"))
-    assert (one["ranks"], two["ranks"]) == (1, 2)
-    assert two["loss"] == pytest.approx(one["loss"], rel=1e-6 if precision == "fp32" else 1e-2)
-
-
 @pytest.fixture(scope="module")
 def runs(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
@@ -72,6 +58,12 @@ def runs(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     processes.run_ranks(2, train_on_two_ranks, corpus, folder)
     train(small(corpus), folder / "two-then-one")
     return folder
+
+
+def test_build_training_joins_the_ranks_that_torchrun_started(runs: Path) -> None:
+    joined, alone = json.loads((runs / "joined.json").read_text()), processes.losses(runs / "single")[0]
+    assert joined["ranks"] == 2
+    assert joined["losses"] == [pytest.approx(alone, rel=1e-6), pytest.approx(alone, rel=1e-2)]
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp", "hsdp", "checkpointed"])

@@ -11,7 +11,7 @@ import pytest
 
 from fathom.cli.main import main
 from fathom.data.shards import read_index, write_index
-from fathom.errors import DataError, TrainingError
+from fathom.errors import DataError
 from fathom.recipe import Recipe
 from fathom.training import read_metrics, train
 from fathom.training.estimate import estimate
@@ -21,7 +21,7 @@ from tests.tiny import tiny_recipe
 from .test_steps import poison
 
 
-@pytest.mark.parametrize("damage", [b'{"step": 2, "loss": "\xff\xfe"}\n', b"[1]\n5\n", b"\x00" * 99 + b"\n"])
+@pytest.mark.parametrize("damage", [b"", b'{"step": 2, "loss": "\xff\xfe"}\n', b"[1]\n5\n", b"\x00" * 99 + b"\n"])
 def test_damaged_metrics_do_not_stop_a_resume(tmp_path: Path, damage: bytes) -> None:
     path = tmp_path / METRICS
     path.write_bytes(b'{"step": 1, "loss": 3.0}\n' + damage + b'{"step": 3, "loss": 2.0}\n{"step": 9}\n{"st')
@@ -29,15 +29,7 @@ def test_damaged_metrics_do_not_stop_a_resume(tmp_path: Path, damage: bytes) -> 
     JsonLines(path, 3, said.append).log(4, {"loss": 1.0})
     assert [line["step"] for line in read_metrics(tmp_path)] == [1, 3, 4]
     assert len(path.read_bytes().splitlines()) == 3
-    assert said == [f"{path}: {damage.count(10)} damaged lines are skipped"]
-
-
-def test_intact_metrics_are_left_as_they_are(tmp_path: Path) -> None:
-    path = tmp_path / METRICS
-    path.write_text('{"step": 1}\n{"step": 2}\n{"st')
-    said: list[str] = []
-    JsonLines(path, 2, said.append)
-    assert path.read_text() == '{"step": 1}\n{"step": 2}\n' and not said
+    assert said == ([f"{path}: {damage.count(10)} damaged lines are skipped"] if damage else [])
 
 
 def test_metrics_are_json(tmp_path: Path) -> None:
@@ -47,13 +39,6 @@ def test_metrics_are_json(tmp_path: Path) -> None:
     assert json.loads(line, parse_constant=pytest.fail) == {"step": 1, "loss": None, "grad_norm": None, "lr": 0.5}
     (read,) = read_metrics(tmp_path)
     assert math.isnan(read["loss"]) and read["lr"] == 0.5
-
-
-def test_a_run_stops_when_the_limit_is_reached(recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not at the next look for the log."""
-    poison(monkeypatch, {1, 2, 3, 4, 5, 6, 7}, lambda loss: loss * float("nan"))
-    with pytest.raises(TrainingError, match="stopped at step 3: 2 steps in a row"):
-        train(recipe.override("train.max_skipped=2", "train.log_every=100"), tmp_path)
 
 
 def test_steps_that_are_not_in_a_row_are_no_reason(
@@ -90,15 +75,15 @@ def test_evaluations_that_are_asked_for_need_it(without_val: Path, tmp_path: Pat
     assert "has no split 'val'" in capsys.readouterr().err
 
 
-@pytest.mark.quick("{", "{}")
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"step": 1, "evaluation": {"loss": 1}}'])
-def test_a_damaged_result_is_one_line(recipe: Recipe, tmp_path: Path, text: str) -> None:
-    train(recipe.override("train.steps=1"), tmp_path / "run")
-    (tmp_path / "run" / "result.json").write_text(text)
-    with pytest.raises(DataError, match=r"result\.json is damaged: delete it and run the same command to evaluate"):
-        train(recipe.override("train.steps=1"), tmp_path / "run")
-    (tmp_path / "run" / "result.json").unlink()
-    assert train(recipe.override("train.steps=1"), tmp_path / "run").evaluation is not None
+def test_a_damaged_result_is_one_line(recipe: Recipe, tmp_path: Path) -> None:
+    short = recipe.override("train.steps=1")
+    train(short, tmp_path)
+    for text in ("", "{", "[]", "{}", '{"step": 1, "evaluation": {"loss": 1}}'):
+        (tmp_path / "result.json").write_text(text)
+        with pytest.raises(DataError, match=r"result\.json is damaged: delete it and run the same command to evaluate"):
+            train(short, tmp_path)
+    (tmp_path / "result.json").unlink()
+    assert train(short, tmp_path).evaluation is not None
 
 
 def test_a_mechanism_that_a_short_run_does_not_open_is_named(recipe: Recipe, tmp_path: Path, capsys) -> None:

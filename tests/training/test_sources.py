@@ -131,8 +131,7 @@ def test_a_damaged_checkpoint_is_no_source(corpus: Path, run: Path, tmp_path: Pa
         began(corpus, f"{tmp_path / 'run'}@step-4")
 
 
-@pytest.mark.parametrize("place", ["", "@step-4", "/model"])
-@pytest.mark.parametrize("more", [[], ["--dry-run"]], ids=["run", "dry"])
+@pytest.mark.parametrize(("place", "more"), [("", []), ("@step-4", []), ("/model", []), ("", ["--dry-run"])])
 def test_another_shape_is_one_line(
     corpus: Path, run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], place: str, more: list[str]
 ) -> None:

@@ -73,22 +73,6 @@ def test_a_row_is_its_conversations_alone(tuning: Recipe) -> None:
             assert torch.equal(one, other) is same
 
 
-def test_the_first_batch_of_a_tuned_model_has_its_own_loss(tuning: Recipe, corpus: Path, tmp_path: Path) -> None:
-    """What a base knows is what tuning begins with; the steps after it do not fall back to knowing nothing."""
-    base = train(tiny_recipe(corpus, "train.export=true"), tmp_path / "base")
-    continued = tuning.override(f"model.from_pretrained={base.model}", "optim.lr=1e-4", "train.micro_batch=8")
-    training = build_training(continued)
-    model = FathomForCausalLM.from_pretrained(base.model).eval()
-    (batch,) = training.plan.batch(0)
-    with torch.no_grad():
-        expected = float(alone(model, batch))
-    losses = [float(training.step(step).loss) for step in range(8)]
-    assert losses[0] == pytest.approx(expected, abs=1e-5)
-    assert max(losses) < losses[0] + 0.5
-    fresh = build_training(tuning.override("train.micro_batch=8"))
-    assert abs(float(fresh.step(0).loss) - expected) > 1e-3, "or the base's weights make no difference"
-
-
 @pytest.mark.slow
 def test_a_resumed_tuning_ends_where_an_undisturbed_one_ends(tuning: Recipe, tmp_path: Path) -> None:
     whole = train(tuning, tmp_path / "whole")

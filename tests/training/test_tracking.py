@@ -11,7 +11,7 @@ import pytest
 from fathom.recipe import Recipe
 from fathom.report.numbers import duration
 from fathom.training import read_metrics, train
-from fathom.training.tracking import METRICS, Display, JsonLines, open_trackers, readable
+from fathom.training.tracking import Display, open_trackers, readable
 
 STUB = """
 calls = []
@@ -60,14 +60,6 @@ def test_every_run_is_one_of_its_own(
     del sys.modules[backend]
 
 
-def test_a_resumed_run_writes_no_line_twice(tmp_path: Path) -> None:
-    path = tmp_path / METRICS
-    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"ste')
-    lines = JsonLines(path, 2, print)
-    lines.log(3, {"loss": 1.0})
-    assert read_metrics(tmp_path) == [{"step": 1}, {"step": 2}, {"step": 3, "loss": 1.0}]
-
-
 VALUES = {"loss": 2.5, "lr": 1e-3, "grad_norm": 0.5, "tokens_per_second": 1234.0, "mfu": 0.42, "memory_bytes": 2.0**30}
 
 
@@ -87,13 +79,6 @@ def test_duration() -> None:
 
 
 def test_trips_are_shown_where_there_are_any() -> None:
-    values = {
-        "loss": 3.0,
-        "lr": 1e-3,
-        "grad_norm": 1.0,
-        "tokens_per_second": 9.0,
-        "memory_bytes": 1.0,
-        "eta_seconds": 5,
-    }
+    values = {**VALUES, "eta_seconds": 5}
     assert "trips" not in readable(values)
     assert readable({**values, "trips": 2.706})["trips"] == "2.71"

@@ -26,7 +26,7 @@ from fathom.training.guard import Guard
 from fathom.training.kvcache import compress
 from fathom.training.optimizer import Optimizer, freeze, learning_rate, shares
 from fathom.training.parallel import Ranks, parallelize, release_gathered, start, synchronize_gradients, whole
-from fathom.training.source import open_source, source_of
+from fathom.training.source import model_of, source_of
 from fathom.training.tokenizer import require_tokenizer
 from fathom.training.tracking import require_backends
 
@@ -209,7 +209,7 @@ def build_model(recipe: Recipe, config: FathomConfig, device: torch.device, begi
     """The recipe's model with initial weights in fp32; if `begins`, with those of `model.from_pretrained`."""
     source = recipe.model.get("from_pretrained")
     if source is not None and begins:
-        model, info = open_source(source, FROM, config)
+        model, info = model_of(source, FROM, config)
         initialize(model.to(device), recipe.train.seed, info["missing_keys"])
         return model
     with device:

@@ -24,7 +24,7 @@ from fathom.models.numerics import widen
 from fathom.recipe import Distill, Recipe
 from fathom.training.first import CROSS_ENTROPY
 from fathom.training.parallel import Ranks, parallelize
-from fathom.training.source import open_source
+from fathom.training.source import model_of
 from fathom.training.tokenizer import require_same_tokenizer
 
 NAME = "distill"
@@ -43,7 +43,7 @@ def open_teacher(recipe: Recipe, ranks: Ranks, data: TokenDataset, vocabulary: i
     if (name := recipe.distill.teacher) is None:
         return None
     key = f"distill.teacher={name}"
-    teacher, _ = open_source(name, "distill.teacher")
+    teacher, _ = model_of(name, "distill.teacher")
     require_same_tokenizer(name, key, recipe, data)
     if teacher.config.vocab_size != vocabulary:
         raise SettingsError(f"{key}: it has {teacher.config.vocab_size} tokens, the model {vocabulary}")

@@ -29,7 +29,7 @@ def source_of(source: str, key: str) -> Path | Saved:
     return saved
 
 
-def open_source(source: str, key: str, config: FathomConfig | None = None) -> tuple[FathomForCausalLM, dict[str, Any]]:
+def model_of(source: str, key: str, config: FathomConfig | None = None) -> tuple[FathomForCausalLM, dict[str, Any]]:
     """The fp32 model that a key of a recipe names, and transformers' loading info.
 
     Args:
