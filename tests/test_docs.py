@@ -49,24 +49,16 @@ PAGES = [
     *(ROOT / folder / "README.md" for folder in ("recipes", "benchmarks")),
     ROOT / "CONTRIBUTING.md",
 ]
-# The command that a page is about: whose flags it means when it names one alone.
+# The command that a page is about, if it is not called after it: whose flags it means when it names one alone.
 SUBJECT = {
     "training": "train",
     "python": "train",
     "nodes": "train",
     "data": "prepare",
-    "corpus": "corpus",
     "conversations": "corpus",
     "specialise": "evaluate",
-    "deepen": "deepen",
-    "compare": "compare",
-    "ladder": "ladder",
-    "evaluate": "evaluate",
     "evaluate_base": "evaluate",
-    "generate": "generate",
-    "lens": "lens",
     "serving": "serve",
-    "lineage": "lineage",
     "lineage_publish": "lineage",
     "recipes": "train",
     "first_model": "train",
@@ -564,7 +556,7 @@ def benchmark_flags(script: str) -> set[str]:
 def unknown_flags(page: Path, parsers: dict[str, Parser]) -> list[str]:
     """Flags that the page gives to a command that does not know them."""
     found = []
-    subject = SUBJECT.get(name_of(page))
+    subject = SUBJECT.get(name_of(page), name_of(page) if name_of(page) in parsers else None)
     about = [name for name in parsers if name and (subject is None or name.split()[0] == subject)]
     alone = set().union(*(known_flags(parsers[name]) for name in about))
     for mention in mentions(page):

@@ -282,15 +282,10 @@ class KVCache(Section, section="kvcache"):
     def rules(self) -> Iterator[Rule]:
         """Checks beyond the types of the fields."""
         if self.method == "full":
-            for key in ("window", "kept"):
-                yield getattr(self, key) is None, key, "allowed: null, because kvcache.method=full compresses nothing"
-            for key in ("sinks", "ratio"):
+            for key in ("window", "kept", "sinks", "ratio"):
                 default = getattr(KVCache, key)
-                yield (
-                    getattr(self, key) == default,
-                    key,
-                    f"allowed: {default}, because kvcache.method=full compresses nothing",
-                )
+                words = f"allowed: {show(default)}, because kvcache.method=full compresses nothing"
+                yield getattr(self, key) == default, key, words
             return
         from fathom.kvcache import METHODS, NAMES
 

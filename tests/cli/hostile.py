@@ -1,11 +1,7 @@
-"""Model directories with one thing wrong, drawn from a seed, and commands that are tried on them.
-
-python -m tests.cli.hostile --cases 1000 --first 360      prints each case that ends otherwise than it should
-"""
+"""Model directories with one thing wrong, drawn from a seed, and commands that are tried on them."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import faulthandler
 import io
@@ -382,20 +378,3 @@ def try_case(place: Path, number: int) -> End:
         fault = "; ".join(name for name, there in faults.items() if there)
     shutil.rmtree(directory.parent, ignore_errors=True)
     return End(f"{number} {command} {family}: {said}", code, last, fault)
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--cases", type=int, default=360)
-    parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--verbose", action="store_true", help="print every case")
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        make_bases(Path(folder))
-        ends = []
-        for number in range(options.first, options.first + options.cases):
-            ends.append(try_case(Path(folder), number))
-            if ends[-1].fault or options.verbose:
-                print(ends[-1], flush=True)
-        codes = {code: sum(end.code == code for end in ends) for code in {end.code for end in ends}}
-        print(f"{len(ends)} cases, {sum(bool(end.fault) for end in ends)} faults, exit codes {codes}")

@@ -53,7 +53,17 @@ def add(parser: Parser) -> None:
         "--max-trips", metavar="N[,N...]", help="score a recurrent model with each of these limits on its iterations"
     )
     add_kvcache(parser, several=True)
-    add_questions(parser)
+    parser.add_argument("--at", metavar="LENGTHS", help=f"lengths for --kvcache, in windows (default: {WINDOWS})")
+    parser.add_argument("--questions", type=int, metavar="N", help="questions per cache in total (default: 300)")
+    parser.add_argument("--compressions", metavar="LIST", help="compressions before an answer (default: 1,2,4)")
+    parser.add_argument(
+        "--needles",
+        choices=["tokens", "natural"],
+        help=(
+            "kind of needles: random tokens (default), or sentences in the text of --perplexity with questions in words"
+        ),
+    )
+    parser.add_argument("--no-needles", action="store_true", help="skip the needles")
     parser.add_argument(
         "--benchmark",
         type=Path,
@@ -84,21 +94,6 @@ def add(parser: Parser) -> None:
     add_kernels(parser)
     parser.add_argument("--out", type=Path, metavar="DIR", help="store results here; the same command resumes")
     parser.add_argument("--json", action="store_true", help="print the report for a program")
-
-
-def add_questions(parser: Parser) -> None:
-    """Add the options of `--kvcache`."""
-    parser.add_argument("--at", metavar="LENGTHS", help=f"lengths for --kvcache, in windows (default: {WINDOWS})")
-    parser.add_argument("--questions", type=int, metavar="N", help="questions per cache in total (default: 300)")
-    parser.add_argument("--compressions", metavar="LIST", help="compressions before an answer (default: 1,2,4)")
-    parser.add_argument(
-        "--needles",
-        choices=["tokens", "natural"],
-        help=(
-            "kind of needles: random tokens (default), or sentences in the text of --perplexity with questions in words"
-        ),
-    )
-    parser.add_argument("--no-needles", action="store_true", help="skip the needles")
 
 
 def run(options: Namespace) -> int:
