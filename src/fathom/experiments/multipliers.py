@@ -58,7 +58,7 @@ from fathom.models.registry import DEFAULTS, recurrence_class
 from fathom.models.slots import plan as visits
 from fathom.recipe import Recipe
 from fathom.report.provenance import Provenance
-from fathom.report.statistics import holm, paired_difference
+from fathom.report.statistics import adjust, holm, paired_difference
 
 UNSETTLED, OUTSIDE, DISAGREE = "rate not settled", "outside the control's range", "the two estimators disagree"
 MATCHES = (0.9, 1.1)
@@ -381,10 +381,11 @@ def _judge(arms: Sequence[ArmRow], studies: Sequence[Study], exploratory: bool) 
 
 def _judge_losses(arms: Sequence[ArmRow]) -> None:
     """The same for a ladder of one size, which has no multiplier: p-values of equal losses, paired over seeds."""
-    tested = [(arm, gap) for arm in arms for gap in [arm.rungs[0].difference] if gap is not None and gap.p is not None]
-    adjusted = holm([gap.p for _, gap in tested if gap.p is not None])
-    for (arm, gap), p_holm in zip(tested, adjusted, strict=True):
-        arm.p, arm.p_holm, gap.p_holm = gap.p, p_holm, p_holm
+    gaps = [arm.rungs[0].difference for arm in arms]
+    adjust([gap for gap in gaps if gap is not None])
+    for arm, gap in zip(arms, gaps, strict=True):
+        if gap is not None:
+            arm.p, arm.p_holm = gap.p, gap.p_holm
 
 
 def _law(studies: Sequence[Study]) -> Law | None:
