@@ -136,20 +136,11 @@ def test_what_begins_no_run_asks_nothing_of_models(whole, tmp_path: Path, monkey
     assert main(words) == 2 and capsys.readouterr().err.endswith("not installed\n")
 
 
-@pytest.mark.parametrize(
-    "asked, said",
-    [
-        ("train.kernels=[swiglu]", "the model would be on cpu: leave it out"),
-        ("train.attention=flex_attention", "no backward pass on cpu; allowed: sdpa, eager"),
-    ],
-)
-def test_what_cannot_train_here_is_said_before_a_plan_is_written(
-    tmp_path: Path, monkeypatch, capsys, asked: str, said: str
-) -> None:
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    words = ["ladder", str(write_ladder(tmp_path / "ladder.yaml")), "--arms", "vanilla,loop", asked]
-    assert main([*words, "--out", str(tmp_path / "out")]) == 2 and not (tmp_path / "out").exists()
-    assert capsys.readouterr().err.endswith(f"{said}\n")
+def test_what_cannot_train_here_is_said_before_a_plan_is_written(tmp_path: Path, capsys) -> None:
+    words = ["ladder", str(write_ladder(tmp_path / "ladder.yaml")), "--arms", "vanilla,loop"]
+    assert main([*words, "train.attention=flex_attention", "--out", str(tmp_path / "out")]) == 2
+    assert capsys.readouterr().err.endswith("no backward pass on cpu; allowed: sdpa, eager\n")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.slow
@@ -182,9 +173,6 @@ def test_the_last_rung_waits_for_its_seal(tmp_path: Path, monkeypatch) -> None:
     climb(make(tmp_path), out, until="seal", quiet=True)
     sealed = json.loads((out / "prediction.json").read_text())
     climb(Ladder.read(out), out, quiet=True)
-    machine = json.loads((out / "rungs/4/arms/better/seed-0/machine.json").read_text())
-    assert machine["prediction"] == sealed["sha256"]
-    assert "prediction" not in json.loads((out / "rungs/3/arms/better/seed-0/machine.json").read_text())
     shutil.rmtree(out / "rungs/4/arms")
     changed = {**sealed, "rung": 3}
     (out / "prediction.json").write_text(json.dumps(changed))
@@ -250,15 +238,6 @@ def test_a_rate_that_drifts_is_not_settled(tmp_path: Path, monkeypatch) -> None:
     better = arm_of(report, "better")
     assert "rate not settled" in better.flags and better.check.excess > 0.01
     assert "n doubt: better (rate not settled" in report.verdict and "if the law holds" not in report.verdict
-
-
-@pytest.mark.slow
-def test_an_edge_is_said(tmp_path: Path, monkeypatch) -> None:
-    planted(monkeypatch, rates={"depth_attention": 9.0})
-    report = climb(make(tmp_path), tmp_path / "out", until="tune", quiet=True)
-    bowls = report.tuning[0]
-    assert bowls["better"].extended == 3 and list(bowls["better"].flags) == ["edge"]
-    assert not bowls["again"].flags and bowls["again"].extended == 0
 
 
 @pytest.mark.slow
@@ -337,7 +316,8 @@ def test_one_size_is_judged_by_losses(tmp_path: Path, monkeypatch) -> None:
     """No multiplier can be told, so paired losses decide, after Holm; seeds that came later decide nothing."""
     planted(monkeypatch)
     rules = {"layers": [2], "hidden": [16], "seeds": [4], "tune_points": [3], "seed_control": [], "check": False}
-    report = climb(make(tmp_path, **rules, seal=False), tmp_path / "out", quiet=True)
+    out = tmp_path / "out"
+    report = climb(make(tmp_path, **rules, seal=False), out, quiet=True)
     assert "loss than" not in report.verdict  # a puzzle is told by solved runs
     better, again = arm_of(report, "better"), arm_of(report, "again")
     assert better.p_holm < 0.05 and better.p_holm == better.rungs[0].difference.p_holm >= better.p
@@ -351,18 +331,10 @@ def test_one_size_is_judged_by_losses(tmp_path: Path, monkeypatch) -> None:
     assert "in loss: again." in said and "Not tested, for fewer than two seeds or no spread: better." in said
     alone = replace(text, arms=[replace(arm, rungs=[replace(arm.rungs[0], difference=None)]) for arm in report.arms])
     assert "a ladder of one size needs all its runs" in verdict(alone)
-
-
-def test_one_size_is_not_judged_before_its_end(tmp_path: Path, monkeypatch) -> None:
-    """Holm's correction over the arms that happen to have run is none."""
-    planted(monkeypatch)
-    rules = {"layers": [2], "hidden": [16], "seeds": [4], "tune_points": [3], "seed_control": [], "check": False}
-    out = tmp_path / "out"
-    climb(make(tmp_path, **rules, seal=False), out, quiet=True)
     for run in out.glob("rungs/1/arms/again/seed-*"):
         shutil.rmtree(run)
-    report = rewrite(make(tmp_path, **rules, seal=False), out)
-    assert report.stage != "done" and all(arm.p_holm is None for arm in report.arms)
+    part = rewrite(make(tmp_path, **rules, seal=False), out)
+    assert part.stage != "done" and all(arm.p_holm is None for arm in part.arms), "Holm's correction needs all arms"
 
 
 @pytest.mark.slow
@@ -680,14 +652,6 @@ def test_a_decoded_token_reads_the_layers_that_decoding_visits(tmp_path: Path) -
     assert once < fixed == drawn
 
 
-@pytest.mark.slow
-def test_rungs_have_their_reports_where_nothing_is_tuned(tmp_path: Path, monkeypatch) -> None:
-    planted(monkeypatch)
-    report = climb(make(tmp_path, **SMALL, tune_points=[]), tmp_path / "out", quiet=True)
-    assert report.stage == "done" and all((tmp_path / f"out/rungs/{i}/report.html").exists() for i in (1, 2))
-    assert not (tmp_path / "out/tune").exists()
-
-
 def test_a_ladder_whose_runs_all_diverged_says_so(tmp_path: Path, monkeypatch) -> None:
     planted(monkeypatch, diverges=0.0)
     report = climb(make(tmp_path, **SMALL, tune_points=[]), tmp_path / "out", quiet=True)
@@ -821,6 +785,8 @@ def test_every_run_of_every_budget_has_a_line(tmp_path: Path, monkeypatch) -> No
         assert row["loss"] == json.loads((place / "result.json").read_text())["evaluation"]["loss"]
     assert [cell.budget for arm in report.arms for cell in arm.rungs] == [0] * 4
     assert "better, rung 2, budget 2" in (out / "report.html").read_text()
+    rungs = [out / "rungs" / name / "report.html" for name in ("1", "2", "1-budget-2", "2-budget-2")]
+    assert all(path.exists() for path in rungs) and not (out / "tune").exists(), "where nothing is tuned"
 
 
 @pytest.mark.slow

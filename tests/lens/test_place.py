@@ -8,16 +8,8 @@ import torch
 from fathom.errors import SettingsError
 from fathom.lens.look import look
 from fathom.lens.place import look_at
-from fathom.models import FathomForCausalLM
-from fathom.models.registry import parse_mechanism
-from tests.lens.test_look import MECHANISMS, PONDERING
-from tests.tiny import TEXT, tiny_config, tiny_tokenizer
-
-
-def model_of(case):
-    name, options = {**MECHANISMS, **PONDERING}[case]
-    torch.manual_seed(0)
-    return FathomForCausalLM(tiny_config(**{**parse_mechanism(name), **options}, initializer_range=0.3)).eval().double()
+from tests.lens.test_look import MECHANISMS, PONDERING, model_of
+from tests.tiny import TEXT, tiny_tokenizer
 
 
 @pytest.mark.quick("vanilla", "window", "uniform_depth", "value_residual", "loop, mixed", "all, halting")

@@ -6,7 +6,6 @@ import errno
 import hashlib
 import multiprocessing
 import os
-import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -87,18 +86,6 @@ def test_a_full_disk_leaves_the_old_file(tmp_path: Path, monkeypatch, write: Cal
         patch.setattr(files.os, "fsync", lambda descriptor: (_ for _ in ()).throw(OSError("full")))
         write(path, {})
     assert path.read_text() == "old"
-
-
-def test_there_is_one_writer_of_json() -> None:
-    """Who replaces a file by a JSON document calls `write_json`; lines of JSON are another thing."""
-    sources = sorted(Path(files.__file__).parents[1].rglob("*.py"))
-    assert [path.name for path in sources if writes_json(path.read_text(encoding="utf-8"))] == ["files.py"]
-    assert writes_json("write_atomically(out / REPORT, json.dumps(body, indent=1) + '\\n')")
-
-
-def writes_json(source: str) -> bool:
-    """Whether a program replaces a file by what `json.dumps` gives."""
-    return re.search(r"write_atomically\(.*, json\.dumps\(", source) is not None
 
 
 def test_folders_on_the_way_are_made(tmp_path: Path) -> None:

@@ -36,9 +36,9 @@ def run(options: Namespace) -> int:
     from fathom.experiments.compare import carry_out, rewrite_report
     from fathom.experiments.compare_page import tables
     from fathom.experiments.plan import Plan, check, make_plan
-    from fathom.experiments.schedule import refuse_torchrun
+    from fathom.experiments.schedule import check_processes
 
-    refuse_torchrun()
+    check_processes("compare", options.workers, options.threads)
     retry = options.retry_failed
     if retry and options.report:
         raise SettingsError("--retry-failed trains and --report does not: use one of them")

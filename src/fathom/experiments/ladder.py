@@ -65,7 +65,7 @@ def climb(
 
 def settle(ladder: Ladder, out: Path, workers: int = 1) -> Ladder:
     """Write the plan, or check that the directory has the same one; returns the plan as written."""
-    check_machine(ladder.plan(ladder.sizes[0], dict.fromkeys((arm.name for arm in ladder.every_arm), 1.0)))
+    check_machine(ladder.plan(ladder.sizes[0]))
     if (out / LADDER).exists():
         return _as_written(ladder, out)
     out.mkdir(parents=True, exist_ok=True)

@@ -52,7 +52,7 @@ def tables(report: LadderReport) -> list[Table]:
     """Tables for a terminal; the multipliers' flags are in the verdict, because the table has no room for them."""
     caption, columns, rows = multiplier_rows(report)
     multipliers = caption, columns[:-1], [row[:-1] for row in rows]
-    found = [multipliers, puzzle_rows(report), sooner_rows(report), loss_rows(report)]
+    found = [multipliers, *puzzle_tables(report), loss_rows(report)]
     return [terminal_table(*rows) for rows in found if rows[2]]
 
 
@@ -64,8 +64,7 @@ def page(report: LadderReport) -> str:
         f"{', '.join(own)} against {names[0]}, size by size",
         report.verdict,
         html.table(*multiplier_rows(report), prose=("flags",)),
-        html.table(*puzzle_rows(report)),
-        html.table(*sooner_rows(report)),
+        *(html.table(*rows) for rows in puzzle_tables(report)),
         html.section("Loss and multiplier", html.legend(names), html.figures(_losses(report), _multipliers(report))),
         html.section("Accuracy", *_accuracies(report)),
         html.section("Rates", html.figures(*_bowls(report)), _checks(report)),
@@ -108,43 +107,28 @@ def multiplier_rows(report: LadderReport) -> tuple[str, list[str], list[list[str
     return f"Compute that {report.control} would need over what the arm spends, 95 % interval", columns, rows
 
 
-def puzzle_rows(report: LadderReport) -> tuple[str, list[str], list[list[str]]]:
-    """Caption, columns, rows: accuracy by difficulty and solved runs."""
+def puzzle_tables(report: LadderReport) -> list[tuple[str, list[str], list[list[str]]]]:
+    """Caption, columns, rows: accuracy by difficulty and solved runs; the control's FLOPs to solve it over an arm's."""
     puzzle = report.puzzle
     if puzzle is None:
-        return "", [], []
-    rows = [
-        [
-            row.arm if len(report.rungs) == 1 else f"{row.arm}, rung {row.index}",
-            *(_solved(row.domains[name]) for name in puzzle.domains),
-            short(row.flops),
-        ]
-        for row in puzzle.rows
-        if row.seeds
-    ]
-    chance = f"chance is {puzzle.chance:.3f}"
-    caption = f"Median accuracy on held-out rows, and runs that solved it (accuracy {SOLVED} or more); {chance}"
-    return caption, ["arm", *puzzle.domains, "FLOPs"], rows
-
-
-def sooner_rows(report: LadderReport) -> tuple[str, list[str], list[list[str]]]:
-    """Caption, columns, rows: the control's FLOPs to solve each difficulty over an arm's."""
-    puzzle = report.puzzle
-    if puzzle is None:
-        return "", [], []
-    rows, said = list[list[str]](), dict[str, None]()
+        return []
+    solved, sooner, said = list[list[str]](), list[list[str]](), dict[str, None]()
     for row in puzzle.rows:
-        found = [row.domains[name].sooner for name in puzzle.domains]
-        ratios = [each for each in found if each is not None]
+        name = row.arm if len(report.rungs) == 1 else f"{row.arm}, rung {row.index}"
+        shares = [row.domains[domain] for domain in puzzle.domains]
+        ratios = [share.sooner for share in shares if share.sooner is not None]
+        if row.seeds:
+            solved.append([name, *map(_solved, shares), short(row.flops)])
         if ratios:
             said[ratios[0].basis] = None
-            name = row.arm if len(report.rungs) == 1 else f"{row.arm}, rung {row.index}"
-            rows.append([name, *map(str, ratios)])
-    caption = (
+            sooner.append([name, *map(str, ratios)])
+    chance = f"chance is {puzzle.chance:.3f}"
+    median = f"Median accuracy on held-out rows, and runs that solved it (accuracy {SOLVED} or more); {chance}"
+    spent = (
         f"FLOPs until {report.control} solves it over those of the arm: {' or '.join(said)}. A run solves it "
         "between two evaluations, or not within its FLOPs"
     )
-    return caption, ["arm", *puzzle.domains], rows
+    return [(median, ["arm", *puzzle.domains, "FLOPs"], solved), (spent, ["arm", *puzzle.domains], sooner)]
 
 
 def loss_rows(report: LadderReport) -> tuple[str, list[str], list[list[str]]]:

@@ -174,7 +174,7 @@ class Forecast:
 
 @dataclass(frozen=True)
 class Prediction:
-    """The contents of a sealed prediction."""
+    """`prediction.json`."""
 
     ladder: str
     estimator: str
@@ -183,13 +183,8 @@ class Prediction:
     results: dict[str, str]
     seeds: list[int]
     """Seeds of the rungs before, at that time."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SealedPrediction(Prediction):
-    """`prediction.json`."""
-
-    sha256: str
+    sha256: str = ""
+    """Of all the above, once it is sealed."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,9 +26,9 @@ from fathom.experiments.ladder_results import (
     Multiplier,
     Outcome,
     Phi,
+    Prediction,
     PredictionRow,
     RungRow,
-    SealedPrediction,
     SeedControl,
     SeedControlRung,
     SeedNoise,
@@ -58,7 +58,7 @@ from fathom.models.registry import DEFAULTS, recurrence_class
 from fathom.models.slots import plan as visits
 from fathom.recipe import Recipe
 from fathom.report.provenance import Provenance
-from fathom.report.statistics import holm, paired_difference
+from fathom.report.statistics import adjust, holm, paired_difference
 
 UNSETTLED, OUTSIDE, DISAGREE = "rate not settled", "outside the control's range", "the two estimators disagree"
 MATCHES = (0.9, 1.1)
@@ -75,19 +75,19 @@ class Study:
     arm: Arm
 
     @cached_property
-    def sizes(self) -> list[Size]:
-        """Rungs at which arm and control share a seed."""
-        return [size for size in self.state.ladder.sizes if self.state.rung(size, self.arm) is not None]
+    def at(self) -> dict[Size, Rung]:
+        """Losses of both arms at each rung at which they share a seed."""
+        return self.state.rungs(self.arm, self.state.ladder.sizes)
 
-    @cached_property
+    @property
     def rungs(self) -> list[Rung]:
-        """Losses of both arms at each of these rungs."""
-        return self.state.rungs(self.arm, self.sizes)
+        """The same without the sizes."""
+        return list(self.at.values())
 
     @cached_property
     def fit(self) -> Posterior | None:
         """The posterior; None if it cannot be computed or is unusable."""
-        found = self.state.fit(self.arm, self.sizes)
+        found = self.state.fit(self.arm, list(self.at))
         return found if found is not None and found.usable else None
 
     @cached_property
@@ -180,8 +180,7 @@ def _arm(state: State, arm: Arm, studies: Sequence[Study]) -> ArmRow:
     if study is None or not study.rungs:
         return values
     for row, size in zip(values.rungs, ladder.sizes, strict=True):
-        if size in study.sizes:
-            rung = study.rungs[study.sizes.index(size)]
+        if (rung := study.at.get(size)) is not None:
             row.difference = paired_difference(rung.arm, rung.control)
     if study.fit is not None and study.line is not None:
         _add_posterior(values, study, study.fit, study.line)
@@ -219,7 +218,7 @@ def _add_posterior(row: ArmRow, study: Study, fit: Posterior, line: Horizontal) 
     for kind, x in (("middle", fit.centre), *places, *beyond(study.top)):
         crossed = _crossed(fit.log_multiplier(x), line.interval(x))
         row.multiplier.append(Multiplier(**vars(crossed), kind=kind, ln_flops=x))
-    for size, h, error in zip(study.sizes, line.log_m, line.errors, strict=True):
+    for size, h, error in zip(study.at, line.log_m, line.errors, strict=True):
         cell = next(cell for cell in row.rungs if cell.index == size.index)
         cell.ln_m, cell.error = float(h), float(error)
     slope = line.growth_interval()
@@ -267,8 +266,8 @@ def _outside(study: Study) -> bool:
 def _views(study: Study) -> Views:
     """M at the last rung in other costs than FLOPs (time, parameters, bytes), from the same draws."""
     state, name = study.state, study.arm.name
-    plans = [state.plans[size] for size in study.sizes]
-    places = [state.rung_dir(size) for size in study.sizes]
+    plans = [state.plans[size] for size in study.at]
+    places = [state.rung_dir(size) for size in study.at]
     time = None
     measured = [read_measured(plan, place, name) for plan, place in zip(plans, places, strict=True)]
     timed = [values for values in measured if values is not None]
@@ -381,10 +380,11 @@ def _judge(arms: Sequence[ArmRow], studies: Sequence[Study], exploratory: bool) 
 
 def _judge_losses(arms: Sequence[ArmRow]) -> None:
     """The same for a ladder of one size, which has no multiplier: p-values of equal losses, paired over seeds."""
-    tested = [(arm, gap) for arm in arms for gap in [arm.rungs[0].difference] if gap is not None and gap.p is not None]
-    adjusted = holm([gap.p for _, gap in tested if gap.p is not None])
-    for (arm, gap), p_holm in zip(tested, adjusted, strict=True):
-        arm.p, arm.p_holm, gap.p_holm = gap.p, p_holm, p_holm
+    gaps = [arm.rungs[0].difference for arm in arms]
+    adjust([gap for gap in gaps if gap is not None])
+    for arm, gap in zip(arms, gaps, strict=True):
+        if gap is not None:
+            arm.p, arm.p_holm = gap.p, gap.p_holm
 
 
 def _law(studies: Sequence[Study]) -> Law | None:
@@ -402,7 +402,7 @@ def _prediction(state: State) -> PredictionRow | None:
     rows: list[Outcome] = []
     for row in sealed.rows:
         arm = next(arm for arm in state.ladder.every_arm if arm.name == row.arm)
-        rung = state.rung(size, arm)
+        rung = state.rungs(arm, [size]).get(size)
         observed = None if rung is None else rung.means[1] - rung.means[0]
         forecast = row.difference
         inside = None
@@ -412,7 +412,7 @@ def _prediction(state: State) -> PredictionRow | None:
     return PredictionRow(sealed.sha256, _stale(state, sealed), rows)
 
 
-def _stale(state: State, sealed: SealedPrediction) -> bool:
+def _stale(state: State, sealed: Prediction) -> bool:
     """Whether results of smaller sizes changed after the seal. Seeds that were added later to all arms do not count;
     the report names them elsewhere.
     """

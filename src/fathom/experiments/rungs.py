@@ -177,9 +177,9 @@ class Ladder:
             "track.display=none",
         )
 
-    def plan(self, size: Size, rates: Mapping[str, float]) -> Plan:
-        """The comparison of a rung, with a learning rate for each arm."""
-        arms = tuple(self.arm_at(arm, size, rates[arm.name]) for arm in self.every_arm)
+    def plan(self, size: Size, rates: Mapping[str, float] | None = None) -> Plan:
+        """The comparison of a rung, with a learning rate for each arm; by default the base recipe's."""
+        arms = tuple(self.arm_at(arm, size, None if rates is None else rates[arm.name]) for arm in self.every_arm)
         first, count = self.first_seed(), self.seeds[size.index - 1]
         return Plan(self.bases[size], arms, tuple(range(first, first + count)), "tokens", self.rules.pairs)
 
@@ -338,10 +338,6 @@ def _added(out: Path) -> tuple[Added, ...]:
         raise SettingsError(f"{path} is damaged: it differs from what was added") from None
 
 
-def _base_rates(ladder: Ladder) -> dict[str, float]:
-    return dict.fromkeys((arm.name for arm in ladder.every_arm), ladder.recipe.optim.lr)
-
-
 MOST = 100
 """The largest share of layers, beyond which numbers overflow."""
 SHARE = re.compile(r"\s*\d+(\s*/\s*\d+|\.\d*)?\s*", re.ASCII)
@@ -386,7 +382,6 @@ def load_ladder(path: Path, arms: str, overrides: Sequence[str] = (), out: Path 
 def checked(ladder: Ladder, begins: bool = True) -> Ladder:
     """Check a ladder: open the data, build every arm's recipe and, if it `begins`, its model. Reject sizes that read a
     sequence twice or do not grow, and arms with their own learning rate."""
-    rates = _base_rates(ladder)
     for arm in ladder.arms:
         if arm.name.startswith(MATCHED):
             raise SettingsError(f"arms={arm.name}: a name that begins with {MATCHED} is a control's")
@@ -401,7 +396,7 @@ def checked(ladder: Ladder, begins: bool = True) -> Ladder:
                 f"rung {size.name} reads {size.tokens:,} tokens, {data.directory} has {data.num_tokens:,}: allowed: "
                 "sizes that read nothing twice"
             )
-        check(ladder.plan(size, rates), begins=begins)
+        check(ladder.plan(size), begins=begins)
     return ladder
 
 

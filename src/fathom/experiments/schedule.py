@@ -206,15 +206,10 @@ class Watch(Hook):
             self.bar.update(step)
 
 
-def refuse_torchrun(command: str = "compare") -> None:
-    """Reject torchrun, whose ranks would take different runs and wait for each other."""
+def check_processes(command: str, workers: int, threads: int | None) -> None:
+    """Refuse numbers of processes and threads below one, and torchrun, whose ranks would wait for each other's runs."""
     if os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
         raise SettingsError(f"{command} runs one process per arm: use `workers`, not torchrun")
-
-
-def check_processes(command: str, workers: int, threads: int | None) -> None:
-    """Refuse torchrun, and numbers of processes and threads below one."""
-    refuse_torchrun(command)
     for name, count in (("workers", workers), ("threads", threads)):
         if count is not None and count < 1:
             raise SettingsError(f"{name}={count}: allowed: 1 or more")

@@ -19,7 +19,7 @@ from fathom.checkpoints.layout import ARMS, PLAN, RESULT
 from fathom.data.puzzles import is_puzzle
 from fathom.errors import SettingsError
 from fathom.experiments.arms import Arm
-from fathom.experiments.ladder_results import Forecast, Prediction, SealedPrediction, TunedRow
+from fathom.experiments.ladder_results import Forecast, Prediction, TunedRow
 from fathom.experiments.plan import Plan, PlanValues
 from fathom.experiments.rungs import (
     CHECK,
@@ -38,7 +38,7 @@ from fathom.experiments.scaling import DECADE, ESTIMATOR, Noise, Posterior, Rung
 from fathom.experiments.schedule import Task
 from fathom.experiments.tuning import LEARNED, Bowl, Points, bowl, first_places, next_place, pooled_sigma
 from fathom.recipe import Recipe, differences
-from fathom.report.files import digest, read_json, write_json
+from fathom.report.files import asdict, digest, read_json, write_json
 from fathom.report.results import read_result, restored
 from fathom.report.statistics import holm
 
@@ -261,24 +261,23 @@ class State:
         found = {run.seed: run.loss() for run in self.runs(size, arm)}
         return {seed: loss for seed, loss in found.items() if math.isfinite(loss)}
 
-    def rung(self, size: Size, arm: Arm) -> Rung | None:
-        """An arm and the control with the seeds that both finished."""
-        control, own = self.losses(size, self.ladder.control), self.losses(size, arm)
-        seeds = sorted(set(control) & set(own))
-        if not seeds:
-            return None
-        x_control, x_arm = (math.log(self.flops[one, size]) for one in (self.ladder.control, arm))
-        return Rung(x_control, tuple(control[s] for s in seeds), x_arm, tuple(own[s] for s in seeds))
-
-    def rungs(self, arm: Arm, sizes: Sequence[Size]) -> list[Rung]:
-        """The rungs at which arm and control share a finished seed."""
-        return [rung for size in sizes if (rung := self.rung(size, arm)) is not None]
+    def rungs(self, arm: Arm, sizes: Sequence[Size]) -> dict[Size, Rung]:
+        """Losses of an arm and the control at each rung, of the seeds that both finished; rungs without one are left
+        out."""
+        found = {}
+        for size in sizes:
+            control, own = self.losses(size, self.ladder.control), self.losses(size, arm)
+            seeds = sorted(set(control) & set(own))
+            if seeds:
+                x_control, x_arm = (math.log(self.flops[one, size]) for one in (self.ladder.control, arm))
+                found[size] = Rung(x_control, tuple(control[s] for s in seeds), x_arm, tuple(own[s] for s in seeds))
+        return found
 
     def fit(self, arm: Arm, sizes: Sequence[Size]) -> Posterior | None:
         """The posterior of an arm; None where two rungs or the noise of a seed are missing."""
-        found = self.rungs(arm, sizes)
-        noise: Noise | None = noise_of(found)
-        return None if len(found) < 2 or noise is None else _fitted(tuple(found), noise)
+        found = tuple(self.rungs(arm, sizes).values())
+        noise = noise_of(found)
+        return None if len(found) < 2 or noise is None else _fitted(found, noise)
 
     # The seal
 
@@ -306,10 +305,11 @@ class State:
         """Write the prediction, unless it exists already."""
         path = self.out / PREDICTION
         if not path.exists():
-            body = self.prediction()
-            write_json(path, SealedPrediction(**vars(body), sha256=sha256_of(body)))
+            body = asdict(self.prediction())
+            del body["sha256"]
+            write_json(path, {**body, "sha256": sha256_of(body)})
 
-    def sealed(self) -> SealedPrediction | None:
+    def sealed(self) -> Prediction | None:
         """The sealed prediction; None before the seal. A file that was edited is rejected."""
         path = self.out / PREDICTION
         if not path.exists():
@@ -321,7 +321,7 @@ class State:
             raise SettingsError(f"{path} is damaged: it differs from the sealed prediction") from None
         if sha256_of(values) != named:
             raise SettingsError(f"{path}: wrong sha256: it differs from the sealed prediction")
-        found = restored(SealedPrediction, {**values, "sha256": named})
+        found = restored(Prediction, {**values, "sha256": named})
         if found.ladder != self.ladder.sha256:
             raise SettingsError(f"{path}: ladder: the prediction belongs to another plan")
         return found

@@ -46,7 +46,7 @@ def measure(arm: Recipe, control: Recipe, pairs: int) -> Measured:
     one, other = _stepper(a), _stepper(b)
     if arm.train.kernels != control.train.kernels:  # the table of kernels is shared by the process
         one, other = _with_kernels(one, arm, ranks.device), _with_kernels(other, control, ranks.device)
-    ratio = interleaved(one, other, pairs, ranks.device)
+    ratio = interleaved(one, other, pairs, Clock(ranks.device))
     cuda = ranks.device.type == "cuda"
     return Measured(
         time=ratio,
@@ -68,23 +68,16 @@ def _with_kernels(step: Callable[[], object], recipe: Recipe, device: torch.devi
     return with_its_own
 
 
-def interleaved(
-    a: Callable[[], object],
-    b: Callable[[], object],
-    pairs: int,
-    device: torch.device | None = None,
-    clock: Clock | None = None,
-) -> TimeRatio:
+def interleaved(a: Callable[[], object], b: Callable[[], object], pairs: int, clock: Clock | None = None) -> TimeRatio:
     """Time two functions A B B A, after one warm-up.
 
     Args:
         a: One step of the first.
         b: One step of the second.
         pairs: How often A B B A is timed; each time gives one ratio.
-        device: The device, synchronised before and after every step.
-        clock: By default a clock for the device.
+        clock: By default one for the CPU.
     """
-    clock = clock or Clock(device or torch.device("cpu"))
+    clock = clock or Clock(torch.device("cpu"))
     for step in (a, b, b, a):
         step()
     ratios, times = [], ([], [])  # type: ignore[var-annotated]

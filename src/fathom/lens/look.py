@@ -107,6 +107,11 @@ class LensData:
         """The mean surprisal; NaN for a single token."""
         return float(self.surprisal[1:].mean()) if len(self.tokens) > 1 else math.nan
 
+    @property
+    def halts(self) -> bool:
+        """Whether some token made fewer trips than another."""
+        return len(set(self.trips)) > 1
+
     def averages(self) -> Averages:
         """Means over the text of what each visit reads, over the tokens that made the visit."""
         rows = [self._visitors(i, weights).astype(np.float64) for i, weights in enumerate(self.weights)]
