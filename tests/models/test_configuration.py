@@ -88,6 +88,7 @@ BAD_OPTIONS = [
     ("loop", {"exit": "joint", "early_loss": 0.1}, "early_loss: exit reads early trips out already"),
     ("ponder", {"top_k": -1}, "top_k must be 0"),
     ("ponder", {"temperature": 0.0}, "temperature must be positive, got 0.0"),
+    ("ponder", {"trips": 4, "trips_range": [2, 3]}, r"trips must lie in trips_range \[2, 3\], got 4"),
     ("ponder", {"trips_range": [3, 1]}, r"trips_range must be \[least, most\], got \[3, 1\]"),
     ("ponder", {"feed": "logits"}, "feed must be one of mixture, hidden, got 'logits'"),
     ("ponder", {"view": "some"}, "view must be one of same, duo, all, got 'some'"),
