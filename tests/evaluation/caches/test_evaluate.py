@@ -165,6 +165,7 @@ def test_without_text_there_are_needles_and_costs(here: Path, capsys: pytest.Cap
         (["--kvcache", "dct", *SCHEDULE], f"--kvcache dct: allowed: {ALLOWED}"),
         (["--kvcache", "learned", *SCHEDULE], f"--kvcache learned: allowed: {ALLOWED}"),
         (["--kvcache", "freqkv", *SCHEDULE, "--at", "2x,many"], "--at 2x,many: expected numbers of windows"),
+        (["--kvcache", "freqkv", *SCHEDULE, "--at", "0x"], "--at 0x: expected numbers of windows"),
         (["--kvcache", "freqkv", "--kvcache-window", "8", "--kvcache-sinks", "4"], "--kvcache: a window of 8"),
         (
             ["--kvcache", "freqkv", *SCHEDULE, "--tasks", "piqa"],
