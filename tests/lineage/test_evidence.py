@@ -150,6 +150,7 @@ NONE = [("T1", 0.6, "exact")]
         (findings(NONE, score=0.05, low_overlap=True), verdict.INCONCLUSIVE),
         (findings(NONE, score=0.05, coverage=0.0, families=()), verdict.NONE),
         (findings(STRONG, inherited=Inherited(0.2, 0.2, 9)), verdict.INITIALISATION),  # a seed explains it
+        (findings(STRONG, score=0.99, inherited=Inherited(-0.5, 0.12, 9)), verdict.INITIALISATION),  # however high
         (findings(STRONG, inherited=None), verdict.INITIALISATION),
     ],
 )
@@ -158,10 +159,6 @@ def test_verdicts(found, label):
     assert said.label == label and said.meaning and said.alternatives and said.sure
     assert "independent" not in (said.label + said.sentence).lower()
     assert len(said.not_claimed) == 4
-
-
-def test_no_label_says_independent():
-    assert not any("independent" in label for label in verdict.EXIT_CODES)
 
 
 def similar(model, seed):

@@ -11,36 +11,40 @@ import pytest
 import torch
 
 from fathom.cli import lineage as commands
-from fathom.cli.main import main
 from fathom.errors import ModelError
 from fathom.lineage import huref, nulls
 from fathom.lineage.comparison import Options, measure
-from fathom.lineage.publishing import cards, commitments
+from fathom.lineage.publishing import cards
 from fathom.lineage.verdict import INITIALISATION, NONE, PARTIAL, SHARED
 from fathom.lineage.weights import open_weights
-from tests.lineage.zoo import build, logits, save, tiny_config
+from tests.lineage.zoo import build, save, tiny_config
 
 
-def drifted(config, seed, epsilon, path, only=None):
-    """A stand-in for training: every matrix moves by epsilon times its own size."""
-    model = build(config, seed, torch.float32, trained=True)
-    draw = torch.Generator().manual_seed(99)
+def built(seed, trained=True, **changes):
+    """A model of six layers, or with other sizes."""
+    sizes = dict(num_hidden_layers=6, hidden_size=96, intermediate_size=256, vocab_size=400)
+    return build(tiny_config("qwen3", **{**sizes, **changes}), seed, torch.float32, trained)
+
+
+def drifted(seed, epsilon, path, elsewhere=None):
+    """A stand-in for training: attention moves by epsilon times its own size, and all other matrices `elsewhere`."""
+    model, draw = built(seed), torch.Generator().manual_seed(99)
     for name, parameter in model.named_parameters():
-        if parameter.ndim == 2 and (only is None or only in name):
-            parameter.data += epsilon * parameter.data.std() * torch.randn(parameter.shape, generator=draw)
-    return save(model, path, config.vocab_size)
+        size = epsilon if elsewhere is None or "self_attn" in name else elsewhere
+        if parameter.ndim == 2 and size:
+            parameter.data += size * parameter.data.std() * torch.randn(parameter.shape, generator=draw)
+    return save(model, path, 400)
 
 
 @pytest.fixture(scope="module")
 def family(tmp_path_factory):
     """A base, a drifted child, the child rotated and re-gauged, two strangers and a graft."""
     root = tmp_path_factory.mktemp("family")
-    config = tiny_config("qwen3", num_hidden_layers=6, hidden_size=96, intermediate_size=256, vocab_size=400)
     for name, seed in (("base", 0), ("stranger", 1), ("control", 2), ("control2", 3)):
-        save(build(config, seed, torch.float32, trained=True), root / name, 400)
-    drifted(config, 0, 0.5, root / "child")
+        save(built(seed), root / name, 400)
+    drifted(0, 0.5, root / "child")
     assert commands.attack(str(root / "child"), root / "hidden", ["rotate", "gain", "head", "neuron"]).exit_code == 0
-    graft, base = (build(config, seed, torch.float32, trained=True) for seed in (1, 0))
+    graft, base = built(1), built(0)
     graft.model.embed_tokens.load_state_dict(base.model.embed_tokens.state_dict())
     for layer in (2, 3):
         graft.model.layers[layer].load_state_dict(base.model.layers[layer].state_dict())
@@ -95,10 +99,7 @@ def test_order_of_the_arguments_does_not_matter(family):
 
 @pytest.mark.slow
 def test_depth_and_width_pruned_copies(family, tmp_path):
-    whole = tiny_config("qwen3", num_hidden_layers=6, hidden_size=96, intermediate_size=256, vocab_size=400)
-    base = build(whole, 0, torch.float32, trained=True)
-    shallow = tiny_config("qwen3", num_hidden_layers=3, hidden_size=96, intermediate_size=256, vocab_size=400)
-    kept, copy = (0, 2, 5), build(shallow, 7, torch.float32)
+    base, kept, copy = built(0), (0, 2, 5), built(7, False, num_hidden_layers=3)
     for there, here in enumerate(kept):
         copy.model.layers[there].load_state_dict(base.model.layers[here].state_dict())
     for part in ("embed_tokens", "norm"):
@@ -110,8 +111,7 @@ def test_depth_and_width_pruned_copies(family, tmp_path):
     assert pair.value("awm_canonical") == pytest.approx(1, abs=1e-3)
     assert pair.scores["awm_canonical"].covering(6) == pytest.approx(0.5, abs=1e-3)
 
-    narrow = tiny_config("qwen3", num_hidden_layers=6, hidden_size=64, intermediate_size=256, vocab_size=400)
-    slim, channels = build(narrow, 8, torch.float32), sorted(np.random.default_rng(0).permutation(96)[:64].tolist())
+    slim, channels = built(8, False, hidden_size=64), sorted(np.random.default_rng(0).permutation(96)[:64].tolist())
     for (_, target), (_, source) in zip(slim.named_parameters(), base.named_parameters(), strict=True):
         data = source.data
         for axis, size in enumerate(data.shape):
@@ -128,14 +128,7 @@ def test_depth_and_width_pruned_copies(family, tmp_path):
 @pytest.mark.slow
 def test_shared_initialisation_is_not_called_lineage_nor_missed(family, tmp_path):
     """Attention trained far away, the rest moderately: what two runs from one seed look like."""
-    config = tiny_config("qwen3", num_hidden_layers=6, hidden_size=96, intermediate_size=256, vocab_size=400)
-    far = build(config, 0, torch.float32, trained=True)
-    draw = torch.Generator().manual_seed(5)
-    for name, parameter in far.named_parameters():
-        if parameter.ndim == 2:
-            epsilon = 12.0 if "self_attn" in name else 0.7
-            parameter.data += epsilon * parameter.data.std() * torch.randn(parameter.shape, generator=draw)
-    save(far, tmp_path / "far", 400)
+    drifted(0, 12.0, tmp_path / "far", elsewhere=0.7)
     result = commands.compare(str(tmp_path / "far"), str(family / "base"), control=[str(family / "control")])
     assert result.data["verdict"]["label"] == INITIALISATION
     assert result.data["scores"]["awm_canonical"]["value"] < 0.1
@@ -149,8 +142,7 @@ def test_the_best_alignment_meets_the_highest_bar_of_any(family, tmp_path):
     models = dict.fromkeys("abc", "a model")
     body = {"fathom_null": nulls.VERSION, "models": models, "classes": {"width 96/96, equal depth": null}}
     (tmp_path / "null.json").write_text(json.dumps(body))
-    config = tiny_config("qwen3", num_hidden_layers=6, hidden_size=96, intermediate_size=256, vocab_size=400)
-    far = drifted(config, 0, 2.0, tmp_path / "far", only="self_attn")
+    far = drifted(0, 2.0, tmp_path / "far", elsewhere=0)
     result = commands.compare(str(far), str(family / "base"), null=tmp_path / "null.json")
     assert 0.12 < result.data["scores"]["order"]["value"] < 0.35
     assert result.data["verdict"]["label"] == INITIALISATION
@@ -159,8 +151,7 @@ def test_the_best_alignment_meets_the_highest_bar_of_any(family, tmp_path):
 
 @pytest.mark.slow
 def test_controls_of_another_class_are_shown_and_not_used(family, tmp_path):
-    other = tiny_config("qwen3", num_hidden_layers=4, hidden_size=64, intermediate_size=256, vocab_size=400)
-    save(build(other, 9, torch.float32), tmp_path / "small", 400)
+    save(built(9, False, num_hidden_layers=4, hidden_size=64), tmp_path / "small", 400)
     result = commands.compare(str(family / "child"), str(family / "base"), control=[str(tmp_path / "small")])
     assert result.data["null"] is None and len(result.data["controls"]) == 1
     assert any("not of the class" in note for note in result.data["structure"]["skipped"])
@@ -198,12 +189,6 @@ def test_report_files(family, tmp_path):
     assert page.count("<img") == 2 and "prefers-color-scheme: dark" in page
     assert "nan" not in re.sub(r"base64,[^\"]+", "", page).lower().split()
     assert (tmp_path / "out" / "portrait-a.png").read_bytes()[:4] == b"\x89PNG"
-    again = commands.verify(tmp_path / "out" / "report.json")
-    assert again.exit_code == 0, again.text
-    body["scores"]["awm_canonical"]["value"] = 0.99
-    (tmp_path / "forged.json").write_text(json.dumps(body))
-    forged = commands.verify(tmp_path / "forged.json")
-    assert forged.exit_code == 1 and "awm_canonical" in forged.text
 
 
 def test_names_are_escaped(family, tmp_path):
@@ -211,26 +196,6 @@ def test_names_are_escaped(family, tmp_path):
     evil.symlink_to(family / "base")
     commands.compare(str(evil), str(family / "stranger"), out=tmp_path / "out")
     assert "<img src=x" not in (tmp_path / "out" / "report.html").read_text()
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["compare", "none", "base"],
-        ["compare", "base", "child", "--mode", "guess"],
-        ["compare", "base", "child", "--null", "none.json"],
-        ["attack", "base", "--out", "child", "--kind", "rotate"],
-        ["verify", "none.json"],
-        ["search", "none.card", "nowhere", "--library", "nowhere"],
-        ["calibrate", "base", "--out", "n.json"],
-    ],
-    ids=" ".join,
-)
-def test_unusable_input_is_one_line_and_code_two(family, words, capsys, monkeypatch):
-    monkeypatch.chdir(family)
-    assert main(["lineage", *words]) == 2
-    printed = capsys.readouterr()
-    assert printed.out == "" and printed.err.startswith("fathom: ") and printed.err.count("\n") == 1
 
 
 @pytest.mark.slow
@@ -277,37 +242,6 @@ def test_sketch_estimates_the_exact_cosine(family):
         assert huref.sketch_cosine(z[name], huref.quantised(z[name])) > 0.999
     for a, b in (("base", "child"), ("base", "stranger"), ("child", "stranger")):
         assert huref.sketch_cosine(z[a], z[b]) == pytest.approx(huref.sketch_cosine(exact[a], exact[b]), abs=0.13)
-
-
-def test_commitments_open_to_the_same_weights_only(family, tmp_path):
-    commands.commit(str(family / "base"), tmp_path / "base.json")
-    assert commands.verify(tmp_path / "base.json", str(family / "base")).exit_code == 0
-    wrong = commands.verify(tmp_path / "base.json", str(family / "child"))
-    assert wrong.exit_code == 1 and "changed" in wrong.text
-    blinded = commands.commit(str(family / "base"), tmp_path / "b.json", blind=True, key_out=tmp_path / "key")
-    assert "leaves" not in blinded.data and "sketch" not in blinded.data
-    assert commands.verify(tmp_path / "b.json", str(family / "base"), tmp_path / "key").exit_code == 0
-    with pytest.raises(ModelError, match="key"):
-        commands.verify(tmp_path / "b.json", str(family / "base"))
-    with pytest.raises(ModelError, match="key"):
-        commands.commit(str(family / "base"), tmp_path / "c.json", blind=True)
-    again = commands.commit(str(family / "base"), tmp_path / "d.json", blind=True, key_out=tmp_path / "key2")
-    assert again.data["root"] != blinded.data["root"]
-
-
-def test_merkle_root_by_hand():
-    from hashlib import sha256
-
-    a, b, c = (sha256(x).digest() for x in (b"a", b"b", b"c"))
-    ab = sha256(b"\1" + a + b).digest()
-    assert commitments.merkle_root([a]) == a
-    assert commitments.merkle_root([a, b, c]) == sha256(b"\1" + ab + c).digest()
-    assert commitments.merkle_root([a, b]) != commitments.merkle_root([b, a])
-
-
-def test_attacked_family_member_computes_the_same(family):
-    before, after = logits(family / "child"), logits(family / "hidden")
-    assert (before - after).abs().max() < 5e-3 * before.abs().max()
 
 
 @pytest.mark.slow
