@@ -137,6 +137,7 @@ def test_an_odd_config_is_one_line(base, tmp_path, change):
         {"scores": {"order": [float("nan")]}},
         {"witnesses": 3},
         {"witnesses": ["3"]},
+        {"witnesses": [-1]},
         {"neurons": [1.0]},
         {"neurons": {"order": [-0.5]}},
         {"per_layer": {"order": [1.0]}},
@@ -146,6 +147,7 @@ def test_an_odd_config_is_one_line(base, tmp_path, change):
         {"pairs": [["a", "b"], ["b", "unlisted"]]},
         {"scores": {"order": [0.0] * 999}},  # each would tighten the bound, and none was measured
         {"scores": {"awm_canonical": [-5.0]}},
+        {"scores": {"order": [0.0, 0.9]}},  # a score would have to pass 1 to be high
         {"extra": 1},
     ],
     ids=str,
