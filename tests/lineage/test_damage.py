@@ -142,7 +142,7 @@ def test_an_odd_config_is_one_line(base, tmp_path, change):
         {"neurons": {"order": [-0.5]}},
         {"per_layer": {"order": [1.0]}},
         {"pairs": "many"},
-        {"pairs": [["a", "a"]]},
+        {"pairs": [["a", "a"], ["b", "c"]]},
         {"pairs": [["a", "b"], ["b", "a"]]},
         {"pairs": [["a", "b"], ["b", "unlisted"]]},
         {"scores": {"order": [0.0] * 999}},  # each would tighten the bound, and none was measured

@@ -167,7 +167,7 @@ def test_ambiguity_is_an_error_that_names_tensors(tmp_path, models):
         (lambda t: t.pop("model.layers.2.self_attn.q_proj.weight"), {}, "says 3 layers; attention was found in 2"),
         (lambda t: None, {"num_attention_heads": 8, "head_dim": 16}, "q of layer 0 is 64×64, wanted"),
         (lambda t: None, {"num_attention_heads": None}, "how many attention heads"),
-        (lambda t: t.pop("model.embed_tokens.weight"), {}, "no decoder found"),
+        (lambda t: t.pop("model.embed_tokens.weight"), {}, "no decoder found: its layers are known"),
         (lambda t: t.pop("model.layers.0.input_layernorm.weight"), {}, "norms have no known names"),
     ],
 )
