@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-import tracemalloc
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -11,10 +12,9 @@ import torch
 import transformers as tf
 
 from fathom.errors import ModelError
-from fathom.lineage import awm, nulls, verdict
+from fathom.lineage import nulls, verdict
 from fathom.lineage.comparison import Options, compare, measure
 from fathom.lineage.weights import open_weights
-from tests import processes
 from tests.lineage.zoo import LATENT, build, edited, save, tiny_config, write_tokenizer
 
 COMMON = dict(
@@ -149,14 +149,20 @@ def test_nemotrons_gains_fold_away(tmp_path):
     assert pair.value("awm") < 0.9, "as published, the gains show"
 
 
-def write_peak(paths, small, found):
-    """The traced peak of a comparison, and the bytes of the files."""
-    awm.MAP_CHANNELS = 64  # the map grows with depth, not with width
-    measure(*map(open_weights, (small, small)), Options(extras=False))  # what a first call imports is not counted
-    opened = [open_weights(path) for path in paths]
-    tracemalloc.start()
-    measure(*opened, Options(extras=False))
-    found.write_text(f"{tracemalloc.get_traced_memory()[1]} {sum(weights.file_bytes for weights in opened)}")
+PEAK = """
+import sys, tracemalloc
+from fathom.lineage import awm, comparison, open_weights
+
+small, *paths = sys.argv[1:]
+options = comparison.Options(extras=False)
+awm.MAP_CHANNELS = 64  # the map grows with depth, not with width
+comparison.measure(open_weights(small), open_weights(small), options)  # what a first call imports is not counted
+opened = [open_weights(path) for path in paths]
+tracemalloc.start()
+comparison.measure(*opened, options)
+print(tracemalloc.get_traced_memory()[1], sum(weights.file_bytes for weights in opened))
+"""
+"""Prints the traced peak of a comparison, and the bytes of the files."""
 
 
 def test_no_byte_of_a_small_model_is_read_twice(models):
@@ -174,8 +180,8 @@ def test_memory_stays_near_the_largest_pair_of_tensors(models, tmp_path):
         "llama", num_hidden_layers=5, hidden_size=256, intermediate_size=704, head_dim=64, vocab_size=600
     )
     paths = [save(build(config, seed, torch.float32), tmp_path / str(seed), 600) for seed in (0, 1)]
-    assert processes.run(write_peak, paths, models(), tmp_path / "found") == 0
-    peak, whole = map(int, (tmp_path / "found").read_text().split())
+    words = [sys.executable, "-c", PEAK, *map(str, (models(), *paths))]
+    peak, whole = map(int, subprocess.run(words, check=True, capture_output=True, text=True).stdout.split())
     largest = 2 * 256 * 704 * 4
     assert peak < 16 * largest < whole
 
