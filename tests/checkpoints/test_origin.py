@@ -176,7 +176,7 @@ def test_a_comparison_moves_each_byte_once(hub, monkeypatch, size, other):
     if size == "large":
         monkeypatch.setattr("fathom.lineage.comparison.SMALL_BYTES", 0)
         monkeypatch.setattr(RemoteOrigin, "gap_bytes", 0)
-    commands.compare("org/others@main" if other == "few" else "org/other@main", f"org/{other}", quiet=True)
+    commands.compare("org/others@main" if other == "few" else "org/other@main", f"org/{other}")
     assert hub.sent <= 1.01 * distinct(hub.log)
 
 

@@ -95,6 +95,7 @@ def test_monotone_map_leaves_gaps_and_keeps_order():
     crossed = np.zeros((2, 2))
     crossed[0, 1] = crossed[1, 0] = 0.9
     assert len(awm.monotone(crossed)) == 1  # order forbids the second
+    assert awm.monotone(table - 0.95) == []
     assert sorted(awm.free(crossed)) == [(0, 1), (1, 0)]
 
 

@@ -21,8 +21,8 @@ from fathom.cli import lineage as commands
 from fathom.errors import FathomError
 from fathom.lineage import comparison
 from fathom.lineage.publishing import verification
-from fathom.lineage.weights import Weights, open_weights
-from tests.lineage.test_weights import gguf
+from fathom.lineage.weights import open_weights
+from tests.lineage.test_weights import as_gguf, gguf
 from tests.lineage.zoo import build, save, tiny_config
 
 SECONDS, GROWTH = 20, 1 << 20  # of one input; kilobytes over all
@@ -49,23 +49,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     commands.commit(str(root / "base"), root / "commitment.json", owner="somebody")
     commands.compare(str(root / "base"), str(root / "other"), out=root / "report")
     (root / "gguf").mkdir()
-    as_gguf(open_weights(root / "base"), root / "gguf" / "model.gguf")
+    gguf(root / "gguf" / "model.gguf", *as_gguf(open_weights(root / "base"), "llama"))
     return root
-
-
-def as_gguf(weights: Weights, path: Path) -> None:
-    """The same model as a GGUF file of float32."""
-    parts = {"q": "attn_q", "k": "attn_k", "v": "attn_v", "o": "attn_output", "attn_norm": "attn_norm"}
-    parts |= {"gate": "ffn_gate", "up": "ffn_up", "down": "ffn_down", "ffn_norm": "ffn_norm"}
-    named = {"token_embd": ("embed", None), "output_norm": ("final_norm", None), "output": ("head", None)}
-    for layer in range(2):
-        named |= {f"blk.{layer}.{part}": (role, layer) for role, part in parts.items()}
-    values = {f"{name}.weight": weights.tensor(*place) for name, place in named.items()}
-    tensors = {name: (0, value.shape, value.astype("<f4").tobytes()) for name, value in values.items()}
-    meta = {"general.architecture": "llama", "llama.block_count": 2, "llama.embedding_length": 32}
-    meta |= {"llama.attention.head_count": 4, "llama.attention.head_count_kv": 2, "llama.feed_forward_length": 48}
-    meta |= {"llama.attention.key_length": 8, "tokenizer.ggml.model": "gpt2"}
-    gguf(path, meta | {"tokenizer.ggml.tokens": [f"w{row}" for row in range(96)]}, tensors)
 
 
 def places(value: Any, path: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:

@@ -6,9 +6,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
 
-from fathom.lineage import aligning, awm, evidence, inherited, signs, verdict
+from fathom.lineage import aligning, attacks, awm, evidence, inherited, signs, verdict
 from fathom.lineage.comparison import compare
 from fathom.lineage.inherited import Inherited
 from fathom.lineage.weights import open_weights
@@ -83,30 +82,14 @@ def test_a_stranger_that_was_permuted_into_place_fixes_nothing():
     assert framed.fixed <= 1 and awm.match(a.T @ (a + 0.3 * b)).fixed == 64
 
 
-def test_a_stranger_that_was_rotated_onto_a_model_is_still_a_stranger(tmp_path):
+def test_a_stranger_that_was_rotated_onto_a_model_is_still_a_stranger(tmp_path, monkeypatch):
     """Anybody can turn the residual stream of one model until its embedding lies closest to another's."""
     for seed, name in enumerate(("base", "stranger")):
         save(build(tiny_config(), 80 + seed), tmp_path / name, 512)
     base, stranger = (open_weights(tmp_path / name) for name in ("base", "stranger"))
     turn = aligning.align(base, stranger, True, lambda _: None).ways["procrustes"].rotation.T
-    tensors = load_file(tmp_path / "stranger" / "model.safetensors")
-    for name in ("model.embed_tokens.weight", "lm_head.weight"):
-        gain = tensors["model.norm.weight"] if "head" in name else 1
-        tensors[name] = (tensors[name] * gain) @ turn
-    for name in [n for n in tensors if ".layers." in n]:
-        layer = name.split("self_attn")[0].split("mlp")[0]
-        if any(role in name for role in ("q_proj", "k_proj", "v_proj")):
-            tensors[name] = (tensors[name] * tensors[f"{layer}input_layernorm.weight"]) @ turn
-        elif any(role in name for role in ("gate_proj", "up_proj")):
-            tensors[name] = (tensors[name] * tensors[f"{layer}post_attention_layernorm.weight"]) @ turn
-        elif "o_proj" in name or "down_proj" in name:
-            tensors[name] = turn.T @ tensors[name]
-    for name in [n for n in tensors if "norm" in n]:
-        tensors[name] = np.ones_like(tensors[name])
-    (tmp_path / "framed").mkdir()
-    for name in ("config.json", "tokenizer.json"):
-        (tmp_path / "framed" / name).write_bytes((tmp_path / "stranger" / name).read_bytes())
-    save_file({n: np.ascontiguousarray(v) for n, v in tensors.items()}, tmp_path / "framed" / "model.safetensors")
+    monkeypatch.setattr(attacks.Rotate, "__post_init__", lambda rotate: setattr(rotate, "rotation", turn))
+    attacks.attack(stranger, ("rotate",), tmp_path / "framed", dtype="float64")
     assert (logits(tmp_path / "framed") - logits(tmp_path / "stranger")).abs().max() < 1e-5
     found = compare(base, open_weights(tmp_path / "framed"))
     assert found.pair.aligned.fixed.fixed > 32, "its channels do stand where the other's do"

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import shutil
-
 import numpy as np
 import pytest
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from fathom.cli import lineage as commands
 from fathom.errors import ModelError
 from fathom.lineage import shares
 from fathom.lineage.attacks import attack
 from fathom.lineage.weights import open_weights
-from tests.lineage.zoo import build, save, tiny_config
+from tests.lineage.zoo import build, edited, save, tiny_config
 
 
 def simulated(draw, count, layers, size=400, drift=0.3, heterogeneity=0.0):
@@ -54,18 +52,23 @@ def family(tmp_path_factory):
     base = build(tiny_config("llama", num_hidden_layers=4), 0)
     save(base, root / "base", 512)
     save(build(tiny_config("llama", num_hidden_layers=4), 9), root / "stranger", 512)
-    tensors = load_file(root / "base" / "model.safetensors")
-    sides = []
-    for number in (1, 2):
-        draw = np.random.default_rng(number)
-        sides.append({n: t + 0.01 * t.new_tensor(draw.normal(size=t.shape)) for n, t in tensors.items()})
-    mean = {n: 0.7 * sides[0][n] + 0.3 * sides[1][n] for n in tensors}
-    for name, some in (("one", sides[0]), ("two", sides[1]), ("mean", mean)):
-        (root / name).mkdir()
-        for file in ("config.json", "tokenizer.json"):
-            (root / name / file).write_bytes((root / "base" / file).read_bytes())
-        save_file({n: t.contiguous() for n, t in some.items()}, root / name / "model.safetensors")
+    for number, name in enumerate(("one", "two"), 1):
+
+        def drift(tensors, seed=number):
+            draw = np.random.default_rng(seed)
+            for tensor in tensors.values():
+                tensor += 0.01 * tensor.new_tensor(draw.normal(size=tensor.shape))
+
+        edited(root / "base", root / name, drift)
+    mixed(root / "mean", {root / "one": 0.7, root / "two": 0.3})
     return root
+
+
+def mixed(target, weights):
+    """A weighted mean of checkpoints."""
+    parts = [(share, load_file(place / "model.safetensors")) for place, share in weights.items()]
+    mean = {name: sum(share * tensors[name] for share, tensors in parts) for name in parts[0][1]}
+    edited(next(iter(weights)), target, lambda tensors: tensors.update(mean))
 
 
 def opened(root, *names):
@@ -100,12 +103,8 @@ def test_questions_without_an_answer_are_refused(family, tmp_path):
 def test_a_missing_parent_gets_no_share(family, tmp_path):
     """A stranger would get a quarter of the fit; and a mean that stands in for a parent is exact, so the words warn."""
     save(build(tiny_config("llama", num_hidden_layers=4), 10), tmp_path / "absent", 512)
-    places = (family / "stranger", tmp_path / "absent", family / "one", family / "two")
-    tensors = [load_file(place / "model.safetensors") for place in places]
-    for name, weights in (("unrelated", (0.5, 0.5, 0, 0)), ("half", (0, 0, 0.5, 0.5))):
-        shutil.copytree(family / "base", tmp_path / name)
-        mixed = {n: sum(w * t[n] for w, t in zip(weights, tensors, strict=True)) for n in tensors[0]}
-        save_file({n: t.contiguous() for n, t in mixed.items()}, tmp_path / name / "model.safetensors")
+    mixed(tmp_path / "unrelated", {family / "stranger": 0.5, tmp_path / "absent": 0.5})
+    mixed(tmp_path / "half", {family / "one": 0.5, family / "two": 0.5})
     said = commands.shares(str(tmp_path / "unrelated"), [str(family / "stranger"), str(family / "two")])
     assert said.data["shares"] == [] and not said.data["is_merge"] and said.data["residual"] > 0.2
     assert "parent may be missing" in said.text and said.text.count("%") == 1  # of the residual

@@ -17,7 +17,7 @@ from fathom.checkpoints.origin import LocalOrigin
 from fathom.errors import ModelError
 from fathom.lineage import vocabulary as v
 from fathom.lineage.weights import open_weights
-from tests.lineage.zoo import build, edited, save, write_tokenizer
+from tests.lineage.zoo import LATENT, build, edited, save, write_tokenizer
 
 COMMON = dict(
     hidden_size=32,
@@ -122,19 +122,7 @@ def test_falcon_interleavings(changes, kv_heads, tmp_path):
 
 
 def test_latent_attention_is_composed(tmp_path):
-    config = tf.DeepseekV3Config(
-        **{**COMMON, "num_key_value_heads": 4},
-        q_lora_rank=12,
-        kv_lora_rank=10,
-        qk_nope_head_dim=6,
-        qk_rope_head_dim=4,
-        v_head_dim=8,
-        first_k_dense_replace=2,
-        n_routed_experts=4,
-        n_group=1,
-        topk_group=1,
-    )
-    model = build(config, 9)
+    model = build(tf.DeepseekV3Config(**COMMON, **LATENT), 9)
     weights = open_weights(save(model, tmp_path))
     for layer, found in enumerate(spied(model)):
         x, attention = found["x"][0], model.model.layers[layer].self_attn
@@ -179,7 +167,7 @@ def test_ambiguity_is_an_error_that_names_tensors(tmp_path, models):
         (lambda t: t.pop("model.layers.2.self_attn.q_proj.weight"), {}, "says 3 layers; attention was found in 2"),
         (lambda t: None, {"num_attention_heads": 8, "head_dim": 16}, "q of layer 0 is 64×64, wanted"),
         (lambda t: None, {"num_attention_heads": None}, "how many attention heads"),
-        (lambda t: t.pop("model.embed_tokens.weight"), {}, "no decoder found"),
+        (lambda t: t.pop("model.embed_tokens.weight"), {}, "no decoder found: its layers are known"),
         (lambda t: t.pop("model.layers.0.input_layernorm.weight"), {}, "norms have no known names"),
     ],
 )
@@ -305,9 +293,8 @@ def gguf(path, metadata, tensors):
     return path
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3"])
-def test_gguf(tmp_path, models, kind):
-    plain = open_weights(models(kind))
+def as_gguf(plain, kind):
+    """Metadata and tensors of a model as a GGUF file of float32."""
     g = plain.geometry
     meta = {
         "general.architecture": kind,
@@ -331,6 +318,13 @@ def test_gguf(tmp_path, models, kind):
                 heads = g.heads if role == "q" else g.kv_heads
                 value = value.reshape(heads, 2, g.head_dim // 2, -1).swapaxes(1, 2).reshape(value.shape)
             tensors[f"blk.{layer}.{name}.weight"] = (0, *raw(value))
+    return meta, tensors
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_gguf(tmp_path, models, kind):
+    plain = open_weights(models(kind))
+    meta, tensors = as_gguf(plain, kind)
     q8 = plain.tensor("up", 0).astype(np.float32).reshape(-1, 32)
     scale = (np.abs(q8).max(1) / 127).astype(np.float16)
     codes = np.rint(q8 / scale[:, None].astype(np.float32)).astype(np.int8)

@@ -23,6 +23,21 @@ SIZES = dict(
 )
 
 
+LATENT = dict(
+    num_key_value_heads=4,
+    q_lora_rank=12,
+    kv_lora_rank=10,
+    qk_nope_head_dim=6,
+    qk_rope_head_dim=4,
+    v_head_dim=8,
+    first_k_dense_replace=2,
+    n_routed_experts=4,
+    n_group=1,
+    topk_group=1,
+)
+"""Of a model with latent attention."""
+
+
 def tiny_config(kind: str = "llama", **changes):
     return {"llama": LlamaConfig, "qwen3": Qwen3Config}[kind](**{**SIZES, **changes})
 

@@ -108,8 +108,6 @@ def planes(m: int, rotary: str) -> Array:
 
 def balance_qk(layer: Layer, geometry: Geometry) -> Layer:
     """Fix the scale of every query against its keys."""
-    if "q" not in layer or "k" not in layer:
-        return dict(layer)
     if geometry.late_norm:
         return _one_scale_a_head(layer, geometry)
     if geometry.qk_norm:
