@@ -245,6 +245,7 @@ def function(name, **function):
         ({"structured_outputs": {"json": "{"}}, "structured_outputs", ""),
         ({"structured_outputs": {}}, "structured_outputs", "one of"),
         ({"structured_outputs": {"backend": "x"}}, "structured_outputs", "not supported"),
+        ({"structured_outputs": {"json": {}, "backend": "x"}}, "structured_outputs", "backend: not supported"),
         ({"tools": [NOW, NOW]}, "tools", "one name"),
         ({"tools": [function("a b")]}, "tools", "pattern"),
         ({"tools": [function("a", parameters={"type": "string"})]}, "tools", "object"),

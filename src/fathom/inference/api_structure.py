@@ -29,10 +29,10 @@ class Strict(BaseModel):
         """The object without nulls and with one unknown field only, because each unknown field would be an error."""
         if not isinstance(given, dict):
             return given
-        said = {key: value for key, value in given.items() if value is not None}
-        others = {key for key in said if key not in cls.model_fields}
-        first = next((key for key in said if key in others), None)
-        return {key: value for key, value in said.items() if key == first or key not in others}
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        said = {key: given[key] for key in known if given.get(key) is not None}
+        other = next((key for key, value in given.items() if value is not None and key not in known), None)
+        return said if other is None else {**said, other: given[other]}
 
 
 class _NamedSchema(Strict):
