@@ -144,7 +144,7 @@ def test_the_model_itself_is_not_overwritten(bases, capsys):
     assert (Path(bases["llama"]) / "config.json").read_text() == before
 
 
-def test_a_search_prints_a_table_and_keeps_a_report(tmp_path, capsys):
+def test_a_search_prints_a_table_and_keeps_a_figure(tmp_path, capsys):
     base = export_tiny(tmp_path / "base", mixer="none")
     text = tmp_path / "text.jsonl"
     rows = [{"text": f"{i} fathoms of a dark sea, measured with lead and line " * 2} for i in range(9)]
@@ -157,5 +157,6 @@ def test_a_search_prints_a_table_and_keeps_a_report(tmp_path, capsys):
     best = report["spans"][0]
     assert f"--layers {best['layers']}" in printed and len(report["spans"]) == 2 * (4 + 3)
     assert best["again"]["pairs"] == 5 and best["again"]["low"] < best["again"]["high"]
+    assert (tmp_path / "spans" / "spans.svg").read_text().lstrip().startswith("<svg")
     assert main([*words, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)[0]["layers"] == best["layers"]
