@@ -37,12 +37,12 @@ def test_source_counts_at_three_billion(variant, sublayers, final):
     assert counts[:-1] == rule[variant]
 
 
-@pytest.mark.parametrize("prelude,coda", [(0, 0), (1, 1), (2, 0)])
+@pytest.mark.parametrize("prelude,coda,parallel", [(0, 0, False), (1, 1, False), (2, 0, False), (1, 0, True)])
 @pytest.mark.parametrize("variant", ["block_sum", "snapshot", "delta", "delta_block"])
-def test_source_counts_are_the_states_that_are_read(variant, prelude, coda):
-    """The declared number against what is pooled, in every trip of a loop."""
+def test_source_counts_are_the_states_that_are_read(variant, prelude, coda, parallel):
+    """The declared number against what is pooled, in every trip of a loop; parallel sub-layers read before both."""
     loop = {"recurrence": "loop", "recurrence_options": {"trips": 3, "prelude": prelude, "coda": coda}}
-    model, seen = build(case(variant, 3, layers=5, **loop)), []
+    model, seen = build(case(variant, 3, layers=5, parallel_residual=parallel, **loop)), []
     for module in model.modules():
         if isinstance(module, AttentionResiduals):
             read = module.read

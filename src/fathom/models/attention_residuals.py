@@ -291,8 +291,7 @@ def _counts(config: FathomConfig, sublayers: list[int]) -> list[tuple[int, int]]
     options = AttentionResidualsOptions.of(config)
     variant, block, counts = options.variant, options.block_size, []
     for read in range(len(sublayers) + 1):
-        together = variant in DELTAS and config.parallel_residual
-        written = sublayers[: read - read % 2 if together else read]
+        written = sublayers[: read - read % 2 if config.parallel_residual else read]
         begun = sum(s % block == 0 for s in written[1:])  # blocks after the first
         if variant == "snapshot":
             ended = [(s + 1) % block == 0 for s in written]
