@@ -342,8 +342,10 @@ def test_the_default_context_is_the_models_own_under_any_name(exported: Path, to
 def test_other_conditions_are_computed_anew(exported: Path, tmp_path: Path, capsys) -> None:
     words = ["evaluate", str(exported / "vanilla"), "--perplexity", str(exported / "text.jsonl"), "--device", "cpu"]
     assert main([*words, "--context", "16", "--out", str(tmp_path)]) == 0
-    assert main([*words, "--context", "8", "--out", str(tmp_path)]) == 0
-    assert "other conditions" in capsys.readouterr().err
+    for changed in (["--context", "8"], ["--context", "8", "--stride", "4"]):
+        capsys.readouterr()
+        assert main([*words, *changed, "--out", str(tmp_path)]) == 0
+        assert "other conditions" in capsys.readouterr().err
 
 
 def test_a_fingerprint_knows_the_chat_template_and_special_tokens(tmp_path: Path) -> None:

@@ -529,6 +529,14 @@ def test_an_arm_has_no_rate_of_its_own(tmp_path: Path, own: str) -> None:
     assert make(tmp_path, "vanilla,mine=vanilla;optim.warmup=0.2").arms[1].name == "mine"
 
 
+@pytest.mark.parametrize("own", ["train.steps=9", "train={steps: 9}"])
+def test_the_control_has_no_steps_of_its_own(tmp_path: Path, own: str) -> None:
+    """FLOPs, rates and tokens of every size are counted with the size's steps; an arm may have its own."""
+    with pytest.raises(SettingsError, match=r"arm mine: train.steps is set by the ladder's sizes.* ladder.tokens"):
+        make(tmp_path, f"mine=vanilla;{own},depth_attention")
+    assert make(tmp_path, f"vanilla,mine=vanilla;{own}").arms[1].own_steps
+
+
 def test_a_control_with_a_share_of_the_layers_counts_its_own(tmp_path: Path) -> None:
     """Its tokens follow its own parameters, and an arm of all layers gets a control as large."""
     rules = {"layers": [2, 4, 4, 4], "hidden": [16, 16, 24, 32]}

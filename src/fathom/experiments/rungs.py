@@ -381,11 +381,16 @@ def load_ladder(path: Path, arms: str, overrides: Sequence[str] = (), out: Path 
 
 def checked(ladder: Ladder, begins: bool = True) -> Ladder:
     """Check a ladder: open the data, build every arm's recipe and, if it `begins`, its model. Reject sizes that read a
-    sequence twice or do not grow, and arms with their own learning rate."""
+    sequence twice or do not grow, arms with their own learning rate, and a control with its own steps."""
     for arm in ladder.arms:
         if arm.name.startswith(MATCHED):
             raise SettingsError(f"arms={arm.name}: a name that begins with {MATCHED} is a control's")
         _check_rate(ladder, arm)
+    if ladder.control.own_steps:
+        raise SettingsError(
+            f"arm {ladder.control.name}: train.steps is set by the ladder's sizes, whose tokens are the control's; "
+            f"{SECTION}.tokens or {SECTION}.tokens_per_parameter sets them for all arms"
+        )
     given = ladder.recipe.data
     data = open_data(given.directory, verify=False, collections=given.collections)
     _check_domains(ladder)
