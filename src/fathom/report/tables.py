@@ -12,8 +12,17 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
+PlainTable = tuple[str, list[str], list[list[str]]]
+"""Caption, columns, rows: for a page and for a terminal."""
 NAME = 24
 """Characters of a row's name that stay on one line."""
+
+
+def without(column: str, table: PlainTable) -> PlainTable:
+    """A table that has one column less."""
+    caption, columns, rows = table
+    at = columns.index(column)
+    return caption, columns[:at] + columns[at + 1 :], [row[:at] + row[at + 1 :] for row in rows]
 
 
 def line_width() -> int:

@@ -22,7 +22,6 @@ from fathom.evaluation.caches.results import (
     CacheReport,
     CacheRow,
     CheckpointCaches,
-    Compression,
     Load,
     Questions,
 )
@@ -236,14 +235,16 @@ def test_compressions_are_counted_whatever_comes_first(here: Path, methods: str)
     assert asked.schedule(checkpoint) == Schedule.at(32, 2, 0.75)
 
 
+SHAPE = Schedule(64, 4, 30)
+
+
 def cache(nats: Sequence[list[float]] = (), recall: dict[str, Recall] | None = None) -> CacheRow:
     times = {"p50": 1.0, "p90": 1.0, "max": 1.0}
     return CacheRow(list(nats), recall or {}, 0.1, [], [Load(4096, 64, 32_000, None, 1.0, times, "wall time")])
 
 
-def found_in(row: CacheRow, schedule: Compression | None = None) -> CheckpointCaches:
-    shape = schedule or Compression(64, 4, 30, 30, 2)
-    return CheckpointCaches("", None, shape, 0, "documents", Questions(0, {}, []), {"freqkv": row}, Spectrum())
+def found_in(row: CacheRow, schedule: Schedule = SHAPE) -> CheckpointCaches:
+    return CheckpointCaches("", None, schedule, 0, "documents", Questions(0, {}, []), {"freqkv": row}, Spectrum())
 
 
 def report_of(values: CheckpointCaches) -> CacheReport:
@@ -292,7 +293,7 @@ def test_spans_begin_at_the_window_whatever_the_ratio() -> None:
     """F = 24 does not divide N = 40: a stretch of F would hold tokens of the window too."""
     schedule = Schedule.at(40, 4, 0.4)
     nats = [[0.0] * 5 + [8.0] * 10] * 2  # stretches of gcd(40, 24) = 8, the window free of charge
-    measured = found_in(cache(nats=nats), Compression(40, schedule.sinks, schedule.kept, freed=24, chunk=8))
+    measured = found_in(cache(nats=nats), schedule)
     found = summarize({"m": measured}, ["freqkv"], [1, 3]).checkpoints["m"].caches["freqkv"]
     assert found.spans == [[0.0, 0.0], [1.0, 1.0]] and found.beyond == [1.0, 1.0]
     assert found.loss == [0.0, pytest.approx(1 / 3), 1.0, 1.0, 1.0]

@@ -30,7 +30,6 @@ from fathom.evaluation.caches.results import (
     CacheReport,
     CacheRow,
     CheckpointCaches,
-    Compression,
     Load,
     Questions,
 )
@@ -218,11 +217,10 @@ class Evaluation:
         self._say_what_it_takes(policies)
         caches = {method: self._cache(method, policy) for method, policy in policies.items()}
         reference = self._answers("full", replace(next(iter(policies.values())), method="full", window=None))
-        schedule = self.schedule
         return CheckpointCaches(
             directory=str(self.checkpoint.directory),
             tuned=read_json(self.checkpoint.directory / CONFIG).get("kvcache"),
-            schedule=Compression(schedule.window, schedule.sinks, schedule.kept, schedule.freed, schedule.chunk),
+            schedule=self.schedule,
             documents=len(self.texts),
             haystack="documents" if any(text.shape[1] >= self.size for text in self.texts) else "random tokens",
             questions=Questions(len(self.prompts), self.left_out, reference),
