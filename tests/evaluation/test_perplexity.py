@@ -29,7 +29,6 @@ from fathom.evaluation.paired import Items, difference, group_difference, rows
 from fathom.evaluation.perplexity import Cut, Domain, DomainScore, Passage, read_domains, score
 from fathom.evaluation.scoring import Checkpoint, evaluate
 from fathom.models import FathomConfig, FathomForCausalLM
-from fathom.report.statistics import paired_difference
 
 TEXTS = ["a river is measured in fathoms", "the depth — ø — of the sea, " * 4, "x", "lead and rope " * 9]
 SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -225,12 +224,6 @@ def test_each_input_is_a_domain(tmp_path: Path) -> None:
             read_domains(inputs)
     assert [d.name for d in read_domains([old, f"new={new}"])] == ["wiki", "new"]
     assert len(read_domains([f"wiki={old}", f"wiki={new}"])[0].documents) == 2
-
-
-def test_the_interval_is_students_for_equal_weights() -> None:
-    values, control = [0.3, 0.9, 0.1, 0.7], [0.2, 0.5, 0.3, 0.1]
-    ours, theirs = difference(Items(values), Items(control)), paired_difference(values, control)
-    assert (ours.mean, ours.half_width, ours.p) == pytest.approx((theirs.mean, theirs.half_width, theirs.p))
 
 
 def test_the_interval_has_teeth() -> None:

@@ -87,6 +87,7 @@ def run_task(
         include: A folder with further tasks, as lm-eval's own YAML.
     """
     from lm_eval import evaluator
+    from lm_eval.utils import handle_non_serializable
 
     evaluator.get_git_commit_hash = commit  # lm-eval's own version makes git complain outside a checkout
     # lm-eval prints to standard output, which is for results: send that to the log.
@@ -110,7 +111,9 @@ def run_task(
         for metric, aggregation in loaded["tasks"][task].aggregation().items():
             made = _items(documents, metric, getattr(aggregation, "__name__", ""), found["results"][task])
             items.update({f"{task}/{key}": value for key, value in made.items()})
-    return TaskResult(plain(found), items, notes)
+    # As lm-eval's own command writes them to a file.
+    results = json.loads(json.dumps(found, default=handle_non_serializable, ensure_ascii=False))
+    return TaskResult(results, items, notes)
 
 
 def items_of(results: Sequence[TaskResult]) -> dict[tuple[str, str], Items | list[Items]]:
@@ -158,13 +161,6 @@ def fitted(markdown: str, width: int) -> list[Text | Table]:
     return made
 
 
-def plain(results: Mapping[str, object]) -> dict[str, Any]:
-    """lm-eval's results as its own command writes them to a file."""
-    from lm_eval.utils import handle_non_serializable
-
-    return json.loads(json.dumps(results, default=handle_non_serializable, ensure_ascii=False))
-
-
 def _items(
     documents: list[dict[str, Any]], metric: str, aggregation: str, numbers: Mapping[str, object]
 ) -> dict[str, Items]:
@@ -199,7 +195,7 @@ def _whole(parts: list[Items], reported: float) -> Items | list[Items] | None:
 
 
 def _same(a: float, b: float) -> bool:
-    return abs(a - b) <= 1e-9 * max(1.0, abs(b))
+    return math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-9)
 
 
 def _leaves(children: Mapping[str, Sequence[str]], group: str) -> list[str]:

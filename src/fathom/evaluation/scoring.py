@@ -100,14 +100,10 @@ class Settings(Opening):
             if not above.is_dir():
                 raise SettingsError(f"out={self.out}: {above} is not a directory")
 
-    @property
-    def reading(self) -> Reading:
-        """How documents are read."""
-        return Reading(text_field=self.text_field, domain_field=self.domain_field)
-
     def texts(self) -> list[Domain]:
         """The texts in `perplexity`, by domain."""
-        return read_domains(self.perplexity, self.reading, self.split, self.limit) if self.perplexity else []
+        reading = Reading(text_field=self.text_field, domain_field=self.domain_field)
+        return read_domains(self.perplexity, reading, self.split, self.limit) if self.perplexity else []
 
 
 @dataclass
@@ -139,6 +135,13 @@ class Checkpoint:
     def close(self) -> None:
         """Release the model."""
         self.opened = self.lm = None
+
+    def scored(self) -> dict[tuple[str, str], Scored]:
+        """The items of every score, by task or text and metric."""
+        found: dict[tuple[str, str], Scored] = {**items_of(list(self.tasks.values()))}
+        for name, score in _with_whole(self.domains).items():
+            found.update({(name, metric): items for metric, items in score.items().items()})
+        return found
 
     def fingerprint(self) -> str:
         """A hash that changes with the directory's weights, configuration, tokenizer or chat template."""
@@ -229,13 +232,6 @@ def under_budgets(checkpoints: Sequence[Checkpoint], words: str | None) -> list[
 
 def summarize(checkpoints: Sequence[Checkpoint], context: int | None, stride: int | None) -> ScoresReport:
     """The report for programs: lm-eval's JSON unchanged, the text scores, and the table's rows."""
-    scores: dict[str, dict[tuple[str, str], Scored]] = {}
-    for checkpoint in checkpoints:
-        mine = scores[checkpoint.name] = {}
-        if checkpoint.tasks:
-            mine.update(items_of(list(checkpoint.tasks.values())))
-        for name, score in _with_whole(checkpoint.domains).items():
-            mine.update({(name, metric): items for metric, items in score.items().items()})
     entries = {
         checkpoint.name: CheckpointScores(
             directory=str(checkpoint.directory),
@@ -247,7 +243,9 @@ def summarize(checkpoints: Sequence[Checkpoint], context: int | None, stride: in
         )
         for checkpoint in checkpoints
     }
-    return ScoresReport(__version__, entries, context, (stride or context) if context else None, rows(scores))
+    stride = (stride or context) if context else None
+    found = rows({checkpoint.name: checkpoint.scored() for checkpoint in checkpoints})
+    return ScoresReport(__version__, entries, context, stride, found)
 
 
 def show(checkpoints: Sequence[Checkpoint], report: ScoresReport, out: Path | None = None) -> None:
