@@ -211,11 +211,6 @@ def test_nothing_is_fetched(full: ComparisonReport):
     assert not re.findall(r'(?:src|href)="(?!data:)|url\(|@import', page(full))
 
 
-def test_json_has_no_infinity(tmp_path: Path):
-    written, _ = blocks.write(tmp_path, {"a": [float("inf"), 1.0], "b": {"c": float("nan")}}, "")
-    assert json.loads(written.read_text()) == {"a": [None, 1.0], "b": {"c": None}}
-
-
 @pytest.mark.parametrize("low, high", [(0, 1), (-0.013, 0.002), (3.9, 4.4), (0, 123456), (5, 5)])
 def test_ticks_are_few_and_inside(low: float, high: float):
     found = ticks(low, high)

@@ -11,6 +11,7 @@ import torch
 from fathom.experiments.ladder_results import BudgetRow, LadderBudget, Resolution, Width
 from fathom.experiments.rungs import Ladder, Size
 from fathom.experiments.simulation import Truth, resolution
+from fathom.report.tables import PlainTable
 from fathom.training import build_training
 
 TIMED = 5
@@ -85,8 +86,8 @@ def _resolution(ladder: Ladder) -> Resolution | None:
     return Resolution(decades, width(Truth()), width(TOYS))
 
 
-def budget_rows(found: LadderBudget) -> tuple[str, list[str], list[list[str]]]:
-    """Caption, columns, rows."""
+def budget_rows(found: LadderBudget) -> PlainTable:
+    """The cost of every rung."""
     columns = ["rung", "parameters", "tokens", "steps", "runs", "FLOPs", "s/step", "hours"]
     rows = [
         [

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import yaml
@@ -16,24 +15,19 @@ from fathom.experiments.differences import awaited, family_size
 from fathom.report import html
 from fathom.report.numbers import DASH, short
 from fathom.report.plots import IntervalMark, Line, ends, interval_plot, reach
-from fathom.report.tables import terminal_table
+from fathom.report.tables import PlainTable, terminal_table, without
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 
-def write_report(report: ComparisonReport, out: Path) -> tuple[Path, Path]:
-    """Write `report.json` and `report.html` into a comparison's directory."""
-    return html.write(out, report, page(report))
-
-
 def tables(report: ComparisonReport) -> list[Table]:
-    """Two tables for a terminal of 80 columns: the loss of each arm, and its cost."""
-    return [terminal_table(*quality_rows(report)), terminal_table(*cost_rows(report, narrow=True))]
+    """Two tables for a terminal, which has no room for quartiles: the loss of each arm, and its cost."""
+    return [terminal_table(*quality_rows(report)), terminal_table(*without("quartiles", cost_rows(report)))]
 
 
-def quality_rows(report: ComparisonReport) -> tuple[str, list[str], list[list[str]]]:
-    """Caption, columns, rows: the loss of each arm."""
+def quality_rows(report: ComparisonReport) -> PlainTable:
+    """The loss of each arm."""
     arms = report.arms
     columns = ["arm", "loss", "difference", "Holm p", "perplexity", "bits/byte"]
     rows = []
@@ -53,11 +47,9 @@ def quality_rows(report: ComparisonReport) -> tuple[str, list[str], list[list[st
     return f"Held-out loss in nats per token ({seeds(many)}); paired difference {interval}{failed}", columns, rows
 
 
-def cost_rows(report: ComparisonReport, narrow: bool = False) -> tuple[str, list[str], list[list[str]]]:
-    """Caption, columns, rows: the cost of each arm; `narrow` shortens numbers for a terminal."""
-    columns = ["arm", "params", "FLOPs/token", "cache B/token", "step time", "memory"]
-    if not narrow:
-        columns = ["arm", "parameters", "FLOPs/token", "cache bytes/token", "step time", "quartiles", "peak memory"]
+def cost_rows(report: ComparisonReport) -> PlainTable:
+    """The cost of each arm."""
+    columns = ["arm", "parameters", "FLOPs/token", "cache B/token", "step time", "quartiles", "memory"]
     rows = []
     for arm in report.arms:
         measured = arm.measured
@@ -66,13 +58,8 @@ def cost_rows(report: ComparisonReport, narrow: bool = False) -> tuple[str, list
         time = ratio(measured.time.median) if measured else "1" if control else DASH
         memory = ratio(measured.memory_bytes[0] / measured.memory_bytes[1]) if measured else "1" if control else DASH
         cell = DASH if cache is None else f"{cache:,.0f}"
-        if narrow:
-            flops = short(arm.flops_per_token)
-            rows.append([arm.name, short(arm.parameters), flops, cell, time, memory])
-            continue
         spread = f"{measured.time.low:.3f} … {measured.time.high:.3f}" if measured else DASH
-        flops = f"{arm.flops_per_token:,.0f}"
-        rows.append([arm.name, f"{arm.parameters:,}", flops, cell, time, spread, memory])
+        rows.append([arm.name, f"{arm.parameters:,}", short(arm.flops_per_token), cell, time, spread, memory])
     first = report.arms[0]
     step = f"a training step of {first.tokens // first.steps:,} tokens"
     return f"Cost; time and memory of {step} as ratios to the control", columns, rows
@@ -240,11 +227,9 @@ def _solved(report: ComparisonReport) -> Markup:
     rows = []
     for arm in report.arms:
         for found in arm.trips.solved if arm.trips is not None else ():
-            gap = found.gap
-            ends = DASH if gap is None or gap.low is None else f"{gap.low:+.4f} … {gap.high:+.4f}"
-            value, tokens = (DASH, DASH) if gap is None else (f"{gap.value:+.4f}", f"{gap.tokens:,}")
-            rows.append([arm.name, str(found.seed), f"{found.jacobi_rounds:g}", value, ends, tokens])
-    columns = ["arm", "seed", "Jacobi rounds", "nats over decoding", "95 % interval", "on tokens"]
+            gap, tokens = (DASH, DASH) if found.gap is None else (found.gap.with_interval, f"{found.gap.tokens:,}")
+            rows.append([arm.name, str(found.seed), f"{found.jacobi_rounds:g}", gap, tokens])
+    columns = ["arm", "seed", "Jacobi rounds", "nats over decoding, 95 % interval", "on tokens"]
     note = (
         "In these arms an iteration reads later iterations of earlier tokens, so text that is read in parallel takes "
         "rounds that approximate decoding, and every held-out loss here is that of the rounds. The gap is measured on "
@@ -301,7 +286,7 @@ def _share_sentence(report: ComparisonReport) -> Markup:
     pair = f"{gap.a} minus {gap.b} is {gap}."
     why = (
         "by Fieller's theorem, uncorrected; uniform_depth averages where depth_attention attends."
-        if share.defined
+        if share.share is not None
         else "depth_attention has no significant gain over these seeds."
     )
     return html.paragraph(f"Averaging compared with attending: {share}; {why} {pair}")

@@ -31,10 +31,6 @@ class ShareOfGain:
     low: float | None
     high: float | None
     difference: PairGap
-    defined: bool = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.defined = self.share is not None
 
     def __str__(self) -> str:
         """The share and its interval in words, or that it is undefined."""
@@ -93,17 +89,6 @@ class Validation(TrainingLoss):
     seconds: list[float]
 
 
-@dataclass(frozen=True)
-class Machine:
-    """`machine.json` of a run: where it ran, and the sealed prediction that it ran under."""
-
-    cpu: str
-    cores: int
-    system: str
-    gpu: str | None = None
-    prediction: str | None = None
-
-
 @dataclass(frozen=True, kw_only=True)
 class RunRow(Evaluation):
     """A finished run: its last evaluation, its curves, its machine."""
@@ -112,7 +97,8 @@ class RunRow(Evaluation):
     directory: str
     seconds: float
     epochs: float
-    machine: Machine | None
+    machine: dict[str, object] | None
+    """`machine.json`: where it ran, and the sealed prediction that it ran under."""
     validation: Validation
     training_loss: TrainingLoss
 

@@ -19,7 +19,6 @@ from fathom.experiments.compare_results import (
     Curve,
     DomainMean,
     FailedRun,
-    Machine,
     PairGap,
     ParallelRun,
     RunRow,
@@ -244,7 +243,7 @@ def _result(plan: Plan, out: Path, arm: Arm, seed: int) -> RunRow | None:
         directory=str(run_dir.relative_to(out)),
         seconds=values.seconds,
         epochs=values.epochs,
-        machine=read_result(Machine, machine, "delete it") if machine.exists() else None,
+        machine=read_result(dict[str, object], machine, "delete it") if machine.exists() else None,
         validation=Validation(
             step=[int(look["step"]) for look in looks],
             loss=[look["val/loss"] for look in looks],
@@ -257,20 +256,16 @@ def _result(plan: Plan, out: Path, arm: Arm, seed: int) -> RunRow | None:
 
 def _curve(arm: ArmResult) -> Curve:
     """Validation loss while training: its mean over seeds, and the lowest and highest seed."""
-    columns = [run.validation for run in arm.runs]
-    rows = [_rows_of(run) for run in columns]
-    steps = _common(rows)
-    counts = [columns[0].tokens[rows[0][step]] for step in steps]
-    losses = [[run.loss[row[step]] for run, row in zip(columns, rows, strict=True)] for step in steps]
+    looks = [run.validation for run in arm.runs]
+    runs = [{row[0]: row for row in zip(run.step, run.tokens, run.seconds, run.loss, strict=True)} for run in looks]
+    rows = [list(zip(*(run[step] for run in runs), strict=True)) for step in _common(runs)]
     return Curve(
-        tokens=counts,
-        flops=[count * arm.training_flops / arm.tokens for count in counts],
-        seconds=[
-            statistics.fmean(run.seconds[row[step]] for run, row in zip(columns, rows, strict=True)) for step in steps
-        ],
-        loss=[statistics.fmean(row) for row in losses],
-        low=[min(row) for row in losses],
-        high=[max(row) for row in losses],
+        tokens=[tokens[0] for _, tokens, _, _ in rows],
+        flops=[tokens[0] * arm.training_flops / arm.tokens for _, tokens, _, _ in rows],
+        seconds=[statistics.fmean(seconds) for _, _, seconds, _ in rows],
+        loss=[statistics.fmean(losses) for *_, losses in rows],
+        low=[min(losses) for *_, losses in rows],
+        high=[max(losses) for *_, losses in rows],
     )
 
 
@@ -280,17 +275,12 @@ def _by_step(lines: Sequence[dict[str, float]], key: str) -> list[dict[str, floa
     return [found[step] for step in sorted(found)]
 
 
-def _rows_of(columns: Validation) -> dict[int, int]:
-    """The index in the columns, by step."""
-    return {step: i for i, step in enumerate(columns.step)}
-
-
 def _losses(run: RunRow) -> dict[int, float]:
     """Training loss by step."""
     return dict(zip(run.training_loss.step, run.training_loss.loss, strict=True))
 
 
-def _common(runs: Sequence[Mapping[int, float]]) -> list[int]:
+def _common(runs: Sequence[Mapping[int, object]]) -> list[int]:
     """The steps that all runs have: a power cut may have lost lines."""
     return sorted(set(runs[0]).intersection(*runs[1:]))
 

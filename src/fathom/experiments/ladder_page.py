@@ -20,7 +20,7 @@ from fathom.report.numbers import DASH, short, signed
 from fathom.report.plots import Line
 from fathom.report.provenance import machine
 from fathom.report.results import to_json
-from fathom.report.tables import terminal_table
+from fathom.report.tables import PlainTable, terminal_table, without
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -50,9 +50,7 @@ def write_report(report: LadderReport, out: Path) -> tuple[Path, Path]:
 
 def tables(report: LadderReport) -> list[Table]:
     """Tables for a terminal; the multipliers' flags are in the verdict, because the table has no room for them."""
-    caption, columns, rows = multiplier_rows(report)
-    multipliers = caption, columns[:-1], [row[:-1] for row in rows]
-    found = [multipliers, *puzzle_tables(report), loss_rows(report)]
+    found = [without("flags", multiplier_rows(report)), *puzzle_tables(report), loss_rows(report)]
     return [terminal_table(*rows) for rows in found if rows[2]]
 
 
@@ -81,8 +79,8 @@ def page(report: LadderReport) -> str:
     )
 
 
-def multiplier_rows(report: LadderReport) -> tuple[str, list[str], list[list[str]]]:
-    """Caption, columns, rows: the compute multipliers."""
+def multiplier_rows(report: LadderReport) -> PlainTable:
+    """The compute multipliers."""
     rows = []
     for arm in report.arms[1:]:
         trend = arm.per_decade
@@ -101,14 +99,12 @@ def multiplier_rows(report: LadderReport) -> tuple[str, list[str], list[list[str
             ]
         )
     columns = ["arm", "middle", "last rung", "per decade", "Holm p", "diverged", "flags"]
-    if not any(arm.diverged[0] for arm in report.arms[1:]):
-        lost = columns.index("diverged")
-        columns, rows = [*columns[:lost], *columns[lost + 1 :]], [[*row[:lost], *row[lost + 1 :]] for row in rows]
-    return f"Compute that {report.control} would need over what the arm spends, 95 % interval", columns, rows
+    found = f"Compute that {report.control} would need over what the arm spends, 95 % interval", columns, rows
+    return found if any(arm.diverged[0] for arm in report.arms[1:]) else without("diverged", found)
 
 
-def puzzle_tables(report: LadderReport) -> list[tuple[str, list[str], list[list[str]]]]:
-    """Caption, columns, rows: accuracy by difficulty and solved runs; the control's FLOPs to solve it over an arm's."""
+def puzzle_tables(report: LadderReport) -> list[PlainTable]:
+    """Accuracy by difficulty and solved runs; the control's FLOPs to solve it over an arm's."""
     puzzle = report.puzzle
     if puzzle is None:
         return []
@@ -131,8 +127,8 @@ def puzzle_tables(report: LadderReport) -> list[tuple[str, list[str], list[list[
     return [(median, ["arm", *puzzle.domains, "FLOPs"], solved), (spent, ["arm", *puzzle.domains], sooner)]
 
 
-def loss_rows(report: LadderReport) -> tuple[str, list[str], list[list[str]]]:
-    """Caption, columns, rows: final loss and paired difference at every rung."""
+def loss_rows(report: LadderReport) -> PlainTable:
+    """Final loss and paired difference at every rung."""
     rows = []
     for arm in report.arms:
         cells = []
@@ -285,7 +281,7 @@ def _bowls(report: LadderReport) -> list[Markup]:
             rates, seen = zip(*runs, strict=True)
             lines = [Line("runs", rates, seen, i, joined=False)]
             if tuned.curvature is not None and tuned.least is not None:
-                reach = [int(place) for place, losses in tuned.losses.items() if all(map(math.isfinite, losses))]
+                reach = [place for place, losses in tuned.losses.items() if all(map(math.isfinite, losses))]
                 steps = [min(reach) + (max(reach) - min(reach)) * k / 24 for k in range(25)]
                 x = [math.log10(tuned.centre * 2**step) for step in steps]
                 y = [tuned.least + tuned.curvature * (step - tuned.place) ** 2 for step in steps]
@@ -379,7 +375,7 @@ def _law(report: LadderReport) -> Markup:
     return html.table(caption, columns, rows)
 
 
-def _sizes(report: LadderReport) -> tuple[str, list[str], list[list[str]]]:
+def _sizes(report: LadderReport) -> PlainTable:
     columns = ["rung", "layers", "width", "parameters", "tokens", "batch", "steps", "FLOPs", "seeds", "rate"]
     rows = [
         [
@@ -400,7 +396,7 @@ def _named(index: int, budget: int) -> str:
     return f"{index}, budget {budget + 1}" if budget else str(index)
 
 
-def _cells(report: LadderReport) -> tuple[str, list[str], list[list[str]]]:
+def _cells(report: LadderReport) -> PlainTable:
     columns = ["run", "layers", "parameters", "FLOPs", "rate", "decay", "losses by seed"]
     rows = [
         [

@@ -407,7 +407,7 @@ def checked(ladder: Ladder, begins: bool = True) -> Ladder:
 
 def _check_rate(ladder: Ladder, arm: Arm) -> None:
     """Reject an arm's own learning rate or weight decay, which the ladder would overwrite."""
-    kept = _all_layers(arm)
+    kept = _with_layers(arm, ladder._shape(0))
     own, base = kept.recipe(ladder.recipe).optim, ladder.recipe.optim
     written = {override.partition("=")[0].strip() for override in kept.overrides}
     for key in ("lr", "weight_decay"):
@@ -443,13 +443,6 @@ def _with_layers(arm: Arm, shape: Shape) -> Arm:
         key, _, value = override.partition("=")
         overrides.append(override if key != LAYERS else f"model.num_hidden_layers={share_of(shape.layers, value)}")
     return dataclasses.replace(arm, overrides=tuple(overrides))
-
-
-def _all_layers(arm: Arm) -> Arm:
-    """The arm without its share of a rung's layers."""
-    return dataclasses.replace(
-        arm, overrides=tuple(word for word in arm.overrides if not word.startswith(f"{LAYERS}="))
-    )
 
 
 def share_of(layers: int, text: str) -> int:

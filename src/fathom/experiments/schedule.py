@@ -113,16 +113,18 @@ def forget_failures(tasks: Iterable[Task]) -> None:
 
 
 def work_off(
-    upcoming: Callable[[], Sequence[Task]],
-    do: Callable[[Task, Claim], bool],
-    told: Callable[[Task, int, int], None],
+    out: Path,
+    upcoming: Callable[[], tuple[str, Sequence[Task]]],
+    do: Callable[[str, Task, Claim], bool],
+    quiet: bool,
 ) -> bool:
     """Take one task after another until none is left; False if a signal came.
 
     Args:
-        upcoming: The tasks of the directory, including settled ones.
-        do: Run or resume a task; False if a signal stopped it.
-        told: Called after a task with the numbers of settled and of all tasks.
+        out: The directory of the experiment.
+        upcoming: The stage, if there are several, and its tasks, including settled ones.
+        do: Run or resume a task of a stage; False if a signal stopped it.
+        quiet: Print no line for a finished task.
     """
     claims = dict[Path, Claims]()
 
@@ -130,7 +132,7 @@ def work_off(
         return claims.setdefault(task.out, Claims(task.out / CLAIMS)).take(task.name)
 
     while True:
-        every = upcoming()
+        stage, every = upcoming()
         pending = [task for task in every if not task.settled]
         if not pending:
             return True
@@ -140,13 +142,16 @@ def work_off(
             continue
         task, claim = claimed
         with claim:
-            if not task.settled and not do(task, claim):
+            if not task.settled and not do(stage, task, claim):
                 return False
-        told(task, len(every) - len(pending) + 1, len(every))
+        if not quiet:
+            name = task.name if task.out == out else f"rung {task.out.name}, {task.name}"
+            where = f" in {stage}" if stage else ""
+            _say(task, name, f"{len(every) - len(pending) + 1} of {len(every)}{where}")
         tidy()
 
 
-def say(task: Task, name: str, where: str) -> None:
+def _say(task: Task, name: str, where: str) -> None:
     """Print the result of a task in one line; nothing if it has none because the control failed."""
     if task.failure is not None:
         result = f"failed at step {task.failure.step}"
