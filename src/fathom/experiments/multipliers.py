@@ -49,7 +49,7 @@ from fathom.experiments.scaling import (
     fitted,
     horizontal,
 )
-from fathom.experiments.stages import SURE, State, beyond
+from fathom.experiments.stages import SURE, State, beyond, finite_losses
 from fathom.experiments.trips import Looped, refusal, worth
 from fathom.experiments.tuning import EDGE, FLAT
 from fathom.models.cost import as_decoded, cache_bytes_per_token
@@ -115,7 +115,7 @@ def summarize(state: State, source: Provenance) -> LadderReport:
         arms=arms,
         tuning=state.tuning()[1],
         law=_law(arms),
-        prediction=_prediction(state) if tuned else None,
+        prediction=_prediction(state, arms) if tuned else None,
         seed_control=_seed_control(state) if tuned else None,
         phi=_phi(state) if tuned else None,
         puzzle=puzzle_result(state) if tuned else None,
@@ -364,18 +364,15 @@ def _law(arms: Sequence[ArmRow]) -> Law | None:
     return next((Law(arm.floor, arm.slope) for arm in arms if arm.floor and arm.slope), None)
 
 
-def _prediction(state: State) -> PredictionRow | None:
+def _prediction(state: State, arms: Sequence[ArmRow]) -> PredictionRow | None:
     """The sealed prediction and the observed results."""
     sealed = state.sealed()
     if sealed is None:
         return None
-    size = state.ladder.sizes[-1]
     rows: list[Outcome] = []
     for row in sealed.rows:
-        arm = next(arm for arm in state.ladder.every_arm if arm.name == row.arm)
-        rung = state.rungs(arm, [size]).get(size)
-        observed = None if rung is None else rung.means[1] - rung.means[0]
-        forecast = row.difference
+        gap = next(arm.rungs[-1].difference for arm in arms if arm.name == row.arm)
+        observed, forecast = None if gap is None else gap.mean, row.difference
         inside = None
         if forecast is not None and observed is not None:
             inside = forecast.low <= observed <= forecast.high
@@ -403,21 +400,15 @@ def _rung_and_seed(path: str) -> tuple[int, int]:
 
 def _seed_control(state: State) -> SeedControl | None:
     """The seed control: the control with other initial values, whose multiplier's interval must cover 1."""
-    runs = [run for run in state.seed_controls() if run.done]
-    rungs, rows = list[Rung](), list[SeedControlRung]()
+    runs, at = state.seed_controls(), dict[Size, Rung]()
     for size in state.ladder.sizes:
-        control = state.losses(size, state.ladder.control)
-        own = {run.seed: run.loss() for run in runs if run.run_dir.parent.name == size.name}
-        seeds = [seed for seed in sorted(own) if seed in control and math.isfinite(own[seed])]
-        if not seeds:
-            continue
-        x = math.log(state.flops[state.ladder.control, size])
-        rung = Rung(x, tuple(control[seed] for seed in seeds), x, tuple(own[seed] for seed in seeds))
-        rungs.append(rung)
-        rows.append(SeedControlRung(size.index, paired_difference(rung.arm, rung.control)))
-    if not rows:
+        own = finite_losses(run for run in runs if run.run_dir.parent.name == size.name)
+        if (rung := state.paired(size, own, state.flops[state.ladder.control, size])) is not None:
+            at[size] = rung
+    if not at:
         return None
-    fit = fitted(tuple(rungs))
+    rows = [SeedControlRung(size.index, paired_difference(rung.arm, rung.control)) for size, rung in at.items()]
+    fit = fitted(tuple(at.values()))
     multiplier = None if fit is None else _factor(fit.log_multiplier(fit.centre))
     covers = None if multiplier is None else multiplier.low <= 1 <= multiplier.high
     return SeedControl(rows, multiplier, covers)

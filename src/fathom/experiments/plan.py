@@ -190,7 +190,13 @@ def check(plan: Plan, out: Path | None = None, begins: bool = True) -> None:
         if begins:
             device_of(recipe.train.device)
             check_model(recipe, data)
-    for task in plan.runs(out) if out is not None else ():
+    if out is not None:
+        check_runs(plan, out)
+
+
+def check_runs(plan: Plan, out: Path) -> None:
+    """Reject runs of another recipe than the plan's."""
+    for task in plan.runs(out):
         path = task.run_dir / RECIPE
         if path.exists():
             differing = differences(load_recipe(path), task.recipe)

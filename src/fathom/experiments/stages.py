@@ -10,17 +10,17 @@ check   half and twice the learning rate at the largest size
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 
-from fathom.checkpoints.layout import ARMS, PLAN, RESULT
+from fathom.checkpoints.layout import PLAN, RESULT
 from fathom.data.puzzles import is_puzzle
 from fathom.errors import SettingsError
 from fathom.experiments.arms import Arm
 from fathom.experiments.ladder_results import Forecast, Prediction, Tuned
-from fathom.experiments.plan import Plan, PlanValues
+from fathom.experiments.plan import Plan, PlanValues, check_runs
 from fathom.experiments.rungs import (
     CHECK,
     MATCHED,
@@ -37,7 +37,7 @@ from fathom.experiments.rungs import (
 from fathom.experiments.scaling import DECADE, ESTIMATOR, Posterior, Rung, fitted
 from fathom.experiments.schedule import Task
 from fathom.experiments.tuning import LEARNED, bowl, first_places, next_place, pooled_sigma
-from fathom.recipe import Recipe, differences
+from fathom.recipe import Recipe
 from fathom.report.files import asdict, digest, read_json, write_json
 from fathom.report.results import read_result, restored
 from fathom.report.statistics import holm
@@ -220,20 +220,22 @@ class State:
 
     def losses(self, size: Size, arm: Arm) -> dict[int, float]:
         """Final losses of finished runs, by seed."""
-        found = {run.seed: run.loss() for run in self.runs(size, arm)}
-        return {seed: loss for seed, loss in found.items() if math.isfinite(loss)}
+        return finite_losses(self.runs(size, arm))
 
     def rungs(self, arm: Arm, sizes: Sequence[Size]) -> dict[Size, Rung]:
         """Losses of an arm and the control at each rung, of the seeds that both finished; rungs without one are left
         out."""
-        found = {}
-        for size in sizes:
-            control, own = self.losses(size, self.ladder.control), self.losses(size, arm)
-            seeds = sorted(set(control) & set(own))
-            if seeds:
-                x_control, x_arm = (math.log(self.flops[one, size]) for one in (self.ladder.control, arm))
-                found[size] = Rung(x_control, tuple(control[s] for s in seeds), x_arm, tuple(own[s] for s in seeds))
-        return found
+        found = ((size, self.paired(size, self.losses(size, arm), self.flops[arm, size])) for size in sizes)
+        return {size: rung for size, rung in found if rung is not None}
+
+    def paired(self, size: Size, own: dict[int, float], flops: float) -> Rung | None:
+        """Losses by seed of runs of so many FLOPs, and those of the control; None if they share no seed."""
+        control = self.losses(size, self.ladder.control)
+        seeds = sorted(set(control) & set(own))
+        if not seeds:
+            return None
+        x_control, x_own = math.log(self.flops[self.ladder.control, size]), math.log(flops)
+        return Rung(x_control, tuple(control[s] for s in seeds), x_own, tuple(own[s] for s in seeds))
 
     def fit(self, arm: Arm, sizes: Sequence[Size]) -> Posterior | None:
         """The posterior of an arm, if it has one."""
@@ -341,25 +343,14 @@ class State:
         for size in sizes:
             path, planned = self.rung_dir(size) / PLAN, self.plans[size]
             remedy = "delete it to write it again"
-            if not path.exists() or read_result(PlanValues, path, remedy) != planned.written():  # seeds were added
-                changed = _changed(Plan.read(path.parent), planned, path.parent) if path.exists() else []
-                if changed:
-                    raise SettingsError(
-                        f"{path}: runs of this size have another recipe; different: {', '.join(changed)}"
-                    )
-                path.parent.mkdir(parents=True, exist_ok=True)
+            if not path.exists() or read_result(PlanValues, path, remedy) != planned.written():
+                check_runs(planned, path.parent)  # seeds may be added, and learning rates change until a run exists
                 write_json(path, planned.written())
 
 
-def _changed(begun: Plan, planned: Plan, rung: Path) -> list[str]:
-    """The differences of two plans of a size; arms may differ, for instance in learning rates, until a run exists."""
-    found = differences(begun.recipe, planned.recipe)
-    before = {arm.name: arm.overrides for arm in begun.arms}
-    for arm in planned.arms:
-        changed = set(before.get(arm.name, arm.overrides)) ^ set(arm.overrides)
-        if changed and (rung / ARMS / arm.name).exists():
-            found += sorted({f"{arm.name}'s {override.partition('=')[0]}" for override in changed})
-    return found
+def finite_losses(runs: Iterable[Task]) -> dict[int, float]:
+    """Final losses of runs that have one, by seed."""
+    return {run.seed: loss for run in runs if math.isfinite(loss := run.loss())}
 
 
 def _loss_at(tuned: Tuned, rate: float) -> float:
