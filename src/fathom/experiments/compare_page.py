@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import yaml
@@ -44,7 +44,8 @@ def quality_rows(report: ComparisonReport) -> PlainTable:
     if not many:
         return f"Held-out loss: no seed is finished by every arm yet{failed}", columns, rows
     interval = "with its 95 % interval over seeds" if many > 1 else "without an interval: one seed"
-    return f"Held-out loss in nats per token ({seeds(many)}); paired difference {interval}{failed}", columns, rows
+    mean = f"mean of {many} seeds" if many > 1 else "one seed"
+    return f"Held-out loss in nats per token ({mean}); paired difference {interval}{failed}", columns, rows
 
 
 def cost_rows(report: ComparisonReport) -> PlainTable:
@@ -106,11 +107,6 @@ def ratio(value: float) -> str:
     return f"× {value:.3f}"
 
 
-def seeds(count: int) -> str:
-    """A number of seeds in words."""
-    return "one seed" if count == 1 else f"mean of {count} seeds"
-
-
 def _differences(report: ComparisonReport) -> Markup:
     arms = _compared(report)
     items = [IntervalMark(arm.name, arm.gap.mean, arm.gap.low, arm.gap.high, i) for i, arm in arms]
@@ -157,7 +153,7 @@ def _curve(report: ComparisonReport, key: CurveAxis, x_label: str, caption: str 
 def _positions(report: ComparisonReport) -> Markup:
     """Loss, and its difference to the control, over equal parts of the context."""
     control = report.arms[0]
-    length = _sequence_length(report.recipe)
+    length = report.recipe["data"]["sequence_length"]
     count = len(control.position_loss)
     read = [place for place, loss in enumerate(control.position_loss) if loss is not None]
     if len(read) < 2:
@@ -183,12 +179,6 @@ def _gap_along(series: int, arm: ArmResult, places: Sequence[float]) -> Line:
     high = [row.high for row in rows if row.high is not None]
     bands = (None, None) if len(low) < len(rows) else (low, high)
     return Line(arm.name, places, [row.mean for row in rows], series, *bands)
-
-
-def _sequence_length(recipe: Mapping[str, object]) -> int:
-    data = recipe["data"]
-    assert isinstance(data, dict)
-    return int(data["sequence_length"])
 
 
 def _trips(report: ComparisonReport) -> Markup:
@@ -332,7 +322,8 @@ def _method(report: ComparisonReport) -> list[str]:
         "halting): steps and learning-rate schedule were scaled.",
         "flops": "All arms spent the control's training FLOPs: steps and learning-rate schedule were scaled.",
     }
-    own = [arm.name for arm in report.arms[1:] if _own_steps(arm)]
+    arms = (Arm(arm.name, arm.mechanism, tuple(arm.overrides)) for arm in report.arms[1:])
+    own = [arm.name for arm in arms if arm.own_steps]
     budget = equal[report.equal] + (f" Except {', '.join(own)}, which have their own train.steps." if own else "")
     tests = family_size(report)
     lines = [
@@ -395,10 +386,6 @@ def _held_out(report: ComparisonReport) -> list[str]:
             "domain, chosen by a fixed hash"
         )
     return [f"Held-out loss is on {tokens}, {where}; the same text for every arm and seed."]
-
-
-def _own_steps(arm: ArmResult) -> bool:
-    return Arm(arm.name, arm.mechanism, tuple(arm.overrides)).own_steps
 
 
 def _shared(report: ComparisonReport) -> str:

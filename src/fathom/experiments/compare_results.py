@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from fathom.report.numbers import DASH
 from fathom.report.provenance import Provenance
@@ -243,7 +243,7 @@ class ComparisonReport(Provenance):
     arms: list[ArmResult]
     between: list[PairGap]
     share_of_uniform_depth: ShareOfGain | None
-    recipe: dict[str, object]
+    recipe: dict[str, Any]
     ladder: str | None
     """The path of the ladder's report, if this is one of its sizes."""
 

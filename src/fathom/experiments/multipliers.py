@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 
 import numpy as np
+from scipy.interpolate import make_interp_spline
 
 from fathom.experiments.acquisition import puzzle_result, puzzle_words
 from fathom.experiments.arms import Arm, tokens
@@ -289,16 +290,8 @@ def _view(study: Study, costs: Sequence[tuple[float, float]]) -> Interval:
     """M in another cost: the cost of a control that matches the arm, over the arm's cost."""
     xs = np.array([rung.x_control for rung in study.rungs])
     wanted = study.top + study.fit.log_multiplier(study.top)
-    control = _interpolated(wanted, xs, np.log([cost[0] for cost in costs]))
-    return _factor(control - math.log(costs[-1][1]))
-
-
-def _interpolated(x: np.ndarray, xs: np.ndarray, ys: np.ndarray) -> np.ndarray:
-    """Piecewise linear interpolation, extended linearly beyond both ends."""
-    place = np.clip(np.searchsorted(xs, x) - 1, 0, len(xs) - 2)
-    share = (x - xs[place]) / (xs[place + 1] - xs[place])
-    made: np.ndarray = ys[place] + share * (ys[place + 1] - ys[place])
-    return made
+    control = make_interp_spline(xs, np.log([cost[0] for cost in costs]), k=1)  # extended linearly beyond both ends
+    return _factor(control(wanted) - math.log(costs[-1][1]))
 
 
 def _tuning_flags(state: State, arm: Arm) -> list[str]:

@@ -53,11 +53,8 @@ class Scores:
     def gap(self, of: Callable[[Answer], float | None]) -> str:
         """The mean difference to the full cache, paired over questions, with its interval."""
         pairs = [(of(a), of(b)) for a, b in zip(self.mine, self.full, strict=True)]
-        mine = [a for a, b in pairs if a is not None and b is not None]
-        full = [b for a, b in pairs if a is not None and b is not None]
-        if not mine:
-            return DASH
-        return str(paired_difference(mine, full))
+        both = [(a, b) for a, b in pairs if a is not None and b is not None]
+        return str(paired_difference(*zip(*both, strict=True))) if both else DASH
 
 
 def solved(values: CheckpointCaches) -> tuple[list[str], list[str]]:
