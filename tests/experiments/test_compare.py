@@ -91,7 +91,7 @@ def test_everything_is_reported(planted):
 def test_finished_work_is_kept_and_the_report_made_from_it(planted, monkeypatch):
     report, out = planted
     (out / "report.json").unlink()
-    monkeypatch.setattr("fathom.experiments.schedule.run_training", None)  # nothing may run
+    monkeypatch.setattr("fathom.experiments.schedule.train", None)  # nothing may run
     again = carry_out(Plan.read(out), out, quiet=True)
     assert replace(again, date="", command="") == replace(report, date="", command="")
 
@@ -186,7 +186,7 @@ def test_a_seed_whose_control_failed_is_left_out(planted, tmp_path: Path, monkey
         (run / "result.json").unlink()
         (run / "failed.json").write_text(json.dumps({"error": "stopped", "step": 7}))
     shutil.rmtree(tmp_path / "part/arms/again/seed-1")
-    monkeypatch.setattr("fathom.experiments.schedule.run_training", None)  # it is not trained for nothing
+    monkeypatch.setattr("fathom.experiments.schedule.train", None)  # it is not trained for nothing
     report = carry_out(plan, tmp_path / "part", quiet=True)
     assert report.seeds == [0, 2] and [len(arm.runs) for arm in report.arms] == [2, 2, 1]
     assert "better ended" in report.verdict and "without an interval" in report.verdict
@@ -422,7 +422,7 @@ def finished(planted, tmp_path: Path, monkeypatch) -> tuple[Plan, Path]:
     _, out = planted
     shutil.copytree(out, tmp_path / "copy")
     (tmp_path / "copy" / "report.json").unlink(missing_ok=True)
-    monkeypatch.setattr("fathom.experiments.schedule.run_training", None)
+    monkeypatch.setattr("fathom.experiments.schedule.train", None)
     return Plan.read(out), tmp_path / "copy"
 
 

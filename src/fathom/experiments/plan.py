@@ -73,9 +73,8 @@ class Plan:
             seed: Its seed.
             alone: Whether it counts without the control's run of its seed.
         """
-        place = lambda name: out / ARMS / name / f"seed-{seed}"  # noqa: E731
-        control = None if alone else place(self.control.name)
-        return Task(out, place(arm), arm, seed, partial(self.run_recipe, arm, seed), control)
+        run, control = (out / ARMS / name / f"seed-{seed}" for name in (arm, self.control.name))
+        return Task(out, run, arm, seed, partial(self.run_recipe, arm, seed), None if alone else control)
 
     def runs(self, out: Path, alone: bool = False) -> list[Task]:
         """All runs in the order of a single worker: seed by seed, so that a partial report is paired."""

@@ -93,8 +93,28 @@ class Task:
         return mean if math.isfinite(mean) else math.inf
 
     def run(self, claim: Claim, **facts: str) -> bool:
-        """Train or resume; `facts` go into its `machine.json`. False if a signal stopped it."""
-        return run_training(self.recipe, self.run_dir, claim, **facts)
+        """Train or resume; a diverged run leaves `failed.json`. False if a signal stopped it.
+
+        Args:
+            claim: The claim on this run, which must not be lost.
+            facts: Written to the run's `machine.json` with those about the machine.
+        """
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        write_json(self.run_dir / MACHINE, {**hardware(), **facts})
+        try:
+            with ProgressBar(self.run_dir.name, self.recipe.train.steps) as bar:
+                finished = train(self.recipe, self.run_dir, callbacks=[Watch(claim, bar)]).finished
+            if finished and not math.isfinite(held_out(self.run_dir).loss):
+                claim.require()
+                (self.run_dir / RESULT).unlink()  # first, so that a run that is killed here is evaluated again
+                write_json(self.run_dir / FAILED, Failure("its held-out loss is not finite", self.recipe.train.steps))
+            return finished
+        except TrainingError as error:
+            if error.step is None:
+                raise  # not caused by the arm, such as a full disk
+            claim.require()
+            write_json(self.run_dir / FAILED, Failure(" ".join(str(error).split()), error.step))
+            return True
 
 
 def read_failure(run_dir: Path) -> Failure | None:
@@ -167,33 +187,6 @@ def _ready(pending: Sequence[Task]) -> Sequence[Task]:
     runs = [task for task in pending if not task.timed]
     shared = torch.cuda.is_available() and pending[0].recipe.train.device != "cpu"
     return (runs or pending[:1]) if shared else pending
-
-
-def run_training(recipe: Recipe, run_dir: Path, claim: Claim, **facts: str) -> bool:
-    """Train or resume a run; a diverged run leaves `failed.json`. False if a signal stopped it.
-
-    Args:
-        recipe: What to train.
-        run_dir: Where.
-        claim: The claim on this run, which must not be lost.
-        facts: Written to the run's `machine.json` with those about the machine.
-    """
-    run_dir.mkdir(parents=True, exist_ok=True)
-    write_json(run_dir / MACHINE, {**hardware(), **facts})
-    try:
-        with ProgressBar(run_dir.name, recipe.train.steps) as bar:
-            finished = train(recipe, run_dir, callbacks=[Watch(claim, bar)]).finished
-        if finished and not math.isfinite(held_out(run_dir).loss):
-            claim.require()
-            (run_dir / RESULT).unlink()  # first, so that a run that is killed here is evaluated again
-            write_json(run_dir / FAILED, Failure("its held-out loss is not finite", recipe.train.steps))
-        return finished
-    except TrainingError as error:
-        if error.step is None:
-            raise  # not caused by the arm, such as a full disk
-        claim.require()
-        write_json(run_dir / FAILED, Failure(" ".join(str(error).split()), error.step))
-        return True
 
 
 class Watch(Hook):
