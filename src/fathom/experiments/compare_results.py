@@ -68,7 +68,6 @@ class DomainMean:
 
     loss: float
     bits_per_byte: float
-    accuracy: float | None = None
     difference: Difference | None = None
     """Difference to the control."""
 

@@ -385,11 +385,9 @@ def share_of_gain(arms: Sequence[ArmResult], between: Sequence[PairGap]) -> Shar
 
 def _domain(runs: Sequence[RunRow], name: str) -> DomainMean:
     scores = [run.domains[name] for run in runs]
-    right = [score.accuracy for score in scores if score.accuracy is not None]
     return DomainMean(
         loss=statistics.fmean(score.loss for score in scores),
         bits_per_byte=statistics.fmean(score.bits_per_byte for score in scores),
-        accuracy=statistics.fmean(right) if right else None,
     )
 
 

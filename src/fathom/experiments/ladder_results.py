@@ -47,11 +47,9 @@ class CurvePoint:
 class RungRow(Size):
     """One rung: the control's sizes and rate."""
 
-    head_dim: int
     batch: int
     sealed: bool
     seeds: list[int]
-    directory: str
     flops: float
     rate: float | None
 
@@ -236,8 +234,6 @@ class Phi:
     high: float = math.nan
     budgets: int = 0
     cells: int = 0
-    without: tuple[float, ...] = ()
-    """φ with each cell left out."""
 
 
 @dataclass(frozen=True)

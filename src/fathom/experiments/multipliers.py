@@ -37,7 +37,7 @@ from fathom.experiments.ladder_results import (
     Views,
 )
 from fathom.experiments.plan import Plan, read_measured
-from fathom.experiments.rungs import MATCHED, RUNGS, Size, rounded, without_embeddings
+from fathom.experiments.rungs import MATCHED, Size, rounded, without_embeddings
 from fathom.experiments.scaling import (
     DECADE,
     ESTIMATOR,
@@ -141,11 +141,9 @@ def _rung(state: State, size: Size, tuned: bool) -> RungRow:
     seeds = ladder.seeds[size.index - 1]
     return RungRow(
         **vars(size),
-        head_dim=ladder.recipe.config().head_dim,
         batch=size.rows * ladder.recipe.data.sequence_length,
         sealed=sealed,
         seeds=list(range(ladder.first_seed(), ladder.first_seed() + seeds)),
-        directory=f"{RUNGS}/{size.name}",
         flops=state.flops[ladder.control, size],
         rate=state.rate(ladder.control, size) if tuned else None,
     )
