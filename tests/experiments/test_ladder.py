@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from fathom.cli.main import main
-from fathom.errors import SettingsError, TrainingError
+from fathom.errors import SettingsError
 from fathom.experiments.arms import training_flops
 from fathom.experiments.budget import budget
 from fathom.experiments.ladder import add_seeds, climb, rewrite
@@ -705,27 +705,9 @@ ONE_RUNG = {
 }
 
 
-class Dying(Planted):
-    """Some runs diverge, having solved the puzzle or not."""
-
-    def __init__(self, dies: dict[tuple[str, str], float]) -> None:
-        super().__init__()
-        self.dies = dies
-
-    def train(self, recipe, run_dir, callbacks=(), **more):
-        share = self.dies.get(run_dir.parts[-2:])
-        if share is None:
-            return super().train(recipe, run_dir, callbacks, **more)
-        rows = [{"step": 1, "val/z60-2/accuracy": share, "val/z60-4/accuracy": share}, {"step": 2, "skipped": 1}]
-        (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        raise TrainingError("stopped at step 2: diverged", 2)
-
-
 def test_what_diverged_has_not_solved_a_puzzle(tmp_path: Path, monkeypatch) -> None:
     """Not if it had solved it before; and a control that diverged takes no runs of others with it."""
-    trainer = Dying({("vanilla", "seed-1"): 0.0, ("better", "seed-2"): 0.95})
-    monkeypatch.setattr("fathom.experiments.schedule.train", trainer.train)
-    monkeypatch.setattr("fathom.experiments.schedule.tidy", lambda: None)
+    trainer = planted(monkeypatch, dies={("vanilla", "seed-1"): 0.0, ("better", "seed-2"): 0.95})
     report = climb(make(tmp_path, "vanilla,better=depth_attention", **ONE_RUNG), tmp_path / "out", quiet=True)
     found = {row.arm: row.domains["z60-4"] for row in report.puzzle.rows}
     assert [len(row.accuracy) for row in found.values()] == [4, 4] and "better/seed-1" in " ".join(trainer.done)

@@ -29,11 +29,3 @@ def test_every_column_is_there(monkeypatch, width: int) -> None:
         assert part in words, part
     assert any(LONG in line for line in lines) == (width == 200)
     assert max(map(len, lines)) <= width
-
-
-def test_a_least_width_cuts_columns_off(monkeypatch) -> None:
-    """The control: what it was before."""
-    monkeypatch.setenv("COLUMNS", "80")
-    table = terminal_table("Losses", ["arm", "111 k", "201 k", "302 k", "454 k"], ROWS)
-    table.columns[0].width, table.columns[0].min_width = None, NAME
-    assert "+0.0307 (1)" not in " ".join(shown(table, 80))
