@@ -181,7 +181,7 @@ def test_a_seed_whose_control_failed_is_left_out(planted, tmp_path: Path, monkey
     assert report.seeds == [0, 2] and [len(arm.runs) for arm in report.arms] == [2, 2, 1]
     assert "better ended" in report.verdict and "without an interval" in report.verdict
     assert "vanilla with seed 1 (at step 7) and better with seed 2 (at step 7) failed" in report.verdict
-    assert best_run(tmp_path / "part").parent.name == "better" and "Not finished" not in page(report)
+    assert best_run(tmp_path / "part").parent.name == "better" and "planned seeds are done" not in report.verdict
 
 
 def test_nothing_finished_is_said(planted, tmp_path: Path):
@@ -429,10 +429,12 @@ def test_seeds_that_are_added_after_a_report_make_it_exploratory(finished):
 
 def test_an_interrupted_comparison_that_ends_as_planned_is_not_blamed(finished):
     plan, out = finished
-    run = out / "arms/better/seed-2/result.json"
-    run.rename(run.with_name("kept"))
-    assert "2 of 3 planned seeds are done" in rewrite_report(plan, out).verdict
-    run.with_name("kept").rename(run)
+    first, second = (out / f"arms/better/seed-{seed}/result.json" for seed in (1, 2))
+    for run, words in ((second, "2 of 3 planned seeds are done"), (first, "another order; 1 of 3 planned seeds are")):
+        run.rename(run.with_name("kept"))
+        assert words in rewrite_report(plan, out).verdict
+    for run in (first, second):
+        run.with_name("kept").rename(run)
     report = carry_out(plan, out, quiet=True)
     assert not report.exploratory and any(arm.difference.significant for arm in report.arms[1:])
 
@@ -450,7 +452,6 @@ def test_a_seed_that_failed_is_not_awaited(finished):
         (out / f"arms/{arm}/seed-2/failed.json").write_text(json.dumps({"error": "stopped", "step": 7}))
     report = carry_out(plan, out, quiet=True)
     assert report.seeds == [0, 1] and "planned seeds are done" not in report.verdict
-    assert "Not finished" not in page(report)
 
 
 def test_a_damaged_report_is_an_error_before_work(finished):

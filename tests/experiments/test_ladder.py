@@ -173,7 +173,8 @@ def test_stages_come_one_after_the_other(tmp_path: Path, monkeypatch) -> None:
     planted(monkeypatch)
     ladder, out = make(tmp_path), tmp_path / "out"
     for reached, (stage, following) in enumerate(zip(STAGES, ("rungs", "last", "last", "check", "done"), strict=True)):
-        assert climb(ladder, out, until=stage, quiet=True).stage == following
+        report = climb(ladder, out, until=stage, quiet=True)
+        assert report.stage == following and ("Not finished: " in report.verdict) == (following != "done")
         assert (out / "rungs/1/arms").exists() == (reached >= 1) and (out / "prediction.json").exists() == (
             reached >= 2
         )
@@ -654,7 +655,7 @@ def test_a_decoded_token_reads_the_layers_that_decoding_visits(tmp_path: Path) -
 def test_a_ladder_whose_runs_all_diverged_says_so(tmp_path: Path, monkeypatch) -> None:
     planted(monkeypatch, diverges=0.0)
     report = climb(make(tmp_path, **SMALL, tune_points=[]), tmp_path / "out", quiet=True)
-    assert report.stage == "done" and "No run has a result yet" in report.verdict
+    assert report.stage == "done" and "No run of a model size has a result yet" in report.verdict
     assert "uns diverged and are excluded from the losses and count as unsolved: vanilla 4 of 4" in report.verdict
 
 

@@ -16,12 +16,11 @@ from functools import partial
 from pathlib import Path
 
 from fathom.checkpoints.layout import PLAN, REPORT
-from fathom.errors import SettingsError
 from fathom.experiments.arms import Equal
 from fathom.experiments.compare_page import page
 from fathom.experiments.compare_results import ComparisonReport
 from fathom.experiments.differences import seeds_changed, summarize
-from fathom.experiments.plan import Plan, check_machine, make_plan
+from fathom.experiments.plan import Plan, check_machine, make_plan, plan_file
 from fathom.experiments.schedule import carry_through, check_processes, forget_failures, work_off
 from fathom.recipe import Recipe
 from fathom.report import html
@@ -92,8 +91,7 @@ def carry_out(
 
 def rewrite_report(plan: Plan, out: Path) -> ComparisonReport:
     """The report of the finished runs, with the provenance of the last complete report if there is one."""
-    if not (out / PLAN).exists():
-        raise SettingsError(f"{out}: contains no comparison ({PLAN} is missing)")
+    plan_file(out, PLAN, "comparison")  # which must exist
     report = summarize(plan, out, recorded(out / REPORT))
     html.write(out, report, page(report))
     return report

@@ -11,7 +11,7 @@ from markupsafe import Markup
 
 from fathom.experiments.arms import Arm
 from fathom.experiments.compare_results import ArmResult, ArmTrips, ComparisonReport, CurveAxis, DomainMean
-from fathom.experiments.differences import awaited, family_size
+from fathom.experiments.differences import family_size
 from fathom.report import html
 from fathom.report.numbers import DASH, short
 from fathom.report.plots import IntervalMark, Line, ends, interval_plot, reach
@@ -88,7 +88,6 @@ def page(report: ComparisonReport) -> str:
         html.section("Every run", _runs(report)),
         html.section("How to read this", html.bullets(_method(report))),
         html.section("Where it comes from", _provenance(report)),
-        note=_unfinished(report),
     )
 
 
@@ -396,13 +395,6 @@ def _shared(report: ComparisonReport) -> str:
         return "Every parameter of equal name and shape started from bitwise equal values (checked)."
     words = ", ".join(f"{name} {equal} of {shared}" for name, shared, equal in counts)
     return f"Parameters of equal name and shape that started from bitwise equal values: {words}."
-
-
-def _unfinished(report: ComparisonReport) -> str:
-    done, coming = len(report.seeds), len(awaited(report))
-    if not coming:
-        return ""
-    return f"Not finished: {done} of {done + coming} planned seeds are finished by every arm and shown."
 
 
 def _provenance(report: ComparisonReport) -> Markup:

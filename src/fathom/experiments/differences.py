@@ -49,7 +49,7 @@ def summarize(plan: Plan, out: Path, source: Provenance) -> ComparisonReport:
     A failed arm is excluded from that seed; if the control failed, the whole seed is excluded.
     """
     done = {seed: {arm.name: _result(plan, out, arm, seed) for arm in plan.arms} for seed in plan.seeds}
-    failed = _failed(plan, out)
+    failed = [FailedRun(**vars(why), arm=run.arm, seed=run.seed) for run in plan.runs(out) if (why := run.failure)]
     lost = {(row.arm, row.seed) for row in failed}
     whole = [seed for seed, runs in done.items() if all(run or (name, seed) in lost for name, run in runs.items())]
     control = plan.control.name
@@ -111,7 +111,7 @@ def verdict(report: ComparisonReport) -> str:
     scope = f"at {in_words(control.parameters)} parameters and {_tokens(control, arms)}"
     if count == 1:
         parts = [f"{arm.name} ended {arm.direction} {control.name}" for arm in arms]
-        words = f"{scope}, {_join(parts)}; another seed may give another order"
+        words = "; ".join([f"{scope}, {_join(parts)}", "another seed may give another order", *_conditions(report)])
         return f"With one seed there is no interval: {words}{left_out}.{smoke_test(report)}"
     lower, higher = ([arm for arm in arms if arm.gap.significant and sign * arm.gap.mean > 0] for sign in (-1, 1))
     family = family_size(report)
@@ -159,11 +159,6 @@ def family_size(report: ComparisonReport) -> int:
     """Number of differences of the final loss tested together: to the control, and between the other arms."""
     rows = [*(arm.gap for arm in report.compared), *report.between]
     return sum(row.p is not None for row in rows)
-
-
-def _failed(plan: Plan, out: Path) -> list[FailedRun]:
-    """The runs that failed."""
-    return [FailedRun(**vars(why), arm=run.arm, seed=run.seed) for run in plan.runs(out) if (why := run.failure)]
 
 
 def _left_out(report: ComparisonReport) -> str:

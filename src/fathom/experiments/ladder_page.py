@@ -75,7 +75,6 @@ def page(report: LadderReport) -> str:
         html.section("Runs that failed", _diverged(report)),
         html.section("How to read this", html.bullets(_method(report))),
         html.section("Where it comes from", _provenance(report)),
-        note=_unfinished(report),
     )
 
 
@@ -459,12 +458,6 @@ def _method(report: LadderReport) -> list[str]:
     if any(LAYERS in override for arm in report.arms for override in arm.overrides):
         lines.append("Arms with a share of the layers have fewer layers than the control.")
     return lines
-
-
-def _unfinished(report: LadderReport) -> str:
-    if report.stage == "done" or report.verdict.startswith("Not finished"):
-        return ""
-    return f"Not finished: in stage {report.stage}, {report.pending} runs remain."
 
 
 def _provenance(report: LadderReport) -> Markup:

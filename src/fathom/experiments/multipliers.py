@@ -440,9 +440,7 @@ def verdict(report: LadderReport) -> str:
     """The verdict, by fixed rules, a line each: what is missing or doubtful, the sealed prediction, then the
     findings."""
     if not report.arms or not any(row.loss for arm in report.arms for row in arm.rungs):
-        if report.stage != "done":
-            return "No model size has been finished yet, so there is no result."
-        return _lines(["No run has a result yet", *_missing(report)], [])
+        return _lines(["no run of a model size has a result yet", *_missing(report)], [])
     arms = [arm for arm in report.arms[1:] if not arm.matched]
     parts = [*_missing(report), *_doubts(report), *_seal_words(report)]
     if report.puzzle is not None:
