@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from benchmarks.ladder_simulation import PHI, simulate_trips
 
-from fathom.experiments.trips import ONE_BUDGET, refusal, worth
+from fathom.experiments.trips import ONE_BUDGET, worth
 
 NOISE = (0.003, 0.003, 0.01)
 
@@ -27,11 +27,8 @@ def test_without_noise_phi_is_the_truth(phi: float) -> None:
 
 
 def test_one_budget_is_refused() -> None:
-    runs = simulate_trips(0, NOISE, budgets=(20.0,))
-    assert refusal(runs) == ONE_BUDGET
-    with pytest.raises(ValueError, match="one token budget"):
-        worth(runs)
+    assert worth(simulate_trips(0, NOISE, budgets=(20.0,))).refused == ONE_BUDGET
 
 
 def test_one_number_of_trips_is_refused() -> None:
-    assert "nothing to compare" in str(refusal(simulate_trips(0, NOISE, trips=(3,))))
+    assert "nothing to compare" in str(worth(simulate_trips(0, NOISE, trips=(3,))).refused)

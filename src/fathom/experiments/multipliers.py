@@ -51,7 +51,7 @@ from fathom.experiments.scaling import (
     horizontal,
 )
 from fathom.experiments.stages import SURE, State, beyond, finite_losses
-from fathom.experiments.trips import Looped, refusal, worth
+from fathom.experiments.trips import Looped, worth
 from fathom.experiments.tuning import EDGE, FLAT
 from fathom.models.cost import as_decoded, cache_bytes_per_token
 from fathom.models.registry import DEFAULTS, recurrence_class
@@ -424,10 +424,7 @@ def _phi(state: State) -> Phi | None:
             inside = (last - first) * every / config.num_hidden_layers if trips > 1 else 0.0
             loss = statistics.fmean(losses)
             found.append(Looped(every - inside, inside, trips, size.tokens, loss, size.name))
-    if all(run.trips == 1 for run in found):
-        return None
-    why = refusal(found)
-    return worth(found) if why is None else Phi(refused=why)
+    return None if all(run.trips == 1 for run in found) else worth(found)
 
 
 UNDECIDED = (

@@ -65,12 +65,11 @@ def budgets_of(runs: Sequence[Looped]) -> int:
 
 
 def worth(runs: Sequence[Looped]) -> Phi:
-    """φ by least squares with a random effect of each cell; Student's t with (cells - 2) degrees of freedom. The losses
-    are means over seeds; a `ValueError` if `refusal` has an objection.
+    """φ by least squares with a random effect of each cell, or why there is none; Student's t with (cells - 2) degrees
+    of freedom. The losses are means over seeds.
     """
-    why = refusal(runs)
-    if why is not None:
-        raise ValueError(why)
+    if (why := refusal(runs)) is not None:
+        return Phi(refused=why)
     fit = _Fit(runs)
     value, error = fit.best()
     half = float(stdtrit(len(fit.cells) - 2, 0.975)) * error
