@@ -190,6 +190,10 @@ def test_a_worse_arm_and_a_hint_are_called_that():
     said = verdict(report_of(arm("vanilla", 4.0, None), worse, hint))
     assert "slow's validation loss is higher than vanilla's by 0.1000 ± 0.0100" in said
     assert "not by Holm's test for 2 comparisons: a hint of a difference to vanilla, not significant" in said
+    third, pairs = arm("third", 3.95, gap(-0.05, 0.09, 0.4)), (("slow", "maybe"), ("slow", "third"), ("maybe", "third"))
+    between = tuple(PairGap(0.0, 3, 0.02, 0.8, 0.8, a=a, b=b) for a, b in pairs)
+    best = verdict(report_of(arm("vanilla", 4.0, None), worse, hint, third, between=between))
+    assert best.endswith("maybe and third do not differ significantly."), "the two that are lowest"
 
 
 def test_a_sentence_gives_no_arm_the_tokens_of_another():

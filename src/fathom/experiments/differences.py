@@ -55,11 +55,8 @@ def summarize(plan: Plan, out: Path, source: Provenance) -> ComparisonReport:
     control = plan.control.name
     seeds = [seed for seed in whole if done[seed][control] and sum(run is not None for run in done[seed].values()) > 1]
     arms = [_arm(plan, out, arm, [run for seed in seeds if (run := done[seed][arm.name])]) for arm in plan.arms]
-    between = compare_runs(arms) if seeds else []
     exploratory = seeds_changed(plan, out)
-    for row in (*(arm.difference for arm in arms), *between) if exploratory else ():
-        if row is not None:
-            row.p_holm = None  # no difference is significant
+    between = compare_runs(arms, judged=not exploratory) if seeds else []
     report = ComparisonReport(
         **vars(source),
         equal=plan.equal,
@@ -280,16 +277,17 @@ def _common(runs: Sequence[Mapping[int, object]]) -> list[int]:
     return sorted(set(runs[0]).intersection(*runs[1:]))
 
 
-def compare_runs(arms: Sequence[ArmResult]) -> list[PairGap]:
+def compare_runs(arms: Sequence[ArmResult], judged: bool = True) -> list[PairGap]:
     """Add paired differences to the control (the first arm) to every other arm; returns those between the others.
 
     All p values are adjusted as one family, so the chance of any false positive stays below 5 %, whatever the number of
-    arms.
+    arms. If they are not `judged`, none is adjusted, and no difference is significant.
     """
     found = [arm for arm in arms[1:] if arm.runs]
     _add_differences(found, arms[0])
     between = _between(found)
-    adjust([*(arm.gap for arm in found), *between], len(found) + 1)
+    if judged:
+        adjust([*(arm.gap for arm in found), *between], len(found) + 1)
     return between
 
 
@@ -437,18 +435,12 @@ def _noise(arms: Sequence[ArmResult], control: ArmResult) -> list[str]:
 
 def _rivals(report: ComparisonReport) -> list[str]:
     """Whether depth_attention beats uniform_depth, or else whether the best two of several arms differ."""
-    rows = report.between
-    share = report.share_of_uniform_depth
-    if share is not None:
-        row = share.difference
-    elif rows:
-        best = sorted(report.compared, key=lambda arm: arm.gap.mean)[:2]
-        names = {arm.name for arm in best}
-        found = next((r for r in rows if {r.a, r.b} == names), None)
-        if found is None:
-            return []
-        row = found
+    if (share := report.share_of_uniform_depth) is not None:
+        names = {share.difference.a, share.difference.b}
     else:
+        names = {arm.name for arm in sorted(report.compared, key=lambda arm: arm.gap.mean)[:2]}
+    row = next((row for row in report.between if {row.a, row.b} == names), None)
+    if row is None:
         return []
     low, high = (row.a, row.b) if row.mean < 0 else (row.b, row.a)
     if row.significant:
