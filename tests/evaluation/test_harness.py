@@ -202,7 +202,7 @@ def test_tasks_run_without_a_network(
     numbers = {name: value for result in ours for name, value in result.results["results"].items()}
     for row in found:
         assert row.scores["ours"] == pytest.approx(numbers[row.task][f"{row.metric},none"], rel=1e-9)
-    text = tables(ours)
+    text = tables(result.results for result in ours)
     assert "|piqa" in text and "|blimp" in text and "Groups" in text
     assert [note for result in ours for note in result.notes] == [
         "arc_easy: scored on validation because there is no test split",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -135,15 +135,15 @@ def items_of(results: Sequence[TaskResult]) -> dict[tuple[str, str], Items | lis
     return made
 
 
-def tables(results: Sequence[TaskResult]) -> str:
-    """lm-eval's own tables of several tasks, as one."""
+def tables(results: Iterable[Mapping[str, Any]]) -> str:
+    """lm-eval's own tables of the JSON of several tasks, as one."""
     from lm_eval.utils import make_table
 
     keys = ("results", "groups", "group_subtasks", "versions", "n-shot", "higher_is_better")
     whole: dict[str, dict[str, object]] = {key: {} for key in keys}
     for result in results:
         for key in keys:
-            whole[key].update(result.results.get(key, {}))
+            whole[key].update(result.get(key, {}))
     text = make_table(whole)
     return f"{text}\n{make_table(whole, 'groups')}" if whole["groups"] else text
 

@@ -248,25 +248,24 @@ def summarize(checkpoints: Sequence[Checkpoint], context: int | None, stride: in
     return ScoresReport(__version__, entries, context, stride, found)
 
 
-def show(checkpoints: Sequence[Checkpoint], report: ScoresReport, out: Path | None = None) -> None:
+def show(report: ScoresReport, out: Path | None = None) -> None:
     """lm-eval's tables, then one for all checkpoints, and the path of the page."""
     from rich.console import Console
 
     console = Console(highlight=False, width=line_width())
-    for checkpoint in checkpoints:
-        if checkpoint.tasks:
-            print(f"{checkpoint.name} ({checkpoint.directory})\n")
-            console.print(*fitted(tables(list(checkpoint.tasks.values())), console.width), sep="\n\n")
-        for note in report.checkpoints[checkpoint.name].notes:
+    for name, entry in report.checkpoints.items():
+        if entry.tasks:
+            print(f"{name} ({entry.directory})\n")
+            console.print(*fitted(tables(entry.tasks.values()), console.width), sep="\n\n")
+        for note in entry.notes:
             print(note)
-    names = [checkpoint.name for checkpoint in checkpoints]
-    if len(names) > 1 or checkpoints[0].domains:
+    names, scores = list(report.checkpoints), [score for *_, score in report.texts()]
+    if len(names) > 1 or scores:
         texts = {text for _, text, _ in report.texts()}
         shown = report.rows if len(names) > 1 else [row for row in report.rows if row.task in texts]
         console.print(table(shown, names))
-    if checkpoints[0].domains:
+    if scores:
         console.print("", terminal_table("", *context_table(report)))
-    scores = [score for *_, score in report.texts()]
     if any(score.trips_per_token is not None for score in scores):
         console.print("", _by_trips(report))
     if any(score.decoding is not None for score in scores):
