@@ -11,16 +11,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from fathom.evaluation.results import ScoreGap, ScoreRow
 from fathom.report.statistics import CONFIDENCE, Difference, adjust, combined_difference, weighted_difference
-from fathom.report.tables import terminal_table
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 
 @dataclass(frozen=True)
@@ -79,21 +74,6 @@ def rows(scores: Mapping[str, Mapping[tuple[str, str], Scored]]) -> list[ScoreRo
     return made
 
 
-def table(found: Sequence[ScoreRow], names: Sequence[str]) -> Table:
-    """Rows for a terminal."""
-    return terminal_table("", *table_of(found, names), left=2)
-
-
-def table_of(found: Sequence[ScoreRow], names: Sequence[str]) -> tuple[list[str], list[list[str]]]:
-    """Columns and rows; an asterisk marks differences that are significant after Holm's adjustment over the table."""
-    cells = []
-    for row in found:
-        values = [_number(row.scores.get(name)) for name in names]
-        gaps = [str(row.differences.get(name, "not paired")) for name in names[1:]]
-        cells.append([row.task, row.metric, *values, *gaps])
-    return ["task", "metric", *names, *(f"{name} against {names[0]}" for name in names[1:])], cells
-
-
 def _compare(items: Scored, control: Scored) -> ScoreGap | None:
     pairs = list(zip(_parts(items), _parts(control), strict=False))
     if not all(mine.pairs_with(theirs) for mine, theirs in pairs):
@@ -119,7 +99,3 @@ def _score(items: Scored) -> float:
 
 def _weights(items: Items) -> np.ndarray:
     return np.ones(len(items.values)) if items.weights is None else np.asarray(items.weights, float)
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.4f}" if abs(value) < 1e5 else f"{value:.4g}"

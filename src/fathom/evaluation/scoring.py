@@ -26,11 +26,11 @@ from fathom.data.sources import Reading
 from fathom.errors import FathomError, ModelError, SettingsError, to_install
 from fathom.evaluation.budgets import limited
 from fathom.evaluation.harness import TaskResult, TaskSettings, fitted, items_of, open_lm, run_task, tables
-from fathom.evaluation.paired import Scored, rows, table
+from fathom.evaluation.paired import Scored, rows
 from fathom.evaluation.perplexity import LONGEST_DEFAULT_CONTEXT, Cut, Domain, DomainScore, read_domains, read_sample
 from fathom.evaluation.perplexity import score as score_domain
 from fathom.evaluation.results import WHOLE, CheckpointScores, ScoresReport, TextScore
-from fathom.evaluation.scores_page import context_table, interval_notes, page
+from fathom.evaluation.scores_page import context_table, interval_notes, page, score_table
 from fathom.evaluation.tasks import file_task, task_names
 from fathom.report import html
 from fathom.report.files import asdict, read_json, write_json
@@ -259,13 +259,13 @@ def show(report: ScoresReport, out: Path | None = None) -> None:
             console.print(*fitted(tables(entry.tasks.values()), console.width), sep="\n\n")
         for note in entry.notes:
             print(note)
-    names, scores = list(report.checkpoints), [score for *_, score in report.texts()]
-    if len(names) > 1 or scores:
-        texts = {text for _, text, _ in report.texts()}
-        shown = report.rows if len(names) > 1 else [row for row in report.rows if row.task in texts]
-        console.print(table(shown, names))
-    if scores:
-        console.print("", terminal_table("", *context_table(report)))
+    several, texts = len(report.checkpoints) > 1, {text for _, text, _ in report.texts()}
+    if several or texts:
+        shown = [row for row in report.rows if several or row.task in texts]  # lm-eval's tables have the others
+        console.print(terminal_table(*score_table(report, shown), left=2))
+    if texts:
+        console.print("", terminal_table(*context_table(report)))
+    scores = [score for *_, score in report.texts()]
     if any(score.trips_per_token is not None for score in scores):
         console.print("", _by_trips(report))
     if any(score.decoding is not None for score in scores):
