@@ -12,7 +12,7 @@ from fathom.report import PAGE, html
 from fathom.report.numbers import DASH
 from fathom.report.plots import IntervalMark, interval_plot
 from fathom.report.statistics import LEAST_BOOTSTRAPPED
-from fathom.report.tables import PlainTable, markdown_table, print_report, terminal_table
+from fathom.report.tables import PlainTable, markdown_table, print_report
 
 WAYS = {"text": "option text", "length": "option text, by length", "letter": "letter", "shuffled": "letter, shuffled"}
 """Ways of asking a question; the verdict uses the first."""
@@ -51,7 +51,7 @@ def show(report: PairReport, out: Path | None) -> None:
     """The table, the verdict, and the path of the page."""
     for words in asked_words(report):
         print(words)
-    print_report([terminal_table(*score_table(report))], report.verdict, out and out / PAGE)
+    print_report([score_table(report)], report.verdict, out and out / PAGE)
 
 
 def page(report: PairReport) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import yaml
 from markupsafe import Markup
@@ -15,15 +14,12 @@ from fathom.experiments.differences import family_size
 from fathom.report import html
 from fathom.report.numbers import DASH, short
 from fathom.report.plots import IntervalMark, Line, ends, interval_plot, reach
-from fathom.report.tables import PlainTable, terminal_table, without
-
-if TYPE_CHECKING:
-    from rich.table import Table
+from fathom.report.tables import PlainTable, without
 
 
-def tables(report: ComparisonReport) -> list[Table]:
+def tables(report: ComparisonReport) -> list[PlainTable]:
     """Two tables for a terminal, which has no room for quartiles: the loss of each arm, and its cost."""
-    return [terminal_table(*quality_rows(report)), terminal_table(*without("quartiles", cost_rows(report)))]
+    return [quality_rows(report), without("quartiles", cost_rows(report))]
 
 
 def quality_rows(report: ComparisonReport) -> PlainTable:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import yaml
 from markupsafe import Markup
@@ -20,10 +19,7 @@ from fathom.report.numbers import DASH, short, signed
 from fathom.report.plots import Line
 from fathom.report.provenance import machine
 from fathom.report.results import to_json
-from fathom.report.tables import PlainTable, terminal_table, without
-
-if TYPE_CHECKING:
-    from rich.table import Table
+from fathom.report.tables import PlainTable, without
 
 RUNS = "runs.jsonl"
 FLOPS = "training FLOPs, log10"
@@ -48,10 +44,9 @@ def write_report(report: LadderReport, out: Path) -> tuple[Path, Path]:
     return html.write(out, report, page(report))
 
 
-def tables(report: LadderReport) -> list[Table]:
+def tables(report: LadderReport) -> list[PlainTable]:
     """Tables for a terminal; the multipliers' flags are in the verdict, because the table has no room for them."""
-    found = [without("flags", multiplier_rows(report)), *puzzle_tables(report), loss_rows(report)]
-    return [terminal_table(*rows) for rows in found if rows[2]]
+    return [without("flags", multiplier_rows(report)), *puzzle_tables(report), loss_rows(report)]
 
 
 def page(report: LadderReport) -> str:

@@ -19,7 +19,7 @@ from fathom.report.numbers import DASH, size
 from fathom.report.plots import Line, ends, reach
 from fathom.report.provenance import provenance
 from fathom.report.statistics import paired_difference
-from fathom.report.tables import PlainTable, print_report, terminal_table
+from fathom.report.tables import PlainTable, print_report
 
 
 def summarize(found: Mapping[str, CheckpointCaches], methods: Sequence[str], at: Sequence[int]) -> CacheReport:
@@ -149,7 +149,7 @@ def _cost_table(values: CheckpointCaches, report: CacheReport) -> Iterator[Plain
 def show(report: CacheReport, out: Path | None) -> None:
     """The tables, the verdict, and the path of the page."""
     parts = (part for name, values in report.checkpoints.items() for part in tables(name, values, report))
-    print_report((terminal_table(*table) for part in parts for table in part), report.verdict, out and out / PAGE)
+    print_report((table for part in parts for table in part), report.verdict, out and out / PAGE)
 
 
 def page(report: CacheReport) -> str:
