@@ -49,14 +49,14 @@ def cost_rows(report: ComparisonReport) -> PlainTable:
     columns = ["arm", "parameters", "FLOPs/token", "cache B/token", "step time", "quartiles", "memory"]
     rows = []
     for arm in report.arms:
-        measured = arm.measured
-        control = arm.name == report.control
-        cache = arm.cache_bytes_per_token.measured
-        time = ratio(measured.time.median) if measured else "1" if control else DASH
-        memory = ratio(measured.memory_bytes[0] / measured.memory_bytes[1]) if measured else "1" if control else DASH
+        cache, one = arm.cache_bytes_per_token.measured, "1" if arm.name == report.control else DASH
+        cells = [one, DASH, one]
+        if arm.measured:
+            time, memory = arm.measured.time, arm.measured.memory_bytes
+            spread = f"{time.low:.3f} … {time.high:.3f}"
+            cells = [f"× {time.median:.3f}", spread, f"× {memory[0] / memory[1]:.3f}"]
         cell = DASH if cache is None else f"{cache:,.0f}"
-        spread = f"{measured.time.low:.3f} … {measured.time.high:.3f}" if measured else DASH
-        rows.append([arm.name, f"{arm.parameters:,}", short(arm.flops_per_token), cell, time, spread, memory])
+        rows.append([arm.name, f"{arm.parameters:,}", short(arm.flops_per_token), cell, *cells])
     first = report.arms[0]
     step = f"a training step of {first.tokens // first.steps:,} tokens"
     return f"Cost; time and memory of {step} as ratios to the control", columns, rows
@@ -95,11 +95,6 @@ def _compared(report: ComparisonReport) -> list[tuple[int, ArmResult]]:
 def _failed(report: ComparisonReport) -> Markup:
     rows = [[f"{row.arm}, seed {row.seed}", str(row.step), row.error] for row in report.failed]
     return html.table("Excluded: runs that failed", ["run", "step", "why"], rows, prose=["why"])
-
-
-def ratio(value: float) -> str:
-    """A ratio to the control."""
-    return f"× {value:.3f}"
 
 
 def _differences(report: ComparisonReport) -> Markup:
