@@ -248,7 +248,7 @@ def test_the_interval_has_teeth() -> None:
 def test_rows_pair_only_what_is_the_same(tokenizer) -> None:
     found = score(tiny(tokenizer), tokenizer, domain(*TEXTS), Cut(16))
     other = score(Uniform(256), Chunks(1), domain(*TEXTS), Cut(16))
-    table = rows({name: {("t", m): i for m, i in s.items().items()} for name, s in (("a", found), ("b", other))})
+    table = rows({name: {("t", m): [i] for m, i in s.items().items()} for name, s in (("a", found), ("b", other))})
     by_metric = {row.metric: row for row in table}
     assert by_metric["perplexity"].differences == {}, "other tokens: per-token losses do not compare"
     gap = by_metric["bits_per_byte"].differences["b"]

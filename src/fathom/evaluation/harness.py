@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fathom.errors import DataError
-from fathom.evaluation.paired import Items
+from fathom.evaluation.paired import Items, Scored
 from fathom.evaluation.tasks import file_task, load_task, task_manager
 from fathom.report.provenance import commit
 from fathom.report.tables import terminal_table
@@ -116,11 +116,12 @@ def run_task(
     return TaskResult(results, items, notes)
 
 
-def items_of(results: Sequence[TaskResult]) -> dict[tuple[str, str], Items | list[Items]]:
-    """Items by task and metric; for a group that averages its tasks, a list with the items of each task."""
-    made: dict[tuple[str, str], Items | list[Items]] = {}
+def items_of(results: Iterable[TaskResult]) -> dict[tuple[str, str], Scored]:
+    """Items by task and metric."""
+    made: dict[tuple[str, str], Scored] = {}
     for result in results:
-        own = {tuple(key.rsplit("/", 1)): items for key, items in result.items.items()}
+        named = ((key.rpartition("/"), items) for key, items in result.items.items())
+        own = {(task, metric): items for (task, _, metric), items in named}
         groups = result.results.get("groups", {})
         for group, numbers in groups.items():
             leaves = _leaves(result.results["group_subtasks"], group)
@@ -131,7 +132,7 @@ def items_of(results: Sequence[TaskResult]) -> dict[tuple[str, str], Items | lis
                     made[group, label] = whole
         # The tasks of a group are in lm-eval's own table and are left out here.
         hidden = {leaf for group in groups for leaf in _leaves(result.results["group_subtasks"], group)}
-        made.update({key: items for key, items in own.items() if key[0] not in hidden})  # type: ignore[misc]
+        made.update({key: [items] for key, items in own.items() if key[0] not in hidden})
     return made
 
 
@@ -184,13 +185,13 @@ def _items(
     return made
 
 
-def _whole(parts: list[Items], reported: float) -> Items | list[Items] | None:
+def _whole(parts: list[Items], reported: float) -> Scored | None:
     """A group's items, pooled or task by task, whichever reproduces lm-eval's number."""
     pooled = Items([value for part in parts for value in part.values])
     if any(part.weights is not None or part.log for part in parts):
         return None
     if _same(pooled.score, reported):
-        return pooled
+        return [pooled]
     return parts if _same(sum(part.score for part in parts) / len(parts), reported) else None
 
 

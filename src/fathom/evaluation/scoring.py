@@ -138,9 +138,9 @@ class Checkpoint:
 
     def scored(self) -> dict[tuple[str, str], Scored]:
         """The items of every score, by task or text and metric."""
-        found: dict[tuple[str, str], Scored] = {**items_of(list(self.tasks.values()))}
+        found = items_of(self.tasks.values())
         for name, score in _with_whole(self.domains).items():
-            found.update({(name, metric): items for metric, items in score.items().items()})
+            found.update({(name, metric): [items] for metric, items in score.items().items()})
         return found
 
     def fingerprint(self) -> str:

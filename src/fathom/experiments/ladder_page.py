@@ -149,10 +149,6 @@ def _solved(row: PuzzleShares) -> str:
     return f"{row.median:.3f}, {row.solved}/{len(row.accuracy)}"
 
 
-def _log10(ln: float) -> float:
-    return ln / DECADE
-
-
 def _losses(report: LadderReport) -> Markup:
     """Losses of all seeds, and the law of each arm with its band, dashed beyond the largest size."""
     lines: list[Line] = []
@@ -177,7 +173,7 @@ def _law_lines(arm: ArmRow, own: bool, name: str, series: int) -> list[Line]:
     above = [row for row in arm.curve if row.ln_flops >= top - 1e-9]
 
     def line(rows: Sequence[CurvePoint], dashed: bool) -> Line:
-        x, y = [_log10(row.ln_flops) for row in rows], [row.arm if own else row.control for row in rows]
+        x, y = [row.ln_flops / DECADE for row in rows], [row.arm if own else row.control for row in rows]
         low, high = [loss.low for loss in y], [loss.high for loss in y]
         return Line(name, x, [loss.median for loss in y], series, low, high, marks=False, dashed=dashed)
 
@@ -191,7 +187,7 @@ def _multipliers(report: LadderReport) -> Markup:
         if not arm.multiplier:
             continue
         rows = arm.curve
-        x = [_log10(row.ln_flops) for row in rows]
+        x = [row.ln_flops / DECADE for row in rows]
         spans = [(row.m.median, row.m.low, row.m.high) for row in rows]
         middle, low, high = ([math.log2(m) for m in column] for column in zip(*spans, strict=True))
         lines.append(Line(arm.name, x, middle, i, low, high, marks=False))
