@@ -24,7 +24,7 @@ from fathom.data.shards import TokenDataset
 from fathom.data.sources import Reading
 from fathom.data.tokenizer import train_bpe
 from fathom.errors import DataError, SettingsError
-from fathom.evaluation.harness import fitted
+from fathom.evaluation.harness import TaskResult, fitted, items_of
 from fathom.evaluation.paired import Items, difference, group_difference, rows
 from fathom.evaluation.perplexity import Cut, Domain, DomainScore, Passage, read_domains, score
 from fathom.evaluation.scoring import Checkpoint, evaluate
@@ -263,10 +263,20 @@ def test_a_group_averages_its_tasks() -> None:
     assert found.mean == pytest.approx(np.mean([items.score for items, _ in parts]))
     small = difference(*parts[0])
     assert small.half_width / 2 < found.half_width < small.half_width
+    sides = {name: {("g", "acc"): [pair[i] for pair in parts]} for i, name in ((1, "control"), (0, "new"))}
+    (row,) = rows(sides)
+    assert row.scores["new"] == pytest.approx(found.mean) == pytest.approx(row.differences["new"].value)
     joined = DomainScore.joined(
         [DomainScore([1.0], [2], [3], [1.0], [2]), DomainScore([4.0], [5], [6], [1, 3], [2, 3])]
     )
     assert (joined.nats, joined.position_nats, joined.position_tokens) == ([1.0, 4.0], [2.0, 3.0], [4, 3])
+
+
+@pytest.mark.parametrize(("reported", "parts"), [(0.25, [[1, 0, 0, 0]]), (0.5, [[1], [0, 0, 0]]), (0.3, None)])
+def test_a_group_is_pooled_or_averaged_as_lm_eval_has_it(reported: float, parts: list[list[float]] | None) -> None:
+    groups = {"groups": {"g": {"acc,none": reported}}, "group_subtasks": {"g": ["a", "b"]}}
+    found = items_of([TaskResult(groups, {"a/acc": Items([1.0]), "b/acc": Items([0.0] * 3)})])
+    assert found == ({} if parts is None else {("g", "acc"): [Items(part) for part in parts]})
 
 
 @pytest.fixture(scope="module")

@@ -180,6 +180,7 @@ def test_the_page_says_what_its_numbers_mean(full: ComparisonReport) -> None:
     assert f"a training step of {control.tokens // control.steps:,} tokens" in text
     assert "fathom ladder" in text and "not tuned for any arm" in text and "the whole ladder" not in text
     assert "uncorrected for the number of domains and arms" in text
+    assert "× 1.010" in text and "1.000 … 1.020" in text and "× 1.100" in text, "time and memory over the control's"
     single = report_of(*full.arms[:1], arm("loop", 3.9, gap(-0.1, None, None)), seeds=1)
     assert "uncorrected" not in page(single)
 

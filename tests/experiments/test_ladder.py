@@ -66,6 +66,8 @@ def test_the_planted_multiplier_is_found(whole) -> None:
     assert better.learning_rate_ratio == pytest.approx(2.0, rel=0.15)
     assert again.learning_rate_ratio == pytest.approx(1.0, rel=0.15)
     assert better.per_decade.low <= 1 <= better.per_decade.high
+    of_parameters = better.views.parameters  # FLOPs grow with their square, as tokens do with parameters
+    assert of_parameters.low < math.sqrt(1.5) < of_parameters.high < 1.4
     assert report.arms[0].multiplier == [] and report.arms[0].p is None
     assert all(cell.difference.p_holm is None for cell in better.rungs), "of several sizes M is judged, not a loss"
     assert report.stage == "done" and report.diverged == []

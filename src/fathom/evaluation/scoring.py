@@ -9,6 +9,7 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote
@@ -387,10 +388,8 @@ def kept(
 
 
 def _task_names(words: str, include: Path | None) -> list[str]:
-    try:
-        import lm_eval  # noqa: F401
-    except ModuleNotFoundError:
-        raise SettingsError(f"`tasks` needs lm-eval: {to_install('evaluate')}") from None
+    if find_spec("lm_eval") is None:
+        raise SettingsError(f"`tasks` needs lm-eval: {to_install('evaluate')}")
     return task_names((word.strip() for word in words.split(",") if word.strip()), include)
 
 
