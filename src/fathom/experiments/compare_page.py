@@ -9,7 +9,7 @@ import yaml
 from markupsafe import Markup
 
 from fathom.experiments.arms import Arm
-from fathom.experiments.compare_results import ArmResult, ArmTrips, ComparisonReport, CurveAxis, DomainMean
+from fathom.experiments.compare_results import ArmResult, ArmTrips, ComparisonReport, DomainMean
 from fathom.experiments.differences import family_size
 from fathom.report import html
 from fathom.report.numbers import DASH, short
@@ -131,7 +131,7 @@ def _curves(report: ComparisonReport) -> Markup:
     )
 
 
-def _curve(report: ComparisonReport, key: CurveAxis, x_label: str, caption: str = "Bands span the seeds.") -> Markup:
+def _curve(report: ComparisonReport, key: str, x_label: str, caption: str = "Bands span the seeds.") -> Markup:
     lines = [
         Line(arm.name, getattr(arm.curve, key), arm.curve.loss, i, arm.curve.low, arm.curve.high)
         for i, arm in enumerate(report.arms)

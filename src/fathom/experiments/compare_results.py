@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from fathom.report.numbers import DASH
 from fathom.report.provenance import Provenance
 from fathom.report.statistics import Correlation, Difference
 from fathom.training.results import DecodingGap, Evaluation
-
-CurveAxis = Literal["tokens", "flops", "seconds"]
-"""The x axis of a learning curve."""
 
 
 @dataclass(kw_only=True)
