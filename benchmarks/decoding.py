@@ -24,12 +24,14 @@ import argparse
 import gc
 import itertools
 import json
+import statistics
 import sysconfig
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, StaticCache
@@ -44,7 +46,6 @@ from fathom.models.slot_cache import repeat_last, with_slots
 from fathom.models.slot_table import Tags
 from fathom.models.speculation import Speculation
 from fathom.report.provenance import provenance
-from fathom.report.statistics import quartiles
 
 TRIPS = 4
 TWO = {"recurrence_options": {"trips": 2}}
@@ -165,11 +166,11 @@ def beside(a: Decoder, b: Decoder, texts: Sequence[Tensor], prompt: int) -> dict
         equal += int((said == other).sum())
         gc.collect()
     gc.enable()
-    low, middle, high = quartiles(ratios)
+    low, middle, high = np.quantile(ratios, (0.25, 0.5, 0.75)).tolist()
     return {
         "ratio": round(middle, 4),
         "quartiles": [round(low, 4), round(high, 4)],
-        "ms_per_token": [round(1000 * quartiles(side)[1], 3) for side in times],
+        "ms_per_token": [round(1000 * statistics.median(side), 3) for side in times],
         "pairs": len(texts),
         "tokens_alike": equal / (len(texts) * (texts[0].shape[1] - prompt)),
     }
@@ -381,13 +382,13 @@ def slots_beside(
         times[1].extend((b1, b2))
         gc.collect()
     gc.enable()
-    low, middle, high = quartiles(ratios)
+    low, middle, high = np.quantile(ratios, (0.25, 0.5, 0.75)).tolist()
     return {
         **{"model": model.config.recurrence, "cache": "fixed" if fixed else "growing", "compiled": arguments.compile},
         **{"batch": batch, "context": context, "stored_per_token": round(stored / context, 3)},
         "chosen": None if fixed else [slot_table.gathering_pays(1, n, stored, False) for n in found],
         **{"ratio": round(middle, 3), "quartiles": [round(low, 3), round(high, 3)]},
-        "ms_per_token": [round(1000 * quartiles(side)[1], 2) for side in times],
+        "ms_per_token": [round(1000 * statistics.median(side), 2) for side in times],
         "logits_differ_by": off,
         "clock": a.clock.words,
     }

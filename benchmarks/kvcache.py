@@ -173,7 +173,7 @@ def needle_loss(schedule: Schedule, length: int, batch: int, seed: int, kinds: S
 
     def loss(model: FathomForCausalLM, step: int) -> Tensor:
         rows = needle_rows(schedule, length, batch, step, seed, kinds)
-        labels = rows.labels(needles())
+        labels = torch.full_like(rows.ids, -1).scatter(1, rows.asked, needles().answers[rows.value])
         asked = labels >= 0
         return F.cross_entropy(model(input_ids=rows.ids, use_cache=False).logits[asked], labels[asked])
 

@@ -213,7 +213,7 @@ def phi_covered(draws: int) -> Values:
     found = {}
     for name, noise in PHI_NOISE.items():
         for trips in ((1, 3), (1, 2, 3, 6)):
-            fits = [worth(simulate_trips(draw, noise, trips=trips), check=False) for draw in range(draws)]
+            fits = [worth(simulate_trips(draw, noise, trips=trips)) for draw in range(draws)]
             found[f"{name}, {len(trips)} numbers of trips"] = {
                 "covered": float(np.mean([fit.low <= PHI <= fit.high for fit in fits])),
                 "half_width": float(np.median([(fit.high - fit.low) / 2 for fit in fits])),

@@ -339,7 +339,7 @@ class Bench:
             f"collections.talk.inputs={json.dumps([str(one) for one in files if one.stem == 'talk'])}",
             "decontaminate.action=report",
         )
-        found = read_benchmarks(again / "benchmark")["minerals"]
+        found = [item for item in read_benchmarks(again / "benchmark")["minerals"] if item is not None]
         asked = [row["question"] for row in read_lines(self.work / "world" / "questions.jsonl")]
         return {
             "documents": documents,

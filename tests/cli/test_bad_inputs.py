@@ -324,6 +324,10 @@ LADDER = [
     ("cpu data.directory=corpus/out --arms vanilla,loop --threads -1", "--threads -1"),
     ("cpu data.directory=corpus/out --arms vanilla,loop ladder.rungs=3", "ladder.rungs"),
     ("cpu data.directory=corpus/out --arms vanilla,loop ladder.nonsense=3", "ladder.nonsense"),
+    (
+        "cpu data.directory=corpus/out --arms 'mine=vanilla;train.steps=9,loop'",
+        "mine: train.steps is set by the ladder",
+    ),
     ("cpu data.directory=corpus/out --arms vanilla,loop --report --dry-run", "--report"),
 ]
 BAD_MODELS = {

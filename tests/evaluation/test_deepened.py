@@ -74,6 +74,8 @@ def test_sentences():
     assert str(unclear).startswith("wiki: against control: not significant (95 % interval")
     (alone,) = effects_of(*planted(0.1, 1, draw))
     assert str(alone) == "wiki: against control: not significant (too few documents for an interval)."
+    two = [replace(one, domains={**one.domains, "sea": one.domains["wiki"]}) for one in planted(0.1, 40, draw)]
+    assert [effect.on for effect in effects_of(*two)] == ["wiki", "sea"], "all text together is not judged again"
     speed = Speed(ratio=1.31, low=1.2, high=1.4, clock="wall time", pairs=9)
     assert speed.sentence("control") == (
         "A decoded token: slower than control by 31% (95 % interval of the ratio 1.20 to 1.40)."

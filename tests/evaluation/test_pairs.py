@@ -338,6 +338,7 @@ def test_questions_are_read_with_their_flags(tmp_path: Path) -> None:
     assert found["quiz"] == [
         Quizzed("o", odd, ("1", "2"), 0),
         Quizzed("a", "x is", ("1", "2"), 1, True),
+        None,
         Quizzed("3", "y is", ("1", "2", "3"), 0),
     ]
     (tmp_path / "quiz.jsonl").write_text("\ufeff" + text, encoding="utf-8")

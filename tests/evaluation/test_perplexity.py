@@ -24,12 +24,11 @@ from fathom.data.shards import TokenDataset
 from fathom.data.sources import Reading
 from fathom.data.tokenizer import train_bpe
 from fathom.errors import DataError, SettingsError
-from fathom.evaluation.harness import fitted
+from fathom.evaluation.harness import TaskResult, fitted, items_of
 from fathom.evaluation.paired import Items, difference, group_difference, rows
 from fathom.evaluation.perplexity import Cut, Domain, DomainScore, Passage, read_domains, score
 from fathom.evaluation.scoring import Checkpoint, evaluate
 from fathom.models import FathomConfig, FathomForCausalLM
-from fathom.report.statistics import paired_difference
 
 TEXTS = ["a river is measured in fathoms", "the depth — ø — of the sea, " * 4, "x", "lead and rope " * 9]
 SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -227,12 +226,6 @@ def test_each_input_is_a_domain(tmp_path: Path) -> None:
     assert len(read_domains([f"wiki={old}", f"wiki={new}"])[0].documents) == 2
 
 
-def test_the_interval_is_students_for_equal_weights() -> None:
-    values, control = [0.3, 0.9, 0.1, 0.7], [0.2, 0.5, 0.3, 0.1]
-    ours, theirs = difference(Items(values), Items(control)), paired_difference(values, control)
-    assert (ours.mean, ours.half_width, ours.p) == pytest.approx((theirs.mean, theirs.half_width, theirs.p))
-
-
 def test_the_interval_has_teeth() -> None:
     """A planted difference is found, a model does not differ from itself, and 95 % means 95 %."""
     chance = np.random.default_rng(0)
@@ -255,7 +248,7 @@ def test_the_interval_has_teeth() -> None:
 def test_rows_pair_only_what_is_the_same(tokenizer) -> None:
     found = score(tiny(tokenizer), tokenizer, domain(*TEXTS), Cut(16))
     other = score(Uniform(256), Chunks(1), domain(*TEXTS), Cut(16))
-    table = rows({name: {("t", m): i for m, i in s.items().items()} for name, s in (("a", found), ("b", other))})
+    table = rows({name: {("t", m): [i] for m, i in s.items().items()} for name, s in (("a", found), ("b", other))})
     by_metric = {row.metric: row for row in table}
     assert by_metric["perplexity"].differences == {}, "other tokens: per-token losses do not compare"
     gap = by_metric["bits_per_byte"].differences["b"]
@@ -270,10 +263,20 @@ def test_a_group_averages_its_tasks() -> None:
     assert found.mean == pytest.approx(np.mean([items.score for items, _ in parts]))
     small = difference(*parts[0])
     assert small.half_width / 2 < found.half_width < small.half_width
+    sides = {name: {("g", "acc"): [pair[i] for pair in parts]} for i, name in ((1, "control"), (0, "new"))}
+    (row,) = rows(sides)
+    assert row.scores["new"] == pytest.approx(found.mean) == pytest.approx(row.differences["new"].value)
     joined = DomainScore.joined(
         [DomainScore([1.0], [2], [3], [1.0], [2]), DomainScore([4.0], [5], [6], [1, 3], [2, 3])]
     )
     assert (joined.nats, joined.position_nats, joined.position_tokens) == ([1.0, 4.0], [2.0, 3.0], [4, 3])
+
+
+@pytest.mark.parametrize(("reported", "parts"), [(0.25, [[1, 0, 0, 0]]), (0.5, [[1], [0, 0, 0]]), (0.3, None)])
+def test_a_group_is_pooled_or_averaged_as_lm_eval_has_it(reported: float, parts: list[list[float]] | None) -> None:
+    groups = {"groups": {"g": {"acc,none": reported}}, "group_subtasks": {"g": ["a", "b"]}}
+    found = items_of([TaskResult(groups, {"a/acc": Items([1.0]), "b/acc": Items([0.0] * 3)})])
+    assert found == ({} if parts is None else {("g", "acc"): [Items(part) for part in parts]})
 
 
 @pytest.fixture(scope="module")
@@ -342,8 +345,10 @@ def test_the_default_context_is_the_models_own_under_any_name(exported: Path, to
 def test_other_conditions_are_computed_anew(exported: Path, tmp_path: Path, capsys) -> None:
     words = ["evaluate", str(exported / "vanilla"), "--perplexity", str(exported / "text.jsonl"), "--device", "cpu"]
     assert main([*words, "--context", "16", "--out", str(tmp_path)]) == 0
-    assert main([*words, "--context", "8", "--out", str(tmp_path)]) == 0
-    assert "other conditions" in capsys.readouterr().err
+    for changed in (["--context", "8"], ["--context", "8", "--stride", "4"]):
+        capsys.readouterr()
+        assert main([*words, *changed, "--out", str(tmp_path)]) == 0
+        assert "other conditions" in capsys.readouterr().err
 
 
 def test_a_fingerprint_knows_the_chat_template_and_special_tokens(tmp_path: Path) -> None:

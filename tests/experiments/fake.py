@@ -56,6 +56,8 @@ class Planted:
     """Further doublings at rungs wider than the second, by mixer."""
     diverges: float = math.inf
     """A rate from which runs diverge."""
+    dies: dict[tuple[str, str], float] = field(default_factory=dict)
+    """Runs (arm, seed) that diverge, and their accuracy before."""
     noise: float = 0.002
     mortal: random.Random | None = None
     """Dies by SIGKILL before or after every other run or so."""
@@ -77,8 +79,11 @@ class Planted:
     def train(self, recipe: Recipe, run_dir: Path, callbacks: Sequence[object] = (), **_: object) -> TrainResult:
         """As `fathom.training.train` from afar."""
         self.chance_to_die()
-        if recipe.optim.lr >= self.diverges:
-            (run_dir / "metrics.jsonl").write_text(json.dumps({"step": 3, "skipped": 1}) + "\n")
+        share = self.dies.get((run_dir.parts[-2], run_dir.name))
+        if recipe.optim.lr >= self.diverges or share is not None:
+            before = {f"val/z60-{level}/accuracy": share or 0.0 for level in (2, 4)}
+            rows = [{"step": 1, **before}, {"step": 3, "skipped": 1}]
+            (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
             raise TrainingError("stopped at step 3: diverged", 3)
         loss = self.loss(recipe)
         names = [f"z60-{level}" for level in (2, 4)]

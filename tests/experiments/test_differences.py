@@ -55,12 +55,12 @@ def test_a_share_is_said_with_its_interval_or_not_at_all(simulation: ModuleType)
     vanilla, uniform, depth = [4.0, 4.2, 4.1], [3.79, 4.0, 3.9], [3.6, 3.79, 3.7]
     arms = simulation.arms_of(np.array([vanilla, uniform, depth]), names)
     found = share_of_gain(arms, compare_runs(arms))
-    assert found.defined and 0.4 < found.low < found.share < found.high < 0.6
+    assert 0.4 < found.low < found.share < found.high < 0.6
     low, high = (f"{100 * end:.0f}" for end in (found.low, found.high))
     assert f"uniform_depth has 50 % of depth_attention's gain (95 % interval {low} to {high} %)" in str(found)
     arms = simulation.arms_of(np.array([vanilla, uniform, [3.6, 4.3, 3.9]]), names)
     found = share_of_gain(arms, compare_runs(arms))
-    assert (found.defined, found.share, found.low, found.high) == (False, None, None, None)
+    assert (found.share, found.low, found.high) == (None, None, None)
     assert "is undefined" in str(found)
 
 

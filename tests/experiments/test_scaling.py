@@ -11,7 +11,7 @@ from benchmarks import ladder_simulation
 from benchmarks.ladder_simulation import usual_interval
 
 from fathom.experiments import scaling
-from fathom.experiments.scaling import DECADE, Noise, Rung, agree, horizontal, noise_of, posterior
+from fathom.experiments.scaling import DECADE, Noise, Rung, agree, fitted, horizontal, noise_of, posterior
 from fathom.experiments.simulation import Truth, resolution, simulate
 
 CASES: dict[str, tuple[Truth, float | None]] = {
@@ -146,8 +146,13 @@ def test_no_slope_is_no_answer() -> None:
         Rung(x, tuple(3 + 0.01 * chance.normal(size=3)), x, tuple(3 + 0.01 * chance.normal(size=3)))
         for x in (29.0, 30.0, 31.0)
     ]
-    assert not posterior(rungs).usable
-    assert posterior(simulate(Truth(), 0)).usable
+    assert fitted(tuple(rungs)) is None
+
+
+def test_a_ladder_has_a_posterior_from_two_sizes_and_a_second_seed_on() -> None:
+    rungs = tuple(simulate(Truth(decades=0.5, seeds=(2, 1)), 0))
+    assert fitted(rungs) is not None and fitted(rungs[:1]) is None
+    assert fitted(tuple(simulate(Truth(decades=0.5, seeds=(1, 1)), 0))) is None
 
 
 def test_noise_is_pooled() -> None:
@@ -157,10 +162,11 @@ def test_noise_is_pooled() -> None:
     assert noise.paired == pytest.approx(math.sqrt((0.1**2 * 2 + 0.0) / 2))
     assert noise.single == pytest.approx(math.sqrt((0.02 + 0.0 + 0.02 + 0.02) / 4))
     assert noise_of(rungs[1:2]) is None
-    with pytest.raises(ValueError, match="the noise between seeds is unknown"):
-        posterior(rungs[1:2] * 2)
-    with pytest.raises(ValueError, match="two model sizes"):
-        posterior(rungs[:1])
+    for estimator in (posterior, horizontal):
+        with pytest.raises(ValueError, match="the noise between seeds is unknown"):
+            estimator(rungs[1:2] * 2)
+        with pytest.raises(ValueError, match="two model sizes"):
+            estimator(rungs[:1])
     with pytest.raises(ValueError, match="paired losses"):
         Rung(1, (1.0,), 1, (1.0, 2.0))
 
@@ -183,6 +189,11 @@ def test_three_rungs_are_twice_as_wide() -> None:
     line = horizontal(simulate(three, 0))
     found = line.interval(float(three.x[-1]))
     assert found is not None and line.freedom == 1 and found[2] - found[1] > 0.1
+    trend = line.per_decade()
+    at = [line.interval(line.centre + decades * DECADE) for decades in (-1, 0, 1)]
+    below, middle, above = ((high - low) ** 2 for _, low, high in filter(None, at))
+    assert trend is not None and trend[0] == pytest.approx(line.growth * DECADE)
+    assert (trend[2] - trend[1]) ** 2 == pytest.approx((below + above) / 2 - middle), "variances of a line"
     two = Truth(decades=0.5, seeds=(5, 3))
     assert horizontal(simulate(two, 0)).interval(float(two.x[-1])) is None
     assert posterior(simulate(two, 0)).usable

@@ -129,5 +129,5 @@ def test_a_comparison_counts_what_forgets_as_diverged(
 
     monkeypatch.setattr(schedule, "train", forgets)
     with Claims(tmp_path / "claims").take("run") as claim:
-        assert schedule.run_training(recipe, tmp_path / "run", claim)
+        assert schedule.Task(tmp_path, tmp_path / "run", "arm", 0, lambda: recipe).run(claim)
     assert json.loads((tmp_path / "run" / "failed.json").read_text())["step"] == 3

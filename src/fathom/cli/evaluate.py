@@ -152,7 +152,7 @@ def run(options: Namespace) -> int:
     if options.json:
         print(to_json(report if deepened is None else {**vars(report), "deepened": deepened}))
     else:
-        show(checkpoints, report, options.out)
+        show(report, options.out)
         print("".join(f"\n{sentence}" for sentence in ([] if deepened is None else deepened.sentences)))
     # A failed task was reported when it failed; the other results are printed and stored.
     return int(any(entry.failed for entry in report.checkpoints.values()))

@@ -49,7 +49,7 @@ def run(options: Namespace) -> int:
     from fathom.experiments.rungs import Ladder, checked, find_ladder, load_ladder
     from fathom.experiments.schedule import check_processes
     from fathom.report.files import asdict
-    from fathom.report.tables import print_report, terminal_table
+    from fathom.report.tables import print_report
 
     if options.report and (options.retry_failed or options.dry_run):
         raise SettingsError("--report excludes options that run something")
@@ -76,7 +76,7 @@ def run(options: Namespace) -> int:
         if options.json:
             print(json.dumps(asdict(found), indent=2))
         else:
-            print_report([terminal_table(*budget_rows(found))], str(found), None)
+            print_report([budget_rows(found)], str(found), None)
         return 0
     if options.report:
         report = rewrite(ladder, out)

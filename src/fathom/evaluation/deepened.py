@@ -1,7 +1,6 @@
 """The effect of deepening: a base, the deepened model, and a control without the mechanism that had the same training.
 The difference to the control is the effect of the mechanism. The difference to the base includes the effect of the
-training. Texts are paired by document and tasks by item; a decoded token
-is timed on both models in turn.
+training. Texts are paired by document and tasks by item; a decoded token is timed on both models in turn.
 """
 
 from __future__ import annotations
@@ -16,9 +15,8 @@ from transformers import DynamicCache
 
 from fathom.errors import SettingsError
 from fathom.evaluation.clock import Clock
-from fathom.evaluation.harness import items_of
 from fathom.evaluation.paired import Scored, rows
-from fathom.evaluation.results import ScoreGap
+from fathom.evaluation.results import WHOLE, ScoreGap
 from fathom.report.files import write_json
 from fathom.report.statistics import paired_ratio
 
@@ -28,8 +26,8 @@ if TYPE_CHECKING:
     from fathom.evaluation.scoring import Checkpoint
 
 REPORT = "deepened.json"
-HIGHER_IS_BETTER = ("acc", "acc_norm", "exact_match", "f1", "mcc")
-"""Task metrics in the verdict."""
+JUDGED = ("bits_per_byte", "acc", "acc_norm", "exact_match", "f1", "mcc")
+"""Metrics in the verdict; of all but the first, higher is better."""
 PAIRS = 9
 """How often both models are timed."""
 DECODED, PROMPT = 24, 48
@@ -111,7 +109,7 @@ def compare(checkpoints: Sequence[Checkpoint], out: Path | None = None) -> Deepe
 def effects_of(deeper: Checkpoint, other: Checkpoint) -> list[Effect]:
     """The differences on every text and task, with Holm's adjustment over them."""
     found = []
-    for row in rows({other.name: scored(other), deeper.name: scored(deeper)}):
+    for row in rows({one.name: _judged(one) for one in (other, deeper)}):
         gap = row.differences.get(deeper.name)
         if gap is None:
             continue
@@ -123,13 +121,10 @@ def effects_of(deeper: Checkpoint, other: Checkpoint) -> list[Effect]:
     return found
 
 
-def scored(checkpoint: Checkpoint) -> dict[tuple[str, str], Scored]:
-    """Bits per byte of every text, and the metrics of every task that are judged."""
-    found: dict[tuple[str, str], Scored] = {
-        (name, "bits_per_byte"): score.items()["bits_per_byte"] for name, score in checkpoint.domains.items()
-    }
-    tasks = items_of(list(checkpoint.tasks.values())) if checkpoint.tasks else {}
-    return found | {key: items for key, items in tasks.items() if key[1].split(",")[0] in HIGHER_IS_BETTER}
+def _judged(checkpoint: Checkpoint) -> dict[tuple[str, str], Scored]:
+    """What is judged: every text alone, and every task."""
+    found = checkpoint.scored().items()
+    return {key: items for key, items in found if key[0] != WHOLE and key[1].split(",")[0] in JUDGED}
 
 
 def time_decoding(deeper: Checkpoint, control: Checkpoint) -> Speed | None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fathom.errors import DataError
-from fathom.evaluation.paired import Items
+from fathom.evaluation.paired import Items, Scored
 from fathom.evaluation.tasks import file_task, load_task, task_manager
 from fathom.report.provenance import commit
 from fathom.report.tables import terminal_table
@@ -87,6 +87,7 @@ def run_task(
         include: A folder with further tasks, as lm-eval's own YAML.
     """
     from lm_eval import evaluator
+    from lm_eval.utils import handle_non_serializable
 
     evaluator.get_git_commit_hash = commit  # lm-eval's own version makes git complain outside a checkout
     # lm-eval prints to standard output, which is for results: send that to the log.
@@ -110,14 +111,17 @@ def run_task(
         for metric, aggregation in loaded["tasks"][task].aggregation().items():
             made = _items(documents, metric, getattr(aggregation, "__name__", ""), found["results"][task])
             items.update({f"{task}/{key}": value for key, value in made.items()})
-    return TaskResult(plain(found), items, notes)
+    # As lm-eval's own command writes them to a file.
+    results = json.loads(json.dumps(found, default=handle_non_serializable, ensure_ascii=False))
+    return TaskResult(results, items, notes)
 
 
-def items_of(results: Sequence[TaskResult]) -> dict[tuple[str, str], Items | list[Items]]:
-    """Items by task and metric; for a group that averages its tasks, a list with the items of each task."""
-    made: dict[tuple[str, str], Items | list[Items]] = {}
+def items_of(results: Iterable[TaskResult]) -> dict[tuple[str, str], Scored]:
+    """Items by task and metric."""
+    made: dict[tuple[str, str], Scored] = {}
     for result in results:
-        own = {tuple(key.rsplit("/", 1)): items for key, items in result.items.items()}
+        named = ((key.rpartition("/"), items) for key, items in result.items.items())
+        own = {(task, metric): items for (task, _, metric), items in named}
         groups = result.results.get("groups", {})
         for group, numbers in groups.items():
             leaves = _leaves(result.results["group_subtasks"], group)
@@ -128,19 +132,19 @@ def items_of(results: Sequence[TaskResult]) -> dict[tuple[str, str], Items | lis
                     made[group, label] = whole
         # The tasks of a group are in lm-eval's own table and are left out here.
         hidden = {leaf for group in groups for leaf in _leaves(result.results["group_subtasks"], group)}
-        made.update({key: items for key, items in own.items() if key[0] not in hidden})  # type: ignore[misc]
+        made.update({key: [items] for key, items in own.items() if key[0] not in hidden})
     return made
 
 
-def tables(results: Sequence[TaskResult]) -> str:
-    """lm-eval's own tables of several tasks, as one."""
+def tables(results: Iterable[Mapping[str, Any]]) -> str:
+    """lm-eval's own tables of the JSON of several tasks, as one."""
     from lm_eval.utils import make_table
 
     keys = ("results", "groups", "group_subtasks", "versions", "n-shot", "higher_is_better")
     whole: dict[str, dict[str, object]] = {key: {} for key in keys}
     for result in results:
         for key in keys:
-            whole[key].update(result.results.get(key, {}))
+            whole[key].update(result.get(key, {}))
     text = make_table(whole)
     return f"{text}\n{make_table(whole, 'groups')}" if whole["groups"] else text
 
@@ -156,13 +160,6 @@ def fitted(markdown: str, width: int) -> list[Text | Table]:
         columns, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines())
         made.append(terminal_table("", columns, rows))
     return made
-
-
-def plain(results: Mapping[str, object]) -> dict[str, Any]:
-    """lm-eval's results as its own command writes them to a file."""
-    from lm_eval.utils import handle_non_serializable
-
-    return json.loads(json.dumps(results, default=handle_non_serializable, ensure_ascii=False))
 
 
 def _items(
@@ -188,18 +185,18 @@ def _items(
     return made
 
 
-def _whole(parts: list[Items], reported: float) -> Items | list[Items] | None:
+def _whole(parts: list[Items], reported: float) -> Scored | None:
     """A group's items, pooled or task by task, whichever reproduces lm-eval's number."""
     pooled = Items([value for part in parts for value in part.values])
     if any(part.weights is not None or part.log for part in parts):
         return None
     if _same(pooled.score, reported):
-        return pooled
+        return [pooled]
     return parts if _same(sum(part.score for part in parts) / len(parts), reported) else None
 
 
 def _same(a: float, b: float) -> bool:
-    return abs(a - b) <= 1e-9 * max(1.0, abs(b))
+    return math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-9)
 
 
 def _leaves(children: Mapping[str, Sequence[str]], group: str) -> list[str]:

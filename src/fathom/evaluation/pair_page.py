@@ -12,15 +12,15 @@ from fathom.report import PAGE, html
 from fathom.report.numbers import DASH
 from fathom.report.plots import IntervalMark, interval_plot
 from fathom.report.statistics import LEAST_BOOTSTRAPPED
-from fathom.report.tables import markdown_table, print_report, terminal_table
+from fathom.report.tables import PlainTable, markdown_table, print_report
 
 WAYS = {"text": "option text", "length": "option text, by length", "letter": "letter", "shuffled": "letter, shuffled"}
 """Ways of asking a question; the verdict uses the first."""
 MARKS = {True: "right", False: "wrong"}
 
 
-def lines(report: PairReport) -> list[list[str]]:
-    """The table."""
+def score_table(report: PairReport) -> PlainTable:
+    """Every number of both models, which are called by their names."""
     made = []
     for name, text in report.texts.items():
         gap = f"{text.difference.value:+.4f}"
@@ -38,7 +38,8 @@ def lines(report: PairReport) -> list[list[str]]:
     for name, guess in report.guessing.items():
         for word, share in guess.items():
             made.append([f"{name}, {word}", "", f"{100 * share:.1f} %", f"{100 * share:.1f} %", DASH, DASH])
-    return made
+    columns = ["", "n", report.base.name, report.new.name, "difference", "95 % interval, or changes and p"]
+    return "Base and new on the same text and questions", columns, made
 
 
 def asked_words(report: PairReport) -> list[str]:
@@ -50,18 +51,12 @@ def show(report: PairReport, out: Path | None) -> None:
     """The table, the verdict, and the path of the page."""
     for words in asked_words(report):
         print(words)
-    print_report([terminal_table("", columns(report), lines(report))], report.verdict, out and out / PAGE)
-
-
-def columns(report: PairReport) -> list[str]:
-    """The table's head: the models by their names."""
-    return ["", "n", report.base.name, report.new.name, "difference", "95 % interval, or changes and p"]
+    print_report([score_table(report)], report.verdict, out and out / PAGE)
 
 
 def page(report: PairReport) -> str:
     """The whole report."""
     title = f"{report.new.name} against {report.base.name}"
-    table = html.table("Base and new on the same text and questions", columns(report), lines(report))
     corpus = "" if report.corpus is None else html.paragraph(str(report.corpus))
     runs = html.table("The runs, in order", RUN_COLUMNS, run_rows(report), prose=("reads (epochs)",))
     return html.page(
@@ -70,7 +65,7 @@ def page(report: PairReport) -> str:
         html.section("What it learned", html.figures(*_right_answers(report), _bits(report))),
         html.section("What was asked", html.bullets(asked_words(report)), _examples(report)),
         html.section(f"From {report.base.name} to {report.new.name}", corpus, runs),
-        html.section("Every number", table),
+        html.section("Every number", html.table(*score_table(report))),
         html.section("How to read this", html.bullets(reading(report))),
         html.section("Where it comes from", html.source(report)),
     )
@@ -192,6 +187,6 @@ def _card(report: PairReport) -> Iterator[str]:
         yield from (str(report.corpus), "")
     if rows := run_rows(report):
         yield from ("## Runs", "", *markdown_table(RUN_COLUMNS, rows), "")
-    yield from ("## Scores", "", *markdown_table(columns(report), lines(report)), "")
+    yield from ("## Scores", "", *markdown_table(*score_table(report)[1:]), "")
     yield from (f"- {one}" for one in reading(report))
     yield from ("", "## Provenance", "", *markdown_table(["", ""], [[k, str(v)] for k, v in report.facts().items()]))

@@ -11,16 +11,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from fathom.evaluation.results import ScoreGap, ScoreRow
 from fathom.report.statistics import CONFIDENCE, Difference, adjust, combined_difference, weighted_difference
-from fathom.report.tables import terminal_table
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 
 @dataclass(frozen=True)
@@ -50,8 +45,8 @@ def difference(items: Items, control: Items) -> Difference:
     return weighted_difference(gaps.tolist(), _weights(items).tolist())
 
 
-Scored = Items | Sequence[Items]
-"""The items of a score, or those of several tasks whose scores are averaged."""
+Scored = Sequence[Items]
+"""The items of a score; of several tasks if it is the mean of their scores."""
 
 
 def group_difference(parts: Sequence[tuple[Items, Items]]) -> Difference:
@@ -61,16 +56,12 @@ def group_difference(parts: Sequence[tuple[Items, Items]]) -> Difference:
 
 
 def rows(scores: Mapping[str, Mapping[tuple[str, str], Scored]]) -> list[ScoreRow]:
-    """One row per (task, metric) that some checkpoint has: its scores, and differences from the first checkpoint.
-
-    Args:
-        scores: Of each checkpoint, `Items`, or a list of them whose scores are averaged, by (task, metric).
-    """
+    """One row per (task, metric) that some checkpoint has: its scores, and differences from the first checkpoint."""
     control, *others = scores
     made = []
     for key in dict.fromkeys(key for mine in scores.values() for key in mine):
         mine = {name: found[key] for name, found in scores.items() if key in found}
-        row = ScoreRow(*key, {name: _score(items) for name, items in mine.items()}, {})
+        row = ScoreRow(*key, {name: sum(part.score for part in parts) / len(parts) for name, parts in mine.items()}, {})
         for name in others:
             if name in mine and control in mine and (found := _compare(mine[name], mine[control])) is not None:
                 row.differences[name] = found
@@ -79,27 +70,11 @@ def rows(scores: Mapping[str, Mapping[tuple[str, str], Scored]]) -> list[ScoreRo
     return made
 
 
-def table(found: Sequence[ScoreRow], names: Sequence[str]) -> Table:
-    """Rows for a terminal."""
-    return terminal_table("", *table_of(found, names), left=2)
-
-
-def table_of(found: Sequence[ScoreRow], names: Sequence[str]) -> tuple[list[str], list[list[str]]]:
-    """Columns and rows; an asterisk marks differences that are significant after Holm's adjustment over the table."""
-    cells = []
-    for row in found:
-        values = [_number(row.scores.get(name)) for name in names]
-        gaps = [str(row.differences.get(name, "not paired")) for name in names[1:]]
-        cells.append([row.task, row.metric, *values, *gaps])
-    return ["task", "metric", *names, *(f"{name} against {names[0]}" for name in names[1:])], cells
-
-
 def _compare(items: Scored, control: Scored) -> ScoreGap | None:
-    pairs = list(zip(_parts(items), _parts(control), strict=False))
+    pairs = list(zip(items, control, strict=False))
     if not all(mine.pairs_with(theirs) for mine, theirs in pairs):
         return None
-    found = difference(*pairs[0]) if len(pairs) == 1 else group_difference(pairs)
-    log = pairs[0][0].log
+    found, log = group_difference(pairs), items[0].log
 
     def shown(value: float) -> float:
         return math.exp(min(value, 700)) if log else value
@@ -108,18 +83,5 @@ def _compare(items: Scored, control: Scored) -> ScoreGap | None:
     return ScoreGap("ratio" if log else "difference", shown(found.mean), low, high, CONFIDENCE, found.pairs, found.p)
 
 
-def _parts(items: Scored) -> Sequence[Items]:
-    return [items] if isinstance(items, Items) else items
-
-
-def _score(items: Scored) -> float:
-    parts = _parts(items)
-    return sum(part.score for part in parts) / len(parts)
-
-
 def _weights(items: Items) -> np.ndarray:
     return np.ones(len(items.values)) if items.weights is None else np.asarray(items.weights, float)
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.4f}" if abs(value) < 1e5 else f"{value:.4g}"

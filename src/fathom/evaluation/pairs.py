@@ -49,14 +49,9 @@ class Quizzed:
     """Whether it is contaminated by training text; None if that was not checked."""
 
 
-def read_benchmarks(directory: Path) -> dict[str, list[Quizzed]]:
-    """The questions of every file `NAME.jsonl` of a directory: question, choices, answer and, if known, dirty."""
-    rows = _read(directory)
-    return {name: items for name, found in rows.items() if (items := [one for one in found if one is not None])}
-
-
-def _read(directory: Path) -> dict[str, list[Quizzed | None]]:
-    """Every row of every file; None for a row that is not a question with a correct choice."""
+def read_benchmarks(directory: Path) -> dict[str, list[Quizzed | None]]:
+    """The questions of every file `NAME.jsonl` of a directory: question, choices, answer and, if known, dirty. A row
+    that is not a question with a correct choice is None."""
     if not directory.is_dir():
         raise SettingsError(f"benchmark={directory}: no such directory")
     found = {path.stem: list(_asked(path)) for path in sorted(directory.glob("*.jsonl"))}
@@ -145,7 +140,10 @@ def evaluate_pair(entries: Sequence[str | Path], directory: Path, settings: Sett
         raise SettingsError(
             "`benchmark` compares two checkpoints, BASE and NEW, and takes no `tasks` and no `max_trips`"
         )
-    picked = {name: chosen(rows, settings.limit, left_out(directory, name)) for name, rows in _read(directory).items()}
+    picked = {
+        name: chosen(rows, settings.limit, left_out(directory, name))
+        for name, rows in read_benchmarks(directory).items()
+    }
     benchmarks = {name: items for name, (items, _) in picked.items() if items}
     if find_spec("lm_eval") is None:
         raise SettingsError(f"`benchmark` needs lm-eval: {to_install('evaluate')}")

@@ -332,25 +332,21 @@ class _Forward:
             count = max(1, self.tokens // (len(jobs[done][0]) - 1))
             batch = jobs[done : done + count]
             made.clear()
-            losses = self._losses_if_they_fit(batch)
-            if losses is None:
+            losses = None
+            try:
+                losses = self._losses(batch)
+            except RuntimeError as error:
+                out_of_memory = isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
+                if not out_of_memory or len(batch) == 1:
+                    raise
+            if losses is None:  # outside `except`, because the exception keeps every tensor of the failed pass alive
+                if torch.cuda.is_available():
+                    torch.cuda.empty_cache()
                 self.tokens = len(batch) // 2 * (len(batch[0][0]) - 1)
                 print(f"out of memory: continuing with {self.tokens} tokens at once", file=sys.stderr)
                 continue
             yield from zip(losses, _trips(batch, made), strict=True)
             done += len(batch)
-
-    def _losses_if_they_fit(self, batch: Sequence[tuple[np.ndarray, int]]) -> list[np.ndarray] | None:
-        try:
-            return self._losses(batch)
-        except RuntimeError as error:
-            out_of_memory = isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
-            if not out_of_memory or len(batch) == 1:
-                raise
-        # Outside `except`, because the exception keeps every tensor of the failed pass alive.
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-        return None
 
     @torch.no_grad()
     def _losses(self, batch: Sequence[tuple[np.ndarray, int]]) -> list[np.ndarray]:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 
-from markupsafe import Markup
-
-from fathom.evaluation.paired import table_of
-from fathom.evaluation.results import ScoresReport
+from fathom.evaluation.results import ScoreRow, ScoresReport
 from fathom.report import html
 from fathom.report.provenance import Provenance
+from fathom.report.tables import PlainTable
 
 INTERVALS = "Intervals: 95 %, Student's t over paired documents or items; × is the ratio of perplexities."
 ASTERISK = "An asterisk marks significance after Holm's adjustment over all rows."
@@ -18,13 +16,12 @@ ASTERISK = "An asterisk marks significance after Holm's adjustment over all rows
 
 def page(report: ScoresReport, source: Provenance) -> str:
     """The whole report."""
-    names = list(report.checkpoints)
-    scores = html.table("Scores", *table_of(report.rows, names))
+    scores = html.table(*score_table(report, report.rows))
     return html.page(
-        f"Scores of {', '.join(names)}",
+        f"Scores of {', '.join(report.checkpoints)}",
         verdict(report),
         html.section("Scores", scores, html.bullets(list(notes(report)))),
-        html.section("Loss by context", *_by_context(report)),
+        html.section("Loss by context", html.table(*context_table(report))),
         html.section("Where the numbers come from", html.source(source)),
     )
 
@@ -60,19 +57,28 @@ def notes(report: ScoresReport) -> Iterator[str]:
         yield from entry.notes
 
 
-def context_table(report: ScoresReport) -> tuple[list[str], list[list[str]]]:
-    """Columns and rows: the loss by context length."""
+def score_table(report: ScoresReport, shown: Sequence[ScoreRow]) -> PlainTable:
+    """Some of the rows; an asterisk marks differences that are significant after Holm's adjustment over all of them."""
+    names, cells = list(report.checkpoints), []
+    for row in shown:
+        values = [_number(row.scores.get(name)) for name in names]
+        gaps = [str(row.differences.get(name, "not paired")) for name in names[1:]]
+        cells.append([row.task, row.metric, *values, *gaps])
+    return "Scores", ["task", "metric", *names, *(f"{name} against {names[0]}" for name in names[1:])], cells
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}" if abs(value) < 1e5 else f"{value:.4g}"
+
+
+def context_table(report: ScoresReport) -> PlainTable:
+    """The loss by context length; without rows where no text was scored."""
     columns, rows = {}, []
     for name, entry in report.checkpoints.items():
-        columns[name] = {place.from_: place for place in entry.perplexity[entry.text].by_context}
+        places = entry.perplexity[entry.text].by_context if entry.perplexity else []
+        columns[name] = {place.from_: place for place in places}
     for start in sorted({start for places in columns.values() for start in places}):
         stop = min(2 * start - 1, report.context or sys.maxsize)
         cells = [f"{places[start].loss:.4f}" if start in places else "" for places in columns.values()]
         rows.append([f"{start}-{stop}" if stop > start else str(start), *cells])
-    return ["tokens of context", *(f"loss of {name}" for name in columns)], rows
-
-
-def _by_context(report: ScoresReport) -> Sequence[Markup]:
-    if not all(entry.perplexity for entry in report.checkpoints.values()):
-        return []
-    return [html.table("Nats per token", *context_table(report))]
+    return "Nats per token", ["tokens of context", *(f"loss of {name}" for name in columns)], rows

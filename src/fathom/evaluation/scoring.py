@@ -9,6 +9,7 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote
@@ -26,11 +27,11 @@ from fathom.data.sources import Reading
 from fathom.errors import FathomError, ModelError, SettingsError, to_install
 from fathom.evaluation.budgets import limited
 from fathom.evaluation.harness import TaskResult, TaskSettings, fitted, items_of, open_lm, run_task, tables
-from fathom.evaluation.paired import Scored, rows, table
+from fathom.evaluation.paired import Scored, rows
 from fathom.evaluation.perplexity import LONGEST_DEFAULT_CONTEXT, Cut, Domain, DomainScore, read_domains, read_sample
 from fathom.evaluation.perplexity import score as score_domain
 from fathom.evaluation.results import WHOLE, CheckpointScores, ScoresReport, TextScore
-from fathom.evaluation.scores_page import context_table, interval_notes, page
+from fathom.evaluation.scores_page import context_table, interval_notes, page, score_table
 from fathom.evaluation.tasks import file_task, task_names
 from fathom.report import html
 from fathom.report.files import asdict, read_json, write_json
@@ -100,14 +101,10 @@ class Settings(Opening):
             if not above.is_dir():
                 raise SettingsError(f"out={self.out}: {above} is not a directory")
 
-    @property
-    def reading(self) -> Reading:
-        """How documents are read."""
-        return Reading(text_field=self.text_field, domain_field=self.domain_field)
-
     def texts(self) -> list[Domain]:
         """The texts in `perplexity`, by domain."""
-        return read_domains(self.perplexity, self.reading, self.split, self.limit) if self.perplexity else []
+        reading = Reading(text_field=self.text_field, domain_field=self.domain_field)
+        return read_domains(self.perplexity, reading, self.split, self.limit) if self.perplexity else []
 
 
 @dataclass
@@ -139,6 +136,13 @@ class Checkpoint:
     def close(self) -> None:
         """Release the model."""
         self.opened = self.lm = None
+
+    def scored(self) -> dict[tuple[str, str], Scored]:
+        """The items of every score, by task or text and metric."""
+        found = items_of(self.tasks.values())
+        for name, score in _with_whole(self.domains).items():
+            found.update({(name, metric): [items] for metric, items in score.items().items()})
+        return found
 
     def fingerprint(self) -> str:
         """A hash that changes with the directory's weights, configuration, tokenizer or chat template."""
@@ -229,13 +233,6 @@ def under_budgets(checkpoints: Sequence[Checkpoint], words: str | None) -> list[
 
 def summarize(checkpoints: Sequence[Checkpoint], context: int | None, stride: int | None) -> ScoresReport:
     """The report for programs: lm-eval's JSON unchanged, the text scores, and the table's rows."""
-    scores: dict[str, dict[tuple[str, str], Scored]] = {}
-    for checkpoint in checkpoints:
-        mine = scores[checkpoint.name] = {}
-        if checkpoint.tasks:
-            mine.update(items_of(list(checkpoint.tasks.values())))
-        for name, score in _with_whole(checkpoint.domains).items():
-            mine.update({(name, metric): items for metric, items in score.items().items()})
     entries = {
         checkpoint.name: CheckpointScores(
             directory=str(checkpoint.directory),
@@ -247,27 +244,28 @@ def summarize(checkpoints: Sequence[Checkpoint], context: int | None, stride: in
         )
         for checkpoint in checkpoints
     }
-    return ScoresReport(__version__, entries, context, (stride or context) if context else None, rows(scores))
+    stride = (stride or context) if context else None
+    found = rows({checkpoint.name: checkpoint.scored() for checkpoint in checkpoints})
+    return ScoresReport(__version__, entries, context, stride, found)
 
 
-def show(checkpoints: Sequence[Checkpoint], report: ScoresReport, out: Path | None = None) -> None:
+def show(report: ScoresReport, out: Path | None = None) -> None:
     """lm-eval's tables, then one for all checkpoints, and the path of the page."""
     from rich.console import Console
 
     console = Console(highlight=False, width=line_width())
-    for checkpoint in checkpoints:
-        if checkpoint.tasks:
-            print(f"{checkpoint.name} ({checkpoint.directory})\n")
-            console.print(*fitted(tables(list(checkpoint.tasks.values())), console.width), sep="\n\n")
-        for note in report.checkpoints[checkpoint.name].notes:
+    for name, entry in report.checkpoints.items():
+        if entry.tasks:
+            print(f"{name} ({entry.directory})\n")
+            console.print(*fitted(tables(entry.tasks.values()), console.width), sep="\n\n")
+        for note in entry.notes:
             print(note)
-    names = [checkpoint.name for checkpoint in checkpoints]
-    if len(names) > 1 or checkpoints[0].domains:
-        texts = {text for _, text, _ in report.texts()}
-        shown = report.rows if len(names) > 1 else [row for row in report.rows if row.task in texts]
-        console.print(table(shown, names))
-    if checkpoints[0].domains:
-        console.print("", terminal_table("", *context_table(report)))
+    several, texts = len(report.checkpoints) > 1, {text for _, text, _ in report.texts()}
+    if several or texts:
+        shown = [row for row in report.rows if several or row.task in texts]  # lm-eval's tables have the others
+        console.print(terminal_table(*score_table(report, shown), left=2))
+    if texts:
+        console.print("", terminal_table(*context_table(report)))
     scores = [score for *_, score in report.texts()]
     if any(score.trips_per_token is not None for score in scores):
         console.print("", _by_trips(report))
@@ -390,10 +388,8 @@ def kept(
 
 
 def _task_names(words: str, include: Path | None) -> list[str]:
-    try:
-        import lm_eval  # noqa: F401
-    except ModuleNotFoundError:
-        raise SettingsError(f"`tasks` needs lm-eval: {to_install('evaluate')}") from None
+    if find_spec("lm_eval") is None:
+        raise SettingsError(f"`tasks` needs lm-eval: {to_install('evaluate')}")
     return task_names((word.strip() for word in words.split(",") if word.strip()), include)
 
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import time
+import statistics
+from functools import partial
 
 import torch
 
+from fathom.evaluation.clock import Clock
 from fathom.experiments.ladder_results import BudgetRow, LadderBudget, Resolution, Width
 from fathom.experiments.rungs import Ladder, Size
 from fathom.experiments.simulation import Truth, resolution
+from fathom.report.tables import PlainTable
 from fathom.training import build_training
 
 TIMED = 5
@@ -61,12 +64,9 @@ def _step_seconds(ladder: Ladder, size: Size) -> float:
     """Seconds per step of the control: the median of a few steps."""
     recipe = ladder.run(ladder.control, size, ladder.recipe.optim.lr, ladder.first_seed())
     training = build_training(recipe)
-    times = []
-    for step in range(TIMED + 1):
-        began = time.perf_counter()
-        float(training.step(step).loss)
-        times.append(time.perf_counter() - began)
-    return sorted(times[1:])[TIMED // 2]
+    clock = Clock(training.ranks.device)
+    times = [clock.seconds(partial(training.step, step)) for step in range(TIMED + 1)]
+    return statistics.median(times[1:])
 
 
 def _resolution(ladder: Ladder) -> Resolution | None:
@@ -85,8 +85,8 @@ def _resolution(ladder: Ladder) -> Resolution | None:
     return Resolution(decades, width(Truth()), width(TOYS))
 
 
-def budget_rows(found: LadderBudget) -> tuple[str, list[str], list[list[str]]]:
-    """Caption, columns, rows."""
+def budget_rows(found: LadderBudget) -> PlainTable:
+    """The cost of every rung."""
     columns = ["rung", "parameters", "tokens", "steps", "runs", "FLOPs", "s/step", "hours"]
     rows = [
         [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
 
 from rich.table import Table
 
@@ -12,6 +13,7 @@ from fathom.models.cost import cache_bytes_per_token, count_parameters, flops_pe
 from fathom.models.registry import AXES, DEFAULTS, known
 from fathom.models.roles import Cost
 from fathom.report.numbers import short
+from fathom.report.tables import terminal_table
 
 SEQUENCE = 2048
 
@@ -94,27 +96,16 @@ def mechanism_table(config: FathomConfig) -> Table:
         f"vanilla: {vanilla.parameters:,} parameters, {_short(vanilla.flops)} FLOPs at {SEQUENCE} tokens, "
         f"{vanilla.cache_bytes:,} cache bytes. Shares are relative to 2N FLOPs; state is freed after its token."
     )
-    table = Table(
-        title="Cost that each mechanism adds, per token of a forward pass",
-        caption=caption,
-        box=None,
-        padding=(0, 1, 0, 0),
-        title_justify="left",
-        caption_justify="left",
-        header_style="bold",
-    )
-    table.add_column("mechanism", no_wrap=True)
-    table.add_column("paper", style="dim", no_wrap=True)
-    for name in ("parameters", "FLOPs", "share", "cache B", "state B"):
-        table.add_column(name, justify="right", no_wrap=True)
-    axis = ""
-    for row in mechanism_rows(config):
-        if row.axis != axis:
-            axis = row.axis
-            table.add_row(f"[bold cyan]{axis}[/]")
-        numbers = (f"{row.parameters:,}", _short(row.flops), _share(row.flops_share))
-        state = (_short(row.cache_bytes), _short(row.transient_bytes))
-        table.add_row(f" {row.name}", row.paper.removeprefix("arXiv ").split(",")[0], *numbers, *state)
+    columns = ["mechanism", "paper", "parameters", "FLOPs", "share", "cache B", "state B"]
+    rows: list[list[str]] = []
+    for axis, found in groupby(mechanism_rows(config), key=lambda row: row.axis):
+        rows.append([axis, *[""] * 6])
+        for row in found:
+            numbers = (f"{row.parameters:,}", _short(row.flops), _share(row.flops_share))
+            state = (_short(row.cache_bytes), _short(row.transient_bytes))
+            rows.append([f" {row.name}", row.paper.removeprefix("arXiv ").split(",")[0], *numbers, *state])
+    table = terminal_table("Cost that each mechanism adds, per token of a forward pass", columns, rows, left=2)
+    table.caption, table.caption_justify = caption, "left"
     return table
 
 

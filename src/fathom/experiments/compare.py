@@ -16,14 +16,14 @@ from functools import partial
 from pathlib import Path
 
 from fathom.checkpoints.layout import PLAN, REPORT
-from fathom.errors import SettingsError
 from fathom.experiments.arms import Equal
-from fathom.experiments.compare_page import write_report
+from fathom.experiments.compare_page import page
 from fathom.experiments.compare_results import ComparisonReport
 from fathom.experiments.differences import seeds_changed, summarize
-from fathom.experiments.plan import Plan, check_machine, make_plan
-from fathom.experiments.schedule import Task, carry_through, check_processes, forget_failures, say, work_off
+from fathom.experiments.plan import Plan, check_machine, make_plan, plan_file
+from fathom.experiments.schedule import carry_through, check_processes, forget_failures, work_off
 from fathom.recipe import Recipe
+from fathom.report import html
 from fathom.report.files import write_json
 from fathom.report.provenance import provenance, recorded
 
@@ -85,25 +85,19 @@ def carry_out(
         forget_failures(plan.runs(out))
     carry_through(partial(work, quiet=quiet), out, workers, threads)
     report = summarize(plan, out, provenance())
-    write_report(report, out)
+    html.write(out, report, page(report))
     return report
 
 
 def rewrite_report(plan: Plan, out: Path) -> ComparisonReport:
     """The report of the finished runs, with the provenance of the last complete report if there is one."""
-    if not (out / PLAN).exists():
-        raise SettingsError(f"{out}: contains no comparison ({PLAN} is missing)")
+    plan_file(out, PLAN, "comparison")  # which must exist
     report = summarize(plan, out, recorded(out / REPORT))
-    write_report(report, out)
+    html.write(out, report, page(report))
     return report
 
 
 def work(out: Path, quiet: bool) -> bool:
     """Run one task after another until none is left; False after a signal."""
     plan = Plan.read(out)
-
-    def told(task: Task, done: int, count: int) -> None:
-        if not quiet:
-            say(task, task.name, f"{done} of {count}")
-
-    return work_off(lambda: plan.tasks(out), lambda task, claim: task.run(claim), told)
+    return work_off(out, lambda: ("", plan.tasks(out)), lambda stage, task, claim: task.run(claim), quiet)

@@ -3,37 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import yaml
 from markupsafe import Markup
 
 from fathom.experiments.arms import Arm
-from fathom.experiments.compare_results import ArmResult, ArmTrips, ComparisonReport, CurveAxis, DomainMean
-from fathom.experiments.differences import awaited, family_size
+from fathom.experiments.compare_results import ArmResult, ArmTrips, ComparisonReport, DomainMean
+from fathom.experiments.differences import family_size
 from fathom.report import html
 from fathom.report.numbers import DASH, short
 from fathom.report.plots import IntervalMark, Line, ends, interval_plot, reach
-from fathom.report.tables import terminal_table
-
-if TYPE_CHECKING:
-    from rich.table import Table
+from fathom.report.tables import PlainTable, without
 
 
-def write_report(report: ComparisonReport, out: Path) -> tuple[Path, Path]:
-    """Write `report.json` and `report.html` into a comparison's directory."""
-    return html.write(out, report, page(report))
+def tables(report: ComparisonReport) -> list[PlainTable]:
+    """Two tables for a terminal, which has no room for quartiles: the loss of each arm, and its cost."""
+    return [quality_rows(report), without("quartiles", cost_rows(report))]
 
 
-def tables(report: ComparisonReport) -> list[Table]:
-    """Two tables for a terminal of 80 columns: the loss of each arm, and its cost."""
-    return [terminal_table(*quality_rows(report)), terminal_table(*cost_rows(report, narrow=True))]
-
-
-def quality_rows(report: ComparisonReport) -> tuple[str, list[str], list[list[str]]]:
-    """Caption, columns, rows: the loss of each arm."""
+def quality_rows(report: ComparisonReport) -> PlainTable:
+    """The loss of each arm."""
     arms = report.arms
     columns = ["arm", "loss", "difference", "Holm p", "perplexity", "bits/byte"]
     rows = []
@@ -50,29 +40,23 @@ def quality_rows(report: ComparisonReport) -> tuple[str, list[str], list[list[st
     if not many:
         return f"Held-out loss: no seed is finished by every arm yet{failed}", columns, rows
     interval = "with its 95 % interval over seeds" if many > 1 else "without an interval: one seed"
-    return f"Held-out loss in nats per token ({seeds(many)}); paired difference {interval}{failed}", columns, rows
+    mean = f"mean of {many} seeds" if many > 1 else "one seed"
+    return f"Held-out loss in nats per token ({mean}); paired difference {interval}{failed}", columns, rows
 
 
-def cost_rows(report: ComparisonReport, narrow: bool = False) -> tuple[str, list[str], list[list[str]]]:
-    """Caption, columns, rows: the cost of each arm; `narrow` shortens numbers for a terminal."""
-    columns = ["arm", "params", "FLOPs/token", "cache B/token", "step time", "memory"]
-    if not narrow:
-        columns = ["arm", "parameters", "FLOPs/token", "cache bytes/token", "step time", "quartiles", "peak memory"]
+def cost_rows(report: ComparisonReport) -> PlainTable:
+    """The cost of each arm."""
+    columns = ["arm", "parameters", "FLOPs/token", "cache B/token", "step time", "quartiles", "memory"]
     rows = []
     for arm in report.arms:
-        measured = arm.measured
-        control = arm.name == report.control
-        cache = arm.cache_bytes_per_token.measured
-        time = ratio(measured.time.median) if measured else "1" if control else DASH
-        memory = ratio(measured.memory_bytes[0] / measured.memory_bytes[1]) if measured else "1" if control else DASH
+        cache, one = arm.cache_bytes_per_token.measured, "1" if arm.name == report.control else DASH
+        cells = [one, DASH, one]
+        if arm.measured:
+            time, memory = arm.measured.time, arm.measured.memory_bytes
+            spread = f"{time.low:.3f} … {time.high:.3f}"
+            cells = [f"× {time.median:.3f}", spread, f"× {memory[0] / memory[1]:.3f}"]
         cell = DASH if cache is None else f"{cache:,.0f}"
-        if narrow:
-            flops = short(arm.flops_per_token)
-            rows.append([arm.name, short(arm.parameters), flops, cell, time, memory])
-            continue
-        spread = f"{measured.time.low:.3f} … {measured.time.high:.3f}" if measured else DASH
-        flops = f"{arm.flops_per_token:,.0f}"
-        rows.append([arm.name, f"{arm.parameters:,}", flops, cell, time, spread, memory])
+        rows.append([arm.name, f"{arm.parameters:,}", short(arm.flops_per_token), cell, *cells])
     first = report.arms[0]
     step = f"a training step of {first.tokens // first.steps:,} tokens"
     return f"Cost; time and memory of {step} as ratios to the control", columns, rows
@@ -100,7 +84,6 @@ def page(report: ComparisonReport) -> str:
         html.section("Every run", _runs(report)),
         html.section("How to read this", html.bullets(_method(report))),
         html.section("Where it comes from", _provenance(report)),
-        note=_unfinished(report),
     )
 
 
@@ -112,16 +95,6 @@ def _compared(report: ComparisonReport) -> list[tuple[int, ArmResult]]:
 def _failed(report: ComparisonReport) -> Markup:
     rows = [[f"{row.arm}, seed {row.seed}", str(row.step), row.error] for row in report.failed]
     return html.table("Excluded: runs that failed", ["run", "step", "why"], rows, prose=["why"])
-
-
-def ratio(value: float) -> str:
-    """A ratio to the control."""
-    return f"× {value:.3f}"
-
-
-def seeds(count: int) -> str:
-    """A number of seeds in words."""
-    return "one seed" if count == 1 else f"mean of {count} seeds"
 
 
 def _differences(report: ComparisonReport) -> Markup:
@@ -158,7 +131,7 @@ def _curves(report: ComparisonReport) -> Markup:
     )
 
 
-def _curve(report: ComparisonReport, key: CurveAxis, x_label: str, caption: str = "Bands span the seeds.") -> Markup:
+def _curve(report: ComparisonReport, key: str, x_label: str, caption: str = "Bands span the seeds.") -> Markup:
     lines = [
         Line(arm.name, getattr(arm.curve, key), arm.curve.loss, i, arm.curve.low, arm.curve.high)
         for i, arm in enumerate(report.arms)
@@ -170,7 +143,7 @@ def _curve(report: ComparisonReport, key: CurveAxis, x_label: str, caption: str 
 def _positions(report: ComparisonReport) -> Markup:
     """Loss, and its difference to the control, over equal parts of the context."""
     control = report.arms[0]
-    length = _sequence_length(report.recipe)
+    length = report.recipe["data"]["sequence_length"]
     count = len(control.position_loss)
     read = [place for place, loss in enumerate(control.position_loss) if loss is not None]
     if len(read) < 2:
@@ -196,12 +169,6 @@ def _gap_along(series: int, arm: ArmResult, places: Sequence[float]) -> Line:
     high = [row.high for row in rows if row.high is not None]
     bands = (None, None) if len(low) < len(rows) else (low, high)
     return Line(arm.name, places, [row.mean for row in rows], series, *bands)
-
-
-def _sequence_length(recipe: Mapping[str, object]) -> int:
-    data = recipe["data"]
-    assert isinstance(data, dict)
-    return int(data["sequence_length"])
 
 
 def _trips(report: ComparisonReport) -> Markup:
@@ -240,11 +207,9 @@ def _solved(report: ComparisonReport) -> Markup:
     rows = []
     for arm in report.arms:
         for found in arm.trips.solved if arm.trips is not None else ():
-            gap = found.gap
-            ends = DASH if gap is None or gap.low is None else f"{gap.low:+.4f} … {gap.high:+.4f}"
-            value, tokens = (DASH, DASH) if gap is None else (f"{gap.value:+.4f}", f"{gap.tokens:,}")
-            rows.append([arm.name, str(found.seed), f"{found.jacobi_rounds:g}", value, ends, tokens])
-    columns = ["arm", "seed", "Jacobi rounds", "nats over decoding", "95 % interval", "on tokens"]
+            gap, tokens = (DASH, DASH) if found.gap is None else (found.gap.with_interval, f"{found.gap.tokens:,}")
+            rows.append([arm.name, str(found.seed), f"{found.jacobi_rounds:g}", gap, tokens])
+    columns = ["arm", "seed", "Jacobi rounds", "nats over decoding, 95 % interval", "on tokens"]
     note = (
         "In these arms an iteration reads later iterations of earlier tokens, so text that is read in parallel takes "
         "rounds that approximate decoding, and every held-out loss here is that of the rounds. The gap is measured on "
@@ -301,7 +266,7 @@ def _share_sentence(report: ComparisonReport) -> Markup:
     pair = f"{gap.a} minus {gap.b} is {gap}."
     why = (
         "by Fieller's theorem, uncorrected; uniform_depth averages where depth_attention attends."
-        if share.defined
+        if share.share is not None
         else "depth_attention has no significant gain over these seeds."
     )
     return html.paragraph(f"Averaging compared with attending: {share}; {why} {pair}")
@@ -347,7 +312,8 @@ def _method(report: ComparisonReport) -> list[str]:
         "halting): steps and learning-rate schedule were scaled.",
         "flops": "All arms spent the control's training FLOPs: steps and learning-rate schedule were scaled.",
     }
-    own = [arm.name for arm in report.arms[1:] if _own_steps(arm)]
+    arms = (Arm(arm.name, arm.mechanism, tuple(arm.overrides)) for arm in report.arms[1:])
+    own = [arm.name for arm in arms if arm.own_steps]
     budget = equal[report.equal] + (f" Except {', '.join(own)}, which have their own train.steps." if own else "")
     tests = family_size(report)
     lines = [
@@ -412,10 +378,6 @@ def _held_out(report: ComparisonReport) -> list[str]:
     return [f"Held-out loss is on {tokens}, {where}; the same text for every arm and seed."]
 
 
-def _own_steps(arm: ArmResult) -> bool:
-    return Arm(arm.name, arm.mechanism, tuple(arm.overrides)).own_steps
-
-
 def _shared(report: ComparisonReport) -> str:
     counts = [(a.name, *a.measured.shared_tensors) for a in report.arms if a.measured]
     if not counts:
@@ -424,13 +386,6 @@ def _shared(report: ComparisonReport) -> str:
         return "Every parameter of equal name and shape started from bitwise equal values (checked)."
     words = ", ".join(f"{name} {equal} of {shared}" for name, shared, equal in counts)
     return f"Parameters of equal name and shape that started from bitwise equal values: {words}."
-
-
-def _unfinished(report: ComparisonReport) -> str:
-    done, coming = len(report.seeds), len(awaited(report))
-    if not coming:
-        return ""
-    return f"Not finished: {done} of {done + coming} planned seeds are finished by every arm and shown."
 
 
 def _provenance(report: ComparisonReport) -> Markup:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any
 
 from fathom.report.numbers import DASH
 from fathom.report.provenance import Provenance
 from fathom.report.statistics import Correlation, Difference
 from fathom.training.results import DecodingGap, Evaluation
-
-CurveAxis = Literal["tokens", "flops", "seconds"]
-"""The x axis of a learning curve."""
 
 
 @dataclass(kw_only=True)
@@ -31,10 +28,6 @@ class ShareOfGain:
     low: float | None
     high: float | None
     difference: PairGap
-    defined: bool = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.defined = self.share is not None
 
     def __str__(self) -> str:
         """The share and its interval in words, or that it is undefined."""
@@ -72,7 +65,6 @@ class DomainMean:
 
     loss: float
     bits_per_byte: float
-    accuracy: float | None = None
     difference: Difference | None = None
     """Difference to the control."""
 
@@ -93,17 +85,6 @@ class Validation(TrainingLoss):
     seconds: list[float]
 
 
-@dataclass(frozen=True)
-class Machine:
-    """`machine.json` of a run: where it ran, and the sealed prediction that it ran under."""
-
-    cpu: str
-    cores: int
-    system: str
-    gpu: str | None = None
-    prediction: str | None = None
-
-
 @dataclass(frozen=True, kw_only=True)
 class RunRow(Evaluation):
     """A finished run: its last evaluation, its curves, its machine."""
@@ -112,7 +93,8 @@ class RunRow(Evaluation):
     directory: str
     seconds: float
     epochs: float
-    machine: Machine | None
+    machine: dict[str, object] | None
+    """`machine.json`: where it ran, and the sealed prediction that it ran under."""
     validation: Validation
     training_loss: TrainingLoss
 
@@ -257,7 +239,7 @@ class ComparisonReport(Provenance):
     arms: list[ArmResult]
     between: list[PairGap]
     share_of_uniform_depth: ShareOfGain | None
-    recipe: dict[str, object]
+    recipe: dict[str, Any]
     ladder: str | None
     """The path of the ladder's report, if this is one of its sizes."""
 

@@ -19,7 +19,6 @@ from fathom.experiments.compare_results import (
     Curve,
     DomainMean,
     FailedRun,
-    Machine,
     PairGap,
     ParallelRun,
     RunRow,
@@ -50,17 +49,14 @@ def summarize(plan: Plan, out: Path, source: Provenance) -> ComparisonReport:
     A failed arm is excluded from that seed; if the control failed, the whole seed is excluded.
     """
     done = {seed: {arm.name: _result(plan, out, arm, seed) for arm in plan.arms} for seed in plan.seeds}
-    failed = _failed(plan, out)
+    failed = [FailedRun(**vars(why), arm=run.arm, seed=run.seed) for run in plan.runs(out) if (why := run.failure)]
     lost = {(row.arm, row.seed) for row in failed}
     whole = [seed for seed, runs in done.items() if all(run or (name, seed) in lost for name, run in runs.items())]
     control = plan.control.name
     seeds = [seed for seed in whole if done[seed][control] and sum(run is not None for run in done[seed].values()) > 1]
     arms = [_arm(plan, out, arm, [run for seed in seeds if (run := done[seed][arm.name])]) for arm in plan.arms]
-    between = compare_runs(arms) if seeds else []
     exploratory = seeds_changed(plan, out)
-    for row in (*(arm.difference for arm in arms), *between) if exploratory else ():
-        if row is not None:
-            row.p_holm = None  # no difference is significant
+    between = compare_runs(arms, judged=not exploratory) if seeds else []
     report = ComparisonReport(
         **vars(source),
         equal=plan.equal,
@@ -112,7 +108,7 @@ def verdict(report: ComparisonReport) -> str:
     scope = f"at {in_words(control.parameters)} parameters and {_tokens(control, arms)}"
     if count == 1:
         parts = [f"{arm.name} ended {arm.direction} {control.name}" for arm in arms]
-        words = f"{scope}, {_join(parts)}; another seed may give another order"
+        words = "; ".join([f"{scope}, {_join(parts)}", "another seed may give another order", *_conditions(report)])
         return f"With one seed there is no interval: {words}{left_out}.{smoke_test(report)}"
     lower, higher = ([arm for arm in arms if arm.gap.significant and sign * arm.gap.mean > 0] for sign in (-1, 1))
     family = family_size(report)
@@ -160,11 +156,6 @@ def family_size(report: ComparisonReport) -> int:
     """Number of differences of the final loss tested together: to the control, and between the other arms."""
     rows = [*(arm.gap for arm in report.compared), *report.between]
     return sum(row.p is not None for row in rows)
-
-
-def _failed(plan: Plan, out: Path) -> list[FailedRun]:
-    """The runs that failed."""
-    return [FailedRun(**vars(why), arm=run.arm, seed=run.seed) for run in plan.runs(out) if (why := run.failure)]
 
 
 def _left_out(report: ComparisonReport) -> str:
@@ -244,7 +235,7 @@ def _result(plan: Plan, out: Path, arm: Arm, seed: int) -> RunRow | None:
         directory=str(run_dir.relative_to(out)),
         seconds=values.seconds,
         epochs=values.epochs,
-        machine=read_result(Machine, machine, "delete it") if machine.exists() else None,
+        machine=read_result(dict[str, object], machine, "delete it") if machine.exists() else None,
         validation=Validation(
             step=[int(look["step"]) for look in looks],
             loss=[look["val/loss"] for look in looks],
@@ -257,20 +248,16 @@ def _result(plan: Plan, out: Path, arm: Arm, seed: int) -> RunRow | None:
 
 def _curve(arm: ArmResult) -> Curve:
     """Validation loss while training: its mean over seeds, and the lowest and highest seed."""
-    columns = [run.validation for run in arm.runs]
-    rows = [_rows_of(run) for run in columns]
-    steps = _common(rows)
-    counts = [columns[0].tokens[rows[0][step]] for step in steps]
-    losses = [[run.loss[row[step]] for run, row in zip(columns, rows, strict=True)] for step in steps]
+    looks = [run.validation for run in arm.runs]
+    runs = [{row[0]: row for row in zip(run.step, run.tokens, run.seconds, run.loss, strict=True)} for run in looks]
+    rows = [list(zip(*(run[step] for run in runs), strict=True)) for step in _common(runs)]
     return Curve(
-        tokens=counts,
-        flops=[count * arm.training_flops / arm.tokens for count in counts],
-        seconds=[
-            statistics.fmean(run.seconds[row[step]] for run, row in zip(columns, rows, strict=True)) for step in steps
-        ],
-        loss=[statistics.fmean(row) for row in losses],
-        low=[min(row) for row in losses],
-        high=[max(row) for row in losses],
+        tokens=[tokens[0] for _, tokens, _, _ in rows],
+        flops=[tokens[0] * arm.training_flops / arm.tokens for _, tokens, _, _ in rows],
+        seconds=[statistics.fmean(seconds) for _, _, seconds, _ in rows],
+        loss=[statistics.fmean(losses) for *_, losses in rows],
+        low=[min(losses) for *_, losses in rows],
+        high=[max(losses) for *_, losses in rows],
     )
 
 
@@ -280,31 +267,27 @@ def _by_step(lines: Sequence[dict[str, float]], key: str) -> list[dict[str, floa
     return [found[step] for step in sorted(found)]
 
 
-def _rows_of(columns: Validation) -> dict[int, int]:
-    """The index in the columns, by step."""
-    return {step: i for i, step in enumerate(columns.step)}
-
-
 def _losses(run: RunRow) -> dict[int, float]:
     """Training loss by step."""
     return dict(zip(run.training_loss.step, run.training_loss.loss, strict=True))
 
 
-def _common(runs: Sequence[Mapping[int, float]]) -> list[int]:
+def _common(runs: Sequence[Mapping[int, object]]) -> list[int]:
     """The steps that all runs have: a power cut may have lost lines."""
     return sorted(set(runs[0]).intersection(*runs[1:]))
 
 
-def compare_runs(arms: Sequence[ArmResult]) -> list[PairGap]:
+def compare_runs(arms: Sequence[ArmResult], judged: bool = True) -> list[PairGap]:
     """Add paired differences to the control (the first arm) to every other arm; returns those between the others.
 
     All p values are adjusted as one family, so the chance of any false positive stays below 5 %, whatever the number of
-    arms.
+    arms. If they are not `judged`, none is adjusted, and no difference is significant.
     """
     found = [arm for arm in arms[1:] if arm.runs]
     _add_differences(found, arms[0])
     between = _between(found)
-    adjust([*(arm.gap for arm in found), *between], len(found) + 1)
+    if judged:
+        adjust([*(arm.gap for arm in found), *between], len(found) + 1)
     return between
 
 
@@ -395,11 +378,9 @@ def share_of_gain(arms: Sequence[ArmResult], between: Sequence[PairGap]) -> Shar
 
 def _domain(runs: Sequence[RunRow], name: str) -> DomainMean:
     scores = [run.domains[name] for run in runs]
-    right = [score.accuracy for score in scores if score.accuracy is not None]
     return DomainMean(
         loss=statistics.fmean(score.loss for score in scores),
         bits_per_byte=statistics.fmean(score.bits_per_byte for score in scores),
-        accuracy=statistics.fmean(right) if right else None,
     )
 
 
@@ -454,18 +435,12 @@ def _noise(arms: Sequence[ArmResult], control: ArmResult) -> list[str]:
 
 def _rivals(report: ComparisonReport) -> list[str]:
     """Whether depth_attention beats uniform_depth, or else whether the best two of several arms differ."""
-    rows = report.between
-    share = report.share_of_uniform_depth
-    if share is not None:
-        row = share.difference
-    elif rows:
-        best = sorted(report.compared, key=lambda arm: arm.gap.mean)[:2]
-        names = {arm.name for arm in best}
-        found = next((r for r in rows if {r.a, r.b} == names), None)
-        if found is None:
-            return []
-        row = found
+    if (share := report.share_of_uniform_depth) is not None:
+        names = {share.difference.a, share.difference.b}
     else:
+        names = {arm.name for arm in sorted(report.compared, key=lambda arm: arm.gap.mean)[:2]}
+    row = next((row for row in report.between if {row.a, row.b} == names), None)
+    if row is None:
         return []
     low, high = (row.a, row.b) if row.mean < 0 else (row.b, row.a)
     if row.significant:

@@ -27,7 +27,7 @@ from fathom.experiments.ladder_results import LadderReport
 from fathom.experiments.multipliers import summarize
 from fathom.experiments.plan import check_machine
 from fathom.experiments.rungs import RUNGS, Ladder
-from fathom.experiments.schedule import Task, carry_through, check_processes, forget_failures, say, work_off
+from fathom.experiments.schedule import Task, carry_through, check_processes, forget_failures, work_off
 from fathom.experiments.stages import STAGES, State
 from fathom.report.files import write_atomically
 from fathom.report.provenance import Provenance, provenance, recorded
@@ -86,15 +86,13 @@ def _as_written(ladder: Ladder, out: Path) -> Ladder:
 def work(out: Path, until: str, quiet: bool) -> bool:
     """Take one run after another until a stage is over; False if a signal came."""
     state = State(Ladder.read(out), out)
-    stage = STAGES[0]
 
-    def upcoming() -> list[Task]:
-        nonlocal stage
+    def upcoming() -> tuple[str, list[Task]]:
         stage, tasks = list(state.stages(until))[-1]
         state.begin(stage)
-        return tasks
+        return stage, tasks
 
-    def do(task: Task, claim: Claim) -> bool:
+    def do(stage: str, task: Task, claim: Claim) -> bool:
         if stage != "last":
             return task.run(claim)
         sealed = state.sealed()
@@ -102,12 +100,7 @@ def work(out: Path, until: str, quiet: bool) -> bool:
             raise SettingsError(f"{out}: the largest size does not start before its prediction is sealed")
         return task.run(claim, prediction=sealed.sha256)
 
-    def told(task: Task, done: int, count: int) -> None:
-        if not quiet:
-            name = task.name if task.out == out else f"rung {task.out.name}, {task.name}"
-            say(task, name, f"{done} of {count} in {stage}")
-
-    return work_off(upcoming, do, told)
+    return work_off(out, upcoming, do, quiet)
 
 
 def add_seeds(out: Path, seeds: Sequence[int]) -> Ladder:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import yaml
 from markupsafe import Markup
@@ -20,10 +19,7 @@ from fathom.report.numbers import DASH, short, signed
 from fathom.report.plots import Line
 from fathom.report.provenance import machine
 from fathom.report.results import to_json
-from fathom.report.tables import terminal_table
-
-if TYPE_CHECKING:
-    from rich.table import Table
+from fathom.report.tables import PlainTable, without
 
 RUNS = "runs.jsonl"
 FLOPS = "training FLOPs, log10"
@@ -48,12 +44,9 @@ def write_report(report: LadderReport, out: Path) -> tuple[Path, Path]:
     return html.write(out, report, page(report))
 
 
-def tables(report: LadderReport) -> list[Table]:
+def tables(report: LadderReport) -> list[PlainTable]:
     """Tables for a terminal; the multipliers' flags are in the verdict, because the table has no room for them."""
-    caption, columns, rows = multiplier_rows(report)
-    multipliers = caption, columns[:-1], [row[:-1] for row in rows]
-    found = [multipliers, *puzzle_tables(report), loss_rows(report)]
-    return [terminal_table(*rows) for rows in found if rows[2]]
+    return [without("flags", multiplier_rows(report)), *puzzle_tables(report), loss_rows(report)]
 
 
 def page(report: LadderReport) -> str:
@@ -77,12 +70,11 @@ def page(report: LadderReport) -> str:
         html.section("Runs that failed", _diverged(report)),
         html.section("How to read this", html.bullets(_method(report))),
         html.section("Where it comes from", _provenance(report)),
-        note=_unfinished(report),
     )
 
 
-def multiplier_rows(report: LadderReport) -> tuple[str, list[str], list[list[str]]]:
-    """Caption, columns, rows: the compute multipliers."""
+def multiplier_rows(report: LadderReport) -> PlainTable:
+    """The compute multipliers."""
     rows = []
     for arm in report.arms[1:]:
         trend = arm.per_decade
@@ -101,14 +93,12 @@ def multiplier_rows(report: LadderReport) -> tuple[str, list[str], list[list[str
             ]
         )
     columns = ["arm", "middle", "last rung", "per decade", "Holm p", "diverged", "flags"]
-    if not any(arm.diverged[0] for arm in report.arms[1:]):
-        lost = columns.index("diverged")
-        columns, rows = [*columns[:lost], *columns[lost + 1 :]], [[*row[:lost], *row[lost + 1 :]] for row in rows]
-    return f"Compute that {report.control} would need over what the arm spends, 95 % interval", columns, rows
+    found = f"Compute that {report.control} would need over what the arm spends, 95 % interval", columns, rows
+    return found if any(arm.diverged[0] for arm in report.arms[1:]) else without("diverged", found)
 
 
-def puzzle_tables(report: LadderReport) -> list[tuple[str, list[str], list[list[str]]]]:
-    """Caption, columns, rows: accuracy by difficulty and solved runs; the control's FLOPs to solve it over an arm's."""
+def puzzle_tables(report: LadderReport) -> list[PlainTable]:
+    """Accuracy by difficulty and solved runs; the control's FLOPs to solve it over an arm's."""
     puzzle = report.puzzle
     if puzzle is None:
         return []
@@ -131,8 +121,8 @@ def puzzle_tables(report: LadderReport) -> list[tuple[str, list[str], list[list[
     return [(median, ["arm", *puzzle.domains, "FLOPs"], solved), (spent, ["arm", *puzzle.domains], sooner)]
 
 
-def loss_rows(report: LadderReport) -> tuple[str, list[str], list[list[str]]]:
-    """Caption, columns, rows: final loss and paired difference at every rung."""
+def loss_rows(report: LadderReport) -> PlainTable:
+    """Final loss and paired difference at every rung."""
     rows = []
     for arm in report.arms:
         cells = []
@@ -159,10 +149,6 @@ def _solved(row: PuzzleShares) -> str:
     return f"{row.median:.3f}, {row.solved}/{len(row.accuracy)}"
 
 
-def _log10(ln: float) -> float:
-    return ln / DECADE
-
-
 def _losses(report: LadderReport) -> Markup:
     """Losses of all seeds, and the law of each arm with its band, dashed beyond the largest size."""
     lines: list[Line] = []
@@ -187,7 +173,7 @@ def _law_lines(arm: ArmRow, own: bool, name: str, series: int) -> list[Line]:
     above = [row for row in arm.curve if row.ln_flops >= top - 1e-9]
 
     def line(rows: Sequence[CurvePoint], dashed: bool) -> Line:
-        x, y = [_log10(row.ln_flops) for row in rows], [row.arm if own else row.control for row in rows]
+        x, y = [row.ln_flops / DECADE for row in rows], [row.arm if own else row.control for row in rows]
         low, high = [loss.low for loss in y], [loss.high for loss in y]
         return Line(name, x, [loss.median for loss in y], series, low, high, marks=False, dashed=dashed)
 
@@ -201,7 +187,7 @@ def _multipliers(report: LadderReport) -> Markup:
         if not arm.multiplier:
             continue
         rows = arm.curve
-        x = [_log10(row.ln_flops) for row in rows]
+        x = [row.ln_flops / DECADE for row in rows]
         spans = [(row.m.median, row.m.low, row.m.high) for row in rows]
         middle, low, high = ([math.log2(m) for m in column] for column in zip(*spans, strict=True))
         lines.append(Line(arm.name, x, middle, i, low, high, marks=False))
@@ -285,7 +271,7 @@ def _bowls(report: LadderReport) -> list[Markup]:
             rates, seen = zip(*runs, strict=True)
             lines = [Line("runs", rates, seen, i, joined=False)]
             if tuned.curvature is not None and tuned.least is not None:
-                reach = [int(place) for place, losses in tuned.losses.items() if all(map(math.isfinite, losses))]
+                reach = [place for place, losses in tuned.losses.items() if all(map(math.isfinite, losses))]
                 steps = [min(reach) + (max(reach) - min(reach)) * k / 24 for k in range(25)]
                 x = [math.log10(tuned.centre * 2**step) for step in steps]
                 y = [tuned.least + tuned.curvature * (step - tuned.place) ** 2 for step in steps]
@@ -379,7 +365,7 @@ def _law(report: LadderReport) -> Markup:
     return html.table(caption, columns, rows)
 
 
-def _sizes(report: LadderReport) -> tuple[str, list[str], list[list[str]]]:
+def _sizes(report: LadderReport) -> PlainTable:
     columns = ["rung", "layers", "width", "parameters", "tokens", "batch", "steps", "FLOPs", "seeds", "rate"]
     rows = [
         [
@@ -400,7 +386,7 @@ def _named(index: int, budget: int) -> str:
     return f"{index}, budget {budget + 1}" if budget else str(index)
 
 
-def _cells(report: LadderReport) -> tuple[str, list[str], list[list[str]]]:
+def _cells(report: LadderReport) -> PlainTable:
     columns = ["run", "layers", "parameters", "FLOPs", "rate", "decay", "losses by seed"]
     rows = [
         [
@@ -463,12 +449,6 @@ def _method(report: LadderReport) -> list[str]:
     if any(LAYERS in override for arm in report.arms for override in arm.overrides):
         lines.append("Arms with a share of the layers have fewer layers than the control.")
     return lines
-
-
-def _unfinished(report: LadderReport) -> str:
-    if report.stage == "done" or report.verdict.startswith("Not finished"):
-        return ""
-    return f"Not finished: in stage {report.stage}, {report.pending} runs remain."
 
 
 def _provenance(report: LadderReport) -> Markup:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from fathom.experiments.compare_results import Failure
-from fathom.experiments.rungs import Added, LadderPlan, Size
+from fathom.experiments.rungs import Added, LadderPlan, Size, rounded
 from fathom.experiments.scaling import Interval
 from fathom.experiments.tuning import Bowl
 from fathom.report.provenance import Provenance
@@ -47,11 +47,9 @@ class CurvePoint:
 class RungRow(Size):
     """One rung: the control's sizes and rate."""
 
-    head_dim: int
     batch: int
     sealed: bool
     seeds: list[int]
-    directory: str
     flops: float
     rate: float | None
 
@@ -146,13 +144,18 @@ class ArmRow:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TunedRow(Bowl):
+class Tuned(Bowl):
     """One arm's learning rates at a tuned rung, by place: doublings above the centre."""
 
     centre: float
-    rates: dict[str, float]
-    losses: dict[str, list[float]]
-    rate: float
+    losses: dict[int, list[float]]
+    rates: dict[int, float] = field(init=False)
+    rate: float = field(init=False)
+    """The learning rate at the optimum."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rates", {place: rounded(self.centre * 2.0**place) for place in self.losses})
+        object.__setattr__(self, "rate", self.centre * 2**self.place)
 
 
 @dataclass(frozen=True)
@@ -231,8 +234,6 @@ class Phi:
     high: float = math.nan
     budgets: int = 0
     cells: int = 0
-    without: tuple[float, ...] = ()
-    """φ with each cell left out."""
 
 
 @dataclass(frozen=True)
@@ -329,7 +330,7 @@ class LadderReport(Provenance):
     tokens_per_parameter: list[float]
     rungs: list[RungRow]
     arms: list[ArmRow]
-    tuning: list[dict[str, TunedRow]]
+    tuning: list[dict[str, Tuned]]
     law: Law | None
     prediction: PredictionRow | None
     seed_control: SeedControl | None

@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 
 import numpy as np
+from scipy.interpolate import make_interp_spline
 
 from fathom.experiments.acquisition import puzzle_result, puzzle_words
 from fathom.experiments.arms import Arm, tokens
@@ -36,7 +37,7 @@ from fathom.experiments.ladder_results import (
     Views,
 )
 from fathom.experiments.plan import Plan, read_measured
-from fathom.experiments.rungs import MATCHED, RUNGS, Size, rounded, without_embeddings
+from fathom.experiments.rungs import MATCHED, Size, rounded, without_embeddings
 from fathom.experiments.scaling import (
     DECADE,
     ESTIMATOR,
@@ -46,19 +47,18 @@ from fathom.experiments.scaling import (
     Posterior,
     Rung,
     agree,
+    fitted,
     horizontal,
-    noise_of,
-    posterior,
 )
-from fathom.experiments.stages import SURE, State, beyond
-from fathom.experiments.trips import Looped, refusal, worth
+from fathom.experiments.stages import SURE, State, beyond, finite_losses
+from fathom.experiments.trips import Looped, worth
 from fathom.experiments.tuning import EDGE, FLAT
 from fathom.models.cost import as_decoded, cache_bytes_per_token
 from fathom.models.registry import DEFAULTS, recurrence_class
 from fathom.models.slots import plan as visits
 from fathom.recipe import Recipe
 from fathom.report.provenance import Provenance
-from fathom.report.statistics import adjust, holm, paired_difference
+from fathom.report.statistics import adjust, paired_difference
 
 UNSETTLED, OUTSIDE, DISAGREE = "rate not settled", "outside the control's range", "the two estimators disagree"
 MATCHES = (0.9, 1.1)
@@ -69,15 +69,13 @@ WIDEST = 2.0
 
 @dataclass(frozen=True)
 class Study:
-    """One arm and the control."""
+    """One arm and the control, with the posterior of their losses."""
 
     state: State
     arm: Arm
-
-    @cached_property
-    def at(self) -> dict[Size, Rung]:
-        """Losses of both arms at each rung at which they share a seed."""
-        return self.state.rungs(self.arm, self.state.ladder.sizes)
+    at: dict[Size, Rung]
+    """Losses of both at each rung at which they share a seed."""
+    fit: Posterior
 
     @property
     def rungs(self) -> list[Rung]:
@@ -85,15 +83,9 @@ class Study:
         return list(self.at.values())
 
     @cached_property
-    def fit(self) -> Posterior | None:
-        """The posterior; None if it cannot be computed or is unusable."""
-        found = self.state.fit(self.arm, list(self.at))
-        return found if found is not None and found.usable else None
-
-    @cached_property
-    def line(self) -> Horizontal | None:
+    def line(self) -> Horizontal:
         """The cross-check: a straight line through ln M of the rungs."""
-        return horizontal(self.rungs) if self.fit is not None else None
+        return horizontal(self.rungs)
 
     @property
     def top(self) -> float:
@@ -105,15 +97,13 @@ def summarize(state: State, source: Provenance) -> LadderReport:
     """The contents of `report.json`, from the directory alone."""
     ladder = state.ladder
     stage, pending = progress(state)
-    tuned = state.finished_tuning is not None and (bool(state.tuned) or not ladder.rules.tune_points)
-    studies = [Study(state, arm) for arm in state.ladder.every_arm[1:]] if tuned else []
-    arms = [_arm(state, arm, studies) for arm in state.ladder.every_arm] if tuned else []
-    exploratory = any(added.finished for added in ladder.added)
-    if len(ladder.all_sizes) == 1:
-        if stage == "done" and not exploratory:  # Holm's correction needs all arms
+    tuned = state.finished_tuning is not None
+    arms = [_arm(state, arm) for arm in ladder.every_arm] if tuned else []
+    if not any(added.finished for added in ladder.added):  # seeds that came after results judge nothing
+        if len(ladder.all_sizes) > 1:
+            adjust(arms)
+        elif stage == "done":  # Holm's correction needs all arms
             _judge_losses([arm for arm in arms if not arm.matched])
-    else:
-        _judge(arms, studies, exploratory)
     report = LadderReport(
         **vars(source),
         ladder=ladder.sha256,
@@ -124,9 +114,9 @@ def summarize(state: State, source: Provenance) -> LadderReport:
         tokens_per_parameter=list(ladder.rules.tokens_per_parameter),
         rungs=[_rung(state, size, tuned) for size in ladder.all_sizes],
         arms=arms,
-        tuning=[{name: one.row for name, one in rows.items()} for rows in state.tuning()[1]],
-        law=_law(studies),
-        prediction=_prediction(state) if tuned else None,
+        tuning=state.tuning()[1],
+        law=_law(arms),
+        prediction=_prediction(state, arms) if tuned else None,
         seed_control=_seed_control(state) if tuned else None,
         phi=_phi(state) if tuned else None,
         puzzle=puzzle_result(state) if tuned else None,
@@ -151,17 +141,15 @@ def _rung(state: State, size: Size, tuned: bool) -> RungRow:
     seeds = ladder.seeds[size.index - 1]
     return RungRow(
         **vars(size),
-        head_dim=ladder.recipe.config().head_dim,
         batch=size.rows * ladder.recipe.data.sequence_length,
         sealed=sealed,
         seeds=list(range(ladder.first_seed(), ladder.first_seed() + seeds)),
-        directory=f"{RUNGS}/{size.name}",
         flops=state.flops[ladder.control, size],
         rate=state.rate(ladder.control, size) if tuned else None,
     )
 
 
-def _arm(state: State, arm: Arm, studies: Sequence[Study]) -> ArmRow:
+def _arm(state: State, arm: Arm) -> ArmRow:
     ladder = state.ladder
     check = _check(state, arm)
     values = ArmRow(
@@ -176,20 +164,12 @@ def _arm(state: State, arm: Arm, studies: Sequence[Study]) -> ArmRow:
         diverged=_lost(state, arm),
         check=check,
     )
-    study = next((study for study in studies if study.arm is arm), None)
-    if study is None or not study.rungs:
-        return values
+    at = state.rungs(arm, ladder.sizes) if arm is not ladder.control else {}
     for row, size in zip(values.rungs, ladder.sizes, strict=True):
-        if (rung := study.at.get(size)) is not None:
+        if (rung := at.get(size)) is not None:
             row.difference = paired_difference(rung.arm, rung.control)
-    if study.fit is not None and study.line is not None:
-        _add_posterior(values, study, study.fit, study.line)
-        if _outside(study):
-            values.flags.append(OUTSIDE)
-        top = values.top
-        crossed = None if top.t_low is None or top.t_high is None else (top.t_low, top.t_high)
-        if crossed is not None and not agree((top.low, top.high), crossed):
-            values.flags.append(DISAGREE)
+    if (fit := fitted(tuple(at.values()))) is not None:
+        _add_posterior(values, Study(state, arm, at, fit))
     return values
 
 
@@ -211,9 +191,11 @@ def _cell(state: State, arm: Arm, size: Size) -> Cell:
     )
 
 
-def _add_posterior(row: ArmRow, study: Study, fit: Posterior, line: Horizontal) -> None:
+def _add_posterior(row: ArmRow, study: Study) -> None:
     """M at each rung, in the middle of the ladder and beyond the largest size, by both estimators; the trend per
-    decade."""
+    decade; the p-value of M = 1 at the last rung."""
+    fit, line = study.fit, study.line
+    row.p = fit.sides(study.top)
     places = [("rung", rung.x_arm) for rung in study.rungs]
     for kind, x in (("middle", fit.centre), *places, *beyond(study.top)):
         crossed = _crossed(fit.log_multiplier(x), line.interval(x))
@@ -221,9 +203,7 @@ def _add_posterior(row: ArmRow, study: Study, fit: Posterior, line: Horizontal) 
     for size, h, error in zip(study.at, line.log_m, line.errors, strict=True):
         cell = next(cell for cell in row.rungs if cell.index == size.index)
         cell.ln_m, cell.error = float(h), float(error)
-    slope = line.growth_interval()
-    per_decade = None if slope is None else (slope[0] * DECADE, slope[1] * DECADE, slope[2] * DECADE)
-    row.per_decade = _crossed(fit.growth * DECADE, per_decade)
+    row.per_decade = _crossed(fit.growth * DECADE, line.per_decade())
     first = min(study.rungs[0].x_control, study.rungs[0].x_arm)
     curve = np.append(np.linspace(first, study.top, 17), study.top + DECADE / 2 * np.linspace(0, 1, 5)[1:])
     row.curve = [
@@ -238,6 +218,11 @@ def _add_posterior(row: ArmRow, study: Study, fit: Posterior, line: Horizontal) 
     row.floor, row.slope, row.own_deviation = (Interval.of(draws) for draws in (fit.floor, fit.slope, fit.own))
     row.noise = SeedNoise(fit.noise.single, fit.noise.paired, fit.noise.correlation)
     row.views = _views(study)
+    if _outside(study):
+        row.flags.append(OUTSIDE)
+    top = row.top
+    if top.t_low is not None and top.t_high is not None and not agree((top.low, top.high), (top.t_low, top.t_high)):
+        row.flags.append(DISAGREE)
 
 
 def _crossed(logs: Floats, found: tuple[float, float, float] | None) -> CrossedInterval:
@@ -257,9 +242,8 @@ def _exp(value: float) -> float:
 
 def _outside(study: Study) -> bool:
     """Whether the control would need compute more than half a decade beyond any run."""
-    line, xs = study.line, [rung.x_control for rung in study.rungs]
-    assert line is not None
-    wanted = [rung.x_arm + float(h) for rung, h in zip(study.rungs, line.log_m, strict=True)]
+    xs = [rung.x_control for rung in study.rungs]
+    wanted = [rung.x_arm + float(h) for rung, h in zip(study.rungs, study.line.log_m, strict=True)]
     return min(wanted) < min(xs) - DECADE / 2 or max(wanted) > max(xs) + DECADE / 2
 
 
@@ -302,20 +286,10 @@ def _read(recipe: Recipe, each_trip: bool) -> float:
 
 def _view(study: Study, costs: Sequence[tuple[float, float]]) -> Interval:
     """M in another cost: the cost of a control that matches the arm, over the arm's cost."""
-    fit = study.fit
-    assert fit is not None
     xs = np.array([rung.x_control for rung in study.rungs])
-    wanted = study.top + fit.log_multiplier(study.top)
-    control = _interpolated(wanted, xs, np.log([cost[0] for cost in costs]))
-    return _factor(control - math.log(costs[-1][1]))
-
-
-def _interpolated(x: np.ndarray, xs: np.ndarray, ys: np.ndarray) -> np.ndarray:
-    """Piecewise linear interpolation, extended linearly beyond both ends."""
-    place = np.clip(np.searchsorted(xs, x) - 1, 0, len(xs) - 2)
-    share = (x - xs[place]) / (xs[place + 1] - xs[place])
-    made: np.ndarray = ys[place] + share * (ys[place + 1] - ys[place])
-    return made
+    wanted = study.top + study.fit.log_multiplier(study.top)
+    control = make_interp_spline(xs, np.log([cost[0] for cost in costs]), k=1)  # extended linearly beyond both ends
+    return _factor(control(wanted) - math.log(costs[-1][1]))
 
 
 def _tuning_flags(state: State, arm: Arm) -> list[str]:
@@ -323,7 +297,7 @@ def _tuning_flags(state: State, arm: Arm) -> list[str]:
         return ["at the control's rate"]
     flags = []
     for number, rows in enumerate(state.tuned, 1):
-        for flag in rows[arm.name].bowl.flags:
+        for flag in rows[arm.name].flags:
             words = {EDGE: "rate at an edge", FLAT: "rate not found"}
             flags.append(f"{words.get(flag, flag)} (rung {number})")
     return flags
@@ -367,19 +341,8 @@ def _diverged(state: State) -> list[DivergedRun]:
     return rows
 
 
-def _judge(arms: Sequence[ArmRow], studies: Sequence[Study], exploratory: bool) -> None:
-    """Set the p-values of M = 1 at the largest size, with Holm's adjustment over all arms. If seeds were added after
-    runs had finished, none is adjusted and nothing counts as significant.
-    """
-    tested = [study for study in studies if study.fit is not None]
-    values = [study.fit.sides(study.top) for study in tested if study.fit is not None]
-    for study, p, adjusted in zip(tested, values, holm(values), strict=True):
-        row = next(arm for arm in arms if arm.name == study.arm.name)
-        row.p, row.p_holm = p, None if exploratory else adjusted
-
-
 def _judge_losses(arms: Sequence[ArmRow]) -> None:
-    """The same for a ladder of one size, which has no multiplier: p-values of equal losses, paired over seeds."""
+    """For a ladder of one size, which has no multiplier: p-values of equal losses, paired over seeds."""
     gaps = [arm.rungs[0].difference for arm in arms]
     adjust([gap for gap in gaps if gap is not None])
     for arm, gap in zip(arms, gaps, strict=True):
@@ -387,24 +350,20 @@ def _judge_losses(arms: Sequence[ArmRow]) -> None:
             arm.p, arm.p_holm = gap.p, gap.p_holm
 
 
-def _law(studies: Sequence[Study]) -> Law | None:
+def _law(arms: Sequence[ArmRow]) -> Law | None:
     """The control's law, from the first arm's posterior."""
-    fit = next((study.fit for study in studies if study.fit is not None), None)
-    return None if fit is None else Law(Interval.of(fit.floor), Interval.of(fit.slope))
+    return next((Law(arm.floor, arm.slope) for arm in arms if arm.floor and arm.slope), None)
 
 
-def _prediction(state: State) -> PredictionRow | None:
+def _prediction(state: State, arms: Sequence[ArmRow]) -> PredictionRow | None:
     """The sealed prediction and the observed results."""
     sealed = state.sealed()
     if sealed is None:
         return None
-    size = state.ladder.sizes[-1]
     rows: list[Outcome] = []
     for row in sealed.rows:
-        arm = next(arm for arm in state.ladder.every_arm if arm.name == row.arm)
-        rung = state.rungs(arm, [size]).get(size)
-        observed = None if rung is None else rung.means[1] - rung.means[0]
-        forecast = row.difference
+        gap = next(arm.rungs[-1].difference for arm in arms if arm.name == row.arm)
+        observed, forecast = None if gap is None else gap.mean, row.difference
         inside = None
         if forecast is not None and observed is not None:
             inside = forecast.low <= observed <= forecast.high
@@ -432,23 +391,16 @@ def _rung_and_seed(path: str) -> tuple[int, int]:
 
 def _seed_control(state: State) -> SeedControl | None:
     """The seed control: the control with other initial values, whose multiplier's interval must cover 1."""
-    runs = [run for run in state.seed_controls() if run.done]
-    rungs, rows = list[Rung](), list[SeedControlRung]()
+    runs, at = state.seed_controls(), dict[Size, Rung]()
     for size in state.ladder.sizes:
-        control = state.losses(size, state.ladder.control)
-        own = {run.seed: run.loss() for run in runs if run.run_dir.parent.name == size.name}
-        seeds = [seed for seed in sorted(own) if seed in control and math.isfinite(own[seed])]
-        if not seeds:
-            continue
-        x = math.log(state.flops[state.ladder.control, size])
-        rung = Rung(x, tuple(control[seed] for seed in seeds), x, tuple(own[seed] for seed in seeds))
-        rungs.append(rung)
-        rows.append(SeedControlRung(size.index, paired_difference(rung.arm, rung.control)))
-    if not rows:
+        own = finite_losses(run for run in runs if run.run_dir.parent.name == size.name)
+        if (rung := state.paired(size, own, state.flops[state.ladder.control, size])) is not None:
+            at[size] = rung
+    if not at:
         return None
-    multiplier = None
-    if len(rungs) > 1 and noise_of(rungs) is not None and (fit := posterior(rungs)).usable:
-        multiplier = _factor(fit.log_multiplier(fit.centre))
+    rows = [SeedControlRung(size.index, paired_difference(rung.arm, rung.control)) for size, rung in at.items()]
+    fit = fitted(tuple(at.values()))
+    multiplier = None if fit is None else _factor(fit.log_multiplier(fit.centre))
     covers = None if multiplier is None else multiplier.low <= 1 <= multiplier.high
     return SeedControl(rows, multiplier, covers)
 
@@ -472,10 +424,7 @@ def _phi(state: State) -> Phi | None:
             inside = (last - first) * every / config.num_hidden_layers if trips > 1 else 0.0
             loss = statistics.fmean(losses)
             found.append(Looped(every - inside, inside, trips, size.tokens, loss, size.name))
-    if all(run.trips == 1 for run in found):
-        return None
-    why = refusal(found)
-    return worth(found) if why is None else Phi(refused=why)
+    return None if all(run.trips == 1 for run in found) else worth(found)
 
 
 UNDECIDED = (
@@ -488,9 +437,7 @@ def verdict(report: LadderReport) -> str:
     """The verdict, by fixed rules, a line each: what is missing or doubtful, the sealed prediction, then the
     findings."""
     if not report.arms or not any(row.loss for arm in report.arms for row in arm.rungs):
-        if report.stage != "done":
-            return "No model size has been finished yet, so there is no result."
-        return _lines(["No run has a result yet", *_missing(report)], [])
+        return _lines(["no run of a model size has a result yet", *_missing(report)], [])
     arms = [arm for arm in report.arms[1:] if not arm.matched]
     parts = [*_missing(report), *_doubts(report), *_seal_words(report)]
     if report.puzzle is not None:

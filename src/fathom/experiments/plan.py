@@ -73,9 +73,8 @@ class Plan:
             seed: Its seed.
             alone: Whether it counts without the control's run of its seed.
         """
-        place = lambda name: out / ARMS / name / f"seed-{seed}"  # noqa: E731
-        control = None if alone else place(self.control.name)
-        return Task(out, place(arm), arm, seed, partial(self.run_recipe, arm, seed), control)
+        run, control = (out / ARMS / name / f"seed-{seed}" for name in (arm, self.control.name))
+        return Task(out, run, arm, seed, partial(self.run_recipe, arm, seed), None if alone else control)
 
     def runs(self, out: Path, alone: bool = False) -> list[Task]:
         """All runs in the order of a single worker: seed by seed, so that a partial report is paired."""
@@ -190,7 +189,13 @@ def check(plan: Plan, out: Path | None = None, begins: bool = True) -> None:
         if begins:
             device_of(recipe.train.device)
             check_model(recipe, data)
-    for task in plan.runs(out) if out is not None else ():
+    if out is not None:
+        check_runs(plan, out)
+
+
+def check_runs(plan: Plan, out: Path) -> None:
+    """Reject runs of another recipe than the plan's."""
+    for task in plan.runs(out):
         path = task.run_dir / RECIPE
         if path.exists():
             differing = differences(load_recipe(path), task.recipe)

@@ -381,11 +381,16 @@ def load_ladder(path: Path, arms: str, overrides: Sequence[str] = (), out: Path 
 
 def checked(ladder: Ladder, begins: bool = True) -> Ladder:
     """Check a ladder: open the data, build every arm's recipe and, if it `begins`, its model. Reject sizes that read a
-    sequence twice or do not grow, and arms with their own learning rate."""
+    sequence twice or do not grow, arms with their own learning rate, and a control with its own steps."""
     for arm in ladder.arms:
         if arm.name.startswith(MATCHED):
             raise SettingsError(f"arms={arm.name}: a name that begins with {MATCHED} is a control's")
         _check_rate(ladder, arm)
+    if ladder.control.own_steps:
+        raise SettingsError(
+            f"arm {ladder.control.name}: train.steps is set by the ladder's sizes, whose tokens are the control's; "
+            f"{SECTION}.tokens or {SECTION}.tokens_per_parameter sets them for all arms"
+        )
     given = ladder.recipe.data
     data = open_data(given.directory, verify=False, collections=given.collections)
     _check_domains(ladder)
@@ -402,7 +407,7 @@ def checked(ladder: Ladder, begins: bool = True) -> Ladder:
 
 def _check_rate(ladder: Ladder, arm: Arm) -> None:
     """Reject an arm's own learning rate or weight decay, which the ladder would overwrite."""
-    kept = _all_layers(arm)
+    kept = _with_layers(arm, ladder._shape(0))
     own, base = kept.recipe(ladder.recipe).optim, ladder.recipe.optim
     written = {override.partition("=")[0].strip() for override in kept.overrides}
     for key in ("lr", "weight_decay"):
@@ -438,13 +443,6 @@ def _with_layers(arm: Arm, shape: Shape) -> Arm:
         key, _, value = override.partition("=")
         overrides.append(override if key != LAYERS else f"model.num_hidden_layers={share_of(shape.layers, value)}")
     return dataclasses.replace(arm, overrides=tuple(overrides))
-
-
-def _all_layers(arm: Arm) -> Arm:
-    """The arm without its share of a rung's layers."""
-    return dataclasses.replace(
-        arm, overrides=tuple(word for word in arm.overrides if not word.startswith(f"{LAYERS}="))
-    )
 
 
 def share_of(layers: int, text: str) -> int:

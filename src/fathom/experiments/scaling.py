@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -210,14 +210,7 @@ def posterior(rungs: Sequence[Rung], noise: Noise | None = None, draws: int = DR
         noise: Noise over seeds; by default from the rungs.
         draws: Number of draws from the posterior, with a fixed seed.
     """
-    # So that the order of the rungs does not matter.
-    rungs = tuple(sorted(rungs, key=lambda rung: (rung.x_control, rung.x_arm)))
-    noise = noise or noise_of(rungs)
-    if noise is None:
-        raise ValueError("no model size has two seeds: the noise between seeds is unknown")
-    if len(rungs) < 2:
-        raise ValueError("a slope needs two model sizes")
-    x_v, x_a = (np.array([getattr(rung, name) for rung in rungs]) for name in ("x_control", "x_arm"))
+    rungs, noise, x_v, x_a = _checked(rungs, noise)
     losses = np.concatenate([[rung.means[side] for rung in rungs] for side in (0, 1)])  # [2R]
     centre = float(x_a.mean())
     grid = _grid(float(losses.min()), noise)
@@ -238,6 +231,27 @@ def posterior(rungs: Sequence[Rung], noise: Noise | None = None, draws: int = DR
         *(rungs, noise, centre, grid.floor[chosen], intercept, slope, shift, trend),
         *(grid.shared[chosen], grid.own[chosen], grid.walk[chosen], float(steep.mean())),
     )
+
+
+@lru_cache(maxsize=32)
+def fitted(rungs: tuple[Rung, ...]) -> Posterior | None:
+    """The posterior, which stages, checks and reports ask for again and again; None if there are fewer than two rungs,
+    if none has two seeds, or if the losses do not fall with compute."""
+    if len(rungs) < 2 or noise_of(rungs) is None:
+        return None
+    found = posterior(rungs)
+    return found if found.usable else None
+
+
+def _checked(rungs: Sequence[Rung], noise: Noise | None) -> tuple[tuple[Rung, ...], Noise, Floats, Floats]:
+    """The rungs in an order of their own, their noise, and ln FLOPs of the control and of the arm."""
+    noise = noise or noise_of(rungs)
+    if noise is None:
+        raise ValueError("no model size has two seeds: the noise between seeds is unknown")
+    if len(rungs) < 2:
+        raise ValueError("a slope needs two model sizes")
+    rungs = tuple(sorted(rungs, key=lambda rung: (rung.x_control, rung.x_arm)))
+    return rungs, noise, np.array([rung.x_control for rung in rungs]), np.array([rung.x_arm for rung in rungs])
 
 
 @dataclass(frozen=True)
@@ -350,9 +364,9 @@ class Horizontal:
         row = np.array([1.0, x - self.centre])
         return self._student(self.middle + self.growth * (x - self.centre), row)
 
-    def growth_interval(self) -> tuple[float, float, float] | None:
-        """The trend g with the ends of its 95 % interval; None with two rungs."""
-        return self._student(self.growth, np.array([0.0, 1.0]))
+    def per_decade(self) -> tuple[float, float, float] | None:
+        """The trend of ln M in a decade with the ends of its 95 % interval; None with two rungs."""
+        return self._student(self.growth * DECADE, np.array([0.0, DECADE]))
 
     def _student(self, value: float, row: Floats) -> tuple[float, float, float] | None:
         if self.freedom < 1:
@@ -363,11 +377,7 @@ class Horizontal:
 
 def horizontal(rungs: Sequence[Rung], noise: Noise | None = None) -> Horizontal:
     """The cross-check; arguments are those of `posterior`."""
-    rungs = tuple(sorted(rungs, key=lambda rung: (rung.x_control, rung.x_arm)))
-    noise = noise or noise_of(rungs)
-    if noise is None:
-        raise ValueError("no model size has two seeds: the noise between seeds is unknown")
-    x_v, x_a = (np.array([getattr(rung, name) for rung in rungs]) for name in ("x_control", "x_arm"))
+    rungs, noise, x_v, x_a = _checked(rungs, noise)
     v, a = (np.array([rung.means[side] for rung in rungs]) for side in (0, 1))
     n = np.array([rung.seeds for rung in rungs], float)
     floor = _least_squares_floor(x_v, x_a, v, a)

@@ -93,8 +93,28 @@ class Task:
         return mean if math.isfinite(mean) else math.inf
 
     def run(self, claim: Claim, **facts: str) -> bool:
-        """Train or resume; `facts` go into its `machine.json`. False if a signal stopped it."""
-        return run_training(self.recipe, self.run_dir, claim, **facts)
+        """Train or resume; a diverged run leaves `failed.json`. False if a signal stopped it.
+
+        Args:
+            claim: The claim on this run, which must not be lost.
+            facts: Written to the run's `machine.json` with those about the machine.
+        """
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        write_json(self.run_dir / MACHINE, {**hardware(), **facts})
+        try:
+            with ProgressBar(self.run_dir.name, self.recipe.train.steps) as bar:
+                finished = train(self.recipe, self.run_dir, callbacks=[Watch(claim, bar)]).finished
+            if finished and not math.isfinite(held_out(self.run_dir).loss):
+                claim.require()
+                (self.run_dir / RESULT).unlink()  # first, so that a run that is killed here is evaluated again
+                write_json(self.run_dir / FAILED, Failure("its held-out loss is not finite", self.recipe.train.steps))
+            return finished
+        except TrainingError as error:
+            if error.step is None:
+                raise  # not caused by the arm, such as a full disk
+            claim.require()
+            write_json(self.run_dir / FAILED, Failure(" ".join(str(error).split()), error.step))
+            return True
 
 
 def read_failure(run_dir: Path) -> Failure | None:
@@ -113,16 +133,18 @@ def forget_failures(tasks: Iterable[Task]) -> None:
 
 
 def work_off(
-    upcoming: Callable[[], Sequence[Task]],
-    do: Callable[[Task, Claim], bool],
-    told: Callable[[Task, int, int], None],
+    out: Path,
+    upcoming: Callable[[], tuple[str, Sequence[Task]]],
+    do: Callable[[str, Task, Claim], bool],
+    quiet: bool,
 ) -> bool:
     """Take one task after another until none is left; False if a signal came.
 
     Args:
-        upcoming: The tasks of the directory, including settled ones.
-        do: Run or resume a task; False if a signal stopped it.
-        told: Called after a task with the numbers of settled and of all tasks.
+        out: The directory of the experiment.
+        upcoming: The stage, if there are several, and its tasks, including settled ones.
+        do: Run or resume a task of a stage; False if a signal stopped it.
+        quiet: Print no line for a finished task.
     """
     claims = dict[Path, Claims]()
 
@@ -130,7 +152,7 @@ def work_off(
         return claims.setdefault(task.out, Claims(task.out / CLAIMS)).take(task.name)
 
     while True:
-        every = upcoming()
+        stage, every = upcoming()
         pending = [task for task in every if not task.settled]
         if not pending:
             return True
@@ -140,13 +162,16 @@ def work_off(
             continue
         task, claim = claimed
         with claim:
-            if not task.settled and not do(task, claim):
+            if not task.settled and not do(stage, task, claim):
                 return False
-        told(task, len(every) - len(pending) + 1, len(every))
+        if not quiet:
+            name = task.name if task.out == out else f"rung {task.out.name}, {task.name}"
+            where = f" in {stage}" if stage else ""
+            _say(task, name, f"{len(every) - len(pending) + 1} of {len(every)}{where}")
         tidy()
 
 
-def say(task: Task, name: str, where: str) -> None:
+def _say(task: Task, name: str, where: str) -> None:
     """Print the result of a task in one line; nothing if it has none because the control failed."""
     if task.failure is not None:
         result = f"failed at step {task.failure.step}"
@@ -162,33 +187,6 @@ def _ready(pending: Sequence[Task]) -> Sequence[Task]:
     runs = [task for task in pending if not task.timed]
     shared = torch.cuda.is_available() and pending[0].recipe.train.device != "cpu"
     return (runs or pending[:1]) if shared else pending
-
-
-def run_training(recipe: Recipe, run_dir: Path, claim: Claim, **facts: str) -> bool:
-    """Train or resume a run; a diverged run leaves `failed.json`. False if a signal stopped it.
-
-    Args:
-        recipe: What to train.
-        run_dir: Where.
-        claim: The claim on this run, which must not be lost.
-        facts: Written to the run's `machine.json` with those about the machine.
-    """
-    run_dir.mkdir(parents=True, exist_ok=True)
-    write_json(run_dir / MACHINE, {**hardware(), **facts})
-    try:
-        with ProgressBar(run_dir.name, recipe.train.steps) as bar:
-            finished = train(recipe, run_dir, callbacks=[Watch(claim, bar)]).finished
-        if finished and not math.isfinite(held_out(run_dir).loss):
-            claim.require()
-            (run_dir / RESULT).unlink()  # first, so that a run that is killed here is evaluated again
-            write_json(run_dir / FAILED, Failure("its held-out loss is not finite", recipe.train.steps))
-        return finished
-    except TrainingError as error:
-        if error.step is None:
-            raise  # not caused by the arm, such as a full disk
-        claim.require()
-        write_json(run_dir / FAILED, Failure(" ".join(str(error).split()), error.step))
-        return True
 
 
 class Watch(Hook):

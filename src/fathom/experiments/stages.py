@@ -10,17 +10,17 @@ check   half and twice the learning rate at the largest size
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, partial
 from pathlib import Path
 
-from fathom.checkpoints.layout import ARMS, PLAN, RESULT
+from fathom.checkpoints.layout import PLAN, RESULT
 from fathom.data.puzzles import is_puzzle
 from fathom.errors import SettingsError
 from fathom.experiments.arms import Arm
-from fathom.experiments.ladder_results import Forecast, Prediction, TunedRow
-from fathom.experiments.plan import Plan, PlanValues
+from fathom.experiments.ladder_results import Forecast, Prediction, Tuned
+from fathom.experiments.plan import Plan, PlanValues, check_runs
 from fathom.experiments.rungs import (
     CHECK,
     MATCHED,
@@ -34,10 +34,10 @@ from fathom.experiments.rungs import (
     rounded,
     sha256_of,
 )
-from fathom.experiments.scaling import DECADE, ESTIMATOR, Noise, Posterior, Rung, noise_of, posterior
+from fathom.experiments.scaling import DECADE, ESTIMATOR, Posterior, Rung, fitted
 from fathom.experiments.schedule import Task
-from fathom.experiments.tuning import LEARNED, Bowl, Points, bowl, first_places, next_place, pooled_sigma
-from fathom.recipe import Recipe, differences
+from fathom.experiments.tuning import LEARNED, bowl, first_places, next_place, pooled_sigma
+from fathom.recipe import Recipe
 from fathom.report.files import asdict, digest, read_json, write_json
 from fathom.report.results import read_result, restored
 from fathom.report.statistics import holm
@@ -45,28 +45,6 @@ from fathom.report.statistics import holm
 STAGES = ("tune", "rungs", "seal", "last", "check")
 PREDICTION = "prediction.json"
 SURE = 0.05
-
-
-@dataclass(frozen=True)
-class Tuned:
-    """One arm at one tuned rung."""
-
-    centre: float
-    """The learning rate at place 0."""
-    points: Points
-    bowl: Bowl
-
-    @property
-    def rate(self) -> float:
-        """The learning rate at the optimum."""
-        return self.centre * 2**self.bowl.place
-
-    @property
-    def row(self) -> TunedRow:
-        """As a report holds it."""
-        rates = {str(place): rounded(self.centre * 2**place) for place in sorted(self.points)}
-        losses = {str(place): list(self.points[place]) for place in sorted(self.points)}
-        return TunedRow(**vars(self.bowl), centre=self.centre, rates=rates, losses=losses, rate=self.rate)
 
 
 @dataclass(frozen=True)
@@ -80,25 +58,45 @@ class State:
 
     def tuning(self) -> tuple[list[Task], list[dict[str, Tuned]]]:
         """Tuning runs so far, and the `Tuned` of each finished rung by arm. The last runs may be unfinished."""
-        rules, runs, found = self.ladder.rules, list[Task](), list[dict[str, Tuned]]()
-        for index, first in enumerate(rules.tune_points):
-            centres = self._centres(index, found)
-            places = {arm.name: first_places(first) for arm in self.ladder.arms}
-            mine = self._tuning_runs(index, centres, places)
-            while all(run.settled for rows in mine.values() for cell in rows.values() for run in cell):
-                points = {arm: self._points(cells) for arm, cells in mine.items()}
-                wanted = {arm: next_place(rows, first) for arm, rows in points.items()}
-                for arm, place in wanted.items():
-                    if place is not None:
-                        places[arm].append(place)
-                if not any(place is not None for place in wanted.values()):
-                    found.append(self._bowls(first, centres, points, found))
-                    break
-                mine = self._tuning_runs(index, centres, places)
-            runs += self._ordered(mine)
-            if len(found) <= index:
-                return runs, found
+        runs, found = list[Task](), list[dict[str, Tuned]]()
+        for index in range(len(self.ladder.rules.tune_points)):
+            cells, bowls = self._search(index, found)
+            # Whole seeds first, the control before the others.
+            runs += [run for seed in zip(*cells, strict=True) for run in seed]
+            if bowls is None:
+                break
+            found.append(bowls)
         return runs, found
+
+    def _search(
+        self, index: int, found: Sequence[dict[str, Tuned]]
+    ) -> tuple[list[list[Task]], dict[str, Tuned] | None]:
+        """The tuning runs of a rung, a list for each arm and place, and once all are over each arm's `Tuned`."""
+        first = self.ladder.rules.tune_points[index]
+        centres, domains = self._centres(index, found), self.ladder.rules.tune_domains
+        places = {arm.name: first_places(first) for arm in self.ladder.arms}
+        while True:
+            cells = {
+                (arm.name, place): self._tuning_runs(index, arm, place, centres[arm.name])
+                for arm in self.ladder.arms
+                for place in places[arm.name]
+            }
+            if not all(run.settled for cell in cells.values() for run in cell):
+                return list(cells.values()), None
+            points: dict[str, dict[int, list[float]]] = {name: {} for name in places}
+            for (name, place), cell in cells.items():
+                points[name][place] = [max(run.loss(domains), LEARNED) for run in cell]
+            wanted = {name: at for name, rows in points.items() if (at := next_place(rows, first)) is not None}
+            if not wanted:
+                break
+            for name, at in wanted.items():
+                places[name].append(at)
+        # The noise of a run is that of all arms together.
+        sigma = pooled_sigma([*points.values(), *(tuned.losses for rows in found[:1] for tuned in rows.values())])
+        return list(cells.values()), {
+            name: Tuned(**vars(bowl(rows, first, sigma)), centre=centres[name], losses=dict(sorted(rows.items())))
+            for name, rows in points.items()
+        }
 
     def _centres(self, index: int, found: Sequence[dict[str, Tuned]]) -> dict[str, float]:
         """The learning rate at place 0: the recipe's at the first rung, then the previous optimum, scaled by the
@@ -108,56 +106,20 @@ class State:
         before, sizes = found[index - 1], self.ladder.sizes
         grown = self.ladder.rule(sizes[index]) / self.ladder.rule(sizes[index - 1])
         control = before[self.ladder.control.name]
-        return {
-            name: rounded((tuned.rate if tuned.bowl.known else control.rate) * grown) for name, tuned in before.items()
-        }
+        return {name: rounded((tuned.rate if tuned.known else control.rate) * grown) for name, tuned in before.items()}
 
-    def _tuning_runs(
-        self, index: int, centres: dict[str, float], places: dict[str, list[int]]
-    ) -> dict[str, dict[int, list[Task]]]:
-        """The tuning runs by arm, place and seed."""
-        return {
-            arm.name: {
-                place: [
-                    self._tuning_run(index, arm, place, rounded(centres[arm.name] * 2.0**place), seed)
-                    for seed in range(self.ladder.rules.tune_seeds[index])
-                ]
-                for place in places[arm.name]
-            }
-            for arm in self.ladder.arms
-        }
-
-    def _tuning_run(self, index: int, arm: Arm, place: int, rate: float, seed: int) -> Task:
-        size = self.ladder.sizes[index]
-        number = self.ladder.first_seed() + TUNING_SEED + seed
-        where = self.out / TUNE / size.name / arm.name / f"lr{place:+d}" / f"seed-{seed}"
-        return Task(self.out, where, arm.name, number, partial(self.ladder.run, arm, size, rate, number))
+    def _tuning_runs(self, index: int, arm: Arm, place: int, centre: float) -> list[Task]:
+        """The tuning runs of an arm at a place, by seed."""
+        size, first = self.ladder.sizes[index], self.ladder.first_seed() + TUNING_SEED
+        where = self.out / TUNE / size.name / arm.name / f"lr{place:+d}"
+        make = partial(self.ladder.run, arm, size, rounded(centre * 2.0**place))
+        seeds = range(first, first + self.ladder.rules.tune_seeds[index])
+        return [Task(self.out, where / f"seed-{n - first}", arm.name, n, partial(make, n)) for n in seeds]
 
     def used(self, run: Task) -> bool:
         """Whether this is a tuning run whose optimum later runs already use."""
         stage, size, *_ = run.run_dir.relative_to(self.out).parts  # tune/1/ARM/lr+1/seed-0
         return stage == TUNE and any((self.out / later).exists() for later in (RUNGS, f"{TUNE}/{int(size) + 1}"))
-
-    def _ordered(self, mine: dict[str, dict[int, list[Task]]]) -> list[Task]:
-        """Whole seeds first, the control before the others."""
-        cells = [cell for rows in mine.values() for cell in rows.values()]
-        return [cell[seed] for seed in range(max(map(len, cells))) for cell in cells if seed < len(cell)]
-
-    def _points(self, cells: dict[int, list[Task]]) -> dict[int, list[float]]:
-        domains = self.ladder.rules.tune_domains
-        return {place: [max(run.loss(domains), LEARNED) for run in cell] for place, cell in cells.items()}
-
-    def _bowls(
-        self,
-        first: int,
-        centres: dict[str, float],
-        points: dict[str, dict[int, list[float]]],
-        found: Sequence[dict[str, Tuned]],
-    ) -> dict[str, Tuned]:
-        """Each arm's parabola and optimum; its uncertainty is from the noise of all arms together."""
-        before = [tuned.points for tuned in found[0].values()] if found else []
-        sigma = pooled_sigma([*points.values(), *before])
-        return {name: Tuned(centres[name], rows, bowl(rows, first, sigma)) for name, rows in points.items()}
 
     @cached_property
     def finished_tuning(self) -> list[dict[str, Tuned]] | None:
@@ -177,8 +139,8 @@ class State:
         control = self.ladder.control.name
         if arm.name == control or arm.name.startswith(MATCHED):
             return 1.0
-        own = [i for i, rows in enumerate(self.tuned) if rows[arm.name].bowl.known]
-        both = [self.tuned[i] for i in own if self.tuned[i][control].bowl.known]
+        own = [i for i, rows in enumerate(self.tuned) if rows[arm.name].known]
+        both = [self.tuned[i] for i in own if self.tuned[i][control].known]
         logs = [math.log(rows[arm.name].rate / rows[control].rate) for rows in both]
         if not logs:
             logs = [math.log(self._carried(arm, i) / self.tuned[-1][control].rate) for i in own]
@@ -258,26 +220,26 @@ class State:
 
     def losses(self, size: Size, arm: Arm) -> dict[int, float]:
         """Final losses of finished runs, by seed."""
-        found = {run.seed: run.loss() for run in self.runs(size, arm)}
-        return {seed: loss for seed, loss in found.items() if math.isfinite(loss)}
+        return finite_losses(self.runs(size, arm))
 
     def rungs(self, arm: Arm, sizes: Sequence[Size]) -> dict[Size, Rung]:
         """Losses of an arm and the control at each rung, of the seeds that both finished; rungs without one are left
         out."""
-        found = {}
-        for size in sizes:
-            control, own = self.losses(size, self.ladder.control), self.losses(size, arm)
-            seeds = sorted(set(control) & set(own))
-            if seeds:
-                x_control, x_arm = (math.log(self.flops[one, size]) for one in (self.ladder.control, arm))
-                found[size] = Rung(x_control, tuple(control[s] for s in seeds), x_arm, tuple(own[s] for s in seeds))
-        return found
+        found = ((size, self.paired(size, self.losses(size, arm), self.flops[arm, size])) for size in sizes)
+        return {size: rung for size, rung in found if rung is not None}
+
+    def paired(self, size: Size, own: dict[int, float], flops: float) -> Rung | None:
+        """Losses by seed of runs of so many FLOPs, and those of the control; None if they share no seed."""
+        control = self.losses(size, self.ladder.control)
+        seeds = sorted(set(control) & set(own))
+        if not seeds:
+            return None
+        x_control, x_own = math.log(self.flops[self.ladder.control, size]), math.log(flops)
+        return Rung(x_control, tuple(control[s] for s in seeds), x_own, tuple(own[s] for s in seeds))
 
     def fit(self, arm: Arm, sizes: Sequence[Size]) -> Posterior | None:
-        """The posterior of an arm; None where two rungs or the noise of a seed are missing."""
-        found = tuple(self.rungs(arm, sizes).values())
-        noise = noise_of(found)
-        return None if len(found) < 2 or noise is None else _fitted(found, noise)
+        """The posterior of an arm, if it has one."""
+        return fitted(tuple(self.rungs(arm, sizes).values()))
 
     # The seal
 
@@ -287,7 +249,7 @@ class State:
         rows: list[Forecast] = []
         for arm in self.ladder.every_arm[1:]:
             found = self.fit(arm, before)
-            if found is None or not found.usable:
+            if found is None:
                 rows.append(Forecast(arm.name))
                 continue
             x_control, x_arm = (math.log(self.flops[one, last]) for one in (self.ladder.control, arm))
@@ -330,11 +292,9 @@ class State:
 
     def judged(self) -> dict[Arm, float]:
         """The p-value, by Holm, of M = 1 at the last rung, of arms that have a posterior."""
-        found = {}
-        for arm in self.ladder.every_arm[1:]:
-            fitted = self.fit(arm, self.ladder.sizes)
-            if fitted is not None and fitted.usable:
-                found[arm] = fitted.sides(math.log(self.flops[arm, self.ladder.sizes[-1]]))
+        fits = {arm: self.fit(arm, self.ladder.sizes) for arm in self.ladder.every_arm[1:]}
+        top = self.ladder.sizes[-1]
+        found = {arm: fit.sides(math.log(self.flops[arm, top])) for arm, fit in fits.items() if fit is not None}
         return dict(zip(found, holm(list(found.values())), strict=True))
 
     def checks(self) -> list[Task]:
@@ -383,38 +343,21 @@ class State:
         for size in sizes:
             path, planned = self.rung_dir(size) / PLAN, self.plans[size]
             remedy = "delete it to write it again"
-            if not path.exists() or read_result(PlanValues, path, remedy) != planned.written():  # seeds were added
-                changed = _changed(Plan.read(path.parent), planned, path.parent) if path.exists() else []
-                if changed:
-                    raise SettingsError(
-                        f"{path}: runs of this size have another recipe; different: {', '.join(changed)}"
-                    )
-                path.parent.mkdir(parents=True, exist_ok=True)
+            if not path.exists() or read_result(PlanValues, path, remedy) != planned.written():
+                check_runs(planned, path.parent)  # seeds may be added, and learning rates change until a run exists
                 write_json(path, planned.written())
 
 
-def _changed(begun: Plan, planned: Plan, rung: Path) -> list[str]:
-    """The differences of two plans of a size; arms may differ, for instance in learning rates, until a run exists."""
-    found = differences(begun.recipe, planned.recipe)
-    before = {arm.name: arm.overrides for arm in begun.arms}
-    for arm in planned.arms:
-        changed = set(before.get(arm.name, arm.overrides)) ^ set(arm.overrides)
-        if changed and (rung / ARMS / arm.name).exists():
-            found += sorted({f"{arm.name}'s {override.partition('=')[0]}" for override in changed})
-    return found
-
-
-@lru_cache(maxsize=32)
-def _fitted(rungs: tuple[Rung, ...], noise: Noise) -> Posterior:
-    """Stages, checks and the report ask for the same fit again and again."""
-    return posterior(rungs, noise)
+def finite_losses(runs: Iterable[Task]) -> dict[int, float]:
+    """Final losses of runs that have one, by seed."""
+    return {run.seed: loss for run in runs if math.isfinite(loss := run.loss())}
 
 
 def _loss_at(tuned: Tuned, rate: float) -> float:
     """An arm's mean loss at the place nearest to a learning rate."""
     wanted = math.log2(rate / tuned.centre)
-    place = min(tuned.points, key=lambda place: (abs(place - wanted), place))
-    return math.fsum(tuned.points[place]) / len(tuned.points[place])
+    place = min(tuned.losses, key=lambda place: (abs(place - wanted), place))
+    return math.fsum(tuned.losses[place]) / len(tuned.losses[place])
 
 
 def beyond(x: float) -> list[tuple[str, float]]:

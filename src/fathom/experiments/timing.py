@@ -6,10 +6,11 @@ with one thread the clock is that thread's CPU time.
 from __future__ import annotations
 
 import gc
+import statistics
 from collections.abc import Callable, Iterable
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,13 +20,10 @@ from fathom.kernels import use
 from fathom.kvcache import cache_bytes
 from fathom.recipe import Recipe
 from fathom.report.provenance import hardware
-from fathom.report.statistics import quartiles
 from fathom.training import Training, build_training, start
 from fathom.training.build import forward
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from transformers import PreTrainedModel
 
 PREFILL, DECODED = 8, 16
@@ -81,14 +79,17 @@ def interleaved(a: Callable[[], object], b: Callable[[], object], pairs: int, cl
     for step in (a, b, b, a):
         step()
     ratios, times = [], ([], [])  # type: ignore[var-annotated]
-    with _no_collection():
+    gc.disable()  # a pause would count for one side only
+    try:
         for _ in range(pairs):
             a1, b1, b2, a2 = (clock.seconds(step) for step in (a, b, b, a))
             ratios.append((a1 + a2) / (b1 + b2))
             times[0].extend((a1, a2))
             times[1].extend((b1, b2))
-    low, median, high = quartiles(ratios)
-    return TimeRatio(median, low, high, pairs, (quartiles(times[0])[1], quartiles(times[1])[1]), clock.words)
+    finally:
+        gc.enable()
+    low, median, high = np.quantile(ratios, (0.25, 0.5, 0.75)).tolist()
+    return TimeRatio(median, low, high, pairs, (statistics.median(times[0]), statistics.median(times[1])), clock.words)
 
 
 def step_memory(training: Training) -> int:
@@ -159,15 +160,3 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 
 def _allocated(device: torch.device) -> int:
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Turn the garbage collector off, because a pause would count for one side only."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()

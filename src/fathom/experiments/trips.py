@@ -64,25 +64,16 @@ def budgets_of(runs: Sequence[Looped]) -> int:
     return max(len(tokens) for tokens in by_model.values())
 
 
-def worth(runs: Sequence[Looped], check: bool = True) -> Phi:
-    """φ by least squares with a random effect of each cell; Student's t with (cells - 2) degrees of freedom.
-
-    Args:
-        runs: Means over seeds; a `ValueError` if `refusal` has an objection.
-        check: Also fit without each cell.
+def worth(runs: Sequence[Looped]) -> Phi:
+    """φ by least squares with a random effect of each cell, or why there is none; Student's t with (cells - 2) degrees
+    of freedom. The losses are means over seeds.
     """
-    why = refusal(runs)
-    if why is not None:
-        raise ValueError(why)
+    if (why := refusal(runs)) is not None:
+        return Phi(refused=why)
     fit = _Fit(runs)
     value, error = fit.best()
-    cells = sorted({run.cell for run in runs})
-    half = float(stdtrit(len(cells) - 2, 0.975)) * error
-    without = []
-    for cell in cells if check else ():
-        rest = [run for run in runs if run.cell != cell]
-        without.append(_Fit(rest).best()[0] if refusal(rest) is None else float("nan"))
-    return Phi(None, value, value - half, value + half, budgets_of(runs), len(cells), tuple(without))
+    half = float(stdtrit(len(fit.cells) - 2, 0.975)) * error
+    return Phi(None, value, value - half, value + half, budgets_of(runs), len(fit.cells))
 
 
 class _Fit:

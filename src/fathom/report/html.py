@@ -20,10 +20,9 @@ from fathom.report.templates import macro, render
 BLOCKS = "report/blocks.html.j2"
 
 
-def page(title: str, verdict: str, *blocks: str, note: str = "") -> str:
+def page(title: str, verdict: str, *blocks: str) -> str:
     """A whole document: a title, the verdict in one sentence, and the blocks."""
-    shown = list(filter(None, blocks))
-    return render("report/page.html.j2", title=title, verdict=verdict, blocks=shown, note=note)
+    return render("report/page.html.j2", title=title, verdict=verdict, blocks=list(filter(None, blocks)))
 
 
 def section(heading: str, *blocks: str) -> Markup:

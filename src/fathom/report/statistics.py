@@ -58,16 +58,14 @@ class Difference:
 def paired_difference(values: Sequence[float], control: Sequence[float]) -> Difference:
     """The mean of paired differences with its Student t interval; no interval if a value is not finite."""
     gaps = [value - partner for value, partner in zip(values, control, strict=True)]
-    mean, count = statistics.fmean(gaps), len(gaps)
-    if count < 2 or not math.isfinite(mean):
-        return Difference(mean, count, None, None)
-    spread, rounding = statistics.stdev(gaps), 4 * sys.float_info.epsilon * max(map(abs, [*values, *control]))
-    return student(mean, spread / math.sqrt(count) if spread > rounding else 0.0, count - 1, count)
+    rounding = 4 * sys.float_info.epsilon * max(map(abs, [*values, *control]))
+    return weighted_difference(gaps, [1.0] * len(gaps), rounding)
 
 
-def weighted_difference(gaps: Sequence[float], weights: Sequence[float]) -> Difference:
+def weighted_difference(gaps: Sequence[float], weights: Sequence[float], rounding: float = 0.0) -> Difference:
     """Σd/Σw of differences d that weigh w, with the Student t interval of the residuals d - w Σd/Σw; no interval if a
-    difference is not finite."""
+    difference is not finite. A standard error of no more than `rounding` counts as none.
+    """
     d, w = np.asarray(gaps, float), np.asarray(weights, float)
     count, total = len(d), float(w.sum())
     mean = float(d.sum()) / total
@@ -75,7 +73,7 @@ def weighted_difference(gaps: Sequence[float], weights: Sequence[float]) -> Diff
         return Difference(mean, count, None, None)
     residuals = d - mean * w
     error = math.sqrt(count / (count - 1) * float(residuals @ residuals)) / total
-    return student(mean, error, count - 1, count)
+    return student(mean, error if error > rounding else 0.0, count - 1, count)
 
 
 def combined_difference(found: Sequence[Difference], shares: Sequence[float]) -> Difference:
@@ -164,9 +162,9 @@ def mcnemar(lost: int, won: int) -> float:
         lost: Questions that only the control answers correctly.
         won: Questions that only the other answers correctly.
     """
-    changed = lost + won
-    tail = sum(math.comb(changed, i) for i in range(min(lost, won) + 1))
-    return min(1.0, 2 * tail / 2**changed)
+    from scipy import stats
+
+    return float(stats.binomtest(min(lost, won), lost + won).pvalue) if lost + won else 1.0
 
 
 LEAST_BOOTSTRAPPED = 20
@@ -285,11 +283,3 @@ def _equal_pairs(means: int) -> frozenset[int]:
         return frozenset({0})
     sizes = range(1, means + 1)
     return frozenset(size * (size - 1) // 2 + rest for size in sizes for rest in _equal_pairs(means - size))
-
-
-def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """Lower quartile, median, upper quartile."""
-    if len(values) < 2:
-        return values[0], values[0], values[0]
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
-    return low, middle, high

@@ -10,10 +10,18 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.console import JustifyMethod
     from rich.table import Table
-    from rich.text import Text
 
+PlainTable = tuple[str, list[str], list[list[str]]]
+"""Caption, columns, rows: for a page and for a terminal."""
 NAME = 24
 """Characters of a row's name that stay on one line."""
+
+
+def without(column: str, table: PlainTable) -> PlainTable:
+    """A table that has one column less."""
+    caption, columns, rows = table
+    at = columns.index(column)
+    return caption, columns[:at] + columns[at + 1 :], [row[:at] + row[at + 1 :] for row in rows]
 
 
 def line_width() -> int:
@@ -21,26 +29,27 @@ def line_width() -> int:
     return shutil.get_terminal_size((240, 24)).columns
 
 
-def print_report(tables: Iterable[Table], verdict: str, page: Path | None, more: str = "") -> None:
-    """Print tables, the verdict, a further remark, and the path of the page, if there is one."""
+def print_report(tables: Iterable[PlainTable], verdict: str, page: Path | None, more: str = "") -> None:
+    """Print the tables that have rows, the verdict, a further remark, and the path of the page, if there is one."""
     from rich.console import Console
 
     console = Console(highlight=False, width=line_width())
     for table in tables:
-        console.print(table, "")
+        if table[2]:
+            console.print(terminal_table(*table), "")
     console.print(verdict, markup=False, soft_wrap=True)
     for text in filter(None, (more, page and f"report: {page.resolve()}")):
         console.print(f"\n{text}", markup=False, soft_wrap=True)
 
 
-def terminal_table(caption: str, columns: Sequence[str], rows: Sequence[Sequence[str | Text]], left: int = 1) -> Table:
+def terminal_table(caption: str, columns: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> Table:
     """A rich table; the first `left` columns are text, the others numbers. Brackets in names are not markup."""
     from rich.table import Table
     from rich.text import Text
 
     title = Text(caption) if caption else None
     table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0))
-    widths = [max(map(len, map(str, cells))) for cells in zip(columns, *rows, strict=True)]
+    widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
     folded = sum(widths) + 2 * len(widths) > line_width()
     for i, column in enumerate(columns):
         justify: JustifyMethod = "left" if i < left else "right"
@@ -48,7 +57,7 @@ def terminal_table(caption: str, columns: Sequence[str], rows: Sequence[Sequence
         width = min(widths[0], NAME) if folded and not i else None
         table.add_column(Text(column), justify=justify, header_style="dim", overflow="fold", width=width)
     for row in rows:
-        table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
+        table.add_row(*map(Text, row))
     return table
 
 

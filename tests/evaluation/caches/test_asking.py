@@ -11,9 +11,9 @@ from torch.nn import functional as F
 from fathom.evaluation.caches.asking import answer
 from fathom.evaluation.caches.prompts import Cell, Prompt
 from fathom.evaluation.caches.questions import question_tables, sentence, solved
-from fathom.evaluation.caches.results import Answer, CacheRow, CheckpointCaches, Compression, Questions
+from fathom.evaluation.caches.results import Answer, CacheRow, CheckpointCaches, Questions
 from fathom.evaluation.caches.spectrum import Spectrum
-from fathom.kvcache import build_cache
+from fathom.kvcache import Schedule, build_cache
 from tests.kvcache.cases import model_of, tokens
 
 TOKENIZER = SimpleNamespace(eos_token_id=60, decode=lambda ids: " ".join(map(str, ids)))
@@ -89,7 +89,7 @@ def values(full: dict[str, list[float]], mine: dict[str, list[float]]) -> Checkp
 
     caches = {"tova": CacheRow([], {}, 0.0, rows(mine), [])}
     asked = Questions(1, {}, rows(full))
-    return CheckpointCaches("", None, Compression(64, 4, 30, 30, 2), 0, "documents", asked, caches, Spectrum())
+    return CheckpointCaches("", None, Schedule(64, 4, 30), 0, "documents", asked, caches, Spectrum())
 
 
 def test_tasks_that_the_full_cache_does_not_solve_enter_no_verdict() -> None:

@@ -22,7 +22,6 @@ from fathom.evaluation.caches.results import (
     CacheReport,
     CacheRow,
     CheckpointCaches,
-    Compression,
     Load,
     Questions,
 )
@@ -60,6 +59,17 @@ def run(here: Path, *words: str, checkpoints: tuple[str, ...] = ("plain",)) -> i
     return main(["evaluate", *(str(here / name) for name in checkpoints), "--device", "cpu", *words])
 
 
+class Page(HTMLParser):
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.pictures: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag == "svg" and (label := dict(attrs).get("aria-label")):
+            self.pictures.append(label)
+
+
 @pytest.mark.slow
 def test_every_number_and_a_page(here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--kvcache", "freqkv,drop,full", *SCHEDULE, "--at", "1x,2x,4x", "--perplexity", f"t={here / 'texts'}")
@@ -89,40 +99,23 @@ def test_every_number_and_a_page(here: Path, tmp_path: Path, capsys: pytest.Capt
     assert "plain, not tuned under compression: freqkv's loss" in report["verdict"]
     assert "tuned: freqkv's loss" in report["verdict"]
 
+    text = (tmp_path / "report.html").read_text()
+    pictures = Page(text).pictures
+    for start, count in (
+        ("Loss: freqkv from", 2),
+        ("4 needles: freqkv", 2),
+        ("Cache bytes: freqkv ends at", 2),
+        ("Keys, before rotation: of what varies, kept: plain", 1),
+        ("Values, unmixed: of what varies, kept: tuned", 1),
+    ):
+        assert sum(picture.startswith(start) for picture in pictures) == count, start
+    assert "planted in a text of documents" in text and "freqkv − drop" in text and "<script" not in text
+
     # Again: nothing is computed, and the same comes out.
     assert run(here, *words, "--json", "--out", str(tmp_path), checkpoints=both) == 0
     second = capsys.readouterr()
     assert json.loads(second.out)["checkpoints"] == report["checkpoints"]
     assert second.err.count("done before\n") == 2 * (3 * 5 + 1) and "done before" not in first.err
-
-
-class Page(HTMLParser):
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.pictures: list[str] = []
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        if tag == "svg" and (label := dict(attrs).get("aria-label")):
-            self.pictures.append(label)
-
-
-@pytest.mark.slow
-def test_the_page_draws_what_was_measured(here: Path, tmp_path: Path) -> None:
-    words = ("--kvcache", "average,sinks", "--at", "1x,3x", "--perplexity", str(here / "texts"))
-    assert run(here, *words, "--out", str(tmp_path), checkpoints=("tuned",)) == 0
-    text = (tmp_path / "report.html").read_text()
-    pictures = Page(text).pictures
-    assert "planted in a text of documents" in text and "Keys, before rotation: in the mean" in text
-    for word in (
-        "Loss: average from",
-        "4 needles: average",
-        "Cache bytes: average ends at",
-        "Keys, before rotation: of what varies, kept: tuned",
-    ):
-        assert sum(picture.startswith(word) for picture in pictures) == 1, word
-    assert any(picture.startswith("Values, unmixed: of what varies") for picture in pictures)
-    assert "average − sinks" in text and "<script" not in text
 
 
 @pytest.mark.slow
@@ -226,6 +219,8 @@ def test_entries_may_be_counted(here: Path) -> None:
     checkpoint = Checkpoint("plain", here / "plain", lambda directory: pytest.fail("it is not opened"))
     assert asked.schedule(checkpoint) == Schedule(32, 2, 13) != Schedule.at(32, 2, 0.5)
     assert [asked.policy(checkpoint, method).kept for method in ("freqkv", "sinks")] == [13, 13]
+    tuned = replace(checkpoint, directory=here / "tuned")
+    assert cache_evaluation.ask("average", CacheOptions()).schedule(tuned) == Schedule.at(32, 2, 0.5), "as it was tuned"
 
 
 @pytest.mark.parametrize("methods", ["freqkv,sinks", "sinks,freqkv", "full,sinks,average"])
@@ -236,14 +231,16 @@ def test_compressions_are_counted_whatever_comes_first(here: Path, methods: str)
     assert asked.schedule(checkpoint) == Schedule.at(32, 2, 0.75)
 
 
+SHAPE = Schedule(64, 4, 30)
+
+
 def cache(nats: Sequence[list[float]] = (), recall: dict[str, Recall] | None = None) -> CacheRow:
     times = {"p50": 1.0, "p90": 1.0, "max": 1.0}
     return CacheRow(list(nats), recall or {}, 0.1, [], [Load(4096, 64, 32_000, None, 1.0, times, "wall time")])
 
 
-def found_in(row: CacheRow, schedule: Compression | None = None) -> CheckpointCaches:
-    shape = schedule or Compression(64, 4, 30, 30, 2)
-    return CheckpointCaches("", None, shape, 0, "documents", Questions(0, {}, []), {"freqkv": row}, Spectrum())
+def found_in(row: CacheRow, schedule: Schedule = SHAPE) -> CheckpointCaches:
+    return CheckpointCaches("", None, schedule, 0, "documents", Questions(0, {}, []), {"freqkv": row}, Spectrum())
 
 
 def report_of(values: CheckpointCaches) -> CacheReport:
@@ -292,7 +289,7 @@ def test_spans_begin_at_the_window_whatever_the_ratio() -> None:
     """F = 24 does not divide N = 40: a stretch of F would hold tokens of the window too."""
     schedule = Schedule.at(40, 4, 0.4)
     nats = [[0.0] * 5 + [8.0] * 10] * 2  # stretches of gcd(40, 24) = 8, the window free of charge
-    measured = found_in(cache(nats=nats), Compression(40, schedule.sinks, schedule.kept, freed=24, chunk=8))
+    measured = found_in(cache(nats=nats), schedule)
     found = summarize({"m": measured}, ["freqkv"], [1, 3]).checkpoints["m"].caches["freqkv"]
     assert found.spans == [[0.0, 0.0], [1.0, 1.0]] and found.beyond == [1.0, 1.0]
     assert found.loss == [0.0, pytest.approx(1 / 3), 1.0, 1.0, 1.0]

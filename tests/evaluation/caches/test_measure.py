@@ -98,14 +98,14 @@ class Ticks(Clock):
 def test_tokens_that_were_decoded_are_not_counted_as_prefilled(
     model: FathomForCausalLM, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ticks, plain = Ticks(), kvcache._consume
+    ticks, plain = Ticks(), kvcache.consume
 
     def counted(model: FathomForCausalLM, ids: torch.Tensor, cache: Cache, width: int) -> None:
         ticks.read += ids.numel()
         plain(model, ids, cache, width)
 
     monkeypatch.setattr(kvcache, "Clock", lambda device: ticks)
-    monkeypatch.setattr(kvcache, "_consume", counted)
+    monkeypatch.setattr(kvcache, "consume", counted)
     for rows in (ids, ids.view(2, 350)):
         found = loads(model, rows, lambda room: build_cache(model, "freqkv", window=64), [64, 128], 8)
         assert [load.prefill_tokens_per_second for load in found] == [pytest.approx(1000)] * 2

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -21,7 +20,7 @@ from fathom.checkpoints.layout import CONFIG
 from fathom.errors import SettingsError
 from fathom.evaluation.caches import natural, ruler
 from fathom.evaluation.caches.asking import answer, batches, make_prompts
-from fathom.evaluation.caches.measure import CHUNK, loads, losses, read, scorer, stretches
+from fathom.evaluation.caches.measure import CHUNK, consume, loads, losses, scorer, stretches
 from fathom.evaluation.caches.needles import Needles, Recall, Rows, enough, plant, recall
 from fathom.evaluation.caches.page import page, summarize
 from fathom.evaluation.caches.prompts import Frame, Prompt
@@ -30,11 +29,11 @@ from fathom.evaluation.caches.results import (
     CacheReport,
     CacheRow,
     CheckpointCaches,
-    Compression,
     Load,
     Questions,
 )
 from fathom.evaluation.caches.spectrum import Spectrum, spectrum
+from fathom.evaluation.clock import Clock
 from fathom.evaluation.perplexity import Domain, encoder
 from fathom.evaluation.scoring import Checkpoint, Settings, kept, name_checkpoints
 from fathom.kvcache import METHODS, NAMES, Schedule, build_cache
@@ -218,11 +217,10 @@ class Evaluation:
         self._say_what_it_takes(policies)
         caches = {method: self._cache(method, policy) for method, policy in policies.items()}
         reference = self._answers("full", replace(next(iter(policies.values())), method="full", window=None))
-        schedule = self.schedule
         return CheckpointCaches(
             directory=str(self.checkpoint.directory),
             tuned=read_json(self.checkpoint.directory / CONFIG).get("kvcache"),
-            schedule=Compression(schedule.window, schedule.sinks, schedule.kept, schedule.freed, schedule.chunk),
+            schedule=self.schedule,
             documents=len(self.texts),
             haystack="documents" if any(text.shape[1] >= self.size for text in self.texts) else "random tokens",
             questions=Questions(len(self.prompts), self.left_out, reference),
@@ -275,29 +273,21 @@ class Evaluation:
 
     def _answers(self, method: str, policy: Policy) -> list[Answer]:
         """Answers to the text questions, in order."""
-        if not self.prompts:
-            return []
-        model, tokenizer = self.checkpoint.open()
-        by_task = groupby(self.prompts, key=lambda prompt: prompt.cell.task)
+        # A full cache gives the same answers under every schedule. It also is the reference, so it always answers.
+        key = {**self.questions, "policy": {"method": method} if method in WHOLE else asdict(policy)}
         found: list[Answer] = []
-        for task, group in by_task:
-            prompts = list(group)
-
-            def work(task: str = task, prompts: list[Prompt] = prompts) -> list[Answer]:
-                parts = list(batches(prompts))
-                with ProgressBar(f"{self.checkpoint.name}: {method}, {task}", len(parts)) as bar:
-                    return [
-                        one
-                        for part in _counted(parts, bar)
-                        for one in answer(
-                            model, tokenizer, partial(self._new, policy), part, self.schedule.survivors, self.width
-                        )
-                    ]
-
-            # A full cache gives the same answers under every schedule. It also is the reference, so it always answers.
-            shown = {"method": method} if method in WHOLE else asdict(policy)
-            found += self._part(list[Answer], f"{method}, {task}", {**self.questions, "policy": shown}, work)
+        for task, prompts in groupby(self.prompts, key=lambda prompt: prompt.cell.task):
+            name = f"{method}, {task}"
+            found += self._part(list[Answer], name, key, partial(self._answered, name, policy, list(prompts)))
         return found
+
+    def _answered(self, name: str, policy: Policy, prompts: Sequence[Prompt]) -> list[Answer]:
+        """Answers to the questions of a task."""
+        model, tokenizer = self.checkpoint.open()
+        new, survivors, parts = partial(self._new, policy), self.schedule.survivors, list(batches(prompts))
+        with ProgressBar(f"{self.checkpoint.name}: {name}", len(parts)) as bar:
+            found = (answer(model, tokenizer, new, part, survivors, self.width) for part in _counted(parts, bar))
+            return list(chain.from_iterable(found))
 
     def _loads(self, policy: Policy) -> list[Load]:
         """Bytes and speed at every length."""
@@ -367,15 +357,11 @@ def _counted(parts: Iterable[T], bar: ProgressBar) -> Iterator[T]:
 @torch.no_grad()
 def _speed(model: PreTrainedModel, usable: Tensor, width: int) -> tuple[float, float]:
     """Seconds for a token that is read with others, and for a step of decoding, by a short trial."""
-    ids = usable[torch.arange(2 * width) % len(usable)].unsqueeze(0)
-    cache = build_cache(model, "full")
-    first, second = ids.split(width, dim=1)
-    marks = []
-    for piece in (first, second, *first[:, :3].split(1, dim=1)):  # the first call allocates
-        for _ in read(model, piece, cache, keep=1):
-            pass
-        marks.append(time.perf_counter())
-    return max(marks[1] - marks[0], 1e-9) / width, max(marks[-1] - marks[1], 1e-9) / 3
+    ids = usable[torch.arange(2 * width + 3) % len(usable)].unsqueeze(0)
+    cache, clock = build_cache(model, "full"), Clock(model.device)
+    pieces = ids.split([width, width, 1, 1, 1], dim=1)
+    _, together, *alone = (clock.seconds(partial(consume, model, piece, cache, width)) for piece in pieces)
+    return max(together, 1e-9) / width, max(sum(alone), 1e-9) / 3
 
 
 def _decoded(schedule: Schedule, lengths: Sequence[int]) -> int:

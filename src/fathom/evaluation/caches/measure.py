@@ -97,16 +97,17 @@ def loads(
     clock = Clock(model.device)
     for length in sorted(lengths):
         cache, peak = new(length + decode), Peak(model)
-        seconds = clock.seconds(partial(_consume, model, ids[:, :length], cache, width))
+        seconds = clock.seconds(partial(consume, model, ids[:, :length], cache, width))
         held, entries = cache_bytes(cache), cache.layers[0].get_mask_sizes(0)[0]
         steps = ids[:, length : length + decode].split(1, dim=1)
-        spent = [1000 * clock.seconds(partial(_consume, model, step, cache, 1)) for step in steps]
+        spent = [1000 * clock.seconds(partial(consume, model, step, cache, 1)) for step in steps]
         p50, p90 = np.percentile(spent, (50, 90))
         times = {"p50": float(p50), "p90": float(p90), "max": max(spent)}
         yield Load(length, entries, held, peak.bytes(), len(ids) * length / seconds, times, clock.words)
 
 
-def _consume(model: PreTrainedModel, ids: Tensor, cache: Cache, width: int) -> None:
+def consume(model: PreTrainedModel, ids: Tensor, cache: Cache, width: int) -> None:
+    """Read a text, and nothing else."""
     for _ in read(model, ids, cache, keep=1, width=width):
         pass
 

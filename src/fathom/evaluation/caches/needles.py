@@ -14,7 +14,6 @@ from torch import Tensor
 
 from fathom.errors import SettingsError
 from fathom.kvcache.schedule import Schedule
-from fathom.models.loss import IGNORE
 from fathom.report.statistics import wilson
 
 Scorer = Callable[[Tensor, Tensor], Tensor]
@@ -96,11 +95,6 @@ class Rows:
         """The texts, each cut after the last question of all."""
         return replace(self, ids=self.ids[:, : int(self.asked.max()) + 1])
 
-    def labels(self, needles: Needles) -> Tensor:
-        """`[B, T]`: the answer where one is predicted, IGNORE elsewhere."""
-        empty = torch.full_like(self.ids, IGNORE)
-        return empty.scatter(1, self.asked, needles.answers[self.value])
-
 
 def plant(
     text: Tensor,
@@ -181,9 +175,10 @@ class Recall:
     asked: list[int]
 
     @classmethod
-    def empty(cls, compressions: int) -> Recall:
-        """Nothing asked yet, for 0 to `compressions` compressions."""
-        return cls([0] * (compressions + 1), [0] * (compressions + 1))
+    def of(cls, right: Tensor, compressions: Tensor, most: int) -> Recall:
+        """Counts answers after 0 to `most` compressions; those after more are left out."""
+        counts = (torch.bincount(made, minlength=most + 1) for made in (compressions[right], compressions))
+        return cls(*(count[: most + 1].tolist() for count in counts))
 
     @property
     def accuracy(self) -> list[float | None]:
@@ -194,13 +189,6 @@ class Recall:
     def intervals(self) -> list[tuple[float, float] | None]:
         """95 % intervals of the accuracies."""
         return [wilson(r, n) if n else None for r, n in zip(self.right, self.asked, strict=True)]
-
-    def add(self, right: Tensor, compressions: Tensor) -> None:
-        """Count answers `[B, n]`; those after more compressions than are counted are left out."""
-        for r in range(len(self.asked)):
-            here = compressions == r
-            self.right[r] += int((right & here).sum())
-            self.asked[r] += int(here.sum())
 
 
 def recall(score: Scorer, batches: Iterable[Rows], needles: Needles, schedule: Schedule, compressions: int) -> Recall:
@@ -213,10 +201,11 @@ def recall(score: Scorer, batches: Iterable[Rows], needles: Needles, schedule: S
         schedule: Compressions are counted by it, for every cache alike.
         compressions: Count up to this many.
     """
-    found = Recall.empty(compressions)
+    right, made = [], []
     for rows in batches:
         logits = score(rows.ids, needles.answers)  # [B, T, V]
         at = rows.asked.unsqueeze(-1).expand(-1, -1, logits.shape[-1])
         answer = logits.cpu().gather(1, at).argmax(-1)  # [B, n]
-        found.add(answer == rows.value, rows.compressions(schedule))
-    return found
+        right.append((answer == rows.value).flatten())
+        made.append(rows.compressions(schedule).flatten())
+    return Recall.of(torch.cat(right), torch.cat(made), compressions)

@@ -11,7 +11,7 @@ from markupsafe import Markup
 
 from fathom.evaluation.caches.measure import stretches
 from fathom.evaluation.caches.needles import Recall
-from fathom.evaluation.caches.questions import Table, question_tables, sentence
+from fathom.evaluation.caches.questions import question_tables, sentence
 from fathom.evaluation.caches.results import CacheGap, CacheReport, CheckpointCaches, Load
 from fathom.evaluation.caches.spectrum import Shares
 from fathom.report import PAGE, html
@@ -19,7 +19,7 @@ from fathom.report.numbers import DASH, size
 from fathom.report.plots import Line, ends, reach
 from fathom.report.provenance import provenance
 from fathom.report.statistics import paired_difference
-from fathom.report.tables import print_report, terminal_table
+from fathom.report.tables import PlainTable, print_report
 
 
 def summarize(found: Mapping[str, CheckpointCaches], methods: Sequence[str], at: Sequence[int]) -> CacheReport:
@@ -41,12 +41,8 @@ def summarize(found: Mapping[str, CheckpointCaches], methods: Sequence[str], at:
 
 
 def verdict(report: CacheReport) -> str:
-    """Two sentences for each checkpoint: loss beyond the window, recall, bytes."""
-    return " ".join(_sentences(report))
-
-
-def _sentences(report: CacheReport) -> list[str]:
-    return [_sentence(name, values, report) for name, values in report.checkpoints.items()]
+    """A line for each checkpoint: loss beyond the window, recall, bytes."""
+    return "\n".join(_sentence(name, values, report) for name, values in report.checkpoints.items())
 
 
 def _sentence(name: str, values: CheckpointCaches, report: CacheReport) -> str:
@@ -103,7 +99,7 @@ def _differences(values: CheckpointCaches, methods: Sequence[str]) -> Iterator[C
             yield CacheGap(gap.mean, gap.pairs, gap.half_width, gap.p, method=method, other=other)
 
 
-def tables(name: str, values: CheckpointCaches, report: CacheReport) -> list[list[Table]]:
+def tables(name: str, values: CheckpointCaches, report: CacheReport) -> list[list[PlainTable]]:
     """The tables of loss by position, of needles by compressions, of questions, and of costs by length."""
     parts = (
         _loss_table(values, report),
@@ -114,7 +110,7 @@ def tables(name: str, values: CheckpointCaches, report: CacheReport) -> list[lis
     return [[(f"{name}: {caption}", columns, rows) for caption, columns, rows in part] for part in parts]
 
 
-def _loss_table(values: CheckpointCaches, report: CacheReport) -> Iterator[Table]:
+def _loss_table(values: CheckpointCaches, report: CacheReport) -> Iterator[PlainTable]:
     rows = []
     for method in report.methods:
         cache = values.caches[method]
@@ -125,7 +121,7 @@ def _loss_table(values: CheckpointCaches, report: CacheReport) -> Iterator[Table
         yield f"nats per token by position ({values.documents} documents)", columns, rows
 
 
-def _recall_tables(values: CheckpointCaches, report: CacheReport) -> Iterator[Table]:
+def _recall_tables(values: CheckpointCaches, report: CacheReport) -> Iterator[PlainTable]:
     first = values.caches[report.methods[0]]
     for task, recall in first.recall.items():
         rows = []
@@ -138,7 +134,7 @@ def _recall_tables(values: CheckpointCaches, report: CacheReport) -> Iterator[Ta
         yield caption, ["cache", *map(str, range(len(recall.asked)))], rows
 
 
-def _cost_table(values: CheckpointCaches, report: CacheReport) -> Iterator[Table]:
+def _cost_table(values: CheckpointCaches, report: CacheReport) -> Iterator[PlainTable]:
     rows = []
     for method in report.methods:
         for load in values.caches[method].loads:
@@ -153,7 +149,7 @@ def _cost_table(values: CheckpointCaches, report: CacheReport) -> Iterator[Table
 def show(report: CacheReport, out: Path | None) -> None:
     """The tables, the verdict, and the path of the page."""
     parts = (part for name, values in report.checkpoints.items() for part in tables(name, values, report))
-    print_report((terminal_table(*table) for part in parts for table in part), report.verdict, out and out / PAGE)
+    print_report((table for part in parts for table in part), report.verdict, out and out / PAGE)
 
 
 def page(report: CacheReport) -> str:
@@ -173,8 +169,7 @@ def page(report: CacheReport) -> str:
     title = f"Caches: {', '.join(report.methods)}"
     spectra = html.section("Spectrum", html.legend(list(report.checkpoints)), _spectrum_figures(report))
     reading = html.section("How to read this", html.bullets(_method(report)))
-    first, *others = _sentences(report)
-    return html.page(title, first, html.bullets(others) if others else "", *blocks, spectra, reading, _source(report))
+    return html.page(title, report.verdict, *blocks, spectra, reading, _source(report))
 
 
 def _loss_figures(values: CheckpointCaches, report: CacheReport) -> Markup:

@@ -11,11 +11,10 @@ import numpy as np
 from fathom.evaluation.caches.results import Answer, CheckpointCaches
 from fathom.report.numbers import DASH
 from fathom.report.statistics import paired_difference, wilson
+from fathom.report.tables import PlainTable
 
 SOLVED = 0.5
 """Tasks on which the full cache scores lower are not used in the verdict."""
-Table = tuple[str, list[str], list[list[str]]]
-"""Caption, columns, rows."""
 Filter = Callable[[Answer], bool]
 
 
@@ -54,11 +53,8 @@ class Scores:
     def gap(self, of: Callable[[Answer], float | None]) -> str:
         """The mean difference to the full cache, paired over questions, with its interval."""
         pairs = [(of(a), of(b)) for a, b in zip(self.mine, self.full, strict=True)]
-        mine = [a for a, b in pairs if a is not None and b is not None]
-        full = [b for a, b in pairs if a is not None and b is not None]
-        if not mine:
-            return DASH
-        return str(paired_difference(mine, full))
+        both = [(a, b) for a, b in pairs if a is not None and b is not None]
+        return str(paired_difference(*zip(*both, strict=True))) if both else DASH
 
 
 def solved(values: CheckpointCaches) -> tuple[list[str], list[str]]:
@@ -94,7 +90,7 @@ def sentence(values: CheckpointCaches, method: str) -> str:
     return f"{words}. There {method} scores {', '.join(parts)} the last compression, and full {full}."
 
 
-def question_tables(values: CheckpointCaches, methods: Sequence[str]) -> Iterator[Table]:
+def question_tables(values: CheckpointCaches, methods: Sequence[str]) -> Iterator[PlainTable]:
     """Scores and nats by task and place, by compressions, and differences to the full cache."""
     reference = values.questions.reference
     if not reference:

@@ -6,19 +6,9 @@ from dataclasses import dataclass, field
 
 from fathom.evaluation.caches.needles import Recall
 from fathom.evaluation.caches.spectrum import Spectrum
+from fathom.kvcache.schedule import Schedule
 from fathom.report.provenance import Provenance
 from fathom.report.statistics import Difference
-
-
-@dataclass
-class Compression:
-    """When a cache is compressed: `freed` entries at a time, read in pieces of `chunk`."""
-
-    window: int
-    sinks: int
-    kept: int
-    freed: int
-    chunk: int
 
 
 @dataclass
@@ -95,7 +85,7 @@ class CheckpointCaches:
 
     directory: str
     tuned: dict[str, object] | None
-    schedule: Compression
+    schedule: Schedule
     documents: int
     haystack: str
     questions: Questions
