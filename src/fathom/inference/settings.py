@@ -36,6 +36,8 @@ SHARES = {
 }
 """Options that are numbers, and the range of each. Penalties are kept to what float32 holds once logits are divided by
 both of them and by the coldest temperature; past it there is nothing to draw from."""
+COUNTING = ("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "min_length")
+"""Options that would count padding as tokens of the prompt."""
 FLOATS = ("temperature", *SHARES)
 """Settings that may be written as whole numbers, which transformers does not take."""
 COLDEST = 1e-20
@@ -121,14 +123,17 @@ class Sampling:
         made = {**own_whole, **made, **self.options}
         return {key: float(value) if key in FLOATS and type(value) is int else value for key, value in made.items()}
 
+    def chosen(self, name: str, model: PreTrainedModel) -> Any:
+        """The value of an option, or the checkpoint's."""
+        return self.options.get(name, getattr(model.generation_config, name, None))
+
     def beams(self, model: PreTrainedModel) -> int:
         """Number of beams."""
-        return int(self.options.get("num_beams") or model.generation_config.num_beams or 1)
+        return int(self.chosen("num_beams", model) or 1)
 
     def stop_strings(self, model: PreTrainedModel) -> list[str]:
         """Strings that end a text."""
-        own = as_strings(model.generation_config.stop_strings)
-        return as_strings(self.options["stop_strings"]) if "stop_strings" in self.options else own
+        return as_strings(self.chosen("stop_strings", model))
 
     def stop_tokens(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
         """Tokens that end a text."""
@@ -138,8 +143,12 @@ class Sampling:
 
     def end_decides(self, model: PreTrainedModel) -> bool:
         """Whether the text depends on where it must end, as in beam search or with a forced last token."""
-        own = getattr(model.generation_config, "forced_eos_token_id", None)
-        return self.beams(model) > 1 or self.options.get("forced_eos_token_id", own) is not None
+        return self.beams(model) > 1 or self.chosen("forced_eos_token_id", model) is not None
+
+    def counts_padding(self, model: PreTrainedModel) -> bool:
+        """Whether the text would depend on the padding before its prompt."""
+        begins = self.chosen("forced_bos_token_id", model) is not None  # after a prompt of one token
+        return begins or any(self.chosen(name, model) for name in COUNTING)
 
     def room(self, model: PreTrainedModel, ids: Sequence[int]) -> int:
         """Tokens left in the context after these; a prompt that fills the context is refused."""
