@@ -101,9 +101,9 @@ def test_commands(opened) -> None:
     assert drawn[0] == drawn[1] and "min_p=0.01" in drawn[0]
     for words, fault in (
         ("temperature", "/set temperature: expected key=value"),
-        ("temperature=hot", "/set temperature=hot: allowed: a number"),
-        ("top_k=1.5", "/set top_k=1.5: allowed: a whole number"),
-        ("top_p=7", "top_p=7: allowed: above 0, up to 1"),
+        ("temperature=hot", "temperature=hot: allowed: a number"),
+        ("top_k=1.5", "top_k=1.5: allowed: a whole number"),
+        ("top_p=7", "top_p=7: allowed: a number, 0 to 1"),
         ("tempratur=1", "/set tempratur: transformers' GenerationConfig has no such option"),
     ):
         said = lines_of(opened, f"/set {words}\n", "the depth\n")

@@ -8,7 +8,6 @@ drafted at a time either.
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, field, fields
@@ -42,33 +41,8 @@ NOT_HERE = {
 }
 """Settings of transformers that change texts and that a `Choice` does not have; and the value that changes nothing.
 `token_healing`, which changes the prompt, is done nowhere here."""
-OWN: dict[str, tuple[float, float]] = {
-    "temperature": (0.0, sys.float_info.max),
-    "top_k": (0, 1 << 31),
-    "top_p": (0.0, 1.0),
-    "min_p": (0.0, 1.0),
-    "repetition_penalty": (1e-6, 1e9),
-}
-"""Settings of a checkpoint that a `Choice` takes, and the range of each."""
-
-
-def refused(own: GenerationConfig) -> str | None:
-    """The first checkpoint setting that is out of range, and the allowed values; transformers checks too late."""
-    for name, (least, most) in OWN.items():
-        value: object = getattr(own, name, None)
-        number = isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
-        if value is not None and not (number and (name != "top_k" or value == int(value))):  # type: ignore[call-overload]
-            kind = "a whole number" if name == "top_k" else "a number"
-            ends = f"{least:g} or more" if most > 1e9 else f"{least:g} to {most:g}"
-            return f"generation_config.json: {name}={value}: allowed: {kind}, {ends}"
-    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        value = getattr(own, name, None)
-        ids = value if isinstance(value, list) else [] if value is None else [value]
-        if any(type(token) is not int for token in ids):
-            return f"generation_config.json: {name}={value!r:.80}: allowed: a token id" + " or several" * (
-                name[0] == "e"
-            )
-    return None
+OWN = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+"""Settings of a checkpoint that a `Choice` takes."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +88,7 @@ class Choice:
     def of(
         cls, asked: Mapping[str, Any], own: GenerationConfig, index: int = 0, ends: frozenset[int] = frozenset()
     ) -> Choice:
-        """The settings of a request; the model's own settings, already checked by `refused`, for the rest.
+        """The settings of a request; the model's own settings, already checked, for the rest.
 
         Args:
             asked: Settings by name; None and unknown names are ignored.
@@ -125,7 +99,7 @@ class Choice:
         given = {one.name: asked[one.name] for one in fields(cls) if asked.get(one.name) is not None}
         draws = {"temperature", "top_k", "top_p", "min_p"} & set(given)
         drawn = given.get("temperature") != 0 if draws else own.do_sample
-        for name in OWN.keys() - given.keys():
+        for name in set(OWN) - given.keys():
             default, value = 1.0 if name == "temperature" else getattr(cls, name), getattr(own, name, None)
             if name == "temperature" and not own.do_sample:
                 value = value or None  # 0 only means that the model does not sample by default

@@ -33,8 +33,8 @@ from fathom.inference.memory import default_memory
 from fathom.inference.packed import pack
 from fathom.inference.page import talk_page
 from fathom.inference.prompt import encode, reserved_variables
-from fathom.inference.sampling import Choice, refused
-from fathom.inference.settings import as_strings
+from fathom.inference.sampling import Choice
+from fathom.inference.settings import as_strings, refused
 from fathom.inference.shape import Shape, Shapes
 from fathom.inference.texts import AnswerWords, Text
 from fathom.inference.tokenising import Tokenising
