@@ -11,7 +11,7 @@ from jinja2.defaults import DEFAULT_NAMESPACE
 from transformers import PreTrainedTokenizerBase
 
 from fathom.errors import RequestError, SettingsError
-from fathom.inference.control import plain_ids, written_by
+from fathom.inference.control import plain_ids, written_in
 
 PROBE = 8
 """Characters for each token of the context, of the beginning that is tokenised first."""
@@ -77,7 +77,7 @@ def _conversation(
 ) -> list[int]:
     turns = [_turn(message) for message in messages]
     given = [*turns, dict(variables)]  # the text of a variable is as untrusted as that of a message
-    if allow_control or written_by(tokenizer, given) is None:
+    if allow_control or not written_in(tokenizer, given):
         whole = written(tokenizer, turns, **variables)
         return _ids(tokenizer, whole, context, add_special_tokens=False)
     # A tokenizer of another kind reads the text as a whole, so the length is checked first.
@@ -104,12 +104,11 @@ def written(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any
 
     Args:
         tokenizer: A tokenizer with a chat template.
-        messages: As `role` and `content`.
+        messages: As templates expect them.
         variables: Further template variables.
     """
-    turns = [_turn(message) for message in messages]
     try:
-        return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, **variables))
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **variables))
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, TemplateError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise SettingsError(f"this conversation cannot be read: {reason}") from error
@@ -119,12 +118,17 @@ def _turn(message: object) -> dict[str, object]:
     """A message as templates expect it: a content of several parts becomes one text, and null an empty one."""
     if not isinstance(message, dict):
         raise SettingsError(f"a conversation is a list of messages, each with role and content: {message!r:.80}")
-    content = message.get("content")
-    if isinstance(content, list):
-        content = [part.get("text") if isinstance(part, dict) else None for part in content]
-        if not all(isinstance(text, str) for text in content):
-            raise SettingsError("a content of several parts may contain only text")
-        content = "".join(content)
+    content = one_text(message.get("content"))
     if not isinstance(content, str | None):
-        raise SettingsError(f"the content of a message must be text: {content!r:.80}")
+        raise SettingsError(f"the content of a message must be a text or a list of text parts: {content!r:.80}")
     return {key: value for key, value in {**message, "content": content}.items() if value is not None}
+
+
+def one_text(content: object) -> object:
+    """A content of text parts as one text; other keys of a part, such as `cache_control`, are ignored. Anything else as
+    it is."""
+    if not isinstance(content, list):
+        return content
+    parts = [part for part in content if isinstance(part, dict) and part.get("type") == "text"]
+    texts = [part["text"] for part in parts if isinstance(part.get("text"), str)]
+    return "".join(texts) if len(texts) == len(content) else content

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -50,30 +50,6 @@ class Prompt:
     """Its `prompt`, or its `messages`."""
 
 
-@dataclass(frozen=True)
-class Answer:
-    """The fields added to a line: `error` alone, or a completion, with `trips` if tokens may halt."""
-
-    completion: str = ""
-    tokens: int = 0
-    finish: str = ""
-    trips: float | None = None
-    error: str | None = None
-
-    @classmethod
-    def of(cls, made: Generated | RequestError) -> Answer:
-        """The answer of a model to a prompt, or the error."""
-        if isinstance(made, RequestError):
-            return cls(error=str(made))
-        return cls(made.text, made.tokens, made.finish, None if made.trips is None else round(made.trips, 3))
-
-    def added_to(self, prompt: Prompt) -> str:
-        """The line of a prompt with its answer."""
-        wanted = ("error",) if self.error is not None else ("completion", "tokens", "finish", "trips")
-        fields = {key: value for key in wanted if (value := getattr(self, key)) is not None}
-        return json.dumps({**prompt.line, **fields}, ensure_ascii=False) + "\n"
-
-
 def generate_file(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -105,13 +81,14 @@ def generate_file(
             batch = records[start : start + size]
             seed_draws(None if sampling.seed is None else sampling.seed + start)
             made = _answer(model, tokenizer, batch, sampling)
-            lines = [answer.added_to(prompt) for prompt, answer in zip(batch, made, strict=True)]
+            answers = [{**prompt.line, **fields} for prompt, fields in zip(batch, made, strict=True)]
+            lines = [json.dumps(answer, ensure_ascii=False) + "\n" for answer in answers]
             file.write("".join(lines[done - start :]).encode())
             file.flush()
             if out is not None:
                 os.fsync(file.fileno())
-            tokens += sum(answer.tokens for answer in made)
-            errors += sum(answer.error is not None for answer in made[done - start :])
+            tokens += sum(fields.get("tokens", 0) for fields in made)
+            errors += sum("error" in fields for fields in made[done - start :])
             done = start + len(batch)
             bar.update(done)
     return FileSummary(len(records), began_with, errors, tokens, time.perf_counter() - began)
@@ -119,9 +96,9 @@ def generate_file(
 
 def _answer(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch: Sequence[Prompt], sampling: Sampling
-) -> list[Answer]:
+) -> list[dict[str, Any]]:
     """The fields to add to each line; a failed prompt gets `error`, and the others continue."""
-    failed: list[Answer | None] = []
+    failed: list[dict[str, Any] | None] = []
     prompts: list[list[int]] = []
     for prompt in batch:
         try:
@@ -130,10 +107,18 @@ def _answer(
             prompts.append(ids)
             failed.append(None)
         except (SettingsError, RequestError) as error:
-            failed.append(Answer(error=str(error)))
+            failed.append({"error": str(error)})
     talks = [not isinstance(prompt.asked, str) for prompt, fault in zip(batch, failed, strict=True) if fault is None]
     made = iter(generate_each(model, tokenizer, prompts, sampling, talks) if prompts else ())
-    return [Answer.of(next(made)) if fault is None else fault for fault in failed]
+    return [_fields(next(made)) if fault is None else fault for fault in failed]
+
+
+def _fields(made: Generated | RequestError) -> dict[str, Any]:
+    """What is added to the line of a prompt."""
+    if isinstance(made, RequestError):
+        return {"error": str(made)}
+    fields = {"completion": made.text, "tokens": made.tokens, "finish": made.finish}
+    return fields if made.trips is None else {**fields, "trips": round(made.trips, 3)}
 
 
 def _read_records(path: Path) -> list[Prompt]:
