@@ -30,10 +30,10 @@ class Watched(Engine):
         self.first = {}
         super().__init__(*given, **settings)
 
-    def _begin(self, lane, jobs, logits):
+    def _take(self, lane, jobs, logits):
         for job, row in zip(jobs, logits, strict=True):
-            self.first[id(job)] = row.clone()
-        super()._begin(lane, jobs, logits)
+            self.first.setdefault(id(job), row.clone())
+        super()._take(lane, jobs, logits)
 
 
 def ask(engine, prompt, new=6, **settings):

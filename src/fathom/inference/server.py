@@ -261,7 +261,7 @@ class Service:
             "requests_refused_total": counts["refused"],
             "prefix_hits_total": counts["hits"],
             "prefix_tokens_total": counts["cached"],
-            "first_token_seconds_sum": round(engine.first_seconds, 6),
+            "first_token_seconds_sum": round(counts["first_seconds"], 6),
             "first_token_seconds_count": counts["first_tokens"],
         }
         gauges = {
