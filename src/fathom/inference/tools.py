@@ -242,7 +242,7 @@ class CallReader:
             at = -1
         if self.calls:
             return False
-        held = "" if last or not opening else _held(rest, opening)
+        held = "" if last or not opening else may_begin(rest, [opening])
         sure = rest[: len(rest) - len(held)]
         kept = len(sure) if last else len(sure.rstrip())  # white space before a call is not part of the text
         heard.content += sure[:kept]
@@ -276,7 +276,8 @@ class CallReader:
         heard.calls.append((len(self.calls) - 1, None, text))
 
 
-def _held(text: str, opening: str) -> str:
-    """The end of a text that may be the beginning of `opening`."""
-    ends = (text[-n:] for n in range(min(len(text), len(opening) - 1), 0, -1))
-    return next((end for end in ends if opening.startswith(end)), "")
+def may_begin(text: str, strings: Sequence[str]) -> str:
+    """The longest end of a text with which one of these strings begins."""
+    # Longest first, which is most often right when it is long, because a client chooses the stop strings.
+    ends = (text[-n:] for n in range(min(len(text), max(map(len, strings), default=0)), 0, -1))
+    return next((end for end in ends if any(string.startswith(end) for string in strings)), "")

@@ -13,10 +13,9 @@ from fathom.errors import SettingsError
 from fathom.evaluation.budgets import most_trips
 from fathom.inference.api import ApiError, PlaceBody, wrong
 from fathom.inference.prompt import encode
-from fathom.lens.look import LensData, look
+from fathom.lens.look import LensData, look, require_decoder
 from fathom.lens.page import lens_page, pack
 from fathom.lens.place import look_at
-from fathom.models import FathomForCausalLM
 
 if TYPE_CHECKING:
     from fathom.inference.server import Service
@@ -29,8 +28,7 @@ def add_lens(app: FastAPI, service: Service) -> None:
     """Offer the lens at /lens."""
     model, tokenizer, name = service.model, service.tokenizer, service.name
     context = model.config.max_position_embeddings
-    if not isinstance(model, FathomForCausalLM):
-        raise SettingsError(f"`lens` looks into Fathom's decoder; this is a {type(model).__name__}")
+    require_decoder(model)
 
     async def looked(text: str) -> LensData:
         # Shielded: the thread cannot be stopped, and cancelling would leave its result without a reader.
