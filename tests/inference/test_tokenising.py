@@ -29,7 +29,6 @@ def test_a_short_text_does_not_wait_for_long_ones():
         await asyncio.gather(*long)
 
     asyncio.run(all_of_them())
-    pool.close()
     assert order == ["short", *["long"] * 8]
 
 
@@ -50,7 +49,6 @@ def test_so_many_may_wait(monkeypatch):
         return await pool.run(SHORT + 1, lambda: "late")
 
     assert asyncio.run(all_of_them()) == "late"
-    pool.close()
 
 
 @pytest.mark.parametrize("make", [tiny_tokenizer, piece_tokenizer])

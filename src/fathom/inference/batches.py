@@ -24,18 +24,11 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
-from fathom.errors import SettingsError
 from fathom.evaluation.budgets import counting
-from fathom.inference.positions import depends_on_company
 from fathom.kvcache.policy import Policy
 from fathom.kvcache.prefill import chunks
 from fathom.models import FathomForCausalLM
-from fathom.models.slot_cache import (
-    GrowingLayer,
-    drop_row,
-    merge_slots,
-    trim_slots,
-)
+from fathom.models.slot_cache import GrowingLayer, drop_row, merge_slots, trim_slots
 from fathom.models.slot_table import with_spare
 from fathom.models.slots import banks_of, joined
 from fathom.models.speculation import Speculation, Stages, check_speculation, side_by_side
@@ -590,14 +583,6 @@ def batch_for(
     if _slotted(model):
         return SlotBatch(model, trips)
     return SlabBatch(model, trips) if shares(model) else LoneBatch(model, trips)
-
-
-def refuse_longrope(model: PreTrainedModel) -> None:
-    """Refuse rotary angles that depend on the longest sequence of a batch: results would depend on other requests."""
-    if depends_on_company(model):
-        raise SettingsError(
-            "rope_type longrope: its angles depend on the longest sequence of a batch; serve this model with vLLM"
-        )
 
 
 def shares(model: PreTrainedModel) -> bool:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from transformers.utils import logging
 
-from fathom.errors import RequestError
+from fathom.errors import RequestError, SettingsError
 from fathom.inference.batches import (
     DRAFTS,
     GRAIN,
@@ -31,12 +31,12 @@ from fathom.inference.batches import (
     SlabBatch,
     batch_for,
     may_chunk,
-    refuse_longrope,
     shares,
     token_bytes,
     trips_of,
 )
 from fathom.inference.by_rows import attend_by_rows, needs_rows
+from fathom.inference.positions import depends_on_company
 from fathom.inference.prefixes import LEAST, NOTHING, Found, Kept, Prefixes
 from fathom.inference.sampling import NO_NUMBERS, Choice, Draft, finite, likeliest
 from fathom.kvcache.policy import Policy
@@ -156,7 +156,10 @@ class Engine:
         draft_trips: int | None = None,
         prefix_budget: int = 0,
     ) -> None:
-        refuse_longrope(model)
+        if depends_on_company(model):  # texts would depend on other requests
+            raise SettingsError(
+                "rope_type longrope: its angles depend on the longest sequence of a batch; serve this model with vLLM"
+            )
         self.by_rows = policy is None and needs_rows(model) and shares(model)
         """Whether each sequence is attended to, and each prompt read, by itself."""
         if self.by_rows:

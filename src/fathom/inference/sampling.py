@@ -15,10 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import (
-    GenerationConfig,
-    RepetitionPenaltyLogitsProcessor,
-)
+from transformers import GenerationConfig, RepetitionPenaltyLogitsProcessor
 
 from fathom.inference.draws import ACCEPT, DRAFT, INSTEAD, TOKEN, Source
 
@@ -125,7 +122,9 @@ class Choice:
         return any(map(bool, penalties)) or bool(self.min_tokens and self.ends) or self.constraint is not None
 
     def scores(self, logits: Tensor, prompt: Sequence[int], made: Sequence[int]) -> Tensor:
-        """Logits `[V]` after penalties and biases, in float64."""
+        """Logits `[V]` after penalties and biases, in float64 if there are any."""
+        if not self._changes:
+            return logits
         scores = logits.double()
         if self.repetition_penalty != 1:
             ids = torch.tensor([[*prompt, *made]], device=logits.device)
@@ -152,7 +151,7 @@ class Choice:
     def probabilities(self, scores: Tensor) -> Tensor:
         """The sampling probabilities `[V]` from `scores`."""
         # Shifted so that the maximum is 0: division by a very small temperature then cannot overflow.
-        cooled = (scores - scores.max()).div_(self.temperature)
+        cooled = (scores.double() - scores.max()).div_(self.temperature)
         if self.top_k and self.top_k < len(cooled):
             cooled = cooled.masked_fill(cooled < cooled.topk(self.top_k).values[-1], -torch.inf)
         made = cooled.softmax(-1)
@@ -164,18 +163,15 @@ class Choice:
 
     def token(self, logits: Tensor, prompt: Sequence[int], made: Sequence[int]) -> int:
         """The next token, from its logits `[V]`."""
-        scores = self._changed(logits, prompt, made)
-        if self.temperature == 0:
-            return int(scores.argmax())
-        return self._drawn(self.probabilities(scores.double()), made, TOKEN)
+        return self.draft(logits, prompt, made, TOKEN).token
 
-    def draft(self, logits: Tensor, prompt: Sequence[int], made: Sequence[int]) -> Draft:
+    def draft(self, logits: Tensor, prompt: Sequence[int], made: Sequence[int], stream: int = DRAFT) -> Draft:
         """A draft of the next token, from the logits `[V]` of a part of the model."""
-        scores = self._changed(logits, prompt, made)
+        scores = self.scores(logits, prompt, made)
         if self.temperature == 0:
             return Draft(int(scores.argmax()))
-        probabilities = self.probabilities(scores.double())
-        return Draft(self._drawn(probabilities, made, DRAFT), probabilities)
+        probabilities = self.probabilities(scores)
+        return Draft(self._source.draw(probabilities, len(made), stream), probabilities)
 
     def settled(
         self, drafts: Sequence[Draft], logits: Tensor, prompt: Sequence[int], made: Sequence[int]
@@ -200,23 +196,17 @@ class Choice:
         return tokens, len(tokens)
 
     def _checked(self, draft: Draft, logits: Tensor, prompt: Sequence[int], made: Sequence[int]) -> int:
-        scores, q = self._changed(logits, prompt, made), draft.probabilities
+        scores, q = self.scores(logits, prompt, made), draft.probabilities
         if q is None:
             return int(scores.argmax())
-        p = self.probabilities(scores.double())
+        p = self.probabilities(scores)
         if self._source.uniform(len(made), ACCEPT) * float(q[draft.token]) < float(p[draft.token]):
             return draft.token
-        return self._drawn((p - q).clamp(min=0), made, INSTEAD)
-
-    def _changed(self, logits: Tensor, prompt: Sequence[int], made: Sequence[int]) -> Tensor:
-        return self.scores(logits, prompt, made) if self._changes else logits
+        return self._source.draw((p - q).clamp(min=0), len(made), INSTEAD)
 
     @property
     def _source(self) -> Source:
         return Source(self.seed, self.index)
-
-    def _drawn(self, weights: Tensor, made: Sequence[int], stream: int) -> int:
-        return self._source.draw(weights, len(made), stream)
 
 
 def _nucleus(cooled: Tensor, probabilities: Tensor, share: float) -> float:

@@ -204,8 +204,6 @@ def _range(least: float, most: float) -> str:
 
 
 def _generation_options() -> set[str]:
-    from transformers import GenerationConfig
-
     known = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
     return known - RESERVED - {"max_new_tokens", "transformers_version"}
 
