@@ -39,7 +39,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def served(folder):
-    with in_thread(server.build_app(service(folder))) as running:
+    with in_thread(service(folder)) as running:
         yield running
 
 
@@ -145,10 +145,8 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_model_decides(folder, text, content, calls, stream):
-    own = service(folder)
-    with in_thread(server.build_app(own)) as served:
-        hook = scripted(own, text)
+def test_the_model_decides(served, text, content, calls, stream):
+    with scripted(served.service, text):
         if stream:
             said, made, why, _ = streamed(served, tools=[ADD, NOW], temperature=0)
             said = said or None
@@ -156,7 +154,6 @@ def test_the_model_decides(folder, text, content, calls, stream):
             answer = ask(served, tools=[ADD, NOW], temperature=0).choices[0]
             said, why = answer.message.content, answer.finish_reason
             made = [[call.function.name, call.function.arguments] for call in answer.message.tool_calls or []]
-        hook.remove()
     assert said == content and [json.loads(arguments) for _, arguments in made] == calls
     assert why == ("tool_calls" if calls else "stop") and {name for name, _ in made} <= {"add"}
 
@@ -166,23 +163,20 @@ def test_the_model_decides(folder, text, content, calls, stream):
 @pytest.mark.parametrize(
     ("stop", "arguments", "why"), [("3}", '{"a": 2, "b": ', "stop"), ("</tool", '{"a": 2, "b": 3}', "tool_calls")]
 )
-def test_a_stop_string_within_a_call(folder, stop, arguments, why, stream):
+def test_a_stop_string_within_a_call(served, stop, arguments, why, stream):
     """Arguments that it cuts are no JSON, so an agent must not run them."""
-    own = service(folder)
-    with in_thread(server.build_app(own)) as served:
-        hook = scripted(own, CALL)
+    with scripted(served.service, CALL):
         if stream:
             _, ((_, made),), found, _ = streamed(served, tools=[ADD, NOW], temperature=0, stop=stop)
         else:
             answer = ask(served, tools=[ADD, NOW], temperature=0, stop=stop).choices[0]
             made, found = answer.message.tool_calls[0].function.arguments, answer.finish_reason
-        hook.remove()
     assert (made, found) == (arguments, why)
 
 
-def test_many_tools_are_compiled_once(folder):
+def test_many_tools_are_compiled_once(served):
     """More of them than grammars are kept."""
-    shapes, asked = service(folder).shapes, [tool(f"dig_{i}", depth={"type": "integer"}) for i in range(KEPT + 4)]
+    shapes, asked = served.service.shapes, [tool(f"dig_{i}", depth={"type": "integer"}) for i in range(KEPT + 4)]
     body = ChatBody.model_validate({"messages": ASK, "tools": asked})
     assert shapes.of(body).matcher is shapes.of(body).matcher
     assert len(shapes.grammars._compiled) == 1
@@ -198,13 +192,12 @@ def test_arguments_that_are_nested_too_deeply(served):
 
 def test_llamas_notation(folder):
     own = service(folder, LLAMA)
-    with in_thread(server.build_app(own)) as served:
+    with in_thread(own) as served:
         answer = ask(served, tools=TOOLS, tool_choice="required").choices[0]
         assert len(answer.message.tool_calls) == 1 and answer.finish_reason == "tool_calls"
-        hook = scripted(own, '{"name": "add", "parameters": {"a": 2, "b": 3}}')
-        found = streamed(served, tools=[ADD], temperature=0)  # few enough for one chunk of the prompt
+        with scripted(own, '{"name": "add", "parameters": {"a": 2, "b": 3}}'):
+            found = streamed(served, tools=[ADD], temperature=0)  # few enough for one chunk of the prompt
         assert found[1:3] == ([["add", '{"a": 2, "b": 3}']], "tool_calls")
-        hook.remove()
 
 
 def test_a_conversation_with_calls_and_results(served):
@@ -264,7 +257,7 @@ def test_what_cannot_be_followed_is_one_line(served, fields, param, words):
 
 
 def test_a_template_without_tools_says_so(folder):
-    with in_thread(server.build_app(service(folder, "{{ messages[0].content }}"))) as served:
+    with in_thread(service(folder, "{{ messages[0].content }}")) as served:
         status, body = served.post("/v1/chat/completions", messages=ASK, tools=TOOLS)
     assert status == 400 and body["error"]["message"] == "tools: this model's chat template does not write tools"
 
@@ -302,7 +295,7 @@ def test_models_that_think(tmp_path, recurrence):
     small = {"num_hidden_layers": 1, "mixer": "none", "max_position_embeddings": 2048}
     folder = export_tiny(tmp_path / "tiny", recurrence=recurrence, **small)
     own = service(folder, speculate=1 if recurrence == "loop" else None)
-    with in_thread(server.build_app(own)) as served:
+    with in_thread(own) as served:
         assert follows(ask(served, response_format=FORMAT).choices[0].message.content)
         answer = ask(served, tools=[NOW, ADD], tool_choice="required", parallel_tool_calls=False).choices[0]
         assert answer.finish_reason == "tool_calls"
@@ -314,7 +307,7 @@ def test_models_that_think(tmp_path, recurrence):
 def test_a_prompt_that_was_read_before_is_counted(folder):
     own = service(folder)
     own.engine.prefixes.budget = 1 << 24
-    with in_thread(server.build_app(own)) as served:
+    with in_thread(own) as served:
         first = ask(served, tools=TOOLS, max_tokens=4)
         again = ask(served, tools=TOOLS, max_tokens=4)
         assert first.usage.prompt_tokens_details.cached_tokens == 0

@@ -713,17 +713,9 @@ def test_equal_tokens_are_in_a_nucleus_or_out_of_it_together():
     assert [p > 0 for p in made.tolist()] == [True, True, True, True, False]
 
 
-def test_limits_and_penalties():
+def test_penalties_and_their_limits():
     logits = torch.tensor([1.0, 3.0, 2.0, 0.0])
-    zeros = [
-        (Choice(1.0, top_k=2), [0, 3]),
-        (Choice(1.0, top_p=0.6), [0, 2, 3]),
-        (Choice(1.0, min_p=0.3), [0, 3]),
-        (Choice(1.0), []),
-    ]
-    for choice, left_out in zeros:
-        probabilities = choice.probabilities(choice.scores(logits, [], []))
-        assert [i for i, p in enumerate(probabilities.tolist()) if p == 0] == left_out
+    assert Choice(1.0).probabilities(logits).all()
     both = Choice(presence_penalty=0.5, frequency_penalty=0.25, logit_bias={3: 2.0}).scores(logits, [0], [1, 1, 2])
     assert both.tolist() == [1.0, 3.0 - 0.5 - 0.5, 2.0 - 0.75, 2.0]
     repeated = Choice(repetition_penalty=2.0).scores(torch.tensor([1.0, -1.0, 2.0]), [0], [1])
@@ -731,6 +723,7 @@ def test_limits_and_penalties():
     ((_, likely),) = sampling.likeliest(torch.tensor([[0.0, -torch.inf]]), [1], 2)
     assert likely == [(0, 0.0), (1, -9999.0)]  # JSON has no infinite numbers
     assert Choice(1e-300, seed=3).token(logits, [], []) == 1
+    assert Choice(1.0, repetition_penalty=1e-320).token(logits, [2], []) == 2, "though it overflows"
     assert Choice().plain and not Choice(frequency_penalty=0.1).plain
 
 

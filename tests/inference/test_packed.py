@@ -11,7 +11,8 @@ from torch import nn
 from fathom.checkpoints.open import open_checkpoint
 from fathom.inference import packed, server
 from fathom.inference.packed import MOST, PackedLinear, cut, pack, padded
-from tests.inference.test_server import in_thread
+from fathom.lens.look import look
+from tests.inference.served import in_thread
 from tests.models.cases import build, config_of, tokens
 from tests.models.test_engines import batched
 from tests.tiny import export_tiny
@@ -69,16 +70,6 @@ def test_a_wrong_weight_is_seen():
     assert apart(PackedLinear(other), layer, torch.randn(8, 96)) > 1e-4
 
 
-def test_a_row_is_the_same_in_company():
-    layer, given = PackedLinear(linear()), torch.randn(200, 96)
-    with torch.inference_mode():
-        several = layer(given)
-        alone = torch.cat([layer(row) for row in given.split(1)])
-    assert (several - alone).abs().max() < 1e-5
-    with torch.inference_mode():
-        assert (layer(given.flip(0)) - several).abs().max() > 0.1, "and rows differ"
-
-
 @pytest.mark.quick("vanilla", "hyper_connections", "loop-middle", "ponder", "adaponder", "latent_cot")
 @pytest.mark.parametrize("case", CASES)
 def test_models_compute_the_same(case, monkeypatch):
@@ -100,6 +91,14 @@ def test_models_compute_the_same(case, monkeypatch):
 def test_generate_batch_runs_on_packed_weights():
     model, same = (build(config_of("loop", **WIDE)) for _ in range(2))
     assert pack(same) and batched(same) == batched(model)
+
+
+@torch.inference_mode()
+def test_the_lens_counts_packed_weights(tmp_path):
+    directory = export_tiny(tmp_path / "tiny", hidden_size=64, intermediate_size=128, tie_word_embeddings=True)
+    model, tokenizer = open_checkpoint(directory, "cpu")
+    whole = model.num_parameters()
+    assert pack(model) and look(model, tokenizer, "The sailors").parameters == whole > model.num_parameters()
 
 
 # What is kept.
@@ -251,7 +250,7 @@ def test_served_texts_are_the_same(tmp_path):
             if wanted:
                 service.pack()
         assert isinstance(opened[0].lm_head, PackedLinear) is wanted
-        with in_thread(server.build_app(service)) as asked:
+        with in_thread(service) as asked:
             together = asked.complete(prompts, max_tokens=20).choices
             alone = [asked.complete(prompt, max_tokens=20).choices[0] for prompt in prompts]
         assert [one.text for one in together] == [one.text for one in alone]

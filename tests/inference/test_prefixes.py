@@ -148,6 +148,7 @@ def test_a_planted_fault_is_seen(monkeypatch):
     engine.join(10)
 
 
+@pytest.mark.quick("vanilla", "adaponder*")
 def test_bytes_are_bounded_and_the_latest_stay(model):
     one = Watched(model, BUDGET, prefix_budget=BUDGET)
     ask(one, tokens_of(1, 64), new=1)
@@ -186,6 +187,7 @@ def test_a_waiting_prompt_is_not_looked_up_anew_for_each_that_joins_it(monkeypat
     assert len(looked) <= 2 * len(some)
 
 
+@pytest.mark.quick("vanilla")
 def test_without_a_budget_nothing_is_kept(model):
     engine = Watched(model, BUDGET)
     for _ in range(2):

@@ -316,7 +316,6 @@ def build_app(
     """
     kinds = (HTTPException, RequestValidationError, RequestError, Exception)
     app = FastAPI(title="Fathom", openapi_url=None, exception_handlers=dict.fromkeys(kinds, _say_why))
-    app.state.service, app.state.engine = service, service.engine
 
     @app.post("/v1/completions")
     async def complete(body: CompletionBody) -> Response:
