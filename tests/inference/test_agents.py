@@ -48,8 +48,12 @@ def ask(served, messages=ASK, **options):
     return served.client.chat.completions.create(model="tiny", messages=messages, **options)
 
 
-def streamed(served, **options):
+def heard(served, stream=True, **options):
     """Content, calls and why it ended, put together as OpenAI's clients do; and how many pieces arguments came in."""
+    if not stream:
+        choice = ask(served, **options).choices[0]
+        calls = [[call.function.name, call.function.arguments] for call in choice.message.tool_calls or []]
+        return choice.message.content or "", calls, choice.finish_reason, len(calls)
     content, calls, why, pieces = "", [], None, 0
     for chunk in ask(served, stream=True, **options):
         choice = chunk.choices[0]
@@ -75,7 +79,7 @@ def test_json_of_a_schema(served):
         assert answer.finish_reason == "stop" and follows(answer.message.content)
     text = served.complete("x", max_tokens=300, extra_body={"response_format": FORMAT}).choices[0]
     assert text.finish_reason == "stop" and follows(text.text)
-    content, _, why, _ = streamed(served, response_format=FORMAT)
+    content, _, why, _ = heard(served, response_format=FORMAT)
     assert why == "stop" and follows(content)
     several = ask(served, response_format=FORMAT, n=3, temperature=2).choices
     assert all(follows(one.message.content) for one in several)
@@ -109,13 +113,8 @@ def test_what_vllm_calls_structured_outputs(served, asked, pattern):
 @pytest.mark.parametrize("stream", [False, True])
 def test_calls_that_are_required(served, stream):
     for seed in range(2):
-        if stream:
-            content, calls, why, pieces = streamed(served, tools=TOOLS, tool_choice="required", seed=seed)
-            assert not calls[0][1] or pieces > len(calls)
-        else:
-            answer = ask(served, tools=TOOLS, tool_choice="required", seed=seed).choices[0]
-            content, why = answer.message.content, answer.finish_reason
-            calls = [[call.function.name, call.function.arguments] for call in answer.message.tool_calls]
+        content, calls, why, pieces = heard(served, stream, tools=TOOLS, tool_choice="required", seed=seed)
+        assert not (stream and calls[0][1]) or pieces > len(calls)
         assert not content and calls and why in ("tool_calls", "length")
         for name, arguments in calls if why == "tool_calls" else calls[:-1]:
             keys = {"add": {"a", "b"}, "say": {"text", "loud"}, "now": set()}
@@ -147,14 +146,8 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_model_decides(served, text, content, calls, stream):
     with scripted(served.service, text):
-        if stream:
-            said, made, why, _ = streamed(served, tools=[ADD, NOW], temperature=0)
-            said = said or None
-        else:
-            answer = ask(served, tools=[ADD, NOW], temperature=0).choices[0]
-            said, why = answer.message.content, answer.finish_reason
-            made = [[call.function.name, call.function.arguments] for call in answer.message.tool_calls or []]
-    assert said == content and [json.loads(arguments) for _, arguments in made] == calls
+        said, made, why, _ = heard(served, stream, tools=[ADD, NOW], temperature=0)
+    assert said == (content or "") and [json.loads(arguments) for _, arguments in made] == calls
     assert why == ("tool_calls" if calls else "stop") and {name for name, _ in made} <= {"add"}
 
 
@@ -166,11 +159,7 @@ def test_the_model_decides(served, text, content, calls, stream):
 def test_a_stop_string_within_a_call(served, stop, arguments, why, stream):
     """Arguments that it cuts are no JSON, so an agent must not run them."""
     with scripted(served.service, CALL):
-        if stream:
-            _, ((_, made),), found, _ = streamed(served, tools=[ADD, NOW], temperature=0, stop=stop)
-        else:
-            answer = ask(served, tools=[ADD, NOW], temperature=0, stop=stop).choices[0]
-            made, found = answer.message.tool_calls[0].function.arguments, answer.finish_reason
+        _, ((_, made),), found, _ = heard(served, stream, tools=[ADD, NOW], temperature=0, stop=stop)
     assert (made, found) == (arguments, why)
 
 
@@ -178,6 +167,7 @@ def test_many_tools_are_compiled_once(served):
     """More of them than grammars are kept."""
     shapes, asked = served.service.shapes, [tool(f"dig_{i}", depth={"type": "integer"}) for i in range(KEPT + 4)]
     body = ChatBody.model_validate({"messages": ASK, "tools": asked})
+    shapes.grammars._compiled.clear()
     assert shapes.of(body).matcher is shapes.of(body).matcher
     assert len(shapes.grammars._compiled) == 1
 
@@ -196,7 +186,7 @@ def test_llamas_notation(folder):
         answer = ask(served, tools=TOOLS, tool_choice="required").choices[0]
         assert len(answer.message.tool_calls) == 1 and answer.finish_reason == "tool_calls"
         with scripted(own, '{"name": "add", "parameters": {"a": 2, "b": 3}}'):
-            found = streamed(served, tools=[ADD], temperature=0)  # few enough for one chunk of the prompt
+            found = heard(served, tools=[ADD], temperature=0)  # few enough for one chunk of the prompt
         assert found[1:3] == ([["add", '{"a": 2, "b": 3}']], "tool_calls")
 
 

@@ -34,16 +34,6 @@ def test_what_is_streamed_is_the_text(opened) -> None:
     assert made.tokens == 12 and made.tokens_per_second > 0
 
 
-def test_blanks_that_begin_a_line_are_streamed() -> None:
-    """Where decoding strips a leading blank; each line was decoded alone."""
-    model, tokenizer, pieces = FathomForCausalLM(tiny_config()).eval(), piece_tokenizer(), list[str]()
-    answer = tokenizer("def f\n  a\n\n   b,\n c")["input_ids"]
-    say(model, answer)
-    made = generate(model, tokenizer, "The", Sampling(len(answer), temperature=0), pieces.append)
-    assert "".join(pieces) == made.text and "\n  a\n\n   b,\n c" in made.text
-    assert len(pieces) > 10, "token by token"
-
-
 def test_a_seed_decides(opened) -> None:
     texts = [generate(*opened, "", Sampling(12, temperature=2.0, seed=seed)).text for seed in (1, 1, 2)]
     assert texts[0] == texts[1] != texts[2]

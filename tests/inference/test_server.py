@@ -5,7 +5,6 @@ thread.
 """
 
 import asyncio
-import ctypes
 import http.client
 import json
 import os
@@ -368,32 +367,15 @@ def test_bad_chats(served, case):
     check_error(served.post("/v1/chat/completions", **body), status, code)
 
 
-EMPTY = {
-    "tools": [],
-    "functions": [],
-    "tool_choice": "none",
-    "function_call": "none",
-    "store": False,
-    "parallel_tool_calls": True,
-    "top_k": -1,
-    "metadata": {"user": "7"},
-    "service_tier": "auto",
-    "stop_token_ids": [],
-    "ignore_eos": False,
-    "min_tokens": 0,
-}
-
-
 def test_what_asks_for_nothing_is_accepted(served):
-    """Each of these, and all together; answers are those without."""
     said = served.chat("x").choices[0].message.content
-    for fields in (*({name: value} for name, value in EMPTY.items()), EMPTY):
-        status, answer = served.post("/v1/chat/completions", messages=HELLO, max_tokens=12, temperature=0, **fields)
-        assert status == 200 and answer["choices"][0]["message"]["content"] == said, fields
     part = {"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}
-    messages = [{"role": "user", "content": [part], "name": "me"}]
-    answer = served.post("/v1/chat/completions", messages=messages, max_tokens=12, temperature=0)[1]
-    assert answer["choices"][0]["message"]["content"] == said
+    body = {"messages": [{"role": "user", "content": [part], "name": "me"}], "max_tokens": 12, "temperature": 0}
+    body |= {"tools": [], "functions": [], "tool_choice": "none", "function_call": "none", "parallel_tool_calls": True}
+    body |= {"top_k": -1, "stop_token_ids": [], "ignore_eos": False, "min_tokens": 0}
+    body |= {"store": False, "metadata": {"user": "7"}, "service_tier": "auto", "seed": None}
+    status, answer = served.post("/v1/chat/completions", **body)
+    assert status == 200 and answer["choices"][0]["message"]["content"] == said
 
 
 def test_errors_name_the_field_and_what_is_allowed(served):
@@ -531,8 +513,8 @@ def rss(pid):
 BOUND = 6 << 20  # a fifth of what the bodies of 200 such requests take
 
 
-def growth(served, requests):
-    """Bytes that the server's memory grows by over so many bad requests in a row, each of 96 KiB or more."""
+def growth(served):
+    """Bytes that the server's memory grows by over 200 bad requests in a row, each of 96 KiB or more."""
     padding = "深さ" * 16_000
 
     def bad(i):
@@ -552,24 +534,16 @@ def growth(served, requests):
         bad(i)
     served.complete("x", max_tokens=1)
     before = rss(served.pid)
-    for i in range(requests):
+    for i in range(200):
         bad(i)
     served.complete("x", max_tokens=1)
     return rss(served.pid) - before
 
 
-def steady_growth(served, requests=200):
-    """The smallest of a few: a leak shows in each, an allocator that finds its size not in all."""
-    least = growth(served, requests)
-    for _ in range(3):
-        if least >= BOUND:
-            least = min(least, growth(served, requests))
-    return least
-
-
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_200_bad_requests_leave_memory_flat(served):
-    assert steady_growth(served) < BOUND
+    """A leak shows each time, an allocator that finds its size not always."""
+    assert any(growth(served) < BOUND for _ in range(4))
     assert served.complete("x").usage.completion_tokens == 12
 
 
@@ -594,21 +568,6 @@ def test_bad_requests_at_once_leave_memory_flat(served):
     with ThreadPoolExecutor(6) as pool:
         assert set(pool.map(send, range(48))) == {400}
     assert rss(served.pid) - before < 64 << 20
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-def test_1000_hang_ups_leave_memory_flat(served):
-    """Each leaves a body in a cycle of tasks and errors, which only full collections free: 0.9 MB a client before."""
-    padding = "深さ" * 16_000
-
-    def hang_up(count):
-        for i in range(count):
-            served.hang_up(prompt=ENDLESS, user=padding, stream=i % 2 == 0, max_tokens=LONG)
-        served.complete("x", max_tokens=1)
-        return rss(served.pid)
-
-    assert min(hang_up(500) - before for before in (hang_up(500), rss(served.pid))) < 2 * BOUND
 
 
 async def load(served, bodies, at_once):
@@ -665,25 +624,6 @@ def test_a_load_of_clients(served):
     # A server takes 10 MB more over the first 600 requests and nothing after 1,500, up to 3,000.
     assert min(sizes[-2:]) - sizes[1] < 2 * BOUND, "the bodies of 600 requests are 29 MB"
     assert metrics(served)["fathom_texts_running"] == metrics(served)["fathom_cache_bytes"] == "0"
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-def test_a_planted_leak_is_seen(directory, monkeypatch):
-    """A server that keeps every body, measured alike over fewer requests."""
-    read, kept = gate.Gate._read, []
-
-    async def hoarding(self, receive, chunks, fault):
-        try:
-            return await read(self, receive, chunks, fault)
-        finally:
-            # Four times: a single copy may fit into what earlier tests have freed.
-            kept.extend(bytearray(repr(chunk).encode()) for chunk in chunks for _ in range(4))
-
-    monkeypatch.setattr(gate.Gate, "_read", hoarding)
-    with in_thread(server.Service(*open_checkpoint(directory, "cpu"), "tiny")) as leaking:
-        ctypes.CDLL(None).malloc_trim(0)
-        assert steady_growth(leaking, 60) > BOUND
 
 
 def test_large_bodies_are_parsed_one_at_a_time():
@@ -840,9 +780,9 @@ def test_a_conversation_of_no_tokens_takes_no_other_along(live, monkeypatch):
             time.sleep(0.001)
         silent = [{"role": "system", "content": "x"}]
         check_error(live.post("/v1/chat/completions", messages=silent), 400)
-        monkeypatch.setattr(service.tokenizer, "bos_token", None)
-        monkeypatch.setattr(service.tokenizer, "eos_token", None)
+        end, service.tokenizer.eos_token = service.tokenizer.eos_token, None
         check_error(live.post(prompt=""), 400)
+        service.tokenizer.eos_token = end
         assert other.result().usage.completion_tokens == 400
 
 
