@@ -253,9 +253,9 @@ def test_the_page_says_which_engine_runs_which_recurrence():
 def engine():
     made = []
 
-    def make(case="loop+depth_attention", budget=BUDGET, draft_trips=None, waiting=256, **shape):
+    def make(case="loop+depth_attention", budget=BUDGET, draft_trips=None, **shape):
         model = build(config_of(case, **shape))
-        made.append(Engine(model, budget, waiting=waiting, draft_trips=draft_trips))
+        made.append(Engine(model, budget, draft_trips=draft_trips))
         return made[-1], model
 
     yield make
@@ -477,7 +477,8 @@ def test_drafted_draws_do_not_depend_on_company(engine, monkeypatch):
 @pytest.mark.slow
 def test_drafted_draws_have_the_distribution(engine, monkeypatch):
     """Texts of three tokens over a vocabulary of seven: chi-square, 51,000 draws; drafts that all pass are seen."""
-    running, model = engine("loop", draft_trips=1, waiting=1 << 20, vocab_size=7, eos_token_id=None)
+    monkeypatch.setattr("fathom.inference.engine.WAITING", 1 << 20)
+    running, model = engine("loop", draft_trips=1, vocab_size=7, eos_token_id=None)
     tame(model)
     with torch.no_grad():
         texts = torch.cartesian_prod(*[torch.arange(7)] * 3)
@@ -522,9 +523,10 @@ def submitted_at_once(running, jobs):
     held.set()
 
 
-def test_what_an_engine_refuses(engine):
+def test_what_an_engine_refuses(engine, monkeypatch):
+    monkeypatch.setattr("fathom.inference.engine.WAITING", 3)
     budget = batches.token_bytes(build(config_of("loop+depth_attention", **TWO)), None) * 512
-    running, model = engine(budget=budget, waiting=3, **TWO)
+    running, model = engine(budget=budget, **TWO)
     with pytest.raises(RequestError, match=r"for its 600 tokens; the server has .* MiB .`cache_memory`"):
         running.submit([Collected([5], 599, Choice()).job])
     with pytest.raises(RequestError, match="already waiting"):

@@ -141,7 +141,6 @@ class Engine:
         budget: Bytes that keys and values may take.
         policy: A constant-size cache for every text.
         hand_out: Receives the new events after each turn; by default they are delivered at once.
-        waiting: Maximum number of waiting jobs.
         draft_trips: Draft with this many first trips, for jobs with more.
         prefix_budget: Bytes of the prefix cache, in addition to `budget`.
     """
@@ -152,7 +151,6 @@ class Engine:
         budget: int,
         policy: Policy | None = None,
         hand_out: Callable[[list[tuple[Job, Event]]], None] | None = None,
-        waiting: int = WAITING,
         draft_trips: int | None = None,
         prefix_budget: int = 0,
     ) -> None:
@@ -165,7 +163,7 @@ class Engine:
         if self.by_rows:
             attend_by_rows(model)
         batch_for(model, None, policy, draft_trips)  # refuses models that cannot draft before the first request does
-        self.model, self.budget, self.policy, self.most_waiting = model, budget, policy, waiting
+        self.model, self.budget, self.policy = model, budget, policy
         self.hand_out, self.draft_trips = hand_out or deliver, draft_trips
         self.prefixes = Prefixes(prefix_budget)
         self.lanes: dict[int | None, Lane] = {}
@@ -214,7 +212,7 @@ class Engine:
         with self._wake:
             if self._closing:
                 raise RequestError(self._reason, "shutting_down")
-            if len(self.waiting) + len(jobs) > self.most_waiting:
+            if len(self.waiting) + len(jobs) > WAITING:
                 raise RequestError(
                     f"{len(self.waiting)} requests are already waiting; try again later", "rate_limit_exceeded"
                 )

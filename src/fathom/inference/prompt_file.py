@@ -23,6 +23,8 @@ from fathom.report.files import lock
 from fathom.report.progress import ProgressBar
 
 BATCH = {"cpu": 8, "other": 32}
+Record = dict[str, Any]
+"""A line of prompts: `prompt` or `messages`, and fields that the output repeats."""
 FIELDS = 'lines of {"prompt": "..."} or {"messages": [...]}'
 """What a file of prompts holds, in errors."""
 
@@ -38,16 +40,6 @@ class FileSummary:
     """Lines without a completion."""
     tokens: int
     seconds: float
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """A line of prompts."""
-
-    line: dict[str, object]
-    """All its fields, which the output line repeats."""
-    asked: str | list[dict[str, str]]
-    """Its `prompt`, or its `messages`."""
 
 
 def generate_file(
@@ -81,7 +73,7 @@ def generate_file(
             batch = records[start : start + size]
             seed_draws(None if sampling.seed is None else sampling.seed + start)
             made = _answer(model, tokenizer, batch, sampling)
-            answers = [{**prompt.line, **fields} for prompt, fields in zip(batch, made, strict=True)]
+            answers = [{**record, **fields} for record, fields in zip(batch, made, strict=True)]
             lines = [json.dumps(answer, ensure_ascii=False) + "\n" for answer in answers]
             file.write("".join(lines[done - start :]).encode())
             file.flush()
@@ -95,25 +87,29 @@ def generate_file(
 
 
 def _answer(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch: Sequence[Prompt], sampling: Sampling
-) -> list[dict[str, Any]]:
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch: Sequence[Record], sampling: Sampling
+) -> list[Record]:
     """The fields to add to each line; a failed prompt gets `error`, and the others continue."""
-    failed: list[dict[str, Any] | None] = []
+    failed: list[Record | None] = []
     prompts: list[list[int]] = []
-    for prompt in batch:
+    for record in batch:
         try:
-            ids = encode(tokenizer, prompt.asked, allow_control=sampling.allow_control)
+            ids = encode(tokenizer, _asked(record), allow_control=sampling.allow_control)
             sampling.room(model, ids)
             prompts.append(ids)
             failed.append(None)
         except (SettingsError, RequestError) as error:
             failed.append({"error": str(error)})
-    talks = [not isinstance(prompt.asked, str) for prompt, fault in zip(batch, failed, strict=True) if fault is None]
+    talks = ["prompt" not in record for record, fault in zip(batch, failed, strict=True) if fault is None]
     made = iter(generate_each(model, tokenizer, prompts, sampling, talks) if prompts else ())
     return [_fields(next(made)) if fault is None else fault for fault in failed]
 
 
-def _fields(made: Generated | RequestError) -> dict[str, Any]:
+def _asked(record: Record) -> Any:
+    return record.get("prompt", record.get("messages"))
+
+
+def _fields(made: Generated | RequestError) -> Record:
     """What is added to the line of a prompt."""
     if isinstance(made, RequestError):
         return {"error": str(made)}
@@ -121,7 +117,7 @@ def _fields(made: Generated | RequestError) -> dict[str, Any]:
     return fields if made.trips is None else {**fields, "trips": round(made.trips, 3)}
 
 
-def _read_records(path: Path) -> list[Prompt]:
+def _read_records(path: Path) -> list[Record]:
     """All lines, checked before the first token is generated."""
     if not path.is_file():
         raise SettingsError(f"prompts={path}: {'not a file' if path.exists() else 'no such file'}")
@@ -138,13 +134,11 @@ def _read_records(path: Path) -> list[Prompt]:
                 raise SettingsError(f"{path}:{number}: {half} is half of a surrogate pair") from None
             except (ValueError, RecursionError) as error:
                 raise SettingsError(f"{path}:{number}: bad JSON: {error}; expected {FIELDS}") from None
-            fields = record if isinstance(record, dict) else {}
-            asked = fields.get("prompt", fields.get("messages"))
-            if not isinstance(asked, str if "prompt" in fields else list):
+            if not isinstance(record, dict) or not isinstance(_asked(record), str if "prompt" in record else list):
                 raise SettingsError(f"{path}:{number}: expected {FIELDS}")
             if taken := {"completion", "tokens", "finish", "trips", "error"} & set(record):
                 raise SettingsError(f"{path}:{number}: the field {min(taken)!r} is reserved for the output")
-            records.append(Prompt(record, asked))
+            records.append(record)
     if not records:
         raise SettingsError(f"prompts={path}: no prompts; expected {FIELDS}")
     return records
@@ -165,7 +159,7 @@ def _opened(out: Path | None) -> Iterator[IO[bytes]]:
         yield stack.enter_context(out.open("a+b"))
 
 
-def _resume(file: IO[bytes], records: Sequence[Prompt], prompts: Path, out: Path) -> tuple[int, int]:
+def _resume(file: IO[bytes], records: Sequence[Record], prompts: Path, out: Path) -> tuple[int, int]:
     """The number of finished lines, and of errors among them; a half-written last line is removed."""
     file.seek(0)
     done = errors = end = 0
@@ -178,7 +172,7 @@ def _resume(file: IO[bytes], records: Sequence[Prompt], prompts: Path, out: Path
             before = json.loads(line)
         except ValueError:
             before = None
-        if done == len(records) or not isinstance(before, dict) or not records[done].line.items() <= before.items():
+        if done == len(records) or not isinstance(before, dict) or not records[done].items() <= before.items():
             raise SettingsError(f"{out}:{done + 1}: not an answer to {prompts}; choose another `out`")
         done += 1
         errors += "error" in before
@@ -188,7 +182,7 @@ def _resume(file: IO[bytes], records: Sequence[Prompt], prompts: Path, out: Path
     return done, errors
 
 
-def _half(line: bytes, prompt: Prompt) -> bool:
+def _half(line: bytes, record: Record) -> bool:
     """Whether an incomplete last line is the beginning of an answer to a prompt."""
-    answer = json.dumps(prompt.line, ensure_ascii=False).encode()[:-1]
+    answer = json.dumps(record, ensure_ascii=False).encode()[:-1]
     return line.startswith(answer) or answer.startswith(line)

@@ -201,8 +201,7 @@ class CallReader:
     def __init__(self, how: Notation, names: Sequence[str]) -> None:
         self.how, self.calls, self.content = how, list[Call](), ""
         self._opening = how.before.rstrip()
-        self._heads = [how.head(name).removeprefix(self._opening) for name in names]
-        self._names = list(names)
+        self._heads = {how.head(name).removeprefix(self._opening): name for name in names}
         self._rest = ""
         """What is not yet known to be text or call."""
         self._depth, self._quoted, self._escaped, self._inside = 0, False, False, False
@@ -230,7 +229,7 @@ class CallReader:
         at = rest.find(opening) if opening else -1 if self.content or self.calls else 0
         if at >= 0:
             behind = rest[at + len(opening) :].lstrip() if not opening else rest[at + len(opening) :]
-            for head, name in zip(self._heads, self._names, strict=True):
+            for head, name in self._heads.items():
                 if behind.startswith(head):
                     heard.content += "" if self.calls else rest[:at].rstrip()
                     self.calls.append(Call(name))
