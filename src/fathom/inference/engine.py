@@ -396,20 +396,16 @@ class Engine:
         return len(jobs), max(map(self._tokens, jobs), default=0)
 
     def _read(self, lane: Lane, jobs: Sequence[Job], left: int) -> int:
-        """Read the joining prompts, at most `left` tokens; choose the first new token of each that is read to its
-        end.
-        """
+        """Read the joining prompts, at most `left` tokens; at their end choose the first new tokens."""
         lane.batch.reserve(*lane.rectangle)
-        before = sum(job.read - job.cached for job in jobs)
+        before = self.counts["prompt_tokens"]
         logits = self._read_several(lane, jobs) if len(jobs) > 1 else self._read_chunk(lane, jobs[0], left)
-        size = sum(job.read - job.cached for job in jobs) - before
-        self.counts["prompt_tokens"] += size
         if logits is not None:
             self.joining = None
             lane.jobs += jobs
             self._out += [(job, job.prompt_scores) for job in jobs if job.score_prompt and job.sound]
             self._take(lane, jobs, logits)
-        return size
+        return int(self.counts["prompt_tokens"] - before)
 
     def _read_chunk(self, lane: Lane, job: Job, left: int) -> Tensor | None:
         """Read a chunk of a prompt; at its end the sequence joins, and its last logits `[1, V]` are returned."""
@@ -424,6 +420,7 @@ class Engine:
         if job.score_prompt:
             job.prompt_scores += self._scored(job, logits)
         job.read += len(chunk)
+        self.counts["prompt_tokens"] += len(chunk)
         job.cuts += [job.read] if chunk else []
         if job.read < len(job.prompt):
             return None
@@ -437,6 +434,7 @@ class Engine:
         logits = lane.batch.read_several([job.prompt for job in jobs])
         for i, job in enumerate(jobs):
             job.read = len(job.prompt)
+            self.counts["prompt_tokens"] += job.read
             job.cuts = [job.read]
             self._keep(lane, job, logits[i : i + 1], len(lane.jobs) + i)
         return logits
@@ -532,12 +530,12 @@ class Engine:
             if not job.choice.plain:
                 tokens[i] = job.choice.token(logits[i], job.prompt, job.made)
         for job, scored, fine in zip(jobs, self._scores(lane, jobs, tokens, logits), sound, strict=True):
-            if job.sound and not job.new_tokens:
-                self._end(lane, job, "length")
-            elif job.sound and fine:
-                self._give(lane, job, scored)
-            else:
+            if not job.sound or (job.new_tokens and not fine):
                 self._refuse(lane, job)
+            elif not job.new_tokens:
+                self._end(lane, job, "length")
+            else:
+                self._give(lane, job, scored)
 
     def _scores(self, lane: Lane, jobs: Sequence[Job], tokens: Sequence[int], logits: Tensor) -> list[Scored]:
         """A token of each job, with the scores that the job requested from logits `[n, V]`."""

@@ -112,37 +112,34 @@ def _object(text: str, start: int) -> tuple[int, int, str] | None:
     return None
 
 
-@dataclass(frozen=True)
-class CallRules:
-    """Which calls an answer may make."""
-
-    tools: Tools
-    required: bool = False
-    """Whether the answer must be calls, not text."""
-    several: bool = True
-    """Whether it may make several calls."""
-    content: Mapping[str, Any] | None = None
-    """A JSON schema for the text; None for any text."""
-
-
 def schema_of(tool: Mapping[str, Any]) -> dict[str, Any]:
     """The JSON schema of a tool's arguments, with the white space that `tojson` writes in templates."""
     schema = {"type": "object", **(tool["function"].get("parameters") or NO_ARGUMENTS)}
     return with_options(schema, None, item_separator=", ", key_separator=": ")
 
 
-def tool_grammar(rules: CallRules, how: Notation, pieces: Callable[[str], str]) -> str:
+def tool_grammar(
+    tools: Tools,
+    how: Notation,
+    pieces: Callable[[str], str],
+    required: bool = False,
+    several: bool = True,
+    content: Mapping[str, Any] | None = None,
+) -> str:
     """The grammar, in Lark's notation, of answers that may call tools.
 
     Args:
-        rules: The allowed calls.
+        tools: The tools that may be called.
         how: The chat template's notation.
         pieces: Converts a text to Lark's notation, with special tokens by name.
+        required: Whether the answer must be calls, not text.
+        several: Whether it may make several calls.
+        content: A JSON schema for the text; None for any text.
     """
     opening, rest = how.before.rstrip(), how.before[len(how.before.rstrip()) :]
     lines = ["%llguidance {}"]
     bodies = []
-    for i, tool in enumerate(rules.tools):
+    for i, tool in enumerate(tools):
         function = tool["function"]
         text = json.dumps(schema_of(tool))
         head = rest + how.head(function["name"])[len(how.before) :]
@@ -150,16 +147,16 @@ def tool_grammar(rules: CallRules, how: Notation, pieces: Callable[[str], str]) 
         bodies.append(f"call_{i}")
     lines.append(f"call: {' | '.join(bodies)}")
     again = ""
-    if rules.several and how.between is not None:
+    if several and how.between is not None:
         lines.append(f"more: {pieces(how.between + opening)} call")
         again = " more*"
     calls = f"{pieces(opening)} call{again}"
-    if rules.required:
+    if required:
         start = calls
-    elif rules.content is not None and not opening:
+    elif content is not None and not opening:
         raise SettingsError("this model writes calls as bare JSON, so tools and response_format exclude each other")
-    elif rules.content is not None:
-        start = f"{calls} | %json {json.dumps(with_options(rules.content, WHITESPACE))}"
+    elif content is not None:
+        start = f"{calls} | %json {json.dumps(with_options(content, WHITESPACE))}"
     elif not opening:  # a call is the whole answer, and a text must begin differently
         lines.append(r"TEXT: /([^{ \n](.|\n)*)?/")
         start = f"{calls} | TEXT"
