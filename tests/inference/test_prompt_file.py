@@ -119,7 +119,7 @@ def test_messages_are_read_as_a_server_reads_them(opened, tmp_path: Path) -> Non
             [talk, called | {"content": None}],
             [[talk]],
             [talk | {"content": 5}],
-            [talk | {"content": [{"type": "image_url"}]}],
+            [talk | {"content": [{"type": "image_url", "text": "x"}]}],
         )
     ]
     generate_file(
