@@ -111,6 +111,12 @@ class Service:
         if asked not in (None, self.name):
             raise ApiError(404, f"no model {asked!r:.120}; this server has {self.name!r}", "model_not_found", "model")
 
+    def trips(self, asked: int | None) -> int | None:
+        """Loop iterations per token at most, for a request that asks for so many."""
+        if (asked or 1) > (most := most_trips(self.model)):
+            raise wrong("max_trips", f"{asked}; a token of this model makes {most} at most")
+        return asked or self.max_trips
+
     async def encoded(self, field: str, size: int, encoder: Callable[[], list[int]]) -> list[int]:
         """A field of `size` characters as token ids, encoded on another thread; errors become an `ApiError`."""
         try:
@@ -167,9 +173,7 @@ class Service:
         self, body: Asked, prompts: Sequence[list[int]], queue: asyncio.Queue, shape: Shape | None = None
     ) -> list[Job]:
         """One job for each prompt and each of its `n` texts."""
-        most, trips = most_trips(self.model), body.max_trips or self.max_trips
-        if (body.max_trips or 1) > most:
-            raise wrong("max_trips", f"{body.max_trips}; a token of this model makes {most} at most")
+        trips = self.trips(body.max_trips)
         scored, own = body.likeliest, self.model.generation_config
         wants_prompt = body.echo and scored is not None
         stops = frozenset(body.stop_token_ids) | (frozenset() if body.ignore_eos else self.stops)
@@ -358,7 +362,21 @@ def build_app(
             raise wrong("tokens", f"must be 0 to {service.model.config.vocab_size - 1}")
         return {"prompt": service.tokenizer.decode(body.tokens)}
 
-    _add_reports(app, service, lens is not None)
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return PlainTextResponse(service.metrics(), media_type="text/plain; version=0.0.4")
+
+    @app.get("/")
+    async def page() -> Response:
+        looks = None if not isinstance(service.model, FathomForCausalLM) else lens is not None
+        talks, most = bool(service.tokenizer.chat_template), service.max_trips or most_trips(service.model)
+        text, headers = talk_page(service.name, service.context, most, talks, looks)
+        return HTMLResponse(text, headers=headers)
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        return {"status": "ok"}
+
     if lens is not None:
         lens(app, service)
     # A character may be escaped as six bytes, and few tokens have more than ten characters.
@@ -367,25 +385,6 @@ def build_app(
     if origins:
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"])
     return app
-
-
-def _add_reports(app: FastAPI, service: Service, lens: bool) -> None:
-    """Routes about the server itself, and its page."""
-
-    @app.get("/metrics")
-    async def metrics() -> Response:
-        return PlainTextResponse(service.metrics(), media_type="text/plain; version=0.0.4")
-
-    @app.get("/")
-    async def page() -> Response:
-        looks = None if not isinstance(service.model, FathomForCausalLM) else lens
-        talks, most = bool(service.tokenizer.chat_template), service.max_trips or most_trips(service.model)
-        text, headers = talk_page(service.name, service.context, most, talks, looks)
-        return HTMLResponse(text, headers=headers)
-
-    @app.get("/health")
-    async def health() -> dict[str, str]:
-        return {"status": "ok"}
 
 
 async def _say_why(request: Request, error: Exception) -> JSONResponse:

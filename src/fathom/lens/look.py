@@ -140,11 +140,11 @@ class LensData:
 
     def to_dict(self) -> dict[str, object]:
         """Plain numbers, for JSON."""
-        averages = self.averages()
+        averages, bits = self.averages(), self.bits_per_token
         return {
             **{name: _plain(value) for name, value in vars(self).items()},
             "visits": [{"layer": layer, "trip": trip} for layer, trip in self.visits],
-            "bits_per_token": _number(self.bits_per_token),
+            "bits_per_token": None if math.isnan(bits) else round(bits, 6),
             "mean_weights": averages.weights,
             "mean_origins": averages.origins,
             "own": averages.own,
@@ -309,7 +309,7 @@ def record(
         if progress is not None:
             progress(len(says.chosen))
 
-    with evaluating(model), hooks(model, mixed, left):
+    with watched(model, mixed, left):
         out = model.model(ids[None], use_cache=False, head=model.lm_head, max_trips=max_trips)
         for stage in range(stages if passed else 0):
             for state in passed:
@@ -386,22 +386,12 @@ def _bits(logprobs: Tensor, following: Tensor) -> Tensor:
 
 
 @contextmanager
-def evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """A model in evaluation mode; its mode is restored afterwards."""
-    training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(training)
-
-
-@contextmanager
-def hooks(
+def watched(
     model: FathomForCausalLM, mixed: Callable[..., None], after: Callable[[ResidualState], None]
 ) -> Iterator[None]:
-    """Call `mixed` with every mixer's inputs and `after` with every layer's residual state, in the plan's order."""
-    caller = threading.get_ident()  # a server's other threads use the same modules
+    """A model in evaluation mode that calls `mixed` with every mixer's inputs and `after` with every layer's residual
+    state, in the plan's order."""
+    caller, training = threading.get_ident(), model.training  # a server's other threads use the same modules
 
     def on_mixer(mixer: ValueMixer, arguments: tuple[Tensor, ...], _: Tensor) -> None:
         if threading.get_ident() == caller:
@@ -412,13 +402,13 @@ def hooks(
             after(output[:-2])  # a key and a value come last
 
     handles = []
-    layers = cast("Iterable[DecoderLayer]", model.model.layers)
     try:
-        for layer in layers:
+        for layer in cast("Iterable[DecoderLayer]", model.eval().model.layers):
             handles.append(layer.self_attn.mixer.register_forward_hook(on_mixer))
             handles.append(layer.register_forward_hook(on_layer))
         yield
     finally:
+        model.train(training)
         for handle in handles:
             handle.remove()
 
@@ -466,19 +456,12 @@ def _layer_weights(model: FathomForCausalLM, visits: list[Visit]) -> list[list[f
     return rows
 
 
-def _number(value: float) -> float | None:
-    return None if math.isnan(value) else round(value, 6)
-
-
-def _numbers(values: Array) -> list[object]:
-    """Nested lists; JSON has no NaN."""
-    rounded = np.round(values.astype(np.float64), 6).astype(object)
-    rounded[np.isnan(values)] = None
-    return rounded.tolist()
-
-
 def _plain(value: object) -> object:
     """Arrays as nested lists, in lists too."""
+    if isinstance(value, np.ndarray) and value.dtype.kind == "f":
+        rounded = np.round(value.astype(np.float64), 6).astype(object)
+        rounded[np.isnan(value)] = None  # JSON has no NaN
+        return rounded.tolist()
     if isinstance(value, np.ndarray):
-        return value.tolist() if value.dtype.kind in "iu" else _numbers(value)
+        return value.tolist()
     return [_plain(one) for one in value] if isinstance(value, list | tuple) else value
