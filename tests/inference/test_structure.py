@@ -97,28 +97,6 @@ def test_without_a_grammar_no_text_is_json(tokenizer):
             json.loads(text)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
-def test_a_text_does_not_depend_on_its_company(tokenizer, grammars, case):
-    """Alone, and beside others that follow another grammar or none, which stay as they are."""
-
-    def asked():
-        number = grammars.begin(grammars.compile(regex_grammar(r"[0-9]{3,9}!")))
-        return [grammars.begin(grammars.compile(json_grammar(SCHEMA))), None, number, None]
-
-    fields, drafts = CASES[case]
-    model = model_of(fields)
-    together = texts(model, tokenizer, asked(), drafts)
-    one = Collected([6, 7], NEW, Choice(1.0, seed=1, ends=frozenset({END})), stops=frozenset({END}))
-    engine = Engine(model, BUDGET, draft_trips=drafts)
-    engine.submit([one.job])
-    one.wait()
-    engine.join(10)
-    assert together[1][0] == tokenizer.decode(one.tokens, skip_special_tokens=True)
-    assert texts(model, tokenizer, asked()[:1], drafts) == together[:1]
-    assert re.fullmatch(r"[0-9]{3,9}!", together[2][0]) and together[2][1] == "stop"
-
-
 def test_a_constraint_is_a_function_of_the_tokens(tokenizer, grammars):
     """In whatever order it is asked, as drafts that are not kept do."""
     matcher = grammars.compile(json_grammar({"type": "object", "properties": {"a": {"type": "integer"}}}))
