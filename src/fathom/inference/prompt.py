@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jinja2 import TemplateError
@@ -18,18 +18,6 @@ PROBE = 8
 SLACK = 256
 """Tokens by which a beginning must exceed the context: where it is cut, it may have a few more than in the whole."""
 NOTHING: Mapping[str, object] = {}
-
-
-def too_long(text: str, context: int, encode: Callable[[str], Sequence[int]]) -> bool:
-    """Whether the beginning of a text already has more tokens than the context.
-
-    Args:
-        text: The whole text.
-        context: Maximum tokens.
-        encode: Turns a text into tokens.
-    """
-    beginning = text[: PROBE * (context + SLACK)]
-    return len(beginning) < len(text) and len(encode(beginning)) > context + SLACK
 
 
 def encode(
@@ -93,8 +81,11 @@ def _ids(
     def read(part: str) -> list[int]:
         return list(tokenizer(part, verbose=False, **how)["input_ids"])  # a prompt that is too long is reported later
 
-    if context is not None and too_long(text, context, read):
-        raise RequestError(f"this model's context is {context} tokens; the prompt has more", "context_length_exceeded")
+    if context is not None:
+        beginning = text[: PROBE * (context + SLACK)]
+        if len(beginning) < len(text) and len(read(beginning)) > context + SLACK:
+            message = f"this model's context is {context} tokens; the prompt has more"
+            raise RequestError(message, "context_length_exceeded")
     return [] if probe else read(text)
 
 

@@ -228,13 +228,12 @@ class Service:
         after = () if isinstance(body, ChatBody) else job.prompt
         marked = shape is not None and shape.special
         words = AnswerWords(self.tokenizer, marked, after, mute=job.stops | self.stops if marked else ())
-        stops, echo = [*body.stops, *self.stop_strings], self._echo(body, index // body.n)
+        echo: str | list[int] = ""
+        if isinstance(body, CompletionBody) and body.echo:
+            echo = body.prompts[index // body.n]
+        echo = echo if isinstance(echo, str) else str(self.tokenizer.decode(echo))
+        stops = [*body.stops, *self.stop_strings]
         return Text(words, stops, echo, body.min_tokens, reader=None if shape is None else shape.reader())
-
-    def _echo(self, body: Asked, which: int) -> str:
-        """The prompt as text if the answer must begin with it (`echo`), else an empty string."""
-        prompt = body.prompts[which] if isinstance(body, CompletionBody) and body.echo else ""
-        return prompt if isinstance(prompt, str) else str(self.tokenizer.decode(prompt))
 
     async def _parts(self, jobs: list[Job], texts: list[Text], queue: asyncio.Queue) -> Parts:
         """Events until all jobs have ended; jobs are cancelled if the client disconnects."""
