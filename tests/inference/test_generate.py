@@ -115,21 +115,21 @@ def test_a_batch_equals_one_at_a_time(opened, options: dict) -> None:
     assert any(a.prompt_tokens + a.tokens == 64 for a in together)
 
 
-def test_a_batch_bans_no_padding_and_begins_as_alone() -> None:
-    """Padding that ends texts, taken for a word of the prompt, was banned: short prompts could not end. And a prompt of
-    one token was not told beside longer ones."""
-    tokenizer = tiny_tokenizer()
-    torch.manual_seed(0)
-    model = FathomForCausalLM(FathomConfig(**shape(vocab_size=384))).eval()
-    ids = [encode(tokenizer, "a"), encode(tokenizer, "the depth of a river")]
-    ends = model.lm_head.register_forward_hook(lambda _, __, logits: logits.index_fill(-1, torch.tensor([0]), 1e3))
-    for options in ({"encoder_no_repeat_ngram_size": 1}, {"forced_bos_token_id": 50}):
-        sampling = Sampling(4, temperature=0, options=options)
-        alone = [generate_batch(model, tokenizer, [row], sampling)[0] for row in ids]
-        together = generate_batch(model, tokenizer, ids, sampling)
-        assert [(a.text, a.tokens) for a in together] == [(a.text, a.tokens) for a in alone], options
-        assert all(a.finish == "stop" for a in together)
-    ends.remove()
+def test_where_padding_would_count_prompts_of_one_length_run_together(opened, monkeypatch) -> None:
+    """A ban of words or a least length met padding, and a prompt of one token was not told beside longer ones."""
+    (model, tokenizer), seen, whole = opened, list[int](), opened[0].generate
+    monkeypatch.setattr(model, "generate", lambda ids, **a: seen.append(len(ids)) or whole(ids, **a))
+
+    def sizes(**options: int) -> list[int]:
+        seen.clear()
+        generate_batch(model, tokenizer, [[5, 6], [5], [6, 7]], Sampling(2, temperature=0, options=options))
+        return sorted(seen)
+
+    assert sizes(no_repeat_ngram_size=2) == sizes(encoder_no_repeat_ngram_size=2) == [1, 2]
+    assert sizes(min_length=3) == sizes(forced_bos_token_id=0) == [1, 2]
+    assert sizes(min_length=0, repetition_penalty=2) == [3]
+    monkeypatch.setattr(model.generation_config, "min_length", 3)
+    assert sizes() == [1, 2]
 
 
 def test_guidance_makes_as_many_trips_as_the_text(opened) -> None:
@@ -189,16 +189,6 @@ def test_drafts_of_a_batch_leave_padding_out_of_penalties(opened) -> None:
     alone = [generate_batch(model, tokenizer, [row], sampling)[0].text for row in ids]
     drafted = generate_batch(model, tokenizer, ids, replace(sampling, speculate=1))
     assert [made.text for made in drafted] == alone
-
-
-def test_a_least_length_counts_no_padding(opened) -> None:
-    """It is of prompt and answer together, as transformers has it."""
-    model, tokenizer = opened
-    ids = [encode(tokenizer, prompt) for prompt in PROMPTS]
-    stop = int(model.generate(torch.tensor([ids[1]]), max_new_tokens=1, do_sample=False)[0, -1])
-    sampling = Sampling(8, temperature=0, options={"eos_token_id": stop, "min_length": max(map(len, ids))})
-    alone = [generate_batch(model, tokenizer, [row], sampling)[0].text for row in ids]
-    assert [made.text for made in generate_batch(model, tokenizer, ids, sampling)] == alone
 
 
 def test_a_stop_ends_one_row_only(opened) -> None:
