@@ -85,6 +85,7 @@ def test_a_model_of_transformers():
     assert differing(model) == 0
 
 
+@pytest.mark.quick("vanilla")
 @pytest.mark.parametrize("case", ["vanilla", "adaponder"])
 def test_prompts_are_cut_at_the_same_places(case, monkeypatch):
     """However many others are read in the same turn: the length of a product can decide a last bit."""

@@ -531,7 +531,7 @@ def test_what_an_engine_refuses(engine, monkeypatch):
         running.submit([Collected([5], 599, Choice()).job])
     with pytest.raises(RequestError, match="already waiting"):
         running.submit([Collected([5], 2, Choice()).job for _ in range(4)])
-    many = [Collected([5 + i], 100, Choice()) for i in range(4)]  # two have room at a time
+    many = [Collected([5 + i], 30, Choice()) for i in range(4)]  # two have room at a time
     most = 0
     for half in (many[:3], many[3:]):
         running.submit([one.job for one in half])
@@ -539,7 +539,7 @@ def test_what_an_engine_refuses(engine, monkeypatch):
             most = max(most, running.cache_bytes)
             time.sleep(0.001)
     assert 0 < most <= running.budget
-    assert [one.tokens for one in many] == [alone(model, [5 + i], 100) for i in range(4)]
+    assert [one.tokens for one in many] == [alone(model, [5 + i], 30) for i in range(4)]
 
 
 def test_giving_up_and_failing(engine, monkeypatch):

@@ -1,6 +1,5 @@
 """The page at `/`, in a browser: what is typed is answered, tokens can be looked at, and what is said is no markup."""
 
-import http.client
 import math
 import time
 
@@ -210,12 +209,3 @@ def test_on_a_phone(served, browser):
     assert browser.value("document.documentElement.scrollWidth <= innerWidth")
     small = "[...document.querySelectorAll('button')].filter(b => b.offsetHeight && b.offsetHeight < 44).length"
     assert browser.value(small) == 0
-
-
-def test_with_a_key_the_browser_asks_for_it(tmp_path):
-    own = server.Service(*open_checkpoint(export_tiny(tmp_path / "tiny"), "cpu"), "tiny")
-    with in_thread(own, api_key="secret") as served:
-        connection = http.client.HTTPConnection("127.0.0.1", served.port)
-        connection.request("GET", "/")
-        answer = connection.getresponse()
-        assert answer.status == 401 and answer.headers["WWW-Authenticate"] == "Basic"

@@ -706,6 +706,8 @@ def test_pages_of_other_sites(locked, served):
     assert heard(locked, "OPTIONS", "/v1/completions", Origin=other, **asks)[:2] == (400, None)
     assert heard(locked, "GET", Origin=MINE, Authorization=RIGHT)[:2] == (200, MINE)
     assert heard(locked, "GET", Origin=MINE)[:2] == (401, MINE), "a page may read why"
+    asked = [heard(locked, "GET", path)[2]["WWW-Authenticate"] for path in ("/", "/v1/models")]
+    assert asked == ["Basic", "Bearer"], "a browser asks for the key of a page"
     assert heard(locked, "GET", Origin=other, Authorization=RIGHT)[1] is None
     assert heard(locked, "GET", Origin=MINE, Host="evil.example", Authorization=RIGHT)[0] == 403
     assert heard(served, "OPTIONS", "/v1/completions", Origin=MINE, **asks)[:2] == (405, None), "by default none"

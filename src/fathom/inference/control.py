@@ -10,11 +10,10 @@ from __future__ import annotations
 import json
 import re
 import secrets
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 from tokenizers import Tokenizer
 
@@ -41,10 +40,6 @@ class Reader:
         """The tokens of a rendered conversation; special ones where they are not marked."""
         renamed = self.special.sub(lambda found: self.names[found[0]], text).replace(mark, "")
         return list(self.tokenizer.encode(renamed, add_special_tokens=False).ids)
-
-
-_readers: WeakKeyDictionary[PreTrainedTokenizerBase, Reader] = WeakKeyDictionary()
-_lock = threading.Lock()
 
 
 def special_names(tokenizer: PreTrainedTokenizerBase) -> list[str]:
@@ -87,14 +82,8 @@ def plain_ids(
     return reader.ids(render(marked), mark)
 
 
+@lru_cache(8)
 def _reader(tokenizer: PreTrainedTokenizerBase) -> Reader:
-    with _lock:
-        if tokenizer not in _readers:
-            _readers[tokenizer] = _copied(tokenizer)
-        return _readers[tokenizer]
-
-
-def _copied(tokenizer: PreTrainedTokenizerBase) -> Reader:
     refusal = SettingsError("a message contains a control token, which this tokenizer cannot encode as plain text")
     if not tokenizer.is_fast:
         raise refusal

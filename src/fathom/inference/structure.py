@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import json
 import re
-import threading
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from functools import cached_property, lru_cache
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -90,25 +89,15 @@ class Grammars:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, size: int, ends: frozenset[int]) -> None:
         self.tokenizer, self.size, self.ends = tokenizer, size, ends
-        self._lock = threading.Lock()
-        self._read: LLTokenizer | None = None
-        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self.compile = lru_cache(KEPT)(self._compile)
 
-    def compile(self, grammar: str) -> LLMatcher:
+    def _compile(self, grammar: str) -> LLMatcher:
         """A matcher to copy, from the output of `json_grammar` or others; an invalid grammar is a `SettingsError`."""
-        with self._lock:
-            if (known := self._compiled.get(grammar)) is not None:
-                self._compiled.move_to_end(grammar)
-                return known
         made = _llguidance().LLMatcher(self.words, grammar, log_level=0)
         if not made.is_error():
             made.compute_bitmask()  # for the first token: a grammar that allows none
         if made.is_error():
             raise SettingsError(reason(made))
-        with self._lock:
-            self._compiled[grammar] = made
-            while len(self._compiled) > KEPT:
-                self._compiled.popitem(last=False)
         return made
 
     def begin(self, matcher: LLMatcher) -> Constraint:
@@ -125,15 +114,9 @@ class Grammars:
         parts = re.split(f"({any_of(names).pattern})", text)
         return " ".join(f"<[{names[part]}]>" if part in names else json.dumps(part) for part in parts if part)
 
-    @property
+    @cached_property
     def words(self) -> LLTokenizer:
         """The vocabulary in llguidance's form; building it takes a second."""
-        with self._lock:
-            if self._read is None:
-                self._read = self._vocabulary()
-            return self._read
-
-    def _vocabulary(self) -> LLTokenizer:
         library = _llguidance()
         if not self.tokenizer.is_fast:
             raise SettingsError("structured output needs a fast tokenizer (tokenizer.json); this model has none")
