@@ -123,7 +123,8 @@ def test_weights_are_the_models(case, tokenizer):
 
 @pytest.mark.quick("vanilla", "depth_attention", "denseformer", "hyper_connections", "loop, mixed")
 @every_mechanism
-def test_predictions_are_the_models(case, tokenizer):
+def test_predictions_are_the_models(case, tokenizer, monkeypatch):
+    monkeypatch.setattr(lens, "LOGITS_AT_ONCE", 2000)  # a few rows
     model = model_of(case)
     data = look(model, tokenizer, TEXT, top=7)
     ids = torch.tensor([tokenizer(TEXT).input_ids])

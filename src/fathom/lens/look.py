@@ -364,25 +364,17 @@ class Says:
         }
 
     def _read(self, hidden: Tensor) -> tuple[Array, Array, Array]:
+        """From the head's input `[T, hidden_size]`: the likeliest tokens, their probabilities, and surprisals."""
         chosen, probabilities, bits = [], [], []
-        for logprobs, following in self._blocks(hidden):
+        rows = max(1, LOGITS_AT_ONCE // self.model.config.vocab_size)
+        for start in range(0, len(hidden), rows):
+            logprobs = widen(self.model.lm_head(hidden[start : start + rows])).log_softmax(-1)
+            following = self.following[start : start + rows, None]
             values, indices = logprobs.topk(self.top)
             chosen.append(indices)
             probabilities.append(values.exp())
-            bits.append(_bits(logprobs, following))
+            bits.append(-logprobs[: len(following)].gather(1, following)[:, 0] / math.log(2))
         return tuple(torch.cat(parts).cpu().numpy() for parts in (chosen, probabilities, bits))  # type: ignore[return-value]
-
-    def _blocks(self, hidden: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Log-probabilities and the tokens that followed, in blocks of rows."""
-        start, rows = 0, 1
-        while start < len(hidden):  # the first row shows how many logits a row has
-            logits = widen(self.model.lm_head(hidden[start : start + rows]))
-            yield logits.log_softmax(-1), self.following[start : start + rows]
-            start, rows = start + rows, max(1, LOGITS_AT_ONCE // logits.shape[-1])
-
-
-def _bits(logprobs: Tensor, following: Tensor) -> Tensor:
-    return -logprobs[: len(following)].gather(1, following[:, None])[:, 0] / math.log(2)
 
 
 @contextmanager
