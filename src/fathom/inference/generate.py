@@ -164,12 +164,8 @@ def generate_stream(
         made = _run(model, tokenizer, [ids], sampling, None, [talk])[0]
         (write or len)(made.text)
         return made
-    return _run(model, tokenizer, [ids], sampling, Streamer(_words(tokenizer, ids, talk), write), [talk])[0]
-
-
-def _words(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], talk: bool) -> AnswerWords:
-    """Decoder for text that continues a prompt, or for an answer, which is a separate text."""
-    return AnswerWords(tokenizer, after=() if talk else ids)
+    words = AnswerWords(tokenizer, after=() if talk else ids)
+    return _run(model, tokenizer, [ids], sampling, Streamer(words, write), [talk])[0]
 
 
 @torch.no_grad()
@@ -221,7 +217,7 @@ def _run(
     made = []
     for prompt, row, room, talk in zip(prompts, out.sequences[:, width:].tolist(), rooms, talks, strict=True):
         kept, finish = _ended(row[:room], room, stops, strings, pad, tokenizer)
-        text = _words(tokenizer, prompt, talk).add(kept, last=True)  # as in streaming
+        text = AnswerWords(tokenizer, after=() if talk else prompt).add(kept, last=True)  # as in streaming
         made.append(Generated(text, len(prompt), len(kept), seconds, finish))
     columns = [width + one.tokens - 1 for one in made]  # a last token is read only while other sequences continue
     trips = stored_trips(model, out.past_key_values, len(made), columns, sampling.max_trips)

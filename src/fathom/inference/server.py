@@ -190,7 +190,11 @@ class Service:
         ]
         if shape is not None:
             texts = [(ids, room, replace(choice, constraint=shape.constraint())) for ids, room, choice in texts]
-        return [job(*text, partial(_put, queue, i)) for i, text in enumerate(texts)]
+
+        def put(index: int, event: Event) -> None:
+            queue.put_nowait((index, event))
+
+        return [job(*text, partial(put, i)) for i, text in enumerate(texts)]
 
     def _new_tokens(self, prompt: int, wanted: int | None, trips: int | None) -> int:
         room = self.context - prompt
@@ -295,10 +299,6 @@ async def _stream(parts: Parts, texts: list[Text], envelope: Envelope, usage: bo
 
 def _line(value: object) -> str:
     return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"
-
-
-def _put(queue: asyncio.Queue, index: int, event: Event) -> None:
-    queue.put_nowait((index, event))
 
 
 def build_app(

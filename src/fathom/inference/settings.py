@@ -22,6 +22,9 @@ RESERVED = {
     *("output_attentions", "output_hidden_states", "output_scores", "output_logits", "watermarking_config"),
     "token_healing",  # rewrites the prompt
 }
+KNOWN = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
+KNOWN -= RESERVED | {"max_new_tokens", "transformers_version"}
+"""Names of `options`."""
 LARGEST, SEEDS = 1 << 31, 1 << 63
 WHOLE: dict[str, tuple[int, int]] = {
     **dict.fromkeys(("max_new_tokens", "num_beams", "num_beam_groups", "prefill_chunk_size"), (1, LARGEST)),
@@ -85,7 +88,7 @@ class Sampling:
                 raise SettingsError(f"{name}={getattr(self, name)}: allowed: {allowed}")
         if self.speculate is not None and (self.memory is not None or self.compile):
             raise SettingsError("`speculate` crops its cache: leave out `kvcache` and `compile`")
-        if unknown := sorted(set(self.options) - _generation_options()):
+        if unknown := sorted(set(self.options) - KNOWN):
             raise SettingsError(f"`options` {unknown[0]}: transformers' GenerationConfig has no such option here")
         for name, value in self.options.items():
             if (allowed := refusal(name, value)) is not None:
@@ -201,11 +204,6 @@ def _range(least: float, most: float) -> str:
     first, last = (f"{end:g}" if isinstance(end, float) else str(end) for end in (least, most))
     first = "above 0" if least == math.ulp(0.0) else first
     return f"{kind}, {first} or more" if most in (LARGEST, sys.float_info.max) else f"{kind}, {first} to {last}"
-
-
-def _generation_options() -> set[str]:
-    known = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
-    return known - RESERVED - {"max_new_tokens", "transformers_version"}
 
 
 def as_strings(given: object) -> list[str]:
