@@ -194,6 +194,7 @@ def test_what_can_be_taken_over():
     assert (found.count, found.cut) == (40, 0), "cutting would save fewer than LEAST tokens"
     found = store.find(row[:80] + [1] * 30, None)
     assert (found.count, found.cut) == (40, 80)
+    assert store.find(row[:70], None).count == 40, "its last logits are not known"
     found = store.find([*row, 1], None)
     assert (found.count, found.cut) == (100, 0)
     store.keep([*row, 5], None, [40, 100, 101], {}, (None, 1200))
