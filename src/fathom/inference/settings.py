@@ -7,6 +7,7 @@ import math
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import Any
 
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -25,7 +26,7 @@ RESERVED = {
 KNOWN = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
 KNOWN -= RESERVED | {"max_new_tokens", "transformers_version"}
 """Names of `options`."""
-LARGEST, SEEDS = 1 << 31, 1 << 63
+LARGEST, HOTTEST, SEEDS = 1 << 31, 3e38, 1 << 63
 WHOLE: dict[str, tuple[int, int]] = {
     **dict.fromkeys(("max_new_tokens", "num_beams", "num_beam_groups", "prefill_chunk_size"), (1, LARGEST)),
     "prompt_lookup_num_tokens": (1, LARGEST),
@@ -35,7 +36,7 @@ WHOLE: dict[str, tuple[int, int]] = {
 }
 """Settings that are whole numbers, and the range of each."""
 NUMBERS: dict[str, tuple[float, float]] = {
-    "temperature": (0.0, sys.float_info.max),
+    "temperature": (0.0, HOTTEST),
     **dict.fromkeys(("top_p", "min_p", "epsilon_cutoff", "eta_cutoff"), (0.0, 1.0)),
     **dict.fromkeys(("typical_p", "top_h"), (math.ulp(0.0), 1.0)),
     **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty"), (1e-6, 1e9)),
@@ -183,7 +184,7 @@ def refusal(name: str, value: object) -> str | None:
     if value is None and name not in NEEDED:
         return None
     if (limits := {**WHOLE, **NUMBERS}.get(name)) is not None:
-        number = isinstance(value, int if name in WHOLE else int | float) and not isinstance(value, bool)
+        number = isinstance(value, Integral if name in WHOLE else Real) and not isinstance(value, bool)
         return None if number and limits[0] <= value <= limits[1] else _range(*limits)  # type: ignore[operator]
     if name == "stop_strings":
         texts = value if isinstance(value, list) and value else [value]
@@ -203,7 +204,7 @@ def _range(least: float, most: float) -> str:
     kind = "a whole number" if isinstance(least, int) else "a number"
     first, last = (f"{end:g}" if isinstance(end, float) else str(end) for end in (least, most))
     first = "above 0" if least == math.ulp(0.0) else first
-    return f"{kind}, {first} or more" if most in (LARGEST, sys.float_info.max) else f"{kind}, {first} to {last}"
+    return f"{kind}, {first} or more" if most in (LARGEST, HOTTEST) else f"{kind}, {first} to {last}"
 
 
 def as_strings(given: object) -> list[str]:
