@@ -232,8 +232,8 @@ def answers(folder: Path) -> Found:
     from fathom.inference import server
 
     model, tokenizer = served_model(folder)
-    app = server.build_app(server.Service(model, tokenizer, "tiny", memory=1 << 24))
-    running = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error"))
+    service = server.Service(model, tokenizer, "tiny", memory=1 << 24)
+    running = uvicorn.Server(uvicorn.Config(server.build_app(service), host="127.0.0.1", port=0, log_level="error"))
     thread = threading.Thread(target=running.run)
     thread.start()
     while not running.started:
@@ -245,7 +245,7 @@ def answers(folder: Path) -> Found:
     finally:
         running.should_exit = True
         thread.join()
-        app.state.engine.join(10)
+        service.engine.join(10)
 
 
 def requests() -> list[tuple[str, str, dict[str, Any] | None]]:

@@ -389,7 +389,7 @@ CHAT = [
     *((f"bad/{name}", says) for name, says in BAD_MODELS.items()),
     ("plain", "chat template"),
     ("model --weights int4", "--weights"),
-    ("model --top-p 0", "--top-p"),
+    ("model --top-p 2", "--top-p"),
     ("model --set min_p", "--set min_p"),
 ]
 GENERATE = [
@@ -418,7 +418,6 @@ GENERATE = [
     ("model x --temperature -1", "--temperature -1"),
     ("model x --temperature nan", "--temperature nan"),
     ("model x --temperature inf", "--temperature inf"),
-    ("model x --top-p 0", "--top-p 0"),
     ("model x --top-p 1.5", "--top-p 1.5"),
     ("model x --top-p nan", "--top-p nan"),
     ("model x --top-k -1", "--top-k -1"),
@@ -705,10 +704,10 @@ OTHERS = [
 ]
 GENERATE_SET = [
     ("token_healing=true", "--set token_healing: transformers' GenerationConfig has no such"),
-    ("repetition_penalty=1e-320", "repetition_penalty=1e-320: allowed: a number from 1e-6 to"),
-    ("repetition_penalty=Infinity", "repetition_penalty=inf: allowed: a number from"),
+    ("repetition_penalty=1e-320", "repetition_penalty=1e-320: allowed: a number, 1e-06 to"),
+    ("repetition_penalty=Infinity", "repetition_penalty=inf: allowed: a number, "),
     ("encoder_repetition_penalty=1e308", "encoder_repetition_penalty=1e+308: allowed: a number"),
-    ("top_p=2", "top_p=2: allowed: a number from 0, up to 1"),
+    ("top_p=2", "top_p=2: allowed: a number, 0 to 1"),
     ("num_beams=two", "--set num_beams=two: allowed: a whole number, 1 or more"),
     ("num_beams=2.5", "--set num_beams=2.5: allowed"),
     ("min_new_tokens=two", "--set min_new_tokens=two: allowed: a whole number, 0 or more"),

@@ -107,7 +107,7 @@ def test_a_reader_is_one_entry(tmp_path: Path, tokenizer: str, monkeypatch: pyte
     ] == texts
     assert TokenDataset.open(tmp_path / "out" / "conversations", "train").num_tokens
     prompts = written(tmp_path / "p.rec", [{"prompt": "once"}, {"prompt": "twice"}])
-    assert [row.asked for row in _read_records(prompts)] == ["once", "twice"]
+    assert [row["prompt"] for row in _read_records(prompts)] == ["once", "twice"]
 
 
 def test_what_a_reader_trips_over_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,12 +12,12 @@ import openai
 import torch
 import uvicorn
 
-from fathom.inference import gate, launch
+from fathom.inference import gate, launch, server
 
 
 class Served:
-    def __init__(self, port, pid, key=None):
-        self.port, self.pid, self.key = port, pid, key
+    def __init__(self, port, pid, key=None, service=None):
+        self.port, self.pid, self.service = port, pid, service
         self.client = openai.OpenAI(
             base_url=f"http://127.0.0.1:{port}/v1", api_key=key or "none", max_retries=0, timeout=60
         )
@@ -58,24 +58,25 @@ class Served:
 
 
 @contextlib.contextmanager
-def in_thread(app, key=None):
-    """The application in this process."""
+def in_thread(service, **app):
+    """A service in this process, as an application with these settings."""
     listener = launch._bind("127.0.0.1", 0)
-    running = uvicorn.Server(uvicorn.Config(app, log_level="warning", http=gate.Timed))
+    running = uvicorn.Server(uvicorn.Config(server.build_app(service, **app), log_level="warning", http=gate.Timed))
     thread = threading.Thread(target=running.run, kwargs={"sockets": [listener]})
     thread.start()
     while not running.started:
         time.sleep(0.01)
     try:
-        yield Served(listener.getsockname()[1], os.getpid(), key)
+        yield Served(listener.getsockname()[1], os.getpid(), app.get("api_key"), service)
     finally:
         running.should_exit = True
         thread.join()
-        app.state.engine.join(10)
+        service.engine.join(10)
 
 
+@contextlib.contextmanager
 def scripted(service, text):
-    """Make the model say a text, token by token, and then end; a token that the grammar forbids is not said."""
+    """The model says a text, token by token, and then ends; a token that the grammar forbids is not said."""
     tokens = [*service.tokenizer.encode(text, add_special_tokens=False), 0]
     left = iter(tokens)
 
@@ -86,4 +87,9 @@ def scripted(service, text):
         row[..., next(left, 0)] = 1.0
         return row
 
-    return service.model.lm_head.register_forward_hook(head)
+    service.engine.call(lambda: None).result(60)  # a step of an answer that has just been given up is over
+    hook = service.model.lm_head.register_forward_hook(head)
+    try:
+        yield
+    finally:
+        hook.remove()

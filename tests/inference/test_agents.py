@@ -39,7 +39,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def served(folder):
-    with in_thread(server.build_app(service(folder))) as running:
+    with in_thread(service(folder)) as running:
         yield running
 
 
@@ -48,8 +48,12 @@ def ask(served, messages=ASK, **options):
     return served.client.chat.completions.create(model="tiny", messages=messages, **options)
 
 
-def streamed(served, **options):
+def heard(served, stream=True, **options):
     """Content, calls and why it ended, put together as OpenAI's clients do; and how many pieces arguments came in."""
+    if not stream:
+        choice = ask(served, **options).choices[0]
+        calls = [[call.function.name, call.function.arguments] for call in choice.message.tool_calls or []]
+        return choice.message.content or "", calls, choice.finish_reason, len(calls)
     content, calls, why, pieces = "", [], None, 0
     for chunk in ask(served, stream=True, **options):
         choice = chunk.choices[0]
@@ -75,7 +79,7 @@ def test_json_of_a_schema(served):
         assert answer.finish_reason == "stop" and follows(answer.message.content)
     text = served.complete("x", max_tokens=300, extra_body={"response_format": FORMAT}).choices[0]
     assert text.finish_reason == "stop" and follows(text.text)
-    content, _, why, _ = streamed(served, response_format=FORMAT)
+    content, _, why, _ = heard(served, response_format=FORMAT)
     assert why == "stop" and follows(content)
     several = ask(served, response_format=FORMAT, n=3, temperature=2).choices
     assert all(follows(one.message.content) for one in several)
@@ -109,13 +113,8 @@ def test_what_vllm_calls_structured_outputs(served, asked, pattern):
 @pytest.mark.parametrize("stream", [False, True])
 def test_calls_that_are_required(served, stream):
     for seed in range(2):
-        if stream:
-            content, calls, why, pieces = streamed(served, tools=TOOLS, tool_choice="required", seed=seed)
-            assert not calls[0][1] or pieces > len(calls)
-        else:
-            answer = ask(served, tools=TOOLS, tool_choice="required", seed=seed).choices[0]
-            content, why = answer.message.content, answer.finish_reason
-            calls = [[call.function.name, call.function.arguments] for call in answer.message.tool_calls]
+        content, calls, why, pieces = heard(served, stream, tools=TOOLS, tool_choice="required", seed=seed)
+        assert not (stream and calls[0][1]) or pieces > len(calls)
         assert not content and calls and why in ("tool_calls", "length")
         for name, arguments in calls if why == "tool_calls" else calls[:-1]:
             keys = {"add": {"a", "b"}, "say": {"text", "loud"}, "now": set()}
@@ -145,19 +144,10 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_model_decides(folder, text, content, calls, stream):
-    own = service(folder)
-    with in_thread(server.build_app(own)) as served:
-        hook = scripted(own, text)
-        if stream:
-            said, made, why, _ = streamed(served, tools=[ADD, NOW], temperature=0)
-            said = said or None
-        else:
-            answer = ask(served, tools=[ADD, NOW], temperature=0).choices[0]
-            said, why = answer.message.content, answer.finish_reason
-            made = [[call.function.name, call.function.arguments] for call in answer.message.tool_calls or []]
-        hook.remove()
-    assert said == content and [json.loads(arguments) for _, arguments in made] == calls
+def test_the_model_decides(served, text, content, calls, stream):
+    with scripted(served.service, text):
+        said, made, why, _ = heard(served, stream, tools=[ADD, NOW], temperature=0)
+    assert said == (content or "") and [json.loads(arguments) for _, arguments in made] == calls
     assert why == ("tool_calls" if calls else "stop") and {name for name, _ in made} <= {"add"}
 
 
@@ -166,26 +156,20 @@ def test_the_model_decides(folder, text, content, calls, stream):
 @pytest.mark.parametrize(
     ("stop", "arguments", "why"), [("3}", '{"a": 2, "b": ', "stop"), ("</tool", '{"a": 2, "b": 3}', "tool_calls")]
 )
-def test_a_stop_string_within_a_call(folder, stop, arguments, why, stream):
+def test_a_stop_string_within_a_call(served, stop, arguments, why, stream):
     """Arguments that it cuts are no JSON, so an agent must not run them."""
-    own = service(folder)
-    with in_thread(server.build_app(own)) as served:
-        hook = scripted(own, CALL)
-        if stream:
-            _, ((_, made),), found, _ = streamed(served, tools=[ADD, NOW], temperature=0, stop=stop)
-        else:
-            answer = ask(served, tools=[ADD, NOW], temperature=0, stop=stop).choices[0]
-            made, found = answer.message.tool_calls[0].function.arguments, answer.finish_reason
-        hook.remove()
+    with scripted(served.service, CALL):
+        _, ((_, made),), found, _ = heard(served, stream, tools=[ADD, NOW], temperature=0, stop=stop)
     assert (made, found) == (arguments, why)
 
 
-def test_many_tools_are_compiled_once(folder):
+def test_many_tools_are_compiled_once(served):
     """More of them than grammars are kept."""
-    shapes, asked = service(folder).shapes, [tool(f"dig_{i}", depth={"type": "integer"}) for i in range(KEPT + 4)]
+    shapes, asked = served.service.shapes, [tool(f"dig_{i}", depth={"type": "integer"}) for i in range(KEPT + 4)]
     body = ChatBody.model_validate({"messages": ASK, "tools": asked})
+    shapes.grammars.compile.cache_clear()
     assert shapes.of(body).matcher is shapes.of(body).matcher
-    assert len(shapes.grammars._compiled) == 1
+    assert shapes.grammars.compile.cache_info().currsize == 1
 
 
 def test_arguments_that_are_nested_too_deeply(served):
@@ -198,13 +182,12 @@ def test_arguments_that_are_nested_too_deeply(served):
 
 def test_llamas_notation(folder):
     own = service(folder, LLAMA)
-    with in_thread(server.build_app(own)) as served:
+    with in_thread(own) as served:
         answer = ask(served, tools=TOOLS, tool_choice="required").choices[0]
         assert len(answer.message.tool_calls) == 1 and answer.finish_reason == "tool_calls"
-        hook = scripted(own, '{"name": "add", "parameters": {"a": 2, "b": 3}}')
-        found = streamed(served, tools=[ADD], temperature=0)  # few enough for one chunk of the prompt
+        with scripted(own, '{"name": "add", "parameters": {"a": 2, "b": 3}}'):
+            found = heard(served, tools=[ADD], temperature=0)  # few enough for one chunk of the prompt
         assert found[1:3] == ([["add", '{"a": 2, "b": 3}']], "tool_calls")
-        hook.remove()
 
 
 def test_a_conversation_with_calls_and_results(served):
@@ -264,7 +247,7 @@ def test_what_cannot_be_followed_is_one_line(served, fields, param, words):
 
 
 def test_a_template_without_tools_says_so(folder):
-    with in_thread(server.build_app(service(folder, "{{ messages[0].content }}"))) as served:
+    with in_thread(service(folder, "{{ messages[0].content }}")) as served:
         status, body = served.post("/v1/chat/completions", messages=ASK, tools=TOOLS)
     assert status == 400 and body["error"]["message"] == "tools: this model's chat template does not write tools"
 
@@ -302,7 +285,7 @@ def test_models_that_think(tmp_path, recurrence):
     small = {"num_hidden_layers": 1, "mixer": "none", "max_position_embeddings": 2048}
     folder = export_tiny(tmp_path / "tiny", recurrence=recurrence, **small)
     own = service(folder, speculate=1 if recurrence == "loop" else None)
-    with in_thread(server.build_app(own)) as served:
+    with in_thread(own) as served:
         assert follows(ask(served, response_format=FORMAT).choices[0].message.content)
         answer = ask(served, tools=[NOW, ADD], tool_choice="required", parallel_tool_calls=False).choices[0]
         assert answer.finish_reason == "tool_calls"
@@ -314,7 +297,7 @@ def test_models_that_think(tmp_path, recurrence):
 def test_a_prompt_that_was_read_before_is_counted(folder):
     own = service(folder)
     own.engine.prefixes.budget = 1 << 24
-    with in_thread(server.build_app(own)) as served:
+    with in_thread(own) as served:
         first = ask(served, tools=TOOLS, max_tokens=4)
         again = ask(served, tools=TOOLS, max_tokens=4)
         assert first.usage.prompt_tokens_details.cached_tokens == 0

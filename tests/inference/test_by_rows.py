@@ -1,8 +1,5 @@
 """Models in eight bits: a sequence's logits are those that it has alone, to the bit."""
 
-import threading
-from functools import partial
-
 import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -10,8 +7,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from fathom.checkpoints.int8 import quantise
 from fathom.inference.batches import batch_for
 from fathom.inference.by_rows import NAME, OF_SLOTS, attend_by_rows, needs_rows
-from fathom.inference.engine import Engine, Job
+from fathom.inference.engine import Engine
 from fathom.inference.sampling import Choice
+from tests.inference.test_engine import Collected, submitted_at_once
 from tests.models.cases import build, config_of, tokens
 
 CASES = ("vanilla", "depth_attention", "loop", "adaponder", "latent_cot", "ponder3", "ponder2+depth_attention")
@@ -87,6 +85,7 @@ def test_a_model_of_transformers():
     assert differing(model) == 0
 
 
+@pytest.mark.quick("vanilla")
 @pytest.mark.parametrize("case", ["vanilla", "adaponder"])
 def test_prompts_are_cut_at_the_same_places(case, monkeypatch):
     """However many others are read in the same turn: the length of a product can decide a last bit."""
@@ -96,21 +95,13 @@ def test_prompts_are_cut_at_the_same_places(case, monkeypatch):
     engine = Engine(model, 1 << 26)
 
     def asked(some: list[list[int]]) -> list[list[object]]:
-        ended, found = threading.Semaphore(0), [[] for _ in some]
-
-        def deliver(at: int, event: object) -> None:
-            found[at].append(event)
-            if isinstance(event, str | Exception):
-                ended.release()
-
-        jobs = [Job(one, 12, Choice(), partial(deliver, at), logprobs=3) for at, one in enumerate(some)]
-        engine.submit(jobs)
-        assert all(ended.acquire(timeout=60) for _ in some)
-        return found
+        jobs = [Collected(one, 12, Choice(), logprobs=3) for one in some]
+        submitted_at_once(engine, jobs)
+        assert [one.wait() for one in jobs] == ["length"] * len(jobs)
+        return [one.events for one in jobs]
 
     together = asked(prompts)
     assert together == [asked([prompt])[0] for prompt in prompts]
-    assert all(events[-1] == "length" for events in together)
     engine.join(10)
 
 

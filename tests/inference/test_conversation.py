@@ -17,6 +17,14 @@ from tests.inference.talker import TEMPLATE, read, write
 from tests.tiny import export_tiny
 
 
+@pytest.fixture
+def asked(opened, monkeypatch) -> list[str]:
+    """The prompts that the model continues."""
+    (model, tokenizer), found, whole = opened, list[str](), opened[0].generate
+    monkeypatch.setattr(model, "generate", lambda ids, **a: found.append(tokenizer.decode(ids[0])) or whole(ids, **a))
+    return found
+
+
 def test_a_conversation_that_the_template_refuses(opened, monkeypatch, tmp_path: Path) -> None:
     """Many templates refuse a system message, or two of one role in a row."""
     refusing = "{% for m in messages if m.role == 'system' %}{{ raise_exception('no system role') }}{% endfor %}"
@@ -59,11 +67,8 @@ def test_control_tokens_of_a_message_are_text_unless_allowed(allowed: bool, monk
     assert asked == [1 + allowed] * 2
 
 
-def test_a_conversation_remembers(opened, monkeypatch) -> None:
+def test_a_conversation_remembers(opened, asked, monkeypatch) -> None:
     model, tokenizer = opened
-    asked: list[str] = []
-    whole = model.generate
-    monkeypatch.setattr(model, "generate", lambda ids, **a: asked.append(tokenizer.decode(ids[0])) or whole(ids, **a))
     said: list[str] = []
     lines = iter(["deep\n", "\n", "in\n", "/reset\n", "the\n", "x " * 99, "end\n"])
     chat(model, tokenizer, Sampling(4, temperature=0), lines, said.append, "of")
@@ -75,10 +80,9 @@ def test_a_conversation_remembers(opened, monkeypatch) -> None:
     assert asked[3].endswith("\nu:end\na:") and "x x" not in asked[3]
     answers = "".join(said).split("\n")
     assert any("/reset starts over" in answer for answer in answers)
-    tokenizer.chat_template, kept = None, tokenizer.chat_template
+    monkeypatch.setattr(tokenizer, "chat_template", None)
     with pytest.raises(SettingsError, match="no chat template"):
         chat(model, tokenizer, Sampling(4), iter(["a"]), said.append)
-    tokenizer.chat_template = kept
 
 
 def lines_of(opened, *lines, **settings):
@@ -101,25 +105,21 @@ def test_commands(opened) -> None:
     assert drawn[0] == drawn[1] and "min_p=0.01" in drawn[0]
     for words, fault in (
         ("temperature", "/set temperature: expected key=value"),
-        ("temperature=hot", "/set temperature=hot: allowed: a number"),
-        ("top_k=1.5", "/set top_k=1.5: allowed: a whole number"),
-        ("top_p=7", "top_p=7: allowed: above 0, up to 1"),
+        ("temperature=hot", "temperature=hot: allowed: a number"),
+        ("top_k=1.5", "top_k=1.5: allowed: a whole number"),
+        ("top_p=7", "top_p=7: allowed: a number, 0 to 1"),
         ("tempratur=1", "/set tempratur: transformers' GenerationConfig has no such option"),
     ):
         said = lines_of(opened, f"/set {words}\n", "the depth\n")
         assert said.startswith(f"[{fault}") and said.endswith(plain)
 
 
-def test_a_message_that_begins_with_a_stroke(opened, monkeypatch) -> None:
-    asked: list[str] = []
-    whole = opened[0].generate
-    decode = opened[1].decode
-    monkeypatch.setattr(opened[0], "generate", lambda ids, **a: asked.append(decode(ids[0])) or whole(ids, **a))
+def test_a_message_that_begins_with_a_stroke(opened, asked) -> None:
     lines_of(opened, " /reset\n")
     assert asked == ["u:/reset\na:"]
 
 
-def test_ctrl_c_stops_an_answer_and_keeps_what_was_said(opened) -> None:
+def test_ctrl_c_stops_an_answer_and_keeps_what_was_said(opened, asked) -> None:
     said: list[str] = []
 
     def write(text: str) -> None:
@@ -127,12 +127,8 @@ def test_ctrl_c_stops_an_answer_and_keeps_what_was_said(opened) -> None:
         if len(said) == 2:
             raise KeyboardInterrupt
 
-    asked: list[list[int]] = []
-    whole = opened[0].generate
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(opened[0], "generate", lambda ids, **a: asked.append(ids[0].tolist()) or whole(ids, **a))
-        chat(*opened, Sampling(20, temperature=0), iter(["the depth\n", "and\n"]), write)
+    chat(*opened, Sampling(20, temperature=0), iter(["the depth\n", "and\n"]), write)
     assert "\n[stopped]\n" in said
     stopped = said.index("\n[stopped]\n")
     kept = "".join(said[:stopped])
-    assert opened[1].decode(asked[1]) == f"u:the depth\na:{kept}\nu:and\na:"
+    assert asked[1] == f"u:the depth\na:{kept}\nu:and\na:"

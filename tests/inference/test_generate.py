@@ -34,16 +34,6 @@ def test_what_is_streamed_is_the_text(opened) -> None:
     assert made.tokens == 12 and made.tokens_per_second > 0
 
 
-def test_blanks_that_begin_a_line_are_streamed() -> None:
-    """Where decoding strips a leading blank; each line was decoded alone."""
-    model, tokenizer, pieces = FathomForCausalLM(tiny_config()).eval(), piece_tokenizer(), list[str]()
-    answer = tokenizer("def f\n  a\n\n   b,\n c")["input_ids"]
-    say(model, answer)
-    made = generate(model, tokenizer, "The", Sampling(len(answer), temperature=0), pieces.append)
-    assert "".join(pieces) == made.text and "\n  a\n\n   b,\n c" in made.text
-    assert len(pieces) > 10, "token by token"
-
-
 def test_a_seed_decides(opened) -> None:
     texts = [generate(*opened, "", Sampling(12, temperature=2.0, seed=seed)).text for seed in (1, 1, 2)]
     assert texts[0] == texts[1] != texts[2]
@@ -125,21 +115,21 @@ def test_a_batch_equals_one_at_a_time(opened, options: dict) -> None:
     assert any(a.prompt_tokens + a.tokens == 64 for a in together)
 
 
-def test_a_batch_bans_no_padding_and_begins_as_alone() -> None:
-    """Padding that ends texts, taken for a word of the prompt, was banned: short prompts could not end. And a prompt of
-    one token was not told beside longer ones."""
-    tokenizer = tiny_tokenizer()
-    torch.manual_seed(0)
-    model = FathomForCausalLM(FathomConfig(**shape(vocab_size=384))).eval()
-    ids = [encode(tokenizer, "a"), encode(tokenizer, "the depth of a river")]
-    ends = model.lm_head.register_forward_hook(lambda _, __, logits: logits.index_fill(-1, torch.tensor([0]), 1e3))
-    for options in ({"encoder_no_repeat_ngram_size": 1}, {"forced_bos_token_id": 50}):
-        sampling = Sampling(4, temperature=0, options=options)
-        alone = [generate_batch(model, tokenizer, [row], sampling)[0] for row in ids]
-        together = generate_batch(model, tokenizer, ids, sampling)
-        assert [(a.text, a.tokens) for a in together] == [(a.text, a.tokens) for a in alone], options
-        assert all(a.finish == "stop" for a in together)
-    ends.remove()
+def test_where_padding_would_count_prompts_of_one_length_run_together(opened, monkeypatch) -> None:
+    """A ban of words or a least length met padding, and a prompt of one token was not told beside longer ones."""
+    (model, tokenizer), seen, whole = opened, list[int](), opened[0].generate
+    monkeypatch.setattr(model, "generate", lambda ids, **a: seen.append(len(ids)) or whole(ids, **a))
+
+    def sizes(**options: int) -> list[int]:
+        seen.clear()
+        generate_batch(model, tokenizer, [[5, 6], [5], [6, 7]], Sampling(2, temperature=0, options=options))
+        return sorted(seen)
+
+    assert sizes(no_repeat_ngram_size=2) == sizes(encoder_no_repeat_ngram_size=2) == [1, 2]
+    assert sizes(min_length=3) == sizes(forced_bos_token_id=0) == [1, 2]
+    assert sizes(min_length=0, repetition_penalty=2) == [3]
+    monkeypatch.setattr(model.generation_config, "min_length", 3)
+    assert sizes() == [1, 2]
 
 
 def test_guidance_makes_as_many_trips_as_the_text(opened) -> None:
@@ -201,16 +191,6 @@ def test_drafts_of_a_batch_leave_padding_out_of_penalties(opened) -> None:
     assert [made.text for made in drafted] == alone
 
 
-def test_a_least_length_counts_no_padding(opened) -> None:
-    """It is of prompt and answer together, as transformers has it."""
-    model, tokenizer = opened
-    ids = [encode(tokenizer, prompt) for prompt in PROMPTS]
-    stop = int(model.generate(torch.tensor([ids[1]]), max_new_tokens=1, do_sample=False)[0, -1])
-    sampling = Sampling(8, temperature=0, options={"eos_token_id": stop, "min_length": max(map(len, ids))})
-    alone = [generate_batch(model, tokenizer, [row], sampling)[0].text for row in ids]
-    assert [made.text for made in generate_batch(model, tokenizer, ids, sampling)] == alone
-
-
 def test_a_stop_ends_one_row_only(opened) -> None:
     """Whatever token is made the end of text, rows that meet it stop there and the others go on."""
     model, tokenizer = opened
@@ -235,13 +215,6 @@ def test_a_last_token_that_is_also_the_padding_is_kept(opened) -> None:
     padded.pad_token = tokenizer.convert_ids_to_tokens(int(last))
     made = generate(model, padded, "the", free)
     assert (made.tokens, made.finish) == (20, "length")
-
-
-def test_a_stop_string(opened) -> None:
-    text = generate(*opened, "the depth", Sampling(20, temperature=0)).text
-    word = next(c for c in text[1:] if c.isascii() and c.isalpha())
-    made = generate(*opened, "the depth", Sampling(20, temperature=0, options={"stop_strings": word}))
-    assert made.finish == "stop" and text.startswith(made.text) and made.text.count(word) == 1
 
 
 def test_a_stop_string_that_a_padding_token_completes() -> None:
@@ -298,6 +271,8 @@ def test_a_stop_string_ends_one_row_only(opened) -> None:
     alone = [generate(model, tokenizer, prompt, sampling) for prompt in PROMPTS]
     assert [(m.text, m.tokens, m.finish) for m in made] == [(m.text, m.tokens, m.finish) for m in alone]
     assert {m.finish for m in made} == {"stop", "length"}
+    for whole, m in zip(texts, made, strict=True):
+        assert whole.startswith(m.text) and m.text.count(word) == (m.finish == "stop")
     last = Sampling(alone[0].tokens, temperature=0, options={"stop_strings": word})
     assert generate(model, tokenizer, PROMPTS[0], last).finish == "stop", "though there is no room for more"
 

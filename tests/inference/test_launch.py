@@ -4,11 +4,14 @@ import json
 import shutil
 import socket
 import warnings
+from types import SimpleNamespace
 
 import pytest
 
 from fathom.cli.main import main
 from fathom.inference import launch
+from fathom.inference.sampling import Choice
+from fathom.inference.settings import refused
 from tests.tiny import export_tiny
 
 
@@ -54,28 +57,19 @@ def test_packed_unless_told(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("own", "warned"),
+    ("own", "named"),
     [
-        ({"typical_p": 0.5, "num_beams": 1}, "generation_config.json: typical_p=0.5 is not supported"),
-        ({"forced_eos_token_id": 0}, "forced_eos_token_id=0 is not supported"),
-        ({"bad_words_ids": [[5, 6]]}, "bad_words_ids=[[5, 6]] is not supported"),
-        (
-            {"bad_words_ids": [[i, 7] for i in range(3, 90)], "num_beams": 2},
-            "num_beams=2, bad_words_ids (87 of them) is not supported",
-        ),
-        ({"max_time": 2.0}, "max_time=2.0 is not supported"),
-        ({"no_repeat_ngram_size": 0, "suppress_tokens": [], "top_k": 5, "stop_strings": ["a"]}, None),
-        ({"penalty_alpha": 0.0, "token_healing": True}, None),  # fathom generate heals none either
+        ({"typical_p": 0.5, "num_beams": 1}, ["typical_p=0.5"]),
+        ({"forced_eos_token_id": 0}, ["forced_eos_token_id=0"]),
+        ({"bad_words_ids": [[5, 6]]}, ["bad_words_ids=[[5, 6]]"]),
+        ({"bad_words_ids": [[i, 7] for i in range(90)], "num_beams": 2}, ["num_beams=2", "bad_words_ids (90 of them)"]),
+        ({"max_time": 2.0}, ["max_time=2.0"]),
+        ({"no_repeat_ngram_size": 0, "suppress_tokens": [], "top_k": 5, "stop_strings": ["a"]}, []),
+        ({"penalty_alpha": 0.0, "token_healing": True}, []),  # fathom generate heals none either
     ],
 )
-def test_a_checkpoints_settings_that_are_not_done_are_named(directory, tmp_path, capsys, monkeypatch, own, warned):
-    monkeypatch.setattr(launch._Server, "run", lambda self, sockets: self.engine.close())
-    there = shutil.copytree(directory, tmp_path / "tiny")
-    file = there / "generation_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | own))
-    assert main(["serve", str(there), "--port", "0", "--device", "cpu"]) == 0
-    said = capsys.readouterr().err
-    assert warned in said if warned else "warning" not in said
+def test_a_checkpoints_settings_that_are_not_done_are_named(own, named):
+    assert Choice.left_out(SimpleNamespace(**own)) == named
 
 
 @pytest.mark.parametrize(
@@ -84,17 +78,29 @@ def test_a_checkpoints_settings_that_are_not_done_are_named(directory, tmp_path,
         ({"temperature": -1.0}, "temperature=-1.0: allowed: a number, 0 or more"),
         ({"top_k": -1}, "top_k=-1: allowed: a whole number, 0 or more"),
         ({"top_k": 2.5}, "top_k=2.5: allowed: a whole number"),
+        ({"top_k": 50.0, "top_p": 0, "temperature": 0.0}, None),
         ({"min_p": 2}, "min_p=2: allowed: a number, 0 to 1"),
         ({"top_p": float("nan")}, "top_p=nan: allowed: a number, 0 to 1"),
         ({"repetition_penalty": 1e-320}, "allowed: a number, 1e-06 to 1e+09"),
+        ({"pad_token_id": "x"}, "pad_token_id='x': allowed: a token id or a list of them"),
     ],
 )
-def test_a_checkpoints_settings_out_of_range_are_refused(directory, tmp_path, capsys, own, said):
+def test_a_checkpoints_settings_out_of_range_are_refused(own, said):
     """Before a request meets them: it failed, and those that were answered beside it."""
+    fault = refused(SimpleNamespace(**own))
+    assert fault is None if said is None else fault.startswith("generation_config.json: ") and said in fault
+
+
+def test_both_commands_read_a_checkpoints_settings(directory, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(launch._Server, "run", lambda self, sockets: self.engine.close())
     there = shutil.copytree(directory, tmp_path / "tiny")
     file = there / "generation_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"do_sample": True, **own}))
-    for words in (["serve", str(there), "--port", "0"], ["generate", str(there), "a"]):
-        assert main([*words, "--device", "cpu"]) == 2
-        shown = capsys.readouterr().err
-        assert shown.splitlines()[-1].startswith("fathom: generation_config.json: ") and said in shown
+    before = json.loads(file.read_text())
+    serve, generate = ["serve", str(there), "--port", "0", "--device", "cpu"], ["generate", str(there), "a"]
+    file.write_text(json.dumps(before | {"max_time": 2.0}))
+    assert main(serve) == 0
+    assert "warning: generation_config.json: max_time=2.0 is not supported" in capsys.readouterr().err
+    file.write_text(json.dumps(before | {"do_sample": True, "min_p": 2}))
+    for words in (serve, [*generate, "--device", "cpu"]):
+        assert main(words) == 2
+        assert capsys.readouterr().err.splitlines()[-1].startswith("fathom: generation_config.json: min_p=2: allowed")

@@ -1,6 +1,5 @@
 """Packed weights: the same numbers to rounding, one copy, and nothing that could be changed without being noticed."""
 
-import gc
 import threading
 import weakref
 
@@ -11,7 +10,8 @@ from torch import nn
 from fathom.checkpoints.open import open_checkpoint
 from fathom.inference import packed, server
 from fathom.inference.packed import MOST, PackedLinear, cut, pack, padded
-from tests.inference.test_server import in_thread
+from fathom.lens.look import look
+from tests.inference.served import in_thread
 from tests.models.cases import build, config_of, tokens
 from tests.models.test_engines import batched
 from tests.tiny import export_tiny
@@ -61,24 +61,6 @@ def test_any_shape(shape):
     assert apart(PackedLinear(layer), layer, torch.randn(*shape[:-1], 192)[..., ::2]) < 1e-6
 
 
-def test_a_wrong_weight_is_seen():
-    """A planted fault: one number of the packed weight is another layer's."""
-    layer, other = linear(), linear()
-    with torch.no_grad():
-        other.weight[3, 4] += 0.01
-    assert apart(PackedLinear(other), layer, torch.randn(8, 96)) > 1e-4
-
-
-def test_a_row_is_the_same_in_company():
-    layer, given = PackedLinear(linear()), torch.randn(200, 96)
-    with torch.inference_mode():
-        several = layer(given)
-        alone = torch.cat([layer(row) for row in given.split(1)])
-    assert (several - alone).abs().max() < 1e-5
-    with torch.inference_mode():
-        assert (layer(given.flip(0)) - several).abs().max() > 0.1, "and rows differ"
-
-
 @pytest.mark.quick("vanilla", "hyper_connections", "loop-middle", "ponder", "adaponder", "latent_cot")
 @pytest.mark.parametrize("case", CASES)
 def test_models_compute_the_same(case, monkeypatch):
@@ -102,17 +84,15 @@ def test_generate_batch_runs_on_packed_weights():
     assert pack(same) and batched(same) == batched(model)
 
 
+@torch.inference_mode()
+def test_the_lens_counts_packed_weights(tmp_path):
+    directory = export_tiny(tmp_path / "tiny", hidden_size=64, intermediate_size=128, tie_word_embeddings=True)
+    model, tokenizer = open_checkpoint(directory, "cpu")
+    whole = model.num_parameters()
+    assert pack(model) and look(model, tokenizer, "The sailors").parameters == whole > model.num_parameters()
+
+
 # What is kept.
-
-
-def test_the_weight_exists_once():
-    layer = nn.Sequential(linear())
-    before = weakref.ref(layer[0].weight)
-    gc.collect()
-    assert before() is not None
-    pack(layer)
-    gc.collect()
-    assert before() is None
 
 
 def test_one_weight_at_a_time_exists_twice(monkeypatch):
@@ -126,6 +106,7 @@ def test_one_weight_at_a_time_exists_twice(monkeypatch):
 
     monkeypatch.setattr(packed, "PackedLinear", Counting)
     assert pack(model) == 6 and alive == [6, 5, 4, 3, 2, 1]
+    assert not any(weight() is not None for weight in weights)
 
 
 def test_another_bias_is_added():
@@ -238,23 +219,13 @@ def test_one_thread_packs_if_its_products_are_fast(monkeypatch, threads, process
     assert packed.pays() is pays
 
 
-@pytest.mark.slow
-def test_served_texts_are_the_same(tmp_path):
+def test_served_texts_are_the_same(tmp_path, monkeypatch):
     """The engine's thread packs: workers of another thread's would count beside its own."""
     directory = export_tiny(tmp_path / "tiny", hidden_size=64, intermediate_size=128)
-    threads, prompts, said = set(), ["To fathom", "The sailors let", "a", "the depth of a river " * 9], []
-    for wanted in (False, True):
-        opened = open_checkpoint(directory, "cpu")
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(server, "pack", lambda model: (threads.add(threading.current_thread().name), pack(model)))
-            service = server.Service(*opened, "tiny", 1 << 26)
-            if wanted:
-                service.pack()
-        assert isinstance(opened[0].lm_head, PackedLinear) is wanted
-        with in_thread(server.build_app(service)) as asked:
-            together = asked.complete(prompts, max_tokens=20).choices
-            alone = [asked.complete(prompt, max_tokens=20).choices[0] for prompt in prompts]
-        assert [one.text for one in together] == [one.text for one in alone]
-        said.append([one.text for one in together])
-    assert said[0] == said[1] and len(set(said[0])) == len(prompts)
-    assert threads == {"engine"}
+    threads, prompts = [], ["To fathom", "The sailors let", "a", "the depth of a river " * 9]
+    monkeypatch.setattr(server, "pack", lambda model: threads.append(threading.current_thread().name) or pack(model))
+    with in_thread(server.Service(*open_checkpoint(directory, "cpu"), "tiny", 1 << 26)) as asked:
+        plain = [one.text for one in asked.complete(prompts).choices]
+        asked.service.pack()
+        assert [one.text for one in asked.complete(prompts).choices] == plain and len(set(plain)) == 4
+        assert isinstance(asked.service.model.lm_head, PackedLinear) and threads == ["engine"]

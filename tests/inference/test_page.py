@@ -1,6 +1,5 @@
 """The page at `/`, in a browser: what is typed is answered, tokens can be looked at, and what is said is no markup."""
 
-import http.client
 import math
 import time
 
@@ -36,8 +35,8 @@ def served(tmp_path_factory, browser, request):
     )
     browser.complaints.clear()
     browser.requests.clear()
-    with in_thread(server.build_app(own, lens=add_lens)) as running:
-        running.service, running.url = own, f"http://127.0.0.1:{running.port}/"
+    with in_thread(own, lens=add_lens) as running:
+        running.url = f"http://127.0.0.1:{running.port}/"
         browser.open(running.url)
         yield running
         assert browser.complaints == []
@@ -178,10 +177,9 @@ def test_an_error_is_shown_and_the_text_kept(served, browser):
 
 
 def test_what_a_model_or_a_user_writes_is_text(served, browser):
-    hook = scripted(served.service, HOSTILE)
-    send(browser, HOSTILE, max_tokens=400)
-    done(browser)
-    hook.remove()
+    with scripted(served.service, HOSTILE):
+        send(browser, HOSTILE, max_tokens=400)
+        done(browser)
     assert browser.value("document.title") == "tiny · Fathom"
     assert browser.value("document.querySelectorAll('#said img, #said script').length") == 0
     for selector in (".user .text", ".assistant .text"):
@@ -211,12 +209,3 @@ def test_on_a_phone(served, browser):
     assert browser.value("document.documentElement.scrollWidth <= innerWidth")
     small = "[...document.querySelectorAll('button')].filter(b => b.offsetHeight && b.offsetHeight < 44).length"
     assert browser.value(small) == 0
-
-
-def test_with_a_key_the_browser_asks_for_it(tmp_path):
-    own = server.Service(*open_checkpoint(export_tiny(tmp_path / "tiny"), "cpu"), "tiny")
-    with in_thread(server.build_app(own, "secret"), "secret") as served:
-        connection = http.client.HTTPConnection("127.0.0.1", served.port)
-        connection.request("GET", "/")
-        answer = connection.getresponse()
-        assert answer.status == 401 and answer.headers["WWW-Authenticate"] == "Basic"

@@ -59,6 +59,7 @@ def test_a_prompt_that_cannot_be_continued_does_not_stop_the_others(opened, tmp_
     assert "context is 64" in made[1]["error"] and made[0]["tokens"] == made[2]["tokens"] == 3
     again = generate_file(*opened, prompts, tmp_path / "out.jsonl", Sampling(3, temperature=0))
     assert [(one.prompts, one.done_before, one.errors) for one in (summary, again)] == [(3, 0, 1), (3, 3, 1)]
+    assert summary.tokens == 6 and again.tokens == 0
 
 
 @pytest.mark.quick("z")
@@ -118,7 +119,7 @@ def test_messages_are_read_as_a_server_reads_them(opened, tmp_path: Path) -> Non
             [talk, called | {"content": None}],
             [[talk]],
             [talk | {"content": 5}],
-            [talk | {"content": [{"type": "image_url"}]}],
+            [talk | {"content": [{"type": "image_url", "text": "x"}]}],
         )
     ]
     generate_file(
@@ -127,12 +128,6 @@ def test_messages_are_read_as_a_server_reads_them(opened, tmp_path: Path) -> Non
     made = read(tmp_path / "out.jsonl")
     assert made[0]["completion"] == made[1]["completion"] and made[2]["completion"] == made[3]["completion"]
     assert ["error" in one for one in made] == [False] * 4 + [True] * 3
-
-
-def test_a_finished_file_makes_nothing_again(opened, tmp_path: Path) -> None:
-    prompts = write(tmp_path / "in.jsonl", [{"prompt": prompt} for prompt in PROMPTS])
-    made = [generate_file(*opened, prompts, tmp_path / "out.jsonl", Sampling(3, temperature=0), 3) for _ in range(2)]
-    assert [(one.done_before, one.tokens > 0) for one in made] == [(0, True), (8, False)]
 
 
 def test_prompts_may_begin_with_a_byte_order_mark(opened, tmp_path: Path) -> None:

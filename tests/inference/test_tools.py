@@ -7,7 +7,7 @@ import pytest
 
 from fathom.errors import SettingsError
 from fathom.inference.structure import Grammars, lark_grammar
-from fathom.inference.tools import CallReader, CallRules, Notation, notation, tool_grammar
+from fathom.inference.tools import CallReader, Notation, notation, tool_grammar
 from tests.inference.notations import ADD, HERMES, LLAMA, MARKED, NOW, SAY, TOOLS, XML
 from tests.tiny import CHATML, tiny_tokenizer
 
@@ -64,7 +64,7 @@ def written_by(how, content, calls):
 
 def allows(grammars, rules, how, text):
     """Whether the grammar takes a whole text."""
-    constraint = grammars.begin(grammars.compile(lark_grammar(tool_grammar(rules, how, grammars.pieces))))
+    constraint = grammars.begin(grammars.compile(lark_grammar(tool_grammar(how=how, pieces=grammars.pieces, **rules))))
     made = []
     for token in grammars.tokenizer.encode(text, add_special_tokens=False):
         if constraint.complete(made) or not constraint.allowed(made)[token]:
@@ -83,20 +83,17 @@ def test_the_grammar_of_answers(name):
     template, how = ALL[name]
     tokenizer = tokenizer_of(template)
     grammars = Grammars(tokenizer, len(tokenizer), frozenset({0}))
-    auto, must, single = (
-        CallRules(TOOLS),
-        CallRules(TOOLS, required=True),
-        CallRules([ADD], required=True, several=False),
-    )
+    auto, must, single = {"tools": TOOLS}, {"tools": TOOLS, "required": True}, {"tools": [ADD], "required": True}
+    single["several"] = False
     schema = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
-    either = CallRules(TOOLS, content=schema)
+    either = {"tools": TOOLS, "content": schema}
     one, two = written_by(how, "", [GOOD]), written_by(how, "", [GOOD, ("now", {})])
     if not how.before:
         with pytest.raises(SettingsError, match="exclude each other"):
-            tool_grammar(either, how, grammars.pieces)
+            tool_grammar(how=how, pieces=grammars.pieces, **either)
     for rules in (auto, must, single, *([either] if how.before else [])):
         assert allows(grammars, rules, how, one)
-        assert allows(grammars, rules, how, two) == (rules.several and how.between is not None)
+        assert allows(grammars, rules, how, two) == (rules is not single and how.between is not None)
         assert allows(grammars, rules, how, "Some text.") == (rules is auto)
         assert allows(grammars, rules, how, '{"x": 5}') == (rules is either or (rules is auto and bool(how.before)))
         for call in BAD:

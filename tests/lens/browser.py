@@ -1,6 +1,5 @@
 """A headless Chromium, driven over the DevTools protocol through a pair of pipes: no driver, no port, no package."""
 
-import base64
 import json
 import os
 import shutil
@@ -147,10 +146,6 @@ class Browser:
     def settle(self):
         """Two frames."""
         self.value("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done(0))))")
-
-    def screenshot(self, path):
-        """What the window shows."""
-        path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
 
     def close(self):
         """End the process that was started here."""

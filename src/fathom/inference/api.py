@@ -17,6 +17,7 @@ from starlette.exceptions import HTTPException
 from fathom.errors import RequestError
 from fathom.inference.api_structure import NamedTool, ResponseFormat, Strict, StructuredOutputs, Tool
 from fathom.inference.engine import WAITING
+from fathom.inference.prompt import one_text
 
 KINDS = {429: "rate_limit_error", 408: "timeout_error", 503: "server_error", 500: "server_error"}
 STATUS = {"rate_limit_exceeded": 429, "shutting_down": 503, "failed": 500}
@@ -111,15 +112,10 @@ class Message(BaseModel):
     @field_validator("content", mode="before")
     @classmethod
     def _one_text(cls, given: object) -> object:
-        """The text parts of a content list as one text. Other keys of a part, such as `cache_control`, are ignored."""
-        if given is None or isinstance(given, str):
-            return given
-        parts = given if isinstance(given, list) else [None]
-        found = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in parts]
-        texts = [text for text in found if isinstance(text, str)]
-        if len(texts) < len(parts):
+        content = one_text(given)
+        if not isinstance(content, str | None):
             raise PydanticCustomError("content", "a text or a list of text parts; images and audio are not read here")
-        return "".join(texts)
+        return content
 
     @field_validator("tool_calls")
     @classmethod

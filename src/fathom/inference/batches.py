@@ -24,18 +24,11 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
-from fathom.errors import SettingsError
 from fathom.evaluation.budgets import counting
-from fathom.inference.positions import depends_on_company
 from fathom.kvcache.policy import Policy
 from fathom.kvcache.prefill import chunks
 from fathom.models import FathomForCausalLM
-from fathom.models.slot_cache import (
-    GrowingLayer,
-    drop_row,
-    merge_slots,
-    trim_slots,
-)
+from fathom.models.slot_cache import GrowingLayer, drop_row, merge_slots, trim_slots
 from fathom.models.slot_table import with_spare
 from fathom.models.slots import banks_of, joined
 from fathom.models.speculation import Speculation, Stages, check_speculation, side_by_side
@@ -72,10 +65,10 @@ class LiveBatch(ABC):
         """Tokens that each row's cache holds."""
         self.read_already = 0
         """Prompt tokens read so far of the row that is joining."""
-        self.count_trips = False
-        """Whether the next call counts loop iterations, where tokens halt."""
         self.trips_made: list[int] | None = None
-        """Of the last call, if it counted: the loop iterations of each row's last token."""
+        """The loop iterations of each row's last token in the last call, where tokens may halt."""
+        self.fresh: Cache | None = None
+        """The joining sequence's own cache, where it has one."""
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -92,9 +85,9 @@ class LiveBatch(ABC):
     def join(self) -> None:
         """Append the sequence that was read to the batch."""
 
-    @abstractmethod
     def forget(self) -> None:
         """Discard the sequence that was being read."""
+        self.fresh, self.read_already = None, 0
 
     @abstractmethod
     def step(self, tokens: Sequence[int]) -> Tensor:
@@ -126,7 +119,7 @@ class LiveBatch(ABC):
         if positions is not None:
             keep["position_ids"] = positions.to(device)
         given = {"input_ids": ids.to(device), "attention_mask": mask, "past_key_values": cache, "use_cache": True}
-        if not (self.count_trips and _slotted(self.model)):
+        if not _slotted(self.model):
             return self.model(**given, **keep, **self.arguments).logits.float()
         with counting(self.model) as made:
             logits = self.model(**given, **keep, **self.arguments).logits.float()
@@ -332,7 +325,7 @@ class SlabBatch(LiveBatch):
         """See `LiveBatch.forget`."""
         for layer in self.cache.layers:
             layer.wipe(len(self), 0, self.read_already)
-        self.read_already = 0
+        super().forget()
 
     def step(self, tokens: Sequence[int]) -> Tensor:
         """See `LiveBatch.step`."""
@@ -451,7 +444,6 @@ class SlotBatch(LiveBatch):
     def __init__(self, model: PreTrainedModel, trips: int | None) -> None:
         super().__init__(model, trips)
         self.cache: Cache | None = None
-        self.fresh: Cache | None = None
 
     def kept(self, row: int | None = None) -> tuple[object, int]:
         """See `LiveBatch.kept`; only the sequence that is joining can be copied."""
@@ -506,10 +498,6 @@ class SlotBatch(LiveBatch):
         self.lengths += lengths
         self.forget()
 
-    def forget(self) -> None:
-        """See `LiveBatch.forget`."""
-        self.fresh, self.read_already = None, 0
-
     def step(self, tokens: Sequence[int]) -> Tensor:
         """See `LiveBatch.step`."""
         positions = torch.tensor(self.lengths).unsqueeze(1)
@@ -536,7 +524,6 @@ class LoneBatch(LiveBatch):
         super().__init__(model, trips)
         self.policy = policy
         self.caches: list[Cache] = []
-        self.fresh: Cache | None = None
 
     def read(self, chunk: Sequence[int], every: bool = False) -> Tensor:
         """See `LiveBatch.read`; chunks end where the memory is compressed."""
@@ -553,10 +540,6 @@ class LoneBatch(LiveBatch):
         self.caches.append(self.fresh)
         self.lengths.append(self.read_already)
         self.forget()
-
-    def forget(self) -> None:
-        """See `LiveBatch.forget`."""
-        self.fresh, self.read_already = None, 0
 
     def step(self, tokens: Sequence[int]) -> Tensor:
         """See `LiveBatch.step`."""
@@ -600,14 +583,6 @@ def batch_for(
     if _slotted(model):
         return SlotBatch(model, trips)
     return SlabBatch(model, trips) if shares(model) else LoneBatch(model, trips)
-
-
-def refuse_longrope(model: PreTrainedModel) -> None:
-    """Refuse rotary angles that depend on the longest sequence of a batch: results would depend on other requests."""
-    if depends_on_company(model):
-        raise SettingsError(
-            "rope_type longrope: its angles depend on the longest sequence of a batch; serve this model with vLLM"
-        )
 
 
 def shares(model: PreTrainedModel) -> bool:

@@ -10,11 +10,10 @@ from __future__ import annotations
 import json
 import re
 import secrets
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 from tokenizers import Tokenizer
 
@@ -34,16 +33,13 @@ class Reader:
     tokenizer: Tokenizer
     names: dict[str, str]
     """By the name in the tokenizer that was copied."""
+    special: re.Pattern[str]
+    """Any of the names that were copied."""
 
     def ids(self, text: str, mark: str) -> list[int]:
         """The tokens of a rendered conversation; special ones where they are not marked."""
-        special = re.compile("|".join(map(re.escape, sorted(self.names, key=len, reverse=True))))
-        renamed = special.sub(lambda found: self.names[found[0]], text).replace(mark, "")
+        renamed = self.special.sub(lambda found: self.names[found[0]], text).replace(mark, "")
         return list(self.tokenizer.encode(renamed, add_special_tokens=False).ids)
-
-
-_readers: WeakKeyDictionary[PreTrainedTokenizerBase, Reader] = WeakKeyDictionary()
-_lock = threading.Lock()
 
 
 def special_names(tokenizer: PreTrainedTokenizerBase) -> list[str]:
@@ -52,16 +48,20 @@ def special_names(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     return [token.content for token in added if token.special and token.content]
 
 
-def written_by(tokenizer: PreTrainedTokenizerBase, messages: object) -> str | None:
-    """A special token that a text of these messages holds."""
+def any_of(names: Iterable[str]) -> re.Pattern[str]:
+    """A pattern of these texts, longer ones first."""
+    return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))))
+
+
+def written_in(tokenizer: PreTrainedTokenizerBase, messages: object) -> bool:
+    """Whether a text of these messages holds a special token."""
     names = special_names(tokenizer)
     normalizer = tokenizer.backend_tokenizer.normalizer if tokenizer.is_fast else None
     for text in _texts(messages):
         forms = [text] if normalizer is None else [text, normalizer.normalize_str(text)]
-        for name in names:
-            if any(name in form for form in forms):
-                return name
-    return None
+        if any(name in form for form in forms for name in names):
+            return True
+    return False
 
 
 def plain_ids(
@@ -78,19 +78,12 @@ def plain_ids(
     if mark is None:
         raise SettingsError("the messages contain all noncharacters U+FDD0 to U+FDEF, of which one must be free")
     reader = _reader(tokenizer)
-    special = re.compile("|".join(map(re.escape, sorted(reader.names, key=len, reverse=True))))
-    marked = _map(messages, lambda text: special.sub(lambda found: found[0][0] + mark + found[0][1:], text))
+    marked = _map(messages, lambda text: reader.special.sub(lambda found: found[0][0] + mark + found[0][1:], text))
     return reader.ids(render(marked), mark)
 
 
+@lru_cache(8)
 def _reader(tokenizer: PreTrainedTokenizerBase) -> Reader:
-    with _lock:
-        if tokenizer not in _readers:
-            _readers[tokenizer] = _copied(tokenizer)
-        return _readers[tokenizer]
-
-
-def _copied(tokenizer: PreTrainedTokenizerBase) -> Reader:
     refusal = SettingsError("a message contains a control token, which this tokenizer cannot encode as plain text")
     if not tokenizer.is_fast:
         raise refusal
@@ -113,7 +106,7 @@ def _copied(tokenizer: PreTrainedTokenizerBase) -> Reader:
         raise refusal from error
     if any(made.token_to_id(new) != tokenizer.convert_tokens_to_ids(old) for old, new in names.items()):
         raise refusal
-    return Reader(made, names)
+    return Reader(made, names, any_of(names))
 
 
 def _texts(value: object) -> Iterator[str]:

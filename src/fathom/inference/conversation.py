@@ -11,15 +11,13 @@ from fathom.errors import RequestError, SettingsError
 from fathom.inference.generate import generate_stream, report_speed, seed_draws
 from fathom.inference.processing import Write
 from fathom.inference.prompt import encode
-from fathom.inference.settings import Sampling, read_options
+from fathom.inference.settings import ASKED, Sampling, read_options
 
 HELP = """/help   lists these commands
 /reset starts a new conversation
 /set shows the sampling settings; /set temperature=0.7 top_p=0.9 max_new_tokens=200 seed=1 changes them Put a space
 before a message that begins with /. Ctrl-C stops an answer, Ctrl-D ends.
 """
-OWN = ("max_new_tokens", "temperature", "top_k", "top_p", "seed")
-"""What `/set` changes; other names are options of transformers' GenerationConfig."""
 
 
 def chat(
@@ -99,19 +97,14 @@ def _answered(
 def _set(sampling: Sampling, words: list[str]) -> Sampling:
     """Other settings; a seed begins anew."""
     given = read_options(words)
-    own = {key: value for key, value in given.items() if key in OWN}
-    for key, found in own.items():
-        kinds = (int, float) if key in ("temperature", "top_p") else (int,)
-        if found is not None and (isinstance(found, bool) or not isinstance(found, kinds)):
-            raise SettingsError(f"/set {key}={found}: allowed: a {'' if float in kinds else 'whole '}number")
-    others = {key: value for key, value in given.items() if key not in OWN}
-    made = replace(sampling, **own, options={**sampling.options, **others})  # type: ignore[arg-type]
+    own = {key: given.pop(key) for key in ASKED if key in given}
+    made = replace(sampling, **own, options={**sampling.options, **given})  # type: ignore[arg-type]
     if "seed" in own:
         seed_draws(made.seed)
     return made
 
 
 def _settings(sampling: Sampling) -> str:
-    own = {name: getattr(sampling, name) for name in OWN}
+    own = {name: getattr(sampling, name) for name in ASKED}
     shown = {name: "the model's own" if value is None else value for name, value in own.items()}
     return "[" + ", ".join(f"{name}={value}" for name, value in {**shown, **sampling.options}.items()) + "]\n"

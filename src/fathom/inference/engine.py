@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from transformers.utils import logging
 
-from fathom.errors import RequestError
+from fathom.errors import RequestError, SettingsError
 from fathom.inference.batches import (
     DRAFTS,
     GRAIN,
@@ -31,12 +31,12 @@ from fathom.inference.batches import (
     SlabBatch,
     batch_for,
     may_chunk,
-    refuse_longrope,
     shares,
     token_bytes,
     trips_of,
 )
 from fathom.inference.by_rows import attend_by_rows, needs_rows
+from fathom.inference.positions import depends_on_company
 from fathom.inference.prefixes import LEAST, NOTHING, Found, Kept, Prefixes
 from fathom.inference.sampling import NO_NUMBERS, Choice, Draft, finite, likeliest
 from fathom.kvcache.policy import Policy
@@ -141,7 +141,6 @@ class Engine:
         budget: Bytes that keys and values may take.
         policy: A constant-size cache for every text.
         hand_out: Receives the new events after each turn; by default they are delivered at once.
-        waiting: Maximum number of waiting jobs.
         draft_trips: Draft with this many first trips, for jobs with more.
         prefix_budget: Bytes of the prefix cache, in addition to `budget`.
     """
@@ -152,17 +151,19 @@ class Engine:
         budget: int,
         policy: Policy | None = None,
         hand_out: Callable[[list[tuple[Job, Event]]], None] | None = None,
-        waiting: int = WAITING,
         draft_trips: int | None = None,
         prefix_budget: int = 0,
     ) -> None:
-        refuse_longrope(model)
+        if depends_on_company(model):  # texts would depend on other requests
+            raise SettingsError(
+                "rope_type longrope: its angles depend on the longest sequence of a batch; serve this model with vLLM"
+            )
         self.by_rows = policy is None and needs_rows(model) and shares(model)
         """Whether each sequence is attended to, and each prompt read, by itself."""
         if self.by_rows:
             attend_by_rows(model)
         batch_for(model, None, policy, draft_trips)  # refuses models that cannot draft before the first request does
-        self.model, self.budget, self.policy, self.most_waiting = model, budget, policy, waiting
+        self.model, self.budget, self.policy = model, budget, policy
         self.hand_out, self.draft_trips = hand_out or deliver, draft_trips
         self.prefixes = Prefixes(prefix_budget)
         self.lanes: dict[int | None, Lane] = {}
@@ -170,11 +171,17 @@ class Engine:
         self.calls: deque[tuple[Callable[[], object], Future]] = deque()
         self.joining: tuple[Lane, list[Job]] | None = None
         """Jobs whose prompts are being read: one, or several whose whole prompts are read at once."""
-        self.counts = {"prompt_tokens": 0, "tokens": 0, "steps": 0, "finished": 0, "cancelled": 0, "failed": 0}
+        self.counts: dict[str, float] = {
+            "prompt_tokens": 0,
+            "tokens": 0,
+            "steps": 0,
+            "finished": 0,
+            "cancelled": 0,
+            "failed": 0,
+        }
         self.counts |= {"drafted": 0, "accepted": 0, "refused": 0, "first_tokens": 0, "cached": 0, "hits": 0}
+        self.counts["first_seconds"] = 0.0  # from `submit` to the first token, all texts together
         """Counts since the start, for /metrics."""
-        self.first_seconds = 0.0
-        """Of all texts together: from `submit` to the first token."""
         self._out: list[tuple[Job, Event]] = []
         self._wake, self._closing, self._reason = threading.Condition(), False, "the server is shutting down"
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -205,7 +212,7 @@ class Engine:
         with self._wake:
             if self._closing:
                 raise RequestError(self._reason, "shutting_down")
-            if len(self.waiting) + len(jobs) > self.most_waiting:
+            if len(self.waiting) + len(jobs) > WAITING:
                 raise RequestError(
                     f"{len(self.waiting)} requests are already waiting; try again later", "rate_limit_exceeded"
                 )
@@ -261,9 +268,6 @@ class Engine:
         return self.budget // (self.token_bytes(trips) * GRAIN) * GRAIN - self._spare
 
     # The thread.
-
-    def _empty(self, trips: int | None) -> LiveBatch:
-        return batch_for(self.model, trips, self.policy, self.draft_trips)
 
     def _run(self) -> None:
         try:
@@ -327,11 +331,10 @@ class Engine:
         while left > 0 and (self.joining is not None or self._admit(left)):
             assert self.joining is not None
             lane, jobs = self.joining
+            # Memory that the others release is free before memory is requested.
             for other in [one for one in self.lanes.values() if one is not lane]:
-                self._guarded(
-                    other, other.batch.reserve, *other.rectangle
-                )  # memory that it releases is free before memory is requested
-            left -= self._guarded(lane, self._read_several if len(jobs) > 1 else self._read, left) or 1
+                self._guarded(other, other.batch.reserve, *other.rectangle)
+            left -= self._guarded(lane, self._read, lane, jobs, left) or 1
             self._flush()  # so that a first token does not wait for the next prompt
 
     def _admit(self, left: int) -> bool:
@@ -364,7 +367,8 @@ class Engine:
         """Make room for a job and the jobs `beside` it that are admitted together; False if the budget is too small."""
         lane = self.lanes.get(job.trips)
         if lane is None or not (lane.jobs or beside):
-            lane = Lane(self._empty(job.trips), self.token_bytes(job.trips))
+            batch = batch_for(self.model, job.trips, self.policy, self.draft_trips)
+            lane = Lane(batch, self.token_bytes(job.trips))
         others = [one for trips, one in self.lanes.items() if trips != job.trips]
         left = self.budget - sum(one.bytes(one.rectangle) for one in others)
         jobs = [*lane.jobs, *beside, job]
@@ -391,11 +395,20 @@ class Engine:
         """Sequences and tokens that jobs need if all sequences become as long as the longest may."""
         return len(jobs), max(map(self._tokens, jobs), default=0)
 
-    def _read(self, left: int) -> int:
-        """Read a chunk of the joining prompt; at its end choose the first new token."""
-        assert self.joining is not None
-        lane, (job,) = self.joining
+    def _read(self, lane: Lane, jobs: Sequence[Job], left: int) -> int:
+        """Read the joining prompts, at most `left` tokens; at their end choose the first new tokens."""
         lane.batch.reserve(*lane.rectangle)
+        before = self.counts["prompt_tokens"]
+        logits = self._read_several(lane, jobs) if len(jobs) > 1 else self._read_chunk(lane, jobs[0], left)
+        if logits is not None:
+            self.joining = None
+            lane.jobs += jobs
+            self._out += [(job, job.prompt_scores) for job in jobs if job.score_prompt and job.sound]
+            self._take(lane, jobs, logits)
+        return int(self.counts["prompt_tokens"] - before)
+
+    def _read_chunk(self, lane: Lane, job: Job, left: int) -> Tensor | None:
+        """Read a chunk of a prompt; at its end the sequence joins, and its last logits `[1, V]` are returned."""
         if not job.read:
             self._take_over(lane, job)
         # Where products must not depend on company, neither may the places where a prompt is cut.
@@ -403,24 +416,28 @@ class Engine:
         whole = len(job.prompt) if not may_chunk(self.model) else SCORED if job.score_prompt else share
         end = job.cut if job.read < job.cut else len(job.prompt)
         chunk = job.prompt[job.read : min(end, job.read + whole)]
-        self._listen(lane, [job])
         logits = lane.batch.read(chunk, every=job.score_prompt) if job.behind is None else job.behind
         if job.score_prompt:
             job.prompt_scores += self._scored(job, logits)
         job.read += len(chunk)
-        job.cuts += [job.read] if chunk else []
         self.counts["prompt_tokens"] += len(chunk)
+        job.cuts += [job.read] if chunk else []
         if job.read < len(job.prompt):
-            return len(chunk)
+            return None
         if job.behind is None:
             self._keep(lane, job, logits[-1:])
         lane.batch.join()
-        self.joining = None  # not earlier: if joining fails, the job is told
-        lane.jobs.append(job)
-        if job.score_prompt and job.sound:
-            self._out.append((job, job.prompt_scores))
-        self._begin(lane, [job], logits[-1:])
-        return len(chunk)
+        return logits[-1:]
+
+    def _read_several(self, lane: Lane, jobs: Sequence[Job]) -> Tensor:
+        """Read whole prompts, which join: their last logits `[n, V]`."""
+        logits = lane.batch.read_several([job.prompt for job in jobs])
+        for i, job in enumerate(jobs):
+            job.read = len(job.prompt)
+            self.counts["prompt_tokens"] += job.read
+            job.cuts = [job.read]
+            self._keep(lane, job, logits[i : i + 1], len(lane.jobs) + i)
+        return logits
 
     def _found(self, job: Job) -> Found:
         """What a job's prompt can reuse from the prefix cache."""
@@ -460,39 +477,6 @@ class Engine:
         tokens = [*job.prompt, *job.made][:size]
         job.kept = self.prefixes.keep(tokens, job.trips, cuts, scores, batch.kept(row), before)
 
-    def _read_several(self, left: int) -> int:
-        """Read the joining prompts, at most `left` tokens, and choose the first new token of each."""
-        assert self.joining is not None
-        lane, jobs = self.joining
-        lane.batch.reserve(*lane.rectangle)
-        self._listen(lane, jobs)
-        logits = lane.batch.read_several([job.prompt for job in jobs])
-        self.joining = None
-        lane.jobs += jobs
-        for job in jobs:
-            job.read = len(job.prompt)
-            self.counts["prompt_tokens"] += job.read
-            job.cuts = [job.read]
-            self._keep(lane, job, logits[jobs.index(job)][None], lane.jobs.index(job))
-        self._begin(lane, jobs, logits)
-        return sum(len(job.prompt) for job in jobs)
-
-    def _begin(self, lane: Lane, jobs: Sequence[Job], logits: Tensor) -> None:
-        """Choose the first new token of the jobs that want one from logits `[n, V]`."""
-        wanting = [i for i, job in enumerate(jobs) if job.sound and job.new_tokens]
-        for job in jobs:
-            if not job.sound:
-                self._refuse(lane, job)
-            elif not job.new_tokens:
-                self._end(lane, job, "length")
-        if lane.batch.trips_made is not None:
-            lane.batch.trips_made = [lane.batch.trips_made[i] for i in wanting]
-        self._take(lane, [jobs[i] for i in wanting], logits[wanting])
-
-    def _listen(self, lane: Lane, jobs: Sequence[Job]) -> None:
-        """Count the loop iterations of the sequences' last tokens in the next forward pass, if a job reports them."""
-        lane.batch.trips_made, lane.batch.count_trips = None, any(job.tell_trips for job in jobs)
-
     def _scored(self, job: Job, logits: Tensor) -> list[Scored]:
         """The prompt's tokens that a chunk's logits `[T, V]` predict. The first token is not predicted."""
         first = [Scored(job.prompt[0])] if job.read == 0 else []
@@ -508,7 +492,6 @@ class Engine:
         if isinstance(lane.batch, DraftBatch):
             return self._step_drafted(lane, lane.batch)
         jobs = list(lane.jobs)
-        self._listen(lane, jobs)
         self._take(lane, jobs, lane.batch.step([job.made[-1] for job in jobs]))
 
     def _step_drafted(self, lane: Lane, batch: DraftBatch) -> None:
@@ -541,16 +524,18 @@ class Engine:
                     break
 
     def _take(self, lane: Lane, jobs: Sequence[Job], logits: Tensor) -> None:
-        """Choose and deliver the next token of each job from logits `[n, V]`."""
+        """Choose and deliver the next token of each job that wants one from logits `[n, V]`."""
         tokens, sound = torch.stack((logits.argmax(-1), finite(logits))).tolist()
         for i, job in enumerate(jobs):
             if not job.choice.plain:
                 tokens[i] = job.choice.token(logits[i], job.prompt, job.made)
         for job, scored, fine in zip(jobs, self._scores(lane, jobs, tokens, logits), sound, strict=True):
-            if fine:
-                self._give(lane, job, scored)
-            else:
+            if not job.sound or (job.new_tokens and not fine):
                 self._refuse(lane, job)
+            elif not job.new_tokens:
+                self._end(lane, job, "length")
+            else:
+                self._give(lane, job, scored)
 
     def _scores(self, lane: Lane, jobs: Sequence[Job], tokens: Sequence[int], logits: Tensor) -> list[Scored]:
         """A token of each job, with the scores that the job requested from logits `[n, V]`."""
@@ -580,7 +565,7 @@ class Engine:
         self.counts["tokens"] += 1
         if len(job.made) == 1:
             self.counts["first_tokens"] += 1
-            self.first_seconds += time.perf_counter() - job.began
+            self.counts["first_seconds"] += time.perf_counter() - job.began
         self._out.append((job, scored))
         constraint = job.choice.constraint
         complete = constraint is not None and constraint.complete(job.made)

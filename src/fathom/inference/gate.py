@@ -51,11 +51,13 @@ class Gate:
             return await self.app(scope, receive, send)
         chunks: list[bytes] = []
         try:
-            whole = await self._read_in_time(receive, chunks, self._fault(scope))
-        except ApiError as error:
-            if error.status_code in CLOSING:
-                error.headers = {**(error.headers or {}), "Connection": "close"}
-            await error.response()(scope, receive, send)
+            whole = await asyncio.wait_for(self._read(receive, chunks, self._fault(scope)), PATIENCE)
+        except (ApiError, asyncio.TimeoutError) as error:
+            late = f"the body did not arrive within {PATIENCE:.0f} seconds"
+            refusal = error if isinstance(error, ApiError) else ApiError(408, late, "timeout")
+            if refusal.status_code in CLOSING:
+                refusal.headers = {**(refusal.headers or {}), "Connection": "close"}
+            await refusal.response()(scope, receive, send)
         else:
             if whole:
                 if len(chunks[0]) > LARGE:
@@ -105,13 +107,7 @@ class Gate:
         asked = {"WWW-Authenticate": "Basic" if scope["path"] == "/" or scope["path"].startswith("/lens") else "Bearer"}
         return ApiError(401, "wrong or missing API key", "invalid_api_key", headers=asked)
 
-    async def _read_in_time(self, receive: Receive, chunks: list[bytes], fault: ApiError | None) -> bool:
-        try:
-            return await asyncio.wait_for(self._read(receive, chunks, fault), PATIENCE)
-        except asyncio.TimeoutError:
-            raise ApiError(408, f"the body did not arrive within {PATIENCE:.0f} seconds", "timeout") from None
-
-    async def _read(self, receive: Receive, chunks: list[bytes], error: ApiError | None = None) -> bool:
+    async def _read(self, receive: Receive, chunks: list[bytes], error: ApiError | None) -> bool:
         """Collect the body in `chunks`, joined at the end; False if the client disconnected before.
 
         The body of a refused request is read to its end and dropped, because a client that is still sending does not

@@ -13,6 +13,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import (
     GenerationConfig,
+    LogitsProcessorList,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     StoppingCriteriaList,
@@ -23,7 +24,7 @@ from fathom.checkpoints.special_tokens import pad_token
 from fathom.errors import FathomError, RequestError, SettingsError
 from fathom.evaluation.budgets import most_trips, stored_trips
 from fathom.inference.positions import depends_on_company, passes_the_context
-from fathom.inference.processing import OfTheText, Streamer, Write, processing
+from fathom.inference.processing import Finite, OfTheText, Streamer, Write
 from fathom.inference.prompt import encode
 from fathom.inference.settings import Sampling
 from fathom.inference.texts import AnswerWords
@@ -132,7 +133,7 @@ def generate_each(
         if len(prompts) == 1:
             raise
         torch.cuda.empty_cache()
-    except RequestError as error:  # of one sequence; or of the padding's embedding, which a single prompt does not use
+    except RequestError as error:  # of one sequence, or of the padding behind one that has ended
         if len(prompts) == 1:
             return [error]
     half = len(prompts) // 2
@@ -142,8 +143,9 @@ def generate_each(
 
 def _runs_with(model: PreTrainedModel, prompt: Sequence[int], sampling: Sampling) -> tuple[int, ...]:
     """A key: prompts with equal keys may share a batch. The key is their room for new tokens, or their length."""
-    if depends_on_company(model) or (sampling.memory is not None and sampling.compile):
-        return len(prompt), sampling.most_new(model, prompt)
+    static = sampling.memory is not None and sampling.compile
+    if static or depends_on_company(model) or sampling.counts_padding(model):
+        return (len(prompt),)
     if sampling.end_decides(model) or not passes_the_context(model):
         return (sampling.most_new(model, prompt),)
     return ()
@@ -162,12 +164,8 @@ def generate_stream(
         made = _run(model, tokenizer, [ids], sampling, None, [talk])[0]
         (write or len)(made.text)
         return made
-    return _run(model, tokenizer, [ids], sampling, Streamer(_words(tokenizer, ids, talk), write), [talk])[0]
-
-
-def _words(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], talk: bool) -> AnswerWords:
-    """Decoder for text that continues a prompt, or for an answer, which is a separate text."""
-    return AnswerWords(tokenizer, after=() if talk else ids)
+    words = AnswerWords(tokenizer, after=() if talk else ids)
+    return _run(model, tokenizer, [ids], sampling, Streamer(words, write), [talk])[0]
 
 
 @torch.no_grad()
@@ -182,7 +180,7 @@ def _run(
     """Generate for several prompts in one batch, padded on the left so that all continue at the last column."""
     stops, strings = sampling.stop_tokens(model, tokenizer), sampling.stop_strings(model)
     pad = pad_token(None, tokenizer, stops) or 0
-    ids, mask = (rows.to(model.device) for rows in _padded(prompts, pad))
+    ids, mask = (rows.to(model.device) for rows in _padded(prompts))
     width = ids.shape[1]
     # All sequences get the largest limit; those with a smaller one are cut off below.
     rooms = [sampling.most_new(model, prompt) for prompt in prompts]
@@ -193,6 +191,7 @@ def _run(
         "eos_token_id": stops or None,
         **dict.fromkeys(("stop_strings", "token_healing"), None),  # including those of the checkpoint
         "num_return_sequences": 1,
+        "logits_processor": LogitsProcessorList([Finite()]),
     }
     if strings:
         arguments["stopping_criteria"] = StoppingCriteriaList(
@@ -202,7 +201,6 @@ def _run(
     drafts = None if sampling.speculate is None else Speculation(sampling.speculate)
     if drafts is not None:
         arguments["speculation"] = drafts
-    arguments |= processing(model, sampling, stops, ids, mask)
     began = time.perf_counter()
     with _in_one_line(sampling, model.generation_config):
         if sampling.memory is not None:
@@ -219,7 +217,7 @@ def _run(
     made = []
     for prompt, row, room, talk in zip(prompts, out.sequences[:, width:].tolist(), rooms, talks, strict=True):
         kept, finish = _ended(row[:room], room, stops, strings, pad, tokenizer)
-        text = _words(tokenizer, prompt, talk).add(kept, last=True)  # as in streaming
+        text = AnswerWords(tokenizer, after=() if talk else prompt).add(kept, last=True)  # as in streaming
         made.append(Generated(text, len(prompt), len(kept), seconds, finish))
     columns = [width + one.tokens - 1 for one in made]  # a last token is read only while other sequences continue
     trips = stored_trips(model, out.past_key_values, len(made), columns, sampling.max_trips)
@@ -250,14 +248,14 @@ def _in_one_line(sampling: Sampling, own: GenerationConfig) -> Iterator[None]:
         raise SettingsError(f"{'; '.join(where)}: transformers: {type(error).__name__}: {words}") from error
 
 
-def _padded(prompts: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor]:
-    """Prompts padded on the left, `[B, T]`, and a mask that is 0 on padding."""
+def _padded(prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+    """Prompts padded on the left, `[B, T]`, and a mask that is 0 on padding.
+
+    A prompt's padding is its own first token, so a penalty on tokens that occurred meets no others.
+    """
     width = max(map(len, prompts))
-    ids = torch.full((len(prompts), width), pad, dtype=torch.long)
-    mask = torch.zeros_like(ids)
-    for i, prompt in enumerate(prompts):
-        ids[i, width - len(prompt) :] = torch.tensor(prompt)
-        mask[i, width - len(prompt) :] = 1
+    ids = torch.tensor([[prompt[0]] * (width - len(prompt)) + list(prompt) for prompt in prompts])
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
     return ids, mask
 
 

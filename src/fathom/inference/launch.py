@@ -162,8 +162,7 @@ def _run(
     check_drafts(model, options.speculate, options.max_trips)
     policy = choose(model, options.kvcache, options.cache)
     memory = options.cache_memory or default_memory(model)
-    limits = memory, policy, options.max_trips
-    service = Service(model, tokenizer, name, *limits, options.speculate)
+    service = Service(model, tokenizer, name, memory, policy, options.max_trips, options.speculate)
     service.engine.prefixes.budget = memory // 4 if options.prefix_memory is None else options.prefix_memory
     service.allow_control = options.allow_control_tokens
     if others := Choice.left_out(model.generation_config):

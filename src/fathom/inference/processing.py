@@ -3,28 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from transformers import (
-    EncoderNoRepeatNGramLogitsProcessor,
-    EncoderRepetitionPenaltyLogitsProcessor,
-    ForcedBOSTokenLogitsProcessor,
-    LogitsProcessor,
-    LogitsProcessorList,
-    MinLengthLogitsProcessor,
-    NoRepeatNGramLogitsProcessor,
-    PreTrainedModel,
-    RepetitionPenaltyLogitsProcessor,
-    StoppingCriteria,
-)
+from transformers import LogitsProcessor, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from fathom.errors import RequestError, SettingsError
 from fathom.inference.sampling import NO_NUMBERS, finite
-from fathom.inference.settings import Sampling
 from fathom.inference.texts import AnswerWords
 
 Write = Callable[[str], object]
@@ -82,57 +69,3 @@ class Finite(LogitsProcessor):
                 else RequestError(NO_NUMBERS, "failed")
             )
         return scores
-
-
-class Unpadded(LogitsProcessor):
-    """A logits processor that sees each sequence without its left padding.
-
-    Args:
-        process: The processor for one sequence.
-        first: The column where each sequence's text begins.
-    """
-
-    def __init__(self, process: LogitsProcessor, first: Sequence[int]) -> None:
-        self.process, self.first = process, first
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Scores `[B, V]` after `[B, T]`."""
-        rows = zip(input_ids, scores, self.first, strict=True)
-        return torch.cat([self.process(ids[None, first:], row[None]) for ids, row, first in rows])
-
-
-def processing(
-    model: PreTrainedModel, sampling: Sampling, stops: list[int], ids: Tensor, mask: Tensor
-) -> dict[str, Any]:
-    """Arguments of `generate` that check logits, and hide padding from processors that would see it."""
-    if mask.all():
-        return {"logits_processor": LogitsProcessorList([Finite()])}
-
-    def chosen(name: str) -> Any:
-        return sampling.options.get(name, getattr(model.generation_config, name))
-
-    again, prompt = (float(chosen(name) or 1) for name in ("repetition_penalty", "encoder_repetition_penalty"))
-    size, least = chosen("no_repeat_ngram_size") or 0, 0 if chosen("min_new_tokens") else chosen("min_length") or 0
-    inner, off = list[LogitsProcessor](), dict[str, float | None]()
-    if again != 1:
-        inner.append(RepetitionPenaltyLogitsProcessor(again))
-        off["repetition_penalty"] = 1.0
-    if size:
-        inner.append(NoRepeatNGramLogitsProcessor(size))
-        off["no_repeat_ngram_size"] = 0
-    if least and stops:
-        inner.append(MinLengthLogitsProcessor(least, stops, device=str(model.device)))
-        off["min_length"] = 0
-    if chosen("forced_bos_token_id") is not None:  # after a prompt of one token
-        inner.append(ForcedBOSTokenLogitsProcessor(chosen("forced_bos_token_id")))
-        off["forced_bos_token_id"] = None
-    first = mask.argmax(1).repeat_interleave(sampling.beams(model)).tolist()
-    processors = LogitsProcessorList([Finite(), *(Unpadded(one, first) for one in inner)])
-    if prompt != 1:
-        processors.append(EncoderRepetitionPenaltyLogitsProcessor(prompt, ids.where(mask == 1, ids[:, -1:])))
-        off["encoder_repetition_penalty"] = 1.0
-    if (size := chosen("encoder_no_repeat_ngram_size") or 0) > 0:
-        filler = ids[:, -1:] if size == 1 else -1  # a word that the prompt contains, or one that no text contains
-        processors.append(EncoderNoRepeatNGramLogitsProcessor(size, ids.where(mask == 1, filler)))
-        off["encoder_no_repeat_ngram_size"] = 0
-    return {**off, "logits_processor": processors}

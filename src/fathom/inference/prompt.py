@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jinja2 import TemplateError
@@ -11,25 +11,13 @@ from jinja2.defaults import DEFAULT_NAMESPACE
 from transformers import PreTrainedTokenizerBase
 
 from fathom.errors import RequestError, SettingsError
-from fathom.inference.control import plain_ids, written_by
+from fathom.inference.control import plain_ids, written_in
 
 PROBE = 8
 """Characters for each token of the context, of the beginning that is tokenised first."""
 SLACK = 256
 """Tokens by which a beginning must exceed the context: where it is cut, it may have a few more than in the whole."""
 NOTHING: Mapping[str, object] = {}
-
-
-def too_long(text: str, context: int, encode: Callable[[str], Sequence[int]]) -> bool:
-    """Whether the beginning of a text already has more tokens than the context.
-
-    Args:
-        text: The whole text.
-        context: Maximum tokens.
-        encode: Turns a text into tokens.
-    """
-    beginning = text[: PROBE * (context + SLACK)]
-    return len(beginning) < len(text) and len(encode(beginning)) > context + SLACK
 
 
 def encode(
@@ -77,7 +65,7 @@ def _conversation(
 ) -> list[int]:
     turns = [_turn(message) for message in messages]
     given = [*turns, dict(variables)]  # the text of a variable is as untrusted as that of a message
-    if allow_control or written_by(tokenizer, given) is None:
+    if allow_control or not written_in(tokenizer, given):
         whole = written(tokenizer, turns, **variables)
         return _ids(tokenizer, whole, context, add_special_tokens=False)
     # A tokenizer of another kind reads the text as a whole, so the length is checked first.
@@ -93,8 +81,11 @@ def _ids(
     def read(part: str) -> list[int]:
         return list(tokenizer(part, verbose=False, **how)["input_ids"])  # a prompt that is too long is reported later
 
-    if context is not None and too_long(text, context, read):
-        raise RequestError(f"this model's context is {context} tokens; the prompt has more", "context_length_exceeded")
+    if context is not None:
+        beginning = text[: PROBE * (context + SLACK)]
+        if len(beginning) < len(text) and len(read(beginning)) > context + SLACK:
+            message = f"this model's context is {context} tokens; the prompt has more"
+            raise RequestError(message, "context_length_exceeded")
     return [] if probe else read(text)
 
 
@@ -104,12 +95,11 @@ def written(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any
 
     Args:
         tokenizer: A tokenizer with a chat template.
-        messages: As `role` and `content`.
+        messages: As templates expect them.
         variables: Further template variables.
     """
-    turns = [_turn(message) for message in messages]
     try:
-        return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, **variables))
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **variables))
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, TemplateError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise SettingsError(f"this conversation cannot be read: {reason}") from error
@@ -119,12 +109,17 @@ def _turn(message: object) -> dict[str, object]:
     """A message as templates expect it: a content of several parts becomes one text, and null an empty one."""
     if not isinstance(message, dict):
         raise SettingsError(f"a conversation is a list of messages, each with role and content: {message!r:.80}")
-    content = message.get("content")
-    if isinstance(content, list):
-        content = [part.get("text") if isinstance(part, dict) else None for part in content]
-        if not all(isinstance(text, str) for text in content):
-            raise SettingsError("a content of several parts may contain only text")
-        content = "".join(content)
+    content = one_text(message.get("content"))
     if not isinstance(content, str | None):
-        raise SettingsError(f"the content of a message must be text: {content!r:.80}")
+        raise SettingsError(f"the content of a message must be a text or a list of text parts: {content!r:.80}")
     return {key: value for key, value in {**message, "content": content}.items() if value is not None}
+
+
+def one_text(content: object) -> object:
+    """A content of text parts as one text; other keys of a part, such as `cache_control`, are ignored. Anything else as
+    it is."""
+    if not isinstance(content, list):
+        return content
+    parts = [part for part in content if isinstance(part, dict) and part.get("type") == "text"]
+    texts = [part["text"] for part in parts if isinstance(part.get("text"), str)]
+    return "".join(texts) if len(texts) == len(content) else content

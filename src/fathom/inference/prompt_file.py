@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -23,6 +23,8 @@ from fathom.report.files import lock
 from fathom.report.progress import ProgressBar
 
 BATCH = {"cpu": 8, "other": 32}
+Record = dict[str, Any]
+"""A line of prompts: `prompt` or `messages`, and fields that the output repeats."""
 FIELDS = 'lines of {"prompt": "..."} or {"messages": [...]}'
 """What a file of prompts holds, in errors."""
 
@@ -38,40 +40,6 @@ class FileSummary:
     """Lines without a completion."""
     tokens: int
     seconds: float
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """A line of prompts."""
-
-    line: dict[str, object]
-    """All its fields, which the output line repeats."""
-    asked: str | list[dict[str, str]]
-    """Its `prompt`, or its `messages`."""
-
-
-@dataclass(frozen=True)
-class Answer:
-    """The fields added to a line: `error` alone, or a completion, with `trips` if tokens may halt."""
-
-    completion: str = ""
-    tokens: int = 0
-    finish: str = ""
-    trips: float | None = None
-    error: str | None = None
-
-    @classmethod
-    def of(cls, made: Generated | RequestError) -> Answer:
-        """The answer of a model to a prompt, or the error."""
-        if isinstance(made, RequestError):
-            return cls(error=str(made))
-        return cls(made.text, made.tokens, made.finish, None if made.trips is None else round(made.trips, 3))
-
-    def added_to(self, prompt: Prompt) -> str:
-        """The line of a prompt with its answer."""
-        wanted = ("error",) if self.error is not None else ("completion", "tokens", "finish", "trips")
-        fields = {key: value for key in wanted if (value := getattr(self, key)) is not None}
-        return json.dumps({**prompt.line, **fields}, ensure_ascii=False) + "\n"
 
 
 def generate_file(
@@ -105,38 +73,51 @@ def generate_file(
             batch = records[start : start + size]
             seed_draws(None if sampling.seed is None else sampling.seed + start)
             made = _answer(model, tokenizer, batch, sampling)
-            lines = [answer.added_to(prompt) for prompt, answer in zip(batch, made, strict=True)]
+            answers = [{**record, **fields} for record, fields in zip(batch, made, strict=True)]
+            lines = [json.dumps(answer, ensure_ascii=False) + "\n" for answer in answers]
             file.write("".join(lines[done - start :]).encode())
             file.flush()
             if out is not None:
                 os.fsync(file.fileno())
-            tokens += sum(answer.tokens for answer in made)
-            errors += sum(answer.error is not None for answer in made[done - start :])
+            tokens += sum(fields.get("tokens", 0) for fields in made)
+            errors += sum("error" in fields for fields in made[done - start :])
             done = start + len(batch)
             bar.update(done)
     return FileSummary(len(records), began_with, errors, tokens, time.perf_counter() - began)
 
 
 def _answer(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch: Sequence[Prompt], sampling: Sampling
-) -> list[Answer]:
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch: Sequence[Record], sampling: Sampling
+) -> list[Record]:
     """The fields to add to each line; a failed prompt gets `error`, and the others continue."""
-    failed: list[Answer | None] = []
+    failed: list[Record | None] = []
     prompts: list[list[int]] = []
-    for prompt in batch:
+    for record in batch:
         try:
-            ids = encode(tokenizer, prompt.asked, allow_control=sampling.allow_control)
+            ids = encode(tokenizer, _asked(record), allow_control=sampling.allow_control)
             sampling.room(model, ids)
             prompts.append(ids)
             failed.append(None)
         except (SettingsError, RequestError) as error:
-            failed.append(Answer(error=str(error)))
-    talks = [not isinstance(prompt.asked, str) for prompt, fault in zip(batch, failed, strict=True) if fault is None]
+            failed.append({"error": str(error)})
+    talks = ["prompt" not in record for record, fault in zip(batch, failed, strict=True) if fault is None]
     made = iter(generate_each(model, tokenizer, prompts, sampling, talks) if prompts else ())
-    return [Answer.of(next(made)) if fault is None else fault for fault in failed]
+    return [_fields(next(made)) if fault is None else fault for fault in failed]
 
 
-def _read_records(path: Path) -> list[Prompt]:
+def _asked(record: Record) -> Any:
+    return record.get("prompt", record.get("messages"))
+
+
+def _fields(made: Generated | RequestError) -> Record:
+    """What is added to the line of a prompt."""
+    if isinstance(made, RequestError):
+        return {"error": str(made)}
+    fields = {"completion": made.text, "tokens": made.tokens, "finish": made.finish}
+    return fields if made.trips is None else {**fields, "trips": round(made.trips, 3)}
+
+
+def _read_records(path: Path) -> list[Record]:
     """All lines, checked before the first token is generated."""
     if not path.is_file():
         raise SettingsError(f"prompts={path}: {'not a file' if path.exists() else 'no such file'}")
@@ -153,13 +134,11 @@ def _read_records(path: Path) -> list[Prompt]:
                 raise SettingsError(f"{path}:{number}: {half} is half of a surrogate pair") from None
             except (ValueError, RecursionError) as error:
                 raise SettingsError(f"{path}:{number}: bad JSON: {error}; expected {FIELDS}") from None
-            fields = record if isinstance(record, dict) else {}
-            asked = fields.get("prompt", fields.get("messages"))
-            if not isinstance(asked, str if "prompt" in fields else list):
+            if not isinstance(record, dict) or not isinstance(_asked(record), str if "prompt" in record else list):
                 raise SettingsError(f"{path}:{number}: expected {FIELDS}")
             if taken := {"completion", "tokens", "finish", "trips", "error"} & set(record):
                 raise SettingsError(f"{path}:{number}: the field {min(taken)!r} is reserved for the output")
-            records.append(Prompt(record, asked))
+            records.append(record)
     if not records:
         raise SettingsError(f"prompts={path}: no prompts; expected {FIELDS}")
     return records
@@ -180,7 +159,7 @@ def _opened(out: Path | None) -> Iterator[IO[bytes]]:
         yield stack.enter_context(out.open("a+b"))
 
 
-def _resume(file: IO[bytes], records: Sequence[Prompt], prompts: Path, out: Path) -> tuple[int, int]:
+def _resume(file: IO[bytes], records: Sequence[Record], prompts: Path, out: Path) -> tuple[int, int]:
     """The number of finished lines, and of errors among them; a half-written last line is removed."""
     file.seek(0)
     done = errors = end = 0
@@ -193,7 +172,7 @@ def _resume(file: IO[bytes], records: Sequence[Prompt], prompts: Path, out: Path
             before = json.loads(line)
         except ValueError:
             before = None
-        if done == len(records) or not isinstance(before, dict) or not records[done].line.items() <= before.items():
+        if done == len(records) or not isinstance(before, dict) or not records[done].items() <= before.items():
             raise SettingsError(f"{out}:{done + 1}: not an answer to {prompts}; choose another `out`")
         done += 1
         errors += "error" in before
@@ -203,7 +182,7 @@ def _resume(file: IO[bytes], records: Sequence[Prompt], prompts: Path, out: Path
     return done, errors
 
 
-def _half(line: bytes, prompt: Prompt) -> bool:
+def _half(line: bytes, record: Record) -> bool:
     """Whether an incomplete last line is the beginning of an answer to a prompt."""
-    answer = json.dumps(prompt.line, ensure_ascii=False).encode()[:-1]
+    answer = json.dumps(record, ensure_ascii=False).encode()[:-1]
     return line.startswith(answer) or answer.startswith(line)

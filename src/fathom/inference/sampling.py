@@ -8,7 +8,6 @@ drafted at a time either.
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, field, fields
@@ -16,10 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import (
-    GenerationConfig,
-    RepetitionPenaltyLogitsProcessor,
-)
+from transformers import GenerationConfig, RepetitionPenaltyLogitsProcessor
 
 from fathom.inference.draws import ACCEPT, DRAFT, INSTEAD, TOKEN, Source
 
@@ -42,33 +38,8 @@ NOT_HERE = {
 }
 """Settings of transformers that change texts and that a `Choice` does not have; and the value that changes nothing.
 `token_healing`, which changes the prompt, is done nowhere here."""
-OWN: dict[str, tuple[float, float]] = {
-    "temperature": (0.0, sys.float_info.max),
-    "top_k": (0, 1 << 31),
-    "top_p": (0.0, 1.0),
-    "min_p": (0.0, 1.0),
-    "repetition_penalty": (1e-6, 1e9),
-}
-"""Settings of a checkpoint that a `Choice` takes, and the range of each."""
-
-
-def refused(own: GenerationConfig) -> str | None:
-    """The first checkpoint setting that is out of range, and the allowed values; transformers checks too late."""
-    for name, (least, most) in OWN.items():
-        value: object = getattr(own, name, None)
-        number = isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
-        if value is not None and not (number and (name != "top_k" or value == int(value))):  # type: ignore[call-overload]
-            kind = "a whole number" if name == "top_k" else "a number"
-            ends = f"{least:g} or more" if most > 1e9 else f"{least:g} to {most:g}"
-            return f"generation_config.json: {name}={value}: allowed: {kind}, {ends}"
-    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        value = getattr(own, name, None)
-        ids = value if isinstance(value, list) else [] if value is None else [value]
-        if any(type(token) is not int for token in ids):
-            return f"generation_config.json: {name}={value!r:.80}: allowed: a token id" + " or several" * (
-                name[0] == "e"
-            )
-    return None
+OWN = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+"""Settings of a checkpoint that a `Choice` takes."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +85,7 @@ class Choice:
     def of(
         cls, asked: Mapping[str, Any], own: GenerationConfig, index: int = 0, ends: frozenset[int] = frozenset()
     ) -> Choice:
-        """The settings of a request; the model's own settings, already checked by `refused`, for the rest.
+        """The settings of a request; the model's own settings, already checked, for the rest.
 
         Args:
             asked: Settings by name; None and unknown names are ignored.
@@ -125,7 +96,7 @@ class Choice:
         given = {one.name: asked[one.name] for one in fields(cls) if asked.get(one.name) is not None}
         draws = {"temperature", "top_k", "top_p", "min_p"} & set(given)
         drawn = given.get("temperature") != 0 if draws else own.do_sample
-        for name in OWN.keys() - given.keys():
+        for name in set(OWN) - given.keys():
             default, value = 1.0 if name == "temperature" else getattr(cls, name), getattr(own, name, None)
             if name == "temperature" and not own.do_sample:
                 value = value or None  # 0 only means that the model does not sample by default
@@ -151,7 +122,9 @@ class Choice:
         return any(map(bool, penalties)) or bool(self.min_tokens and self.ends) or self.constraint is not None
 
     def scores(self, logits: Tensor, prompt: Sequence[int], made: Sequence[int]) -> Tensor:
-        """Logits `[V]` after penalties and biases, in float64."""
+        """Logits `[V]` after penalties and biases, in float64 if there are any."""
+        if not self._changes:
+            return logits
         scores = logits.double()
         if self.repetition_penalty != 1:
             ids = torch.tensor([[*prompt, *made]], device=logits.device)
@@ -178,7 +151,7 @@ class Choice:
     def probabilities(self, scores: Tensor) -> Tensor:
         """The sampling probabilities `[V]` from `scores`."""
         # Shifted so that the maximum is 0: division by a very small temperature then cannot overflow.
-        cooled = (scores - scores.max()).div_(self.temperature)
+        cooled = (scores.double() - scores.max()).div_(self.temperature)
         if self.top_k and self.top_k < len(cooled):
             cooled = cooled.masked_fill(cooled < cooled.topk(self.top_k).values[-1], -torch.inf)
         made = cooled.softmax(-1)
@@ -190,18 +163,15 @@ class Choice:
 
     def token(self, logits: Tensor, prompt: Sequence[int], made: Sequence[int]) -> int:
         """The next token, from its logits `[V]`."""
-        scores = self._changed(logits, prompt, made)
-        if self.temperature == 0:
-            return int(scores.argmax())
-        return self._drawn(self.probabilities(scores.double()), made, TOKEN)
+        return self.draft(logits, prompt, made, TOKEN).token
 
-    def draft(self, logits: Tensor, prompt: Sequence[int], made: Sequence[int]) -> Draft:
+    def draft(self, logits: Tensor, prompt: Sequence[int], made: Sequence[int], stream: int = DRAFT) -> Draft:
         """A draft of the next token, from the logits `[V]` of a part of the model."""
-        scores = self._changed(logits, prompt, made)
+        scores = self.scores(logits, prompt, made)
         if self.temperature == 0:
             return Draft(int(scores.argmax()))
-        probabilities = self.probabilities(scores.double())
-        return Draft(self._drawn(probabilities, made, DRAFT), probabilities)
+        probabilities = self.probabilities(scores)
+        return Draft(self._source.draw(probabilities, len(made), stream), probabilities)
 
     def settled(
         self, drafts: Sequence[Draft], logits: Tensor, prompt: Sequence[int], made: Sequence[int]
@@ -226,23 +196,17 @@ class Choice:
         return tokens, len(tokens)
 
     def _checked(self, draft: Draft, logits: Tensor, prompt: Sequence[int], made: Sequence[int]) -> int:
-        scores, q = self._changed(logits, prompt, made), draft.probabilities
+        scores, q = self.scores(logits, prompt, made), draft.probabilities
         if q is None:
             return int(scores.argmax())
-        p = self.probabilities(scores.double())
+        p = self.probabilities(scores)
         if self._source.uniform(len(made), ACCEPT) * float(q[draft.token]) < float(p[draft.token]):
             return draft.token
-        return self._drawn((p - q).clamp(min=0), made, INSTEAD)
-
-    def _changed(self, logits: Tensor, prompt: Sequence[int], made: Sequence[int]) -> Tensor:
-        return self.scores(logits, prompt, made) if self._changes else logits
+        return self._source.draw((p - q).clamp(min=0), len(made), INSTEAD)
 
     @property
     def _source(self) -> Source:
         return Source(self.seed, self.index)
-
-    def _drawn(self, weights: Tensor, made: Sequence[int], stream: int) -> int:
-        return self._source.draw(weights, len(made), stream)
 
 
 def _nucleus(cooled: Tensor, probabilities: Tensor, share: float) -> float:

@@ -33,8 +33,8 @@ from fathom.inference.memory import default_memory
 from fathom.inference.packed import pack
 from fathom.inference.page import talk_page
 from fathom.inference.prompt import encode, reserved_variables
-from fathom.inference.sampling import Choice, refused
-from fathom.inference.settings import as_strings
+from fathom.inference.sampling import Choice
+from fathom.inference.settings import as_strings, refused
 from fathom.inference.shape import Shape, Shapes
 from fathom.inference.texts import AnswerWords, Text
 from fathom.inference.tokenising import Tokenising
@@ -111,6 +111,12 @@ class Service:
         if asked not in (None, self.name):
             raise ApiError(404, f"no model {asked!r:.120}; this server has {self.name!r}", "model_not_found", "model")
 
+    def trips(self, asked: int | None) -> int | None:
+        """Loop iterations per token at most, for a request that asks for so many."""
+        if (asked or 1) > (most := most_trips(self.model)):
+            raise wrong("max_trips", f"{asked}; a token of this model makes {most} at most")
+        return asked or self.max_trips
+
     async def encoded(self, field: str, size: int, encoder: Callable[[], list[int]]) -> list[int]:
         """A field of `size` characters as token ids, encoded on another thread; errors become an `ApiError`."""
         try:
@@ -167,9 +173,7 @@ class Service:
         self, body: Asked, prompts: Sequence[list[int]], queue: asyncio.Queue, shape: Shape | None = None
     ) -> list[Job]:
         """One job for each prompt and each of its `n` texts."""
-        most, trips = most_trips(self.model), body.max_trips or self.max_trips
-        if (body.max_trips or 1) > most:
-            raise wrong("max_trips", f"{body.max_trips}; a token of this model makes {most} at most")
+        trips = self.trips(body.max_trips)
         scored, own = body.likeliest, self.model.generation_config
         wants_prompt = body.echo and scored is not None
         stops = frozenset(body.stop_token_ids) | (frozenset() if body.ignore_eos else self.stops)
@@ -186,7 +190,11 @@ class Service:
         ]
         if shape is not None:
             texts = [(ids, room, replace(choice, constraint=shape.constraint())) for ids, room, choice in texts]
-        return [job(*text, partial(_put, queue, i)) for i, text in enumerate(texts)]
+
+        def put(index: int, event: Event) -> None:
+            queue.put_nowait((index, event))
+
+        return [job(*text, partial(put, i)) for i, text in enumerate(texts)]
 
     def _new_tokens(self, prompt: int, wanted: int | None, trips: int | None) -> int:
         room = self.context - prompt
@@ -224,13 +232,12 @@ class Service:
         after = () if isinstance(body, ChatBody) else job.prompt
         marked = shape is not None and shape.special
         words = AnswerWords(self.tokenizer, marked, after, mute=job.stops | self.stops if marked else ())
-        stops, echo = [*body.stops, *self.stop_strings], self._echo(body, index // body.n)
+        echo: str | list[int] = ""
+        if isinstance(body, CompletionBody) and body.echo:
+            echo = body.prompts[index // body.n]
+        echo = echo if isinstance(echo, str) else str(self.tokenizer.decode(echo))
+        stops = [*body.stops, *self.stop_strings]
         return Text(words, stops, echo, body.min_tokens, reader=None if shape is None else shape.reader())
-
-    def _echo(self, body: Asked, which: int) -> str:
-        """The prompt as text if the answer must begin with it (`echo`), else an empty string."""
-        prompt = body.prompts[which] if isinstance(body, CompletionBody) and body.echo else ""
-        return prompt if isinstance(prompt, str) else str(self.tokenizer.decode(prompt))
 
     async def _parts(self, jobs: list[Job], texts: list[Text], queue: asyncio.Queue) -> Parts:
         """Events until all jobs have ended; jobs are cancelled if the client disconnects."""
@@ -261,7 +268,7 @@ class Service:
             "requests_refused_total": counts["refused"],
             "prefix_hits_total": counts["hits"],
             "prefix_tokens_total": counts["cached"],
-            "first_token_seconds_sum": round(engine.first_seconds, 6),
+            "first_token_seconds_sum": round(counts["first_seconds"], 6),
             "first_token_seconds_count": counts["first_tokens"],
         }
         gauges = {
@@ -294,10 +301,6 @@ def _line(value: object) -> str:
     return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"
 
 
-def _put(queue: asyncio.Queue, index: int, event: Event) -> None:
-    queue.put_nowait((index, event))
-
-
 def build_app(
     service: Service,
     api_key: str | None = None,
@@ -316,7 +319,6 @@ def build_app(
     """
     kinds = (HTTPException, RequestValidationError, RequestError, Exception)
     app = FastAPI(title="Fathom", openapi_url=None, exception_handlers=dict.fromkeys(kinds, _say_why))
-    app.state.service, app.state.engine = service, service.engine
 
     @app.post("/v1/completions")
     async def complete(body: CompletionBody) -> Response:
@@ -359,7 +361,21 @@ def build_app(
             raise wrong("tokens", f"must be 0 to {service.model.config.vocab_size - 1}")
         return {"prompt": service.tokenizer.decode(body.tokens)}
 
-    _add_reports(app, service, lens is not None)
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return PlainTextResponse(service.metrics(), media_type="text/plain; version=0.0.4")
+
+    @app.get("/")
+    async def page() -> Response:
+        looks = None if not isinstance(service.model, FathomForCausalLM) else lens is not None
+        talks, most = bool(service.tokenizer.chat_template), service.max_trips or most_trips(service.model)
+        text, headers = talk_page(service.name, service.context, most, talks, looks)
+        return HTMLResponse(text, headers=headers)
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        return {"status": "ok"}
+
     if lens is not None:
         lens(app, service)
     # A character may be escaped as six bytes, and few tokens have more than ten characters.
@@ -368,25 +384,6 @@ def build_app(
     if origins:
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"])
     return app
-
-
-def _add_reports(app: FastAPI, service: Service, lens: bool) -> None:
-    """Routes about the server itself, and its page."""
-
-    @app.get("/metrics")
-    async def metrics() -> Response:
-        return PlainTextResponse(service.metrics(), media_type="text/plain; version=0.0.4")
-
-    @app.get("/")
-    async def page() -> Response:
-        looks = None if not isinstance(service.model, FathomForCausalLM) else lens
-        talks, most = bool(service.tokenizer.chat_template), service.max_trips or most_trips(service.model)
-        text, headers = talk_page(service.name, service.context, most, talks, looks)
-        return HTMLResponse(text, headers=headers)
-
-    @app.get("/health")
-    async def health() -> dict[str, str]:
-        return {"status": "ok"}
 
 
 async def _say_why(request: Request, error: Exception) -> JSONResponse:

@@ -7,13 +7,14 @@ import math
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import Any
 
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from fathom.checkpoints.special_tokens import as_list, stop_tokens, unknown_token
 from fathom.errors import SettingsError
-from fathom.inference.sampling import refused
+from fathom.inference.sampling import OWN
 from fathom.kvcache.policy import Policy
 
 # Options that Fathom sets itself, and options that make `generate` return something other than tokens.
@@ -22,26 +23,37 @@ RESERVED = {
     *("output_attentions", "output_hidden_states", "output_scores", "output_logits", "watermarking_config"),
     "token_healing",  # rewrites the prompt
 }
-WHOLE = {
-    **dict.fromkeys(("num_beams", "num_beam_groups", "prefill_chunk_size", "prompt_lookup_num_tokens"), 1),
-    **dict.fromkeys(("min_length", "min_new_tokens", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"), 0),
+KNOWN = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
+KNOWN -= RESERVED | {"max_new_tokens", "transformers_version"}
+"""Names of `options`."""
+LARGEST, HOTTEST, SEEDS = 1 << 31, 3e38, 1 << 63
+WHOLE: dict[str, tuple[int, int]] = {
+    **dict.fromkeys(("max_new_tokens", "num_beams", "num_beam_groups", "prefill_chunk_size"), (1, LARGEST)),
+    "prompt_lookup_num_tokens": (1, LARGEST),
+    **dict.fromkeys(("top_k", "min_length", "min_new_tokens"), (0, LARGEST)),
+    **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size"), (0, LARGEST)),
+    "seed": (-SEEDS, SEEDS - 1),
 }
-"""Options that are whole numbers, and the least value of each."""
-TOKENS = {"eos_token_id", "bos_token_id", "decoder_start_token_id", "suppress_tokens", "begin_suppress_tokens"}
-LISTS = {"suppress_tokens", "begin_suppress_tokens"}
-SHARES = {
+"""Settings that are whole numbers, and the range of each."""
+NUMBERS: dict[str, tuple[float, float]] = {
+    "temperature": (0.0, HOTTEST),
     **dict.fromkeys(("top_p", "min_p", "epsilon_cutoff", "eta_cutoff"), (0.0, 1.0)),
     **dict.fromkeys(("typical_p", "top_h"), (math.ulp(0.0), 1.0)),
     **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty"), (1e-6, 1e9)),
 }
-"""Options that are numbers, and the range of each. Penalties are kept to what float32 holds once logits are divided by
-both of them and by the coldest temperature; past it there is nothing to draw from."""
-FLOATS = ("temperature", *SHARES)
-"""Settings that may be written as whole numbers, which transformers does not take."""
+"""Settings that are numbers, and the range of each; they may be written as whole numbers, which transformers does not
+take. Penalties are kept to what float32 holds once logits are divided by both of them and by the coldest temperature;
+past it there is nothing to draw from."""
+NEEDED = {"max_new_tokens", "num_beams"}
+"""Settings that may not be null."""
+LISTS = {"suppress_tokens", "begin_suppress_tokens"}
+TOKENS = {"eos_token_id", "bos_token_id", "pad_token_id", "decoder_start_token_id", *LISTS}
+COUNTING = ("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "min_length")
+"""Options that would count padding as tokens of the prompt."""
 COLDEST = 1e-20
 """The lowest temperature that logits are divided by; below, they overflow, and the likeliest token is all there is."""
-LARGEST = 1 << 31
-SEEDS = 1 << 63
+ASKED = ("max_new_tokens", "temperature", "top_k", "top_p", "seed")
+"""Settings that are no `options`."""
 
 
 @dataclass(frozen=True)
@@ -72,23 +84,16 @@ class Sampling:
     """Draft with this many first trips and verify with the rest: the output is the same, and often faster."""
 
     def __post_init__(self) -> None:
-        allowed = {
-            "max_new_tokens": (self.max_new_tokens >= 1, "1 or more"),
-            "temperature": (self.temperature is None or 0 <= self.temperature < math.inf, "0 or more"),
-            "top_k": (self.top_k is None or self.top_k >= 0, "0 or more"),
-            "top_p": (self.top_p is None or 0 < self.top_p <= 1, "above 0, up to 1"),
-            "seed": (self.seed is None or -SEEDS <= self.seed < SEEDS, f"{-SEEDS} to {SEEDS - 1}"),
-        }
-        for name, (holds, words) in allowed.items():
-            if not holds:
-                raise SettingsError(f"{name}={getattr(self, name)}: allowed: {words}")
+        for name in ASKED:
+            if (allowed := refusal(name, getattr(self, name))) is not None:
+                raise SettingsError(f"{name}={getattr(self, name)}: allowed: {allowed}")
         if self.speculate is not None and (self.memory is not None or self.compile):
             raise SettingsError("`speculate` crops its cache: leave out `kvcache` and `compile`")
-        if unknown := sorted(set(self.options) - _generation_options()):
+        if unknown := sorted(set(self.options) - KNOWN):
             raise SettingsError(f"`options` {unknown[0]}: transformers' GenerationConfig has no such option here")
         for name, value in self.options.items():
-            if (allowed_values := refusal(name, value)) is not None:
-                raise SettingsError(f"`options` {name}={value}: allowed: {allowed_values}")
+            if (allowed := refusal(name, value)) is not None:
+                raise SettingsError(f"`options` {name}={value}: allowed: {allowed}")
 
     def arguments(self, own: GenerationConfig | None = None) -> dict[str, Any]:
         """These settings as arguments of transformers' `generate`.
@@ -117,18 +122,21 @@ class Sampling:
                 made["cache_implementation"] = "static"
         if self.max_trips is not None:
             made["max_trips"] = self.max_trips
-        own_whole = {key: value for key in FLOATS if type(value := getattr(own, key, None)) is int}
+        own_whole = {key: value for key in NUMBERS if type(value := getattr(own, key, None)) is int}
         made = {**own_whole, **made, **self.options}
-        return {key: float(value) if key in FLOATS and type(value) is int else value for key, value in made.items()}
+        return {key: float(value) if key in NUMBERS and type(value) is int else value for key, value in made.items()}
+
+    def chosen(self, name: str, model: PreTrainedModel) -> Any:
+        """The value of an option, or the checkpoint's."""
+        return self.options.get(name, getattr(model.generation_config, name, None))
 
     def beams(self, model: PreTrainedModel) -> int:
         """Number of beams."""
-        return int(self.options.get("num_beams") or model.generation_config.num_beams or 1)
+        return int(self.chosen("num_beams", model) or 1)
 
     def stop_strings(self, model: PreTrainedModel) -> list[str]:
         """Strings that end a text."""
-        own = as_strings(model.generation_config.stop_strings)
-        return as_strings(self.options["stop_strings"]) if "stop_strings" in self.options else own
+        return as_strings(self.chosen("stop_strings", model))
 
     def stop_tokens(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
         """Tokens that end a text."""
@@ -138,8 +146,12 @@ class Sampling:
 
     def end_decides(self, model: PreTrainedModel) -> bool:
         """Whether the text depends on where it must end, as in beam search or with a forced last token."""
-        own = getattr(model.generation_config, "forced_eos_token_id", None)
-        return self.beams(model) > 1 or self.options.get("forced_eos_token_id", own) is not None
+        return self.beams(model) > 1 or self.chosen("forced_eos_token_id", model) is not None
+
+    def counts_padding(self, model: PreTrainedModel) -> bool:
+        """Whether the text would depend on the padding before its prompt."""
+        begins = self.chosen("forced_bos_token_id", model) is not None  # after a prompt of one token
+        return begins or any(self.chosen(name, model) for name in COUNTING)
 
     def room(self, model: PreTrainedModel, ids: Sequence[int]) -> int:
         """Tokens left in the context after these; a prompt that fills the context is refused."""
@@ -157,16 +169,23 @@ class Sampling:
         return min(self.max_new_tokens, self.room(model, ids))
 
 
+def refused(own: GenerationConfig) -> str | None:
+    """The first checkpoint setting that is out of range, and the allowed values; transformers checks too late."""
+    for name in (*OWN, "bos_token_id", "eos_token_id", "pad_token_id"):
+        value = getattr(own, name, None)
+        number = int(value) if isinstance(value, float) and value.is_integer() else value
+        if (allowed := refusal(name, number)) is not None:
+            return f"generation_config.json: {name}={value!r:.80}: allowed: {allowed}"
+    return None
+
+
 def refusal(name: str, value: object) -> str | None:
-    """The allowed values of a `GenerationConfig` option, if this value is not one; transformers checks too late."""
-    if value is None and name != "num_beams":
+    """The allowed values of a setting, if this value is not one; transformers checks too late."""
+    if value is None and name not in NEEDED:
         return None
-    if name in WHOLE and not (type(value) is int and WHOLE[name] <= value < LARGEST):
-        return f"a whole number, {WHOLE[name]} or more"
-    if name in SHARES:
-        least, most = SHARES[name]
-        if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
-            return "a number from 1e-6 to 1e9" if most > 1 else f"a number {'above' if least else 'from'} 0, up to 1"
+    if (limits := {**WHOLE, **NUMBERS}.get(name)) is not None:
+        number = isinstance(value, Integral if name in WHOLE else Real) and not isinstance(value, bool)
+        return None if number and limits[0] <= value <= limits[1] else _range(*limits)  # type: ignore[operator]
     if name == "stop_strings":
         texts = value if isinstance(value, list) and value else [value]
         return None if all(isinstance(text, str) and text for text in texts) else "a text or a list of them"
@@ -181,11 +200,11 @@ def refusal(name: str, value: object) -> str | None:
     return None
 
 
-def _generation_options() -> set[str]:
-    from transformers import GenerationConfig
-
-    known = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
-    return known - RESERVED - {"max_new_tokens", "transformers_version"}
+def _range(least: float, most: float) -> str:
+    kind = "a whole number" if isinstance(least, int) else "a number"
+    first, last = (f"{end:g}" if isinstance(end, float) else str(end) for end in (least, most))
+    first = "above 0" if least == math.ulp(0.0) else first
+    return f"{kind}, {first} or more" if most in (LARGEST, HOTTEST) else f"{kind}, {first} to {last}"
 
 
 def as_strings(given: object) -> list[str]:

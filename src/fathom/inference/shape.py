@@ -12,7 +12,7 @@ from fathom.inference.api import ApiError, ChatBody, CompletionBody, wrong
 from fathom.inference.api_structure import NamedTool
 from fathom.inference.control import special_names
 from fathom.inference.structure import Constraint, Grammars, json_grammar, lark_grammar
-from fathom.inference.tools import CallReader, CallRules, Notation, notation, schema_of, tool_grammar
+from fathom.inference.tools import CallReader, Notation, notation, schema_of, tool_grammar
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -83,11 +83,13 @@ class Shapes:
         tools = [tool.model_dump(exclude_none=True) for tool in body.callable_tools]
         named = isinstance(body.tool_choice, NamedTool)
         required, several = named or body.tool_choice == "required", body.parallel_tool_calls and not named
-        rules = CallRules(tools, required, several, schema)
+
+        def grammar() -> str:
+            how, pieces = self.notation, self.grammars.pieces
+            return lark_grammar(tool_grammar(tools, how, pieces, required, several, schema))
+
         try:
-            shape = self._compiled(
-                "tools", lambda: lark_grammar(tool_grammar(rules, self.notation, self.grammars.pieces))
-            )
+            shape = self._compiled("tools", grammar)
         except ApiError:
             for i, tool in enumerate(tools):  # so that an error names its tool
                 self._compiled(f"tools.{i}.function.parameters", partial(json_grammar, schema_of(tool)))

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 import re
-import threading
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from functools import cached_property, lru_cache
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fathom.errors import SettingsError, to_install
+from fathom.inference.control import any_of
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -46,7 +47,7 @@ class Constraint:
 
     def allowed(self, made: Sequence[int]) -> Tensor:
         """Which tokens may follow these, `[V]`; all of them once the text is complete or the grammar has failed."""
-        if self._over(made) or self._matcher.is_error():
+        if self.complete(made) or self._matcher.is_error():
             return torch.ones(self.size, dtype=torch.bool)
         mask = self._matcher.compute_bitmask()  # a grammar that is too complex at this point becomes an error
         if self._matcher.is_error():
@@ -56,16 +57,7 @@ class Constraint:
         return torch.from_numpy(bits).bool()
 
     def complete(self, made: Sequence[int]) -> bool:
-        """Whether only the end can follow these tokens."""
-        return self._over(made)
-
-    @property
-    def fault(self) -> str | None:
-        """Why the text cannot continue, if it reached the grammar's limits."""
-        return f"structured output: {reason(self._matcher)}" if self._matcher.is_error() else None
-
-    def _over(self, made: Sequence[int]) -> bool:
-        """Advance the matcher over these tokens; returns whether the text is complete or was complete before."""
+        """Whether only the end can follow these tokens, or could before; the matcher advances over them."""
         taken, matcher = self._taken, self._matcher
         if list(made[: len(taken)]) != taken:
             pairs = zip(taken, made, strict=False)
@@ -80,6 +72,11 @@ class Constraint:
             taken.append(token)
         return bool(matcher.is_stopped()) and not matcher.is_error()
 
+    @property
+    def fault(self) -> str | None:
+        """Why the text cannot continue, if it reached the grammar's limits."""
+        return f"structured output: {reason(self._matcher)}" if self._matcher.is_error() else None
+
 
 class Grammars:
     """Compiles grammars for one model.
@@ -92,27 +89,15 @@ class Grammars:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, size: int, ends: frozenset[int]) -> None:
         self.tokenizer, self.size, self.ends = tokenizer, size, ends
-        self._lock = threading.Lock()
-        self._read: LLTokenizer | None = None
-        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self.compile = lru_cache(KEPT)(self._compile)
 
-    def compile(self, grammar: str) -> LLMatcher:
+    def _compile(self, grammar: str) -> LLMatcher:
         """A matcher to copy, from the output of `json_grammar` or others; an invalid grammar is a `SettingsError`."""
-        from llguidance import LLMatcher
-
-        with self._lock:
-            if (known := self._compiled.get(grammar)) is not None:
-                self._compiled.move_to_end(grammar)
-                return known
-        made = LLMatcher(self.words, grammar, log_level=0)
+        made = _llguidance().LLMatcher(self.words, grammar, log_level=0)
         if not made.is_error():
             made.compute_bitmask()  # for the first token: a grammar that allows none
         if made.is_error():
             raise SettingsError(reason(made))
-        with self._lock:
-            self._compiled[grammar] = made
-            while len(self._compiled) > KEPT:
-                self._compiled.popitem(last=False)
         return made
 
     def begin(self, matcher: LLMatcher) -> Constraint:
@@ -126,27 +111,18 @@ class Grammars:
         names = {name: i for name, i in names.items() if name in text and self.words.is_special_token(i)}
         if not names:
             return json.dumps(text) if text else ""
-        parts = re.split("(" + "|".join(map(re.escape, sorted(names, key=len, reverse=True))) + ")", text)
+        parts = re.split(f"({any_of(names).pattern})", text)
         return " ".join(f"<[{names[part]}]>" if part in names else json.dumps(part) for part in parts if part)
 
-    @property
+    @cached_property
     def words(self) -> LLTokenizer:
         """The vocabulary in llguidance's form; building it takes a second."""
-        with self._lock:
-            if self._read is None:
-                self._read = self._vocabulary()
-            return self._read
-
-    def _vocabulary(self) -> LLTokenizer:
-        try:
-            from llguidance import LLTokenizer
-        except ModuleNotFoundError as error:
-            raise SettingsError(f"llguidance is not installed: {to_install('serve')}") from error
+        library = _llguidance()
         if not self.tokenizer.is_fast:
             raise SettingsError("structured output needs a fast tokenizer (tokenizer.json); this model has none")
         content = json.loads(self.tokenizer.backend_tokenizer.to_str()) | {"truncation": None, "padding": None}
         size = max(self.size, len(self.tokenizer))
-        return LLTokenizer(json.dumps(content), n_vocab=size, eos_token=sorted(self.ends) or None)
+        return library.LLTokenizer(json.dumps(content), n_vocab=size, eos_token=sorted(self.ends) or None)
 
 
 def with_options(schema: Mapping[str, Any], whitespace: str | None, **more: object) -> dict[str, Any]:
@@ -168,14 +144,14 @@ def json_grammar(schema: Mapping[str, Any] | str, whitespace: str | None = WHITE
         found = json.loads(schema) if isinstance(schema, str) else schema
         if not isinstance(found, Mapping):
             raise SettingsError("a JSON schema is an object")
-        return str(_matcher().grammar_from_json_schema(json.dumps(with_options(found, whitespace))))
+        return str(_llguidance().LLMatcher.grammar_from_json_schema(json.dumps(with_options(found, whitespace))))
     except (ValueError, RecursionError) as error:
         raise SettingsError(one_line(str(error))) from error
 
 
 def regex_grammar(pattern: str) -> str:
     """The grammar of texts that a pattern matches as a whole."""
-    return str(_matcher().grammar_from_regex(pattern))
+    return str(_llguidance().LLMatcher.grammar_from_regex(pattern))
 
 
 def choice_grammar(texts: Sequence[str]) -> str:
@@ -185,11 +161,9 @@ def choice_grammar(texts: Sequence[str]) -> str:
 
 def lark_grammar(text: str) -> str:
     """A grammar in Lark's notation, or in GBNF, which llama.cpp and vLLM's xgrammar read."""
-    _matcher()
-    from llguidance import grammar_from
-
+    library = _llguidance()
     try:
-        return str(grammar_from("grammar", text))
+        return str(library.grammar_from("grammar", text))
     except (ValueError, IndexError, RecursionError) as error:
         raise SettingsError(one_line(str(error))) from error
 
@@ -205,9 +179,9 @@ def one_line(message: str) -> str:
     return " ".join(message.split())[:300]
 
 
-def _matcher() -> type[LLMatcher]:
+def _llguidance() -> ModuleType:
     try:
-        from llguidance import LLMatcher
+        import llguidance
     except ModuleNotFoundError as error:
         raise SettingsError(f"llguidance is not installed: {to_install('serve')}") from error
-    return LLMatcher
+    return llguidance

@@ -8,7 +8,7 @@ from itertools import compress
 from typing import TYPE_CHECKING
 
 from fathom.inference.engine import Scored
-from fathom.inference.tools import CallReader
+from fathom.inference.tools import CallReader, may_begin
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -26,10 +26,7 @@ def before_stop(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
     found = [at for stop in stops if (at := text.find(stop)) >= 0]
     if found:
         return text[: min(found)], None
-    # Longest candidates first, which are most often right when they are long, because a client chooses the stop
-    # strings.
-    ends = (text[-n:] for n in range(min(len(text), max(map(len, stops), default=0)), 0, -1))
-    held = next((end for end in ends if any(stop.startswith(end) for stop in stops)), "")
+    held = may_begin(text, stops)
     return text[: len(text) - len(held)], held
 
 

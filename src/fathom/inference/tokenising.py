@@ -40,8 +40,3 @@ class Tokenising:
     def _release(self, kind: str) -> None:
         with self._lock:
             self._held[kind] -= 1
-
-    def close(self) -> None:
-        """End the threads once they are idle."""
-        for pool in self._pools.values():
-            pool.shutdown(wait=False, cancel_futures=True)

@@ -112,37 +112,34 @@ def _object(text: str, start: int) -> tuple[int, int, str] | None:
     return None
 
 
-@dataclass(frozen=True)
-class CallRules:
-    """Which calls an answer may make."""
-
-    tools: Tools
-    required: bool = False
-    """Whether the answer must be calls, not text."""
-    several: bool = True
-    """Whether it may make several calls."""
-    content: Mapping[str, Any] | None = None
-    """A JSON schema for the text; None for any text."""
-
-
 def schema_of(tool: Mapping[str, Any]) -> dict[str, Any]:
     """The JSON schema of a tool's arguments, with the white space that `tojson` writes in templates."""
     schema = {"type": "object", **(tool["function"].get("parameters") or NO_ARGUMENTS)}
     return with_options(schema, None, item_separator=", ", key_separator=": ")
 
 
-def tool_grammar(rules: CallRules, how: Notation, pieces: Callable[[str], str]) -> str:
+def tool_grammar(
+    tools: Tools,
+    how: Notation,
+    pieces: Callable[[str], str],
+    required: bool = False,
+    several: bool = True,
+    content: Mapping[str, Any] | None = None,
+) -> str:
     """The grammar, in Lark's notation, of answers that may call tools.
 
     Args:
-        rules: The allowed calls.
+        tools: The tools that may be called.
         how: The chat template's notation.
         pieces: Converts a text to Lark's notation, with special tokens by name.
+        required: Whether the answer must be calls, not text.
+        several: Whether it may make several calls.
+        content: A JSON schema for the text; None for any text.
     """
     opening, rest = how.before.rstrip(), how.before[len(how.before.rstrip()) :]
     lines = ["%llguidance {}"]
     bodies = []
-    for i, tool in enumerate(rules.tools):
+    for i, tool in enumerate(tools):
         function = tool["function"]
         text = json.dumps(schema_of(tool))
         head = rest + how.head(function["name"])[len(how.before) :]
@@ -150,16 +147,16 @@ def tool_grammar(rules: CallRules, how: Notation, pieces: Callable[[str], str]) 
         bodies.append(f"call_{i}")
     lines.append(f"call: {' | '.join(bodies)}")
     again = ""
-    if rules.several and how.between is not None:
+    if several and how.between is not None:
         lines.append(f"more: {pieces(how.between + opening)} call")
         again = " more*"
     calls = f"{pieces(opening)} call{again}"
-    if rules.required:
+    if required:
         start = calls
-    elif rules.content is not None and not opening:
+    elif content is not None and not opening:
         raise SettingsError("this model writes calls as bare JSON, so tools and response_format exclude each other")
-    elif rules.content is not None:
-        start = f"{calls} | %json {json.dumps(with_options(rules.content, WHITESPACE))}"
+    elif content is not None:
+        start = f"{calls} | %json {json.dumps(with_options(content, WHITESPACE))}"
     elif not opening:  # a call is the whole answer, and a text must begin differently
         lines.append(r"TEXT: /([^{ \n](.|\n)*)?/")
         start = f"{calls} | TEXT"
@@ -201,8 +198,7 @@ class CallReader:
     def __init__(self, how: Notation, names: Sequence[str]) -> None:
         self.how, self.calls, self.content = how, list[Call](), ""
         self._opening = how.before.rstrip()
-        self._heads = [how.head(name).removeprefix(self._opening) for name in names]
-        self._names = list(names)
+        self._heads = {how.head(name).removeprefix(self._opening): name for name in names}
         self._rest = ""
         """What is not yet known to be text or call."""
         self._depth, self._quoted, self._escaped, self._inside = 0, False, False, False
@@ -230,7 +226,7 @@ class CallReader:
         at = rest.find(opening) if opening else -1 if self.content or self.calls else 0
         if at >= 0:
             behind = rest[at + len(opening) :].lstrip() if not opening else rest[at + len(opening) :]
-            for head, name in zip(self._heads, self._names, strict=True):
+            for head, name in self._heads.items():
                 if behind.startswith(head):
                     heard.content += "" if self.calls else rest[:at].rstrip()
                     self.calls.append(Call(name))
@@ -242,7 +238,7 @@ class CallReader:
             at = -1
         if self.calls:
             return False
-        held = "" if last or not opening else _held(rest, opening)
+        held = "" if last or not opening else may_begin(rest, [opening])
         sure = rest[: len(rest) - len(held)]
         kept = len(sure) if last else len(sure.rstrip())  # white space before a call is not part of the text
         heard.content += sure[:kept]
@@ -276,7 +272,8 @@ class CallReader:
         heard.calls.append((len(self.calls) - 1, None, text))
 
 
-def _held(text: str, opening: str) -> str:
-    """The end of a text that may be the beginning of `opening`."""
-    ends = (text[-n:] for n in range(min(len(text), len(opening) - 1), 0, -1))
-    return next((end for end in ends if opening.startswith(end)), "")
+def may_begin(text: str, strings: Sequence[str]) -> str:
+    """The longest end of a text with which one of these strings begins."""
+    # Longest first, which is most often right when it is long, because a client chooses the stop strings.
+    ends = (text[-n:] for n in range(min(len(text), max(map(len, strings), default=0)), 0, -1))
+    return next((end for end in ends if any(string.startswith(end) for string in strings)), "")

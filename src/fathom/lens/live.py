@@ -10,13 +10,11 @@ from fastapi import FastAPI
 from fastapi.responses import HTMLResponse, JSONResponse
 
 from fathom.errors import SettingsError
-from fathom.evaluation.budgets import most_trips
-from fathom.inference.api import ApiError, PlaceBody, wrong
+from fathom.inference.api import ApiError, PlaceBody
 from fathom.inference.prompt import encode
-from fathom.lens.look import LensData, look
+from fathom.lens.look import LensData, look, require_decoder
 from fathom.lens.page import lens_page, pack
 from fathom.lens.place import look_at
-from fathom.models import FathomForCausalLM
 
 if TYPE_CHECKING:
     from fathom.inference.server import Service
@@ -29,8 +27,7 @@ def add_lens(app: FastAPI, service: Service) -> None:
     """Offer the lens at /lens."""
     model, tokenizer, name = service.model, service.tokenizer, service.name
     context = model.config.max_position_embeddings
-    if not isinstance(model, FathomForCausalLM):
-        raise SettingsError(f"`lens` looks into Fathom's decoder; this is a {type(model).__name__}")
+    require_decoder(model)
 
     async def looked(text: str) -> LensData:
         # Shielded: the thread cannot be stopped, and cancelling would leave its result without a reader.
@@ -44,9 +41,7 @@ def add_lens(app: FastAPI, service: Service) -> None:
 
     @app.post("/lens/place")
     async def place(body: PlaceBody) -> dict[str, object]:
-        most, trips = most_trips(model), body.max_trips or service.max_trips
-        if (trips or 1) > most:
-            raise wrong("max_trips", f"{trips}; a token of this model makes {most} at most")
+        trips = service.trips(body.max_trips)
         work = partial(look_at, model, tokenizer, body.tokens, body.said, trips)
         try:
             return await asyncio.shield(asyncio.wrap_future(service.engine.call(work)))

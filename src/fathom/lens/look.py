@@ -140,31 +140,15 @@ class LensData:
 
     def to_dict(self) -> dict[str, object]:
         """Plain numbers, for JSON."""
-        averages = self.averages()
+        averages, bits = self.averages(), self.bits_per_token
         return {
-            "model": self.model,
-            "mechanism": self.mechanism,
-            "parameters": self.parameters,
-            "bits_per_token": _number(self.bits_per_token),
-            "dropped": self.dropped,
-            "tokens": self.tokens,
-            "labels": self.labels.tolist(),
-            "trips": self.trips,
-            "surprisal": _numbers(self.surprisal),
+            **{name: _plain(value) for name, value in vars(self).items()},
             "visits": [{"layer": layer, "trip": trip} for layer, trip in self.visits],
-            "vocabulary": self.vocabulary,
-            "predictions": self.predictions.tolist(),
-            "probabilities": _numbers(self.probabilities),
-            "said": self.said.tolist(),
-            "said_probabilities": _numbers(self.said_probabilities),
-            "next_surprisal": _numbers(self.next_surprisal),
-            "sources": [list(row) for row in self.sources],
-            "weights": [_numbers(row) for row in self.weights],
+            "bits_per_token": None if math.isnan(bits) else round(bits, 6),
             "mean_weights": averages.weights,
             "mean_origins": averages.origins,
             "own": averages.own,
             "entropy": averages.entropy,
-            "layer_weights": self.layer_weights,
         }
 
 
@@ -242,34 +226,15 @@ def look(
     ids = torch.tensor(every_id[:length], device=model.device)
     trips = model.model.plan_of(model.model.served_trips)
     visits = [visit for trip in trips for visit in trip]
-    # Under the view ALL the slots go through the stack side by side, round after round; the last round counts.
-    stages = 1 if model.model.recurrence.view.depth_parallel else len(trips)
-    passed: deque[ResidualState] = deque(maxlen=model.config.num_hidden_layers)
-    norm, residual = model.model.norm, model.model.final_residual
-    says = Says(lambda state: norm(residual.read(state)[0])[0], model.lm_head, ids, min(top, model.config.vocab_size))
+    says = Says(model, ids[1:], min(top, model.config.vocab_size))
     weights: list[Tensor | None] = []
 
     def mixed(mixer: ValueMixer, query: Tensor, key: Tensor, _: Tensor, sources: tuple[Tensor, ...]) -> None:
         found = blended_mixture(mixer, query, key, sources) if sources else torch.ones(1, 1, 1)
         weights.append(None if found is None else widen(found).cpu())
 
-    def left(state: ResidualState) -> None:
-        if stages > 1:
-            passed.append(state)
-            return
-        says.after(state)
-        if progress is not None:
-            progress(len(says.chosen))
-
-    with evaluating(model), hooks(model, mixed, left):
-        out = model.model(ids[None], use_cache=False, head=model.lm_head)
-        for stage in range(stages if passed else 0):
-            for state in passed:
-                says.after(tuple(part[:, stage::stages] for part in state))
-    says.final(out.last_hidden_state[0])
-    made = out.recurrence_state.get("trips", torch.full((1, length), len(trips)))
-
-    if stages > 1:
+    made = record(model, ids, says, mixed, progress=progress)
+    if (stages := stages_of(model, len(trips))) > 1:
         weights = _by_stage(weights[-model.config.num_hidden_layers :], stages)
     known = [w.numpy() for w in weights if w is not None]
     shown = len(known) == len(visits)
@@ -280,8 +245,8 @@ def look(
         tokens=pieces[:length],
         dropped=len(every_id) - length,
         visits=[(visit.layer, visit.trip) for visit in visits],
-        trips=made[0].tolist(),
-        **says.found(tokenizer),
+        trips=made.tolist(),
+        **says.found(tokenizer, ids),
         sources=[(*visit.sources, visit.index) for visit in visits] if shown else [],
         weights=known if shown else [],
         layer_weights=_layer_weights(model, visits),
@@ -308,93 +273,117 @@ def _by_stage(weights: Sequence[Tensor | None], stages: int) -> list[Tensor | No
     return [w if w is None or len(w) == 1 else w[stage::stages] for stage in range(stages) for w in weights]
 
 
+def stages_of(model: FathomForCausalLM, trips: int) -> int:
+    """How many trips pass the layers in one call: under the view ALL the slots go through the stack side by side."""
+    return 1 if model.model.recurrence.view.depth_parallel else trips
+
+
+@torch.no_grad()
+def record(
+    model: FathomForCausalLM,
+    ids: Tensor,
+    says: Says,
+    mixed: Callable[..., None],
+    max_trips: int | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> Tensor:
+    """One forward pass, of which `says` records every visit and the readout; returns the trips of each token, `[T]`.
+
+    Args:
+        model: The model.
+        ids: The text, `[T]`.
+        says: Records predictions.
+        mixed: Called with every mixer's inputs.
+        max_trips: Loop iterations per token at most; None for the model's own number.
+        progress: Called after every visit with the number of visits done.
+    """
+    trips = len(model.model.plan_of(max_trips or model.model.served_trips))
+    stages = stages_of(model, trips)
+    passed: deque[ResidualState] = deque(maxlen=model.config.num_hidden_layers)  # of several rounds the last counts
+
+    def left(state: ResidualState) -> None:
+        if stages > 1:
+            passed.append(state)
+            return
+        says.after(state)
+        if progress is not None:
+            progress(len(says.chosen))
+
+    with watched(model, mixed, left):
+        out = model.model(ids[None], use_cache=False, head=model.lm_head, max_trips=max_trips)
+        for stage in range(stages if passed else 0):
+            for state in passed:
+                says.after(tuple(part[:, stage::stages] for part in state))
+    says.final(out.last_hidden_state[0])
+    return out.recurrence_state.get("trips", torch.full((1, len(ids)), trips))[0]
+
+
 class Says:
     """The logit lens: the residual stream after every visit, through the last norm and the head.
 
     Args:
-        norm: Maps the residual stream to the head's input, `[T, hidden_size]`.
-        head: From `[n, hidden_size]` to logits, `[n, vocab_size]`.
-        ids: The text, `[T]`.
+        model: The model.
+        following: The tokens that follow the positions, `[T]`, or `[T - 1]` if the last one has none.
         top: Predictions to keep.
+        last: Whether to look at the last position alone.
     """
 
-    def __init__(self, norm: Callable[[Any], Tensor], head: Callable[[Tensor], Tensor], ids: Tensor, top: int) -> None:
-        self.norm, self.head, self.ids, self.top = norm, head, ids, top
+    def __init__(self, model: FathomForCausalLM, following: Tensor, top: int, last: bool = False) -> None:
+        self.model, self.following, self.top = model, following, top
+        self.rows = slice(-1, None) if last else slice(None)
         self.chosen: list[Array] = []
         self.probabilities: list[Array] = []
         self.next_surprisal: list[Array] = []
 
-    def after(self, state: Any) -> None:
+    def after(self, state: ResidualState) -> None:
         """Record the predictions from the residual stream after a visit, as if that were the last layer."""
-        chosen, probabilities, bits = self._read(self.norm(state))
+        decoder, there = self.model.model, tuple(part[:, self.rows] for part in state)
+        chosen, probabilities, bits = self._read(decoder.norm(decoder.final_residual.read(there)[0])[0])
         self.chosen.append(chosen)
         self.probabilities.append(probabilities)
-        self.next_surprisal.append(np.append(bits, np.nan))
+        self.next_surprisal.append(bits)
 
     def final(self, hidden: Tensor) -> None:
         """Record the predictions of the model itself, from its readout, `[T, hidden_size]`."""
-        self.said, self.said_probabilities, bits = self._read(hidden)
+        self.said, self.said_probabilities, self.surprisal = self._read(hidden[self.rows])
         if not np.isfinite(self.said_probabilities).all():
             raise SettingsError("the model's scores are not finite: its weights are damaged, or its numbers overflow")
-        self.surprisal = np.concatenate([[np.nan], bits])
 
-    def found(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-        """The fields of `LensData` that are about predictions."""
-        predictions, said, labels, vocabulary = self.vocabulary(tokenizer)
+    def found(self, tokenizer: PreTrainedTokenizerBase, ids: Tensor) -> dict[str, Any]:
+        """The fields of `LensData` that are about predictions, for a text `[T]`."""
+        predicted, own = np.stack(self.chosen), ids.cpu().numpy()
+        distinct = np.unique(np.concatenate([predicted.ravel(), self.said.ravel(), own]))
+        fields = {"predictions": predicted, "said": self.said, "labels": own}
         return {
-            **{"predictions": predictions, "said": said, "labels": labels, "vocabulary": vocabulary},
+            **{name: np.searchsorted(distinct, tokens) for name, tokens in fields.items()},
+            "vocabulary": [spell(tokenizer, int(i)) for i in distinct],
             "probabilities": np.stack(self.probabilities),
             "said_probabilities": self.said_probabilities,
-            "next_surprisal": np.stack(self.next_surprisal),
-            "surprisal": self.surprisal,
+            "next_surprisal": np.pad(np.stack(self.next_surprisal), ((0, 0), (0, 1)), constant_values=np.nan),
+            "surprisal": np.pad(self.surprisal, (1, 0), constant_values=np.nan),
         }
 
     def _read(self, hidden: Tensor) -> tuple[Array, Array, Array]:
+        """From the head's input `[T, hidden_size]`: the likeliest tokens, their probabilities, and surprisals."""
         chosen, probabilities, bits = [], [], []
-        for logprobs, following in self._blocks(hidden):
+        rows = max(1, LOGITS_AT_ONCE // self.model.config.vocab_size)
+        for start in range(0, len(hidden), rows):
+            logprobs = widen(self.model.lm_head(hidden[start : start + rows])).log_softmax(-1)
+            following = self.following[start : start + rows, None]
             values, indices = logprobs.topk(self.top)
             chosen.append(indices)
             probabilities.append(values.exp())
-            bits.append(_bits(logprobs, following))
+            bits.append(-logprobs[: len(following)].gather(1, following)[:, 0] / math.log(2))
         return tuple(torch.cat(parts).cpu().numpy() for parts in (chosen, probabilities, bits))  # type: ignore[return-value]
 
-    def vocabulary(self, tokenizer: PreTrainedTokenizerBase) -> tuple[Array, Array, Array, list[str]]:
-        """Predictions by visit, final predictions and the text's tokens as indices into a list of strings; the list."""
-        predicted, own = np.stack(self.chosen), self.ids.cpu().numpy()
-        distinct = np.unique(np.concatenate([predicted.ravel(), self.said.ravel(), own]))
-        spelled = [spell(tokenizer, int(i)) for i in distinct]
-        return *(np.searchsorted(distinct, found) for found in (predicted, self.said, own)), spelled  # type: ignore[return-value]
-
-    def _blocks(self, hidden: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Log-probabilities and the tokens that followed, in blocks of rows."""
-        start, rows = 0, 1
-        while start < len(hidden):  # the first row shows how many logits a row has
-            logits = widen(self.head(hidden[start : start + rows]))
-            yield logits.log_softmax(-1), self.ids[start + 1 : start + 1 + rows]
-            start, rows = start + rows, max(1, LOGITS_AT_ONCE // logits.shape[-1])
-
-
-def _bits(logprobs: Tensor, following: Tensor) -> Tensor:
-    return -logprobs[: len(following)].gather(1, following[:, None])[:, 0] / math.log(2)
-
 
 @contextmanager
-def evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """A model in evaluation mode; its mode is restored afterwards."""
-    training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(training)
-
-
-@contextmanager
-def hooks(
+def watched(
     model: FathomForCausalLM, mixed: Callable[..., None], after: Callable[[ResidualState], None]
 ) -> Iterator[None]:
-    """Call `mixed` with every mixer's inputs and `after` with every layer's residual state, in the plan's order."""
-    caller = threading.get_ident()  # a server's other threads use the same modules
+    """A model in evaluation mode that calls `mixed` with every mixer's inputs and `after` with every layer's residual
+    state, in the plan's order."""
+    caller, training = threading.get_ident(), model.training  # a server's other threads use the same modules
 
     def on_mixer(mixer: ValueMixer, arguments: tuple[Tensor, ...], _: Tensor) -> None:
         if threading.get_ident() == caller:
@@ -405,13 +394,13 @@ def hooks(
             after(output[:-2])  # a key and a value come last
 
     handles = []
-    layers = cast("Iterable[DecoderLayer]", model.model.layers)
     try:
-        for layer in layers:
+        for layer in cast("Iterable[DecoderLayer]", model.eval().model.layers):
             handles.append(layer.self_attn.mixer.register_forward_hook(on_mixer))
             handles.append(layer.register_forward_hook(on_layer))
         yield
     finally:
+        model.train(training)
         for handle in handles:
             handle.remove()
 
@@ -459,12 +448,12 @@ def _layer_weights(model: FathomForCausalLM, visits: list[Visit]) -> list[list[f
     return rows
 
 
-def _number(value: float) -> float | None:
-    return None if math.isnan(value) else round(value, 6)
-
-
-def _numbers(values: Array) -> list[object]:
-    """Nested lists; JSON has no NaN."""
-    rounded = np.round(values.astype(np.float64), 6).astype(object)
-    rounded[np.isnan(values)] = None
-    return rounded.tolist()
+def _plain(value: object) -> object:
+    """Arrays as nested lists, in lists too."""
+    if isinstance(value, np.ndarray) and value.dtype.kind == "f":
+        rounded = np.round(value.astype(np.float64), 6).astype(object)
+        rounded[np.isnan(value)] = None  # JSON has no NaN
+        return rounded.tolist()
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    return [_plain(one) for one in value] if isinstance(value, list | tuple) else value

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import math
-from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from fathom.errors import SettingsError
-from fathom.lens.look import evaluating, hooks, spell
-from fathom.models.numerics import widen
+from fathom.lens.look import Array, Says, record, spell
 
 if TYPE_CHECKING:
     from fathom.models import FathomForCausalLM
-    from fathom.models.roles import ResidualState
 
 TOP = 5
 """Predictions that are kept for each visit."""
 
 
-@torch.no_grad()
 def look_at(
     model: FathomForCausalLM,
     tokenizer: PreTrainedTokenizerBase,
@@ -47,35 +41,23 @@ def look_at(
         raise SettingsError(f"tokens: token ids of 0 to {size - 1}, at least one before the place")
     if len(tokens) > model.config.max_position_embeddings:
         raise SettingsError(f"tokens: this model's context is {model.config.max_position_embeddings} tokens")
+    device = model.device
+    says = Says(model, torch.tensor([said], device=device), min(TOP, size), last=True)
+    trips = record(model, torch.tensor(list(tokens), device=device), says, lambda *_: None, max_trips)
     plan = model.model.plan_of(max_trips or model.model.served_trips)
-    stages = 1 if model.model.recurrence.view.depth_parallel else len(plan)
-    last: deque[ResidualState] = deque(maxlen=sum(map(len, plan)) // stages)
+    visits = [{"layer": visit.layer, "trip": visit.trip} for trip in plan for visit in trip]
+    found = zip(visits, says.chosen, says.probabilities, says.next_surprisal, strict=True)
+    return {
+        "trips": int(trips[-1]),
+        "visits": [{**visit, **_shown(tokenizer, *one)} for visit, *one in found],
+        "final": _shown(tokenizer, says.said, says.said_probabilities, says.surprisal),
+    }
 
-    def left(state: ResidualState) -> None:
-        last.append(tuple(part[:, -stages:] for part in state))
 
-    ids = torch.tensor([list(tokens)], device=model.device)
-    with evaluating(model), hooks(model, lambda *_: None, left):
-        out = model.model(ids, use_cache=False, head=model.lm_head, max_trips=max_trips)
-    made = out.recurrence_state.get("trips", torch.tensor([[len(plan)]]))
-    # Under the view ALL the slots of a token stand side by side, and each round has them all.
-    states = [tuple(part[:, stage : stage + 1] for part in state) for stage in range(stages) for state in last]
-    visits = [
-        {"layer": visit.layer, "trip": visit.trip, **_says(model, tokenizer, _hidden(model, state), said)}
-        for visit, state in zip((visit for trip in plan for visit in trip), states, strict=True)
+def _shown(tokenizer: PreTrainedTokenizerBase, chosen: Array, shares: Array, bits: Array) -> dict[str, object]:
+    """Predictions at one position, `[1, top]`, as text."""
+    top = [
+        [spell(tokenizer, index), round(share, 5)]
+        for index, share in zip(chosen[0].tolist(), shares[0].tolist(), strict=True)
     ]
-    final = _says(model, tokenizer, out.last_hidden_state[0, -1], said)
-    return {"trips": int(made[0, -1]), "visits": visits, "final": final}
-
-
-def _hidden(model: FathomForCausalLM, state: ResidualState) -> Tensor:
-    """The head's input if this were the last layer."""
-    return model.model.norm(model.model.final_residual.read(state)[0])[0, -1]
-
-
-def _says(model: FathomForCausalLM, tokenizer: PreTrainedTokenizerBase, hidden: Tensor, said: int) -> dict[str, object]:
-    logprobs = widen(model.lm_head(hidden[None]))[0].log_softmax(-1)
-    values, indices = logprobs.topk(min(TOP, len(logprobs)))
-    pairs = zip(indices.tolist(), values.exp().tolist(), strict=True)
-    top = [[spell(tokenizer, index), round(share, 5)] for index, share in pairs]
-    return {"top": top, "bits": round(-float(logprobs[said]) / math.log(2), 3)}
+    return {"top": top, "bits": round(float(bits[0]), 3)}
