@@ -120,13 +120,13 @@ def test_where_padding_would_count_prompts_of_one_length_run_together(opened, mo
     (model, tokenizer), seen, whole = opened, list[int](), opened[0].generate
     monkeypatch.setattr(model, "generate", lambda ids, **a: seen.append(len(ids)) or whole(ids, **a))
 
-    def sizes(**options: int) -> list[int]:
+    def sizes(**options: object) -> list[int]:
         seen.clear()
         generate_batch(model, tokenizer, [[5, 6], [5], [6, 7]], Sampling(2, temperature=0, options=options))
         return sorted(seen)
 
     assert sizes(no_repeat_ngram_size=2) == sizes(encoder_no_repeat_ngram_size=2) == [1, 2]
-    assert sizes(min_length=3) == sizes(forced_bos_token_id=0) == [1, 2]
+    assert sizes(min_length=3) == sizes(forced_bos_token_id=0) == sizes(bad_words_ids=[[5, 5, 7]]) == [1, 2]
     assert sizes(min_length=0, repetition_penalty=2) == [3]
     monkeypatch.setattr(model.generation_config, "min_length", 3)
     assert sizes() == [1, 2]

@@ -56,6 +56,11 @@ WAITING = 256
 """Most jobs that wait, so the most that a request may be."""
 FILLED = 2 / 3
 """Least share of tokens, not padding, in prompts that are read at once."""
+COUNTED = (
+    *("prompt_tokens", "tokens", "steps", "finished", "cancelled", "failed", "drafted", "accepted", "refused"),
+    *("first_tokens", "first_seconds", "cached", "hits"),
+)
+"""What is counted; `first_seconds` is the time from `submit` to the first token, all texts together."""
 
 T = TypeVar("T")
 
@@ -171,17 +176,8 @@ class Engine:
         self.calls: deque[tuple[Callable[[], object], Future]] = deque()
         self.joining: tuple[Lane, list[Job]] | None = None
         """Jobs whose prompts are being read: one, or several whose whole prompts are read at once."""
-        self.counts: dict[str, float] = {
-            "prompt_tokens": 0,
-            "tokens": 0,
-            "steps": 0,
-            "finished": 0,
-            "cancelled": 0,
-            "failed": 0,
-        }
-        self.counts |= {"drafted": 0, "accepted": 0, "refused": 0, "first_tokens": 0, "cached": 0, "hits": 0}
-        self.counts["first_seconds"] = 0.0  # from `submit` to the first token, all texts together
-        """Counts since the start, for /metrics."""
+        self.counts: dict[str, float] = dict.fromkeys(COUNTED, 0)
+        """Since the start, for /metrics."""
         self._out: list[tuple[Job, Event]] = []
         self._wake, self._closing, self._reason = threading.Condition(), False, "the server is shutting down"
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)

@@ -48,8 +48,8 @@ NEEDED = {"max_new_tokens", "num_beams"}
 """Settings that may not be null."""
 LISTS = {"suppress_tokens", "begin_suppress_tokens"}
 TOKENS = {"eos_token_id", "bos_token_id", "pad_token_id", "decoder_start_token_id", *LISTS}
-COUNTING = ("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "min_length")
-"""Options that would count padding as tokens of the prompt."""
+COUNTING = ("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "min_length", "bad_words_ids", "sequence_bias")
+"""Options that would take padding for tokens of the prompt."""
 COLDEST = 1e-20
 """The lowest temperature that logits are divided by; below, they overflow, and the likeliest token is all there is."""
 ASKED = ("max_new_tokens", "temperature", "top_k", "top_p", "seed")
