@@ -147,9 +147,11 @@ def test_a_corpus_below_its_inputs_does_not_read_itself(corpora: Path, tokenizer
 
 
 def test_a_threshold_does_again_what_follows_alone(corpora: Path, tokenizer: str, out: Path) -> None:
+    mine = [write(out / "shards" / name, "mine") for name in ("notes.txt", "train/domain/notes.txt")]
     stricter = {**recipe_of(corpora, tokenizer), "deduplicate": {"jaccard": 0.9999}}
     counts = {name: stage.done for name, stage in made(out, stricter).stages.items()}
     assert [name for name, done in counts.items() if done] == ["verify", "duplicates", "contamination", "tokenize"]
+    assert TokenDataset.open(out / "shards").num_documents > 80 and all(path.read_text() == "mine" for path in mine)
     # Another order of collections in the mixture touches no stage at all.
     mixed = {**stricter, "mix": {"shares": {"domain": 0.5, "replay": 0.5}, "block": 64}}
     report = made(out, mixed)
