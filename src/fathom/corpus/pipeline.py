@@ -29,7 +29,6 @@ from fathom.corpus.stage import (
     Times,
     Workspace,
     conclude,
-    package_versions,
     sweep,
     times_of,
 )
@@ -37,6 +36,7 @@ from fathom.corpus.stages import ORDER
 from fathom.errors import DataError
 from fathom.report.files import LOCK, claimed, write_atomically, write_json
 from fathom.report.progress import ProgressBar
+from fathom.report.provenance import versions
 
 RUN = "run.json"
 PACKAGES = (
@@ -117,7 +117,7 @@ def build(recipe: CorpusRecipe, directory: Path) -> Report:
         budget = publish(workspace)
         card = write_card(workspace)
         report = Report(directory, reports, budget, card)
-        write_json(directory / RUN, {**vars(report), "versions": package_versions(PACKAGES)})
+        write_json(directory / RUN, {**vars(report), "versions": versions(PACKAGES)})
     return report
 
 

@@ -18,7 +18,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from importlib.metadata import PackageNotFoundError, version
 from itertools import groupby
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
@@ -347,14 +346,3 @@ def times_of(stage: StageOf[Any], tasks: Sequence[Task]) -> Times:
         input_bytes=sum(one.input_bytes for one in found),
         peak_bytes=max((one.peak_bytes for one in found), default=0),
     )
-
-
-def package_versions(names: Sequence[str]) -> dict[str, str]:
-    """Versions of the installed packages."""
-    found = {}
-    for name in names:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
