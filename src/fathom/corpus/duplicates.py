@@ -31,9 +31,9 @@ from fathom.corpus.documents import Document, read_at, write_lines
 from fathom.corpus.kept import clean_parts
 from fathom.corpus.minhash import NOTHING, band_numbers, jaccard, run_set
 from fathom.corpus.recipe import Deduplicate
-from fathom.corpus.stage import Input, Stage, Task, Workspace
+from fathom.corpus.stage import Input, Stage, Task, Workspace, grouped
 from fathom.corpus.templates import is_trained
-from fathom.corpus.words import Numbers, batches, words_of
+from fathom.corpus.words import BLOCK, Numbers, words_of
 from fathom.report.mixing import mixed
 
 ROW_BITS = 32
@@ -78,7 +78,7 @@ class Signatures(Stage):
         facts: list[tuple[bytes, int, int]] = []
         bands: list[Numbers] = []
         with self.workspace.path(task.inputs[0]).open("rb") as file:
-            for batch in batches(_texts(file, self._tables(), facts)):
+            for batch in grouped(_texts(file, self._tables(), facts), len, BLOCK):
                 if near.near:
                     bands.append(band_numbers(words_of(batch), near.shingle, near.bands, near.rows, near.seed))
         table = np.array(facts, [("digests", "V16"), ("offsets", "<i8"), ("sizes", "<i8")])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from fathom.corpus.documents import ConversationMessage, write_lines
 from fathom.corpus.kept import by_part, kept_documents, kept_parts
 from fathom.corpus.stage import Input, Stage, Task
 from fathom.corpus.templates import is_trained
+from fathom.report.files import write_json
 
 SCORES = ("acc", "acc_norm")
 
@@ -56,7 +56,7 @@ class Export(Stage):
             counts["rows"] += write_lines(folder / f"{collection}.jsonl", self._rows(form, mine, left_out))
             counts[f"left out of {collection}"] = len(left_out)
         if form == "llamafactory":
-            _write_json(folder / "dataset_info.json", {name: dataset_info(name, kind) for name, kind in kinds.items()})
+            write_json(folder / "dataset_info.json", {name: dataset_info(name, kind) for name, kind in kinds.items()})
         elif form == "axolotl":
             datasets = [axolotl_dataset(name, kind) for name, kind in kinds.items()]
             (folder / "datasets.yaml").write_text(yaml.safe_dump({"datasets": datasets}, sort_keys=False), "utf-8")
@@ -86,10 +86,6 @@ class Export(Stage):
                 text = yaml.safe_dump(task_yaml(name, rule), sort_keys=False)
                 (folder / f"{name}_{rule}.yaml").write_text(text, "utf-8")
         return counts
-
-
-def _write_json(path: Path, value: object) -> None:
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", "utf-8")
 
 
 def conversation_row(form: str, messages: Sequence[ConversationMessage]) -> dict[str, object] | None:

@@ -18,7 +18,7 @@ from fathom.corpus.kept import KeptPart, by_part, kept_documents, kept_parts
 from fathom.corpus.stage import Input, Stage, Task, Workspace, grouped
 from fathom.corpus.templates import CHATS, TEMPLATES, tokens_of
 from fathom.corpus.words import pieces
-from fathom.data.shards import Shard, ShardWriter, choose_split, token_dtype
+from fathom.data.shards import Shard, ShardWriter, choose_split, first_line, token_dtype
 from fathom.data.tokenizer import (
     PIECE,
     WORDS_AT_MOST,
@@ -249,9 +249,7 @@ class TextEncoder:
             for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False):
                 ids += encoding.ids
         except Exception as error:
-            said = next(iter(str(error).splitlines()), "")
-            raise DataError(
-                f"{document.path}: the tokenizer cannot encode a document ({said}): it needs a token for unknown text"
-            ) from None
+            said = f"cannot encode a document ({first_line(error)}): it needs a token for unknown text"
+            raise DataError(f"{document.path}: the tokenizer {said}") from None
         ids.append(self._eos)
         return ids
