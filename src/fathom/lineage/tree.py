@@ -18,6 +18,7 @@ from itertools import combinations
 from pathlib import Path
 
 import numpy as np
+from scipy.cluster.hierarchy import DisjointSet
 
 from fathom.checkpoints.tensors import Array
 from fathom.errors import ModelError
@@ -118,11 +119,10 @@ def _p(pair: Pair) -> float:
 
 def grouped(count: int, edges: Sequence[Place]) -> list[list[int]]:
     """Connected components, in the order of their first members."""
-    group = list(range(count))
-    for i, j in edges:
-        old, new = max(group[i], group[j]), min(group[i], group[j])
-        group = [new if g == old else g for g in group]
-    return [[i for i in range(count) if group[i] == g] for g in sorted(set(group))]
+    parts = DisjointSet(range(count))
+    for edge in edges:
+        parts.merge(*edge)
+    return sorted(map(sorted, parts.subsets()))
 
 
 def _family(
@@ -178,12 +178,8 @@ def _drift(score: float) -> float:
 
 def spanning(group: Sequence[int], drifts: Mapping[Place, float]) -> list[Place]:
     """The edges of the tree with the smallest total drift, nearest first (Kruskal)."""
-    chosen: list[Place] = []
-    for place in sorted(drifts, key=lambda p: (drifts[p], p)):
-        joined = {i: n for n, part in enumerate(grouped(max(group) + 1, chosen)) for i in part}
-        if joined[place[0]] != joined[place[1]]:
-            chosen.append(place)
-    return chosen
+    parts = DisjointSet(group)
+    return [place for place in sorted(drifts, key=lambda p: (drifts[p], p)) if parts.merge(*place)]
 
 
 def supports(

@@ -39,6 +39,7 @@ from fathom.lineage import huref
 from fathom.lineage.publishing.cards import sketch
 from fathom.lineage.publishing.results import Content
 from fathom.lineage.weights import Weights
+from fathom.report.files import digest as file_digest
 
 VERSION = 3
 NAMED = 200  # characters of an owner's name
@@ -108,13 +109,8 @@ def content(weights: Weights) -> Content:
 
 
 def _digest(origin: Origin, file: str) -> str | None:
-    if not isinstance(origin, LocalOrigin):
-        return None
-    found = hashlib.sha256()
-    with open(origin.directory / safe_name(file), "rb") as stream:  # not counted: nothing is compared
-        while block := stream.read(CHUNK):
-            found.update(block)
-    return found.hexdigest()
+    # read past the origin, and not counted: nothing is compared
+    return file_digest(origin.directory / safe_name(file)).sha256 if isinstance(origin, LocalOrigin) else None
 
 
 def file_leaf(store: TensorStore, name: str, key: bytes = b"") -> bytes:
