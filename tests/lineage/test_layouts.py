@@ -12,19 +12,10 @@ from fathom.errors import ModelError
 from fathom.lineage.attacks import attack
 from fathom.lineage.comparison import Options, measure
 from fathom.lineage.weights import open_weights
+from tests.lineage import zoo
 from tests.lineage.zoo import build, logits, save
 
-COMMON = dict(
-    hidden_size=32,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    vocab_size=96,
-    intermediate_size=48,
-    max_position_embeddings=64,
-    pad_token_id=0,
-    tie_word_embeddings=False,
-)
+COMMON = zoo.COMMON | dict(num_hidden_layers=4, num_key_value_heads=2)
 MIXTURE = dict(num_local_experts=2, num_experts_per_tok=1)
 HYBRIDS = {
     "qwen3_next": (

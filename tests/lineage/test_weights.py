@@ -17,18 +17,8 @@ from fathom.checkpoints.origin import LocalOrigin
 from fathom.errors import ModelError
 from fathom.lineage import vocabulary as v
 from fathom.lineage.weights import open_weights
-from tests.lineage.zoo import LATENT, build, edited, save, write_tokenizer
+from tests.lineage.zoo import COMMON, LATENT, build, edited, save, save_adapter, write_tokenizer
 
-COMMON = dict(
-    hidden_size=32,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    vocab_size=96,
-    intermediate_size=48,
-    max_position_embeddings=32,
-    pad_token_id=0,
-    tie_word_embeddings=False,
-)
 GQA = dict(num_key_value_heads=2, head_dim=8)
 LAYOUTS = {
     "llama": lambda: tf.LlamaConfig(**COMMON, **GQA, attention_bias=True),
@@ -229,22 +219,15 @@ def test_rows_read_only_what_was_asked_for(models):
 @pytest.mark.parametrize("rslora", [False, True])
 def test_lora_adapter_on_its_base(tmp_path, models, rslora):
     base = open_weights(models())
-    draw = torch.Generator().manual_seed(1)
-    a = torch.randn(4, 64, generator=draw, dtype=torch.float64)
-    b = torch.randn(64, 4, generator=draw, dtype=torch.float64)
-    name = "base_model.model.model.layers.1.self_attn.q_proj"
-    save_file({f"{name}.lora_A.weight": a, f"{name}.lora_B.weight": b}, tmp_path / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "use_rslora": rslora}
-    config["base_model_name_or_path"] = str(models())
-    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
-    adapted = open_weights(tmp_path)
-    want = base.tensor("q", 1) + (8 / (2 if rslora else 4)) * (b @ a).numpy()
-    assert np.allclose(adapted.tensor("q", 1), want)
-    assert np.allclose(adapted.tensor("q", 1, slice(3, 9)), want[3:9])
+    config = {"use_rslora": rslora, "base_model_name_or_path": str(models())}
+    adapted = open_weights(save_adapter(tmp_path, 64, **config))
+    a, b = (value.numpy() for value in load_file(tmp_path / "adapter_model.safetensors").values())
+    want = base.tensor("q", 1) + (8 / (2 if rslora else 4)) * (b @ a)
+    assert np.allclose(adapted.tensor("q", 1), want, atol=1e-4)
+    assert np.allclose(adapted.tensor("q", 1, slice(3, 9)), want[3:9], atol=1e-4)
     assert np.array_equal(adapted.tensor("q", 0), base.tensor("q", 0))
-    (tmp_path / "adapter_config.json").write_text(json.dumps({**config, "use_dora": True}))
     with pytest.raises(ModelError, match="only plain LoRA"):
-        open_weights(tmp_path)
+        open_weights(save_adapter(tmp_path, 64, **config, use_dora=True))
 
 
 @pytest.mark.parametrize(
@@ -254,13 +237,10 @@ def test_lora_adapter_on_its_base(tmp_path, models, rslora):
 )
 def test_an_adapter_of_another_shape_is_refused(tmp_path, models, a, b, rows):
     """In one line that names the tensor; it failed when rows were first added."""
-    name = "base_model.model.model.layers.1.self_attn"
-    tensors = {f"{name}.q_proj.lora_A.weight": torch.ones(a), f"{name}.q_proj.lora_B.weight": torch.ones(b)}
+    tensors = {"q_proj.lora_A": torch.ones(a), "q_proj.lora_B": torch.ones(b)}
     if rows:
-        tensors[f"{name}.o_proj.modules_to_save.weight"] = torch.ones(rows)
-    save_file(tensors, tmp_path / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "base_model_name_or_path": str(models())}
-    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+        tensors["o_proj.modules_to_save"] = torch.ones(rows)
+    save_adapter(tmp_path, tensors, base_model_name_or_path=str(models()))
     with pytest.raises(ModelError, match=r"self_attn\.o_proj.* is 64 x 32" if rows else r"self_attn\.q_proj.* 64 x 64"):
         open_weights(tmp_path)
 
