@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bz2
-import errno
 import gzip
 import importlib
 import json
@@ -31,8 +30,9 @@ from fathom.data import sources
 from fathom.data.shards import UNFINISHED, TokenDataset, choose_split
 from fathom.errors import DataError
 from fathom.report.files import lock
-from fathom.training.loop import claimed
-from tests.data.corpora import stream, tree, write_documents
+from tests.corpus.files import write
+from tests.corpus.prose import tree
+from tests.data.corpora import stream, write_documents
 
 from .making import prepare
 
@@ -56,7 +56,7 @@ def leaked(directory: Path) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "text", ["plain", " \t spaces\r\n\n  kept ", "naïve 水深 🌊", "<|endoftext|> is text", "x\u200b\ufeff"]
+    "text", ["plain", " \t spaces\r\n\n  kept ", "naïve 水深 🌊", "<|endoftext|> and <|pad|> are text", "x\u200b\ufeff"]
 )
 def test_texts_come_back_as_they_were(tmp_path: Path, tokenizer: str, text: str) -> None:
     (tmp_path / "a.jsonl").write_text(
@@ -363,20 +363,6 @@ def test_two_runs_do_not_share_a_directory(tmp_path: Path, tokenizer: str) -> No
     assert prepare([str(tmp_path / "a.jsonl")], tmp_path / "out", tokenizer).splits
 
 
-def test_a_file_system_without_locks_is_usable(tmp_path: Path, tokenizer: str, monkeypatch) -> None:
-    fcntl = pytest.importorskip("fcntl")
-
-    def flock(descriptor: object, operation: int) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(fcntl, "flock", flock)
-    write_documents(tmp_path / "a.jsonl", 5)
-    assert prepare([str(tmp_path / "a.jsonl")], tmp_path / "out", tokenizer).splits
-    with claimed(tmp_path / "run"):
-        assert (tmp_path / "run").is_dir()
-    assert not (tmp_path / "run").exists()
-
-
 def test_every_format_gives_the_same_shards(tmp_path: Path, tokenizer: str) -> None:
     texts = write_documents(tmp_path / "a.jsonl", 60)
     plain = (tmp_path / "a.jsonl").read_bytes()
@@ -416,8 +402,7 @@ def test_hub_datasets_are_streamed(tmp_path: Path, tokenizer: str, monkeypatch) 
 
 def test_a_directory_is_its_known_files_in_order(tmp_path: Path, tokenizer: str) -> None:
     for name in ("b/z.py", "b/a.md", "a.txt", "c.bin", ".hidden.txt", ".git/x.txt", "__pycache__/y.txt"):
-        (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "in" / name).write_text(name)
+        write(tmp_path / "in" / name, name)
     prepare([str(tmp_path / "in")], tmp_path / "out", tokenizer, held_out=0)
     assert list(documents(tmp_path / "out", "train")) == ["a.txt", "b/a.md", "b/z.py"]
     files = [str(tmp_path / "in" / name) for name in ("a.txt", "b/a.md", "b/z.py")]
