@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -34,10 +34,8 @@ from fathom.lineage.inherited import Inherited
 from fathom.lineage.nulls import Null, structure_class
 from fathom.lineage.pairs import NAMES, SCORE_LABELS, Pair, matched_layers
 from fathom.lineage.verdict import Findings, Verdict
-from fathom.lineage.weights import SMALL_BYTES, Weights, holding, open_weights
+from fathom.lineage.weights import SMALL_BYTES, Told, Weights, holding, open_weights
 from fathom.report.statistics import holm
-
-Told = Callable[[str], None]
 
 FAST_LAYERS, FAST_FFN_LAYERS, EXACT_FFN_LAYERS = 12, 2, 8
 ANCHORS, FAST_ANCHORS = 1024, 256  # number of anchor strings for the terms of two layers, and of all layers

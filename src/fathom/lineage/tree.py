@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations
 from pathlib import Path
@@ -27,10 +27,8 @@ from fathom.lineage.comparison import Options, judge, measure
 from fathom.lineage.direction import Direction, direction
 from fathom.lineage.pairs import Pair
 from fathom.lineage.shares import Shares
-from fathom.lineage.weights import Weights, holding, open_weights
-from fathom.report.statistics import holm
+from fathom.lineage.weights import Told, Weights, holding, open_weights
 
-Told = Callable[[str], None]
 Place = tuple[int, int]
 
 SCHEMA = 1
@@ -105,16 +103,11 @@ def tree(where: Sequence[str | Path], seed: int = 0, progress: Told = lambda _: 
 
         with holding(one, other):
             pairs[i, j] = measure(one, other, Options(seed=seed, extras=False), told)
-    sure = {place: p for place, pair in pairs.items() if (p := _p(pair) * len(places)) <= evidence.ALPHA}
+    sure = {place: p for place, pair in pairs.items() if (p := pair.p * len(places)) <= evidence.ALPHA}
     groups = grouped(len(models), list(sure))
     made = [_family(models, group, pairs, sure, groups, seed, progress) for group in groups]
     made.sort(key=lambda family: -len(family.models))
     return Tree(tuple(made), tuple(_merges(models, progress)), len(places))
-
-
-def _p(pair: Pair) -> float:
-    own = [test.p for test in pair.own_tests()]
-    return min(holm(own)) if own else 1.0
 
 
 def grouped(count: int, edges: Sequence[Place]) -> list[list[int]]:

@@ -53,6 +53,8 @@ class TensorView:
     item: int | None = None  # index in a stack of experts
 
 
+Told = Callable[[str], None]
+"""Called with what is done next."""
 Views = dict[tuple[str, int | None], TensorView]
 Pieces = Mapping[str, tuple[tuple[int, int], ...] | None]
 """The rows of each role in a fused tensor; None for all."""
