@@ -242,7 +242,7 @@ def test_the_command(corpora: Path, tokenizer: str, out: Path, capsys: pytest.Ca
     ):
         assert main([*words, *more]) == 2 and capsys.readouterr().err == said
     other = write(out.with_name("other") / "thesis.txt", "mine").parent
-    assert main([*words[:-1], str(other)]) == 2 and "holds other files" in capsys.readouterr().err
+    assert main([*words[:-1], str(other)]) == 2 and "contains other files" in capsys.readouterr().err
 
 
 def test_a_worker_that_dies_is_replaced_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

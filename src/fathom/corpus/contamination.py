@@ -32,11 +32,7 @@ class Benchmarks(Stage):
 
     name = "benchmarks"
     version = 5
-
-    def settings(self) -> dict[str, object]:
-        """The recipe values that this stage's results depend on."""
-        leaks = self.recipe.decontaminate
-        return {key: getattr(leaks, key) for key in ("words", "whole", "shortest")}
+    uses = ("decontaminate.words", "decontaminate.whole", "decontaminate.shortest")
 
     def tasks(self) -> list[Task]:
         """The tasks, once the earlier stages are finished."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -42,10 +42,7 @@ class Converse(Stage):
     """One task for the conversation files of one shard; conversations that the template rejects are listed."""
 
     name = "converse"
-
-    def settings(self) -> dict[str, object]:
-        """The recipe values that this stage's results depend on."""
-        return {"held_out": self.recipe.tokenize.held_out, **asdict(self.recipe.converse)}
+    uses = ("tokenize.held_out", "converse")
 
     def tasks(self) -> list[Task]:
         """The tasks, once the earlier stages are finished."""

@@ -254,11 +254,7 @@ class Verify(_Global):
 
     name = "verify"
     version = 2
-
-    def settings(self) -> dict[str, object]:
-        """The recipe values that this stage's results depend on."""
-        near = self.recipe.deduplicate
-        return {"jaccard": near.jaccard, "shingle": near.shingle}
+    uses = ("deduplicate.jaccard", "deduplicate.shingle")
 
     def tasks(self) -> list[Task]:
         """The tasks, once the earlier stages are finished."""

@@ -154,10 +154,7 @@ class Tokenize(Stage):
     """One task for the files of a collection that form one shard."""
 
     name = "tokenize"
-
-    def settings(self) -> dict[str, object]:
-        """The recipe values that this stage's results depend on."""
-        return {"held_out": self.recipe.tokenize.held_out}
+    uses = ("tokenize.held_out",)
 
     def tasks(self) -> list[Task]:
         """The tasks, once the earlier stages are finished."""
