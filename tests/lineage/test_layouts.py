@@ -94,21 +94,6 @@ def test_a_disguised_copy_computes_the_same_and_scores_one(tmp_path, name):
             attack(open_weights(base), ("rotate",), tmp_path / "no")
 
 
-def test_a_late_norm_of_the_heads_frees_their_scale(tmp_path):
-    """Each query and key head by a scale of its own: the function stays, and so does the score."""
-    base = save(build(DENSE["hunyuan"][0](), 0), tmp_path / "base")
-    model = tf.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float64)
-    with torch.no_grad():
-        for layer in model.model.layers:
-            for part, heads in ((layer.self_attn.q_proj, 4), (layer.self_attn.k_proj, 2)):
-                scale = torch.exp(torch.randn(heads, generator=torch.Generator().manual_seed(heads)))
-                part.weight *= scale.repeat_interleave(8)[:, None]
-    copy = save(model, tmp_path / "copy")
-    assert (logits(base) - logits(copy)).abs().max() < 1e-4
-    pair = measure(open_weights(base), open_weights(copy), Options())
-    assert pair.scores["awm_canonical"].score == pytest.approx(1, abs=1e-4) and pair.scores["awm"].score < 0.9
-
-
 @pytest.mark.parametrize("name", ["granitemoe", "llama4", "gpt_oss"])
 def test_every_expert_of_a_stack_is_what_the_module_computes(tmp_path, name):
     """Gate, up and down of the second expert, put through the activation, against the live module's own experts."""
