@@ -83,7 +83,7 @@ def measure(first: Weights, second: Weights, options: Options, progress: Told = 
     a, b = (second, first) if swapped else (first, second)
     aligned = aligning.align(a, b, options.all_of(a, b), progress)
     layers = _layers(a, b, options)
-    scores = _scored(a, b, layers, _methods(aligned, options), options, progress)
+    scores = awm.score_layers((a, b), layers, _methods(aligned, options), options.seed, progress)
     pairs = matched_layers(scores, layers, (a.geometry.layers, b.geometry.layers))
     probes = evidence.PROBES if options.all_of(a, b) else evidence.PROBES // 2
     frames = neurons.frames(a, b, aligned.rows, options.seed, probes)
@@ -93,7 +93,7 @@ def measure(first: Weights, second: Weights, options: Options, progress: Told = 
         by_axes, axes = _by_axes(a, b, pairs, options, progress)
         counts = counts | by_axes
         methods = [awm.MatchMethod(NAMES[kind], how) for kind, how in axes.items()]
-        scores = scores | _scored(a, b, layers, methods, options, progress)
+        scores = scores | awm.score_layers((a, b), layers, methods, options.seed, progress)
     other: dict[str, float] = {}
     skipped = [*aligned.skipped]
     if _sure(counts, aligned) and max((scores[n].score for n in NAMES.values() if n in scores), default=1.0) < PLAIN:
@@ -141,22 +141,6 @@ def _methods(aligned: Aligned, options: Options) -> list[awm.MatchMethod]:
     return methods
 
 
-def _scored(
-    a: Weights,
-    b: Weights,
-    layers: tuple[list[int], list[int]],
-    methods: list[awm.MatchMethod],
-    options: Options,
-    progress: Told,
-    living: bool = False,
-) -> dict[str, awm.Scores]:
-    if not methods:
-        return {}
-    return awm.score_layers(
-        (a, b), layers, methods, options.seed, lambda at: progress(f"queries and keys: {at}"), living
-    )
-
-
 def _living(
     a: Weights,
     b: Weights,
@@ -171,7 +155,7 @@ def _living(
     if not any(alive is not None and not alive.all() for alive in (heads.living(*place) for place in places)):
         return {}
     methods = [method for method in _methods(aligned, options) if not method.published]
-    found = _scored(a, b, layers, methods, options, progress, living=True)
+    found = awm.score_layers((a, b), layers, methods, options.seed, progress, living=True)
     best = max(s.score for s in found.values()) - max(scores[name].score for name in found)
     return found if best > signs.NARROW else {}
 
