@@ -15,9 +15,9 @@ from fathom.corpus.recipe import parse_corpus_recipe
 from fathom.corpus.templates import END, TEMPLATES, ConversationEncoder, EncodedConversation, TemplatePart
 from fathom.data.shards import TokenDataset
 from fathom.data.targets import read_targets
-from fathom.data.tokenizer import plain, save_tokenizer, train_bpe
+from fathom.data.tokenizer import plain, save_tokenizer
 from fathom.errors import DataError
-from tests.corpus.prose import Prose, lines, recipe_values, write_jsonl
+from tests.corpus.prose import Prose, lines, recipe_values, vocabulary, write_jsonl
 from tests.corpus.test_duplicates import until
 from tests.data.corpora import stream
 
@@ -57,11 +57,8 @@ GOLDEN = {
 
 @pytest.fixture(scope="module")
 def chat_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A byte-level tokenizer with ChatML's tokens, and an EOS that is none of them."""
-    folder, prose = tmp_path_factory.mktemp("chat"), Prose(41)
-    tokenizer = train_bpe((prose.document() for _ in range(30)), 400)
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
-    save_tokenizer(tokenizer, folder)
+    folder = tmp_path_factory.mktemp("chat")
+    save_tokenizer(vocabulary(), folder)
     return folder / "tokenizer"
 
 
