@@ -302,7 +302,10 @@ def resolve(
     count = 0
     while matching(layouts.ATTENTION, names, prefix + stack.layer.format(count), "the attention"):
         count += 1
-    _check_layers(config, count, names)
+    said = _number(config, "num_hidden_layers", "n_layer", "n_layers", "num_layers")
+    if said is not None and said != count:
+        why = layouts.why_not(names, count)
+        raise ModelError(f"config.json says {said} layers; attention was found in {count}: {why}")
     roles = _Roles(names, config, prefix, stack)
     for index in range(count):
         roles.add_layer(prefix + stack.layer.format(index), index)
@@ -323,15 +326,6 @@ def _decoder_config(config: Mapping[str, object]) -> Mapping[str, object]:
             above = {name: config[name] for name in ("model_type", "tie_word_embeddings") if name in config}
             return _decoder_config({**above, **inner})
     return config
-
-
-def _check_layers(config: Mapping[str, object], count: int, names: Mapping[str, TensorInfo]) -> None:
-    """Refuse a checkpoint whose number of layers differs from its configuration."""
-    said = _number(config, "num_hidden_layers", "n_layer", "n_layers", "num_layers")
-    if said is not None and said != count:
-        raise ModelError(
-            f"config.json says {said} layers; attention was found in {count}: {layouts.why_not(names, count)}"
-        )
 
 
 def _number(config: Mapping[str, object], *keys: str) -> int | None:
