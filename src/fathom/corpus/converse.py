@@ -11,7 +11,7 @@ import numpy as np
 from fathom.checkpoints.layout import TOKENIZER_CONFIG
 from fathom.corpus.chat_template import TokenizerTemplate
 from fathom.corpus.documents import Document, write_lines
-from fathom.corpus.kept import by_part, kept_documents, kept_parts
+from fathom.corpus.kept import kept_documents, kept_parts, parts_of
 from fathom.corpus.recipe import CorpusRecipe
 from fathom.corpus.stage import Stage, Task
 from fathom.corpus.templates import ConversationEncoder
@@ -121,5 +121,5 @@ class Converse(Stage):
         return found if any(found.trained) else "no_target"
 
     def _documents(self, task: Task) -> Iterator[Document]:
-        for files in by_part(task.inputs[2:], task.arguments["parts"]):
-            yield from kept_documents(self.workspace, files, 1)
+        for part in parts_of(task, 2):
+            yield from kept_documents(self.workspace, part)

@@ -1,4 +1,4 @@
-"""All stages, and those of a corpus in their order."""
+"""All stages in their order."""
 
 from __future__ import annotations
 
@@ -18,5 +18,6 @@ ORDER: tuple[type[Stage], ...] = (
     *(Ingest, Clean, Signatures, Exact, Candidates, Verify, Duplicates),
     *(Benchmarks, Contamination, Flags, Tokenizer, Tokenize, Converse, Export),
 )
-STAGES: dict[str, type[StageOf[Any]]] = {stage.name: stage for stage in (*ORDER, Read, Encode)}
-"""With those of `fathom prepare`."""
+PREPARE: tuple[type[StageOf[Any]], ...] = (Read, Encode)
+"""The stages of `fathom prepare`."""
+STAGES: dict[str, type[StageOf[Any]]] = {stage.name: stage for stage in (*ORDER, *PREPARE)}
