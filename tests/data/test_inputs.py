@@ -23,6 +23,7 @@ from tests.corpus.files import write
 from tests.corpus.prose import tree
 from tests.data.corpora import write_documents
 from tests.data.test_prepare import documents, interrupt
+from tests.data.test_shards import flip
 
 from .making import prepare
 
@@ -194,12 +195,6 @@ def test_a_tokenizer_without_unknown(tmp_path: Path) -> None:
             )
 
 
-def flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 4] ^= 1
-    path.write_bytes(data)
-
-
 def test_damaged_work_is_found_before_it_is_published(tmp_path: Path, tokenizer: str, monkeypatch) -> None:
     """Work of another length is done again, as if it were not there; other bytes are refused."""
     write_documents(tmp_path / "a.jsonl", 200)
@@ -208,7 +203,7 @@ def test_damaged_work_is_found_before_it_is_published(tmp_path: Path, tokenizer:
         patch.setattr(prepare_module, "_publish", interrupt)
         prepare(*arguments, held_out=0.2)
     tokens = next(tmp_path.glob("out/.prepare/stages/encode/*/train/*/00000.bin"))
-    flip(tokens)
+    flip(tokens, 100)
     with pytest.raises(DataError, match="is corrupt: a checksum does not match: delete its folder") as caught:
         prepare(*arguments, held_out=0.2)
     assert "\n" not in str(caught.value)

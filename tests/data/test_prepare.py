@@ -180,16 +180,12 @@ def finished_tasks(out: Path) -> dict[Path, int]:
     return {path: path.stat().st_mtime_ns for path in found if path.parent.suffix != ".new"}
 
 
-MANY = [pytest.param(*one, marks=pytest.mark.slow) for one in ((2, 1, 600), (25, 1, 1500), (25, 2, 1500))]
-
-
-@pytest.mark.parametrize(("times", "workers", "documents"), [(2, 2, 300), *MANY])
-def test_killed_and_resumed_gives_the_same_bytes(
-    tmp_path: Path, tokenizer: str, times: int, workers: int, documents: int
-) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [1, 2])
+def test_killed_and_resumed_gives_the_same_bytes(tmp_path: Path, tokenizer: str, workers: int) -> None:
     """Runs are killed at random moments, then one finishes."""
-    write_documents(tmp_path / "a.jsonl", documents)
-    write_documents(tmp_path / "b.jsonl", documents // 3, seed=1)
+    write_documents(tmp_path / "a.jsonl", 1500)
+    write_documents(tmp_path / "b.jsonl", 500, seed=1)
     arguments: dict[str, object] = {
         "inputs": [f"a={tmp_path / 'a.jsonl'}", f"b={tmp_path / 'b.jsonl'}"],
         "tokenizer": tokenizer,
@@ -201,9 +197,9 @@ def test_killed_and_resumed_gives_the_same_bytes(
     assert run({**arguments, "out": tmp_path / "whole"})
     length = time.monotonic() - started
     expected = tree(tmp_path / "whole")
-    chance = random.Random(workers + times)
+    chance = random.Random(workers)
     kills = attempt = resumed = 0
-    while kills < times or not resumed:
+    while kills < 25 or not resumed:
         out = tmp_path / f"killed{attempt}"
         before: dict[Path, int] = {}
         while not run({**arguments, "out": out}, chance.uniform(0, 1.1 * length)):
