@@ -121,5 +121,5 @@ class Converse(Stage):
         return found if any(found.trained) else "no_target"
 
     def _documents(self, task: Task) -> Iterator[Document]:
-        for part in parts_of(task, 2):
+        for part in parts_of(task):
             yield from kept_documents(self.workspace, part)

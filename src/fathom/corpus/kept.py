@@ -29,10 +29,6 @@ class KeptPart:
     min_words: int
     """Minimum words of a piece that is left of a cut document; shorter pieces are dropped."""
 
-    def inputs(self) -> tuple[Input, ...]:
-        """Its files."""
-        return (self.documents, self.removed, *([self.verdicts] if self.verdicts else []))
-
 
 def kept_parts(workspace: Workspace) -> list[KeptPart]:
     """All files of documents, in order."""
@@ -57,17 +53,18 @@ def clean_parts(workspace: Workspace) -> Iterator[tuple[dict[str, Any], int]]:
 def part_task(parts: Sequence[KeptPart], first: Sequence[Input] = (), **arguments: object) -> Task:
     """A task that reads the documents of some parts, and other files before them."""
     listed = [[part.collection, part.kind, part.min_words] for part in parts]
-    return Task((*first, *(one for part in parts for one in part.inputs())), {**arguments, "parts": listed})
+    documents, removed = ([getattr(part, name) for part in parts] for name in ("documents", "removed"))
+    verdicts = [part.verdicts for part in parts if part.verdicts]
+    return Task.of(first, documents, removed, verdicts, parts=listed, **arguments)
 
 
-def parts_of(task: Task, first: int = 0) -> list[KeptPart]:
-    """The parts that such a task reads, after some other files."""
-    listed, files = task.arguments["parts"], task.inputs[first:]
-    each = len(files) // max(len(listed), 1) or 1
-    found = (files[at : at + each] for at in range(0, len(files), each))
+def parts_of(task: Task) -> list[KeptPart]:
+    """The parts that such a task reads."""
+    _, documents, removed, verdicts = task.groups
+    files = zip(task.arguments["parts"], documents, removed, verdicts or [None] * len(removed), strict=True)
     return [
-        KeptPart(collection, kind, mine[0], mine[1], mine[2] if mine[2:] else None, min_words)
-        for (collection, kind, min_words), mine in zip(listed, found, strict=True)
+        KeptPart(collection, kind, part, gone, verdict, least)
+        for (collection, kind, least), part, gone, verdict in files
     ]
 
 

@@ -18,7 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from itertools import groupby
+from itertools import chain, groupby, islice
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
@@ -60,6 +60,18 @@ class Task:
     inputs: tuple[Input, ...]
     arguments: dict[str, Any] = field(default_factory=dict)
     """every other value that the result depends on"""
+
+    @classmethod
+    def of(cls, *groups: Iterable[Input], **arguments: object) -> Task:
+        """A task that reads several groups of files."""
+        files = [tuple(group) for group in groups]
+        return cls(tuple(chain(*files)), {**arguments, "sizes": [len(group) for group in files]})
+
+    @property
+    def groups(self) -> list[tuple[Input, ...]]:
+        """The groups of files of such a task."""
+        files = iter(self.inputs)
+        return [tuple(islice(files, size)) for size in self.arguments["sizes"]]
 
 
 @dataclass(frozen=True)

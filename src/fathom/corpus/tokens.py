@@ -173,7 +173,7 @@ class Tokenize(Stage):
         return counts
 
     def _documents(self, task: Task, licenses: dict[str, int]) -> Iterator[Document]:
-        for part in parts_of(task, 2):
+        for part in parts_of(task):
             for document in kept_documents(self.workspace, part):
                 licenses[document.license] = licenses.get(document.license, 0) + 1
                 yield document
