@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from fathom.cli import lineage as commands
-from fathom.errors import FathomError
+from fathom.errors import FathomError, ModelError
 from fathom.lineage import comparison
 from fathom.lineage.publishing import verification
 from fathom.lineage.weights import open_weights
@@ -168,3 +168,15 @@ def test_damaged_inputs_are_answered_or_refused(whole, tmp_path, monkeypatch, co
     assert sum(found.values()) == count
     assert found["refused"] > count // 8 and found["base: answered"] > 0
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < GROWTH
+
+
+def test_damaged_gguf_headers_are_refused(tmp_path):
+    """Small ones, so that every entry is met; a whole one lacks layers, and is refused too."""
+    draw, file = np.random.default_rng(0), tmp_path / "m.gguf"
+    meta = {"general.architecture": "qwen3", "qwen3.block_count": 1, "qwen3.embedding_length": 8, "x": ["a", "b"]}
+    meta["qwen3.attention.head_count"] = 2
+    good = gguf(file, meta, {"token_embd.weight": (0, (4, 8), bytes(128))}).read_bytes()
+    for _ in range(300):
+        file.write_bytes(flipped(draw, good, len(good) - 128))
+        with pytest.raises(ModelError):
+            open_weights(file)

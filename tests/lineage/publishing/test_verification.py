@@ -153,10 +153,8 @@ def test_options_of_another_type_are_refused(reports, section, key, value):
 
 
 FORGERIES = {
-    "sentence": lambda body: body["verdict"].update(sentence="These weights were stolen."),
     "tampering": lambda body: body["tampering"].append("made up"),
     "revision": lambda body: body["inputs"][0].update(revision="deadbeef"),
-    "hash": lambda body: body["inputs"][0]["content"]["files"].update({"model.safetensors": "0" * 64}),
     "nan": lambda body: body["scores"]["awm"].update(value=float("nan")),
     "control": lambda body: body["controls"].pop(),
 }
@@ -245,7 +243,6 @@ def test_the_printed_command_is_what_was_given(family, reports, case, monkeypatc
 
 
 PAGES = {
-    "the sentence": lambda text, body: text.replace(body["verdict"]["sentence"], "These weights were stolen."),
     "the meaning": lambda text, body: text.replace(body["verdict"]["meaning"], "One is a copy of the other."),
     "the label": lambda text, body: text.replace(f">{body['verdict']['label']}<", ">theft<"),
     "one more line": lambda text, body: text.replace("</main>", "<p>Proven.</p></main>"),
