@@ -32,8 +32,8 @@ from fathom.corpus.minhash import band_numbers, jaccard, run_set
 from fathom.corpus.pipeline import build
 from fathom.corpus.quality import broken_rules
 from fathom.corpus.recipe import Filter, parse_corpus_recipe
-from fathom.corpus.stage import Workspace
-from fathom.corpus.words import batches, words_of
+from fathom.corpus.stage import Workspace, grouped
+from fathom.corpus.words import words_of
 from fathom.report.provenance import provenance
 
 GROUPS = {0.91: 0.0095, 0.83: 0.0185, 0.69: 0.037, 0.51: 0.068}
@@ -141,7 +141,7 @@ def hashing(texts: list[str], documents: int) -> dict[str, float]:
     """Documents of 300 words to band numbers, words found beforehand and not."""
     words = " ".join(texts[: documents // 2]).split()
     pieces = [" ".join(words[at : at + 300]) for at in range(0, min(len(words), 300 * documents), 300)]
-    groups = list(batches(pieces, 1 << 18))
+    groups = list(grouped(pieces, len, 1 << 18))
     started = time.process_time()
     ready = [words_of(group) for group in groups]
     split = time.process_time() - started

@@ -28,7 +28,7 @@ from fathom.corpus.benchmarks import Item, item_of, plain
 from fathom.corpus.confusables import LOOKALIKES
 from fathom.corpus.leaks import Matcher, build_index
 from fathom.corpus.recipe import Decontaminate
-from fathom.corpus.words import batches
+from fathom.corpus.stage import grouped
 from fathom.report.files import write_json
 from fathom.report.provenance import provenance
 
@@ -264,7 +264,7 @@ def unplanted(
     by_benchmark: Counter[str] = Counter()
     passages = []
     began = time.process_time()
-    for batch in batches(texts, 1 << 18):
+    for batch in grouped(texts, len, 1 << 18):
         for text, hits in zip(batch, matcher.hits(batch), strict=True):
             documents += 1
             characters += len(text)

@@ -41,16 +41,6 @@ def test_without_shares_or_budget() -> None:
         plan_budget({"a": 10, "b": 0}, {"a": 0.5, "b": 0.5}, None, 4)
 
 
-def test_error_for_two_or_three_collections_is_below_a_row_in_a_thousand() -> None:
-    chance = np.random.default_rng(0)
-    for count in (2, 3):
-        for _ in range(30):
-            weights = [int(one) for one in chance.integers(1, 1000, count)]
-            order, total = row_order(weights, 1000), sum(weights)
-            for one, weight in enumerate(weights):
-                assert abs(weight * 1000 / total - int((order == one).sum())) < 1
-
-
 @pytest.mark.parametrize("count", [256, 300])
 def test_the_order_of_rows_is_written_in_as_few_bytes_as_hold_it(count: int, tmp_path: Path) -> None:
     budget = plan_budget({f"c{number}": 100 for number in range(count)}, {}, None, 4)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,12 +16,11 @@ from fathom.corpus.pipeline import build, preview
 from fathom.corpus.recipe import parse_corpus_recipe
 from fathom.corpus.templates import CHATS, TEMPLATES, ConversationEncoder, EncodedConversation
 from fathom.corpus.traces import trace_messages
-from fathom.data.tokenizer import plain, save_tokenizer, train_bpe
+from fathom.data.tokenizer import plain, save_tokenizer
 from fathom.errors import DataError
-from tests.corpus.prose import Prose, lines, recipe_values, write_jsonl
+from tests.corpus.prose import lines, recipe_values, vocabulary, write_jsonl
 from tests.corpus.test_conversations import TALK, decoded, rendered, talks
 
-TOKENS = ["<|im_start|>", "<|im_end|>", "<start>", "<stop>", "<think>", "</think>"]
 # Turns between tokens of their own, the system's words inside the user's first, thoughts of the last answer alone.
 PLAIN = (
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'system' %}{% continue %}{% endif %}"
@@ -43,12 +41,6 @@ GOLDEN = {
     "<start>assistant\n⟦<think>\n\n</think>\n\nTwo fathoms.<stop>⟧\n<start>user\nAnd here?<|im_end|><stop>\n"
     "<start>assistant\n⟦<think>\n\n</think>\n\nThree.<stop>⟧\n",
 }
-
-
-@functools.cache
-def vocabulary() -> Any:
-    prose = Prose(41)
-    return train_bpe((prose.document() for _ in range(20)), 400, TOKENS)
 
 
 def saved(folder: Path, template: str | None) -> Path:

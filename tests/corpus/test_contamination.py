@@ -52,7 +52,7 @@ def searched(leaks: tuple[Path, dict[str, Any], list[Item]], **rules: Any) -> Wo
 
 
 def remaining(workspace: Workspace) -> list[Any]:
-    return [one for part in kept_parts(workspace) for one in kept_documents(workspace, part.inputs(), part.min_words)]
+    return [one for part in kept_parts(workspace) for one in kept_documents(workspace, part)]
 
 
 def test_dropped_in_all_collections_and_flagged(leaks: Any) -> None:

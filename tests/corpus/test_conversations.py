@@ -13,11 +13,11 @@ from tokenizers import Tokenizer
 from fathom.corpus.pipeline import build
 from fathom.corpus.recipe import parse_corpus_recipe
 from fathom.corpus.templates import END, TEMPLATES, ConversationEncoder, EncodedConversation, TemplatePart
-from fathom.data.shards import TokenDataset, targets_file
-from fathom.data.targets import read_targets, write_targets
-from fathom.data.tokenizer import plain, save_tokenizer, train_bpe
+from fathom.data.shards import TokenDataset
+from fathom.data.targets import read_targets
+from fathom.data.tokenizer import plain, save_tokenizer
 from fathom.errors import DataError
-from tests.corpus.prose import Prose, lines, recipe_values, write_jsonl
+from tests.corpus.prose import Prose, lines, recipe_values, vocabulary, write_jsonl
 from tests.corpus.test_duplicates import until
 from tests.data.corpora import stream
 
@@ -57,11 +57,8 @@ GOLDEN = {
 
 @pytest.fixture(scope="module")
 def chat_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A byte-level tokenizer with ChatML's tokens, and an EOS that is none of them."""
-    folder, prose = tmp_path_factory.mktemp("chat"), Prose(41)
-    tokenizer = train_bpe((prose.document() for _ in range(30)), 400)
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
-    save_tokenizer(tokenizer, folder)
+    folder = tmp_path_factory.mktemp("chat")
+    save_tokenizer(vocabulary(), folder)
     return folder / "tokenizer"
 
 
@@ -149,13 +146,6 @@ def test_the_oldest_exchanges_go_first(chat_tokenizer: Path) -> None:
     found = tight.encode(TALK)
     assert found is not None and found.ids == short.ids and found.dropped == 1
     assert encoder_of(chat_tokenizer, "chatml", most=len(short.ids) - 1)[0].encode(TALK) is None
-
-
-def test_bits_come_back(tmp_path: Path) -> None:
-    bits = np.random.default_rng(0).integers(0, 2, 1003).astype(bool)
-    write_targets(tmp_path / "00000.bin", bits)
-    assert (read_targets(tmp_path / "00000.bin", 1003) == bits).all()
-    assert targets_file(tmp_path / "00000.bin").stat().st_size == 126
 
 
 def talks(count: int) -> list[dict[str, Any]]:

@@ -147,9 +147,12 @@ def test_a_corpus_below_its_inputs_does_not_read_itself(corpora: Path, tokenizer
 
 
 def test_a_threshold_does_again_what_follows_alone(corpora: Path, tokenizer: str, out: Path) -> None:
+    mine = [write(out / "shards" / name, "mine") for name in ("notes.txt", "train/domain/notes.txt")]
     stricter = {**recipe_of(corpora, tokenizer), "deduplicate": {"jaccard": 0.9999}}
-    counts = {name: stage.done for name, stage in made(out, stricter).stages.items()}
-    assert [name for name, done in counts.items() if done] == ["verify", "duplicates", "contamination", "tokenize"]
+    stages = made(out, stricter).stages
+    assert [name for name in stages if stages[name].done] == ["verify", "duplicates", "contamination", "tokenize"]
+    kept = [stages["tokenize"].counts[f"{name} train documents"] for name in ("domain", "replay")]
+    assert TokenDataset.open(out / "shards").num_documents == sum(kept)
     # Another order of collections in the mixture touches no stage at all.
     mixed = {**stricter, "mix": {"shares": {"domain": 0.5, "replay": 0.5}, "block": 64}}
     report = made(out, mixed)
@@ -160,6 +163,10 @@ def test_a_threshold_does_again_what_follows_alone(corpora: Path, tokenizer: str
     # What is filtered differently, with the same outcome, goes no further.
     looser = {**mixed, "filter": {"max_words": 90_000}}
     assert [name for name, stage in made(out, looser).stages.items() if stage.done] == ["clean"]
+    # What is no longer published goes; a user's own files stay.
+    whole = {"normalize": {"blank_lines": 5}, "tokenize": {**looser["tokenize"], "held_out": 0}}
+    assert made(out, {**looser, **whole}).stages["clean"].done
+    assert not (out / "shards" / "val").exists() and all(path.read_text() == "mine" for path in mine)
 
 
 def test_damage_is_done_again(corpora: Path, tokenizer: str, whole: Report, out: Path) -> None:
@@ -240,7 +247,7 @@ def test_the_command(corpora: Path, tokenizer: str, out: Path, capsys: pytest.Ca
     ):
         assert main([*words, *more]) == 2 and capsys.readouterr().err == said
     other = write(out.with_name("other") / "thesis.txt", "mine").parent
-    assert main([*words[:-1], str(other)]) == 2 and "holds other files" in capsys.readouterr().err
+    assert main([*words[:-1], str(other)]) == 2 and "contains other files" in capsys.readouterr().err
 
 
 def test_a_worker_that_dies_is_replaced_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,6 +262,17 @@ def test_a_worker_that_dies_is_replaced_once(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(executor, "WORKER", "import os; os.abort()")
     with pytest.raises(DataError, match="died twice"):
         executor.Pool(1).run(str(tmp_path), "stage", 1, 1, lambda: None)
+
+
+def test_an_error_ends_the_other_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Task 0 takes a minute, task 1 fails."""
+    fail = 'print(\'{"error": "a bad file", "code": 1}\', flush=True)'
+    program = f"import sys, time\nfor line in sys.stdin:\n    {fail} if ' 1]' in line else time.sleep(60)"
+    monkeypatch.setattr(executor, "WORKER", program)
+    began = time.monotonic()
+    with pytest.raises(DataError, match="a bad file"):
+        executor.Pool(2).run(str(tmp_path), "stage", 2, 2, lambda: None)
+    assert time.monotonic() - began < 40
 
 
 def killed(recipe: Path, out: Path, after: float) -> int:

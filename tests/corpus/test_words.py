@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from fathom.corpus import words as module
-from fathom.corpus.words import batches, run_numbers, words_of
+from fathom.corpus.stage import grouped
+from fathom.corpus.words import run_numbers, words_of
 
 
 def of_regex(text: str) -> list[str]:
@@ -70,8 +71,8 @@ def test_long_texts_in_blocks_are_the_same(monkeypatch: pytest.MonkeyPatch) -> N
         assert np.array_equal(one, other)
 
 
-def test_batches_lose_nothing() -> None:
+def test_groups_lose_nothing() -> None:
     texts = ["x" * size for size in (5, 50, 3, 200, 0, 7)]
-    groups = list(batches(texts, 60))
+    groups = list(grouped(texts, len, 60))
     assert [text for group in groups for text in group] == texts
     assert all(len(group) == 1 or sum(map(len, group)) <= 60 for group in groups)

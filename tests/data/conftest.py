@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from fathom.data.tokenizer import save_tokenizer, train_bpe
 from tests.data.corpora import write_documents
 
 from .making import prepare
@@ -15,9 +16,8 @@ from .making import prepare
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A trained tokenizer's directory."""
     folder = tmp_path_factory.mktemp("tokenizer")
-    write_documents(folder / "texts.jsonl", 200)
-    prepare([str(folder / "texts.jsonl")], folder / "out", train_tokenizer=400, held_out=0)
-    return str(folder / "out" / "tokenizer")
+    save_tokenizer(train_bpe(write_documents(folder / "texts.jsonl", 200), 400), folder)
+    return str(folder / "tokenizer")
 
 
 @pytest.fixture(scope="session")

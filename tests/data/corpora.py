@@ -1,4 +1,4 @@
-"""Generated documents, and a corpus as one value to compare."""
+"""Generated documents, and the tokens of a corpus."""
 
 from __future__ import annotations
 
@@ -28,9 +28,3 @@ def stream(dataset: TokenDataset) -> np.ndarray:
     tokens = np.empty(dataset.num_tokens, np.int64)
     dataset.read(0, tokens)
     return tokens
-
-
-def tree(directory: Path) -> dict[str, bytes]:
-    """Every file of a corpus but the verification cache, which holds modification times."""
-    files = (path for path in directory.rglob("*") if path.is_file() and path.name != ".verified.json")
-    return {str(path.relative_to(directory)): path.read_bytes() for path in files}

@@ -272,15 +272,6 @@ def test_bytes_are_exact_where_documents_end(corpus: Path, held_out: TokenDatase
     assert before == sorted(before)
 
 
-def test_document_ends_are_the_eos_tokens(dataset: TokenDataset) -> None:
-    tokens = stream(dataset)
-    begins = np.flatnonzero(tokens == dataset.eos_token_id) + 1
-    chance = np.random.default_rng(0)
-    for _ in range(200):
-        start, stop = sorted(chance.integers(0, len(tokens), 2).tolist())
-        assert np.array_equal(dataset.document_ends(start, stop), begins[(begins > start) & (begins < stop)])
-
-
 def test_impossible_plans_are_refused(dataset: TokenDataset) -> None:
     for arguments, message in [
         ((10**6, 4, 0), "context of 1000000 tokens is longer than the split 'train'"),

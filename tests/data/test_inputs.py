@@ -19,16 +19,18 @@ from fathom.corpus import prepare as prepare_module
 from fathom.data.shards import TokenDataset
 from fathom.data.sources import find_files
 from fathom.errors import DataError
-from tests.data.corpora import tree, write_documents
+from tests.corpus.files import write
+from tests.corpus.prose import tree
+from tests.data.corpora import write_documents
 from tests.data.test_prepare import documents, interrupt
+from tests.data.test_shards import flip
 
 from .making import prepare
 
 
 def test_linked_folders_are_read_once(tmp_path: Path, tokenizer: str) -> None:
     for name in ("in/a.txt", "real/b.txt", "real/deep/c.txt", "in/z/d.txt"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(name)
+        write(tmp_path / name, name)
     (tmp_path / "in" / "linked").symlink_to(tmp_path / "real")
     (tmp_path / "in" / "again").symlink_to(tmp_path / "real")
     (tmp_path / "in" / "a_z").symlink_to(tmp_path / "in" / "z")
@@ -40,8 +42,7 @@ def test_linked_folders_are_read_once(tmp_path: Path, tokenizer: str) -> None:
 def test_circles_under_a_glob_are_walked_once(tmp_path: Path) -> None:
     """Two links to their own folder are 2^40 paths to `glob`. Without links the files are those that it finds."""
     for name in ("in/a.txt", "in/deep/b.txt", "in/deep/deeper/c.txt", "in/deep/deeper/c.md", "in/.hidden/d.txt"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(name)
+        write(tmp_path / name, name)
     patterns = ("in/**/*.txt", "**/deep/**/c.*", "*/**/deeper/*", "in/**", "in/d*/**/?.txt", "in/**/.hidden/*.txt")
     wanted = {
         pattern: [Path(one) for one in glob.glob(str(tmp_path / pattern), recursive=True) if Path(one).is_file()]
@@ -59,8 +60,7 @@ def test_circles_under_a_glob_are_walked_once(tmp_path: Path) -> None:
 def test_hidden_folders_are_not_entered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor what their links lead to, which may be the whole disk; a pattern may ask for them."""
     for name in ("in/a.txt", "in/deep/b.txt", "in/.venv/c.txt", "big/one/d.txt"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(name)
+        write(tmp_path / name, name)
     (tmp_path / "in/.venv/profile").symlink_to(tmp_path / "big")
     walk, entered = os.walk, []
 
@@ -81,8 +81,7 @@ def test_hidden_folders_are_not_entered(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_link_may_be_what_a_pattern_names(tmp_path: Path) -> None:
     """A file has its own path where that one fits; else a link's, be its own a hidden one."""
     for name in ("in/real/a.txt", "in/real/deep/b.txt", "in/.store/c.txt"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(name)
+        write(tmp_path / name, name)
     for link, target in (("link", "real"), ("shown", ".store"), ("real/up", "../../in")):
         (tmp_path / "in" / link).symlink_to(target)
     wanted = {
@@ -101,8 +100,7 @@ def test_a_link_may_be_what_a_pattern_names(tmp_path: Path) -> None:
 def test_files_below_a_glob_come_in_the_order_of_their_names(tmp_path: Path) -> None:
     """As text, with or without `**`: in another order a directory that was prepared before could not go on."""
     for name in ("a/x.txt", "a-b/x.txt", "a.txt"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(name)
+        write(tmp_path / name, name)
     found = find_files(str(tmp_path / "**" / "*.txt"), lambda _: True, "")
     assert [str(file.relative_to(tmp_path)) for file in found] == ["a-b/x.txt", "a.txt", "a/x.txt"]
 
@@ -197,12 +195,6 @@ def test_a_tokenizer_without_unknown(tmp_path: Path) -> None:
             )
 
 
-def flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 4] ^= 1
-    path.write_bytes(data)
-
-
 def test_damaged_work_is_found_before_it_is_published(tmp_path: Path, tokenizer: str, monkeypatch) -> None:
     """Work of another length is done again, as if it were not there; other bytes are refused."""
     write_documents(tmp_path / "a.jsonl", 200)
@@ -211,7 +203,7 @@ def test_damaged_work_is_found_before_it_is_published(tmp_path: Path, tokenizer:
         patch.setattr(prepare_module, "_publish", interrupt)
         prepare(*arguments, held_out=0.2)
     tokens = next(tmp_path.glob("out/.prepare/stages/encode/*/train/*/00000.bin"))
-    flip(tokens)
+    flip(tokens, 100)
     with pytest.raises(DataError, match="is corrupt: a checksum does not match: delete its folder") as caught:
         prepare(*arguments, held_out=0.2)
     assert "\n" not in str(caught.value)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fathom.data.shards import TokenDataset
-from tests.data.corpora import tree
+from tests.corpus.prose import tree
 from tests.data.making import prepare
 
 RECORDED = Path(__file__).parent / "recorded"

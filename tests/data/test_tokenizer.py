@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from fathom.corpus.prepare import prepare
 from fathom.data.tokenizer import load_tokenizer, plain_encoder, train_bpe, vocabulary_size
 from fathom.errors import DataError
-from tests.data.corpora import tree
+from tests.corpus.prose import tree
 
 PROGRAM = """
 import sys
@@ -41,12 +41,6 @@ def test_decoding_undoes_encoding(tokenizer: str, text: str) -> None:
     encoder = plain_encoder(Path(tokenizer) / "tokenizer.json")
     ids = encoder.encode(text.encode("utf-8", "ignore").decode(), add_special_tokens=False).ids
     assert encoder.decode(ids, skip_special_tokens=False) == text.encode("utf-8", "ignore").decode()
-
-
-def test_special_tokens_in_a_text_are_text(tokenizer: str) -> None:
-    encoder = plain_encoder(Path(tokenizer) / "tokenizer.json")
-    ids = encoder.encode("a <|endoftext|> b<|pad|>", add_special_tokens=False).ids
-    assert not {encoder.token_to_id("<|endoftext|>"), encoder.token_to_id("<|pad|>")} & set(ids)
 
 
 def test_transformers_loads_it(tokenizer: str) -> None:

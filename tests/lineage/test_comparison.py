@@ -15,18 +15,10 @@ from fathom.errors import ModelError
 from fathom.lineage import nulls, verdict
 from fathom.lineage.comparison import Options, compare, measure
 from fathom.lineage.weights import open_weights
+from tests.lineage import zoo as zoo_of
 from tests.lineage.zoo import LATENT, build, edited, save, tiny_config, write_tokenizer
 
-COMMON = dict(
-    hidden_size=64,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    vocab_size=320,
-    intermediate_size=96,
-    max_position_embeddings=32,
-    tie_word_embeddings=False,
-    pad_token_id=0,
-)
+COMMON = zoo_of.COMMON | dict(hidden_size=64, vocab_size=320, intermediate_size=96)
 FAMILIES = {
     "llama": lambda: tf.LlamaConfig(**COMMON, num_key_value_heads=2),
     "tied": lambda: tf.Qwen3Config(**{**COMMON, "tie_word_embeddings": True}, num_key_value_heads=2, head_dim=16),

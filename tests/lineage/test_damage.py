@@ -6,15 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from safetensors.numpy import load_file, save_file
 
 from fathom.cli import lineage as commands
 from fathom.errors import ModelError
 from fathom.lineage import comparison, nulls, verdict
-from fathom.lineage.weights import open_weights
 from tests.lineage.zoo import build, edited, save, tiny_config
 
 LAYER = "model.layers.1."
@@ -90,12 +87,13 @@ def test_huge_weights_are_weights(base, tmp_path):
     """The residual stream a million million times as large is the same function, and the same lineage."""
     out = tmp_path / "huge"
     assert commands.attack(str(base / "base"), out, ["permute"]).exit_code == 0
-    for path in sorted(out.glob("*.safetensors")):
-        tensors = load_file(path)
+
+    def grow(tensors: dict[str, torch.Tensor]) -> None:
         for name in tensors:
             if name.endswith(("embed_tokens.weight", "o_proj.weight", "down_proj.weight")):
-                tensors[name] = tensors[name] * np.float32(1e12)
-        save_file(tensors, path)
+                tensors[name] *= 1e12
+
+    out = edited(out, tmp_path / "grown", grow)
     controls = [str(base / "control"), str(base / "control2")]
     result = commands.compare(str(base / "base"), str(out), control=controls)
     assert result.data["verdict"]["label"] == verdict.SHARED and not result.data["structure"]["skipped"]
@@ -165,10 +163,3 @@ def test_an_odd_null_file_is_one_line(base, tmp_path, change, monkeypatch):
     monkeypatch.setattr(comparison, "measure", None)
     with pytest.raises(ModelError, match=r"^[^\n]*null.json: class [^\n]*$"):
         commands.compare(str(base / "base"), str(base / "control"), null=path)
-
-
-def test_reading_a_number_does_not_change_the_file(base, tmp_path):
-    copy = damaged(base, tmp_path / "copy", TENSORS[5], float("nan"))
-    weights = open_weights(copy)
-    assert weights.unusable == {} and np.isfinite(weights.tensor("q", 1)).all()
-    assert weights.unusable == {TENSORS[5]: 1}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import combinations
+
 import numpy as np
 import pytest
 import torch
 from scipy import stats
 
-from fathom.lineage import awm, evidence, nulls, verdict
+from fathom.lineage import evidence, nulls, verdict
 from fathom.lineage.comparison import Options, compare, measure
 from fathom.lineage.evidence import Test
 from fathom.lineage.inherited import Inherited
@@ -56,11 +58,8 @@ def test_bounds_and_drift():
 @pytest.fixture(scope="module")
 def negatives(models):
     """28 pairs of eight unrelated models."""
-    from fathom.lineage.weights import open_weights
-
     opened = [open_weights(models("qwen3", seed=seed, num_hidden_layers=2)) for seed in range(20, 28)]
-    options = Options(extras=False)
-    return [measure(a, b, options) for i, a in enumerate(opened) for b in opened[i + 1 :]]
+    return [measure(a, b, Options(extras=False)) for a, b in combinations(opened, 2)]
 
 
 def test_t1_is_a_rencontres_number_on_unrelated_models(negatives):
@@ -88,30 +87,6 @@ def test_t4_on_unrelated_models(negatives):
     assert max(count.paired for counts in found for count in counts) <= 5
     p = [evidence.test_neurons("order", counts, []).p for counts in found]
     assert stats.kstest(p, "uniform", alternative="greater").pvalue > 0.01
-
-
-def test_the_calibration_check_can_fail(models, opened, tmp_path):
-    """A lineage, slipped among the negatives, is seen by the same tests."""
-    from fathom.lineage.attacks import attack
-    from fathom.lineage.weights import open_weights
-
-    attack(opened("qwen3"), ("permute",), tmp_path / "copy")
-    pair = measure(opened("qwen3"), open_weights(tmp_path / "copy"), Options(extras=False))
-    assert evidence.test_neurons("tokens", pair.neurons["tokens"], []).p < 1e-30
-
-
-def test_token_halves_are_not_two_witnesses():
-    """The card's trap: halves of one vocabulary share semantics, so unrelated models agree; a mock of that effect."""
-    draw = np.random.default_rng(2)
-    meaning = draw.normal(size=(64, 400))  # what the data puts into channels of both models, in different bases
-    first, second = (draw.permutation(64) for _ in range(2))
-    a, b = (meaning[order] + draw.normal(size=(64, 400)) for order in (first, second))
-
-    def matching(part):
-        return awm.match(awm.unit_rows(a[:, part]) @ awm.unit_rows(b[:, part]).T).columns
-
-    agreement = int((matching(slice(0, 200)) == matching(slice(200, 400))).sum())
-    assert agreement > 15  # a Poisson(3) test would call these unrelated models kin
 
 
 def findings(

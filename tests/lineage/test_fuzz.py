@@ -15,19 +15,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.numpy import save_file
 
 from fathom.cli import lineage as commands
-from fathom.errors import FathomError
+from fathom.errors import FathomError, ModelError
 from fathom.lineage import comparison
 from fathom.lineage.publishing import verification
 from fathom.lineage.weights import open_weights
 from tests.lineage.test_weights import as_gguf, gguf
-from tests.lineage.zoo import build, save, tiny_config
+from tests.lineage.zoo import COMMON, build, save, save_adapter, tiny_config
 
 SECONDS, GROWTH = 20, 1 << 20  # of one input; kilobytes over all
 ODD = (None, True, -1, 0, 1, 3, 1 << 31, 1 << 62, -0.5, 1e308, "", "llama", "x" * 300, [], [1], {}, {"a": 1}, "../x")
-SMALL = dict(hidden_size=32, num_hidden_layers=2, intermediate_size=48, vocab_size=96, head_dim=8)
 
 
 @pytest.fixture(scope="module")
@@ -35,15 +33,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One undamaged input of each kind."""
     root = tmp_path_factory.mktemp("whole")
     for seed, name in enumerate(("base", "other", "third")):
-        save(build(tiny_config("llama", **SMALL), seed, torch.float32), root / name, 96)
-    (root / "adapter").mkdir()
-    part = "base_model.model.model.layers.1.self_attn.q_proj"
-    low = {f"{part}.lora_A.weight": (4, 32), f"{part}.lora_B.weight": (32, 4)}
-    draw = np.random.default_rng(0)
-    factors = {name: draw.normal(size=shape).astype(np.float32) for name, shape in low.items()}
-    save_file(factors, root / "adapter" / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "base_model_name_or_path": str(root / "base")}
-    (root / "adapter" / "adapter_config.json").write_text(json.dumps(config))
+        save(build(tiny_config("llama", **COMMON, head_dim=8), seed, torch.float32), root / name, 96)
+    save_adapter(root / "adapter", 32, base_model_name_or_path=str(root / "base"))
     commands.attack(str(root / "base"), root / "sharded", ["permute"])
     commands.calibrate([str(root / name) for name in ("base", "other", "third")], root / "null.json")
     commands.commit(str(root / "base"), root / "commitment.json", owner="somebody")
@@ -177,3 +168,15 @@ def test_damaged_inputs_are_answered_or_refused(whole, tmp_path, monkeypatch, co
     assert sum(found.values()) == count
     assert found["refused"] > count // 8 and found["base: answered"] > 0
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < GROWTH
+
+
+def test_damaged_gguf_headers_are_refused(tmp_path):
+    """Small ones, so that every entry is met; a whole one lacks layers, and is refused too."""
+    draw, file = np.random.default_rng(0), tmp_path / "m.gguf"
+    meta = {"general.architecture": "qwen3", "qwen3.block_count": 1, "qwen3.embedding_length": 8, "x": ["a", "b"]}
+    meta["qwen3.attention.head_count"] = 2
+    good = gguf(file, meta, {"token_embd.weight": (0, (4, 8), bytes(128))}).read_bytes()
+    for _ in range(300):
+        file.write_bytes(flipped(draw, good, len(good) - 128))
+        with pytest.raises(ModelError):
+            open_weights(file)

@@ -12,19 +12,10 @@ from fathom.errors import ModelError
 from fathom.lineage.attacks import attack
 from fathom.lineage.comparison import Options, measure
 from fathom.lineage.weights import open_weights
+from tests.lineage import zoo
 from tests.lineage.zoo import build, logits, save
 
-COMMON = dict(
-    hidden_size=32,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    vocab_size=96,
-    intermediate_size=48,
-    max_position_embeddings=64,
-    pad_token_id=0,
-    tie_word_embeddings=False,
-)
+COMMON = zoo.COMMON | dict(num_hidden_layers=4, num_key_value_heads=2)
 MIXTURE = dict(num_local_experts=2, num_experts_per_tok=1)
 HYBRIDS = {
     "qwen3_next": (
@@ -101,21 +92,6 @@ def test_a_disguised_copy_computes_the_same_and_scores_one(tmp_path, name):
     if open_weights(base).geometry.norm == "layer":
         with pytest.raises(ModelError, match="RMSNorm"):
             attack(open_weights(base), ("rotate",), tmp_path / "no")
-
-
-def test_a_late_norm_of_the_heads_frees_their_scale(tmp_path):
-    """Each query and key head by a scale of its own: the function stays, and so does the score."""
-    base = save(build(DENSE["hunyuan"][0](), 0), tmp_path / "base")
-    model = tf.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float64)
-    with torch.no_grad():
-        for layer in model.model.layers:
-            for part, heads in ((layer.self_attn.q_proj, 4), (layer.self_attn.k_proj, 2)):
-                scale = torch.exp(torch.randn(heads, generator=torch.Generator().manual_seed(heads)))
-                part.weight *= scale.repeat_interleave(8)[:, None]
-    copy = save(model, tmp_path / "copy")
-    assert (logits(base) - logits(copy)).abs().max() < 1e-4
-    pair = measure(open_weights(base), open_weights(copy), Options())
-    assert pair.scores["awm_canonical"].score == pytest.approx(1, abs=1e-4) and pair.scores["awm"].score < 0.9
 
 
 @pytest.mark.parametrize("name", ["granitemoe", "llama4", "gpt_oss"])

@@ -19,22 +19,23 @@ def _scripts(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delitem(sys.modules, name, raising=False)
 
 
-def text(directory: Path) -> Path:
+def micro(directory: Path) -> list[str]:
+    """The arguments for a zoo of the smallest models, trained on some text."""
     draw = np.random.default_rng(0)
     words = np.array(["read", "write", "self", "value", "return", "import", "for", "in", "if", "not", "of", "None"])
     for number in range(4):
         paragraphs = ["\n".join(" ".join(draw.choice(words, 8)) for _ in range(3)) for _ in range(120)]
         (directory / f"{number}.txt").write_text("\n\n".join(paragraphs))
-    return directory
+    where = ["--text", str(directory), "--other-text", str(directory)]
+    return ["--size", "micro", "--directory", str(directory / "zoo"), *where]
 
 
 @pytest.mark.slow
 def test_two_models_and_what_was_made_of_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     import zoo
 
-    where = text(tmp_path)
+    words = micro(tmp_path)
     only = ["a", "b", "c", "a-int8", "a-depth-half", "a-rotate"]
-    words = ["--size", "micro", "--directory", str(tmp_path / "zoo"), "--text", str(where), "--other-text", str(where)]
     out, picture = tmp_path / "out.json", tmp_path / "qq.png"
     assert zoo.main([*words, "--only", *only, "--out", str(out), "--picture", str(picture)]) == 0
     body = json.loads(out.read_text())
@@ -58,9 +59,8 @@ def test_strangers_treated_alike_are_strangers(tmp_path: Path, capsys: pytest.Ca
     """Tied models that store their head, and models padded with zeros: pairs in which only the treatment is shared."""
     import zoo
 
-    where = text(tmp_path)
+    words = micro(tmp_path)
     only = ["a", "b", "c", "tied", "tied-2", "tied-stored", "tied-2-stored", "a-padded", "b-padded"]
-    words = ["--size", "micro", "--directory", str(tmp_path / "zoo"), "--text", str(where), "--other-text", str(where)]
     assert zoo.main([*words, "--only", *only, "--json"]) == 0
     body = json.loads(capsys.readouterr().out)
     assert body["uninterrupted"] and not body["missed"] and not body["falsely_shared"]
@@ -78,8 +78,7 @@ def test_every_member_can_be_made(tmp_path: Path) -> None:
     import members
     import zoo
 
-    where = text(tmp_path)
-    words = ["--size", "micro", "--directory", str(tmp_path / "zoo"), "--text", str(where), "--other-text", str(where)]
+    words = micro(tmp_path)
     assert zoo.main([*words, "--build-only"]) == 0
     assert {p.name for p in (tmp_path / "zoo/models").iterdir()} == {
         m.name for m in members.members(members.SIZES["micro"])

@@ -23,6 +23,17 @@ SIZES = dict(
 )
 
 
+COMMON = dict(
+    hidden_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    vocab_size=96,
+    intermediate_size=48,
+    max_position_embeddings=64,
+    pad_token_id=0,
+    tie_word_embeddings=False,
+)
+"""Of a still smaller model, of any family."""
 LATENT = dict(
     num_key_value_heads=4,
     q_lora_rank=12,
@@ -79,12 +90,26 @@ def save(model: torch.nn.Module, path: Path, vocabulary: int | None = None) -> P
 
 def edited(source: Path, target: Path, change=lambda tensors: None, **config) -> Path:
     """A copy of a checkpoint whose tensors went through `change`, in place; `config` joins its config.json."""
-    shutil.copytree(source, target, ignore=shutil.ignore_patterns("model.safetensors"))
-    tensors = load_file(source / "model.safetensors")
+    shutil.copytree(source, target, ignore=shutil.ignore_patterns("model*.safetensors*"))
+    tensors = {name: value for file in source.glob("*.safetensors") for name, value in load_file(file).items()}
     change(tensors)
     save_file({name: value.contiguous() for name, value in tensors.items()}, target / "model.safetensors")
     (target / "config.json").write_text(json.dumps(json.loads((source / "config.json").read_text()) | config))
     return target
+
+
+def save_adapter(path: Path, tensors: dict[str, torch.Tensor] | int, **config) -> Path:
+    """A LoRA adapter of rank 4 of the second layer's attention; by its width, random factors for the queries."""
+    if isinstance(tensors, int):
+        draw = torch.Generator().manual_seed(1)
+        shapes = {"q_proj.lora_A": (4, tensors), "q_proj.lora_B": (tensors, 4)}
+        tensors = {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()}
+    path.mkdir(exist_ok=True)
+    names = {name: f"base_model.model.model.layers.1.self_attn.{name}.weight" for name in tensors}
+    save_file({names[name]: value for name, value in tensors.items()}, path / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, **config}
+    (path / "adapter_config.json").write_text(json.dumps(config))
+    return path
 
 
 def write_tokenizer(path: Path, size: int, prefix: str = "Ġw") -> None:

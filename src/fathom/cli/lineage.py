@@ -251,7 +251,7 @@ def _sketch(where: str) -> tuple[Array, str]:
     path = Path(where)
     if path.is_file() and path.suffix in {".json", ".card"}:
         body = lineage.publishing.cards.read_card(path)
-        return lineage.publishing.cards.sketch_of(body), path.stem
+        return lineage.publishing.cards.sketch_bytes(body.sketches["z_last"]), path.stem
     weights = lineage.open_weights(where)
     return lineage.publishing.cards.sketch(weights), where
 

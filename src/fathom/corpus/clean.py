@@ -41,10 +41,7 @@ class Clean(Stage):
 
     name = "clean"
     version = 4
-
-    def settings(self) -> dict[str, object]:
-        """The recipe values that this stage's results depend on."""
-        return {"normalize": asdict(self.recipe.normalize)}
+    uses = ("normalize",)
 
     def tasks(self) -> list[Task]:
         """The tasks, once the earlier stages are finished."""

@@ -32,11 +32,7 @@ class Benchmarks(Stage):
 
     name = "benchmarks"
     version = 5
-
-    def settings(self) -> dict[str, object]:
-        """The recipe values that this stage's results depend on."""
-        leaks = self.recipe.decontaminate
-        return {key: getattr(leaks, key) for key in ("words", "whole", "shortest")}
+    uses = ("decontaminate.words", "decontaminate.whole", "decontaminate.shortest")
 
     def tasks(self) -> list[Task]:
         """The tasks, once the earlier stages are finished."""
@@ -102,22 +98,22 @@ class Contamination(Stage):
         parts = self.workspace.parts("clean") if names else []
         cuts = "cut" in self._actions().values()
         return [
-            Task((part, gone, *indices, *items), {"benchmarks": names, **({"min_words": least} if cuts else {})})
+            Task.of([part], [gone], indices, items, benchmarks=names, **({"min_words": least} if cuts else {}))
             for part, gone, (_, least) in zip(parts, removed, clean_parts(self.workspace), strict=False)
         ]
 
     def run(self, task: Task, folder: Path) -> dict[str, int]:
         """Run one task and return its counts."""
         names = task.arguments["benchmarks"]
-        paths = [self.workspace.path(one) for one in task.inputs]
-        items = {name: read_index_items(lines) for name, lines in zip(names, paths[2 + len(names) :], strict=True)}
-        matcher = Matcher([dict(np.load(index)) for index in paths[2 : 2 + len(names)]], list(items.values()))
-        removed = set(np.load(paths[1]).tolist())
+        (part,), (gone,), indices, lines = ([self.workspace.path(one) for one in group] for group in task.groups)
+        items = dict(zip(names, map(read_index_items, lines), strict=True))
+        matcher = Matcher([dict(np.load(index)) for index in indices], list(items.values()))
+        removed = set(np.load(gone).tolist())
         counts = dict.fromkeys(("documents", "hits", "dropped", "cut", "reported", "short_pieces"), 0)
         verdicts: dict[str, list[list[int]]] = {}
         short: list[dict[str, object]] = []
         with (folder / "hits.jsonl").open("w", encoding="utf-8") as out:
-            for row, document, found in self._search(paths[0], removed, (names, matcher), counts):
+            for row, document, found in self._search(part, removed, (names, matcher), counts):
                 action, spans = self._action(document, found)
                 if action == "cut":
                     lost, some_left = _too_short(document, spans, task.arguments["min_words"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +11,7 @@ import numpy as np
 from fathom.checkpoints.layout import TOKENIZER_CONFIG
 from fathom.corpus.chat_template import TokenizerTemplate
 from fathom.corpus.documents import Document, write_lines
-from fathom.corpus.kept import by_part, kept_documents, kept_parts
+from fathom.corpus.kept import kept_documents, kept_parts, parts_of
 from fathom.corpus.recipe import CorpusRecipe
 from fathom.corpus.stage import Stage, Task
 from fathom.corpus.templates import ConversationEncoder
@@ -42,10 +42,7 @@ class Converse(Stage):
     """One task for the conversation files of one shard; conversations that the template rejects are listed."""
 
     name = "converse"
-
-    def settings(self) -> dict[str, object]:
-        """The recipe values that this stage's results depend on."""
-        return {"held_out": self.recipe.tokenize.held_out, **asdict(self.recipe.converse)}
+    uses = ("tokenize.held_out", "converse")
 
     def tasks(self) -> list[Task]:
         """The tasks, once the earlier stages are finished."""
@@ -124,5 +121,5 @@ class Converse(Stage):
         return found if any(found.trained) else "no_target"
 
     def _documents(self, task: Task) -> Iterator[Document]:
-        for files in by_part(task.inputs[2:], task.arguments["parts"]):
-            yield from kept_documents(self.workspace, files, 1)
+        for part in parts_of(task):
+            yield from kept_documents(self.workspace, part)

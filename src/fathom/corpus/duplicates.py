@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 from typing import IO
 
@@ -31,9 +32,9 @@ from fathom.corpus.documents import Document, read_at, write_lines
 from fathom.corpus.kept import clean_parts
 from fathom.corpus.minhash import NOTHING, band_numbers, jaccard, run_set
 from fathom.corpus.recipe import Deduplicate
-from fathom.corpus.stage import Input, Stage, Task, Workspace
+from fathom.corpus.stage import Input, Stage, Task, Workspace, grouped
 from fathom.corpus.templates import is_trained
-from fathom.corpus.words import Numbers, batches, words_of
+from fathom.corpus.words import BLOCK, Numbers, words_of
 from fathom.report.mixing import mixed
 
 ROW_BITS = 32
@@ -78,7 +79,7 @@ class Signatures(Stage):
         facts: list[tuple[bytes, int, int]] = []
         bands: list[Numbers] = []
         with self.workspace.path(task.inputs[0]).open("rb") as file:
-            for batch in batches(_texts(file, self._tables(), facts)):
+            for batch in grouped(_texts(file, self._tables(), facts), len, BLOCK):
                 if near.near:
                     bands.append(band_numbers(words_of(batch), near.shingle, near.bands, near.rows, near.seed))
         table = np.array(facts, [("digests", "V16"), ("offsets", "<i8"), ("sizes", "<i8")])
@@ -127,18 +128,17 @@ class Exact(_Global):
 
     def tasks(self) -> list[Task]:
         """The tasks, once the earlier stages are finished."""
-        inputs = (*self.workspace.parts("clean"), *self.signatures("digests.npy"), *self.signatures("offsets.npy"))
+        files = self.workspace.parts("clean"), self.signatures("digests.npy"), self.signatures("offsets.npy")
         count = self.buckets()
-        return [Task(inputs, {"bucket": bucket, "of": count}) for bucket in range(count)]
+        return [Task.of(*files, bucket=bucket, of=count) for bucket in range(count)]
 
     def run(self, task: Task, folder: Path) -> dict[str, int]:
         """Run one task and return its counts."""
-        parts = len(task.inputs) // 3
+        parts, files, offsets = task.groups
         pairs: Numbers = np.empty((0, 2), "<u8")
         if self.recipe.deduplicate.exact:
-            digests, places = self._read(task, task.inputs[parts : 2 * parts])
-            rows = _Rows(self.workspace, task.inputs[:parts], task.inputs[2 * parts :])
-            pairs = _equal_pairs(digests, places, rows, self.priorities())
+            digests, places = self._read(task, files)
+            pairs = _equal_pairs(digests, places, _Rows(self.workspace, parts, offsets), self.priorities())
         np.save(folder / "pairs.npy", pairs)
         return {"pairs": len(pairs)}
 
@@ -180,24 +180,19 @@ class Candidates(_Global):
         near = self.recipe.deduplicate
         if not near.near:
             return []
-        inputs = (*self.workspace.outputs("exact", "pairs.npy"), *self.signatures("bands.npy"))
-        inputs += (*self.signatures("sizes.npy"), *self.signatures("digests.npy"))
-        count, exact = self.buckets(), len(self.workspace.outputs("exact", "pairs.npy"))
-        return [
-            Task(inputs, {"band": band, "bucket": bucket, "of": count, "exact": exact})
-            for band in range(near.bands)
-            for bucket in range(count)
-        ]
+        signatures = (self.signatures(f"{name}.npy") for name in ("bands", "sizes", "digests"))
+        files, count = (self.workspace.outputs("exact", "pairs.npy"), *signatures), self.buckets()
+        places = product(range(near.bands), range(count))
+        return [Task.of(*files, band=band, bucket=bucket, of=count) for band, bucket in places]
 
     def run(self, task: Task, folder: Path) -> dict[str, int]:
         """Run one task and return its counts."""
-        exact = task.arguments["exact"]
-        parts = (len(task.inputs) - exact) // 3
-        gone = np.concatenate([np.load(self.workspace.path(one))[:, 0] for one in task.inputs[:exact]])
+        exact, *signatures = task.groups
+        gone = np.concatenate([np.load(self.workspace.path(one))[:, 0] for one in exact])
         gone.sort()
         numbers, places, sizes, digests = [], [], [], []
-        for part in range(parts):
-            files = [self.workspace.path(task.inputs[exact + kind * parts + part]) for kind in range(3)]
+        for part, inputs in enumerate(zip(*signatures, strict=True)):
+            files = [self.workspace.path(one) for one in inputs]
             band = np.load(files[0], mmap_mode="r")[task.arguments["band"]]
             mine = (band != NOTHING) & (band % np.uint64(task.arguments["of"]) == np.uint64(task.arguments["bucket"]))
             rows = np.flatnonzero(mine)
@@ -254,26 +249,20 @@ class Verify(_Global):
 
     name = "verify"
     version = 2
-
-    def settings(self) -> dict[str, object]:
-        """The recipe values that this stage's results depend on."""
-        near = self.recipe.deduplicate
-        return {"jaccard": near.jaccard, "shingle": near.shingle}
+    uses = ("deduplicate.jaccard", "deduplicate.shingle")
 
     def tasks(self) -> list[Task]:
         """The tasks, once the earlier stages are finished."""
         pairs = self.workspace.outputs("candidates", "pairs.npy")
         count = -(-self.workspace.manifest("candidates").counts.get("pairs", 0) // VERIFY_PAIRS)
-        inputs = (*self.workspace.parts("clean"), *self.signatures("offsets.npy"), *pairs)
-        return [Task(inputs, {"share": share, "of": count, "pairs": len(pairs)}) for share in range(count)]
+        files = self.workspace.parts("clean"), self.signatures("offsets.npy"), pairs
+        return [Task.of(*files, share=share, of=count) for share in range(count)]
 
     def run(self, task: Task, folder: Path) -> dict[str, int]:
         """Run one task and return its counts."""
-        count = task.arguments["pairs"]
-        parts = (len(task.inputs) - count) // 2
-        rows = _Rows(self.workspace, task.inputs[:parts], task.inputs[parts : 2 * parts])
-        pairs = self._mine(task, task.inputs[2 * parts :])
-        runs = _RunSets(rows, self.recipe.deduplicate.shingle)
+        parts, offsets, files = task.groups
+        pairs = self._mine(task, files)
+        runs = _RunSets(_Rows(self.workspace, parts, offsets), self.recipe.deduplicate.shingle)
         similar = np.array([_alike(runs.of(one), runs.of(other)) for one, other in pairs.tolist()], "<f8")
         kept = similar >= self.recipe.deduplicate.jaccard
         np.save(folder / "edges.npy", pairs[kept])
@@ -365,26 +354,21 @@ class Duplicates(_Global):
     def tasks(self) -> list[Task]:
         """The tasks, once the earlier stages are finished."""
         exact = self.workspace.outputs("exact", "pairs.npy")
-        edges = self.workspace.outputs("verify", "edges.npy")
-        parts = self.workspace.parts("clean")
-        inputs = (*parts, *self.signatures("offsets.npy"), *exact, *edges)
-        inputs += tuple(self.workspace.outputs("verify", "similarities.npy"))
-        return [Task(inputs, {"parts": len(parts), "exact": len(exact), "edges": len(edges)})]
+        near = (self.workspace.outputs("verify", f"{name}.npy") for name in ("edges", "similarities"))
+        return [Task.of(self.workspace.parts("clean"), self.signatures("offsets.npy"), exact, *near)]
 
     def run(self, task: Task, folder: Path) -> dict[str, int]:
         """Run one task and return its counts."""
-        parts, exact, edges = (task.arguments[key] for key in ("parts", "exact", "edges"))
-        files = task.inputs[2 * parts :]
-        load = [np.load(self.workspace.path(one)) for one in files]
-        same = np.concatenate([np.empty((0, 2), "<u8"), *load[:exact]])
-        near = np.concatenate([np.empty((0, 2), "<u8"), *load[exact : exact + edges]])
-        similar = np.concatenate([np.empty(0), *load[exact + edges :]])
-        rows = _Rows(self.workspace, task.inputs[:parts], task.inputs[parts : 2 * parts])
+        parts, offsets, *files = task.groups
+        exact, edges, similarities = ([np.load(self.workspace.path(one)) for one in group] for group in files)
+        same, near = (np.concatenate([np.empty((0, 2), "<u8"), *pairs]) for pairs in (exact, edges))
+        similar = np.concatenate([np.empty(0), *similarities])
+        rows = _Rows(self.workspace, parts, offsets)
         removed = list(_Choice(rows, self.recipe.deduplicate, self.priorities()).removed(same, near, similar))
         gone: dict[int, list[int]] = {}
         for place, _ in removed:
             gone.setdefault(place >> ROW_BITS, []).append(place & ((1 << ROW_BITS) - 1))
-        for part in range(parts):
+        for part in range(len(parts)):
             np.save(folder / f"removed-{part:06d}.npy", np.array(sorted(gone.get(part, [])), "<i8"))
         write_lines(folder / "duplicates.jsonl", (row for _, row in removed))
         found = {"removed": len(removed), "exact": sum(row["kind"] == "exact" for _, row in removed)}

@@ -6,11 +6,10 @@ results to disk, so nothing is returned, and the results do not depend on the ex
 
 from __future__ import annotations
 
-import os
-import queue
 import subprocess
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -23,6 +22,7 @@ from fathom.corpus.stage import Task, WorkspaceOf
 from fathom.corpus.worker import carry_out
 from fathom.errors import DataError
 from fathom.report.files import write_json
+from fathom.report.provenance import cores
 
 WORKER = """
 import signal
@@ -30,17 +30,11 @@ signal.signal(signal.SIGINT, signal.SIG_IGN)
 from fathom.corpus.worker import serve
 serve()
 """
-ATTEMPTS = 2
 POOL_BYTES = 1 << 23
 """Less input than this is processed faster than a pool or a scheduler's job can be started."""
 
 Tick = Callable[[], None]
 Executing = Callable[[WorkspaceOf[Any], str, Sequence[Task], Tick], None]
-
-
-def cores() -> int:
-    """CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def write_plan(workspace: WorkspaceOf[Any], stage: str, tasks: Sequence[Task]) -> None:
@@ -86,13 +80,12 @@ def _spread(wanted: Executor, workspace: WorkspaceOf[Any], stage: str, tasks: Se
 class Pool:
     """Processes of this machine. Small stages, or all stages with one worker, run in this process.
 
-    A thread passes tasks to each process; processes are kept for later stages.
+    Threads pass the tasks on, each to an idle process or a new one; processes are kept for later stages.
     """
 
     def __init__(self, workers: int) -> None:
         self._workers = workers
-        self._todo: queue.SimpleQueue[int] = queue.SimpleQueue()
-        self._failure: BaseException | None = None
+        self._stopped = False
         self._processes: list[subprocess.Popen[str]] = []
         self._idle: list[subprocess.Popen[str]] = []
         self._lock = threading.Lock()
@@ -107,74 +100,52 @@ class Pool:
 
     def run(self, directory: str, stage: str, count: int, workers: int, tick: Tick) -> None:
         """Run tasks on a number of processes."""
-        for number in range(count):
-            self._todo.put(number)
-        arguments = directory, stage, tick
-        threads = [threading.Thread(target=self._thread, args=arguments, daemon=True) for _ in range(workers)]
-        try:
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                while thread.is_alive():
-                    thread.join(0.1)
-        except BaseException as error:
-            self._failure = error
-        if self._failure is not None:
-            self.stop()
-            raise self._failure
+        with ThreadPoolExecutor(workers) as threads:
+            jobs = [threads.submit(self._do, directory, stage, number) for number in range(count)]
+            try:
+                for job in as_completed(jobs):
+                    job.result()
+                    tick()
+            except BaseException:
+                self.stop()
+                threads.shutdown(wait=False, cancel_futures=True)
+                raise
 
     def stop(self) -> None:
-        """End all processes."""
+        """End all processes, and start no others."""
+        with self._lock:
+            self._stopped = True
         for process in self._processes:
             process.kill()
             process.communicate()
         self._processes.clear()
 
-    def _thread(self, directory: str, stage: str, tick: Tick) -> None:
-        with self._lock:
-            process = self._idle.pop() if self._idle else None
-        try:
-            while self._failure is None:
-                try:
-                    number = self._todo.get_nowait()
-                except queue.Empty:
-                    return
-                process = self._do([directory, stage, number], process)
-                with self._lock:
-                    tick()
-        except BaseException as error:
-            self._failure = self._failure or error
-            process = None
-        finally:
-            if process is not None:
-                with self._lock:
-                    self._idle.append(process)
-
-    def _do(self, task: list[str | int], process: subprocess.Popen[str] | None) -> subprocess.Popen[str]:
+    def _do(self, directory: str, stage: str, number: int) -> None:
         """Run a task in a process, and once more in a new process if the first one dies."""
-        _, stage, number = task
-        for _ in range(ATTEMPTS):
-            process = process or self._start()
-            answer = ask(process, task)
+        for fresh in (False, True):
+            process = self._process(fresh)
+            answer = ask(process, [directory, stage, number])
             if answer is None:
                 status = process.wait()
-                process = None
-                if self._failure is not None:
-                    break
                 continue
+            self._idle.append(process)
             if "bug" in answer:
                 raise RuntimeError(f"task {number} of {stage}:\n{answer['bug']}")
             if "error" in answer:
                 raise DataError(answer["error"], int(answer["code"]))
-            return process
+            return
         raise DataError(
             f"{stage}: the process that did task {number} died twice (exit status {status}); run the same "
             "command to resume",
             1,
         )
 
-    def _start(self) -> subprocess.Popen[str]:
-        process = started(WORKER)
+    def _process(self, fresh: bool) -> subprocess.Popen[str]:
+        """An idle process if there is one, or a new one."""
         with self._lock:
-            self._processes.append(process)
-        return process
+            if self._stopped:
+                raise DataError("stopped", 1)
+            if self._idle and not fresh:
+                return self._idle.pop()
+            self._processes.append(started(WORKER))
+            return self._processes[-1]

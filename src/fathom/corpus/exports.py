@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -11,9 +10,10 @@ import yaml
 from fathom.corpus.benchmarks import LETTERS, Item
 from fathom.corpus.contamination import read_index_items
 from fathom.corpus.documents import ConversationMessage, write_lines
-from fathom.corpus.kept import by_part, kept_documents, kept_parts
-from fathom.corpus.stage import Input, Stage, Task
+from fathom.corpus.kept import KeptPart, kept_documents, kept_parts, part_task, parts_of
+from fathom.corpus.stage import Stage, Task
 from fathom.corpus.templates import is_trained
+from fathom.report.files import write_json
 
 SCORES = ("acc", "acc_norm")
 
@@ -27,14 +27,10 @@ class Export(Stage):
     def tasks(self) -> list[Task]:
         """The tasks, once the earlier stages are finished."""
         parts = kept_parts(self.workspace)
-        inputs = tuple(one for part in parts for one in part.inputs())
-        listed = [[part.collection, part.kind, len(part.inputs()), part.min_words] for part in parts]
         items = tuple(self.workspace.outputs("benchmarks", "items.jsonl"))
         names = [task.arguments["name"] for task in self.workspace.manifest("benchmarks").tasks]
         return [
-            Task(items, {"form": form, "benchmarks": names})
-            if form == "lm_eval"
-            else Task(inputs, {"form": form, "parts": listed})
+            Task(items, {"form": form, "benchmarks": names}) if form == "lm_eval" else part_task(parts, form=form)
             for form in self.recipe.exports
         ]
 
@@ -44,30 +40,26 @@ class Export(Stage):
         if form == "lm_eval":
             return self._tasks_of_lm_eval(task, folder)
         kinds: dict[str, str] = {}
-        rows: dict[str, list[tuple[tuple[Input, ...], int]]] = {}
-        parts = task.arguments["parts"]
-        inputs = by_part(task.inputs, [one[2] for one in parts])
-        for (collection, kind, _, min_words), files in zip(parts, inputs, strict=True):
-            kinds[collection] = kind
-            rows.setdefault(collection, []).append((files, min_words))
+        rows: dict[str, list[KeptPart]] = {}
+        for part in parts_of(task):
+            kinds[part.collection] = part.kind
+            rows.setdefault(part.collection, []).append(part)
         counts = {"rows": 0, **{f"left out of {collection}": 0 for collection in rows}}
         for collection, mine in rows.items():
             left_out: list[str] = []
             counts["rows"] += write_lines(folder / f"{collection}.jsonl", self._rows(form, mine, left_out))
             counts[f"left out of {collection}"] = len(left_out)
         if form == "llamafactory":
-            _write_json(folder / "dataset_info.json", {name: dataset_info(name, kind) for name, kind in kinds.items()})
+            write_json(folder / "dataset_info.json", {name: dataset_info(name, kind) for name, kind in kinds.items()})
         elif form == "axolotl":
             datasets = [axolotl_dataset(name, kind) for name, kind in kinds.items()]
             (folder / "datasets.yaml").write_text(yaml.safe_dump({"datasets": datasets}, sort_keys=False), "utf-8")
         return counts
 
-    def _rows(
-        self, form: str, parts: list[tuple[tuple[Input, ...], int]], left_out: list[str]
-    ) -> Iterator[dict[str, object]]:
+    def _rows(self, form: str, parts: list[KeptPart], left_out: list[str]) -> Iterator[dict[str, object]]:
         """Documents and conversations as rows; appends the paths that the format cannot represent to the list."""
-        for inputs, min_words in parts:
-            for document in kept_documents(self.workspace, inputs, min_words):
+        for part in parts:
+            for document in kept_documents(self.workspace, part):
                 if document.messages is None:
                     yield {"text": document.text}
                 elif (row := conversation_row(form, document.messages)) is not None:
@@ -86,10 +78,6 @@ class Export(Stage):
                 text = yaml.safe_dump(task_yaml(name, rule), sort_keys=False)
                 (folder / f"{name}_{rule}.yaml").write_text(text, "utf-8")
         return counts
-
-
-def _write_json(path: Path, value: object) -> None:
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", "utf-8")
 
 
 def conversation_row(form: str, messages: Sequence[ConversationMessage]) -> dict[str, object] | None:

@@ -30,9 +30,11 @@ from fathom.data.sources import (
     Reading,
     Source,
     find_files,
+    json_object,
     reader_of,
     record_suffixes,
     suffix_of,
+    text_of,
 )
 from fathom.errors import DataError, to_install
 from fathom.report.files import digest, read_json, write_json
@@ -203,14 +205,6 @@ class Failed:
     detail: str
 
 
-def _object(line: bytes) -> dict[str, Any]:
-    """A line as a JSON object."""
-    values = json.loads(line.decode("utf-8-sig"))
-    if not isinstance(values, dict):
-        raise ValueError(f"expected a JSON object, found {type(values).__name__}")
-    return values
-
-
 class _Reader:
     """Reads the files of one task."""
 
@@ -262,9 +256,7 @@ class _Reader:
         messages = license_ = None
         try:
             if kind in READERS and READERS[kind].gives == "rows":
-                text = payload[0] or ""
-                if not isinstance(text, str):
-                    raise ValueError(f"{self._arguments['text_field']} is {type(text).__name__}, not text")
+                text = text_of(payload, self._arguments["text_field"])
             elif kind == "text":
                 encoding = self._arguments["encoding"]
                 text = payload.decode("utf-8-sig" if encoding == "utf-8" else encoding)
@@ -285,7 +277,7 @@ class _Reader:
         templates = self._arguments["templates"]
         chosen = list(zip(templates[::2], templates[1::2], strict=True)) or TEMPLATES
         try:
-            pairs = list(pairs_of(_object(line), self._arguments["entity_field"], chosen))
+            pairs = list(pairs_of(json_object(line), self._arguments["entity_field"], chosen))
         except (ValueError, RecursionError) as error:
             yield Failed(place, "parse_error", " ".join(str(error).split())[:300])
             return
@@ -294,7 +286,7 @@ class _Reader:
             yield self._outcome(f"{place}.{number}", "jsonl", text, messages)
 
     def _json(self, line: bytes) -> tuple[str, dict[str, object], list[ConversationMessage] | None, str | None]:
-        values = _object(line)
+        values = json_object(line)
         meta = {key: values[key] for key in KEPT_FIELDS if isinstance(values.get(key), (str, int))}
         license_ = values.get("license") if isinstance(values.get("license"), str) else None
         if self._arguments["kind"] == "conversations":
@@ -303,13 +295,7 @@ class _Reader:
             if self._arguments["tools"]:
                 require_tools(messages, self._arguments["tools"])
             return contents(messages), meta, messages, license_
-        field = self._arguments["text_field"]
-        if field not in values:
-            raise ValueError(f"no field {field!r}: it has {', '.join(values) or 'none'}")
-        text = values[field]
-        if text is not None and not isinstance(text, str):
-            raise ValueError(f"field {field!r} is {type(text).__name__}, not text")
-        return text or "", meta, None, license_
+        return text_of(values, self._arguments["text_field"]), meta, None, license_
 
     def _outcome(
         self,

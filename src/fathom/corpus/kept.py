@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import repeat
 from typing import Any
 
 import numpy as np
 
 from fathom.corpus.clean import text_digest
 from fathom.corpus.documents import Document, read_part
-from fathom.corpus.stage import Input, Workspace
+from fathom.corpus.stage import Input, Task, Workspace
 from fathom.report.files import read_json
 
 
@@ -29,22 +29,16 @@ class KeptPart:
     min_words: int
     """Minimum words of a piece that is left of a cut document; shorter pieces are dropped."""
 
-    def inputs(self) -> tuple[Input, ...]:
-        """Its files, in the order that `kept_documents` takes."""
-        return (self.documents, self.removed, *([self.verdicts] if self.verdicts else []))
-
 
 def kept_parts(workspace: Workspace) -> list[KeptPart]:
     """All files of documents, in order."""
-    parts = workspace.parts("clean")
     removed = workspace.outputs("duplicates", ".npy")
     verdicts = workspace.outputs("contamination", "verdicts.json")
-    found = []
-    for number, (arguments, least) in enumerate(clean_parts(workspace)):
-        verdict = verdicts[number] if verdicts else None
-        ends = (parts[number], removed[number], verdict)
-        found.append(KeptPart(arguments["collection"], arguments["kind"], *ends, least))
-    return found
+    files = zip(clean_parts(workspace), workspace.parts("clean"), removed, verdicts or repeat(None), strict=False)
+    return [
+        KeptPart(arguments["collection"], arguments["kind"], part, gone, verdict, least)
+        for (arguments, least), part, gone, verdict in files
+    ]
 
 
 def clean_parts(workspace: Workspace) -> Iterator[tuple[dict[str, Any], int]]:
@@ -56,24 +50,36 @@ def clean_parts(workspace: Workspace) -> Iterator[tuple[dict[str, Any], int]]:
                 yield task.arguments, (limits["min_words"] if limits else None) or 1
 
 
-def by_part(inputs: Iterable[Input], counts: Iterable[int]) -> list[tuple[Input, ...]]:
-    """A task's inputs as the files of each part, which `KeptPart.inputs` gave."""
-    files = iter(inputs)
-    return [tuple(islice(files, count)) for count in counts]
+def part_task(parts: Sequence[KeptPart], first: Sequence[Input] = (), **arguments: object) -> Task:
+    """A task that reads the documents of some parts, and other files before them."""
+    listed = [[part.collection, part.kind, part.min_words] for part in parts]
+    documents, removed = ([getattr(part, name) for part in parts] for name in ("documents", "removed"))
+    verdicts = [part.verdicts for part in parts if part.verdicts]
+    return Task.of(first, documents, removed, verdicts, parts=listed, **arguments)
 
 
-def kept_documents(workspace: Workspace, inputs: tuple[Input, ...], min_words: int) -> Iterator[Document]:
+def parts_of(task: Task) -> list[KeptPart]:
+    """The parts that such a task reads."""
+    _, documents, removed, verdicts = task.groups
+    files = zip(task.arguments["parts"], documents, removed, verdicts or [None] * len(removed), strict=True)
+    return [
+        KeptPart(collection, kind, part, gone, verdict, least)
+        for (collection, kind, least), part, gone, verdict in files
+    ]
+
+
+def kept_documents(workspace: Workspace, part: KeptPart) -> Iterator[Document]:
     """The documents of one part, one at a time; a cut document yields its remaining pieces as documents."""
-    removed = set(np.load(workspace.path(inputs[1])).tolist())
-    verdicts = read_json(workspace.path(inputs[2])) if len(inputs) > 2 else {}
-    for row, document in enumerate(read_part(workspace.path(inputs[0]))):
+    removed = set(np.load(workspace.path(part.removed)).tolist())
+    verdicts = read_json(workspace.path(part.verdicts)) if part.verdicts else {}
+    for row, document in enumerate(read_part(workspace.path(part.documents))):
         if row in removed:
             continue
         spans = verdicts.get(str(row))
         if spans is None:
             yield document
         elif spans:
-            yield from (piece for piece in pieces_of(document, spans) if piece.n_words >= min_words)
+            yield from (piece for piece in pieces_of(document, spans) if piece.n_words >= part.min_words)
 
 
 def pieces_of(document: Document, spans: Sequence[Sequence[int]]) -> Iterator[Document]:

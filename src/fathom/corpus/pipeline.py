@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,14 +27,15 @@ from fathom.corpus.stage import (
     Times,
     Workspace,
     conclude,
-    package_versions,
+    owned,
     sweep,
     times_of,
 )
 from fathom.corpus.stages import ORDER
 from fathom.errors import DataError
-from fathom.report.files import LOCK, claimed, write_atomically, write_json
+from fathom.report.files import LOCK, write_atomically, write_json
 from fathom.report.progress import ProgressBar
+from fathom.report.provenance import versions
 
 RUN = "run.json"
 PACKAGES = (
@@ -109,7 +108,7 @@ def build(recipe: CorpusRecipe, directory: Path) -> Report:
     """
     check_template(recipe)
     workspace = Workspace(directory, recipe)
-    with _locked(directory):
+    with owned(directory, _is_ours, "built"):
         sweep(directory)
         write_atomically(directory / RECIPE, recipe.to_yaml())
         with executing(recipe.executor) as execute:
@@ -117,7 +116,7 @@ def build(recipe: CorpusRecipe, directory: Path) -> Report:
         budget = publish(workspace)
         card = write_card(workspace)
         report = Report(directory, reports, budget, card)
-        write_json(directory / RUN, {**vars(report), "versions": package_versions(PACKAGES)})
+        write_json(directory / RUN, {**vars(report), "versions": versions(PACKAGES)})
     return report
 
 
@@ -149,15 +148,9 @@ def carry_out(stage: StageOf[Any], execute: Executing) -> StageReport:
     return StageReport(len(tasks), len(todo), seconds, manifest.counts, times_of(stage, tasks))
 
 
-@contextmanager
-def _locked(directory: Path) -> Iterator[None]:
-    if directory.exists() and not directory.is_dir():
-        raise DataError(f"{directory} is not a directory")
+def _is_ours(directory: Path) -> bool:
     known = (RECIPE, RUN, STAGES, LOCK)
-    if directory.is_dir() and any(directory.iterdir()) and not any((directory / name).exists() for name in known):
-        raise DataError(f"{directory} holds other files: choose another directory with `out`")
-    with claimed(directory, " is being built by another process", DataError):
-        yield
+    return not any(directory.iterdir()) or any((directory / name).exists() for name in known)
 
 
 @dataclass(frozen=True)

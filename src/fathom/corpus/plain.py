@@ -15,7 +15,7 @@ from fathom.corpus.stage import Input, StageOf, Task, grouped
 from fathom.corpus.tokens import FACTS, SHARDS, TextEncoder, write_shards
 from fathom.data.sources import FileFormat, Reading, Source, find_sources
 from fathom.errors import DataError
-from fathom.report.files import asdict, digest, read_json, write_json
+from fathom.report.files import digest, read_json, write_json
 
 TASK_BYTES, TASK_FILES = 1 << 27, 4096
 
@@ -50,11 +50,8 @@ class Read(StageOf[PrepareSettings]):
     """One task for many small files, or for a large one. If a tokenizer is trained, inputs are kept apart."""
 
     name = "read"
+    uses = ("reading",)
     recipe_class = PrepareSettings
-
-    def settings(self) -> dict[str, object]:
-        """The values that this stage's results depend on."""
-        return {"reading": asdict(self.recipe.reading)}
 
     def tasks(self) -> list[Task]:
         """The tasks in the order of the inputs."""
@@ -104,11 +101,8 @@ class Encode(StageOf[PrepareSettings]):
     """One task for some files of documents; each domain in it becomes a shard."""
 
     name = "encode"
+    uses = ("held_out",)
     recipe_class = PrepareSettings
-
-    def settings(self) -> dict[str, object]:
-        """The values that this stage's results depend on."""
-        return {"held_out": self.recipe.held_out}
 
     def tasks(self) -> list[Task]:
         """The tasks, once everything is read and there is a tokenizer."""

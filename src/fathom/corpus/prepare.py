@@ -10,8 +10,7 @@ from __future__ import annotations
 import shutil
 import time
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +24,7 @@ from fathom.corpus.pipeline import carry_out
 from fathom.corpus.plain import AdvisedReading, Encode, PrepareSettings, Read
 from fathom.corpus.publish import index_of
 from fathom.corpus.recipe import Executor
-from fathom.corpus.stage import DRAFT, MANIFEST, REMEDY, TASK, WorkspaceOf, sweep, sync_tree
+from fathom.corpus.stage import DRAFT, MANIFEST, REMEDY, TASK, WorkspaceOf, owned, sweep, sync_tree
 from fathom.corpus.tokens import FACTS, SHARDS, require_few_domains, store_tokenizer, training_texts
 from fathom.data.shards import (
     FORMAT,
@@ -44,7 +43,7 @@ from fathom.data.shards import (
 from fathom.data.sources import FileFormat, Source
 from fathom.data.tokenizer import load_tokenizer, train_bpe
 from fathom.errors import DataError
-from fathom.report.files import LOCK, asdict, claimed, read_json
+from fathom.report.files import LOCK, asdict, read_json
 
 MAX_RECORD_BYTES = 3 << 20
 SMALLEST_RECORD = 64
@@ -143,7 +142,7 @@ def prepare(
     for source in sources:  # a wrong field or a damaged file is reported at once
         if source.kind != "hub":
             next(source.documents(settings.reading), None)
-    with _locked(out):
+    with owned(out, _is_ours, "prepared"):
         for draft in _drafts(out):
             draft.unlink()
         if (out / INDEX).exists():
@@ -321,21 +320,6 @@ def _summary(out: Path, seconds: float) -> Summary:
         for split, domains in index.splits.items()
     }
     return Summary(out, index.vocab_size, splits, index.left_out, seconds)
-
-
-@contextmanager
-def _locked(out: Path) -> Iterator[None]:
-    """Lock the output directory for this process; the operating system unlocks it however the process ends."""
-    if out.exists() and not out.is_dir():
-        raise DataError(f"{out} is not a directory")
-    try:
-        ours = not out.exists() or _is_ours(out)
-    except OSError as error:
-        raise DataError(f"{out}: {error.strerror}") from None
-    if not ours:
-        raise DataError(f"{out} contains other files: choose another directory")
-    with claimed(out, " is being prepared by another process", DataError):
-        yield
 
 
 def _drafts(out: Path) -> list[Path]:

@@ -14,13 +14,14 @@ from fathom.corpus.stage import Workspace
 from fathom.corpus.tokens import FACTS, SHARDS
 from fathom.data.mixture import row_order
 from fathom.data.shards import (
-    FORMAT,
     INDEX,
     VERIFIED,
     CorpusIndex,
     Shard,
     Shards,
+    extents,
     file_crc32,
+    read_index,
     shard_files,
     targets_file,
     token_dtype,
@@ -110,20 +111,17 @@ def _publish_shards(workspace: Workspace, stage: str, name: str) -> None:
     if not splits.get("train"):
         raise DataError(f"{name}: every document was held out or removed: nothing is left to train on", 1)
     index = index_of(tokenizer, splits, {"corpus": workspace.recipe.to_dict() | {"executor": None}}, targets or None)
-    draft, final = workspace.directory / f".{name}.new", workspace.directory / name
-    shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir()
-    write_index(draft, index)
-    if (final / INDEX).is_file() and (final / INDEX).read_bytes() == (draft / INDEX).read_bytes():
-        shutil.rmtree(draft)
+    folder = workspace.directory / name
+    if repr(_published(folder)) == repr(index):  # in the same order, too
         return
-    shutil.copytree(tokenizer / TOKENIZER, draft / TOKENIZER)
+    _withdraw_shards(folder)
+    shutil.copytree(tokenizer / TOKENIZER, folder / TOKENIZER, dirs_exist_ok=True)
     for file, place in places:
-        target = shard_files(draft, *place)[0].with_suffix(file.suffix)
+        target = shard_files(folder, *place)[0].with_suffix(file.suffix)
         target.parent.mkdir(parents=True, exist_ok=True)
+        target.unlink(missing_ok=True)  # a link of a killed run, through which a copy would write
         _link(file, target)
-    shutil.rmtree(final, ignore_errors=True)
-    draft.rename(final)
+    write_index(folder, index)
 
 
 def index_of(
@@ -154,19 +152,25 @@ def _link(file: Path, target: Path) -> None:
         shutil.copyfile(file, target)
 
 
+def _published(folder: Path) -> CorpusIndex | None:
+    """The index of a published corpus; None if there is none, or a damaged one."""
+    try:
+        return read_index(folder)
+    except DataError:
+        return None
+
+
 def _withdraw_shards(folder: Path) -> None:
-    """Remove the files that the index of a published corpus names, then the index. Other files in its folder stay."""
-    if not (folder / INDEX).is_file() or (index := read_json(folder / INDEX)).get("format") != FORMAT:
+    """Remove the index of a published corpus, then the files that it names. Other files in its folder stay."""
+    if (index := _published(folder)) is None:
         return
-    files = [folder / TOKENIZER / name for name in index["tokenizer_crc32"]]
-    for split, collections in index["splits"].items():
-        for collection, shards in collections.items():
-            for number in range(len(shards)):
-                tokens, ends = shard_files(folder, split, collection, number)
-                files += [tokens, ends, targets_file(tokens)]
-    for file in (*files, folder / VERIFIED, folder / INDEX):
+    files = [folder / TOKENIZER / name for name in index.tokenizer_crc32]
+    for split, collections in index.splits.items():
+        for collection in collections:
+            files += extents(folder, index, split, collection)
+    for file in (folder / INDEX, folder / VERIFIED, *files):
         file.unlink(missing_ok=True)
-    places = {file.parent for file in files} | {folder / split for split in index["splits"]}
+    places = {file.parent for file in files} | {folder / split for split in index.splits}
     for place in (*sorted(places, reverse=True), folder):
         with suppress(OSError):  # it holds other files
             place.rmdir()

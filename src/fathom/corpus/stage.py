@@ -16,16 +16,17 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from importlib.metadata import PackageNotFoundError, version
-from itertools import groupby
+from itertools import chain, groupby, islice
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
 from fathom.checkpoints.layout import MANIFEST
 from fathom.corpus.recipe import CorpusRecipe
-from fathom.report.files import Digest, digest, sync_directory, write_json
+from fathom.errors import DataError
+from fathom.report.files import Digest, asdict, claimed, digest, sync_directory, write_json
 from fathom.report.results import read_result
 
 R = TypeVar("R")
@@ -59,6 +60,18 @@ class Task:
     inputs: tuple[Input, ...]
     arguments: dict[str, Any] = field(default_factory=dict)
     """every other value that the result depends on"""
+
+    @classmethod
+    def of(cls, *groups: Iterable[Input], **arguments: object) -> Task:
+        """A task that reads several groups of files."""
+        files = [tuple(group) for group in groups]
+        return cls(tuple(chain(*files)), {**arguments, "sizes": [len(group) for group in files]})
+
+    @property
+    def groups(self) -> list[tuple[Input, ...]]:
+        """The groups of files of such a task."""
+        files = iter(self.inputs)
+        return [tuple(islice(files, size)) for size in self.arguments["sizes"]]
 
 
 @dataclass(frozen=True)
@@ -154,6 +167,8 @@ class StageOf(ABC, Generic[R]):
     name: ClassVar[str]
     version: ClassVar[int] = 1
     """Version of the computation; a change invalidates all tasks of the stage."""
+    uses: ClassVar[tuple[str, ...]] = ()
+    """Keys of the recipe that the results of all tasks depend on."""
     recipe_class: ClassVar[type[Any]]
     """The class of the recipe, as which a worker reads the plan."""
 
@@ -167,7 +182,7 @@ class StageOf(ABC, Generic[R]):
 
     def settings(self) -> dict[str, object]:
         """The recipe values that the results of all tasks of this stage depend on."""
-        return {}
+        return {key: asdict(attrgetter(key)(self.recipe)) for key in self.uses}
 
     @abstractmethod
     def tasks(self) -> list[Task]:
@@ -230,6 +245,27 @@ def grouped(
             group.append(item)
             total += size(item)
         yield group
+
+
+@contextmanager
+def owned(directory: Path, is_ours: Callable[[Path], bool], made: str) -> Iterator[None]:
+    """Lock an output directory for this process; the operating system unlocks it however the process ends.
+
+    Args:
+        directory: The directory, which need not exist.
+        is_ours: Whether an existing directory may be overwritten.
+        made: What is done there, for the error if another process does it.
+    """
+    if directory.exists() and not directory.is_dir():
+        raise DataError(f"{directory} is not a directory")
+    try:
+        ours = not directory.exists() or is_ours(directory)
+    except OSError as error:
+        raise DataError(f"{directory}: {error.strerror}") from None
+    if not ours:
+        raise DataError(f"{directory} contains other files: choose another directory with `out`")
+    with claimed(directory, f" is being {made} by another process", DataError):
+        yield
 
 
 def sweep(place: Path) -> None:
@@ -347,14 +383,3 @@ def times_of(stage: StageOf[Any], tasks: Sequence[Task]) -> Times:
         input_bytes=sum(one.input_bytes for one in found),
         peak_bytes=max((one.peak_bytes for one in found), default=0),
     )
-
-
-def package_versions(names: Sequence[str]) -> dict[str, str]:
-    """Versions of the installed packages."""
-    found = {}
-    for name in names:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found

@@ -14,11 +14,11 @@ import numpy as np
 
 from fathom.checkpoints.layout import TOKENIZER_JSON
 from fathom.corpus.documents import Document
-from fathom.corpus.kept import KeptPart, by_part, kept_documents, kept_parts
+from fathom.corpus.kept import KeptPart, kept_documents, kept_parts, part_task, parts_of
 from fathom.corpus.stage import Input, Stage, Task, Workspace, grouped
 from fathom.corpus.templates import CHATS, TEMPLATES, tokens_of
 from fathom.corpus.words import pieces
-from fathom.data.shards import Shard, ShardWriter, choose_split, token_dtype
+from fathom.data.shards import Shard, ShardWriter, choose_split, first_line, token_dtype
 from fathom.data.tokenizer import (
     PIECE,
     WORDS_AT_MOST,
@@ -64,9 +64,7 @@ class Tokenizer(Stage):
         """The tasks, once the earlier stages are finished."""
         name = self.recipe.tokenize.tokenizer
         if name is None:
-            parts = kept_parts(self.workspace)
-            arguments = [[part.collection, len(part.inputs()), part.min_words] for part in parts]
-            return [Task(tuple(one for part in parts for one in part.inputs()), {"parts": arguments})]
+            return [part_task(kept_parts(self.workspace))]
         place = Path(name).expanduser()
         files = sorted(path for path in place.iterdir() if path.is_file()) if place.is_dir() else [place]
         if not place.exists():  # a name on the Hub, whose current contents are unknown
@@ -92,12 +90,7 @@ class Tokenizer(Stage):
         return store_tokenizer(tokenizer, folder)
 
     def _texts(self, task: Task) -> Iterator[str]:
-        parts = task.arguments["parts"]
-        files = by_part(task.inputs, [count for _, count, _ in parts])
-        texts = [
-            (name, partial(kept_documents, self.workspace, mine, min_words))
-            for (name, _, min_words), mine in zip(parts, files, strict=True)
-        ]
+        texts = [(part.collection, partial(kept_documents, self.workspace, part)) for part in parts_of(task)]
         return training_texts(texts, self.recipe.tokenize.train_bytes, self.recipe.tokenize.held_out)
 
 
@@ -154,10 +147,7 @@ class Tokenize(Stage):
     """One task for the files of a collection that form one shard."""
 
     name = "tokenize"
-
-    def settings(self) -> dict[str, object]:
-        """The recipe values that this stage's results depend on."""
-        return {"held_out": self.recipe.tokenize.held_out}
+    uses = ("tokenize.held_out",)
 
     def tasks(self) -> list[Task]:
         """The tasks, once the earlier stages are finished."""
@@ -183,8 +173,8 @@ class Tokenize(Stage):
         return counts
 
     def _documents(self, task: Task, licenses: dict[str, int]) -> Iterator[Document]:
-        for files in by_part(task.inputs[2:], task.arguments["parts"]):
-            for document in kept_documents(self.workspace, files, task.arguments["min_words"]):
+        for part in parts_of(task):
+            for document in kept_documents(self.workspace, part):
                 licenses[document.license] = licenses.get(document.license, 0) + 1
                 yield document
 
@@ -192,16 +182,8 @@ class Tokenize(Stage):
 def groups_of(workspace: Workspace, parts: list[KeptPart], shard_bytes: int) -> list[Task]:
     """Tasks of consecutive files of one collection, about `shard_bytes` each, with the tokenizer as an input."""
     tokenizer = tuple(one for name in (TOKENIZER_JSON, FACTS) for one in workspace.outputs("tokenizer", name))
-    found: list[Task] = []
-    for group in grouped(parts, lambda part: part.documents.bytes, shard_bytes, key=lambda part: part.collection):
-        inputs = tuple(one for member in group for one in member.inputs())
-        arguments = {
-            "collection": group[0].collection,
-            "parts": [len(member.inputs()) for member in group],
-            "min_words": group[0].min_words,
-        }
-        found.append(Task((*tokenizer, *inputs), arguments))
-    return found
+    groups = grouped(parts, lambda part: part.documents.bytes, shard_bytes, key=lambda part: part.collection)
+    return [part_task(group, tokenizer, collection=group[0].collection) for group in groups]
 
 
 def write_shards(
@@ -249,9 +231,7 @@ class TextEncoder:
             for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False):
                 ids += encoding.ids
         except Exception as error:
-            said = next(iter(str(error).splitlines()), "")
-            raise DataError(
-                f"{document.path}: the tokenizer cannot encode a document ({said}): it needs a token for unknown text"
-            ) from None
+            said = f"cannot encode a document ({first_line(error)}): it needs a token for unknown text"
+            raise DataError(f"{document.path}: the tokenizer {said}") from None
         ids.append(self._eos)
         return ids

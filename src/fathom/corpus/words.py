@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from fathom.corpus.stage import grouped
 from fathom.report.mixing import mixed
 
 LETTER = 0x9E3779B97F4A7C15
@@ -73,23 +74,9 @@ def run_numbers(numbers: Numbers, length: int) -> Numbers:
 def words_of(texts: Sequence[str]) -> Words:
     """The words of texts, which may have any length."""
     if sum(map(len, texts)) > BLOCK:
-        groups = batches(texts, BLOCK)
+        groups = grouped(texts, len, BLOCK)
         return _joined([_words_of_one(one[0]) if len(one[0]) > BLOCK else _words_of_block(one) for one in groups])
     return _words_of_block(texts)
-
-
-def batches(texts: Iterator[str] | Sequence[str], size: int = BLOCK) -> Iterator[list[str]]:
-    """Texts in groups of about a given number of characters."""
-    batch: list[str] = []
-    total = 0
-    for text in texts:
-        if batch and total + len(text) > size:
-            yield batch
-            batch, total = [], 0
-        batch.append(text)
-        total += len(text)
-    if batch:
-        yield batch
 
 
 def pieces(text: str, size: int) -> Iterator[str]:

@@ -81,10 +81,9 @@ class SourceText(NamedTuple):
     """Its length in UTF-8."""
 
 
-Row: TypeAlias = tuple[object, ...]
+Row: TypeAlias = Mapping[str, object]
 Payload: TypeAlias = Any
-"""A record before it is decoded: a file's path, a line or text as bytes, or a row's fields as a tuple; None
-if it is left out."""
+"""A record before it is decoded: a file's path, a line or text as bytes, or a row's fields; None if it is left out."""
 
 
 @dataclass(frozen=True)
@@ -118,22 +117,13 @@ class Source:
 
     def _parsed(self, number: int, payload: Payload, reading: Reading) -> list[SourceText] | None:
         """The document of record `number`, or none; None if it is skipped."""
-        kind, domain = self.kind, self.domain
-        where = f"{self.name}:{number}" if kind == "lines" else f"{self.name} (document {number})"
-        if kind == "files":
+        where = f"{self.name}:{number}" if self.kind == "lines" else f"{self.name} (document {number})"
+        if self.kind == "files":
             where, payload = str(payload), _read_file(payload, reading)
         if payload is None:
             return None
         try:
-            if kind == "lines":
-                fields = _json_fields(payload, domain, reading, where)
-                if fields is None:
-                    return []
-                text, domain = fields
-            elif kind in ("rows", "hub"):
-                text, domain = _require_text(payload[0], reading, where), _domain(payload[1:], domain, reading)
-            else:
-                text = payload.decode("utf-8")
+            text, domain = self._text_and_domain(payload, reading, where)
             data, _ = text.encode("utf-8"), domain.encode("utf-8")
         except UnicodeError as error:
             if reading.undecodable == "skip":
@@ -142,12 +132,29 @@ class Source:
                 reason = error.reason if isinstance(error, (UnicodeDecodeError, UnicodeEncodeError)) else error
                 way = ": `undecodable=replace` or skip continues" if reading.advises else ""
                 raise DataError(f"{where} is not UTF-8 ({reason}){way}") from None
-            text, domain = _repair(kind, domain, payload, reading, where)
+            payload = payload.decode("utf-8", "replace").encode() if isinstance(payload, bytes) else payload
+            found = self._text_and_domain(payload, reading, where)
+            # JSON may contain a lone surrogate, which UTF-8 cannot encode.
+            text, domain = (one.encode("utf-8", "replace").decode("utf-8") for one in found)
             data = text.encode("utf-8")
         if len(data) > reading.max_record_bytes:
             _oversize(where, reading)
             return None
         return [SourceText(text, domain, len(data))] if text else []
+
+    def _text_and_domain(self, payload: Payload, reading: Reading, where: str) -> tuple[str, str]:
+        """The text of a record, empty if there is none, and the domain that it names, else the input's."""
+        if self.kind in ("files", "text"):
+            return payload.decode("utf-8"), self.domain
+        if self.kind == "lines" and not payload.strip():
+            return "", self.domain
+        try:
+            fields = json_object(payload) if self.kind == "lines" else payload
+            text = text_of(fields, reading.text_field)
+            named = None if reading.domain_field is None else field_of(fields, reading.domain_field)
+            return text, self.domain if named is None else str(named)
+        except DataError as error:
+            raise DataError(f"{where}: {error}") from None
 
 
 def find_sources(
@@ -187,45 +194,33 @@ def _oversize(where: str, reading: Reading) -> None:
         raise DataError(f"{where} is over {reading.max_record_bytes:,} bytes{ways if reading.advises else ''}")
 
 
-def _repair(kind: Kind, domain: str, payload: Payload, reading: Reading, where: str) -> tuple[str, str]:
-    if kind == "lines":
-        text, domain = _json_fields(payload.decode("utf-8", "replace").encode(), domain, reading, where) or ("", domain)
-    else:
-        text = payload[0] if isinstance(payload, tuple) else payload.decode("utf-8", "replace")
-    # JSON may contain a lone surrogate, which UTF-8 cannot encode.
-    return text.encode("utf-8", "replace").decode("utf-8"), domain.encode("utf-8", "replace").decode("utf-8")
-
-
-def _domain(found: Sequence[object], domain: str, reading: Reading) -> str:
-    """The domain that a record names, else the input's."""
-    return domain if reading.domain_field is None or found[0] is None else str(found[0])
-
-
-def _json_fields(line: bytes, domain: str, reading: Reading, where: str) -> tuple[str, str] | None:
-    if not line.strip():
-        return None
+def json_object(line: bytes) -> dict[str, Any]:
+    """A line as a JSON object; a `UnicodeError` if it is not UTF-8."""
     text = line.decode("utf-8-sig")
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
-        raise DataError(f"{where}: bad JSON: {error.msg} at column {error.colno}") from None
+        raise DataError(f"bad JSON: {error.msg} at column {error.colno}") from None
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: bad JSON: {first_line(error)}") from None
+        raise DataError(f"bad JSON: {first_line(error)}") from None
     if not isinstance(value, dict):
-        raise DataError(f"{where}: expected a JSON object, found {type(value).__name__}")
-    for field in (reading.text_field, reading.domain_field):
-        if field is not None and field not in value:
-            raise DataError(f"{where}: no field {field!r}: it has {', '.join(value) or 'none'}")
-    domain = _domain([value.get(reading.domain_field)], domain, reading)
-    return _require_text(value[reading.text_field], reading, where), domain
-
-
-def _require_text(value: object, reading: Reading, where: str) -> str:
-    if value is None:
-        return ""
-    if not isinstance(value, str):
-        raise DataError(f"{where}: field {reading.text_field!r} is {type(value).__name__}, not text")
+        raise DataError(f"expected a JSON object, found {type(value).__name__}")
     return value
+
+
+def field_of(fields: Mapping[str, Any], name: str) -> Any:
+    """A field of a record."""
+    if name not in fields:
+        raise DataError(f"no field {name!r}: it has {', '.join(fields) or 'none'}")
+    return fields[name]
+
+
+def text_of(fields: Mapping[str, Any], name: str) -> str:
+    """A field of a record that holds text; null is an empty one."""
+    value = field_of(fields, name)
+    if value is not None and not isinstance(value, str):
+        raise DataError(f"field {name!r} is {type(value).__name__}, not text")
+    return value or ""
 
 
 def split_name(text: str) -> tuple[str | None, str]:
@@ -560,7 +555,8 @@ def _parquet(path: Path, reading: Reading) -> Iterator[Row | None]:
             for batch in file.iter_batches(_batch_rows(file.metadata.row_group(group)), [group], columns):
                 for values in zip(*(batch.column(column) for column in columns), strict=True):
                     number += 1
-                    yield _bounded(tuple(value.as_py() for value in values), f"{path} (document {number})", reading)
+                    row = {column: value.as_py() for column, value in zip(columns, values, strict=True)}
+                    yield _bounded(row, f"{path} (document {number})", reading)
 
 
 def _batch_rows(group: RowGroupMetaData) -> int:
@@ -568,11 +564,11 @@ def _batch_rows(group: RowGroupMetaData) -> int:
     return max(1, min(1024, PARQUET_BYTES * group.num_rows // max(group.total_byte_size, 1)))
 
 
-def _bounded(payload: Row, where: str, reading: Reading) -> Row | None:
+def _bounded(row: Row, where: str, reading: Reading) -> Row | None:
     """A row; None if its text is over the limit."""
-    text = payload[0]
+    text = row.get(reading.text_field)
     if not isinstance(text, str) or len(text) <= reading.max_record_bytes:
-        return payload
+        return row
     _oversize(where, reading)
     return None
 
@@ -585,11 +581,7 @@ def _hub(name: str, reading: Reading) -> Iterator[Row | None]:
     with _foreign(name):
         stream = datasets.load_dataset(path, streaming=True, **options)
         for number, row in enumerate(stream):
-            for field in (reading.text_field, reading.domain_field):
-                if field is not None and field not in row:
-                    raise DataError(f"{name}: no field {field!r}: it has {', '.join(row)}")
-            payload = (row[reading.text_field], row.get(reading.domain_field))
-            yield _bounded(payload, f"{name} (document {number + 1})", reading)
+            yield _bounded(row, f"{name} (document {number + 1})", reading)
 
 
 @contextmanager

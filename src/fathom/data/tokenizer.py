@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -109,11 +108,9 @@ def load_tokenizer(name: str, eos_token: str | None = None) -> PreTrainedTokeniz
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
-    """Save to the corpus directory, all files or none."""
-    temporary = directory / f".{TOKENIZER}.tmp"
-    shutil.rmtree(temporary, ignore_errors=True)
-    tokenizer.save_pretrained(temporary)
-    config = temporary / TOKENIZER_CONFIG
+    """Save to the corpus directory."""
+    tokenizer.save_pretrained(directory / TOKENIZER)
+    config = directory / TOKENIZER / TOKENIZER_CONFIG
     settings = json.loads(config.read_bytes())
     # The path that the tokenizer was loaded from is left out, because it would make equal corpora differ.
     settings.pop("name_or_path", None)
@@ -121,7 +118,6 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
         # The same class under the name that transformers 4 knows.
         settings["tokenizer_class"] = "PreTrainedTokenizerFast"
     config.write_text(json.dumps(settings, indent=2, ensure_ascii=False, sort_keys=True), encoding="utf-8")
-    temporary.replace(directory / TOKENIZER)
 
 
 def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from fathom.checkpoints.tensors import Array
 from fathom.lineage import awm, canonical, evidence, vocabulary
-from fathom.lineage.weights import Weights
+from fathom.lineage.weights import Told, Weights
 
 HEAD_ROWS = 8192
 CLOSE = 0.95
 """A stranger's embedding can be rotated onto another to cosines of 0.4, tied ones to 0.84; T1 and T2 ask for more."""
-
-Told = Callable[[str], None]
 
 
 @dataclass(frozen=True)

@@ -7,15 +7,12 @@ layer without a source is reported as "none", not as "new".
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from fathom.errors import ModelError
 from fathom.lineage import aligning, evidence, neurons
 from fathom.lineage.evidence import NeuronCount
-from fathom.lineage.weights import Weights
-
-Told = Callable[[str], None]
+from fathom.lineage.weights import Told, Weights
 
 
 @dataclass(frozen=True)

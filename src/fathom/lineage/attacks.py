@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -303,32 +303,6 @@ def _scale_rows(out: Layer, role: str, rows: Array, scale: Array) -> None:
         out[f"{role}_bias"][rows] *= scale
 
 
-@dataclass
-class _Writer:
-    """Collects edited tensors and writes them as numbered shards with an index."""
-
-    directory: Path
-    weight_map: dict[str, str] = field(default_factory=dict)
-    total: int = 0
-
-    def shard(self, tensors: Mapping[str, Array]) -> None:
-        """One safetensors file."""
-        from safetensors.numpy import save_file
-
-        if not tensors:
-            return
-        name = f"model-{len(set(self.weight_map.values())) + 1:05d}.safetensors"
-        whole = {key: np.ascontiguousarray(value).reshape(value.shape) for key, value in tensors.items()}
-        save_file(whole, self.directory / name)
-        self.weight_map |= dict.fromkeys(tensors, name)
-        self.total += sum(value.nbytes for value in tensors.values())
-
-    def index(self) -> None:
-        """The index of all shards."""
-        body = {"metadata": {"total_size": self.total}, "weight_map": self.weight_map}
-        write_json(self.directory / INDEX, body)
-
-
 def attack(weights: Weights, kinds: Sequence[str], out: Path, seed: int = 0, dtype: str = "float32") -> None:
     """Write a copy of a model that computes the same function with other weights.
 
@@ -339,28 +313,43 @@ def attack(weights: Weights, kinds: Sequence[str], out: Path, seed: int = 0, dty
         seed: Seed of every random choice.
         dtype: float32 or float64; lower precision would change the function.
     """
+    from safetensors.numpy import save_file
+
     _check(weights, kinds, dtype)
     edits = [ATTACKS[kind](weights.geometry, seed + number) for number, kind in enumerate(kinds)]
     for edit in edits:
         edit.check()
     out.mkdir(parents=True)
-    writer, number = _Writer(out), np.dtype(dtype)
     untied = weights.geometry.tied and bool(UNTYING & set(kinds))
+    weight_map: dict[str, str] = {}
+    total = 0
+    for number, tensors in enumerate(_edited(weights, edits, untied, np.dtype(dtype)), 1):
+        name = f"model-{number:05d}.safetensors"
+        save_file({key: np.ascontiguousarray(value).reshape(value.shape) for key, value in tensors.items()}, out / name)
+        weight_map |= dict.fromkeys(tensors, name)
+        total += sum(value.nbytes for value in tensors.values())
+    write_json(out / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    _copy_side_files(weights, out, dtype, untied)
+
+
+def _edited(
+    weights: Weights, edits: Sequence[Attack], untied: bool, number: np.dtype[np.floating]
+) -> Iterator[dict[str, Array]]:
+    """The edited tensors: of the ends, of each layer, and those of no known role."""
     ends = {n: weights.tensor(n).astype(np.float64) for r in ENDS for n in (r, f"{r}_bias") if weights.has(n)}
     if untied:
         ends["head"] = ends["embed"].copy()
     for edit in edits:
         ends = edit.ends(ends)
     head = {"lm_head.weight": ends.pop("head").astype(number)} if untied else {}
-    writer.shard({**_stored(weights, ends, None, number), **head})
+    yield {**_stored(weights, ends, None, number), **head}
     for index in range(weights.geometry.layers):
         layer = {role: value.astype(np.float64) for role, value in weights.layer(index, LAYER_ROLES).items()}
         for edit in edits:
             layer = edit.layer(layer, index)
-        writer.shard(_stored(weights, layer, index, number))
-    writer.shard({name: weights.store.read(name).astype(number) for name in weights.extra_tensors})
-    writer.index()
-    _copy_side_files(weights, out, dtype, untied)
+        yield _stored(weights, layer, index, number)
+    if weights.extra_tensors:
+        yield {name: weights.store.read(name).astype(number) for name in weights.extra_tensors}
 
 
 def _check(weights: Weights, kinds: Sequence[str], dtype: str) -> None:

@@ -415,6 +415,8 @@ def score_layers(
     A coarse map of all layer pairs (256 channels) gives the matching; matched pairs are then scored on
     `method.channels`. Pairs are positions in `layers`.
     """
+    if not methods:
+        return {}
     width, count = weights[1].geometry.width, max(map(len, layers))
     coarse: tuple[list[list[Array]], list[list[Array]]] = ([], [])  # side, layer, method
     fine: dict[tuple[int, int], list[tuple[float, float]]] = {}
@@ -423,7 +425,7 @@ def score_layers(
         return layer_kernels(weights[side], layers[side][at], methods, side, width, seed, living)
 
     for step in range(count):
-        progress(f"layer {step + 1} of {count}")
+        progress(f"queries and keys: layer {step + 1} of {count}")
         found = [kernels(side, step) if step < len(layers[side]) else None for side in (0, 1)]
         for side, some in enumerate(found):
             if some is not None:
@@ -437,7 +439,7 @@ def score_layers(
         out[method.name] = Scores(table, matched(table, method.published))
     wanted = {pair for scores in out.values() for pair in scores.pairs}
     for i, j in sorted(wanted - set(fine)):
-        progress(f"layers {i + 1} and {j + 1}")
+        progress(f"queries and keys: layers {i + 1} and {j + 1}")
         fine[i, j] = _fine(kernels(0, i), kernels(1, j), methods)
     for number, scores in enumerate(out.values()):
         scores.q = [fine[pair][number][0] for pair in scores.pairs]

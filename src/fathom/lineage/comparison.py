@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -34,10 +34,8 @@ from fathom.lineage.inherited import Inherited
 from fathom.lineage.nulls import Null, structure_class
 from fathom.lineage.pairs import NAMES, SCORE_LABELS, Pair, matched_layers
 from fathom.lineage.verdict import Findings, Verdict
-from fathom.lineage.weights import SMALL_BYTES, Weights, holding, open_weights
+from fathom.lineage.weights import SMALL_BYTES, Told, Weights, holding, open_weights
 from fathom.report.statistics import holm
-
-Told = Callable[[str], None]
 
 FAST_LAYERS, FAST_FFN_LAYERS, EXACT_FFN_LAYERS = 12, 2, 8
 ANCHORS, FAST_ANCHORS = 1024, 256  # number of anchor strings for the terms of two layers, and of all layers
@@ -85,7 +83,7 @@ def measure(first: Weights, second: Weights, options: Options, progress: Told = 
     a, b = (second, first) if swapped else (first, second)
     aligned = aligning.align(a, b, options.all_of(a, b), progress)
     layers = _layers(a, b, options)
-    scores = _scored(a, b, layers, _methods(aligned, options), options, progress)
+    scores = awm.score_layers((a, b), layers, _methods(aligned, options), options.seed, progress)
     pairs = matched_layers(scores, layers, (a.geometry.layers, b.geometry.layers))
     probes = evidence.PROBES if options.all_of(a, b) else evidence.PROBES // 2
     frames = neurons.frames(a, b, aligned.rows, options.seed, probes)
@@ -95,7 +93,7 @@ def measure(first: Weights, second: Weights, options: Options, progress: Told = 
         by_axes, axes = _by_axes(a, b, pairs, options, progress)
         counts = counts | by_axes
         methods = [awm.MatchMethod(NAMES[kind], how) for kind, how in axes.items()]
-        scores = scores | _scored(a, b, layers, methods, options, progress)
+        scores = scores | awm.score_layers((a, b), layers, methods, options.seed, progress)
     other: dict[str, float] = {}
     skipped = [*aligned.skipped]
     if _sure(counts, aligned) and max((scores[n].score for n in NAMES.values() if n in scores), default=1.0) < PLAIN:
@@ -143,22 +141,6 @@ def _methods(aligned: Aligned, options: Options) -> list[awm.MatchMethod]:
     return methods
 
 
-def _scored(
-    a: Weights,
-    b: Weights,
-    layers: tuple[list[int], list[int]],
-    methods: list[awm.MatchMethod],
-    options: Options,
-    progress: Told,
-    living: bool = False,
-) -> dict[str, awm.Scores]:
-    if not methods:
-        return {}
-    return awm.score_layers(
-        (a, b), layers, methods, options.seed, lambda at: progress(f"queries and keys: {at}"), living
-    )
-
-
 def _living(
     a: Weights,
     b: Weights,
@@ -173,7 +155,7 @@ def _living(
     if not any(alive is not None and not alive.all() for alive in (heads.living(*place) for place in places)):
         return {}
     methods = [method for method in _methods(aligned, options) if not method.published]
-    found = _scored(a, b, layers, methods, options, progress, living=True)
+    found = awm.score_layers((a, b), layers, methods, options.seed, progress, living=True)
     best = max(s.score for s in found.values()) - max(scores[name].score for name in found)
     return found if best > signs.NARROW else {}
 

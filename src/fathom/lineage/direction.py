@@ -19,6 +19,7 @@ import numpy as np
 
 from fathom.checkpoints.tensors import Array
 from fathom.lineage import ancestry
+from fathom.lineage.awm import chosen_layers
 from fathom.lineage.canonical import MATRICES
 from fathom.lineage.shares import shape_of
 from fathom.lineage.weights import Weights
@@ -77,7 +78,7 @@ def _reason(made: Weights, source: Weights) -> str | None:
 def _sampled(a: Weights, b: Weights) -> Iterator[tuple[Array, Array]]:
     """Some rows of the matrices that both have, at the same positions."""
     depth = min(a.geometry.layers, b.geometry.layers)
-    for layer in sorted({round(i * (depth - 1) / (LAYERS - 1)) for i in range(LAYERS)}):
+    for layer in chosen_layers(depth, LAYERS):
         for role in (r for r in MATRICES if a.has(r, layer) and b.has(r, layer)):
             one, other = (w.tensor(role, layer, slice(0, SAMPLED_ROWS)) for w in (a, b))
             if one.shape == other.shape:

@@ -98,10 +98,14 @@ class Pair:
                 tests.append(evidence.test_neurons(frame, usable, (shares or {}).get(frame, [])))
         return tests
 
+    @property
+    def p(self) -> float:
+        """The smallest corrected p-value of the tests that need no null."""
+        return min(holm([test.p for test in self.own_tests()] or [1.0]))
+
     def convicts(self) -> bool:
         """Whether the tests without controls would call the pair related."""
-        own = [test.p for test in self.own_tests()]
-        return bool(own) and min(holm(own)) <= evidence.ALPHA
+        return self.p <= evidence.ALPHA
 
 
 def matched_layers(

@@ -11,7 +11,7 @@ rounding or another recipe, widen it. The residual is the part that the parents 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,9 +20,7 @@ from scipy import stats
 from fathom.checkpoints.tensors import Array
 from fathom.errors import ModelError
 from fathom.lineage.canonical import MATRICES
-from fathom.lineage.weights import Weights
-
-Told = Callable[[str], None]
+from fathom.lineage.weights import Told, Weights
 
 FEWEST_LAYERS = 3
 SAME_PLACE = 0.1  # cosine with a parent below which the child's numbers are not in the parents' order

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations
 from pathlib import Path
 
 import numpy as np
+from scipy.cluster.hierarchy import DisjointSet
 
 from fathom.checkpoints.tensors import Array
 from fathom.errors import ModelError
@@ -26,10 +27,8 @@ from fathom.lineage.comparison import Options, judge, measure
 from fathom.lineage.direction import Direction, direction
 from fathom.lineage.pairs import Pair
 from fathom.lineage.shares import Shares
-from fathom.lineage.weights import Weights, holding, open_weights
-from fathom.report.statistics import holm
+from fathom.lineage.weights import Told, Weights, holding, open_weights
 
-Told = Callable[[str], None]
 Place = tuple[int, int]
 
 SCHEMA = 1
@@ -104,25 +103,19 @@ def tree(where: Sequence[str | Path], seed: int = 0, progress: Told = lambda _: 
 
         with holding(one, other):
             pairs[i, j] = measure(one, other, Options(seed=seed, extras=False), told)
-    sure = {place: p for place, pair in pairs.items() if (p := _p(pair) * len(places)) <= evidence.ALPHA}
+    sure = {place: p for place, pair in pairs.items() if (p := pair.p * len(places)) <= evidence.ALPHA}
     groups = grouped(len(models), list(sure))
     made = [_family(models, group, pairs, sure, groups, seed, progress) for group in groups]
     made.sort(key=lambda family: -len(family.models))
     return Tree(tuple(made), tuple(_merges(models, progress)), len(places))
 
 
-def _p(pair: Pair) -> float:
-    own = [test.p for test in pair.own_tests()]
-    return min(holm(own)) if own else 1.0
-
-
 def grouped(count: int, edges: Sequence[Place]) -> list[list[int]]:
     """Connected components, in the order of their first members."""
-    group = list(range(count))
-    for i, j in edges:
-        old, new = max(group[i], group[j]), min(group[i], group[j])
-        group = [new if g == old else g for g in group]
-    return [[i for i in range(count) if group[i] == g] for g in sorted(set(group))]
+    parts = DisjointSet(range(count))
+    for edge in edges:
+        parts.merge(*edge)
+    return sorted(map(sorted, parts.subsets()))
 
 
 def _family(
@@ -178,12 +171,8 @@ def _drift(score: float) -> float:
 
 def spanning(group: Sequence[int], drifts: Mapping[Place, float]) -> list[Place]:
     """The edges of the tree with the smallest total drift, nearest first (Kruskal)."""
-    chosen: list[Place] = []
-    for place in sorted(drifts, key=lambda p: (drifts[p], p)):
-        joined = {i: n for n, part in enumerate(grouped(max(group) + 1, chosen)) for i in part}
-        if joined[place[0]] != joined[place[1]]:
-            chosen.append(place)
-    return chosen
+    parts = DisjointSet(group)
+    return [place for place in sorted(drifts, key=lambda p: (drifts[p], p)) if parts.merge(*place)]
 
 
 def supports(

@@ -53,6 +53,13 @@ class TensorView:
     item: int | None = None  # index in a stack of experts
 
 
+Told = Callable[[str], None]
+"""Called with what is done next."""
+Views = dict[tuple[str, int | None], TensorView]
+Pieces = Mapping[str, tuple[tuple[int, int], ...] | None]
+"""The rows of each role in a fused tensor; None for all."""
+
+
 @dataclass(frozen=True)
 class Geometry:
     """The shape of a model: the properties besides its tensors."""
@@ -291,27 +298,21 @@ def resolve(
     """Assign every tensor its role; what names leave open is read from the config and checked against shapes."""
     config = _decoder_config(config)
     names = store.tensors
-    model_type = str(config.get("model_type", ""))
-    prefix, stack = layouts.locate(names, model_type)
+    prefix, stack = layouts.locate(names, str(config.get("model_type", "")))
     count = 0
     while matching(layouts.ATTENTION, names, prefix + stack.layer.format(count), "the attention"):
         count += 1
-    _check_layers(config, count, names)
-    views: dict[tuple[str, int | None], TensorView] = _ends(names, prefix, stack)
-    embed = names[views["embed", None].tensor].shape
-    if len(embed) != 2:
-        raise ModelError(f"{views['embed', None].tensor}: shape {embed} is not a matrix")
-    width = embed[1]
-    sizes = _Sizes.of(config, width)
-    packing = ""
+    said = _number(config, "num_hidden_layers", "n_layer", "n_layers", "num_layers")
+    if said is not None and said != count:
+        why = layouts.why_not(names, count)
+        raise ModelError(f"config.json says {said} layers; attention was found in {count}: {why}")
+    roles = _Roles(names, config, prefix, stack)
     for index in range(count):
-        layer = prefix + stack.layer.format(index)
-        packing = _LayerViews(views, names, config, sizes, index).resolve(layer)
-    geometry = _geometry(config, sizes, views, names, count, packing)
-    used = {view.tensor for view in views.values()}
+        roles.add_layer(prefix + stack.layer.format(index), index)
+    used = {view.tensor for view in roles.views.values()}
     inside = (n for n in names if n.startswith(prefix) or n.removesuffix(".bias") in layouts.HEADS)
     extra = tuple(sorted(n for n in inside if n not in used and not is_scale(n)))
-    weights = Weights(name, store, geometry, views, config, extra, cache(words))
+    weights = Weights(name, store, roles.geometry(count), roles.views, config, extra, cache(words))
     _check_shapes(weights)
     return weights
 
@@ -327,15 +328,6 @@ def _decoder_config(config: Mapping[str, object]) -> Mapping[str, object]:
     return config
 
 
-def _check_layers(config: Mapping[str, object], count: int, names: Mapping[str, TensorInfo]) -> None:
-    """Refuse a checkpoint whose number of layers differs from its configuration."""
-    said = _number(config, "num_hidden_layers", "n_layer", "n_layers", "num_layers")
-    if said is not None and said != count:
-        raise ModelError(
-            f"config.json says {said} layers; attention was found in {count}: {layouts.why_not(names, count)}"
-        )
-
-
 def _number(config: Mapping[str, object], *keys: str) -> int | None:
     for key in keys:
         value = config.get(key)
@@ -344,45 +336,8 @@ def _number(config: Mapping[str, object], *keys: str) -> int | None:
     return None
 
 
-@dataclass(frozen=True)
-class _Sizes:
-    heads: int
-    kv_heads: int
-    head_dim: int
-    width: int
-    latent: tuple[int, int, int, int] | None
-
-    @classmethod
-    def of(cls, config: Mapping[str, object], width: int) -> _Sizes:
-        heads = _number(config, "num_attention_heads", "n_head", "n_heads", "num_heads")
-        if heads is None:
-            raise ModelError("config.json does not say how many attention heads there are")
-        head_dim = _number(config, "head_dim", "kv_channels") or width // heads
-        kv_heads = _number(config, "num_key_value_heads", "multi_query_group_num", "num_kv_heads", "n_head_kv")
-        nested = config.get("attn_config")
-        if kv_heads is None and isinstance(nested, Mapping):
-            kv_heads = _number(nested, "kv_n_heads")
-        if config.get("model_type") == "falcon" and not config.get("new_decoder_architecture"):
-            kv_heads = 1 if config.get("multi_query", True) else heads
-        kv_heads = kv_heads or heads
-        if heads % kv_heads:
-            raise ModelError(f"config.json: {heads} attention heads are not a multiple of {kv_heads} key-value heads")
-        latent = None
-        rank = _number(config, "kv_lora_rank")
-        if rank is not None:
-            parts = (config.get("qk_nope_head_dim"), config.get("qk_rope_head_dim"), config.get("v_head_dim"))
-            sizes = [part for part in parts if isinstance(part, int) and part is not True and part > 0]
-            if len(sizes) < 3:
-                raise ModelError("config.json: latent attention without its head sizes")
-            latent = (sizes[0], sizes[1], sizes[2], rank)
-            head_dim, kv_heads = latent[0] + latent[1], heads
-        return cls(heads, kv_heads, head_dim, width, latent)
-
-
-def _ends(
-    names: Mapping[str, TensorInfo], prefix: str, stack: layouts.Stack
-) -> dict[tuple[str, int | None], TensorView]:
-    views: dict[tuple[str, int | None], TensorView] = {}
+def _ends(names: Mapping[str, TensorInfo], prefix: str, stack: layouts.Stack) -> Views:
+    views: Views = {}
     ends = {"embed": stack.embed, "final_norm": stack.final_norm, **stack.optional}
     for role, module in ((role, module) for role, module in ends.items() if module):
         for suffix, kind in (("", "weight"), ("_bias", "bias")):
@@ -397,44 +352,71 @@ def _ends(
     return views
 
 
-@dataclass(frozen=True)
-class _LayerViews:
-    """Adds the views of one layer."""
+class _Roles:
+    """The views of a checkpoint's tensors by role, and the sizes that its config gives."""
 
-    views: dict[tuple[str, int | None], TensorView]
-    names: Mapping[str, TensorInfo]
-    config: Mapping[str, object]
-    sizes: _Sizes
-    index: int
+    def __init__(
+        self, names: Mapping[str, TensorInfo], config: Mapping[str, object], prefix: str, stack: layouts.Stack
+    ):
+        self.names, self.config = names, config
+        self.model_type = str(config.get("model_type", ""))
+        self.packing = ""  # of the attention
+        self.views = _ends(names, prefix, stack)
+        embed = self.views["embed", None].tensor
+        if len(names[embed].shape) != 2:
+            raise ModelError(f"{embed}: shape {names[embed].shape} is not a matrix")
+        self.vocab, self.width = names[embed].shape
+        heads = _number(config, "num_attention_heads", "n_head", "n_heads", "num_heads")
+        if heads is None:
+            raise ModelError("config.json does not say how many attention heads there are")
+        self.heads, self.kv_heads = heads, self._kv_heads() or heads
+        if heads % self.kv_heads:
+            raise ModelError(
+                f"config.json: {heads} attention heads are not a multiple of {self.kv_heads} key-value heads"
+            )
+        self.head_dim = _number(config, "head_dim", "kv_channels") or self.width // heads
+        self.latent = self._latent()
+        if self.latent is not None:
+            self.head_dim, self.kv_heads = self.latent[0] + self.latent[1], heads
 
-    def resolve(self, layer: str) -> str:
-        """Resolve the views of all modules; returns the packing of the attention."""
+    def _kv_heads(self) -> int | None:
+        if self.model_type == "falcon" and not self.config.get("new_decoder_architecture"):
+            return 1 if self.config.get("multi_query", True) else None
+        nested = self.config.get("attn_config")
+        names = ("num_key_value_heads", "multi_query_group_num", "num_kv_heads", "n_head_kv")
+        return _number(self.config, *names) or (_number(nested, "kv_n_heads") if isinstance(nested, Mapping) else None)
+
+    def _latent(self) -> tuple[int, int, int, int] | None:
+        """The sizes of latent attention, as in `Geometry`."""
+        rank = _number(self.config, "kv_lora_rank")
+        if rank is None:
+            return None
+        parts = (self.config.get(key) for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+        sizes = [part for part in parts if isinstance(part, int) and part is not True and part > 0]
+        if len(sizes) < 3:
+            raise ModelError("config.json: latent attention without its head sizes")
+        return sizes[0], sizes[1], sizes[2], rank
+
+    def add_layer(self, layer: str, index: int) -> None:
+        """Add the views of a layer's modules."""
         attention = matching(layouts.ATTENTION, self.names, layer, "the attention")
         assert attention is not None
         feed_forward = matching(layouts.FEED_FORWARD, self.names, layer, "the feed-forward")
         norms = matching(layouts.NORMS, self.names, layer, "the norms")
-        if norms is None and self.config.get("model_type") not in layouts.UNSCALED:
+        if norms is None and self.model_type not in layouts.UNSCALED:
             raise ModelError(f"{layer.rstrip('.')}: its norms have no known names")
-        packing = _packing(attention, self.config)
+        self.packing = _packing(attention, self.config)
         for scheme in (attention, feed_forward, norms):
             if scheme is not None:
                 for role, module in {**scheme.required, **scheme.optional}.items():
-                    self.add(layer + module, role, scheme.packing, packing)
+                    self._add(layer + module, role, scheme.packing, index)
         if norms is not None and norms.packing == "parallel":  # one norm feeds attention and feed-forward
             for suffix in ("", "_bias"):
-                if ("attn_norm" + suffix, self.index) in self.views:
-                    self.views["ffn_norm" + suffix, self.index] = self.views["attn_norm" + suffix, self.index]
-        return packing
+                if ("attn_norm" + suffix, index) in self.views:
+                    self.views["ffn_norm" + suffix, index] = self.views["attn_norm" + suffix, index]
 
-    def add(self, module: str, role: str, kind: str, packing: str) -> None:
-        """Add the views of one module: one for a plain role, two or three for a fused one; the same for biases.
-
-        Args:
-            module: The module's name.
-            role: The module's role.
-            kind: The packing of its scheme in the layout.
-            packing: The packing of the attention.
-        """
+    def _add(self, module: str, role: str, kind: str, index: int) -> None:
+        """Add the views of one module: one for a plain role, two or three for a fused one; the same for biases."""
         for suffix, part in (("", "weight"), ("_bias", "bias")):
             tensor = parameter(self.names, module, part)
             if tensor is None:
@@ -442,32 +424,78 @@ class _LayerViews:
             shape = self.names[tensor].shape
             if len(shape) < (2 if part == "weight" and not role.endswith("norm") else 1):
                 raise ModelError(f"{tensor}: shape {shape} is not a {'matrix' if part == 'weight' else 'vector'}")
-            conv1d = self.config.get("model_type") in layouts.CONV1D and len(shape) == 2
+            conv1d = self.model_type in layouts.CONV1D and len(shape) == 2
             out = shape[1] if conv1d else shape[0]
             item = None
-            pieces: Mapping[str, tuple[tuple[int, int], ...] | None] = {role: None}
+            pieces: Pieces = {role: None}
             if role == "qkv":
-                pieces = _cut_qkv(self.sizes, packing, out, module)
+                pieces = self._cut_qkv(out, module)
             elif kind == "experts" and len(shape) == 3:
-                item, conv1d = 0, self.config.get("model_type") in layouts.EXPERTS_IN_OUT
+                item, conv1d = 0, self.model_type in layouts.EXPERTS_IN_OUT
                 pieces = self._cut_experts(role, tensor, shape[::-1][:2] if conv1d else shape[1:])
             elif role == "gate_up" or (kind == "maybe_gated" and role == "up" and _is_gated(self.names, module, out)):
-                pieces = {"gate": ((0, out // 2),), "up": ((out // 2, out),)}
+                pieces = _halves(out)
             for name, rows in pieces.items():
-                self.views[name + suffix, self.index] = TensorView(tensor, rows, conv1d, item)
+                self.views[name + suffix, index] = TensorView(tensor, rows, conv1d, item)
 
-    def _cut_experts(
-        self, role: str, tensor: str, shape: tuple[int, ...]
-    ) -> Mapping[str, tuple[tuple[int, int], ...] | None]:
+    def _cut_experts(self, role: str, tensor: str, shape: tuple[int, ...]) -> Pieces:
         """Rows of gate and up in a stack of experts, each of shape (out, in)."""
         if role != "gate_up":
             return {role: None}
         out, inner = shape
-        if out % 2 or inner != self.sizes.width:
+        if out % 2 or inner != self.width:
             raise ModelError(f"{tensor}: shape {self.names[tensor].shape} does not tell gate from up")
-        if self.config.get("model_type") in layouts.EXPERTS_WOVEN:
+        if self.model_type in layouts.EXPERTS_WOVEN:
             return {name: tuple((row, row + 1) for row in range(at, out, 2)) for at, name in enumerate(("gate", "up"))}
-        return {"gate": ((0, out // 2),), "up": ((out // 2, out),)}
+        return _halves(out)
+
+    def _cut_qkv(self, out: int, module: str) -> Pieces:
+        """Row ranges of q, k and v inside a fused projection."""
+        heads, dim = self.heads, self.head_dim
+        kv_heads = heads if self.packing == "head" else self.kv_heads
+        if out != (heads + 2 * kv_heads) * dim:
+            raise ModelError(f"{module}: {out} rows are not {heads} query and twice {kv_heads} key heads of {dim}")
+        if self.packing == "concat":
+            cuts = [0, heads * dim, (heads + kv_heads) * dim, out]
+            return {role: ((cuts[i], cuts[i + 1]),) for i, role in enumerate("qkv")}
+        group = heads // kv_heads
+        block = (group + 2) * dim
+        starts = {"q": (0, group * dim), "k": (group * dim, (group + 1) * dim), "v": ((group + 1) * dim, block)}
+        return {role: tuple((h * block + a, h * block + b) for h in range(kv_heads)) for role, (a, b) in starts.items()}
+
+    def geometry(self, layers: int) -> Geometry:
+        """The shape of the model, once all layers are added."""
+        rotary = "none" if self.model_type in layouts.UNROTATED or self.config.get("alibi") is True else "half"
+        if self.model_type in layouts.INTERLEAVED_ROTARY and self.config.get("rope_interleave") is not False:
+            rotary = "interleaved"
+        layer_norm = self.model_type in layouts.LAYER_NORM or ("final_norm_bias", None) in self.views
+        down = self.views.get(("down", layers - 1))
+        turned = int(self.head_dim * _rotary_share(self.config, self.head_dim)) // 2 * 2
+        late_norm = self.model_type in layouts.HEADS_NORMED_LATE and self.config.get("use_qk_norm") is not False
+        return Geometry(
+            layers=layers,
+            width=self.width,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            vocab=self.vocab,
+            ffn=self.names[down.tensor].shape[-2 if down.transposed else -1] if down is not None else 0,
+            norm="layer" if layer_norm else "rms",
+            rotary=rotary,
+            rotary_dim=0 if rotary == "none" else self.latent[1] if self.latent else turned,
+            qk_norm=("q_norm", 0) in self.views or late_norm,
+            late_norm=late_norm,
+            post_norm=("post_attn_norm", 0) in self.views,
+            gated=("gate", layers - 1) in self.views,
+            tied=("head", None) not in self.views or self.config.get("tie_word_embeddings") is True,
+            unit_offset=self.model_type in layouts.UNIT_OFFSET_GAINS,
+            model_type=self.model_type,
+            latent=self.latent if self.packing == "latent" else None,
+        )
+
+
+def _halves(out: int) -> Pieces:
+    return {"gate": ((0, out // 2),), "up": ((out // 2, out),)}
 
 
 def _packing(attention: Scheme, config: Mapping[str, object]) -> str:
@@ -487,69 +515,6 @@ def _packing(attention: Scheme, config: Mapping[str, object]) -> str:
 def _is_gated(names: Mapping[str, TensorInfo], module: str, out: int) -> bool:
     down = parameter(names, module.replace("dense_h_to_4h", "dense_4h_to_h"))
     return down is not None and names[down].shape[1] * 2 == out
-
-
-def _cut_qkv(sizes: _Sizes, packing: str, out: int, module: str) -> dict[str, tuple[tuple[int, int], ...]]:
-    """Row ranges of q, k and v inside a fused projection."""
-    heads, kv_heads, dim = sizes.heads, sizes.kv_heads, sizes.head_dim
-    if packing == "head":
-        kv_heads = heads
-    if out != (heads + 2 * kv_heads) * dim:
-        raise ModelError(f"{module}: {out} rows are not {heads} query and twice {kv_heads} key heads of {dim}")
-    if packing == "concat":
-        cuts = [0, heads * dim, (heads + kv_heads) * dim, out]
-        return {role: ((cuts[i], cuts[i + 1]),) for i, role in enumerate("qkv")}
-    group = heads // kv_heads
-    block = (group + 2) * dim
-    starts = {"q": (0, group * dim), "k": (group * dim, (group + 1) * dim), "v": ((group + 1) * dim, block)}
-    return {role: tuple((h * block + a, h * block + b) for h in range(kv_heads)) for role, (a, b) in starts.items()}
-
-
-def _geometry(
-    config: Mapping[str, object],
-    sizes: _Sizes,
-    views: Mapping[tuple[str, int | None], TensorView],
-    names: Mapping[str, TensorInfo],
-    count: int,
-    packing: str,
-) -> Geometry:
-    model_type = str(config.get("model_type", ""))
-    partial = _rotary_share(config, sizes.head_dim)
-    rotary = "none" if model_type in layouts.UNROTATED or config.get("alibi") is True else "half"
-    if model_type in layouts.INTERLEAVED_ROTARY and config.get("rope_interleave") is not False:
-        rotary = "interleaved"
-    layer_norm = model_type in layouts.LAYER_NORM or ("final_norm_bias", None) in views
-    down = views.get(("down", count - 1))
-    ffn = 0
-    if down is not None:
-        shape = names[down.tensor].shape[-2:]
-        ffn = shape[0] if down.transposed else shape[1]
-    dim = sizes.latent[1] if sizes.latent else int(sizes.head_dim * partial) // 2 * 2
-    return Geometry(
-        layers=count,
-        width=sizes.width,
-        heads=sizes.heads,
-        kv_heads=sizes.kv_heads,
-        head_dim=sizes.head_dim,
-        vocab=names[views["embed", None].tensor].shape[0],
-        ffn=ffn,
-        norm="layer" if layer_norm else "rms",
-        rotary=rotary,
-        rotary_dim=0 if rotary == "none" else dim,
-        qk_norm=("q_norm", 0) in views or _normed_late(config),
-        late_norm=_normed_late(config),
-        post_norm=("post_attn_norm", 0) in views,
-        gated=("gate", count - 1) in views,
-        tied=("head", None) not in views or config.get("tie_word_embeddings") is True,
-        unit_offset=model_type in layouts.UNIT_OFFSET_GAINS,
-        model_type=model_type,
-        latent=sizes.latent if packing == "latent" else None,
-    )
-
-
-def _normed_late(config: Mapping[str, object]) -> bool:
-    """Whether queries and keys are normed after rotation."""
-    return config.get("model_type") in layouts.HEADS_NORMED_LATE and config.get("use_qk_norm") is not False
 
 
 def _rotary_share(config: Mapping[str, object], head_dim: int) -> float:

@@ -7,7 +7,7 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
@@ -81,7 +81,7 @@ def commit() -> str | None:
 
 def hardware() -> dict[str, object]:
     """The processor, and the accelerator if there is one."""
-    found: dict[str, object] = {"cpu": _cpu(), "cores": _cores(), "system": f"{platform.system()} {platform.machine()}"}
+    found: dict[str, object] = {"cpu": _cpu(), "cores": cores(), "system": f"{platform.system()} {platform.machine()}"}
     import torch  # slow to import, and not needed to rewrite a page
 
     if torch.cuda.is_available():
@@ -89,10 +89,10 @@ def hardware() -> dict[str, object]:
     return found
 
 
-def versions() -> dict[str, str]:
-    """Versions of Python, Fathom and the libraries that compute."""
+def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
+    """Versions of Python, Fathom and the installed ones of some packages: by default of the libraries that compute."""
     found = {"python": platform.python_version(), "fathom": __version__}
-    for package in PACKAGES:
+    for package in packages:
         try:
             found[package] = version(package)
         except PackageNotFoundError:
@@ -109,5 +109,6 @@ def _cpu() -> str:
     return next(named, "") or platform.processor() or platform.machine()
 
 
-def _cores() -> int:
+def cores() -> int:
+    """CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

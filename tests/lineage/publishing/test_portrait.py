@@ -61,14 +61,13 @@ def test_one_changed_number_is_seen_by_the_hash_and_hardly_by_the_eye():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("pairs", "least"), [(24, 0.9), (200, 0.95)])
-def test_likeness_of_pictures_follows_likeness_of_sketches(pairs, least):
+def test_likeness_of_pictures_follows_likeness_of_sketches():
     draw, cosines, pictures = np.random.default_rng(0), [], []
-    for rho in draw.uniform(0, 1, pairs):
+    for rho in draw.uniform(0, 1, 200):
         a, b = related(draw, rho)
         cosines.append(np.dot(a.astype(float), b) / np.linalg.norm(a.astype(float)) / np.linalg.norm(b.astype(float)))
         pictures.append(likeness(portrait.pixels(a), portrait.pixels(b)))
-    assert spearmanr(cosines, pictures).statistic >= least
+    assert spearmanr(cosines, pictures).statistic >= 0.95
 
 
 @pytest.mark.parametrize(("rho", "want"), [(0.99, 0.032), (0.95, 0.071), (0.7, 0.176), (0.2, 0.295), (0.0, 0.333)])

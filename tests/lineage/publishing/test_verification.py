@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file, save_file
@@ -20,29 +19,18 @@ from fathom.cli import lineage as commands
 from fathom.cli.main import main
 from fathom.errors import ModelError
 from fathom.lineage.publishing import verification
-from tests.lineage.zoo import build, save, tiny_config
+from tests.lineage.test_direction import changed, moved
+from tests.lineage.zoo import build, save, save_adapter, tiny_config
 
 
 @pytest.fixture(scope="module")
 def family(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A base, a fine-tuned copy, three strangers, an adapter that names no base, a null file."""
     root = tmp_path_factory.mktemp("family")
-    for seed, name in enumerate(("base", "copy", "control", "control two", "stranger")):
-        save(build(tiny_config("qwen3"), max(seed - 1, 0), torch.float32), root / name, 512)
-    tensors = load_file(root / "copy" / "model.safetensors")
-    draw = np.random.default_rng(0)
-    for name in tensors:
-        noise = draw.normal(size=tensors[name].shape).astype(np.float32)
-        tensors[name] = tensors[name] + 0.1 * tensors[name].std() * noise
-    save_file(tensors, root / "copy" / "model.safetensors")
-    (root / "adapter").mkdir()
-    part = "base_model.model.model.layers.1.self_attn.q_proj"
-    low = {f"{part}.lora_A.weight": (4, 64), f"{part}.lora_B.weight": (64, 4)}
-    save_file(
-        {name: draw.normal(size=shape).astype(np.float32) for name, shape in low.items()},
-        root / "adapter" / "adapter_model.safetensors",
-    )
-    (root / "adapter" / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 8}))
+    for seed, name in enumerate(("base", "control", "control two", "stranger")):
+        save(build(tiny_config("qwen3"), seed, torch.float32), root / name, 512)
+    changed(root / "base", root / "copy", moved(0.1))
+    save_adapter(root / "adapter", 64)
     commands.calibrate([str(root / name) for name in ("control", "control two", "stranger")], root / "null.json")
     return root
 
@@ -165,10 +153,8 @@ def test_options_of_another_type_are_refused(reports, section, key, value):
 
 
 FORGERIES = {
-    "sentence": lambda body: body["verdict"].update(sentence="These weights were stolen."),
     "tampering": lambda body: body["tampering"].append("made up"),
     "revision": lambda body: body["inputs"][0].update(revision="deadbeef"),
-    "hash": lambda body: body["inputs"][0]["content"]["files"].update({"model.safetensors": "0" * 64}),
     "nan": lambda body: body["scores"]["awm"].update(value=float("nan")),
     "control": lambda body: body["controls"].pop(),
 }
@@ -257,7 +243,6 @@ def test_the_printed_command_is_what_was_given(family, reports, case, monkeypatc
 
 
 PAGES = {
-    "the sentence": lambda text, body: text.replace(body["verdict"]["sentence"], "These weights were stolen."),
     "the meaning": lambda text, body: text.replace(body["verdict"]["meaning"], "One is a copy of the other."),
     "the label": lambda text, body: text.replace(f">{body['verdict']['label']}<", ">theft<"),
     "one more line": lambda text, body: text.replace("</main>", "<p>Proven.</p></main>"),

@@ -79,11 +79,6 @@ def read_card(path: Path) -> Card:
     return found
 
 
-def sketch_of(body: Card, name: str = "z_last") -> Array:
-    """The int8 sketch in a card."""
-    return sketch_bytes(body.sketches[name])
-
-
 def sketch_bytes(text: str) -> Array:
     """A sketch from hexadecimal, int8 `[512]`."""
     return np.frombuffer(bytes.fromhex(text), np.int8)
@@ -99,6 +94,6 @@ def search(query: Card, library: Iterable[Path]) -> list[tuple[float, str, str]]
         except ModelError:
             continue
         name = "z_all" if "z_all" in query.sketches and "z_all" in other.sketches else "z_last"
-        cosine = huref.sketch_cosine(sketch_of(query, name), sketch_of(other, name))
+        cosine = huref.sketch_cosine(sketch_bytes(query.sketches[name]), sketch_bytes(other.sketches[name]))
         found.append((cosine, other.name, str(path)))
     return sorted(found, reverse=True)

@@ -39,6 +39,7 @@ from fathom.lineage import huref
 from fathom.lineage.publishing.cards import sketch
 from fathom.lineage.publishing.results import Content
 from fathom.lineage.weights import Weights
+from fathom.report.files import digest as file_digest
 
 VERSION = 3
 NAMED = 200  # characters of an owner's name
@@ -76,19 +77,13 @@ def header_digest(tensors: Mapping[str, TensorInfo]) -> str:
 TOKENIZERS = (TOKENIZER_JSON, SENTENCEPIECE_MODEL, QWEN_TIKTOKEN, VOCABULARY)
 
 
-def files_of(weights: Weights) -> dict[str, tuple[Origin, str]]:
+def files_of(store: TensorStore) -> dict[str, tuple[Origin, str]]:
     """The files of a model: weights, config, tokenizer; those below an adapter are marked."""
-    store = weights.store
     if isinstance(store, AdapterStore):
         above = {name: (store.adapter.origin, name) for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)}
-        return above | {f"base: {name}": place for name, place in _files(store.base).items()}
-    return _files(store)
-
-
-def _files(store: TensorStore) -> dict[str, tuple[Origin, str]]:
-    origin = store.origin
+        return above | {f"base: {name}": place for name, place in files_of(store.base).items()}
     names = {info.file for info in store.tensors.values()} | set(side_files(store))
-    return {name: (origin, name) for name in sorted(names)}
+    return {name: (store.origin, name) for name in sorted(names)}
 
 
 def side_files(store: TensorStore) -> list[str]:
@@ -101,20 +96,15 @@ def side_files(store: TensorStore) -> list[str]:
 
 def content(weights: Weights) -> Content:
     """SHA-256 of every local file of a model, and a root over them; a repository is identified by its commit."""
-    digests = {name: _digest(origin, file) for name, (origin, file) in files_of(weights).items()}
+    digests = {name: _digest(origin, file) for name, (origin, file) in files_of(weights.store).items()}
     leaves = [hashlib.sha256(f"{name}\0{digest}".encode()).digest() for name, digest in digests.items() if digest]
     whole = len(leaves) == len(digests)
     return Content(digests, merkle_root(leaves).hex() if whole else None)
 
 
 def _digest(origin: Origin, file: str) -> str | None:
-    if not isinstance(origin, LocalOrigin):
-        return None
-    found = hashlib.sha256()
-    with open(origin.directory / safe_name(file), "rb") as stream:  # not counted: nothing is compared
-        while block := stream.read(CHUNK):
-            found.update(block)
-    return found.hexdigest()
+    # read past the origin, and not counted: nothing is compared
+    return file_digest(origin.directory / safe_name(file)).sha256 if isinstance(origin, LocalOrigin) else None
 
 
 def file_leaf(store: TensorStore, name: str, key: bytes = b"") -> bytes:
