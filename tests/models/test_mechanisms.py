@@ -77,6 +77,7 @@ def test_a_new_mechanism_is_a_case():
 # --- the baseline -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick("shape0-*", "*-sdpa-dtype0", "*-eager-dtype1")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("backend", ["sdpa", "eager"])
 @pytest.mark.parametrize("shape", [{}, {"tie_word_embeddings": True}, {"attention_bias": True}, {"layers": "sliding"}])
@@ -148,6 +149,7 @@ def _cached_model(case):
     return _models[case]
 
 
+@pytest.mark.quick("attention_residuals", "hyper_connections", "ponder3", "ponder@gpt2", "latent_cot@gemma")
 @every_case
 def test_token_by_token_in_single_precision(case):
     model, ids = build(config_of(case)), tokens(2, 12)
@@ -262,7 +264,7 @@ def test_generate_is_its_uncached_self(case, how):
     outputs = []
     for use_cache in (True, False):
         torch.manual_seed(7)
-        outputs.append(model.generate(batch, attention_mask=mask, max_new_tokens=6, use_cache=use_cache, **arguments))
+        outputs.append(model.generate(batch, attention_mask=mask, max_new_tokens=4, use_cache=use_cache, **arguments))
     assert torch.equal(*outputs)
 
 
@@ -418,35 +420,34 @@ def test_what_is_refused_could_not_be_followed(case):
 SEVERAL_PASSES = [case for case in CASES if config_of(case).recurrence not in ("once", "loop")]
 
 
+def small_graph(case):
+    """A graph holds every pass; of two layers one has a source, and of three one is looped."""
+    torch._dynamo.reset()
+    few = dict.fromkeys((*SEVERAL_PASSES, "vanilla", "depth_attention", "loop+depth_attention"), 2) | {"loop-damped": 3}
+    layers = {"num_hidden_layers": few[case]} if case in few else {}
+    model = build(config_of(case, **layers), dtype=torch.float64)
+    return model, torch.compile(model, backend="aot_eager", fullgraph=True)
+
+
 @pytest.mark.quick("depth_attention")  # tracing takes long
 @pytest.mark.parametrize("case", CASES)
-def test_compiled_in_one_graph(case):
-    torch._dynamo.reset()
-    # a graph holds every pass; of two layers one has a source, and of three one is looped
-    few = {**dict.fromkeys((*SEVERAL_PASSES, "vanilla", "depth_attention"), 2), "loop-damped": 3}
-    layers = {"num_hidden_layers": few[case]} if case in few else {}
-    model, ids = build(config_of(case, **layers), dtype=torch.float64), tokens(2, 16)
+def test_training_is_one_graph(case):
+    (model, whole), ids = small_graph(case), tokens(2, 16)
     plain = gradients(model, ids)
-    whole = torch.compile(model, backend="aot_eager", fullgraph=True)
     model.zero_grad()
     whole(ids, labels=ids).loss.backward()
     compiled = {name: p.grad for name, p in model.named_parameters()}
     assert max(worst(plain[name], compiled[name]) for name in plain) < 1e-10
-    model.eval()
+
+
+@pytest.mark.quick("loop+depth_attention")
+@pytest.mark.parametrize("case", CASES)
+def test_evaluation_is_one_graph(case):
+    (model, whole), ids = small_graph(case), tokens(2, 16)
     if model.model.recurrence.exact():  # a hundred passes in one graph would only be slow
         set_options(model, prefill="jacobi")
     with torch.no_grad():
         assert worst(whole(ids, use_cache=False).logits, logits(model, ids)) < 1e-10
-
-
-@pytest.mark.parametrize("case", ["loop-damped"])
-def test_a_forward_pass_of_trips_is_one_graph(case):
-    """Without the backward pass and without a compiler, which take most of the time above."""
-    torch._dynamo.reset()
-    model, ids = build(config_of(case, num_hidden_layers=3)), tokens(2, 8)
-    whole = torch.compile(model, backend="eager", fullgraph=True)
-    with torch.no_grad():
-        assert torch.equal(whole(ids, use_cache=False).logits, logits(model, ids))
 
 
 @in_two_lots(FAST[::4])

@@ -57,7 +57,8 @@ def test_vanilla_is_qwen3(dtype, backend):
 
 def test_compiled():
     for case in CASES:
-        suite.test_compiled_in_one_graph(case)
+        suite.test_training_is_one_graph(case)
+        suite.test_evaluation_is_one_graph(case)
 
 
 def test_the_faults_are_seen_here_too():
