@@ -18,7 +18,7 @@ def test_the_formula(method, dtype):
     """Keys and values of p entries, once a compression was made the sinks' keys as they came, and noted queries."""
     model = model_of("qwen3", dtype)
     cache = cache_of(model, method)
-    for t in (1, 1, N - 6, *[1] * 50):  # across two compressions
+    for t in (1, 1, N - 6, *[1] * 8, 24, *[1] * 8):  # across two compressions
         cached(model, tokens(2, t), cache)
         rows = 2 * cache.entries + (S if cache.compressions else 0)
         noted = [layer.queries for layer in cache.layers if layer.queries is not None]

@@ -95,10 +95,10 @@ def test_stops_processors_and_budgets():
     _, model, _, _, _ = drawn(2)
     prompts = [[5, 9, 31, 7], [44, 3], [8]]
     for settings in ({"repetition_penalty": 1.5}, {"no_repeat_ngram_size": 2}, {"max_trips": 2}):
-        assert greedy(model, prompts, 15, draft_trips=1, **settings) == greedy(model, prompts, 15, **settings)
-    plain = greedy(model, prompts, 15)
+        assert greedy(model, prompts, 8, draft_trips=1, **settings) == greedy(model, prompts, 8, **settings)
+    plain = greedy(model, prompts, 8)
     end = [plain[0][4], plain[1][2]]
-    given = {"attention_mask": torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1], [0, 0, 0, 1]]), "max_new_tokens": 15}
+    given = {"attention_mask": torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1], [0, 0, 0, 1]]), "max_new_tokens": 8}
     ids = torch.tensor([[5, 9, 31, 7], [0, 0, 44, 3], [0, 0, 0, 8]])
     stopped = [
         model.generate(ids, do_sample=False, eos_token_id=end, pad_token_id=0, **given, **more).tolist()
@@ -114,7 +114,7 @@ def test_holes_in_a_mask_count_for_no_position():
     for seed in (1, 2):
         _, model, _, _, _ = drawn(seed)
         for given in ({"attention_mask": mask}, {}):
-            given |= {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+            given |= {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
             assert torch.equal(model.generate(ids, **given), model.generate(ids, draft_trips=1, **given))
 
 
