@@ -155,7 +155,7 @@ def test_bad_options_are_one_clear_line(name, options, says):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [case for case in CASES if "@" not in case or case.startswith("vanilla")])
 def test_round_trip(case, tmp_path):
     original = config_of(case)
     original.save_pretrained(tmp_path)

@@ -178,15 +178,15 @@ def test_left_padded_rows_are_single_rows(case):
 
 
 @every_case
-@pytest.mark.parametrize("use_cache", [False, True])
-def test_packed_documents_are_single_rows(case, use_cache):
+def test_packed_documents_are_single_rows(case):
     model = _cached_model(case)
     documents = [tokens(1, n, seed=n) for n in (4, 7, 6)]
     positions = torch.cat([torch.arange(d.shape[1]) for d in documents]).unsqueeze(0)
-    with torch.no_grad():
-        packed = model(torch.cat(documents, 1), position_ids=positions, use_cache=use_cache).logits
     alone = torch.cat([logits(model, d) for d in documents], 1)
-    assert worst(packed, alone) < EXACT
+    for use_cache in (False, True):
+        with torch.no_grad():
+            packed = model(torch.cat(documents, 1), position_ids=positions, use_cache=use_cache).logits
+        assert worst(packed, alone) < EXACT, use_cache
 
 
 @pytest.mark.quick("vanilla", "depth_attention", "ponder-hidden-duo", "ponder3", "adaponder", "latent_cot@gemma")
@@ -376,28 +376,17 @@ def gradients(model, ids, **kwargs):
 
 @every_case
 def test_every_parameter_gets_a_gradient(case):
-    model = build(config_of(case), dtype=torch.float64)
-    found = gradients(model, tokens(2, 16))
+    """Also where activations are computed again, by either kind of checkpointing, unless that is refused."""
+    model, ids = build(config_of(case), dtype=torch.float64), tokens(2, 16)
+    found = gradients(model, ids)
     assert set(found) == {name for name, _ in model.named_parameters()}
     dead = {name for name, g in found.items() if not g.abs().sum() > 0}
     # A softmax over one source is constant, so nothing can move its query; in a parallel layer both reads have one.
     alone = ("attn_residual", "mlp_residual") if model.config.parallel_residual else ("attn_residual",)
     assert all(name.startswith(tuple(f"model.layers.0.{part}." for part in alone)) for name in dead), dead
-
-
-@every_case
-def test_checkpointing_changes_nothing(case):
-    model, ids = build(config_of(case), dtype=torch.float64), tokens(2, 16)
-    plain = gradients(model, ids)
     model.activation_checkpointing_enable()
     again = gradients(model, ids)
-    assert max(worst(plain[name], again[name]) for name in plain) < 1e-12
-
-
-@every_case
-def test_reentrant_checkpointing_changes_nothing_or_is_refused(case):
-    model, ids = build(config_of(case), dtype=torch.float64), tokens(2, 16)
-    plain = gradients(model, ids)
+    assert max(worst(found[name], again[name]) for name in found) < 1e-12
     more = any(visit.sources or visit.borrows for trip in model.model.plan for visit in trip)
     more |= model.config.recurrence in ("ponder2", "ponder3", "adaponder", "latent_cot")
     if more or model.config.recurrence_options.get("view", "same") != "same":
@@ -406,7 +395,7 @@ def test_reentrant_checkpointing_changes_nothing_or_is_refused(case):
         return
     model.activation_checkpointing_enable({"use_reentrant": True})
     again = gradients(model, ids)
-    assert max(worst(plain[name], again[name]) for name in plain) < 1e-12
+    assert max(worst(found[name], again[name]) for name in found) < 1e-12
 
 
 @pytest.mark.parametrize("case", ["depth_attention", "ponder3", "adaponder", "latent_cot"])
