@@ -10,6 +10,7 @@ from .cases import LENGTH, N, S, cache_of, cached, model_of, tokens
 LAYERS, HEADS, WIDTH = 3, 2, 16
 
 
+@pytest.mark.quick("freqkv-*", "sinks-*", "snapkv-*", "expected_attention-*")
 @pytest.mark.parametrize(
     "method,dtype",
     [*((name, torch.float32) for name in METHODS), ("freqkv", torch.bfloat16), ("snapkv", torch.bfloat16)],

@@ -151,7 +151,7 @@ def two_ways(request, qwen, ids):
     return ids[:1], [(run, run(ids[:1])) for run in ways]
 
 
-@pytest.mark.quick("*-64", "freqkv-10", "freqkv-130", "snapkv-10", "snapkv-130")
+@pytest.mark.quick("freqkv-10", "freqkv-64", "freqkv-130", "snapkv-64")  # test_oracle has every method
 @pytest.mark.parametrize("token", [10, 63, 64, 65, 100, 127, 128, 130])
 def test_causality(two_ways, token):
     ids, ways = two_ways
