@@ -872,8 +872,8 @@ def _tried(case: Case, here: Path, taken: str, capsys: pytest.CaptureFixture[str
 WHOLE = {line for line, *_ in FEW} | {line for line in CASES if line.startswith(("generate model", "chat model"))}
 WHOLE |= {"zzz", "Train good.yaml", "train ", "train binary.yaml", "train good.yaml model.mixer=blender"}
 WHOLE |= {"recipes list tiny", "recipes copy", "recipes copy tiny --to file"}
-FAST = [line for number, line in enumerate(CASES) if number % 3 == 0 or line in WHOLE]
-"""Every third, and those that have no others of their kind; the rest is behind `slow`."""
+FAST = [line for number, line in enumerate(CASES) if number % 4 == 0 or line in WHOLE]
+"""Every fourth, and those that have no others of their kind; the rest is behind `slow`."""
 
 
 @pytest.mark.parametrize("line", FAST)
