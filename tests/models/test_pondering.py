@@ -388,9 +388,6 @@ def test_metrics_count_the_trips():
         assert found[f"trips_{k}"].item() == pytest.approx((trips == k).float().mean().item())
 
 
-# --- bad input --------------------------------------------------------------------------------------------------------
-
-
 # --- weights, budgets, and calls out of the ordinary ------------------------------------------------------------------
 
 
