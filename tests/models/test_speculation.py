@@ -169,29 +169,6 @@ def test_verified_drafts_have_the_distribution(monkeypatch):
     assert misfit(drafts.tokens[:, 0], first.expand(50_000, -1)) < 1e-6, "drafts as they are"
 
 
-@pytest.mark.slow
-def test_sampled_texts_have_the_distribution():
-    """Two tokens of a whole model over a vocabulary of seven, against their probabilities: chi-square, 50,000 draws."""
-    model = build(FathomConfig(**{**SHAPE, "vocab_size": 7, "recurrence": "loop", "pad_token_id": 0}))
-    model.generation_config.eos_token_id = None
-    ids = torch.tensor([[5, 3, 6]])
-    with torch.no_grad():
-        first = model(ids).logits[0, -1].softmax(-1)
-        after = [model(torch.cat((ids, torch.tensor([[t]])), 1)).logits[0, -1].softmax(-1) for t in range(7)]
-    joint = torch.stack([first[t] * after[t] for t in range(7)]).flatten()
-    torch.manual_seed(1)
-    counts = torch.zeros(49, dtype=torch.long)
-    for _ in range(6250):
-        made = model.generate(
-            ids.expand(8, -1), max_new_tokens=2, do_sample=True, top_k=0, pad_token_id=0, draft_trips=1, draft_tokens=2
-        )
-        counts += (made[:, 3] * 7 + made[:, 4]).bincount(minlength=49)
-    large = joint * 50_000 > 5
-    expected = torch.cat((joint[large], joint[~large].sum().clamp(min=1e-12)[None])).double() * 50_000
-    found = torch.cat((counts[large], counts[~large].sum()[None]))
-    assert scipy.stats.chisquare(found, expected * found.sum() / expected.sum()).pvalue > 1e-3
-
-
 @pytest.mark.parametrize("name", ["loop", "loop+depth_attention", "ponder"])
 def test_early_loss_is_of_what_fewer_trips_say(name):
     """loss + w times the mean loss under budgets of fewer trips, gradients too; nothing where it is off."""
