@@ -186,7 +186,7 @@ def test_packed_documents_are_single_rows(case):
         assert worst(packed, alone) < EXACT, use_cache
 
 
-@pytest.mark.quick("vanilla", "depth_attention", "ponder-hidden-duo", "ponder3", "adaponder", "latent_cot@gemma")
+@pytest.mark.quick("vanilla", "depth_attention", "ponder-hidden-duo", "ponder2", "adaponder", "latent_cot@gemma")
 @every_case
 def test_gradients_of_packed_documents_are_their_own(case):
     """And in single precision not a bit of a document depends on the one before it; read as one text, it does."""

@@ -257,7 +257,7 @@ MOVES = st.one_of(
 
 @pytest.mark.quick("ponder-duo", "ponder2", "latent_cot")
 @every_method
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(pads=st.permutations([0, 1, 3]), moves=st.lists(MOVES, min_size=2, max_size=5))
 def test_any_course_is_a_fresh_read(method, pads, moves):
     """Padded rows that halt apart are read on, taken back and exchanged; each stays the row that it is."""
