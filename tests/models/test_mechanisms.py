@@ -17,7 +17,7 @@ from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM, StaticCach
 from fathom.checkpoints.export import export
 from fathom.models import FathomForCausalLM
 from fathom.models.cost import cache_bytes_per_token, count_parameters, mechanism_cost
-from fathom.models.registry import AXES, MECHANISMS, mechanism
+from fathom.models.registry import AXES, MECHANISMS, mechanism, parse_mechanism
 from fathom.models.roles import Residual, ValueMixer, View
 
 from .cases import (
@@ -37,6 +37,10 @@ from .cases import (
 from .ranks import on_two_ranks, sharded_gradients
 
 every_case = pytest.mark.parametrize("case", in_turn(CASES))
+
+
+def recurrence_of(case):
+    return parse_mechanism(CASES[case][0])["recurrence"]
 
 
 def in_two_lots(some):
@@ -317,7 +321,7 @@ def test_every_parameter_gets_a_gradient(case):
     assert max(worst(found[name], again[name]) for name in found) < 1e-12
 
 
-SEVERAL_PASSES = [case for case in CASES if config_of(case).recurrence not in ("once", "loop")]
+SEVERAL_PASSES = [case for case in CASES if recurrence_of(case) not in ("once", "loop")]
 
 
 def small_graph(case):
@@ -381,7 +385,7 @@ def test_initialised_from_nothing(case):
             assert tensor.isfinite().all(), name
 
 
-ONCE = [case for case in CASES if config_of(case).recurrence == "once"]
+ONCE = [case for case in CASES if recurrence_of(case) == "once"]
 ROUNDING = 1e-6
 """Of a logit, where sums are made in another order. Everywhere else a start is exact."""
 
