@@ -94,8 +94,8 @@ def tiny_recipe(corpus: Path, *overrides: str) -> Recipe:
         "model": shape(mixer="depth_attention"),
         "data": {"directory": str(corpus), "sequence_length": 32, "packing": "documents"},
         "optim": {"lr": 1e-2, "warmup": 0.1},
-        "train": {"steps": 8, "tokens_per_step": 256, "micro_batch": 4, "checkpoint_every": 2, "log_every": 2},
-        "evaluate": {"every": 4, "tokens": 1000, "position_buckets": 4},
+        "train": {"steps": 8, "tokens_per_step": 256, "micro_batch": 4, "checkpoint_every": 4, "log_every": 2},
+        "evaluate": {"every": 4, "tokens": 256, "position_buckets": 4},
         "track": {"display": "none"},
     }
     return parse_recipe(values, ("train.export=false", "train.device=cpu", *overrides))

@@ -32,8 +32,7 @@ def test_vanilla_as_a_stock_qwen3(tmp_path):
     assert not list((tmp_path / "q").glob("*.py")), "a stock model needs no code"
 
 
-@pytest.mark.parametrize("case", ["loop", "loop-middle"])
-@pytest.mark.parametrize("trips", [None, 1, 2])
+@pytest.mark.parametrize("trips,case", [(None, "loop"), (None, "loop-middle"), (1, "loop"), (2, "loop-middle")])
 def test_loop_as_a_deeper_qwen3(case, trips, tmp_path):
     """Unrolled as often as it is served: a configuration's `max_trips` is what every call makes."""
     model, ids = build(config_of(case, max_trips=trips)), tokens(2, 9)

@@ -208,7 +208,6 @@ def _models(place: Path) -> None:
         "config_typeless": edit("config.json", model_type=None),
         "config_number": edit("config.json", model_type=5),
         "config_context": edit("config.json", max_position_embeddings="long"),
-        "config_kernel": edit("config.json", attn_implementation="someone/kernel"),
         "config_attention": edit("config.json", attn_implementation="nope"),
         "config_kvcache": edit("config.json", kvcache="freqkv"),
         "config_eos": edit("config.json", eos_token_id="end"),
@@ -220,9 +219,7 @@ def _models(place: Path) -> None:
         "weights_gone": gone("model.safetensors"),
         "weights_pickle": lambda d: (d / "model.safetensors").rename(d / "pytorch_model.bin"),
         "weights_folder": lambda d: ((d / "model.safetensors").unlink(), (d / "model.safetensors").mkdir()),
-        "weights_pipe": lambda d: ((d / "model.safetensors").unlink(), os.mkfifo(d / "model.safetensors")),
         "weights_index": write("model.safetensors.index.json", "{"),
-        "weights_shard": write("model.safetensors.index.json", '{"weight_map": {"a": "../b.safetensors"}}'),
         "weights_map": write("model.safetensors.index.json", '{"weight_map": 5}'),
         "tokenizer_cut": cut("tokenizer.json", 500),
         "tokenizer_empty": write("tokenizer.json", "{}"),
@@ -234,7 +231,6 @@ def _models(place: Path) -> None:
         "generation_list": write("generation_config.json", "[]"),
         "generation_text": edit("generation_config.json", temperature="hot", do_sample=True),
         "adapter": write("adapter_config.json", '{"base_model_name_or_path": "someone/else"}'),
-        "outwards": lambda d: (d / "notes").symlink_to("/etc"),
     }
     for name, change in changes.items():
         copy(place, "model", f"bad/{name}", change)

@@ -10,8 +10,8 @@ import pytest
 
 from tests.cli import hostile
 
-BLOCK = 30
-BLOCKS = [0, *(pytest.param(number, marks=pytest.mark.slow) for number in range(1, 14))]
+BLOCK = 20
+BLOCKS = [0, *(pytest.param(number, marks=pytest.mark.slow) for number in range(1, 21))]
 FOUND = [50, 303, 412, 715, 1167, 1267, 1902, 1946, 2608, 3265, 4329]
 """Cases that ended in a traceback once."""
 

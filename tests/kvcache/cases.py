@@ -8,7 +8,7 @@ from tests.models.cases import CASES as MECHANISMS
 from tests.models.cases import config_of
 
 N, S, L, F = 64, 4, 28, 32
-LENGTH = 231  # six compressions and a ragged group
+LENGTH = 135  # three compressions and a ragged group
 SCHEDULE = dict(window=N, sinks=S, ratio=0.5)
 
 SHAPE = dict(

@@ -10,13 +10,6 @@ from fathom.kvcache.freqkv import FreqKV, dct, dct_matrix, inverse_dct
 from fathom.kvcache.schedule import Schedule
 
 SHAPES = [(8, 4), (60, 28), (508, 252), (4092, 2044), (4092, 2046)]
-GOLDEN = {
-    (4, 2): [[0.576641, 0.385299, 0.114701, -0.076641], [-0.076641, 0.114701, 0.385299, 0.576641]],
-    (8, 4): [
-        [0.594400, 0.366029, 0.091838, -0.046412, -0.030228, 0.022863, 0.019270, -0.017759],
-        [-0.136532, 0.181958, 0.472333, 0.435305, 0.141336, -0.087034, -0.067257, 0.059891],
-    ],
-}
 # M → L: spectral norm, mean row-L1, largest entry
 PUBLISHED = {
     (8, 4): (0.707107, 1.3852, 0.594400),
@@ -57,22 +50,6 @@ def test_published_numbers(shape):
     assert torch.linalg.matrix_norm(c, 2).item() == pytest.approx(norm, abs=1e-6)
     assert c.abs().sum(1).mean().item() == pytest.approx(row, abs=1e-4)
     assert c.max().item() == pytest.approx(largest, abs=1e-6)
-
-
-@pytest.mark.parametrize("shape", GOLDEN)
-def test_golden(shape):
-    m, kept = shape
-    rows = torch.tensor(GOLDEN[shape], dtype=torch.float64)
-    c = FreqKV.build(kept, m)
-    assert (c[: len(rows)] - rows).abs().max() < 1e-6
-    if len(rows) < kept:
-        assert (c[len(rows) :] - rows.flip(0, 1)).abs().max() < 1e-6
-
-
-@pytest.mark.parametrize("missing", [1.0, 0.5], ids=["none", "twice"])
-def test_without_its_factor_it_is_none(missing):
-    c = FreqKV.build(4, 8) * (4 / 8) ** (-0.5 if missing == 1.0 else 0.5)
-    assert (c.sum(1) - 1).abs().min() > 0.2
 
 
 @pytest.mark.parametrize("n", [1, 2, 7, 60, 4092])

@@ -99,7 +99,7 @@ def test_prefill_from_anywhere(qwen, ids, seen):
     with torch.no_grad():
         output = prefill(qwen, ids[:, seen:], cache)
     assert distance(output.logits[:, -1], trained(qwen, ids)[:, -1]) < 1e-11
-    assert cache.compressions == 6
+    assert cache.compressions == 3
 
 
 @pytest.mark.quick("qwen3", "mistral-sliding", "gemma2", "mixtral", "cohere", "gpt_neox")
@@ -148,12 +148,11 @@ def two_ways(request, qwen, ids):
     """By the training function and by the cache, each with what it makes of the ids."""
     method = request.param
     ways = (lambda x: trained(qwen, x, method), lambda x: cached(qwen, x, cache_of(qwen, method)))
-    few = ids[:1, :170]
-    return few, [(run, run(few)) for run in ways]
+    return ids[:1], [(run, run(ids[:1])) for run in ways]
 
 
-@pytest.mark.quick("*-64", "freqkv-10", "freqkv-150", "snapkv-10", "snapkv-150")
-@pytest.mark.parametrize("token", [10, 63, 64, 65, 100, 127, 128, 150, 160])
+@pytest.mark.quick("freqkv-10", "freqkv-64", "freqkv-130", "snapkv-64")  # test_oracle has every method
+@pytest.mark.parametrize("token", [10, 63, 64, 65, 100, 127, 128, 130])
 def test_causality(two_ways, token):
     ids, ways = two_ways
     changed = ids.clone()
@@ -220,7 +219,7 @@ def test_beam_search(qwen):
 
 @pytest.mark.parametrize("method", ["freqkv", "learned", "snapkv"])
 def test_gradients_through_cache_and_function(qwen, ids, method):
-    row = ids[:1, :150]
+    row = ids[:1]
 
     def gradients(logits):
         return torch.autograd.grad(logits.square().mean(), list(qwen.parameters()), allow_unused=False)

@@ -111,7 +111,7 @@ CASES: dict[str, tuple[str, dict]] = {
     "ponder": ("ponder", {"recurrence": {"trips": 3, "top_k": 9}}),
     "ponder-hidden-duo": ("ponder", {"recurrence": {"trips": 3, "feed": "hidden", "view": "duo"}}),
     "ponder-all": ("ponder", {"recurrence": {"trips": 2, "view": "all", **SOLVED}}),
-    "ponder2": ("ponder2", {"recurrence": {"trips": 3, **SOLVED}}),
+    "ponder2": ("ponder2", {"recurrence": {"trips": 2, **SOLVED}}),
     "ponder3": ("ponder3", {"recurrence": {"trips": 3, **SOLVED, "penalty_steps": [0, 0], "tau": 0.1}}),
     "adaponder": ("adaponder", {"recurrence": {"trips": 3, "top_k": 9, "tau": 0.4}}),
     "latent_cot": ("latent_cot", {"recurrence": {"trips": 3, "tau": 0.2}}),

@@ -6,13 +6,12 @@ import math
 import pytest
 import torch
 
-from fathom.models import FathomForCausalLM, modeling, slot_table, walk
-from fathom.models.slot_table import SlotTable
+from fathom.models import FathomForCausalLM, modeling, walk
 from fathom.models.slots import TokenSubset
 
 from .cases import config_of, tokens
 from .slot_oracle import Decoder, thinker
-from .test_pondering import error, logits, oracle, stepwise
+from .test_pondering import error, logits, oracle
 
 
 def test_nobody_comes_back(monkeypatch):
@@ -155,18 +154,3 @@ def test_keys_and_values_computed_again(monkeypatch, forgotten):
 
     monkeypatch.setattr(modeling.torch, "where", faulty)
     assert error(logits(model, ids), truth) > 1e-2
-
-
-def test_decoding_reads_the_last_trip_of_who_halted(monkeypatch):
-    """min(k, halt), not k."""
-    model, ids, _, _ = oracle("adaponder")
-    monkeypatch.setattr(slot_table, "gathering_pays", lambda *sizes: False)  # gathered, tags are not what is asked
-    truth, tags = stepwise(model, ids), SlotTable.tags
-
-    def faulty(self, placement):
-        found = tags(self, placement)
-        found.halt = torch.full_like(found.halt, 3)
-        return found
-
-    monkeypatch.setattr(SlotTable, "tags", faulty)
-    assert error(stepwise(model, ids), truth) > 1e-2

@@ -2,7 +2,6 @@
 
 import importlib.util
 import random
-import subprocess
 import sys
 
 import pytest
@@ -226,22 +225,3 @@ def test_the_refusal_travels(tmp_path, monkeypatch):
     monkeypatch.setitem(AttentionInterface._global_mapping, "some_engine", lambda *args, **kwargs: None)
     with pytest.raises(ValueError, match="attn_implementation=some_engine is not known to keep a cache for each trip"):
         model._from_config(config, attn_implementation="some_engine")
-
-
-@pytest.mark.slow
-def test_the_refusal_needs_no_fathom(tmp_path):
-    """An export opened by an engine that has no Fathom: remote code, a backend by another name."""
-    export(build(config_of("loop")), tmp_path / "loop")
-    script = f"""
-import sys
-sys.modules["fathom"] = None
-from transformers import AttentionInterface, AutoConfig, AutoModel
-AttentionInterface.register("some_engine", lambda *args, **kwargs: None)
-config = AutoConfig.from_pretrained({str(tmp_path / "loop")!r}, trust_remote_code=True)
-try:
-    AutoModel.from_config(config, attn_implementation="some_engine", trust_remote_code=True)
-except ValueError as error:
-    print(error)
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
-    assert "attn_implementation=some_engine is not known to keep a cache for each trip" in done.stdout, done.stderr

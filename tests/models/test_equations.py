@@ -42,16 +42,19 @@ EQUATIONS = [
     ],
     *[
         ("loop+denseformer", [trips(3, prelude, coda), {"dilation": dilation}], FIVE)
-        for dilation, prelude, coda in ((1, 0, 0), (2, 2, 0), (2, 1, 1), (3, 1, 1))
+        for dilation, prelude, coda in ((1, 0, 0), (2, 2, 0), (3, 1, 1))
     ],
-    *[("attention_residuals", [blocks(size)], {}) for size in (1, 2, 3, 8, 12)],
-    *[("attention_residuals", [blocks(size, "snapshot")], {}) for size in (1, 2, 3, 8, 12)],
-    *[("attention_residuals", [blocks(size, "delta_block")], {}) for size in (1, 2, 3, 12)],
+    *[("attention_residuals", [blocks(size)], {}) for size in (1, 3, 8, 12)],
+    *[
+        ("attention_residuals", [blocks(size, variant)], {})
+        for variant in ("snapshot", "delta_block")
+        for size in (1, 2, 12)
+    ],
     ("attention_residuals", [{"variant": "delta"}], {}),
     *[
-        ("loop+attention_residuals", [trips(3, prelude, coda), blocks(3, variant)], FIVE)
-        for variant in ("block_sum", "snapshot", "delta", "delta_block")
-        for prelude, coda in ((1, 1), (2, 0))
+        ("loop+attention_residuals", [trips(2, prelude, coda), blocks(3, variant)], {})
+        for variants, prelude, coda in ((("block_sum", "delta"), 1, 1), (("snapshot", "delta_block"), 2, 0))
+        for variant in variants
     ],
     *[
         ("hyper_connections", [{"streams": streams, "sinkhorn_iterations": rounds}], {"num_hidden_layers": 2})
@@ -68,7 +71,7 @@ EQUATIONS = [
     ("loop+mudd", [trips(2, 1), {}], {}),
     *[
         ("loop+depth_attention", [trips(*shape), grid(stride, across_trips=rule)], {})
-        for shape, stride in (((3,), 2), ((2, 1, 1), 2), ((3, 2, 0), 1))
+        for shape, stride in (((2,), 2), ((2, 1, 1), 2), ((3, 2, 0), 1))
         for rule in ("none", "same_layer", "grid", "first")
     ],
     *[("loop+uniform_depth", [trips(2, 1, 1), grid(2, across_trips=rule)], {}) for rule in ("grid", "first")],
@@ -103,7 +106,7 @@ def config_by(mechanisms, options, shape):
 
 @pytest.mark.parametrize("equation", EQUATIONS, ids=name_of)
 def test_a_model_is_its_equations(equation):
-    agree(build(config_by(*equation), dtype=torch.float64), tokens(1, 6))
+    agree(build(config_by(*equation), dtype=torch.float64), tokens(1, 5))
 
 
 @pytest.mark.parametrize("mixer", ["", "+depth_attention"])

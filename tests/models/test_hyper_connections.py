@@ -159,18 +159,6 @@ def test_no_sum_of_sinkhorn_falls_below_its_floor(n):
     assert n == 1 or not torch.equal(sinkhorn(logits, 20), guarded(0.9)), "a floor that some sum meets"
 
 
-def test_the_streams_sum_is_conserved():
-    """Σ_i S_i passes H_res unchanged, since its columns sum to one; its rows would not do."""
-    model = build(case(), dtype=torch.float64)
-    module = model.model.layers[0].mlp_residual
-    streams = torch.randn(2, 5, 4, 32, dtype=torch.float64)
-    _, state, (post, res) = module.read((streams,))
-    (after,) = module.write(state, torch.zeros(2, 5, 32, dtype=torch.float64), (post, res))
-    assert torch.allclose(after.sum(2), streams.sum(2), rtol=0, atol=1e-12)
-    transposed = torch.einsum("btji,btjd->btid", res, streams)
-    assert not torch.allclose(transposed.sum(2), streams.sum(2), atol=1e-3)
-
-
 @pytest.mark.parametrize("sublayer", [0, 1])
 def test_calls_do_not_grow_with_tokens(sublayer):
     """The first streams are one tensor expanded, of which a batched product may go token by token."""

@@ -128,12 +128,6 @@ def test_a_mixture_of_predictions_is_another_model(monkeypatch):
     assert (mixed.log() - truth.log_softmax(-1)).abs().max() > 0.05
 
 
-def test_dead_slots_left_visible(monkeypatch):
-    model, ids, truth, _ = oracle("latent_cot")
-    monkeypatch.setattr(walk, "_both", lambda live, alive: live)
-    assert error(logits(model, ids), truth) > 1e-2
-
-
 def test_deeper_thoughts_leaking_in(monkeypatch):
     """With ALL in the cache's masks, trips could no longer be made at once."""
     model, ids, truth, _ = oracle("latent_cot")

@@ -62,6 +62,7 @@ def test_agreeing_keys_are_allowed(untied: Path) -> None:
 def test_mismatched_sizes_may_be_asked_for_but_not_another_head(untied: Path) -> None:
     loose = {"ignore_mismatched_sizes": True}
     assert FathomForCausalLM.from_pretrained(untied, vocab_size=70, **loose).lm_head.out_features == 70
+    assert len(FathomForCausalLM.from_pretrained(untied, num_hidden_layers=2, **loose).model.layers) == 2
     with pytest.raises(ValueError, match="tie_word_embeddings"):
         FathomForCausalLM.from_pretrained(untied, tie_word_embeddings=True, **loose)
 

@@ -16,7 +16,6 @@ from .cases import SHAPE, build, config_of, tokens
 from .test_slots import order_of
 
 SHAPES = [(1, 0, 0), (2, 0, 0), (3, 0, 0), (3, 1, 0), (2, 0, 2), (3, 1, 1), (4, 3, 0)]
-every_shape = pytest.mark.parametrize("count,prelude,coda", SHAPES)
 SLIDING = {"use_sliding_window": True, "sliding_window": 4, "layer_types": ["full_attention", "sliding_attention"] * 2}
 
 
@@ -111,10 +110,9 @@ def test_one_trip_is_no_loop_bitwise(name, prelude, coda):
 # --- cache and cost ---------------------------------------------------------------------------------------------------
 
 
-@every_shape
-def test_sliding_banks_slide(count, prelude, coda):
+def test_sliding_banks_slide():
     """A copy of a sliding layer holds a window and no more, in every trip."""
-    model = build(looped(count, prelude, coda, **SLIDING))
+    model = build(looped(3, 1, 1, **SLIDING))
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
         for part in tokens(1, 11).split([5, 1, 5], 1):
@@ -141,7 +139,7 @@ def sharing(count, prelude=0, coda=0, **keys):
 
 
 @pytest.mark.quick("1-0-0", "3-1-1", "2-0-2")
-@every_shape
+@pytest.mark.parametrize("count,prelude,coda", SHAPES)
 def test_shared_keys_are_stored_and_made_once(count, prelude, coda):
     config, ids, length = sharing(count, prelude, coda), tokens(1, 16), 16
     model, cache = build(config), DynamicCache(config=config)

@@ -42,8 +42,7 @@ def test_label_smoothing_knows_that_labels_shift():
     assert "FathomForCausalLM" in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
 
 
-@pytest.mark.quick("vanilla", "depth_attention", "mudd", "hyper_connections", "loop@olmo2", "ponder3")
-@pytest.mark.parametrize("case", in_turn(CASES))
+@pytest.mark.parametrize("case", ["hyper_connections", "loop@olmo2"])
 def test_offloaded_parameters_are_found(case):
     """Hooks see calls only, so whatever holds a parameter must be called."""
     accelerate = pytest.importorskip("accelerate")
@@ -70,10 +69,11 @@ def lend(module):
 def test_parameters_are_read_inside_calls(case):
     """What the test above asks of accelerate, without it."""
     model, ids = build(config_of(case)), tokens(1, 9)
-    wanted = model(ids, use_cache=False, return_logits=True).logits
+    wanted = model(ids, labels=ids, return_logits=True)
     for module in model.modules():
         lend(module)
-    assert torch.equal(model(ids, use_cache=False, return_logits=True).logits, wanted)
+    found = model(ids, labels=ids, return_logits=True)
+    assert torch.equal(found.logits, wanted.logits) and (found.loss - wanted.loss).abs() < 1e-6
 
 
 def test_training_makes_no_logits_unless_asked():
@@ -106,7 +106,7 @@ def test_hidden_states_by_number(case):
     assert model(ids, output_hidden_states=False).hidden_states is None
 
 
-@pytest.mark.parametrize("case", ["vanilla", "depth_attention", "hyper_connections", "loop", "ponder2", "adaponder"])
+@pytest.mark.parametrize("case", ["vanilla", "loop", "adaponder"])
 def test_outputs_are_ordered_as_qwen3s(case):
     """Everything that takes outputs by position, `model(ids)[0]` first of all."""
     model, ids = build(config_of(case)), tokens(1, 6)
@@ -144,8 +144,7 @@ def in_memory(model):
     return model.eval()
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("case", ["ponder", "adaponder", "loop"])
+@pytest.mark.parametrize("case,tied", [("ponder", True), ("adaponder", False), ("loop", False)])
 def test_the_decoder_alone_is_whole(case, tied, tmp_path):
     """`AutoModel`, for embeddings and features, also where the next trip is made of logits."""
     model, ids = build(config_of(case, tie_word_embeddings=tied)), tokens(2, 7)

@@ -200,7 +200,7 @@ def test_vanilla_inside(method, shut):
 # --- generation -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.quick("*+depth_attention-3")
+@pytest.mark.quick(*(f"{method}-+depth_attention-3" for method in ("ponder2", "ponder3", "adaponder", "latent_cot")))
 @pytest.mark.parametrize(("mixer", "beams"), [(mixer, beams) for mixer in ("", "+depth_attention") for beams in (1, 3)])
 @every_method
 def test_rows_of_a_batch_are_single_rows(method, mixer, beams):
@@ -386,9 +386,6 @@ def test_metrics_count_the_trips():
     assert found["trips"].item() == pytest.approx(trips.mean().item())
     for k in range(1, 5):
         assert found[f"trips_{k}"].item() == pytest.approx((trips == k).float().mean().item())
-
-
-# --- bad input --------------------------------------------------------------------------------------------------------
 
 
 # --- weights, budgets, and calls out of the ordinary ------------------------------------------------------------------

@@ -10,9 +10,9 @@ from fathom.models.roles import View
 from fathom.models.slot_table import Tags
 from fathom.models.walk import Inputs
 
-from .cases import set_options, tokens
+from .cases import tokens
 from .slot_oracle import thinker
-from .test_pondering import error, logits, stepwise
+from .test_pondering import error
 
 
 def tags(slots, **others):
@@ -98,42 +98,6 @@ def test_masks_made_elsewhere_are_refused(method):
     model, ids = thinker(method), tokens(1, 4)
     with pytest.raises(ValueError, match=rf"recurrence={method} makes its own masks: pass a padding mask \[B, T\]"):
         model(ids, attention_mask=torch.ones(1, 1, 4, 4))
-
-
-@pytest.mark.parametrize("method", ["ponder-duo", "ponder2", "ponder3", "adaponder", "latent_cot"])
-def test_halted_documents_stay_apart(method):
-    """Packed rows with thoughts: training's own masks, at the default rounds too."""
-    model, documents = thinker(method), [tokens(1, n, seed=n) for n in (3, 5)]
-    if "prefill" in model.config.recurrence_options:
-        set_options(model, prefill="jacobi")
-    positions = torch.cat([torch.arange(d.shape[1]) for d in documents]).unsqueeze(0)
-    packed = logits(model, torch.cat(documents, 1), position_ids=positions)
-    assert error(packed, torch.cat([logits(model, d) for d in documents], 1)) < 1e-12
-    assert error(packed, logits(model, torch.cat(documents, 1))) > 1e-2, "without positions it is one text"
-    assert stepwise(model, documents[0]).shape == (1, 3, 61)
-
-
-@pytest.mark.parametrize("method", ["latent_cot", "adaponder"])
-def test_a_lone_survivor_in_a_prompt_reads_no_future(method, monkeypatch):
-    """A prompt of one row in which a single token, not the last, makes the second trip: the default `model(ids)`."""
-    model, ids = thinker(method, tau=1e-6), tokens(1, 8)
-    policy = model.model.recurrence
-    monkeypatch.setattr(policy, "view", View.DUO)  # any policy that halts under DUO, not latent_cot alone
-    gate = policy.gate
-
-    def only_the_third(out, state):
-        state = gate(out, state)
-        if out.trip == 0:
-            state = {**state, "alive": torch.arange(8).eq(2).unsqueeze(0)}
-        return state
-
-    monkeypatch.setattr(policy, "gate", only_the_third)
-    with torch.no_grad():
-        cached = model(ids)
-        later = torch.cat([ids[:, :5], ids[:, 5:].flip(1)], 1)
-        assert error(model(later).logits[:, :5], cached.logits[:, :5]) < 1e-12, "a later token changed an earlier one"
-    assert cached.trips.tolist() == [[1, 1, 4, 1, 1, 1, 1, 1]]
-    assert error(cached.logits, logits(model, ids)) < 1e-12
 
 
 # --- a bias of keys without a mask ------------------------------------------------------------------------------------

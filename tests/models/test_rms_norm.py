@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch.autograd.gradcheck import GradcheckError, gradcheck
+from torch.autograd.gradcheck import gradcheck
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from fathom.models.rms_norm import RMSNorm, normalise
@@ -64,25 +64,6 @@ def test_gradcheck(eps):
     assert gradcheck(lambda x, w: torch.func.functional_call(ours, {"weight": w}, (x,)), (x, ours.weight))
 
 
-def test_gradcheck_sees_a_forgotten_term():
-    class Wrong(torch.autograd.Function):
-        """The backward pass without the derivative of the rms."""
-
-        @staticmethod
-        def forward(ctx, x, weight):
-            ctx.save_for_backward(x, weight)
-            return x * (x.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt() * weight
-
-        @staticmethod
-        def backward(ctx, grad):
-            x, weight = ctx.saved_tensors
-            return grad * weight * (x.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt(), None
-
-    x = torch.randn(2, 6, dtype=torch.float64, requires_grad=True)
-    with pytest.raises(GradcheckError):
-        gradcheck(Wrong.apply, (x, torch.randn(6, dtype=torch.float64)))
-
-
 @pytest.mark.parametrize("dtype,tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)])
 def test_gradients_in_working_precision(dtype, tolerance):
     """Against float64 of the stored values; no worse than Qwen3's own."""
@@ -130,15 +111,3 @@ def test_a_second_derivative_is_refused():
     (gradient,) = torch.autograd.grad(ours(x).square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         gradient.sum().backward()
-
-
-def test_compiled_form_is_the_eager_form():
-    torch._dynamo.reset()
-    ours, _ = norms(8, torch.float64)
-    x = torch.randn(3, 8, dtype=torch.float64, requires_grad=True)
-    whole = torch.compile(ours, backend="aot_eager", fullgraph=True)
-    seed = torch.randn(3, 8, dtype=torch.float64)
-    assert torch.equal(whole(x), ours(x))
-    wanted = torch.autograd.grad(ours(x), (x, ours.weight), seed)
-    for a, b in zip(torch.autograd.grad(whole(x), (x, ours.weight), seed), wanted, strict=True):
-        assert torch.allclose(a, b, rtol=0, atol=1e-12)

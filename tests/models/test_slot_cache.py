@@ -22,6 +22,8 @@ from .test_pondering import error, logits, oracle, stepwise
 
 SLOTTED = [m for m in METHODS if m != "ponder"]
 every_method = pytest.mark.parametrize("method", SLOTTED)
+each_kind = pytest.mark.quick("ponder2", "ponder3", "adaponder", "latent_cot")
+"""Every view, tokens that halt and such that do not, and biases of keys."""
 EXACT = 1e-12
 
 
@@ -72,6 +74,7 @@ def test_crop_forgets_tokens(method, forgotten):
     assert table.halt.shape[1] == kept + 4
 
 
+@each_kind
 @every_method
 def test_crop_back_to_padding(method):
     """No slot is left, and yet columns are: what comes next reads itself alone, beside the padding."""
@@ -97,6 +100,7 @@ def test_guesses_are_taken_back(method):
     assert torch.equal(plain, guessed)
 
 
+@each_kind
 @every_method
 def test_generate_with_a_static_cache(method):
     model, ids = oracle(method)[0], torch.nn.functional.pad(tokens(2, 7), (1, 0))
@@ -139,11 +143,15 @@ def test_a_trip_that_was_not_made_is_not_read(method, sizes, monkeypatch):
     assert wrong() > 1e-3
 
 
+@each_kind
 @every_method
 def test_a_static_cache_has_an_end(method):
+    """And its room from the start."""
     model, ids = oracle(method)[0], tokens(2, 5)
-    cache = StaticCache(config=model.config, max_cache_len=5)
-    stepwise(model, ids, 1, cache)
+    cache, room = StaticCache(config=model.config, max_cache_len=5), 5 * model.model.recurrence.trips
+    stepwise(model, ids, [2, 1, 2], cache)
+    assert cache.layers[0].table.capacity == room
+    assert all(layer.stored[0].shape[1] == room + 1 for layer in cache.layers)
     with pytest.raises(ValueError, match="a static cache has room for 5 tokens of this model, no more"):
         goes_on(model, cache, tokens(2, 1))
     cache.crop(-2)
@@ -168,6 +176,7 @@ def test_the_solver_reads_its_own_slots_at_fixed_places(mechanism):
     assert error(*found) < EXACT
 
 
+@each_kind
 @every_method
 def test_rows_move_with_everything_they_own(method):
     ids, more = tokens(2, 7), tokens(3, 2, seed=4)
@@ -181,6 +190,7 @@ def test_rows_move_with_everything_they_own(method):
     assert error(goes_on(model, cache, last), logits(model, torch.cat([whole, last], 1))[:, -1:]) < EXACT
 
 
+@each_kind
 @every_method
 def test_what_rows_leave_is_freed(method):
     """Of a dropped row its buffers, of the others what they have no use for; and they go on as they would have."""
@@ -203,6 +213,7 @@ def test_what_rows_leave_is_freed(method):
     assert table.capacity == table.end, "what is in use stays"
 
 
+@each_kind
 @every_method
 def test_a_reset_cache_is_a_new_one(method):
     model, cache, _ = filled(method, tokens(2, 5))
@@ -212,6 +223,7 @@ def test_a_reset_cache_is_a_new_one(method):
     assert error(stepwise(model, ids, 1, cache), logits(model, ids)) < EXACT
 
 
+@each_kind
 @every_method
 def test_a_copy_goes_its_own_way(method):
     ids, ends = tokens(2, 5), [tokens(2, 2, seed=s) for s in (4, 5)]
@@ -221,16 +233,7 @@ def test_a_copy_goes_its_own_way(method):
         assert error(goes_on(model, c, end), logits(model, torch.cat([ids, end], 1))[:, 5:]) < EXACT
 
 
-@every_method
-def test_static_caches_have_their_room_from_the_start(method):
-    model, ids = oracle(method)[0], tokens(2, 9)
-    cache = StaticCache(config=model.config, max_cache_len=12)
-    assert error(stepwise(model, ids, [4, 1, 4], cache), logits(model, ids)) < EXACT
-    room = 12 * model.model.recurrence.trips
-    assert cache.layers[0].table.capacity == room
-    assert all(layer.stored[0].shape[1] == room + 1 for layer in cache.layers)
-
-
+@each_kind
 @every_method
 def test_padding_takes_no_place(method):
     ids = tokens(2, 6)
@@ -254,7 +257,7 @@ MOVES = st.one_of(
 
 @pytest.mark.quick("ponder-duo", "ponder2", "latent_cot")
 @every_method
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(pads=st.permutations([0, 1, 3]), moves=st.lists(MOVES, min_size=2, max_size=5))
 def test_any_course_is_a_fresh_read(method, pads, moves):
     """Padded rows that halt apart are read on, taken back and exchanged; each stays the row that it is."""

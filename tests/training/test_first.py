@@ -25,7 +25,7 @@ def base(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.tiny import tiny_recipe
 
     place = tmp_path_factory.mktemp("base") / "run"
-    long = ("train.steps=40", "train.checkpoint_every=40", "evaluate.every=0", "optim.lr=0.02")
+    long = ("train.steps=24", "train.checkpoint_every=24", "evaluate.every=0", "optim.lr=0.02")
     train(tiny_recipe(corpus, *long), place)
     return place
 

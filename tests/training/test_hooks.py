@@ -98,7 +98,7 @@ class Best(Hook):
 
 def test_every_point_in_order(corpus: Path, tmp_path: Path) -> None:
     """And the weights are those of a run without hooks, bit for bit."""
-    recipe = tiny_recipe(corpus, "train.steps=4", "evaluate.every=4", "train.async_save=false")
+    recipe = tiny_recipe(corpus, "train.steps=4", "train.checkpoint_every=2", "train.async_save=false")
     recorder = Recorder()
     train(recipe, tmp_path / "with", callbacks=[recorder])
     assert {name for name, _ in recorder.calls} == set(POINTS)
@@ -116,19 +116,14 @@ def test_every_point_in_order(corpus: Path, tmp_path: Path) -> None:
     assert again.calls == [], "a finished run is not trained again"
 
 
-def test_checkpoints_beside_the_steps_are_told_of_once(recipe: Recipe, tmp_path: Path) -> None:
-    recorder = Recorder()
-    train(recipe, tmp_path, callbacks=[recorder])
-    assert [step for name, step in recorder.calls if name == "after_save"] == [2, 4, 6, 8]
-
-
 @pytest.mark.quick("stop")
 @pytest.mark.parametrize("ending", ["stop", "fail"])
 def test_state_goes_on_with_the_run(recipe: Recipe, tmp_path: Path, ending: str) -> None:
-    """Stopped in order after step 4, or lost at step 5 with the checkpoint of step 4."""
-    whole = Sum()
-    train(recipe, tmp_path / "whole", callbacks=[whole])
+    """Stopped in order after step 4, or lost at step 5 with the checkpoint of step 4; each save is told of once."""
+    whole, recorder = Sum(), Recorder()
+    train(recipe, tmp_path / "whole", callbacks=[whole, recorder])
     assert whole.steps == 8 and math.isfinite(whole.total)
+    assert [step for name, step in recorder.calls if name == "after_save"] == [4, 8]
     if ending == "stop":
         assert train(recipe, tmp_path / "run", callbacks=[Sum(stop=3)]).step == 4
     else:
@@ -143,18 +138,13 @@ def test_state_goes_on_with_the_run(recipe: Recipe, tmp_path: Path, ending: str)
 
 
 def test_an_infinite_state_comes_back(recipe: Recipe, tmp_path: Path) -> None:
-    train(recipe, tmp_path, callbacks=[Best(), Sum(stop=1)])
-    again = Best()
+    """Of the hook that restores it."""
+    recipe = recipe.override("train.steps=4")
+    train(recipe, tmp_path, callbacks=[Best(), Forgetful(stop=1)])
+    again, forgetful = Best(), Forgetful()
     again.best = 0.0
-    train(recipe, tmp_path, callbacks=[again, Sum()])
-    assert again.best == math.inf
-
-
-def test_what_is_not_restored_is_seen(recipe: Recipe, tmp_path: Path) -> None:
-    train(recipe, tmp_path, callbacks=[Forgetful(stop=3)])
-    again = Forgetful()
-    train(recipe, tmp_path, callbacks=[again])
-    assert again.steps == 4
+    train(recipe, tmp_path, callbacks=[again, forgetful])
+    assert again.best == math.inf and forgetful.steps == 2
 
 
 def test_the_state_of_a_hook_that_is_gone_is_named(recipe: Recipe, tmp_path: Path, capsys) -> None:
@@ -190,15 +180,16 @@ class Asks(Hook):
             self.found = scored.loss
 
 
-@pytest.mark.parametrize("step", [1, 4])
-def test_a_score_on_the_way_is_not_the_last(corpus: Path, tmp_path: Path, step: int) -> None:
+def test_a_score_on_the_way_is_not_the_last(corpus: Path, tmp_path: Path) -> None:
     """The result has the loss of the weights that it leaves, also where a hook had others scored before."""
-    recipe, asks = tiny_recipe(corpus, "train.steps=4", "evaluate.every=0", "optim.lr=0.01"), Asks(step)
-    result = train(recipe, tmp_path / "asked", callbacks=[asks])
+    recipe = tiny_recipe(corpus, "train.steps=4", "evaluate.every=0", "optim.lr=0.01")
     plain = train(recipe, tmp_path / "plain")
-    assert result.evaluation is not None and plain.evaluation is not None
-    assert result.evaluation.loss == plain.evaluation.loss
-    assert (asks.found == result.evaluation.loss) == (step == 4)
+    for step in (1, 4):
+        asks = Asks(step)
+        result = train(recipe, tmp_path / str(step), callbacks=[asks])
+        assert result.evaluation is not None and plain.evaluation is not None
+        assert result.evaluation.loss == plain.evaluation.loss
+        assert (asks.found == result.evaluation.loss) == (step == 4)
 
 
 class Failing(Recorder):
@@ -330,5 +321,5 @@ def test_two_ranks(corpus: Path, tmp_path: Path) -> None:
     one, other = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
     assert [c for c in one if c[0] != "after_save"] == [c for c in other if c[0] != "after_save"]
     for calls in (one, other):
-        assert [step for name, step in calls if name == "after_save"] == [2, 4, 6, 8]
+        assert [step for name, step in calls if name == "after_save"] == [4, 8]
     assert json.loads((tmp_path / "run" / "step-000008" / "trainer.json").read_text())["hooks"]["Sum"]["steps"] == 8

@@ -62,7 +62,7 @@ def test_training_needs_no_held_out_text(without_val: Path, tmp_path: Path, caps
     result = train(recipe, tmp_path / "run")
     assert result.finished and result.evaluation is None and result.model is not None
     again = train(recipe, tmp_path / "run")
-    assert again.finished and again.evaluation is None
+    assert again.finished and again.evaluation is None and again.model == result.model
     (tmp_path / "r.yaml").write_text(recipe.to_yaml())
     capsys.readouterr()
     assert main(["train", str(tmp_path / "r.yaml"), "--run", str(tmp_path / "run")]) == 0
