@@ -17,8 +17,10 @@ from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM, StaticCach
 from fathom.checkpoints.export import export
 from fathom.models import FathomForCausalLM
 from fathom.models.cost import cache_bytes_per_token, count_parameters, mechanism_cost
+from fathom.models.depth_attention import depth_weights
 from fathom.models.registry import AXES, MECHANISMS, mechanism, parse_mechanism
 from fathom.models.roles import Residual, ValueMixer, View
+from fathom.models.rotary import signed
 
 from .cases import (
     CASES,
@@ -267,6 +269,84 @@ def test_generate_is_its_uncached_self(case, how):
         torch.manual_seed(7)
         outputs.append(model.generate(batch, attention_mask=mask, max_new_tokens=4, use_cache=use_cache, **arguments))
     assert torch.equal(*outputs)
+
+
+# The two faults of the published code must be visible to the property above: a suite that cannot see them is worthless.
+
+
+def _step_errors(fault):
+    """Largest error of token-by-token decoding when past values are re-mixed with the current query."""
+    model = build(config_of("depth_attention", num_hidden_layers=6), dtype=torch.float64)
+    ids = tokens(1, 12)
+    full = logits(model, ids)
+    raw: dict[int, list] = {}
+
+    for layer in model.model.layers:
+        mixer, index = layer.self_attn.mixer, layer.self_attn.layer_idx
+        raw[index] = []
+
+        def remix(query, key, value, sources, *, mixer=mixer, index=index):
+            raw[index].append((key, value))
+            keys, values = (torch.cat(t, 2) for t in zip(*raw[index], strict=True))
+            if not sources:
+                history[index] = (keys, values)
+                return values
+            stride = model.config.mixer_options["stride"]
+            past = [history[i] for i in range(index) if i % stride == 0]
+            flat = tuple(t for pair in past for t in pair)
+            spread = query.expand(-1, -1, keys.shape[2], -1)  # the current query for every past token
+            weights, _ = depth_weights(spread, keys, flat)
+            mixed = sum(w * v for w, v in zip(weights, (*flat[1::2], values), strict=True))
+            history[index] = (keys, mixed)
+            return mixed
+
+        mixer.forward = remix
+
+    history: dict = {}
+    steps = []
+    for t in range(ids.shape[1]):
+        history.clear()
+        cache = _KeysOnly(model, raw, top_left=fault == "top_left_mask")
+        steps.append(cache.step(ids[:, t : t + 1], t))
+    return worst(torch.cat(steps, 1), full)
+
+
+class _KeysOnly:
+    """Stands in for a cache in the published code's place: attention sees what the faulty mixer returns."""
+
+    def __init__(self, model, raw, top_left):
+        self.model, self.raw, self.top_left = model, raw, top_left
+
+    def update(self, key, value, layer):
+        keys = torch.cat([k for k, _ in self.raw[layer]], 2)
+        if self.top_left and layer > 0:  # `is_causal` aligned to the top left: one query sees key 0 alone
+            return keys[:, :, :1], value[:, :, :1]
+        return keys, value
+
+    def step(self, token, position):
+        model = self.model.model
+        x = model.embed_tokens(token)
+        rotary = signed(model.rotary_emb(x, torch.tensor([[position]])))
+        state, kept = (x,), {}
+        with torch.no_grad():
+            for visit in model.plan[0]:
+                sources = tuple(t for i in visit.sources for t in kept[i])
+                layer = model.layers[visit.layer]
+                *state, key, value = layer(
+                    *state,
+                    sources=sources,
+                    attention_mask=None,
+                    rotation=rotary,
+                    past_key_values=self,
+                    is_causal=False,
+                )
+                kept[visit.index] = (key, value)
+            return self.model.lm_head(model.norm(state[0]))
+
+
+def test_the_published_faults_are_seen():
+    assert _step_errors("remix") > 0.05
+    assert _step_errors("top_left_mask") > 0.5
 
 
 @pytest.mark.quick("shape1-vanilla", "shape0-loop@olmo2", "shape1-ponder3", "shape0-latent_cot@gemma")

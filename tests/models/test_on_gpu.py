@@ -58,3 +58,7 @@ def test_compiled():
     for case in CASES:
         suite.test_training_is_one_graph(case)
         suite.test_evaluation_is_one_graph(case)
+
+
+def test_the_faults_are_seen_here_too():
+    suite.test_the_published_faults_are_seen()
