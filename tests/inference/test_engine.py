@@ -1,5 +1,6 @@
 """Rows that join and leave a running batch, each as if it were alone."""
 
+import contextlib
 import random
 import threading
 import time
@@ -27,7 +28,7 @@ from fathom.inference.batches import LoneBatch, SlabBatch, SlabLayer, SlotBatch,
 from fathom.inference.engine import Engine, Job
 from fathom.inference.sampling import Choice
 from fathom.kvcache.policy import Policy
-from fathom.models import FathomConfig, FathomForCausalLM
+from fathom.models import FathomConfig, FathomForCausalLM, slot_table
 from fathom.models.engines import check_engine
 from fathom.models.registry import ALL, parse_mechanism
 from tests.models.cases import SHAPE, build, config_of
@@ -187,6 +188,23 @@ def test_caches_of_constant_size_take_turns():
             )
         expected.append(made[0, len(prompt) :].tolist())
     assert run(model, cases, policy=policy) == expected
+
+
+def test_faults_in_rows_are_seen(monkeypatch):
+    """With a fault planted in a slab's masks, in the columns of merged slots, or with padding read, rows are wrong."""
+    with monkeypatch.context() as planted:
+        planted.setattr(SlabBatch, "_mask", lambda self, positions: None)
+        together, one_by_one = compared("depth_attention")
+        assert together != one_by_one
+    with monkeypatch.context() as planted:
+        call = SlotBatch._call
+        planted.setattr(SlotBatch, "_call", lambda self, *given, mask=None: call(self, *given))
+        together, one_by_one = compared("adaponder")
+        assert together != one_by_one
+    monkeypatch.setattr(slot_table.SlotTable, "_end_at", lambda self, columns: None)
+    with contextlib.suppress(IndexError, RuntimeError):
+        together, one_by_one = compared("latent_cot")
+        assert together != one_by_one
 
 
 def test_rows_that_halt_cost_nothing():

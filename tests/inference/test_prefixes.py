@@ -130,6 +130,26 @@ def test_other_requests_do_not_matter(engine, model):
     alone.join(10)
 
 
+def test_a_planted_fault_is_seen(monkeypatch):
+    """Without the rule about chunks, first logits are not those of the same chunks."""
+    model = build(config_of("vanilla", **LONG))
+    found = engines.Prefixes.find
+
+    def anywhere(self, prompt, *given):
+        for kept in self._all.values():
+            kept.cuts = list(range(len(kept)))
+            kept.scores = {n: next(iter(kept.scores.values())) for n in range(len(kept) + 1)}
+        return found(self, prompt, *given)
+
+    monkeypatch.setattr(engines.Prefixes, "find", anywhere)
+    engine = Watched(model, BUDGET, prefix_budget=BUDGET)
+    prompt = tokens_of(8, 90)
+    ask(engine, prompt)
+    job, _ = ask(engine, prompt[:60])
+    assert not torch.equal(engine.first[id(job)], anew(model, prompt[:60], [], 2)[0])
+    engine.join(10)
+
+
 @pytest.mark.quick("vanilla", "adaponder*")
 def test_bytes_are_bounded_and_the_latest_stay(model):
     one = Watched(model, BUDGET, prefix_budget=BUDGET)

@@ -549,6 +549,23 @@ def test_requests_leave_memory_flat(served):
     assert served.complete("x").usage.completion_tokens == 12
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_a_planted_leak_is_seen(directory, monkeypatch):
+    """A server that keeps every body, measured alike."""
+    read, kept = gate.Gate._read, []
+
+    async def hoarding(self, receive, chunks, fault):
+        try:
+            return await read(self, receive, chunks, fault)
+        finally:
+            kept.extend(bytearray(repr(chunk).encode()) for chunk in chunks)
+
+    monkeypatch.setattr(gate.Gate, "_read", hoarding)
+    with in_thread(server.Service(*open_checkpoint(directory, "cpu"), "tiny")) as leaking:
+        assert growth(leaking) > BOUND
+
+
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_bad_requests_at_once_leave_memory_flat(served):
     """Lists and objects of which each member is a fault, and prompts that are far too long; six at a time."""
