@@ -136,7 +136,10 @@ class GgufStore:
         if self._permuted and name.endswith(("attn_q.weight", "attn_k.weight")):
             heads = self.config["num_attention_heads" if "attn_q" in name else "num_key_value_heads"]
             assert isinstance(heads, int)
-            values = _unpermuted(self._plain(info, None), heads)
+            values = self._plain(info, None)
+            # The converter splits each head's rows (2, half) and swaps them to (half, 2); this is the way back.
+            pairs = values.reshape(heads, len(values) // heads // 2, 2, *values.shape[1:])
+            values = pairs.swapaxes(1, 2).reshape(values.shape)
             return values if rows is None else np.concatenate([values[a:b] for a, b in rows])
         return self._plain(info, rows)
 
@@ -175,12 +178,6 @@ def _by_package(raw: bytes, dtype: str) -> Array:
     width = next(size for label, _, size in _TYPES.values() if label == dtype)
     values: Array = dequantize(np.frombuffer(raw, np.uint8).reshape(-1, width), GGMLQuantizationType[dtype])
     return values.astype(np.float32, copy=False)
-
-
-def _unpermuted(values: Array, heads: int) -> Array:
-    # the converter splits each head's rows (2, half) and swaps them to (half, 2); this is the way back
-    shape = values.shape
-    return values.reshape(heads, shape[0] // heads // 2, 2, *shape[1:]).swapaxes(1, 2).reshape(shape)
 
 
 def _config(metadata: Mapping[str, object], file: str, tensors: Mapping[str, TensorInfo]) -> dict[str, object]:

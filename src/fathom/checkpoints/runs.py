@@ -157,7 +157,6 @@ def _check_size(directory: Path, config: FathomConfig) -> None:
 def _open_checkpoint(run: Path, tokenizer: PreTrainedTokenizerBase | None, facts: Facts) -> Opened:
     """The newest checkpoint of a run, without facts that belong to another step."""
     recipe = _recipe_of(run)
-    _refuse_adapters(run)
     saved = newest_checkpoint(run)
     if saved is None:
         raise ModelError(f"{run} has neither a finished model nor a checkpoint yet")
@@ -216,15 +215,12 @@ def _configured(source: str, **keys: object) -> FathomConfig:
     directory = model_directory(source)
     if directory is not None:
         return FathomConfig.from_pretrained(directory, **keys)
-    return FathomConfig.from_dict(_config_at(*(run_and_step(source) or (Path(source), None))).to_dict(), **keys)
-
-
-def _config_at(run: Path, step: int | None) -> FathomConfig:
-    """A run's configuration in its export at a step (by default the last): schedules have their value at that step."""
+    run, step = run_and_step(source) or (Path(source), None)
     with torch.device("meta"):
         model = FathomForCausalLM(config_of(_recipe_of(run).model))
+    # As in the run's export at this step, by default the last: schedules have their value there.
     model.set_step(max(checkpoint_steps(run), default=0) if step is None else step)
-    return model.settled_config()
+    return FathomConfig.from_dict(model.settled_config().to_dict(), **keys)
 
 
 def model_directory(source: str | Path) -> Path | None:
@@ -267,14 +263,13 @@ def find_checkpoint(where: str | Path) -> Saved:
 def is_settled(where: str | Path, saved: Saved) -> bool:
     """Whether a name will always mean this checkpoint: it contains the step, or the run is finished."""
     found = run_and_step(where)
-    if found is None or found[1] is not None:
-        return True
-    return (found[0] / RESULT).exists()
+    return found is None or found[1] is not None or (found[0] / RESULT).exists()
 
 
 def read_weights(saved: Saved) -> dict[str, Tensor]:
     """The fp32 weights of a run's checkpoint by parameter name."""
-    _refuse_adapters(saved.directory.parent)
+    if _adapters(run := saved.directory.parent):
+        raise ModelError(f"{run} trains adapters (LoRA), which are merged when it is finished")
     with torch.device("meta"):
         model = FathomForCausalLM(config_of(_recipe_of(saved.directory).model))
     weights = {name: torch.empty(p.shape, dtype=torch.float32) for name, p in model.named_parameters()}
@@ -298,11 +293,6 @@ def _recipe_of(directory: Path) -> Blocks:
         return restored(Blocks, recipe)
     except (OSError, ValueError, KeyError, TypeError, RecursionError, yaml.YAMLError) as error:
         raise ModelError(f"{directory / RECIPE} cannot be read: {reason(error)}") from None
-
-
-def _refuse_adapters(run: Path) -> None:
-    if _adapters(run):
-        raise ModelError(f"{run} trains adapters (LoRA), which are merged when it is finished")
 
 
 def _adapters(run: Path) -> bool:
