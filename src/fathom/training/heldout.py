@@ -113,6 +113,7 @@ def evaluate(model: nn.Module, data: TokenDataset, recipe: Recipe, ranks: Ranks,
         num_bytes.append(seen_bytes)
     # In conversations only trained tokens have labels, and an ignored label would end the text before it.
     whole_text = not any(isinstance(data.select(domain), TargetDataset) for domain in data.domains)
+    recurrence = getattr(getattr(model, "model", None), "recurrence", None)
     gap = decoding_gap(model, data, recipe, ranks.device) if decode and rounds and whole_text else None
     model.train(was_training)
     scores = [_score(sum(s), sum(n), b, r) for s, n, b, r in zip(sums, counts, num_bytes, right, strict=True)]
@@ -124,7 +125,7 @@ def evaluate(model: nn.Module, data: TokenDataset, recipe: Recipe, ranks: Ranks,
         **asdict(whole),
         domains=dict(zip(data.domains, scores, strict=True)),
         position_loss=[s / n if n else None for s, n in zip(by_position, targets, strict=True)],
-        trips=tally.trips(ranks, _most_trips(model)),
+        trips=tally.trips(ranks, 1 if recurrence is None else int(recurrence.trips)),
         coverage=read / available,
         jacobi_rounds=math.fsum(rounds) / len(rounds) if rounds else None,
         gap=gap,
@@ -210,11 +211,6 @@ def token_losses_and_trips(
         input_ids=input_ids, labels=labels, position_ids=position_ids, use_cache=False, return_token_losses=True
     )
     return out.token_losses[:, :-1], getattr(out, "trips", None)
-
-
-def _most_trips(model: nn.Module) -> int:
-    recurrence = getattr(getattr(model, "model", None), "recurrence", None)
-    return 1 if recurrence is None else int(recurrence.trips)
 
 
 def _score(loss: float, tokens: float, num_bytes: int, right: float | None) -> Score:
