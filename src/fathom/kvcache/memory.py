@@ -104,7 +104,8 @@ class Memory(CacheLayerMixin):
                 "cache.batch_repeat_interleave(num_beams) between prefill and generate"
             )
         if self._is_due(length):
-            self._compress()
+            self._replace(*self._compressed(*self._read()))
+            self.queries = None
         self.seen += length
         keys, values = self._append(key_states, value_states)
         if self.method.observed:
@@ -118,11 +119,7 @@ class Memory(CacheLayerMixin):
         self.queries = self.method.note(self.queries, queries.detach(), start, self.rotation).clone()
 
     def _is_due(self, length: int) -> bool:
-        return length > 0 and self.schedule.is_due(self.seen)
-
-    def _compress(self) -> None:
-        self._replace(*self._compressed(*self._read()))
-        self.queries = None
+        return length > 0 and self.schedule.compressions(self.seen + 1) > self.compressions
 
     def _compressed(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         if self.first is None:
