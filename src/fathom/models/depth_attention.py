@@ -88,13 +88,11 @@ class DepthAttention(GridMixer):
         """ṽ of the module's docstring; the input tensor itself if there is no source."""
         if not sources:
             return value
-        mixed = self.mixed(query, key, value, sources)
-        return mixed if self.blend is None else self.blended(value, mixed)
+        return self.blended(value, self.mixed(query, key, value, sources))
 
     def mixed(self, query: Tensor, key: Tensor, value: Tensor, sources: tuple[Tensor, ...]) -> Tensor:
         """The mix alone, in the fastest form for these tensors."""
-        if self.norm_scores:
-            query, key, sources = self.normed(query, key, sources)
+        query, key, sources = self.normed(query, key, sources)
         if (kernel := faster("depth_mix", value)) is not None:
             return kernel(query, key, value, sources, self.self_bias)
         if self.self_bias is None and few(query):
