@@ -293,9 +293,7 @@ def _is_export(directory: Path) -> bool:
         if directory.is_file():
             with directory.open("rb") as file:
                 return directory.suffix == ".gguf" and file.read(len(MAGIC)) == MAGIC
-        if not any(directory.iterdir()):
-            return True
-        return MARK in (directory / CARD).read_text(encoding="utf-8")
+        return not any(directory.iterdir()) or MARK in (directory / CARD).read_text(encoding="utf-8")
     except (OSError, ValueError):
         return False
 

@@ -191,9 +191,8 @@ def _config(metadata: Mapping[str, object], file: str, tensors: Mapping[str, Ten
         "hidden_size": f"{kind}.embedding_length",
         "num_attention_heads": f"{kind}.attention.head_count",
     }
-    sizes = {}
-    for name, key in wanted.items():
-        sizes[name] = _size(metadata.get(key), f"{file}: {key} is missing or not a size")
+    complaint = "is missing or not a size"
+    sizes = {name: _size(metadata.get(key), f"{file}: {key} {complaint}") for name, key in wanted.items()}
     kv_heads = metadata.get(f"{kind}.attention.head_count_kv", sizes["num_attention_heads"])
     sizes["num_key_value_heads"] = _size(kv_heads, f"{file}: num_key_value_heads is not a size")
     width = metadata.get(f"{kind}.attention.key_length", sizes["hidden_size"] // sizes["num_attention_heads"])
