@@ -20,7 +20,7 @@ from fathom.data.shards import TokenDataset
 from fathom.data.targets import TargetDataset
 from fathom.recipe import Recipe
 from fathom.report.statistics import rank_correlation
-from fathom.training.gap import SAMPLE, WINDOWS, Row, gap_of, read_both_ways, watching
+from fathom.training.gap import SAMPLE, WINDOWS, Row, gap_of, read_both_ways, token_losses_and_trips, watching
 from fathom.training.hooks import Hook
 from fathom.training.parallel import Ranks
 from fathom.training.results import DecodingGap, Evaluation, Score, Trips
@@ -197,20 +197,6 @@ def right_answers(model: nn.Module, batch: Batch) -> Tensor:
     logits = model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False).logits
     labels = batch.labels[:, 1:]
     return ((logits[:, :-1].argmax(-1) == labels) & (labels != IGNORED)).sum().double()
-
-
-@torch.no_grad()
-def token_losses_and_trips(
-    model: nn.Module, input_ids: Tensor, labels: Tensor, position_ids: Tensor | None = None
-) -> tuple[Tensor, Tensor | None]:
-    """Cross-entropy of every predicted token in fp32, `[rows, T - 1]`, zero where the label is IGNORE; and the
-    iterations of every token, `[rows, T]`, if tokens may halt. The full logits never exist: the model computes losses
-    in chunks, as in training.
-    """
-    out = model(
-        input_ids=input_ids, labels=labels, position_ids=position_ids, use_cache=False, return_token_losses=True
-    )
-    return out.token_losses[:, :-1], getattr(out, "trips", None)
 
 
 def _score(loss: float, tokens: float, num_bytes: int, right: float | None) -> Score:
