@@ -88,11 +88,13 @@ class DepthAttention(GridMixer):
         """ṽ of the module's docstring; the input tensor itself if there is no source."""
         if not sources:
             return value
-        return self.blended(value, self.mixed(query, key, value, sources))
+        mixed = self.mixed(query, key, value, sources)
+        return mixed if self.blend is None else self.blended(value, mixed)
 
     def mixed(self, query: Tensor, key: Tensor, value: Tensor, sources: tuple[Tensor, ...]) -> Tensor:
         """The mix alone, in the fastest form for these tensors."""
-        query, key, sources = self.normed(query, key, sources)
+        if self.norm_scores:
+            query, key, sources = self.normed(query, key, sources)
         if (kernel := faster("depth_mix", value)) is not None:
             return kernel(query, key, value, sources, self.self_bias)
         if self.self_bias is None and few(query):
