@@ -157,6 +157,7 @@ def _check_size(directory: Path, config: FathomConfig) -> None:
 def _open_checkpoint(run: Path, tokenizer: PreTrainedTokenizerBase | None, facts: Facts) -> Opened:
     """The newest checkpoint of a run, without facts that belong to another step."""
     recipe = _recipe_of(run)
+    _refuse_adapters(run)
     saved = newest_checkpoint(run)
     if saved is None:
         raise ModelError(f"{run} has neither a finished model nor a checkpoint yet")
@@ -268,8 +269,7 @@ def is_settled(where: str | Path, saved: Saved) -> bool:
 
 def read_weights(saved: Saved) -> dict[str, Tensor]:
     """The fp32 weights of a run's checkpoint by parameter name."""
-    if _adapters(run := saved.directory.parent):
-        raise ModelError(f"{run} trains adapters (LoRA), which are merged when it is finished")
+    _refuse_adapters(saved.directory.parent)
     with torch.device("meta"):
         model = FathomForCausalLM(config_of(_recipe_of(saved.directory).model))
     weights = {name: torch.empty(p.shape, dtype=torch.float32) for name, p in model.named_parameters()}
@@ -293,6 +293,11 @@ def _recipe_of(directory: Path) -> Blocks:
         return restored(Blocks, recipe)
     except (OSError, ValueError, KeyError, TypeError, RecursionError, yaml.YAMLError) as error:
         raise ModelError(f"{directory / RECIPE} cannot be read: {reason(error)}") from None
+
+
+def _refuse_adapters(run: Path) -> None:
+    if _adapters(run):
+        raise ModelError(f"{run} trains adapters (LoRA), which are merged when it is finished")
 
 
 def _adapters(run: Path) -> bool:

@@ -35,7 +35,7 @@ class Family:
     """Its `model_type`."""
     switches: Callable[[PreTrainedConfig], Values]
     """Its configuration in Fathom's keys, beyond those that it shares with Llama."""
-    back: Callable[[FathomConfig], Values]
+    back: Callable[[FathomConfig], Values] = lambda config: {}
     """The inverse: its keys, beyond the shared ones, for a Fathom configuration."""
     rules: tuple[Rule, ...] = ()
     """How its tensors become Fathom's; a tensor without a rule keeps its name."""
