@@ -104,8 +104,7 @@ class Memory(CacheLayerMixin):
                 "cache.batch_repeat_interleave(num_beams) between prefill and generate"
             )
         if self._is_due(length):
-            self._replace(*self._compressed(*self._read()))
-            self.queries = None
+            self._compress()
         self.seen += length
         keys, values = self._append(key_states, value_states)
         if self.method.observed:
@@ -120,6 +119,10 @@ class Memory(CacheLayerMixin):
 
     def _is_due(self, length: int) -> bool:
         return length > 0 and self.schedule.compressions(self.seen + 1) > self.compressions
+
+    def _compress(self) -> None:
+        self._replace(*self._compressed(*self._read()))
+        self.queries = None
 
     def _compressed(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         if self.first is None:
