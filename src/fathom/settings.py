@@ -140,14 +140,10 @@ def _checked(key: str, hint: object, value: object) -> object:
         made = convert(hint, value)
     except ValueError:
         raise SettingsError(f"{key}={show(plain(value))}: allowed: {allowed(hint)}") from None
-    if not _finite(made):
+    numbers = made if isinstance(made, tuple) else (made,)
+    if any(isinstance(item, float) and not math.isfinite(item) for item in numbers):
         raise SettingsError(f"{key}={show(plain(made))}: allowed: a finite number")
     return made
-
-
-def _finite(value: object) -> bool:
-    values = value if isinstance(value, tuple) else (value,)
-    return not any(isinstance(item, float) and not math.isfinite(item) for item in values)
 
 
 def _assigned(section: Section, key: str) -> str:
@@ -339,12 +335,6 @@ def _merge(below: dict[str, object], above: dict[str, object]) -> dict[str, obje
     return merged
 
 
-def _nest(key: str, value: object) -> dict[str, object]:
-    for part in reversed(key.split(".")):
-        value = {part: value}
-    return typing.cast("dict[str, object]", value)
-
-
 def recipes_folder() -> Path:
     """Where the recipes that come with Fathom are: inside an installed package, or the source tree's `recipes/`."""
     package = Path(__file__).parent
@@ -365,7 +355,10 @@ def overridden(values: dict[str, object], overrides: Sequence[str]) -> dict[str,
         key, equals, text = assignment.partition("=")
         if not equals or not key:
             raise SettingsError(f"{assignment}: an override is written key=value, as in optim.lr=3e-4")
-        values = _merge(values, _nest(key, _yaml(text, key)))
+        nested = _yaml(text, key)
+        for part in reversed(key.split(".")):
+            nested = {part: nested}
+        values = _merge(values, nested)
     return values
 
 

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from fathom.checkpoints.origin import LocalOrigin, safe_name
-from fathom.checkpoints.tensors import ITEM_BYTES, SafetensorsStore, float8_table, open_safetensors, read_header
+from fathom.checkpoints.tensors import ITEM_BYTES, SafetensorsStore, open_safetensors, read_header
 from fathom.errors import ModelError
 from fathom.lineage.weights import open_weights
 
@@ -164,10 +164,8 @@ def test_numbers_and_row_ranges(tmp_path, dtype):
         store.read("w", [(5, 8)])
 
 
-@pytest.mark.parametrize(("dtype", "bits"), [(torch.float8_e4m3fn, (4, 3)), (torch.float8_e5m2, (5, 2))])
-def test_float8(tmp_path, dtype, bits):
-    codes = torch.arange(256, dtype=torch.uint8)
-    assert np.array_equal(float8_table(*bits), codes.view(dtype).float().numpy(), equal_nan=True)
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_float8(tmp_path, dtype):
     weight = (torch.randn(6, 8)).to(dtype)
     scales = {"scale_inv": torch.tensor([[2.0, 3.0]]), "scale": torch.arange(1.0, 7)[:, None]}
     for name, scale in scales.items():

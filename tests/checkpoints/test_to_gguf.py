@@ -95,8 +95,9 @@ def test_what_llama_cpp_would_compute_otherwise_is_refused(tmp_path: Path) -> No
     tokenizer = tiny_tokenizer()
     windows = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}
     qwen2 = {"qk_norm": "none", "attention_bias": True, "output_bias": False, "head_dim": 16}  # of width 32, 4 heads
+    olmo2 = {"norm": "rms_wide", "norm_placement": "after", "qk_norm": "full", "rope_float32": True}
     refused = (({"attention_bias": True}, "attention_bias"), (windows, "sliding windows"), (qwen2, "no head_dim 16"))
-    for fields, says in refused:
+    for fields, says in (*refused, (olmo2, "a olmo2 has no GGUF form here")):
         with pytest.raises(ModelError, match=says):
             export(build(config_of("vanilla", **SHAPE, **fields)), tmp_path / "m.gguf", tokenizer, "gguf")
     model = build(config_of("vanilla", **SHAPE))

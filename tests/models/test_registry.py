@@ -11,7 +11,7 @@ from fathom.models.registry import DEFAULTS, MECHANISMS
 
 FOLDER = Path(fathom.models.__file__).parent
 NAMES = set(MECHANISMS) - set(DEFAULTS.values())
-OWN = {Path(mechanism.cost.__code__.co_filename).name for mechanism in MECHANISMS.values()} | {"registry.py"}
+OWN = {MECHANISMS[name].build.__module__.rpartition(".")[2] + ".py" for name in NAMES} | {"registry.py"}
 EQUATIONS = ("modeling.py", "schedule.py")
 
 

@@ -23,7 +23,8 @@ from fathom.models.loss import CHUNK_ROWS, IGNORE
 from fathom.recipe import Recipe
 from fathom.report.results import restored, to_json
 from fathom.training.estimate import estimate
-from fathom.training.heldout import decoding_gap, evaluate, token_losses_and_trips
+from fathom.training.gap import token_losses_and_trips
+from fathom.training.heldout import decoding_gap, evaluate
 from fathom.training.parallel import Ranks
 from fathom.training.results import Evaluation, Score
 from tests.models.cases import with_rounds

@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -293,8 +294,10 @@ def test_names_and_ranks() -> None:
     assert list(first) == given and list(other) == [given[1], given[3]]
     assert first.state().keys() == {"Sum", "Everywhere", "Sum-2", "Everywhere-2"}
     state = {"total": 2.0, "steps": 1}
-    assert other.load({"Everywhere-2": state, "Sum": state, "Gone": state}) == ["Sum", "Gone"]
-    assert (given[1].steps, given[3].steps) == (0, 1)
+    run = Mock()
+    with other.around(run, {"Everywhere-2": state, "Sum": state, "Gone": state}):
+        assert (given[1].steps, given[3].steps) == (0, 1)
+    assert [call.args[0].split()[8] for call in run.say.call_args_list] == ["Sum,", "Gone,"]
 
 
 class Told(Recorder):

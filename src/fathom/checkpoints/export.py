@@ -26,7 +26,7 @@ from fathom.checkpoints.hashes import write_hashes
 from fathom.checkpoints.layout import CARD, CONFIG, TOKENIZER_CONFIG, TOKENIZER_IDENTITY, TOKENIZER_JSON
 from fathom.checkpoints.runs import open_source
 from fathom.checkpoints.special_tokens import as_field, as_list, known, settle_generation
-from fathom.checkpoints.to_gguf import ARCHITECTURES, MAGIC, write_gguf
+from fathom.checkpoints.to_gguf import MAGIC, write_gguf
 from fathom.checkpoints.tokenizers import identity
 from fathom.errors import ModelError
 from fathom.models import FathomConfig, modeling
@@ -80,7 +80,7 @@ def export(
         model, tokenizer, facts = opened.model, opened.tokenizer, facts or opened.facts
     if form != "fathom" and not isinstance(model, FathomForCausalLM):
         raise ModelError(f"a {type(model).__name__} has no form {form}; export it with `form=fathom`")
-    shapes = {"fathom": lambda m: m, "native": as_native, "unrolled": as_unrolled, "gguf": as_llama_cpp}
+    shapes = {"fathom": lambda m: m, "native": as_native, "unrolled": as_unrolled, "gguf": as_unrolled}
     shaped = shapes[form](model) if form in shapes else as_native(model, form)
     with _scratch(directory) as scratch:
         new = Path(scratch) / "new"
@@ -145,14 +145,6 @@ def as_unrolled(model: FathomForCausalLM) -> PreTrainedModel:
             raise ModelError(f"a loop with {axis}={value} is no plain deeper model; export it with `form=fathom`")
     visits = [visit for trip in model.model.plan_of(model.model.served_trips) for visit in trip]
     return _stock(model.config, [visit.layer for visit in visits], model)
-
-
-def as_llama_cpp(model: FathomForCausalLM) -> PreTrainedModel:
-    """Like `as_unrolled`, for a family whose GGUF Fathom writes."""
-    stock = as_unrolled(model)
-    if (kind := stock.config.model_type) not in ARCHITECTURES:
-        raise ModelError(f"a {kind} has no GGUF form here; `form=gguf` writes {', '.join(ARCHITECTURES)}")
-    return stock
 
 
 def _stock(
@@ -301,9 +293,7 @@ def _is_export(directory: Path) -> bool:
         if directory.is_file():
             with directory.open("rb") as file:
                 return directory.suffix == ".gguf" and file.read(len(MAGIC)) == MAGIC
-        if not any(directory.iterdir()):
-            return True
-        return MARK in (directory / CARD).read_text(encoding="utf-8")
+        return not any(directory.iterdir()) or MARK in (directory / CARD).read_text(encoding="utf-8")
     except (OSError, ValueError):
         return False
 

@@ -136,7 +136,10 @@ class GgufStore:
         if self._permuted and name.endswith(("attn_q.weight", "attn_k.weight")):
             heads = self.config["num_attention_heads" if "attn_q" in name else "num_key_value_heads"]
             assert isinstance(heads, int)
-            values = _unpermuted(self._plain(info, None), heads)
+            values = self._plain(info, None)
+            # The converter splits each head's rows (2, half) and swaps them to (half, 2); this is the way back.
+            pairs = values.reshape(heads, len(values) // heads // 2, 2, *values.shape[1:])
+            values = pairs.swapaxes(1, 2).reshape(values.shape)
             return values if rows is None else np.concatenate([values[a:b] for a, b in rows])
         return self._plain(info, rows)
 
@@ -177,12 +180,6 @@ def _by_package(raw: bytes, dtype: str) -> Array:
     return values.astype(np.float32, copy=False)
 
 
-def _unpermuted(values: Array, heads: int) -> Array:
-    # the converter splits each head's rows (2, half) and swaps them to (half, 2); this is the way back
-    shape = values.shape
-    return values.reshape(heads, shape[0] // heads // 2, 2, *shape[1:]).swapaxes(1, 2).reshape(shape)
-
-
 def _config(metadata: Mapping[str, object], file: str, tensors: Mapping[str, TensorInfo]) -> dict[str, object]:
     kind = metadata.get("general.architecture")
     if kind not in _ARCHITECTURES:
@@ -194,9 +191,8 @@ def _config(metadata: Mapping[str, object], file: str, tensors: Mapping[str, Ten
         "hidden_size": f"{kind}.embedding_length",
         "num_attention_heads": f"{kind}.attention.head_count",
     }
-    sizes = {}
-    for name, key in wanted.items():
-        sizes[name] = _size(metadata.get(key), f"{file}: {key} is missing or not a size")
+    complaint = "is missing or not a size"
+    sizes = {name: _size(metadata.get(key), f"{file}: {key} {complaint}") for name, key in wanted.items()}
     kv_heads = metadata.get(f"{kind}.attention.head_count_kv", sizes["num_attention_heads"])
     sizes["num_key_value_heads"] = _size(kv_heads, f"{file}: num_key_value_heads is not a size")
     width = metadata.get(f"{kind}.attention.key_length", sizes["hidden_size"] // sizes["num_attention_heads"])

@@ -148,7 +148,6 @@ class RemoteOrigin:
         self.repo, self.revision = repo, revision
         self.name = f"{repo}@{revision}"
         self.bytes_read = 0
-        self.requests = 0
         self._sizes: dict[str, int | None] = {}
         self._token = get_token()  # HF_TOKEN, or the token of `hf auth login`
 
@@ -163,10 +162,9 @@ class RemoteOrigin:
 
     def size(self, path: str) -> int:
         """Length of a file in bytes."""
-        if not self.exists(path):
+        size = self._sizes[path] if self.exists(path) else None
+        if size is None:
             raise Absent(f"{self.name}: no file {path}")
-        size = self._sizes[path]
-        assert size is not None
         return size
 
     def read(self, path: str, start: int, stop: int) -> bytearray:
@@ -203,7 +201,6 @@ class RemoteOrigin:
         if self._token:
             # not sent to the storage host that the endpoint redirects to
             request.add_unredirected_header("Authorization", f"Bearer {self._token}")
-        self.requests += 1
         with urllib.request.urlopen(request, timeout=60) as response:
             found = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+)", response.headers.get("Content-Range") or "")
             if response.status != 206 or not found:

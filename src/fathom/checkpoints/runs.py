@@ -216,15 +216,12 @@ def _configured(source: str, **keys: object) -> FathomConfig:
     directory = model_directory(source)
     if directory is not None:
         return FathomConfig.from_pretrained(directory, **keys)
-    return FathomConfig.from_dict(_config_at(*(run_and_step(source) or (Path(source), None))).to_dict(), **keys)
-
-
-def _config_at(run: Path, step: int | None) -> FathomConfig:
-    """A run's configuration in its export at a step (by default the last): schedules have their value at that step."""
+    run, step = run_and_step(source) or (Path(source), None)
     with torch.device("meta"):
         model = FathomForCausalLM(config_of(_recipe_of(run).model))
+    # As in the run's export at this step, by default the last: schedules have their value there.
     model.set_step(max(checkpoint_steps(run), default=0) if step is None else step)
-    return model.settled_config()
+    return FathomConfig.from_dict(model.settled_config().to_dict(), **keys)
 
 
 def model_directory(source: str | Path) -> Path | None:
@@ -267,9 +264,7 @@ def find_checkpoint(where: str | Path) -> Saved:
 def is_settled(where: str | Path, saved: Saved) -> bool:
     """Whether a name will always mean this checkpoint: it contains the step, or the run is finished."""
     found = run_and_step(where)
-    if found is None or found[1] is not None:
-        return True
-    return (found[0] / RESULT).exists()
+    return found is None or found[1] is not None or (found[0] / RESULT).exists()
 
 
 def read_weights(saved: Saved) -> dict[str, Tensor]:

@@ -68,6 +68,8 @@ def in_pairs(key: str, tensor: Tensor, config: PretrainedConfig) -> Tensor:
 
 
 def _check(config: PretrainedConfig) -> None:
+    if config.model_type not in ARCHITECTURES:
+        raise ModelError(f"a {config.model_type} has no GGUF form here; `form=gguf` writes {', '.join(ARCHITECTURES)}")
     width = config.num_attention_heads * _head_dim(config)
     wrong = {
         "head_dim": config.model_type == "qwen2" and width != config.hidden_size and _head_dim(config),

@@ -68,9 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if type(error).__name__ != "SafetensorError" or "I/O error" not in str(error):
             raise
-        return _complain(
-            error, 1
-        )  # a full disk, by the message of safetensors, which is not imported here to keep --help fast
+        return _complain(error, 1)  # a full disk; safetensors is not imported here, to keep --help fast
 
 
 @contextmanager

@@ -189,15 +189,11 @@ def add_kernels(parser: Parser) -> None:
     """Add `--kernels`: the functions to replace by kernels."""
     parser.add_argument(
         "--kernels",
-        type=_names,
+        type=lambda text: tuple(name.strip() for name in text.split(",")),
         default=(),
         metavar="NAMES",
         help="functions to replace by GPU kernels: depth_mix,depth_pool,norm_rotate_mix,rms_norm,swiglu",
     )
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in text.split(","))
 
 
 def chosen(kind: type[T], options: Namespace) -> T:

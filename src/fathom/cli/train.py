@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 from argparse import Namespace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -127,14 +128,16 @@ def _command(options: Namespace) -> str:
 def _show_cost(recipe: Recipe, cost: Estimate, as_json: bool, change: Branch | None) -> None:
     """The resolved recipe and its cost."""
     if as_json:
-        print(json.dumps({"recipe": recipe.to_dict(), **cost.to_dict()}))
+        print(json.dumps({"recipe": recipe.to_dict(), **asdict(cost)}))
         return
     gib = 2**30
     print(recipe.to_yaml())
+    least, mean, most = (f"{value:.3g}" for value in cost.training_multiple)
+    drawn = "" if least == most else f" ({least} to {most}, depending on the iterations drawn)"
     rows = {
         "mechanism": cost.mechanism,
         "parameters": f"{cost.parameters:,}",
-        "FLOPs per token": f"{cost.flops_per_token:,.0f} forward, {_training_multiple(cost.training_multiple)}",
+        "FLOPs per token": f"{cost.flops_per_token:,.0f} forward, in training {mean} x vanilla's{drawn}",
         "cache per token": f"{cost.cache_bytes_per_token:,} bytes (bf16)",
         "tokens": f"{cost.tokens:,}" + ("" if cost.epochs is None else f", {cost.epochs:.3g} epochs of the corpus"),
         "FLOPs": f"{cost.training_flops:.3g}",
@@ -157,9 +160,3 @@ def _show_cost(recipe: Recipe, cost: Estimate, as_json: bool, change: Branch | N
         lines.append(("group", f"{group.pattern}: {group.parameters:,} parameters, {rates}"))
     for name, value in lines:
         print(f"{name:<16} {value}")
-
-
-def _training_multiple(multiple: tuple[float, float, float]) -> str:
-    least, mean, most = (f"{value:.3g}" for value in multiple)
-    drawn = "" if least == most else f" ({least} to {most}, depending on the iterations drawn)"
-    return f"in training {mean} x vanilla's{drawn}"

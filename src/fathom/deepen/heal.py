@@ -58,8 +58,6 @@ def heal_recipe(directory: Path, base: str, config: FathomConfig, request: Reque
         },
         "evaluate": {"every": 100, "tokens": 65536},
     }
-    if not request.opening(1):
-        values["model"] = {"from_pretrained": str(directory)}
     parse_recipe(values)  # never write an invalid recipe
     words = {"directory": directory, "name": request.name, "recipe": directory / HEAL, "base": base}
     header = HEADER.format(**words, opening=round(OPENING * STEPS), steps=STEPS)

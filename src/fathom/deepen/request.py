@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 
 from fathom.errors import SettingsError
 from fathom.models.configuration import FathomConfig
-from fathom.models.registry import AXES, DEFAULTS, known, mechanism
+from fathom.models.registry import AXES, DEFAULTS, known
 from fathom.models.roles import Mechanism
 from fathom.settings import overridden
 
@@ -90,8 +90,7 @@ def _named(name: str) -> Mechanism:
     """The mechanism with that name; the default of an axis does not count as one."""
     names = [one for one in known() if one not in DEFAULTS.values()]
     if name in names:
-        one = known()[name]
-        return mechanism(one.axis, name)
+        return known()[name]
     close = difflib.get_close_matches(name, names, n=1)
     hint = f"did you mean {close[0]}?" if close else f"allowed: {', '.join(names)}"
     raise SettingsError(f"mechanism={name}: no such mechanism; {hint}")

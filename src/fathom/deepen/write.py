@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -57,10 +57,6 @@ class Deepened:
     """The largest difference of a logit from the base model's, on a short text; 0 means bitwise equal."""
     exact: bool
     """Whether the mechanism declares that it starts as the identity."""
-
-    def to_dict(self) -> dict[str, object]:
-        """Plain values."""
-        return asdict(self) | {"directory": str(self.directory), "recipe": str(self.recipe)}
 
 
 def deepen(source: str | Path, request: Request, out: str | Path) -> Deepened:

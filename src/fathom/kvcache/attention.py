@@ -92,17 +92,15 @@ class Compression(AbstractContextManager["Compression"]):
             keys = torch.cat([keys, key[:, :, start:stop]], dim=2) if i else key[:, :, :stop]
             values = torch.cat([values, value[:, :, start:stop]], dim=2) if i else value[:, :, :stop]
             group, past = query[:, :, start:stop], keys.shape[2] - length
-            if past > 0 and length > 1 and self._unmasked(length * keys.shape[2], query):
+            # A causal kernel needs no mask if the memory's entries get queries of zeros: always on a GPU, whose fastest
+            # kernels take none, elsewhere where a mask would be large.
+            maskless = self.name == "sdpa" and (query.is_cuda or length * keys.shape[2] > LARGEST_MASK)
+            if past > 0 and length > 1 and maskless:
                 group = torch.cat([query.new_zeros(*query.shape[:2], past, query.shape[3]), group], dim=2)
             mask = self._mask(group.shape[2], keys.shape[2], query)
             out = backend(self.name, module)(module, group, keys, values, mask, scaling=scaling, **kwargs)[0]
             outputs.append(out[:, -length:])
         return torch.cat(outputs, dim=1)
-
-    def _unmasked(self, pairs: int, query: Tensor) -> bool:
-        """Whether the memory's entries get queries of zeros, so that a causal kernel needs no mask: always on a GPU,
-        whose fastest kernels take none, elsewhere where it would be large."""
-        return self.name == "sdpa" and (query.is_cuda or pairs > LARGEST_MASK)
 
     def _windowed(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, sees: int, **kwargs: object

@@ -118,7 +118,7 @@ class Memory(CacheLayerMixin):
         self.queries = self.method.note(self.queries, queries.detach(), start, self.rotation).clone()
 
     def _is_due(self, length: int) -> bool:
-        return length > 0 and self.schedule.is_due(self.seen)
+        return length > 0 and self.schedule.compressions(self.seen + 1) > self.compressions
 
     def _compress(self) -> None:
         self._replace(*self._compressed(*self._read()))

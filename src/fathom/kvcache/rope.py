@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -209,14 +208,16 @@ def _answers(decoder: PreTrainedModel, rope: Rope) -> list[str | None]:
 @torch.no_grad()
 def _explained(decoder: PreTrainedModel, rope: Rope, near: float) -> Iterator[str | None]:
     kind_of_model = decoder.config.model_type
-    with _in_peace(decoder):
-        try:
-            (here, first), (there, second) = _read(decoder, 0), _read(decoder, PLACE)
-        except Exception as error:
-            words = str(error).partition("\n")[0]
-            raise ValueError(
-                f"{kind_of_model} does not read a few tokens into a cache ({words}); use 'full'"
-            ) from error
+    training = [module for module in decoder.modules() if module.training]
+    try:
+        decoder.eval()  # without dropout
+        (here, first), (there, second) = _read(decoder, 0), _read(decoder, PLACE)
+    except Exception as error:
+        words = str(error).partition("\n")[0]
+        raise ValueError(f"{kind_of_model} does not read a few tokens into a cache ({words}); use 'full'") from error
+    finally:
+        for module in training:
+            module.training = True
     if len(first) != decoder.config.num_hidden_layers:
         raise ValueError(f"{kind_of_model} keeps keys of {len(first)} layers: it shares them; use method 'full'")
     if _apart(here, there) > 10 * near:
@@ -246,18 +247,6 @@ def _read(decoder: PreTrainedModel, start: int) -> tuple[Tensor, list[Tensor]]:
 
 def _apart(a: Tensor, b: Tensor) -> float:
     return float((a - b).norm() / b.norm().clamp(min=1e-12)) if a.shape == b.shape else torch.inf
-
-
-@contextmanager
-def _in_peace(decoder: PreTrainedModel) -> Iterator[None]:
-    """Without dropout; training modes are restored afterwards."""
-    training = [module for module in decoder.modules() if module.training]
-    try:
-        decoder.eval()
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 def left_alone(config: PreTrainedConfig, layer: int, window: int) -> int | None:

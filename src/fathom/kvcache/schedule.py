@@ -98,10 +98,6 @@ class Schedule:
             seen, length = seen + chunks[-1], length - chunks[-1]
         return chunks
 
-    def is_due(self, seen: int) -> bool:
-        """Whether the next token compresses the memory."""
-        return self.compressions(seen + 1) > self.compressions(seen)
-
     def fit(self, seen: int, length: int) -> None:
         """Refuse a chunk that crosses a compression: a forward pass attends to a single state of the memory."""
         room = self.room(seen)

@@ -242,7 +242,9 @@ class _Pool(torch.autograd.Function):
                 torch.linalg.vector_norm(s, dim=-1, dtype=query.dtype, out=norm)
                 torch.matmul(widen(s), query, out=score)
         inverse_rms.square_().mul_(1 / len(query)).add_(eps).rsqrt_()
-        weights = _weights(scores.mul_(inverse_rms), recency_bias)
+        scores.mul_(inverse_rms)
+        biased = scores if recency_bias is None else torch.cat((scores[:-1], scores[-1:] + recency_bias))
+        weights = biased.softmax(0)
         ctx.save_for_backward(query, recency_bias, inverse_rms, scores, weights, *sources)
         ctx.set_materialize_grads(False)  # a source that is never read again has no gradient, not a zero gradient
         return weighted_sum(weights.to(sources[0].dtype).unsqueeze(-1), sources), *sources
@@ -270,13 +272,6 @@ class _Pool(torch.autograd.Function):
                 made = wide * weight if after is None else torch.addcmul(widen(after), wide, weight)
                 grad_sources.append(made.addcmul_(x, b).addcmul_(a, query).to(source.dtype))
         return grad_query, grad_bias, None, *grad_sources
-
-
-def _weights(scores: Tensor, recency_bias: Tensor | None) -> Tensor:
-    """α of scores `[S, B, T]`."""
-    if recency_bias is not None:
-        scores = torch.cat((scores[:-1], scores[-1:] + recency_bias))
-    return scores.softmax(0)
 
 
 def source_counts(config: FathomConfig, visits: Sequence[Visit]) -> list[tuple[int, int]]:

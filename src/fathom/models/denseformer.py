@@ -54,9 +54,8 @@ class DenseFormer(Residual):
     def __init__(self, config: FathomConfig, sublayer: int) -> None:
         super().__init__(config, sublayer)
         self.dilation = DenseFormerOptions.of(config).dilation
-        ends_block = sublayer % 2 == 1
-        weights = num_weights(config, sublayer // 2) if ends_block else 0
-        self.ends_block = ends_block
+        self.ends_block = sublayer % 2 == 1
+        weights = num_weights(config, sublayer // 2) if self.ends_block else 0
         self.alpha = nn.Parameter(torch.empty(weights)) if weights else None
 
     def init_weights(self, std: float) -> None:

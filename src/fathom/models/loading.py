@@ -170,21 +170,15 @@ def _require_places(
 
 
 def _require_tensors(model: StrictLoading, info: Mapping[str, Any], own: Mapping[str, object]) -> None:
-    """Refuse a checkpoint that lacks tensors, except for those of new mechanisms."""
-    missing = set(info["missing_keys"])
-    lost = sorted(missing - _new_mechanisms(model, missing, own))
-    if lost:
-        raise ValueError(f"the checkpoint lacks {lost[0]}" + (f" and {len(lost) - 1} more" if lost[1:] else ""))
-
-
-def _new_mechanisms(model: nn.Module, missing: set[str], own: Mapping[str, object]) -> set[str]:
-    """The tensors of mechanisms that are completely missing and that the checkpoint's configuration does not name."""
+    """Refuse a checkpoint that lacks tensors, except for those of mechanisms that are completely missing and that its
+    configuration does not name."""
+    missing, new = set(info["missing_keys"]), set[str]()
     roles: dict[str, type[MechanismModule]] = {"mixer": ValueMixer, "residual": Residual, "recurrence": Recurrence}
-    found: set[str] = set()
     for axis, role in roles.items():
         if own.get(axis) == getattr(model.config, axis):
             continue
         parts = [(name, module) for name, module in model.named_modules() if isinstance(module, role)]
         tensors = {f"{name}.{p}" for name, module in parts for p, _ in module.named_parameters()}
-        found |= tensors if tensors <= missing else set()
-    return found
+        new |= tensors if tensors <= missing else set()
+    if lost := sorted(missing - new):
+        raise ValueError(f"the checkpoint lacks {lost[0]}" + (f" and {len(lost) - 1} more" if lost[1:] else ""))

@@ -142,7 +142,10 @@ class Attention(nn.Module):
             backend if isinstance(backend, str) else self.config._attn_implementation,
             attend_capped if self.cap else eager_attention_forward,
         )
-        attend = _reading(attend, attention_mask, earlier)
+        if isinstance(attention_mask, ReadingRule):
+            attend = attend_by_rule
+        if earlier:
+            attend = partial(attend_beside, attend, earlier)
         output, weights = attend(
             seat(self, bank, kwargs),
             query,
@@ -201,13 +204,6 @@ class Attention(nn.Module):
         if self.norm_rotated_keys:
             key = k_norm(key)
         return query, key, direct(mixer)(query, key, value, sources)
-
-
-def _reading(attend: Callable, mask: Tensor | ReadingRule | None, earlier: tuple[Tensor, ...]) -> Callable:
-    """The attention function of a pass, if `attend` alone (masks, one set of keys and values) is not enough."""
-    if isinstance(mask, ReadingRule):
-        attend = attend_by_rule
-    return partial(attend_beside, attend, earlier) if earlier else attend
 
 
 class DecoderLayer(GradientCheckpointingLayer):

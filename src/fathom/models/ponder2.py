@@ -8,16 +8,10 @@ rounds replace the order in time. No parameters and no additional loss.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from .pondering import Solved, SolverOptions, trips_cost
-from .roles import Cost, Mechanism, View
-
-if TYPE_CHECKING:
-    from .configuration import FathomConfig
-    from .slots import Visit
+from .roles import Mechanism, View
 
 
 @dataclass(frozen=True)
@@ -35,17 +29,12 @@ class Ponder2(Solved[Ponder2Options]):
     reads = View.ALL
 
 
-def cost(config: FathomConfig, visits: Sequence[Visit], scalar: int) -> Cost:
-    """Cost in decoding: the stack again for every latent thought."""
-    return trips_cost(config, visits, scalar)
-
-
 PONDER2 = Mechanism(
     name="ponder2",
     axis="recurrence",
     summary="follow every token with its own hidden state as a thought",
     paper="arXiv 2509.23184",
     build=Ponder2,
-    cost=cost,
+    cost=trips_cost,
     options=Ponder2Options,
 )

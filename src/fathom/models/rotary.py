@@ -31,11 +31,7 @@ def build_rotary(config: FathomConfig) -> nn.Module:
     """The module that turns positions into angles."""
     if config.positions == "learned":
         return NoRotary()
-    parameters = config.rope_parameters or {}
-    if config.rope_by_layer_type:
-        return RotaryByType(config)
-    assert "rope_theta" in parameters
-    return RotaryEmbedding(config)
+    return RotaryByType(config) if config.rope_by_layer_type else RotaryEmbedding(config)
 
 
 class RotaryEmbedding(Qwen3RotaryEmbedding):

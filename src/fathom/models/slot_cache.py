@@ -117,14 +117,12 @@ class SlotLayer(GrowingLayer):
                 layer.stored = how(layer.stored[0]), how(layer.stored[1])
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Reorder rows, for beam search."""
+        """Reorder rows, for beam search, or keep some."""
         if self.first:
             self.table.select(beam_idx)
             self.change(lambda x: x.index_select(0, beam_idx.to(x.device)))
 
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep some rows."""
-        self.reorder_cache(indices)
+    batch_select_indices = reorder_cache
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row."""

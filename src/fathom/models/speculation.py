@@ -189,7 +189,7 @@ def decode(
     mask = torch.ones_like(input_ids) if mask is None else mask
     run = _Run(Stages(model, trips), asked.draft_trips, mask, logits_processor, sampled)
     run.read(input_ids[:, :-1])
-    pad = _pad(generation_config)
+    pad = 0 if generation_config._pad_token_tensor is None else int(generation_config._pad_token_tensor)
     going = torch.ones(len(input_ids), dtype=torch.bool, device=input_ids.device)
     count = asked.draft_tokens
     while True:
@@ -321,11 +321,3 @@ def side_by_side(sources: Sequence[Mapping[int, KeyValue]]) -> dict[int, KeyValu
         keys, values = zip(*(one[visit] for one in sources), strict=True)
         gathered[visit] = torch.cat(keys, 2), torch.cat(values, 2)
     return gathered
-
-
-def _pad(generation_config: GenerationConfig) -> int:
-    """The token that pads finished rows."""
-    pad, end = generation_config.pad_token_id, generation_config.eos_token_id
-    if pad is not None:
-        return int(pad)
-    return int(end[0] if isinstance(end, list | tuple) else end or 0)

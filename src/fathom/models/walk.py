@@ -52,7 +52,7 @@ class Inputs:
     padding: Tensor | None
     """`[B, past + T]`; None without padding."""
     cache: Cache | None
-    """The caller's attention mask."""
+    """The caller's cache, at which masks look."""
     dtype: torch.dtype
     """Type of additive masks."""
     head: nn.Module | None

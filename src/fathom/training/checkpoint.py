@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from fathom.checkpoints.find import checkpoint_steps
 from fathom.checkpoints.layout import LATEST, MANIFEST, MODEL, RECIPE, TRAINER, step_name
-from fathom.checkpoints.runs import Saved, load_tensors, newest_checkpoint, reason
+from fathom.checkpoints.runs import Saved, newest_checkpoint, reason
 from fathom.errors import TrainingError
 from fathom.report.files import Digest, asdict, digest, sync_directory, write_atomically, write_durably
 from fathom.report.results import read_result
@@ -114,13 +114,8 @@ class Checkpointer:
             for path in (path for pattern in LEFT_BY_A_KILL for path in self.run_dir.glob(pattern)):
                 shutil.rmtree(path, ignore_errors=True)
             found = newest_checkpoint(self.run_dir, self.say)
-        found = self.ranks.share(found)
-        return found
-
-    def load(self, saved: Saved, tensors: Mapping[str, Tensor]) -> TrainerState:
-        """Read a checkpoint into tensors, with any sharding on either side; returns the contents of `trainer.json`."""
-        load_tensors(saved.directory, tensors)
-        return trainer_state(saved)
+        shared: Saved | None = self.ranks.share(found)
+        return shared
 
     def _write(self, directory: Path, tensors: dict[str, Tensor]) -> Future[None]:
         """Start writing tensors; they may change once this returns."""
@@ -145,7 +140,9 @@ class Checkpointer:
             write_durably(temporary / MANIFEST, json.dumps(asdict({"files": sums}), indent=2))
             publish(temporary, self.run_dir / step_name(step))
             write_atomically(self.run_dir / LATEST, step_name(step) + "\n")
-            self._prune(step)
+            # Later checkpoints than this one are damaged, and stay.
+            for old in [s for s in self.steps() if s <= step][: -self.keep_last]:
+                discard(self.run_dir / step_name(old))
 
     def _checksums(self, directory: Path) -> dict[str, Digest]:
         """Size and checksum of every file written so far; the ranks share the work, and all fail if one does."""
@@ -162,11 +159,6 @@ class Checkpointer:
         for problem in (part for part in parts if isinstance(part, str)):
             raise TrainingError(problem)
         return {file: entry for part in parts if not isinstance(part, str) for file, entry in part.items()}
-
-    def _prune(self, step: int) -> None:
-        """Delete checkpoints up to this step but for the last `keep_last`. Later ones, which are damaged, stay."""
-        for old in [s for s in self.steps() if s <= step][: -self.keep_last]:
-            discard(self.run_dir / step_name(old))
 
 
 def trainer_state(saved: Saved) -> TrainerState:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -87,10 +87,6 @@ class Estimate:
     def changes_in_words(self) -> str:
         """`changed`, as text."""
         return described(self.changed)
-
-    def to_dict(self) -> dict[str, object]:
-        """As plain values, for JSON."""
-        return asdict(self)
 
 
 def estimate(recipe: Recipe) -> Estimate:
@@ -186,7 +182,9 @@ def _collections(recipe: Recipe) -> dict[str, float]:
 
 def _activation_bytes(recipe: Recipe, config: FathomConfig) -> int:
     visits = kept_visits(config)
-    layer = _layer_numbers(config)
+    queries, keys = _widths(config)
+    # Of each token a layer computes 4 of the residual's width, 3 of queries and of keys, 4 of the MLP's.
+    layer = 4 * config.hidden_size + 3 * queries + 3 * keys + 4 * config.intermediate_size
     per_token = visits * config.hidden_size + layer if recipe.train.activation_checkpointing else visits * layer
     rows = min(recipe.train.micro_batch, recipe.rows_per_step)
     return rows * recipe.data.sequence_length * per_token * _scalar(recipe)
@@ -216,7 +214,9 @@ def _evaluation_bytes(recipe: Recipe, config: FathomConfig) -> int:
     slots = trips if view is View.ALL else 1  # under view ALL the iterations of a token run in parallel
     kept, seen = _kept_numbers(config, trips, view, recurrence.halts)
     between = 5 * config.hidden_size if trips > 1 else 0  # inputs, outputs and states between iterations
-    held = tokens * slots * ((kept + between) * scalar + _transient_bytes(config, scalar))
+    # Sources and histories, as mechanisms declare them; streams that are rewritten count 4 times.
+    transient = mechanism_cost(config, scalar).transient_bytes * (4 if config.residual == "hyper_connections" else 1)
+    held = tokens * slots * ((kept + between) * scalar + transient)
     queries, keys = _widths(config)
     work = 4 * config.hidden_size + max(4 * config.intermediate_size, 3 * queries + 3 * keys) + seen
     layer = tokens * slots * work * scalar + _mask_bytes(recipe, trips, view)
@@ -241,24 +241,12 @@ def _kept_numbers(config: FathomConfig, trips: int, view: View, halts: bool) -> 
     return 0, 0
 
 
-def _transient_bytes(config: FathomConfig, scalar: int) -> int:
-    """Bytes per slot of sources and histories, as mechanisms declare them; streams that are rewritten count 4 times."""
-    declared = mechanism_cost(config, scalar).transient_bytes
-    return declared * (4 if config.residual == "hyper_connections" else 1)
-
-
 def _mask_bytes(recipe: Recipe, trips: int, view: View) -> int:
     """Bytes of masks that are not plainly causal: one byte for each pair, and the mask it is combined with."""
     if trips == 1 or view is not View.DUO:
         return 0
     rows, length = recipe.evaluate.micro_batch or recipe.train.micro_batch, recipe.data.sequence_length
     return 2 * rows * length * length * trips
-
-
-def _layer_numbers(config: FathomConfig) -> int:
-    """Numbers per token that a layer computes: 4 of the residual's width, 3 of queries and of keys, 4 of the MLP's."""
-    queries, keys = _widths(config)
-    return 4 * config.hidden_size + 3 * queries + 3 * keys + 4 * config.intermediate_size
 
 
 def _widths(config: FathomConfig) -> tuple[int, int]:

@@ -15,7 +15,7 @@ import torch
 
 from fathom.checkpoints.layout import METRICS
 from fathom.errors import TrainingError
-from fathom.training.heldout import token_losses_and_trips
+from fathom.training.gap import token_losses_and_trips
 from fathom.training.hooks import Hook
 from fathom.training.tracking import read_metrics
 

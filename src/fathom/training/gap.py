@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fathom.report.statistics import Difference, combined_difference, weighted_difference
@@ -80,7 +80,7 @@ def read_both_ways(model: PreTrainedModel, rows: Sequence[Row]) -> Sample | None
         batch = rows[done : done + max(1, most // len(rows[done].ids))]
         ids = torch.nn.utils.rnn.pad_sequence([row.ids for row in batch], batch_first=True).to(model.device)
         with watching(model) as rounds:
-            parallel = _in_parallel(model, ids)
+            parallel, _ = token_losses_and_trips(model, ids, ids)  # padding on the right is read by no other token
         if not rounds:
             return None
         made += rounds[-1] * len(batch)
@@ -114,14 +114,22 @@ def watching(model: PreTrainedModel) -> Iterator[list[float]]:
 
 
 @torch.no_grad()
-def _in_parallel(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    """`[B, T]` to `[B, T - 1]`; padding on the right is read by no other token."""
-    return model(input_ids=ids, labels=ids, use_cache=False, return_token_losses=True).token_losses[:, :-1]
+def token_losses_and_trips(
+    model: nn.Module, input_ids: Tensor, labels: Tensor, position_ids: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Cross-entropy of every predicted token in fp32, `[rows, T - 1]`, zero where the label is IGNORE; and the
+    iterations of every token, `[rows, T]`, if tokens may halt. The full logits never exist: the model computes losses
+    in chunks, as in training.
+    """
+    out = model(
+        input_ids=input_ids, labels=labels, position_ids=position_ids, use_cache=False, return_token_losses=True
+    )
+    return out.token_losses[:, :-1], getattr(out, "trips", None)
 
 
 @torch.no_grad()
 def _decoded(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    """The same, one token after another through a cache."""
+    """The losses of `[B, T]`, one token after another through a cache."""
     cache, losses = None, []
     with torch.compiler.set_stance("force_eager"):  # a growing cache would recompile at every step
         for token, following in zip(ids[:, :-1].T, ids[:, 1:].T, strict=True):

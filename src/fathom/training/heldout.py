@@ -20,7 +20,7 @@ from fathom.data.shards import TokenDataset
 from fathom.data.targets import TargetDataset
 from fathom.recipe import Recipe
 from fathom.report.statistics import rank_correlation
-from fathom.training.gap import SAMPLE, WINDOWS, Row, gap_of, read_both_ways, watching
+from fathom.training.gap import SAMPLE, WINDOWS, Row, gap_of, read_both_ways, token_losses_and_trips, watching
 from fathom.training.hooks import Hook
 from fathom.training.parallel import Ranks
 from fathom.training.results import DecodingGap, Evaluation, Score, Trips
@@ -113,6 +113,7 @@ def evaluate(model: nn.Module, data: TokenDataset, recipe: Recipe, ranks: Ranks,
         num_bytes.append(seen_bytes)
     # In conversations only trained tokens have labels, and an ignored label would end the text before it.
     whole_text = not any(isinstance(data.select(domain), TargetDataset) for domain in data.domains)
+    recurrence = getattr(getattr(model, "model", None), "recurrence", None)
     gap = decoding_gap(model, data, recipe, ranks.device) if decode and rounds and whole_text else None
     model.train(was_training)
     scores = [_score(sum(s), sum(n), b, r) for s, n, b, r in zip(sums, counts, num_bytes, right, strict=True)]
@@ -124,7 +125,7 @@ def evaluate(model: nn.Module, data: TokenDataset, recipe: Recipe, ranks: Ranks,
         **asdict(whole),
         domains=dict(zip(data.domains, scores, strict=True)),
         position_loss=[s / n if n else None for s, n in zip(by_position, targets, strict=True)],
-        trips=tally.trips(ranks, _most_trips(model)),
+        trips=tally.trips(ranks, 1 if recurrence is None else int(recurrence.trips)),
         coverage=read / available,
         jacobi_rounds=math.fsum(rounds) / len(rounds) if rounds else None,
         gap=gap,
@@ -196,25 +197,6 @@ def right_answers(model: nn.Module, batch: Batch) -> Tensor:
     logits = model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False).logits
     labels = batch.labels[:, 1:]
     return ((logits[:, :-1].argmax(-1) == labels) & (labels != IGNORED)).sum().double()
-
-
-@torch.no_grad()
-def token_losses_and_trips(
-    model: nn.Module, input_ids: Tensor, labels: Tensor, position_ids: Tensor | None = None
-) -> tuple[Tensor, Tensor | None]:
-    """Cross-entropy of every predicted token in fp32, `[rows, T - 1]`, zero where the label is IGNORE; and the
-    iterations of every token, `[rows, T]`, if tokens may halt. The full logits never exist: the model computes losses
-    in chunks, as in training.
-    """
-    out = model(
-        input_ids=input_ids, labels=labels, position_ids=position_ids, use_cache=False, return_token_losses=True
-    )
-    return out.token_losses[:, :-1], getattr(out, "trips", None)
-
-
-def _most_trips(model: nn.Module) -> int:
-    recurrence = getattr(getattr(model, "model", None), "recurrence", None)
-    return 1 if recurrence is None else int(recurrence.trips)
 
 
 def _score(loss: float, tokens: float, num_bytes: int, right: float | None) -> Score:

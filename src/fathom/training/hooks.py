@@ -78,8 +78,11 @@ class Hooks:
         """Load every hook's state and call `before_run`; at the end call `after_run` of all, in reverse order."""
         error: BaseException | None = None
         try:
-            for name in self.load(states):
-                run.say(f"the checkpoint holds the state of a hook {name}, which is not in callbacks now")
+            for name, state in states.items():
+                if name in self._named:
+                    self._named[name].load(state)
+                else:
+                    run.say(f"the checkpoint holds the state of a hook {name}, which is not in callbacks now")
             for hook in self:
                 hook.before_run(run)
             yield
@@ -100,10 +103,3 @@ class Hooks:
             except (TypeError, ValueError) as error:
                 raise FathomError(f"the state of the hook {name} is not JSON: {error}") from error
         return found
-
-    def load(self, states: Mapping[str, dict[str, object]]) -> list[str]:
-        """Give every hook its state; returns the names for which there is no hook."""
-        for name, state in states.items():
-            if name in self._named:
-                self._named[name].load(state)
-        return [name for name in states if name not in self._named]

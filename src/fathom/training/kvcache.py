@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from fathom.errors import SettingsError
 from fathom.kvcache import METHODS, compress_in_training
-from fathom.kvcache.policy import Policy
 from fathom.models.modeling import FathomForCausalLM
 from fathom.recipe import Recipe
 
@@ -15,13 +14,12 @@ def compress(model: FathomForCausalLM, recipe: Recipe) -> None:
         if getattr(model.config, "kvcache", None):
             model.config.kvcache = None  # the checkpoint's policy no longer applies
         return
-    given = recipe.kvcache
-    policy = Policy(given.method, given.window, given.sinks, given.ratio, given.kept)
+    policy = dict(vars(recipe.kvcache))
     try:
-        compress_in_training(model, **vars(policy))
+        compress_in_training(model, **policy)
     except ValueError as error:
         raise SettingsError(f"kvcache.method={recipe.kvcache.method}: {error}") from error
-    model.config.kvcache = dict(vars(policy))
+    model.config.kvcache = policy
 
 
 def compressions(recipe: Recipe) -> int:

@@ -17,7 +17,7 @@ from fathom.checkpoints.export import export
 from fathom.checkpoints.find import Facts, experiment_of, finished_model
 from fathom.checkpoints.hashes import changed
 from fathom.checkpoints.layout import MODEL, RECIPE, RESULT, step_name
-from fathom.checkpoints.runs import Saved, changes_of
+from fathom.checkpoints.runs import Saved, changes_of, load_tensors
 from fathom.data.puzzles import has_split, open_data
 from fathom.data.shards import TokenDataset
 from fathom.errors import SettingsError, TrainingError
@@ -137,12 +137,17 @@ class Run:
         stack.callback(self.checkpoints.close)
         saved = self.checkpoints.newest() if branch is None else branch.origin
         self.training = build_training(recipe, ranks, begins=saved is None)
-        self._require_corpus(saved)
+        trainer = None if saved is None else trainer_state(saved)
+        if trainer is not None and trainer.corpus != self.training.data.fingerprint:
+            raise SettingsError(
+                f"data.directory={recipe.data.directory}: differs from the corpus with which this run began"
+            )
         ranks.barrier()  # checks that may fail on one rank are done
         if ranks.first:
             self._settle(branch, command)
         ranks.barrier()
-        trainer = None if saved is None else self._restore(saved)
+        if saved is not None:
+            self._restore(saved)
         self.step = trainer.step if trainer else 0
         self.meter = Meter(self.training, trainer.seconds if trainer else 0.0)
         self._look_at = self._next_look()
@@ -312,15 +317,6 @@ class Run:
             write_json(self.run_dir / RESULT, found)
         return TrainResult(self.run_dir, found.step, True, found.tokens, found.seconds, evaluation, model)
 
-    def _require_corpus(self, saved: Saved | None) -> None:
-        """Reject a corpus that differs from the one that the checkpoint was trained on."""
-        if saved is None:
-            return
-        if trainer_state(saved).corpus != self.training.data.fingerprint:
-            raise SettingsError(
-                f"data.directory={self.recipe.data.directory}: differs from the corpus with which this run began"
-            )
-
     def _settle(self, branch: Branch | None, command: str) -> None:
         """Write a branch's first files, and the recipe last: a run without it has not begun."""
         self.run_dir.mkdir(parents=True, exist_ok=True)
@@ -330,13 +326,12 @@ class Run:
         if branch is not None:
             self.say(str(branch))
 
-    def _restore(self, saved: Saved) -> TrainerState:
-        """Load a checkpoint; returns the contents of `trainer.json`."""
+    def _restore(self, saved: Saved) -> None:
+        """Load a checkpoint."""
         tensors = self.training.state()
-        trainer = self.checkpoints.load(saved, tensors)
+        load_tensors(saved.directory, tensors)
         self.training.guard.load({k.removeprefix("guard."): v for k, v in tensors.items() if k.startswith("guard.")})
         self.say(f"resuming after step {saved.step} from {saved.directory}")
-        return trainer
 
 
 @contextmanager

@@ -35,8 +35,8 @@ class Family:
     """Its `model_type`."""
     switches: Callable[[PreTrainedConfig], Values]
     """Its configuration in Fathom's keys, beyond those that it shares with Llama."""
-    back: Callable[[FathomConfig], Values]
-    """The inverse: its keys, beyond the shared ones, for a Fathom configuration."""
+    back: Callable[[FathomConfig], Values] = lambda config: {}
+    """The inverse: its keys, beyond the shared ones, for a Fathom configuration; by default it has none."""
     rules: tuple[Rule, ...] = ()
     """How its tensors become Fathom's; a tensor without a rule keeps its name."""
     unread: tuple[str, ...] = ()

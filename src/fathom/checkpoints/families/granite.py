@@ -12,7 +12,6 @@ def switches(theirs: PreTrainedConfig) -> Values:
     """The multipliers."""
     return {
         "qk_norm": "none",
-        "head_dim": theirs.hidden_size // theirs.num_attention_heads,
         "embedding_scale": float(theirs.embedding_multiplier),
         "residual_multiplier": float(theirs.residual_multiplier),
         "attention_scale": float(theirs.attention_multiplier),

@@ -23,11 +23,6 @@ def qwen3_switches(theirs: PreTrainedConfig) -> Values:
     return windows(theirs)
 
 
-def nothing(config: FathomConfig) -> Values:
-    """No keys beyond the shared ones."""
-    return {}
-
-
 def with_window(config: FathomConfig) -> Values:
     """One window for all layers."""
     return {"sliding_window": config.sliding_window}
@@ -42,7 +37,7 @@ def with_windows(config: FathomConfig) -> Values:
     }
 
 
-LLAMA = Family("llama", llama_switches, nothing)
+LLAMA = Family("llama", llama_switches)
 MISTRAL = Family("mistral", llama_switches, with_window)
 QWEN2 = Family("qwen2", qwen2_switches, with_windows)
 QWEN3 = Family("qwen3", qwen3_switches, with_windows)

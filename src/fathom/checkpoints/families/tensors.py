@@ -16,7 +16,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from fathom.checkpoints.layout import INDEX_SUFFIX, WEIGHTS
+from fathom.checkpoints.layout import INDEX, WEIGHTS
 from fathom.models import FathomConfig
 
 LAYER = "{i}"
@@ -121,8 +121,11 @@ def read_tensors(
     patterns = [(rule.pattern, rule) for rule in rules]
     dead = [re.compile(text) for text in unread]
     found: dict[str, Piece] = {}
-    for path in weight_files(directory):
-        file = safe_open(path, framework="pt")
+    index, names = directory / INDEX, {WEIGHTS}
+    if index.exists():
+        names = set(json.loads(index.read_text())["weight_map"].values())
+    for part in sorted(names):
+        file = safe_open(directory / part, framework="pt")
         for name in file.keys():  # noqa: SIM118  # not a mapping
             if not any(text.search(name) for text in dead):
                 found.update(_pieces(file, name, patterns, config))
@@ -151,12 +154,3 @@ def to_theirs(tensors: Mapping[str, Tensor], rules: Iterable[Rule], config: Fath
             if all(name in left for name in names):
                 made[rule.name(layer)] = rule.join([left.pop(name) for name in names], config)
     return {**left, **made}
-
-
-def weight_files(directory: Path) -> list[Path]:
-    """The safetensors files of a directory that hold its weights."""
-    if (index := directory / f"model{INDEX_SUFFIX}").exists():
-        return [directory / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-    if (whole := directory / WEIGHTS).exists():
-        return [whole]
-    raise FileNotFoundError(f"{directory} has neither {WEIGHTS} nor an index of its parts")
