@@ -282,8 +282,8 @@ def search(a: Path, library: Path, top: int = 10) -> Result:
 
     if top < 1:
         raise lineage.ModelError(f"--top {top}: allowed: 1 or more")
-    query = lineage.publishing.cards.read_card(a)
     others = sorted(path for path in library.iterdir() if path.is_file() and path.suffix in {".json", ".card"})
+    query = lineage.publishing.cards.read_card(a)
     found = lineage.publishing.cards.search(query, others)
     rows = [f"{cosine:7.3f}  {name}  ({file})" for cosine, name, file in found[:top]]
     data = [{"cosine": cosine, "name": name, "file": file} for cosine, name, file in found[:top]]
