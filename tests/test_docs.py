@@ -357,9 +357,14 @@ READ = ("books", "docs", "papers", "usr")
 """Folders of many documents, which no page writes to."""
 
 
+def left_out(template: Path, folder: str, names: list[str]) -> list[str]:
+    """What a page's own copy of the template lacks: folders that it links instead, and code."""
+    return [*READ] if Path(folder) == template else without_code(folder, names)
+
+
 @pytest.fixture
 def world(template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    shutil.copytree(template, tmp_path / "here", ignore=lambda *given: {*READ, *without_code(*given)})
+    shutil.copytree(template, tmp_path / "here", ignore=lambda folder, names: left_out(template, folder, names))
     for name in READ:
         (tmp_path / "here" / name).symlink_to(template / name)
     monkeypatch.chdir(tmp_path / "here")
