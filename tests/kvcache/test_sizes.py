@@ -7,6 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fathom.kvcache import METHODS, attention, build_cache, compress_in_training, memory
 from fathom.kvcache.average import Average
 from fathom.kvcache.freqkv import FreqKV
+from fathom.kvcache.matrix import Fixed
 from fathom.kvcache.method import Held
 from fathom.kvcache.rope import Rope
 from fathom.kvcache.schedule import Schedule
@@ -14,7 +15,8 @@ from fathom.kvcache.schedule import Schedule
 from .cases import SCHEDULE, F, N, cached, model_of, tokens
 
 LARGE = 32_768
-QUADRATIC = ("learned",)  # its matrix is what it learns
+DENSE = [name for name, made in METHODS.items() if getattr(made, "reduce", None) is Fixed.reduce]
+QUADRATIC = ("learned", *DENSE)  # what it learns is a matrix; a matrix of a reader's own is multiplied with
 
 
 class Allocated(TorchDispatchMode):
@@ -62,7 +64,8 @@ def test_a_compression_needs_memory_as_its_window_does(method, rope):
 
 
 def test_a_dense_product_would_be_seen(rope):
-    """The control."""
+    """The control; and no method here is left out for its matrix."""
+    assert {"freqkv", "average"}.isdisjoint(DENSE)
     small, large = (compression("freqkv", window, rope, transform="matrix") for window in (512, 2048))
     assert large.largest > 15 * small.largest
     assert torch.float64 in compression("freqkv", 516, rope, transform="matrix").types  # the matrix is built in it
