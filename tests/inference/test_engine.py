@@ -190,6 +190,13 @@ def test_caches_of_constant_size_take_turns():
     assert run(model, cases, policy=policy) == expected
 
 
+@pytest.mark.parametrize("name", ["adaponder", "ponder2"])
+def test_slots_of_one_trip(name):
+    """A recurrence that keeps slots, with a single trip, of which none are counted."""
+    together, one_by_one = compared("vanilla", recurrence=name, recurrence_options={"trips": 1})
+    assert together == one_by_one
+
+
 def test_faults_in_rows_are_seen(monkeypatch):
     """With a fault planted in a slab's masks, in the columns of merged slots, or with padding read, rows are wrong."""
     with monkeypatch.context() as planted:
@@ -585,6 +592,18 @@ def test_giving_up_and_failing(engine, monkeypatch):
     running.submit([endless.job])
     running.close()
     assert "shutting down" in str(endless.wait())
+
+
+@pytest.mark.parametrize("new, ends", [(0, "length"), (4, "not finite")])
+def test_no_token_is_drawn_from_no_numbers(engine, new, ends):
+    """Drawing raised an error, which ended the others that were read with it too."""
+    running, model = engine("loop+depth_attention", tie_word_embeddings=False)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[60] = torch.nan
+    bad, good = Collected([60, 8, 9], new, Choice(1.0, top_p=0.9)), Collected([7, 8, 10], 6, Choice())
+    submitted_at_once(running, [bad, good])
+    assert ends in str(bad.wait()) and bad.tokens == []
+    assert good.wait() == "length" and good.tokens == alone(model, [7, 8, 10], 6)
 
 
 @pytest.mark.quick("loop+depth_attention")

@@ -137,6 +137,11 @@ BAD_KEYS = [
 ]
 
 
+def test_a_tuple_of_options_is_the_list_that_a_file_holds():
+    made = [FathomConfig(recurrence="loop", recurrence_options={"trips_range": kind((1, 4))}) for kind in (tuple, list)]
+    assert made[0].recurrence_options == made[1].recurrence_options
+
+
 @pytest.mark.parametrize("keys,says", BAD_KEYS)
 def test_errors_are_one_clear_line(keys, says):
     with pytest.raises(ValueError, match=says) as error:

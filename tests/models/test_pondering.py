@@ -14,7 +14,8 @@ from fathom.models import FathomForCausalLM, walk
 from fathom.models.arithmetic import layer_flops
 from fathom.models.cost import mechanism_cost
 from fathom.models.numerics import lowest_mean
-from fathom.models.pondering import lowest_sum
+from fathom.models.ponder2 import Ponder2Options
+from fathom.models.pondering import Pondering, lowest_sum
 from fathom.models.roles import View
 from fathom.models.slot_table import gathering_pays
 from fathom.training.callback import FollowSteps
@@ -449,3 +450,10 @@ def test_the_trainers_own_callback_follows_the_steps():
     state = TrainerState(global_step=5, max_steps=10)
     FollowSteps().on_step_begin(None, state, None, model=model)
     assert float(model.model.recurrence.fraction) == pytest.approx(0.05)
+
+
+def test_a_solvers_options_need_the_solver():
+    """With the rounds of the base class, none, a recurrence of view ALL would quietly compute something else."""
+    kind = type("Mine", (Pondering,), {"options_class": Ponder2Options, "reads": View.ALL})
+    with pytest.raises(TypeError, match="Mine: the options of the Jacobi solver need the base class Solved"):
+        kind(thinker("ponder2").config)

@@ -123,7 +123,8 @@ class LiveBatch(ABC):
             return self.model(**given, **keep, **self.arguments).logits.float()
         with counting(self.model) as made:
             logits = self.model(**given, **keep, **self.arguments).logits.float()
-        self.trips_made = made[-1].expand(len(ids), -1)[:, -1].tolist() if made[-1].dim() > 1 else None
+        counted = made[-1] if made else torch.tensor(1)  # a model of one trip counts none
+        self.trips_made = counted.expand(len(ids), -1)[:, -1].tolist() if counted.dim() > 1 else None
         return logits
 
     def _chunk(self, chunk: Sequence[int]) -> tuple[Tensor, Tensor]:

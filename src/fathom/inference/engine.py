@@ -523,7 +523,7 @@ class Engine:
         """Choose and deliver the next token of each job that wants one from logits `[n, V]`."""
         tokens, sound = torch.stack((logits.argmax(-1), finite(logits))).tolist()
         for i, job in enumerate(jobs):
-            if not job.choice.plain:
+            if job.new_tokens and sound[i] and not job.choice.plain:
                 tokens[i] = job.choice.token(logits[i], job.prompt, job.made)
         for job, scored, fine in zip(jobs, self._scores(lane, jobs, tokens, logits), sound, strict=True):
             if not job.sound or (job.new_tokens and not fine):

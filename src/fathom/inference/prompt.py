@@ -120,6 +120,6 @@ def one_text(content: object) -> object:
     it is."""
     if not isinstance(content, list):
         return content
-    parts = [part for part in content if isinstance(part, dict) and part.get("type") == "text"]
+    parts = [part for part in content if isinstance(part, dict) and part.get("type", "text") == "text"]
     texts = [part["text"] for part in parts if isinstance(part.get("text"), str)]
     return "".join(texts) if len(texts) == len(content) else content

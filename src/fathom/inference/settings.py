@@ -28,7 +28,8 @@ KNOWN -= RESERVED | {"max_new_tokens", "transformers_version"}
 """Names of `options`."""
 LARGEST, HOTTEST, SEEDS = 1 << 31, 3e38, 1 << 63
 WHOLE: dict[str, tuple[int, int]] = {
-    **dict.fromkeys(("max_new_tokens", "num_beams", "num_beam_groups", "prefill_chunk_size"), (1, LARGEST)),
+    "max_new_tokens": (1, sys.maxsize),
+    **dict.fromkeys(("num_beams", "num_beam_groups", "prefill_chunk_size"), (1, LARGEST)),
     "prompt_lookup_num_tokens": (1, LARGEST),
     **dict.fromkeys(("top_k", "min_length", "min_new_tokens"), (0, LARGEST)),
     **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size"), (0, LARGEST)),
@@ -204,7 +205,7 @@ def _range(least: float, most: float) -> str:
     kind = "a whole number" if isinstance(least, int) else "a number"
     first, last = (f"{end:g}" if isinstance(end, float) else str(end) for end in (least, most))
     first = "above 0" if least == math.ulp(0.0) else first
-    return f"{kind}, {first} or more" if most in (LARGEST, HOTTEST) else f"{kind}, {first} to {last}"
+    return f"{kind}, {first} or more" if most in (LARGEST, sys.maxsize, HOTTEST) else f"{kind}, {first} to {last}"
 
 
 def as_strings(given: object) -> list[str]:

@@ -100,6 +100,8 @@ class Pondering(Recurrence, Generic[Chosen]):
     def __init__(self, config: FathomConfig) -> None:
         super().__init__(config)
         self.options = self.options_class.of(config)
+        if isinstance(self.options, SolverOptions) and not isinstance(self, Solved):
+            raise TypeError(f"{type(self).__name__}: the options of the Jacobi solver need the base class Solved")
         self.recompute = self.options.recompute
         self.skip_dead_rows = isinstance(self.options, HaltingOptions) and self.options.skip_dead_rows
 

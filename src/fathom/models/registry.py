@@ -110,7 +110,8 @@ def resolve_options(config: FathomConfig, axis: str) -> dict[str, object]:
             raise ValueError(f"{axis}_options.{key} must be {types[key]}, got {value!r}")
     options = chosen.options(**given)
     options.check(config)
-    return asdict(options.resolve(config))
+    resolved = asdict(options.resolve(config))
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in resolved.items()}  # as in JSON
 
 
 def check_trips(config: FathomConfig) -> None:

@@ -97,6 +97,7 @@ def unlike(family: Family, config: FathomConfig) -> str | None:
     except (ValueError, TypeError, StrictDataclassError):
         return "this configuration"  # the family's own class refuses it
     skipped = {"native", "dtype", "transformers_version", "architectures", "use_sliding_window", "max_window_layers"}
+    skipped.add("base_model_tp_plan")  # it follows from the others
     for key in FathomConfig.__dataclass_fields__:
         if key not in skipped and getattr(again, key, None) != (value := getattr(config, key, None)):
             return f"{key}={value}"
