@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from fathom.cli.main import main
-from fathom.corpus import executor
+from fathom.corpus import executor, publish
 from fathom.corpus.pipeline import Report, build, preview
 from fathom.corpus.recipe import parse_corpus_recipe
 from fathom.corpus.stage import Workspace
@@ -167,6 +167,31 @@ def test_a_threshold_does_again_what_follows_alone(corpora: Path, tokenizer: str
     whole = {"normalize": {"blank_lines": 5}, "tokenize": {**looser["tokenize"], "held_out": 0}}
     assert made(out, {**looser, **whole}).stages["clean"].done
     assert not (out / "shards" / "val").exists() and all(path.read_text() == "mine" for path in mine)
+
+
+@pytest.mark.parametrize("stops, at", [("_link", 3), ("unlink", 3), ("replace", 1), ("replace", 4), ("replace", 6)])
+def test_publishing_that_stops_leaves_nothing_behind(
+    corpora: Path, tokenizer: str, whole: Report, out: Path, monkeypatch: pytest.MonkeyPatch, stops: str, at: int
+) -> None:
+    """The old shards stay until the new ones are complete; later the next recipe's are all that is there."""
+    recipe, before, calls = recipe_of(corpora, tokenizer), tree(out / "shards"), list[Path]()
+    owner = publish if stops == "_link" else Path
+    real = getattr(owner, stops)
+
+    def stopping(path: Path, *given: object, **how: object) -> object:
+        places = (str(path), *map(str, given))
+        calls.extend([path] * any(str(out / name) in place for name in ("shards", ".shards.new") for place in places))
+        if len(calls) == at:
+            raise OSError(28, "No space left on device")
+        return real(path, *given, **how)
+
+    with monkeypatch.context() as planted:
+        planted.setattr(owner, stops, stopping)
+        with pytest.raises((OSError, DataError)):
+            made(out, {**recipe, "tokenize": {**recipe["tokenize"], "held_out": 0}})
+    assert len(calls) == at and (stops != "_link" or tree(out / "shards") == before)
+    made(out, recipe)
+    assert tree(out) == tree(whole.directory) and not (out / "shards" / publish.PARTIAL).exists()
 
 
 def test_damage_is_done_again(corpora: Path, tokenizer: str, whole: Report, out: Path) -> None:

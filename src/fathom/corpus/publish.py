@@ -36,6 +36,8 @@ SHARD_FOLDER, CONVERSATION_FOLDER, BENCHMARK_FOLDER = "shards", "conversations",
 EXPORT_FOLDER = "exports"
 MIXTURE, ORDERS = "mixture.json", {1: "mixture.u8", 2: "mixture.u16"}
 """Facts, and the collection of every row, by the bytes that a row takes."""
+PARTIAL = ".index.json"
+"""The index of shards that are being moved in or removed: some of its files are there."""
 
 
 def available_tokens(workspace: Workspace) -> dict[str, int]:
@@ -111,17 +113,18 @@ def _publish_shards(workspace: Workspace, stage: str, name: str) -> None:
     if not splits.get("train"):
         raise DataError(f"{name}: every document was held out or removed: nothing is left to train on", 1)
     index = index_of(tokenizer, splits, {"corpus": workspace.recipe.to_dict() | {"executor": None}}, targets or None)
-    folder = workspace.directory / name
+    draft, folder = workspace.directory / f".{name}.new", workspace.directory / name
     if repr(_published(folder)) == repr(index):  # in the same order, too
         return
-    _withdraw_shards(folder)
-    shutil.copytree(tokenizer / TOKENIZER, folder / TOKENIZER, dirs_exist_ok=True)
+    shutil.rmtree(draft, ignore_errors=True)
+    shutil.copytree(tokenizer / TOKENIZER, draft / TOKENIZER)
     for file, place in places:
-        target = shard_files(folder, *place)[0].with_suffix(file.suffix)
+        target = shard_files(draft, *place)[0].with_suffix(file.suffix)
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.unlink(missing_ok=True)  # a link of a killed run, through which a copy would write
         _link(file, target)
-    write_index(folder, index)
+    write_index(draft, index)
+    _withdraw_shards(folder)  # not before the new ones are complete
+    _move(draft, folder)
 
 
 def index_of(
@@ -152,23 +155,39 @@ def _link(file: Path, target: Path) -> None:
         shutil.copyfile(file, target)
 
 
-def _published(folder: Path) -> CorpusIndex | None:
+def _move(draft: Path, folder: Path) -> None:
+    """Move finished shards into a folder that may hold other files. What a stop leaves is removed by
+    `_withdraw_shards`."""
+    folder.mkdir(exist_ok=True)
+    (draft / INDEX).replace(folder / PARTIAL)
+    for file in [path for path in draft.rglob("*") if path.is_file()]:
+        target = folder / file.relative_to(draft)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        file.replace(target)
+    (folder / PARTIAL).replace(folder / INDEX)
+    shutil.rmtree(draft)
+
+
+def _published(folder: Path, name: str = INDEX) -> CorpusIndex | None:
     """The index of a published corpus; None if there is none, or a damaged one."""
     try:
-        return read_index(folder)
+        return read_index(folder, name)
     except DataError:
         return None
 
 
 def _withdraw_shards(folder: Path) -> None:
-    """Remove the index of a published corpus, then the files that it names. Other files in its folder stay."""
-    if (index := _published(folder)) is None:
+    """Remove the files of a published corpus, or of one of which a stopped run left some. Other files in its folder
+    stay."""
+    if _published(folder) is not None:
+        (folder / INDEX).replace(folder / PARTIAL)
+    if (index := _published(folder, PARTIAL)) is None:
         return
     files = [folder / TOKENIZER / name for name in index.tokenizer_crc32]
     for split, collections in index.splits.items():
         for collection in collections:
             files += extents(folder, index, split, collection)
-    for file in (folder / INDEX, folder / VERIFIED, *files):
+    for file in (folder / VERIFIED, *files, folder / PARTIAL):
         file.unlink(missing_ok=True)
     places = {file.parent for file in files} | {folder / split for split in index.splits}
     for place in (*sorted(places, reverse=True), folder):

@@ -108,9 +108,9 @@ def write_index(directory: Path, index: CorpusIndex) -> None:
     write_json(directory / INDEX, {**body, "crc32": _seal(body)})
 
 
-def read_index(directory: Path) -> CorpusIndex:
-    """Read and check the index of a finished corpus."""
-    path = directory / INDEX
+def read_index(directory: Path, name: str = INDEX) -> CorpusIndex:
+    """Read and check the index of a finished corpus, or one that was set aside under another name."""
+    path = directory / name
     if not path.is_file():
         if not directory.is_dir():
             raise DataError(f"{directory}: no such directory")

@@ -112,9 +112,8 @@ def add_seeds(out: Path, seeds: Sequence[int]) -> Ladder:
 def report(ladder: Ladder, out: Path, source: Provenance) -> LadderReport:
     """Write the reports of the ladder and of its rungs from what is finished."""
     state = State(ladder, out)
-    for size in (
-        ladder.all_sizes if state.finished_tuning is not None else ()
-    ):  # an empty list where the plan tunes none
+    sizes = ladder.all_sizes if state.finished_tuning is not None else ()  # which is [] where the plan tunes none
+    for size in sizes:
         if any(task.done for task in state.rung_tasks(size)):
             rewrite_report(state.plans[size], state.rung_dir(size))
     found = summarize(state, source)

@@ -79,6 +79,7 @@ def interleaved(a: Callable[[], object], b: Callable[[], object], pairs: int, cl
     for step in (a, b, b, a):
         step()
     ratios, times = [], ([], [])  # type: ignore[var-annotated]
+    collecting = gc.isenabled()
     gc.disable()  # a pause would count for one side only
     try:
         for _ in range(pairs):
@@ -87,7 +88,8 @@ def interleaved(a: Callable[[], object], b: Callable[[], object], pairs: int, cl
             times[0].extend((a1, a2))
             times[1].extend((b1, b2))
     finally:
-        gc.enable()
+        if collecting:
+            gc.enable()
     low, median, high = np.quantile(ratios, (0.25, 0.5, 0.75)).tolist()
     return TimeRatio(median, low, high, pairs, (statistics.median(times[0]), statistics.median(times[1])), clock.words)
 
