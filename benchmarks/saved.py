@@ -26,7 +26,7 @@ from torch import Tensor
 
 from fathom.models import FathomConfig, FathomForCausalLM
 from fathom.models.cost import training_visits
-from fathom.models.registry import parse_mechanism
+from fathom.models.registry import DEFAULTS, MECHANISMS, parse_mechanism
 from fathom.report.provenance import provenance
 
 SOLVER = {"jacobi_train": [5, 5]}
@@ -53,6 +53,7 @@ ARMS: dict[str, tuple[str, dict[str, dict[str, object]]]] = {
     "ponder2": ("ponder2", {"recurrence": {"jacobi_train": [3, 3]}}),
     "ponder3": ("ponder3", {"recurrence": SOLVER}),
 }
+ARMS |= {name: (name, {}) for name in MECHANISMS if name not in ARMS and name not in DEFAULTS.values()}
 
 
 @dataclass

@@ -32,6 +32,7 @@ from fathom.recipe import (
 )
 from fathom.settings import allowed, convert, packaged_recipes, read_values
 from fathom.training.estimate import Estimate, estimate
+from fathom.training.optimizer import OPTIMIZERS
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 PAPER = {
@@ -63,7 +64,7 @@ def cost_of(name: str) -> Estimate:
         ("optim.lrr=1", "optim.lrr: unknown key; did you mean optim.lr?"),
         ("lora.colour=1", "lora.colour: unknown key; allowed: rank, alpha, dropout, targets, whole, mechanisms"),
         ("optm.lr=1", "optm: unknown key; did you mean optim?"),
-        ("optim.name=sgd", "optim.name=sgd: allowed: one of adamw, muon"),
+        ("optim.name=sgd", f"optim.name=sgd: allowed: one of {', '.join(OPTIMIZERS)}"),
         ("optim.betas=[0.9]", "optim.betas=[0.9]: allowed: a list of 2 numbers"),
         ("train.steps=0", "train.steps=0: allowed: 1 or more"),
         ("train.steps=2.5", "train.steps=2.5: allowed: an integer"),

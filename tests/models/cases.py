@@ -162,7 +162,7 @@ def with_every_mechanism(cases: dict[str, tuple[str, dict]], names: Iterable[str
 
 
 # Also those of installed packages.
-CASES = with_every_mechanism(CASES, known().keys() - set(DEFAULTS.values()))
+CASES = with_every_mechanism(CASES, sorted(known().keys() - set(DEFAULTS.values())))
 
 LAYER_NORM = {"norm": "layer", "qk_norm": "none", "gated_mlp": False, "attention_bias": True, "mlp_bias": True}
 BACKBONES = {
