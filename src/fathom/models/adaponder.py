@@ -115,6 +115,11 @@ class Adaponder(Blended, Pondering[AdaponderOptions]):
             init.normal_(gate.down.weight, std=0.1 * std)
             init.constant_(gate.down.bias, self.options.gate_bias)
 
+    @property
+    def scheduled(self) -> bool:
+        """The penalty grows, or something else changes."""
+        return self.options.penalty_max * self.options.penalty_fraction > 0 or super().scheduled
+
     def set_step(self, step: int, steps: int | None = None) -> None:
         """q at this point of training."""
         super().set_step(step, steps)

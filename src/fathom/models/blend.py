@@ -61,6 +61,11 @@ class Blended(MechanismModule):
         if self.blend is not None:
             init.constant_(self.blend, self.blend_now)
 
+    @property
+    def scheduled(self) -> bool:
+        """λ rises, or something else changes."""
+        return bool(self.blend_steps) or super().scheduled
+
     def set_step(self, step: int, steps: int | None = None) -> None:
         """Also set λ for this step."""
         super().set_step(step, steps)

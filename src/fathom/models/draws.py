@@ -55,6 +55,11 @@ class DrawnTrips(Recurrence):
         least, most = DrawnOptions.of(config).trips_range or [cls.trips_of(config)] * 2
         return least, most
 
+    @property
+    def scheduled(self) -> bool:
+        """Trips are drawn, or something else changes."""
+        return self.trips_range is not None or super().scheduled
+
     def set_step(self, step: int, steps: int | None = None) -> None:
         """Draw this step's trips, equal on every rank."""
         super().set_step(step, steps)

@@ -578,6 +578,8 @@ class FathomForCausalLM(FathomPreTrainedModel, FathomGenerationMixin):
             return_token_losses: Return the loss of every position, without a gradient, instead of the mean.
             kwargs: `shift_labels` (labels that are already shifted), and arguments of the attention backend.
         """
+        if self.training and torch.is_grad_enabled() and not (self._step_known or torch.compiler.is_compiling()):
+            self.warn_of_schedules()
         # Not an explicit parameter, since transformers' Trainer requires every argument with "label" in its name.
         targets = kwargs.pop("shift_labels", None)
         if targets is None and labels is not None:

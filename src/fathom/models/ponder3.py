@@ -99,6 +99,11 @@ class Ponder3(Solved[Ponder3Options], Sampled[Ponder3Options]):
         bias[0] = self.options.router_bias
         init.copy_(self.router.bias, bias)  # does not touch a bias that came from a checkpoint
 
+    @property
+    def scheduled(self) -> bool:
+        """The penalty grows, or something else changes."""
+        return (self.options.penalty != "none" and self.options.penalty_max > 0) or super().scheduled
+
     def set_step(self, step: int, steps: int | None = None) -> None:
         """λ at this step."""
         super().set_step(step, steps)

@@ -134,6 +134,12 @@ class Solved(Pondering[ChosenSolved]):
         """The option `gradient_passes`."""
         return SolverOptions.of(config).gradient_passes
 
+    @property
+    def scheduled(self) -> bool:
+        """Rounds are drawn, or something else changes."""
+        least, most = self.options.jacobi_train
+        return least < most or super().scheduled
+
     def set_step(self, step: int, steps: int | None = None) -> None:
         """Also draw this step's number of rounds, equal on every rank."""
         super().set_step(step, steps)
@@ -165,6 +171,11 @@ class Sampled(Pondering[ChosenSampled]):
     def init_weights(self, std: float) -> None:
         """The sample of step 0."""
         init.zeros_(self.first)
+
+    @property
+    def scheduled(self) -> bool:
+        """A sample is drawn, or something else changes."""
+        return self.every > 1 or super().scheduled
 
     def set_step(self, step: int, steps: int | None = None) -> None:
         """Draw another sample, equal on every rank."""

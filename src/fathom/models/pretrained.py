@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from typing import Any
 
 from torch import nn
@@ -31,6 +32,8 @@ class FathomPreTrainedModel(StrictLoading, Qwen3PreTrainedModel):
     config_class = FathomConfig
     _no_split_modules = ["DecoderLayer"]
     _pp_plan: dict[str, object] = {}  # sources would have to be sent from stage to stage
+    _step_known = False
+    """Whether `set_step` was called, or the warning that it was not."""
 
     def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
         """As in transformers, which skips a module without tensors of its own in code that is not transformers'. A
@@ -107,6 +110,23 @@ class FathomPreTrainedModel(StrictLoading, Qwen3PreTrainedModel):
 
     def set_step(self, step: int, steps: int | None = None) -> None:
         """Tell every mechanism the number of optimizer steps made, and the total if known."""
+        self._step_known = True
         for module in self.modules():
             if isinstance(module, MechanismModule):
                 module.set_step(step, steps)
+
+    def warn_of_schedules(self) -> None:
+        """Warn once if training has begun and a mechanism follows the training steps, which nobody has told it."""
+        self._step_known = True
+        parts = [one for one in self.modules() if isinstance(one, MechanismModule) and one.scheduled]
+        if not parts:
+            return
+        names = sorted({f"{one.axis}={getattr(self.config, one.axis)}" for one in parts})
+        closed = any(getattr(one, "blend_steps", 0) for one in parts)
+        effect = "λ stays 0, and the mechanism has no effect" if closed else "its schedules stay at step 0"
+        warnings.warn(
+            f"{', '.join(names)}: nobody called `set_step`: {effect}. With transformers' Trainer, pass "
+            "callbacks=[fathom.training.callback.FollowSteps()]; in your own loop, call model.set_step(step, steps) "
+            "before each step",
+            stacklevel=3,
+        )

@@ -178,6 +178,11 @@ class MechanismModule(nn.Module):
     no_weight_decay: tuple[str, ...] = ()
     """Local names of parameters with two or more dimensions that are excluded from weight decay."""
 
+    @property
+    def scheduled(self) -> bool:
+        """Whether anything changes over the training steps, so that training has to call `set_step`."""
+        return False
+
     def init_weights(self, std: float) -> None:
         """Initialise this module's own parameters and buffers (with `transformers.initialization`)."""
 
