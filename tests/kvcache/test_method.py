@@ -81,3 +81,34 @@ def test_what_inference_made_can_be_trained_with(backend):
             model(ids, use_cache=False)
         model(ids, use_cache=False).logits.sum().backward()
     assert model.model.layers[0].self_attn.k_proj.weight.grad.abs().sum() > 0
+
+
+def test_protected_entries_stay(model):
+    """A score of inf protects, and the latest stay if there are too many; −inf sends away; of equal ones the earlier
+    stay."""
+    choose, m, inf = cache_of(model, "tova", kept=4).method.choose, N - S, torch.inf
+    scores = torch.rand(2, 3, m).mul(-1)
+    for protected in range(m + 1):
+        marked = scores.clone()
+        marked[..., m - protected :] = inf
+        chosen = choose(marked)
+        assert chosen.shape == (2, 3, 4) and (chosen.diff() > 0).all()
+        last = list(range(m - min(protected, 4), m))
+        assert all(row[len(row) - len(last) :] == last for row in chosen.flatten(0, 1).tolist())
+    scattered = torch.zeros(1, 1, m)
+    scattered[..., [3, 8, 20, 21, 40]] = inf
+    assert choose(scattered).tolist() == [[[8, 20, 21, 40]]]
+    assert choose(torch.full((1, 1, m), 0.5)).tolist() == [[[0, 1, 2, 3]]]  # equal, and not protected
+    few = torch.full((1, 1, m), -inf)
+    few[..., [30, 50]] = 1.0
+    assert choose(few).tolist() == [[[0, 1, 30, 50]]]
+
+
+@pytest.mark.parametrize("name,options", [("tova", dict(kept=1)), ("snapkv", dict(kept=6, observed=6))])
+def test_all_that_stays_may_be_protected(model, name, options):
+    """What is left are the sinks and the newest entries, as from `drop`."""
+    method, drop = cache_of(model, name, **options).method, cache_of(model, "drop", kept=options["kept"]).method
+    keys, queries = torch.randn(1, 2, N, 16), torch.randn(1, 4, method.observed, 16)
+    expected = drop.compress(Held(keys, keys), keys[:, :, :S], 0)
+    for a, b in zip(method.compress(Held(keys, keys, queries), keys[:, :, :S], 0), expected, strict=True):
+        assert torch.allclose(a, b, atol=1e-6)

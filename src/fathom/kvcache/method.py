@@ -136,7 +136,10 @@ NEAR = 2e-6
 
 
 class Selection(Method):
-    """The L entries with the highest scores, per head, in their order; the earlier of equal ones."""
+    """The L entries with the highest scores, per head, in their order; the earlier of equal ones.
+
+    A score of inf protects an entry. If more than L are protected, the latest stay.
+    """
 
     @abstractmethod
     def scores(self, held: Held) -> Tensor:
@@ -158,8 +161,10 @@ class Selection(Method):
 
         Keys of the same word at different positions have equal norms up to rounding, and rounding must not decide.
         """
-        kept = self.schedule.kept
+        kept, m = self.schedule.kept, torch.arange(scores.shape[-1], device=scores.device)
         least = scores.topk(kept, dim=-1).values[..., -1:]
-        equal = (scores == least) | ((scores - least).abs() <= NEAR * least.abs())
-        rank = 2 * ((scores > least) & ~equal).to(torch.int8) + equal.to(torch.int8)
-        return rank.argsort(dim=-1, descending=True, stable=True)[..., :kept].sort(-1).values
+        near = least.isfinite() & ((scores - least).abs() <= NEAR * least.abs())  # every score is near to infinity
+        equal = (scores == least) | near
+        rank = 2 * ((scores > least) & ~equal).long() + equal.long()
+        order = torch.where(least == torch.inf, m, -m)
+        return (rank * 2 * len(m) + order).topk(kept, dim=-1).indices.sort(-1).values
