@@ -9,7 +9,15 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from fathom.checkpoints.layout import ADAPTER_CONFIG, CONFIG, GENERATION_CONFIG, INDEX_SUFFIX, TOKENIZER_CONFIG
+from fathom.checkpoints.layout import (
+    ADAPTER_CONFIG,
+    CONFIG,
+    GENERATION_CONFIG,
+    INDEX,
+    INDEX_SUFFIX,
+    TOKENIZER_CONFIG,
+    WEIGHTS,
+)
 from fathom.checkpoints.origin import LocalOrigin, read_json
 from fathom.checkpoints.tensors import SafetensorsStore, is_pickle, read_header, read_index
 from fathom.errors import ModelError
@@ -76,6 +84,8 @@ def _check_weights(origin: LocalOrigin, files: set[str]) -> None:
         raise ModelError("no safetensors weights")
     for index in sorted(name for name in files if name.endswith(INDEX_SUFFIX)):
         weight_map = read_index(origin, index)
+        if index == INDEX and WEIGHTS in files:  # the single file is opened, and the index is left over
+            continue
         shards = set(weight_map.values())
         if absent := sorted(shards - files):
             raise ModelError(f"{index}: shard {absent[0]!r:.80} is missing")

@@ -295,18 +295,18 @@ _SKIPPED = re.compile(r"^(consolidated|adapter_|optimizer|training_|rng_state|sc
 
 
 def open_safetensors(origin: Origin, file: str | None = None) -> SafetensorsStore:
-    """The checkpoint at an origin: the named file, the index's shards, or the only weights file."""
+    """The checkpoint at an origin: the named file, the single file, the index's shards, or any other weights files."""
     if file is not None:
         if file.endswith(".safetensors"):
             return _usable(SafetensorsStore(origin, [file]))
         if not file.endswith(INDEX_SUFFIX):
             raise ModelError(f"{file}: expected .safetensors, its index or .gguf{_pickle_hint([file])}")
+    if file is None and origin.exists(WEIGHTS):  # an index beside it is left over
+        return _usable(SafetensorsStore(origin, [WEIGHTS]))
     index = file or INDEX
     if origin.exists(index):
         weight_map = read_index(origin, index)
         return _usable(SafetensorsStore(origin, sorted(set(weight_map.values())), weight_map))
-    if origin.exists(WEIGHTS):
-        return _usable(SafetensorsStore(origin, [WEIGHTS]))
     names = origin.names()
     files = [name for name in names if name.endswith(".safetensors") and not _SKIPPED.match(name)]
     if not files:

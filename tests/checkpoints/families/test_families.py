@@ -11,8 +11,12 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from fathom.checkpoints.check import check_checkpoint
 from fathom.checkpoints.export import export
 from fathom.checkpoints.families import FAMILIES
+from fathom.checkpoints.layout import INDEX
+from fathom.checkpoints.origin import LocalOrigin
+from fathom.checkpoints.tensors import open_safetensors
 from fathom.models import FathomForCausalLM
 
 from .cases import CASES, stock
@@ -135,3 +139,27 @@ def test_gradients_are_the_family_s_own(directory: tuple[str, Path], tmp_path: P
     with torch.no_grad():
         ours.model.layers[1].mlp.up_proj.weight.mul_(1.001)
     assert deviation(ours, ids, expected) > 1e-5
+
+
+@pytest.mark.parametrize("old", ["kept", "gone"])
+@pytest.mark.parametrize("name", ["llama-gqa", "gpt2", "gpt_neox", "opt", "phi3"])
+def test_a_single_file_wins_over_an_index_left_behind(name: str, old: str, tmp_path: Path) -> None:
+    """Saved in shards, then again in one file with other weights: transformers leaves the index."""
+    stock(name, seed=1).save_pretrained(tmp_path, max_shard_size="20KB")
+    index, shards = (tmp_path / INDEX).read_bytes(), {f: f.read_bytes() for f in tmp_path.glob("model-*.safetensors")}
+    theirs = stock(name)
+    theirs.save_pretrained(tmp_path)
+    for file, held in shards.items() if old == "kept" else ():
+        file.write_bytes(held)
+    (tmp_path / INDEX).write_bytes(index)
+    check_checkpoint(tmp_path)
+    ids = torch.arange(1, 9)[None]
+    with torch.no_grad():
+        found = FathomForCausalLM.from_pretrained(tmp_path).eval()(ids).logits
+        assert (found - theirs(ids).logits).abs().max() < 1e-5
+    assert {one.file for one in open_safetensors(LocalOrigin(tmp_path)).tensors.values()} == {"model.safetensors"}
+    if old == "kept":  # the control: without the single file the shards are read, and hold other weights
+        (tmp_path / "model.safetensors").unlink()
+        with torch.no_grad():
+            other = FathomForCausalLM.from_pretrained(tmp_path).eval()(ids).logits
+        assert (other - theirs(ids).logits).abs().max() > 0.1

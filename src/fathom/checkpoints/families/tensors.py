@@ -121,15 +121,20 @@ def read_tensors(
     patterns = [(rule.pattern, rule) for rule in rules]
     dead = [re.compile(text) for text in unread]
     found: dict[str, Piece] = {}
-    index, names = directory / INDEX, {WEIGHTS}
-    if index.exists():
-        names = set(json.loads(index.read_text())["weight_map"].values())
-    for part in sorted(names):
+    for part in sorted(_files(directory)):
         file = safe_open(directory / part, framework="pt")
         for name in file.keys():  # noqa: SIM118  # not a mapping
             if not any(text.search(name) for text in dead):
                 found.update(_pieces(file, name, patterns, config))
     return found
+
+
+def _files(directory: Path) -> set[str]:
+    """The files with weights. A single file comes first, as in transformers, which leaves an old index beside it."""
+    index = directory / INDEX
+    if (directory / WEIGHTS).exists() or not index.exists():
+        return {WEIGHTS}
+    return set(json.loads(index.read_text())["weight_map"].values())
 
 
 def _pieces(
