@@ -15,7 +15,7 @@ from fathom.checkpoints.families.published import Published
 from fathom.checkpoints.families.tensors import Piece, Rule, read_tensors
 from fathom.models import FathomConfig
 
-DEPTH_FLAGS = ("use_depth_attention", "recurrent_model", "cross_layer_pattern", "cross_layer_mode")
+DEPTH_FLAGS = ("use_depth_attention", "cross_layer_pattern", "cross_layer_mode")
 BASELINE_KEYS = ("baseline_mode", "residual_baseline")
 DEAD = r"^lm_head_layernorm\."
 VECTOR = Rule("", ("",), lambda x, _: (x.reshape(1) if x.ndim == 0 else x,), lambda parts, _: parts[0])
@@ -34,7 +34,11 @@ RENAMES = (
 
 def published_config(config: Values) -> Values:
     """The configuration in Fathom's keys."""
-    theirs = (*DEPTH_FLAGS, *BASELINE_KEYS, "use_qk_norm", "scale_embeds", "architectures", "auto_map")
+    for key in ("num_latent_thoughts", "ponderinglm"):
+        if config.get(key):
+            raise ValueError(f"{key}={config[key]}, a key of PonderLM, in a checkpoint that mixes over depth: unknown")
+    theirs = (*DEPTH_FLAGS, *BASELINE_KEYS, "recurrent_model", "use_qk_norm", "scale_embeds")
+    theirs = (*theirs, "architectures", "auto_map")
     prefixes = ("depth_", "densetransformer_", "denseformer_", "attnres_", "residual_baseline_", "mhc_", "cross_layer_")
     ours = {k: v for k, v in config.items() if k not in theirs and not k.startswith(prefixes)}
     heads = config["num_attention_heads"]  # Llama derives it from this if it is missing
@@ -59,7 +63,7 @@ def _first(config: Values, *keys: str, default: Any = None) -> Any:
 
 def _depth_attention(config: Values) -> Values:
     pattern = _first(config, "cross_layer_pattern", "cross_layer_mode")
-    if not config.get("use_depth_attention") and pattern != "depth_softmax":  # `recurrent_model` alone mixes nothing
+    if not config.get("use_depth_attention") and pattern != "depth_softmax":
         raise ValueError(
             f"this checkpoint has neither use_depth_attention nor cross_layer_pattern 'depth_softmax', but {pattern!r}"
         )

@@ -9,6 +9,7 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
+from fathom.checkpoints.families import ponderlm
 from fathom.checkpoints.families.family import Family, Values
 from fathom.checkpoints.families.gemma import GEMMA, GEMMA2, GEMMA3
 from fathom.checkpoints.families.gpt2 import GPT2
@@ -46,9 +47,10 @@ class Families(foreign.Reader):
         if family is None:
             raise ValueError(f"{where} is a {theirs.get('model_type')} model; Fathom opens {', '.join(known())}")
         try:
-            return to_ours(family, theirs)
+            ours = to_ours(family, ponderlm.without(theirs))
         except (StrictDataclassError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"{where}: {' '.join(str(error).split())}") from error
+        return {**ours, **ponderlm.meaning(theirs, ours["hidden_size"])}
 
     def tensors(self, directory: Path, theirs: Values, config: FathomConfig) -> Mapping[str, Any] | None:
         """The tensors under Fathom's names; None if the names are equal."""
@@ -56,7 +58,8 @@ class Families(foreign.Reader):
             if published.owns(theirs):
                 return published.tensors(directory, config)
         family = FAMILIES[str(theirs["model_type"])]
-        return read_tensors(directory, family.rules, family.unread, config) if family.rules else None
+        unread = (*family.unread, *ponderlm.UNREAD) if ponderlm.is_ponderlm(theirs) else family.unread
+        return read_tensors(directory, family.rules, unread, config) if family.rules else None
 
 
 def known() -> list[str]:
