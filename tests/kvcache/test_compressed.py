@@ -1,11 +1,12 @@
 """Prompts compressed while a model is used as always, and caches that branch."""
 
+import copy
 import gc
 import weakref
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, StaticCache
 
 from fathom.kvcache import METHODS, MemoryCache, Once, UntunedWarning, build_cache, cache_bytes, compressed
 
@@ -61,22 +62,165 @@ def test_once_and_again(model):
     assert isinstance(once.schedule, Once)
 
 
-def test_a_short_prompt_is_left_alone(model):
-    with compressed(model, "tova"):
-        found = model.generate(tokens(1, 5), return_dict_in_generate=True, **GREEDY)
-    assert type(found.past_key_values) is DynamicCache
+@pytest.mark.parametrize("length", [5, 11, 12, 13, 20])
+@pytest.mark.parametrize("ratio", [0.4, 0.5, 0.29])
+def test_short_prompts(model, length, ratio):
+    """The share is rounded down; a prompt of which no more than the sinks would be left stays whole."""
+    prompt = tokens(1, length)
+    plain = model.generate(prompt, **GREEDY)
+    with compressed(model, "tova", ratio=ratio):
+        found = model.generate(prompt, return_dict_in_generate=True, **GREEDY)
+    left = int(ratio * length)
+    assert found.past_key_values.entries == (left if left > 4 else length) + 11
+    if left <= 4:
+        assert torch.equal(found.sequences, plain)
 
 
-def test_what_has_no_cache_or_one_of_its_own_is_left_alone(model):
+def test_a_compressed_cache_is_left_alone(model):
     ids, own = tokens(1, 80), cache_of(model, "drop")
     with compressed(model, "tova"), torch.no_grad():
-        assert model(ids, use_cache=False).past_key_values is None
         assert model(ids, past_key_values=own).past_key_values is own
-        filled = DynamicCache(config=model.config)
+    assert own.method.name == "drop" and own.entries == 48
+
+
+@torch.no_grad()
+def test_a_caller_fills_a_cache(model):
+    """kvpress's idiom: a context is read within the block into the caller's cache, and questions are asked outside."""
+    context, question = tokens(1, 90), tokens(1, 7, seed=5)
+    own, plain = DynamicCache(), DynamicCache(config=model.config)
+    with compressed(model, "snapkv"):
+        assert model(context, past_key_values=own).past_key_values is own
+        returned = model(context).past_key_values
+        generated = DynamicCache()
+        model.generate(context, past_key_values=generated, **GREEDY)
+    model(context, past_key_values=plain)
+    assert type(plain) is DynamicCache  # the control: nothing is compressed outside
+    assert own.entries == returned.entries == 45 and own.seen == own.get_seq_length() == 90
+    assert generated.entries == 45 + 11
+    asked = torch.cat([context, question], 1)
+    texts = [model.generate(asked, past_key_values=cache, **GREEDY) for cache in (own.branch(), returned, plain)]
+    assert torch.equal(texts[0], texts[1]) and own.seen == 90
+    assert (model(question, past_key_values=own).logits - model(question, past_key_values=plain).logits).abs().max() > 0
+
+
+def test_what_would_stay_uncompressed_is_refused(model):
+    ids, filled = tokens(1, 80), DynamicCache(config=model.config)
     with torch.no_grad():
         model(ids, past_key_values=filled)
-        with compressed(model, "tova"):
-            assert model(ids[:, :3], past_key_values=filled).past_key_values is filled
+
+    class Mine(DynamicCache):
+        pass
+
+    wrong = {
+        "a StaticCache cannot": dict(past_key_values=StaticCache(config=model.config, max_cache_len=200)),
+        "a Mine cannot": dict(past_key_values=Mine()),
+        "an offloaded cache cannot": dict(past_key_values=offloaded()),
+        "holds 80 tokens": dict(past_key_values=filled),
+        "use_cache=False keeps nothing": dict(use_cache=False),
+    }
+    with compressed(model, "tova"), torch.no_grad():
+        for words, given in wrong.items():
+            with pytest.raises(ValueError, match=words):
+                model(ids, **given)
+        for given in (dict(cache_implementation="static"), dict(use_cache=False)):
+            with pytest.raises(ValueError, match="compressed: "):
+                model.generate(ids, **given, **GREEDY)
+        model.train()
+        with pytest.raises(ValueError, match="training mode"):
+            model(ids)
+        model.eval()
+    assert model(ids, use_cache=False).past_key_values is None  # the control: outside all of it is allowed
+    model.generate(ids, cache_implementation="static", **GREEDY)
+
+
+def offloaded():
+    cache = DynamicCache()
+    cache.offloading = True
+    return cache
+
+
+@pytest.mark.parametrize("sinks", [0, 1, 2, 4])
+@pytest.mark.parametrize("while_decoding", [False, True])
+def test_a_model_that_was_just_opened(sinks, while_decoding):
+    """The question which layers rotate is asked before anything is compressed."""
+    for ratio in (0.25, 0.5, 0.8, 0.9):
+        model = model_of("llama", num_hidden_layers=1)
+        with compressed(model, "tova", ratio=ratio, sinks=sinks, while_decoding=while_decoding), torch.no_grad():
+            assert model(tokens(1, 40)).past_key_values.entries == int(40 * ratio)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("method", ["snapkv", "tova", "expected_attention", "key_norm", "freqkv", "drop"])
+def test_a_context_is_compressed_while_it_is_read(model, monkeypatch, method):
+    """Layer by layer, once: then it is small, and questions are answered from it as from a rolling cache."""
+    context, question, held, made = tokens(1, 100), tokens(1, 9, seed=3), [], []
+    compress = METHODS[method].compress
+    monkeypatch.setattr(METHODS[method], "compress", lambda *given: made.append(1) or compress(*given))
+
+    def look(module, args, kwargs, output):
+        cache = kwargs["past_key_values"]
+        held.append([layer.keys.shape[2] if layer.is_initialized else 0 for layer in cache.layers])
+
+    hooks = [layer.self_attn.register_forward_hook(look, with_kwargs=True) for layer in model.model.layers]
+    with compressed(model, method, ratio=0.25):
+        read = model(context).past_key_values
+    for hook in hooks:
+        hook.remove()
+    assert held == [[25, 0, 0], [25, 25, 0], [25, 25, 25]] and len(made) == 3
+    entry = 2 * 2 * 16 * 4  # keys and values, two heads, float32
+    assert cache_bytes(read) == 3 * 25 * entry
+    rolling = build_cache(model, method, window=100, ratio=0.25)
+    model(context, past_key_values=rolling)
+    assert cache_bytes(rolling) >= 3 * 100 * entry  # the control: it waits for the next token
+    for _ in range(3):
+        answer = model(question, past_key_values=read.branch()).logits
+        assert (answer - model(question, past_key_values=copy.deepcopy(rolling)).logits).abs().max() < 1e-5
+    assert len(made) == 3 + 3 * 3  # of the rolling copies
+
+
+@pytest.mark.parametrize("size", [1, 7, 16, 89, 90, 200])
+def test_a_prompt_in_chunks(model, size):
+    ids, mask = tokens(2, 90), torch.ones(2, 90, dtype=torch.long)
+    mask[1, : min(40, size - 1)] = 0
+    for given in (mask, torch.ones_like(mask)):
+        options = dict(attention_mask=given, return_dict_in_generate=True, **GREEDY)
+        with compressed(model, "tova", ratio=0.5):
+            whole = model.generate(ids, **options)
+            parts = model.generate(ids, prefill_chunk_size=size, **options)
+        assert torch.equal(whole.sequences, parts.sequences)
+        assert parts.past_key_values.entries == whole.past_key_values.entries == 45 + 11
+    assert "generate" not in vars(model)
+
+
+@pytest.mark.quick("14-gemma3-window", "30-cohere2-window")
+@pytest.mark.parametrize("case", ["gemma3-window", "gemma2-window", "olmo3-window", "cohere2-window"])
+@pytest.mark.parametrize("length", [14, 30])
+def test_layers_with_a_window_keep_their_own_cache(case, length):
+    """Whatever the length of the prompt: they never hold more than without compression."""
+    model, options = model_of(case), dict(do_sample=False, max_new_tokens=24, return_dict_in_generate=True)
+    ids, mask = tokens(2, length), torch.ones(2, length, dtype=torch.long)
+    mask[1, :3] = 0
+    plain = model.generate(ids, attention_mask=mask, **options).past_key_values
+    with compressed(model, "tova"):
+        found = model.generate(ids, attention_mask=mask, **options)
+        alone = model.generate(ids[1:, 3:], **options).sequences
+    assert torch.equal(found.sequences[1, length:], alone[0, length - 3 :])
+    full = 0
+    for kind, own, layer in zip(model.config.layer_types, plain.layers, found.past_key_values.layers, strict=True):
+        if kind == "sliding_attention":
+            assert layer.keys.shape[2] == own.keys.shape[2] <= 19
+        else:
+            full += layer.entries
+    assert full == model.config.layer_types.count("full_attention") * (length // 2 + 23)
+
+
+def test_a_model_of_which_all_layers_have_a_window():
+    model = model_of("mistral-sliding")
+    with pytest.raises(ValueError, match="all layers of this model see 64 tokens"), compressed(model, "tova"):
+        pass
+    with compressed(model, "tova", while_decoding=True):
+        found = model.generate(tokens(1, 40), return_dict_in_generate=True, do_sample=False, max_new_tokens=60)
+    assert found.past_key_values.entries <= 40
 
 
 def test_it_ends_with_the_block_whatever_happens(model):
@@ -118,7 +262,7 @@ def test_a_context_read_within_the_block_answers_questions(model):
         answers = [
             model.generate(torch.cat([context, question], 1), past_key_values=read.branch(), **GREEDY) for _ in range(2)
         ]
-    assert torch.equal(*answers) and read.entries == 100
+    assert torch.equal(*answers) and read.entries == 25
 
 
 def test_branches_of_quantised_caches(model):

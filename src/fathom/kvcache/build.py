@@ -97,7 +97,7 @@ def cache_of(
         return StaticCache(method, [StaticMemory(method, i) for i in range(config.num_hidden_layers)])
 
     def layer(i: int) -> CacheLayerMixin:
-        sees = left_alone(config, i, method.schedule.window)
+        sees = left_alone(config, i, method.schedule.most)
         if sees is not None:
             return DynamicSlidingWindowLayer(sliding_window=sees)
         return Memory(method, i) if quantized is None else QuantizedMemory(method, quantized, i)
@@ -112,7 +112,7 @@ def refuse_static(method: Method, config: PreTrainedConfig, quantized: str | Non
         f"{method.name} looks at queries, which a compiled graph does not show": method.observed > 0,
         f"quantized={quantized} stores entries in parts that grow": quantized is not None,
         f"layers that see {getattr(config, 'sliding_window', None)} tokens keep their own cache": any(
-            left_alone(config, i, method.schedule.window) for i in range(config.num_hidden_layers)
+            left_alone(config, i, method.schedule.most) for i in range(config.num_hidden_layers)
         ),
         f"attention {config._attn_implementation!r} reads entries that are not written yet; use sdpa": (
             config._attn_implementation not in ("sdpa", "eager")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, CacheLayerMixin
 
 from .accounting import cache_bytes
 from .memory import Memory
@@ -81,14 +81,6 @@ class MemoryCache(Cache):
             method_for: The method of rows with this padding, if they differ.
         """
         self.layers = [Padded(layer, pads, method_for) if isinstance(layer, Memory) else layer for layer in self.layers]
-        assert isinstance(self.memory, Padded)
-        least = min(memory.schedule.survivors for memory in self.memory.memories.values())
-        for layer in self.layers:
-            if isinstance(layer, DynamicSlidingWindowLayer) and layer.sliding_window > least:
-                raise ValueError(  # one mask serves both kinds of layers
-                    f"rows of different lengths need a compression to at least {layer.sliding_window} entries, as many "
-                    f"as the sliding layers of this model see, and this one leaves {least}: pass rows of equal length"
-                )
 
     def reset(self) -> None:
         """Forget all entries, and the padding."""
@@ -165,6 +157,10 @@ class MemoryCache(Cache):
         new = copy.copy(self)
         new.layers = [layer.branch() if isinstance(layer, Memory) else copy.copy(layer) for layer in self.layers]
         return new
+
+    def take_over(self, own: Cache) -> None:
+        """Turn a caller's own empty cache into this one, so that the caller holds what is read."""
+        own.__class__, own.__dict__ = type(self), vars(self)
 
     def memory_bytes(self) -> int:
         """Current bytes of all layers."""

@@ -9,12 +9,13 @@ Here `ratio` is a share of the *prompt*: a prompt of T tokens leaves `ratio · T
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
@@ -23,8 +24,11 @@ from .cache import MemoryCache
 from .method import Method
 from .rope import Rope, refuse
 from .rows import left_padding, real_tokens
-from .schedule import SINKS, Once, Schedule
+from .schedule import SINKS, Eager, Once, Schedule, share
 from .watch import decoder_of, named, watch
+
+UNTOUCHED = 1 << 40
+"""The window of prompts that are too short to be compressed."""
 
 
 @contextmanager
@@ -38,11 +42,13 @@ def compressed(
 ) -> Iterator[None]:
     """Compress every prompt that `model` reads into a new cache within the `with` block.
 
-    Prompts of a batch may be padded on the left: each keeps the share of its own length.
+    Each layer is compressed as soon as it has read the whole prompt, so only one layer at a time holds all entries. A
+    prompt is what the first forward pass reads, or what `generate` is given. Prompts of a batch may be padded on the
+    left: each keeps the share of its own length.
 
-    The prompt is read in full and compressed when the next token arrives. `past_key_values` of the model's output, or
-    of `model.generate(…, return_dict_in_generate=True)`, is then the compressed cache. Its `.branch()` answers one of
-    several questions about one context.
+    An empty `DynamicCache` that is passed as `past_key_values` becomes the compressed cache, a `MemoryCache`; without
+    one, `past_key_values` of the model's output is a new one. Its `.branch()` answers one of several questions about
+    one context, also after the block.
 
     Args:
         model: Any decoder of the supported families.
@@ -56,45 +62,94 @@ def compressed(
     if method not in METHODS:
         raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
     config, decoder = config_of(model), decoder_of(model)
-    kind = Schedule if while_decoding else Once
+    kind = Eager if while_decoding else Once
     Schedule.at(1 << 20, sinks, ratio)  # invalid values are refused here, not at the first prompt
+    refuse(config, 0 if while_decoding else sys.maxsize)
+    rope = Rope(config)
+    rope.ask(decoder)  # before the hook, which would compress what the question reads
 
-    def compressible(length: int) -> bool:
-        return length >= sinks + 2 and 0 < round(ratio * length) - sinks < length - sinks
+    def method_for(length: int) -> Method:
+        window = length if sinks < share(length, ratio) < length else UNTOUCHED
+        return METHODS[method](kind.at(window, sinks, ratio), rope, **options)
 
-    def new(length: int, attention_mask: object) -> MemoryCache | None:
-        if not compressible(length):
-            return None
-        refuse(config, length)
-        rope = Rope(config)
-
-        def method_for(pad: int) -> Method:
-            window = length - pad if compressible(length - pad) else 1 << 40  # shorter rows are left alone
-            return METHODS[method](kind.at(window, sinks, ratio), rope, **options)
-
-        if words := untuned(config, chosen := method_for(0)):
+    def new(length: int, attention_mask: object) -> MemoryCache:
+        chosen = method_for(length)
+        refuse(config, chosen.schedule.window)
+        if chosen.schedule.window < UNTOUCHED and (words := untuned(config, chosen)):
             warnings.warn(words, UntunedWarning, stacklevel=2)
         cache = cache_of(chosen, config, model)
         if attention_mask is not None and (pads := left_padding(real_tokens(attention_mask))):
-            cache.pad(pads, method_for)
+            cache.pad(pads, lambda pad: method_for(length - pad))
         return cache
 
     def replace(
         module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[object, ...], dict[str, Any]] | None:
         given = named(module, args, kwargs)
-        cache = given.get("past_key_values")
-        fresh = isinstance(cache, DynamicCache) and type(cache) is DynamicCache and cache.get_seq_length() == 0
-        wanted = cache is None and given.get("use_cache", config.use_cache) is not False
-        if not fresh and not (wanted and not module.training):
-            return None
+        own = given.get("past_key_values")
         tokens = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
-        memory = None if tokens is None else new(tokens.shape[1], given.get("attention_mask"))
-        return None if memory is None else ((), {**given, "past_key_values": memory, "use_cache": True})
+        if isinstance(own, MemoryCache) or tokens is None:
+            return None
+        use_cache = given.get("use_cache")
+        refuse_cache(own, bool(config.use_cache if use_cache is None else use_cache), module.training)
+        memory = new(max(tokens.shape[1], *asked), given.get("attention_mask"))
+        if own is not None:
+            memory.take_over(own)
+        return (), {**given, "past_key_values": memory if own is None else own, "use_cache": True}
 
     watch(model)
     hook = decoder.register_forward_pre_hook(replace, prepend=True, with_kwargs=True)
     try:
-        yield
+        with prompts_of(model) as asked:
+            yield
     finally:
         hook.remove()
+
+
+def refuse_cache(own: Any, use_cache: bool, training: bool) -> None:
+    """Refuse what would leave a prompt uncompressed within the block."""
+    if own is None and training:
+        raise ValueError("compressed: the model is in training mode: call model.eval(), or use compress_in_training")
+    if own is None and not use_cache:
+        raise ValueError("compressed: use_cache=False keeps nothing that could be compressed; leave use_cache out")
+    if own is None:
+        return
+    if type(own) is not DynamicCache or own.offloading:
+        kind = "an offloaded cache" if type(own) is DynamicCache else f"a {type(own).__name__}"
+        raise ValueError(
+            f"compressed: {kind} cannot be compressed; pass none or an empty DynamicCache as past_key_values, and "
+            "leave out cache_implementation"
+        )
+    if own.get_seq_length():
+        raise ValueError(
+            f"compressed: past_key_values holds {own.get_seq_length()} tokens that were read without compression; pass "
+            "none, an empty DynamicCache, or a cache that was filled in such a block"
+        )
+
+
+@contextmanager
+def prompts_of(model: PreTrainedModel) -> Iterator[list[int]]:
+    """The length of the prompt that `model.generate` reads now: also of one that comes in chunks; 0 outside it."""
+    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+    length = [0]
+    if not hasattr(base, "generate"):
+        yield length
+        return
+    generate, before = base.generate, vars(base).get("generate")
+
+    def told(*args: object, **kwargs: Any) -> object:
+        found = [*args[:1], *(kwargs.get(name) for name in ("inputs", "input_ids", "inputs_embeds"))]
+        length[0] = max((x.shape[1] for x in found if isinstance(x, Tensor)), default=0)
+        try:
+            return generate(*args, **kwargs)
+        finally:
+            length[0] = 0
+
+    base.generate = told
+    try:
+        yield length
+    finally:
+        if before is None:
+            del base.generate
+        else:
+            base.generate = before

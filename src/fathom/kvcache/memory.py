@@ -51,7 +51,8 @@ class Memory(CacheLayerMixin):
 
         None crosses a compression, and no mask is large: a first chunk needs none, later ones have few tokens.
         """
-        chunks, most = self.schedule.cuts(self.seen, length), max(1, LARGEST_MASK // self.schedule.window)
+        keys = max(1, min(self.schedule.window, self.seen + length))
+        chunks, most = self.schedule.cuts(self.seen, length), max(1, LARGEST_MASK // keys)
         first = chunks[:1] if self.seen == 0 else []
         later = (range(0, chunk, most) for chunk in chunks[len(first) :])
         return first + [min(most, steps.stop - at) for steps in later for at in steps]
@@ -65,6 +66,7 @@ class Memory(CacheLayerMixin):
         self.seen = 0
         self.first: Tensor | None = None  # the sinks' keys before any compression
         self.queries: Tensor | None = None
+        self.full = False  # N entries that wait for the queries of the last token
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Start with no entries."""
@@ -93,7 +95,10 @@ class Memory(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Compress if it is due, append rotated keys and values `[B, H_kv, q, D]`, and return all of them."""
+        """Compress if it is due, append rotated keys and values `[B, H_kv, q, D]`, and return all of them.
+
+        With an eager schedule, N entries are returned for attention to read, and what is stored is compressed.
+        """
         length = key_states.shape[2]
         self.schedule.fit(self.seen, length)
         if not self.is_initialized:
@@ -103,31 +108,42 @@ class Memory(CacheLayerMixin):
                 f"the cache holds {len(self.keys)} rows and {len(key_states)} came: for beams, call "
                 "cache.batch_repeat_interleave(num_beams) between prefill and generate"
             )
-        if self._is_due(length):
+        if self._is_due(length) or self.full:
             self._compress()
+        made = self.compressions
         self.seen += length
         keys, values = self._append(key_states, value_states)
+        self.full = self.schedule.eager and self.compressions > made
         if self.method.observed:
             keys = keys.view_as(keys)  # a view, since the stored tensor must not refer back to the memory
             keys.memory = self  # type: ignore[attr-defined]  # for the attention function, see observe.py
+        elif self.full:
+            self._compress()
         return keys, values
 
     def observe(self, queries: Tensor) -> None:
         """Show the method the queries `[B, H, q, D]` of the last tokens, if it needs them."""
-        start = self.entries - queries.shape[2]
+        if self.schedule.ended(self.seen) and not self.full:
+            return
+        start = (self.schedule.window if self.full else self.entries) - queries.shape[2]
         self.queries = self.method.note(self.queries, queries.detach(), start, self.rotation).clone()
+        if self.full:
+            self._compress()
 
     def _is_due(self, length: int) -> bool:
-        return length > 0 and self.schedule.compressions(self.seen + 1) > self.compressions
+        return not self.schedule.eager and length > 0 and self.schedule.compressions(self.seen + 1) > self.compressions
 
     def _compress(self) -> None:
         self._replace(*self._compressed(*self._read()))
-        self.queries = None
+        self.queries, self.full = None, False
 
     def _compressed(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         if self.first is None:
             self.first = keys[:, :, : self.schedule.sinks].clone()  # a view would keep the whole window in memory
-        return self.method.compress(Held(keys, values, self.queries, self.rotation), self.first, self.compressions)
+        first, held = self.first, Held(keys, values, self.queries, self.rotation)
+        if self.schedule.ended(self.seen):
+            self.first = None
+        return self.method.compress(held, first, self.compressions - self.full)
 
     def _append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         self.keys, self.values = torch.cat([self.keys, keys], dim=2), torch.cat([self.values, values], dim=2)

@@ -13,6 +13,7 @@ import math
 import sys
 from dataclasses import dataclass
 from numbers import Integral, Real
+from typing import ClassVar
 
 SINKS = 4
 """First entries that are kept by default."""
@@ -32,6 +33,8 @@ class Schedule:
     """S, the first entries, which are never compressed."""
     kept: int
     """L, the number of entries that the others become in a compression."""
+    eager: ClassVar[bool] = False
+    """Whether N entries are compressed at once, instead of when the next token arrives."""
 
     @classmethod
     def at(cls, window: int, sinks: int, ratio: float, kept: int | None = None) -> Schedule:
@@ -39,8 +42,7 @@ class Schedule:
         if isinstance(ratio, bool) or not isinstance(ratio, Real) or not 0 < ratio < 1:
             raise ValueError(f"ratio must lie between 0 and 1, got {ratio!r}")
         whole_numbers(window=window, sinks=sinks)
-        survivors = int(round(ratio * window, 6))  # 0.29 · 100 is a little less than 29
-        return cls(window, sinks, survivors - sinks if kept is None else kept)
+        return cls(window, sinks, share(window, ratio) - sinks if kept is None else kept)
 
     def __post_init__(self) -> None:
         whole_numbers(window=self.window, sinks=self.sinks, kept=self.kept)
@@ -73,17 +75,27 @@ class Schedule:
         return self.window - self.survivors
 
     @property
+    def most(self) -> int:
+        """The most entries that a memory may come to hold."""
+        return self.window
+
+    @property
     def chunk(self) -> int:
         """The longest fixed chunk that never crosses a compression: `prefill_chunk_size` for `generate`."""
         return math.gcd(self.window, self.freed)
 
     def entries(self, seen: int) -> int:
         """Stored entries after `seen` tokens."""
-        return seen if seen <= self.window else self.survivors + 1 + (seen - self.window - 1) % self.freed
+        return seen - self.compressions(seen) * self.freed
 
     def compressions(self, seen: int) -> int:
         """Compressions made after `seen` tokens."""
-        return 0 if seen <= self.window else 1 + (seen - self.window - 1) // self.freed
+        beyond = seen - self.window + self.eager
+        return 0 if beyond <= 0 else 1 + (beyond - 1) // self.freed
+
+    def ended(self, seen: int) -> bool:
+        """Whether no compression follows after `seen` tokens."""
+        return False
 
     def room(self, seen: int) -> int:
         """Maximum tokens of the next forward pass."""
@@ -110,25 +122,42 @@ class Schedule:
 
 
 @dataclass(frozen=True)
-class Once(Schedule):
-    """One compression after the first N tokens (a prompt); then the memory grows with every token."""
+class Eager(Schedule):
+    """Compressed as soon as N entries are held, by the forward pass that brings the last of them."""
+
+    eager = True
+
+
+@dataclass(frozen=True)
+class Once(Eager):
+    """One compression at the end of the first N tokens (a prompt); then the memory grows with every token."""
+
+    @property
+    def most(self) -> int:
+        """No maximum."""
+        return sys.maxsize
 
     @property
     def chunk(self) -> int:
         """Any length fits after the prompt."""
         return self.window
 
-    def entries(self, seen: int) -> int:
-        """Stored entries after `seen` tokens."""
-        return seen if seen <= self.window else seen - self.freed
-
     def compressions(self, seen: int) -> int:
         """Compressions made after `seen` tokens."""
-        return int(seen > self.window)
+        return int(seen >= self.window)
+
+    def ended(self, seen: int) -> bool:
+        """Whether no compression follows after `seen` tokens."""
+        return seen >= self.window
 
     def room(self, seen: int) -> int:
         """Maximum tokens of the next forward pass."""
         return self.window - seen if seen < self.window else sys.maxsize
+
+
+def share(window: int, ratio: float) -> int:
+    """The entries that a compression of `window` entries leaves, rounded down."""
+    return int(round(ratio * window, 6))  # 0.29 · 100 is a little less than 29
 
 
 def whole_numbers(**counts: object) -> None:

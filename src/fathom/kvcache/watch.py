@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from transformers.masking_utils import create_masks_for_generate
 from transformers.utils import ModelOutput
 
 from .cache import MemoryCache
@@ -93,17 +94,30 @@ def _before(
     given = _read_all_but_the_last(decoder, cache, given, now)
     if cache.is_compileable:  # a mask that `generate` made may be of another piece
         given = {**given, "attention_mask": None}
-    if cache.pads:
-        length = tokens_of(given).shape[1]
-        device = tokens_of(given).device
-        places = places[:, -length:].clamp(min=0)
-        given = {**given, "attention_mask": cache.mask(length).to(device), "position_ids": places.to(device)}
-    cache.make_room(tokens_of(given).shape[1])
+    tokens = tokens_of(given)
+    cache.make_room(tokens.shape[1])
     if cache.method.observed:
         now.attention = decoder.config._attn_implementation
         decoder.config._attn_implementation = observed_backend(decoder)
+    if cache.pads:
+        places = places[:, -tokens.shape[1] :].clamp(min=0).to(tokens.device)
+        given = {**given, "attention_mask": _masks(decoder, cache, tokens), "position_ids": places}
     _UNDER_WAY.setdefault(decoder, []).append(now)
     return (), given
+
+
+def _masks(decoder: PreTrainedModel, cache: MemoryCache, tokens: Tensor) -> object:
+    """What the next tokens of a padded batch see: their memory, and in layers with a window of their own the text."""
+    length = tokens.shape[1]
+    memory = cache.mask(length).to(tokens.device)
+    if not any(cache.is_sliding):
+        return memory
+    text = torch.arange(cache.seen + length) >= torch.tensor(cache.pads).unsqueeze(1)
+    like = tokens.new_empty(*tokens.shape[:2], 1, dtype=decoder.dtype)
+    full, sliding = (
+        create_masks_for_generate(decoder.config, like, mask, cache) for mask in (memory, text.to(tokens.device))
+    )
+    return {**full, "sliding_attention": sliding["sliding_attention"]}
 
 
 def tokens_of(given: dict[str, Any]) -> Tensor:
