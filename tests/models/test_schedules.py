@@ -1,4 +1,4 @@
-"""Schedules over training steps: which mechanisms have one, and the warning under a trainer that tells no step."""
+"""Schedules over training steps: which mechanisms have one, and what a trainer hears that tells no step."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from fathom.models import FathomConfig, FathomForCausalLM
 from fathom.models.registry import MECHANISMS
@@ -50,8 +51,8 @@ def test_a_mechanism_says_whether_it_follows_the_steps(name: str) -> None:
         assert said == follows_steps(model), options
 
 
-def warned(model: FathomForCausalLM) -> list[str]:
-    """The warnings of two steps of training."""
+def two_passes(model: FathomForCausalLM) -> list[str]:
+    """What two passes of training warn of."""
     ids = tokens(1, 6)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -61,13 +62,27 @@ def warned(model: FathomForCausalLM) -> list[str]:
 
 
 def test_a_trainer_that_tells_no_step_is_warned_once() -> None:
-    (words,) = warned(with_mechanism("depth_attention", blend_steps=4))
-    assert "mixer=depth_attention" in words and "has no effect" in words and "FollowSteps()" in words
-    (words,) = warned(with_mechanism("ponder3"))
-    assert "recurrence=ponder3" in words and "stay at step 0" in words
+    (words,) = two_passes(with_mechanism("ponder3"))
+    assert "recurrence=ponder3" in words and "stay at step 0" in words and "FollowSteps()" in words
 
 
-def test_no_warning_without_a_reason() -> None:
+def test_a_mechanism_that_never_opens_fails_at_the_second_training_pass() -> None:
+    """Also one in a decoder without a head. What is no training, and what a backward pass repeats, does not count."""
+    model, ids = with_mechanism("depth_attention", blend_steps=4), tokens(1, 6)
+    model.eval()(ids, labels=ids).loss.backward()
+    model.train()
+    with torch.no_grad():
+        model(ids, labels=ids)
+    checkpoint(lambda: model(ids, labels=ids).loss, use_reentrant=False).backward()
+    for one in (model, model.model):
+        with pytest.raises(RuntimeError, match=r"mixer=depth_attention: nobody called `set_step`.*no effect") as caught:
+            one(ids)
+        assert "FollowSteps()" in str(caught.value) and "\n" not in str(caught.value)
+    model.set_step(1, 4)
+    assert not two_passes(model)
+
+
+def test_nothing_is_said_without_a_reason() -> None:
     """The step is told, nothing is scheduled, or nothing is trained."""
     told = with_mechanism("depth_attention", blend_steps=4)
 
@@ -75,6 +90,6 @@ def test_no_warning_without_a_reason() -> None:
         global_step, max_steps = 3, 4
 
     FollowSteps().on_step_begin(None, State(), None, model=told)
-    assert not warned(told)
-    assert not warned(with_mechanism("depth_attention"))
-    assert not warned(with_mechanism("depth_attention", blend_steps=4).eval())
+    assert not two_passes(told)
+    assert not two_passes(with_mechanism("depth_attention"))
+    assert not two_passes(with_mechanism("depth_attention", blend_steps=4).eval())

@@ -375,6 +375,8 @@ class FathomModel(FathomPreTrainedModel):
     ) -> BaseModelOutputWithPast:
         """As `Qwen3Model.forward`; `head` turns hidden states into logits for recurrences that feed on them, and
         `max_trips` is a budget at run time."""
+        if self.training and torch.is_grad_enabled() and not (self._step_known or torch.compiler.is_compiling()):
+            self.expect_steps()
         x = self._embed(input_ids, inputs_embeds)  # [B, T, hidden_size]
         trips = self._trips(max_trips)
         check_engine(self.config, self.recurrence, self.plan_of(trips), kwargs, self._attentions(), self.multiway)
@@ -578,8 +580,6 @@ class FathomForCausalLM(FathomPreTrainedModel, FathomGenerationMixin):
             return_token_losses: Return the loss of every position, without a gradient, instead of the mean.
             kwargs: `shift_labels` (labels that are already shifted), and arguments of the attention backend.
         """
-        if self.training and torch.is_grad_enabled() and not (self._step_known or torch.compiler.is_compiling()):
-            self.warn_of_schedules()
         # Not an explicit parameter, since transformers' Trainer requires every argument with "label" in its name.
         targets = kwargs.pop("shift_labels", None)
         if targets is None and labels is not None:

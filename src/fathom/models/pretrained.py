@@ -7,6 +7,7 @@ import math
 import warnings
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import initialization as init
 from transformers.models.qwen3.modeling_qwen3 import Qwen3PreTrainedModel
@@ -33,7 +34,9 @@ class FathomPreTrainedModel(StrictLoading, Qwen3PreTrainedModel):
     _no_split_modules = ["DecoderLayer"]
     _pp_plan: dict[str, object] = {}  # sources would have to be sent from stage to stage
     _step_known = False
-    """Whether `set_step` was called, or the warning that it was not."""
+    """Whether `set_step` was called, nothing follows the steps, or a warning was given."""
+    _passed = False
+    """Whether a training pass was made before that."""
 
     def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
         """As in transformers, which skips a module without tensors of its own in code that is not transformers'. A
@@ -110,23 +113,34 @@ class FathomPreTrainedModel(StrictLoading, Qwen3PreTrainedModel):
 
     def set_step(self, step: int, steps: int | None = None) -> None:
         """Tell every mechanism the number of optimizer steps made, and the total if known."""
-        self._step_known = True
+        self.base_model._step_known = True
         for module in self.modules():
             if isinstance(module, MechanismModule):
                 module.set_step(step, steps)
 
-    def warn_of_schedules(self) -> None:
-        """Warn once if training has begun and a mechanism follows the training steps, which nobody has told it."""
-        self._step_known = True
+    def expect_steps(self) -> None:
+        """Called before every training pass as long as nobody has called `set_step`.
+
+        A mechanism whose λ rises with the steps has no effect until somebody does. One pass may be a look at gradients;
+        the second is training, and fails. Other schedules and draws stay at step 0, of which the first pass warns.
+        """
+        if torch._C._current_graph_task_id() != -1:  # recomputed in a backward pass, so not another one
+            return
         parts = [one for one in self.modules() if isinstance(one, MechanismModule) and one.scheduled]
+        closed = any(getattr(one, "blend_steps", 0) for one in parts)
+        if closed and not self._passed:
+            self._passed = True
+            return
+        self._step_known = not closed
         if not parts:
             return
         names = sorted({f"{one.axis}={getattr(self.config, one.axis)}" for one in parts})
-        closed = any(getattr(one, "blend_steps", 0) for one in parts)
         effect = "λ stays 0, and the mechanism has no effect" if closed else "its schedules stay at step 0"
-        warnings.warn(
+        words = (
             f"{', '.join(names)}: nobody called `set_step`: {effect}. With transformers' Trainer, pass "
             "callbacks=[fathom.training.callback.FollowSteps()]; in your own loop, call model.set_step(step, steps) "
-            "before each step",
-            stacklevel=3,
+            "before each step"
         )
+        if closed:
+            raise RuntimeError(words)
+        warnings.warn(words, stacklevel=2)

@@ -37,8 +37,8 @@ def published_config(config: Values) -> Values:
     for key in ("num_latent_thoughts", "ponderinglm"):
         if config.get(key):
             raise ValueError(f"{key}={config[key]}, a key of PonderLM, in a checkpoint that mixes over depth: unknown")
-    theirs = (*DEPTH_FLAGS, *BASELINE_KEYS, "recurrent_model", "use_qk_norm", "scale_embeds")
-    theirs = (*theirs, "architectures", "auto_map")
+    others = ("recurrent_model", "use_qk_norm", "scale_embeds", "architectures", "auto_map")
+    theirs = (*DEPTH_FLAGS, *BASELINE_KEYS, *others)
     prefixes = ("depth_", "densetransformer_", "denseformer_", "attnres_", "residual_baseline_", "mhc_", "cross_layer_")
     ours = {k: v for k, v in config.items() if k not in theirs and not k.startswith(prefixes)}
     heads = config["num_attention_heads"]  # Llama derives it from this if it is missing

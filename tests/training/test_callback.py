@@ -1,0 +1,41 @@
+"""Schedules under transformers' own Trainer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Trainer, TrainingArguments
+
+from fathom.models import FathomConfig, FathomForCausalLM
+from fathom.training.callback import FollowSteps
+from tests.models.cases import SHAPE, tokens
+
+pytest.importorskip("accelerate", reason="transformers' Trainer needs it")
+
+
+def trainer(folder: Path, callbacks: list[FollowSteps]) -> Trainer:
+    torch.manual_seed(0)
+    config = FathomConfig(**SHAPE, mixer="depth_attention", mixer_options={"blend_steps": 4})
+    rows = [{"input_ids": ids, "labels": ids} for ids in tokens(8, 6)]
+    settings = TrainingArguments(
+        str(folder), max_steps=3, per_device_train_batch_size=2, report_to="none", use_cpu=True
+    )
+    return Trainer(FathomForCausalLM(config), settings, train_dataset=rows, callbacks=callbacks)
+
+
+def test_the_callback_opens_a_mechanism(tmp_path: Path) -> None:
+    """λ is that of the last step, and a saved model has it."""
+    running = trainer(tmp_path, [FollowSteps()])
+    running.train()
+    running.save_model(str(tmp_path / "saved"))
+    saved = FathomConfig.from_pretrained(tmp_path / "saved")
+    assert (saved.mixer_options["blend"], saved.mixer_options["blend_steps"]) == (0.5, 0)
+
+
+def test_without_it_training_stops(tmp_path: Path) -> None:
+    running = trainer(tmp_path, [])
+    with pytest.raises(RuntimeError, match=r"callbacks=\[fathom.training.callback.FollowSteps\(\)\]"):
+        running.train()
+    assert running.state.global_step == 1
