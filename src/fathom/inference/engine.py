@@ -161,7 +161,8 @@ class Engine:
     ) -> None:
         if depends_on_company(model):  # texts would depend on other requests
             raise SettingsError(
-                "rope_type longrope: its angles depend on the longest sequence of a batch; serve this model with vLLM"
+                "rope_type longrope: its angles depend on the longest sequence of a batch, so an answer would depend "
+                "on other requests: use `fathom generate` or `fathom chat`"
             )
         self.by_rows = policy is None and needs_rows(model) and shares(model)
         """Whether each sequence is attended to, and each prompt read, by itself."""

@@ -15,7 +15,7 @@ from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 
 from .foreign import reader
 from .norms import NORMS
-from .registry import AXES, check_trips, check_visits, recurrence_class, resolve_options
+from .registry import AXES, DEFAULTS, check_trips, check_visits, recurrence_class, resolve_options
 
 CHOICES = {
     "norm": tuple(NORMS),
@@ -29,6 +29,8 @@ CHOICES = {
 POSITIVE = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim")
 SCALES = ("embedding_scale", "residual_multiplier", "logits_scaling")
 CAPS = ("attention_scale", "attn_logit_softcapping", "final_logit_softcapping")
+STRETCHING = ("dynamic", "longrope")
+"""Types of RoPE whose angles depend on the longest text of a batch."""
 NOT_NEGATIVE = ("initializer_range", "rms_norm_eps")
 
 
@@ -188,6 +190,21 @@ class FathomConfig(Qwen3Config):
         """Whether `rope_parameters` holds separate parameters for each layer type."""
         rope = self.rope_parameters or {}
         return bool(rope and self.layer_types) and all(isinstance(rope.get(kind), dict) for kind in self.layer_types)
+
+    @property
+    def rope_stretches(self) -> bool:
+        """Whether rotary angles change with the length of a text."""
+        rope = self.rope_parameters or {}
+        parts = [rope, *(part for part in rope.values() if isinstance(part, dict))]
+        return self.positions == "rotary" and any(part.get("rope_type") in STRETCHING for part in parts)
+
+    @property
+    def rereads(self) -> bool:
+        """Whether generation reads a text again where its rotary angles change, since cached keys have the earlier
+        ones. Phi-3's own class does. The classes of other families go on with the earlier keys, and so does a model
+        without mechanisms, which equals them."""
+        depth = any(getattr(self, axis) != DEFAULTS[axis] for axis in AXES)
+        return self.rope_stretches and (depth or self.native.get("model_type") == "phi3")
 
     def rotates(self, layer: int) -> bool:
         """Whether a layer rotates queries and keys."""

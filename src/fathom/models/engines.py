@@ -39,6 +39,12 @@ HUNG = "attn"
 HANDED_OVER = ("cache", "attention_instances", "forward_batch")
 """Keyword arguments by which an engine passes its own cache: continuous batching; vLLM and SGLang; SGLang."""
 
+COMPANY = (
+    "the angles of this model's RoPE depend on the longest text of a batch, so a text's tokens would depend on other "
+    "requests: use `generate`"
+)
+"""Why no engine that mixes requests runs a model whose rotary angles change with the length."""
+
 
 class Seat:
     """A layer's attention module for one visit: a proxy whose `layer_idx` is the visit's bank."""

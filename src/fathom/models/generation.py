@@ -4,21 +4,30 @@ its continuous batching, a cache layer for every visit."""
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, UnbatchedClassifierFreeGuidanceLogitsProcessor
 from transformers.generation import GenerationMixin
 from transformers.masking_utils import create_masks_for_generate
 
-from .engines import check_engine, engine_config
+from .engines import COMPANY, check_engine, engine_config
 from .slots import plan
 from .speculation import Speculation, check_request, decode
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
+    from transformers.cache_utils import Cache
+
+
+DRAFTS = ("draft_trips", "prompt_lookup_num_tokens", "assistant_model", "assistant_early_exit")
+"""Arguments of `generate` that ask for drafts."""
+USUAL_LENGTH = 20
+"""New tokens of transformers' `generate` if nothing limits them."""
 
 
 class FathomGenerationMixin(GenerationMixin):
@@ -31,6 +40,20 @@ class FathomGenerationMixin(GenerationMixin):
             raise ValueError(
                 f"prefill_chunk_size={size}: {self.config.recurrence} reads a prompt by a few Jacobi rounds, whose "
                 "result depends on where it is cut; set recurrence_options.prefill=exact, or leave the chunk size out"
+            )
+
+    def check_drafts(self, inputs: Tensor | None, own: GenerationConfig, given: Mapping[str, Any]) -> None:
+        """Refuse drafts past a length at which RoPE's angles change: tokens before and after it are checked together,
+        with one set of angles."""
+        asked = next((name for name in DRAFTS if given.get(name, getattr(own, name, None))), None)
+        prompt = next((x for x in (inputs, given.get("input_ids"), given.get("inputs_embeds")) if x is not None), None)
+        length = 1 if prompt is None else prompt.shape[1]
+        new, most = (given.get(name, getattr(own, name)) for name in ("max_new_tokens", "max_length"))
+        most = length + new if new else most or length + USUAL_LENGTH
+        if asked and self.model.rotary_emb.changes(length, most):
+            raise ValueError(
+                f"{asked}: the angles of this model's RoPE change within {most} tokens, which drafts would cross; "
+                "leave drafting out"
             )
 
     def generate(
@@ -54,6 +77,9 @@ class FathomGenerationMixin(GenerationMixin):
         """
         own = generation_config or self.generation_config
         self.check_chunks(kwargs.get("prefill_chunk_size", own.prefill_chunk_size))
+        if self.model.rereads:
+            drafts = draft_trips is not None or speculation is not None
+            self.check_drafts(inputs, own, {"draft_trips": drafts or None, **kwargs})
         if draft_trips is not None:
             speculation = Speculation(draft_trips, draft_tokens)
         if speculation is not None:
@@ -61,6 +87,34 @@ class FathomGenerationMixin(GenerationMixin):
             speculation.streamer = kwargs.get("streamer")
             kwargs["custom_generate"] = partial(decode, speculation=speculation)
         return super().generate(inputs, generation_config, **kwargs)
+
+    def prepare_inputs_for_generation(
+        self,
+        input_ids: Tensor,
+        next_sequence_length: int | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """See transformers. Where the length of the text changes the angles of RoPE, cached keys have the earlier
+        angles: the cache is dropped, and the whole text is read again."""
+        if self.model.rereads and past_key_values is not None and (seen := int(past_key_values.get_seq_length())):
+            new = input_ids.shape[1] if next_sequence_length is None else next_sequence_length
+            positions = kwargs.get("position_ids")
+            now = seen + new if positions is None else int(positions.max()) + 1
+            if self.model.rotary_emb.changes(now - new, now):
+                if inputs_embeds is not None and inputs_embeds.shape[1] + input_ids.shape[1] == seen + new:
+                    inputs_embeds = torch.cat((inputs_embeds, self.get_input_embeddings()(input_ids)), 1)
+                    kwargs["is_first_iteration"] = True  # only then are embeddings read
+                elif input_ids.shape[1] < seen + new:
+                    raise ValueError(
+                        f"{now} tokens: the angles of this model's RoPE change at this length, so the {seen} tokens of "
+                        "the cache must be read again: pass the whole text, and leave out prefill_chunk_size"
+                    )
+                past_key_values = next_sequence_length = None
+        return super().prepare_inputs_for_generation(
+            input_ids, next_sequence_length, past_key_values, inputs_embeds=inputs_embeds, **kwargs
+        )
 
     def _get_logits_processor(self, *args: object, **kwargs: object) -> LogitsProcessorList:
         """See transformers; guidance runs the model with the same number of trips as the text."""
@@ -81,6 +135,8 @@ class FathomGenerationMixin(GenerationMixin):
 
     def init_continuous_batching(self, *args: object, **kwargs: object) -> object:
         """See transformers; the cache has a layer for every visit, and unsupported models are refused."""
+        if self.model.rereads:
+            raise ValueError(COMPANY)
         visits = plan(self.config, self.model._trips(None))
         told = engine_config(self.config, visits)
         check_engine(self.config, self.model.recurrence, visits, {"cache": SimpleNamespace(config=told)})

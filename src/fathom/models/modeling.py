@@ -26,7 +26,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from .configuration import FathomConfig
 from .eager import attend_capped
-from .engines import check_engine, seat, take_banks
+from .engines import COMPANY, ENGINES, check_engine, seat, take_banks
 from .feed_forward import FeedForward
 from .flex_reading import ReadingRule, attend_by_rule
 from .generation import FathomGenerationMixin
@@ -342,6 +342,7 @@ class FathomModel(FathomPreTrainedModel):
         self.layer_types = tuple(config.layer_types)
         self.embedding_scale, self.rounds_scale = config.embedding_scale, config.round_embedding_scale
         self.rotary_emb = build_rotary(config)
+        self.stretches, self.rereads = config.rope_stretches, config.rereads
         self.embed_positions = None
         if config.positions == "learned":
             self.embed_positions = nn.Embedding(
@@ -354,6 +355,8 @@ class FathomModel(FathomPreTrainedModel):
         self.per_visit = any(layer.again for layer in self.layers)
         self.multiway = any(layer.attn_residual.multiway for layer in self.layers)  # type: ignore[union-attr]
         check_engine(self.config, self.recurrence, self.plan, multiway=self.multiway)
+        if self.rereads and str(config._attn_implementation).startswith(ENGINES):
+            raise ValueError(COMPANY)
         if config._attn_implementation == "vllm" and len(self.plan) > 1:
             self.banks = take_banks(self._attentions(), plan(config, self.served_trips))
         self.post_init()
@@ -397,6 +400,7 @@ class FathomModel(FathomPreTrainedModel):
         head = self._modules.get("lm_head") if head is None else head  # by its name it costs an exception
         inputs = Inputs(trips, position_ids, packed, attention_mask, given, x.dtype, head, kwargs)
         inputs.hidden = None if places is None else []
+        inputs.furthest = position_ids.max() if self.stretches else None
         state = run_trips(self, x, inputs, self._store(past_key_values, inputs, x))
         hidden = self.recurrence.readout(state)
         return FathomModelOutput(

@@ -40,6 +40,14 @@ class RotaryEmbedding(Qwen3RotaryEmbedding):
     def __init__(self, config: FathomConfig) -> None:
         super().__init__(config)
         self.wide = config.rope_float32
+        self.forgets = "dynamic" in self.rope_type and config.rereads
+        """Whether longer texts that were read before must not matter, as they do in transformers."""
+
+    def changes(self, before: int, now: int) -> bool:
+        """Whether a text of `now` tokens has other angles than its first `before` tokens had alone."""
+        if self.rope_type == "longrope":
+            return bool(before <= self.config.rope_parameters["original_max_position_embeddings"] < now)
+        return "dynamic" in self.rope_type and now > max(before, self.original_max_seq_len)
 
     @staticmethod
     def compute_default_rope_parameters(
@@ -53,6 +61,8 @@ class RotaryEmbedding(Qwen3RotaryEmbedding):
 
     def forward(self, x: Tensor, position_ids: Tensor) -> Angles:
         """The angles of positions `[B, T]`, in the dtype of `x`, or in at least float32."""
+        if self.forgets:
+            self.inv_freq, self.max_seq_len_cached = self.original_inv_freq.to(x.device), self.original_max_seq_len
         return super().forward(widen(x[..., :0]) if self.wide else x, position_ids)
 
 
@@ -66,6 +76,10 @@ class RotaryByType(nn.ModuleDict):
             one.rope_parameters = config.rope_parameters[kind]
             self[kind] = RotaryEmbedding(one)
 
+    def changes(self, before: int, now: int) -> bool:
+        """Whether those of any layer type change."""
+        return any(one.changes(before, now) for one in self.values() if isinstance(one, RotaryEmbedding))
+
     def forward(self, x: Tensor, position_ids: Tensor) -> dict[str, Angles]:
         """The angles of positions `[B, T]`, by layer type."""
         return {kind: rotary(x, position_ids) for kind, rotary in self.items()}
@@ -74,8 +88,25 @@ class RotaryByType(nn.ModuleDict):
 class NoRotary(nn.Module):
     """No angles: positions are learned and added to the embeddings."""
 
+    def changes(self, before: int, now: int) -> bool:
+        """False."""
+        return False
+
     def forward(self, x: Tensor, position_ids: Tensor) -> None:
         """None."""
+
+
+def angles(rotary: nn.Module, x: Tensor, positions: Tensor, furthest: Tensor | None) -> Rotation:
+    """The signed angles of positions `[1 or B, T]`.
+
+    `furthest` is the last position of the whole forward pass, if angles depend on it and `positions` may be a part.
+    """
+    if furthest is None:
+        return signed(rotary(x, positions))
+    made = signed(rotary(x, torch.cat((positions, furthest.expand(len(positions), 1)), 1)))
+    if isinstance(made, dict):
+        return {kind: (cos[:, :-1], sin[:, :-1]) for kind, (cos, sin) in made.items()}
+    return None if made is None else (made[0][:, :-1], made[1][:, :-1])
 
 
 def signed(made: Rotation) -> Rotation:

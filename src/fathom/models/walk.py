@@ -25,7 +25,7 @@ from .flex_reading import FLEX, NO_BACKWARD, ReadingRule, read_rule
 from .host import to_host
 from .reading import BY_ROWS, MASKED, read_mask, side_by_side
 from .roles import Recurrence, TripState, View
-from .rotary import Rotation, signed
+from .rotary import Rotation, angles, signed
 from .slot_cache import repeat_last
 from .slot_table import Placement, SlotTable, Tags
 from .slots import Out, TokenSubset, Turn, Visit, jacobi, joined, sweep
@@ -61,6 +61,8 @@ class Inputs:
     """Further keyword arguments for the attention backend."""
     hidden: list[Tensor] | None = None
     """Filled with every visit's input, in the plan's order."""
+    furthest: Tensor | None = None
+    """The last position of the forward pass, if rotary angles depend on it: a part of its tokens gets the same ones."""
 
     @property
     def live(self) -> Tensor | None:
@@ -237,11 +239,11 @@ class TripMaker:
         tokens, positions = turn.tokens, self.inputs.positions
         if tokens.whole:
             if self.rotary is None:
-                self.rotary = signed(self.model.rotary_emb(turn.x, positions))
+                self.rotary = angles(self.model.rotary_emb, turn.x, positions, self.inputs.furthest)
             rotary, sources = self.rotary, dict(self.sources)
         else:
             positions = tokens.take(positions.expand(turn.x.shape[:2]))
-            rotary = signed(self.model.rotary_emb(turn.x, positions))
+            rotary = angles(self.model.rotary_emb, turn.x, positions, self.inputs.furthest)
             sources = {i: (_take(tokens, key), _take(tokens, value)) for i, (key, value) in self.sources.items()}
         one = Pass(self.plan[turn.trip], masks, rotary, positions, sources=sources, **reading)
         recurrence = self.model.recurrence
@@ -449,7 +451,8 @@ class Interleaved(TripMaker):
         x = torch.stack([turn.x for turn in turns], 2).flatten(1, 2)  # [B, T (m+1), hidden_size]
         positions = inputs.positions.repeat_interleave(stages, 1)
         tags = self._tags(turns)
-        reading = Pass(self.plan[0], {}, signed(self.model.rotary_emb(x, positions)), positions)
+        rotary = angles(self.model.rotary_emb, x, positions, inputs.furthest)
+        reading = Pass(self.plan[0], {}, rotary, positions)
         placement, fresh = None, store is None or not store.table.end
         if store is not None and (final or not fresh):
             placement = store.table.place(tags, None)

@@ -132,8 +132,11 @@ def _decoded(model: PreTrainedModel, ids: Tensor) -> Tensor:
     """The losses of `[B, T]`, one token after another through a cache."""
     cache, losses = None, []
     with torch.compiler.set_stance("force_eager"):  # a growing cache would recompile at every step
-        for token, following in zip(ids[:, :-1].T, ids[:, 1:].T, strict=True):
-            out = model(input_ids=token.unsqueeze(1), past_key_values=cache, use_cache=True)
+        for t, following in enumerate(ids[:, 1:].T):
+            start = t
+            if model.model.rereads and model.model.rotary_emb.changes(t, t + 1):  # as `generate` does
+                start, cache = 0, None
+            out = model(input_ids=ids[:, start : t + 1], past_key_values=cache, use_cache=True)
             cache = out.past_key_values
             losses.append(F.cross_entropy(out.logits[:, -1].float(), following, reduction="none"))
     return torch.stack(losses, 1)
