@@ -69,7 +69,7 @@ FOREIGN = {
     "inference.structure inference.prefixes",
     "scipy": "report.statistics corpus lineage experiments",
     "huggingface_hub": "models checkpoints recipe inference.generate",
-    "safetensors": "checkpoints.families.tensors kvcache.saved lineage.attacks training.adapters",
+    "safetensors": "checkpoints.families.tensors kvcache.stored lineage.attacks training.adapters",
     "tokenizers": "data evaluation.perplexity inference.control",
     "yaml": "checkpoints.find checkpoints.runs settings corpus deepen.heal experiments.compare_page "
     "experiments.ladder_page",

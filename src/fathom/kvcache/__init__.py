@@ -14,7 +14,8 @@ from .cache import MemoryCache
 from .compressed import compressed
 from .method import Method
 from .prefill import chunks, prefill
-from .schedule import Once, Schedule
+from .schedule import Eager, Once, Schedule
+from .stored import load_cache, save_cache
 from .watch import watch
 from .whole import WHOLE
 
@@ -23,6 +24,7 @@ __all__ = [
     "NAMES",
     "WHOLE",
     "Compression",
+    "Eager",
     "MemoryCache",
     "Method",
     "Once",
@@ -33,6 +35,8 @@ __all__ = [
     "chunks",
     "compress_in_training",
     "compressed",
+    "load_cache",
     "prefill",
+    "save_cache",
     "watch",
 ]

@@ -1,0 +1,134 @@
+"""Compressed caches on disk: a context that was read once, for questions in another process.
+
+A file is in safetensors: the entries of all layers, with the method, its schedules and the padding in the header.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
+
+from .build import METHODS, config_of
+from .cache import MemoryCache
+from .memory import Memory
+from .method import Method
+from .padded import Padded
+from .rope import Rope, refuse
+from .schedule import Eager, Once, Schedule
+from .watch import decoder_of, watch
+
+SCHEDULES = {kind.__name__: kind for kind in (Schedule, Eager, Once)}
+STORED = ("keys", "values", "first", "queries")
+"""Tensors of a layer; the last two are None in some."""
+
+
+def save_cache(cache: MemoryCache, path: str | Path) -> None:
+    """Write a cache of growing memories, with its entries, to a safetensors file."""
+    if METHODS.get(cache.method.name) is not type(cache.method) or not cache.method.by_name:
+        raise ValueError(f"a cache of {cache.method.name} cannot be stored: METHODS does not make this method")
+    if not cache.seen:
+        raise ValueError("this cache is empty: read the context before it is stored")
+    layers = [_described(layer) for layer in cache.layers]
+    about = {
+        "method": cache.method.name,
+        "angles": cache.method.rope.angles.hex(),
+        "seen": cache.seen,
+        "offset": cache.offset,
+        "pads": cache.pads,
+        "layers": layers,
+    }
+    tensors = {
+        f"{i}.{pad}.{name}": x.contiguous()
+        for i, layer in enumerate(cache.layers)
+        for pad, part in _parts(layer).items()
+        for name in STORED
+        if (x := getattr(part, name, None)) is not None
+    }
+    save_file(tensors, str(path), {"fathom_kvcache": json.dumps(about)})
+
+
+def load_cache(model: PreTrainedModel, path: str | Path) -> MemoryCache:
+    """The cache of a file that `save_cache` wrote, on the device of the model that read it."""
+    with safe_open(str(path), "pt", device=str(model.device)) as file:
+        about: dict[str, Any] = json.loads((file.metadata() or {}).get("fathom_kvcache", "null"))
+        if about is None:
+            raise ValueError(f"{path}: not a cache that save_cache wrote")
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it is no mapping
+    if about["method"] not in METHODS:
+        raise ValueError(f"{path}: method {about['method']!r} is not in METHODS: add it before the cache is loaded")
+    config = config_of(model)
+    refuse(config, 0)
+    rope = Rope(config)
+    rope.ask(decoder_of(model))
+    if rope.angles.hex() != about["angles"]:
+        raise ValueError(f"{path}: this cache was read by a model with other rotary angles")
+    watch(model)
+    layers = [_layer(i, said, about, rope, tensors) for i, said in enumerate(about["layers"])]
+    cache = MemoryCache(next(layer.method for layer in layers if isinstance(layer, Memory)), layers)
+    cache.offset = about["offset"]
+    return cache
+
+
+def _parts(layer: CacheLayerMixin) -> dict[int, CacheLayerMixin]:
+    """What holds a layer's entries, by padding."""
+    return dict(layer.memories) if isinstance(layer, Padded) else {0: layer}
+
+
+def _described(layer: CacheLayerMixin) -> dict[str, object]:
+    """A layer without its tensors."""
+    if type(layer) is DynamicSlidingWindowLayer:
+        return {"sees": layer.sliding_window}
+    if type(layer) not in (Memory, Padded):
+        raise ValueError(
+            f"a cache of {type(layer).__name__} layers cannot be stored: build it without static, quantized"
+        )
+    assert isinstance(layer, Memory)
+    methods: dict[object, Method] = {"": layer.method}
+    methods |= {pad: part.method for pad, part in _parts(layer).items() if isinstance(part, Memory)}
+    return {"layer": layer.layer, "methods": {str(pad): _recipe(method) for pad, method in methods.items()}}
+
+
+def _recipe(method: Method) -> dict[str, object]:
+    """Schedule and options: what the method's class takes, under the names of its attributes."""
+    options = list(inspect.signature(type(method)).parameters)[2:]
+    kind = type(method.schedule).__name__
+    return {"schedule": [kind, asdict(method.schedule)], "options": {name: getattr(method, name) for name in options}}
+
+
+def _layer(
+    i: int, said: dict[str, Any], about: dict[str, Any], rope: Rope, tensors: dict[str, Tensor]
+) -> CacheLayerMixin:
+    """A layer with its entries."""
+
+    def method(pad: object) -> Method:
+        kind, numbers = said["methods"][str(pad)]["schedule"]
+        return METHODS[about["method"]](SCHEDULES[kind](**numbers), rope, **said["methods"][str(pad)]["options"])
+
+    layer: CacheLayerMixin
+    if "sees" in said:
+        layer = DynamicSlidingWindowLayer(sliding_window=said["sees"])
+        layer.cumulative_length = about["seen"]
+    else:
+        layer = Memory(method(""), said["layer"])
+        if about["pads"]:
+            layer = Padded(layer, about["pads"], method)
+            layer.is_initialized = True
+        layer.seen = about["seen"]
+    for pad, part in _parts(layer).items():
+        found = {name: tensors.get(f"{i}.{pad}.{name}") for name in STORED}
+        keys, values = found["keys"], found["values"]
+        assert keys is not None and values is not None
+        part.lazy_initialization(keys, values)
+        part.keys, part.values = keys, values
+        if isinstance(part, Memory):
+            part.seen, part.first, part.queries = about["seen"] - pad, found["first"], found["queries"]
+    return layer
