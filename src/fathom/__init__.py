@@ -21,6 +21,7 @@ from fathom._version import __version__
 if TYPE_CHECKING:
     from fathom.checkpoints.export import export as export
     from fathom.checkpoints.open import load as load
+    from fathom.checkpoints.proof import check as check
     from fathom.corpus.prepare import PrepareOptions as PrepareOptions
     from fathom.corpus.prepare import prepare as prepare
     from fathom.errors import FathomError as FathomError
@@ -50,6 +51,7 @@ _HOMES = {
     "Sampling": "fathom.inference.settings",
     "Settings": "fathom.evaluation.scoring",
     "add_mechanism": "fathom.models",
+    "check": "fathom.checkpoints.proof",
     "compare": "fathom.experiments.compare",
     "evaluate": "fathom.evaluation.scoring",
     "export": "fathom.checkpoints.export",

@@ -61,6 +61,12 @@ def test_revisions_and_what_is_downloaded(served: Hub) -> None:
     assert "modeling.py" in served.files
 
 
+def test_check_downloads_the_configuration_alone(served: Hub, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "org/tiny"]) == 2
+    assert "org/tiny is an export of Fathom" in capsys.readouterr().err
+    assert "config.json" in served.files and not [name for name in served.files if "safetensors" in name]
+
+
 @pytest.mark.parametrize(
     ("name", "says"),
     [

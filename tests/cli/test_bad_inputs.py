@@ -659,6 +659,14 @@ OTHERS = [
     ("deepen model --with loop --layers two --out new", "--layers two"),
     ("deepen model --with loop --out file", "file"),
     ("deepen model --with loop --search --out new", "--text"),
+    ("check", "required: model"),
+    ("check nowhere", "nowhere"),
+    ("check folder", "folder"),
+    ("check model", "is an export of Fathom"),
+    ("check model extra", "extra"),
+    ("check good.yaml", "good.yaml"),
+    ("check bad/config_cut", "config_cut"),
+    ("check bad/config_type", "stranger"),
 ]
 GENERATE_SET = [
     ("token_healing=true", "--set token_healing: transformers' GenerationConfig has no such"),
@@ -739,6 +747,7 @@ AS_PROCESSES = (
     "lens bad/weights_cut x",
     "lineage compare bad/weights_huge model",
     "mechanisms --config folder",
+    "check folder",
 )
 """One of each command, those that could ask for the most memory first of all."""
 MEMORY = 2 << 30

@@ -26,12 +26,16 @@ NEVER_OPENED = {"training_args.bin"}
 """Pickles that other trainers save next to the weights, and that neither Fathom nor transformers opens."""
 
 
-def check_checkpoint(directory: str | Path) -> dict[str, object]:
+def check_checkpoint(directory: str | Path, weights: bool = True) -> dict[str, object]:
     """Refuse a model directory that is unsafe to open; otherwise return its configuration.
 
     It raises a `ModelError` for pickles, links and shard names that leave the directory, weights that are missing,
     truncated, oversized or overlapping, adapters, settings that are not JSON objects, and configurations that name code
     to download.
+
+    Args:
+        directory: The model directory.
+        weights: Whether there must be weights; those that are there are always checked.
     """
     directory = Path(directory)
     files = _files(directory)
@@ -53,7 +57,7 @@ def check_checkpoint(directory: str | Path) -> dict[str, object]:
         for key in ("attn_implementation", "_attn_implementation"):
             if "/" in str(config.get(key, "")):
                 raise ModelError(f"config.json: {key} names code to download ({config[key]!r:.80})")
-        _check_weights(origin, files)
+        _check_weights(origin, files, weights)
     except ModelError as error:
         raise ModelError(f"{directory}: {error}") from None
     return config
@@ -78,9 +82,9 @@ def _files(directory: Path) -> set[str]:
     return found
 
 
-def _check_weights(origin: LocalOrigin, files: set[str]) -> None:
+def _check_weights(origin: LocalOrigin, files: set[str], needed: bool) -> None:
     single = {name for name in files if name.endswith(".safetensors")}
-    if not single and not any(name.endswith(INDEX_SUFFIX) for name in files):
+    if needed and not single and not any(name.endswith(INDEX_SUFFIX) for name in files):
         raise ModelError("no safetensors weights")
     for index in sorted(name for name in files if name.endswith(INDEX_SUFFIX)):
         weight_map = read_index(origin, index)

@@ -36,25 +36,26 @@ def repository(where: str | Path) -> tuple[str, str] | None:
     return None if named is None or file else named
 
 
-def local(where: str | Path, code: bool = False) -> Path:
+def local(where: str | Path, code: bool = False, files: tuple[str, ...] = WANTED) -> Path:
     """The directory of a model: the path itself, or a repository's snapshot, downloaded to the Hub's cache.
 
     Args:
         where: A path, `org/name` or `org/name@revision`.
         code: Whether to download Python files too.
+        files: Patterns of the files to download; without weights among them, the repository needs none.
     """
     named = repository(where)
-    return Path(where) if named is None else _snapshot(*named, code)
+    return Path(where) if named is None else _snapshot(*named, (*files, *(("*.py",) if code else ())))
 
 
 @lru_cache
-def _snapshot(repo: str, revision: str, code: bool) -> Path:
+def _snapshot(repo: str, revision: str, files: tuple[str, ...]) -> Path:
     """Cached for the process: later calls get the same commit."""
     name = repo if revision == "main" else f"{repo}@{revision}"
     where = f"{name}: no such directory, and the Hub ({constants.ENDPOINT})"
     logging.set_verbosity_error()  # it warns of every retry; failures are reported as errors here
     try:
-        found = Path(snapshot_download(repo, revision=revision, allow_patterns=[*WANTED, *(["*.py"] if code else [])]))
+        found = Path(snapshot_download(repo, revision=revision, allow_patterns=list(files)))
     except GatedRepoError:
         raise ModelError(f"{name}: a gated repository: accept its terms, then `hf auth login`, or HF_TOKEN") from None
     except RevisionNotFoundError:
@@ -66,6 +67,6 @@ def _snapshot(repo: str, revision: str, code: bool) -> Path:
         raise ModelError(f"{where} was not asked or did not answer: {why}, and the cache does not hold it") from None
     except (HfHubHTTPError, OSError) as error:
         raise ModelError(f"{where} does not give it: {str(error).strip().splitlines()[0]}") from error
-    if not any(found.glob("*.safetensors")):
+    if WANTED[0] in files and not any(found.glob("*.safetensors")):
         raise ModelError(f"{name}: the repository holds no safetensors weights, and Fathom opens nothing else")
     return found

@@ -23,6 +23,7 @@ COMMANDS = {
     "recipes": "list the recipes that come with Fathom, or copy one",
     "deepen": "add mechanisms to a pretrained model without changing its output, and write a recipe to train it",
     "export": "write a run or a model as a Hugging Face directory",
+    "check": "compare Fathom with transformers' own class on a model's configuration",
     "mechanisms": "list the mechanisms, and what each would add to a model",
     "compare": "compare mechanisms fairly: same tokens, same initial values, several seeds",
     "ladder": "compare mechanisms at several model sizes: the compute that would match them, and its trend",

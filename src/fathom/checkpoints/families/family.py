@@ -28,6 +28,19 @@ SHARED = (
 
 
 @dataclass(frozen=True)
+class Rounding:
+    """Why a family's class and Fathom differ in the last bits of a logit, and by how much at most."""
+
+    reason: str
+    float32: float = 4e-6
+    """The largest difference, relative to the largest logit."""
+    bfloat16: float = 0.03
+
+
+ONE_PRODUCT = Rounding("the class computes queries, keys and values in one product, Fathom in three")
+
+
+@dataclass(frozen=True)
 class Family:
     """One family of decoders."""
 
@@ -43,6 +56,8 @@ class Family:
     """Patterns of unused tensors in its checkpoints."""
     shared: tuple[str, ...] = SHARED
     """The keys that it shares with Llama."""
+    rounding: Rounding | None = None
+    """Why its logits may differ from Fathom's in their last bits; None if they are equal."""
 
 
 def known_as(kind: str, config: Values) -> tuple[PreTrainedConfig, Values]:

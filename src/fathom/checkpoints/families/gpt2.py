@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from transformers import PreTrainedConfig
 
-from fathom.checkpoints.families.family import Family, Values
+from fathom.checkpoints.families.family import ONE_PRODUCT, Family, Values
 from fathom.checkpoints.families.tensors import projections, renamed, stacked, transposed
 from fathom.models import FathomConfig
 
@@ -70,4 +70,4 @@ RULES = (
     ),
 )
 
-GPT2 = Family("gpt2", switches, back, RULES, (r"\.attn\.(masked_)?bias\Z",), KEYS)
+GPT2 = Family("gpt2", switches, back, RULES, (r"\.attn\.(masked_)?bias\Z",), KEYS, ONE_PRODUCT)

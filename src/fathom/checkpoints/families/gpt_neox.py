@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from transformers import PreTrainedConfig
 
-from fathom.checkpoints.families.family import SHARED, Family, Values
+from fathom.checkpoints.families.family import ONE_PRODUCT, SHARED, Family, Values
 from fathom.checkpoints.families.tensors import interleaved, renamed
 from fathom.models import FathomConfig
 
@@ -54,4 +54,4 @@ RULES = (
 )
 UNREAD = (r"attention\.(masked_)?bias\Z", r"rotary_emb\.inv_freq\Z")
 
-GPT_NEOX = Family("gpt_neox", switches, back, RULES, UNREAD, KEYS)
+GPT_NEOX = Family("gpt_neox", switches, back, RULES, UNREAD, KEYS, ONE_PRODUCT)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from transformers import PreTrainedConfig
 
-from fathom.checkpoints.families.family import SHARED, Family, Values, windows
+from fathom.checkpoints.families.family import SHARED, Family, Rounding, Values, windows
 from fathom.checkpoints.families.llama import with_window
 from fathom.checkpoints.families.tensors import projections, stacked
 from fathom.models import FathomConfig
@@ -32,4 +32,6 @@ RULES = (
     stacked(f"{OURS}mlp.gate_up_proj.weight", [f"{OURS}mlp.{n}_proj.weight" for n in ("gate", "up")], halves),
 )
 
-PHI3 = Family("phi3", switches, with_window, RULES, (), KEYS)
+STRIDED = Rounding("the class applies SiLU to one half of a fused product, and torch rounds a strided tensor otherwise")
+
+PHI3 = Family("phi3", switches, with_window, RULES, (), KEYS, STRIDED)

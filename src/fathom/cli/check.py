@@ -1,0 +1,93 @@
+"""`fathom check MODEL`."""
+
+from __future__ import annotations
+
+import textwrap
+from argparse import Namespace
+from typing import TYPE_CHECKING
+
+from fathom.cli.parser import Parser
+from fathom.report.results import to_json
+from fathom.report.tables import PlainTable, line_width, print_report
+
+if TYPE_CHECKING:
+    from fathom.checkpoints.proof import Check, Comparison
+
+MORE = """
+Both open a small copy of config.json with the same random weights, and run the
+same texts. The model's own weights are not used."""
+EXAMPLE = """example:
+  fathom check path/to/model
+  fathom check org/name        downloads config.json only
+
+exit code: 0 if all logits agree, 1 if some differ, 2 if Fathom does not open the
+model or there is no class to compare with"""
+WIDTH = 100
+"""Characters of a line of prose."""
+
+
+def add(parser: Parser) -> None:
+    """Add the command's arguments."""
+    parser.description = f"{parser.description or ''}\n{MORE}".strip()
+    parser.epilog = EXAMPLE
+    parser.add_argument(
+        "model", help="a model directory, a directory with a config.json alone, or org/name[@revision] on the Hub"
+    )
+    parser.add_argument("--json", action="store_true", help="print the result for a program")
+
+
+def run(options: Namespace) -> int:
+    """Print the comparisons; 1 if one does not agree."""
+    from fathom.checkpoints.proof import check
+
+    found = check(options.model)
+    if options.json:
+        print(to_json(found))
+    else:
+        print_report([_table(found)], "\n\n".join(_filled(found)), None)
+    return 0 if found.agrees else 1
+
+
+def _table(found: Check) -> PlainTable:
+    """A row for each way of running the models, a column for each number format."""
+    rows: dict[str, dict[str, str]] = {}
+    for one in found.comparisons:
+        rows.setdefault(one.way, {})[one.dtype] = _cell(one)
+    dtypes = list(dict.fromkeys(one.dtype for one in found.comparisons))
+    caption = f"Fathom and {found.compared_with}: largest difference of a logit"
+    return caption, ["", *dtypes], [[way, *(cells.get(dtype, "") for dtype in dtypes)] for way, cells in rows.items()]
+
+
+def _cell(one: Comparison) -> str:
+    if one.difference == 0:
+        return "equal"
+    return f"{one.difference:.1e}" + ("" if one.agrees else " DIFFERS")
+
+
+def _filled(found: Check) -> list[str]:
+    """The remarks and the verdict, as paragraphs."""
+    width = min(line_width(), WIDTH)
+    return [
+        textwrap.fill(text, width, break_long_words=False, break_on_hyphens=False)
+        for text in (*_remarks(found), _verdict(found))
+    ]
+
+
+def _remarks(found: Check) -> list[str]:
+    """What was compared, and what was not."""
+    crossed = f" They are longer than {' and '.join(found.crossed)}." if found.crossed else ""
+    texts = f"Texts of {found.tokens} tokens, on a small copy of config.json with random weights.{crossed}"
+    differences = [one for one in found.comparisons if one.difference]
+    if differences:
+        texts += " Differences are relative to the largest logit."
+    if found.rounding and any(one.agrees for one in differences):
+        texts += f" Rounding differs: {found.rounding}."
+    left_out = f"{', '.join(found.left_out)}: not compared, because the copy's weights are not quantised."
+    return [texts, *([left_out] if found.left_out else [])]
+
+
+def _verdict(found: Check) -> str:
+    if found.agrees:
+        weights = "its weights were not read" if found.weights else "the directory has no weights"
+        return f"{found.model}: Fathom computes what {found.compared_with} computes ({weights})."
+    return f"{found.model}: Fathom computes something else than {found.compared_with}."
