@@ -40,6 +40,7 @@ from fathom.models.registry import MECHANISMS
 from fathom.recipe import describe, load_recipe, parse_recipe
 from fathom.settings import read_values
 from tests.processes import Command
+from tests.session import Sessions
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -104,6 +105,7 @@ BRIEFLY = {
     "1_000_000": "2_000",
     "=4096": "=300",
     "tokenizer=1024": "tokenizer=300",
+    'load_recipe("demo"': 'load_recipe("recipes/demo.yaml"',
 }
 
 
@@ -383,10 +385,10 @@ def world(template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
 
 
 class Reader:
-    """Somebody who types a page, line for line."""
+    """Somebody who types a page, line for line: commands, and Python in a session of its own."""
 
-    def __init__(self) -> None:
-        self.names: dict = {"__name__": "a_page"}
+    def __init__(self, sessions: Sessions) -> None:
+        self.sessions, self.session = sessions, None
         self.server: Command | None = None
         self.port = 8000
 
@@ -456,6 +458,8 @@ class Reader:
         self.port = int(match[1])
 
     def stop(self) -> None:
+        if self.session is not None:
+            self.session.close()
         if self.server is not None:
             self.server.signal(signal.SIGTERM)
             try:
@@ -474,7 +478,15 @@ class Reader:
         if mechanism := WRITTEN.get(step.page.stem):
             as_module(mechanism, source, step.page)
         else:
-            exec(compile(source, str(step.page), "exec"), self.names)
+            self.session = self.session or self.sessions.start(Path.cwd(), {"HF_HUB_OFFLINE": "1"})
+            self.session.run(source, str(step.page))
+
+
+@pytest.fixture(scope="module")
+def sessions() -> Iterator[Sessions]:
+    running = Sessions()
+    yield running
+    running.stop()
 
 
 FOLLOWED = [page for page in PAGES if items(page)]
@@ -500,24 +512,31 @@ LONG = (
 @pytest.mark.parametrize(
     "page", [pytest.param(p, marks=pytest.mark.slow) if name_of(p) in LONG else p for p in FOLLOWED], ids=name_of
 )
-def test_a_page_does_what_it_says(page: Path, world: Path) -> None:
-    Reader().follow(page)
+def test_a_page_does_what_it_says(page: Path, world: Path, sessions: Sessions) -> None:
+    Reader(sessions).follow(page)
 
 
-def test_a_page_that_promises_too_much_is_caught(world: Path) -> None:
+def test_models_open_other_families_wherever_they_are_imported_from(world: Path, sessions: Sessions) -> None:
+    session = sessions.start(world, {})
+    session.run("from fathom.models import FathomForCausalLM\nFathomForCausalLM.from_pretrained('path/to/llama')")
+    session.close()
+
+
+def test_a_page_that_promises_too_much_is_caught(world: Path, sessions: Sessions) -> None:
     """The negative control: each of these pages has one fault."""
     for fault in (
         "```\nfathom generate runs/tiny 'To fathom is' --loudly\n```\n",
         "```console\n$ fathom train recipes/tiny.yaml optim.speed=3 --run runs/new\n```\n",
         "```\nfathom evaluate runs/tiny \\\n  --perplexity nowhere/\n```\n",
         "```python\nfrom fathom.models import Nothing\n```\n",
+        "```python\nimport fathom\n\nfathom.checkpoints.families.known()  # imported by other tests\n```\n",
         "```\nmake haste\n```\n",
         "```\ntorchrun --ranks 8 -m fathom train recipes/3b.yaml\n```\n",
     ):
         Path("page.md").write_text(f"# A page\n\n{fault}")
         assert items(Path("page.md"))
         with pytest.raises(AssertionError, match=r"^page.md:4: "):
-            Reader().follow(Path("page.md"))
+            Reader(sessions).follow(Path("page.md"))
 
 
 # What a page names in passing.

@@ -1,11 +1,13 @@
 """Checkpoints of other projects: the hook for their reader, which is empty in an export.
 
-`fathom.checkpoints.families` sets it on import, which every function of `fathom` that opens a model triggers. An
-exported checkpoint is Fathom's own, so its copy of this folder needs no reader.
+`fathom.checkpoints.families` sets it on import, which `fathom.register()` triggers, and so does the first checkpoint
+of another project that a model opens. An exported checkpoint is Fathom's own, so its copy of this folder needs no
+reader.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
@@ -49,12 +51,16 @@ class Reader:
         return None
 
 
-_readers = [Reader()]
+_readers: list[Reader] = []
 
 
 def reader() -> Reader:
-    """The reader of other projects' checkpoints."""
-    return _readers[-1]
+    """The reader of other projects' checkpoints; the first call lets the package around this folder set it."""
+    if not _readers:
+        register = getattr(sys.modules.get(__name__.partition(".")[0]), "register", None)
+        if register is not None:
+            register()
+    return _readers[-1] if _readers else Reader()
 
 
 def read_with(found: Reader) -> None:
