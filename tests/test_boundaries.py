@@ -103,7 +103,7 @@ BY_NAME = {
     ("fathom.lineage.publishing", "__getattr__"),
     ("fathom.cli.main", "_dispatch"),
     ("fathom.kernels", "use"),
-    *(("fathom.data.sources", "_require"), ("fathom.kvcache.rope", "_code")),  # of other people's
+    *(("fathom.data.sources", "_require"), ("fathom.kvcache.rope", "_modelling")),  # of other people's
 }
 """Functions that import a module by a name that they look up."""
 

@@ -34,6 +34,7 @@ LLAMA3 = dict(
     original_max_position_embeddings=64,
     rope_theta=10_000.0,
 )
+PROPORTIONAL = dict(rope_type="proportional", rope_theta=10_000.0, partial_rotary_factor=0.5)
 LINEAR = dict(rope_type="linear", factor=4.0, rope_theta=10_000.0)
 
 REFUSED: dict[str, tuple[str, dict]] = {"hunyuan": ("hunyuan_v1_dense", {})}
@@ -47,6 +48,7 @@ MODELS: dict[str, tuple[str, dict]] = {
     "qwen3-yarn": ("qwen3", dict(rope_parameters=YARN)),
     "llama": ("llama", {}),
     "llama-llama3": ("llama", dict(rope_parameters=LLAMA3)),
+    "llama-proportional": ("llama", dict(rope_parameters=PROPORTIONAL)),
     "llama-linear": ("llama", dict(rope_parameters=LINEAR)),
     "mistral": ("mistral", dict(sliding_window=None)),
     "mistral-sliding": ("mistral", dict(sliding_window=N)),
@@ -95,6 +97,17 @@ MODELS: dict[str, tuple[str, dict]] = {
     "persimmon": ("persimmon", dict(num_key_value_heads=4, hidden_size=64)),
     "bitnet": ("bitnet", dict(hidden_size=64)),
     "lfm2": ("lfm2", {}),
+    "gpt_oss": (
+        "gpt_oss",
+        dict(
+            sliding_window=20,
+            layer_types=[SLIDING, FULL, FULL],
+            rope_parameters=dict(rope_type="default", rope_theta=10_000.0),
+            num_local_experts=2,
+            num_experts_per_tok=1,
+            attn_implementation="eager",
+        ),
+    ),
     "afmoe": ("afmoe", dict(sliding_window=N)),
     "fathom": ("vanilla", {}),
     "depth_attention": ("depth_attention", {}),

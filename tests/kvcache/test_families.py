@@ -26,8 +26,8 @@ LENGTH = 140
 class Family(Oracle):
     """One layer of any family: rotation, scale and cap are its own."""
 
-    def __init__(self, module, method, scale, cap, rotated):
-        self.method, self.scale, self.cap, self.rotated = method, scale, cap, rotated
+    def __init__(self, module, method, scale, cap, rotated, sink=None):
+        self.method, self.scale, self.cap, self.rotated, self.sink = method, scale, cap, rotated, sink
         self.n, self.s, self.l = N, 4, N - 5 if method == "sinks" else 28
         self.module, self.config = module, module.config
 
@@ -76,7 +76,11 @@ class Family(Oracle):
             scores = np.tanh(scores / self.cap) * self.cap
         if sees is not None:
             visible &= ~np.tri(*visible.shape, visible.shape[1] - visible.shape[0] - sees, dtype=bool)
-        return softmax(np.where(visible, scores, -np.inf)) @ np.repeat(values, len(q) // len(values), 0)
+        scores = np.where(visible, scores, -np.inf)
+        if self.sink is not None:  # one more score per head, of an entry without a value
+            sinks = np.broadcast_to(self.sink[:, None, None], (*scores.shape[:2], 1))
+            return softmax(np.concatenate([scores, sinks], -1))[..., :-1] @ np.repeat(values, len(q) // len(values), 0)
+        return softmax(scores) @ np.repeat(values, len(q) // len(values), 0)
 
     def expected_attention(self, keys, queries, values, future=512):
         factor = self.scale * np.sqrt(keys.shape[-1])  # the base class divides by √d
@@ -97,12 +101,13 @@ def softmax(scores):
 
 def attention(module, query, key, value, mask=None, scaling=None, softcap=None, sliding_window=None, **kwargs):
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    sink = kwargs["s_aux"].detach().double().numpy() if "s_aux" in kwargs else None
     kinds = getattr(module.config, "layer_types", None)
     if kinds and kinds[module.layer_idx] == "full_attention":
         sliding_window = None
     out = []
     for row in zip(query, key, value, strict=True):
-        oracle = Family(module, module.config.oracle_method, scale, softcap, still(module))
+        oracle = Family(module, module.config.oracle_method, scale, softcap, still(module), sink)
         q, k, v = (x.detach().double().numpy() for x in row)
         q, k = oracle.rotate(q, 0, -1), oracle.rotate(k, 0, -1)
         out.append(torch.from_numpy(oracle(q, k, v, sliding_window)))
@@ -132,7 +137,7 @@ def truth_of(case, method, ids):
     return model(ids, use_cache=False).logits
 
 
-@pytest.mark.quick(*(f"{case}-freqkv" for case in FEW), "qwen3-tova", "gemma2-tova")
+@pytest.mark.quick(*(f"{case}-freqkv" for case in FEW), "qwen3-tova", "gemma2-tova", "gpt_oss-tova")
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("case", THEIRS)
 def test_oracle_on_every_family(case, method):

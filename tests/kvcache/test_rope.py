@@ -15,7 +15,20 @@ from tests.models.cases import config_of
 from .cases import SHAPE, model_of
 
 
-@pytest.mark.parametrize("case", ["qwen3-yarn", "llama-llama3", "llama-linear", "cohere", "stablelm", "gemma3", "loop"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "qwen3-yarn",
+        "llama-llama3",
+        "llama-linear",
+        "llama-proportional",
+        "cohere",
+        "stablelm",
+        "gemma3",
+        "gpt_oss",
+        "loop",
+    ],
+)
 def test_turns_add_up(case):
     """R(5) R(−2) = R(3), lengths stay, and a shift common to all entries is one shift of each."""
     rope, x = Rope(model_of(case).config).plan[0], torch.randn(1, 2, 10, 16, dtype=torch.float64)
@@ -97,15 +110,30 @@ def of(kind, **changes):
     return AutoConfig.for_model(kind, **{**SHAPE, **changes})
 
 
+def renamed(kind, rope_type):
+    config = of(kind)
+    config.rope_parameters["rope_type"] = rope_type
+    return config
+
+
 LONGROPE = dict(rope_type="longrope", short_factor=[1.0] * 4, long_factor=[2.0] * 4, factor=4.0)
 REFUSED = {
     "dynamic": (
         lambda: of("llama", rope_parameters=dict(rope_type="dynamic", factor=2.0)),
         "'dynamic' changes its angles",
     ),
-    "longrope": (lambda: of("phi3", rope_parameters=LONGROPE), "set rope_type to one of default, linear, llama3, yarn"),
+    "longrope": (
+        lambda: of("phi3", rope_parameters=LONGROPE),
+        "set rope_type to one of default, linear, llama3, proportional, yarn",
+    ),
     "latent": (lambda: of("deepseek_v3"), r"latent keys \(MLA\), which cannot be turned back; use method 'full'"),
     "learned": (lambda: AutoConfig.for_model("gpt2"), "gpt2 has no rotary embedding, so its keys hold positions"),
+    "own code": (lambda: AutoConfig.for_model("gptj"), "gptj rotates its keys in code of its own"),
+    "unknown": (lambda: renamed("llama", "new"), "'new' is not known here"),
+    "hybrid": (
+        lambda: of("lfm2", layer_types=["full_attention", "conv", "full_attention"]),
+        "layer 1 is conv, and compressed caches know only full_attention and sliding_attention layers",
+    ),
     "chunked": (lambda: of("llama4_text", num_hidden_layers=2), "layer 0 is chunked_attention"),
     "sliding": (lambda: of("mistral", sliding_window=32), "set window to 32 or less"),
     "after_rope": (lambda: config_of("vanilla", k_norm_position="after_rope"), "'after_rope' scales turned keys"),

@@ -26,7 +26,8 @@ from fathom.models.rotary import RotaryEmbedding
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-POSITION_LINEAR = ("default", "linear", "llama3", "yarn")
+POSITION_LINEAR = ("default", "linear", "llama3", "proportional", "yarn")
+CHANGING = ("dynamic", "longrope")
 ATTENDING = ("full_attention", "sliding_attention")
 PLACE, TOKENS = 37, 6
 """How a model is asked: the same TOKENS tokens at position 0 and at position PLACE."""
@@ -63,8 +64,11 @@ class Turn(Still):
         self.embed, self.apply, self.kind = embed, apply, kind
         self._prefix = f"{kind}_" if kind is not None and hasattr(embed, f"{kind}_inv_freq") else ""
         self.scale: float = getattr(embed, f"{self._prefix}attention_scaling", 1.0)
-        self.angles: bytes = getattr(embed, f"{self._prefix}inv_freq").float().numpy().tobytes()
+        angles: Tensor = getattr(embed, f"{self._prefix}inv_freq")
+        self.angles: bytes = angles.float().numpy().tobytes()
         """The angle per position of each pair of channels; models with equal angles can share keys."""
+        self.rotated = 2 * len(angles)
+        """The channels that are rotated; cosines may have one column for each of them, or one for each pair."""
         self._tables: dict[tuple[int, int, torch.dtype, torch.device], tuple[Tensor, Tensor]] = {}
 
     def adopt(self, embed: nn.Module) -> None:
@@ -90,7 +94,7 @@ class Turn(Still):
         return self._turned(x, cos.mean(1, keepdim=True), sin.mean(1, keepdim=True))
 
     def _turned(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        turned, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
+        turned, rest = x[..., : self.rotated], x[..., self.rotated :]
         # the function rotates queries and keys alike; here there are no queries
         turned = self.apply(turned[:, :0], turned, cos, sin)[1]
         return torch.cat([turned, rest], dim=-1) if rest.shape[-1] else turned
@@ -159,19 +163,28 @@ _ASKED: WeakKeyDictionary[PreTrainedModel, list[str | None]] = WeakKeyDictionary
 
 def _code(config: PreTrainedConfig) -> ModuleType:
     """The modelling code of a configuration's family."""
+    code = _modelling(config)
+    if _embedding(code) is None or not hasattr(code, "apply_rotary_pos_emb"):
+        raise ValueError(_no_rotary(config))
+    return code
+
+
+def _modelling(config: PreTrainedConfig) -> ModuleType:
     if config.model_type == "fathom":
         return import_module("transformers.models.qwen3.modeling_qwen3")
     package, _, name = type(config).__module__.rpartition(".")
     try:
-        code = import_module(f"{package}.{name.replace('configuration_', 'modeling_', 1)}")
+        return import_module(f"{package}.{name.replace('configuration_', 'modeling_', 1)}")
     except ImportError as error:
         raise ValueError(f"{config.model_type}: its modelling code does not open ({error}); use 'full'") from None
-    if _embedding(code) is None or not hasattr(code, "apply_rotary_pos_emb"):
-        raise ValueError(
-            f"{config.model_type} has no rotary embedding, so its keys hold positions that cannot be moved; "
-            "use method 'full'"
-        )
-    return code
+
+
+def _no_rotary(config: PreTrainedConfig) -> str:
+    """Why the keys of a family without a rotary embedding of the usual form cannot be moved."""
+    kind = config.model_type
+    if any("rotary" in name for name in vars(_modelling(config))):
+        return f"{kind} rotates its keys in code of its own, without a rotary embedding that could be read; use 'full'"
+    return f"{kind} has no rotary embedding, so its keys hold positions that cannot be moved; use method 'full'"
 
 
 def _embedding(code: ModuleType) -> type[nn.Module] | None:
@@ -265,20 +278,23 @@ def refuse(config: PreTrainedConfig, window: int) -> None:
         raise ValueError(f"{kind} keeps latent keys (MLA), which cannot be turned back; use method 'full'")
     if kind == "fathom":
         _refuse_fathom(config)
-    rope = getattr(config, "rope_parameters", None)
-    if not rope:
-        raise ValueError(
-            f"{kind} has no rotary embedding, so its keys hold positions that cannot be moved; use method 'full'"
-        )
-    for one in [part for part in rope.values() if isinstance(part, dict)] or [rope]:
-        if one.get("rope_type", "default") not in POSITION_LINEAR:
-            raise ValueError(
-                f"RoPE scaling {one['rope_type']!r} changes its angles with the length of the text, so stored keys "
-                f"cannot be moved; set rope_type to one of {', '.join(POSITION_LINEAR)}, or use method 'full'"
-            )
     for layer, layer_type in enumerate(getattr(config, "layer_types", None) or ()):
         if layer_type not in ATTENDING:
-            raise ValueError(f"layer {layer} is {layer_type}, and only attention layers keep keys; use method 'full'")
+            raise ValueError(
+                f"layer {layer} is {layer_type}, and compressed caches know only {' and '.join(ATTENDING)} layers; "
+                "use method 'full'"
+            )
+    rope = getattr(config, "rope_parameters", None)
+    if not rope:
+        raise ValueError(_no_rotary(config))
+    for one in [part for part in rope.values() if isinstance(part, dict)] or [rope]:
+        rope_type = one.get("rope_type", "default")
+        if rope_type not in POSITION_LINEAR:
+            reason = "changes its angles with the length of the text" if rope_type in CHANGING else "is not known here"
+            raise ValueError(
+                f"RoPE scaling {rope_type!r} {reason}, so stored keys cannot be moved; set rope_type to one of "
+                f"{', '.join(POSITION_LINEAR)}, or use method 'full'"
+            )
     if all(left_alone(config, layer, window) for layer in range(config.num_hidden_layers)):
         raise ValueError(
             f"all layers of this model see {config.sliding_window} tokens, so its own cache is bounded already: "
