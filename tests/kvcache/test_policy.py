@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import threading
 from pathlib import Path
@@ -14,12 +15,14 @@ from fathom.checkpoints.open import open_checkpoint
 from fathom.cli.main import main
 from fathom.errors import SettingsError
 from fathom.inference import engine, gate
+from fathom.inference.conversation import chat
 from fathom.inference.engine import Engine, Job
 from fathom.inference.generate import generate
 from fathom.inference.sampling import Choice
 from fathom.inference.settings import Sampling
 from fathom.kvcache import Schedule, build_cache, compress_in_training
 from fathom.kvcache.policy import CacheOptions, Policy, choose
+from tests.inference.talker import TEMPLATE
 from tests.tiny import TEXT, export_tiny
 
 FREQKV = Policy("freqkv", 16, 2, 0.5)
@@ -62,6 +65,16 @@ def test_a_text_may_outgrow_the_context(opened) -> None:
     model, tokenizer = opened
     sampling = Sampling(70, temperature=0, memory=FREQKV, options={"eos_token_id": 383, "repetition_penalty": 1.3})
     assert generate(model, tokenizer, TEXT[0], sampling).tokens == 70 > model.config.max_position_embeddings
+
+
+def test_a_conversation_may_outgrow_the_context(opened) -> None:
+    model, tokenizer = opened
+    tokenizer = copy.copy(tokenizer)
+    tokenizer.chat_template = TEMPLATE
+    for memory in (Policy("drop", 16, 2), None):
+        said: list[str] = []
+        chat(model, tokenizer, Sampling(2, temperature=0, memory=memory), iter([f"{TEXT[0]}\n"] * 3), said.append)
+        assert ("starts over" in "".join(said)) == (memory is None)  # the control: without one there is no room
 
 
 @pytest.mark.parametrize("policy", [FREQKV, Policy("sinks", 16, 2, 0.5)])
@@ -126,7 +139,7 @@ def test_the_command(directory: Path, tmp_path: Path, capsys: pytest.CaptureFixt
         (["--kvcache", "dct", "--kvcache-window", "8"], "--kvcache dct: allowed: full, average"),
         (["--kvcache-window", "8"], "--kvcache-window 8: give --kvcache with it"),
         ([*WORDS[:4], "--kvcache-sinks", "9"], "--kvcache freqkv: a window of 16 with 9 sinks"),
-        (["--kvcache", "full", "--kvcache-ratio", "0.5"], "--kvcache-ratio 0.5: give --kvcache with it"),
+        (["--kvcache", "full", "--kvcache-ratio", "0.5"], "--kvcache-ratio 0.5: --kvcache full holds every entry"),
         (["--kvcache-kept", "7"], "--kvcache-kept 7: give --kvcache with it"),
         ([*WORDS, "--kvcache-kept", "14"], "--kvcache freqkv: a window of 16 with 2 sinks can keep 1 to 13"),
         (

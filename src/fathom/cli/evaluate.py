@@ -120,9 +120,10 @@ def run(options: Namespace) -> int:
         raise SettingsError(f"{alone[0]} needs --kvcache METHODS")
     if options.needles and options.no_needles:
         raise SettingsError("--needles and --no-needles exclude each other")
+    for name in ("benchmark", "deepened"):
+        if options.kvcache and getattr(options, name):
+            raise SettingsError(f"--{name} and --kvcache exclude each other")
     if options.benchmark is not None:
-        if options.kvcache:
-            raise SettingsError("--benchmark and --kvcache exclude each other")
         pair = evaluate_pair(options.checkpoints, options.benchmark, settings)
         if options.json:
             print(to_json(pair))

@@ -109,15 +109,13 @@ def cache_policy(method: str, recorded: object, options: CacheOptions) -> Policy
         raise SettingsError(f"`kvcache_ratio={ratio}` and `kvcache_kept={kept}`: give one of them")
     was: dict[str, object] = recorded if isinstance(recorded, dict) else {}
     known = {"sinks": SINKS, "ratio": RATIO, "kept": None, **was}
-    without_ratio = method in METHODS and not METHODS[method].has_ratio
-    if ratio is not None and without_ratio:
-        raise SettingsError(
-            f"`kvcache_ratio={ratio}`: {method} lets one token go at a time; give `kvcache_kept` for several at once"
-        )
+    has_ratio = method not in METHODS or METHODS[method].has_ratio
+    if ratio is not None and not has_ratio:
+        raise SettingsError(without_ratio(method, ratio))
     # the recorded values may belong to another schedule than the requested one
-    if kept is not None or without_ratio:
+    if kept is not None or not has_ratio:
         known["ratio"] = RATIO
-    if window is not None or ratio is not None or (without_ratio and was.get("method") != method):
+    if window is not None or ratio is not None or (not has_ratio and was.get("method") != method):
         known["kept"] = None
     known |= options.given()
     if method not in WHOLE and known.get("window") is None:
@@ -126,6 +124,11 @@ def cache_policy(method: str, recorded: object, options: CacheOptions) -> Policy
         )
     schedule = {key: known.get(key) for key in ("window", "sinks", "ratio", "kept")}
     return Policy(method, **schedule)  # type: ignore[arg-type]
+
+
+def without_ratio(method: str, ratio: float) -> str:
+    """The refusal of a ratio for a method that has none."""
+    return f"`kvcache_ratio={ratio}`: {method} lets one token go at a time; give `kvcache_kept` for several at once"
 
 
 def choose(
@@ -139,7 +142,10 @@ def choose(
     """
     if method in (None, "full"):
         for name, value in options.given().items():
-            raise SettingsError(f"kvcache_{name}={value}: give `kvcache` with it")
+            reason = (
+                "give `kvcache` with it" if method is None else "`kvcache=full` holds every entry and has no schedule"
+            )
+            raise SettingsError(f"kvcache_{name}={value}: {reason}")
         return None
     if method not in NAMES:
         raise SettingsError(f"kvcache={method}: allowed: {', '.join(NAMES)}")

@@ -169,6 +169,23 @@ def test_without_text_there_are_needles_and_costs(here: Path, capsys: pytest.Cap
         (["--kvcache-kept", "7", "--tasks", "piqa"], "--kvcache-kept 7 needs --kvcache"),
         (["--kvcache-kept", "7", "--benchmark", "DIR"], "--kvcache-kept 7 needs --kvcache"),
         (["--at", "2x", "--benchmark", "DIR"], "--at 2x needs --kvcache"),
+        *(
+            (["--kvcache", "drop", *SCHEDULE, *words], f"{words[0]} and --kvcache exclude each other")
+            for words in (
+                ["--stride", "3"],
+                ["--context", "17"],
+                ["--num-fewshot", "0"],
+                ["--deepened"],
+                ["--apply-chat-template"],
+                ["--batch-size", "2"],
+                ["--include", "DIR"],
+                ["--task-data", "DIR"],
+                ["--max-trips", "1"],
+            )
+        ),
+        (["--kvcache", "drop", *SCHEDULE, "--no-needles", "--questions", "999"], "--questions 999: nothing is asked"),
+        (["--kvcache", "drop", *SCHEDULE, "--no-needles", "--compressions", "7"], "--compressions 7: nothing is asked"),
+        (["--kvcache", "sinks,full", *SCHEDULE, "--kvcache-ratio", "0.3"], "--kvcache-ratio 0.3: sinks lets one token"),
         (["--kvcache", "freqkv", *SCHEDULE, "--kvcache-kept", "30"], "--kvcache: a window of 32 with 2 sinks can keep"),
         (["--kvcache", "freqkv", *SCHEDULE, "--at", "99x", "--perplexity", "TEXTS"], "no document has 3,169 tokens"),
     ],

@@ -37,7 +37,7 @@ from fathom.evaluation.clock import Clock
 from fathom.evaluation.perplexity import Domain, encoder
 from fathom.evaluation.scoring import Checkpoint, Settings, kept, name_checkpoints
 from fathom.kvcache import METHODS, NAMES, Schedule, build_cache
-from fathom.kvcache.policy import CacheOptions, Policy, cache_policy
+from fathom.kvcache.policy import CacheOptions, Policy, cache_policy, without_ratio
 from fathom.kvcache.whole import WHOLE
 from fathom.report import html
 from fathom.report.files import read_json
@@ -57,6 +57,17 @@ QUESTIONS = 300
 DECODED = 64
 """Tokens decoded at every length; more if no compression would happen among them."""
 READ_AT_ONCE = 4096
+WITHOUT_CACHES = (
+    "max_trips",
+    "context",
+    "stride",
+    "num_fewshot",
+    "apply_chat_template",
+    "include",
+    "task_data",
+    "batch_size",
+)
+"""Settings of other evaluations, which mean nothing here."""
 
 T = TypeVar("T")
 
@@ -102,8 +113,9 @@ class Asked:
 
 def evaluate_caches(checkpoints: Sequence[str | Path], settings: Settings, asked: Asked) -> CacheReport:
     """Evaluate every checkpoint with every cache; returns what `report.json` holds."""
-    if settings.max_trips is not None:
-        raise SettingsError("`max_trips` and `kvcache` exclude each other")
+    for name in WITHOUT_CACHES:
+        if (value := getattr(settings, name)) is not None and value is not False:
+            raise SettingsError(f"`{name}` and `kvcache` exclude each other")
     named = name_checkpoints(checkpoints, settings)
     domains = settings.texts()
     if asked.needles == "natural" and not domains:
@@ -147,14 +159,21 @@ def ask(
     lengths = _counts(at, "x", f"at={at}: expected numbers of windows, as in 1x,2x,4x")
     refusal = f"compressions={compressions}: expected numbers of compressions, as in 1,2,4"
     counts = COMPRESSIONS if compressions is None else _counts(compressions, "", refusal)
-    questions = QUESTIONS if questions is None else questions
-    if questions < 1:
-        raise SettingsError(f"questions={questions}: allowed: 1 or more")
     words = [word.strip() for word in (tasks or "").split(",") if word.strip()]
     chosen = dict.fromkeys(task for word in words for task in (ruler.TASKS if word == "ruler" else (word,)))
     for task in chosen:
         if task not in ruler.TASKS:
             raise SettingsError(f"tasks={task}: with `kvcache`, allowed: ruler, {', '.join(ruler.TASKS)}")
+    if needles is None and not chosen:
+        for name, value in (("questions", questions), ("compressions", compressions)):
+            if value is not None:
+                raise SettingsError(f"{name}={value}: nothing is asked without needles and `tasks`")
+    questions = QUESTIONS if questions is None else questions
+    if questions < 1:
+        raise SettingsError(f"questions={questions}: allowed: 1 or more")
+    compressed = [method for method in methods if method in METHODS]
+    if options.ratio is not None and compressed and not any(METHODS[method].has_ratio for method in compressed):
+        raise SettingsError(without_ratio(compressed[0], options.ratio))
     return Asked(methods, lengths, options, questions, counts, needles, tuple(chosen))
 
 
