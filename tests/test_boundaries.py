@@ -84,7 +84,7 @@ FOREIGN = {
     "peft": "training.adapters training.build",
     "gguf": "checkpoints.to_gguf checkpoints.gguf",
     "vllm": "inference.vllm_model",
-    "llguidance": "inference.structure",
+    "llguidance": "inference.structure inference.grammar",
     **dict.fromkeys(("trafilatura", "pypdfium2", "py3langid", "datatrove"), "corpus"),
     "fastapi": "inference lens.live",
     **dict.fromkeys(("starlette", "pydantic", "pydantic_core", "uvicorn", "h11"), "inference"),

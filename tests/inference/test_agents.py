@@ -2,6 +2,8 @@
 
 import json
 import re
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -9,7 +11,6 @@ import pytest
 from fathom.checkpoints.open import open_checkpoint
 from fathom.inference import server
 from fathom.inference.api import ChatBody
-from fathom.inference.structure import KEPT
 from tests.inference.notations import ADD, HERMES, LLAMA, NOW, TOOLS, tool
 from tests.inference.served import in_thread, scripted
 from tests.tiny import export_tiny
@@ -164,12 +165,10 @@ def test_a_stop_string_within_a_call(served, stop, arguments, why, stream):
 
 
 def test_many_tools_are_compiled_once(served):
-    """More of them than grammars are kept."""
-    shapes, asked = served.service.shapes, [tool(f"dig_{i}", depth={"type": "integer"}) for i in range(KEPT + 4)]
-    body = ChatBody.model_validate({"messages": ASK, "tools": asked})
-    shapes.grammars.compile.cache_clear()
-    assert shapes.of(body).matcher is shapes.of(body).matcher
-    assert shapes.grammars.compile.cache_info().currsize == 1
+    shapes, asked = served.service.shapes, [tool(f"dig_{i}", depth={"type": "integer"}) for i in range(20)]
+    wanted = shapes.wanted(ChatBody.model_validate({"messages": ASK, "tools": asked}))
+    assert shapes.ready(wanted) is None
+    assert shapes.compiled(wanted).grammar is shapes.ready(wanted).grammar
 
 
 def test_arguments_that_are_nested_too_deeply(served):
@@ -254,9 +253,78 @@ def test_a_template_without_tools_says_so(folder):
 
 def test_without_the_library_the_answer_says_what_to_install(served, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
-    body = served.post("/v1/chat/completions", messages=ASK, response_format=FORMAT)[1]
+    body = served.post("/v1/chat/completions", messages=ASK, **schema(const="not compiled yet"))[1]
     assert "pip install '.[serve]'" in body["error"]["message"]
     assert served.post("/v1/chat/completions", messages=ASK, max_tokens=2)[0] == 200
+
+
+NAMES = ["<|im_end|>", "<|endoftext|>", "a<|im_start|>b"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "texts"),
+    [
+        (schema(enum=NAMES), [json.dumps(name) for name in NAMES]),
+        (schema(const=NAMES[0]), [json.dumps(NAMES[0])]),
+        ({"structured_outputs": {"choice": NAMES}}, NAMES),
+        ({"structured_outputs": {"regex": r"x<\|im_end\|>y"}}, ["x<|im_end|>y"]),
+        ({"structured_outputs": {"grammar": 'start: "<|im_end|>" "z"'}}, ["<|im_end|>z"]),
+    ],
+)
+def test_texts_that_look_like_special_tokens(served, fields, texts):
+    """A text of the grammar, and not what stands before the name of a token that ends texts."""
+    for seed in range(2):
+        body = {"messages": ASK, "temperature": 1, "seed": seed, "max_tokens": 60, "return_token_ids": True}
+        choice = served.post("/v1/chat/completions", **body, **fields)[1]["choices"][0]
+        assert choice["finish_reason"] == "stop" and choice["message"]["content"] in texts
+        assert not {0, 1} & set(choice["token_ids"][:-1]), "special tokens stand for themselves"
+
+
+def test_arguments_that_look_like_special_tokens(served):
+    own = tool("cut", end={"enum": NAMES})
+    answer = ask(served, tools=[own], tool_choice="required", parallel_tool_calls=False).choices[0]
+    assert answer.finish_reason == "tool_calls"
+    assert json.loads(answer.message.tool_calls[0].function.arguments)["end"] in NAMES
+
+
+def test_a_grammar_that_needs_an_end_token_is_refused(served):
+    """It is no end, but a part of the text, that such a grammar asks for."""
+    asked = {"grammar": 'start: "a" <|endoftext|> "b"'}
+    status, body = served.post("/v1/chat/completions", messages=ASK, structured_outputs=asked, max_tokens=9)
+    assert status == 400 and "needs a token that ends texts" in body["error"]["message"]
+
+
+def test_others_do_not_wait_for_a_grammar(served, monkeypatch):
+    """Neither texts without a grammar nor those whose grammar is compiled; other new grammars do."""
+    free, entered = threading.Event(), threading.Event()
+    grammars = served.service.shapes.grammars
+    compiled = type(grammars).compile
+    assert follows(ask(served, response_format=FORMAT).choices[0].message.content)
+
+    def slow(self, grammar, parts=()):
+        entered.set()
+        assert free.wait(60)
+        return compiled(self, grammar, parts)
+
+    monkeypatch.setattr(type(grammars), "compile", slow)
+    with ThreadPoolExecutor(2) as pool:
+        late = [pool.submit(ask, served, extra_body={"structured_outputs": {"regex": f"[{x}]{{5}}"}}) for x in "xy"]
+        assert entered.wait(60)
+        assert ask(served, max_tokens=3).choices[0].finish_reason == "length"
+        assert follows(ask(served, response_format=FORMAT).choices[0].message.content)
+        assert not any(one.done() for one in late)
+        free.set()
+        assert [one.result().choices[0].message.content for one in late] == ["xxxxx", "yyyyy"]
+
+
+def test_what_a_hostile_pattern_costs(served):
+    """A pattern of 20 characters that forces a million letters: it took a second, and again for every text."""
+    asked = {"structured_outputs": {"regex": "(a{1000}){1000}z2"}, "n": 8, "max_tokens": 4}
+    began = time.process_time()
+    status, body = served.post("/v1/chat/completions", messages=ASK, **asked)
+    spent = time.process_time() - began
+    assert status == 400 or [choice["finish_reason"] for choice in body["choices"]] == ["length"] * 8
+    assert spent < 0.6
 
 
 def test_at_once_as_one_at_a_time(served):

@@ -10,12 +10,14 @@ import torch
 
 from fathom.errors import RequestError, SettingsError
 from fathom.inference import structure
+from fathom.inference.control import special_names
 from fathom.inference.engine import Engine
+from fathom.inference.grammar import choice_grammar, json_grammar, lark_grammar, regex_grammar
 from fathom.inference.sampling import Choice
-from fathom.inference.structure import Grammars, choice_grammar, json_grammar, lark_grammar, regex_grammar
+from fathom.inference.structure import Grammars
 from fathom.models import FathomForCausalLM
 from tests.inference.test_engine import Collected
-from tests.tiny import tiny_config, tiny_tokenizer
+from tests.tiny import in_pieces, tiny_config, tiny_tokenizer
 
 pytest.importorskip("llguidance", reason="llguidance is not installed (the extra serve brings it)")
 END = 0
@@ -149,14 +151,14 @@ def test_what_is_no_grammar_is_refused_in_one_line(grammar, grammars):
 
 
 def test_a_grammar_that_is_too_complex_later_is_the_requests_fault(tokenizer, grammars):
-    constraint = grammars.begin(grammars.compile(regex_grammar("(a?){500}a{500}")))
+    constraint = grammars.begin(grammars.compile(regex_grammar(r"((.|\n){0,90}[a-z]){0,90}")))
     ((_, why),) = texts(model_of({}), tokenizer, [constraint])
     assert isinstance(why, RequestError) and why.code == "grammar_too_complex" and "<state>" not in str(why)
 
 
 def test_a_grammar_that_grows_too_complex_ends_its_own_text_alone(tokenizer, grammars):
     bad, good = (grammars.begin(grammars.compile(regex_grammar("[0-9]{4}"))) for _ in range(2))
-    given_up = {"is_error": True, "is_stopped": True, "consume_token": False}
+    given_up = {"is_error": True, "is_stopped": True, "is_accepting": False, "consume_token": False}
     given_up["get_error"] = "too\ncomplex\n<state>\nTokens: 0"
     bad._matcher = SimpleNamespace(**{name: lambda *_, value=value: value for name, value in given_up.items()})
     (_, why), (text, end), _ = texts(model_of({}), tokenizer, [bad, good, None])
@@ -164,12 +166,64 @@ def test_a_grammar_that_grows_too_complex_ends_its_own_text_alone(tokenizer, gra
     assert re.fullmatch("[0-9]{4}", text) and end == "stop"
 
 
-def test_compiled_grammars_are_kept_but_not_all(grammars):
+def test_compiled_grammars_are_kept_up_to_so_many_bytes(grammars, monkeypatch):
     one = grammars.compile(regex_grammar("once"))
+    monkeypatch.setattr(structure, "KEPT", 4 * one.bytes)
     assert grammars.compile(regex_grammar("once")) is one
-    for i in range(structure.KEPT):
+    for i in range(1000, 1005):
         grammars.compile(regex_grammar(f"{i}"))
     assert grammars.compile(regex_grammar("once")) is not one
+    assert sum(kept.bytes for kept in grammars._kept.values()) <= structure.KEPT
+
+
+def test_a_grammar_that_failed_in_a_text_is_not_kept(tokenizer, grammars):
+    grammar = regex_grammar(r"((.|\n){0,80}[a-z]){0,80}")
+    failing, sound = grammars.compile(grammar), grammars.compile(regex_grammar("sound"))
+    texts(model_of({}), tokenizer, [grammars.begin(failing)])
+    assert grammars.kept(grammar) is None and grammars.kept(regex_grammar("sound")) is sound
+
+
+def test_the_first_mask_is_that_of_all_texts(tokenizer, grammars):
+    """The engine's thread finds none: eight texts of a letter need none but the first."""
+    compiled = grammars.compile(regex_grammar("[xyz]"))
+    constraints, masks = [grammars.begin(compiled) for _ in range(8)], []
+    for one in constraints:
+        whole = one._matcher
+        counted = {"compute_bitmask": lambda whole=whole: masks.append(1) or whole.compute_bitmask()}
+        names = ("is_error", "is_stopped", "is_accepting", "consume_token", "rollback")
+        one._matcher = SimpleNamespace(**counted, **{name: getattr(whole, name) for name in names})
+    assert {text for text, why in texts(model_of({}), tokenizer, constraints) if why == "stop"} <= set("xyz")
+    assert not masks
+
+
+def test_a_requests_masks_have_so_much_time(tokenizer, grammars):
+    """All texts of a request together; another request's go on."""
+    compiled, clock = grammars.compile(regex_grammar("[a-z]{40}")), structure.Clock()
+    slow, other = [grammars.begin(compiled, clock) for _ in range(2)], grammars.begin(compiled)
+    clock.seconds = structure.FREE + 30 * structure.EACH
+    (_, one), (_, two), (text, why) = texts(model_of({}), tokenizer, [*slow, other])
+    assert {one.code, two.code} == {"grammar_too_complex"} and "too much time" in str(one)
+    assert why == "stop" and len(text) == 40
+    clock.seconds = structure.FREE / 2
+    assert [why for _, why in texts(model_of({}), tokenizer, [grammars.begin(compiled, clock)])] == ["stop"]
+
+
+@pytest.mark.parametrize("make", [tiny_tokenizer, in_pieces])
+def test_a_text_stops_where_its_grammar_accepts(make):
+    """Names of special tokens in the grammar, in two kinds of tokenizers: every mask before the end forbids the end."""
+    tokenizer = make()
+    names = special_names(tokenizer)
+    ends = frozenset(tokenizer.convert_tokens_to_ids(names))
+    own, chance = Grammars(tokenizer, len(tokenizer), ends), random.Random(0)
+    assert names
+    for grammar in (choice_grammar([f"a{name}b" for name in names]), json_grammar({"enum": names})):
+        made, constraint = list[int](), own.begin(own.compile(grammar))
+        while not constraint.complete(made):
+            may = constraint.allowed(made).nonzero()[:, 0].tolist()
+            made.append(chance.choice(may))
+            assert not ends & set(made[:-1]), "an end token ends the text"
+        text = tokenizer.decode([token for token in made if token not in ends]).strip()
+        assert text in {f"a{name}b" for name in names} | {f'"{name}"' for name in names}
 
 
 def test_a_model_without_an_end_ends_where_the_grammar_does(tokenizer):

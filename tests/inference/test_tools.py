@@ -6,7 +6,8 @@ import random
 import pytest
 
 from fathom.errors import SettingsError
-from fathom.inference.structure import Grammars, lark_grammar
+from fathom.inference.grammar import lark_grammar
+from fathom.inference.structure import Grammars
 from fathom.inference.tools import CallReader, Notation, notation, tool_grammar
 from tests.inference.notations import ADD, HERMES, LLAMA, MARKED, NOW, SAY, TOOLS, XML
 from tests.tiny import CHATML, tiny_tokenizer

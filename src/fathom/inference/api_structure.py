@@ -8,14 +8,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from fathom.inference.structure import (
-    ANY_OBJECT,
-    WHITESPACE,
-    choice_grammar,
-    json_grammar,
-    lark_grammar,
-    regex_grammar,
-)
+from fathom.inference.grammar import ANY_OBJECT, WHITESPACE, choice_grammar, json_grammar, regex_grammar
 
 
 class Strict(BaseModel):
@@ -81,13 +74,13 @@ class StructuredOutputs(Strict):
         return self
 
     def grammar_text(self) -> str:
-        """The grammar as made by `structure.py`."""
+        """The grammar as `grammar.py` takes it; GBNF is converted where it is compiled."""
         if self.regex is not None:
             return regex_grammar(self.regex)
         if self.choice is not None:
             return choice_grammar(self.choice)
         if self.grammar is not None:
-            return lark_grammar(self.grammar)
+            return self.grammar
         between = WHITESPACE if self.whitespace_pattern is None else self.whitespace_pattern or None
         between = None if self.disable_any_whitespace else between
         return json_grammar(ANY_OBJECT if self.json_ is None else self.json_, between)

@@ -154,10 +154,14 @@ class Service:
         return await self.encoded("messages", sum(len(one.content or "") for one in messages), read)
 
     async def shape(self, body: Asked) -> Shape | None:
-        """The constraints of a request on its texts; grammars are compiled on the tokenising threads."""
+        """The constraints of a request on its texts; a new grammar is compiled on a thread for grammars."""
         if body.response_format is None and body.structured_outputs is None and not body.callable_tools:
             return None
-        return await self.tokenising.run(0, partial(self.shapes.of, body))
+        wanted = await self.tokenising.run(0, partial(self.shapes.wanted, body))
+        if wanted is None:
+            return None
+        ready = self.shapes.ready(wanted)
+        return ready or await self.tokenising.compile(partial(self.shapes.compiled, wanted))
 
     async def prompts(self, body: Asked) -> list[list[int]]:
         """The prompts of a request as token ids."""

@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 from fathom.errors import SettingsError
-from fathom.inference.api import ApiError, ChatBody, CompletionBody, wrong
+from fathom.inference.api import ChatBody, CompletionBody, wrong
 from fathom.inference.api_structure import NamedTool
 from fathom.inference.control import special_names
-from fathom.inference.structure import Constraint, Grammars, json_grammar, lark_grammar
+from fathom.inference.grammar import json_grammar, lark_grammar
+from fathom.inference.structure import Clock, Compiled, Constraint, Grammars
 from fathom.inference.tools import CallReader, Notation, notation, schema_of, tool_grammar
+from fathom.inference.trial import GrammarError
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher
     from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The grammar of a request, not compiled yet."""
+
+    name: str
+    """The request field that it comes from."""
+    grammar: str
+    parts: Mapping[str, str] = field(default_factory=dict)
+    """By name: fields whose own grammar is a part of it, so that an error names its field."""
+    how: Notation | None = None
+    """How calls are written, if calls are allowed."""
+    tools: Sequence[str] = ()
+    """Names of the tools."""
 
 
 @dataclass(frozen=True)
@@ -24,25 +40,24 @@ class Shape:
     """The constraints on the texts of one request."""
 
     grammars: Grammars
-    matcher: LLMatcher
-    how: Notation | None = None
-    """How calls are written, if calls are allowed."""
-    names: Sequence[str] = ()
-    """Names of the tools."""
+    wanted: Wanted
+    grammar: Compiled
+    clock: Clock = field(default_factory=Clock)
 
     @property
     def special(self) -> bool:
         """Whether special tokens mark calls; texts omit special tokens otherwise."""
-        marks = "" if self.how is None else self.how.before + self.how.after
+        how = self.wanted.how
+        marks = "" if how is None else how.before + how.after
         return any(name in marks for name in special_names(self.grammars.tokenizer))
 
     def constraint(self) -> Constraint:
         """The constraint of one text."""
-        return self.grammars.begin(self.matcher)
+        return self.grammars.begin(self.grammar, self.clock)
 
     def reader(self) -> CallReader | None:
         """The parser of one text that may call tools."""
-        return None if self.how is None else CallReader(self.how, self.names)
+        return None if self.wanted.how is None else CallReader(self.wanted.how, self.wanted.tools)
 
 
 class Shapes:
@@ -55,43 +70,48 @@ class Shapes:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, size: int, ends: frozenset[int]) -> None:
-        self.tokenizer, self.grammars = tokenizer, Grammars(tokenizer, size, ends)
+        self.tokenizer, self.grammars = tokenizer, Grammars(tokenizer, size, ends, apart=True)
 
     @cached_property
     def notation(self) -> Notation:
         """How the chat template writes tool calls."""
         return notation(self.tokenizer)
 
-    def of(self, body: CompletionBody | ChatBody) -> Shape | None:
-        """The constraints of a request; None if any text is allowed. An unsupported value is an `ApiError` that names
-        the field."""
-        schema = None if body.response_format is None else body.response_format.wanted
-        shape = None if schema is None else self._compiled("response_format", partial(json_grammar, schema))
-        if body.structured_outputs is not None:
-            shape = self._compiled("structured_outputs", body.structured_outputs.grammar_text)
-        if isinstance(body, ChatBody) and body.callable_tools:
-            return self._with_tools(body, schema)
-        return shape
-
-    def _compiled(self, field: str, grammar: Callable[[], str]) -> Shape:
+    def wanted(self, body: CompletionBody | ChatBody) -> Wanted | None:
+        """The grammar of a request; None if any text is allowed. An unsupported value is an `ApiError` that names the
+        field."""
+        name = "structured_outputs" if body.structured_outputs is not None else "response_format"
         try:
-            return Shape(self.grammars, self.grammars.compile(grammar()))
+            if isinstance(body, ChatBody) and body.callable_tools:
+                name = "tools"
+                return self._with_tools(body)
+            if body.structured_outputs is not None:
+                return Wanted(name, body.structured_outputs.grammar_text())
+            schema = None if body.response_format is None else body.response_format.wanted
+            return None if schema is None else Wanted(name, json_grammar(schema))
         except SettingsError as error:
-            raise wrong(field, str(error)) from error
+            raise wrong(name, str(error)) from error
 
-    def _with_tools(self, body: ChatBody, schema: Mapping[str, Any] | None) -> Shape:
+    def ready(self, wanted: Wanted) -> Shape | None:
+        """The constraints of a request whose grammar is compiled already."""
+        kept = self.grammars.kept(wanted.grammar)
+        return None if kept is None else Shape(self.grammars, wanted, kept)
+
+    def compiled(self, wanted: Wanted) -> Shape:
+        """The constraints of a request; a grammar that is invalid or too complex is an `ApiError`."""
+        try:
+            return Shape(self.grammars, wanted, self.grammars.compile(wanted.grammar, list(wanted.parts.values())))
+        except SettingsError as error:
+            part = error.part if isinstance(error, GrammarError) else None
+            raise wrong(wanted.name if part is None else list(wanted.parts)[part], str(error)) from error
+
+    def _with_tools(self, body: ChatBody) -> Wanted:
+        schema = None if body.response_format is None else body.response_format.wanted
         tools = [tool.model_dump(exclude_none=True) for tool in body.callable_tools]
         named = isinstance(body.tool_choice, NamedTool)
         required, several = named or body.tool_choice == "required", body.parallel_tool_calls and not named
-
-        def grammar() -> str:
-            how, pieces = self.notation, self.grammars.pieces
-            return lark_grammar(tool_grammar(tools, how, pieces, required, several, schema))
-
-        try:
-            shape = self._compiled("tools", grammar)
-        except ApiError:
-            for i, tool in enumerate(tools):  # so that an error names its tool
-                self._compiled(f"tools.{i}.function.parameters", partial(json_grammar, schema_of(tool)))
-            raise
-        return replace(shape, how=self.notation, names=[tool["function"]["name"] for tool in tools])
+        whole = tool_grammar(tools, self.notation, self.grammars.pieces, required, several, schema)
+        parts = {f"tools.{i}.function.parameters": json_grammar(schema_of(tool)) for i, tool in enumerate(tools)}
+        if schema is not None:
+            parts["response_format"] = json_grammar(schema)
+        return Wanted("tools", lark_grammar(whole), parts, self.notation, [tool["function"]["name"] for tool in tools])

@@ -1,81 +1,135 @@
 """Structured output: which tokens may come next, so that a text follows a JSON schema, a pattern or a grammar.
 
-llguidance compiles the grammar and finds the tokens. A `Constraint` is a function of the tokens that were made, as a
-`Choice` is: drafts that are not kept, and other texts of a batch, leave nothing behind in it.
+A `Constraint` is a function of the tokens that were made, as a `Choice` is: drafts that are not kept, and other texts
+of a batch, leave nothing behind in it.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
-from functools import cached_property, lru_cache
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fathom.errors import SettingsError, to_install
+from fathom.errors import SettingsError
 from fathom.inference.control import any_of
+from fathom.inference.grammar import Vocabulary, matcher_of, reason
+from fathom.inference.trial import GUESSED, Trial, Tried, attempt, possible
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
     from transformers import PreTrainedTokenizerBase
 
-KEPT = 16
-"""Grammars that stay compiled: an agent sends the same one with each request."""
-WHITESPACE = r"[ \n\r\t]{0,64}"
-"""Between the parts of JSON. A model that has lost its way would write blanks without end."""
-ANY_OBJECT: Mapping[str, object] = {"type": "object"}
+KEPT = 1 << 26
+"""Most bytes of grammars that stay compiled: an agent sends the same one with each request."""
+FREE, EACH = 0.25, 0.005
+"""Most processor time of a request's masks: seconds, and seconds for each mask."""
+
+
+@dataclass(eq=False)
+class Compiled:
+    """A grammar that texts can follow."""
+
+    matcher: LLMatcher
+    """In its initial state."""
+    first: Tensor
+    """Which tokens may begin a text, `[V]`."""
+    bytes: int
+    failed: bool = False
+    """Whether it grew too complex in a text."""
+
+
+@dataclass
+class Clock:
+    """Processor time that the matchers of one request took."""
+
+    seconds: float = 0.0
+    masks: int = 0
+    _began: float = 0.0
+
+    def __enter__(self) -> None:
+        self._began = time.thread_time()
+
+    def __exit__(self, *error: object) -> None:
+        self.seconds += time.thread_time() - self._began
+
+    @property
+    def over(self) -> bool:
+        """Whether the request used up its time."""
+        return self.seconds > FREE + EACH * self.masks
 
 
 class Constraint:
     """The grammar of one text, and the parser's position in it.
 
     Args:
-        matcher: llguidance's matcher in its initial state; it is modified.
+        grammar: The grammar.
         ends: Tokens that end a text.
-        size: The model's number of token ids.
+        clock: The time of the text's request.
         never: Tokens that are never allowed.
     """
 
-    def __init__(self, matcher: LLMatcher, ends: frozenset[int], size: int, never: Sequence[int] = ()) -> None:
-        self.ends, self.size, self._never, self._matcher = ends, size, list(never), matcher
+    def __init__(self, grammar: Compiled, ends: frozenset[int], clock: Clock, never: Sequence[int] = ()) -> None:
+        self.grammar, self.ends, self.clock, self._never = grammar, ends, clock, never
+        self._matcher, self._stuck = grammar.matcher.deep_copy(), False
         self._taken: list[int] = []  # the tokens that the matcher has consumed
 
     def allowed(self, made: Sequence[int]) -> Tensor:
         """Which tokens may follow these, `[V]`; all of them once the text is complete or the grammar has failed."""
-        if self.complete(made) or self._matcher.is_error():
-            return torch.ones(self.size, dtype=torch.bool)
-        mask = self._matcher.compute_bitmask()  # a grammar that is too complex at this point becomes an error
-        if self._matcher.is_error():
-            return torch.ones(self.size, dtype=torch.bool)
-        bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")[: self.size]
-        bits[self._never] = 0
-        return torch.from_numpy(bits).bool()
+        if not made:
+            return self.grammar.first
+        if self.complete(made) or self.fault is not None:
+            return torch.ones_like(self.grammar.first)
+        with self.clock:
+            mask = self._matcher.compute_bitmask()  # a grammar that is too complex at this point becomes an error
+        self.clock.masks += 1
+        if self.fault is not None:
+            return torch.ones_like(self.grammar.first)
+        early = () if self._matcher.is_accepting() else self.ends
+        allowed = unpacked(mask, len(self.grammar.first), [*self._never, *early])
+        self._stuck = not bool(allowed.any())
+        return torch.ones_like(allowed) if self._stuck else allowed
 
     def complete(self, made: Sequence[int]) -> bool:
         """Whether only the end can follow these tokens, or could before; the matcher advances over them."""
+        with self.clock:
+            return self._advance(made)
+
+    def _advance(self, made: Sequence[int]) -> bool:
         taken, matcher = self._taken, self._matcher
         if list(made[: len(taken)]) != taken:
             pairs = zip(taken, made, strict=False)
             same = next((i for i, (ours, given) in enumerate(pairs) if ours != given), min(len(taken), len(made)))
             matcher.rollback(len(taken) - same)
             del taken[same:]
+            self._stuck = False
         for token in made[len(taken) :]:
-            if matcher.is_stopped() or token in self.ends:
+            if matcher.is_accepting() and (matcher.is_stopped() or token in self.ends):
                 return True
             if not matcher.consume_token(token):
                 return False
             taken.append(token)
-        return bool(matcher.is_stopped()) and not matcher.is_error()
+        return bool(matcher.is_stopped()) and bool(matcher.is_accepting()) and not matcher.is_error()
 
     @property
     def fault(self) -> str | None:
         """Why the text cannot continue, if it reached the grammar's limits."""
-        return f"structured output: {reason(self._matcher)}" if self._matcher.is_error() else None
+        why = reason(self._matcher) if self._matcher.is_error() else None
+        if self.clock.over:
+            why = "following this grammar takes too much time"
+        if self._stuck:
+            why = "this grammar needs a token that ends texts"
+        self.grammar.failed = self.grammar.failed or why is not None
+        return None if why is None else f"structured output: {why}"
 
 
 class Grammars:
@@ -85,25 +139,51 @@ class Grammars:
         tokenizer: The model's tokenizer.
         size: The model's number of token ids.
         ends: Tokens that end a text.
+        apart: Whether a grammar is first tried in a process of its own, where its time and memory are limited.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, size: int, ends: frozenset[int]) -> None:
-        self.tokenizer, self.size, self.ends = tokenizer, size, ends
-        self.compile = lru_cache(KEPT)(self._compile)
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, size: int, ends: frozenset[int], apart: bool = False
+    ) -> None:
+        self.tokenizer, self.size, self.ends, self.apart = tokenizer, size, ends, apart and possible()
+        self._kept: OrderedDict[str, Compiled] = OrderedDict()
+        self._lock = threading.Lock()
 
-    def _compile(self, grammar: str) -> LLMatcher:
-        """A matcher to copy, from the output of `json_grammar` or others; an invalid grammar is a `SettingsError`."""
-        made = _llguidance().LLMatcher(self.words, grammar, log_level=0)
-        if not made.is_error():
-            made.compute_bitmask()  # for the first token: a grammar that allows none
-        if made.is_error():
-            raise SettingsError(reason(made))
+    def kept(self, grammar: str) -> Compiled | None:
+        """A grammar that is compiled already."""
+        with self._lock:
+            for old in [text for text, one in self._kept.items() if one.failed]:
+                del self._kept[old]
+            if grammar in self._kept:
+                self._kept.move_to_end(grammar)
+            return self._kept.get(grammar)
+
+    def compile(self, grammar: str, parts: Sequence[str] = ()) -> Compiled:
+        """Compile a grammar; an invalid or too complex one is a `GrammarError`, which names one of its parts if that
+        one is to blame."""
+        if (before := self.kept(grammar)) is not None:
+            return before
+        words = self.words
+        tried = self._trial.run(grammar, parts) if self.apart else self._attempted(grammar, parts)
+        matcher, mask = matcher_of(words, tried.grammar)
+        first = unpacked(mask, self.size, [*self._never, *(() if matcher.is_accepting() else self.ends)])
+        if not bool(first.any()):
+            raise SettingsError("no text follows this grammar")
+        made = Compiled(matcher, first, tried.bytes)
+        with self._lock:
+            self._kept[grammar] = made
+            while sum(one.bytes for one in self._kept.values()) > KEPT:
+                self._kept.popitem(last=False)
         return made
 
-    def begin(self, matcher: LLMatcher) -> Constraint:
-        """The constraint of another text for a compiled grammar."""
-        guessed = [] if self.ends else self.words.eos_tokens  # llguidance's own, for a model without an end token
-        return Constraint(matcher.deep_copy(), self.ends, self.size, guessed)
+    def begin(self, grammar: Compiled, clock: Clock | None = None) -> Constraint:
+        """The constraint of another text for a compiled grammar; the texts of a request share a clock."""
+        return Constraint(grammar, self.ends, clock or Clock(), self._never)
+
+    @property
+    def _never(self) -> list[int]:
+        """llguidance's own guess of the end, for a model without an end token."""
+        return [] if self.ends else self.words.eos_tokens
 
     def pieces(self, text: str) -> str:
         """A text in Lark's notation, in which a special token is written as its name."""
@@ -117,71 +197,26 @@ class Grammars:
     @cached_property
     def words(self) -> LLTokenizer:
         """The vocabulary in llguidance's form; building it takes a second."""
-        library = _llguidance()
+        return self._vocabulary.words()
+
+    @cached_property
+    def _trial(self) -> Trial:
+        return Trial(self._vocabulary)
+
+    @cached_property
+    def _vocabulary(self) -> Vocabulary:
         if not self.tokenizer.is_fast:
             raise SettingsError("structured output needs a fast tokenizer (tokenizer.json); this model has none")
         content = json.loads(self.tokenizer.backend_tokenizer.to_str()) | {"truncation": None, "padding": None}
-        size = max(self.size, len(self.tokenizer))
-        return library.LLTokenizer(json.dumps(content), n_vocab=size, eos_token=sorted(self.ends) or None)
+        return Vocabulary(json.dumps(content), max(self.size, len(self.tokenizer)), sorted(self.ends))
+
+    def _attempted(self, grammar: str, parts: Sequence[str]) -> Tried:
+        text = attempt(self.words, grammar, parts)
+        return Tried(text, GUESSED * len(text))
 
 
-def with_options(schema: Mapping[str, Any], whitespace: str | None, **more: object) -> dict[str, Any]:
-    """A JSON schema with llguidance's options; options in the schema itself are removed.
-
-    Args:
-        schema: A JSON schema.
-        whitespace: A pattern for the text between tokens; None for no white space.
-        more: Further options.
-    """
-    how: dict[str, object] = {"lenient": False, "coerce_one_of": False, **more}
-    how |= {"whitespace_flexible": False} if whitespace is None else {"whitespace_pattern": whitespace}
-    return {**schema, "x-guidance": how}
-
-
-def json_grammar(schema: Mapping[str, Any] | str, whitespace: str | None = WHITESPACE) -> str:
-    """The grammar of JSON that follows a schema, an object or text; whitespace as `with_options` takes it."""
-    try:
-        found = json.loads(schema) if isinstance(schema, str) else schema
-        if not isinstance(found, Mapping):
-            raise SettingsError("a JSON schema is an object")
-        return str(_llguidance().LLMatcher.grammar_from_json_schema(json.dumps(with_options(found, whitespace))))
-    except (ValueError, RecursionError) as error:
-        raise SettingsError(one_line(str(error))) from error
-
-
-def regex_grammar(pattern: str) -> str:
-    """The grammar of texts that a pattern matches as a whole."""
-    return str(_llguidance().LLMatcher.grammar_from_regex(pattern))
-
-
-def choice_grammar(texts: Sequence[str]) -> str:
-    """The grammar of a choice between texts."""
-    return lark_grammar("start: " + " | ".join(json.dumps(text) for text in texts))
-
-
-def lark_grammar(text: str) -> str:
-    """A grammar in Lark's notation, or in GBNF, which llama.cpp and vLLM's xgrammar read."""
-    library = _llguidance()
-    try:
-        return str(library.grammar_from("grammar", text))
-    except (ValueError, IndexError, RecursionError) as error:
-        raise SettingsError(one_line(str(error))) from error
-
-
-def reason(matcher: LLMatcher) -> str:
-    """Why a matcher failed, without the state that llguidance appends."""
-    said = one_line(matcher.get_error().partition("<state>")[0])
-    return "no text follows this grammar" if said == "NoExtensionBias" else said
-
-
-def one_line(message: str) -> str:
-    """A message of several lines as one line."""
-    return " ".join(message.split())[:300]
-
-
-def _llguidance() -> ModuleType:
-    try:
-        import llguidance
-    except ModuleNotFoundError as error:
-        raise SettingsError(f"llguidance is not installed: {to_install('serve')}") from error
-    return llguidance
+def unpacked(mask: bytes, size: int, never: Iterable[int] = ()) -> Tensor:
+    """llguidance's mask, a bit for each token, as `[V]`, without the tokens that are never allowed."""
+    bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")[:size]
+    bits[list(never)] = 0
+    return torch.from_numpy(bits).bool()

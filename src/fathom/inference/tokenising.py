@@ -1,4 +1,5 @@
-"""Threads that tokenise requests: short texts never wait behind long ones, and the queue is limited."""
+"""Threads that prepare requests: short texts wait neither behind long ones nor behind grammars, and queues are
+limited."""
 
 from __future__ import annotations
 
@@ -12,26 +13,32 @@ from fathom.inference.api import ApiError
 
 SHORT = 1 << 15
 """Most characters of a short text."""
-QUEUES = {"short": 256, "long": 32}
-"""Most texts that are tokenised or wait for it, by kind."""
+QUEUES = {"short": 256, "long": 32, "grammar": 32}
+"""Most short texts, long texts and grammars that are prepared or wait for it."""
 T = TypeVar("T")
 
 
 class Tokenising:
-    """Two queues with one thread each."""
+    """Queues with one thread each: for short texts, long texts and grammars."""
 
     def __init__(self) -> None:
-        self._pools = {kind: ThreadPoolExecutor(1, f"tokenise-{kind}") for kind in QUEUES}
+        self._pools = {kind: ThreadPoolExecutor(1, f"prepare-{kind}") for kind in QUEUES}
         self._held = dict.fromkeys(QUEUES, 0)
         self._lock = threading.Lock()
 
     async def run(self, size: int, work: Callable[[], T]) -> T:
         """The result of `work`, on the thread for texts of `size` characters; an `ApiError` if the queue is full."""
-        kind = "short" if size <= SHORT else "long"
+        kind, what = ("short", "short texts") if size <= SHORT else ("long", "long texts")
+        return await self._on(kind, f"{what} wait to be tokenised", work)
+
+    async def compile(self, work: Callable[[], T]) -> T:
+        """The result of `work`, on the thread for grammars; an `ApiError` if the queue is full."""
+        return await self._on("grammar", "grammars wait to be compiled", work)
+
+    async def _on(self, kind: str, waiting: str, work: Callable[[], T]) -> T:
         with self._lock:
             if self._held[kind] >= QUEUES[kind]:
-                message = f"{self._held[kind]} {kind} texts wait to be tokenised; try again later"
-                raise ApiError(429, message, "rate_limit_exceeded")
+                raise ApiError(429, f"{self._held[kind]} {waiting}; try again later", "rate_limit_exceeded")
             self._held[kind] += 1
         future = self._pools[kind].submit(work)
         future.add_done_callback(lambda _: self._release(kind))

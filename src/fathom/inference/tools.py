@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from fathom.errors import FathomError, SettingsError
 from fathom.inference.control import special_names
+from fathom.inference.grammar import WHITESPACE, with_options
 from fathom.inference.prompt import written
-from fathom.inference.structure import WHITESPACE, with_options
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
