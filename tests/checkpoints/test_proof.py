@@ -12,14 +12,19 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from fathom import FathomForCausalLM, check
+from fathom import FathomError, FathomForCausalLM, check
 from fathom.checkpoints.families import FAMILIES
 from fathom.checkpoints.shrink import shrink
 from fathom.checkpoints.twin import VIEWS, cached, difference, generated, make_batch, padded, whole, write_twin
 
 from .families.cases import CASES, stock_config
+from .published import PUBLISHED
 
 SCALED = {**CASES["phi3"][1], "max_position_embeddings": 64, "original_max_position_embeddings": 16}
+REFUSED = {"opt-350m": "word_embed_proj_dim"}
+CROSSED = {"Llama-3.2-1B-Instruct": 1, "Mistral-7B-v0.1": 1, "Phi-3.5-mini": 2, "Phi-4-mini": 2}
+CROSSED |= {"gemma-2-2b": 1, "gemma-3-1b-it": 1}
+"""How many of a sliding window and an original context of RoPE a text crosses."""
 LONGROPE = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [1.0, 4.0, 9.0, 16.0]}
 
 
@@ -49,6 +54,19 @@ def test_every_family_agrees(case: str, tmp_path: Path) -> None:
 def test_a_context_that_rope_was_scaled_from(tmp_path: Path) -> None:
     found = check(write(tmp_path, {**config_of("phi3"), **SCALED, "rope_scaling": LONGROPE}))
     assert found.agrees and "RoPE's original context" in found.crossed[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configurations_agree(name: str, tmp_path: Path) -> None:
+    write(tmp_path, PUBLISHED[name])
+    if name in REFUSED:
+        with pytest.raises(FathomError, match=REFUSED[name]):
+            check(tmp_path)
+        return
+    found = check(tmp_path)
+    assert found.agrees, [one for one in found.comparisons if not one.agrees]
+    assert len(found.crossed) == CROSSED.get(name, 0)
 
 
 def hooked(model: PreTrainedModel, **changes: Callable[[Any], Any]) -> None:
