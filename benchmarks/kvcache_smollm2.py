@@ -1,4 +1,4 @@
-"""Compressed caches on a real model: loss on texts, needles and RULER's tasks, by equal bytes; each cell as it ends.
+"""Compressed caches on a real model: loss on texts, needles and RULER's tasks, at equal entries; each cell as it ends.
 
     python benchmarks/kvcache_smollm2.py MODEL --texts books=FILE wiki=FILE --log LOG.jsonl [--rounds 8]
     python benchmarks/kvcache_smollm2.py --table LOG.jsonl [--picture docs/pictures/caches.svg]
@@ -23,7 +23,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -195,8 +194,10 @@ class Bench:
 
     def text(self, name: str, number: int, length: int) -> None:
         """The loss of one document through every cache, its bytes, and the time of a decoded token."""
-        document = self.domains[name][number % len(self.domains[name])]
-        ids = torch.tensor([self.tokenizer(document, add_special_tokens=False)["input_ids"][: length + 1]])
+        index = number % len(self.domains[name])
+        ids = torch.tensor(
+            [self.tokenizer(self.domains[name][index], add_special_tokens=False)["input_ids"][: length + 1]]
+        )
         if ids.shape[1] < length + 1:
             return
         for share in SHARES:
@@ -214,7 +215,7 @@ class Bench:
                 }
                 if json.dumps(cell) not in self.done and first is None:
                     first = self.first_window(ids, window)
-                self.cell(cell, lambda: self.loss(first, ids, method, window))  # noqa: B023
+                self.cell(cell, lambda: self.loss(first, ids, method, window) | {"document": index})  # noqa: B023
 
     @torch.no_grad()
     def loss(self, first: MemoryCache, ids: Tensor, method: str, window: int) -> dict[str, Any]:
@@ -253,25 +254,25 @@ def lines(log: Path) -> Iterator[dict[str, Any]]:
 def table(log: Path) -> Iterator[str]:
     """Markdown: by cache and share, loss against the full cache, and answers."""
     found = list(lines(log))
-    texts = [line for line in found if line["cell"]["kind"] == "text"]
+    texts = read_by_all([line for line in found if line["cell"]["kind"] == "text"])
     asked = [(line["cell"], one) for line in found if line["cell"]["kind"] == "questions" for one in line["found"]]
-    full = {place(line["cell"]): line["found"]["nats"] for line in texts if line["cell"]["method"] == "full"}
+    losses = {row: nats_of(texts, *row) for row in rows(texts)}
     kinds = sorted({(line["cell"]["text"], line["cell"]["length"]) for line in texts}, key=lambda kind: kind[::-1])
     heads = [f"{name}, {length:,}" for name, length in kinds]
-    yield f"| cache | all | {' | '.join(heads)} | peak | mean | ms a token |"
-    yield "| --- |" + " ---: |" * (len(kinds) + 4)
+    yield f"| cache | all | minus drop | {' | '.join(heads)} | peak | mean | ms a token |"
+    yield "| --- |" + " ---: |" * (len(kinds) + 5)
+    full = losses["full", max(SHARES)]
     for method, share in rows(texts):
-        mine = [line for line in texts if (line["cell"]["method"], line["cell"]["share"]) == (method, share)]
-        pairs = [
-            ((line["cell"]["text"], line["cell"]["length"]), (line["found"]["nats"], full[place(line["cell"])]))
-            for line in mine
-            if place(line["cell"]) in full
-        ]
-        cells = [nats([pair for _, pair in pairs], method)]
-        cells += [nats([pair for kind, pair in pairs if kind == each], method) for each in kinds]
-        short = [line["found"] for line in mine if line["cell"]["length"] == min(TEXTS)]
-        peak, mean = (size(statistics.fmean(one[key] for one in short)) for key in ("peak_bytes", "mean_bytes"))
-        ms = 1000 * statistics.median(one["decode_seconds"] for one in short)
+        mine, drop = losses[method, share], losses.get(("drop", share))
+        if method == "full":
+            cells = [f"{mean_of(mine)} ({len({one[:2] for one in mine})})", ""]
+            cells += [f"{mean_of(some)} ({len(some)})" for some in (of_kind(mine, kind) for kind in kinds)]
+        else:
+            cells = [gap(mine, full), gap(mine, drop) if drop and method not in (*WHOLE, "drop") else ""]
+            cells += [gap(of_kind(mine, kind), of_kind(full, kind)) for kind in kinds]
+        found_short = [line["found"] for line in texts if place_of(line) == (method, share, min(TEXTS))]
+        peak, mean = (size(statistics.fmean(one[key] for one in found_short)) for key in ("peak_bytes", "mean_bytes"))
+        ms = 1000 * statistics.median(one["decode_seconds"] for one in found_short)
         yield f"| {label(method, share)} | {' | '.join(cells)} | {peak} | {mean} | {ms:.0f} |"
     yield ""
     tasks = list(dict.fromkeys(one["task"] for _, one in asked))
@@ -301,11 +302,11 @@ def table(log: Path) -> Iterator[str]:
 def picture(log: Path) -> str:
     """Loss and recall of every cache as SVG: nats beyond the full cache on text, and on the answers about needles."""
     found = list(lines(log))
-    texts = [line for line in found if line["cell"]["kind"] == "text" and line["cell"]["length"] < max(TEXTS)]
-    full = {place(line["cell"]): line["found"]["nats"] for line in texts if line["cell"]["method"] == "full"}
+    texts = read_by_all([line for line in found if line["cell"]["kind"] == "text"])
+    full = by_document(nats_of(texts, "full", max(SHARES)))
     points = []
     for method, share in rows(texts):
-        mine = [line for line in texts if (line["cell"]["method"], line["cell"]["share"]) == (method, share)]
+        mine = by_document(nats_of(texts, method, share))
         asked = [
             one["nats"]
             for line in found
@@ -314,7 +315,7 @@ def picture(log: Path) -> str:
             if one["task"] in NATURAL
         ]
         if asked and method not in WHOLE[1:]:
-            gaps = [line["found"]["nats"] - full[place(line["cell"])] for line in mine if place(line["cell"]) in full]
+            gaps = [mine[document] - full[document] for document in full]
             points.append((method, share, statistics.fmean(gaps), statistics.fmean(asked)))
     return scatter(points)
 
@@ -363,9 +364,43 @@ def free_box(
     return (x, x + width, y - 7, y + 7), 0.0
 
 
-def place(cell: dict[str, Any]) -> tuple[Any, ...]:
-    """What a cell of a text has read."""
-    return cell["text"], cell["round"], cell["length"]
+Text = tuple[str, int, int]
+"""A text that was read: its kind, its document and its length."""
+
+
+def text_of(line: dict[str, Any]) -> Text:
+    """What a cell has read."""
+    cell = line["cell"]
+    return cell["text"], line["found"].get("document", cell["round"]), cell["length"]
+
+
+def place_of(line: dict[str, Any]) -> tuple[str, float, int]:
+    """The cache of a cell and the length of its text."""
+    cell = line["cell"]
+    return cell["method"], cell["share"], cell["length"]
+
+
+def read_by_all(texts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The cells of the texts that every cache has read."""
+    read = [{text_of(line) for line in texts if place_of(line)[:2] == row} for row in rows(texts)]
+    common = set.intersection(*read) if read else set()
+    return [line for line in texts if text_of(line) in common]
+
+
+def nats_of(texts: Sequence[dict[str, Any]], method: str, share: float) -> dict[Text, float]:
+    """The loss of a cache on each text."""
+    return {text_of(line): line["found"]["nats"] for line in texts if place_of(line)[:2] == (method, share)}
+
+
+def of_kind(losses: dict[Text, float], kind: tuple[str, int]) -> dict[Text, float]:
+    """Those of one kind of text at one length."""
+    return {text: loss for text, loss in losses.items() if (text[0], text[2]) == kind}
+
+
+def by_document(losses: dict[Text, float]) -> dict[tuple[str, int], float]:
+    """The mean loss of each document: what is read again at greater length is no other document."""
+    documents = dict.fromkeys(text[:2] for text in losses)
+    return {one: statistics.fmean(loss for text, loss in losses.items() if text[:2] == one) for one in documents}
 
 
 def rows(found: Sequence[dict[str, Any]]) -> list[tuple[str, float]]:
@@ -379,15 +414,17 @@ def label(method: str, share: float) -> str:
     return method if method in WHOLE else f"{method} {'½' if share == 0.5 else '¼'}"
 
 
-def nats(pairs: Sequence[tuple[float, float]], method: str) -> str:
-    """The loss of the full cache; of others, the difference to it."""
-    if not pairs:
-        return ""
-    if method == "full":
-        return f"{np.mean([mine for mine, _ in pairs]):.3f} ({len(pairs)})"
-    gap = paired_difference(*map(list, zip(*pairs, strict=True)))
-    half = "" if gap.half_width is None else f" ±{gap.half_width:.3f}"
-    return f"{gap.mean:+.3f}{half}".replace("-", "−")
+def mean_of(losses: dict[Text, float]) -> str:
+    """The mean loss over documents."""
+    return f"{statistics.fmean(by_document(losses).values()):.3f}"
+
+
+def gap(mine: dict[Text, float], control: dict[Text, float]) -> str:
+    """The paired difference to another cache with its interval over documents."""
+    ours, theirs = by_document(mine), by_document(control)
+    found = paired_difference([ours[one] for one in theirs], list(theirs.values()))
+    half = "" if found.half_width is None else f" ±{found.half_width:.3f}"
+    return f"{found.mean:+.3f}{half}".replace("-", "−")
 
 
 def answers(found: Sequence[dict[str, Any]]) -> str:

@@ -196,7 +196,7 @@ def test_eight_bits() -> None:
 
 def test_losses_of_caches_are_those_of_the_page() -> None:
     page = (ROOT / "docs" / "results" / "2026-11-28-caches.md").read_text(encoding="utf-8")
-    cell = row(README, "loss at half of the cache's bytes")[2]
+    cell = row(README, "loss at half of the cache's entries")[2]
     losses = page.partition("## Needles")[0]
     found = [row(losses, f"{name} ½")[1].replace("±", "± ") for name in ("sinks", "drop", "freqkv")]
     assert cell == f"{', '.join(found)} nats"

@@ -178,3 +178,21 @@ def test_the_page_of_a_real_model_has_the_tables_of_its_logs():
     assert [line for line in lines if line not in page] == []
     picture = PLACE.parent / "docs" / "pictures" / "caches.svg"
     assert picture.read_text(encoding="utf-8") == kvcache_smollm2.picture(cells)
+
+
+def test_intervals_are_over_documents_that_every_cache_has_read(tmp_path):
+    """A document that is read again at greater length counts once, a text that one cache has not read for none."""
+
+    def cells(method: str, losses: dict[tuple[int, int], float]):
+        for (number, length), nats in losses.items():
+            cell = dict(kind="text", text="books", round=number, length=length, share=0.5, method=method)
+            found = dict(nats=nats, peak_bytes=1, mean_bytes=1, decode_seconds=1, document=number % 2)
+            yield json.dumps({"cell": cell, "found": found})
+
+    full = {(0, 1024): 1.0, (0, 2048): 2.0, (1, 1024): 3.0, (2, 4096): 6.0, (3, 2048): 9.0}
+    drop = {key: loss + (0.2 if key[0] == 1 else 0.1) for key, loss in full.items() if key[0] < 3}
+    log = tmp_path / "log.jsonl"
+    log.write_text("\n".join([*cells("full", full), *cells("drop", drop), *cells("tova", drop)]))
+    row = {line.split(" | ")[0]: line.split(" | ")[1:] for line in kvcache_smollm2.table(log)}
+    assert row["| full"][0] == "3.000 (2)"  # (1 + 2 + 6) / 3 and 3
+    assert row["| drop ½"][:2] == ["+0.150 ±0.635", ""] and row["| tova ½"][1] == "+0.000 ±0.000"
