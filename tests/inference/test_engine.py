@@ -687,13 +687,47 @@ def test_a_draft_of_no_numbers_ends_alone(engine):
         assert "not finite" in str(failed.wait())
 
 
+@pytest.mark.parametrize("place", ["_make_room", "_found", "_leave", "hand_out"])
+def test_a_fault_that_concerns_some_ends_only_those(engine, monkeypatch, place):
+    """Where jobs are admitted, removed and heard; the thread goes on."""
+    running, _ = engine()
+    running.prefixes.budget = 1 << 20
+    endless = Collected([5, 6], 10_000, Choice())
+    if place == "_leave":
+        running.submit([endless.job])
+        while not endless.events:
+            time.sleep(0.001)
+    with monkeypatch.context() as planted:
+        broken, whole = threading.Event(), getattr(running, place)
+
+        def fail(*given):
+            broken.set()
+            raise MemoryError
+
+        planted.setattr(running, place, fail)
+        if place == "_leave":
+            running.cancel([endless.job])
+        else:
+            running.submit([endless.job, Collected([5, 6], 3, Choice()).job])
+        assert broken.wait(60)
+        running.call(lambda: setattr(running, place, whole)).result(60)
+    if place in ("_make_room", "_found"):
+        assert "generation failed: MemoryError" in str(endless.wait())
+    running.cancel([endless.job])
+    after = Collected([7], 3, Choice())
+    running.submit([after.job])
+    assert after.wait() == "length" and running.alive
+
+
 def test_a_fault_of_the_engine_keeps_nobody_waiting(engine, monkeypatch):
     running, _ = engine()
     monkeypatch.setattr(running, "_admit", lambda left: 1 / 0)
     first = Collected([5, 6], 4, Choice())
+    assert running.alive and running.ready
     running.submit([first.job])
     assert "the engine failed: ZeroDivisionError" in str(first.wait())
     running._thread.join(10)
+    assert not running.alive and not running.ready
     with pytest.raises(RequestError, match="the engine failed"):
         running.submit([Collected([5, 6], 4, Choice()).job])
 

@@ -48,6 +48,23 @@ def test_asked_wrongly(directory, capsys, monkeypatch):
         refused("nowhere", "--port", "0", "--host", "0.0.0.0")
 
 
+def test_the_process_ends_with_its_engine(directory, capsys, monkeypatch):
+    """With code 1, so that a supervisor starts it again; told to stop, it ends with 0."""
+    words = ["serve", str(directory), "--port", "0", "--device", "cpu"]
+    with monkeypatch.context() as planted:
+        planted.setattr(launch.Engine, "_serve", lambda self: 1 / 0)
+        planted.setattr("fathom.inference.launch.pays", lambda: False)
+        assert main(words) == 1
+    assert capsys.readouterr().err.splitlines()[-1] == "fathom: the engine failed: ZeroDivisionError"
+    monkeypatch.setattr(launch._Server, "startup", lambda self, sockets: self.engine.close() or stop(self))
+    assert main(words) == 0
+
+
+async def stop(running):
+    running.should_exit = True
+    running.servers = []
+
+
 def test_packed_unless_told(monkeypatch):
     asked = []
     monkeypatch.setattr(launch, "serve", lambda *given: asked.append(given[-1]))

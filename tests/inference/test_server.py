@@ -79,6 +79,20 @@ def locked(directory):
         yield running
 
 
+def test_health_is_that_of_the_engine(directory):
+    """Live and ready; alive but not ready while it closes or many wait; neither, once the thread has failed."""
+    service = server.Service(*open_checkpoint(directory, "cpu"), "tiny")
+    engine = service.engine
+    with in_thread(service) as running:
+        assert [running.raw("GET", path)[0] for path in ("/health", "/ready")] == [200, 200]
+        engine._closing = True
+        assert [running.raw("GET", path)[0] for path in ("/health", "/ready")] == [200, 503]
+        engine._closing, engine._drop_cancelled = False, lambda: 1 / 0
+        assert running.post(prompt="a")[0] == 503
+        assert running.raw("GET", "/health") == (503, {"status": "the engine has failed"})
+        assert running.raw("GET", "/ready")[0] == 503
+
+
 # Answers.
 
 
@@ -86,6 +100,12 @@ def test_models_and_health(served):
     assert [model.id for model in served.client.models.list()] == ["tiny"]
     assert served.client.models.retrieve("tiny").max_model_len == CONTEXT
     assert served.raw("GET", "/health") == (200, {"status": "ok"})
+    assert served.raw("GET", "/ready") == (200, {"status": "ready"})
+    for path in ("/health", "/ready"):
+        connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=60)
+        connection.request("HEAD", path)
+        assert connection.getresponse().status == 200
+        connection.close()
 
 
 def test_completion_is_what_generate_makes(served, directory):

@@ -181,6 +181,8 @@ class Engine:
         """Since the start, for /metrics."""
         self._out: list[tuple[Job, Event]] = []
         self._wake, self._closing, self._reason = threading.Condition(), False, "the server is shutting down"
+        self.fault: str | None = None
+        """Why the thread ended, if a bug ended it."""
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -245,6 +247,16 @@ class Engine:
         self._thread.join(seconds)
 
     @property
+    def alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread.is_alive() and self.fault is None
+
+    @property
+    def ready(self) -> bool:
+        """Whether a new job would be taken."""
+        return self.alive and not self._closing and len(self.waiting) < WAITING
+
+    @property
     def running(self) -> int:
         """Number of sequences that generate."""
         return sum(len(lane.jobs) for lane in list(self.lanes.values()))
@@ -271,7 +283,7 @@ class Engine:
             self._serve()
         except Exception as error:  # a bug of the engine, not of a request; no request may be left waiting
             logger.exception("the engine failed")
-            self._reason = f"the engine failed: {type(error).__name__}"
+            self._reason = self.fault = f"the engine failed: {type(error).__name__}"
         with self._wake:
             self._closing = True
         for _, future in self.calls:
@@ -304,21 +316,24 @@ class Engine:
     def _flush(self) -> None:
         if self._out:
             out, self._out = self._out, []
-            self.hand_out(out)
+            try:
+                self.hand_out(out)
+            except Exception:  # of those who listen, which is no reason to end the others' texts
+                logger.exception("events were not delivered")
 
     def _drop_cancelled(self) -> None:
         with self._wake:
             gone = [job for job in self.waiting if job.cancelled]
             self.waiting = deque(job for job in self.waiting if not job.cancelled)
-        for lane in self.lanes.values():
-            for job in [job for job in lane.jobs if job.cancelled]:
-                gone.append(job)
-                self._leave(lane, job)
+        for lane in list(self.lanes.values()):
+            left = [job for job in lane.jobs if job.cancelled]
+            gone += left
+            self._guarded(lane, lambda lane=lane, left=left: [self._leave(lane, job) for job in left])
         if self.joining is not None and self.joining[1][0].cancelled:  # one entry: several are read in one turn
             lane, jobs = self.joining
             gone += jobs
-            lane.batch.forget()
             self.joining = None
+            self._guarded(lane, lane.batch.forget)
         for job in gone:
             self.counts[job.cancelled] += 1
 
@@ -340,8 +355,13 @@ class Engine:
         with self._wake:
             while self.waiting and self.running + len(jobs) < ROWS:
                 job = self.waiting[0]
-                if not (self._beside(jobs, job, left) and self._make_room(job, jobs)):
-                    break
+                try:
+                    if not (self._beside(jobs, job, left) and self._make_room(job, jobs)):
+                        break
+                except Exception as error:  # it is this job's fault alone: nothing was changed for it yet
+                    logger.exception("a request was not admitted")
+                    self._fail([self.waiting.popleft()], error)
+                    continue
                 jobs.append(self.waiting.popleft())
         if jobs:
             self.joining = self.lanes[jobs[0].trips], jobs
@@ -603,10 +623,13 @@ class Engine:
             if self.joining is not None and self.joining[0] is lane:
                 failed += self.joining[1]
                 self.joining = None
-            self.counts["failed"] += len(failed)
-            self._out += [(job, RequestError(f"generation failed: {type(error).__name__}", "failed")) for job in failed]
+            self._fail(failed, error)
             self.lanes = {trips: other for trips, other in self.lanes.items() if other is not lane}
             return None
+
+    def _fail(self, jobs: Sequence[Job], error: Exception) -> None:
+        self.counts["failed"] += len(jobs)
+        self._out += [(job, RequestError(f"generation failed: {type(error).__name__}", "failed")) for job in jobs]
 
     def _tokens(self, job: Job) -> int:
         """Maximum length of a job's sequence, rounded up like slabs."""

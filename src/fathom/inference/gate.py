@@ -20,6 +20,8 @@ LARGE = 1 << 16
 """A body of more bytes than this waits for its turn: parsing it holds up the event loop, so one is parsed at a time."""
 PATIENCE = 20.0
 """Seconds for the head of a request, and again for its body."""
+OPEN = {"/health", "/ready"}
+"""Routes that need no key."""
 CLOSING = {401, 403, 408, 413}
 """Refusals after which the connection is closed: the client may still be sending."""
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9_-]+(?:\.[a-z0-9_-]+)*)\.?(?::[0-9]{0,5})?")
@@ -92,7 +94,7 @@ class Gate:
             host = headers.get(b"host", b"").decode("latin-1").lower()
             if host_name(host) not in self.hosts:
                 return ApiError(403, f"this server does not answer to the name {host!r:.80}", "wrong_host")
-        if self.key is None or scope["path"] == "/health":
+        if self.key is None or scope["path"] in OPEN:
             return None
         scheme, _, value = headers.get(b"authorization", b"").partition(b" ")
         if scheme.lower() == b"basic":  # a browser's login for the pages: any user name, and the key as the password

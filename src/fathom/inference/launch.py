@@ -18,7 +18,7 @@ import uvicorn
 from transformers.utils import logging
 
 from fathom.checkpoints.open import Opening
-from fathom.errors import SettingsError
+from fathom.errors import FathomError, SettingsError
 from fathom.evaluation.budgets import check_trips
 from fathom.inference.engine import Engine
 from fathom.inference.gate import Timed
@@ -37,7 +37,7 @@ ORIGIN = re.compile(
 
 
 class _Server(uvicorn.Server):
-    """uvicorn that prints its address, and ends generations that outlive the grace period."""
+    """uvicorn that prints its address, ends with its engine, and ends generations that outlive the grace period."""
 
     def __init__(self, config: uvicorn.Config, engine: Engine, grace: float, ready: str) -> None:
         super().__init__(config)
@@ -47,6 +47,10 @@ class _Server(uvicorn.Server):
         """Start, then print the address."""
         await super().startup(sockets)
         print(self.ready, flush=True)
+
+    async def on_tick(self, counter: int) -> bool:
+        """Whether to stop: when told to, or when the engine has failed."""
+        return await super().on_tick(counter) or self.engine.fault is not None
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Let running requests finish, up to the grace period."""
@@ -107,7 +111,7 @@ def serve(
     lens: AddPages | None = None,
     options: ServeOptions | None = None,
 ) -> None:
-    """Serve a model until SIGTERM or Ctrl-C.
+    """Serve a model until SIGTERM or Ctrl-C. If its engine fails, that is an error with exit code 1.
 
     Args:
         path: An exported directory, any Hugging Face directory, a run, or a comparison (its best arm).
@@ -188,3 +192,5 @@ def _run(
         _Server(config, service.engine, options.grace, ready).run(sockets=[listener])
     finally:
         service.engine.join(10.0)
+    if service.engine.fault is not None:
+        raise FathomError(service.engine.fault, exit_code=1)

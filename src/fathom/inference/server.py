@@ -376,9 +376,13 @@ def build_app(
         text, headers = talk_page(service.name, service.context, most, talks, looks)
         return HTMLResponse(text, headers=headers)
 
-    @app.get("/health")
-    async def health() -> dict[str, str]:
-        return {"status": "ok"}
+    @app.api_route("/health", methods=["GET", "HEAD"])
+    async def health() -> JSONResponse:
+        return _state("ok" if service.engine.alive else "the engine has failed", service.engine.alive)
+
+    @app.api_route("/ready", methods=["GET", "HEAD"])
+    async def ready() -> JSONResponse:
+        return _state("ready" if service.engine.ready else "no new requests", service.engine.ready)
 
     if lens is not None:
         lens(app, service)
@@ -388,6 +392,10 @@ def build_app(
     if origins:
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"])
     return app
+
+
+def _state(status: str, good: bool) -> JSONResponse:
+    return JSONResponse({"status": status}, 200 if good else 503)
 
 
 async def _say_why(request: Request, error: Exception) -> JSONResponse:
