@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from fathom.models import FathomConfig, FathomForCausalLM
+from fathom.models import FathomConfig, FathomForCausalLM, FathomModel
 from fathom.models.cost import flops_per_token
 from fathom.models.registry import MECHANISMS
 from fathom.models.roles import Cost
@@ -82,6 +82,31 @@ def test_the_package_is_the_variant_delta():
         other = (model(ids).logits - twin(ids).logits).abs().max()
     assert off < 1e-11 < 1e-3 < other
     assert flops_per_token(model.config, 8) == flops_per_token(ours, 8)
+
+
+class WithDepthAttention(Conformance):
+    """A mixer that scores queries and keys."""
+
+    mechanism = MECHANISMS["depth_attention"]
+
+
+def test_scores_that_see_positions_are_seen(monkeypatch):
+    """Rotated queries and keys of layers of which only some rotate."""
+    author = WithDepthAttention()
+    author.test_all_positions_may_move()
+    monkeypatch.setattr(FathomConfig, "mixes_unrotated", False)
+    with pytest.raises(AssertionError, match=r"no_rope_layers=\[1, 0"):
+        author.test_all_positions_may_move()
+
+
+def test_positions_that_count_padding_are_seen(monkeypatch):
+    """Keys that are normed after rotation show a mixer where they are."""
+    monkeypatch.setattr(WithDepthAttention, "shape", {**Conformance.shape, "k_norm_position": "after_rope"})
+    author, count = WithDepthAttention(), FathomModel._positions
+    author.test_padded_rows_are_single_rows()
+    monkeypatch.setattr(FathomModel, "_positions", lambda self, seen, x, mask: count(self, seen, x, None))
+    with pytest.raises(AssertionError, match="off by"):
+        author.test_padded_rows_are_single_rows()
 
 
 def without_the_stream(self, state):

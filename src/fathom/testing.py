@@ -38,6 +38,8 @@ SHAPE: Mapping[str, Any] = {
 }
 EXACT = 1e-11
 """Tolerance of logits and gradients in float64."""
+MOVED = 1e-4
+"""Tolerance of logits at other positions, whose rotary angles are rounded to float32."""
 SLOPE = 1e-7
 """Tolerance of a derivative along a direction of length 1."""
 CLEAN_ROOM = """
@@ -66,10 +68,13 @@ class Conformance:
         axis, name = self.mechanism.axis, self.mechanism.name
         return FathomConfig(**self.shape, **{axis: name, f"{axis}_options": {**self.options, **options}})
 
-    def model(self, dtype: torch.dtype = torch.float64) -> FathomForCausalLM:
-        """A model whose parameters all differ from their initial values, as after training."""
+    def model(self, dtype: torch.dtype = torch.float64, **shape: Any) -> FathomForCausalLM:
+        """A model whose parameters all differ from their initial values, as after training; `shape` replaces keys of
+        its configuration."""
         torch.manual_seed(0)
-        model = FathomForCausalLM(self.config()).eval().to(dtype)
+        config = self.config()
+        config = FathomConfig.from_dict(config.to_dict() | shape) if shape else config
+        model = FathomForCausalLM(config).eval().to(dtype)
         with torch.no_grad():
             for p in model.parameters():
                 p.add_(torch.randn(p.shape, dtype=dtype) * 0.2)
@@ -116,14 +121,24 @@ class Conformance:
         same(torch.cat(found, 1), whole)
 
     def test_padded_rows_are_single_rows(self) -> None:
-        """Left-padded sequences with a mask give the logits of single sequences."""
+        """Left-padded sequences give the logits of single sequences, by a mask alone and with positions as well."""
         model, rows = self.model(), [tokens(1, n, seed=n) for n in (4, 7)]
         ids, mask = torch.zeros(2, 7, dtype=torch.long), torch.zeros(2, 7, dtype=torch.long)
         for i, row in enumerate(rows):
             ids[i, 7 - row.shape[1] :], mask[i, 7 - row.shape[1] :] = row[0], 1
-        together = logits(model, ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0))
-        for i, row in enumerate(rows):
-            same(together[i, 7 - row.shape[1] :], logits(model, row)[0])
+        for positions in (None, (mask.cumsum(1) - 1).clamp(min=0)):
+            together = logits(model, ids, attention_mask=mask, position_ids=positions)
+            for i, row in enumerate(rows):
+                same(together[i, 7 - row.shape[1] :], logits(model, row)[0])
+
+    def test_all_positions_may_move(self) -> None:
+        """Moving all tokens by 50 positions changes no logit beyond the rounding of rotary angles, also where some
+        layers rotate queries and keys and others do not."""
+        ids, positions = tokens(2, 9), torch.arange(9).expand(2, 9)
+        for turning in (None, [1, *[0, 1] * self.shape["num_hidden_layers"]][: self.shape["num_hidden_layers"]]):
+            model = self.model(no_rope_layers=turning)
+            one, other = (logits(model, ids, position_ids=positions + by) for by in (0, 50))
+            assert off(one, other) < MOVED, f"off by {off(one, other):.2g}, no_rope_layers={turning}"
 
     def test_packed_documents_are_single_rows(self) -> None:
         """Documents packed into one sequence, with positions that restart, give the logits of separate sequences."""

@@ -456,8 +456,14 @@ class Oracle:
         inner = act(self.linear(x, f"{name}.gate_proj")) * up if self.config["gated_mlp"] else act(up)
         return self.linear(inner, f"{name}.down_proj")
 
-    def project(self, ways: Sequence[Array], layer: int, position: int) -> tuple[Array, Array, Array]:
-        """Query `[H, D]`, key and raw value `[H_kv, D]`, each of an input of its own."""
+    def turns_alike(self) -> bool:
+        """Whether all layers rotate by the same angles, so that scores between layers see no position."""
+        where, kinds = self.config["no_rope_layers"] or [1] * self.layers, self.config["layer_types"]
+        return len({self.angles[kinds[i]][1].tobytes() if where[i] else b"" for i in range(self.layers)}) == 1
+
+    def project(self, ways: Sequence[Array], layer: int, position: int) -> tuple[Array, ...]:
+        """Query `[H, D]`, key and raw value `[H_kv, D]`, each of an input of its own; and what mixers score, a query
+        and a key."""
         name, width, over = f"model.layers.{layer}.self_attn", self.config["head_dim"], self.config["qk_norm"]
         query, key, value = (self.linear(x, f"{name}.{part}_proj") for x, part in zip(ways, "qkv", strict=True))
         if over == "full":
@@ -467,8 +473,11 @@ class Oracle:
         if over == "head":
             query = self.normed(query, f"{name}.q_norm")
             key = key if late else self.normed(key, f"{name}.k_norm")
+        still = query, key
         query, key = self.rotate(query, layer, position), self.rotate(key, layer, position)
-        return query, self.normed(key, f"{name}.k_norm") if late else key, value
+        key = self.normed(key, f"{name}.k_norm") if late else key
+        scored = (query, key) if late or self.config["positions"] == "learned" or self.turns_alike() else still
+        return query, key, value, *scored
 
     def attend(self, query: Array, slots: Sequence[Slot], layer: int) -> Array:
         """Attention of one query over slots; a slot's bias is added to what the cap has left."""
@@ -578,13 +587,13 @@ class Oracle:
             x = stream.read(2 * layer)
             beside = stream.read(2 * layer + 1) if self.config["parallel_residual"] else None
             ways = [self.before(way, layer, 0) for way in (x if isinstance(x, tuple) else (x, x, x))]
-            query, key, value = self.project(stream.gained(2 * layer, ways), layer, token.position)
+            query, key, value, asked, scored = self.project(stream.gained(2 * layer, ways), layer, token.position)
             borrows = self.borrows(layer, trip)
             if self.config["mixer"] != "none" and not borrows:
                 found = [own[place] for place in sorted(self.sources(layer, trip, own))]
-                value = self.mixed(query, key, value, found)
+                value = self.mixed(asked, scored, value, found)
             if not borrows:
-                own[layer, trip] = key, value
+                own[layer, trip] = scored, value
             if step.alive and not borrows:
                 row.slots[layer].append(Slot(token.column, trip, key, value, step.bias))
             read = 0 if borrows else trip

@@ -5,12 +5,15 @@ import math
 import pytest
 import torch
 
+from fathom.models import FathomConfig
 from fathom.models.depth_attention import DepthAttention, depth_weights, mix, mix_few
 from fathom.models.numerics import few
 from fathom.models.registry import mechanism
 from fathom.models.slots import plan
 
 from .cases import build, config_of, tokens
+
+KINDS = ("sliding_attention", "full_attention")
 
 
 def mixed_layers(config):
@@ -116,6 +119,48 @@ def test_depth_scores_and_position(position, same):
             model(ids, position_ids=torch.tensor([[t]]), use_cache=False)
     gap = (found[0] - found[1]).abs().max()
     assert gap < 1e-6 if same else gap > 1e-3  # cosines are float32, whatever the model is
+
+
+ROPES = {kind: {"rope_type": "default", "rope_theta": theta} for kind, theta in zip(KINDS, (30.0, 1e4), strict=True)}
+TURNING = {
+    "smollm3": {"qk_norm": "none", "no_rope_layers": [1, 0, 0, 1]},
+    "gemma3": {"rope_parameters": ROPES, "layer_types": [*KINDS] * 2, "use_sliding_window": True, "sliding_window": 4},
+}
+
+
+@pytest.mark.parametrize("family", TURNING)
+@pytest.mark.parametrize("case", ["loop+depth_attention-grid", "adaponder+depth_attention"])
+def test_layers_that_rotate_differently_score_without_rotation(case, family, monkeypatch):
+    """Padding and other positions change nothing, and decoding is reading at once; the control scores rotated keys."""
+
+    def moves(model):
+        with torch.no_grad():
+            whole, padded = (model(x, attention_mask=m).logits[:, -7:] for x, m in ((ids, None), (longer, mask)))
+            at = torch.arange(7).unsqueeze(0) + 50
+            return (padded - whole).abs().max(), (model(ids, position_ids=at).logits - whole).abs().max(), whole
+
+    ids = tokens(2, 7)
+    longer, mask = torch.nn.functional.pad(ids, (4, 0), value=5), torch.ones(2, 11, dtype=torch.long)
+    mask[:, :4] = 0
+    model = build(config_of(case, **TURNING[family]), dtype=torch.float64)
+    padded, moved, whole = moves(model)
+    assert padded < 1e-11 and moved < 1e-4
+    with torch.no_grad():
+        first = model(ids[:, :4], use_cache=True)
+        rest = [model(ids[:, t : t + 1], past_key_values=first.past_key_values).logits for t in range(4, 7)]
+    assert (torch.cat([first.logits, *rest], 1) - whole).abs().max() < 1e-11
+    monkeypatch.setattr(FathomConfig, "mixes_unrotated", False)
+    assert moves(build(model.config, dtype=torch.float64))[1] > 1e-2
+
+
+def test_layers_that_rotate_alike_score_as_they_attend():
+    """Both forms are equal there, and the one without another tensor is taken."""
+    for shape in ({}, {"no_rope_layers": [0] * 4}, {"rope_parameters": dict.fromkeys(KINDS, ROPES[KINDS[0]])}):
+        layered = {"layer_types": [*KINDS] * 2, "use_sliding_window": True, "sliding_window": 4}
+        assert not config_of("depth_attention", **layered, **shape).mixes_unrotated
+    assert config_of("depth_attention", **TURNING["smollm3"]).mixes_unrotated
+    late = {"no_rope_layers": [1, 0, 0, 1], "k_norm_position": "after_rope"}
+    assert not config_of("depth_attention", **late).mixes_unrotated
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

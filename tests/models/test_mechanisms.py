@@ -169,15 +169,25 @@ def test_left_padded_rows_are_single_rows(case):
     for i, row in enumerate(rows):
         padded[i, 12 - row.shape[1] :], mask[i, 12 - row.shape[1] :] = row, 1
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    together = logits(model, padded, attention_mask=mask, position_ids=positions)
+    together = logits(model, padded, attention_mask=mask)  # by the mask alone
+    assert torch.equal(together, logits(model, padded, attention_mask=mask, position_ids=positions))
     cache = DynamicCache(config=model.config)
     with torch.no_grad():  # prefill, then decode the last token
-        model(padded[:, :-1], attention_mask=mask[:, :-1], position_ids=positions[:, :-1], past_key_values=cache)
-        step = model(padded[:, -1:], attention_mask=mask, position_ids=positions[:, -1:], past_key_values=cache)
+        model(padded[:, :-1], attention_mask=mask[:, :-1], past_key_values=cache)
+        step = model(padded[:, -1:], attention_mask=mask, past_key_values=cache)
     for i, row in enumerate(rows):
         alone = logits(model, row)[0]
         assert worst(together[i, 12 - row.shape[1] :], alone) < EXACT
         assert worst(step.logits[i, 0], alone[-1]) < EXACT
+
+
+@every_case
+def test_all_positions_may_move(case):
+    """But for learned positions, and up to the rounding of rotary angles."""
+    model, ids = _cached_model(case), tokens(1, 9)
+    at = torch.arange(9).unsqueeze(0)
+    apart = worst(logits(model, ids, position_ids=at), logits(model, ids, position_ids=at + 50))
+    assert (apart > 1e-2) if model.config.positions == "learned" else (apart < CLOSE)
 
 
 @every_case

@@ -106,11 +106,6 @@ class Case:
         """The key of its tolerances."""
         return "capped" if self.config.get("attn_logit_softcapping") else self.backend
 
-    @property
-    def learned(self) -> bool:
-        """Whether positions are learned, so that padding is not counted."""
-        return self.config.get("positions") == "learned"
-
     def __str__(self) -> str:
         name = "+".join(self.config[axis] for axis in NAMES)
         said = [
@@ -569,8 +564,7 @@ class Session:
             )
             row = np.concatenate([np.arange(n) for n in np.diff([0, *cuts, length])])
             return np.tile(row, (batch, 1))
-        padded = self.case.padding in ("left", "holes")
-        if padded and (self.case.positions or self.case.learned or self.case.kind == "generate"):
+        if self.case.padding in ("left", "holes"):
             return np.maximum(self.mask.cumsum(1) - 1, 0)[:, columns:]
         return np.tile(np.arange(columns, columns + length) + (3 if self.case.positions else 0), (batch, 1))
 
@@ -1014,6 +1008,17 @@ def padding_attended_to(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(walk.TripMaker, "causal_masks", lambda self, x, padding, packed: make(self, x, None, packed))
 
 
+def padding_counted(patch: pytest.MonkeyPatch) -> None:
+    """A mask alone moves no position."""
+    count = modeling.FathomModel._positions
+    patch.setattr(modeling.FathomModel, "_positions", lambda self, seen, x, mask: count(self, seen, x, None))
+
+
+def rotated_keys_scored(patch: pytest.MonkeyPatch) -> None:
+    """Mixers score rotated queries and keys, also where layers rotate differently."""
+    patch.setattr(FathomConfig, "mixes_unrotated", False)
+
+
 def trips_drawn_in_evaluation(patch: pytest.MonkeyPatch) -> None:
     """Evaluation draws a number of trips, as Parcae's public code does."""
     rng = random.Random(0)
@@ -1040,6 +1045,8 @@ FAULTS: dict[Callable[[pytest.MonkeyPatch], None], int] = {
     keys_of_every_trip: 22013,
     sources_at_every_visit: 22003,
     residuals_of_the_first_trip: 22007,
+    padding_counted: 10019,
+    rotated_keys_scored: 10039,
 }
 """Each with a seed that sees it."""
 

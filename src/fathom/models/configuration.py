@@ -192,6 +192,17 @@ class FathomConfig(Qwen3Config):
         return bool(rope and self.layer_types) and all(isinstance(rope.get(kind), dict) for kind in self.layer_types)
 
     @property
+    def mixes_unrotated(self) -> bool:
+        """Whether mixers score queries and keys before rotation: where some layers rotate otherwise than others, scores
+        of rotated ones would depend on a token's position. Keys that are normed after rotation stay rotated."""
+        if self.mixer == DEFAULTS["mixer"] or self.k_norm_position == "after_rope" or self.positions == "learned":
+            return False
+        rope = self.rope_parameters or {}
+        kinds = self.layer_types if self.rope_by_layer_type else []
+        turns = [self.rotates(i) and (rope[kinds[i]] if kinds else rope) for i in range(self.num_hidden_layers)]
+        return any(turn != turns[0] for turn in turns)
+
+    @property
     def rope_stretches(self) -> bool:
         """Whether rotary angles change with the length of a text."""
         rope = self.rope_parameters or {}

@@ -90,7 +90,9 @@ class Attention(nn.Module):
             self.k_norm = norm(self.head_dim if by_head else kv_width, config.rms_norm_eps)
         self.mixer: ValueMixer = mechanism("mixer", config.mixer).build(config, layer_idx)
         whole = (config.rope_parameters or {}).get("partial_rotary_factor", 1.0) == 1.0 and not config.rope_float32
-        self.fusible = whole and self.rotates and self.qk_norm == "head" and config.norm == "rms"
+        self.mixes_unrotated = config.mixes_unrotated
+        usual = self.qk_norm == "head" and config.norm == "rms"
+        self.fusible = whole and self.rotates and usual and not self.mixes_unrotated
 
     def forward(
         self,
@@ -107,8 +109,9 @@ class Attention(nn.Module):
         lent: tuple[Tensor, Tensor] | None = None,
         backend: str | None = None,
         **kwargs: object,
-    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-        """The output, the weights if the backend returns them, and the new tokens' key and mixed value.
+    ) -> tuple[Any, ...]:
+        """The output, the weights if the backend returns them, and the new tokens' key and mixed value. Where mixers
+        score un-rotated keys, the un-rotated key comes before these two.
 
         Queries, keys and values are projections of `hidden_states`. With `others`, keys are projections of its first
         tensor and values of its second. With `lent`, its two tensors are all keys and values, and none are projected.
@@ -120,13 +123,13 @@ class Attention(nn.Module):
         """
         shape = hidden_states.shape[:-1]
         if isinstance(lent, tuple):
-            query, key, value = self._asked(hidden_states, rotation), *lent
+            query, key, value, scored = self._asked(hidden_states, rotation), *lent, lent[0]
             past_key_values = None
         elif isinstance(others, tuple):
-            query, key, value = self._mixed(*self._projected(hidden_states, *others), rotation, sources)
+            query, key, value, scored = self._mixed(*self._projected(hidden_states, *others), rotation, sources)
         else:  # also where vLLM traces with a stand-in for every argument, to fuse these three
             query, key, value = self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
-            query, key, value = self._mixed(query, key, value, rotation, sources)
+            query, key, value, scored = self._mixed(query, key, value, rotation, sources)
         if alive is not None:
             key, value = (torch.where(alive, new, old) for new, old in zip((key, value), earlier, strict=True))
             earlier = ()
@@ -160,7 +163,8 @@ class Attention(nn.Module):
         )
         if key_bias is not None:
             output = output[..., : self.head_dim]
-        return self.o_proj(output.reshape(*shape, -1).contiguous()), weights, key, value
+        output = self.o_proj(output.reshape(*shape, -1).contiguous())
+        return (output, weights, scored, key, value) if self.mixes_unrotated else (output, weights, key, value)
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> Ways:
         """The projections `[B, T, H D]` of three inputs."""
@@ -183,8 +187,9 @@ class Attention(nn.Module):
 
     def _mixed(
         self, query: Tensor, key: Tensor, value: Tensor, rotation: Rotation, sources: tuple[Tensor, ...]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values `[B, H, T, D]` for attention, from the projections `[B, T, H D]`."""
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Queries, keys and values `[B, H, T, D]` for attention, from the projections `[B, T, H D]`; and the keys that
+        mixers score."""
         if self.qk_norm == "full":
             query, key = self.q_norm(query), self.k_norm(key)
         heads = (*query.shape[:-1], -1, self.head_dim)
@@ -194,16 +199,21 @@ class Attention(nn.Module):
         mixer, q_norm, k_norm = parts["mixer"], parts["q_norm"], parts["k_norm"]
         fused = mixer.fused(value, sources) if sources and self.fusible else None
         if fused is not None and not any(watched(part) for part in (q_norm, k_norm, mixer)):
-            return fused((query, key, value), sources, (q_norm, k_norm), angles, self.norm_rotated_keys)
+            query, key, value = fused((query, key, value), sources, (q_norm, k_norm), angles, self.norm_rotated_keys)
+            return query, key, value, key
         if self.qk_norm == "head":
             query = q_norm(query)
             key = key if self.norm_rotated_keys else k_norm(key)
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        if self.mixes_unrotated:
+            scored, value = key, direct(mixer)(query, key, value, sources)
+            query, key = (query, key) if angles is None else rotate(query, key, *angles)
+            return query, key, value, scored
         if angles is not None:
             query, key = rotate(query, key, *angles)
         if self.norm_rotated_keys:
             key = k_norm(key)
-        return query, key, direct(mixer)(query, key, value, sources)
+        return query, key, direct(mixer)(query, key, value, sources), key
 
 
 class DecoderLayer(GradientCheckpointingLayer):
@@ -233,27 +243,27 @@ class DecoderLayer(GradientCheckpointingLayer):
     def forward(
         self, *state: Tensor, sources: tuple[Tensor, ...] = (), trip: int = 0, **kwargs: object
     ) -> ResidualState:
-        """The new residual state and, last, this layer's key and mixed value for the layers that read them.
+        """The new residual state and, last, what attention returns for the layers that read it: key and mixed value.
 
         Inputs and outputs are tensors, not tuples of tensors: reentrant checkpointing tracks gradients of tensors only.
         """
         if self.usual and self.unwatched():  # the same sums and norms as below, without calls that a token would notice
             parts: Any = self._modules
-            update, _, key, value = parts["self_attn"](parts["input_layernorm"](state[0]), sources=sources, **kwargs)
+            update, _, *kept = parts["self_attn"](parts["input_layernorm"](state[0]), sources=sources, **kwargs)
             x = state[0] + update
-            return x + parts["mlp"](parts["post_attention_layernorm"](x)), key, value
+            return x + parts["mlp"](parts["post_attention_layernorm"](x)), *kept
         attn, mlp = self.residuals(trip)
         (read, write), (read_mlp, write_mlp) = ways(attn), ways(mlp)
         x, state, context = read(state)
         if self.parallel:  # two reads of one state, then two writes
             y, state, second = read_mlp(state)
-        update, key, value = self.attend(x, attn.gained, sources=sources, **kwargs)
+        update, *kept = self.attend(x, attn.gained, sources=sources, **kwargs)
         if self.plain and self.parallel:  # GPT-NeoX rounds the sum of both updates first
-            return *write(state, update + self.feed_forward(y), context), key, value
+            return *write(state, update + self.feed_forward(y), context), *kept
         state = write(state, update, context)
         if not self.parallel:
             y, state, second = read_mlp(state)
-        return *write_mlp(state, self.feed_forward(y), second), key, value
+        return *write_mlp(state, self.feed_forward(y), second), *kept
 
     def unwatched(self) -> bool:
         """Whether the residuals are those that the layer was built with, and no hook waits for their calls."""
@@ -268,18 +278,16 @@ class DecoderLayer(GradientCheckpointingLayer):
         again: Any = self.again[trip - 1]
         return again["attn"], again["mlp"]
 
-    def attend(
-        self, x: Tensor | Ways, gained: Callable[[Ways], Ways], **kwargs: object
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Attention's update of the residual, and its key and mixed value."""
+    def attend(self, x: Tensor | Ways, gained: Callable[[Ways], Ways], **kwargs: object) -> tuple[Tensor, ...]:
+        """Attention's update of the residual, and what other layers read of it."""
         if isinstance(x, tuple):
             query, *others = gained(self.normed(*x))
             kwargs["others"] = tuple(others)
         else:
             query = x if self.norm_placement == "after" else self.input_layernorm(x)
-        update, _, key, value = self.self_attn(query, **kwargs)
+        update, _, *kept = self.self_attn(query, **kwargs)
         update = update if self.norm_placement == "before" else self.post_attention_layernorm(update)
-        return update if self.multiplier == 1.0 else update * self.multiplier, key, value
+        return update if self.multiplier == 1.0 else update * self.multiplier, *kept
 
     def normed(self, query: Tensor, key: Tensor, value: Tensor) -> Ways:
         """The normed inputs of the three projections; the norm runs once for each distinct tensor."""
@@ -342,6 +350,7 @@ class FathomModel(FathomPreTrainedModel):
         self.layer_types = tuple(config.layer_types)
         self.embedding_scale, self.rounds_scale = config.embedding_scale, config.round_embedding_scale
         self.rotary_emb = build_rotary(config)
+        self.mixes_unrotated = config.mixes_unrotated
         self.stretches, self.rereads = config.rope_stretches, config.rereads
         self.embed_positions = None
         if config.positions == "learned":
@@ -439,12 +448,9 @@ class FathomModel(FathomPreTrainedModel):
         return x if self.embedding_scale == 1.0 else x * self.embedding_scale
 
     def _positions(self, seen: int, x: Tensor, attention_mask: object) -> Tensor:
-        """The positions of new tokens after `seen` others, `[1 or B, T]`. Learned ones do not count padding, rotary
-        ones need not: they are relative."""
+        """The positions of new tokens after `seen` others, `[1 or B, T]`, without padding if there is a mask of it."""
         length = x.shape[1]
-        if self.embed_positions is None:
-            return (torch.arange(length, device=x.device) + seen).unsqueeze(0)
-        if seen + length > self.config.max_position_embeddings:
+        if self.embed_positions is not None and seen + length > self.config.max_position_embeddings:
             raise ValueError(
                 f"{seen + length} tokens: this model has {self.config.max_position_embeddings} positions, and learned "
                 "positions do not extend"

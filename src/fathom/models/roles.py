@@ -249,9 +249,12 @@ class ValueMixer(MechanismModule):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, sources: tuple[Tensor, ...]) -> Tensor:
         """The value to store, `[B, H_kv, T, D]`.
 
+        Queries and keys are normed and rotated. They are not rotated where layers rotate differently, because scores
+        between such layers would depend on the token's position (`FathomConfig.mixes_unrotated`).
+
         Args:
-            query: `[B, H, T, D]`, normed and rotated.
-            key: `[B, H_kv, T, D]`, normed and rotated.
+            query: `[B, H, T, D]`.
+            key: `[B, H_kv, T, D]`.
             value: `[B, H_kv, T, D]`, this layer's own projection.
             sources: `(key, mixed value, key, mixed value, ...)` of earlier layers for the *same* tokens, oldest first.
         """

@@ -213,6 +213,8 @@ class Passed:
     residual: Tensor
     pairs: dict[int, KeyValue]
     """By visit: key and mixed value."""
+    sources: dict[int, KeyValue]
+    """The same with the keys that mixers score."""
     hidden: list[Tensor]
     """Every visit's input, if asked for."""
     entry: Tensor | None = None
@@ -252,8 +254,8 @@ class TripMaker:
         passed = self.through(tokens.take(turn.x), one)
         if turn.trip + 1 < len(self.plan):
             later = {i for trip in self.plan[turn.trip + 1 :] for visit in trip for i in visit.sources}
-            for i in later & passed.pairs.keys():
-                key, value = passed.pairs[i]
+            for i in later & passed.sources.keys():
+                key, value = passed.sources[i]
                 self.sources[i] = _put(tokens, key), _put(tokens, value)
         self.record(passed)
         return passed
@@ -283,6 +285,7 @@ class TripMaker:
         }
         state = residual.begin(x)
         pairs: dict[int, KeyValue] = {}
+        sources: dict[int, KeyValue] = {} if model.mixes_unrotated else pairs
         hidden: list[Tensor] = []
         entry = None
         for visit in one.visits:
@@ -293,7 +296,7 @@ class TripMaker:
             if self.inputs.hidden is not None:
                 hidden.append(residual(state)[0] if hidden else x)
             if visit.sources:
-                found = [pairs[i] if i in pairs else one.sources[i] for i in visit.sources]
+                found = [sources[i] if i in sources else one.sources[i] for i in visit.sources]
                 given["sources"] = tuple(chain.from_iterable(found))  # key, value, key, value, ...
             else:
                 given["sources"] = ()
@@ -309,6 +312,10 @@ class TripMaker:
                 **({"lent": one.lent[visit.layer]} if visit.borrows else {}),
                 **self.inputs.extra,
             )
+            if model.mixes_unrotated:
+                scored = after.pop()
+                if visit.kept:
+                    sources[visit.index] = (scored, value)
             state = tuple(after)
             if visit.kept or one.keep:
                 pairs[visit.index] = (key, value)
@@ -316,7 +323,7 @@ class TripMaker:
         if one.leave is not None and model.coda == len(layers):
             stream = one.leave(stream)
         # Made whole: what a compiled graph of torch 2.13 writes over an attribute after FlexAttention is lost.
-        return Passed(stream, pairs, hidden, entry)
+        return Passed(stream, pairs, sources, hidden, entry)
 
     def record(self, passed: Passed, stages: int = 1) -> None:
         """Record a pass's hidden states; those of interleaved trips are separated."""
