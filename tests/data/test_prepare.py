@@ -530,15 +530,47 @@ def test_an_empty_validation_split_is_said(tmp_path: Path, tokenizer: str) -> No
         TokenDataset.open(tmp_path / "out", "val")
 
 
-def test_a_single_text_file_needs_a_separator_to_hold_a_part_out(tmp_path: Path, tokenizer: str) -> None:
+@pytest.mark.parametrize(("between", "name"), [("\n\n", "paragraphs"), ("\n", "lines"), ("\r\n \r\n", "paragraphs")])
+def test_a_single_text_file_is_divided_so_that_some_is_held_out(
+    between: str, name: str, tmp_path: Path, tokenizer: str
+) -> None:
     text = tmp_path / "a.txt"
-    text.write_text("\n\n".join(f"Paragraph {i} of a book." for i in range(40)))
-    with pytest.raises(DataError, match=r"a\.txt is a single document.*`separator=''`.*`held_out=0`"):
-        prepare([text], tmp_path / "out", tokenizer, held_out=0.5)
-    assert not (tmp_path / "out").exists(), "refused before anything is written"
-    splits = prepare([text], tmp_path / "out", tokenizer, held_out=0.5, separator="").splits
-    assert sum(counts["documents"] for split in ("train", "val") for counts in splits[split].values()) == 40
-    assert list(prepare([text], tmp_path / "whole", tokenizer, held_out=0).splits) == ["train"]
+    text.write_bytes(between.join(f"Paragraph {i} of a book." for i in range(40)).encode())
+    made = prepare([text], tmp_path / "out", tokenizer, held_out=0.5, workers=1)
+    train, val = (made.splits[split]["default"]["documents"] for split in ("train", "val"))
+    assert train + val == 40 and f"\nheld out: {val} {name} of {text}" in str(made)
+    assert prepare([text], tmp_path / "out", tokenizer, held_out=0.5, workers=1).splits == made.splits, "found finished"
+    whole = prepare([text], tmp_path / "whole", tokenizer, held_out=0, workers=1)
+    assert whole.splits["train"]["default"]["documents"] == 1 and "held out" not in str(whole)
+    text.rename(tmp_path / "b.txt")
+    (tmp_path / "c.txt").write_text("another")
+    both = prepare([tmp_path / "b.txt", tmp_path / "c.txt"], tmp_path / "both", tokenizer, held_out=0.5, workers=1)
+    assert "held out" not in str(both), "two files are two documents"
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (b"", "no text in it"),
+        (b"\n \n\n", "no text in it"),
+        ("Fünf Faden".encode("latin-1"), "is not UTF-8"),
+        ("Fünf Faden\n\nund sechs".encode("latin-1"), "is not UTF-8"),
+        ("Fünf Faden\nund sechs\n".encode("utf-16"), "is not UTF-8"),
+        (b"a single line", "a single line, of which no part can be held out: `held_out=0`"),
+    ],
+)
+def test_the_fault_of_a_single_text_file_is_told_first(data: bytes, says: str, tmp_path: Path) -> None:
+    """Before the tokenizer is looked for, and before anything is written."""
+    (tmp_path / "a.txt").write_bytes(data)
+    with pytest.raises(DataError, match=says):
+        prepare([tmp_path / "a.txt"], tmp_path / "out", "no/tokenizer")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_tokenizer_that_is_not_there_is_told_of_a_single_file_too(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one\n\ntwo\n")
+    with pytest.raises(DataError, match=r"nowhere.*cannot load the tokenizer"):
+        prepare([tmp_path / "a.txt"], tmp_path / "out", str(tmp_path / "nowhere"))
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -40,7 +41,7 @@ from fathom.data.shards import (
     token_dtype,
     write_index,
 )
-from fathom.data.sources import FileFormat, Source
+from fathom.data.sources import FileFormat, Source, parts_of
 from fathom.data.tokenizer import load_tokenizer, train_bpe
 from fathom.errors import DataError
 from fathom.report.files import LOCK, asdict, read_json
@@ -63,6 +64,8 @@ class Summary:
     """Records over the size limit, which were skipped."""
     seconds: float
     """Duration of this run; 0 if the corpus was finished earlier."""
+    divided: str = ""
+    """What a single text file was divided into so that some can be held out: `paragraphs of FILE`."""
 
     def __str__(self) -> str:
         """One line for people."""
@@ -74,7 +77,9 @@ class Summary:
         if self.left_out:
             parts.append(f"{self.left_out:,} records skipped because they are too long")
         parts.append(f"{self.seconds:.1f} s" if self.seconds else "finished earlier")
-        return f"{self.directory}: {'; '.join(parts)}"
+        held_out = sum(counts["documents"] for counts in self.splits.get("val", {}).values())
+        note = f"\nheld out: {held_out:,} {self.divided}" if self.divided else ""
+        return f"{self.directory}: {'; '.join(parts)}{note}"
 
 
 @dataclass(frozen=True)
@@ -136,12 +141,7 @@ def prepare(
         tokenizer_bytes=chosen.tokenizer_bytes if train_tokenizer else None,
         input_bytes=0,
     )
-    sources = settings.sources(out)
-    settings = replace(settings, input_bytes=sum(source.size for source in sources))
-    _require_two_documents(sources, held_out)
-    for source in sources:  # a wrong field or a damaged file is reported at once
-        if source.kind != "hub":
-            next(source.documents(settings.reading), None)
+    settings, sources, divided = _checked_inputs(settings, out)
     with owned(out, _is_ours, "prepared"):
         for draft in _drafts(out):
             draft.unlink()
@@ -152,10 +152,29 @@ def prepare(
             if not difference and not (newer and overwrite):
                 shutil.rmtree(out / UNFINISHED, ignore_errors=True)
                 _warn_of(newer, out)
-                return _summary(out, 0.0)
+                return _summary(out, 0.0, divided)
         started = time.monotonic()
         _make(WorkspaceOf(out / UNFINISHED, settings), out, Executor(workers=workers))
-        return _summary(out, time.monotonic() - started)
+        return _summary(out, time.monotonic() - started, divided)
+
+
+def _checked_inputs(settings: PrepareSettings, out: Path) -> tuple[PrepareSettings, list[Source], str]:
+    """The inputs, whose first documents are read, so that a wrong field or a damaged file is reported at once. A single
+    text file is divided into several documents if some are to be held out; the text says into what."""
+    sources, divided = settings.sources(out), ""
+    settings = replace(settings, input_bytes=sum(source.size for source in sources))
+    only = sources[0].paths[0] if len(sources) == 1 and len(sources[0].paths) == 1 else None
+    if only is None or sources[0].kind != "files" or not settings.held_out:
+        only = None
+    elif (parts := parts_of(only)) is not None:
+        settings = replace(settings, reading=replace(settings.reading, separator=parts.separator))
+        sources, divided = settings.sources(out), f"{parts.name} of {only}"
+    first = [list(islice(source.documents(settings.reading), 1)) for source in sources if source.kind != "hub"]
+    if only is not None and not any(document is None or document.text.strip() for document in first[0]):
+        raise DataError(f"{only}: no documents: there is no text in it")
+    if only is not None and not divided:
+        raise DataError(f"{only} is a single line, of which no part can be held out: `held_out=0` trains on all of it")
+    return settings, sources, divided
 
 
 def _make(workspace: WorkspaceOf[PrepareSettings], out: Path, executor: Executor) -> None:
@@ -266,15 +285,6 @@ def _check_arguments(
             raise DataError(f"{option}={value}: allowed: {smallest} or more")
 
 
-def _require_two_documents(sources: list[Source], held_out: float) -> None:
-    """Refuse to hold out a part of a single text file, which is one document and belongs to one split."""
-    if held_out and len(sources) == 1 and sources[0].kind == "files" and len(sources[0].paths) == 1:
-        raise DataError(
-            f"{sources[0].paths[0]} is a single document, of which no part can be held out: `separator=''` makes a "
-            "document of every paragraph, and `held_out=0` trains on the whole file"
-        )
-
-
 def _difference(out: Path, settings: PrepareSettings) -> str | None:
     """How the finished corpus in `out` differs from the requested one, in words; None if it does not."""
     try:
@@ -310,7 +320,7 @@ def _warn_of(newer: Sequence[Path], out: Path) -> None:
         warnings.warn(f"{changed}; `overwrite` reads everything again", stacklevel=3)
 
 
-def _summary(out: Path, seconds: float) -> Summary:
+def _summary(out: Path, seconds: float, divided: str) -> Summary:
     index = read_index(out)
     splits = {
         split: {
@@ -319,7 +329,7 @@ def _summary(out: Path, seconds: float) -> Summary:
         }
         for split, domains in index.splits.items()
     }
-    return Summary(out, index.vocab_size, splits, index.left_out, seconds)
+    return Summary(out, index.vocab_size, splits, index.left_out, seconds, divided)
 
 
 def _drafts(out: Path) -> list[Path]:

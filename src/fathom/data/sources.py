@@ -37,6 +37,8 @@ Kind = Literal["files", "text", "lines", "rows", "hub"]
 """Records are paths of files, texts between separators, lines of JSON, rows of fields, or rows of the Hub."""
 
 DEFAULT_DOMAIN = "default"
+PARAGRAPHS, LINES = "", "\n"
+"""Separators: a blank line, and none, since every line is a document."""
 HUB = "hf:"
 COMPRESSIONS = {".gz": "gzip", ".xz": "lzma", ".bz2": "bz2", ".zst": "zstandard"}
 JSON = ".json"  # JSON lines, as C4 names them
@@ -63,7 +65,8 @@ class Reading:
     domain_field: str | None = None
     """The JSON field or Parquet column that names the domain of each document."""
     separator: str | None = None
-    """A line that separates documents within text files (may be empty); by default a file is a document."""
+    """A line that separates documents within text files; empty: a blank line; a line break: every line is a document.
+    By default a file is a document."""
     undecodable: Undecodable = "error"
     """What to do with text that is not UTF-8: stop, replace invalid bytes, or skip the document."""
     oversize: Oversize = "error"
@@ -510,23 +513,46 @@ def _text_of(file: IO[bytes]) -> Iterator[TextIO]:
 
 def _separated(path: Path, reading: Reading) -> Iterator[bytes | None]:
     """Documents between lines that equal the separator; blank lines at the ends of a document are kept."""
-    separator = None if reading.separator is None else reading.separator.encode()
+    separator = reading.separator or ""
+    blank, lines = not separator.strip(), separator == LINES
     document: bytearray | None = bytearray()  # at most a record's length of it is in memory; None if it is left out
     number, first, begins = 1, True, True
     with _opened(path) as file:
         while line := file.readline(reading.max_record_bytes):
             line, first = line.removeprefix(codecs.BOM_UTF8) if first else line, False
-            if begins and line.rstrip(b"\r\n") == separator:
-                yield None if document is None else bytes(document)
-                document, number = bytearray(), number + 1
-            elif document is not None:
+            ends = begins and (not line.strip() if blank else line.rstrip(b"\r\n") == separator.encode())
+            begins = line.endswith(b"\n")
+            if document is not None and not ends:
                 document += line
                 if len(document) > reading.max_record_bytes:
                     _oversize(f"{path} (document {number})", reading)
                     document = None
-            begins = line.endswith(b"\n")
+            if ends or (lines and begins):
+                yield None if document is None else bytes(document)
+                document, number = bytearray(), number + 1
     if document is None or document:
         yield None if document is None else bytes(document)
+
+
+class Parts(NamedTuple):
+    """How a text file is divided into documents."""
+
+    separator: str
+    name: str
+
+
+def parts_of(path: Path) -> Parts | None:
+    """The parts of a text file that is to become several documents: paragraphs, else lines; None if it is one line."""
+    texts, blank = 0, False
+    with _opened(path) as file:
+        while line := file.readline(COMPRESSED_BYTES):
+            if line.strip():
+                if blank and texts:
+                    return Parts(PARAGRAPHS, "paragraphs")
+                texts, blank = texts + line.endswith(b"\n"), False
+            else:
+                blank = True
+    return Parts(LINES, "lines") if texts > 1 else None
 
 
 def _read_file(path: Path, reading: Reading) -> bytes | None:
