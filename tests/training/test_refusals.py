@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import re
+import sys
+from pathlib import Path
 
 import pytest
 
+from fathom.cli.main import main
 from fathom.errors import SettingsError
 from fathom.recipe import Recipe
+from tests.tiny import export_tiny
 
 FREQKV = ("data.packing=windows", "kvcache.method=freqkv", "kvcache.window=16", "kvcache.sinks=2")
 SINKS = (*FREQKV, "kvcache.method=sinks")
@@ -63,3 +67,42 @@ def test_what_contradicts_itself_is_refused(recipe: Recipe, words: tuple[str, ..
     assert "\n" not in str(error.value) and str(error.value).startswith(
         ("kvcache.", "lora.", "distill.", "data.", "optim.")
     )
+
+
+FROM_BASE = ("model=null", "model.from_pretrained=BASE")
+AT_THE_START = [
+    (FROM_BASE, "its tokenizer"),
+    (
+        (*FROM_BASE, "data.other_tokenizer=true", "distill.teacher=./nowhere"),
+        "distill.teacher=./nowhere: no config.json",
+    ),
+    (("data.other_tokenizer=true", "distill.teacher=BASE"), "it has 384 tokens, the model 304"),
+    (("distill.teacher=BASE",), "its tokenizer"),
+    ((*FROM_BASE, "lora.rank=4"), "LoRA needs peft"),
+    (("train.micro_batch=3",), "allowed: a divisor of 8 sequences per rank"),
+    (("model.vocab_size=200",), "does not fit a model with 200"),
+]
+"""What contradicts the data, the checkpoint or the installation, and not the recipe itself."""
+
+
+@pytest.mark.parametrize(("words", "says"), AT_THE_START)
+def test_a_dry_run_refuses_what_the_run_refuses(
+    recipe: Recipe,
+    words: tuple[str, ...],
+    says: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    base = export_tiny(tmp_path / "base", mixer="none")
+    (tmp_path / "recipe.yaml").write_text(recipe.to_yaml())
+    capsys.readouterr()
+    given = ["train", str(tmp_path / "recipe.yaml"), "--run", str(tmp_path / "run")]
+    given += [word.replace("BASE", str(base)) for word in words]
+    complaints = []
+    for more in ([], ["--dry-run"]):
+        assert main([*given, *more]) == 2
+        complaints.append(capsys.readouterr().err)
+    assert complaints[0] == complaints[1] and says in complaints[0]
+    assert main([*given[:4], "--dry-run"]) == 0, "the recipe itself is not refused"

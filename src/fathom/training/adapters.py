@@ -32,6 +32,16 @@ WRAPPED = "base_model.model."
 """The prefix that peft gives to the name of every parameter."""
 
 
+def require_peft(recipe: Recipe) -> None:
+    """Refuse adapters where peft is not installed."""
+    if recipe.lora.rank is None:
+        return
+    try:
+        import peft  # noqa: F401
+    except ImportError as error:
+        raise SettingsError(f"lora.rank={recipe.lora.rank}: LoRA needs peft: {to_install('lora')}") from error
+
+
 def adapt(model: FathomForCausalLM, recipe: Recipe) -> PeftModel | None:
     """Add adapters to the model if the recipe asks for them, and freeze its other parameters.
 
@@ -42,10 +52,9 @@ def adapt(model: FathomForCausalLM, recipe: Recipe) -> PeftModel | None:
     lora, rank = recipe.lora, recipe.lora.rank
     if rank is None:
         return None
-    try:
-        from peft import LoraConfig, get_peft_model
-    except ImportError as error:
-        raise SettingsError(f"lora.rank={rank}: LoRA needs peft: {to_install('lora')}") from error
+    require_peft(recipe)
+    from peft import LoraConfig, get_peft_model
+
     # Adapters are initialised at random, with the same seed in each run and on each rank.
     torch.manual_seed(recipe.train.seed)
     leaves = {name.rpartition(".")[2] for name, _ in model.named_modules()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -20,12 +21,21 @@ from fathom.models.configuration import FathomConfig
 from fathom.models.flex_reading import FLEX, NO_BACKWARD
 from fathom.models.modeling import FathomCausalLMOutput, FathomForCausalLM
 from fathom.recipe import Recipe
-from fathom.training.adapters import adapt
-from fathom.training.distill import distilled, open_teacher
+from fathom.training.adapters import adapt, require_peft
+from fathom.training.distill import check_teacher, distilled, open_teacher
 from fathom.training.guard import Guard
 from fathom.training.kvcache import compress
 from fathom.training.optimizer import Optimizer, freeze, learning_rate, shares
-from fathom.training.parallel import Ranks, parallelize, release_gathered, start, synchronize_gradients, whole
+from fathom.training.parallel import (
+    Ranks,
+    device_of,
+    parallelize,
+    release_gathered,
+    start,
+    strategy_of,
+    synchronize_gradients,
+    whole,
+)
 from fathom.training.source import model_of, source_of
 from fathom.training.tokenizer import require_tokenizer
 from fathom.training.tracking import require_backends
@@ -137,6 +147,7 @@ def build_training(
     """
     ranks = ranks or start(recipe)
     check_device(recipe, ranks.device.type)
+    require_peft(recipe)
     use(recipe.train.kernels, ranks.device.type)
     config = recipe.config()
     _require_context(recipe, config)
@@ -148,6 +159,7 @@ def build_training(
     data.require_vocabulary(config.vocab_size)
     if begins:
         require_tokenizer(recipe, data)
+    check_teacher(recipe, data, config.vocab_size)
     plan = batch_plan(recipe, data)
     if "seed" in config.recurrence_options and config.recurrence_options["seed"] is None:
         config.recurrence_options["seed"] = recipe.train.seed
@@ -159,7 +171,7 @@ def build_training(
     parallelize(model, ranks, recipe)
     optimizer = Optimizer(model, recipe.optim)
     guard = Guard(recipe.train.skip_spikes, ranks.device, recipe.optim.clip or 0.0)
-    teacher = open_teacher(recipe, ranks, data, config.vocab_size)
+    teacher = open_teacher(recipe, ranks)
     return Training(recipe, ranks, config, model, optimizer, guard, data, plan, adapters, teacher)
 
 
@@ -170,13 +182,39 @@ def check_device(recipe: Recipe, device: str) -> None:
         raise SettingsError(f"train.attention={FLEX}: no backward pass on {device}; allowed: sdpa, eager")
 
 
-def check_model(recipe: Recipe, data: TokenDataset) -> None:
+def check_training(recipe: Recipe, begins: bool = True) -> None:
+    """Reject what a run would reject at its start, without creating or reading weights. Only the device may be missing,
+    so that a run may be planned on another machine.
+
+    Args:
+        recipe: What is to be trained.
+        begins: Whether the run starts with the weights of `model.from_pretrained`, not with a checkpoint of its own.
+    """
+    if recipe.train.device != "cuda" or torch.cuda.is_available():
+        check_device(recipe, device_of(recipe.train.device).type)
+    require_peft(recipe)
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    strategy_of(recipe.parallel, world_size)
+    _require_rows_per_rank(recipe, world_size)
+    settings = recipe.data
+    data = open_data(settings.directory, verify=False, collections=settings.collections)
+    if recipe.evaluate.every:
+        open_data(settings.directory, "val", False, settings.collections)
+    config = recipe.config()
+    data.require_vocabulary(config.vocab_size)
+    batch_plan(recipe, data)
+    check_model(recipe, data, begins)
+    check_teacher(recipe, data, config.vocab_size)
+
+
+def check_model(recipe: Recipe, data: TokenDataset, begins: bool = True) -> None:
     """Reject models that `build_training` would reject, without creating or reading weights."""
     require_backends(recipe)
-    require_tokenizer(recipe, data)
+    if begins:
+        require_tokenizer(recipe, data)
     config, source = recipe.config(), recipe.model.get("from_pretrained")
     _require_context(recipe, config)
-    if source is not None:
+    if source is not None and begins:
         source_of(source, FROM)
     with torch.device("meta"):
         model = FathomForCausalLM(config)

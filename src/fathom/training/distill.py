@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from fathom.checkpoints.runs import config_of, is_source
 from fathom.data.batches import Batch
 from fathom.data.shards import TokenDataset
 from fathom.errors import SettingsError
@@ -24,37 +25,52 @@ from fathom.models.numerics import widen
 from fathom.recipe import Distill, Recipe
 from fathom.training.first import CROSS_ENTROPY
 from fathom.training.parallel import Ranks, parallelize
-from fathom.training.source import model_of
+from fathom.training.source import model_of, source_of
 from fathom.training.tokenizer import require_same_tokenizer
 
 NAME = "distill"
 """The divergence among a step's numbers."""
 
 
-def open_teacher(recipe: Recipe, ranks: Ranks, data: TokenDataset, vocabulary: int) -> FathomForCausalLM | None:
-    """The teacher that a recipe names, sharded as the model is; None without one.
-
-    Args:
-        recipe: What is trained.
-        ranks: This process.
-        data: The corpus, whose tokenizer the teacher must have.
-        vocabulary: Tokens that the model scores.
-    """
-    if (name := recipe.distill.teacher) is None:
+def open_teacher(recipe: Recipe, ranks: Ranks) -> FathomForCausalLM | None:
+    """The teacher that a recipe names, sharded as the model is; None without one."""
+    if recipe.distill.teacher is None:
         return None
-    key = f"distill.teacher={name}"
-    teacher, _ = model_of(name, "distill.teacher")
-    require_same_tokenizer(name, key, recipe, data)
-    if teacher.config.vocab_size != vocabulary:
-        raise SettingsError(f"{key}: it has {teacher.config.vocab_size} tokens, the model {vocabulary}")
-    if recipe.data.sequence_length > (longest := teacher.config.max_position_embeddings):
-        raise SettingsError(
-            f"data.sequence_length={recipe.data.sequence_length}: allowed: at most {longest}, with {key}"
-        )
+    teacher, _ = model_of(recipe.distill.teacher, "distill.teacher")
     teacher.requires_grad_(False).eval().to(ranks.device)
     teacher.set_attn_implementation(recipe.train.attention)
     parallelize(teacher, ranks, recipe)
     return teacher
+
+
+def teacher_of(recipe: Recipe) -> str | None:
+    """The name of the recipe's teacher, which may be opened; None without one."""
+    name = recipe.distill.teacher
+    if name is not None and not is_source(name):
+        raise SettingsError(f"distill.teacher={name}: no config.json there, and no run")
+    return name
+
+
+def check_teacher(recipe: Recipe, data: TokenDataset, vocabulary: int) -> None:
+    """Reject a teacher that the model cannot learn from; no weights are read.
+
+    Args:
+        recipe: What is trained.
+        data: The corpus, whose tokenizer the teacher must have.
+        vocabulary: Tokens that the model scores.
+    """
+    if (name := teacher_of(recipe)) is None:
+        return
+    key = f"distill.teacher={name}"
+    source_of(name, "distill.teacher")
+    config = config_of({"from_pretrained": name})
+    require_same_tokenizer(name, key, recipe, data)
+    if config.vocab_size != vocabulary:
+        raise SettingsError(f"{key}: it has {config.vocab_size} tokens, the model {vocabulary}")
+    if recipe.data.sequence_length > (longest := config.max_position_embeddings):
+        raise SettingsError(
+            f"data.sequence_length={recipe.data.sequence_length}: allowed: at most {longest}, with {key}"
+        )
 
 
 def distilled(

@@ -31,6 +31,7 @@ from fathom.models.registry import mechanism, mechanism_name, recurrence_class
 from fathom.models.roles import View
 from fathom.recipe import Recipe
 from fathom.training.build import mixture_of
+from fathom.training.distill import teacher_of
 from fathom.training.kvcache import compressions
 from fathom.training.optimizer import Share, freeze, shares
 
@@ -192,7 +193,7 @@ def _activation_bytes(recipe: Recipe, config: FathomConfig) -> int:
 
 def _teacher_bytes(recipe: Recipe) -> int:
     """fp32 weights of the teacher, and those in bf16 that are in use."""
-    if (teacher := recipe.distill.teacher) is None:
+    if (teacher := teacher_of(recipe)) is None:
         return 0
     return count_parameters(config_of({"from_pretrained": teacher})) * (6 if recipe.train.precision == "bf16" else 4)
 

@@ -81,7 +81,7 @@ def start(recipe: Recipe) -> Ranks:
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     device = device_of(recipe.train.device)
-    name = _strategy(recipe.parallel, world_size)
+    name = strategy_of(recipe.parallel, world_size)
     if name == "single" and recipe.train.precision == "fp32":
         return Ranks(device=device)
     if not dist.is_initialized():
@@ -145,7 +145,8 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def _strategy(parallel: ParallelRecipe, world_size: int) -> str:
+def strategy_of(parallel: ParallelRecipe, world_size: int) -> str:
+    """The strategy that `parallel.name` means for so many ranks."""
     name = parallel.name
     if name == "auto":
         return "fsdp" if world_size > 1 else "single"

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.utils import logging
 
 from fathom.checkpoints.check import check_checkpoint
 from fathom.checkpoints.hashes import changed
@@ -42,6 +43,7 @@ def model_of(source: str, key: str, config: FathomConfig | None = None) -> tuple
         own = config_of({"from_pretrained": source})
         settings = {"config": own, **settings, "state_dict": read_weights(found), "state_config": own.to_dict()}
     directory = None if isinstance(found, Saved) else found
+    logging.disable_progress_bar()
     try:
         return FathomForCausalLM.from_pretrained(directory, dtype=torch.float32, output_loading_info=True, **settings)
     except ValueError as error:
