@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from fathom.checkpoints.open import open_checkpoint
-from fathom.deepen.heal import HEAL
+from fathom.deepen.heal import HEAL, Healing
 from fathom.deepen.request import parse_request
 from fathom.deepen.write import deepen
 from fathom.evaluation.deepened import effects_of, time_decoding
@@ -104,7 +104,7 @@ def deepened(name: str, arm: tuple[str, str | None], options: argparse.Namespace
     """The base with a mechanism, made once."""
     directory = options.work / "models" / name
     if not (directory / HEAL).exists():
-        deepen(options.model, parse_request(*arm), directory)
+        deepen(options.model, parse_request(*arm), directory, Healing(lora=True))
     return directory
 
 

@@ -130,6 +130,8 @@ def items(page: Path) -> list[Item]:
         if language == "python":
             found.append(Item(page, line, "python", body))
             continue
+        if language == "text":  # what a command printed
+            continue
         joined = re.sub(r"\\\n\s*", lambda match: " " + "\0" * match.group().count("\n"), body)
         for text in joined.splitlines():
             words = text.replace("\0", "").removeprefix("$ ").strip()
@@ -287,7 +289,10 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
         vocab = json.loads(Path("path/to/qwen3/config.json").read_text())["vocab_size"]
         llama = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
         LlamaForCausalLM(LlamaConfig(vocab_size=vocab, **llama)).save_pretrained("path/to/llama")
-        shutil.copytree("path/to/llama", "HuggingFaceTB/SmolLM2-135M-Instruct")
+        smollm2 = here / "HuggingFaceTB/SmolLM2-135M-Instruct"  # as many layers as it has
+        shutil.copytree("path/to/llama", smollm2)
+        (smollm2 / "weights.sha256").unlink()
+        LlamaForCausalLM(LlamaConfig(vocab_size=vocab, **llama | {"num_hidden_layers": 30})).save_pretrained(smollm2)
     (here / "models/Qwen3-0.6B-Base/chat_template.jinja").write_text(CHAT.replace("\n", "<|endoftext|>\n"))
     for name, of in (("vanilla", "tiny"), ("depth", "other")):
         shutil.copytree(here / "runs" / of, here / "runs" / name, ignore=without_code)

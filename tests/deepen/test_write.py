@@ -8,9 +8,9 @@ import torch
 from safetensors.torch import save_file
 
 from fathom.checkpoints.export import export
+from fathom.checkpoints.layout import HEAL
 from fathom.checkpoints.runs import open_source
 from fathom.cli.main import main
-from fathom.deepen.heal import HEAL
 from fathom.deepen.request import parse_request
 from fathom.deepen.write import Sizes, deepen
 from fathom.models import FathomConfig, FathomForCausalLM
@@ -82,7 +82,7 @@ def test_the_recipe_opens_what_was_closed(bases, tmp_path):
 def test_what_does_not_start_exactly_is_said(bases, tmp_path, capsys):
     assert main(["deepen", str(bases["llama"]), "--with", "ponder2", "--out", str(tmp_path / "deeper")]) == 0
     printed = capsys.readouterr().out
-    assert "ponder2 does not start as the model; the largest difference of a logit on a short text is" in printed
+    assert ": ponder2 does not start closed" in printed and "logits differ from the base model's by up to" in printed
     recipe = load_recipe(tmp_path / "deeper" / HEAL)
     assert "recurrence_options" not in recipe.model
 
@@ -93,7 +93,7 @@ def test_the_command_says_what_it_added(tmp_path, capsys):
     assert main(words) == 0
     printed = capsys.readouterr().out
     assert "logits equal the base model's to the last bit" in printed and "(+0)" in printed and "(+50.0%)" in printed
-    assert f"fathom train {tmp_path / 'deeper' / HEAL} data.directory=SHARDS" in printed
+    assert f"fathom train {tmp_path / 'deeper' / HEAL} data.directory={tmp_path / 'deeper-data'} --run" in printed
     assert main([*words, "--json"]) == 0, "an earlier one is replaced"
     found = json.loads(capsys.readouterr().out)
     assert (

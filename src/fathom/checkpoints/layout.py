@@ -13,6 +13,7 @@ GENERATION_CONFIG = "generation_config.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 TOKENIZER_JSON = "tokenizer.json"
 SENTENCEPIECE_MODEL = "tokenizer.model"
+CHAT_TEMPLATE = "chat_template.jinja"
 QWEN_TIKTOKEN = "qwen.tiktoken"
 VOCABULARY = "vocab.json"
 TOKENIZER_IDENTITY = "tokenizer.sha256"
@@ -21,6 +22,7 @@ CARD = "README.md"
 WEIGHTS = "model.safetensors"
 INDEX = WEIGHTS + ".index.json"
 INDEX_SUFFIX = ".safetensors.index.json"
+HEAL = "heal.yaml"  # of a deepened model: the recipe that trains it further
 
 # A PEFT adapter's directory.
 ADAPTER_CONFIG = "adapter_config.json"

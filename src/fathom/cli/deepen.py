@@ -9,12 +9,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from fathom.cli.following import following
 from fathom.cli.parser import Parser
 from fathom.errors import SettingsError
 from fathom.report.results import to_json
 from fathom.settings import allowed, convert, show
 
 if TYPE_CHECKING:
+    from fathom.deepen.heal import Road
     from fathom.deepen.request import Request
     from fathom.deepen.write import Deepened
 
@@ -23,9 +25,10 @@ EPILOG = """examples:
   fathom deepen MODEL --with depth_attention --out deeper
   fathom deepen MODEL --with loop:trips=2,damping=0.5 --layers 12-16 --out deeper
   fathom deepen MODEL --with loop --search --text TEXT --out spans
-  fathom train deeper/heal.yaml data.directory=SHARDS
 
-fathom mechanisms lists the mechanisms. docs/tutorials/deepen.md says which of them start without changing the model."""
+deepen prints the commands that prepare a corpus and train the model.
+fathom mechanisms lists the mechanisms. docs/tutorials/deepen.md
+says which of them start without changing the model."""
 
 
 def add(parser: Parser) -> None:
@@ -54,12 +57,17 @@ def add(parser: Parser) -> None:
         help="for --search: N documents for all loops, M others for the best 20 (default: 12,40)",
     )
     parser.add_argument("--tokens", type=int, default=512, help="for --search: tokens per document (default: 512)")
+    parser.add_argument(
+        "--lora", action="store_true", help="the recipe trains LoRA adapters (needs peft) instead of all weights"
+    )
+    parser.add_argument("--steps", type=int, help="steps of the recipe, the mechanisms open over half (default: 600)")
     parser.add_argument("--json", action="store_true", help="print the result for a program")
     parser.epilog = EPILOG
 
 
 def run(options: Namespace) -> int:
     """Write the model, or rank the layers to loop."""
+    from fathom.deepen.heal import Healing, Road
     from fathom.deepen.request import parse_request
     from fathom.deepen.write import deepen
 
@@ -68,31 +76,32 @@ def run(options: Namespace) -> int:
         return _search(options, request)
     if options.text:
         raise SettingsError("--text needs --search")
-    made = deepen(options.model, request, options.out)
-    print(to_json(made) if options.json else _words(made))
+    healing = Healing(lora=options.lora) if options.steps is None else Healing(options.steps, options.lora)
+    made = deepen(options.model, request, options.out, healing)
+    print(to_json(made) if options.json else _words(made, Road(options.out, options.model)))
     return 0
 
 
-def _words(made: Deepened) -> str:
-    """The summary of what was written."""
+def _words(made: Deepened, road: Road) -> str:
+    """The summary of what was written, and the commands that train it."""
     base, deeper = made.base, made.deeper
     rows = {
         "model": f"{made.directory}, {made.mechanism}",
-        "start": _start(made),
+        "read back": _start(made),
         "parameters": f"{deeper.parameters:,} (+{deeper.parameters - base.parameters:,})",
         "FLOPs per token": f"{deeper.flops_per_token:,.0f} ({deeper.flops_per_token / base.flops_per_token - 1:+.1%})",
         "cache per token": f"{deeper.cache_bytes_per_token:,} bytes (bf16) "
         f"({deeper.cache_bytes_per_token / base.cache_bytes_per_token - 1:+.1%})",
-        "train it": f"fathom train {made.recipe} data.directory=SHARDS",
     }
-    return "\n".join(f"{name:<16} {value}" for name, value in rows.items())
+    said = [f"{name:<16} {value}" for name, value in rows.items()]
+    return "\n".join([*said, following(road.prepare, road.train)])
 
 
 def _start(made: Deepened) -> str:
     if made.deviation == 0:
-        return "logits equal the base model's to the last bit (read back from disk, on a short text)"
-    largest = f"the largest difference of a logit on a short text is {made.deviation:.2g}"
-    return largest if made.exact else f"{made.mechanism} does not start as the model; {largest}"
+        return "logits equal the base model's to the last bit"
+    largest = f"logits differ from the base model's by up to {made.deviation:.2g}"
+    return largest if made.exact else f"{largest}: {made.mechanism} does not start closed"
 
 
 def _search(options: Namespace, request: Request) -> int:

@@ -5,7 +5,10 @@ from __future__ import annotations
 from argparse import Namespace
 from pathlib import Path
 
+from fathom.checkpoints.find import find_model
+from fathom.cli.following import following, using
 from fathom.cli.parser import Parser, add_kernels, add_kvcache, add_opening, chosen
+from fathom.data.sources import split_name
 from fathom.errors import SettingsError
 from fathom.report.results import to_json
 
@@ -155,5 +158,8 @@ def run(options: Namespace) -> int:
     else:
         show(report, options.out)
         print("".join(f"\n{sentence}" for sentence in ([] if deepened is None else deepened.sentences)))
+        if options.perplexity:
+            _, name = split_name(options.checkpoints[1 if options.deepened else -1])
+            print(following(using(name, find_model(name))))
     # A failed task was reported when it failed; the other results are printed and stored.
     return int(any(entry.failed for entry in report.checkpoints.values()))

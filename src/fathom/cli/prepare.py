@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 
+from fathom.cli.following import after_prepare, following
 from fathom.cli.parser import Parser, add_parameters, call
 from fathom.corpus.prepare import Summary, prepare
 from fathom.report.results import to_json
@@ -18,5 +19,5 @@ def add(parser: Parser) -> None:
 def run(options: Namespace) -> int:
     """Prepare the shards and print a summary."""
     made: Summary = call(prepare, options)
-    print(to_json(made) if options.json else made)
+    print(to_json(made) if options.json else f"{made}\n{following(*after_prepare(made, options.tokenizer))}")
     return 0

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fathom.checkpoints.layout import RECIPE
+from fathom.cli.following import after_train, following
 from fathom.cli.parser import Parser, add_recipe
 from fathom.errors import SettingsError
 from fathom.recipe import Recipe, find_recipe, load_recipe
@@ -64,8 +65,9 @@ def add(parser: Parser) -> None:
 
 def run(options: Namespace) -> int:
     """Train, or print the cost."""
-    from fathom.data.puzzles import open_data
+    from fathom.checkpoints.find import checkpoint_steps
     from fathom.training import branch, train
+    from fathom.training.build import check_training
     from fathom.training.estimate import estimate
     from fathom.training.loop import require_same
 
@@ -98,7 +100,8 @@ def run(options: Namespace) -> int:
             require_same(recipe, place)
         _show_cost(recipe, estimate(recipe), options.json, change)
         # The cost does not need the corpus, so a missing corpus is reported last.
-        open_data(recipe.data.directory, verify=False, collections=recipe.data.collections)
+        begun = change is not None or (place is not None and bool(checkpoint_steps(place)))
+        check_training(recipe, begins=not begun)
         return 0
 
     result = train(change or recipe, place, resume=not options.new, command=_command(options))
@@ -107,13 +110,14 @@ def run(options: Namespace) -> int:
         return 0  # only the first rank prints
     if options.json:
         print(to_json(result))
-    elif evaluation is not None:
-        print(
-            f"{result.run_dir}: {result.step} steps, held-out loss {evaluation.loss:.4f}, "
-            f"perplexity {evaluation.perplexity:.2f}, {evaluation.bits_per_byte:.4f} bits per byte{evaluation.how}"
-        )
     elif result.finished:
-        print(f"{result.run_dir}: {result.step} steps; the corpus has no validation split to score")
+        score = "the corpus has no validation split to score"
+        if evaluation is not None:
+            score = (
+                f"held-out loss {evaluation.loss:.4f}, perplexity {evaluation.perplexity:.2f}, "
+                f"{evaluation.bits_per_byte:.4f} bits per byte{evaluation.how}"
+            )
+        print(f"{result.run_dir}: {result.step} steps; {score}\n{following(*after_train(result, recipe))}")
     return 0
 
 

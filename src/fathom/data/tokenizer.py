@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -89,7 +90,8 @@ def load_tokenizer(name: str, eos_token: str | None = None) -> PreTrainedTokeniz
         if path.is_file():
             tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(path))
         else:
-            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)  # None would ask
+            with quiet():  # it warns of a configuration whose model is not registered
+                tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)  # None would ask
     except Exception as error:
         words = only_sentencepiece(path) or first_line(error)
         raise DataError(f"{name}: cannot load the tokenizer: {words}") from None
@@ -105,6 +107,19 @@ def load_tokenizer(name: str, eos_token: str | None = None) -> PreTrainedTokeniz
             raise DataError(f"{name}: the tokenizer has no token {eos_token!r}")
         tokenizer.eos_token = eos_token
     return tokenizer
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """No warnings of transformers in this block."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import shlex
+from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
 
+from fathom.checkpoints.hub import repository
+from fathom.checkpoints.layout import HEAL
 from fathom.deepen.request import Request
+from fathom.errors import SettingsError
 from fathom.models.configuration import FathomConfig
 from fathom.models.cost import mechanism_cost
 from fathom.recipe import parse_recipe
 
-HEAL = "heal.yaml"
 STEPS = 600
-"""Optimizer steps of the recipe. A step has 8,192 tokens, so about 5 million tokens in all."""
+"""Default optimizer steps. A step has up to 8,192 tokens, so about 5 million tokens in all."""
 OPENING = 0.5
 """Share of the steps over which a mechanism is blended in."""
 LONGEST = 1024
@@ -23,34 +28,94 @@ ROWS = 8
 
 HEADER = """\
 # Trains {directory}, {name}, further: the mechanisms are blended in over the first {opening} of {steps} steps.
-#   fathom train {recipe} data.directory=SHARDS --run runs/healed
+#   {prepare}
+#   {train}
 # The control is the same training of the base model:
-#   fathom train {recipe} data.directory=SHARDS model=null model.from_pretrained={base} --run runs/control
+#   {control}
 # The report on both:
-#   fathom evaluate {base} runs/healed runs/control --deepened --perplexity domain=TEXT other=TEXT --out report
+#   {report}
 # Replay against forgetting: 'data.mixture={{SHARDS: 0.8, GENERAL: 0.2}}'.
-# All weights instead of LoRA: lora.rank=null optim.lr=2e-5
+# {other}
 """
+FULL = "Adapters in place of all weights need peft: lora.rank=16 optim.lr=2e-4"
+ADAPTED = "All weights instead of LoRA: lora.rank=null optim.lr=2e-5"
 
 
-def heal_recipe(directory: Path, base: str, config: FathomConfig, request: Request) -> str:
-    """The recipe as YAML, with its usage in a header.
+@dataclass(frozen=True)
+class Healing:
+    """How the deepened model is to be trained."""
+
+    steps: int = STEPS
+    """Optimizer steps; the mechanisms open over the first half."""
+    lora: bool = False
+    """Train LoRA adapters instead of all weights."""
+
+    def __post_init__(self) -> None:
+        if self.steps < 2:
+            raise SettingsError(f"steps={self.steps}: allowed: 2 or more")
+
+
+@dataclass(frozen=True)
+class Road:
+    """The commands from the deepened model to a report on it. TEXT stands for the user's text."""
+
+    directory: Path
+    base: str
+    """The base model, as named on the command line."""
+
+    @property
+    def prepare(self) -> str:
+        """Makes the corpus, with the model's own tokenizer."""
+        out = self._beside("data")
+        return shlex.join(
+            ["fathom", "prepare", "TEXT", "--tokenizer", str(self.directory), "--held-out", "0.1", "--out", out]
+        )
+
+    @property
+    def train(self) -> str:
+        """Trains the deepened model."""
+        return self._training("healed")
+
+    @property
+    def control(self) -> str:
+        """Trains the base model in the same way."""
+        return self._training("control", "model=null", f"model.from_pretrained={self.base}")
+
+    @property
+    def report(self) -> str:
+        """Compares the two."""
+        runs = [self._beside("healed"), self._beside("control")]
+        texts = ["--perplexity", f"domain={self._beside('data')}", "--out", self._beside("report")]
+        return shlex.join(["fathom", "evaluate", self.base, *runs, "--deepened", *texts])
+
+    def _training(self, name: str, *overrides: str) -> str:
+        words = [str(self.directory / HEAL), f"data.directory={self._beside('data')}", *overrides]
+        return shlex.join(["fathom", "train", *words, "--run", self._beside(name)])
+
+    def _beside(self, name: str) -> str:
+        """A directory next to the model's."""
+        return f"{self.directory}-{name}"
+
+
+def heal_recipe(road: Road, config: FathomConfig, request: Request, healing: Healing) -> str:
+    """The recipe as YAML, with its usage in a header. Its paths are absolute, so it may be used from any directory.
 
     Args:
-        directory: Where the deepened model is.
-        base: The base model, as named on the command line.
+        road: The deepened model, and the base.
         config: The deepened model's configuration.
         request: What was added.
+        healing: How it is to be trained.
     """
+    opening = round(OPENING * healing.steps)
     length = min(LONGEST, config.max_position_embeddings)
     values: dict[str, object] = {
-        "model": {"from_pretrained": str(directory), **request.opening(round(OPENING * STEPS))},
+        "model": {"from_pretrained": absolute(road.directory), **request.opening(opening)},
         "data": {"sequence_length": length},
-        "optim": {"lr": 2.0e-4, "warmup": 0.05, "floor": 0.1, "weight_decay": 0.0},
-        "lora": {"rank": 16, "mechanisms": mechanism_cost(config).parameters > 0},
-        "distill": {"teacher": base, "weight": 0.5},
+        "optim": {"lr": 2.0e-4 if healing.lora else 2.0e-5, "warmup": 0.05, "floor": 0.1, "weight_decay": 0.0},
+        "lora": {"rank": 16 if healing.lora else None, "mechanisms": mechanism_cost(config).parameters > 0},
+        "distill": {"teacher": anywhere(road.base), "weight": 0.5},
         "train": {
-            "steps": STEPS,
+            "steps": healing.steps,
             "tokens_per_step": ROWS * length,
             "micro_batch": 1,
             "activation_checkpointing": config.recurrence == "once",
@@ -59,6 +124,21 @@ def heal_recipe(directory: Path, base: str, config: FathomConfig, request: Reque
         "evaluate": {"every": 100, "tokens": 65536},
     }
     parse_recipe(values)  # never write an invalid recipe
-    words = {"directory": directory, "name": request.name, "recipe": directory / HEAL, "base": base}
-    header = HEADER.format(**words, opening=round(OPENING * STEPS), steps=STEPS)
+    paths = Road(Path(absolute(road.directory)), anywhere(road.base))
+    commands = {name: getattr(paths, name) for name in ("prepare", "train", "control", "report")}
+    words = {"directory": paths.directory, "name": request.name, "opening": opening, "steps": healing.steps}
+    header = HEADER.format(**words, **commands, other=ADAPTED if healing.lora else FULL)
     return header + "\n" + yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+
+
+def anywhere(name: str) -> str:
+    """The name of a model as it may be used from any directory: a path is made absolute, a name on the Hub stays."""
+    path, at, step = name.partition("@")
+    if at and not Path(name).exists() and Path(path).exists():
+        return f"{absolute(path)}{at}{step}"
+    return name if repository(name) is not None else absolute(name)
+
+
+def absolute(path: str | Path) -> str:
+    """A path from the root, without `..`; links stay, since their names are the user's."""
+    return os.path.abspath(path)

@@ -11,8 +11,9 @@ from transformers.utils import logging
 
 from fathom.checkpoints.export import export
 from fathom.checkpoints.hub import repository
+from fathom.checkpoints.layout import HEAL
 from fathom.checkpoints.runs import Opened, open_decoder, open_source, read_config
-from fathom.deepen.heal import HEAL, heal_recipe
+from fathom.deepen.heal import Healing, Road, heal_recipe
 from fathom.deepen.request import Request
 from fathom.errors import SettingsError
 from fathom.models.configuration import FathomConfig
@@ -59,13 +60,14 @@ class Deepened:
     """Whether the mechanism declares that it starts as the identity."""
 
 
-def deepen(source: str | Path, request: Request, out: str | Path) -> Deepened:
+def deepen(source: str | Path, request: Request, out: str | Path, healing: Healing | None = None) -> Deepened:
     """Write a model with added mechanisms, and the recipe that trains it; returns a summary.
 
     Args:
         source: A model directory of any family that opens, a GGUF file, a run, or `org/name[@revision]` on the Hub.
         request: Which mechanisms, as `parse_request` reads them.
         out: The directory to write.
+        healing: How the recipe trains it.
     """
     where, out = Path(source), Path(out)
     if not where.exists() and repository(str(source)) is None:
@@ -77,10 +79,10 @@ def deepen(source: str | Path, request: Request, out: str | Path) -> Deepened:
     base = opened.model.eval()
     config = deeper_config(base.config, request)
     model = deeper_model(base, config)
-    healing = heal_recipe(out, str(source), config, request)
+    text = heal_recipe(Road(out, str(source)), config, request, healing or Healing())
     export(model, out, opened.tokenizer)
     recipe = out / HEAL
-    write_atomically(recipe, healing)
+    write_atomically(recipe, text)
     exact = all(part.closed is not None for part in request.parts)
     deviation = written_deviation(opened, out)
     return Deepened(out, request.name, recipe, Sizes.of(base.config), Sizes.of(config), deviation, exact)

@@ -1,0 +1,56 @@
+"""The commands that lead on from a finished one, as it prints them: deepen, prepare, train, evaluate, chat."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fathom.checkpoints.layout import CHAT_TEMPLATE, HEAL, PUZZLE, TOKENIZER_CONFIG
+
+if TYPE_CHECKING:
+    from fathom.corpus.prepare import Summary
+    from fathom.recipe import Recipe
+    from fathom.training import TrainResult
+
+TEXT = "TEXT"
+"""What stands in a printed command for the reader's own text."""
+
+
+def following(*commands: str) -> str:
+    """The lines that name the next commands; empty without any."""
+    if not commands:
+        return ""
+    more = f", with a file or folder of your own for {TEXT}" if any(TEXT in one.split() for one in commands) else ""
+    return "\n".join([f"\nnext{more}:", *(f"  {one}" for one in commands)])
+
+
+def after_prepare(made: Summary, tokenizer: str | None) -> list[str]:
+    """Train on the corpus: the deepened model whose tokenizer made it, else a small model from scratch."""
+    data = [f"data.directory={made.directory}"]
+    if "val" not in made.splits:
+        data.append("evaluate.every=0")
+    if tokenizer is not None and (Path(tokenizer) / HEAL).is_file():
+        return [shlex.join(["fathom", "train", str(Path(tokenizer) / HEAL), *data, "--run", f"{tokenizer}-healed"])]
+    size = f"model.vocab_size={made.vocab_size}"
+    return [shlex.join(["fathom", "train", "tiny", *data, size, "--run", f"runs/{made.directory.resolve().name}"])]
+
+
+def after_train(result: TrainResult, recipe: Recipe) -> list[str]:
+    """Score the run, next to the model that it began from, and use it."""
+    if result.model is None or recipe.data.directory.startswith(PUZZLE):
+        return []
+    base = recipe.distill.teacher or recipe.model.get("from_pretrained")
+    models = [str(name) for name in (base, result.run_dir) if name is not None]
+    text = recipe.data.directory if result.evaluation is not None else TEXT
+    score = shlex.join(["fathom", "evaluate", *models, "--perplexity", text])
+    return [score, using(result.run_dir, result.model)]
+
+
+def using(name: str | Path, directory: Path) -> str:
+    """Talk to a model that has a chat template; let another continue a text."""
+    config = directory / TOKENIZER_CONFIG
+    inside = config.is_file() and '"chat_template"' in config.read_text(encoding="utf-8")
+    if inside or (directory / CHAT_TEMPLATE).is_file():
+        return shlex.join(["fathom", "chat", str(name)])
+    return f"{shlex.join(['fathom', 'generate', str(name)])} 'It is'"
