@@ -16,7 +16,9 @@ import pytest
 from safetensors import SafetensorError
 
 from fathom import __version__
+from fathom.checkpoints.find import find_model
 from fathom.cli.main import COMMANDS, main
+from fathom.errors import ModelError
 from tests.processes import Command
 from tests.tiny import tiny_recipe
 
@@ -146,19 +148,26 @@ def test_keys_lists_the_keys_of_the_file(command: str, key: str, capsys: pytest.
     assert ended.value.code == 0 and f"{key}\n    " in capsys.readouterr().out
 
 
-def test_train_and_stop(corpus: Path, tmp_path: Path) -> None:
-    """The whole thing, as a user runs it: SIGTERM saves and exits 0, and the same command continues."""
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+def test_train_and_stop(number: signal.Signals, corpus: Path, tmp_path: Path) -> None:
+    """The whole thing, as a user runs it: a signal saves, the exit code tells it from the end of a run, `generate`
+    names the command that resumes, and that ends with 0."""
     (tmp_path / "recipe.yaml").write_text(
-        tiny_recipe(corpus, "train.steps=60", "train.checkpoint_every=5", "evaluate.every=0").to_yaml()
+        tiny_recipe(
+            corpus, "train.steps=60", "train.checkpoint_every=5", "evaluate.every=0", "track.display=lines"
+        ).to_yaml()
     )
     first = Command(["train", "recipe.yaml"], tmp_path, tmp_path)
     while not (tmp_path / "runs/recipe/latest").exists():
         assert first.running, first.err
         time.sleep(0.02)
-    first.signal(signal.SIGTERM)
-    assert first.wait() == 0, first.err
+    first.signal(number)
+    assert first.wait() == 128 + number, first.err
     assert not (tmp_path / "runs/recipe/result.json").exists()
-    second = Command(["train", "recipe.yaml", "--json"], tmp_path, tmp_path)
+    assert "`fathom train runs/recipe` resumes" in first.err and "stopped after step" in first.err
+    with pytest.raises(ModelError, match=r"unfinished, stopped after step \d+: `fathom train .*runs/recipe` resumes"):
+        find_model(tmp_path / "runs/recipe")
+    second = Command(["train", "runs/recipe", "--json"], tmp_path, tmp_path)
     assert second.wait() == 0, second.err
     result = json.loads(second.out)
     assert result["finished"] and result["step"] == 60 and result["evaluation"]["domains"].keys() == {"rivers", "seas"}

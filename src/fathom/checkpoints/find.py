@@ -6,6 +6,7 @@ Only names and reports are read here, no weights, so torch is not imported.
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,10 +85,20 @@ def find_model(path: str | Path) -> Path:
     if holds_comparison(path):
         return find_model(best_run(path))
     if (path / RECIPE).exists():
-        raise ModelError(
-            f"{path}: this run wrote no model at its last step; it is unfinished, or train.export was false"
-        )
+        raise ModelError(f"{path}: {_no_model(path)}")
     raise ModelError(f"{path}: neither a model directory ({CONFIG}) nor a run nor a comparison")
+
+
+def _no_model(run: Path) -> str:
+    """Why a run has no model, and the command that makes one."""
+    name, steps = shlex.quote(str(run)), checkpoint_steps(run)
+    writes = f"`fathom export {name} --to DIR` writes the model of its last checkpoint"
+    if (run / RESULT).exists():
+        return f"this run is finished and train.export was false: {writes}"
+    experiment = experiment_of(run)
+    resumes = f"the {experiment}'s command" if experiment else f"`fathom train {name}`"
+    at = f"stopped after step {steps[-1]}" if steps else "it has no checkpoint yet"
+    return f"this run is unfinished, {at}: {resumes} resumes it" + (f", and {writes}" if steps else "")
 
 
 def require_there(path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import signal
 from argparse import Namespace
 from dataclasses import asdict
 from pathlib import Path
@@ -23,12 +24,12 @@ if TYPE_CHECKING:
 
 
 EXIT_CODES = """exit code:
-  0  the run is finished and wrote RUN/result.json; or SIGTERM or SIGINT came,
-     and it wrote a checkpoint but no result.json: the same command resumes it
-     (torchrun that is sent SIGTERM itself ends with 1)
-  1  the run cannot continue
-  2  the recipe or the directory is refused
-  143, 130  a second signal came three seconds after the first, or later"""
+  0    the run is finished and wrote RUN/result.json
+  1    the run cannot continue (and torchrun's, if any rank does not end with 0)
+  2    the recipe or the directory is refused
+  130  Ctrl-C (SIGINT) stopped it: it wrote a checkpoint, and the same command
+       resumes it; a second Ctrl-C, three seconds later, ends it at once
+  143  SIGTERM stopped it, in the same way"""
 
 
 def add(parser: Parser) -> None:
@@ -106,8 +107,9 @@ def run(options: Namespace) -> int:
 
     result = train(change or recipe, place, resume=not options.new, command=_command(options))
     evaluation = result.evaluation
+    code = 0 if result.finished else 128 + (result.signal or signal.SIGTERM)  # another rank may have got it
     if os.environ.get("RANK", "0") != "0":
-        return 0  # only the first rank prints
+        return code  # only the first rank prints
     if options.json:
         print(to_json(result))
     elif result.finished:
@@ -118,7 +120,7 @@ def run(options: Namespace) -> int:
                 f"{evaluation.bits_per_byte:.4f} bits per byte{evaluation.how}"
             )
         print(f"{result.run_dir}: {result.step} steps; {score}\n{following(*after_train(result, recipe))}")
-    return 0
+    return code
 
 
 def _command(options: Namespace) -> str:

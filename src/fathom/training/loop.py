@@ -52,7 +52,7 @@ class TrainResult:
     step: int
     """Steps taken over the life of the run."""
     finished: bool
-    """False if a signal stopped it; the same call resumes it."""
+    """False if a signal, or a callback, stopped it; the same call resumes it."""
     tokens: int
     seconds: float
     """Seconds spent in steps over the life of the run, without evaluation, checkpoints and downtime."""
@@ -60,6 +60,8 @@ class TrainResult:
     """The last held-out evaluation, if the run finished."""
     model: Path | None = None
     """The Hugging Face directory, if one was written."""
+    signal: int | None = None
+    """The signal that stopped it, if this process received one."""
 
 
 def train(
@@ -207,7 +209,7 @@ class Run:
                     self._save()
                 if stopping:
                     break
-            return self._finish()
+            return self._finish(stopped[0] if stopped else None)
 
     def due(self, every: int) -> bool:
         """Whether this step is a multiple of `every` or the last one; 0 is never."""
@@ -299,15 +301,17 @@ class Run:
                 hook.after_save(self, self.run_dir / step_name(step))
         return succeeded
 
-    def _finish(self) -> TrainResult:
-        """Wait for the last checkpoint; after the last step, evaluate and export."""
+    def _finish(self, number: int | None) -> TrainResult:
+        """Wait for the last checkpoint; after the last step, evaluate and export. `number` is the signal that came."""
         if not self._settle_save():
             raise TrainingError(
                 f"step {self.step} could not be written; free disk space and run the same command again"
             )
         if self.step < self.recipe.train.steps:
-            self.say(f"stopped after step {self.step}; the same command resumes")
-            return TrainResult(self.run_dir, self.step, False, self.tokens, self.meter.seconds)
+            experiment = experiment_of(self.run_dir)
+            resumes = "the same command" if experiment else f"`fathom train {shlex.quote(str(self.run_dir))}`"
+            self.say(f"stopped after step {self.step} of {self.recipe.train.steps}; {resumes} resumes")
+            return TrainResult(self.run_dir, self.step, False, self.tokens, self.meter.seconds, signal=number)
         evaluation = self.held_out.last if self.held_out.last_step == self.step else self.held_out.score(self)
         collections = self.training.plan.epochs(self.step)
         found = RunResult(self.step, self.tokens, self.meter.seconds, self.epochs, evaluation, collections)
