@@ -78,7 +78,8 @@ def whole(model: PreTrainedModel, batch: Batch) -> Tensor:
 
 def padded(model: PreTrainedModel, batch: Batch) -> Tensor:
     """One forward pass over a padded batch, with positions that do not count padding."""
-    logits = model(batch.ids, attention_mask=batch.mask, position_ids=batch.positions, use_cache=False).logits
+    placed = _positions(model, batch.positions)
+    logits = model(batch.ids, attention_mask=batch.mask, use_cache=False, **placed).logits
     return logits[batch.mask.bool()]
 
 
@@ -86,10 +87,15 @@ def cached(model: PreTrainedModel, batch: Batch) -> Tensor:
     """A prompt, then token after token with a cache, padded."""
     cache, found, start = DynamicCache(config=model.config), [], 0
     for stop in range(PROMPT, batch.ids.shape[1] + 1):
-        ids, mask, positions = batch.ids[:, start:stop], batch.mask[:, :stop], batch.positions[:, start:stop]
-        found.append(model(ids, attention_mask=mask, position_ids=positions, past_key_values=cache).logits)
+        ids, placed = batch.ids[:, start:stop], _positions(model, batch.positions[:, start:stop])
+        found.append(model(ids, attention_mask=batch.mask[:, :stop], past_key_values=cache, **placed).logits)
         start = stop
     return torch.cat(found, 1)[batch.mask.bool()]
+
+
+def _positions(model: PreTrainedModel, positions: Tensor) -> dict[str, Tensor]:
+    """Positions for a class of transformers; Fathom has them from the mask. `generate` makes them for both."""
+    return {} if isinstance(model, FathomForCausalLM) else {"position_ids": positions}
 
 
 def generated(model: PreTrainedModel, batch: Batch) -> Tensor:
@@ -132,8 +138,12 @@ class _Dictation(LogitsProcessor):
 
 @torch.no_grad()
 def difference(view: View, theirs: PreTrainedModel, ours: PreTrainedModel, batch: Batch) -> float:
+    """How far the logits of two models are apart, in the terms of `off`."""
+    return off(view(theirs, batch), view(ours, batch))
+
+
+def off(expected: Tensor, found: Tensor) -> float:
     """The largest difference of two logits, relative to the largest logit; 0.0 only if all bits are equal."""
-    expected, found = view(theirs, batch), view(ours, batch)
     if torch.equal(expected, found):
         return 0.0
     if not (expected.isfinite().all() and found.isfinite().all()):
