@@ -201,6 +201,36 @@ def test_a_conversation_with_calls_and_results(served):
     assert ask(served, messages=history, tools=TOOLS, max_tokens=4).choices[0].finish_reason
 
 
+BY_KEY = HERMES.replace("call.function.arguments | tojson", "dict(call.function.arguments.items()) | tojson")
+
+
+@pytest.mark.parametrize(
+    ("template", "arguments", "written"),
+    [
+        (HERMES, '{"city": "London",', json.dumps('{"city": "London",')),
+        (HERMES, "[1]", '"[1]"'),
+        (HERMES, "", "{}"),
+        (HERMES, " \n", "{}"),
+        (HERMES, None, "{}"),
+        (HERMES, '{"a": 2}', '{"a": 2}'),
+        (BY_KEY, '{"a": 2', json.dumps({"arguments": '{"a": 2'})),
+        (BY_KEY, '{"a": 2}', '{"a": 2}'),
+    ],
+)
+def test_a_call_that_was_cut_off_is_history(served, monkeypatch, template, arguments, written):
+    """As agents send it back, with the error of the tool; by a template that takes text, and by one that needs keys."""
+    monkeypatch.setattr(served.service.tokenizer, "chat_template", template)
+    call = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": arguments}}
+    history = [*ASK, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    history.append({"role": "tool", "tool_call_id": "call_1", "content": "no JSON"})
+    status, found = served.post("/tokenize", messages=history)
+    assert status == 200, found
+    text = served.post("/detokenize", tokens=found["tokens"])[1]["prompt"]
+    assert f'{{"name": "add", "arguments": {written}}}' in text
+    call["function"]["arguments"] = 5
+    assert served.post("/tokenize", messages=history)[0] == 400, "which no client sends"
+
+
 def schema(**schema):
     return {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +13,7 @@ import torch
 
 from fathom.cli.main import main
 from fathom.errors import SettingsError
+from fathom.inference.made_by import record_of, weights_digest
 from fathom.inference.prompt_file import generate_file
 from fathom.inference.settings import Sampling
 from fathom.models import FathomForCausalLM
@@ -31,6 +35,7 @@ def test_a_file_goes_on_wherever_it_was_cut(opened, tmp_path: Path, sampling: Sa
     assert all(m["tokens"] <= 7 and m["finish"] in ("stop", "length") for m in made)
     for cut in (0, 1, len(whole) // 3, len(whole) // 2, len(whole) - 1, len(whole)):
         (tmp_path / "cut.jsonl").write_bytes(whole[:cut])
+        shutil.copy(record_of(tmp_path / "whole.jsonl"), record_of(tmp_path / "cut.jsonl"))
         generate_file(*opened, prompts, tmp_path / "cut.jsonl", sampling, batch_size=3)
         assert (tmp_path / "cut.jsonl").read_bytes() == whole
 
@@ -143,6 +148,51 @@ def test_another_files_output_is_left_alone(opened, tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"out.jsonl:1: not an answer to .*in.jsonl"):
         generate_file(*opened, prompts, other, Sampling(3))
     assert other.read_bytes() == before
+
+
+def test_another_models_answers_are_not_continued(opened, tmp_path: Path) -> None:
+    """Half of a file or all of it; whatever differs, down to a weight, is named. The same again is nothing to do."""
+    prompts, out = write(tmp_path / "in.jsonl", [{"prompt": text} for text in PROMPTS[:4]]), tmp_path / "out.jsonl"
+    model, tokenizer = opened
+    sampling = Sampling(3, temperature=0)
+    generate_file(model, tokenizer, prompts, out, sampling)
+    whole = out.read_bytes()
+    weight = next(iter(model.parameters()))
+    for before in (whole, whole[: len(whole) // 2]):
+        out.write_bytes(before)
+        for other, named in [
+            (replace(sampling, temperature=1.0, seed=3), "temperature=0"),
+            (replace(sampling, max_new_tokens=4), "max_new_tokens=3"),
+            (replace(sampling, options={"repetition_penalty": 2.0}), "options={}"),
+        ]:
+            with pytest.raises(SettingsError, match=f"made with {named}; choose another `out`"):
+                generate_file(model, tokenizer, prompts, out, other)
+        held = weight.detach().clone()
+        with torch.no_grad():
+            weight.view(-1)[-1] += 1
+        try:
+            with pytest.raises(SettingsError, match="another model"):
+                generate_file(model, tokenizer, prompts, out, sampling)
+        finally:
+            with torch.no_grad():
+                weight.copy_(held)
+        assert out.read_bytes() == before
+        record = record_of(out).read_bytes()
+        record_of(out).unlink()
+        with pytest.raises(SettingsError, match="is missing"):
+            generate_file(model, tokenizer, prompts, out, sampling)
+        record_of(out).write_bytes(record)
+        generate_file(model, tokenizer, prompts, out, replace(sampling, compile=False), batch_size=3)
+        assert out.read_bytes() == whole
+
+
+def test_a_digest_is_that_of_the_weights(opened) -> None:
+    model = opened[0]
+    before, threads = weights_digest(model), torch.get_num_threads()
+    torch.set_num_threads(2)
+    assert weights_digest(model) == before
+    torch.set_num_threads(threads)
+    assert weights_digest(copy.deepcopy(model).to(torch.bfloat16)) != before
 
 
 def test_a_second_writer_is_refused(opened, tmp_path: Path) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
@@ -120,7 +120,7 @@ class Message(BaseModel):
     @field_validator("tool_calls")
     @classmethod
     def _as_templates_take_them(cls, given: list[dict[str, object]] | None) -> list[dict[str, object]] | None:
-        """With arguments as an object; clients send them as JSON text."""
+        """With arguments as an object; clients send them as JSON text. A call that was cut off keeps its text."""
         return None if given is None else [_call(one) for one in given]
 
     def turn(self) -> dict[str, object]:
@@ -130,14 +130,37 @@ class Message(BaseModel):
 
 def _call(given: dict[str, object]) -> dict[str, object]:
     function = given.get("function")
-    arguments = function.get("arguments", {}) if isinstance(function, dict) else None
-    try:
-        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-    except (ValueError, RecursionError):
-        arguments = None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not isinstance(arguments, dict):
-        raise PydanticCustomError("tool_call", "a call needs a function with a name and arguments in a JSON object")
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise PydanticCustomError("tool_call", "a call needs a function with a name")
+    arguments = function.get("arguments")
+    if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
+        arguments = {}
+    if isinstance(arguments, str):
+        try:
+            found = json.loads(arguments)
+        except (ValueError, RecursionError):
+            found = None
+        arguments = found if isinstance(found, dict) else arguments
+    elif not isinstance(arguments, dict):
+        raise PydanticCustomError("tool_call", "arguments are a JSON object, or its text")
     return {**given, "function": {**function, "arguments": arguments}}
+
+
+def with_objects(turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A conversation for a template that reads a call's arguments by key: the text of a call that was cut off is
+    under `arguments`."""
+    return [
+        {**turn, "tool_calls": [_as_object(call) for call in turn["tool_calls"]]}
+        if "tool_calls" in turn
+        else dict(turn)
+        for turn in turns
+    ]
+
+
+def _as_object(call: Mapping[str, Any]) -> dict[str, Any]:
+    arguments = call["function"]["arguments"]
+    arguments = {"arguments": arguments} if isinstance(arguments, str) else arguments
+    return {**call, "function": {**call["function"], "arguments": arguments}}
 
 
 class _StreamOptions(Strict):

@@ -328,7 +328,7 @@ class Engine:
         for lane in list(self.lanes.values()):
             left = [job for job in lane.jobs if job.cancelled]
             gone += left
-            self._guarded(lane, lambda lane=lane, left=left: [self._leave(lane, job) for job in left])
+            self._guarded(lane, self._leave, lane, *left)
         if self.joining is not None and self.joining[1][0].cancelled:  # one entry: several are read in one turn
             lane, jobs = self.joining
             gone += jobs
@@ -607,11 +607,12 @@ class Engine:
         self.counts["failed"] += 1
         self._leave(lane, job)
 
-    def _leave(self, lane: Lane, job: Job) -> None:
-        row = lane.jobs.index(job)
-        moved = lane.batch.leave(row)
-        lane.jobs[row] = lane.jobs[moved]
-        lane.jobs.pop(moved)
+    def _leave(self, lane: Lane, *jobs: Job) -> None:
+        for job in jobs:
+            row = lane.jobs.index(job)
+            moved = lane.batch.leave(row)
+            lane.jobs[row] = lane.jobs[moved]
+            lane.jobs.pop(moved)
 
     def _guarded(self, lane: Lane, work: Callable[..., T], *arguments: object) -> T | None:
         """Run a step of a lane. If it raises an exception, only the requests of this lane fail."""

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from fathom.data.sources import lines_of
 from fathom.errors import HeldError, RequestError, SettingsError
 from fathom.inference.generate import Generated, generate_each, seed_draws
+from fathom.inference.made_by import keep_record, made_by
 from fathom.inference.prompt import encode
 from fathom.inference.settings import Sampling
 from fathom.report.files import lock
@@ -52,7 +53,8 @@ def generate_file(
 ) -> FileSummary:
     """Continue every prompt of a JSONL file. The same call resumes an interrupted run.
 
-    Without `out` the lines go to standard output, and an interrupted run starts from the beginning.
+    `OUT.settings.json` keeps a digest of the model and the settings: answers of another model, or with other settings,
+    are not continued. Without `out` the lines go to standard output, and an interrupted run starts from the beginning.
 
     A line has `prompt`, or `messages` for a chat model; line n of the output is line n of the input with `completion`,
     `tokens` and `finish` added, or `error`. Batches are consecutive lines. Each has its own seed, derived from the seed
@@ -65,7 +67,12 @@ def generate_file(
     records = _read_records(prompts)
     size = batch_size or BATCH["cpu" if model.device.type == "cpu" else "other"]
     with _opened(out) as file, ProgressBar("generating", len(records)) as bar:
-        done, errors = (0, 0) if out is None else _resume(file, records, prompts, out)
+        done, errors = (0, 0)
+        if out is not None:
+            done, errors, end = _answered(file, records, prompts, out)
+            keep_record(out, made_by(model, tokenizer, sampling, size), done)
+            file.truncate(end)  # a half-written last line
+            file.seek(end)
         began_with = done
         tokens, began = 0, time.perf_counter()
         # A half-written batch is generated again; nothing is generated if all lines exist.
@@ -159,8 +166,8 @@ def _opened(out: Path | None) -> Iterator[IO[bytes]]:
         yield stack.enter_context(out.open("a+b"))
 
 
-def _resume(file: IO[bytes], records: Sequence[Record], prompts: Path, out: Path) -> tuple[int, int]:
-    """The number of finished lines, and of errors among them; a half-written last line is removed."""
+def _answered(file: IO[bytes], records: Sequence[Record], prompts: Path, out: Path) -> tuple[int, int, int]:
+    """The number of finished lines, of errors among them, and of their bytes."""
     file.seek(0)
     done = errors = end = 0
     for line in file:
@@ -177,9 +184,7 @@ def _resume(file: IO[bytes], records: Sequence[Record], prompts: Path, out: Path
         done += 1
         errors += "error" in before
         end = file.tell()
-    file.truncate(end)
-    file.seek(end)
-    return done, errors
+    return done, errors, end
 
 
 def _half(line: bytes, record: Record) -> bool:

@@ -25,7 +25,17 @@ from fathom.checkpoints.special_tokens import as_list, settle_generation, unknow
 from fathom.errors import RequestError, SettingsError
 from fathom.evaluation.budgets import most_trips
 from fathom.inference.answers import Envelope
-from fathom.inference.api import ApiError, ChatBody, CompletionBody, Message, TextBody, TokensBody, told, wrong
+from fathom.inference.api import (
+    ApiError,
+    ChatBody,
+    CompletionBody,
+    Message,
+    TextBody,
+    TokensBody,
+    told,
+    with_objects,
+    wrong,
+)
 from fathom.inference.api_structure import Tool
 from fathom.inference.engine import Engine, Event, Job, deliver
 from fathom.inference.gate import Gate
@@ -150,7 +160,17 @@ class Service:
         if any(one.tool_calls for one in messages) and "tool_calls" not in str(self.tokenizer.chat_template):
             raise wrong("messages", "this model's chat template does not write tool calls")
         turns = [one.turn() for one in messages]
-        read = partial(encode, self.tokenizer, turns, variables, self.context, self.allow_control)
+        encoder = partial(encode, self.tokenizer, variables=variables, context=self.context)
+        encoder = partial(encoder, allow_control=self.allow_control)
+
+        def read() -> list[int]:
+            try:
+                return encoder(turns)
+            except SettingsError:
+                if (objects := with_objects(turns)) == turns:
+                    raise
+                return encoder(objects)
+
         return await self.encoded("messages", sum(len(one.content or "") for one in messages), read)
 
     async def shape(self, body: Asked) -> Shape | None:
