@@ -11,6 +11,7 @@ from transformers import DynamicCache, StaticCache
 from fathom.kvcache import METHODS, MemoryCache, Once, UntunedWarning, build_cache, cache_bytes, compressed
 
 from .cases import cache_of, cached, model_of, tokens
+from .test_whole import needs_fp8
 
 GREEDY = dict(do_sample=False, max_new_tokens=12)
 
@@ -265,6 +266,7 @@ def test_a_context_read_within_the_block_answers_questions(model):
     assert torch.equal(*answers) and read.entries == 25
 
 
+@needs_fp8
 def test_branches_of_quantised_caches(model):
     read = cache_of(model, "drop", quantized="fp8")
     cached(model, tokens(1, 80), read)

@@ -10,6 +10,7 @@ from fathom.kvcache import METHODS, build_cache, cache_bytes, compressed, load_c
 from fathom.kvcache.method import Selection
 
 from .cases import cache_of, cached, model_of, tokens
+from .test_whole import FP8
 
 QUESTION = tokens(3, 40, seed=9)
 
@@ -81,7 +82,7 @@ def test_a_method_of_ones_own(monkeypatch, tmp_path):
 @torch.no_grad()
 def test_what_cannot_be_stored_or_loaded(tmp_path):
     model, path = model_of("llama"), tmp_path / "cache"
-    for options in (dict(static=True), dict(quantized="fp8")):
+    for options in (dict(static=True), *([dict(quantized="fp8")] if FP8 else [])):
         cache = cache_of(model, "drop", **options)
         model(tokens(1, 20), past_key_values=cache)
         with pytest.raises(ValueError, match="cannot be stored: build it without static, quantized"):
