@@ -141,7 +141,7 @@ CASES: dict[str, tuple[str, dict]] = {
     "latent_cot-blend": ("latent_cot", {"recurrence": {"trips": 3, "tau": 0.2, "blend": 0.5}}),
     "loop+denseformer-damped": (
         "loop+denseformer",
-        {"recurrence": {"trips": 2, "prelude": 1, "coda": 1, "damping": 0.5}},
+        {"recurrence": {"trips": 2, "prelude": 1, "damping": 0.5}},
     ),
     "loop+depth_attention+hyper_connections-blend": (
         "loop+depth_attention+hyper_connections",

@@ -76,6 +76,7 @@ BAD_OPTIONS = [
         {"trips": 2, "coda": 1, "blend": 0.5},
         "blend with a coda needs residual=plain, got denseformer",
     ),
+    ("mudd+loop", {"trips": 2, "coda": 1, "damping": 0.5}, "damping with a coda needs residual=plain, got mudd"),
     ("loop", {"early_loss": -1.0}, "early_loss must not be negative"),
     ("loop", {"exit": "soon"}, "exit must be one of none, joint, gate, got 'soon'"),
     ("loop", {"exit": "joint", "exit_threshold": 0.0}, "exit_threshold must lie above 0"),

@@ -164,6 +164,21 @@ def test_a_budget_of_one_trip_is_the_model_without_a_loop(options):
         assert not torch.equal(model(ids, max_trips=2).logits, plain(ids).logits)
 
 
+@pytest.mark.parametrize("residual", ["plain", "denseformer", "attention_residuals", "hyper_connections", "mudd"])
+def test_damping_goes_to_the_plain_loop(residual):
+    """δ = 1 - 1e-9 is δ = 1 to rounding; δ = ½ is another model."""
+    fields = {"trips": 3, "prelude": 1, "coda": int(residual == "plain")}
+    made = [
+        build(
+            config_of("loop", residual=residual, recurrence_options={**fields, "damping": damping}), dtype=torch.float64
+        )
+        for damping in (1.0, 1 - 1e-9, 0.5)
+    ]
+    with torch.no_grad():
+        plain, near, half = (model(tokens(2, 9)).logits for model in made)
+    assert 0 < (near - plain).abs().max() < 1e-6 and (half - plain).abs().max() > 1e-2
+
+
 # --- what further trips are given of the entry ------------------------------------------------------------------------
 
 

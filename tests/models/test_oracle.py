@@ -359,7 +359,9 @@ def draw_blend(rng: random.Random, config: dict[str, Any]) -> None:
     loop = config["recurrence_options"]
     plain = loop.get("injection", "none") == loop.get("norm_between", "none") == "none"
     if config["recurrence"] == "loop" and plain and "exit" not in loop and rng.random() < 0.5:
-        loop["damping"] = rng.choice((0.25, 0.5, 0.8))
+        damping = rng.choice((0.25, 0.5, 0.8))
+        if not (loop.get("coda") and config["residual"] != "plain"):
+            loop["damping"] = damping
 
 
 def draw_neighbour(rng: random.Random, config: dict[str, Any]) -> None:

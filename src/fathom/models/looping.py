@@ -86,9 +86,10 @@ class LoopOptions(DrawnOptions, EarlyLossOptions, ExitOptions, BlendOptions):
         self.require("damping", 0 < self.damping <= 1, "lie above 0 and be at most 1")
         if self.damping < 1 and not (self.injection == "none" and self.norm_between == "none"):
             raise ValueError("recurrence_options.damping: set injection and norm_between to none, or damping to 1")
-        if self.blends and self.coda and config.residual != "plain":
-            # Blended, the stream is read and begun again there, which a residual with a history would notice at λ = 1.
-            raise ValueError(f"recurrence_options.blend with a coda needs residual=plain, got {config.residual}")
+        leaves = "blend" if self.blends else "damping" if self.damping < 1 else None
+        if leaves and self.coda and config.residual != "plain":
+            # There the stream is read and begun again, which a residual with a history would notice at λ = 1 and δ = 1.
+            raise ValueError(f"recurrence_options.{leaves} with a coda needs residual=plain, got {config.residual}")
         early = "early_loss" if self.early_loss else "exit" if self.exits else None
         if early and self.coda:
             raise ValueError(f"recurrence_options.{early}: a coda belongs to the last trip alone; set coda to 0")
