@@ -104,6 +104,16 @@ def test_a_caller_fills_a_cache(model):
     assert (model(question, past_key_values=own).logits - model(question, past_key_values=plain).logits).abs().max() > 0
 
 
+@torch.no_grad()
+def test_a_cache_that_was_reset_takes_another_prompt(model):
+    own = DynamicCache()
+    with compressed(model, "tova"):
+        for length in (90, 40, 120):
+            model(tokens(1, length), past_key_values=own)
+            assert (own.entries, own.seen) == (length // 2, length)
+            own.reset()
+
+
 def test_what_would_stay_uncompressed_is_refused(model):
     ids, filled = tokens(1, 80), DynamicCache(config=model.config)
     with torch.no_grad():

@@ -9,6 +9,7 @@ Here `ratio` is a share of the *prompt*: a prompt of T tokens leaves `ratio · T
 
 from __future__ import annotations
 
+import functools
 import sys
 import warnings
 from collections.abc import Iterator
@@ -88,10 +89,11 @@ def compressed(
         given = named(module, args, kwargs)
         own = given.get("past_key_values")
         tokens = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
-        if isinstance(own, MemoryCache) or tokens is None:
-            return None
+        if tokens is None or (isinstance(own, MemoryCache) and (own.seen or not own.schedule.eager)):
+            return None  # a further turn, or a cache of build_cache
         use_cache = given.get("use_cache")
-        refuse_cache(own, bool(config.use_cache if use_cache is None else use_cache), module.training)
+        if not isinstance(own, MemoryCache):  # one that was reset is filled with the next prompt
+            refuse_cache(own, bool(config.use_cache if use_cache is None else use_cache), module.training)
         memory = new(max(tokens.shape[1], *asked), given.get("attention_mask"))
         if own is not None:
             memory.take_over(own)
@@ -137,6 +139,7 @@ def prompts_of(model: PreTrainedModel) -> Iterator[list[int]]:
         return
     generate, before = base.generate, vars(base).get("generate")
 
+    @functools.wraps(generate)
     def told(*args: object, **kwargs: Any) -> object:
         found = [*args[:1], *(kwargs.get(name) for name in ("inputs", "input_ids", "inputs_embeds"))]
         length[0] = max((x.shape[1] for x in found if isinstance(x, Tensor)), default=0)
