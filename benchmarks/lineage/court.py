@@ -53,6 +53,7 @@ SAID = {
     verdict.SHARED: FOUND,
     verdict.PARTIAL: FOUND,
     verdict.INITIALISATION: FOUND,
+    verdict.EMBEDDING: ABSTAINS,
     verdict.INCONCLUSIVE: ABSTAINS,
     verdict.NONE: NOT_FOUND,
 }

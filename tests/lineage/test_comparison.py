@@ -13,6 +13,7 @@ import transformers as tf
 
 from fathom.errors import ModelError
 from fathom.lineage import nulls, verdict
+from fathom.lineage.attacks import attack
 from fathom.lineage.comparison import Options, compare, measure
 from fathom.lineage.weights import open_weights
 from tests.lineage import zoo as zoo_of
@@ -80,6 +81,7 @@ def test_without_shared_strings_the_embedding_is_not_trusted(models, tmp_path):
     assert found.pair.aligned.shared == 0 and found.pair.aligned.fixed is None
     # what the tokenizers do not say is seen without them: channels in order, and the axes of the embeddings
     assert found.verdict.label == verdict.INITIALISATION and found.pair.value("order") == pytest.approx(1)
+    assert found.verdict.sentence == "The weights are identical, 30 of 30 tensors."
     assert any("shared strings" in reason for reason in found.skipped)
 
 
@@ -189,3 +191,60 @@ def test_dead_neurons_and_padded_rows_are_no_reason_to_fail(tmp_path):
     pair = measure(open_weights(path), open_weights(path), Options())
     assert pair.scores["awm_canonical"].score == pytest.approx(1, abs=1e-4)
     assert pair.aligned.fixed.fixed == 64
+
+
+def noisy(tensors, noise=0.02):
+    draw = torch.Generator().manual_seed(4)
+    for name, value in tensors.items():
+        if value.ndim == 2:
+            tensors[name] = value + noise * value.std() * torch.randn(value.shape, generator=draw, dtype=value.dtype)
+
+
+@pytest.fixture(scope="module")
+def kin(models, tmp_path_factory):
+    """A model, its disguised copy, and relatives that pose as controls."""
+    root, base = tmp_path_factory.mktemp("kin"), models(seed=55)
+    edited(base, root / "sibling", noisy)
+    for name, source, edits in (("copy", base, ("rotate",)), ("permuted", root / "sibling", ("permute", "neuron"))):
+        attack(open_weights(source), edits, root / name, dtype="float64")
+    attack(open_weights(root / "sibling"), ("rotate", "head"), root / "turned", dtype="float64")
+    return root
+
+
+@pytest.mark.quick("0-turned", "1-sibling")
+@pytest.mark.parametrize("relative", ["sibling", "permuted", "turned"])
+@pytest.mark.parametrize("others", [0, 1, 3])
+def test_a_related_control_is_refused_and_acquits_nobody(models, kin, relative, others):
+    controls = [kin / relative, *(models(seed=56 + n) for n in range(others))]
+    found = compare(open_weights(models(seed=55)), open_weights(kin / "copy"), controls, None, Options(extras=False))
+    assert found.verdict.label in ({verdict.SHARED, verdict.INITIALISATION} if others else {verdict.INCONCLUSIVE})
+    said = found.skipped if others else found.verdict.reasons
+    assert any(f"{kin / relative} is itself related" in note for note in said)
+    names = {digest for pair in (found.null.pairs if found.null else []) for digest in pair}
+    assert nulls.digest(open_weights(kin / relative)) not in names
+
+
+@pytest.mark.slow
+def test_a_relative_among_the_controls_accuses_no_stranger(models, kin):
+    pair = open_weights(models(seed=55)), open_weights(models(seed=58))
+    found = compare(*pair, [kin / "sibling", models(seed=59)], None, Options(extras=False))
+    assert found.verdict.label == verdict.NONE and any("itself related" in note for note in found.skipped)
+
+
+@pytest.mark.slow
+def test_two_runs_of_one_seed_and_one_order_are_no_lineage(tmp_path, models):
+    """As alike as an ablation, in order, with no later stage to be seen: the seed and the order explain as much."""
+    base = save(build(tiny_config(), 7, trained=True), tmp_path / "base", 512)
+    twin = edited(base, tmp_path / "twin", noisy)
+
+    def adapt(tensors):
+        name = "model.layers.1.self_attn.v_proj.weight"
+        tensors[name] = tensors[name] + torch.outer(tensors[name][:, 0], tensors[name][0])
+
+    adapted = edited(base, tmp_path / "adapted", adapt)
+    controls = [save(build(tiny_config(), seed, trained=True), tmp_path / str(seed), 512) for seed in (8, 9)]
+    found = compare(open_weights(base), open_weights(twin), controls, None, Options(extras=False))
+    assert found.inherited.margin > 0 and found.verdict.label == verdict.INITIALISATION
+    assert any("order of data" in other for other in found.verdict.alternatives)
+    found = compare(open_weights(base), open_weights(adapted), controls, None, Options(extras=False))
+    assert found.verdict.label == verdict.SHARED, "kept matrices and a difference of rank one show a later stage"

@@ -92,7 +92,9 @@ def test_t4_on_unrelated_models(negatives):
 def findings(
     p_values, score=0.9, threshold=0.1, coverage=1.0, families=("embedding", "attention", "feed-forward"), **k
 ):
-    tests = [Test(name, 100, "", p, kind, "", "embedding", {"channels": 128}) for name, p, kind in p_values]
+    void = k.pop("void", "")
+    detail = {"channels": 128}
+    tests = [Test(name, 100, "", p, kind, "", "embedding", detail, void=void) for name, p, kind in p_values]
     names = set(families)
     given = dict(inherited=Inherited(0.9, 0.2, 9), verbatim=True) | k
     blocks = given.pop("blocks", [f"{name}" for name in sorted(names)])
@@ -114,12 +116,22 @@ NONE = [("T1", 0.6, "exact")]
         (findings(STRONG, score=0.05, coverage=0.0, families=("embedding", "feed-forward")), verdict.INITIALISATION),
         (findings(STRONG, threshold=None), verdict.INITIALISATION),  # no class: a score cannot be called high
         (findings(STRONG, coverage=0.25, blocks=["attention of layers 2, 3"]), verdict.PARTIAL),
-        (findings(STRONG, coverage=0.0, families=("embedding",)), verdict.PARTIAL),
+        (findings(STRONG, coverage=0.0, families=("embedding",)), verdict.EMBEDDING),
+        # embeddings agree, and T4 found nothing: hidden-state distillation or a public embedding would do the same
+        (findings(STRONG, score=0.99, families=("embedding",)), verdict.EMBEDDING),
+        # as alike as two runs of one recipe from one seed, and no later stage to be seen
+        (findings(STRONG, one_seed=True), verdict.INITIALISATION),
+        # what only a formula explains decides nothing, and neither does what was not measured
+        (findings(STRONG, void="both begin from a formula"), verdict.INCONCLUSIVE),
+        (findings(NONE, score=0.05, coverage=0.0, families=(), unmeasured="why"), verdict.INCONCLUSIVE),
         # what two trainings from one seed have left, in some layers more than in others
         (findings(STRONG, coverage=0.25, score=0.05, verbatim=False), verdict.INITIALISATION),
-        (findings(STRONG, control_failed=True), verdict.INCONCLUSIVE),
+        (findings(STRONG, control_failed="a control scores as high"), verdict.INCONCLUSIVE),
         # where nothing speaks for a lineage, a control that scores as high spoils nothing
-        (findings(NONE, score=0.05, coverage=0.0, families=(), control_failed=True), verdict.NONE),
+        (
+            findings(NONE, score=0.05, coverage=0.0, families=(), control_failed="a control scores as high"),
+            verdict.NONE,
+        ),
         (findings(WEAK, score=0.05), verdict.INCONCLUSIVE),
         (findings(NONE, score=0.9), verdict.INCONCLUSIVE),
         (findings(NONE, score=0.05, low_overlap=True), verdict.INCONCLUSIVE),

@@ -119,9 +119,8 @@ def test_duplicates_are_what_reads_alike():
     draw = np.random.default_rng(0)
     rows = draw.normal(size=(6, 40))
     rows /= np.linalg.norm(rows, axis=1, keepdims=True)
-    gate, up = rows[[0, 1, 0, 2, 0]], rows[[3, 4, 3, 5, 4]]
-    group = neurons.duplicates(gate, up)
-    assert group[0] == group[2] and len(set(group)) == 4
+    group = neurons.duplicates(rows[[0, 1, 0, 2, 0]], np.array([1, 1, 1, 1, 2]))
+    assert group[0] == group[2] and len(set(group)) == 4, "equal directions of another size are other neurons"
 
 
 def test_the_rate_is_raised_by_controls():

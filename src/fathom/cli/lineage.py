@@ -93,7 +93,9 @@ class Choices:
     mode: str = "fast"
     """fast (768 channels, and some layers of large models) or exact"""
     seed: int = 0
-    """seed of every sample"""
+    """seed of the samples of channels"""
+    nonce: int | None = None
+    """repeats the samples of layers and neurons of a report; drawn afresh by default"""
     adapter_base: str | None = None
     """base model of an adapter that does not name one"""
 
@@ -115,12 +117,13 @@ def compare(
         control: Unrelated models of the same kind; without one no score counts as high.
         null: A file that `calibrate` wrote, instead of or besides controls.
         out: Directory for report.json, report.html and the portraits.
-        exit_code: End with 10 shared lineage, 11 partial, 12 inconclusive, 13 shared initialisation or lineage.
+        exit_code: End with 10 shared lineage, 11 partial, 12 inconclusive, 13 shared initialisation or lineage,
+            14 embedding agrees.
         choices: How much is read.
     """
 
     chosen = choices or Choices()
-    options = lineage.Options(chosen.mode, chosen.seed)
+    options = lineage.Options(chosen.mode, chosen.seed, chosen.nonce)
     with _status() as say:
         models = [lineage.open_weights(where, chosen.adapter_base) for where in (a, b)]
         with lineage.comparison.holding(*models):
@@ -155,6 +158,7 @@ def _summary(found: Comparison) -> str:
         *(f"- {reason}" for reason in found.verdict.reasons),
         *(f"- {why}" for why in found.skipped),
     ]
+    lines += ["", f"Layers and neurons were drawn by the nonce {found.options.nonce}: --nonce repeats them."]
     lines += ["", "Not claimed:", *(f"- {item}" for item in found.verdict.not_claimed)]
     return "\n".join(lines)
 

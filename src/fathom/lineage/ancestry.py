@@ -52,7 +52,9 @@ def sources(a: Weights, b: Weights, seed: int = 0, progress: Told = lambda _: No
         for j in layers[1]:
             progress(f"{left.name}: layer {j + 1} of {b.name}")
             own = neurons.in_frame(b, j, right)
-            counts[j] += [NeuronCount((i, j), *neurons.agreement(known[i], own, gated, seed)) for i in layers[0]]
+            counts[j] += [
+                NeuronCount((i, j), *neurons.agreement(neurons.by_roles(known[i], own, gated), seed)) for i in layers[0]
+            ]
     trials = len(frames) * len(layers[0]) * len(layers[1])
     return [_source(j, found, trials) for j, found in counts.items()]
 

@@ -204,6 +204,11 @@ class Matching:
         return int(np.sum(self.counted & self.clear & (self.columns == np.arange(len(self.columns)))))
 
     @property
+    def judged(self) -> int:
+        """Number of items with a clear partner, wherever it is."""
+        return int(np.sum(self.counted & self.clear))
+
+    @property
     def size(self) -> int:
         """Number of items that count."""
         return int(self.counted.sum())

@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -17,14 +18,19 @@ from fathom.errors import ModelError
 from fathom.lineage import (
     aligning,
     awm,
+    blind,
     canonical,
+    direction,
     evidence,
     heads,
     huref,
+    identity,
     inherited,
     neurons,
     nulls,
     signs,
+    starts,
+    values,
     verdict,
     vocabulary,
 )
@@ -33,12 +39,16 @@ from fathom.lineage.evidence import NeuronCount, Test
 from fathom.lineage.inherited import Inherited
 from fathom.lineage.nulls import Null, structure_class
 from fathom.lineage.pairs import NAMES, SCORE_LABELS, Pair, matched_layers
+from fathom.lineage.shares import shape_of
 from fathom.lineage.verdict import Findings, Verdict
 from fathom.lineage.weights import SMALL_BYTES, Told, Weights, holding, open_weights
-from fathom.report.statistics import holm
 
 FAST_LAYERS, FAST_FFN_LAYERS, EXACT_FFN_LAYERS = 12, 2, 8
 ANCHORS, FAST_ANCHORS = 1024, 256  # number of anchor strings for the terms of two layers, and of all layers
+BLIND_NEEDS = "no test without a tokenizer: it needs two layers with known values, outputs and feed-forward weights"
+ONE_SEED = 0.9  # share of the training and score in order from which one seed and one order of data may explain both
+LOW_RANK, CORNER = 1e-3, 512
+ALIGNED = 0.02  # best score below which channels are not aligned
 PLAIN = 0.9  # a copy without padded weights scores more
 
 
@@ -48,12 +58,15 @@ class Options:
 
     Attributes:
         mode: `fast` samples 768 channels and, for large models, some layers; `exact` takes all.
-        seed: Seed of every sample.
+        seed: Seed of the samples of channels and of the sketches.
+        nonce: Draws the layers and neurons that matching tests look at; drawn afresh by default, so that nobody can
+            prepare a model for them. The report prints it, and the same nonce repeats the comparison.
         extras: HuRef's scores, parameter cosine and portraits; None computes them if they are cheap, or in exact mode.
     """
 
     mode: str = "fast"
     seed: int = 0
+    nonce: int | None = None
     extras: bool | None = None
 
     def __post_init__(self) -> None:
@@ -61,6 +74,13 @@ class Options:
             raise ModelError(f"mode {self.mode!r}: wanted fast or exact")
         if self.seed < 0:
             raise ModelError(f"seed={self.seed}: wanted 0 or more")
+        if self.nonce is not None and self.nonce < 0:
+            raise ModelError(f"nonce={self.nonce}: wanted 0 or more")
+
+    @property
+    def drawn(self) -> int:
+        """The nonce, or the seed as long as none was drawn."""
+        return self.seed if self.nonce is None else self.nonce
 
     def all_of(self, a: Weights, b: Weights) -> bool:
         """Whether nothing is skipped: in exact mode, or for small models."""
@@ -83,20 +103,26 @@ def measure(first: Weights, second: Weights, options: Options, progress: Told = 
     a, b = (second, first) if swapped else (first, second)
     aligned = aligning.align(a, b, options.all_of(a, b), progress)
     layers = _layers(a, b, options)
+    same = identity.identical(a, b, options.all_of(a, b), progress)
     scores = awm.score_layers((a, b), layers, _methods(aligned, options), options.seed, progress)
     pairs = matched_layers(scores, layers, (a.geometry.layers, b.geometry.layers))
     probes = evidence.PROBES if options.all_of(a, b) else evidence.PROBES // 2
     frames = neurons.frames(a, b, aligned.rows, options.seed, probes)
     counts = _neurons(a, b, frames, pairs, options, progress)
-    axes: dict[str, awm.Alignment] = {}
-    if options.all_of(a, b) and not _sure(counts, aligned):
-        by_axes, axes = _by_axes(a, b, pairs, options, progress)
-        counts = counts | by_axes
-        methods = [awm.MatchMethod(NAMES[kind], how) for kind, how in axes.items()]
+    turned: dict[str, awm.Alignment] = {}
+    unmeasured = ""
+    if not _sure(counts):
+        more, turned, unmeasured = _without_tokenizer(a, b, pairs, options, progress)
+        counts = counts | more.counts
+        frames, pairs = (more.frames, more.pairs) if turned else (frames, pairs)
+        methods = [awm.MatchMethod(NAMES[kind], how) for kind, how in turned.items()]
         scores = scores | awm.score_layers((a, b), layers, methods, options.seed, progress)
     other: dict[str, float] = {}
-    skipped = [*aligned.skipped]
-    if _sure(counts, aligned) and max((scores[n].score for n in NAMES.values() if n in scores), default=1.0) < PLAIN:
+    skipped = [*aligned.skipped, *([unmeasured] if unmeasured else [])]
+    skipped += [] if same.known else ["identical tensors of remote models: not looked for in fast mode"]
+    if (_sure(counts) or _sure_channels(aligned)) and max(
+        (scores[n].score for n in NAMES.values() if n in scores), default=1.0
+    ) < PLAIN:
         rescored = _living(a, b, layers, aligned, scores, options, progress)
         scores = scores | rescored
         skipped += ["attention heads without effect are left out of the repaired scores"] if rescored else []
@@ -110,8 +136,17 @@ def measure(first: Weights, second: Weights, options: Options, progress: Told = 
         for tensor, count in w.unusable.items()
     ]
     read = {w.name: w.origin.bytes_read - before[w.name] for w in (first, second)}
-    aligned = replace(aligned, ways=aligned.ways | axes)
-    return Pair(a, b, swapped, aligned, layers, scores, counts, other, tuple(skipped), read, time.monotonic() - started)
+    aligned = replace(aligned, ways=aligned.ways | turned)
+    return Pair(
+        *(a, b, swapped, aligned, layers, scores, counts),
+        values=_values(a, b, frames, pairs, options, progress),
+        identical=same,
+        unmeasured=unmeasured,
+        other=other,
+        skipped=tuple(skipped),
+        bytes_read=read,
+        seconds=time.monotonic() - started,
+    )
 
 
 def _unseen(weights: Weights) -> Iterator[str]:
@@ -163,43 +198,119 @@ def _living(
 def _neurons(
     a: Weights, b: Weights, frames: neurons.Frames, pairs: list[tuple[int, int]], options: Options, progress: Told
 ) -> dict[str, list[NeuronCount]]:
-    """T4 on evenly spaced pairs of layers, in each frame; the map of layers is given, not chosen here."""
+    """T4 on pairs of layers, in each frame; the map of layers is given, not chosen here."""
     usable = [p for p in pairs if a.has("down", p[0]) and b.has("down", p[1])]
-    limit = None if _small(a, b) else EXACT_FFN_LAYERS if options.mode == "exact" else FAST_FFN_LAYERS
     gated = a.geometry.gated and b.geometry.gated
     out: dict[str, list[NeuronCount]] = {}
-    chosen = awm.chosen_layers(len(usable), limit) if usable else []
-    for i, j in (usable[at] for at in chosen):
+    chosen = _drawn(usable, a, b, options)
+    for i, j in chosen:
         progress(f"neurons of layers {i + 1} and {j + 1}")
         for left, right in frames:
             seen = neurons.in_frame(a, i, left), neurons.in_frame(b, j, right)
-            found = NeuronCount((i, j), *neurons.agreement(*seen, gated, options.seed))
+            found = NeuronCount((i, j), *neurons.agreement(neurons.by_roles(*seen, gated), options.drawn))
             out.setdefault(left.name, []).append(found)
-            if found.p(1 / evidence.UNIVERSAL, len(chosen)) <= evidence.ALPHA / 10:
+            if evidence.neuron_p(left.name, found, [], len(chosen)) <= evidence.ALPHA / 10:
                 break  # another frame could add nothing
     return out
 
 
-def _sure(counts: dict[str, list[NeuronCount]], aligned: Aligned) -> bool:
-    """Whether the measurements so far are decisive."""
+def _drawn(pairs: list[tuple[int, int]], a: Weights, b: Weights, options: Options) -> list[tuple[int, int]]:
+    """The pairs of layers that T4 and T5 look at: all of small models, else some that the nonce draws."""
+    limit = len(pairs) if _small(a, b) else EXACT_FFN_LAYERS if options.mode == "exact" else FAST_FFN_LAYERS
+    if limit >= len(pairs):
+        return pairs
+    return sorted(pairs[at] for at in np.random.default_rng(options.drawn).choice(len(pairs), limit, replace=False))
+
+
+def _values(
+    a: Weights, b: Weights, frames: neurons.Frames, pairs: list[tuple[int, int]], options: Options, progress: Told
+) -> dict[str, list[NeuronCount]]:
+    """T5 on the same pairs of layers as T4."""
+    usable = [p for p in pairs if values.has_values(a, p[0]) and values.has_values(b, p[1])]
+    out: dict[str, list[NeuronCount]] = {}
+    for i, j in _drawn(usable, a, b, options):
+        progress(f"values of layers {i + 1} and {j + 1}")
+        for left, right in frames:
+            tries = []
+            for turned in (False, True):
+                one, other = values.in_frame(a, i, left, turned), values.in_frame(b, j, right, turned)
+                sides = [(one.read, other.read, False), (one.write, other.write, False)]
+                tries.append(NeuronCount((i, j), *neurons.agreement(sides, options.drawn)))
+            out.setdefault(left.name, []).append(max(tries, key=lambda count: count.paired))
+    return out
+
+
+def _sure(counts: dict[str, list[NeuronCount]]) -> bool:
+    """Whether the neurons are decisive so far."""
     tests = [evidence.test_neurons(frame, found, []).p for frame, found in counts.items()]
-    if aligned.fixed is not None and aligned.close >= aligning.CLOSE:
-        tests.append(evidence.test_order(aligned.fixed, aligned.ordered).p)
     return min(tests, default=1.0) <= evidence.ALPHA / 10
+
+
+def _sure_channels(aligned: Aligned) -> bool:
+    """Whether T1 is decisive."""
+    if aligned.fixed is None or aligned.close < aligning.CLOSE:
+        return False
+    return evidence.test_order(aligned.fixed, aligned.ordered).p <= evidence.ALPHA / 10
+
+
+@dataclass(frozen=True)
+class Blind:
+    """What was measured without a tokenizer: counts by frame, and the frame and layers in which something was found."""
+
+    counts: dict[str, list[NeuronCount]]
+    frames: neurons.Frames = field(default_factory=list)
+    pairs: list[tuple[int, int]] = field(default_factory=list)
+
+
+def _without_tokenizer(
+    a: Weights, b: Weights, pairs: list[tuple[int, int]], options: Options, progress: Told
+) -> tuple[Blind, dict[str, awm.Alignment], str]:
+    """The frames that need no tokenizer, since a tokenizer may name the wrong strings; and why none was measured."""
+    counts, frame = _by_axes(a, b, pairs, options, progress)
+    if frame is not None:
+        return Blind(counts, [frame], pairs), {"axes": _turn(frame)}, ""
+    among = blind.layer_pairs(a, b, progress)
+    if len(among) < 2:
+        return Blind(counts), {}, BLIND_NEEDS
+    fit, held = blind.split(among, options.drawn)
+    progress("layers without a tokenizer")
+    tries = [(_in_layers(a, b, frame, held, options), frame) for frame in blind.frames(a, b, fit)]
+    found, frame = max(tries, key=lambda one: sum(count.paired for count in one[0]))
+    counts = counts | {"blind": found}
+    if evidence.test_neurons("blind", found, []).p > evidence.ALPHA:
+        return Blind(counts), {}, ""
+    return Blind(counts, [frame], held), {"blind": _turn(frame)}, ""
+
+
+def _turn(frame: tuple[neurons.Frame, neurons.Frame]) -> awm.Alignment:
+    return awm.Alignment(rotation=frame[0].basis @ frame[1].basis.T)
+
+
+def _in_layers(
+    a: Weights, b: Weights, frame: tuple[neurons.Frame, neurons.Frame], pairs: blind.Pairs, options: Options
+) -> list[NeuronCount]:
+    """Neurons paired in one frame, in each of some pairs of layers."""
+    gated = a.geometry.gated and b.geometry.gated
+    out = []
+    for i, j in pairs:
+        seen = neurons.in_frame(a, i, frame[0]), neurons.in_frame(b, j, frame[1])
+        out.append(NeuronCount((i, j), *neurons.agreement(neurons.by_roles(*seen, gated), options.drawn)))
+    return out
 
 
 def _by_axes(
     a: Weights, b: Weights, pairs: list[tuple[int, int]], options: Options, progress: Told
-) -> tuple[dict[str, list[NeuronCount]], dict[str, awm.Alignment]]:
-    """The frame that needs no tokenizer, if the others found nothing, since a tokenizer may name the wrong strings."""
-    if a.geometry.width != b.geometry.width or a.geometry.vocab != b.geometry.vocab:
-        return {}, {}
+) -> tuple[dict[str, list[NeuronCount]], tuple[neurons.Frame, neurons.Frame] | None]:
+    """The axes of the embeddings; they need the same rows in any order, and layers in order."""
+    alike = all(getattr(a.geometry, size) == getattr(b.geometry, size) for size in ("width", "vocab", "layers"))
+    if not alike or not options.all_of(a, b):
+        return {}, None
     progress("principal axes")
     left, right = (neurons.axes(lambda w=w: _table(w)) for w in (a, b))  # type: ignore[misc]
     counts = _neurons(a, b, [(left, right)], pairs, options, progress)
     if not counts or evidence.test_neurons("axes", counts["axes"], []).p > evidence.ALPHA:
-        return counts, {}
-    return counts, {"axes": awm.Alignment(rotation=left.basis @ right.basis.T)}
+        return counts, None
+    return counts, (left, right)
 
 
 def _table(weights: Weights) -> Iterator[Array]:
@@ -282,6 +393,8 @@ def compare(
         progress: Called with a few words before each step.
     """
     options = options or Options()
+    if options.nonce is None:
+        options = replace(options, nonce=secrets.randbelow(1 << 32))
     if null_file is not None:
         nulls.read(null_file, structure_class(a, b))  # refused before the work if it does not fit
     measured: dict[str, tuple[str, list[Pair]]] = {}
@@ -311,31 +424,42 @@ def judge(
         null_file: A calibration file, instead of or in addition to controls.
         options: The options of the measurements.
     """
-    null, notes = _null(pair, measured, null_file)
+    options = options or Options()
+    related = {name: why for name, pairs in measured if (why := _relation(name, pairs))}
+    usable = [(name, pairs) for name, pairs in measured if name not in related]
+    null, notes = _null(pair, usable, null_file)
+    notes = [*(f"{why}: shown, but refused as a control" for why in related.values()), *notes]
     tests = run_tests(pair, null)
     bar = _threshold(pair, null)
-    sure = bool(tests) and min(holm([t.p for t in tests if not t.name.startswith("T3")] or [1.0])) <= evidence.ALPHA
+    sure = any(test.p <= evidence.ALPHA for test in tests if not test.name.startswith("T3"))
+    if sure:
+        tests = _without_formulas(pair, tests)
     best = pair.scores[pair.best].score if pair.best else 0.0
     tampering = signs.suspected(pair.gaps, null.gaps if null else {}, best, bar) if sure else []
     tampering += _shifted(pair, bar) if sure else []
-    covered, families, blocks = _evidence(pair, tests, bar)
-    layers = min(len(side) for side in pair.layers)
-    shared = _inherited(pair, options or Options()) if sure else None
+    seen = _evidence(pair, tests)
+    shared = _inherited(pair, options) if sure else None
+    same = pair.identical is not None and pair.identical.whole
     found = Findings(
         tests,
         best,
         bar,
-        covered / layers if layers else 0.0,
-        families,
-        {test.family for test in tests} | ({"attention"} if pair.best else set()),
-        blocks,
+        seen.coverage,
+        seen.families,
+        {test.family for test in tests if not test.name.startswith("T3")},
+        seen.blocks,
         shared,
         _verbatim(pair, tests),
-        _control_failed(pair, measured),
+        _failed(pair, usable, list(related.values()) if null is None else []),
+        pair.identical,
+        same and inherited.training(pair.a) >= inherited.VISIBLE,
+        seen.in_words,
+        sure and _one_seed(pair, shared),
+        pair.unmeasured,
         pair.aligned.pairing == "nothing" or pair.aligned.fixed is None,
         pair.aligned.pairing == "row numbers",
     )
-    sizes = covered, len(pair.layers[0]), len(pair.layers[1])
+    sizes = len(seen.layers), len(pair.layers[0]), len(pair.layers[1])
     return Comparison(
         pair,
         measured,
@@ -344,10 +468,62 @@ def judge(
         verdict.decide(found),
         tampering,
         sizes,
-        options or Options(),
+        options,
         shared,
         (*pair.skipped, *notes),
     )
+
+
+def _relation(name: str, pairs: list[Pair]) -> str:
+    """Why a control is no control: its own tests call it related to one of the models."""
+    for p in pairs:
+        if p.convicts():
+            other = p.a.name if p.b.name == name else p.b.name
+            test = min(p.own_tests(), key=lambda test: test.p)
+            return f"control {name} is itself related to {other} ({test.name}, p {evidence.probability(test.p)})"
+    return ""
+
+
+def _failed(pair: Pair, usable: list[tuple[str, list[Pair]]], refused: list[str]) -> str:
+    """Why the controls show nothing, if they do not."""
+    if refused and not usable:
+        return f"no usable control is left: {'; '.join(refused)}"
+    name, best = pair.best, pair.scores[pair.best].score if pair.best else 0.0
+    for control, pairs in usable:
+        if name and best >= signs.CLEAR and any((p.value(name) or 0.0) >= best for p in pairs):
+            return f"control {control} scores as high as the pair: the tests cannot be trusted here"
+    return ""
+
+
+def _without_formulas(pair: Pair, tests: list[Test]) -> list[Test]:
+    """The tests; those of weights that both models begin from a formula do not count."""
+    both = starts.found(pair.a) & starts.found(pair.b)
+    why = "both models begin from a deterministic start"
+    return [replace(test, void=why) if test.family in both and _counts(test) else test for test in tests]
+
+
+def _one_seed(pair: Pair, shared: Inherited | None) -> bool:
+    """Whether two runs from one seed and one order of data could be this alike, and no later stage shows."""
+    alike = shared is not None and min(shared.share, pair.value("order") or 0.0) >= ONE_SEED
+    return alike and not _later_stage(pair)
+
+
+def _later_stage(pair: Pair) -> bool:
+    """Whether one model shows work on the finished other: matrices kept, rounding, or a difference of low rank."""
+    kept = pair.identical is not None and pair.identical.inner > 0
+    return kept or direction.direction(pair.a, pair.b).made is not None or _of_low_rank(pair)
+
+
+def _of_low_rank(pair: Pair) -> bool:
+    """Whether the matrices of a layer differ by few directions, as after LoRA."""
+    if shape_of(pair.a) != shape_of(pair.b):
+        return False
+    for i, j in (pair.matched[0], pair.matched[-1]):
+        for role in (r for r in ("q", "v", "up") if pair.a.has(r, i) and pair.b.has(r, j)):
+            size = np.linalg.svd((pair.a.tensor(role, i) - pair.b.tensor(role, j))[:CORNER, :CORNER], compute_uv=False)
+            if size[0] > 0 and size[len(size) // 2] < LOW_RANK * size[0]:
+                return True
+    return False
 
 
 def _null(pair: Pair, measured: list[tuple[str, list[Pair]]], null_file: Path | None) -> tuple[Null | None, list[str]]:
@@ -401,55 +577,83 @@ def _shifted(pair: Pair, bar: float | None) -> list[str]:
     return [signs.WORDS["shifted"]] if any(i != j for i, j in best.pairs) else []
 
 
-def _evidence(pair: Pair, tests: list[Test], bar: float | None) -> tuple[int, set[str], list[str]]:
-    """Layers with their own evidence, the kinds of weights with evidence, and both in words."""
-    height = max(bar or 0.0, signs.CLEAR) + signs.BEYOND  # a single layer is noisier than the mean of all
-    scored = pair.scores[pair.best] if pair.best else None
-    by_score = {
-        pair.layers[1][j]
-        for (_, j), score in (zip(scored.pairs, scored.per_layer, strict=True) if scored else ())
-        if score >= height
-    }
-    by_neurons = {count.layers[1] for count in _significant(pair)}
-    families = {test.family for test in tests if test.p <= evidence.ALPHA and test.family != "attention"}
-    families |= {"attention"} if by_score else set()
+@dataclass(frozen=True)
+class Evidence:
+    """Where the matching tests found something: layers of B, of those that were measured, and kinds of weights."""
+
+    layers: set[int]
+    measured: set[int]
+    of: int
+    families: set[str]
+    blocks: list[str]
+
+    @property
+    def coverage(self) -> float:
+        """The share of the measured layers that have evidence."""
+        return len(self.layers) / len(self.measured) if self.measured else 0.0
+
+    @property
+    def in_words(self) -> str:
+        """The coverage in words."""
+        rest = "" if len(self.measured) == self.of else f" that were measured, of {self.of}; the others are unknown"
+        return f"{len(self.layers)} of {len(self.measured)}{rest}"
+
+
+def _evidence(pair: Pair, tests: list[Test]) -> Evidence:
+    """Layers and kinds of weights with their own evidence, each by its own matching test."""
+    families = {test.family for test in tests if _counts(test) and test.p <= evidence.ALPHA}
+    tables = {"attention": pair.values, "feed-forward": pair.neurons}
+    found = {family: _significant(pair, family) if family in families else [] for family in tables}
+    counts = [count for table in tables.values() for some in table.values() for count in some]
+    layers = {count.layers[1] for some in found.values() for count in some}
+    measured = {count.layers[1] for count in counts}
+    if "blind" in pair.neurons and "blind" in pair.aligned.ways:  # in no other frame could anything be seen
+        measured = {count.layers[1] for count in pair.neurons["blind"]}
+    elif _small(pair.a, pair.b) and measured:  # layers without a partner were looked at too
+        measured |= set(pair.layers[1]) if len(pair.layers[1]) <= len(pair.layers[0]) else set()
     blocks = [family for family in ("embedding",) if family in families]
-    for family, layers in (("attention", by_score), ("feed-forward", by_neurons)):
-        if family in families and layers:
-            whole = len(layers) == pair.b.geometry.layers
-            blocks.append(f"{family} of " + ("every layer" if whole else f"layers {_listed(layers)}"))
-    covered = (by_score | by_neurons) & set(pair.layers[1])
-    return min(len(covered), min(map(len, pair.layers))), families, blocks
+    for family, some in found.items():
+        if own := {count.layers[1] for count in some}:
+            whole = len(own) == pair.b.geometry.layers
+            each = "every layer" if whole else f"layers {_listed(own)}"
+            blocks.append(f"{family} of {each}" + ("" if whole or own < measured else ", all that were measured"))
+    return Evidence(layers & measured, measured, pair.b.geometry.layers, families, blocks)
 
 
-def _significant(pair: Pair) -> list[NeuronCount]:
-    """Pairs of layers whose neurons are paired beyond chance."""
-    counts = [count for some in pair.neurons.values() for count in some]
-    return [count for count in counts if count.p(1 / evidence.UNIVERSAL, len(counts)) <= evidence.ALPHA]
+def _counts(test: Test) -> bool:
+    return not test.void and not test.name.startswith("T3")
+
+
+def _significant(pair: Pair, family: str = "feed-forward") -> list[NeuronCount]:
+    """Pairs of layers whose neurons, or values, are paired beyond chance."""
+    if family == "attention":
+        every = [count for some in pair.values.values() for count in some]
+        share = max(1 / evidence.UNIVERSAL, values.chance(pair.a), values.chance(pair.b))
+        return [count for count in every if count.p(share, 2 * len(every)) <= evidence.ALPHA]
+    total = sum(map(len, pair.neurons.values()))
+    return [
+        count
+        for frame, some in pair.neurons.items()
+        for count in some
+        if evidence.neuron_p(frame, count, [], total) <= evidence.ALPHA
+    ]
 
 
 def _verbatim(pair: Pair, tests: list[Test]) -> bool:
     """Whether some part is unchanged, which two trainings from one seed would not leave."""
-    embedding = any(test.family == "embedding" and test.p <= evidence.ALPHA for test in tests)  # as in T1 and T2
-    return embedding or any(count.alike >= aligning.CLOSE for count in _significant(pair))
+    sure = {test.family for test in tests if _counts(test) and test.p <= evidence.ALPHA}
+    if "embedding" in sure:  # as in T1 and T2
+        return True
+    return any(count.alike >= aligning.CLOSE for family in sure for count in _significant(pair, family))
 
 
 def _listed(layers: set[int]) -> str:
     return ", ".join(str(layer + 1) for layer in sorted(layers))
 
 
-def _control_failed(pair: Pair, measured: list[tuple[str, list[Pair]]]) -> bool:
-    every = [p for _, pairs in measured for p in pairs]
-    failed = any(p.convicts() for p in every)
-    name, best = pair.best, pair.scores[pair.best].score if pair.best else 0.0
-    if name and best >= signs.CLEAR:
-        failed |= any((p.value(name) or 0.0) >= best for p in every)
-    return failed
-
-
 def _inherited(pair: Pair, options: Options) -> Inherited | None:
     """The training that both models share, by the best alignment."""
-    if pair.best is None:
+    if pair.best is None or pair.scores[pair.best].score < ALIGNED:
         return None
     how = next(pair.aligned.ways[kind] for kind, name in NAMES.items() if name == pair.best)
     most = None if options.all_of(pair.a, pair.b) else FAST_FFN_LAYERS

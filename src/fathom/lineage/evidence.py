@@ -1,11 +1,13 @@
 """Evidence: matching tests with p-values, and what they assume.
 
-H0: the two sets of weights descend from independent random initialisations, whatever the data or the teacher.
+H0: the two sets of weights descend from independent random initialisations, whatever the data. T1 and T2 also assume
+that neither model learned the other's hidden states and that the embeddings were not shared.
 
     T1  fixed points    a channel matching against the identity: P(F ≥ k) ≤ Lᵏ/k!, exact
     T2  two witnesses   channels matched by the embedding and by the output head agree: Poisson
     T3  aligned score   rank among the scores of unrelated pairs: p ≥ 1/(N+1)
-    T4  neurons         neurons paired alike by what they read and by what they write: Poisson, in three frames
+    T4  neurons         neurons paired alike by two parts of their weights: in four frames
+    T5  values          value channels of attention paired alike by what they read and by what they write: Poisson
 """
 
 from __future__ import annotations
@@ -50,6 +52,7 @@ class Test:
     family: str  # embedding | attention | feed-forward
     detail: dict[str, object] = field(default_factory=dict)
     corrected: float = 1.0
+    void: str = ""  # why the test does not count here
 
 
 def fixed_point_bound(count: int, trials: int = 1) -> float:
@@ -111,7 +114,7 @@ def test_order(found: Matching, ordered: bool) -> Test:
         if trials == 1
         else "channels of like energy exchangeable: both models are ordered by energy",
         "embedding",
-        {"channels": found.size, "strata": trials},
+        {"channels": found.size, "judged": found.judged, "strata": trials},
     )
 
 
@@ -133,7 +136,10 @@ FRAMES = {
     "order": "channels as they stand",
     "tokens": "answers to shared strings",
     "axes": "principal axes, no tokenizer",
+    "blind": "a rotation found from other layers, no tokenizer",
 }
+STRANGERS = 9 / 160  # largest share in the blind frame, of 360 held-out layers of 120 pairs of strangers
+MARGIN = 5  # the blind frame decides from so many times the largest share of strangers
 
 
 @dataclass(frozen=True)
@@ -150,6 +156,26 @@ class NeuronCount:
         return poisson_tail(self.paired, max(POISSON_RATE, share * self.of), trials)
 
 
+def share_of_strangers(frame: str, controls: Sequence[float]) -> float:
+    """The share of a layer's neurons that unrelated models may pair alike.
+
+    Args:
+        frame: One of FRAMES.
+        controls: The largest share of each control pair.
+    """
+    if frame == "blind":
+        return max(controls) if controls else STRANGERS
+    return max(1 / UNIVERSAL, 2 * max(controls, default=0.0))
+
+
+def neuron_p(frame: str, count: NeuronCount, controls: Sequence[float], trials: int) -> float:
+    """The p-value of one count. The blind frame was fitted, so below its margin a count is weak evidence at most."""
+    share = share_of_strangers(frame, controls)
+    p = count.p(share, trials)
+    enough = frame != "blind" or count.paired >= MARGIN * max(POISSON_RATE, share * count.of)
+    return p if enough else max(p, WEAK / 10)
+
+
 def test_neurons(frame: str, counts: Sequence[NeuronCount], controls: Sequence[float]) -> Test:
     """T4: the best layer, Bonferroni over layers.
 
@@ -158,21 +184,52 @@ def test_neurons(frame: str, counts: Sequence[NeuronCount], controls: Sequence[f
         counts: Counts per pair of layers.
         controls: Shares of neurons that are paired in unrelated models.
     """
-    share = max(1 / UNIVERSAL, 2 * max(controls, default=0.0))
-    best = min(counts, key=lambda count: count.p(share, len(counts)))
+    share = share_of_strangers(frame, controls)
+    trials = len(counts) * (2 if frame == "blind" else 1)  # either sign of the rotation
+    best = min(counts, key=lambda count: neuron_p(frame, count, controls, trials))
+    rate = max(POISSON_RATE, share * best.of)
+    what, where = f"shared data pairs at most {share:.0%} of the neurons of unrelated models", FRAMES[frame]
+    if frame == "blind":
+        whose = "the controls" if controls else "recorded strangers of width 64"
+        what = f"{whose} pair at most {share:.1%} of the neurons; decides from {MARGIN * rate:.0f} on"
     return Test(
         f"T4 neurons ({frame})",
         best.paired,
-        f"Poisson({max(POISSON_RATE, share * best.of):.3g}), Bonferroni over {len(counts)} layers",
-        best.p(share, len(counts)),
+        f"Poisson({rate:.3g}), Bonferroni over {len(counts)} layers",
+        neuron_p(frame, best, controls, trials),
         "control" if controls else "model",
-        f"shared data pairs at most {share:.0%} of the neurons of unrelated models ({FRAMES[frame]})",
+        f"{what} ({where})",
         "feed-forward",
         {"neurons": best.of, "per_layer": [[*count.layers, count.paired, count.of] for count in counts]},
     )
 
 
-test_order.__test__ = test_witnesses.__test__ = test_neurons.__test__ = False  # type: ignore[attr-defined]
+def test_values(frame: str, counts: Sequence[NeuronCount], chance: float, controls: Sequence[float]) -> Test:
+    """T5: the best layer, Bonferroni over layers.
+
+    Args:
+        frame: One of FRAMES.
+        counts: Counts of value channels per pair of layers.
+        chance: Share of channels that strangers may pair alike.
+        controls: Shares of channels that are paired in unrelated models.
+    """
+    share = max(1 / UNIVERSAL, chance, 2 * max(controls, default=0.0))
+    trials = 2 * len(counts)  # channels as they are stored, and singular ones
+    best = min(counts, key=lambda count: count.p(share, trials))
+    return Test(
+        f"T5 values ({frame})",
+        best.paired,
+        f"Poisson({max(POISSON_RATE, share * best.of):.3g}), Bonferroni over {len(counts)} layers",
+        best.p(share, trials),
+        "control" if controls else "model",
+        f"strangers pair at most {share:.0%} of the value channels of a layer alike ({FRAMES[frame]})",
+        "attention",
+        {"values": best.of, "per_layer": [[*count.layers, count.paired, count.of] for count in counts]},
+    )
+
+
+test_order.__test__ = test_witnesses.__test__ = False  # type: ignore[attr-defined]
+test_neurons.__test__ = test_values.__test__ = False  # type: ignore[attr-defined]
 
 
 def middle(rows_a: Array, rows_b: Array, count: int) -> tuple[Array, Array]:

@@ -35,6 +35,7 @@ ABOVE = 1.2  # directions count if they are this many times the largest random o
 LAYERS, WIDE_LAYERS = 8, 4  # for models with more than 256 channels, because singular values cost n³
 FEW, MANY = 0.06, 0.10  # directions per channel below which, and above which, the bar is constant
 HIGH, LOW, FEWEST = 0.95, 0.30, 0.005
+VISIBLE = 0.01  # directions per channel from which a model is trained; random weights stay below 0.007
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ def training(weights: Weights, seed: int = 0) -> float:
             for kind, product in products(weights, index, identity(weights.geometry.width), channels)
         ]
         weights.memo["training"] = sum(counts) / max(len(counts), 1)
-    return weights.memo["training"]
+    return float(weights.memo["training"])
 
 
 def _share(own: Array, other: Array, chance: tuple[float, int]) -> tuple[float, float]:

@@ -1,21 +1,22 @@
 """Feed-forward neurons of two models, paired by their inputs and by their outputs.
 
-A neuron reads by its gate (or, without a gate, by its up row) and writes by its column of W_down. Both are seen in a
+A neuron reads by its gate (without a gate, by its up row) and writes by its column of W_down. Both are seen in a
 *frame*, coordinates that the two models share:
 
     order    the residual channels in their order
     tokens   the responses to strings that both tokenizers have
     axes     the principal axes of each model's own embedding, which need no tokenizer
+    blind    a rotation that was found from other layers, which needs neither embedding nor tokenizer
 
-Two neurons are a pair if each is the other's nearest, both by inputs and by outputs. Shared training data makes some
-such pairs between unrelated models, so the test's rate is a tenth of the neurons, not one. Every frame survives neuron
-permutations and scales; tokens and axes also survive rotations of the residual stream.
+Two neurons are a pair if each is the other's nearest, both by inputs and by outputs; in the blind frame, by gate and
+by up. Shared training data makes some such pairs between unrelated models, so the test's rate is a share of the
+neurons, not one. Every frame survives neuron permutations and scales; all but the first survive rotations.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,6 +33,7 @@ FEWEST_STRINGS = 64
 EXPERTS = 8  # maximum experts of a layer
 CLOSE = 1e-5
 DEAD = 1e-6
+REPEATED = 0.3  # median |cosine| of gates and up rows from which these are one witness
 KEY = 1e-3  # keys of duplicates differ by rounding only
 
 
@@ -103,6 +105,7 @@ def axes(table: Callable[[], Iterator[Array]]) -> Frame:
 
 
 Frames = list[tuple[Frame, Frame]]
+Side = tuple[Array, Array, bool]
 
 
 @dataclass(frozen=True)
@@ -111,6 +114,7 @@ class Neurons:
 
     read: Array
     write: Array
+    up: Array | None = None  # of gated neurons
 
     def __len__(self) -> int:
         return len(self.read)
@@ -125,7 +129,7 @@ def in_frame(weights: Weights, index: int, frame: Frame) -> Neurons:
     ]
     read, up, write = found[0] if len(found) == 1 else (np.concatenate([part[i] for part in found]) for i in range(3))
     del found
-    return _merged(read, up, write, weights.geometry.gated, frame.centred)
+    return _merged(read, up, write, weights.geometry.gated, frame)
 
 
 def _of_expert(weights: Weights, index: int, frame: Frame, expert: int) -> tuple[Array, Array, Array]:
@@ -163,68 +167,104 @@ def _written(weights: Weights, index: int, frame: Frame, expert: int, gain: Arra
     return write
 
 
-def _merged(read: Array, up: Array, write: Array, gated: bool, centred: bool) -> Neurons:
-    """One neuron for each group with equal inputs, whose outputs add up. Split neurons join, cancelling ones vanish."""
-    if gated:  # up·c, down/c for any c: scale and sign move to the output
-        size = np.sqrt(np.einsum("ij,ij->i", up, up))[:, None]
-        largest = np.take_along_axis(up, np.abs(up).argmax(1)[:, None], 1)
-        scale = np.where(largest < 0, -size, size)
-        up /= np.where(size <= canonical.TINY, 1, scale)
-        write *= scale
-    group = duplicates(unit_rows(read), unit_rows(up) if gated else unit_rows(read))
-    del up
-    write = _summed(write, group)
-    first = np.unique(group, return_index=True)[1]
-    read = read[first]
-    sizes = np.linalg.norm(write, axis=1) * np.linalg.norm(read, axis=1)
-    alive = sizes > DEAD * float(np.median(sizes[sizes > 0])) if (sizes > 0).any() else sizes > 0
-    read, write = read[alive], write[alive]
-    if centred:  # so that cosines are correlations over the probes
-        read -= read.mean(1, keepdims=True)
-        write -= write.mean(1, keepdims=True)
-    return Neurons(unit_rows(read), unit_rows(write))
+def _merged(read: Array, up: Array, write: Array, gated: bool, frame: Frame) -> Neurons:
+    """One neuron for each group with equal gates (without a gate, up rows). Split neurons join, cancelling ones vanish.
+
+    Neurons of one gate compute silu(g x) Σ d uᵀ x, whatever the single d and u are, so only the sum counts. Its largest
+    singular pair stands for it.
+    """
+    size = np.sqrt(np.einsum("ij,ij->i", read, read))
+    group = duplicates(unit_rows(read), size if gated else np.ones(len(read)))
+    order = np.argsort(group, kind="stable")
+    starts = np.flatnonzero(np.diff(group[order], prepend=-1))
+    first = order[starts]
+    if gated:
+        _sum_products(up, write, np.split(order, starts[1:]) if len(order) else [])
+        size = size * np.sqrt(np.einsum("ij,ij->i", up, up))
+    elif len(first) < len(order):
+        write[first] = np.add.reduceat(write[order], starts)
+    size = size * np.sqrt(np.einsum("ij,ij->i", write, write))
+    kept = np.sort(first[alive(size[first])])
+    if len(kept) < len(read):
+        read, up, write = read[kept], up[kept], write[kept]
+    return unit(read, write, frame, up if gated and frame.name == "blind" else None)
 
 
-def _summed(rows: Array, group: Array) -> Array:
-    if not len(rows):
-        return rows
-    place = np.argsort(group, kind="stable")
-    starts = np.flatnonzero(np.diff(group[place], prepend=-1))
-    out: Array = np.add.reduceat(rows[place], starts)
+def _sum_products(up: Array, write: Array, groups: list[Array]) -> None:
+    """In place: the first of each group gets the largest singular pair of Σ d uᵀ; its scale is in the output."""
+    for group in (some for some in groups if len(some) > 1):
+        (q, r), (p, t) = np.linalg.qr(write[group].T), np.linalg.qr(up[group].T)
+        left, size, right = np.linalg.svd(r @ t.T)
+        write[group[0]], up[group[0]] = size[0] * (q @ left[:, 0]), p @ right[0]
+
+
+def alive(sizes: Array) -> Array:
+    """Which effects are not negligible, compared with the median one."""
+    out: Array = sizes > DEAD * float(np.median(sizes[sizes > 0])) if (sizes > 0).any() else sizes > 0
     return out
 
 
-def duplicates(read: Array, up: Array) -> Array:
-    """Group numbers: neurons that read alike, gate and up, are in one group."""
-    draw = np.random.default_rng(0)
-    keys = draw.normal(size=(2, read.shape[1])).astype(read.dtype)
-    seen = read @ keys[0] + up @ keys[1]  # duplicates have equal keys
+def unit(read: Array, write: Array, frame: Frame, up: Array | None = None) -> Neurons:
+    """Unit rows; in a frame of probes centred, so that cosines are correlations over the probes."""
+    if frame.centred:
+        read, write = (rows - rows.mean(1, keepdims=True) for rows in (read, write))
+    return Neurons(unit_rows(read), unit_rows(write), None if up is None else unit_rows(up))
+
+
+def duplicates(read: Array, size: Array) -> Array:
+    """Group numbers of rows: those of equal direction and size are in one group.
+
+    Args:
+        read: Unit rows, [m, F].
+        size: Their sizes before, [m].
+    """
+    length = np.log(np.maximum(size, canonical.TINY))
+    keys = np.random.default_rng(0).normal(size=(1, read.shape[1])).astype(read.dtype)
+    seen = read @ keys[0] + length  # duplicates have equal keys
     place = np.argsort(seen, kind="stable")
     before, after = place[:-1], place[1:]
-    alike = np.abs(seen[before] - seen[after]) <= KEY
-    near = np.flatnonzero(alike)
+    near = np.flatnonzero((np.abs(seen[before] - seen[after]) <= KEY) & (np.abs(length[before] - length[after]) <= KEY))
     same = np.zeros(len(before), bool)
     for block in chunks(len(near), 1024):
-        one, other = before[near[block]], after[near[block]]
-        close = np.einsum("ij,ij->i", read[one], read[other]) > 1 - CLOSE
-        same[near[block]] = close & (np.einsum("ij,ij->i", up[one], up[other]) > 1 - CLOSE)
+        same[near[block]] = np.einsum("ij,ij->i", read[before[near[block]]], read[after[near[block]]]) > 1 - CLOSE
     out = np.empty(len(read), np.int64)
     out[place] = np.concatenate([[0], np.cumsum(~same)]) if len(read) else []
     return np.unique(out, return_inverse=True)[1]
 
 
-def agreement(a: Neurons, b: Neurons, gated: bool, seed: int = 0) -> tuple[int, int, float]:
-    """The number of neurons that are each other's nearest by inputs and by outputs, of how many, and their similarity.
+def by_roles(a: Neurons, b: Neurons, gated: bool) -> list[Side]:
+    """What neurons are compared by: gate and output, or in the blind frame gate and up, whose signs are free.
 
-    The similarity is the median cosine of the inputs, or outputs, of paired neurons: 1 for unchanged weights.
+    An up row that repeats the gate is no second witness.
     """
-    small, large = (a, b) if len(a) < len(b) else (b, a)
-    if not len(small):
+    if a.up is not None and b.up is not None and gated and not any(_repeats(side) for side in (a, b)):
+        return [(a.read, b.read, True), (a.up, b.up, False)]
+    return [(a.read, b.read, True), (a.write, b.write, not gated)]
+
+
+def _repeats(found: Neurons) -> bool:
+    """Whether up rows point along the gates."""
+    return found.up is None or float(np.median(np.abs(np.einsum("ij,ij->i", found.read, found.up)))) > REPEATED
+
+
+def agreement(sides: Sequence[Side], seed: int = 0) -> tuple[int, int, float]:
+    """The number of items that are each other's nearest on both sides, of how many, and their similarity.
+
+    The similarity is the median cosine of paired items, on the side where it is higher: 1 for unchanged weights.
+
+    Args:
+        sides: Two tables of either model, [m, F], and whether the sign of a row counts.
+        seed: Seed of the sample of items.
+    """
+    if len(sides[0][0]) > len(sides[0][1]):
+        sides = [(other, one, signed) for one, other, signed in sides]
+    few = len(sides[0][0])
+    if not few:
         return 0, 0, 0.0
-    count = min(len(small), SAMPLE)
-    sample = np.sort(np.random.default_rng(seed).choice(len(small), count, replace=False))
+    count = min(few, SAMPLE)
+    sample = np.sort(np.random.default_rng(seed).choice(few, count, replace=False))
     found = []
-    for one, other, signed in ((small.read, large.read, True), (small.write, large.write, not gated)):
+    for one, other, signed in sides:
         likeness = one[sample] @ other.T  # [sample, large]
         if not signed:
             np.abs(likeness, out=likeness)
@@ -233,6 +273,5 @@ def agreement(a: Neurons, b: Neurons, gated: bool, seed: int = 0) -> tuple[int, 
     paired = np.flatnonzero((found[0] == found[1]) & (found[0] >= 0))
     if not len(paired):
         return 0, count, 0.0
-    sides = ((small.read, large.read), (small.write, large.write))
-    alike = [np.einsum("ij,ij->i", one[sample[paired]], other[found[0][paired]]) for one, other in sides]
+    alike = [np.einsum("ij,ij->i", one[sample[paired]], other[found[0][paired]]) for one, other, _ in sides]
     return len(paired), count, max(float(np.median(np.abs(cosines))) for cosines in alike)

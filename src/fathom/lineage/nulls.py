@@ -32,7 +32,7 @@ class Null:
     origin: str
     scores: dict[str, list[float]]
     witnesses: list[int]  # channels that embedding and head pair alike
-    neurons: dict[str, list[float]]  # by frame: the largest share of a layer's neurons that is paired alike
+    neurons: dict[str, list[float]]  # by frame: the largest share of a layer's neurons (or values) paired alike
     gaps: dict[str, list[float]]  # gaps that are signs of tampering
     per_layer: dict[str, list[list[float]]]
     pairs: list[list[str]]  # digests of the two models of each pair
@@ -79,7 +79,7 @@ def of_pairs(pairs: Sequence[Pair], origin: str) -> Null:
             null.per_layer.setdefault(name, []).append(found.per_layer)
         if pair.head_agreement is not None:
             null.witnesses.append(pair.head_agreement)
-        for frame, counts in pair.neurons.items():
+        for frame, counts in (*pair.neurons.items(), *((f"values {at}", some) for at, some in pair.values.items())):
             shares = [count.paired / count.of for count in counts if count.of]
             null.neurons.setdefault(frame, []).append(max(shares, default=0.0))
         for name, gap in pair.gaps.items():

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from fathom.lineage import awm, evidence, signs
+from fathom.lineage import awm, evidence, signs, values
 from fathom.lineage.aligning import CLOSE, Aligned
 from fathom.lineage.evidence import NeuronCount, Test
+from fathom.lineage.identity import Identical
 from fathom.lineage.weights import Weights
 from fathom.report.statistics import holm
 
-NAMES = {"order": "order", "lap": "awm_canonical", "procrustes": "procrustes", "axes": "axes"}
+NAMES = {"order": "order", "lap": "awm_canonical", "procrustes": "procrustes", "axes": "axes", "blind": "blind"}
 """Score by alignment."""
 SCORE_LABELS = {
     "awm": "AWM as published",
@@ -19,6 +20,7 @@ SCORE_LABELS = {
     "awm_canonical": "AWM repaired",
     "procrustes": "AWM repaired, rotated (Procrustes)",
     "axes": "AWM repaired, by principal axes",
+    "blind": "AWM repaired, by the layers alone",
     "ics": "HuRef ICS as published",
     "ics_canonical": "HuRef ICS repaired, last two layers",
     "ics_all_layers": "HuRef ICS repaired, all layers",
@@ -37,6 +39,9 @@ class Pair:
     layers: tuple[list[int], list[int]]  # layers of A and of B that were scored
     scores: dict[str, awm.Scores]
     neurons: dict[str, list[NeuronCount]]  # by frame
+    values: dict[str, list[NeuronCount]] = field(default_factory=dict)  # value channels, by frame
+    identical: Identical | None = None
+    unmeasured: str = ""  # why no test without a tokenizer was run
     other: dict[str, float] = field(default_factory=dict)  # HuRef's scores, parameter cosine
     skipped: tuple[str, ...] = ()
     bytes_read: dict[str, int] = field(default_factory=dict)  # by model name
@@ -79,13 +84,15 @@ class Pair:
         calibrated: bool = False,
         shares: dict[str, list[float]] | None = None,
     ) -> list[Test]:
-        """T1, T2 and T4: the tests that need no null.
+        """T1, T2, T4 and T5: the tests that need no null.
 
         Args:
             rate: The rate of T2.
             calibrated: Whether the rate comes from controls.
-            shares: By frame: shares of neurons that unrelated models pair alike.
+            shares: By frame: shares of neurons, or with `values` before the frame of value channels, that unrelated
+                models pair alike.
         """
+        known = shares or {}
         tests = []
         found = self.aligned.fixed
         if found is not None and found.size >= evidence.FEWEST and self.aligned.close >= CLOSE:
@@ -95,7 +102,12 @@ class Pair:
         for frame, counts in self.neurons.items():
             usable = [count for count in counts if count.of >= evidence.FEWEST]
             if usable:
-                tests.append(evidence.test_neurons(frame, usable, (shares or {}).get(frame, [])))
+                tests.append(evidence.test_neurons(frame, usable, known.get(frame, [])))
+        chance = max(values.chance(self.a), values.chance(self.b))
+        for frame, counts in self.values.items():
+            usable = [count for count in counts if count.of >= evidence.FEWEST]
+            if usable:
+                tests.append(evidence.test_values(frame, usable, chance, known.get(f"values {frame}", [])))
         return tests
 
     @property

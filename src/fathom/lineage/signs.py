@@ -17,7 +17,7 @@ WORDS = {
     "rows": "embedding rows out of proportion: channels match only after every row is brought to the same length",
     "permuted": "permutation suspected: channels match only after reordering",
     "replaced": "embedding replaced: attention matches in order, the embedding does not",
-    "relabelled": "vocabulary relabelled: the models match by the axes of their embeddings and not by their tokens",
+    "relabelled": "vocabulary relabelled: the models match without a tokenizer and not by their tokens",
     "shifted": "layers shifted or reordered",
 }
 
@@ -29,9 +29,8 @@ def gaps(scores: Mapping[str, float], alike: float) -> dict[str, float]:
         scores: Scores by name.
         alike: Share of channels that AWM as published matches the same way.
     """
-    lap, rotated, order, published, axes = (
-        scores.get(name) for name in ("awm_canonical", "procrustes", "order", "awm", "axes")
-    )
+    lap, rotated, order, published = (scores.get(name) for name in ("awm_canonical", "procrustes", "order", "awm"))
+    untold = scores.get("axes", scores.get("blind"))
     out: dict[str, float] = {}
     if lap is not None and rotated is not None:
         out["rotated"] = rotated - lap
@@ -40,8 +39,8 @@ def gaps(scores: Mapping[str, float], alike: float) -> dict[str, float]:
     if lap is not None and order is not None:
         out["permuted"] = lap - order
         out["replaced"] = order - max(lap, rotated or lap)
-    if axes is not None:
-        out["relabelled"] = axes - max(lap or 0.0, rotated or 0.0, order or 0.0)
+    if untold is not None:
+        out["relabelled"] = untold - max(lap or 0.0, rotated or 0.0, order or 0.0)
     return out
 
 

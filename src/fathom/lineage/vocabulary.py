@@ -68,12 +68,15 @@ def _from_tokenizer_json(table: dict[str, object]) -> dict[bytes, int]:
     )
 
 
-def _is_byte_level(node: object, depth: int = 0) -> bool:
-    """Whether a part of a tokenizer, or a part of it, is of the type ByteLevel."""
-    if isinstance(node, dict) and node.get("type") == "ByteLevel":
-        return True
-    children = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
-    return depth < 8 and any(_is_byte_level(child, depth + 1) for child in children)
+def _is_byte_level(table: object) -> bool:
+    """Whether a part of a tokenizer, however deep, is of the type ByteLevel."""
+    left = [table]
+    while left:
+        node = left.pop()
+        if isinstance(node, dict) and node.get("type") == "ByteLevel":
+            return True
+        left += node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
+    return False
 
 
 def _from_model_file(raw: bytes, name: str) -> dict[bytes, int]:

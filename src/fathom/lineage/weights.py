@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -103,7 +104,7 @@ class Weights:
     """String of bytes -> embedding row, or None without a tokenizer; read when first called."""
     unusable: dict[str, int] = field(default_factory=dict)
     """Tensors with unusable values (not finite, or beyond 1e15), and the number of such values in one read."""
-    memo: dict[str, float] = field(default_factory=dict)
+    memo: dict[str, Any] = field(default_factory=dict)
     """Measurements on these weights alone."""
 
     @property
@@ -143,6 +144,11 @@ class Weights:
             view = _of_expert(view, expert)
         values = self._read(view, rows)
         return values + 1 if role.endswith("norm") and self.geometry.unit_offset else values
+
+    def stored(self, role: str, layer: int | None, rows: slice, expert: int = 0) -> Array:
+        """Rows of one role's tensor as they are stored: no offset is added, and no value replaced."""
+        view = self.views[role, layer]
+        return self._stored(_of_expert(view, expert) if expert else view, rows)
 
     def _usable(self, name: str, values: Array) -> Array:
         """The values, with unusable ones replaced by 0 and counted in `unusable`."""

@@ -83,10 +83,11 @@ def test_without_controls_a_lineage_is_only_half_said(family):
 
 
 @pytest.mark.slow
-def test_a_related_control_spoils_the_verdict(family):
-    result = ran(family, "child", controls=("control", "hidden"))
-    assert result.data["verdict"]["label"] == "inconclusive"
-    assert any("control" in reason for reason in result.data["verdict"]["reasons"])
+@pytest.mark.parametrize(("controls", "label"), [(("control", "hidden"), SHARED), (("hidden",), "inconclusive")])
+def test_a_related_control_is_refused(family, controls, label):
+    result = ran(family, "child", controls=controls)
+    assert result.data["verdict"]["label"] == label
+    assert any("hidden is itself related" in note for note in result.data["structure"]["skipped"])
 
 
 @pytest.mark.slow

@@ -30,6 +30,7 @@ GLOSSARY = {
     "corrected": "the p-value after allowing for the number of tests (Holm)",
     "AWM, HuRef": "two published methods of comparing weights; repaired: disguises that they miss are undone",
     "null": "what unrelated pairs gave: the controls, or the pairs of a calibration file",
+    "nonce": "a number drawn for this comparison, which chose the layers and neurons that were looked at",
     "Poisson": "the law of rare coincidences: how often k of them happen where a few are expected",
 }
 """Words of the page, for readers who do not build models."""
@@ -86,7 +87,7 @@ def _model(item: ModelEntry) -> dict[str, str]:
     return {
         "name": item.origin + revision,
         "outline": outline + f"{shape['heads']} heads on {shape['kv_heads']} keys",
-        "read": f"{size(item.bytes_read)} read, {size(item.file_bytes)} in all",
+        "read": f"{size(item.bytes_read)} read, with tokenizer and headers; the weights are {size(item.file_bytes)}",
         "digest": root[:16] if root else "",
     }
 
@@ -204,7 +205,7 @@ def _facts(found: Comparison, body: LineageReport) -> list[str]:
     return [
         f"Fathom {body.tool.version}, numpy {body.tool.numpy}, {body.tool.platform}",
         f"{found.pair.aligned.shared:,} embedding rows paired by {found.pair.aligned.pairing}; "
-        f"seed {found.options.seed}; {found.pair.seconds:.0f} s for the pair",
+        f"seed {found.options.seed}, nonce {found.options.nonce}; {found.pair.seconds:.0f} s for the pair",
         "scores repeat to about 1e-4 on other hardware",
         *CANONICAL_STEPS,
     ]

@@ -28,7 +28,7 @@ SCHEMA = 3
 CANONICAL_STEPS = (
     "norm gains folded into the readers that follow them",
     "query/key scale balanced per rotary plane (q/k-norm: per head and plane; no rotary: per head)",
-    "neurons that read alike merged, up/down scales moved to what is written",
+    "neurons of equal gates merged, up/down scales moved to what is written",
     "every matrix divided by its Frobenius norm",
 )
 
@@ -59,6 +59,7 @@ def made(found: Comparison, hashed: bool) -> LineageReport:
             if pair.best
             else [],
             "coverage": {"layers_with_evidence": covered, "of_base": depth_a, "of_other": depth_b},
+            "identical": None if pair.identical is None else vars(pair.identical),
             "skipped": list(found.skipped),
         },
         canonicalisation=list(CANONICAL_STEPS),
@@ -136,6 +137,7 @@ def command(found: Comparison) -> str:
     options, given = found.options, found.given
     words = ["fathom", "lineage", "compare", *(model.name for model in found.pair.given)]
     words += ["--mode", options.mode, "--seed", str(options.seed)]
+    words += [] if options.nonce is None else ["--nonce", str(options.nonce)]
     if found.controls:
         words += ["--control", *(name for name, _ in found.controls)]
     for flag, value in (("--null", given.null), ("--adapter-base", given.adapter_base)):

@@ -1,0 +1,73 @@
+"""Deterministic starts: weights that begin from a formula instead of random numbers.
+
+Two strangers that begin from the identity, a Hadamard matrix or sinusoids are alike without any relation, and the tests
+assume random starts. A formula shows inside one model, and a rotation of the residual stream does not hide it:
+
+    feed-forward  a neuron's gate and up rows (up and output rows, without a gate) begin equal
+    attention     the rows of keys and values begin equal
+    embedding     rows follow a law of their number, so their spectrum over row numbers has lines
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fathom.checkpoints.tensors import Array
+from fathom.lineage import canonical
+from fathom.lineage.awm import chosen_layers, unit_rows
+from fathom.lineage.weights import Weights
+
+ROWS = 4096
+LAYERS = 4
+ALIKE, MANY = 0.6, 1 / 6  # so many corresponding rows with so high a |cosine|; of trained models under a twentieth
+LINES, AROUND = 6.0, 12  # a line has so many times the median power of its neighbours, which are so many on each side
+
+
+def found(weights: Weights) -> frozenset[str]:
+    """The families of weights that begin from a formula: embedding, attention, feed-forward."""
+    if "starts" not in weights.memo:
+        chosen = chosen_layers(weights.geometry.layers, LAYERS)
+        likeness = {
+            "feed-forward": [_likeness(*_neuron_rows(weights, i)) for i in chosen if weights.has("down", i)],
+            "attention": [_likeness(*_head_rows(weights, i)) for i in chosen if _has_head_rows(weights, i)],
+        }
+        kinds = {family for family, some in likeness.items() if some and float(np.median(some)) >= MANY}
+        weights.memo["starts"] = frozenset(kinds | ({"embedding"} if lines(weights) >= LINES else set()))
+    out: frozenset[str] = weights.memo["starts"]
+    return out
+
+
+def _neuron_rows(weights: Weights, index: int) -> tuple[Array, Array]:
+    roles = ("gate", "up") if weights.geometry.gated else ("up", "down")
+    some = slice(0, ROWS) if weights.geometry.gated else None
+    matrices = {role: weights.tensor(role, index, some) for role in roles}
+    layer = canonical.fold(weights.layer(index, ("ffn_norm", "post_ffn_norm")) | matrices, weights.geometry)
+    one, other = (layer[role] for role in roles)
+    return one, other if weights.geometry.gated else other.T
+
+
+def _has_head_rows(weights: Weights, index: int) -> bool:
+    rows = not weights.geometry.latent and all(weights.has(role, index) for role in "kv")
+    return rows and weights.tensor("k", index).shape == weights.tensor("v", index).shape
+
+
+def _head_rows(weights: Weights, index: int) -> tuple[Array, Array]:
+    return weights.tensor("k", index), weights.tensor("v", index)
+
+
+def _likeness(one: Array, other: Array) -> float:
+    """The share of corresponding rows that point the same way; rows of zeros do not count."""
+    cosines = np.abs(np.einsum("ij,ij->i", unit_rows(one), unit_rows(other)))
+    return float(np.mean(cosines[cosines > 0] > ALIKE)) if (cosines > 0).any() else 0.0
+
+
+def lines(weights: Weights) -> float:
+    """The power of the embedding over row numbers at its sharpest line, compared with its neighbours."""
+    rows = min(weights.geometry.vocab, ROWS)
+    if rows < 8 * AROUND:
+        return 0.0
+    table = unit_rows(canonical.embedding(weights, slice(0, rows)))
+    table -= table.mean(0)
+    power = (np.abs(np.fft.rfft(table * np.hanning(rows)[:, None], axis=0)) ** 2).sum(1)[AROUND:]
+    around = np.lib.stride_tricks.sliding_window_view(power, 2 * AROUND + 1)  # [frequencies, 2 · AROUND + 1]
+    return float((around[:, AROUND] / np.maximum(np.median(around, 1), canonical.TINY)).max())
