@@ -10,16 +10,13 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias, TypeGuard
+from typing import Protocol, TypeAlias, TypeGuard
 
 import numpy as np
 
 from fathom.checkpoints.layout import INDEX, INDEX_SUFFIX, WEIGHTS
 from fathom.checkpoints.origin import Origin, parse_json, read_json, safe_name
 from fathom.errors import ModelError
-
-if TYPE_CHECKING:
-    from fathom.checkpoints.gguf import GgufStore
 
 Array: TypeAlias = np.ndarray
 """Of any shape and any type of number."""
@@ -54,6 +51,21 @@ class TensorInfo:
     file: str
     start: int
     stop: int
+
+
+class TensorStore(Protocol):
+    """Named tensors of one origin, read as float32 (float64 if stored so), by ranges of their first axis."""
+
+    @property
+    def origin(self) -> Origin:
+        """Where the files are."""
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """The entry of every tensor, by name."""
+
+    def read(self, name: str, rows: Ranges | None = None) -> Array:
+        """The rows in the given half-open ranges, all by default."""
 
 
 def parse_header(raw: bytes, data_start: int, size: int, file: str) -> dict[str, TensorInfo]:
@@ -281,10 +293,6 @@ class AdapterStore:
                 left = np.concatenate([left[a:b] for a, b in rows])
             values = values + self.scale * (left @ right)
         return values
-
-
-TensorStore: TypeAlias = "SafetensorsStore | AdapterStore | GgufStore"
-"""Named tensors of one origin, read as float32 (float64 if stored so), by ranges of their first axis."""
 
 
 def _by(shape: tuple[int, ...]) -> str:

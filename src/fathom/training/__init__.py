@@ -2,7 +2,7 @@
 
 from fathom.errors import TrainingError
 from fathom.training.branching import Branch, branch, read_history
-from fathom.training.build import StepMetrics, Training, build_training
+from fathom.training.build import Training, build_training
 from fathom.training.heldout import evaluate
 from fathom.training.hooks import Hook
 from fathom.training.loop import TrainResult, train

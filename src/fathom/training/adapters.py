@@ -19,14 +19,13 @@ from fathom.models.modeling import FathomForCausalLM
 from fathom.models.roles import MechanismModule
 from fathom.recipe import Lora, Recipe
 from fathom.training.checkpoint import UNFINISHED, publish
-from fathom.training.hooks import Hook
+from fathom.training.hooks import Hook, ObservedRun
 from fathom.training.parallel import whole as gathered
 
 if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel
 
-    from fathom.training.loop import Run
 
 WRAPPED = "base_model.model."
 """The prefix that peft gives to the name of every parameter."""
@@ -100,7 +99,7 @@ def merged(adapters: PeftModel) -> dict[str, Tensor]:
 class AdapterFiles(Hook):
     """Writes the adapters of every checkpoint to `RUN/adapter`, atomically, in peft's format."""
 
-    def after_save(self, run: Run, checkpoint: Path) -> None:
+    def after_save(self, run: ObservedRun, checkpoint: Path) -> None:
         """Read them from the checkpoint, because the model may have taken further steps. Only the first rank does."""
         from peft import get_peft_model_state_dict
         from safetensors.torch import save_file

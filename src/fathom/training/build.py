@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterable, Iterator, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -36,6 +36,7 @@ from fathom.training.parallel import (
     synchronize_gradients,
     whole,
 )
+from fathom.training.results import StepMetrics
 from fathom.training.source import model_of, source_of
 from fathom.training.tokenizer import require_tokenizer
 from fathom.training.tracking import require_backends
@@ -44,23 +45,6 @@ if TYPE_CHECKING:
     from peft import PeftModel
 
 FROM = "model.from_pretrained"
-
-
-@dataclass(frozen=True)
-class StepMetrics:
-    """Numbers of one step. Tensors stay on the device until they are read."""
-
-    step: int
-    lr: float
-    tokens: int
-    loss: Tensor
-    """Mean loss of the global batch, with auxiliary losses."""
-    grad_norm: Tensor
-    """Global norm before clipping."""
-    skipped: Tensor
-    """1.0 if the step was skipped and the weights did not change."""
-    extra: dict[str, Tensor] = field(default_factory=dict)
-    """The mechanism's auxiliary losses, which `loss` includes, and the means of its metrics."""
 
 
 @dataclass

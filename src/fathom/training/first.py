@@ -9,18 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from fathom.checkpoints.layout import METRICS
 from fathom.errors import TrainingError
 from fathom.training.gap import token_losses_and_trips
-from fathom.training.hooks import Hook
+from fathom.training.hooks import Hook, ObservedRun
 from fathom.training.tracking import read_metrics
-
-if TYPE_CHECKING:
-    from fathom.training.loop import Run
 
 WATCHED = 10
 """Number of steps to check after each start."""
@@ -46,7 +42,7 @@ class FirstSteps(Hook):
         """The current loss: first that of the first batch, later a running mean."""
         self._watched = range(0)
 
-    def before_run(self, run: Run) -> None:
+    def before_run(self, run: ObservedRun) -> None:
         """Evaluate the first batch of a run that continues from a checkpoint."""
         self._run = run
         self._watched = range(run.step + 1, run.step + 1 + WATCHED)
@@ -69,7 +65,7 @@ class FirstSteps(Hook):
             self._require_kept(step, loss)
         self._known = loss if self._known is None else 0.9 * self._known + 0.1 * loss
 
-    def _evaluated(self, run: Run) -> float:
+    def _evaluated(self, run: ObservedRun) -> float:
         training, ranks = run.training, run.ranks
         training.model.set_step(0, run.recipe.train.steps)
         training.model.eval()

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -21,13 +20,9 @@ from fathom.data.targets import TargetDataset
 from fathom.recipe import Recipe
 from fathom.report.statistics import rank_correlation
 from fathom.training.gap import SAMPLE, WINDOWS, Row, gap_of, read_both_ways, token_losses_and_trips, watching
-from fathom.training.hooks import Hook
+from fathom.training.hooks import Hook, ObservedRun
 from fathom.training.parallel import Ranks
-from fathom.training.results import DecodingGap, Evaluation, Score, Trips
-
-if TYPE_CHECKING:
-    from fathom.training.build import StepMetrics
-    from fathom.training.loop import Run
+from fathom.training.results import DecodingGap, Evaluation, Score, StepMetrics, Trips
 
 
 class HeldOut(Hook):
@@ -43,12 +38,12 @@ class HeldOut(Hook):
         self.last_step = -1
         """After which step that was."""
 
-    def after_step(self, run: Run, metrics: StepMetrics) -> None:
+    def after_step(self, run: ObservedRun, metrics: StepMetrics) -> None:
         """Evaluate if due."""
         if run.due(run.recipe.evaluate.every):
             self.score(run)
 
-    def score(self, run: Run) -> Evaluation | None:
+    def score(self, run: ObservedRun) -> Evaluation | None:
         """Evaluate now, and tell the other hooks; None without a split."""
         if self.data is None:
             return None

@@ -3,17 +3,87 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
+from fathom.data.batches import BatchPlan
+from fathom.data.shards import TokenDataset
 from fathom.errors import FathomError
+from fathom.models.configuration import FathomConfig
+from fathom.models.modeling import FathomForCausalLM
+from fathom.recipe import Recipe
+from fathom.training.optimizer import Optimizer
+from fathom.training.parallel import Ranks
+from fathom.training.results import Evaluation, StepMetrics
 
 if TYPE_CHECKING:
-    from fathom.training.build import StepMetrics
-    from fathom.training.loop import Run
-    from fathom.training.results import Evaluation
+    from peft import PeftModel
+
+
+class Trained(Protocol):
+    """What hooks may use of the things that a step needs: `run.training`."""
+
+    model: FathomForCausalLM
+    config: FathomConfig
+    optimizer: Optimizer
+    data: TokenDataset
+    plan: BatchPlan
+    adapters: PeftModel | None
+
+    @property
+    def micro_batch(self) -> int:
+        """Sequences per forward pass of a rank."""
+
+
+class Clock(Protocol):
+    """What hooks may use of the run's meter."""
+
+    seconds: float
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Time that does not count as training."""
+
+
+class ObservedRun(Protocol):
+    """What hooks may use of a run."""
+
+    recipe: Recipe
+    run_dir: Path
+    ranks: Ranks
+    step: int
+
+    @property
+    def training(self) -> Trained:
+        """Model, optimizer and adapters."""
+
+    @property
+    def meter(self) -> Clock:
+        """The time spent in steps."""
+
+    @property
+    def hooks(self) -> Iterable[Hook]:
+        """The run's hooks, in order."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens trained on so far."""
+
+    def due(self, every: int) -> bool:
+        """Whether something that happens every so many steps happens after this one."""
+
+    def log(self, values: Mapping[str, float]) -> None:
+        """Log numbers of your own with the current step."""
+
+    def say(self, text: str) -> None:
+        """Print a line above the progress display."""
+
+    def stop(self) -> None:
+        """End the run after this step, with a checkpoint."""
+
+    def read(self) -> None:
+        """Read the numbers of the steps so far from the device, and log them."""
 
 
 class Hook:
@@ -26,13 +96,13 @@ class Hook:
     every_rank: bool = False
     """Whether to run on every rank, as collective operations need; else on the first rank only."""
 
-    def before_run(self, run: Run) -> None:
+    def before_run(self, run: ObservedRun) -> None:
         """Before the first step of this process, after the checkpoint was loaded."""
 
-    def before_step(self, run: Run) -> None:
+    def before_step(self, run: ObservedRun) -> None:
         """Before step number `run.step`, counted from 0."""
 
-    def after_step(self, run: Run, metrics: StepMetrics) -> None:
+    def after_step(self, run: ObservedRun, metrics: StepMetrics) -> None:
         """After a step, which `run.step` includes. The metrics are tensors on the device, and reading one waits for
         it."""
 
@@ -40,13 +110,13 @@ class Hook:
         """Once for each step, when its numbers are read from the device (every `train.log_every` steps), and after
         evaluations."""
 
-    def after_evaluation(self, run: Run, evaluation: Evaluation) -> None:
+    def after_evaluation(self, run: ObservedRun, evaluation: Evaluation) -> None:
         """After the held-out split was scored."""
 
-    def after_save(self, run: Run, checkpoint: Path) -> None:
+    def after_save(self, run: ObservedRun, checkpoint: Path) -> None:
         """Once a checkpoint is on disk. Saving runs in the background, so further steps may have been taken."""
 
-    def after_run(self, run: Run, error: BaseException | None) -> None:
+    def after_run(self, run: ObservedRun, error: BaseException | None) -> None:
         """At the end of the run; `error` is None if it succeeded."""
 
     def state(self) -> dict[str, object]:
@@ -74,7 +144,7 @@ class Hooks:
         return iter(self._named.values())
 
     @contextmanager
-    def around(self, run: Run, states: Mapping[str, dict[str, object]]) -> Iterator[None]:
+    def around(self, run: ObservedRun, states: Mapping[str, dict[str, object]]) -> Iterator[None]:
         """Load every hook's state and call `before_run`; at the end call `after_run` of all, in reverse order."""
         error: BaseException | None = None
         try:

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 import torch
 
 from fathom.models.cost import training_flops_per_token
-from fathom.training.build import StepMetrics, Training
+from fathom.training.build import Training
+from fathom.training.results import StepMetrics
 
 
 @dataclass

@@ -9,17 +9,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from fathom.recipe import Recipe
 from fathom.report import html
 from fathom.report.plots import Line
 from fathom.report.provenance import Provenance, provenance
-from fathom.training.hooks import Hook
+from fathom.training.hooks import Hook, ObservedRun
 from fathom.training.tracking import read_metrics
-
-if TYPE_CHECKING:
-    from fathom.training.loop import Run
 
 SMOOTH = 0.05
 """Values are averaged over this share of the steps on either side, because single batches are noisy."""
@@ -90,7 +86,7 @@ def _smoothed(values: Sequence[float], width: int) -> tuple[float, ...]:
 class ProbeReport(Hook):
     """Prints and draws the result of a probe at its end, also if the run diverged."""
 
-    def after_run(self, run: Run, error: BaseException | None) -> None:
+    def after_run(self, run: ObservedRun, error: BaseException | None) -> None:
         """Read the metrics of all calls."""
         try:
             found = read_probe(run.run_dir)

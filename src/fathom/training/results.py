@@ -1,14 +1,35 @@
-"""What a run's `result.json` and a checkpoint's `trainer.json` hold."""
+"""What a step measures, and what a run's `result.json` and a checkpoint's `trainer.json` hold."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fathom.checkpoints.layout import RESULT
 from fathom.report.results import read_result
 from fathom.report.statistics import Correlation
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """Numbers of one step. Tensors stay on the device until they are read."""
+
+    step: int
+    lr: float
+    tokens: int
+    loss: Tensor
+    """Mean loss of the global batch, with auxiliary losses."""
+    grad_norm: Tensor
+    """Global norm before clipping."""
+    skipped: Tensor
+    """1.0 if the step was skipped and the weights did not change."""
+    extra: dict[str, Tensor] = field(default_factory=dict)
+    """The mechanism's auxiliary losses, which `loss` includes, and the means of its metrics."""
 
 
 @dataclass(frozen=True)

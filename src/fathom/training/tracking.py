@@ -11,17 +11,14 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fathom.checkpoints.layout import ARMS, IDENTITY, METRICS
 from fathom.errors import SettingsError, to_install
 from fathom.recipe import Recipe
 from fathom.report.files import read_json, write_atomically, write_json
 from fathom.report.numbers import duration
-from fathom.training.hooks import Hook
-
-if TYPE_CHECKING:
-    from fathom.training.loop import Run
+from fathom.training.hooks import Hook, ObservedRun
 
 
 class JsonLines(Hook):
@@ -89,7 +86,7 @@ class TrackingService(Hook):
         """Send the numbers of a step."""
         self._run.log(dict(values), step=step)
 
-    def after_run(self, run: Run, error: BaseException | None) -> None:
+    def after_run(self, run: ObservedRun, error: BaseException | None) -> None:
         """Finish the run."""
         self._run.finish()
 
@@ -133,7 +130,7 @@ class TensorBoard(Hook):
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
 
-    def after_run(self, run: Run, error: BaseException | None) -> None:
+    def after_run(self, run: ObservedRun, error: BaseException | None) -> None:
         """Flush."""
         self._writer.close()
 
