@@ -19,7 +19,7 @@ from fathom.models.roles import Cost, Mechanism, Residual, ResidualOptions, Resi
 
 if TYPE_CHECKING:  # an export imports this file while it imports these two
     from fathom.models.configuration import FathomConfig
-    from fathom.models.slots import Visit
+    from fathom.models.visit import Visit
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from fathom.models import latent_cot, reading, walk
 from fathom.models.roles import View
-from fathom.models.slots import Out, TokenSubset, sweep
+from fathom.models.slots import TokenSubset, sweep
+from fathom.models.visit import Out
 
 from .cases import config_of, tokens
 from .slot_oracle import Decoder, thinker

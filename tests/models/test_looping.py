@@ -10,7 +10,7 @@ from fathom.errors import ModelError
 from fathom.models import FathomForCausalLM
 from fathom.models.arithmetic import attention_flops
 from fathom.models.cost import cache_bytes_per_token, mechanism_cost
-from fathom.models.slots import Out
+from fathom.models.visit import Out
 
 from .cases import SHAPE, build, config_of, tokens
 from .test_slots import order_of

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from transformers import DynamicCache, StaticCache
 
 from fathom.models import modeling, slots
-from fathom.models.slots import Out, TokenSubset, jacobi, joined, plan, sweep, with_banks
+from fathom.models.slots import TokenSubset, jacobi, joined, plan, sweep, with_banks
+from fathom.models.visit import Out
 
 from .cases import build, config_of, tokens
 

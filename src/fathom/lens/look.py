@@ -32,9 +32,9 @@ from fathom.models.depth_attention import DepthAttention, depth_weights
 from fathom.models.numerics import widen
 from fathom.models.registry import mechanism_name
 from fathom.models.roles import ResidualState, ValueMixer
-from fathom.models.slots import Visit
 from fathom.models.uniform_depth import UniformDepth
 from fathom.models.value_residual import ValueResidual
+from fathom.models.visit import Visit
 
 if TYPE_CHECKING:
     from fathom.models.modeling import DecoderLayer

@@ -30,8 +30,8 @@ from .pondering import OVER, MixtureOptions, Pondering, entropy, lowest_sum, mix
 from .roles import Cost, HaltingOptions, Mechanism, TripState, valid_mean
 
 if TYPE_CHECKING:
-    from .configuration import FathomConfig
-    from .slots import Out, Visit
+    from .fields import DecoderConfig
+    from .visit import Out, Visit
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class AdaponderOptions(MixtureOptions, HaltingOptions, BlendOptions):
     """Take the lowest gates of each `row`, or of the `batch` as in the paper, which depends on how batches are
     split."""
 
-    def check(self, config: FathomConfig) -> None:
+    def check(self, config: DecoderConfig) -> None:
         """Refuse invalid thresholds and penalties."""
         super().check(config)
         span = self.penalty_span
@@ -88,19 +88,19 @@ class Adaponder(Blended, Pondering[AdaponderOptions]):
     options_class = AdaponderOptions
     halts = True
 
-    def __init__(self, config: FathomConfig) -> None:
+    def __init__(self, config: DecoderConfig) -> None:
         super().__init__(config)
         self.gates = nn.ModuleList(HaltGate(config.hidden_size) for _ in range(self.trips - 1))
         # a tensor, because a Python number that changes every step would trigger a recompilation every step
         self.fraction = nn.Buffer(torch.zeros(()), persistent=False)
 
     @classmethod
-    def additions(cls, config: FathomConfig) -> int:
+    def additions(cls, config: DecoderConfig) -> int:
         """All trips add to one stream."""
         return cls.trips_of(config)
 
     @staticmethod
-    def needs_head(config: FathomConfig) -> bool:
+    def needs_head(config: DecoderConfig) -> bool:
         """Yes: the mixture is made of logits."""
         return True
 
@@ -167,7 +167,7 @@ class Adaponder(Blended, Pondering[AdaponderOptions]):
         return found
 
 
-def cost(config: FathomConfig, visits: Sequence[Visit], scalar: int) -> Cost:
+def cost(config: DecoderConfig, visits: Sequence[Visit], scalar: int) -> Cost:
     """The stack, a mixture and a gate for every extra trip, if no token halts."""
     width, gates = config.hidden_size, AdaponderOptions.of(config).trips - 1
     gate = 8 * width * width + 8 * width

@@ -35,8 +35,8 @@ from .replaceable import faster
 from .roles import Cost, Mechanism, Residual, ResidualOptions, ResidualState, WriteContext, direct
 
 if TYPE_CHECKING:
-    from .configuration import FathomConfig
-    from .slots import Visit
+    from .fields import DecoderConfig
+    from .visit import Visit
 
 DELTAS = ("delta", "delta_block")
 VARIANTS = ("block_sum", "snapshot", *DELTAS)
@@ -54,7 +54,7 @@ class AttentionResidualsOptions(ResidualOptions, BlendOptions):
     recency_bias: float = 3.0
     """Initial bias on the running stream, `snapshot` only."""
 
-    def check(self, config: FathomConfig) -> None:
+    def check(self, config: DecoderConfig) -> None:
         """Refuse blocks without a sub-layer and unknown variants."""
         super().check(config)
         self.require("block_size", self.block_size >= 1, "be at least 1")
@@ -76,7 +76,7 @@ class SourceNorm(nn.Module):
 class Pooling(Residual):
     """A residual that reads a softmax over sources."""
 
-    def __init__(self, config: FathomConfig, sublayer: int, chooses: bool = True) -> None:
+    def __init__(self, config: DecoderConfig, sublayer: int, chooses: bool = True) -> None:
         super().__init__(config, sublayer)
         options = AttentionResidualsOptions.of(config)
         self.starts_block = sublayer % options.block_size == 0
@@ -112,7 +112,7 @@ class Pooling(Residual):
 class AttentionResiduals(Pooling):
     """Its state: the sources themselves, oldest first, beginning with the embeddings."""
 
-    def __init__(self, config: FathomConfig, sublayer: int) -> None:
+    def __init__(self, config: DecoderConfig, sublayer: int) -> None:
         super().__init__(config, sublayer)
         options = AttentionResidualsOptions.of(config)
         self.snapshot = options.variant == "snapshot"
@@ -154,13 +154,13 @@ class Delta(Blended, Pooling):
     """Its state: the running stream and the sources, oldest first; in `delta_block` the open block's sum is last, and
     no source yet."""
 
-    def __init__(self, config: FathomConfig, sublayer: int) -> None:
+    def __init__(self, config: DecoderConfig, sublayer: int) -> None:
         super().__init__(config, sublayer, self.has_several(config, sublayer))
         self.by_block = AttentionResidualsOptions.of(config).variant == "delta_block"
         self.final = sublayer == 2 * config.num_hidden_layers
 
     @staticmethod
-    def has_several(config: FathomConfig, sublayer: int) -> bool:
+    def has_several(config: DecoderConfig, sublayer: int) -> bool:
         """Whether a sub-layer ever reads more than the embeddings."""
         options = AttentionResidualsOptions.of(config)
         written = sublayer - sublayer % 2 if config.parallel_residual else sublayer  # before it reads
@@ -189,7 +189,7 @@ class Delta(Blended, Pooling):
         return (made, *rest[:-1], rest[-1] + update)
 
 
-def attention_residuals(config: FathomConfig, sublayer: int) -> Residual:
+def attention_residuals(config: DecoderConfig, sublayer: int) -> Residual:
     """The residual of the configured variant."""
     delta = AttentionResidualsOptions.of(config).variant in DELTAS
     return (Delta if delta else BlendedAttentionResiduals)(config, sublayer)
@@ -274,14 +274,14 @@ class _Pool(torch.autograd.Function):
         return grad_query, grad_bias, None, *grad_sources
 
 
-def source_counts(config: FathomConfig, visits: Sequence[Visit]) -> list[tuple[int, int]]:
+def source_counts(config: DecoderConfig, visits: Sequence[Visit]) -> list[tuple[int, int]]:
     """For every read of a forward pass, the one before the final norm included: sources, and different tensors in the
     state (the running stream coincides with a snapshot just taken)."""
     trips = [[visit.layer for visit in trip] for _, trip in groupby(visits, lambda visit: visit.trip)]
     return [pair for trip in trips for pair in _counts(config, [s for i in trip for s in (2 * i, 2 * i + 1)])]
 
 
-def _counts(config: FathomConfig, sublayers: list[int]) -> list[tuple[int, int]]:
+def _counts(config: DecoderConfig, sublayers: list[int]) -> list[tuple[int, int]]:
     """`source_counts` for one trip through these sub-layers."""
     options = AttentionResidualsOptions.of(config)
     variant, block, counts = options.variant, options.block_size, []
@@ -303,7 +303,7 @@ def _counts(config: FathomConfig, sublayers: list[int]) -> list[tuple[int, int]]
     return counts
 
 
-def cost(config: FathomConfig, visits: Sequence[Visit], scalar: int) -> Cost:
+def cost(config: DecoderConfig, visits: Sequence[Visit], scalar: int) -> Cost:
     """Cost per source: a dot product with the query for the score, and a weighted sum."""
     counts, width = source_counts(config, visits), config.hidden_size
     options = AttentionResidualsOptions.of(config)

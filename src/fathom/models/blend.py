@@ -19,7 +19,7 @@ from .numerics import widen
 from .roles import Cost, MechanismModule, MechanismOptions, Residual, ResidualState, WriteContext
 
 if TYPE_CHECKING:
-    from .configuration import FathomConfig
+    from .fields import DecoderConfig
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class BlendOptions(MechanismOptions):
     blend_steps: int = 0
     """Training steps over which λ rises from 0 to `blend`; 0 keeps it constant. A saved model has its current λ."""
 
-    def check(self, config: FathomConfig) -> None:
+    def check(self, config: DecoderConfig) -> None:
         """Refuse a weight outside 0 … 1 and a negative number of steps."""
         super().check(config)
         self.require("blend", 0 <= self.blend <= 1, "lie in 0..1")
@@ -46,7 +46,7 @@ class BlendOptions(MechanismOptions):
 class Blended(MechanismModule):
     """A mechanism with λ; listed before its role among the base classes."""
 
-    def __init__(self, config: FathomConfig, *place: int) -> None:
+    def __init__(self, config: DecoderConfig, *place: int) -> None:
         super().__init__(config, *place)
         given = getattr(config, f"{self.axis}_options")
         self.final_blend, self.blend_steps = float(given["blend"]), given["blend_steps"]
@@ -73,7 +73,7 @@ class Blended(MechanismModule):
             self.blend_now = self.final_blend * min(1.0, step / self.blend_steps)
             self.blend.fill_(self.blend_now)
 
-    def settle(self, config: FathomConfig) -> None:
+    def settle(self, config: DecoderConfig) -> None:
         """Fix λ at its current value."""
         super().settle(config)
         if self.blend_steps:

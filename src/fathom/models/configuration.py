@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import field
 from difflib import get_close_matches
 from typing import Any
 
@@ -13,6 +12,7 @@ from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 
+from .fields import DecoderConfig
 from .foreign import reader
 from .norms import NORMS
 from .registry import AXES, DEFAULTS, check_trips, check_visits, recurrence_class, resolve_options
@@ -35,7 +35,7 @@ NOT_NEGATIVE = ("initializer_range", "rms_norm_eps")
 
 
 @strict
-class FathomConfig(Qwen3Config):
+class FathomConfig(DecoderConfig):
     """The configuration of a Fathom decoder: a backbone's switches, and one value for each axis of depth.
 
     With every axis at its first value the model equals its family's own model, bit for bit. Every switch defaults to
@@ -48,68 +48,6 @@ class FathomConfig(Qwen3Config):
     model_type = "fathom"
     base_model_pp_plan = None  # sources would have to be sent from stage to stage
     keys_to_ignore_at_inference = ["past_key_values", "aux_losses", "metrics", "trips"]
-
-    mixer: str = "none"
-    """Which value attention stores and reads: `none` (the layer's own), or a mechanism."""
-    residual: str = "plain"
-    """How a layer's output reaches later layers: `plain`, or a mechanism."""
-    recurrence: str = "once"
-    """How many trips a token makes through the stack: `once`, or a mechanism."""
-    mixer_options: dict = field(default_factory=dict)
-    """Options of the mixer, documented in its file; missing ones get defaults."""
-    residual_options: dict = field(default_factory=dict)
-    """Options of the residual."""
-    recurrence_options: dict = field(default_factory=dict)
-    """Options of the recurrence."""
-    max_trips: int | None = None
-    """Maximum trips per token, up to the number that the model was trained for, unless a forward pass sets it; None for
-    no limit. Engines can set it too (vLLM's `hf_overrides`)."""
-    norm: str = "rms"
-    """The norm of sub-layers and before the head: `rms`, `rms_wide`, `rms_offset`, `layer` or `layer_plain` (see
-    `norms.py`). `rms_norm_eps` is the ε of all norms."""
-    norm_placement: str = "before"
-    """Where norms stand: `before` each sub-layer, `after` it, or `both`."""
-    qk_norm: str = "head"
-    """The part of queries and keys that is normed together: each `head`, the `full` projection, or nothing (`none`)."""
-    k_norm_position: str = "before_rope"
-    """Keys are normed `before_rope`, or `after_rope` as the released Depth-Attention weights need."""
-    parallel_residual: bool = False
-    """Whether attention and MLP of a layer read the same state, and both are added to it."""
-    gated_mlp: bool = True
-    """Whether the MLP has a gate."""
-    output_bias: bool | None = None
-    """Whether o_proj has a bias; None follows `attention_bias`."""
-    mlp_bias: bool = False
-    """Whether the MLP's projections have biases."""
-    positions: str = "rotary"
-    """How positions enter: `rotary`, or `learned`, a table of `max_position_embeddings` rows that is added to the
-    embeddings."""
-    position_offset: int = 0
-    """Rows of a learned table of positions before position 0."""
-    no_rope_layers: list[int] | None = None
-    """For each layer 1 if queries and keys are rotated, else 0; None rotates in all layers."""
-    rope_float32: bool = False
-    """Whether queries and keys are rotated in at least float32."""
-    attention_scale: float | None = None
-    """Factor on attention's logits; None: 1 / sqrt(head_dim)."""
-    scale_queries: bool = False
-    """Whether `attention_scale` multiplies the queries instead of the logits."""
-    attn_logit_softcapping: float | None = None
-    """c of c · tanh(logit / c) in attention; None for no cap."""
-    final_logit_softcapping: float | None = None
-    """The same for the head's logits."""
-    embedding_scale: float = 1.0
-    """Factor on the input embeddings, with any mechanism."""
-    round_embedding_scale: bool = False
-    """Whether `embedding_scale` is rounded to the model's dtype first."""
-    residual_multiplier: float = 1.0
-    """Factor on every sub-layer's output."""
-    logits_scaling: float = 1.0
-    """Divisor of the head's logits."""
-    output_init: str = "plain"
-    """`depth` divides the initial o_proj and down_proj by sqrt(2 · layers · trips that add to one stream)."""
-    native: dict = field(default_factory=dict)
-    """The original `config.json` of a model of another family."""
 
     def __post_init__(self, **kwargs: object) -> None:
         for key in kwargs:
@@ -186,12 +124,6 @@ class FathomConfig(Qwen3Config):
                     raise ValueError(f"head_dim ({self.head_dim}): {turned} rotated channels, which must be even")
 
     @property
-    def rope_by_layer_type(self) -> bool:
-        """Whether `rope_parameters` holds separate parameters for each layer type."""
-        rope = self.rope_parameters or {}
-        return bool(rope and self.layer_types) and all(isinstance(rope.get(kind), dict) for kind in self.layer_types)
-
-    @property
     def mixes_unrotated(self) -> bool:
         """Whether mixers score queries and keys before rotation: where some layers rotate otherwise than others, scores
         of rotated ones would depend on a token's position. Keys that are normed after rotation stay rotated."""
@@ -216,10 +148,6 @@ class FathomConfig(Qwen3Config):
         without mechanisms, which equals them."""
         depth = any(getattr(self, axis) != DEFAULTS[axis] for axis in AXES)
         return self.rope_stretches and (depth or self.native.get("model_type") == "phi3")
-
-    def rotates(self, layer: int) -> bool:
-        """Whether a layer rotates queries and keys."""
-        return self.positions == "rotary" and (self.no_rope_layers is None or bool(self.no_rope_layers[layer]))
 
     def validate_rope(self) -> None:
         """See transformers; messages name an unknown `rope_type` and the missing parameter."""

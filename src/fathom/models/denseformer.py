@@ -20,8 +20,8 @@ from transformers import initialization as init
 from .roles import Cost, Mechanism, Residual, ResidualOptions, ResidualState, WriteContext
 
 if TYPE_CHECKING:
-    from .configuration import FathomConfig
-    from .slots import Visit
+    from .fields import DecoderConfig
+    from .visit import Visit
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class DenseFormerOptions(ResidualOptions):
     period: int = 1
     """Average after every period-th block."""
 
-    def check(self, config: FathomConfig) -> None:
+    def check(self, config: DecoderConfig) -> None:
         """Refuse values outside 1 … number of layers."""
         super().check(config)
         layers = config.num_hidden_layers
@@ -42,7 +42,7 @@ class DenseFormerOptions(ResidualOptions):
             self.require(name, within, f"be between 1 and {layers} (the number of layers)")
 
 
-def num_weights(config: FathomConfig, block: int) -> int:
+def num_weights(config: DecoderConfig, block: int) -> int:
     """How many block outputs block number `block` averages; 0 if it does not."""
     options = DenseFormerOptions.of(config)
     return (block + 1) // options.dilation + 1 if (block + 1) % options.period == 0 else 0
@@ -51,7 +51,7 @@ def num_weights(config: FathomConfig, block: int) -> int:
 class DenseFormer(Residual):
     """State: the stream, then the history X_0, X_1, … of this trip."""
 
-    def __init__(self, config: FathomConfig, sublayer: int) -> None:
+    def __init__(self, config: DecoderConfig, sublayer: int) -> None:
         super().__init__(config, sublayer)
         self.dilation = DenseFormerOptions.of(config).dilation
         self.ends_block = sublayer % 2 == 1
@@ -79,7 +79,7 @@ class DenseFormer(Residual):
         return (mixed, *history)
 
 
-def cost(config: FathomConfig, visits: Sequence[Visit], scalar: int) -> Cost:
+def cost(config: DecoderConfig, visits: Sequence[Visit], scalar: int) -> Cost:
     """Cost: a multiply-add per weight and channel; every block output of the trip stays in memory."""
     trips = [[visit.layer for visit in trip] for _, trip in groupby(visits, lambda visit: visit.trip)]
     parameters = sum(num_weights(config, block) for block in range(config.num_hidden_layers))

@@ -39,8 +39,8 @@ from .roles import Cost, Mechanism
 from .schedule import GridMixer, ScheduleOptions
 
 if TYPE_CHECKING:
-    from .configuration import FathomConfig
-    from .slots import Visit
+    from .fields import DecoderConfig
+    from .visit import Visit
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class DepthAttentionOptions(ScheduleOptions):
 class DepthAttention(GridMixer):
     """Attention over depth."""
 
-    def __init__(self, config: FathomConfig, layer_idx: int) -> None:
+    def __init__(self, config: DecoderConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
         options = DepthAttentionOptions.of(config)
         self.bias = float(options.self_bias)
@@ -197,7 +197,7 @@ def _dots(x: Tensor, others: Sequence[Tensor]) -> Tensor:
     return dots
 
 
-def cost(config: FathomConfig, visits: Sequence[Visit], scalar: int) -> Cost:
+def cost(config: DecoderConfig, visits: Sequence[Visit], scalar: int) -> Cost:
     """Scores and mixture over every candidate, and the pooling of grouped queries."""
     width = config.num_key_value_heads * config.head_dim
     candidates = sum(len(v.sources) + 1 for v in visits if v.sources)

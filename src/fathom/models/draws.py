@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from .roles import Recurrence, RecurrenceOptions
 
 if TYPE_CHECKING:
-    from .configuration import FathomConfig
+    from .fields import DecoderConfig
 
 
 def draw(seed: int | None, step: int, what: str) -> int:
@@ -32,7 +32,7 @@ class DrawnOptions(RecurrenceOptions):
     seed: int | None = None
     """Seed of all draws of a step; training sets it."""
 
-    def check(self, config: FathomConfig) -> None:
+    def check(self, config: DecoderConfig) -> None:
         """Refuse a range without `trips`."""
         super().check(config)
         if self.trips_range is not None:
@@ -44,13 +44,13 @@ class DrawnOptions(RecurrenceOptions):
 class DrawnTrips(Recurrence):
     """A recurrence whose number of trips may be drawn for every training step (`trips_range`)."""
 
-    def __init__(self, config: FathomConfig) -> None:
+    def __init__(self, config: DecoderConfig) -> None:
         super().__init__(config)
         drawn = DrawnOptions.of(config)
         self.trips_range, self.seed = drawn.trips_range, drawn.seed
 
     @classmethod
-    def training_trips(cls, config: FathomConfig) -> tuple[int, int]:
+    def training_trips(cls, config: DecoderConfig) -> tuple[int, int]:
         """The two ends of `trips_range`."""
         least, most = DrawnOptions.of(config).trips_range or [cls.trips_of(config)] * 2
         return least, most

@@ -18,8 +18,8 @@ from .loss import causal_lm_loss
 from .roles import Recurrence, RecurrenceOptions, TripState
 
 if TYPE_CHECKING:
-    from .configuration import FathomConfig
-    from .slots import Out
+    from .fields import DecoderConfig
+    from .visit import Out
 
 NAME = "early{}"
 
@@ -31,7 +31,7 @@ class EarlyLossOptions(RecurrenceOptions):
     early_loss: float = 0.0
     """Weight w of the mean loss of earlier trips' readouts; trains drafting (`generate(draft_trips=...)`)."""
 
-    def check(self, config: FathomConfig) -> None:
+    def check(self, config: DecoderConfig) -> None:
         """Refuse a negative weight."""
         super().check(config)
         self.require("early_loss", self.early_loss >= 0, "not be negative")
@@ -40,12 +40,12 @@ class EarlyLossOptions(RecurrenceOptions):
 class EarlyReadout(Recurrence):
     """A recurrence whose early trips may be read out in training."""
 
-    def __init__(self, config: FathomConfig) -> None:
+    def __init__(self, config: DecoderConfig) -> None:
         super().__init__(config)
         self.early_weight = float(EarlyLossOptions.of(config).early_loss)
 
     @classmethod
-    def penalty_flops(cls, config: FathomConfig, sequence_length: int) -> float:
+    def penalty_flops(cls, config: DecoderConfig, sequence_length: int) -> float:
         """The head after every trip but the last, forward and backward."""
         weight = EarlyLossOptions.of(config).early_loss
         early = (cls.trips_of(config) - 1) * loss_flops(config) if weight else 0

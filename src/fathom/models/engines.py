@@ -20,15 +20,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .registry import DEFAULTS
 from .roles import View
-from .slots import Visit, banks_of
+from .slots import banks_of
+from .visit import Plan
 
 if TYPE_CHECKING:
-    from .configuration import FathomConfig
-    from .modeling import Attention
+    from .fields import DecoderConfig
     from .roles import Recurrence
-
-Visits = tuple[tuple[Visit, ...], ...]
-"""The visits of a pass, by trip."""
 
 BACKENDS = ("sdpa", "eager", "paged|eager", "flash", "flex", "kernels-community/", "fathom_")
 """Prefixes of the attention backends that leave the cache to the model, or find it through a seat."""
@@ -46,10 +43,23 @@ COMPANY = (
 """Why no engine that mixes requests runs a model whose rotary angles change with the length."""
 
 
+class CachedAttention(nn.Module):
+    """An attention module whose cache an engine may hold: what seats and banks read of it."""
+
+    config: DecoderConfig
+    layer_idx: int
+    num_key_value_groups: int
+    scaling: float
+    is_causal: bool
+    sliding_window: int | None
+    banks: dict[int, nn.Module]
+    """By index, for engines that attach their cache to modules."""
+
+
 class Seat:
     """A layer's attention module for one visit: a proxy whose `layer_idx` is the visit's bank."""
 
-    def __init__(self, attention: Attention, bank: int) -> None:
+    def __init__(self, attention: CachedAttention, bank: int) -> None:
         self.attention, self.layer_idx = attention, bank
 
     def __getattr__(self, name: str) -> object:
@@ -59,7 +69,7 @@ class Seat:
 class Bank(nn.Module):
     """The bank of one visit as a module, for vLLM, which attaches a cache to each module that calls attention."""
 
-    def __init__(self, attention: Attention, bank: int) -> None:
+    def __init__(self, attention: CachedAttention, bank: int) -> None:
         super().__init__()
         self.layer_idx, self.config, self.scaling = bank, attention.config, attention.scaling
         self.num_key_value_groups, self.is_causal = attention.num_key_value_groups, attention.is_causal
@@ -73,7 +83,7 @@ class Bank(nn.Module):
         return attend(self, query, key, value, mask, scaling=self.scaling, **kwargs)
 
 
-def take_banks(attentions: Iterable[Attention], plan: Visits) -> nn.ModuleDict:
+def take_banks(attentions: Iterable[CachedAttention], plan: Plan) -> nn.ModuleDict:
     """The cache layers of a loop: a `Bank` for each later visit to a layer, by the visit's number.
 
     Sets `banks` of every attention module, and its `layer_idx` to the index of its first visit.
@@ -91,7 +101,7 @@ def take_banks(attentions: Iterable[Attention], plan: Visits) -> nn.ModuleDict:
     return made
 
 
-def seat(attention: Attention, bank: int | None, arguments: Mapping[str, object]) -> nn.Module | Seat:
+def seat(attention: CachedAttention, bank: int | None, arguments: Mapping[str, object]) -> nn.Module | Seat:
     """The module to pass to the attention backend: the layer's own, or a seat or bank if an engine holds the cache."""
     if bank is None or bank == attention.layer_idx:
         return attention
@@ -100,7 +110,7 @@ def seat(attention: Attention, bank: int | None, arguments: Mapping[str, object]
     return attention.banks[bank] if attention.banks else attention
 
 
-def engine_config(config: FathomConfig, plan: Visits) -> FathomConfig:
+def engine_config(config: DecoderConfig, plan: Plan) -> DecoderConfig:
     """The configuration for an engine: one layer for each bank."""
     unrolled = copy.deepcopy(config)
     layers = banks_of(plan)
@@ -110,11 +120,11 @@ def engine_config(config: FathomConfig, plan: Visits) -> FathomConfig:
 
 
 def check_engine(
-    config: FathomConfig,
+    config: DecoderConfig,
     recurrence: Recurrence,
-    plan: Visits,
+    plan: Plan,
     arguments: Mapping[str, object] | None = None,
-    attentions: Iterable[Attention] = (),
+    attentions: Iterable[CachedAttention] = (),
     multiway: bool = False,
 ) -> None:
     """Refuse an engine with which a model would give wrong results.

@@ -31,8 +31,8 @@ from .numerics import widen
 from .roles import Recurrence, RecurrenceOptions, TripState
 
 if TYPE_CHECKING:
-    from .configuration import FathomConfig
-    from .slots import Out
+    from .fields import DecoderConfig
+    from .visit import Out
 
 LOSSES = ("none", "joint", "gate")
 HIDDEN, LOGIT = "exit_hidden{}", "exit_logit{}"
@@ -54,7 +54,7 @@ class ExitOptions(RecurrenceOptions):
     exit_entropy: float = 0.05
     """β: weight of the entropy of the exit distribution in the loss, `joint` only."""
 
-    def check(self, config: FathomConfig) -> None:
+    def check(self, config: DecoderConfig) -> None:
         """Refuse unknown losses and invalid numbers."""
         super().check(config)
         self.require_one_of("exit", LOSSES)
@@ -70,7 +70,7 @@ class ExitOptions(RecurrenceOptions):
 class ExitGate(Recurrence):
     """A recurrence with an exit gate, if its options say so."""
 
-    def __init__(self, config: FathomConfig) -> None:
+    def __init__(self, config: DecoderConfig) -> None:
         super().__init__(config)
         self.exit = ExitOptions.of(config)
         self.exit_gate = nn.Linear(config.hidden_size, 1) if self.exit.exits else None
@@ -83,7 +83,7 @@ class ExitGate(Recurrence):
             init.zeros_(self.exit_gate.bias)
 
     @classmethod
-    def penalty_flops(cls, config: FathomConfig, sequence_length: int) -> float:
+    def penalty_flops(cls, config: DecoderConfig, sequence_length: int) -> float:
         """FLOPs of the head after every trip. With `joint` forward, recomputation and backward replace those of the
         last trip; with `gate` only forward passes are added."""
         options = ExitOptions.of(config)

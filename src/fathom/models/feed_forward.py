@@ -14,13 +14,13 @@ from transformers.activations import ACT2FN
 from .replaceable import faster
 
 if TYPE_CHECKING:
-    from .configuration import FathomConfig
+    from .fields import DecoderConfig
 
 
 class FeedForward(nn.Module):
     """An MLP with Qwen3's parameter names; the plain one has no `gate_proj`."""
 
-    def __init__(self, config: FathomConfig) -> None:
+    def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         width, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
         self.gate_proj = nn.Linear(width, inner, bias=bias) if config.gated_mlp else None

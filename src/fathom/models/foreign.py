@@ -19,7 +19,7 @@ from transformers import GenerationConfig, PretrainedConfig
 from transformers.utils import GENERATION_CONFIG_NAME
 
 if TYPE_CHECKING:
-    from .configuration import FathomConfig
+    from .fields import DecoderConfig
 
 HUB_KEYS = ("revision", "token", "cache_dir", "local_files_only", "force_download")
 """Arguments of `from_pretrained` that say where on the Hub a checkpoint is."""
@@ -40,7 +40,7 @@ class Reader:
             "fathom.FathomForCausalLM.from_pretrained"
         )
 
-    def tensors(self, directory: Path, theirs: dict[str, Any], config: FathomConfig) -> Mapping[str, Tensor] | None:
+    def tensors(self, directory: Path, theirs: dict[str, Any], config: DecoderConfig) -> Mapping[str, Tensor] | None:
         """The tensors of a directory under Fathom's names, read lazily; None if the names are equal.
 
         Args:
@@ -69,7 +69,7 @@ def read_with(found: Reader) -> None:
 
 
 def opened(
-    path: str | PathLike[str] | None, config_class: type[FathomConfig], kwargs: dict[str, Any]
+    path: str | PathLike[str] | None, config_class: type[DecoderConfig], kwargs: dict[str, Any]
 ) -> tuple[str | PathLike[str] | None, dict[str, Any]]:
     """Path and arguments for transformers' `from_pretrained`: unchanged where a checkpoint's tensors have our names,
     else no path, and its tensors as a `state_dict`."""

@@ -137,7 +137,7 @@ class FathomGenerationMixin(GenerationMixin):
         """See transformers; the cache has a layer for every visit, and unsupported models are refused."""
         if self.model.rereads:
             raise ValueError(COMPANY)
-        visits = plan(self.config, self.model._trips(None))
+        visits = plan(self.config, self.model.trips_asked(None))
         told = engine_config(self.config, visits)
         check_engine(self.config, self.model.recurrence, visits, {"cache": SimpleNamespace(config=told)})
         # The engine gets this model's modules with a configuration that has a layer for each visit.

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from .configuration import FathomConfig
+    from .fields import DecoderConfig
 
 
 class ScaledHead(nn.Linear):
     """A head whose logits are scaled or capped, wherever they are computed."""
 
-    def __init__(self, config: FathomConfig) -> None:
+    def __init__(self, config: DecoderConfig) -> None:
         super().__init__(config.hidden_size, config.vocab_size, bias=False)
         self.scaling, self.cap = config.logits_scaling, config.final_logit_softcapping
 
@@ -28,11 +28,11 @@ class ScaledHead(nn.Linear):
         return logits if self.cap is None else (logits / self.cap).tanh() * self.cap
 
 
-def is_scaled(config: FathomConfig) -> bool:
+def is_scaled(config: DecoderConfig) -> bool:
     """Whether logits are scaled or capped."""
     return config.logits_scaling != 1.0 or config.final_logit_softcapping is not None
 
 
-def build_head(config: FathomConfig) -> nn.Linear:
+def build_head(config: DecoderConfig) -> nn.Linear:
     """The head of a configuration."""
     return ScaledHead(config) if is_scaled(config) else nn.Linear(config.hidden_size, config.vocab_size, bias=False)

@@ -33,8 +33,8 @@ from .rms_norm import RMSNorm
 from .roles import Cost, Mechanism, Residual, ResidualState, VisitOptions, WriteContext
 
 if TYPE_CHECKING:
-    from .configuration import FathomConfig
-    from .slots import Visit
+    from .fields import DecoderConfig
+    from .visit import Visit
 
 FLOOR = 1e-12
 
@@ -50,7 +50,7 @@ class HyperConnectionsOptions(VisitOptions, BlendOptions):
     alpha: float = 0.01
     """Initial weight of the token-dependent part."""
 
-    def check(self, config: FathomConfig) -> None:
+    def check(self, config: DecoderConfig) -> None:
         """Refuse fewer than one stream and negative iterations."""
         super().check(config)
         self.require("streams", self.streams >= 1, "be at least 1")
@@ -127,7 +127,7 @@ class HyperConnections(Residual):
 
     no_weight_decay = ("residual_logits",)
 
-    def __init__(self, config: FathomConfig, sublayer: int) -> None:
+    def __init__(self, config: DecoderConfig, sublayer: int) -> None:
         super().__init__(config, sublayer)
         options = HyperConnectionsOptions.of(config)
         n = self.streams = options.streams
@@ -368,7 +368,7 @@ class _Write(torch.autograd.Function):
         )
 
 
-def cost(config: FathomConfig, visits: Sequence[Visit], scalar: int) -> Cost:
+def cost(config: DecoderConfig, visits: Sequence[Visit], scalar: int) -> Cost:
     """Cost: mostly the dynamic projection, and reading and writing the streams around every sub-layer."""
     options = HyperConnectionsOptions.of(config)
     n, width, iterations = options.streams, config.hidden_size, options.sinkhorn_iterations

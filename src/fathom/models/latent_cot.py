@@ -28,8 +28,8 @@ from .pondering import Sampled, SampleOptions, entropy, spread, trips_cost
 from .roles import Cost, HaltingOptions, Mechanism, TripState, View, valid_mean
 
 if TYPE_CHECKING:
-    from .configuration import FathomConfig
-    from .slots import Out, Visit
+    from .fields import DecoderConfig
+    from .visit import Out, Visit
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class LatentCotOptions(SampleOptions, HaltingOptions, BlendOptions):
     penalty_beta: float = 1.0
     """β: larger values charge uncertain tokens less."""
 
-    def check(self, config: FathomConfig) -> None:
+    def check(self, config: DecoderConfig) -> None:
         """Refuse invalid thresholds and penalties."""
         super().check(config)
         self.require("penalty", self.penalty >= 0, "not be negative")
@@ -62,12 +62,12 @@ class LatentCot(Blended, Sampled[LatentCotOptions]):
     reads = View.DUO
     halts = True
 
-    def __init__(self, config: FathomConfig) -> None:
+    def __init__(self, config: DecoderConfig) -> None:
         super().__init__(config)
         self.router = nn.Linear(config.hidden_size, 1)
 
     @classmethod
-    def penalty_flops(cls, config: FathomConfig, sequence_length: int) -> float:
+    def penalty_flops(cls, config: DecoderConfig, sequence_length: int) -> float:
         """0 without a penalty."""
         return super().penalty_flops(config, sequence_length) if LatentCotOptions.of(config).penalty else 0.0
 
@@ -130,7 +130,7 @@ class LatentCot(Blended, Sampled[LatentCotOptions]):
         return found
 
 
-def cost(config: FathomConfig, visits: Sequence[Visit], scalar: int) -> Cost:
+def cost(config: DecoderConfig, visits: Sequence[Visit], scalar: int) -> Cost:
     """The stack again for every thought, and the router, if no token stops."""
     width = config.hidden_size
     return trips_cost(config, visits, scalar, 2 * width, width + 1)

@@ -46,8 +46,8 @@ from .rms_norm import RMSNorm
 from .roles import Cost, Mechanism, TripState
 
 if TYPE_CHECKING:
-    from .configuration import FathomConfig
-    from .slots import Out, Visit
+    from .fields import DecoderConfig
+    from .visit import Out, Visit
 
 
 INJECTIONS = ("none", "add", "diagonal")
@@ -80,7 +80,7 @@ class LoopOptions(DrawnOptions, EarlyLossOptions, ExitOptions, BlendOptions):
     damping: float = 1.0
     """Damping δ: the fraction of its update by which a trip moves the stream; 1 is the plain loop."""
 
-    def check(self, config: FathomConfig) -> None:
+    def check(self, config: DecoderConfig) -> None:
         """Refuse a loop without layers, and options that exclude each other."""
         super().check(config)
         self.require("damping", 0 < self.damping <= 1, "lie above 0 and be at most 1")
@@ -123,7 +123,7 @@ class Loop(Blended, DrawnTrips, EarlyReadout, ExitGate):
     no_weight_decay = ("entry_map",)
     across_trips = "same_layer"
 
-    def __init__(self, config: FathomConfig) -> None:
+    def __init__(self, config: DecoderConfig) -> None:
         super().__init__(config)
         self.options = LoopOptions.of(config)
         self.recompute = self.options.recompute
@@ -150,28 +150,28 @@ class Loop(Blended, DrawnTrips, EarlyReadout, ExitGate):
             init.eye_(self.entry_map)
 
     @staticmethod
-    def trips_of(config: FathomConfig) -> int:
+    def trips_of(config: DecoderConfig) -> int:
         """The option `trips`."""
         return LoopOptions.of(config).trips
 
     @classmethod
-    def most_trips(cls, config: FathomConfig) -> int:
+    def most_trips(cls, config: DecoderConfig) -> int:
         """The option `trips_max`."""
         return LoopOptions.of(config).trips_max or super().most_trips(config)
 
     @classmethod
-    def additions(cls, config: FathomConfig) -> int:
+    def additions(cls, config: DecoderConfig) -> int:
         """All trips add to one stream, unless a norm between them rescales it."""
         return cls.trips_of(config) if LoopOptions.of(config).norm_between == "none" else 1
 
     @staticmethod
-    def span(config: FathomConfig) -> tuple[int, int]:
+    def span(config: DecoderConfig) -> tuple[int, int]:
         """The layers between prelude and coda."""
         options = LoopOptions.of(config)
         return options.prelude, config.num_hidden_layers - options.coda
 
     @classmethod
-    def shares(cls, config: FathomConfig) -> bool:
+    def shares(cls, config: DecoderConfig) -> bool:
         """As the option says."""
         return LoopOptions.of(config).kv == "first"
 
@@ -233,7 +233,7 @@ class Loop(Blended, DrawnTrips, EarlyReadout, ExitGate):
         return nn.functional.softplus(widen(self.step_size))  # Δ
 
 
-def cost(config: FathomConfig, visits: Sequence[Visit], scalar: int) -> Cost:
+def cost(config: DecoderConfig, visits: Sequence[Visit], scalar: int) -> Cost:
     """Cost: every extra trip repeats the looped layers, in FLOPs and, with keys and values of its own, in cache; a
     token's injection is computed once."""
     again, options, width = len(visits) - config.num_hidden_layers, LoopOptions.of(config), config.hidden_size

@@ -26,7 +26,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from .configuration import FathomConfig
 from .eager import attend_capped
-from .engines import COMPANY, ENGINES, check_engine, seat, take_banks
+from .engines import COMPANY, ENGINES, CachedAttention, check_engine, seat, take_banks
 from .feed_forward import FeedForward
 from .flex_reading import ReadingRule, attend_by_rule
 from .generation import FathomGenerationMixin
@@ -39,7 +39,8 @@ from .registry import mechanism, residual_sets
 from .roles import Recurrence, Residual, ResidualState, TripState, ValueMixer, View, Ways, direct, watched, ways
 from .rotary import Angles, Rotation, build_rotary, rotate
 from .slot_cache import with_slots
-from .slots import Visit, plan, with_banks
+from .slots import plan, with_banks
+from .visit import Plan
 from .walk import Inputs, Store
 from .walk import run as run_trips
 
@@ -56,7 +57,7 @@ Places = bool | int | Sequence[int]
 """What `output_hidden_states` may be: all or none, one, or some of them."""
 
 
-class Attention(nn.Module):
+class Attention(CachedAttention):
     """Grouped-query attention. The mixer acts between the projections and the cache."""
 
     def __init__(self, config: FathomConfig, layer_idx: int) -> None:
@@ -331,7 +332,7 @@ class FathomModel(FathomPreTrainedModel):
         self.padding_idx = config.pad_token_id
         self.vocab_size = config.vocab_size
         self.plan = plan(config)
-        self.plans: dict[int, tuple[tuple[Visit, ...], ...]] = {len(self.plan): self.plan}
+        self.plans: dict[int, Plan] = {len(self.plan): self.plan}
         """By number of trips: a run may make fewer than it could."""
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
         self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_hidden_layers))
@@ -390,7 +391,7 @@ class FathomModel(FathomPreTrainedModel):
         if self.training and torch.is_grad_enabled() and not (self._step_known or torch.compiler.is_compiling()):
             self.expect_steps()
         x = self._embed(input_ids, inputs_embeds)  # [B, T, hidden_size]
-        trips = self._trips(max_trips)
+        trips = self.trips_asked(max_trips)
         check_engine(self.config, self.recurrence, self.plan_of(trips), kwargs, self._attentions(), self.multiway)
         places = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         places = None if places is False else places  # 0 is one
@@ -459,7 +460,7 @@ class FathomModel(FathomPreTrainedModel):
             return (attention_mask.long().cumsum(1) - 1).clamp(min=0)[:, -length:]
         return (torch.arange(length, device=x.device) + seen).unsqueeze(0)
 
-    def plan_of(self, trips: int) -> tuple[tuple[Visit, ...], ...]:
+    def plan_of(self, trips: int) -> Plan:
         """The visits of `trips` trips."""
         if trips not in self.plans:
             self.plans[trips] = plan(self.config, trips)
@@ -479,7 +480,8 @@ class FathomModel(FathomPreTrainedModel):
         `train()`."""
         return self.config.max_trips or self.recurrence.trips
 
-    def _trips(self, max_trips: int | None) -> int:
+    def trips_asked(self, max_trips: int | None) -> int:
+        """The number of trips of a forward pass that asks for at most `max_trips`."""
         if max_trips is None:
             return self.recurrence.drawn_trips if self.training else self.served_trips
         most = self.recurrence.most_trips(self.config)

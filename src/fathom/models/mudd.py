@@ -36,8 +36,8 @@ from .numerics import few, weighted_sum
 from .roles import Cost, Mechanism, Residual, ResidualOptions, ResidualState, Ways, WriteContext
 
 if TYPE_CHECKING:
-    from .configuration import FathomConfig
-    from .slots import Visit
+    from .fields import DecoderConfig
+    from .visit import Visit
 
 WAYS = "qkvr"
 SOURCES = ("all", "few")
@@ -63,7 +63,7 @@ class MuddOptions(ResidualOptions):
     """`prepost` norms each source, and the sum for the residual stream, and adds the sums to the newest output: for
     models of some 24 layers or more."""
 
-    def check(self, config: FathomConfig) -> None:
+    def check(self, config: DecoderConfig) -> None:
         """Refuse invalid ways, layers and widths."""
         super().check(config)
         ordered, layers = "".join(way for way in WAYS if way in self.ways), config.num_hidden_layers
@@ -75,7 +75,7 @@ class MuddOptions(ResidualOptions):
         self.require_one_of("norm", NORM_PLACES)
 
 
-def mixing(config: FathomConfig, layer: int) -> tuple[str, int]:
+def mixing(config: DecoderConfig, layer: int) -> tuple[str, int]:
     """The ways that layer number `layer` mixes, and its number of sources; the final norm counts as one more layer."""
     options, layers = MuddOptions.of(config), config.num_hidden_layers
     first = 1 if options.last is None else max(1, layers - options.last)
@@ -83,17 +83,17 @@ def mixing(config: FathomConfig, layer: int) -> tuple[str, int]:
     return (ways, len(sources_of(config, layer))) if first <= layer else ("", 0)
 
 
-def sources_of(config: FathomConfig, layer: int) -> list[int]:
+def sources_of(config: DecoderConfig, layer: int) -> list[int]:
     """Which X_j a layer may read, oldest first."""
     return [j for j in range(layer) if is_kept(config, j)] + [layer]
 
 
-def is_kept(config: FathomConfig, layer: int) -> bool:
+def is_kept(config: DecoderConfig, layer: int) -> bool:
     """Whether later layers read this layer's input."""
     return MuddOptions.of(config).sources == "all" or layer in (0, config.num_hidden_layers // 2)
 
 
-def norms_of(config: FathomConfig, layer: int) -> tuple[bool, bool]:
+def norms_of(config: DecoderConfig, layer: int) -> tuple[bool, bool]:
     """Whether a layer norms its input as a source, and its sum for the residual stream."""
     (ways, _), normed = mixing(config, layer), MuddOptions.of(config).norm == "prepost"
     return normed and (bool(ways) or is_kept(config, layer)), normed and "r" in ways
@@ -131,7 +131,7 @@ class Mudd(Residual):
 
     no_weight_decay = ("static",)
 
-    def __init__(self, config: FathomConfig, sublayer: int) -> None:
+    def __init__(self, config: DecoderConfig, sublayer: int) -> None:
         super().__init__(config, sublayer)
         layer, mlp = divmod(sublayer, 2)
         self.begins_layer, self.keeps = not mlp, is_kept(config, layer)
@@ -209,7 +209,7 @@ class Mudd(Residual):
         )
 
 
-def cost(config: FathomConfig, visits: Sequence[Visit], scalar: int) -> Cost:
+def cost(config: DecoderConfig, visits: Sequence[Visit], scalar: int) -> Cost:
     """Cost: the MLP that computes the weights, and a weighted sum for each way; the X_j of a trip stay in memory."""
     options, width, layers = MuddOptions.of(config), config.hidden_size, config.num_hidden_layers
     added = options.norm == "prepost"

@@ -25,8 +25,8 @@ from .pondering import MixtureOptions, Solved, SolverOptions, mixed, mixture_cos
 from .roles import Cost, Mechanism, TripState, View
 
 if TYPE_CHECKING:
-    from .configuration import FathomConfig
-    from .slots import Out, Visit
+    from .fields import DecoderConfig
+    from .visit import Out, Visit
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class PonderOptions(MixtureOptions, SolverOptions, DrawnOptions, EarlyLossOption
     view: str = "same"
     """Which trips of earlier tokens a trip reads: `same`, `duo` or `all`."""
 
-    def check(self, config: FathomConfig) -> None:
+    def check(self, config: DecoderConfig) -> None:
         """Refuse unknown feeds and views."""
         super().check(config)
         self.require_one_of("feed", ("mixture", "hidden"))
@@ -53,17 +53,17 @@ class Ponder(Blended, DrawnTrips, EarlyReadout, Solved[PonderOptions]):
     options_class = PonderOptions
 
     @classmethod
-    def additions(cls, config: FathomConfig) -> int:
+    def additions(cls, config: DecoderConfig) -> int:
         """All trips add to one stream, unless a hidden state is fed back, which replaces it."""
         return 1 if PonderOptions.of(config).feed == "hidden" else cls.trips_of(config)
 
     @classmethod
-    def sees(cls, config: FathomConfig) -> View:
+    def sees(cls, config: DecoderConfig) -> View:
         """The option `view`."""
         return View(PonderOptions.of(config).view)
 
     @staticmethod
-    def needs_head(config: FathomConfig) -> bool:
+    def needs_head(config: DecoderConfig) -> bool:
         """Only if the mixture, which needs logits, is fed back."""
         return PonderOptions.of(config).feed == "mixture"
 
@@ -74,7 +74,7 @@ class Ponder(Blended, DrawnTrips, EarlyReadout, Solved[PonderOptions]):
         return x + self.opened(mixed(out, self.options))
 
 
-def cost(config: FathomConfig, visits: Sequence[Visit], scalar: int) -> Cost:
+def cost(config: DecoderConfig, visits: Sequence[Visit], scalar: int) -> Cost:
     """Cost: the stack again, and a mixture if it is fed back."""
     mixtures = mixture_cost(config, visits) if PonderOptions.of(config).feed == "mixture" else Cost()
     return trips_cost(config, visits, scalar) + mixtures

@@ -27,8 +27,8 @@ from .pondering import OVER, Sampled, SampleOptions, Solved, SolverOptions, lowe
 from .roles import Cost, Mechanism, TripState, View, valid_mean
 
 if TYPE_CHECKING:
-    from .configuration import FathomConfig
-    from .slots import Out, Visit
+    from .fields import DecoderConfig
+    from .visit import Out, Visit
 
 PENALTIES = ("prefix_quality", "expected_trips", "none")
 
@@ -59,7 +59,7 @@ class Ponder3Options(SolverOptions, SampleOptions):
     """Whether the penalty takes its lowest tokens from every `row` or from the whole `batch`; the latter depends on the
     micro-batch size."""
 
-    def check(self, config: FathomConfig) -> None:
+    def check(self, config: DecoderConfig) -> None:
         """Refuse invalid thresholds and penalties."""
         super().check(config)
         self.require_one_of("penalty", PENALTIES)
@@ -77,13 +77,13 @@ class Ponder3(Solved[Ponder3Options], Sampled[Ponder3Options]):
     reads = View.ALL
     halts = True
 
-    def __init__(self, config: FathomConfig) -> None:
+    def __init__(self, config: DecoderConfig) -> None:
         super().__init__(config)
         self.router = nn.Linear(config.hidden_size, self.trips)
         self.weight = nn.Buffer(torch.zeros(()), persistent=False)  # current λ
 
     @classmethod
-    def penalty_flops(cls, config: FathomConfig, sequence_length: int) -> float:
+    def penalty_flops(cls, config: DecoderConfig, sequence_length: int) -> float:
         """FLOPs of `prefix_quality`, the only penalty that runs the head."""
         options = Ponder3Options.of(config)
         asks = options.penalty == "prefix_quality" and options.penalty_max > 0
@@ -175,7 +175,7 @@ class Ponder3(Solved[Ponder3Options], Sampled[Ponder3Options]):
         return {**super().metrics(state, targets), "gate_entropy": entropy}
 
 
-def cost(config: FathomConfig, visits: Sequence[Visit], scalar: int) -> Cost:
+def cost(config: DecoderConfig, visits: Sequence[Visit], scalar: int) -> Cost:
     """Cost if no token stops: the stack for every latent thought, the router once, and a bias per slot."""
     width, trips = config.hidden_size, Ponder3Options.of(config).trips
     router = Cost(flops=2 * width * trips, cache_bytes=4 * trips)

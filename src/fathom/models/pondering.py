@@ -19,8 +19,8 @@ from .numerics import lowest_mean, widen
 from .roles import Cost, HaltingOptions, Recurrence, RecurrenceOptions, TripState
 
 if TYPE_CHECKING:
-    from .configuration import FathomConfig
-    from .slots import Out, Visit
+    from .fields import DecoderConfig
+    from .visit import Out, Visit
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class SolverOptions(RecurrenceOptions):
     seed: int | None = None
     """Seed of all draws of a step; training sets it."""
 
-    def check(self, config: FathomConfig) -> None:
+    def check(self, config: DecoderConfig) -> None:
         """Refuse invalid settings of the solver."""
         super().check(config)
         self.require_one_of("prefill", ("jacobi", "exact"))
@@ -62,7 +62,7 @@ class MixtureOptions(RecurrenceOptions):
     mixture_gain: float = 1.0
     """Factor on the mixture, relative to the scale of the embeddings."""
 
-    def check(self, config: FathomConfig) -> None:
+    def check(self, config: DecoderConfig) -> None:
         """Refuse invalid mixtures."""
         super().check(config)
         self.require("top_k", self.top_k >= 0, "be 0 (the whole vocabulary) or more")
@@ -78,7 +78,7 @@ class SampleOptions(RecurrenceOptions):
     seed: int | None = None
     """Seed of all draws of a step; training sets it."""
 
-    def check(self, config: FathomConfig) -> None:
+    def check(self, config: DecoderConfig) -> None:
         """Refuse a sample of nothing."""
         super().check(config)
         self.require("penalty_token_fraction", 0 < self.penalty_token_fraction <= 1, "lie in (0, 1]")
@@ -97,7 +97,7 @@ class Pondering(Recurrence, Generic[Chosen]):
     options_class: type[Chosen]
     """The dataclass of the options."""
 
-    def __init__(self, config: FathomConfig) -> None:
+    def __init__(self, config: DecoderConfig) -> None:
         super().__init__(config)
         self.options = self.options_class.of(config)
         if isinstance(self.options, SolverOptions) and not isinstance(self, Solved):
@@ -110,7 +110,7 @@ class Pondering(Recurrence, Generic[Chosen]):
         return out.hidden
 
     @staticmethod
-    def trips_of(config: FathomConfig) -> int:
+    def trips_of(config: DecoderConfig) -> int:
         """The option `trips`."""
         return RecurrenceOptions.of(config).trips
 
@@ -118,19 +118,19 @@ class Pondering(Recurrence, Generic[Chosen]):
 class Solved(Pondering[ChosenSolved]):
     """A recurrence that needs the Jacobi solver under the view ALL."""
 
-    def __init__(self, config: FathomConfig) -> None:
+    def __init__(self, config: DecoderConfig) -> None:
         super().__init__(config)
         self.gradient_passes = self.options.gradient_passes
         self._draw_rounds(0)
 
     @classmethod
-    def training_rounds(cls, config: FathomConfig) -> tuple[int, int]:
+    def training_rounds(cls, config: DecoderConfig) -> tuple[int, int]:
         """The two ends of `jacobi_train`."""
         least, most = SolverOptions.of(config).jacobi_train
         return least, most
 
     @classmethod
-    def kept_passes(cls, config: FathomConfig) -> int:
+    def kept_passes(cls, config: DecoderConfig) -> int:
         """The option `gradient_passes`."""
         return SolverOptions.of(config).gradient_passes
 
@@ -162,7 +162,7 @@ class Solved(Pondering[ChosenSolved]):
 class Sampled(Pondering[ChosenSampled]):
     """A recurrence whose penalty is measured on a sample of the tokens, so that the head runs on few of them."""
 
-    def __init__(self, config: FathomConfig) -> None:
+    def __init__(self, config: DecoderConfig) -> None:
         super().__init__(config)
         self.every = sample_every(self.options.penalty_token_fraction)
         # a tensor, because a Python number that changes every step would trigger a recompilation every step
@@ -183,7 +183,7 @@ class Sampled(Pondering[ChosenSampled]):
         self.first.fill_(draw(self.options.seed, step, "tokens") % (1 << 32))
 
     @classmethod
-    def penalty_flops(cls, config: FathomConfig, sequence_length: int) -> float:
+    def penalty_flops(cls, config: DecoderConfig, sequence_length: int) -> float:
         """FLOPs of the head on the sample, after every trip but the last, without a gradient."""
         every = sample_every(SampleOptions.of(config).penalty_token_fraction)
         share = sample_size(sequence_length, every) / sequence_length
@@ -212,7 +212,7 @@ def mixed(out: Out, options: MixtureOptions) -> Tensor:
     return mixture(out.hidden, head, table, options.top_k, options.temperature) * gain
 
 
-def mixture_cost(config: FathomConfig, visits: Sequence[Visit]) -> Cost:
+def mixture_cost(config: DecoderConfig, visits: Sequence[Visit]) -> Cost:
     """Cost of a mixture after every trip but the last."""
     top_k, scaled = MixtureOptions.of(config).top_k, is_scaled(config)
     forward, step = mixture_flops(config.hidden_size, config.vocab_size, top_k, scaled)
@@ -239,7 +239,7 @@ def entropy(gates: Tensor) -> Tensor:
 
 
 def trips_cost(
-    config: FathomConfig, visits: Sequence[Visit], scalar: int, flops_per_trip: float = 0.0, parameters: int = 0
+    config: DecoderConfig, visits: Sequence[Visit], scalar: int, flops_per_trip: float = 0.0, parameters: int = 0
 ) -> Cost:
     """Cost of the extra trips: each runs the stack again and stores its own keys and values."""
     again = len(visits) - config.num_hidden_layers

@@ -24,11 +24,11 @@ from .uniform_depth import UNIFORM_DEPTH
 from .value_residual import VALUE_RESIDUAL
 
 if TYPE_CHECKING:
-    from .configuration import FathomConfig
-    from .slots import Visit
+    from .fields import DecoderConfig
+    from .visit import Visit
 
 
-def free(config: FathomConfig, visits: Sequence[Visit], scalar: int) -> Cost:
+def free(config: DecoderConfig, visits: Sequence[Visit], scalar: int) -> Cost:
     """Zero cost."""
     return Cost()
 
@@ -85,13 +85,13 @@ def parse_mechanism(text: str) -> dict[str, str]:
     return values
 
 
-def mechanism_name(config: FathomConfig) -> str:
+def mechanism_name(config: DecoderConfig) -> str:
     """The inverse of `parse_mechanism`."""
     names = [getattr(config, axis) for axis in reversed(AXES) if getattr(config, axis) != DEFAULTS[axis]]
     return "+".join(names) or VANILLA
 
 
-def resolve_options(config: FathomConfig, axis: str) -> dict[str, object]:
+def resolve_options(config: DecoderConfig, axis: str) -> dict[str, object]:
     """The options of `axis` (`mixer`, `residual` or `recurrence`) with all defaults.
 
     A `ValueError` names a wrong key or value.
@@ -114,7 +114,7 @@ def resolve_options(config: FathomConfig, axis: str) -> dict[str, object]:
     return {key: list(value) if isinstance(value, tuple) else value for key, value in resolved.items()}  # as in JSON
 
 
-def check_trips(config: FathomConfig) -> None:
+def check_trips(config: DecoderConfig) -> None:
     """Refuse a mixer whose sources cross trips if there is only one trip, or under the view ALL, where all trips are
     solved for at once, or if later trips make no values."""
     recurrence = recurrence_class(config)
@@ -129,7 +129,7 @@ def check_trips(config: FathomConfig) -> None:
         )
 
 
-def check_visits(config: FathomConfig) -> None:
+def check_visits(config: DecoderConfig) -> None:
     """Refuse parameters for each visit where layers have one, where all their trips are one pass, or where a call may
     make more of them than there are parameters for."""
     recurrence = recurrence_class(config)
@@ -143,7 +143,7 @@ def check_visits(config: FathomConfig) -> None:
         raise ValueError(f"residual_options.per_visit: recurrence={config.recurrence} {why}; set per_visit to false")
 
 
-def across_trips(config: FathomConfig) -> str:
+def across_trips(config: DecoderConfig) -> str:
     """How the mixer's sources cross the recurrence's trips."""
     recurrence = recurrence_class(config)
     return mixer_class(config).across_trips(config, "none" if recurrence.shares(config) else recurrence.across_trips)
@@ -166,18 +166,18 @@ def _fits(value: object, annotation: str) -> bool:
     return any(isinstance(value, kinds.get(name, ())) for name in allowed)
 
 
-def mixer_class(config: FathomConfig) -> type[ValueMixer]:
+def mixer_class(config: DecoderConfig) -> type[ValueMixer]:
     """The class behind `config.mixer`."""
     return mechanism("mixer", config.mixer).build  # type: ignore[return-value]
 
 
-def residual_sets(config: FathomConfig, layer: int) -> int:
+def residual_sets(config: DecoderConfig, layer: int) -> int:
     """How often a layer has its residual's parameters: once, or for every trip that it may make."""
     recurrence = recurrence_class(config)
     start, stop = recurrence.span(config)
     return recurrence.trips_of(config) if config.residual_options.get("per_visit") and start <= layer < stop else 1
 
 
-def recurrence_class(config: FathomConfig) -> type[Recurrence]:
+def recurrence_class(config: DecoderConfig) -> type[Recurrence]:
     """The class behind `config.recurrence`."""
     return mechanism("recurrence", config.recurrence).build  # type: ignore[return-value]

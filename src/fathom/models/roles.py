@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from .loss import IGNORE
 
 if TYPE_CHECKING:
-    from .configuration import FathomConfig
-    from .slots import Out, Visit
+    from .fields import DecoderConfig
+    from .visit import Out, Visit
 
 ResidualState = tuple[Tensor, ...]
 """What a residual hands from one sub-layer to the next."""
@@ -76,16 +76,16 @@ class MechanismOptions:
     axis: ClassVar[str]
 
     @classmethod
-    def of(cls: type[Own], config: FathomConfig) -> Own:
+    def of(cls: type[Own], config: DecoderConfig) -> Own:
         """The subset of these fields in `config`; a base class reads its part of a mechanism's options."""
         given = getattr(config, f"{cls.axis}_options")
         return cls(**{field.name: given[field.name] for field in fields(cls)})
 
-    def check(self, config: FathomConfig) -> None:
+    def check(self, config: DecoderConfig) -> None:
         """Refuse invalid values. An override begins with `super().check(config)`, so that every base class checks the
         options that it adds."""
 
-    def resolve(self: Own, config: FathomConfig) -> Own:
+    def resolve(self: Own, config: DecoderConfig) -> Own:
         """Fill in defaults that depend on `config`."""
         return self
 
@@ -138,7 +138,7 @@ class RecurrenceOptions(MechanismOptions):
     """Whether training keeps only the input of each pass through the layers and recomputes the pass in the backward
     pass: less memory, the same gradients."""
 
-    def check(self, config: FathomConfig) -> None:
+    def check(self, config: DecoderConfig) -> None:
         """Refuse fewer than one trip."""
         super().check(config)
         self.require("trips", self.trips >= 1, "be at least 1")
@@ -164,7 +164,7 @@ class Mechanism:
     paper: str
     build: Callable[..., Any]
     """The module's constructor. Mixer: (config, layer_idx). Residual: (config, sublayer). Recurrence: (config)."""
-    cost: Callable[[FathomConfig, Sequence[Visit], int], Cost]
+    cost: Callable[[DecoderConfig, Sequence[Visit], int], Cost]
     """Its cost from (config, the plan's visits, bytes per scalar)."""
     options: type[MechanismOptions] = MechanismOptions
     closed: Mapping[str, object] | None = None
@@ -189,7 +189,7 @@ class MechanismModule(nn.Module):
     def set_step(self, step: int, steps: int | None = None) -> None:
         """Set the current value of a schedule over training steps; `steps` is the total."""
 
-    def settle(self, config: FathomConfig) -> None:
+    def settle(self, config: DecoderConfig) -> None:
         """Write the current value of a schedule into `config`, before it is saved, as its final value."""
 
 
@@ -212,17 +212,17 @@ class ValueMixer(MechanismModule):
 
     axis = "mixer"
 
-    def __init__(self, config: FathomConfig, layer_idx: int) -> None:
+    def __init__(self, config: DecoderConfig, layer_idx: int) -> None:
         super().__init__()
         self.layer_idx = layer_idx
 
     @staticmethod
-    def source_layers(config: FathomConfig, layer_idx: int) -> tuple[int, ...]:
+    def source_layers(config: DecoderConfig, layer_idx: int) -> tuple[int, ...]:
         """The earlier layers that this layer reads, ascending. The rule is defined only here."""
         return ()
 
     @staticmethod
-    def across_trips(config: FathomConfig, default: str) -> str:
+    def across_trips(config: DecoderConfig, default: str) -> str:
         """How sources cross the trips of a recurrence: `none`, `same_layer`, `grid` or `first`.
 
         Args:
@@ -279,7 +279,7 @@ class Residual(MechanismModule):
     multiway = False
     """Whether `read` gives attention three inputs."""
 
-    def __init__(self, config: FathomConfig, sublayer: int) -> None:
+    def __init__(self, config: DecoderConfig, sublayer: int) -> None:
         super().__init__()
         self.sublayer = sublayer
 
@@ -350,7 +350,7 @@ class Recurrence(MechanismModule):
     reads = View.SAME
     """The view; a subclass may override `sees` to take it from an option."""
 
-    def __init__(self, config: FathomConfig) -> None:
+    def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.trips = self.drawn_trips = self.trips_of(config)
         """Trips of a token, the first included; `drawn_trips` is their number in this training step."""
@@ -358,58 +358,58 @@ class Recurrence(MechanismModule):
         self.lends = self.shares(config)
 
     @staticmethod
-    def trips_of(config: FathomConfig) -> int:
+    def trips_of(config: DecoderConfig) -> int:
         """Trips of a token, the first included."""
         return 1
 
     @classmethod
-    def training_trips(cls, config: FathomConfig) -> tuple[int, int]:
+    def training_trips(cls, config: DecoderConfig) -> tuple[int, int]:
         """The minimum and maximum trips of a training step; the number is drawn uniformly."""
         return cls.trips_of(config), cls.trips_of(config)
 
     @classmethod
-    def training_rounds(cls, config: FathomConfig) -> tuple[int, int]:
+    def training_rounds(cls, config: DecoderConfig) -> tuple[int, int]:
         """The minimum and maximum Jacobi rounds of a training step; the number is drawn uniformly."""
         return 0, 0
 
     @classmethod
-    def kept_passes(cls, config: FathomConfig) -> int:
+    def kept_passes(cls, config: DecoderConfig) -> int:
         """`gradient_passes` of a model with this configuration."""
         return 0
 
     @classmethod
-    def most_trips(cls, config: FathomConfig) -> int:
+    def most_trips(cls, config: DecoderConfig) -> int:
         """The maximum number of trips that a forward pass may request: the number that the weights were trained for."""
         return cls.training_trips(config)[1]
 
     @classmethod
-    def additions(cls, config: FathomConfig) -> int:
+    def additions(cls, config: DecoderConfig) -> int:
         """Number of trips accumulated in one residual stream; `output_init=depth` divides the initial standard
         deviation by its square root."""
         return 1
 
     @classmethod
-    def sees(cls, config: FathomConfig) -> View:
+    def sees(cls, config: DecoderConfig) -> View:
         """Which slots a slot may read."""
         return cls.reads
 
     @staticmethod
-    def span(config: FathomConfig) -> tuple[int, int]:
+    def span(config: DecoderConfig) -> tuple[int, int]:
         """The layers `[start, stop)` that every trip visits; layers outside are visited once, before or after."""
         return 0, config.num_hidden_layers
 
     @classmethod
-    def shares(cls, config: FathomConfig) -> bool:
+    def shares(cls, config: DecoderConfig) -> bool:
         """Whether later trips attend to the keys and values of a layer's first visit, and make none."""
         return False
 
     @staticmethod
-    def needs_head(config: FathomConfig) -> bool:
+    def needs_head(config: DecoderConfig) -> bool:
         """Whether `feed` uses logits, so that the decoder cannot run without the language-modelling head."""
         return False
 
     @classmethod
-    def penalty_flops(cls, config: FathomConfig, sequence_length: int) -> float:
+    def penalty_flops(cls, config: DecoderConfig, sequence_length: int) -> float:
         """FLOPs per token that `aux_losses` adds to a training step."""
         return 0.0
 

@@ -18,7 +18,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 from .numerics import widen
 
 if TYPE_CHECKING:
-    from .configuration import FathomConfig
+    from .fields import DecoderConfig
 
 Angles: TypeAlias = tuple[Tensor, Tensor]
 """Cosines and sines, `[B, T, R]` each, R the dimensions of a head that are turned."""
@@ -27,7 +27,7 @@ Rotation: TypeAlias = Angles | dict[str, Angles] | None
 Qwen3's does; layers get them with signed sines."""
 
 
-def build_rotary(config: FathomConfig) -> nn.Module:
+def build_rotary(config: DecoderConfig) -> nn.Module:
     """The module that turns positions into angles."""
     if config.positions == "learned":
         return NoRotary()
@@ -37,7 +37,7 @@ def build_rotary(config: FathomConfig) -> nn.Module:
 class RotaryEmbedding(Qwen3RotaryEmbedding):
     """Angles of positions."""
 
-    def __init__(self, config: FathomConfig) -> None:
+    def __init__(self, config: DecoderConfig) -> None:
         super().__init__(config)
         self.wide = config.rope_float32
         self.forgets = "dynamic" in self.rope_type and config.rereads
@@ -51,7 +51,7 @@ class RotaryEmbedding(Qwen3RotaryEmbedding):
 
     @staticmethod
     def compute_default_rope_parameters(
-        config: FathomConfig, device: torch.device | None = None, **kwargs: object
+        config: DecoderConfig, device: torch.device | None = None, **kwargs: object
     ) -> tuple[Tensor, float]:
         """The inverse frequencies of the rotated part of a head, and a factor of 1."""
         rope = config.rope_parameters
@@ -69,7 +69,7 @@ class RotaryEmbedding(Qwen3RotaryEmbedding):
 class RotaryByType(nn.ModuleDict):
     """Separate angles for each layer type."""
 
-    def __init__(self, config: FathomConfig) -> None:
+    def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         for kind in dict.fromkeys(config.layer_types):
             one = copy.copy(config)

@@ -9,7 +9,7 @@ from .blend import Blended, BlendOptions
 from .roles import MixerOptions, ValueMixer
 
 if TYPE_CHECKING:
-    from .configuration import FathomConfig
+    from .fields import DecoderConfig
 
 Schedule = TypeVar("Schedule", bound="ScheduleOptions")
 
@@ -28,7 +28,7 @@ class ScheduleOptions(MixerOptions, BlendOptions):
     earlier trip) or `first` (each source is taken once, at its layer's first visit). Default: as the recurrence
     declares."""
 
-    def check(self, config: FathomConfig) -> None:
+    def check(self, config: DecoderConfig) -> None:
         """Refuse strides and windows beyond the model."""
         super().check(config)
         layers, stride = config.num_hidden_layers, self.stride
@@ -36,7 +36,7 @@ class ScheduleOptions(MixerOptions, BlendOptions):
         self.require("stride", within, f"be between 1 and {layers} (the number of layers)")
         self.require("recent_layers", 0 <= self.recent_layers <= layers, f"be between 0 and {layers}")
 
-    def resolve(self: Schedule, config: FathomConfig) -> Schedule:
+    def resolve(self: Schedule, config: DecoderConfig) -> Schedule:
         """Fill in the stride."""
         return replace(self, stride=max(1, config.num_hidden_layers // 2) if self.stride is None else self.stride)
 
@@ -45,14 +45,14 @@ class GridMixer(Blended, ValueMixer):
     """A mixer with λ that reads a grid of earlier layers."""
 
     @staticmethod
-    def source_layers(config: FathomConfig, layer_idx: int) -> tuple[int, ...]:
+    def source_layers(config: DecoderConfig, layer_idx: int) -> tuple[int, ...]:
         """Every stride-th layer below, and the `recent_layers` just below."""
         options = ScheduleOptions.of(config)
         assert options.stride is not None
         return tuple(i for i in range(layer_idx) if i % options.stride == 0 or i >= layer_idx - options.recent_layers)
 
     @staticmethod
-    def across_trips(config: FathomConfig, default: str) -> str:
+    def across_trips(config: DecoderConfig, default: str) -> str:
         """The option, else the recurrence's rule."""
         rule = ScheduleOptions.of(config).across_trips
         return default if rule is None else rule

@@ -14,40 +14,23 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.cache_utils import Cache
 
 from .host import to_host
 from .registry import across_trips, mixer_class, recurrence_class
+from .visit import Out, Plan, Visit
 
 if TYPE_CHECKING:
-    from .configuration import FathomConfig
+    from .fields import DecoderConfig
     from .roles import Recurrence, TripState
 
 
-@dataclass(frozen=True)
-class Visit:
-    """One layer in one trip."""
-
-    index: int
-    """Position in the whole plan, the unrolled depth."""
-    layer: int
-    trip: int
-    kept: bool
-    """Whether a later visit reads this one."""
-    sources: tuple[int, ...]
-    """Indices of earlier visits whose (key, mixed value) the mixer reads, oldest first."""
-    bank: int
-    """The cache layer that holds the keys and values which its attention reads."""
-    borrows: bool = False
-    """Whether these are those of the layer's first visit, so that it makes none of its own."""
-
-
-def plan(config: FathomConfig, trips: int | None = None) -> tuple[tuple[Visit, ...], ...]:
+def plan(config: DecoderConfig, trips: int | None = None) -> Plan:
     """The visits of every trip, in order. Layers before the looped span belong to trip 0, those after it to the last.
 
     Args:
@@ -73,7 +56,7 @@ def plan(config: FathomConfig, trips: int | None = None) -> tuple[tuple[Visit, .
     return tuple(tuple(v for v in visits if v.trip == trip) for trip in range(trips))
 
 
-def _sources(config: FathomConfig, layer: int, trip: int, index: dict[tuple[int, int], int]) -> tuple[int, ...]:
+def _sources(config: DecoderConfig, layer: int, trip: int, index: dict[tuple[int, int], int]) -> tuple[int, ...]:
     mixer = mixer_class(config)
     grid = mixer.source_layers(config, layer)
     rule = across_trips(config)
@@ -131,53 +114,6 @@ def with_banks(cache: Cache, trips: Sequence[Sequence[Visit]]) -> Cache:
         cache.layers.append(copy.deepcopy(one_trip[i]) if i in used else one_trip[i])
         used.add(i)
     return cache
-
-
-@dataclass
-class Out:
-    """The output of a trip: the un-normed residual stream and, computed on demand, the head's input."""
-
-    residual: Tensor
-    """`[B, T, hidden_size]`"""
-    norm: Callable[[Tensor], Tensor]
-    head: nn.Module | None = None
-    """The projection to logits, which only recurrences that feed on them need."""
-    embedding: nn.Embedding | None = None
-    embedding_scale: float = 1.0
-    trip: int = 0
-    last: bool = True
-    """Whether no trip can follow."""
-    _entry: Tensor | None = None
-    _hidden: Tensor | None = field(default=None, repr=False)
-
-    @property
-    def hidden(self) -> Tensor:
-        """`[B, T, hidden_size]` after the final norm."""
-        if self._hidden is None:
-            self._hidden = self.norm(self.residual)
-        return self._hidden
-
-    @property
-    def entry(self) -> Tensor:
-        """The input of the recurrence's `entry_layer` in the first trip, `[B, T, hidden_size]`."""
-        if self._entry is None:
-            raise ValueError("only the first trip has an entry, and only if the recurrence sets entry_layer")
-        return self._entry
-
-    @property
-    def tables(self) -> tuple[nn.Module, Tensor]:
-        """The head, and the input embeddings `[vocab_size, hidden_size]` before scaling."""
-        if self.head is None or self.embedding is None:
-            raise ValueError("this recurrence feeds on logits: call the model with its head (FathomForCausalLM does)")
-        table = self.embedding
-        # the weight of a sharded or offloaded table exists only while the table is called
-        if table.weight.is_meta or table._forward_pre_hooks or "forward" in vars(table):
-            return self.head, table(torch.arange(table.num_embeddings, device=self.residual.device))
-        return self.head, table.weight
-
-    def of(self, residual: Tensor) -> Out:
-        """The same trip for other tokens."""
-        return replace(self, residual=residual, _entry=None, _hidden=None)
 
 
 @dataclass  # not frozen: dynamo cannot build frozen ones

@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerateDecoderOnlyOutput
 
+from .protocols import CausalDecoder
 from .roles import TripState, View
 from .slots import TokenSubset, Turn, joined
 from .walk import Banked, Inputs, KeyValue
@@ -28,8 +29,6 @@ from .walk import Banked, Inputs, KeyValue
 if TYPE_CHECKING:
     from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
     from transformers.generation.streamers import BaseStreamer
-
-    from .modeling import FathomForCausalLM
 
 
 @dataclass
@@ -59,7 +58,7 @@ class Speculation:
         return self.tokens / self.verifications if self.verifications else 0.0
 
 
-def check_speculation(model: FathomForCausalLM, asked: Speculation, trips: int) -> None:
+def check_speculation(model: CausalDecoder, asked: Speculation, trips: int) -> None:
     """Refuse a model whose first trips cannot be made and read out separately."""
     config, recurrence = model.config, model.model.recurrence
     if recurrence.view is not View.SAME or recurrence.halts:
@@ -105,7 +104,7 @@ def check_request(given: Mapping[str, Any], own: GenerationConfig) -> None:
 class Stages:
     """The trips of some tokens, made in two parts over one cache."""
 
-    def __init__(self, model: FathomForCausalLM, trips: int, cache: Cache | None = None) -> None:
+    def __init__(self, model: CausalDecoder, trips: int, cache: Cache | None = None) -> None:
         self.model, self.decoder, self.trips = model, model.model, trips
         self.cache = DynamicCache() if cache is None else cache
         self.plan = self.decoder.plan_of(trips)
@@ -171,7 +170,7 @@ class Drafts:
 
 
 def decode(
-    model: FathomForCausalLM,
+    model: CausalDecoder,
     input_ids: Tensor,
     logits_processor: LogitsProcessorList,
     stopping_criteria: StoppingCriteriaList,
@@ -181,7 +180,7 @@ def decode(
 ) -> Tensor | GenerateDecoderOnlyOutput:
     """Continue `[B, T]` like `generate`; transformers calls this instead of its own loop."""
     asked, sampled = speculation, bool(generation_config.do_sample)
-    trips = model.model._trips(given.get("max_trips"))
+    trips = model.model.trips_asked(given.get("max_trips"))
     check_speculation(model, asked, trips)
     if (past := given.get("past_key_values")) is not None and past.get_seq_length():
         raise ValueError("draft_trips: start from an empty cache")

@@ -15,8 +15,8 @@ from .roles import Cost, Mechanism
 from .schedule import GridMixer, ScheduleOptions
 
 if TYPE_CHECKING:
-    from .configuration import FathomConfig
-    from .slots import Visit
+    from .fields import DecoderConfig
+    from .visit import Visit
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class UniformDepth(GridMixer):
         return self.blended(value, total / (len(sources) // 2 + 1))
 
 
-def cost(config: FathomConfig, visits: Sequence[Visit], scalar: int) -> Cost:
+def cost(config: DecoderConfig, visits: Sequence[Visit], scalar: int) -> Cost:
     """One addition per source and a division."""
     width = config.num_key_value_heads * config.head_dim
     candidates = sum(len(v.sources) + 1 for v in visits if v.sources)

@@ -16,8 +16,8 @@ from .blend import Blended, BlendOptions
 from .roles import Cost, Mechanism, MixerOptions, ValueMixer
 
 if TYPE_CHECKING:
-    from .configuration import FathomConfig
-    from .slots import Visit
+    from .fields import DecoderConfig
+    from .visit import Visit
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class ValueResidual(Blended, ValueMixer):
     """Mixes with layer 0 only. It is not recursive, since layer 0's mixed value is its own value."""
 
     @staticmethod
-    def source_layers(config: FathomConfig, layer_idx: int) -> tuple[int, ...]:
+    def source_layers(config: DecoderConfig, layer_idx: int) -> tuple[int, ...]:
         """Every later layer reads layer 0."""
         return (0,) if layer_idx else ()
 
@@ -38,7 +38,7 @@ class ValueResidual(Blended, ValueMixer):
         return self.blended(value, torch.lerp(value, sources[1], 0.5)) if sources else value
 
 
-def cost(config: FathomConfig, visits: Sequence[Visit], scalar: int) -> Cost:
+def cost(config: DecoderConfig, visits: Sequence[Visit], scalar: int) -> Cost:
     """Two products and a sum per layer and trip."""
     width = config.num_key_value_heads * config.head_dim
     mixing = sum(bool(v.sources) for v in visits)

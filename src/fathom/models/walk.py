@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
@@ -23,15 +23,14 @@ from transformers.cache_utils import Cache
 from .fixed_table import FixedTable
 from .flex_reading import FLEX, NO_BACKWARD, ReadingRule, read_rule
 from .host import to_host
+from .protocols import Decoder
 from .reading import BY_ROWS, MASKED, read_mask, side_by_side
 from .roles import Recurrence, TripState, View
 from .rotary import Rotation, angles, signed
 from .slot_cache import repeat_last
 from .slot_table import Placement, SlotTable, Tags
-from .slots import Out, TokenSubset, Turn, Visit, jacobi, joined, sweep
-
-if TYPE_CHECKING:
-    from .modeling import FathomModel
+from .slots import TokenSubset, Turn, jacobi, joined, sweep
+from .visit import Out, Visit
 
 KeyValue = tuple[Tensor, Tensor]
 DEAD = -1e4
@@ -92,7 +91,7 @@ class Store:
     table: SlotTable | FixedTable
 
 
-def run(model: FathomModel, x: Tensor, inputs: Inputs, cache: Cache | Store | None) -> TripState:
+def run(model: Decoder, x: Tensor, inputs: Inputs, cache: Cache | Store | None) -> TripState:
     """Make all trips of all tokens; returns the final state of the recurrence.
 
     Args:
@@ -144,7 +143,7 @@ def _among_ranks() -> bool:
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
-def _stored(model: FathomModel, x: Tensor, inputs: Inputs, store: Store, solve: bool) -> TripState:
+def _stored(model: Decoder, x: Tensor, inputs: Inputs, store: Store, solve: bool) -> TripState:
     """Run with a slot cache, in chunks; token by token if the solver must be exact."""
     recurrence, table, length = model.recurrence, store.table, x.shape[1]
     if model.config._attn_implementation == FLEX and isinstance(table, FixedTable):
@@ -168,7 +167,7 @@ def _stored(model: FathomModel, x: Tensor, inputs: Inputs, store: Store, solve: 
     return jacobi(recurrence, x, Interleaved(model, inputs, store), inputs.trips, rounds, inputs.live)
 
 
-def check_backend(model: FathomModel, trips: int) -> None:
+def check_backend(model: Decoder, trips: int) -> None:
     """Refuse an attention backend that supports only causal masks, before anything is computed."""
     backend = str(model.config._attn_implementation).removesuffix(BY_ROWS)
     if trips > 1 and backend not in (*MASKED, FLEX):
@@ -224,7 +223,7 @@ class Passed:
 class TripMaker:
     """Makes the trips of one forward pass; each subclass is one way of storing and reading keys and values."""
 
-    def __init__(self, model: FathomModel, inputs: Inputs) -> None:
+    def __init__(self, model: Decoder, inputs: Inputs) -> None:
         self.model, self.inputs, self.view = model, inputs, model.recurrence.view
         self.plan = model.plans[inputs.trips]
         self.sources: dict[int, KeyValue] = {}
@@ -356,7 +355,7 @@ class TripMaker:
 class Banked(TripMaker):
     """View SAME without halting: each trip is an ordinary pass over its own bank."""
 
-    def __init__(self, model: FathomModel, inputs: Inputs, x: Tensor, cache: Cache | None) -> None:
+    def __init__(self, model: Decoder, inputs: Inputs, x: Tensor, cache: Cache | None) -> None:
         super().__init__(model, inputs)
         self.cache = cache
         self.plain = self.causal_masks(x, inputs.padding, inputs.packed)
@@ -377,7 +376,7 @@ class Banked(TripMaker):
 class Lending(Banked):
     """The same where later trips attend to what attention read in the first."""
 
-    def __init__(self, model: FathomModel, inputs: Inputs, x: Tensor, cache: Cache | None) -> None:
+    def __init__(self, model: Decoder, inputs: Inputs, x: Tensor, cache: Cache | None) -> None:
         super().__init__(model, inputs, x, cache)
         self.lent: dict[int, KeyValue] = {}
 
@@ -408,7 +407,7 @@ class Dense(TripMaker):
     """SAME with halting, or DUO, without a cache: every trip is computed for every token, and
     discarded for halted ones."""
 
-    def __init__(self, model: FathomModel, inputs: Inputs, x: Tensor) -> None:
+    def __init__(self, model: Decoder, inputs: Inputs, x: Tensor) -> None:
         super().__init__(model, inputs)
         self.plain = self.causal_masks(x, inputs.padding, inputs.packed)
         self.earlier: dict[int, tuple[Tensor, ...]] = {}
@@ -444,7 +443,7 @@ class Dense(TripMaker):
 class Interleaved(TripMaker):
     """ALL, all tokens at once: the slots of all trips go through the stack side by side, token by token."""
 
-    def __init__(self, model: FathomModel, inputs: Inputs, store: Store | None = None) -> None:
+    def __init__(self, model: Decoder, inputs: Inputs, store: Store | None = None) -> None:
         super().__init__(model, inputs)
         self.store = store
         self.capped = model.recurrence.halts and model.config.attn_logit_softcapping is not None
@@ -516,7 +515,7 @@ class Interleaved(TripMaker):
 class Picking(TripMaker):
     """Trips of the continuing tokens only: halted tokens are left out."""
 
-    def __init__(self, model: FathomModel, inputs: Inputs, x: Tensor, first: int | Tensor = 0) -> None:
+    def __init__(self, model: Decoder, inputs: Inputs, x: Tensor, first: int | Tensor = 0) -> None:
         super().__init__(model, inputs)
         shape, documents = x.shape[:2], inputs.documents()
         self.column = (torch.arange(shape[1], device=x.device) + first).expand(shape)
@@ -543,7 +542,7 @@ class Picking(TripMaker):
 class Packed(Picking):
     """SAME with halting, or DUO, without a cache: halted tokens are not computed."""
 
-    def __init__(self, model: FathomModel, inputs: Inputs, x: Tensor) -> None:
+    def __init__(self, model: Decoder, inputs: Inputs, x: Tensor) -> None:
         super().__init__(model, inputs, x)
         self.plain = self.causal_masks(x, inputs.padding, inputs.packed)
         self.halt = torch.zeros_like(self.column)
@@ -567,7 +566,7 @@ class Packed(Picking):
 class Stored(Picking):
     """Any view with a slot cache, trip by trip; halted tokens are neither computed nor stored."""
 
-    def __init__(self, model: FathomModel, inputs: Inputs, x: Tensor, store: Store) -> None:
+    def __init__(self, model: Decoder, inputs: Inputs, x: Tensor, store: Store) -> None:
         super().__init__(model, inputs, x, store.table.columns - x.shape[1])
         self.store = store
         self.fresh = not store.table.end
