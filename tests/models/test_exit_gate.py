@@ -7,7 +7,8 @@ from torch.nn.functional import binary_cross_entropy, cross_entropy
 from fathom.models import FathomForCausalLM
 from fathom.models import loss as losses
 from fathom.models.exit_gate import log_exits, threshold_for
-from fathom.models.loss import IGNORE, shifted, weighted_lm_loss
+from fathom.models.loss import shifted, weighted_lm_loss
+from fathom.models.numerics import IGNORE
 
 from .cases import build, config_of, tokens
 

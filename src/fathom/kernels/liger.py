@@ -6,7 +6,7 @@ import torch
 from liger_kernel.ops import LigerFusedLinearCrossEntropyFunction, LigerRMSNormFunction, LigerSiLUMulFunction
 from torch import Tensor
 
-from fathom.models.loss import IGNORE
+from fathom.models.numerics import IGNORE
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

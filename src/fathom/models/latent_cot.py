@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from .blend import Blended, BlendOptions
-from .loss import IGNORE, per_item
-from .numerics import widen
+from .loss import per_item
+from .numerics import IGNORE, widen
 from .pondering import Sampled, SampleOptions, entropy, spread, trips_cost
 from .roles import Cost, HaltingOptions, Mechanism, TripState, View, valid_mean
 

@@ -16,10 +16,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from .numerics import widen
+from .numerics import IGNORE, widen
 from .replaceable import faster
 
-IGNORE = -100
 CHUNK_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 26}
 """Logits per chunk: small enough to stay in a processor's cache, large enough to fill a GPU."""
 CHUNK_ROWS = 128

@@ -8,6 +8,9 @@ from functools import reduce
 import torch
 from torch import Tensor
 
+IGNORE = -100
+"""The label of a token that is not predicted."""
+
 
 def widen(x: Tensor) -> Tensor:
     """At least float32: half precision is for storage, not for sums."""

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import initialization as init
 
-from .loss import IGNORE, per_item
-from .numerics import widen
+from .loss import per_item
+from .numerics import IGNORE, widen
 from .pondering import OVER, Sampled, SampleOptions, Solved, SolverOptions, lowest_sum, ramp, spread, trips_cost
 from .roles import Cost, Mechanism, TripState, View, valid_mean
 

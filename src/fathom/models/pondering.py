@@ -13,9 +13,8 @@ from transformers import initialization as init
 from .arithmetic import head_flops, layer_cache_bytes, layer_flops
 from .draws import between, draw
 from .head import is_scaled
-from .loss import IGNORE
 from .mixture import mixture, mixture_flops
-from .numerics import lowest_mean, widen
+from .numerics import IGNORE, lowest_mean, widen
 from .roles import Cost, HaltingOptions, Recurrence, RecurrenceOptions, TripState
 
 if TYPE_CHECKING:

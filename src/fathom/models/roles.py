@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from torch import Tensor, nn
 
-from .loss import IGNORE
+from .numerics import IGNORE
 
 if TYPE_CHECKING:
     from .fields import DecoderConfig
