@@ -13,7 +13,7 @@ from fathom.checkpoints.export import export
 from fathom.experiments.arms import parse_arms
 from fathom.experiments.catalogue import mechanism_rows
 from fathom.models import registry
-from fathom.models.packages import FOLDER, add_mechanism, find_mechanisms, flattened, reaches_registry, travelling
+from fathom.models.packages import FILES, add_mechanism, find_mechanisms, flattened, reaches_registry, travelling
 from fathom.models.registry import MECHANISMS, mechanism_name
 from fathom.recipe import Recipe
 
@@ -203,7 +203,7 @@ def test_an_export_that_would_not_open_is_refused(package, file, name):
 
 def test_what_reaches_the_registry():
     """The declared cycle, found in this folder: of its files, only those that a mechanism's file cannot use."""
-    found = {path.stem for path in FOLDER.glob("*.py") if reaches_registry(path.stem)}
+    found = set(filter(reaches_registry, FILES))
     assert {"registry", "configuration", "slots", "modeling"} <= found
     assert not found & {"roles", "blend", "schedule", "pondering", "rms_norm", "numerics", "arithmetic"}
 

@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import copy
 import json
-import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
-from functools import cache
 from pathlib import Path
 
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.dynamic_module_utils import get_relative_import_files, get_relative_imports
+from transformers.dynamic_module_utils import get_relative_imports
 
 from fathom._version import __version__
 from fathom.checkpoints.families import FAMILIES, family_of, native_config, to_theirs, unlike
@@ -29,11 +27,11 @@ from fathom.checkpoints.special_tokens import as_field, as_list, known, settle_g
 from fathom.checkpoints.to_gguf import MAGIC, write_gguf
 from fathom.checkpoints.tokenizers import identity
 from fathom.errors import ModelError
-from fathom.models import FathomConfig, modeling
+from fathom.models import FathomConfig
 from fathom.models.cost import cache_bytes_per_token
 from fathom.models.looping import LoopOptions
 from fathom.models.modeling import FathomForCausalLM
-from fathom.models.packages import declared_as, home, is_ours, travelling
+from fathom.models.packages import declared_as, exported, home, is_ours, needed, travelling
 from fathom.models.pretrained import FathomPreTrainedModel
 from fathom.models.registry import AXES, DEFAULTS, mechanism, mechanism_name
 from fathom.report.files import read_json
@@ -303,23 +301,16 @@ def _auto_class(model: FathomPreTrainedModel) -> str:
     return next(auto for auto, place in AUTO_MAP.items() if place.endswith(f".{type(model).__name__}"))
 
 
-@cache
-def _with_imports(name: str) -> frozenset[Path]:
-    """A file of `models/` and those that it imports, which takes longer to find than to copy."""
-    source = Path(modeling.__file__).with_name(name)
-    return frozenset({source, *map(Path, get_relative_import_files(source))})
-
-
 def _add_code(directory: Path, config: FathomConfig) -> None:
     """Copy Fathom's files, and those of mechanisms from other packages, which the copied registry then imports."""
     theirs = [part for axis in AXES if not is_ours(part := mechanism(axis, getattr(config, axis)))]
     files = {name: text for part in theirs for name, text in travelling(part).items()}
-    needed = {"modeling.py"}
+    ours = {"modeling"}
     for name, text in files.items():
         (directory / name).write_text(text, encoding="utf-8")
-        needed |= {f"{module}.py" for module in get_relative_imports(directory / name)} - files.keys()
-    for path in set().union(*map(_with_imports, needed)):
-        shutil.copyfile(path, directory / path.name)
+        ours |= {module for module in get_relative_imports(directory / name) if f"{module}.py" not in files}
+    for name in set().union(*map(needed, ours)):
+        (directory / f"{name}.py").write_text(exported(name), encoding="utf-8")
     registry = directory / "registry.py"
     for part in theirs:
         name = declared_as(part)

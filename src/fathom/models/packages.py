@@ -1,8 +1,11 @@
-"""Mechanisms from other packages, added by `add_mechanism` or found by entry point, and their files in exports.
+"""The files of an export, and mechanisms from other packages, added by `add_mechanism` or found by entry point.
 
-An exported checkpoint opens without Fathom and without the package, so a mechanism's file may only import what this
-folder does: torch, transformers, the standard library, files of this folder (`from fathom.models.roles import ...`) and
-siblings (`from .shared import ...`). `travelling` returns the files as an export holds them.
+An export is flat, since transformers copies a checkpoint's code by the names of its files. So the name of every file in
+this folder is unique, and `exported` rewrites their imports.
+
+An export opens without Fathom and without the package of a mechanism. So a mechanism's file may only import what this
+folder does: torch, transformers, the standard library, files of this folder by their full name, and siblings
+(`from .shared import ...`). `travelling` returns such files.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import ast
 import re
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -24,6 +27,11 @@ GROUP = "fathom.mechanisms"
 FOLDER = Path(__file__).parent
 STAYS = {"__init__", Path(__file__).stem}
 """Files of this folder that are not part of an export."""
+FILES = {path.stem: path for path in sorted(FOLDER.rglob("*.py")) if path.stem not in STAYS}
+MODULES = {
+    ".".join([__package__, *path.relative_to(FOLDER).with_suffix("").parts]): stem for stem, path in FILES.items()
+}
+"""By full name: the file of an export that holds the module."""
 
 
 def add_mechanism(mechanism: Mechanism) -> None:
@@ -63,7 +71,7 @@ def find_mechanisms() -> None:
 
 def is_ours(mechanism: Mechanism) -> bool:
     """Whether the mechanism's file is in this folder."""
-    return mechanism.build.__module__.rpartition(".")[0] == __package__
+    return mechanism.build.__module__ in MODULES
 
 
 def home(mechanism: Mechanism) -> Path:
@@ -94,7 +102,7 @@ def travelling(mechanism: Mechanism) -> dict[str, str]:
         source = path.read_text(encoding="utf-8")
         try:
             found[path.name], siblings = flattened(source)
-            if (FOLDER / path.name).exists():
+            if path.stem in FILES:
                 raise ValueError("its name is that of a file in fathom.models")
             if missing := [name for name in siblings if not (path.parent / f"{name}.py").is_file()]:
                 raise ValueError(f"there is no {missing[0]}.py next to it")
@@ -115,15 +123,14 @@ def flattened(source: str) -> tuple[str, list[str]]:
         elif isinstance(node, ast.ImportFrom):
             module, line = node.module or "", node.lineno - 1
             says = f"from {'.' * node.level}{module} import {node.names[0].name}"
-            sibling = re.fullmatch(r"fathom\.models\.(\w+)", module)
             if node.level == 1 and module.isidentifier():
                 siblings.append(module)
-            elif node.level == 0 and sibling and sibling[1] not in STAYS and (FOLDER / f"{sibling[1]}.py").exists():
-                if node in at_once and reaches_registry(sibling[1]):
+            elif node.level == 0 and module in MODULES:
+                if node in at_once and reaches_registry(MODULES[module]):
                     raise ValueError(
                         f"{says}: it imports the registry, which imports this file; use `if TYPE_CHECKING`"
                     )
-                changed = re.sub(r"\bfrom +fathom\.models\.", "from .", lines[line], count=1)
+                changed = re.sub(rf"\bfrom +{re.escape(module)}\b", f"from .{MODULES[module]}", lines[line], count=1)
                 if changed == lines[line]:
                     raise ValueError(f"{says}: write it at the start of a line")
                 lines[line] = changed
@@ -144,11 +151,31 @@ def _run_on_import(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 @cache
+def exported(file: str) -> str:
+    """The source of a file of this folder as an export's flat folder holds it."""
+    return re.sub(r"^( *from )\.+(?:\w+\.)*(?=\w+ import\b)", r"\1.", FILES[file].read_text("utf-8"), flags=re.M)
+
+
+@cache
+def needed(file: str) -> frozenset[str]:
+    """The files of this folder that a file of an export needs, itself included; imports for type checkers count."""
+    found, waiting = set(), [file]
+    while waiting:
+        if (name := waiting.pop()) not in found:
+            found.add(name)
+            waiting += _imported(ast.walk(ast.parse(exported(name))))
+    return frozenset(found)
+
+
+@cache
 def reaches_registry(file: str) -> bool:
     """Whether importing a file of this folder imports `registry.py`, which in an export imports every mechanism."""
-    tree = ast.parse((FOLDER / f"{file}.py").read_text(encoding="utf-8"))
-    imports = (n.module for n in _run_on_import(tree) if isinstance(n, ast.ImportFrom) and n.level == 1 and n.module)
-    return file == "registry" or any(map(reaches_registry, imports))
+    return file == "registry" or any(map(reaches_registry, _imported(_run_on_import(ast.parse(exported(file))))))
+
+
+def _imported(nodes: Iterable[ast.AST]) -> list[str]:
+    """The siblings that some statements of a flat folder import."""
+    return [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.level and node.module]
 
 
 def _require_known(module: str, says: str) -> None:
