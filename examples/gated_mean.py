@@ -12,14 +12,14 @@ from transformers import initialization as init
 from fathom.models.roles import Cost, Mechanism, ValueMixer
 
 if TYPE_CHECKING:  # an export imports this file while it imports these two
-    from fathom.models.configuration import FathomConfig
+    from fathom.models.fields import DecoderConfig
     from fathom.models.visit import Visit
 
 
 class GatedMean(ValueMixer):
     """g v + (1 - g) ṽ with g = sigmoid(gate), and ṽ the mixed value of the layer below."""
 
-    def __init__(self, config: FathomConfig, layer_idx: int) -> None:
+    def __init__(self, config: DecoderConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
         self.gate = nn.Parameter(torch.empty(1)) if layer_idx else None
 
@@ -28,7 +28,7 @@ class GatedMean(ValueMixer):
             init.constant_(self.gate, 2.0)
 
     @staticmethod
-    def source_layers(config: FathomConfig, layer_idx: int) -> tuple[int, ...]:
+    def source_layers(config: DecoderConfig, layer_idx: int) -> tuple[int, ...]:
         return (layer_idx - 1,) if layer_idx else ()
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, sources: tuple[Tensor, ...]) -> Tensor:
@@ -36,7 +36,7 @@ class GatedMean(ValueMixer):
         return torch.lerp(sources[1], value, self.gate.sigmoid().to(value.dtype)) if sources else value
 
 
-def cost(config: FathomConfig, visits: Sequence[Visit], scalar: int) -> Cost:
+def cost(config: DecoderConfig, visits: Sequence[Visit], scalar: int) -> Cost:
     """Three operations per channel wherever there is a layer below."""
     width, mixing = config.num_key_value_heads * config.head_dim, sum(bool(visit.sources) for visit in visits)
     return Cost(parameters=config.num_hidden_layers - 1, elementwise_flops=3 * width * mixing)

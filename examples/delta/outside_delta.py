@@ -18,7 +18,7 @@ from transformers import initialization as init
 from fathom.models.roles import Cost, Mechanism, Residual, ResidualOptions, ResidualState, WriteContext
 
 if TYPE_CHECKING:  # an export imports this file while it imports these two
-    from fathom.models.configuration import FathomConfig
+    from fathom.models.fields import DecoderConfig
     from fathom.models.visit import Visit
 
 
@@ -29,7 +29,7 @@ class OutsideDeltaOptions(ResidualOptions):
     gate: float = 1.0
     """Initial value of the gates g; with 0 a pretrained model starts as itself."""
 
-    def resolve(self, config: FathomConfig) -> OutsideDeltaOptions:
+    def resolve(self, config: DecoderConfig) -> OutsideDeltaOptions:
         """Refuse layers whose two sub-layers read the same state."""
         if config.parallel_residual:
             raise ValueError("residual=outside_delta needs parallel_residual=False")
@@ -39,7 +39,7 @@ class OutsideDeltaOptions(ResidualOptions):
 class OutsideDelta(Residual):
     """State: the stream x, then the sources, oldest first; x alone until the first output."""
 
-    def __init__(self, config: FathomConfig, sublayer: int) -> None:
+    def __init__(self, config: DecoderConfig, sublayer: int) -> None:
         super().__init__(config, sublayer)
         self.eps, self.initial_gate = config.rms_norm_eps, OutsideDeltaOptions.of(config).gate
         self.adds = 0 < sublayer < 2 * config.num_hidden_layers  # the final norm reads x
@@ -68,7 +68,7 @@ class OutsideDelta(Residual):
         return (stream + update, *(sources or [stream]), update)
 
 
-def cost(config: FathomConfig, visits: Sequence[Visit], scalar: int) -> Cost:
+def cost(config: DecoderConfig, visits: Sequence[Visit], scalar: int) -> Cost:
     """A score and a term of the sum for each source of each read."""
     width, reads = config.hidden_size, 2 * config.num_hidden_layers - 1
     outputs = [2 * len(list(trip)) for _, trip in groupby(visits, lambda visit: visit.trip)]

@@ -34,13 +34,13 @@ from torch import nn
 from .pricing import cost
 
 if TYPE_CHECKING:
-    from fathom.models.configuration import FathomConfig
+    from fathom.models.fields import DecoderConfig
 
 
 class Below(ValueMixer):
     """v + s · ṽ of the layer below."""
 
-    def __init__(self, config: FathomConfig, layer_idx: int) -> None:
+    def __init__(self, config: DecoderConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
         if layer_idx:
             self.share = nn.Parameter(torch.zeros(1))
@@ -50,7 +50,7 @@ class Below(ValueMixer):
             nn.init.zeros_(self.share)
 
     @staticmethod
-    def source_layers(config: FathomConfig, layer_idx: int) -> tuple[int, ...]:
+    def source_layers(config: DecoderConfig, layer_idx: int) -> tuple[int, ...]:
         return (layer_idx - 1,) if layer_idx else ()
 
     def forward(self, query, key, value, sources):
@@ -184,7 +184,7 @@ def test_flattened():
 
 
 @pytest.mark.parametrize(
-    ("file", "name"), [("configuration", "FathomConfig"), ("slots", "Visit"), ("pretrained", "FathomPreTrainedModel")]
+    ("file", "name"), [("configuration", "FathomConfig"), ("slots", "plan"), ("pretrained", "FathomPreTrainedModel")]
 )
 def test_an_export_that_would_not_open_is_refused(package, file, name):
     """The export's registry imports the mechanism's file, which must not wait for the registry."""
