@@ -38,13 +38,14 @@ from transformers import DynamicCache, PreTrainedModel, Qwen3Config, Qwen3ForCau
 from transformers.cache_utils import Cache
 
 from fathom.evaluation.clock import Clock
-from fathom.models import FathomConfig, FathomForCausalLM, slot_table
-from fathom.models.fixed_table import FixedTable
+from fathom.models import FathomConfig, FathomForCausalLM
+from fathom.models.axes.roles import View
 from fathom.models.registry import parse_mechanism
-from fathom.models.roles import View
-from fathom.models.slot_cache import repeat_last, with_slots
-from fathom.models.slot_table import Tags
-from fathom.models.speculation import Speculation
+from fathom.models.trips import slot_table
+from fathom.models.trips.fixed_table import FixedTable
+from fathom.models.trips.slot_cache import repeat_last, with_slots
+from fathom.models.trips.slot_table import Tags
+from fathom.models.trips.speculation import Speculation
 from fathom.report.provenance import provenance
 
 TRIPS = 4

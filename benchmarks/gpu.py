@@ -280,7 +280,7 @@ def heads_of(count: int, tiny: bool, dtype: Any, where: str) -> Any:
 def mix_of(sources: int, tiny: bool, dtype: Any, where: str) -> Made:
     """A layer's mix at 32768 tokens of 16 query and 4 key-value heads."""
     from fathom.models import FathomConfig
-    from fathom.models.depth_attention import DepthAttention
+    from fathom.models.mixers.depth_attention import DepthAttention
 
     query, *rest = (
         heads_of(count, tiny, dtype, where).transpose(1, 2).requires_grad_() for count in (16, *[4] * (2 * sources + 2))
@@ -294,10 +294,10 @@ def rotated_mix_of(sources: int, tiny: bool, dtype: Any, where: str) -> Made:
     import torch
 
     from fathom.models import FathomConfig
-    from fathom.models.depth_attention import DepthAttention
-    from fathom.models.replaceable import faster
-    from fathom.models.rms_norm import RMSNorm
-    from fathom.models.rotary import rotate
+    from fathom.models.axes.replaceable import faster
+    from fathom.models.decoder.rms_norm import RMSNorm
+    from fathom.models.decoder.rotary import rotate
+    from fathom.models.mixers.depth_attention import DepthAttention
 
     query, key, value = own = [heads_of(n, tiny, dtype, where).requires_grad_() for n in (16, 4, 4)]
     rest = [heads_of(4, tiny, dtype, where).transpose(1, 2).requires_grad_() for _ in range(2 * sources)]
@@ -320,7 +320,7 @@ def pool_of(sources: int, tiny: bool, dtype: Any, where: str) -> Made:
     import torch
 
     from fathom.models import FathomConfig
-    from fathom.models.attention_residuals import AttentionResiduals
+    from fathom.models.residuals.attention_residuals import AttentionResiduals
 
     width, shape = (64, (1, 4, 64)) if tiny else (1536, (16, 2048, 1536))
     config = FathomConfig(hidden_size=width, residual="attention_residuals")

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from against import SHAPE
 from fathom.models import FathomConfig, FathomForCausalLM
-from fathom.models.roles import TripState
-from fathom.models.visit import Out
+from fathom.models.axes.roles import TripState
+from fathom.models.axes.visit import Out
 
 METHODS, BATCH, LENGTH = ("adaponder", "latent_cot"), 4, 128
 SETTINGS = ((2, 0.9), (2, 0.5), (4, 0.9), (4, 0.7), (4, 0.5))

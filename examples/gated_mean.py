@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from fathom.models.roles import Cost, Mechanism, ValueMixer
+from fathom.models.axes.roles import Cost, Mechanism, ValueMixer
 
 if TYPE_CHECKING:  # an export imports this file while it imports these two
-    from fathom.models.fields import DecoderConfig
-    from fathom.models.visit import Visit
+    from fathom.models.axes.fields import DecoderConfig
+    from fathom.models.axes.visit import Visit
 
 
 class GatedMean(ValueMixer):

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from fathom.errors import SettingsError
 from fathom.models.cost import cache_bytes_per_token
-from fathom.models.looping import Loop
-from fathom.models.slots import plan
+from fathom.models.recurrences.looping import Loop
+from fathom.models.trips.slots import plan
 from fathom.recipe import (
     Data,
     KVCache,

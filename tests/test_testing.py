@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from fathom.models import FathomConfig, FathomForCausalLM, FathomModel
+from fathom.models.axes.roles import Cost
 from fathom.models.cost import flops_per_token
 from fathom.models.registry import MECHANISMS
-from fathom.models.roles import Cost
 from fathom.testing import Conformance
 
 EXAMPLES = Path(__file__).parents[1] / "examples"

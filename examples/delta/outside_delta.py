@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from fathom.models.roles import Cost, Mechanism, Residual, ResidualOptions, ResidualState, WriteContext
+from fathom.models.axes.roles import Cost, Mechanism, Residual, ResidualOptions, ResidualState, WriteContext
 
 if TYPE_CHECKING:  # an export imports this file while it imports these two
-    from fathom.models.fields import DecoderConfig
-    from fathom.models.visit import Visit
+    from fathom.models.axes.fields import DecoderConfig
+    from fathom.models.axes.visit import Visit
 
 
 @dataclass(frozen=True)

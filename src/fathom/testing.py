@@ -28,9 +28,9 @@ from transformers import DynamicCache
 
 from fathom.checkpoints.export import export
 from fathom.models import FathomConfig, FathomForCausalLM
+from fathom.models.axes.roles import Mechanism, MechanismModule, Recurrence
 from fathom.models.cost import cache_bytes_per_token, count_parameters, mechanism_cost
 from fathom.models.packages import add_mechanism
-from fathom.models.roles import Mechanism, MechanismModule, Recurrence
 
 SHAPE: Mapping[str, Any] = {
     **{"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "head_dim": 8},

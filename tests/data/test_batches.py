@@ -18,7 +18,7 @@ from fathom.data.permutation import Permutation
 from fathom.data.rows import IGNORED, evaluation_windows
 from fathom.data.shards import TokenDataset
 from fathom.errors import DataError
-from fathom.models.numerics import IGNORE
+from fathom.models.axes.numerics import IGNORE
 from tests.data.corpora import stream
 
 LAYOUTS = [(1, None), (1, 4), (1, 1), (2, None), (2, 3), (3, 2), (4, 1), (6, None), (12, 1)]

@@ -20,7 +20,10 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.nn.attention import flex_attention as flex
 from transformers.initialization import no_init_weights
 
-from fathom.models import FathomForCausalLM, flex_reading, loss, mixture, slot_table, slots, walk
+from fathom.models import FathomForCausalLM
+from fathom.models.decoder import loss
+from fathom.models.recurrences import mixture
+from fathom.models.trips import flex_reading, slot_table, slots, walk
 from fathom.recipe import Optim
 from fathom.training.build import clip_gradients
 from fathom.training.guard import Guard

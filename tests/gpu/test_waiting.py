@@ -1,7 +1,7 @@
 """Nothing in a training step waits for the device; a halting token costs one question per trip.
 
 By dispatch tracing on a CPU: what would make the host wait is an operator of its own, whatever the device. What the
-host reads on purpose goes through `fathom.models.host.to_host`.
+host reads on purpose goes through `fathom.models.axes.host.to_host`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fathom.data.batches import Batch
-from fathom.models import slot_table, slots, walk
+from fathom.models.trips import slot_table, slots, walk
 from fathom.recipe import Optim, Recipe, Train
 from fathom.training.build import Training
 from fathom.training.guard import Guard

@@ -28,9 +28,10 @@ from fathom.inference.batches import LoneBatch, SlabBatch, SlabLayer, SlotBatch,
 from fathom.inference.engine import Engine, Job
 from fathom.inference.sampling import Choice
 from fathom.kvcache.policy import Policy
-from fathom.models import FathomConfig, FathomForCausalLM, slot_table
-from fathom.models.engines import check_engine
+from fathom.models import FathomConfig, FathomForCausalLM
 from fathom.models.registry import ALL, parse_mechanism
+from fathom.models.trips import slot_table
+from fathom.models.trips.engines import check_engine
 from tests.models.cases import SHAPE, build, config_of
 
 KINDS = {

@@ -22,9 +22,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fathom.inference import vllm_plugin
 from fathom.models import FathomForCausalLM, FathomModel
-from fathom.models.engines import engine_config
 from fathom.models.modeling import Attention
-from fathom.models.slots import plan
+from fathom.models.trips.engines import engine_config
+from fathom.models.trips.slots import plan
 from tests.tiny import export_tiny, tiny_config
 
 SERVED = [

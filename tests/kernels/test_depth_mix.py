@@ -13,7 +13,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from fathom.kernels import depth_mix as ours
-from fathom.models import depth_attention
+from fathom.models.mixers import depth_attention
 
 from .held import DEVICE, hold, hold_no_zeros
 

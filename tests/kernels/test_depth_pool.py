@@ -11,7 +11,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from fathom.kernels import depth_pool as ours
-from fathom.models import attention_residuals
+from fathom.models.residuals import attention_residuals
 
 from .held import DEVICE, hold, hold_no_zeros
 from .test_depth_mix import DTYPES, planted_in

@@ -18,11 +18,11 @@ from triton.runtime import interpreter
 
 import fathom.kernels.liger
 from fathom.kernels import use
-from fathom.models import loss
-from fathom.models.feed_forward import FeedForward
-from fathom.models.numerics import IGNORE
-from fathom.models.replaceable import faster, replace
-from fathom.models.rms_norm import RMSNorm, normalise
+from fathom.models.axes.numerics import IGNORE
+from fathom.models.axes.replaceable import faster, replace
+from fathom.models.decoder import loss
+from fathom.models.decoder.feed_forward import FeedForward
+from fathom.models.decoder.rms_norm import RMSNorm, normalise
 
 from .held import DEVICE, hold
 from .test_use import model_of

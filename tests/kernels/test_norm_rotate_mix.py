@@ -13,9 +13,9 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from fathom.kernels import norm_rotate_mix as ours
-from fathom.models import depth_attention
-from fathom.models.rms_norm import RMSNorm
-from fathom.models.rotary import rotate
+from fathom.models.decoder.rms_norm import RMSNorm
+from fathom.models.decoder.rotary import rotate
+from fathom.models.mixers import depth_attention
 
 from .held import DEVICE, hold, hold_no_zeros
 from .test_depth_mix import COUNTS, DTYPES, GROUPS, planted_in

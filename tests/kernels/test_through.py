@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 
 from fathom.kernels import use
 from fathom.models import FathomConfig, FathomForCausalLM
-from fathom.models.replaceable import replace
+from fathom.models.axes.replaceable import replace
 from tests.gpu.watch import Calls
 from tests.models.cases import SHAPE
 from tests.models.ranks import on_two_ranks

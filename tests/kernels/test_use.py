@@ -12,7 +12,7 @@ from fathom.cli.main import main
 from fathom.errors import SettingsError
 from fathom.kernels import NAMES, use
 from fathom.models import FathomConfig, FathomForCausalLM
-from fathom.models.replaceable import REPLACEABLE, replace
+from fathom.models.axes.replaceable import REPLACEABLE, replace
 from fathom.recipe import Recipe, Train
 from tests.models.cases import SHAPE
 

@@ -15,7 +15,7 @@ from fathom.kvcache.average import Average
 from fathom.kvcache.freqkv import FreqKV
 from fathom.kvcache.memory import Memory
 from fathom.kvcache.method import Method
-from fathom.models.numerics import widen
+from fathom.models.axes.numerics import widen
 
 from .cases import LENGTH, SCHEDULE, F, L, N, S, cache_of, cached, model_of, tokens
 

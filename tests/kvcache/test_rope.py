@@ -8,8 +8,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from fathom.kvcache import build_cache, compress_in_training
 from fathom.kvcache.rope import Rope, Still
+from fathom.models.axes.roles import View
 from fathom.models.registry import recurrence_class
-from fathom.models.roles import View
 from tests.models.cases import config_of
 
 from .cases import SHAPE, model_of

@@ -6,8 +6,9 @@ import math
 import pytest
 import torch
 
-from fathom.models import FathomForCausalLM, modeling, walk
-from fathom.models.slots import TokenSubset
+from fathom.models import FathomForCausalLM, modeling
+from fathom.models.trips import walk
+from fathom.models.trips.slots import TokenSubset
 
 from .cases import config_of, tokens
 from .slot_oracle import Decoder, thinker

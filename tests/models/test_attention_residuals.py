@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from fathom.models import FathomForCausalLM
-from fathom.models.attention_residuals import AttentionResiduals, Delta, pool, pool_stacked, source_counts
 from fathom.models.cost import count_parameters
-from fathom.models.slots import plan
+from fathom.models.residuals.attention_residuals import AttentionResiduals, Delta, pool, pool_stacked, source_counts
+from fathom.models.trips.slots import plan
 
 from . import oracle_numpy
 from .cases import build, config_of, tokens

@@ -7,10 +7,10 @@ import torch
 from transformers import DynamicCache
 
 from fathom.models import FathomConfig, FathomForCausalLM
-from fathom.models.blend import Blended
-from fathom.models.depth_attention import DepthAttention
+from fathom.models.axes.blend import Blended
+from fathom.models.axes.replaceable import replace
+from fathom.models.mixers.depth_attention import DepthAttention
 from fathom.models.registry import MECHANISMS
-from fathom.models.replaceable import replace
 
 from .cases import SHAPE, build, config_of, tokens
 
@@ -171,8 +171,8 @@ def test_a_kernel_blends(kernel, monkeypatch):
         query, key = rotate(query, key, *angles)
         return query, key, mix(query, key, value, sources, self_bias)[0]
 
-    from fathom.models.depth_attention import mix
-    from fathom.models.rotary import rotate
+    from fathom.models.decoder.rotary import rotate
+    from fathom.models.mixers.depth_attention import mix
 
     with torch.no_grad():
         wanted = model(ids).logits

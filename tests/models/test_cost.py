@@ -8,7 +8,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache
 
 from fathom.models import FathomConfig
-from fathom.models.arithmetic import attention_flops, head_flops, layer_flops
 from fathom.models.cost import (
     cache_bytes_per_token,
     count_parameters,
@@ -18,6 +17,7 @@ from fathom.models.cost import (
     training_flops_range,
     training_visits,
 )
+from fathom.models.decoder.arithmetic import attention_flops, head_flops, layer_flops
 
 from .cases import CASES, build, config_of, tokens
 

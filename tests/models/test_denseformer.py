@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from fathom.models import FathomForCausalLM
-from fathom.models.denseformer import DenseFormer
 from fathom.models.registry import mechanism
-from fathom.models.slots import plan
+from fathom.models.residuals.denseformer import DenseFormer
+from fathom.models.trips.slots import plan
 
 from .cases import config_of, tokens
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from fathom.models import FathomConfig
-from fathom.models.depth_attention import DepthAttention, depth_weights, mix, mix_few
-from fathom.models.numerics import few
+from fathom.models.axes.numerics import few
+from fathom.models.mixers.depth_attention import DepthAttention, depth_weights, mix, mix_few
 from fathom.models.registry import mechanism
-from fathom.models.slots import plan
+from fathom.models.trips.slots import plan
 
 from .cases import build, config_of, tokens
 

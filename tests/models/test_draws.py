@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fathom.models.draws import between, draw
+from fathom.models.recurrences.draws import between, draw
 
 from .ranks import on_two_ranks
 from .slot_oracle import thinker

@@ -14,8 +14,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fathom.checkpoints.export import export
 from fathom.models import FathomConfig, FathomModel, modeling
-from fathom.models.engines import check_engine
 from fathom.models.registry import parse_mechanism
+from fathom.models.trips.engines import check_engine
 
 from .cases import SHAPE, build, config_of, tokens
 

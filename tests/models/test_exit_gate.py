@@ -5,10 +5,10 @@ import torch
 from torch.nn.functional import binary_cross_entropy, cross_entropy
 
 from fathom.models import FathomForCausalLM
-from fathom.models import loss as losses
-from fathom.models.exit_gate import log_exits, threshold_for
-from fathom.models.loss import shifted, weighted_lm_loss
-from fathom.models.numerics import IGNORE
+from fathom.models.axes.numerics import IGNORE
+from fathom.models.decoder import loss as losses
+from fathom.models.decoder.loss import shifted, weighted_lm_loss
+from fathom.models.recurrences.exit_gate import log_exits, threshold_for
 
 from .cases import build, config_of, tokens
 

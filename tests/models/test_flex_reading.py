@@ -17,11 +17,12 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 from transformers.cache_utils import StaticCache
 
-from fathom.models import FathomForCausalLM, flex_reading, walk
-from fathom.models.flex_reading import attend_by_rule, read_rule
-from fathom.models.reading import read_mask
-from fathom.models.roles import View
-from fathom.models.slot_table import Tags
+from fathom.models import FathomForCausalLM
+from fathom.models.axes.roles import View
+from fathom.models.trips import flex_reading, walk
+from fathom.models.trips.flex_reading import attend_by_rule, read_rule
+from fathom.models.trips.reading import read_mask
+from fathom.models.trips.slot_table import Tags
 
 from .cases import build, config_of, tokens
 

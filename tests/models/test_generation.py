@@ -4,7 +4,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM
 
-from fathom.models import FathomForCausalLM, walk
+from fathom.models import FathomForCausalLM
+from fathom.models.trips import walk
 from fathom.training.gap import _decoded
 
 from .cases import SHAPE, SOLVED, build, config_of, tokens

@@ -6,8 +6,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from fathom.models import FathomForCausalLM
 from fathom.models.cost import count_parameters, mechanism_cost
-from fathom.models.hyper_connections import FLOOR, HyperConnections, sinkhorn, sinkhorn_logs, sinkhorn_numbers
 from fathom.models.registry import MECHANISMS
+from fathom.models.residuals.hyper_connections import FLOOR, HyperConnections, sinkhorn, sinkhorn_logs, sinkhorn_numbers
 
 from .cases import build, config_of, tokens
 

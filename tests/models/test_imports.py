@@ -1,16 +1,15 @@
-"""Who imports whom within `models/`: one way only, at the top of a file, and no mechanism another one."""
+"""Who imports whom in an export's flat folder: one way only, at the top of a file, and no mechanism another one."""
 
 import ast
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
-from pathlib import Path
 
 import pytest
 
-from fathom import models
+from fathom.models.packages import FILES, exported
 from fathom.models.registry import MECHANISMS
 
-SOURCES = {path.stem: path.read_text() for path in Path(models.__file__).parent.glob("*.py")}
+SOURCES = {name: exported(name) for name in FILES}
 MECHANISM_FILES = {m.build.__module__.rpartition(".")[2] for m in MECHANISMS.values()} - {"roles"}
 
 

@@ -5,10 +5,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fathom.models import latent_cot, reading, walk
-from fathom.models.roles import View
-from fathom.models.slots import TokenSubset, sweep
-from fathom.models.visit import Out
+from fathom.models.axes.roles import View
+from fathom.models.axes.visit import Out
+from fathom.models.recurrences import latent_cot
+from fathom.models.trips import reading, walk
+from fathom.models.trips.slots import TokenSubset, sweep
 
 from .cases import config_of, tokens
 from .slot_oracle import Decoder, thinker

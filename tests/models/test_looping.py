@@ -8,9 +8,9 @@ from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 from fathom.checkpoints.export import as_unrolled
 from fathom.errors import ModelError
 from fathom.models import FathomForCausalLM
-from fathom.models.arithmetic import attention_flops
+from fathom.models.axes.visit import Out
 from fathom.models.cost import cache_bytes_per_token, mechanism_cost
-from fathom.models.visit import Out
+from fathom.models.decoder.arithmetic import attention_flops
 
 from .cases import SHAPE, build, config_of, tokens
 from .test_slots import order_of

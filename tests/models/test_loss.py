@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fathom.models import loss as module
-from fathom.models.loss import chunk_rows, linear_cross_entropy
+from fathom.models.decoder import loss as module
+from fathom.models.decoder.loss import chunk_rows, linear_cross_entropy
 
 from .cases import build, config_of, tokens
 

@@ -16,11 +16,11 @@ from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM, StaticCach
 
 from fathom.checkpoints.export import export
 from fathom.models import FathomForCausalLM
+from fathom.models.axes.roles import Residual, ValueMixer, View
 from fathom.models.cost import cache_bytes_per_token, count_parameters, mechanism_cost
-from fathom.models.depth_attention import depth_weights
+from fathom.models.decoder.rotary import signed
+from fathom.models.mixers.depth_attention import depth_weights
 from fathom.models.registry import AXES, MECHANISMS, mechanism, parse_mechanism
-from fathom.models.roles import Residual, ValueMixer, View
-from fathom.models.rotary import signed
 
 from .cases import (
     CASES,

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from fathom.models import mixture as module
-from fathom.models.mixture import mixture
+from fathom.models.recurrences import mixture as module
+from fathom.models.recurrences.mixture import mixture
 
 VOCABULARY, WIDTH = 41, 8
 HOW = [(0, 1.0), (0, 0.7), (2, 1.0), (2, 1.6), (5, 1.0), (VOCABULARY, 1.3)]

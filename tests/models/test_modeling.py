@@ -9,8 +9,9 @@ from transformers import AutoModel, Qwen3Config, Qwen3ForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from fathom.checkpoints.export import export
-from fathom.models import FathomForCausalLM, modeling, roles
-from fathom.models.roles import MechanismModule, Residual
+from fathom.models import FathomForCausalLM, modeling
+from fathom.models.axes import roles
+from fathom.models.axes.roles import MechanismModule, Residual
 
 from .cases import CASES, SHAPE, build, config_of, in_turn, tokens
 from .test_operations import Operations

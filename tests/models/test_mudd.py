@@ -5,7 +5,7 @@ import torch
 from transformers import DynamicCache
 
 from fathom.models import FathomForCausalLM, modeling
-from fathom.models.mudd import Mudd
+from fathom.models.residuals.mudd import Mudd
 
 from .cases import build, config_of, tokens
 

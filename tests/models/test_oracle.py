@@ -26,14 +26,15 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticCa
 
 from fathom.checkpoints.families import gpt_neox
 from fathom.checkpoints.families.tensors import LAYER
-from fathom.models import FathomConfig, FathomForCausalLM, modeling, reading, slot_table, slots, walk
+from fathom.models import FathomConfig, FathomForCausalLM, modeling
 from fathom.models.configuration import CHOICES
-from fathom.models.depth_attention import DepthAttention
-from fathom.models.looping import Loop
-from fathom.models.pondering import Solved
+from fathom.models.decoder.rotary import signed
+from fathom.models.mixers.depth_attention import DepthAttention
+from fathom.models.recurrences.looping import Loop
+from fathom.models.recurrences.pondering import Solved
 from fathom.models.registry import known
-from fathom.models.rotary import signed
-from fathom.models.slot_table import SlotTable
+from fathom.models.trips import reading, slot_table, slots, walk
+from fathom.models.trips.slot_table import SlotTable
 
 from .oracle import angles_of
 from .oracle_numpy import Held, Oracle, Row, Token

@@ -28,13 +28,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from fathom.models.roles import Mechanism, ValueMixer
+from fathom.models.axes.roles import Mechanism, ValueMixer
 from torch import nn
 
 from .pricing import cost
 
 if TYPE_CHECKING:
-    from fathom.models.fields import DecoderConfig
+    from fathom.models.axes.fields import DecoderConfig
 
 
 class Below(ValueMixer):
@@ -64,7 +64,7 @@ OUTSIDE_BELOW = Mechanism(
 PRICING = '''\
 """What it costs."""
 
-from fathom.models.roles import Cost
+from fathom.models.axes.roles import Cost
 
 
 def cost(config, visits, scalar):
@@ -178,13 +178,14 @@ def test_its_file_travels(added, package, tmp_path):
 
 
 def test_flattened():
-    source = "from fathom.models.roles import (\n    Cost,\n)\nfrom .pricing import cost\nimport math, torch.nn\n"
+    source = "from fathom.models.axes.roles import (\n    Cost,\n)\nfrom .pricing import cost\nimport math, torch.nn\n"
     text, siblings = flattened(source)
-    assert text == source.replace("fathom.models", "") and siblings == ["pricing"]
+    assert text == source.replace("fathom.models.axes", "") and siblings == ["pricing"]
 
 
 @pytest.mark.parametrize(
-    ("file", "name"), [("configuration", "FathomConfig"), ("slots", "plan"), ("pretrained", "FathomPreTrainedModel")]
+    ("file", "name"),
+    [("configuration", "FathomConfig"), ("trips.slots", "plan"), ("pretrained", "FathomPreTrainedModel")],
 )
 def test_an_export_that_would_not_open_is_refused(package, file, name):
     """The export's registry imports the mechanism's file, which must not wait for the registry."""
@@ -213,7 +214,7 @@ def test_what_reaches_the_registry():
     [
         ("import numpy as np", "import numpy: only torch, transformers, the standard library"),
         ("from scipy.stats import norm", "from scipy.stats import norm: only torch"),
-        ("from fathom.models import FathomConfig", "of Fathom only `from fathom.models.FILE import NAME`"),
+        ("from fathom.models import FathomConfig", "of Fathom only `from fathom.models.ROOM.FILE import NAME`"),
         ("from fathom.models.packages import add_mechanism", "of Fathom only"),
         ("import fathom", "import fathom: of Fathom only"),
         ("from fathom.training.loop import train", "of Fathom only"),
@@ -224,8 +225,8 @@ def test_what_reaches_the_registry():
             "from .numerics import x",
             "numerics.py cannot travel in an export: its name is that of a file in fathom.models",
         ),
-        ("x = 1; from fathom.models.roles \\\n  import Cost", None),
-        ("from \\\n  fathom.models.roles import Cost", "write it at the start of a line"),
+        ("x = 1; from fathom.models.axes.roles \\\n  import Cost", None),
+        ("from \\\n  fathom.models.axes.roles import Cost", "write it at the start of a line"),
     ],
 )
 def test_what_cannot_travel_is_refused_when_it_is_added(package, line, says):

@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from fathom.models import FathomForCausalLM, walk
-from fathom.models.roles import View
+from fathom.models import FathomForCausalLM
+from fathom.models.axes.roles import View
+from fathom.models.trips import walk
 
 from .cases import config_of, tokens
 from .slot_oracle import thinker

@@ -7,10 +7,10 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from fathom.models import walk
-from fathom.models.slot_cache import SlotLayer
-from fathom.models.slots import sweep
-from fathom.models.walk import Interleaved, Stored
+from fathom.models.trips import walk
+from fathom.models.trips.slot_cache import SlotLayer
+from fathom.models.trips.slots import sweep
+from fathom.models.trips.walk import Interleaved, Stored
 
 from .cases import set_options, tokens
 from .slot_oracle import Decoder, thinker

@@ -7,8 +7,9 @@ import torch
 from torch.nn import functional as F
 from transformers import DynamicCache
 
-from fathom.models import ponder3, walk
-from fathom.models.slot_table import SlotTable
+from fathom.models.recurrences import ponder3
+from fathom.models.trips import walk
+from fathom.models.trips.slot_table import SlotTable
 
 from .cases import tokens
 from .slot_oracle import Decoder, thinker

@@ -10,14 +10,15 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM, TrainerState
 
-from fathom.models import FathomForCausalLM, walk
-from fathom.models.arithmetic import layer_flops
+from fathom.models import FathomForCausalLM
+from fathom.models.axes.numerics import lowest_mean
+from fathom.models.axes.roles import View
 from fathom.models.cost import mechanism_cost
-from fathom.models.numerics import lowest_mean
-from fathom.models.ponder2 import Ponder2Options
-from fathom.models.pondering import Pondering, lowest_sum
-from fathom.models.roles import View
-from fathom.models.slot_table import gathering_pays
+from fathom.models.decoder.arithmetic import layer_flops
+from fathom.models.recurrences.ponder2 import Ponder2Options
+from fathom.models.recurrences.pondering import Pondering, lowest_sum
+from fathom.models.trips import walk
+from fathom.models.trips.slot_table import gathering_pays
 from fathom.training.callback import FollowSteps
 
 from .cases import SHAPE, set_options, tokens

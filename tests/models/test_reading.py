@@ -5,10 +5,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fathom.models.reading import read_mask, side_by_side, with_key_bias
-from fathom.models.roles import View
-from fathom.models.slot_table import Tags
-from fathom.models.walk import Inputs
+from fathom.models.axes.roles import View
+from fathom.models.trips.reading import read_mask, side_by_side, with_key_bias
+from fathom.models.trips.slot_table import Tags
+from fathom.models.trips.walk import Inputs
 
 from .cases import tokens
 from .slot_oracle import thinker

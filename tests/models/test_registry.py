@@ -27,12 +27,12 @@ def compared(source):
 
 @pytest.mark.parametrize("name", EQUATIONS)
 def test_the_equations_mention_no_mechanism(name):
-    assert not mentioned((FOLDER / name).read_text())
+    assert not mentioned(next(FOLDER.rglob(name)).read_text())
 
 
 def test_no_other_file_compares_with_a_mechanism():
     assert len(OWN) == len(NAMES) + 1  # a file for each mechanism but the three defaults, and the registry
-    others = [path for path in FOLDER.glob("*.py") if path.name not in OWN]
+    others = [path for path in FOLDER.rglob("*.py") if path.name not in OWN]
     assert {path.name for path in others} > set(EQUATIONS)
     assert {path.name: found for path in others if (found := compared(path.read_text()))} == {}
 

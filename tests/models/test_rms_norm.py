@@ -5,7 +5,7 @@ import torch
 from torch.autograd.gradcheck import gradcheck
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from fathom.models.rms_norm import RMSNorm, normalise
+from fathom.models.decoder.rms_norm import RMSNorm, normalise
 
 
 def norms(width, dtype, eps=1e-6):

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from fathom.models import FathomForCausalLM
-from fathom.models.attention_residuals import AttentionResiduals
+from fathom.models.axes.roles import valid_mean
 from fathom.models.modeling import DecoderLayer
-from fathom.models.roles import valid_mean
+from fathom.models.residuals.attention_residuals import AttentionResiduals
 
 from .cases import build, config_of, tokens
 

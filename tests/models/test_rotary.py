@@ -5,7 +5,7 @@ import torch
 from torch.autograd.gradcheck import gradcheck, gradgradcheck
 from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
-from fathom.models import rotary
+from fathom.models.decoder import rotary
 
 from .cases import build, config_of
 

@@ -6,12 +6,13 @@ from benchmarks.saved import ARMS, config_of, measure, saved_bytes
 from torch.autograd import gradcheck
 from transformers import DynamicCache
 
-from fathom.models import FathomForCausalLM, attention_residuals, hyper_connections, modeling
-from fathom.models.attention_residuals import pool
+from fathom.models import FathomForCausalLM, modeling
 from fathom.models.cost import kept_visits, training_visits
-from fathom.models.hyper_connections import balance, balance_gradient, sinkhorn
 from fathom.models.registry import MECHANISMS
-from fathom.models.walk import Interleaved
+from fathom.models.residuals import attention_residuals, hyper_connections
+from fathom.models.residuals.attention_residuals import pool
+from fathom.models.residuals.hyper_connections import balance, balance_gradient, sinkhorn
+from fathom.models.trips.walk import Interleaved
 from tests.gpu.watch import Calls
 
 BOUNDS = {"attention_residuals": 1.2, "hyper_connections": 1.6}

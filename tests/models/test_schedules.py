@@ -10,8 +10,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fathom.models import FathomConfig, FathomForCausalLM
+from fathom.models.axes.roles import MechanismModule
 from fathom.models.registry import MECHANISMS
-from fathom.models.roles import MechanismModule
 from fathom.training.callback import FollowSteps
 
 from .cases import SHAPE, tokens

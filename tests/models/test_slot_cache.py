@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from torch._dynamo.utils import counters
 from transformers import CompileConfig, DynamicCache, StaticCache, cache_utils
 
-from fathom.models import walk
+from fathom.models.axes.roles import View
 from fathom.models.cost import cache_bytes_per_token
-from fathom.models.fixed_table import FixedTable
-from fathom.models.roles import View
-from fathom.models.slot_cache import SlotLayer, drop_row, trim_slots, with_slots
+from fathom.models.trips import walk
+from fathom.models.trips.fixed_table import FixedTable
+from fathom.models.trips.slot_cache import SlotLayer, drop_row, trim_slots, with_slots
 
 from .cases import build, config_of, tokens
 from .slot_oracle import METHODS, thinker

@@ -6,9 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import DynamicCache, StaticCache
 
-from fathom.models import modeling, slots
-from fathom.models.slots import TokenSubset, jacobi, joined, plan, sweep, with_banks
-from fathom.models.visit import Out
+from fathom.models import modeling
+from fathom.models.axes.visit import Out
+from fathom.models.trips import slots
+from fathom.models.trips.slots import TokenSubset, jacobi, joined, plan, sweep, with_banks
 
 from .cases import build, config_of, tokens
 

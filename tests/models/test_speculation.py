@@ -7,9 +7,10 @@ import scipy.stats
 import torch
 from transformers import LogitsProcessorList
 
-from fathom.models import FathomConfig, speculation
+from fathom.models import FathomConfig
 from fathom.models.registry import parse_mechanism
-from fathom.models.speculation import Speculation, Stages, accept
+from fathom.models.trips import speculation
+from fathom.models.trips.speculation import Speculation, Stages, accept
 
 from .cases import SHAPE, build, config_of
 

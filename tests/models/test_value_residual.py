@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fathom.models.value_residual import ValueResidual
+from fathom.models.mixers.value_residual import ValueResidual
 
 from .cases import config_of
 

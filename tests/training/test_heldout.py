@@ -19,8 +19,8 @@ from fathom.data.shards import TokenDataset
 from fathom.experiments.compare_page import _solved
 from fathom.experiments.compare_results import ArmTrips, ParallelRun
 from fathom.models import FathomConfig, FathomForCausalLM
-from fathom.models.loss import CHUNK_ROWS
-from fathom.models.numerics import IGNORE
+from fathom.models.axes.numerics import IGNORE
+from fathom.models.decoder.loss import CHUNK_ROWS
 from fathom.recipe import Recipe
 from fathom.report.results import restored, to_json
 from fathom.training.estimate import estimate

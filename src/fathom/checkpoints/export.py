@@ -29,10 +29,10 @@ from fathom.checkpoints.tokenizers import identity
 from fathom.errors import ModelError
 from fathom.models import FathomConfig
 from fathom.models.cost import cache_bytes_per_token
-from fathom.models.looping import LoopOptions
 from fathom.models.modeling import FathomForCausalLM
 from fathom.models.packages import declared_as, exported, home, is_ours, needed, travelling
 from fathom.models.pretrained import FathomPreTrainedModel
+from fathom.models.recurrences.looping import LoopOptions
 from fathom.models.registry import AXES, DEFAULTS, mechanism, mechanism_name
 from fathom.report.files import read_json
 

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
 from fathom.errors import SettingsError
+from fathom.models.axes.roles import Mechanism
 from fathom.models.configuration import FathomConfig
 from fathom.models.registry import AXES, DEFAULTS, known
-from fathom.models.roles import Mechanism
 from fathom.settings import overridden
 
 TRIPS = 2

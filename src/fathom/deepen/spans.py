@@ -24,10 +24,10 @@ from transformers import PreTrainedTokenizerBase
 
 from fathom.errors import SettingsError
 from fathom.evaluation.perplexity import beginning, encoder, read_domains
-from fathom.models.loss import token_losses
+from fathom.models.decoder.loss import token_losses
+from fathom.models.decoder.rotary import signed
 from fathom.models.modeling import FathomForCausalLM
 from fathom.models.registry import AXES, DEFAULTS
-from fathom.models.rotary import signed
 from fathom.report.progress import ProgressBar
 from fathom.report.statistics import Difference, weighted_difference
 from fathom.settings import plain, show

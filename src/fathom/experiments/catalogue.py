@@ -9,9 +9,9 @@ from itertools import groupby
 from rich.table import Table
 
 from fathom.models import FathomConfig
+from fathom.models.axes.roles import Cost
 from fathom.models.cost import cache_bytes_per_token, count_parameters, flops_per_token, mechanism_cost
 from fathom.models.registry import AXES, DEFAULTS, known
-from fathom.models.roles import Cost
 from fathom.report.numbers import short
 from fathom.report.tables import terminal_table
 

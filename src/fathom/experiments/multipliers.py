@@ -55,7 +55,7 @@ from fathom.experiments.trips import Looped, worth
 from fathom.experiments.tuning import EDGE, FLAT
 from fathom.models.cost import as_decoded, cache_bytes_per_token
 from fathom.models.registry import DEFAULTS, recurrence_class
-from fathom.models.slots import plan as visits
+from fathom.models.trips.slots import plan as visits
 from fathom.recipe import Recipe
 from fathom.report.provenance import Provenance
 from fathom.report.statistics import adjust, paired_difference

@@ -28,10 +28,10 @@ from fathom.evaluation.budgets import counting
 from fathom.kvcache.policy import Policy
 from fathom.kvcache.prefill import chunks
 from fathom.models import FathomForCausalLM
-from fathom.models.slot_cache import GrowingLayer, drop_row, merge_slots, trim_slots
-from fathom.models.slot_table import with_spare
-from fathom.models.slots import banks_of, joined
-from fathom.models.speculation import Speculation, Stages, check_speculation, side_by_side
+from fathom.models.trips.slot_cache import GrowingLayer, drop_row, merge_slots, trim_slots
+from fathom.models.trips.slot_table import with_spare
+from fathom.models.trips.slots import banks_of, joined
+from fathom.models.trips.speculation import Speculation, Stages, check_speculation, side_by_side
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

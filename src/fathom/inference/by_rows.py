@@ -18,8 +18,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fathom.checkpoints.int8 import Int8Linear
-from fathom.models.reading import BY_ROWS
-from fathom.models.walk import DEAD
+from fathom.models.trips.reading import BY_ROWS
+from fathom.models.trips.walk import DEAD
 
 NAME, OF_SLOTS = "sdpa_rows", f"sdpa{BY_ROWS}"
 """Backends for models that keep a sequence's keys in the order of its tokens, and for those with slots."""

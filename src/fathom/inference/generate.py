@@ -28,7 +28,7 @@ from fathom.inference.processing import Finite, OfTheText, Streamer, Write
 from fathom.inference.prompt import encode
 from fathom.inference.settings import Sampling
 from fathom.inference.texts import AnswerWords
-from fathom.models.speculation import Speculation, check_speculation
+from fathom.models.trips.speculation import Speculation, check_speculation
 
 USUAL = {"bos_token_id", "eos_token_id", "pad_token_id", "do_sample", "temperature", "top_k", "top_p"} | {
     "transformers_version",

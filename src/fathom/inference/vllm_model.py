@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from vllm.model_executor.models.transformers import TransformersForCausalLM
 
 from fathom.models import FathomConfig
-from fathom.models.engines import engine_config
-from fathom.models.slots import plan
+from fathom.models.trips.engines import engine_config
+from fathom.models.trips.slots import plan
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from fathom.errors import SettingsError, to_install
-from fathom.models.replaceable import replace
+from fathom.models.axes.replaceable import replace
 
 HOMES = {
     **{name: name for name in ("depth_mix", "depth_pool", "norm_rotate_mix")},

@@ -97,7 +97,7 @@ def constants(group: int, width: int) -> dict[str, int]:
 def depth_mix(
     query: Tensor, key: Tensor, value: Tensor, sources: tuple[Tensor, ...], self_bias: Tensor | None = None
 ) -> Tensor:
-    """ṽ, as `fathom.models.depth_attention.mix` gives it."""
+    """ṽ, as `fathom.models.mixers.depth_attention.mix` gives it."""
     return mix(query, [*sources[::2], key], [*sources[1::2], value], self_bias)[0]
 
 

@@ -120,7 +120,7 @@ def warps(width: int) -> int:
 
 
 def depth_pool(sources: Sequence[Tensor], query: Tensor, eps: float, recency_bias: Tensor | None = None) -> Tensor:
-    """Σ_s α_s s, as `fathom.models.attention_residuals.pool` gives it."""
+    """Σ_s α_s s, as `fathom.models.residuals.attention_residuals.pool` gives it."""
     return pool(list(sources), query, recency_bias, eps)[0]
 
 

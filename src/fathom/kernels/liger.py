@@ -6,11 +6,11 @@ import torch
 from liger_kernel.ops import LigerFusedLinearCrossEntropyFunction, LigerRMSNormFunction, LigerSiLUMulFunction
 from torch import Tensor
 
-from fathom.models.numerics import IGNORE
+from fathom.models.axes.numerics import IGNORE
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """As `fathom.models.rms_norm.normalise`; gradients do not overwrite the input."""
+    """As `fathom.models.decoder.rms_norm.normalise`; gradients do not overwrite the input."""
     offset, casting, in_place = 0.0, "llama", False
     return LigerRMSNormFunction.apply(x, weight, eps, offset, casting, in_place)
 
@@ -21,7 +21,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def linear_cross_entropy(rows: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """As `fathom.models.loss.linear_cross_entropy`, summed; the weight's gradient is summed in float32."""
+    """As `fathom.models.decoder.loss.linear_cross_entropy`, summed; the weight's gradient is summed in float32."""
     no_bias, no_weights, squares, smoothing, softcap, with_squares = None, None, 0.0, 0.0, None, False
     loss, *_ = LigerFusedLinearCrossEntropyFunction.apply(
         *(rows, weight, targets, no_bias, no_weights, IGNORE, squares, smoothing, "sum", softcap, with_squares),

@@ -266,7 +266,7 @@ def norm_rotate_mix(
         own: The layer's raw query `[B, T, H, D]`, key and value `[B, T, H_kv, D]`.
         sources: As `depth_mix` takes them.
         norms: Of queries and of keys.
-        rotation: Cosines and sines of `fathom.models.rotary`, `[1 or B, T, D]`.
+        rotation: Cosines and sines of `fathom.models.decoder.rotary`, `[1 or B, T, D]`.
         last: Whether keys are normed after they are rotated.
         self_bias: As `depth_mix` takes it.
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from fathom.models.slot_cache import SlotLayer
+from fathom.models.trips.slot_cache import SlotLayer
 
 
 def cache_bytes(cache: Cache) -> int:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fathom.models.numerics import widen
+from fathom.models.axes.numerics import widen
 
 from .method import Held, Selection
 from .rope import Rope, Still

@@ -15,7 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fathom.models.numerics import widen
+from fathom.models.axes.numerics import widen
 
 from .rope import Rope, Still
 from .schedule import Schedule

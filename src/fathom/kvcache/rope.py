@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
+from fathom.models.axes.roles import View
+from fathom.models.decoder.rotary import RotaryEmbedding
 from fathom.models.registry import recurrence_class
-from fathom.models.roles import View
-from fathom.models.rotary import RotaryEmbedding
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

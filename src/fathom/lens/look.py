@@ -25,16 +25,16 @@ from fathom.checkpoints.special_tokens import unknown_token
 from fathom.checkpoints.tokenizers import byte_letters
 from fathom.errors import SettingsError
 from fathom.models import FathomForCausalLM
-from fathom.models.blend import Blended
+from fathom.models.axes.blend import Blended
+from fathom.models.axes.numerics import widen
+from fathom.models.axes.roles import ResidualState, ValueMixer
+from fathom.models.axes.visit import Visit
 from fathom.models.cost import count_parameters
-from fathom.models.denseformer import DenseFormer
-from fathom.models.depth_attention import DepthAttention, depth_weights
-from fathom.models.numerics import widen
+from fathom.models.mixers.depth_attention import DepthAttention, depth_weights
+from fathom.models.mixers.uniform_depth import UniformDepth
+from fathom.models.mixers.value_residual import ValueResidual
 from fathom.models.registry import mechanism_name
-from fathom.models.roles import ResidualState, ValueMixer
-from fathom.models.uniform_depth import UniformDepth
-from fathom.models.value_residual import ValueResidual
-from fathom.models.visit import Visit
+from fathom.models.residuals.denseformer import DenseFormer
 
 if TYPE_CHECKING:
     from fathom.models.modeling import DecoderLayer

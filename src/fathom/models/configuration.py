@@ -12,9 +12,9 @@ from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 
-from .fields import DecoderConfig
+from .axes.fields import DecoderConfig
+from .decoder.norms import NORMS
 from .foreign import reader
-from .norms import NORMS
 from .registry import AXES, DEFAULTS, check_trips, check_visits, recurrence_class, resolve_options
 
 CHOICES = {

@@ -13,12 +13,12 @@ from collections.abc import Sequence
 
 import torch
 
-from .arithmetic import attention_flops, head_flops, layer_cache_bytes, layer_flops, loss_flops
+from .axes.roles import Cost, Recurrence, View
 from .configuration import FathomConfig
+from .decoder.arithmetic import attention_flops, head_flops, layer_cache_bytes, layer_flops, loss_flops
 from .modeling import FathomForCausalLM
 from .registry import AXES, mechanism, recurrence_class
-from .roles import Cost, Recurrence, View
-from .slots import plan
+from .trips.slots import plan
 
 _counted: dict[str, int] = {}
 """Parameters, by the values of a configuration: a ladder asks for those of a few sizes hundreds of times."""

@@ -19,7 +19,7 @@ from transformers import GenerationConfig, PretrainedConfig
 from transformers.utils import GENERATION_CONFIG_NAME
 
 if TYPE_CHECKING:
-    from .fields import DecoderConfig
+    from .axes.fields import DecoderConfig
 
 HUB_KEYS = ("revision", "token", "cache_dir", "local_files_only", "force_download")
 """Arguments of `from_pretrained` that say where on the Hub a checkpoint is."""

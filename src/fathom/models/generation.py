@@ -15,9 +15,9 @@ from transformers import LogitsProcessorList, UnbatchedClassifierFreeGuidanceLog
 from transformers.generation import GenerationMixin
 from transformers.masking_utils import create_masks_for_generate
 
-from .engines import COMPANY, check_engine, engine_config
-from .slots import plan
-from .speculation import Speculation, check_request, decode
+from .trips.engines import COMPANY, check_engine, engine_config
+from .trips.slots import plan
+from .trips.speculation import Speculation, check_request, decode
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig

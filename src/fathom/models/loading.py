@@ -11,9 +11,9 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from .axes.roles import MechanismModule, Recurrence, Residual, ValueMixer
 from .foreign import HUB_KEYS, opened
 from .registry import AXES
-from .roles import MechanismModule, Recurrence, Residual, ValueMixer
 
 SHAPING = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),

@@ -24,25 +24,25 @@ from transformers.utils import can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
+from .axes.roles import Recurrence, Residual, ResidualState, TripState, ValueMixer, View, Ways, direct, watched, ways
+from .axes.visit import Plan
 from .configuration import FathomConfig
-from .eager import attend_capped
-from .engines import COMPANY, ENGINES, CachedAttention, check_engine, seat, take_banks
-from .feed_forward import FeedForward
-from .flex_reading import ReadingRule, attend_by_rule
+from .decoder.eager import attend_capped
+from .decoder.feed_forward import FeedForward
+from .decoder.head import build_head
+from .decoder.loss import causal_lm_loss, shifted, token_losses, weighted_lm_loss
+from .decoder.norms import NORMS
+from .decoder.rotary import Angles, Rotation, build_rotary, rotate
 from .generation import FathomGenerationMixin
-from .head import build_head
-from .loss import causal_lm_loss, shifted, token_losses, weighted_lm_loss
-from .norms import NORMS
 from .pretrained import FathomPreTrainedModel
-from .reading import attend_beside, with_key_bias
 from .registry import mechanism, residual_sets
-from .roles import Recurrence, Residual, ResidualState, TripState, ValueMixer, View, Ways, direct, watched, ways
-from .rotary import Angles, Rotation, build_rotary, rotate
-from .slot_cache import with_slots
-from .slots import plan, with_banks
-from .visit import Plan
-from .walk import Inputs, Store
-from .walk import run as run_trips
+from .trips.engines import COMPANY, ENGINES, CachedAttention, check_engine, seat, take_banks
+from .trips.flex_reading import ReadingRule, attend_by_rule
+from .trips.reading import attend_beside, with_key_bias
+from .trips.slot_cache import with_slots
+from .trips.slots import plan, with_banks
+from .trips.walk import Inputs, Store
+from .trips.walk import run as run_trips
 
 NORM_NAMES = {
     "before": ("input_layernorm", "post_attention_layernorm"),

@@ -19,8 +19,8 @@ from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
 
+from .axes.roles import Mechanism
 from .registry import AXES, MECHANISMS, VANILLA, late
-from .roles import Mechanism
 
 GROUP = "fathom.mechanisms"
 """The group of entry points: each names a `Mechanism`, as `package.file:NAME`."""
@@ -182,7 +182,7 @@ def _require_known(module: str, says: str) -> None:
     """Refuse an import that an export could not resolve."""
     top = module.split(".")[0]
     if top == "fathom":
-        raise ValueError(f"{says}: of Fathom only `from fathom.models.FILE import NAME`")
+        raise ValueError(f"{says}: of Fathom only `from fathom.models.ROOM.FILE import NAME`")
     if top not in ("torch", "transformers", *sys.stdlib_module_names):
         raise ValueError(f"{says}: only torch, transformers, the standard library, fathom.models and siblings by `.`")
 

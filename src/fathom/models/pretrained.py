@@ -12,11 +12,11 @@ from torch import nn
 from transformers import initialization as init
 from transformers.models.qwen3.modeling_qwen3 import Qwen3PreTrainedModel
 
+from .axes.roles import MechanismModule
 from .configuration import FathomConfig
+from .decoder.norms import OffsetRMSNorm
 from .loading import StrictLoading
-from .norms import OffsetRMSNorm
 from .registry import recurrence_class
-from .roles import MechanismModule
 
 CAPPED = ("eager", "flex_attention")
 """Attention backends that can cap logits."""

@@ -8,24 +8,24 @@ from dataclasses import asdict, fields
 from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
-from .adaponder import ADAPONDER
-from .attention_residuals import ATTENTION_RESIDUALS
-from .denseformer import DENSEFORMER
-from .depth_attention import DEPTH_ATTENTION
-from .hyper_connections import HYPER_CONNECTIONS
-from .latent_cot import LATENT_COT
-from .looping import LOOP
-from .mudd import MUDD
-from .ponder import PONDER
-from .ponder2 import PONDER2
-from .ponder3 import PONDER3
-from .roles import Cost, Mechanism, Recurrence, Residual, ValueMixer
-from .uniform_depth import UNIFORM_DEPTH
-from .value_residual import VALUE_RESIDUAL
+from .axes.roles import Cost, Mechanism, Recurrence, Residual, ValueMixer
+from .mixers.depth_attention import DEPTH_ATTENTION
+from .mixers.uniform_depth import UNIFORM_DEPTH
+from .mixers.value_residual import VALUE_RESIDUAL
+from .recurrences.adaponder import ADAPONDER
+from .recurrences.latent_cot import LATENT_COT
+from .recurrences.looping import LOOP
+from .recurrences.ponder import PONDER
+from .recurrences.ponder2 import PONDER2
+from .recurrences.ponder3 import PONDER3
+from .residuals.attention_residuals import ATTENTION_RESIDUALS
+from .residuals.denseformer import DENSEFORMER
+from .residuals.hyper_connections import HYPER_CONNECTIONS
+from .residuals.mudd import MUDD
 
 if TYPE_CHECKING:
-    from .fields import DecoderConfig
-    from .visit import Visit
+    from .axes.fields import DecoderConfig
+    from .axes.visit import Visit
 
 
 def free(config: DecoderConfig, visits: Sequence[Visit], scalar: int) -> Cost:

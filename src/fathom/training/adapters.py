@@ -15,8 +15,8 @@ from torch import Tensor
 from fathom.checkpoints.layout import ADAPTER, ADAPTER_WEIGHTS
 from fathom.checkpoints.runs import load_tensors, model_directory
 from fathom.errors import SettingsError, to_install
+from fathom.models.axes.roles import MechanismModule
 from fathom.models.modeling import FathomForCausalLM
-from fathom.models.roles import MechanismModule
 from fathom.recipe import Lora, Recipe
 from fathom.training.checkpoint import UNFINISHED, publish
 from fathom.training.hooks import Hook, ObservedRun

@@ -18,8 +18,8 @@ from fathom.data.shards import TokenDataset
 from fathom.errors import SettingsError
 from fathom.kernels import require, use
 from fathom.models.configuration import FathomConfig
-from fathom.models.flex_reading import FLEX, NO_BACKWARD
 from fathom.models.modeling import FathomCausalLMOutput, FathomForCausalLM
+from fathom.models.trips.flex_reading import FLEX, NO_BACKWARD
 from fathom.recipe import Recipe
 from fathom.training.adapters import adapt, require_peft
 from fathom.training.distill import check_teacher, distilled, open_teacher

@@ -19,9 +19,9 @@ from fathom.checkpoints.runs import config_of, is_source
 from fathom.data.batches import Batch
 from fathom.data.shards import TokenDataset
 from fathom.errors import SettingsError
-from fathom.models.loss import chunk_rows, shifted
+from fathom.models.axes.numerics import IGNORE, widen
+from fathom.models.decoder.loss import chunk_rows, shifted
 from fathom.models.modeling import FathomCausalLMOutput, FathomForCausalLM
-from fathom.models.numerics import IGNORE, widen
 from fathom.recipe import Distill, Recipe
 from fathom.training.first import CROSS_ENTROPY
 from fathom.training.parallel import Ranks, parallelize

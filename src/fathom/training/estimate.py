@@ -13,6 +13,7 @@ from fathom.data.collections import collection_sizes, locate
 from fathom.data.puzzles import is_puzzle, open_data
 from fathom.data.shards import read_index
 from fathom.errors import DataError
+from fathom.models.axes.roles import View
 from fathom.models.configuration import FathomConfig
 from fathom.models.cost import (
     cache_bytes_per_token,
@@ -23,12 +24,11 @@ from fathom.models.cost import (
     training_flops_range,
     vanilla_flops_per_token,
 )
+from fathom.models.decoder.loss import chunk_rows
 from fathom.models.loading import described
-from fathom.models.loss import chunk_rows
 from fathom.models.modeling import FathomForCausalLM
-from fathom.models.pondering import MixtureOptions
+from fathom.models.recurrences.pondering import MixtureOptions
 from fathom.models.registry import mechanism, mechanism_name, recurrence_class
-from fathom.models.roles import View
 from fathom.recipe import Recipe
 from fathom.training.build import mixture_of
 from fathom.training.distill import teacher_of

@@ -1,0 +1,1 @@
+"""The parts of a backbone: norms, rotation, feed-forward, head and loss."""

@@ -1,0 +1,41 @@
+"""The cost of one layer by arithmetic: the formulas behind the costs of mechanisms and decoder."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .head import is_scaled
+
+if TYPE_CHECKING:
+    from ..axes.fields import DecoderConfig
+
+
+def layer_flops(config: DecoderConfig) -> int:
+    """FLOPs per token of one layer's projections and MLP, without attention scores."""
+    attention = config.hidden_size * config.head_dim * 2 * (config.num_attention_heads + config.num_key_value_heads)
+    matrices = 3 if config.gated_mlp else 2
+    return 2 * (attention + matrices * config.hidden_size * config.intermediate_size)
+
+
+def head_flops(config: DecoderConfig) -> int:
+    """FLOPs of one token's logits."""
+    return 2 * config.hidden_size * config.vocab_size
+
+
+def loss_flops(config: DecoderConfig) -> int:
+    """FLOPs of one token's loss and its gradients; logits that are scaled or capped are computed again for them."""
+    return (4 if is_scaled(config) else 3) * head_flops(config)
+
+
+def layer_cache_bytes(config: DecoderConfig, bytes_per_scalar: int = 2) -> int:
+    """Bytes of one token's key and value in one layer."""
+    return 2 * config.num_key_value_heads * config.head_dim * bytes_per_scalar
+
+
+def attention_flops(config: DecoderConfig, layer: int, sequence_length: int) -> float:
+    """Scores and weighted sum of one layer, averaged over the positions of a causal sequence. A layer with a sliding
+    window reads only its window."""
+    keys, window = (sequence_length + 1) / 2, config.sliding_window
+    if config.layer_types[layer] == "sliding_attention" and window is not None and window < sequence_length:
+        keys = window - window * (window - 1) / (2 * sequence_length)
+    return 4 * config.num_attention_heads * config.head_dim * keys

@@ -1,0 +1,56 @@
+"""The norms of common backbones, by their names in a configuration.
+
+rms           x̂ = x · r,  r = 1 / √(mean(x²) + ε);  w ⊙ x̂, the product after the cast     Qwen3, Llama
+rms_wide      the same, the product before the cast                                         OLMo 2
+rms_offset    (1 + w) ⊙ x̂, the product before the cast                                      Gemma
+layer         w ⊙ (x − mean(x)) / √(var(x) + ε) + b                                         GPT-NeoX, GPT-2, OPT
+layer_plain   the same without w and b                                                      Galactica
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from ..axes.numerics import widen
+from .rms_norm import RMSNorm
+
+
+class WideRMSNorm(RMSNorm):
+    """RMS norm whose weight is applied in (at least) float32, before the result is rounded."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Normalise the last dimension."""
+        return (self.weight * unit(hidden_states, self.variance_epsilon)).to(hidden_states.dtype)
+
+
+class OffsetRMSNorm(RMSNorm):
+    """RMS norm with the stored weight w − 1."""
+
+    def __init__(self, hidden_size: int, eps: float = 1e-6) -> None:
+        super().__init__(hidden_size, eps)
+        nn.init.zeros_(self.weight)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Normalise the last dimension."""
+        scale = 1.0 + widen(self.weight)
+        return (unit(hidden_states, self.variance_epsilon) * scale).to(hidden_states.dtype)
+
+
+def unit(x: Tensor, eps: float) -> Tensor:
+    """x̂ of the module's docstring, in at least float32."""
+    wide = widen(x)
+    return wide * torch.rsqrt((wide * wide).mean(-1, keepdim=True) + eps)
+
+
+NORMS: dict[str, Callable[[int, float], nn.Module]] = {
+    "rms": RMSNorm,
+    "rms_wide": WideRMSNorm,
+    "rms_offset": OffsetRMSNorm,
+    "layer": nn.LayerNorm,
+    "layer_plain": partial(nn.LayerNorm, elementwise_affine=False),
+}
+"""By name: a norm of a size, with an ε."""

@@ -1,0 +1,1 @@
+"""Mixers: which value attention stores and reads."""

@@ -1,0 +1,227 @@
+"""`depth_attention`: a layer's query attends over earlier layers' keys of the same token and mixes their values.
+
+For one token and one key-value head, with q̄ the mean of the head's group of queries, k̂ the keys that sequence
+attention uses and D_ℓ = {i < ℓ : i mod stride = 0} ∪ {the `recent_layers` layers just below ℓ}:
+
+    α   = softmax over j ∈ D_ℓ ∪ {ℓ} of  q̄_ℓ · k̂_j / √D   (+ self_bias where j = ℓ)
+    ṽ_ℓ = α_ℓ v_ℓ + Σ_{j ∈ D_ℓ} α_j ṽ_j
+
+With `norm_scores`, q̄ and every k̂ are first divided by their root mean square, for backbones that do not norm queries
+and keys: keys of different layers then score on one scale.
+
+With `blend` λ the result is ṽ_ℓ = v_ℓ + λ (mix - v_ℓ) instead, mix being the sum above.
+
+Sources contribute their *mixed* value. ṽ is what the cache stores, so decoding needs nothing of the past but the
+ordinary cache. No parameters.
+
+The form below is chosen for memory traffic, which is all that the mix costs: a list of sources, no stack, no cat, no
+einsum, arithmetic in float32, one rounding at the end. A compiler fuses it into one kernel. Eager training has a
+hand-written backward, which keeps no float32 copies; a few decoded tokens on a CPU take fewer calls (`mix_few`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from transformers import initialization as init
+
+from ..axes.numerics import few, head_pool, head_sum, softmax_list, weighted_sum, widen
+from ..axes.replaceable import faster
+from ..axes.roles import Cost, Mechanism
+from ..decoder.norms import unit
+from .schedule import GridMixer, ScheduleOptions
+
+if TYPE_CHECKING:
+    from ..axes.fields import DecoderConfig
+    from ..axes.visit import Visit
+
+
+@dataclass(frozen=True)
+class DepthAttentionOptions(ScheduleOptions):
+    """Options of `depth_attention`."""
+
+    self_bias: float = 0.0
+    """Bias on the logit of the layer's own value. A finite bias makes no exact start; `blend: 0` does."""
+    norm_scores: bool = False
+    """Whether the mean query and the keys are RMS-normed (without a weight) for the scores over depth."""
+
+
+class DepthAttention(GridMixer):
+    """Attention over depth."""
+
+    def __init__(self, config: DecoderConfig, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        options = DepthAttentionOptions.of(config)
+        self.bias = float(options.self_bias)
+        self.norm_scores = options.norm_scores
+        self.eps = config.rms_norm_eps
+        self.self_bias = nn.Buffer(torch.tensor(self.bias), persistent=False) if self.bias else None
+
+    def init_weights(self, std: float) -> None:
+        """Initialise the bias and λ, which checkpoints do not contain."""
+        super().init_weights(std)
+        if self.self_bias is not None:
+            init.constant_(self.self_bias, self.bias)
+
+    def fused(
+        self, projected: Tensor, sources: tuple[Tensor, ...]
+    ) -> Callable[..., tuple[Tensor, Tensor, Tensor]] | None:
+        """`norm_rotate_mix`, which does not support `norm_scores`."""
+        kernel = faster("norm_rotate_mix", projected) if sources and not self.norm_scores else None
+        if kernel is None or self.blend is None:
+            return None if kernel is None else partial(kernel, self_bias=self.self_bias)
+
+        def blend(projections: tuple[Tensor, ...], *further: Any) -> tuple[Tensor, Tensor, Tensor]:
+            query, key, mixed = kernel(projections, *further, self_bias=self.self_bias)
+            return query, key, self.blended(projections[2].transpose(1, 2), mixed)
+
+        return blend
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, sources: tuple[Tensor, ...]) -> Tensor:
+        """ṽ of the module's docstring; the input tensor itself if there is no source."""
+        if not sources:
+            return value
+        mixed = self.mixed(query, key, value, sources)
+        return mixed if self.blend is None else self.blended(value, mixed)
+
+    def mixed(self, query: Tensor, key: Tensor, value: Tensor, sources: tuple[Tensor, ...]) -> Tensor:
+        """The mix alone, in the fastest form for these tensors."""
+        if self.norm_scores:
+            query, key, sources = self.normed(query, key, sources)
+        if (kernel := faster("depth_mix", value)) is not None:
+            return kernel(query, key, value, sources, self.self_bias)
+        if self.self_bias is None and few(query):
+            return mix_few(query, key, value, sources)
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return mix(query, key, value, sources, self.self_bias)[0]
+        return _Mix.apply(query, self.self_bias, key, value, *sources)
+
+    def normed(
+        self, query: Tensor, key: Tensor, sources: tuple[Tensor, ...]
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        """The mean query, the key and the sources; queries and keys are RMS-normed if `norm_scores` is set."""
+        if not self.norm_scores:
+            return query, key, sources
+        pooled = head_pool(query, key.shape[1])
+        query, key, *keys = (unit(x, self.eps).to(key.dtype) for x in (pooled, key, *sources[::2]))
+        return query, key, tuple(x for pair in zip(keys, sources[1::2], strict=True) for x in pair)
+
+
+def depth_weights(
+    query: Tensor, key: Tensor, sources: tuple[Tensor, ...], self_bias: Tensor | None = None
+) -> tuple[list[Tensor], Tensor]:
+    """α for every source and, last, the layer itself (each `[B, H_kv, T, 1]`, float32), and the mean query."""
+    q = head_pool(query, key.shape[1])  # [B, H_kv, T, D]
+    scale = query.shape[-1] ** -0.5
+    scores = [(q * k).sum(-1, keepdim=True) * scale for k in (*sources[::2], key)]
+    if self_bias is not None:
+        scores[-1] = scores[-1] + self_bias
+    return softmax_list(scores), q
+
+
+def mix(
+    query: Tensor, key: Tensor, value: Tensor, sources: tuple[Tensor, ...], self_bias: Tensor | None = None
+) -> tuple[Tensor, list[Tensor], Tensor]:
+    """ṽ, and the tensors for its backward pass: the weights and the mean query."""
+    weights, q = depth_weights(query, key, sources, self_bias)
+    mixed = weighted_sum(weights, (*sources[1::2], value))
+    return mixed.to(value.dtype), weights, q
+
+
+def mix_few(query: Tensor, key: Tensor, value: Tensor, sources: tuple[Tensor, ...]) -> Tensor:
+    """ṽ with few operations, for few tokens: ordinary attention whose sequence axis is the depth."""
+    batch, kv_heads, length, width = key.shape
+    q = query.reshape(batch, kv_heads, -1, length, width).mean(2)  # [B, H_kv, T, D]
+    keys, values = (*sources[::2], key), (*sources[1::2], value)
+    if length == 1:  # the token axis is free to hold the depth
+        return F.scaled_dot_product_attention(q, torch.cat(keys, 2), torch.cat(values, 2))
+    q, k, v = (x.flatten(0, 1) for x in (q.unsqueeze(-2), torch.stack(keys, -2), torch.stack(values, -2)))
+    return F.scaled_dot_product_attention(q, k, v).view(value.shape)  # of [B H_kv, T, 1, D] and [B H_kv, T, S, D] twice
+
+
+class _Mix(torch.autograd.Function):
+    """`mix` with the backward pass written out: it keeps its inputs and the weights.
+
+    With d = ∂loss/∂ṽ, q the sum of a group's G queries and ds_j = α_j (d · v_j - Σ_i α_i d · v_i) / (G √D):
+
+        dv_j = α_j d        dk_j = ds_j q        dq_g = Σ_j ds_j k_j for every query of the group
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, self_bias: Tensor | None, key: Tensor, value: Tensor, *sources: Tensor
+    ) -> Tensor:
+        group, kv_heads = query.shape[1] // key.shape[1], key.shape[1]
+        scores = _dots(head_sum(query, kv_heads), (*sources[::2], key)).mul_(query.shape[-1] ** -0.5 / group)
+        if self_bias is not None:
+            scores[-1] += self_bias
+        weights = scores.softmax(0)  # [S, B, T, H_kv, 1], as keys and values lie in memory
+        ctx.save_for_backward(query, key, value, weights, *sources)
+        return weighted_sum(weights.transpose(2, 3), (*sources[1::2], value)).to(value.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, weights, *sources = ctx.saved_tensors
+        keys, values = (*sources[::2], key), (*sources[1::2], value)
+        group = query.shape[1] // key.shape[1]
+        q, grad = head_sum(query, key.shape[1]), widen(grad)
+
+        gains = _dots(grad, values)
+        slopes = gains.sub_((weights * gains).sum(0)).mul_(weights).mul_(query.shape[-1] ** -0.5 / group)
+        weights, slopes = weights.transpose(2, 3), slopes.transpose(2, 3)
+        grads = [
+            g
+            for w, ds, k, v in zip(weights, slopes, keys, values, strict=True)
+            for g in ((ds * q).to(k.dtype), (w * grad).to(v.dtype))
+        ]
+        grad_query = weighted_sum(slopes, keys).to(query.dtype)
+        if group > 1:
+            grad_query = grad_query.transpose(1, 2).repeat_interleave(group, 2).transpose(1, 2)
+        return grad_query, None, grads[-2], grads[-1], *grads[:-2]
+
+
+def _dots(x: Tensor, others: Sequence[Tensor]) -> Tensor:
+    """x · y for each of S others, all `[B, H_kv, T, D]`, to `[S, B, T, H_kv, 1]`."""
+    batch, heads, length, _ = x.shape
+    dots, products = x.new_empty(len(others), batch, length, heads, 1), torch.empty_like(x)
+    for y, dot in zip(others, dots, strict=True):
+        torch.sum(torch.mul(x, y, out=products).transpose(1, 2), -1, keepdim=True, out=dot)
+    return dots
+
+
+def cost(config: DecoderConfig, visits: Sequence[Visit], scalar: int) -> Cost:
+    """Scores and mixture over every candidate, and the pooling of grouped queries."""
+    width = config.num_key_value_heads * config.head_dim
+    candidates = sum(len(v.sources) + 1 for v in visits if v.sources)
+    mixing = sum(bool(v.sources) for v in visits)
+    pooled = config.num_attention_heads > config.num_key_value_heads
+    pooling = mixing * config.num_attention_heads * config.head_dim * pooled
+    softmax = 7 * config.num_key_value_heads * candidates  # including scaling
+    options = DepthAttentionOptions.of(config)
+    norms, blends = 3 * width * (candidates + mixing) * options.norm_scores, 3 * width * mixing * options.blends
+    return Cost(
+        flops=4 * width * candidates,
+        elementwise_flops=pooling + softmax + norms + blends,
+        transient_bytes=2 * width * scalar * sum(v.kept for v in visits),
+        io_bytes=scalar * width * (2 * candidates + len(visits)),
+    )
+
+
+DEPTH_ATTENTION = Mechanism(
+    name="depth_attention",
+    axis="mixer",
+    summary="attend over earlier layers' values of the same token",
+    paper="arXiv 2606.05014",
+    build=DepthAttention,
+    cost=cost,
+    options=DepthAttentionOptions,
+    closed={"blend": 0.0},
+)

@@ -1,0 +1,58 @@
+"""Mixers that read a grid of earlier layers: their options, and which layers are sources."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, TypeVar
+
+from ..axes.blend import Blended, BlendOptions
+from ..axes.roles import MixerOptions, ValueMixer
+
+if TYPE_CHECKING:
+    from ..axes.fields import DecoderConfig
+
+Schedule = TypeVar("Schedule", bound="ScheduleOptions")
+
+
+@dataclass(frozen=True)
+class ScheduleOptions(MixerOptions, BlendOptions):
+    """Which layers are sources."""
+
+    stride: int | None = None
+    """Every stride-th layer, counted from layer 0, is a source for all layers above it. Default: half the number of
+    layers."""
+    recent_layers: int = 0
+    """Number of layers just below that are sources too."""
+    across_trips: str | None = None
+    """Sources from earlier trips: `none`, `same_layer` (the layer's own earlier trips), `grid` (the grid of every
+    earlier trip) or `first` (each source is taken once, at its layer's first visit). Default: as the recurrence
+    declares."""
+
+    def check(self, config: DecoderConfig) -> None:
+        """Refuse strides and windows beyond the model."""
+        super().check(config)
+        layers, stride = config.num_hidden_layers, self.stride
+        within = stride is None or 1 <= stride <= layers
+        self.require("stride", within, f"be between 1 and {layers} (the number of layers)")
+        self.require("recent_layers", 0 <= self.recent_layers <= layers, f"be between 0 and {layers}")
+
+    def resolve(self: Schedule, config: DecoderConfig) -> Schedule:
+        """Fill in the stride."""
+        return replace(self, stride=max(1, config.num_hidden_layers // 2) if self.stride is None else self.stride)
+
+
+class GridMixer(Blended, ValueMixer):
+    """A mixer with λ that reads a grid of earlier layers."""
+
+    @staticmethod
+    def source_layers(config: DecoderConfig, layer_idx: int) -> tuple[int, ...]:
+        """Every stride-th layer below, and the `recent_layers` just below."""
+        options = ScheduleOptions.of(config)
+        assert options.stride is not None
+        return tuple(i for i in range(layer_idx) if i % options.stride == 0 or i >= layer_idx - options.recent_layers)
+
+    @staticmethod
+    def across_trips(config: DecoderConfig, default: str) -> str:
+        """The option, else the recurrence's rule."""
+        rule = ScheduleOptions.of(config).across_trips
+        return default if rule is None else rule

@@ -1,0 +1,63 @@
+"""`uniform_depth`: the plain average over the sources of `depth_attention`, as its control.
+
+ṽ_ℓ = (v_ℓ + Σ_{j ∈ D_ℓ} ṽ_j) / M_ℓ,        M_ℓ = |D_ℓ| + 1;        with `blend` λ, ṽ_ℓ = v_ℓ + λ (mean - v_ℓ)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from ..axes.roles import Cost, Mechanism
+from .schedule import GridMixer, ScheduleOptions
+
+if TYPE_CHECKING:
+    from ..axes.fields import DecoderConfig
+    from ..axes.visit import Visit
+
+
+@dataclass(frozen=True)
+class UniformDepthOptions(ScheduleOptions):
+    """Options of `uniform_depth`."""
+
+
+class UniformDepth(GridMixer):
+    """Averages values over depth, without attention."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, sources: tuple[Tensor, ...]) -> Tensor:
+        """The mean of the layer's own value and the sources' mixed values."""
+        if not sources:
+            return value
+        total = value
+        for mixed in sources[1::2]:
+            total = total + mixed
+        return self.blended(value, total / (len(sources) // 2 + 1))
+
+
+def cost(config: DecoderConfig, visits: Sequence[Visit], scalar: int) -> Cost:
+    """One addition per source and a division."""
+    width = config.num_key_value_heads * config.head_dim
+    candidates = sum(len(v.sources) + 1 for v in visits if v.sources)
+    kept, moved = sum(v.kept for v in visits), candidates + len(visits)
+    blends = 3 * width * sum(bool(v.sources) for v in visits) * UniformDepthOptions.of(config).blends
+    return Cost(
+        flops=width * candidates,
+        elementwise_flops=blends,
+        transient_bytes=2 * width * scalar * kept,
+        io_bytes=scalar * width * moved,
+    )
+
+
+UNIFORM_DEPTH = Mechanism(
+    name="uniform_depth",
+    axis="mixer",
+    summary="average earlier layers' values of the same token",
+    paper="arXiv 2606.05014, Table 5",
+    build=UniformDepth,
+    cost=cost,
+    options=UniformDepthOptions,
+    closed={"blend": 0.0},
+)

@@ -1,0 +1,62 @@
+"""`value_residual`: every layer adds half of the first layer's value to half of its own.
+
+ṽ_ℓ = ½ v_0 + ½ v_ℓ        for ℓ ≥ 1;        with `blend` λ, ṽ_ℓ = v_ℓ + ½ λ (v_0 - v_ℓ)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..axes.blend import Blended, BlendOptions
+from ..axes.roles import Cost, Mechanism, MixerOptions, ValueMixer
+
+if TYPE_CHECKING:
+    from ..axes.fields import DecoderConfig
+    from ..axes.visit import Visit
+
+
+@dataclass(frozen=True)
+class ValueResidualOptions(MixerOptions, BlendOptions):
+    """Options of `value_residual`."""
+
+
+class ValueResidual(Blended, ValueMixer):
+    """Mixes with layer 0 only. It is not recursive, since layer 0's mixed value is its own value."""
+
+    @staticmethod
+    def source_layers(config: DecoderConfig, layer_idx: int) -> tuple[int, ...]:
+        """Every later layer reads layer 0."""
+        return (0,) if layer_idx else ()
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, sources: tuple[Tensor, ...]) -> Tensor:
+        """½ v_0 + ½ v_ℓ."""
+        return self.blended(value, torch.lerp(value, sources[1], 0.5)) if sources else value
+
+
+def cost(config: DecoderConfig, visits: Sequence[Visit], scalar: int) -> Cost:
+    """Two products and a sum per layer and trip."""
+    width = config.num_key_value_heads * config.head_dim
+    mixing = sum(bool(v.sources) for v in visits)
+    return Cost(
+        flops=3 * width * mixing,
+        elementwise_flops=3 * width * mixing * ValueResidualOptions.of(config).blends,
+        transient_bytes=2 * width * scalar * sum(v.kept for v in visits),
+        io_bytes=3 * scalar * width * mixing,
+    )
+
+
+VALUE_RESIDUAL = Mechanism(
+    name="value_residual",
+    axis="mixer",
+    summary="half of the first layer's value, half of the own",
+    paper="arXiv 2410.17897",
+    build=ValueResidual,
+    cost=cost,
+    options=ValueResidualOptions,
+    closed={"blend": 0.0},
+)

@@ -1,0 +1,1 @@
+"""Recurrences: how many trips a token makes, and what each starts from."""

@@ -1,0 +1,187 @@
+"""`adaponder` (AdaPonderLM): `ponder` with a gate after every trip, and tokens that stop for good.
+
+    σ_k = sigmoid(MLP_k(h_k))      alive_{k+1} = alive_k · [σ_k >= τ]      x_{k+1} = x_k + alive_{k+1} σ_k μ_{k+1}
+
+A halted token keeps the keys, values and output of its last trip, which later trips of other tokens read. The gate
+multiplies the update, so cutting it at τ changes almost nothing, and training needs no gradient estimator for the cut.
+
+The penalty is λ times the mean of the lowest q of all gates: λ = `penalty_max`, with q growing from 0 to
+`penalty_fraction` over `penalty_span`. A halted token's gates count as 0, so the penalty has no gradient once a share q
+of all gates is closed: q sets the share of further trips to save.
+
+With `blend` λ the update is λ σ_k μ_{k+1}. At λ = 0 every trip repeats the first one, whatever the gates say.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from transformers import initialization as init
+
+from ..axes.blend import Blended, BlendOptions
+from ..axes.numerics import widen
+from ..axes.roles import Cost, HaltingOptions, Mechanism, TripState, valid_mean
+from ..decoder.loss import per_item
+from .pondering import OVER, MixtureOptions, Pondering, entropy, lowest_sum, mixed, mixture_cost, ramp, trips_cost
+
+if TYPE_CHECKING:
+    from ..axes.fields import DecoderConfig
+    from ..axes.visit import Out, Visit
+
+
+@dataclass(frozen=True)
+class AdaponderOptions(MixtureOptions, HaltingOptions, BlendOptions):
+    """Options of `adaponder`."""
+
+    trips: int = 4
+    """Largest number of trips of a token, the first included."""
+    tau: float = 1e-4
+    """Threshold τ: a token halts when its gate falls below it."""
+    gate_bias: float = 2.0
+    """Initial logit of the gates; positive means open. With -20 no token makes a second trip."""
+    penalty_max: float = 0.1
+    """Weight λ of the penalty."""
+    penalty_fraction: float = 0.1
+    """Final q: the share of all gates that the penalty closes."""
+    penalty_span: list = field(default_factory=lambda: [0.1, 0.3])
+    """Fractions of training between which q grows."""
+    penalty_on: str = "sigmoid"
+    """The gate in the penalty: `sigmoid`, or the `logit`, whose gradient does not vanish before the cut."""
+    penalty_over: str = "row"
+    """Take the lowest gates of each `row`, or of the `batch` as in the paper, which depends on how batches are
+    split."""
+
+    def check(self, config: DecoderConfig) -> None:
+        """Refuse invalid thresholds and penalties."""
+        super().check(config)
+        span = self.penalty_span
+        numbers = len(span) == 2 and all(isinstance(x, int | float) for x in span)
+        self.require("penalty_span", numbers and 0 <= span[0] <= span[1] <= 1, "be two fractions of training")
+        self.require_one_of("penalty_over", OVER)
+        self.require_one_of("penalty_on", ("sigmoid", "logit"))
+        self.require("penalty_max", self.penalty_max >= 0, "not be negative")
+        self.require("penalty_fraction", 0 <= self.penalty_fraction <= 1, "lie in 0..1")
+        self.require("tau", 0 < self.tau < 1, "lie between 0 and 1")
+
+
+class HaltGate(nn.Module):
+    """One trip's own two-layer MLP, `[B, T, hidden_size]` to a logit `[B, T]`."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, 1)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """g_k of every token, `[B, T]`."""
+        return self.down(nn.functional.gelu(self.up(hidden))).squeeze(-1)
+
+
+class Adaponder(Blended, Pondering[AdaponderOptions]):
+    """Feeds back a gated mixture, until the gate shuts."""
+
+    options_class = AdaponderOptions
+    halts = True
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__(config)
+        self.gates = nn.ModuleList(HaltGate(config.hidden_size) for _ in range(self.trips - 1))
+        # a tensor, because a Python number that changes every step would trigger a recompilation every step
+        self.fraction = nn.Buffer(torch.zeros(()), persistent=False)
+
+    @classmethod
+    def additions(cls, config: DecoderConfig) -> int:
+        """All trips add to one stream."""
+        return cls.trips_of(config)
+
+    @staticmethod
+    def needs_head(config: DecoderConfig) -> bool:
+        """Yes: the mixture is made of logits."""
+        return True
+
+    def init_weights(self, std: float) -> None:
+        """Start with open gates: a bias, and a small last weight."""
+        super().init_weights(std)
+        init.zeros_(self.fraction)
+        for gate in self.gates:
+            assert isinstance(gate, HaltGate)
+            init.normal_(gate.up.weight, std=std)
+            init.zeros_(gate.up.bias)
+            init.normal_(gate.down.weight, std=0.1 * std)
+            init.constant_(gate.down.bias, self.options.gate_bias)
+
+    @property
+    def scheduled(self) -> bool:
+        """The penalty grows, or something else changes."""
+        return self.options.penalty_max * self.options.penalty_fraction > 0 or super().scheduled
+
+    def set_step(self, step: int, steps: int | None = None) -> None:
+        """q at this point of training."""
+        super().set_step(step, steps)
+        if steps:  # without the number of steps, the fraction of training is unknown
+            grown = ramp(step / steps, *self.options.penalty_span)
+            self.fraction.fill_(self.options.penalty_fraction * grown)
+
+    def gate(self, out: Out, state: TripState) -> TripState:
+        """σ_k, and which tokens continue."""
+        if out.last:
+            return {"hidden": out.hidden}
+        sigma = widen(self.gates[out.trip](out.hidden)).sigmoid()
+        alive = sigma >= self.options.tau
+        return {"hidden": out.hidden, "sigma": sigma, "alive": alive, f"gate{out.trip}": sigma}
+
+    def feed(self, x: Tensor, out: Out, state: TripState) -> Tensor:
+        """x_k + σ_k μ_{k+1}."""
+        return x + self.opened(state["sigma"].unsqueeze(-1).to(x.dtype) * mixed(out, self.options))
+
+    def _gates(self, state: TripState) -> Tensor | None:
+        found = [state[f"gate{k}"] for k in range(self.trips - 1) if f"gate{k}" in state]
+        return torch.stack(found, -1) if found else None  # [B, T, K]; 0 where a token had halted before
+
+    def aux_losses(
+        self, state: TripState, targets: Tensor, num_items_in_batch: Tensor | int | None, head: nn.Module
+    ) -> dict[str, Tensor]:
+        """λ · mean of the lowest q of all gates."""
+        gates = self._gates(state)
+        if gates is None or not self.options.penalty_max:
+            return {}
+        if self.options.penalty_on == "logit":
+            gates = gates.clamp(self.options.tau, 1 - 1e-6).logit()
+        total = lowest_sum(gates, targets, self.fraction.to(gates.dtype), self.options.penalty_over)
+        return {"penalty": self.options.penalty_max * per_item(total, targets, num_items_in_batch)}
+
+    def metrics(self, state: TripState, targets: Tensor) -> dict[str, Tensor]:
+        """Mean trips, the gates' entropy, and the share of gates that are closed or nearly so."""
+        gates = self._gates(state)
+        found = super().metrics(state, targets)
+        if gates is not None:
+            gates = gates.detach()
+            found["gate_entropy"] = valid_mean(entropy(gates), targets)
+            found["gates_below_-4"] = valid_mean(gates < 1 / (1 + math.exp(4)), targets)
+            found["gates_shut"] = valid_mean(gates < self.options.tau, targets)
+        return found
+
+
+def cost(config: DecoderConfig, visits: Sequence[Visit], scalar: int) -> Cost:
+    """The stack, a mixture and a gate for every extra trip, if no token halts."""
+    width, gates = config.hidden_size, AdaponderOptions.of(config).trips - 1
+    gate = 8 * width * width + 8 * width
+    parameters = gates * (4 * width * width + 8 * width + 1)
+    return trips_cost(config, visits, scalar, gate, parameters) + mixture_cost(config, visits)
+
+
+ADAPONDER = Mechanism(
+    name="adaponder",
+    axis="recurrence",
+    summary="ponder until a gate shuts",
+    paper="arXiv 2603.01914",
+    build=Adaponder,
+    cost=cost,
+    options=AdaponderOptions,
+    closed={"blend": 0.0},
+)

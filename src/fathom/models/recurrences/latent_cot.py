@@ -1,0 +1,148 @@
+"""`latent_cot` (token-level adaptive latent chain of thought): as many hidden thoughts as a token turns out to need.
+
+    x_{k+1} = h_k        g_k = sigmoid(w·h_k + b)        R_0 = 1,  R_{k+1} = R_k g_k        go on iff R_{k+1} > τ
+    readout Σ_k q_k h_k  with  q_k = R_k - R_{k+1},  and all that is left for the last trip
+
+With `blend` λ the readout is h_0 + λ (Σ_k q_k h_k - h_0).
+
+Trip k reads trips up to k of earlier tokens (view DUO), so all tokens make it at once, exactly.
+
+The penalty charges for going on in proportion to the probability p that the true next token already has:
+λ · mean_t Σ_k p(h_k)^β R_{k+1}, without gradient through p.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from transformers import initialization as init
+
+from ..axes.blend import Blended, BlendOptions
+from ..axes.numerics import IGNORE, widen
+from ..axes.roles import Cost, HaltingOptions, Mechanism, TripState, View, valid_mean
+from ..decoder.loss import per_item
+from .pondering import Sampled, SampleOptions, entropy, spread, trips_cost
+
+if TYPE_CHECKING:
+    from ..axes.fields import DecoderConfig
+    from ..axes.visit import Out, Visit
+
+
+@dataclass(frozen=True)
+class LatentCotOptions(SampleOptions, HaltingOptions, BlendOptions):
+    """Options of `latent_cot`."""
+
+    trips: int = 4
+    """Maximum number of trips of a token, the first included."""
+    tau: float = 1e-2
+    """Threshold τ: a token stops when R falls below it."""
+    router_bias: float = 2.0
+    """Initial bias of the router; positive means continue. With -10 no token makes a second trip."""
+    penalty: float = 0.05
+    """Weight λ of the penalty."""
+    penalty_beta: float = 1.0
+    """β: larger values charge uncertain tokens less."""
+
+    def check(self, config: DecoderConfig) -> None:
+        """Refuse invalid thresholds and penalties."""
+        super().check(config)
+        self.require("penalty", self.penalty >= 0, "not be negative")
+        self.require("penalty_beta", self.penalty_beta >= 0, "not be negative")
+        self.require("tau", 0 < self.tau < 1, "lie between 0 and 1")
+
+
+class LatentCot(Blended, Sampled[LatentCotOptions]):
+    """Feeds back the normed hidden state, and reads out a mixture of all latent thoughts."""
+
+    options_class = LatentCotOptions
+    reads = View.DUO
+    halts = True
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__(config)
+        self.router = nn.Linear(config.hidden_size, 1)
+
+    @classmethod
+    def penalty_flops(cls, config: DecoderConfig, sequence_length: int) -> float:
+        """0 without a penalty."""
+        return super().penalty_flops(config, sequence_length) if LatentCotOptions.of(config).penalty else 0.0
+
+    def init_weights(self, std: float) -> None:
+        """Initialise the router so that tokens continue."""
+        super().init_weights(std)
+        init.normal_(self.router.weight, std=std)
+        init.constant_(self.router.bias, self.options.router_bias)
+
+    def gate(self, out: Out, state: TripState) -> TripState:
+        """Split what reaches this trip between its own readout and the trips to come."""
+        h, k = out.hidden, out.trip
+        reach = state["reach"] if k else torch.ones_like(widen(h[..., 0]))
+        first = {"first": h} if self.blend is not None and not k else {}
+        if out.last:
+            hidden = spread(state.get("hidden"), reach, h)
+            return {"hidden": hidden, "alive": torch.zeros_like(reach, dtype=torch.bool), **first}
+        gate = widen(self.router(h).squeeze(-1)).sigmoid()
+        onward = reach * gate
+        alive = onward > self.options.tau
+        new = {
+            "hidden": spread(state.get("hidden"), torch.where(alive, reach - onward, reach), h),
+            "alive": alive,
+            "reach": onward,
+            **first,
+        }
+        if self.training:
+            new |= {f"gate{k}": gate, f"reach{k}": onward, f"thought{k}": h.detach()}
+        return new
+
+    def readout(self, state: TripState) -> Tensor:
+        """The mixture of all latent thoughts, blended with the first by λ."""
+        return state["hidden"] if self.blend is None else self.blended(state["first"], state["hidden"])
+
+    def aux_losses(
+        self, state: TripState, targets: Tensor, num_items_in_batch: Tensor | int | None, head: nn.Module
+    ) -> dict[str, Tensor]:
+        """λ · mean_t Σ_k p^β R_{k+1}, from a sample of the tokens."""
+        executed = [k for k in range(self.trips - 1) if f"reach{k}" in state]
+        if not executed or not self.options.penalty:
+            return {}
+        columns = self.sample(targets.shape[1])
+        target = targets[:, columns]
+        valid = target != IGNORE
+        total = state["reach0"].new_zeros(())
+        for k in executed:
+            with torch.no_grad():
+                p = widen(head(state[f"thought{k}"][:, columns])).softmax(-1)
+                p = p.gather(-1, target.where(valid, 0).unsqueeze(-1)).squeeze(-1) ** self.options.penalty_beta
+            total = total + (p * state[f"reach{k}"][:, columns]).where(valid, 0).sum()
+        total = total * targets.shape[1] / len(columns)
+        return {"penalty": self.options.penalty * per_item(total, targets, num_items_in_batch)}
+
+    def metrics(self, state: TripState, targets: Tensor) -> dict[str, Tensor]:
+        """Mean trips, and the router's entropy."""
+        found = super().metrics(state, targets)
+        gates = [state[f"gate{k}"] for k in range(self.trips - 1) if f"gate{k}" in state]
+        if gates:
+            found["gate_entropy"] = valid_mean(entropy(torch.stack(gates, -1).detach()), targets)
+        return found
+
+
+def cost(config: DecoderConfig, visits: Sequence[Visit], scalar: int) -> Cost:
+    """The stack again for every thought, and the router, if no token stops."""
+    width = config.hidden_size
+    return trips_cost(config, visits, scalar, 2 * width, width + 1)
+
+
+LATENT_COT = Mechanism(
+    name="latent_cot",
+    axis="recurrence",
+    summary="think in hidden states until a router stops",
+    paper="arXiv 2602.08220",
+    build=LatentCot,
+    cost=cost,
+    options=LatentCotOptions,
+    closed={"blend": 0.0},
+)

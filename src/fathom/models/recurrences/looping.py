@@ -1,0 +1,266 @@
+"""`loop`: the same stack again.
+
+    x_{k+1} = r_k        (the residual stream as the last layer left it, un-normed)
+
+With this feed and no halting the model is a plain decoder of `trips` times the depth whose weights repeat; each trip
+has keys and values of its own. Options make of it the loops that others train, e being what entered the loop, after
+the prelude, and n a norm between trips:
+
+    injection none        x_{k+1} = n(r_k)
+              add         x_{k+1} = n(r_k) + e
+              diagonal    x_{k+1} = exp(-Δ ⊙ exp(a)) ⊙ n(r_k) + Δ ⊙ B e        Δ = softplus(δ)
+
+With `kv: first` later trips make queries only, and attend to the keys and values that each layer made in the first:
+the cache is that of a model without a loop.
+
+With `damping` δ a trip moves the stream by a part of what the looped layers g would, and with `blend` λ the loop ends
+between the first trip's result and its own; x_0 is what entered the loop, K the number of trips:
+
+    x_{k+1} = x_k + δ (g(x_k) - x_k)        result  g(x_0) + λ (x_K - g(x_0))
+
+With λ = 0 that is the model without a loop, and with δ = 1 and λ = 1 the plain loop. δ = 1/K integrates the looped
+layers over the time for which they were trained.
+
+The diagonal's factor on r lies between 0 and 1 whatever its weights (Parcae, whose first state is noise and whose
+readout has one more matrix; here the first trip starts from e as it is).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from transformers import initialization as init
+
+from ..axes.blend import Blended, BlendOptions
+from ..axes.numerics import widen
+from ..axes.roles import Cost, Mechanism, TripState
+from ..decoder.arithmetic import layer_cache_bytes, layer_flops
+from ..decoder.rms_norm import RMSNorm
+from .draws import DrawnOptions, DrawnTrips
+from .early_loss import EarlyLossOptions, EarlyReadout
+from .exit_gate import ExitGate, ExitOptions
+
+if TYPE_CHECKING:
+    from ..axes.fields import DecoderConfig
+    from ..axes.visit import Out, Visit
+
+
+INJECTIONS = ("none", "add", "diagonal")
+NORMS = ("none", "final", "own")
+KEPT = ("own", "first")
+DECAY = math.sqrt(0.2)
+"""The diagonal's factor on the stream at the start."""
+
+
+@dataclass(frozen=True)
+class LoopOptions(DrawnOptions, EarlyLossOptions, ExitOptions, BlendOptions):
+    """Options of `loop`."""
+
+    trips: int = 3
+    """How often the looped layers run."""
+    trips_max: int | None = None
+    """The maximum number of trips that may be requested; by default the maximum in training."""
+    prelude: int = 0
+    """Layers that run once, before the loop."""
+    coda: int = 0
+    """Layers that run once, after the loop."""
+    injection: str = "none"
+    """How the loop's input e enters every further trip: `none`, `add` or `diagonal` (Parcae's)."""
+    entry_norm: bool = False
+    """Whether e is normed before it is injected."""
+    norm_between: str = "none"
+    """The norm of the stream between trips: `none`, `final` (the model's last norm) or `own`."""
+    kv: str = "own"
+    """The keys and values that later trips attend to: `own`, or `first`, those which the layer made in the first."""
+    damping: float = 1.0
+    """Damping δ: the fraction of its update by which a trip moves the stream; 1 is the plain loop."""
+
+    def check(self, config: DecoderConfig) -> None:
+        """Refuse a loop without layers, and options that exclude each other."""
+        super().check(config)
+        self.require("damping", 0 < self.damping <= 1, "lie above 0 and be at most 1")
+        if self.damping < 1 and not (self.injection == "none" and self.norm_between == "none"):
+            raise ValueError("recurrence_options.damping: set injection and norm_between to none, or damping to 1")
+        leaves = "blend" if self.blends else "damping" if self.damping < 1 else None
+        if leaves and self.coda and config.residual != "plain":
+            # There the stream is read and begun again, which a residual with a history would notice at λ = 1 and δ = 1.
+            raise ValueError(f"recurrence_options.{leaves} with a coda needs residual=plain, got {config.residual}")
+        early = "early_loss" if self.early_loss else "exit" if self.exits else None
+        if early and self.coda:
+            raise ValueError(f"recurrence_options.{early}: a coda belongs to the last trip alone; set coda to 0")
+        if early and (self.damping < 1 or self.blends):
+            raise ValueError(f"recurrence_options.{early} needs damping 1 and blend 1")
+        if self.early_loss and self.exits:
+            raise ValueError("recurrence_options.early_loss: exit reads early trips out already; set one of the two")
+        if self.prelude < 0 or self.coda < 0 or self.prelude + self.coda >= config.num_hidden_layers:
+            raise ValueError(
+                f"recurrence_options.prelude + coda must leave at least one of the {config.num_hidden_layers} layers "
+                f"to loop, got {self.prelude} + {self.coda}"
+            )
+        self.require_one_of("injection", INJECTIONS)
+        self.require_one_of("norm_between", NORMS)
+        self.require_one_of("kv", KEPT)
+        if self.entry_norm and self.injection == "none":
+            raise ValueError("recurrence_options.entry_norm: nothing is injected; set injection to add or diagonal")
+        most = self.trips_range[1] if self.trips_range else self.trips
+        self.require("trips_max", self.trips_max is None or self.trips_max >= most, f"be at least {most}")
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether trips are nothing but further layers of a plain decoder."""
+        altered = self.injection != "none" or self.norm_between != "none" or self.damping < 1
+        return not (altered or self.blends or self.exits or self.kv != "own")
+
+
+class Loop(Blended, DrawnTrips, EarlyReadout, ExitGate):
+    """Feeds the residual stream back into the looped layers."""
+
+    no_weight_decay = ("entry_map",)
+    across_trips = "same_layer"
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__(config)
+        self.options = LoopOptions.of(config)
+        self.recompute = self.options.recompute
+        self.injects = self.options.injection != "none"
+        self.damps = self.options.damping < 1
+        self.leaves = self.damps or self.blend is not None
+        self.entry_layer = self.options.prelude if self.injects or self.damps else None
+        width, eps = config.hidden_size, config.rms_norm_eps
+        if self.options.entry_norm:
+            self.entry_norm = RMSNorm(width, eps)
+        if self.options.norm_between == "own":
+            self.norm = RMSNorm(width, eps)
+        if self.options.injection == "diagonal":
+            self.step_size, self.rate = nn.Parameter(torch.empty(width)), nn.Parameter(torch.empty(width))  # δ, a
+            self.entry_map = nn.Parameter(torch.empty(width, width))  # B
+        self.set_step(0)
+
+    def init_weights(self, std: float) -> None:
+        """Start with a decay of √(1/5) and B = 1."""
+        super().init_weights(std)
+        if self.options.injection == "diagonal":
+            init.constant_(self.step_size, math.log(math.expm1(-math.log(DECAY))))  # softplus⁻¹
+            init.zeros_(self.rate)
+            init.eye_(self.entry_map)
+
+    @staticmethod
+    def trips_of(config: DecoderConfig) -> int:
+        """The option `trips`."""
+        return LoopOptions.of(config).trips
+
+    @classmethod
+    def most_trips(cls, config: DecoderConfig) -> int:
+        """The option `trips_max`."""
+        return LoopOptions.of(config).trips_max or super().most_trips(config)
+
+    @classmethod
+    def additions(cls, config: DecoderConfig) -> int:
+        """All trips add to one stream, unless a norm between them rescales it."""
+        return cls.trips_of(config) if LoopOptions.of(config).norm_between == "none" else 1
+
+    @staticmethod
+    def span(config: DecoderConfig) -> tuple[int, int]:
+        """The layers between prelude and coda."""
+        options = LoopOptions.of(config)
+        return options.prelude, config.num_hidden_layers - options.coda
+
+    @classmethod
+    def shares(cls, config: DecoderConfig) -> bool:
+        """As the option says."""
+        return LoopOptions.of(config).kv == "first"
+
+    @property
+    def unrolls(self) -> bool:
+        """As the options say."""
+        return self.options.is_plain
+
+    def gate(self, out: Out, state: TripState) -> TripState:
+        """Also compute e's contribution to further trips, which does not depend on the trip."""
+        new = super().gate(out, state)
+        if self.blend is not None and out.trip == 0 and not out.last:
+            new["first"] = out.residual
+        if self.injects and out.trip == 0 and not out.last:
+            new["entry"] = self(out.entry)
+        return new
+
+    def forward(self, x: Tensor, *injected: Tensor) -> Tensor:
+        """`merged` if the injection is given, else `injected`. A call of the module, since hooks run only on calls."""
+        return self.merged(x, *injected) if injected else self.injected(x)
+
+    def injected(self, entry: Tensor) -> Tensor:
+        """e, or Δ ⊙ B e; `[B, T, hidden_size]`."""
+        if self.options.entry_norm:
+            entry = self.entry_norm(entry)
+        if self.options.injection == "add":
+            return entry
+        return (widen(nn.functional.linear(entry, self.entry_map)) * self._step()).to(entry.dtype)
+
+    def feed(self, x: Tensor, out: Out, state: TripState) -> Tensor:
+        """The un-normed stream, so that nothing is normed twice; or the stream after the options' changes."""
+        if self.damps:
+            return self.damped(x if out.trip else out.entry, out.residual)
+        stream = out.hidden if self.options.norm_between == "final" else out.residual
+        if self.options.norm_between == "own":
+            stream = self.norm(stream)
+        return self(stream, state["entry"]) if self.injects else stream
+
+    def leave(self, stream: Tensor, x: Tensor, state: TripState) -> Tensor:
+        """x_K, or the interpolation between g(x_0) and x_K."""
+        stream = self.damped(x, stream) if self.damps else stream
+        return stream if self.blend is None else self.blended(state["first"], stream)
+
+    def damped(self, x: Tensor, stream: Tensor) -> Tensor:
+        """x + δ (g(x) - x), `[B, T, hidden_size]`."""
+        return torch.lerp(x, stream, self.options.damping)
+
+    def merged(self, stream: Tensor, injected: Tensor) -> Tensor:
+        """The input of a further trip, from the stream and the injection, `[B, T, hidden_size]`."""
+        if self.options.injection == "diagonal":
+            stream = (widen(stream) * self.decay()).to(stream.dtype)
+        return stream + injected
+
+    def decay(self) -> Tensor:
+        """The diagonal's factor on the stream, `[hidden_size]`."""
+        return torch.exp(-self._step() * widen(self.rate).exp())
+
+    def _step(self) -> Tensor:
+        return nn.functional.softplus(widen(self.step_size))  # Δ
+
+
+def cost(config: DecoderConfig, visits: Sequence[Visit], scalar: int) -> Cost:
+    """Cost: every extra trip repeats the looped layers, in FLOPs and, with keys and values of its own, in cache; a
+    token's injection is computed once."""
+    again, options, width = len(visits) - config.num_hidden_layers, LoopOptions.of(config), config.hidden_size
+    diagonal = options.injection == "diagonal"
+    parameters = width * (options.entry_norm + (options.norm_between == "own")) + diagonal * (width * width + 2 * width)
+    parameters += (width + 1) * options.exits
+    further = visits[-1].trip
+    moving = (further + 1) * (options.damping < 1) + options.blends if further else 0
+    shared = sum(visit.borrows for visit in visits)
+    return Cost(
+        parameters=parameters,
+        flops=again * layer_flops(config)
+        - shared * 4 * width * config.num_key_value_heads * config.head_dim
+        + (2 * width * width if diagonal and further else 0)
+        + 2 * width * further * options.exits,
+        elementwise_flops=3 * width * moving,
+        cache_bytes=(again - shared) * layer_cache_bytes(config, scalar),
+    )
+
+
+LOOP = Mechanism(
+    name="loop",
+    axis="recurrence",
+    summary="pass the layers several times",
+    paper="arXiv 1807.03819",
+    build=Loop,
+    cost=cost,
+    options=LoopOptions,
+    closed={"blend": 0.0},
+)

@@ -1,0 +1,40 @@
+"""`ponder2` (PonderLM-2): every token is followed by latent thoughts, each the hidden state of the previous one.
+
+    x_{t,k+1} = h_{t,k}        (after the final norm; trip k reads every trip of every earlier token: view ALL)
+
+Decoding makes one trip after another. In training all slots go through the stack interleaved by token, and Jacobi
+rounds replace the order in time. No parameters and no additional loss.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..axes.roles import Mechanism, View
+from .pondering import Solved, SolverOptions, trips_cost
+
+
+@dataclass(frozen=True)
+class Ponder2Options(SolverOptions):
+    """Options of `ponder2`."""
+
+    trips: int = 2
+    """Number of trips of a token, the first included: one more than its latent thoughts."""
+
+
+class Ponder2(Solved[Ponder2Options]):
+    """Feeds back the normed hidden state, and shows every trip to all later tokens."""
+
+    options_class = Ponder2Options
+    reads = View.ALL
+
+
+PONDER2 = Mechanism(
+    name="ponder2",
+    axis="recurrence",
+    summary="follow every token with its own hidden state as a thought",
+    paper="arXiv 2509.23184",
+    build=Ponder2,
+    cost=trips_cost,
+    options=Ponder2Options,
+)

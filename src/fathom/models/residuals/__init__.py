@@ -1,0 +1,1 @@
+"""Residuals: how a layer's output reaches later layers."""

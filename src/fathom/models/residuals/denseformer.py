@@ -1,0 +1,110 @@
+"""`denseformer`: after each block, a learned static average over the outputs of all blocks before it.
+
+    x ← Σ_{j ≤ i+1} α_{i,j} X_j        X_0 = embeddings, X_{j+1} = raw output of block j
+
+With `dilation` δ, block i reads the X_j with j ≡ i + 1 (mod δ); with `period` p, only every p-th block averages.
+α starts one-hot on the newest, so a pretrained model starts as itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from transformers import initialization as init
+
+from ..axes.roles import Cost, Mechanism, Residual, ResidualOptions, ResidualState, WriteContext
+
+if TYPE_CHECKING:
+    from ..axes.fields import DecoderConfig
+    from ..axes.visit import Visit
+
+
+@dataclass(frozen=True)
+class DenseFormerOptions(ResidualOptions):
+    """Options of `denseformer`. The paper writes dilation × period: its 4x5 is `dilation: 4, period: 5`."""
+
+    dilation: int = 1
+    """Read every dilation-th earlier block, counted back from the newest."""
+    period: int = 1
+    """Average after every period-th block."""
+
+    def check(self, config: DecoderConfig) -> None:
+        """Refuse values outside 1 … number of layers."""
+        super().check(config)
+        layers = config.num_hidden_layers
+        for name in ("dilation", "period"):
+            within = 1 <= getattr(self, name) <= layers
+            self.require(name, within, f"be between 1 and {layers} (the number of layers)")
+
+
+def num_weights(config: DecoderConfig, block: int) -> int:
+    """How many block outputs block number `block` averages; 0 if it does not."""
+    options = DenseFormerOptions.of(config)
+    return (block + 1) // options.dilation + 1 if (block + 1) % options.period == 0 else 0
+
+
+class DenseFormer(Residual):
+    """State: the stream, then the history X_0, X_1, … of this trip."""
+
+    def __init__(self, config: DecoderConfig, sublayer: int) -> None:
+        super().__init__(config, sublayer)
+        self.dilation = DenseFormerOptions.of(config).dilation
+        self.ends_block = sublayer % 2 == 1
+        weights = num_weights(config, sublayer // 2) if self.ends_block else 0
+        self.alpha = nn.Parameter(torch.empty(weights)) if weights else None
+
+    def init_weights(self, std: float) -> None:
+        """Weight 1 on the newest output, 0 on the others."""
+        if self.alpha is not None:
+            init.copy_(self.alpha, torch.eye(len(self.alpha))[-1])
+
+    def write(self, state: ResidualState, update: Tensor, context: WriteContext) -> ResidualState:
+        """Add to the stream; after a block, also store its raw output and average."""
+        stream, *history = state
+        raw = stream + update
+        if not self.ends_block:
+            return (raw, *(history or (stream,)))
+        history.append(raw)
+        if self.alpha is None:
+            return (raw, *history)
+        read = history[:: -self.dilation]  # newest first; in a later trip of a loop the oldest may not exist
+        mixed = self.alpha[-1] * read[0]
+        for weight, x in zip(self.alpha.flip(0)[1:], read[1:], strict=False):
+            mixed = mixed + weight * x
+        return (mixed, *history)
+
+
+def cost(config: DecoderConfig, visits: Sequence[Visit], scalar: int) -> Cost:
+    """Cost: a multiply-add per weight and channel; every block output of the trip stays in memory."""
+    trips = [[visit.layer for visit in trip] for _, trip in groupby(visits, lambda visit: visit.trip)]
+    parameters = sum(num_weights(config, block) for block in range(config.num_hidden_layers))
+    dilation = DenseFormerOptions.of(config).dilation
+    used = sum(
+        min(num_weights(config, layer), (i + 1) // dilation + 1) for trip in trips for i, layer in enumerate(trip)
+    )
+    # at a trip's end: X_0 … X_n, and a separate stream if the last block averaged
+    alive = max(len(trip) + (num_weights(config, trip[-1]) > 0) for trip in trips)
+    width = config.hidden_size
+    return Cost(
+        parameters=parameters,
+        flops=2 * width * used,
+        transient_bytes=scalar * width * alive,
+        io_bytes=scalar * width * (used + len(visits)),
+    )
+
+
+DENSEFORMER = Mechanism(
+    name="denseformer",
+    axis="residual",
+    summary="learned static average over all block outputs",
+    paper="arXiv 2402.02622",
+    build=DenseFormer,
+    cost=cost,
+    options=DenseFormerOptions,
+    closed={},
+)

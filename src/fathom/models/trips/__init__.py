@@ -1,0 +1,1 @@
+"""The walk: which visits are made, what each reads and stores, and the caches of slots."""

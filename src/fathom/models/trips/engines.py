@@ -1,0 +1,186 @@
+"""Engines with their own cache: where a visit is stored there, and which models they cannot run.
+
+transformers' continuous batching, vLLM and SGLang look keys and values up by a layer's `layer_idx`. A model of several
+trips needs a bank for each visit (layer, trip): if trips shared a bank, a later trip would overwrite an earlier one,
+and the tokens would be wrong without an error. So the engine gets a configuration with as many layers as the plan has
+visits (`engine_config`), and its attention gets a `Seat`: the layer's module under the index of the visit's bank. vLLM
+attaches a cache to each module that calls attention, so it finds a `Bank` for each visit (`take_banks`). A model that
+cannot be served so is refused by name. This file is part of every export, so exports refuse it too.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sized
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from ..axes.roles import View
+from ..axes.visit import Plan
+from ..registry import DEFAULTS
+from .slots import banks_of
+
+if TYPE_CHECKING:
+    from ..axes.fields import DecoderConfig
+    from ..axes.roles import Recurrence
+
+BACKENDS = ("sdpa", "eager", "paged|eager", "flash", "flex", "kernels-community/", "fathom_")
+"""Prefixes of the attention backends that leave the cache to the model, or find it through a seat."""
+ENGINES = ("vllm", "sglang")
+"""Backends that find their cache in `attention_instances`, by `layer_idx`."""
+HUNG = "attn"
+"""The attribute under which vLLM attaches its attention layer, and so the cache, to a module."""
+HANDED_OVER = ("cache", "attention_instances", "forward_batch")
+"""Keyword arguments by which an engine passes its own cache: continuous batching; vLLM and SGLang; SGLang."""
+
+COMPANY = (
+    "the angles of this model's RoPE depend on the longest text of a batch, so a text's tokens would depend on other "
+    "requests: use `generate`"
+)
+"""Why no engine that mixes requests runs a model whose rotary angles change with the length."""
+
+
+class CachedAttention(nn.Module):
+    """An attention module whose cache an engine may hold: what seats and banks read of it."""
+
+    config: DecoderConfig
+    layer_idx: int
+    num_key_value_groups: int
+    scaling: float
+    is_causal: bool
+    sliding_window: int | None
+    banks: dict[int, nn.Module]
+    """By index, for engines that attach their cache to modules."""
+
+
+class Seat:
+    """A layer's attention module for one visit: a proxy whose `layer_idx` is the visit's bank."""
+
+    def __init__(self, attention: CachedAttention, bank: int) -> None:
+        self.attention, self.layer_idx = attention, bank
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.attention, name)
+
+
+class Bank(nn.Module):
+    """The bank of one visit as a module, for vLLM, which attaches a cache to each module that calls attention."""
+
+    def __init__(self, attention: CachedAttention, bank: int) -> None:
+        super().__init__()
+        self.layer_idx, self.config, self.scaling = bank, attention.config, attention.scaling
+        self.num_key_value_groups, self.is_causal = attention.num_key_value_groups, attention.is_causal
+        self.sliding_window = attention.sliding_window
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, **kwargs: object
+    ) -> object:
+        """Attention over this bank. The call is spelled out, since vLLM searches the source of `forward` for it."""
+        attend: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, None)
+        return attend(self, query, key, value, mask, scaling=self.scaling, **kwargs)
+
+
+def take_banks(attentions: Iterable[CachedAttention], plan: Plan) -> nn.ModuleDict:
+    """The cache layers of a loop: a `Bank` for each later visit to a layer, by the visit's number.
+
+    Sets `banks` of every attention module, and its `layer_idx` to the index of its first visit.
+    """
+    layers, made = list(attentions), nn.ModuleDict()
+    for attention in layers:
+        attention.banks = {}
+    for visit in (visit for trip in plan for visit in trip):
+        attention = layers[visit.layer]
+        if not attention.banks:
+            attention.layer_idx = visit.bank
+            attention.banks[visit.bank] = attention
+        else:
+            made[str(visit.bank)] = attention.banks[visit.bank] = Bank(attention, visit.bank)
+    return made
+
+
+def seat(attention: CachedAttention, bank: int | None, arguments: Mapping[str, object]) -> nn.Module | Seat:
+    """The module to pass to the attention backend: the layer's own, or a seat or bank if an engine holds the cache."""
+    if bank is None or bank == attention.layer_idx:
+        return attention
+    if any(name in arguments for name in HANDED_OVER):
+        return Seat(attention, bank)
+    return attention.banks[bank] if attention.banks else attention
+
+
+def engine_config(config: DecoderConfig, plan: Plan) -> DecoderConfig:
+    """The configuration for an engine: one layer for each bank."""
+    unrolled = copy.deepcopy(config)
+    layers = banks_of(plan)
+    unrolled.num_hidden_layers = len(layers)
+    unrolled.layer_types = [config.layer_types[layer] for layer in layers]
+    return unrolled
+
+
+def check_engine(
+    config: DecoderConfig,
+    recurrence: Recurrence,
+    plan: Plan,
+    arguments: Mapping[str, object] | None = None,
+    attentions: Iterable[CachedAttention] = (),
+    multiway: bool = False,
+) -> None:
+    """Refuse an engine with which a model would give wrong results.
+
+    Args:
+        config: The model's configuration; its attention backend names the engine.
+        recurrence: The model's recurrence.
+        plan: The visits of a forward pass.
+        arguments: Further keyword arguments of the forward pass; None while the model is built.
+        attentions: The attention modules of its layers, which may have banks.
+        multiway: Whether queries, keys and values have different inputs.
+    """
+    backend = str(config._attn_implementation)
+    if multiway and backend.startswith(ENGINES):
+        raise ValueError(
+            f"attn_implementation={backend} makes queries, keys and values of one input; with residual="
+            f"{config.residual} each has its own. Use `generate` or `fathom serve`"
+        )
+    if isinstance((arguments or {}).get("cache"), Cache):
+        # transformers passes the cache of `generate` by this name from 5.24 on, and unread it would be a wrong answer
+        raise ValueError("cache is passed as past_key_values: install transformers<5.24")
+    if len(plan) == 1:
+        return
+    foreign = next((name for name in HANDED_OVER if name in (arguments or ())), None)
+    if backend.startswith(BACKENDS) and foreign is None:
+        return
+    engine = f"attn_implementation={backend}" if foreign is None else f"an engine that passes {foreign}="
+    needed = len(banks_of(plan))
+    if recurrence.halts or recurrence.view is not View.SAME:
+        why = "tokens halt at different trips" if recurrence.halts else "trips read other trips"
+        raise ValueError(
+            f"{engine} keeps one key and value for each token and layer, and {config.recurrence} needs slots: {why}. "
+            "Use `generate` or `fathom serve`"
+        )
+    if recurrence.lends:
+        raise ValueError(
+            f"{engine} stores keys and values wherever it attends, and with recurrence_options.kv="
+            f"{config.recurrence_options['kv']} later trips make none. Use `generate` or `fathom serve`"
+        )
+    if foreign is None and (arguments is None and backend.startswith(ENGINES)):
+        return  # the first forward pass shows how many banks it has
+    if foreign is None or arguments is None:
+        held = sum(hasattr(bank, HUNG) for attention in attentions for bank in attention.banks.values())
+    else:
+        held = _banks(arguments[foreign])
+    if held < needed:
+        unrolled = recurrence.unrolls and all(getattr(config, axis) == DEFAULTS[axis] for axis in ("mixer", "residual"))
+        raise ValueError(
+            f"{engine} is not known to keep a cache for each trip: {config.recurrence} makes {len(plan)} trips, which "
+            f"need {needed} layers of cache and find {held}, and the answers would be wrong. Use `generate`, "
+            "`generate_batch` or `fathom serve`" + (", or an export with form='unrolled'" if unrolled else "")
+        )
+
+
+def _banks(cache: object) -> int:
+    """Layers of a cache that an engine passed: a mapping by layer, or transformers' paged cache."""
+    if isinstance(cache, Sized):
+        return len(cache)
+    return int(getattr(getattr(cache, "config", None), "num_hidden_layers", 0))

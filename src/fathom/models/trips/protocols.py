@@ -1,0 +1,71 @@
+"""What the walk and speculation need of a model; `FathomModel` and `FathomForCausalLM` have it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+
+from ..axes.fields import DecoderConfig
+from ..axes.roles import Recurrence, Residual
+from ..axes.visit import Plan
+
+
+class Decoder(Protocol):
+    """The layers, what stands before and after them, and which visits are made."""
+
+    config: DecoderConfig
+    training: bool
+    embed_tokens: nn.Embedding
+    embedding_scale: float
+    layers: nn.ModuleList
+    layer_types: tuple[str, ...]
+    norm: nn.Module
+    rotary_emb: nn.Module
+    """Cosines and sines of positions, by layer type where these differ."""
+    mixes_unrotated: bool
+    """Whether mixers score queries and keys before rotation."""
+    final_residual: Residual
+    recurrence: Recurrence
+    plans: dict[int, Plan]
+    """The plan of every number of trips that was asked for."""
+    coda: int
+    """The first layer that is visited once, after all trips."""
+    slotted: bool
+    """Whether the cache holds slots."""
+    per_visit: bool
+    """Whether a layer has a residual for each of its visits."""
+    reach: dict[str, int | None]
+    """By layer type: how many tokens back it reads; None for all."""
+
+    @property
+    def recomputing(self) -> bool:
+        """Whether this forward pass recomputes its passes in the backward pass."""
+
+    def causal_masks(
+        self,
+        x: Tensor,
+        attention_mask: Tensor | Mapping[str, object] | None,
+        past_key_values: Cache | None,
+        position_ids: Tensor | None,
+    ) -> Mapping[str, object]:
+        """Causal masks by layer type."""
+
+    def plan_of(self, trips: int) -> Plan:
+        """The visits of so many trips."""
+
+    def trips_asked(self, max_trips: int | None) -> int:
+        """The number of trips of a forward pass that asks for at most `max_trips`."""
+
+
+class CausalDecoder(Protocol):
+    """A decoder with a head."""
+
+    config: DecoderConfig
+    lm_head: nn.Module
+
+    @property
+    def model(self) -> Decoder:
+        """The decoder."""

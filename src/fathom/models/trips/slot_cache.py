@@ -1,0 +1,231 @@
+"""The slot cache: one cache layer per physical layer, whose time axis counts slots.
+
+It serves recurrences whose trips read one another or whose tokens halt. Keys and values of every slot that was made are
+stored one after another in each row of the batch, so a token with three trips takes three positions. A static cache has
+a fixed position for every trip of every token. All layers share a table of what is stored where. `get_seq_length`
+counts tokens, because positions and masks of `generate` depend on it. Padding is never stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, StaticLayer, StaticSlidingWindowLayer
+
+from ..axes.roles import View
+from .fixed_table import FixedTable
+from .slot_table import Placement, SlotTable, grown, without
+
+
+def _stored(which: int, words: str) -> property:
+    """A layer's keys or values in transformers' form; transformers only ever sets them to None."""
+
+    def read(layer: SlotLayer) -> Tensor | None:
+        return None if layer.stored is None else layer.stored[which][:, : layer.table.end].transpose(1, 2)
+
+    def write(layer: SlotLayer, value: Tensor | None) -> None:
+        assert value is None
+
+    return property(read, write, doc=words)
+
+
+class GrowingLayer(CacheLayerMixin):
+    """A cache layer that holds every token, without a maximum."""
+
+    is_sliding = False
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Number of tokens that a forward pass reads, and the position of the first one."""
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        """No maximum."""
+        return -1
+
+    get_max_cache_shape = get_max_length
+
+
+class SlotLayer(GrowingLayer):
+    """Keys and values of one physical layer, slot by slot. The last position of the buffers takes discarded slots.
+
+    transformers calls every layer of a cache in turn; the first layer acts for all layers of its `family`.
+
+    Args:
+        table: The table that all layers share.
+        family: The layers of the cache, this one included.
+    """
+
+    is_croppable = True
+
+    @property
+    def is_compileable(self) -> bool:
+        """Whether shapes never change."""
+        return isinstance(self.table, FixedTable)
+
+    def __init__(self, table: SlotTable | FixedTable, family: list[SlotLayer]) -> None:
+        super().__init__()
+        self.table, self.family = table, family
+        self.stored: tuple[Tensor, Tensor] | None = None  # [B, capacity + 1, H_kv, D] each
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocate the buffers; `[B, H_kv, T, D]` determines heads, width, dtype and device."""
+        places = (len(self.table.count), self.table.capacity + 1)
+        self.stored = tuple(  # type: ignore[assignment]
+            states.new_zeros((*places, states.shape[1], states.shape[3])) for states in (key_states, value_states)
+        )
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.is_initialized = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """ModelError: a slot needs a token and a trip, which only the model's own pass knows (`exchange`)."""
+        raise TypeError("a slot cache is written by the model that made it")
+
+    def exchange(self, placement: Placement, new: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Store the keys and values of a pass, `[B', H_kv, M, D]`, and return those that it reads."""
+        if self.stored is None:
+            self.lazy_initialization(*new)
+        assert self.stored is not None
+        if self.stored[0].shape[1] <= self.table.capacity:
+            keys, values = self.stored
+            capacity, used = self.table.capacity, self.table.end
+            self.stored = grown(keys, capacity, used), grown(values, capacity, used)
+        keys, values = self.stored
+        placement.write(keys, new[0].transpose(1, 2))
+        placement.write(values, new[1].transpose(1, 2))
+        return placement.read(keys).transpose(1, 2), placement.read(values).transpose(1, 2)
+
+    keys = _stored(0, "What is stored, `[B, H_kv, slots, D]`; spare room is left out.")
+    values = _stored(1, "As `keys`.")
+
+    def get_seq_length(self) -> int:
+        """Tokens, not slots; a tensor if positions are fixed, as in transformers' static caches."""
+        return self.table.columns  # type: ignore[return-value]
+
+    @property
+    def first(self) -> bool:
+        """Whether this layer acts for all."""
+        return self.family[0] is self
+
+    def change(self, how: Callable[[Tensor], Tensor]) -> None:
+        """Change the stored tensors of all layers."""
+        for layer in self.family:
+            if layer.stored is not None:
+                layer.stored = how(layer.stored[0]), how(layer.stored[1])
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Reorder rows, for beam search, or keep some."""
+        if self.first:
+            self.table.select(beam_idx)
+            self.change(lambda x: x.index_select(0, beam_idx.to(x.device)))
+
+    batch_select_indices = reorder_cache
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row."""
+        count = self.table.count
+        self.reorder_cache(torch.arange(len(count), device=count.device).repeat_interleave(repeats))
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last `-tokens_to_remove` tokens, as transformers counts them."""
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop takes the number of tokens to remove as a negative number, got {tokens_to_remove}")
+        if not self.first or not tokens_to_remove or not self.table.columns:
+            return
+        if isinstance(self.table, FixedTable):
+            self.table.crop((self.table.columns + tokens_to_remove).clamp(min=0))
+        else:
+            order = self.table.crop(max(0, self.table.columns + tokens_to_remove))[:, :, None, None]
+            self.change(lambda x: x.gather(1, order.expand_as(x)))
+
+    def reset(self) -> None:
+        """Forget all slots."""
+        if self.first:
+            count = self.table.count
+            empty_slots(self.family, len(count), count.device)
+
+
+def empty_slots(layers: list[SlotLayer], rows: int, device: torch.device) -> None:
+    """Start again with this many rows."""
+    table = layers[0].table.emptied(rows, device)
+    for layer in layers:
+        layer.table, layer.stored, layer.is_initialized = table, None, False
+
+
+def with_slots(
+    cache: Cache, layers: int, trips: int, view: View, rows: int, device: torch.device
+) -> SlotTable | FixedTable:
+    """Turn an empty cache into a slot cache of this many rows, in place, and return its table. Idempotent."""
+    if cache.layers and isinstance(first := cache.layers[0], SlotLayer):
+        if isinstance(first.table, FixedTable) and first.table.trips < trips:
+            raise ValueError(f"this static cache has room for {first.table.trips} trips of a token, not {trips}")
+        if first.stored is None and (len(first.table.count), first.table.count.device) != (rows, device):
+            empty_slots(first.family, rows, device)
+        return first.table
+    for layer in cache.layers:
+        if not isinstance(layer, DynamicLayer | StaticLayer) or hasattr(layer, "_quantize"):
+            raise ValueError(
+                f"this model's slots cannot be stored in a {type(layer).__name__}: use a dynamic or static cache"
+            )
+        if layer.is_initialized and int(layer.get_seq_length()) > 0:
+            raise ValueError("this cache was filled by another model; start from an empty cache")
+    if getattr(cache, "offloading", False):
+        raise ValueError("a slot cache cannot be offloaded")
+    # A layer with a window reports the window's width, not the cache's length; without other layers the slots grow.
+    whole = [layer for layer in cache.layers if not isinstance(layer, StaticSlidingWindowLayer)]
+    static = [layer.max_cache_len for layer in whole if isinstance(layer, StaticLayer)]
+    table = FixedTable(max(static), trips, rows, view, device) if static else SlotTable(rows, view, device)
+    family: list[SlotLayer] = []
+    family.extend(SlotLayer(table, family) for _ in range(layers))
+    cache.layers = family
+    cache.layer_class_to_replicate = None
+    return table
+
+
+def repeat_last(cache: Cache, token: Tensor) -> None:
+    """Fill the fixed positions of trips that tokens `[B, M]` did not make with a copy of their last trip, for SAME."""
+    rows = torch.arange(len(token), device=token.device).unsqueeze(1)
+    to, of = cache.layers[0].table.repeats(rows, token)
+    for layer in cache.layers:
+        for stored in layer.stored:
+            stored[rows, to] = stored[rows, of]
+
+
+def merge_slots(cache: Cache, other: Cache) -> None:
+    """Append the rows of another slot cache to this one; the other cache is consumed."""
+    mine, theirs = cache.layers[0].table, other.layers[0].table
+    capacity = max(mine.capacity, theirs.capacity)
+    for layer, added in zip(cache.layers, other.layers, strict=True):
+        for i, new in enumerate(added.stored):  # one after the other, so that at most one tensor exists twice
+            stored = list(layer.stored)
+            stored[i] = grown(stored[i], capacity, mine.end, more=len(new))
+            stored[i][-len(new) :, : theirs.end] = new[:, : theirs.end]
+            layer.stored = tuple(stored)
+        added.stored = None
+    mine.absorb(theirs)
+
+
+def drop_row(cache: Cache, row: int) -> None:
+    """Remove a row from a slot cache with several rows; the last row takes its index.
+
+    Only the last row is copied. The memory of a row is freed when others are merged, or by `trim_slots`.
+    """
+    cache.layers[0].change(lambda x: without(x, row))
+    cache.layers[0].table.drop(row)
+
+
+def trim_slots(cache: Cache, capacity: int) -> None:
+    """Free the memory of dropped rows, and positions beyond `capacity` that no other row uses."""
+    table, first = cache.layers[0].table, cache.layers[0]
+    capacity = max(table.end, min(capacity, table.capacity))
+    if capacity == table.capacity and first.stored[0].untyped_storage().nbytes() == first.stored[0].nbytes:
+        return
+    for layer in cache.layers:
+        for i in range(2):  # so that at most one tensor exists twice
+            stored = list(layer.stored)
+            stored[i] = grown(stored[i], capacity, table.end)
+            layer.stored = tuple(stored)
+    table.resize(capacity)
