@@ -173,12 +173,15 @@ class Walk:
 WALKS = {
     "a mechanism": Walk(
         {
-            "src/fathom/models/neighbour_mean.py": re.search(r"```python\n(.*?)```", PAGE, re.DOTALL)[1],
+            "src/fathom/models/mixers/neighbour_mean.py": re.search(r"```python\n(.*?)```", PAGE, re.DOTALL)[1],
             "tests/models/test_neighbour_mean.py": re.search(r'```py\n("""½ v.*?)```', PAGE, re.DOTALL)[1],
         },
         {
             "src/fathom/models/registry.py": (
-                ("from .ponder import", "from .neighbour_mean import NEIGHBOUR_MEAN\nfrom .ponder import"),
+                (
+                    "from .recurrences.ponder import",
+                    "from .mixers.neighbour_mean import NEIGHBOUR_MEAN\nfrom .recurrences.ponder import",
+                ),
                 ("*(NONE, DEPTH_ATTENTION,", "*(NONE, NEIGHBOUR_MEAN, DEPTH_ATTENTION,"),
             ),
             "tests/outside/accepted.py": (

@@ -685,9 +685,9 @@ def test_extras_exist() -> None:
 
 
 def as_module(mechanism: str, source: str, page: Path) -> dict:
-    """What a file of that name in `models/` would define."""
-    module = ModuleType(f"fathom.models.{mechanism}")
-    module.__package__ = "fathom.models"
+    """What a file of that name among the recurrences would define."""
+    module = ModuleType(f"fathom.models.recurrences.{mechanism}")
+    module.__package__ = "fathom.models.recurrences"
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, module.__name__, module)
         exec(compile(source, str(page), "exec"), vars(module))

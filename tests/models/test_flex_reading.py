@@ -239,14 +239,14 @@ def test_blocks_lose_no_pair_and_add_none():
     ],
 )
 def test_planted_faults_are_seen(right, wrong, tmp_path):
-    source = Path(flex_reading.__file__).read_text(encoding="utf-8").replace("from .", "from fathom.models.")
+    source = Path(flex_reading.__file__).read_text(encoding="utf-8")
     assert source.count(right) == 1
     file = tmp_path / "planted.py"
     file.write_text(source.replace(right, wrong), encoding="utf-8")
-    spec = importlib.util.spec_from_file_location("planted_flex", file)
+    spec = importlib.util.spec_from_file_location("fathom.models.trips.planted_flex", file)
     planted = importlib.util.module_from_spec(spec)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "planted_flex", planted)
+        patch.setitem(sys.modules, spec.name, planted)
         spec.loader.exec_module(planted)
     with pytest.raises(AssertionError):
         hold_pairs(planted)

@@ -1025,7 +1025,7 @@ def rotated_keys_scored(patch: pytest.MonkeyPatch) -> None:
 def trips_drawn_in_evaluation(patch: pytest.MonkeyPatch) -> None:
     """Evaluation draws a number of trips, as Parcae's public code does."""
     rng = random.Random(0)
-    patch.setattr(modeling.FathomModel, "_trips", lambda self, most: rng.randint(1, self.recurrence.trips))
+    patch.setattr(modeling.FathomModel, "trips_asked", lambda self, most: rng.randint(1, self.recurrence.trips))
 
 
 FAULTS: dict[Callable[[pytest.MonkeyPatch], None], int] = {
