@@ -161,6 +161,7 @@ def test_a_model_that_was_just_opened(sinks, while_decoding):
 
 
 @torch.no_grad()
+@pytest.mark.quick("snapkv", "expected_attention", "freqkv")
 @pytest.mark.parametrize("method", ["snapkv", "tova", "expected_attention", "key_norm", "freqkv", "drop"])
 def test_a_context_is_compressed_while_it_is_read(model, monkeypatch, method):
     """Layer by layer, once: then it is small, and questions are answered from it as from a rolling cache."""
@@ -189,6 +190,7 @@ def test_a_context_is_compressed_while_it_is_read(model, monkeypatch, method):
     assert len(made) == 3 + 3 * 3  # of the rolling copies
 
 
+@pytest.mark.quick("16", "89")
 @pytest.mark.parametrize("size", [1, 7, 16, 89, 90, 200])
 def test_a_prompt_in_chunks(model, size):
     ids, mask = tokens(2, 90), torch.ones(2, 90, dtype=torch.long)
@@ -203,7 +205,7 @@ def test_a_prompt_in_chunks(model, size):
     assert "generate" not in vars(model)
 
 
-@pytest.mark.quick("14-gemma3-window", "30-cohere2-window")
+@pytest.mark.quick("14-gemma3-window")
 @pytest.mark.parametrize("case", ["gemma3-window", "gemma2-window", "olmo3-window", "cohere2-window"])
 @pytest.mark.parametrize("length", [14, 30])
 def test_layers_with_a_window_keep_their_own_cache(case, length):
@@ -230,7 +232,7 @@ def test_a_model_of_which_all_layers_have_a_window():
     with pytest.raises(ValueError, match="all layers of this model see 64 tokens"), compressed(model, "tova"):
         pass
     with compressed(model, "tova", while_decoding=True):
-        found = model.generate(tokens(1, 40), return_dict_in_generate=True, do_sample=False, max_new_tokens=60)
+        found = model.generate(tokens(1, 40), return_dict_in_generate=True, do_sample=False, max_new_tokens=30)
     assert found.past_key_values.entries <= 40
 
 

@@ -27,6 +27,7 @@ def reads(model, method, how):
 
 
 @torch.no_grad()
+@pytest.mark.quick("llama-snapkv-once", "llama-snapkv-padded", "gemma3-window-tova-padded", "loop-freqkv-rolling")
 @pytest.mark.parametrize("how", ["once", "while decoding", "padded", "rolling"])
 @pytest.mark.parametrize(
     ("case", "method"),
