@@ -30,6 +30,7 @@ def test_vanilla_as_a_stock_qwen3(tmp_path):
     stock = AutoModelForCausalLM.from_pretrained(export(model, tmp_path / "q", form="qwen3"))
     assert type(stock) is Qwen3ForCausalLM and torch.equal(logits(stock, ids), logits(model, ids))
     assert not list((tmp_path / "q").glob("*.py")), "a stock model needs no code"
+    assert len({path.stat().st_mode for path in (tmp_path / "q").iterdir()}) == 1, "some files cannot be read by others"
 
 
 @pytest.mark.parametrize("trips,case", [(None, "loop"), (None, "loop-middle"), (1, "loop"), (2, "loop-middle")])

@@ -10,12 +10,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import filelock._unix
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
+import fathom
 from fathom.errors import HeldError
 from fathom.lineage import nulls
 from fathom.report import files
-from fathom.report.files import Digest, asdict, digest, lock, read_json, write_atomically, write_json
+from fathom.report.files import Digest, as_usual, asdict, digest, lock, read_json, write_atomically, write_json
 
 
 def hold_and_die(path: Path) -> None:
@@ -86,6 +89,20 @@ def test_a_full_disk_leaves_the_old_file(tmp_path: Path, monkeypatch, write: Cal
         patch.setattr(files.os, "fsync", lambda descriptor: (_ for _ in ()).throw(OSError("full")))
         write(path, {})
     assert path.read_text() == "old"
+
+
+def test_weights_have_the_permissions_of_other_files(tmp_path: Path) -> None:
+    """safetensors gives its files to the owner alone; whoever writes one says otherwise."""
+    old = os.umask(0o027)
+    try:
+        save_file({"x": np.ones(2)}, tmp_path / "a.safetensors")
+        assert (tmp_path / "a.safetensors").stat().st_mode & 0o777 == 0o600, "safetensors itself does it now"
+        as_usual(tmp_path / "a.safetensors")
+    finally:
+        os.umask(old)
+    assert (tmp_path / "a.safetensors").stat().st_mode & 0o777 == 0o640 and len(list(tmp_path.iterdir())) == 1
+    writers = [path for path in Path(fathom.__file__).parent.rglob("*.py") if "save_file(" in path.read_text("utf-8")]
+    assert writers and all("as_usual(" in path.read_text("utf-8") for path in writers)
 
 
 def test_folders_on_the_way_are_made(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ from fathom.models.packages import declared_as, exported, home, is_ours, needed,
 from fathom.models.pretrained import FathomPreTrainedModel
 from fathom.models.recurrences.looping import LoopOptions
 from fathom.models.registry import AXES, DEFAULTS, mechanism, mechanism_name
-from fathom.report.files import read_json
+from fathom.report.files import as_usual, read_json
 
 AUTO_MAP = {
     "AutoConfig": "configuration.FathomConfig",
@@ -87,6 +87,8 @@ def export(
             new.replace(directory)
             return directory
         shaped.save_pretrained(new)
+        for weights in new.glob("*.safetensors"):
+            as_usual(weights)
         write_hashes(new)
         if tokenizer is not None:
             tokenizer.save_pretrained(new)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
@@ -53,7 +53,7 @@ def save_cache(cache: MemoryCache, path: str | Path) -> None:
         for name in STORED
         if (x := getattr(part, name, None)) is not None
     }
-    save_file(tensors, str(path), {"fathom_kvcache": json.dumps(about)})
+    Path(path).write_bytes(save(tensors, {"fathom_kvcache": json.dumps(about)}))  # with the usual permissions
 
 
 def load_cache(model: PreTrainedModel, path: str | Path) -> MemoryCache:

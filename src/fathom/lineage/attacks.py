@@ -20,7 +20,7 @@ from fathom.checkpoints.tensors import Array
 from fathom.errors import ModelError
 from fathom.lineage import canonical
 from fathom.lineage.weights import Geometry, Layer, TensorView, Weights
-from fathom.report.files import write_json
+from fathom.report.files import as_usual, write_json
 
 READERS = ("q", "k", "v", "gate", "up")
 WRITERS = ("o", "down")
@@ -326,6 +326,7 @@ def attack(weights: Weights, kinds: Sequence[str], out: Path, seed: int = 0, dty
     for number, tensors in enumerate(_edited(weights, edits, untied, np.dtype(dtype)), 1):
         name = f"model-{number:05d}.safetensors"
         save_file({key: np.ascontiguousarray(value).reshape(value.shape) for key, value in tensors.items()}, out / name)
+        as_usual(out / name)
         weight_map |= dict.fromkeys(tensors, name)
         total += sum(value.nbytes for value in tensors.values())
     write_json(out / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})

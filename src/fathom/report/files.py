@@ -128,6 +128,16 @@ def write_atomically(path: Path, text: str) -> None:
     sync_directory(path.parent)
 
 
+def as_usual(path: Path) -> None:
+    """Give a file the permissions of any other new file there (the umask's): safetensors makes it the owner's alone."""
+    usual = path.with_name(f".{path.name}.{os.getpid()}.mode")
+    usual.touch()
+    try:
+        path.chmod(usual.stat().st_mode)
+    finally:
+        usual.unlink()
+
+
 def write_json(path: Path, value: object) -> None:
     """Write a result, or a container of results, to a JSON file, atomically; missing folders are created."""
     path.parent.mkdir(parents=True, exist_ok=True)

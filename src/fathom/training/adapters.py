@@ -18,6 +18,7 @@ from fathom.errors import SettingsError, to_install
 from fathom.models.axes.roles import MechanismModule
 from fathom.models.modeling import FathomForCausalLM
 from fathom.recipe import Lora, Recipe
+from fathom.report.files import as_usual
 from fathom.training.checkpoint import UNFINISHED, publish
 from fathom.training.hooks import Hook, ObservedRun
 from fathom.training.parallel import whole as gathered
@@ -125,4 +126,5 @@ class AdapterFiles(Hook):
             {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in found.items()},
             new / ADAPTER_WEIGHTS,
         )
+        as_usual(new / ADAPTER_WEIGHTS)
         publish(new, run.run_dir / ADAPTER)

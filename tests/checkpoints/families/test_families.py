@@ -19,7 +19,7 @@ from fathom.checkpoints.origin import LocalOrigin
 from fathom.checkpoints.tensors import open_safetensors
 from fathom.models import FathomForCausalLM
 
-from .cases import CASES, stock
+from .cases import CASES, stock, stock_config
 
 TYPES = ("dtype", "torch_dtype")
 CAPPED = "gemma2"
@@ -93,6 +93,25 @@ def test_back_again_tensor_for_tensor(directory: tuple[str, Path], tmp_path: Pat
         assert torch.equal(theirs(ids).logits, again(ids).logits)
     before, after = ({**model.config.to_dict(), "_name_or_path": ""} for model in (theirs, again))
     assert before == after
+
+
+@pytest.mark.parametrize("window", [5, None])
+@pytest.mark.parametrize("name", ["gemma2", "gemma3"])
+def test_a_gemma_without_windows_runs_after_its_export(name: str, window: int | None, tmp_path: Path) -> None:
+    """The class makes a mask with a window whether or not a layer takes it."""
+    theirs = AutoModelForCausalLM.from_config(
+        stock_config(name, layer_types=["full_attention"] * 3), attn_implementation="eager"
+    ).eval()
+    theirs.config.sliding_window = window
+    theirs.save_pretrained(tmp_path / "theirs")
+    ours = FathomForCausalLM.from_pretrained(tmp_path / "theirs")
+    back = AutoModelForCausalLM.from_pretrained(
+        export(ours, tmp_path / "back", form="native"), attn_implementation="eager"
+    )
+    assert back.config.sliding_window == (window or 4096)
+    theirs.config.sliding_window, ids = 5, torch.randint(0, 97, (1, 9))
+    with torch.no_grad():
+        assert torch.equal(back(ids).logits, theirs(ids).logits)
 
 
 @pytest.mark.quick("llama-gqa", "gpt_neox", "gpt2", "phi3")

@@ -14,6 +14,9 @@ from fathom.models import FathomConfig
 
 KEYS = tuple(key for key in SHARED if key not in ("hidden_act", "mlp_bias"))
 
+WINDOW = 4096
+"""The window in the configuration of a model that has no layer with one; the authors' default."""
+
 
 def gemma_switches(theirs: PreTrainedConfig) -> Values:
     """The switches that all three versions share."""
@@ -55,12 +58,13 @@ def gemma2_back(config: FathomConfig) -> Values:
     """Scales, caps and windows under Gemma's names."""
     scale = config.attention_scale if config.attention_scale is not None else config.head_dim**-0.5
     scalar = scale**-2
+    window = config.sliding_window or config.native.get("sliding_window") or WINDOW  # the class asks for one
     return {
         "hidden_activation": config.hidden_act,
         "query_pre_attn_scalar": round(scalar) if abs(scalar - round(scalar)) < 1e-6 * scalar else scalar,
         "attn_logit_softcapping": config.attn_logit_softcapping,
         "final_logit_softcapping": config.final_logit_softcapping,
-        "sliding_window": config.sliding_window,
+        "sliding_window": window,
         "layer_types": config.layer_types,
     }
 
