@@ -7,6 +7,7 @@ import os
 import socket
 import threading
 import time
+from unittest import mock
 
 import openai
 import torch
@@ -90,6 +91,7 @@ def scripted(service, text):
     service.engine.call(lambda: None).result(60)  # a step of an answer that has just been given up is over
     hook = service.model.lm_head.register_forward_hook(head)
     try:
-        yield
+        with mock.patch("fathom.inference.engine.chunk", return_value=4096):  # a prompt is one chunk
+            yield
     finally:
         hook.remove()

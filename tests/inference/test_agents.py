@@ -185,7 +185,7 @@ def test_llamas_notation(folder):
         answer = ask(served, tools=TOOLS, tool_choice="required").choices[0]
         assert len(answer.message.tool_calls) == 1 and answer.finish_reason == "tool_calls"
         with scripted(own, '{"name": "add", "parameters": {"a": 2, "b": 3}}'):
-            found = heard(served, tools=[ADD], temperature=0)  # few enough for one chunk of the prompt
+            found = heard(served, tools=[ADD], temperature=0)
         assert found[1:3] == ([["add", '{"a": 2, "b": 3}']], "tool_calls")
 
 

@@ -89,7 +89,7 @@ def test_a_model_of_transformers():
 @pytest.mark.parametrize("case", ["vanilla", "adaponder"])
 def test_prompts_are_cut_at_the_same_places(case, monkeypatch):
     """However many others are read in the same turn: the length of a product can decide a last bit."""
-    monkeypatch.setattr("fathom.inference.engine.READ", 32)
+    monkeypatch.setattr("fathom.inference.engine.BY_ROWS", 32)
     model = model_of(case, by_rows=False)
     prompts = [(tokens(1, length, seed=length)[0] % 400).tolist() for length in (30, 20, 50, 9, 44, 33)]
     engine = Engine(model, 1 << 26)

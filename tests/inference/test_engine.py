@@ -324,28 +324,28 @@ def test_greedy_texts_of_an_engine(engine):
 
 @pytest.mark.parametrize(("case", "kind"), [("loop+depth_attention", SlabBatch), ("adaponder", SlotBatch)])
 def test_short_prompts_are_read_at_once(engine, monkeypatch, case, kind):
-    """Those of about one length, with one budget of trips, up to `READ` tokens; others one after another."""
+    """Those of about one length, with one budget of trips, up to a chunk's tokens; others one after another."""
     running, model = engine(case)
-    sizes, several, one = [20, 17, 21, 3, 3, 30, 30], [], []
+    sizes, several, one = [20, 20, 20, 3, 3, 30, 30], [], []
     whole, chunk = kind.read_several, kind.read
     monkeypatch.setattr(
         kind, "read_several", lambda self, prompts: several.append(list(map(len, prompts))) or whole(self, prompts)
     )
     monkeypatch.setattr(kind, "read", lambda self, ids, **how: one.append(len(ids)) or chunk(self, ids, **how))
-    monkeypatch.setattr("fathom.inference.engine.READ", 64)
+    monkeypatch.setattr("fathom.inference.engine.chunk", lambda seconds: 66)
     chance = random.Random(2)
     prompts = [[chance.randrange(3, 61) for _ in range(size)] for size in sizes]
     jobs = [Collected(p, 5, Choice(), trips=1 if len(p) == 3 else None) for p in prompts]
     jobs[2].job.new_tokens = 0
     submitted_at_once(running, jobs)
     assert [job.wait() for job in jobs] == ["length"] * 7
-    assert several == [[20, 17, 21], [3, 3], [30, 30]] and not one
+    assert several == [[3, 3], [20, 20, 20], [30, 30]] and not one
     for job, prompt in zip(jobs, prompts, strict=True):
         assert job.tokens == alone(model, prompt, 5, max_trips=job.job.trips)[: job.job.new_tokens]
     scored = [Collected(p, 5, Choice(), score_prompt=i == 1, logprobs=0) for i, p in enumerate(prompts[:3])]
     submitted_at_once(running, scored)
     assert [job.wait() for job in scored] == ["length"] * 3
-    assert len(several) == 3 and one == [20, 17, 21], "a prompt that is scored is read alone"
+    assert len(several) == 3 and one == [20, 20, 20], "a prompt that is scored is read alone"
 
 
 def watched(running, model):
@@ -610,6 +610,7 @@ def test_no_token_is_drawn_from_no_numbers(engine, new, ends):
 @pytest.mark.quick("loop+depth_attention")
 @pytest.mark.parametrize("case", ["loop+depth_attention", "ponder3"])
 def test_a_text_of_no_numbers_ends_alone(engine, monkeypatch, case):
+    monkeypatch.setattr("fathom.inference.engine.in_order", list)
     running, model = engine(case, tie_word_embeddings=False)
     with torch.no_grad():
         model.get_input_embeddings().weight[60] = torch.nan
@@ -646,6 +647,8 @@ def test_a_text_of_no_numbers_ends_alone(engine, monkeypatch, case):
 @pytest.mark.parametrize("case", ["vanilla", "loop+depth_attention-grid", "ponder-hidden-duo"])
 def test_padding_of_no_numbers_leaves_with_its_row(engine, monkeypatch, case):
     """A short prompt of several that are read at once is padded behind with its last token, here the damaged one."""
+    monkeypatch.setattr("fathom.inference.engine.in_order", list)
+    monkeypatch.setattr("fathom.inference.engine.chunk", lambda seconds: 512)
     running, model = engine(case, tie_word_embeddings=False)
     with torch.no_grad():
         model.get_input_embeddings().weight[60], model.lm_head.weight[60] = torch.nan, 0
@@ -722,7 +725,7 @@ def test_a_fault_that_concerns_some_ends_only_those(engine, monkeypatch, place):
 
 def test_a_fault_of_the_engine_keeps_nobody_waiting(engine, monkeypatch):
     running, _ = engine()
-    monkeypatch.setattr(running, "_admit", lambda left: 1 / 0)
+    monkeypatch.setattr(running, "_choose", lambda spent: 1 / 0)
     first = Collected([5, 6], 4, Choice())
     assert running.alive and running.ready
     running.submit([first.job])

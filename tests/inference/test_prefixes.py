@@ -68,7 +68,8 @@ def model(request):
 
 
 @pytest.fixture
-def engine(model):
+def engine(model, monkeypatch):
+    monkeypatch.setattr("fathom.inference.engine.chunk", lambda seconds: 512)
     engine = Watched(model, BUDGET, prefix_budget=BUDGET)
     yield engine
     engine.join(10)

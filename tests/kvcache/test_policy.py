@@ -218,7 +218,7 @@ def test_a_server_reads_past_the_context(opened) -> None:
 @pytest.mark.parametrize("waiting", [True, False])
 def test_nobody_reads_for_a_client_that_left(opened, monkeypatch: pytest.MonkeyPatch, waiting: bool) -> None:
     """A request that was given up before its turn, or while its prompt is read."""
-    monkeypatch.setattr(engine, "READ", 16)
+    monkeypatch.setattr(engine, "chunk", lambda seconds: 16)
     running, free, read = Engine(opened[0], 1 << 30, FREQKV), threading.Event(), []
     job = Job([5] * 200, 2, Choice(), lambda event: pytest.fail(f"it was answered: {event}"))
 

@@ -89,6 +89,17 @@ class LiveBatch(ABC):
         """Discard the sequence that was being read."""
         self.fresh, self.read_already = None, 0
 
+    def pause(self) -> tuple[object, int]:
+        """Set the sequence that was being read aside: its state for `resume`, and the bytes that it takes elsewhere."""
+        state = self.fresh, self.read_already
+        self.fresh = None  # it lives on in the state
+        self.forget()
+        return state, 0
+
+    def resume(self, state: object) -> None:
+        """Go on with a sequence that `pause` set aside."""
+        self.fresh, self.read_already = cast(tuple[Cache, int], state)
+
     @abstractmethod
     def step(self, tokens: Sequence[int]) -> Tensor:
         """One more token for each sequence: logits `[rows, V]`."""
@@ -316,6 +327,17 @@ class SlabBatch(LiveBatch):
             for layer in self.cache.layers:
                 layer.blank(behind)
         return head(out.last_hidden_state[torch.arange(len(prompts), device=device), last]).float()
+
+    def pause(self) -> tuple[object, int]:
+        """See `LiveBatch.pause`."""
+        copy, size = self.kept()
+        state = copy, self.read_already
+        self.forget()
+        return state, size
+
+    def resume(self, state: object) -> None:
+        """See `LiveBatch.resume`."""
+        self.take_over(*cast(tuple[object, int], state))
 
     def join(self) -> None:
         """See `LiveBatch.join`."""

@@ -1,9 +1,8 @@
 """The thread that generates: requests join and leave running batches between tokens.
 
-It alternates between reading up to `READ` tokens of waiting prompts, first come first served, short ones several at
-once where the batch can, and making one token for every row. A prompt is admitted when the cache of its batch, with all
-rows as long as the longest may become, fits into the budget, so no request is preempted. Nothing here knows text or
-HTTP.
+It alternates between reading a chunk of waiting prompts (`schedule.py`), short ones several at once where the batch
+can, and making one token for every row. A prompt is admitted when the cache of its batch, with all rows as long as the
+longest may become, fits into the budget, so no text that runs is stopped for another. Nothing here knows text or HTTP.
 """
 
 from __future__ import annotations
@@ -37,8 +36,10 @@ from fathom.inference.batches import (
 )
 from fathom.inference.by_rows import attend_by_rows, needs_rows
 from fathom.inference.positions import depends_on_company
-from fathom.inference.prefixes import LEAST, NOTHING, Found, Kept, Prefixes
+from fathom.inference.prefixes import LEAST as SHORTEST
+from fathom.inference.prefixes import NOTHING, Found, Kept, Prefixes
 from fathom.inference.sampling import NO_NUMBERS, Choice, Draft, finite, likeliest
+from fathom.inference.schedule import LEAST, chunk, in_order, interrupts, rank
 from fathom.kvcache.policy import Policy
 
 if TYPE_CHECKING:
@@ -46,10 +47,15 @@ if TYPE_CHECKING:
 
 logger = logging.get_logger(__name__)
 
-READ = 512
-"""Prompt tokens that are read between two generated tokens of the rows."""
 SCORED = 64
-"""As `READ`, for a prompt whose own tokens are scored, since each of them needs logits over the vocabulary."""
+"""Most tokens of a chunk of a prompt whose own tokens are scored, since each of them needs logits over the
+vocabulary."""
+BY_ROWS = 64
+"""Tokens of a chunk where products must not depend on company: neither may the places where a prompt is cut."""
+FULL = 1 - 1e-6
+"""The share of a turn after which no prompt is read: 1, but for rounding."""
+RECENT = 0.5
+"""Weight of the last chunk in the time of a token."""
 ROWS = 64
 """Most rows that generate at a time."""
 WAITING = 256
@@ -116,6 +122,17 @@ class Job:
     """Whether the logits of its prompt's tokens are finite."""
     began: float = 0.0
     """Submission time, by `time.perf_counter`."""
+    before: int = 0
+    """Prompt tokens that the engine had read when it was submitted."""
+    passed: int = 0
+    """Prompt tokens of others that were read since."""
+    paused: tuple[object, int] | None = None
+    """If another's prompt interrupted its own: the state of its batch, and the bytes of its copy."""
+
+    @property
+    def left(self) -> int:
+        """Tokens of its prompt that are not read yet."""
+        return len(self.prompt) - self.read
 
     @property
     def longest(self) -> int:
@@ -177,6 +194,10 @@ class Engine:
         self.calls: deque[tuple[Callable[[], object], Future]] = deque()
         self.joining: tuple[Lane, list[Job]] | None = None
         """Jobs whose prompts are being read: one, or several whose whole prompts are read at once."""
+        self.paused: list[tuple[Lane, Job]] = []
+        """Jobs whose prompts were interrupted by shorter ones."""
+        self.seconds: dict[int | None, float] = {}
+        """The time of a prompt's token, by number of trips."""
         self.counts: dict[str, float] = dict.fromkeys(COUNTED, 0)
         """Since the start, for /metrics."""
         self._out: list[tuple[Job, Event]] = []
@@ -215,6 +236,8 @@ class Engine:
                 raise RequestError(
                     f"{len(self.waiting)} requests are already waiting; try again later", "rate_limit_exceeded"
                 )
+            for job in jobs:
+                job.before = int(self.counts["prompt_tokens"])
             self.waiting.extend(jobs)
             self._wake.notify()
 
@@ -289,7 +312,7 @@ class Engine:
         for _, future in self.calls:
             future.set_exception(RequestError(self._reason, "shutting_down"))
         left = [*self.waiting, *(job for lane in self.lanes.values() for job in lane.jobs)]
-        left += self.joining[1] if self.joining else []
+        left += [*(self.joining[1] if self.joining else []), *(job for _, job in self.paused)]
         self._out += [(job, RequestError(self._reason, "shutting_down")) for job in left]
         self.waiting.clear()
         self.lanes.clear()
@@ -309,8 +332,8 @@ class Engine:
             self._read_prompts()
             for trips, lane in list(self.lanes.items()):
                 self._guarded(lane, self._step, lane)
-                if not lane.jobs and (self.joining is None or self.joining[0] is not lane):
-                    del self.lanes[trips]  # frees its memory
+                if not self._held(lane):
+                    self.lanes.pop(trips, None)  # frees its memory
             self._flush()
 
     def _flush(self) -> None:
@@ -334,38 +357,95 @@ class Engine:
             gone += jobs
             self.joining = None
             self._guarded(lane, lane.batch.forget)
+        gone += [job for _, job in self.paused if job.cancelled]
+        self.paused = [(lane, job) for lane, job in self.paused if not job.cancelled]
         for job in gone:
             self.counts[job.cancelled] += 1
 
     def _read_prompts(self) -> None:
-        """Read waiting prompts, until `READ` tokens were read or there is no room for the next one."""
-        left = READ
-        while left > 0 and (self.joining is not None or self._admit(left)):
+        """Read prompts for a share of the time, or until there is no room for the next one."""
+        spent = 0.0
+        while spent < FULL and self._choose(spent):
             assert self.joining is not None
             lane, jobs = self.joining
+            share = self._share(jobs[0])
             # Memory that the others release is free before memory is requested.
             for other in [one for one in self.lanes.values() if one is not lane]:
                 self._guarded(other, other.batch.reserve, *other.rectangle)
-            left -= self._guarded(lane, self._read, lane, jobs, left) or 1
+            left = max(1, int((1 - spent) * share))
+            spent += (self._guarded(lane, self._read, lane, jobs, left) or 1) / share
             self._flush()  # so that a first token does not wait for the next prompt
 
-    def _admit(self, left: int) -> bool:
-        """Admit the first waiting job if there is room, and later ones that can be read in the same forward pass."""
-        jobs: list[Job] = []
+    def _share(self, job: Job) -> int:
+        """Tokens of a prompt to read between two tokens of the texts that run."""
+        return BY_ROWS if self.by_rows else chunk(self.seconds.get(job.trips))
+
+    def _choose(self, spent: float) -> bool:
+        """Choose whose prompt is read on: the one that was, one that was interrupted, or one that waits."""
+        read = int(self.counts["prompt_tokens"])
+        reading = self.joining[1][0] if self.joining is not None else None
         with self._wake:
-            while self.waiting and self.running + len(jobs) < ROWS:
-                job = self.waiting[0]
-                try:
-                    if not (self._beside(jobs, job, left) and self._make_room(job, jobs)):
-                        break
-                except Exception as error:  # it is this job's fault alone: nothing was changed for it yet
-                    logger.exception("a request was not admitted")
-                    self._fail([self.waiting.popleft()], error)
-                    continue
-                jobs.append(self.waiting.popleft())
+            waiting = list(self.waiting)
+        for job in [*waiting, *(job for _, job in self.paused), *([] if reading is None else [reading])]:
+            job.passed = read - job.before - (job.read - job.cached)
+        if reading is not None and not any(interrupts(job, reading) for job in waiting):
+            return True
+        paused = in_order(job for _, job in self.paused)
+        for job in in_order([*paused, *waiting] if reading is None else waiting):
+            if reading is not None and not interrupts(job, reading):
+                break
+            if job.paused is not None:
+                self.joining = next((lane, [one]) for lane, one in self.paused if one is job)
+                self.paused.remove((self.joining[0], job))
+                return True
+            if self._admit(job, waiting, spent):
+                return True
+            if rank(job) <= 0:  # it has been overtaken enough: nobody takes the room that it waits for
+                break
+        return self.joining is not None
+
+    def _admit(self, job: Job, waiting: Sequence[Job], spent: float) -> bool:
+        """Admit a waiting job if there is room, and others that can be read in the same forward pass."""
+        left = int((1 - spent) * self._share(job))
+        jobs: list[Job] = []
+        for one in [job, *in_order(other for other in waiting if other is not job)]:
+            try:
+                held = sum(len(self._held(lane)) for lane in self.lanes.values()) + len(jobs)
+                if held >= ROWS or not (self._beside(jobs, one, left) and self._make_room(one, jobs)):
+                    break
+            except Exception as error:  # it is this job's fault alone: nothing was changed for it yet
+                logger.exception("a request was not admitted")
+                self._remove([one])
+                self._fail([one], error)
+                break
+            jobs.append(one)
         if jobs:
-            self.joining = self.lanes[jobs[0].trips], jobs
-        return bool(jobs)
+            self._remove(jobs)
+            lane = self.lanes[jobs[0].trips]
+            if self.joining is not None:
+                self._interrupt(*self.joining)
+            if lane in self.lanes.values():
+                self.joining = lane, jobs
+            else:
+                self._fail(jobs, MemoryError())
+        return self.joining is not None
+
+    def _remove(self, jobs: Sequence[Job]) -> None:
+        with self._wake:
+            self.waiting = deque(job for job in self.waiting if job not in jobs)
+
+    def _interrupt(self, lane: Lane, jobs: Sequence[Job]) -> None:
+        """Set the prompt that is being read aside; if that fails, so do the requests of its lane."""
+        paused = self._guarded(lane, lane.batch.pause)
+        if paused is not None:
+            jobs[0].paused = paused
+            self.paused.append((lane, jobs[0]))
+            self.joining = None
+
+    def _held(self, lane: Lane) -> list[Job]:
+        """The jobs that have room in a lane: those that generate, and those whose prompts are being read."""
+        joining = self.joining[1] if self.joining is not None and self.joining[0] is lane else []
+        return [*lane.jobs, *joining, *(job for one, job in self.paused if one is lane)]
 
     def _beside(self, jobs: Sequence[Job], job: Job, left: int) -> bool:
         """Whether a job's prompt can be read in one forward pass with those of others, without much padding."""
@@ -383,21 +463,24 @@ class Engine:
     def _make_room(self, job: Job, beside: Sequence[Job]) -> bool:
         """Make room for a job and the jobs `beside` it that are admitted together; False if the budget is too small."""
         lane = self.lanes.get(job.trips)
-        if lane is None or not (lane.jobs or beside):
+        if lane is None or not (self._held(lane) or beside):
             batch = batch_for(self.model, job.trips, self.policy, self.draft_trips)
             lane = Lane(batch, self.token_bytes(job.trips))
         others = [one for trips, one in self.lanes.items() if trips != job.trips]
-        left = self.budget - sum(one.bytes(one.rectangle) for one in others)
-        jobs = [*lane.jobs, *beside, job]
+        copied = sum(one.paused[1] for _, one in self.paused if one.paused is not None)
+        if self.joining is not None:  # it would be set aside
+            copied += self.joining[1][0].read * self.joining[0].token_bytes
+        left = self.budget - copied - sum(one.bytes(one.rectangle) for one in others)
+        jobs = [*self._held(lane), *beside, job]
         (rows, tokens), tight = lane.rectangle, self._tight(jobs)
         wanted = max(rows, tight[0]), max(tokens, tight[1])
         if lane.bytes(wanted) > left:
             wanted = tight  # without the room that longer texts, or more of them, have left
-            least = self.budget - sum(one.bytes(self._tight(one.jobs)) for one in others)
+            least = self.budget - copied - sum(one.bytes(self._tight(self._held(one))) for one in others)
             if left < lane.bytes(wanted) <= least:
                 left = least
                 for one in others:
-                    one.rectangle = self._tight(one.jobs)
+                    one.rectangle = self._tight(self._held(one))
         fits = len(jobs) <= wanted[0] and lane.bytes(wanted) <= left
         if not fits and (len(jobs) > 1 or others):
             return False
@@ -415,22 +498,28 @@ class Engine:
     def _read(self, lane: Lane, jobs: Sequence[Job], left: int) -> int:
         """Read the joining prompts, at most `left` tokens; at their end choose the first new tokens."""
         lane.batch.reserve(*lane.rectangle)
-        before = self.counts["prompt_tokens"]
+        before, began = self.counts["prompt_tokens"], time.perf_counter()
         logits = self._read_several(lane, jobs) if len(jobs) > 1 else self._read_chunk(lane, jobs[0], left)
         if logits is not None:
             self.joining = None
             lane.jobs += jobs
             self._out += [(job, job.prompt_scores) for job in jobs if job.score_prompt and job.sound]
             self._take(lane, jobs, logits)
-        return int(self.counts["prompt_tokens"] - before)
+        count = int(self.counts["prompt_tokens"] - before)
+        if count >= LEAST:  # fewer say little of a token
+            now = (time.perf_counter() - began) / count
+            self.seconds[jobs[0].trips] = (1 - RECENT) * self.seconds.get(jobs[0].trips, now) + RECENT * now
+        return count
 
     def _read_chunk(self, lane: Lane, job: Job, left: int) -> Tensor | None:
         """Read a chunk of a prompt; at its end the sequence joins, and its last logits `[1, V]` are returned."""
-        if not job.read:
+        if job.paused is not None:
+            state, job.paused = job.paused[0], None
+            lane.batch.resume(state)
+        elif not job.read:
             self._take_over(lane, job)
-        # Where products must not depend on company, neither may the places where a prompt is cut.
-        share = READ if self.by_rows else left
-        whole = len(job.prompt) if not may_chunk(self.model) else SCORED if job.score_prompt else share
+        share = BY_ROWS if self.by_rows else left
+        whole = len(job.prompt) if not may_chunk(self.model) else min(SCORED, share) if job.score_prompt else share
         end = job.cut if job.read < job.cut else len(job.prompt)
         chunk = job.prompt[job.read : min(end, job.read + whole)]
         logits = lane.batch.read(chunk, every=job.score_prompt) if job.behind is None else job.behind
@@ -484,7 +573,7 @@ class Engine:
             return
         before, scores = job.kept, dict(job.kept.scores) if job.kept is not None else {}
         size = batch.read_already if row is None else batch.lengths[row]
-        if size < LEAST or (before is not None and len(before) >= size):
+        if size < SHORTEST or (before is not None and len(before) >= size):
             return
         if isinstance(batch, SlabBatch) and size * lane.token_bytes > self.prefixes.budget:
             return  # the copy would not be used
@@ -624,6 +713,8 @@ class Engine:
             if self.joining is not None and self.joining[0] is lane:
                 failed += self.joining[1]
                 self.joining = None
+            failed += [job for one, job in self.paused if one is lane]
+            self.paused = [(one, job) for one, job in self.paused if one is not lane]
             self._fail(failed, error)
             self.lanes = {trips: other for trips, other in self.lanes.items() if other is not lane}
             return None

@@ -1,0 +1,209 @@
+"""The order in which prompts are read, counted in tokens and steps: nobody waits for much longer ones, or for ever."""
+
+import random
+import threading
+from dataclasses import dataclass
+
+import pytest
+
+from fathom.inference import engine as engines
+from fathom.inference.batches import LoneBatch, SlabBatch, SlotBatch, token_bytes
+from fathom.inference.engine import Engine
+from fathom.inference.sampling import Choice
+from fathom.inference.schedule import BOUND, LEAST, PATIENCE, READ, chunk, in_order, interrupts
+from fathom.kvcache.policy import Policy
+from tests.inference.test_engine import BUDGET, Collected, alone, submitted_at_once
+from tests.models.cases import build, config_of
+
+LONG = {"max_position_embeddings": 512, "num_hidden_layers": 2}
+KINDS = {"vanilla": SlabBatch, "adaponder": SlotBatch, "sinks": LoneBatch}
+
+
+@dataclass
+class Prompt:
+    left: int
+    passed: int = 0
+
+
+def test_a_chunk_takes_the_time_that_is_stated():
+    for seconds in (1e-5, 4e-4, 1e-3, 3e-3, 0.0124):
+        tokens = chunk(seconds)
+        assert LEAST <= tokens <= READ and tokens * seconds <= BOUND
+        assert tokens == READ or 2 * tokens * seconds > BOUND
+    assert chunk(10.0) == LEAST and chunk(1e-9) == READ
+
+
+def test_the_shortest_is_read_first_but_none_for_ever():
+    """A long prompt beside short ones that never end: it is read after `PATIENCE` times its own length."""
+    assert [one.left for one in in_order([Prompt(9), Prompt(2), Prompt(5)])] == [2, 5, 9]
+    long, read = Prompt(100), 0
+    while in_order([long, Prompt(10)])[0] is not long:
+        long.passed += 10
+        read += 10
+    assert (PATIENCE - 1) * 100 < read <= PATIENCE * 100
+    assert interrupts(Prompt(10), Prompt(100)) and not interrupts(Prompt(60), Prompt(100))
+    assert not interrupts(Prompt(10), Prompt(100, 100 * PATIENCE))
+
+
+class Counted(Engine):
+    """An engine that notes, for every forward pass, how many tokens it reads or that it is a step."""
+
+    def __init__(self, *given, **settings):
+        self.log = []
+        super().__init__(*given, **settings)
+
+    def _read(self, lane, jobs, left):
+        count = super()._read(lane, jobs, left)
+        self.log.append(count)
+        return count
+
+    def _step(self, lane):
+        self.log.append("step")
+        return super()._step(lane)
+
+
+def model_of(kind):
+    """A model whose batch is of a kind, and the policy of its cache."""
+    policy = Policy("sinks", 400, 2, 0.5) if kind == "sinks" else None
+    return build(config_of("vanilla" if kind == "sinks" else kind, **LONG)), policy
+
+
+def waited(running, long, short):
+    """Tokens of others that are read before a short prompt is, which comes while long ones are read."""
+    stream, found = Collected([5, 6], 300, Choice()), []
+    running.submit([stream.job])
+    while not stream.tokens:
+        threading.Event().wait(0.001)
+    jobs = [Collected(prompt, 2, Choice()) for prompt in long]
+    submitted_at_once(running, [*jobs, late := Collected(short, 2, Choice())])
+    begin = running.counts["prompt_tokens"]
+    late.job.deliver = lambda event, take=late.take: (found.append(running.counts["prompt_tokens"]), take(event))
+    assert [one.wait() for one in [late, *jobs]] == ["length"] * (len(jobs) + 1)
+    running.cancel([stream.job])
+    return found[0] - begin, [*jobs, late], stream
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_short_prompt_does_not_wait_for_long_ones(kind, monkeypatch):
+    """Beside four of 200 tokens it waits for a chunk or two; first come first served, for all of them. Texts are as
+    alone, and between two steps no more than a chunk is read."""
+    monkeypatch.setattr(engines, "chunk", lambda seconds: 32)
+    model, policy = model_of(kind)
+    chance = random.Random(0)
+    long = [[chance.randrange(3, 61) for _ in range(200 - i)] for i in range(4)]
+    running = Counted(model, BUDGET, policy)
+    try:
+        tokens, jobs, stream = waited(running, long, [7, 8, 9])
+        between = " ".join(map(str, running.log)).split("step")
+        assert max(sum(map(int, part.split())) for part in between) <= 32 + len([7, 8, 9])
+        assert tokens <= 2 * 32
+        if policy is None:
+            assert [one.tokens for one in jobs] == [alone(model, [*one.job.prompt], 2) for one in jobs]
+            assert stream.tokens == alone(model, [5, 6], len(stream.tokens))
+        with monkeypatch.context() as planted:  # first come, first served
+            planted.setattr(engines, "in_order", list)
+            planted.setattr(engines, "interrupts", lambda new, reading: False)
+            assert waited(running, long, [7, 8, 9])[0] > 700
+    finally:
+        running.join(10)
+
+
+@pytest.mark.parametrize("kind", ["vanilla", "adaponder"])
+def test_a_prompt_is_interrupted_and_resumed(kind, monkeypatch):
+    """Prompts that come while another is read, each shorter than half of the rest: every text is as alone, and so is
+    one that follows a prompt that was given up while it was set aside."""
+    monkeypatch.setattr(engines, "chunk", lambda seconds: 16)
+    model, _ = model_of(kind)
+    chance, arrived = random.Random(1), []
+    prompts = [[chance.randrange(3, 61) for _ in range(size)] for size in (300, 120, 40, 2)]
+    running = Counted(model, BUDGET, prefix_budget=1 << 22)
+    jobs = [Collected(prompt, 5, Choice()) for prompt in prompts]
+    read, depths = running._read, []
+
+    def reading(lane, now, left):
+        depths.append(len(running.paused))
+        if len(arrived) + 1 < len(jobs) and now[0] is jobs[len(arrived)].job and now[0].read:
+            arrived.append(jobs[len(arrived) + 1])
+            running.submit([arrived[-1].job])
+        return read(lane, now, left)
+
+    running._read = reading
+    try:
+        running.submit([jobs[0].job])
+        assert [one.wait() for one in jobs] == ["length"] * 4
+        assert max(depths) == 3 and not running.paused
+        assert [one.tokens for one in jobs] == [alone(model, prompt, 5) for prompt in prompts]
+        arrived.clear()
+        jobs[:] = [Collected([9, *prompts[0]], 5, Choice()), Collected([9, *prompts[3]], 5, Choice())]
+        depths.clear()
+        running.submit([jobs[0].job])
+        assert jobs[1].wait() == "length"
+        running.cancel([jobs[0].job])
+        after = Collected(prompts[2][::-1], 5, Choice())
+        running.submit([after.job])
+        assert after.wait() == "length" and after.tokens == alone(model, prompts[2][::-1], 5)
+        assert 1 in depths and not running.paused
+    finally:
+        running.join(10)
+
+
+def test_a_long_prompt_is_read_beside_short_ones_that_never_end(monkeypatch):
+    """After so many tokens of theirs; without ageing, only when they end."""
+    monkeypatch.setattr(engines, "chunk", lambda seconds: 16)
+    model, _ = model_of("vanilla")
+    running = Counted(model, BUDGET)
+
+    def overtaken():
+        long, made, done = Collected([7] * 100, 1, Choice()), [], threading.Event()
+
+        def again(event=None):
+            if not isinstance(event, str | None) or done.is_set() or len(made) > 150:
+                return
+            made.append(Collected([5] * 8, 1, Choice()))
+            made[-1].job.deliver = again
+            running.submit([made[-1].job])
+
+        held = threading.Event()
+        running.call(lambda: held.wait(60))
+        running.submit([long.job])
+        for _ in range(3):
+            again()
+        held.set()
+        long.wait()
+        done.set()
+        return 8 * len(made)
+
+    try:
+        assert 100 * (PATIENCE - 1) < overtaken() <= 100 * (PATIENCE + 2)
+        monkeypatch.setattr(engines, "in_order", lambda jobs: sorted(jobs, key=lambda job: job.left))
+        monkeypatch.setattr(engines, "interrupts", lambda new, reading: 2 * new.left <= reading.left)
+        assert overtaken() > 8 * 150
+    finally:
+        running.join(10)
+
+
+def test_what_is_set_aside_counts_as_memory(monkeypatch):
+    """A short prompt waits rather than that a copy of the long one exceeds the budget."""
+    monkeypatch.setattr(engines, "chunk", lambda seconds: 16)
+    monkeypatch.setattr(engines, "GRAIN", 16)
+    model, _ = model_of("vanilla")
+    for room in (2 * 208, 3 * 208):
+        running = Counted(model, token_bytes(model, None) * room)
+        jobs, most = [Collected([7] * 200, 2, Choice()), Collected([5] * 8, 2, Choice())], []
+        read = running._read
+
+        def reading(lane, now, left, running=running, jobs=jobs, most=most, read=read):
+            copied = sum(job.paused[1] for _, job in running.paused if job.paused)
+            most.append(copied + running.cache_bytes)
+            if now[0] is jobs[0].job and 0 < now[0].read < 32:
+                running.submit([jobs[1].job])
+            return read(lane, now, left)
+
+        running._read = reading
+        running.submit([jobs[0].job])
+        while not jobs[1].job.began:
+            threading.Event().wait(0.001)
+        assert [one.wait() for one in jobs] == ["length"] * 2
+        running.join(10)
+        assert max(most) <= running.budget
+        assert [one.tokens for one in jobs] == [alone(model, [*one.job.prompt], 2) for one in jobs]
