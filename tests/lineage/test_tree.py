@@ -51,6 +51,7 @@ def test_the_tree_of_a_family(models):
     (merge,) = data["merges"]
     assert short[merge["child"]] == "mean"
     assert {short[s["parent"]]: round(s["share"], 3) for s in merge["shares"]} == {"base": 0.9, "further": 0.1}
+    assert "it is not a confidence" in result.text and "undecided: a merge has two parents" in result.text
     assert all(len(line) <= 80 for line in result.text.splitlines())
     assert all("no parent is missing" in " ".join(text.split()) for text in (result.text, data["merges_note"]))
     assert "direction: cannot be told" in result.text and "sparse from " in " ".join(result.text.split())
@@ -83,3 +84,11 @@ def test_a_spanning_tree_joins_the_nearest_first():
 
 def test_components_are_what_edges_connect():
     assert tree.grouped(5, [(0, 3), (3, 4)]) == [[0, 3, 4], [1], [2]]
+
+
+def test_an_edge_of_little_support_is_undecided():
+    edges = [
+        tree.Edge("a", "b", "shared lineage", 0.0, 0.9, 0.3, support, tree.Direction(None, None, ""))
+        for support in (0.5, 1)
+    ]
+    assert [tree._doubt(edge, set()) for edge in edges] == ["little support", ""]

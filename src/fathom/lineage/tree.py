@@ -4,8 +4,8 @@ Every pair is measured once. Two models belong to one family if the pair's match
 Bonferroni over all pairs. Models of other families are the pair's controls. Within a family, the tree has the smallest
 total drift: a score s = 1 / (1 + ε²) is a drift of ε times the weights. Another shape counts as a drift of half the
 weights, so that a copy is attached to its original and not to the original's deeper sibling. The support of an edge is
-how often it is in the tree when layers are resampled. A tree has no root. The direction of an edge is reported if the
-weights show it.
+how often it is in the tree when layers are resampled. It is not a confidence. An edge of little support, or of a merge,
+which has two parents, is undecided. A tree has no root. The direction of an edge is reported if the weights show it.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ SCHEMA = 1
 DRAWS = 200
 LEAST_SCORE = 1e-3
 RESHAPED = 0.5  # the drift that counts for a change of shape
+DECIDED = 0.95  # the support below which an edge is undecided
 EXACT = 0.02  # maximum unexplained part of a merge that is reported
 MOST_MERGES = 12  # maximum models of one shape among which parents of merges are searched
 MISSING = (
@@ -53,7 +54,7 @@ class Edge:
     p: float  # p-value of the matching tests, corrected for the number of tests and of pairs
     score: float
     drift: float
-    support: float  # share of resampled trees with this edge
+    support: float  # share of resampled trees with this edge; not a confidence
     direction: Direction
 
 
@@ -229,7 +230,7 @@ def drawn(found: Tree, width: int = 80) -> str:
             continue
         lines += [f"family {number + 1}, {len(family.models)} models"]
         root = first(family)
-        lines += [_cut(line, width) for line in _branches(family, root)]
+        lines += [_cut(line, width) for line in _branches(family, root, {merge.child for merge in found.merges})]
         lines.append("")
     for merge in found.merges:
         lines.append(_cut(f"{merge.child} is a weighted mean, to {merge.found.residual:.1%}:", width))
@@ -240,8 +241,9 @@ def drawn(found: Tree, width: int = 80) -> str:
         lines += [*textwrap.wrap(shares.IF_COMPLETE, width), ""]
     lines += [
         "The top of a tree is drawn, not claimed: direction is said where the weights",
-        "tell it. Drift is in units of the weights' own size; support is how often an",
-        "edge stays when layers are drawn anew.",
+        "tell it. Drift is in units of the weights' own size. Support is how often an",
+        "edge stays when layers are drawn anew: it is not a confidence, because an edge",
+        "that is wrong in every layer stays too. Below 95 % an edge is undecided.",
         *textwrap.wrap(MISSING, width),
     ]
     return "\n".join(lines)
@@ -268,7 +270,14 @@ def first(family: Family) -> str:
     return max(family.models, key=lambda m: (m not in made, m in source, neighbours[m]))
 
 
-def _branches(family: Family, model: str, before: str = "", above: str | None = None) -> list[str]:
+def _doubt(edge: Edge, merged: set[str]) -> str:
+    """Why an edge is not decided, in words."""
+    if {edge.a, edge.b} & merged:
+        return "a merge has two parents"
+    return "little support" if edge.support < DECIDED else ""
+
+
+def _branches(family: Family, model: str, merged: set[str], before: str = "", above: str | None = None) -> list[str]:
     lines = [model] if above is None else []
     below = [e for e in family.edges if model in (e.a, e.b) and above not in (e.a, e.b)]
     for edge in below:
@@ -277,6 +286,7 @@ def _branches(family: Family, model: str, before: str = "", above: str | None = 
         lines.append(f"{before}{'└' if last else '├'}─ {other}")
         inside = before + ("   " if last else "│  ")
         lines.append(f"{inside}{edge.verdict}; drift {edge.drift:.2f}, support {edge.support:.0%}")
+        lines += [f"{inside}undecided: {why}" for why in [_doubt(edge, merged)] if why]
         lines.append(f"{inside}direction: {edge.direction if edge.direction.made else 'cannot be told'}")
-        lines += _branches(family, other, inside, model)
+        lines += _branches(family, other, merged, inside, model)
     return lines
