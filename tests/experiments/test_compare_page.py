@@ -228,6 +228,15 @@ def test_ticks_are_few_and_inside(low: float, high: float):
 def test_plots_bear_gaps_and_single_points():
     assert "nan" not in line_plot([Line("a", [1, 2, 3], [1, float("nan"), 2], 0)], "x", "y", "").lower()
     assert line_plot([], "x", "y", "") == ""
+
+
+def test_layers_have_no_halves() -> None:
+    """Whole numbers on the x axis have ticks at whole numbers only; others keep theirs."""
+    layers, shares = (
+        str(line_plot([Line("a", xs, [1, 2, 3], 0)], "x", "y", "", x_from_zero=False))
+        for xs in ([1, 2, 3], [1, 1.9, 3])
+    )
+    assert ">2</text>" in layers and ">1.5</text>" not in layers and ">1.5</text>" in shares
     assert "no interval" in interval_plot([IntervalMark("a", 0.1, None, None, 1)], "x", "")
 
 

@@ -337,8 +337,11 @@ def _decoder_config(config: Mapping[str, object]) -> Mapping[str, object]:
 def _number(config: Mapping[str, object], *keys: str) -> int | None:
     for key in keys:
         value = config.get(key)
-        if type(value) is int and 0 < value < 1 << 24:
-            return value
+        if type(value) is not int or value == 0:
+            continue
+        if not 0 < value < 1 << 24:
+            raise ModelError(f"config.json: {key} {value}: wanted a whole number from 1 to 16,777,215")
+        return value
     return None
 
 

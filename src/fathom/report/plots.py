@@ -122,7 +122,7 @@ def line_plot(
         return Markup()
     x_range = _range([*xs, 0.0] if x_from_zero else xs, margin=0.0)
     y_range = _range([*ys, *([0.0] if zero else []), *([] if top is None else [top])])
-    frame = _Frame(x_range, y_range)
+    frame = _Frame(x_range, y_range, whole=all(float(x).is_integer() for x in xs))
     bands = [
         {"series": line.series % SERIES, "points": _outline(frame, line.x, line.low, line.high)}
         for line in lines
@@ -218,6 +218,7 @@ class _Frame:
     left: int = LEFT
     right: int = WIDTH - RIGHT
     top: int = TOP
+    whole: bool = False  # x values are whole numbers: ticks at layers and steps, not between them
 
     @property
     def bottom(self) -> int:
@@ -250,7 +251,8 @@ class _Frame:
 
     def x_ticks(self) -> list[tuple[float, str]]:
         """Positions and labels of the ticks."""
-        return [(self.x(tick), short(tick)) for tick in ticks(*self.x_range, count=4)]
+        found = ticks(*self.x_range, count=4)
+        return [(self.x(tick), short(tick)) for tick in found if not self.whole or tick.is_integer()]
 
     def y_ticks(self) -> list[tuple[float, str]]:
         """Positions and labels of the ticks."""
