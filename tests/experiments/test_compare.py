@@ -460,3 +460,22 @@ def test_commas_within_brackets_are_an_arms_own():
     arms = parse_arms(f"vanilla, {loop},{more},n=none")
     assert [arm.name for arm in arms] == ["vanilla", "l", "m", "n"]
     assert arms[1].overrides == (loop.partition(";")[2],) and len(arms[2].overrides) == 2
+
+
+def test_a_dry_run_counts_what_the_comparison_does(small, tmp_path, monkeypatch, capsys):
+    """The runs of the plan with their own FLOPs; nothing is written, and what the comparison refuses is refused."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "small.yaml").write_text(small.to_yaml())
+    words = ["compare", "small.yaml", "--arms", "vanilla,loop", "--seeds", "2", "--equal", "flops", "--dry-run"]
+    assert main([*words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    plan = make_plan(small, "vanilla,loop", seeds=2, equal="flops")
+    runs = [task.recipe for task in plan.runs(tmp_path)]
+    assert (found["runs"], found["flops"]) == (len(runs), pytest.approx(sum(map(training_flops, runs))))
+    vanilla, loop = found["arms"]
+    assert loop["steps"] < vanilla["steps"] and loop["flops"] == pytest.approx(vanilla["flops"], rel=0.1)
+    assert found["hours"] == pytest.approx(vanilla["hours"] + loop["hours"]) and vanilla["hours"] > 0
+    assert main(words) == 0 and "4 runs, " in capsys.readouterr().out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["small.yaml"]
+    assert main([*words, "train.micro_batch=3"]) == 2 and "allowed: a divisor of" in capsys.readouterr().err
+    assert main([*words, "--report"]) == 2

@@ -9,6 +9,7 @@ from fathom.checkpoints.layout import PAGE, REPORT
 from fathom.cli.parser import Parser, add_recipe, add_running
 from fathom.errors import SettingsError
 from fathom.recipe import find_recipe, load_recipe
+from fathom.report.results import to_json
 from fathom.report.tables import print_report
 
 
@@ -29,10 +30,12 @@ def add(parser: Parser) -> None:
         "--pairs", type=int, default=12, help="timing rounds per arm, in the order A B B A; 0 for none (default: 12)"
     )
     add_running(parser, "the recipe's name, -compare")
+    parser.add_argument("--dry-run", action="store_true", help="print the runs, FLOPs and hours of every arm, and stop")
 
 
 def run(options: Namespace) -> int:
     """Plan, run what is missing, and print. The directory of a comparison, instead of a recipe, resumes it."""
+    from fathom.experiments.budget import comparison_budget, comparison_rows
     from fathom.experiments.compare import carry_out, rewrite_report
     from fathom.experiments.compare_page import tables
     from fathom.experiments.plan import Plan, check, make_plan
@@ -40,8 +43,8 @@ def run(options: Namespace) -> int:
 
     check_processes("compare", options.workers, options.threads)
     retry = options.retry_failed
-    if retry and options.report:
-        raise SettingsError("--retry-failed trains and --report does not: use one of them")
+    if options.report and (retry or options.dry_run):
+        raise SettingsError("--report excludes options that run something")
     source = Path(options.recipe)
     if source.is_dir():
         if options.arms or options.overrides or options.out:
@@ -55,6 +58,13 @@ def run(options: Namespace) -> int:
         out = options.out or Path("runs") / f"{source.stem}-compare"
         recipe = load_recipe(source, options.overrides)
         plan = make_plan(recipe, options.arms, options.seeds, options.equal, options.pairs, out)
+    if options.dry_run:
+        budget = comparison_budget(plan)
+        if options.json:
+            print(to_json(budget))
+        else:
+            print_report([comparison_rows(budget)], str(budget), None)
+        return 0
     if options.report:
         report = rewrite_report(plan, out)
     else:

@@ -1,4 +1,4 @@
-"""The cost of a ladder and its expected precision: `fathom ladder --dry-run`."""
+"""The cost of a comparison or a ladder, and a ladder's expected precision: `--dry-run`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,14 @@ from functools import partial
 import torch
 
 from fathom.evaluation.clock import Clock
+from fathom.experiments.arms import training_flops
+from fathom.experiments.compare_results import ArmBudget, ComparisonBudget
 from fathom.experiments.ladder_results import BudgetRow, LadderBudget, Resolution, Width
+from fathom.experiments.plan import Plan
 from fathom.experiments.rungs import Ladder, Size
 from fathom.experiments.simulation import Truth, resolution
+from fathom.models.cost import count_parameters
+from fathom.recipe import Recipe
 from fathom.report.tables import PlainTable
 from fathom.training import build_training
 
@@ -30,7 +35,7 @@ def budget(ladder: Ladder) -> LadderBudget:
         runs=sum(row.runs for row in rows),
         flops=math.fsum(row.flops for row in rows),
         hours=math.fsum(row.hours for row in rows),
-        device=torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU, one process",
+        device=_device(),
         resolution=_resolution(ladder),
     )
 
@@ -46,7 +51,7 @@ def _row(ladder: Ladder, size: Size) -> BudgetRow:
         runs[arm] += points * rules.tune_seeds[at]
     runs[ladder.control] += seed_controls
     flops = math.fsum(count * ladder.flops(arm, size) for arm, count in runs.items())
-    seconds = _step_seconds(ladder, size)
+    seconds = _step_seconds(ladder.run(ladder.control, size, ladder.recipe.optim.lr, ladder.first_seed()))
     per_flop = seconds * size.steps / ladder.flops(ladder.control, size)
     return BudgetRow(
         rung=size.name,
@@ -60,9 +65,41 @@ def _row(ladder: Ladder, size: Size) -> BudgetRow:
     )
 
 
-def _step_seconds(ladder: Ladder, size: Size) -> float:
-    """Seconds per step of the control: the median of a few steps."""
-    recipe = ladder.run(ladder.control, size, ladder.recipe.optim.lr, ladder.first_seed())
+def comparison_budget(plan: Plan) -> ComparisonBudget:
+    """Runs, FLOPs and hours by arm on this machine."""
+    control = plan.run_recipe(plan.control.name, plan.seeds[0])
+    seconds = _step_seconds(control)
+    per_flop = seconds * control.train.steps / training_flops(control)
+    arms = [_arm(name, recipe, len(plan.seeds), per_flop) for name, recipe in plan.recipes.items()]
+    return ComparisonBudget(
+        arms=arms,
+        runs=sum(one.runs for one in arms),
+        flops=math.fsum(one.flops for one in arms),
+        step_seconds=seconds,
+        hours=math.fsum(one.hours for one in arms),
+        device=_device(),
+    )
+
+
+def _arm(name: str, recipe: Recipe, runs: int, seconds_per_flop: float) -> ArmBudget:
+    steps, flops = recipe.train.steps, runs * training_flops(recipe)
+    return ArmBudget(
+        arm=name,
+        parameters=count_parameters(recipe.config()),
+        tokens=steps * recipe.train.tokens_per_step,
+        steps=steps,
+        runs=runs,
+        flops=flops,
+        hours=flops * seconds_per_flop / 3600,
+    )
+
+
+def _device() -> str:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU, one process"
+
+
+def _step_seconds(recipe: Recipe) -> float:
+    """Seconds per step: the median of a few steps."""
     training = build_training(recipe)
     clock = Clock(training.ranks.device)
     times = [clock.seconds(partial(training.step, step)) for step in range(TIMED + 1)]
@@ -83,6 +120,26 @@ def _resolution(ladder: Ladder) -> Resolution | None:
         return Width(*resolution(truth))
 
     return Resolution(decades, width(Truth()), width(TOYS))
+
+
+def comparison_rows(found: ComparisonBudget) -> PlainTable:
+    """The cost of every arm."""
+    columns = ["arm", "parameters", "tokens", "steps", "runs", "FLOPs", "hours"]
+    rows = [
+        [
+            one.arm,
+            *(f"{count:,}" for count in (one.parameters, one.tokens, one.steps, one.runs)),
+            f"{one.flops:.3g}",
+            f"{one.hours:.3g}",
+        ]
+        for one in found.arms
+    ]
+    words = "without evaluations and the timing rounds"
+    return (
+        f"A step of the control takes {found.step_seconds:.3f} s; arms at its speed for each FLOP, {words}",
+        columns,
+        rows,
+    )
 
 
 def budget_rows(found: LadderBudget) -> PlainTable:

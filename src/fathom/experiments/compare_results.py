@@ -12,6 +12,36 @@ from fathom.report.statistics import Correlation, Difference
 from fathom.training.results import DecodingGap, Evaluation
 
 
+@dataclass(frozen=True)
+class ArmBudget:
+    """The cost of an arm: one run's size, and the FLOPs and hours of all its runs."""
+
+    arm: str
+    parameters: int
+    tokens: int
+    steps: int
+    runs: int
+    flops: float
+    hours: float
+
+
+@dataclass(frozen=True)
+class ComparisonBudget:
+    """The cost of a comparison."""
+
+    arms: list[ArmBudget]
+    runs: int
+    flops: float
+    step_seconds: float
+    """Seconds per step of the control, measured."""
+    hours: float
+    device: str
+
+    def __str__(self) -> str:
+        """The cost in words."""
+        return f"{self.runs} runs, {self.flops:.3g} FLOPs, {self.hours:.2g} hours on {self.device}."
+
+
 @dataclass(kw_only=True)
 class PairGap(Difference):
     """The difference of two arms other than the control."""
