@@ -7,7 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from fathom.data.shards import TokenDataset
+from fathom.models.cost import count_parameters
 from fathom.recipe import Recipe
 from fathom.report.numbers import duration
 from fathom.training import read_metrics, train
@@ -72,6 +75,31 @@ def test_display(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = sys.stderr.getvalue()
     assert all(text in shown for text in ("2.5000", "1,234", "42.0 %", "1.0 GiB", "1:05", "a [sentence]"))
     assert "9.9" not in shown, "between looks there is no speed to show"
+
+
+def test_a_run_says_what_it_trains_and_on_what(
+    recipe: Recipe, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before the first step; and after it, how long a slow run will take."""
+    recipe = recipe.override("track.display=lines", "train.steps=3", "train.log_every=3", "evaluate.every=0")
+    monkeypatch.setattr("fathom.training.tracking.SLOW", -1.0)
+    train(recipe, tmp_path / "run")
+    said = capsys.readouterr().err.splitlines()
+    size, text = count_parameters(recipe.config()), TokenDataset.open(corpus).num_tokens
+    where = f"cpu, {torch.get_num_threads()} thread"
+    assert said[0].startswith(f"{tmp_path / 'run'}: {size:,} parameters on {where}")
+    assert said[0].endswith(f"; 3 steps of 256 tokens, corpus of {text:,}")
+    assert said[1].startswith("step 1/3 took 0:00, about 0:0") and said[2].startswith("step 3/3  loss")
+    monkeypatch.setattr("fathom.training.tracking.SLOW", 100.0)
+    train(recipe, tmp_path / "fast")
+    assert " took " not in capsys.readouterr().err, "the negative control"
+
+
+def test_a_distilled_run_shows_what_its_loss_is_made_of() -> None:
+    values = {**VALUES, "eta_seconds": 5.0}
+    shown = readable({**values, "cross_entropy": 4.75, "distill": 0.25})
+    assert list(shown)[:3] == ["loss", "ce", "kl"] and (shown["ce"], shown["kl"]) == ("4.7500", "0.2500")
+    assert not {"ce", "kl"} & readable(values).keys()
 
 
 def test_duration() -> None:

@@ -23,13 +23,10 @@ from fathom.models.axes.numerics import IGNORE, widen
 from fathom.models.decoder.loss import chunk_rows, shifted
 from fathom.models.modeling import FathomCausalLMOutput, FathomForCausalLM
 from fathom.recipe import Distill, Recipe
-from fathom.training.first import CROSS_ENTROPY
 from fathom.training.parallel import Ranks, parallelize
+from fathom.training.results import CROSS_ENTROPY, DIVERGENCE
 from fathom.training.source import model_of, source_of
 from fathom.training.tokenizer import require_same_tokenizer
-
-NAME = "distill"
-"""The divergence among a step's numbers."""
 
 
 def open_teacher(recipe: Recipe, ranks: Ranks) -> FathomForCausalLM | None:
@@ -93,7 +90,7 @@ def distilled(
     penalties = sum(others.values()) if others else torch.zeros_like(out.loss)
     cross_entropy, w = out.loss - penalties, settings.weight
     out.loss = (1 - w) * cross_entropy + w * divergence + penalties
-    out.aux_losses = {**others, CROSS_ENTROPY: cross_entropy, NAME: divergence}  # for the log, unweighted
+    out.aux_losses = {**others, CROSS_ENTROPY: cross_entropy, DIVERGENCE: divergence}  # for the log, unweighted
     return out
 
 

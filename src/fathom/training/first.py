@@ -16,12 +16,11 @@ from fathom.checkpoints.layout import METRICS
 from fathom.errors import TrainingError
 from fathom.training.gap import token_losses_and_trips
 from fathom.training.hooks import Hook, ObservedRun
+from fathom.training.results import CROSS_ENTROPY
 from fathom.training.tracking import read_metrics
 
 WATCHED = 10
 """Number of steps to check after each start."""
-CROSS_ENTROPY = "cross_entropy"
-"""The cross-entropy among a step's numbers, if `loss` has further terms."""
 TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}
 """Allowed relative difference of the first loss from the evaluation, by precision."""
 INFORMED = 0.8
@@ -85,7 +84,8 @@ class FirstSteps(Hook):
                 f"the first batch has a loss of {loss:.5f} in training and of {self._expected:.5f} in evaluation. "
                 "These must be equal; try train.compile=false and parallel.name=single to find the cause"
             )
-        self._run.say(f"first batch: loss {loss:.4f}, equal to its evaluation")
+        name = "loss" if self._run.recipe.distill.teacher is None else "ce"
+        self._run.say(f"first batch: {name} {loss:.4f}, equal to its evaluation")
 
     def _require_kept(self, step: int, loss: float) -> None:
         """Reject a loss more than half-way from the known one to ln(vocab_size)."""

@@ -153,6 +153,10 @@ class RunResult:
         return read_result(cls, run_dir / RESULT, "delete it and run the same command to evaluate again")
 
 
+CROSS_ENTROPY, DIVERGENCE = "cross_entropy", "distill"
+"""Among a step's numbers, if `loss` has further terms: the cross-entropy, and the divergence from a teacher."""
+
+
 @dataclass(frozen=True)
 class TrainerState:
     """`trainer.json` of a checkpoint."""

@@ -7,11 +7,14 @@ import json
 import math
 import os
 import sys
+import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from fathom.checkpoints.layout import ARMS, IDENTITY, METRICS
 from fathom.errors import SettingsError, to_install
@@ -19,6 +22,7 @@ from fathom.recipe import Recipe
 from fathom.report.files import read_json, write_atomically, write_json
 from fathom.report.numbers import duration
 from fathom.training.hooks import Hook, ObservedRun
+from fathom.training.results import CROSS_ENTROPY, DIVERGENCE, StepMetrics
 
 
 class JsonLines(Hook):
@@ -190,11 +194,34 @@ def _lines(path: Path) -> Sequence[bytes]:
     return path.read_bytes().removesuffix(b"\n").split(b"\n") if path.exists() and path.stat().st_size else []
 
 
+SLOW = 5.0
+"""Seconds of a first step after which the display says how long the run will take."""
+
+
 class Display(Hook):
     """A line on standard error for each log interval."""
 
     def __init__(self, mode: str, steps: int) -> None:
         self.mode, self.steps = mode, steps
+        self._began: float | None = None
+        """When the first step of this process began."""
+        self._timed = False
+
+    def before_run(self, run: ObservedRun) -> None:
+        """Say what is trained, on what, and where."""
+        self.say(opening(run))
+
+    def before_step(self, run: ObservedRun) -> None:
+        """Start the clock."""
+        self._began = self._began or time.perf_counter()
+
+    def after_step(self, run: ObservedRun, metrics: StepMetrics) -> None:
+        """Say early how long a slow run will take: its first line of numbers may be an hour away."""
+        took = time.perf_counter() - (self._began or 0.0)
+        if not self._timed and took > SLOW and not run.due(run.recipe.train.log_every):
+            left = duration(took * (self.steps - run.step))
+            self.say(f"step {run.step}/{self.steps} took {duration(took)}, about {left} to go; Ctrl-C stops and saves")
+        self._timed = True
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Show a step's numbers if they include the speed, once per interval."""
@@ -207,9 +234,27 @@ class Display(Hook):
             print(text, file=sys.stderr, flush=True)
 
 
+def opening(run: ObservedRun) -> str:
+    """The run directory, the model's size, the device and the amount of data, in a line."""
+    training, train = run.training, run.recipe.train
+    every = sum(p.numel() for p in training.model.parameters())
+    trained = sum(p.numel() for p in training.model.parameters() if p.requires_grad)
+    size = f"{every:,} parameters" + (f" ({trained:,} trained)" if trained < every else "")
+    device = training.ranks.device
+    threads = torch.get_num_threads()
+    where = "cpu, 1 thread" if threads == 1 else f"cpu, {threads} threads"
+    where = where if device.type == "cpu" else torch.cuda.get_device_name(device)
+    ranks = f" x {training.ranks.world_size}" if training.ranks.world_size > 1 else ""
+    amount = f"{train.steps:,} steps of {train.tokens_per_step:,} tokens, corpus of {training.data.num_tokens:,}"
+    return f"{run.run_dir}: {size} on {where}{ranks}; {amount}"
+
+
 def readable(values: Mapping[str, float]) -> dict[str, str]:
     """The main numbers of a step, in readable units."""
-    shown = {"loss": f"{values['loss']:.4f}", "lr": f"{values['lr']:.2e}", "grad": f"{values['grad_norm']:.2f}"}
+    shown = {"loss": f"{values['loss']:.4f}"}
+    if CROSS_ENTROPY in values and DIVERGENCE in values:  # what the loss of distillation is made of
+        shown |= {"ce": f"{values[CROSS_ENTROPY]:.4f}", "kl": f"{values[DIVERGENCE]:.4f}"}
+    shown |= {"lr": f"{values['lr']:.2e}", "grad": f"{values['grad_norm']:.2f}"}
     shown["tok/s"] = f"{values['tokens_per_second']:,.0f}"
     if "trips" in values:
         shown["trips"] = f"{values['trips']:.2f}"
