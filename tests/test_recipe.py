@@ -205,10 +205,10 @@ def test_base(tmp_path: Path) -> None:
     (tmp_path / "below.yaml").write_text("base: above.yaml\n")
     with pytest.raises(SettingsError, match="refers back to the file itself"):
         load_recipe(tmp_path / "above.yaml")
-    with pytest.raises(SettingsError, match="no such recipe"):
+    with pytest.raises(SettingsError, match="no such file"):
         load_recipe(tmp_path / "missing.yaml")
     (tmp_path / "above.yaml").write_text("base: missing.yaml\n")
-    with pytest.raises(SettingsError, match=r"above\.yaml: base: .*missing\.yaml: no such recipe"):
+    with pytest.raises(SettingsError, match=r"above\.yaml: base: .*missing\.yaml: no such file"):
         load_recipe(tmp_path / "above.yaml")
 
 
@@ -227,7 +227,7 @@ def test_recipes_have_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     ("name", "words"),
     [
         ("6om", "6om: no such recipe; did you mean 60m?"),
-        ("recipes/60m.yml", "recipes/60m.yml: no such recipe; did you mean 60m?"),
+        ("recipes/60m.yml", "recipes/60m.yml: no such file; did you mean 60m?"),
         ("colossal", "colossal: no such recipe; `fathom recipes` lists them"),
     ],
 )

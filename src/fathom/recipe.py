@@ -18,7 +18,17 @@ from typing import TYPE_CHECKING, Any, Literal
 from fathom import settings
 from fathom.checkpoints.layout import PUZZLE
 from fathom.errors import ModelError, SettingsError
-from fathom.settings import Rule, Section, check_keys, fill, overridden, packaged_recipes, read_values, show
+from fathom.settings import (
+    Rule,
+    Section,
+    check_keys,
+    fill,
+    overridden,
+    packaged_recipes,
+    read_values,
+    require_kind,
+    show,
+)
 
 if TYPE_CHECKING:
     from fathom.models.configuration import FathomConfig
@@ -439,7 +449,9 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         path: A YAML file, or the name of a recipe that comes with Fathom.
         overrides: `key=value` words that override the file.
     """
-    return parse_recipe(read_values(find_recipe(path)), overrides)
+    values = read_values(find_recipe(path))
+    require_kind(values, str(path), "train")
+    return parse_recipe(values, overrides)
 
 
 def find_recipe(name: str | Path) -> Path:
@@ -454,7 +466,8 @@ def find_recipe(name: str | Path) -> Path:
     wanted = wanted.removeprefix("recipes/")
     close = difflib.get_close_matches(wanted, packaged, n=1)
     hint = f"did you mean {close[0]}?" if close else "`fathom recipes` lists them"
-    raise SettingsError(f"{name}: no such recipe; {hint}")
+    what = "file" if path.suffix in (".yaml", ".yml") else "recipe"
+    raise SettingsError(f"{name}: no such {what}; {hint}")
 
 
 def summary_of(recipe: Path) -> str:
@@ -519,8 +532,21 @@ def _config(model: dict[str, object]) -> FathomConfig:
         return config_of(model)
     except ModelError as error:
         raise SettingsError(str(error)) from error
-    except (ValueError, OSError, StrictDataclassError) as error:
+    except StrictDataclassError as error:
+        raise SettingsError(_of_another_type(" ".join(str(error).split()), keys)) from error
+    except (ValueError, OSError) as error:
         raise SettingsError(f"model: {' '.join(str(error).split())}") from error
+
+
+def _of_another_type(words: str, keys: dict[str, object]) -> str:
+    """The Hub's message on a value of another type, in the words of the other keys."""
+    names = {"int": "an integer", "float": "a number", "bool": "true or false", "str": "text", "NoneType": "null"}
+    names |= {"dict": "a mapping", "list": "a list", "tuple": "a list"}
+    field, types_ = re.search(r"field '(\w+)'", words), dict.fromkeys(re.findall(r"expected (\w+), got", words))
+    if field is None or field[1] not in keys or not types_:
+        return f"model: {words}"
+    allowed = " or ".join(names.get(one, one) for one in types_)
+    return f"model.{field[1]}={show(keys[field[1]])}: allowed: {allowed}"
 
 
 @lru_cache

@@ -16,7 +16,7 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar, Union
@@ -290,9 +290,25 @@ _Loader.add_implicit_resolver(
 )
 
 
+KINDS = {"ladder": ("ladder",), "corpus": ("collections",), "train": ("model", "optim", "train")}
+"""Sections by which a file of each command is known, the first that fits."""
+
+
+def require_kind(values: Mapping[str, object], source: str, command: str) -> None:
+    """Refuse a file of another command, and name that command."""
+    kind = next((name for name, sections in KINDS.items() if any(one in values for one in sections)), command)
+    if kind != command:
+        wanted = {"ladder": "a ladder", "corpus": "a recipe of a corpus", "train": "a recipe of a run"}[command]
+        raise SettingsError(f"{source} is a file of `fathom {kind}`, not {wanted}")
+
+
 def _yaml(text: str, source: str) -> Any:
     try:
         return yaml.load(text, _Loader)
+    except yaml.MarkedYAMLError as error:
+        mark, problem = error.problem_mark or error.context_mark, " ".join(str(error.problem).split())
+        place = "" if mark is None else f" (line {mark.line + 1}, column {mark.column + 1})"
+        raise SettingsError(f"{source}: not YAML: {problem}{place}") from error
     except yaml.YAMLError as error:
         raise SettingsError(f"{source}: not YAML: {' '.join(str(error).split())}") from error
     except RecursionError:
@@ -323,7 +339,7 @@ def read_values(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, object]:
     ours = (found for found in packaged_recipes().values() if found.name == Path(str(base)).name)
     below = beside if beside.is_file() else next(ours, None)
     if below is None:
-        raise SettingsError(f"{path}: base: {beside}: no such recipe")
+        raise SettingsError(f"{path}: base: {beside}: no such file")
     return _merge(read_values(below, (*seen, path.resolve())), values)
 
 

@@ -83,7 +83,7 @@ def test_yaml_comes_back(tmp_path: Path) -> None:
     (tmp_path / "r.yaml").write_text(recipe.to_yaml())
     assert load_corpus_recipe(tmp_path / "r.yaml") == recipe
     assert load_corpus_recipe(tmp_path / "r.yaml", ["mix.tokens=7"]).mix.tokens == 7
-    with pytest.raises(SettingsError, match="no such recipe"):
+    with pytest.raises(SettingsError, match="no such file"):
         load_corpus_recipe(tmp_path / "other.yaml")
 
 

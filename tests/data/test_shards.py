@@ -165,7 +165,7 @@ def test_a_later_format_is_refused(copy: Path) -> None:
 def test_what_is_not_there_is_said(corpus: Path, tmp_path: Path) -> None:
     for arguments, message in [
         ((tmp_path / "none",), "none: no such directory"),
-        ((tmp_path,), r"is not a prepared corpus: it has no index\.json"),
+        ((tmp_path,), r"is not a prepared corpus, since it has no index\.json: `fathom prepare"),
         ((corpus, "test"), "has no split 'test': it has train, val"),
         ((corpus, "val", "lakes"), "split 'val' has no domain 'lakes': it has rivers, seas"),
     ]:

@@ -182,7 +182,10 @@ def test_a_dry_run_says_that_the_corpus_is_not_there(
     (tmp_path / "r.yaml").write_text(tiny_recipe(corpus).to_yaml())
     assert main(["train", str(tmp_path / "r.yaml"), "--dry-run", f"data.directory={tmp_path / 'later'}"]) == 2
     shown = capsys.readouterr()
-    assert "FLOPs per token" in shown.out and shown.err == f"fathom: {tmp_path / 'later'}: no such directory\n"
+    assert (
+        "FLOPs per token" in shown.out
+        and f"data.directory={tmp_path / 'later'}: no such directory: `fathom prepare" in shown.err
+    )
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fathom.checkpoints.layout import SENTENCEPIECE_MODEL, TOKENIZER_JSON
+from fathom.checkpoints.layout import QWEN_TIKTOKEN, SENTENCEPIECE_MODEL, TOKENIZER_CONFIG, TOKENIZER_JSON, VOCABULARY
 from fathom.errors import ModelError
 
 if TYPE_CHECKING:
@@ -40,14 +40,20 @@ def open_tokenizer(
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # Rust's errors
             raise
         hint = "; `trust_remote_code` allows it" if "trust_remote_code" in str(error) else ""
-        words = only_sentencepiece(directory) or " ".join(str(error).split()) + hint
+        words = what_lacks(directory) or " ".join(str(error).split()) + hint
         raise ModelError(f"{directory}: cannot load the tokenizer: {words}") from error
     return made
 
 
-def only_sentencepiece(directory: Path) -> str | None:
-    """How to read a tokenizer that has no `tokenizer.json`, only a `tokenizer.model`; None for any other."""
-    if (directory / TOKENIZER_JSON).exists() or not (directory / SENTENCEPIECE_MODEL).exists():
+def what_lacks(directory: Path) -> str | None:
+    """What a directory without `tokenizer.json` lacks: a tokenizer, or the package that reads its `tokenizer.model`;
+    None if it has one, or another kind."""
+    if not directory.is_dir() or (directory / TOKENIZER_JSON).exists():
+        return None
+    others = (SENTENCEPIECE_MODEL, VOCABULARY, QWEN_TIKTOKEN, TOKENIZER_CONFIG, "*.tiktoken", "vocab.txt", "*.spm")
+    if not any(found for name in others for found in directory.glob(name)):
+        return f"it has none, no {TOKENIZER_JSON} for example"
+    if not (directory / SENTENCEPIECE_MODEL).exists():
         return None
     return f"{SENTENCEPIECE_MODEL} needs `pip install sentencepiece protobuf`, or its {TOKENIZER_JSON}"
 

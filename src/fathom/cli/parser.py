@@ -77,8 +77,17 @@ class Parser(argparse.ArgumentParser):
         for word in itertools.takewhile(lambda word: word != "--", words):
             flag = word.partition("=")[0]
             if word.startswith("--") and flag not in self._option_string_actions:
-                close = difflib.get_close_matches(flag, self._option_string_actions, n=1)
-                self.error(f"unrecognized arguments: {word}" + (f"; did you mean {close[0]}?" if close else ""))
+                close = self._nearest(flag)
+                self.error(f"unrecognized arguments: {word}" + (f"; did you mean {close}?" if close else ""))
+
+    def _nearest(self, flag: str) -> str | None:
+        """The flag, or the key of the settings file, whose name is nearest: `--stpes` may be `train.steps=...`."""
+        names = {one.lstrip("-"): one for one in self._option_string_actions if len(one) > 2}
+        for action in self._actions:
+            for key, *_ in action.rows() if isinstance(action, Keys) else ():
+                names.setdefault(key.rpartition(".")[2].replace("_", "-"), f"{key}=...")
+        close = difflib.get_close_matches(flag.lstrip("-").replace("_", "-"), names, n=1)
+        return names[close[0]] if close else None
 
     def in_flags(self, message: str) -> str:
         """A message of the library with its parameters as this command's flags.

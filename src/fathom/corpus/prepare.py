@@ -296,8 +296,15 @@ def _difference(out: Path, settings: PrepareSettings) -> str | None:
     new |= new.pop("reading")
     for key, value in new.items():
         if old.get(key) != value:
-            return f"was prepared with `{key}` {_briefly(old.get(key))}, not {_briefly(value)}"
+            before, after = (_named(key, one) for one in (old.get(key), value))
+            return f"was prepared with {before}, not {after if key == 'tokenizer' else _briefly(value)}"
     return None
+
+
+def _named(key: str, value: object) -> str:
+    """A setting and its value by the argument's name; a tokenizer that was trained has the name of its size."""
+    name = "train_tokenizer" if key == "tokenizer" and isinstance(value, int) else key
+    return f"`{name}` {_briefly(value)}"
 
 
 def _briefly(value: object) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from fathom.errors import SettingsError
-from fathom.settings import Rule, Section, fill, overridden, read_values
+from fathom.settings import Rule, Section, fill, overridden, read_values, require_kind
 
 MOST_TOKENS = 1 << 22
 """Of a tokenizer that is trained: room for all of them is taken at once."""
@@ -366,8 +366,10 @@ class CorpusRecipe(Section):
 def load_corpus_recipe(path: Path, overrides: Sequence[str] = ()) -> CorpusRecipe:
     """Read a recipe, apply overrides, check everything that can be checked without looking at a document."""
     if not path.is_file():
-        raise SettingsError(f"{path}: no such recipe")
-    return parse_corpus_recipe(overridden(read_values(path), overrides))
+        raise SettingsError(f"{path}: no such file")
+    values = read_values(path)
+    require_kind(values, str(path), "corpus")
+    return parse_corpus_recipe(overridden(values, overrides))
 
 
 def parse_corpus_recipe(values: dict[str, object]) -> CorpusRecipe:

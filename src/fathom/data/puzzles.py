@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from fathom.checkpoints.layout import PUZZLE
 from fathom.data.collections import locate, open_mixture
-from fathom.data.shards import TokenDataset, read_index
+from fathom.data.shards import NoCorpus, TokenDataset, read_index
 from fathom.data.targets import TargetDataset
 from fathom.errors import DataError
 from fathom.report.mixing import mixed
@@ -349,7 +349,11 @@ def open_data(
         return open_mixture(directory, collections, split, verify)
     if is_puzzle(directory):
         return open_puzzle(str(directory), split)
-    kind = TargetDataset if read_index(Path(directory)).targets_crc32 else TokenDataset
+    try:
+        index = read_index(Path(directory))
+    except NoCorpus as error:
+        raise NoCorpus(f"data.directory={error}") from None
+    kind = TargetDataset if index.targets_crc32 else TokenDataset
     return kind.open(directory, split, None, verify)
 
 

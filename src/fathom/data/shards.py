@@ -18,6 +18,7 @@ import bisect
 import contextlib
 import hashlib
 import json
+import shlex
 import zlib
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -108,15 +109,24 @@ def write_index(directory: Path, index: CorpusIndex) -> None:
     write_json(directory / INDEX, {**body, "crc32": _seal(body)})
 
 
+class NoCorpus(DataError):
+    """A directory that holds no corpus, not even an unfinished one; it stands first in the message."""
+
+
+def _to_prepare(text: str | Path, out: str | Path) -> str:
+    return shlex.join(["fathom", "prepare", str(text), "--train-tokenizer", "4096", "--out", str(out)])
+
+
 def read_index(directory: Path, name: str = INDEX) -> CorpusIndex:
     """Read and check the index of a finished corpus, or one that was set aside under another name."""
     path = directory / name
     if not path.is_file():
         if not directory.is_dir():
-            raise DataError(f"{directory}: no such directory")
+            raise NoCorpus(f"{directory}: no such directory: `{_to_prepare('TEXT', directory)}` makes a corpus")
         if (directory / UNFINISHED).is_dir():
             raise DataError(f"{directory} is an unfinished corpus: run the same `fathom prepare` again to complete it")
-        raise DataError(f"{directory} is not a prepared corpus: it has no {INDEX}")
+        advice = f"`{_to_prepare(directory, 'DIR')}` makes one of its texts"
+        raise NoCorpus(f"{directory} is not a prepared corpus, since it has no {INDEX}: {advice}")
     try:
         index = json.loads(path.read_bytes())
     except ValueError as error:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fathom.checkpoints.layout import TOKENIZER_CONFIG
-from fathom.checkpoints.tokenizers import only_sentencepiece
+from fathom.checkpoints.tokenizers import what_lacks
 from fathom.data.shards import TOKENIZER, file_crc32, first_line
 from fathom.errors import DataError
 
@@ -93,7 +93,7 @@ def load_tokenizer(name: str, eos_token: str | None = None) -> PreTrainedTokeniz
             with quiet():  # it warns of a configuration whose model is not registered
                 tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)  # None would ask
     except Exception as error:
-        words = only_sentencepiece(path) or first_line(error)
+        words = what_lacks(path) or first_line(error)
         raise DataError(f"{name}: cannot load the tokenizer: {words}") from None
     if getattr(tokenizer, "backend_tokenizer", None) is None:
         raise DataError(f"{name}: the tokenizer has no fast (tokenizer.json) form")

@@ -26,7 +26,7 @@ from fathom.models.cost import count_parameters
 from fathom.recipe import Recipe, differences, parse_recipe
 from fathom.report.files import asdict, read_json, write_json
 from fathom.report.results import restored
-from fathom.settings import fill, read_values
+from fathom.settings import fill, read_values, require_kind
 
 SECTION = "ladder"
 PLANNED = "plan"
@@ -365,6 +365,8 @@ def load_ladder(path: Path, arms: str, overrides: Sequence[str] = (), out: Path 
         out: The output directory. A ladder that it already holds, with the same plan, is opened unchanged.
     """
     values = read_values(path)
+    if "collections" in values:
+        require_kind(values, str(path), "ladder")
     rules = values.pop(SECTION, None)
     if not isinstance(rules, dict):
         raise SettingsError(f"{path}: a ladder file is a recipe with a section `{SECTION}`")
