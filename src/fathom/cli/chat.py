@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
 
 from fathom.cli.generate import add_sampling, not_text, ready, to_terminal
 from fathom.cli.parser import Parser
+from fathom.cli.wrapping import Wrapped
 from fathom.errors import SettingsError
+from fathom.report.tables import line_width
 
 
 def add(parser: Parser) -> None:
@@ -26,7 +29,9 @@ def run(options: Namespace) -> int:
 
     if not_text(options.system):
         raise SettingsError("--system is not UTF-8")
-    chat(*ready(options), typed_lines(), to_terminal, options.system)
+    # a pipe gets the text as it is
+    shown = sys.stdout.isatty() or "COLUMNS" in os.environ
+    chat(*ready(options), typed_lines(), Wrapped(to_terminal, line_width) if shown else to_terminal, options.system)
     return 0
 
 

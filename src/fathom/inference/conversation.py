@@ -14,9 +14,11 @@ from fathom.inference.prompt import encode
 from fathom.inference.settings import ASKED, Sampling, read_options
 
 HELP = """/help   lists these commands
-/reset starts a new conversation
-/set shows the sampling settings; /set temperature=0.7 top_p=0.9 max_new_tokens=200 seed=1 changes them Put a space
-before a message that begins with /. Ctrl-C stops an answer, Ctrl-D ends.
+/reset  starts a new conversation
+/set    shows the sampling settings; with KEY=VALUE changes them:
+        /set temperature=0.7 top_p=0.9 max_new_tokens=200 seed=1
+Put a space before a message that begins with /. Ctrl-C stops an answer, Ctrl-D
+ends.
 """
 
 
