@@ -449,6 +449,19 @@ def check_panel(browser, data, t):
         assert abs(float(re.search(r"([\d.]+) bits", said)[1]) - data.surprisal[t]) < 0.0511
 
 
+def test_measures_are_explained_and_a_short_text_leaves_no_half_empty(tokenizer, visit):
+    """What is coloured is said; next to a short text stand the averages, and a long one keeps them below."""
+    model = model_of("depth_attention")
+    for text, short in (("The depth.", True), (TEXT * 12, False)):
+        browser = visit(look(model, tokenizer, text), width=1280, height=900)
+        said = browser.value("document.querySelector('#meaning').innerText")
+        assert "Borrowed: the share" in said and "Settled: the layer after which" in said
+        assert browser.value("document.querySelector('#page').contains(document.querySelector('#whole'))") is short
+    browser = visit(look(model, tokenizer, "The depth."), width=390, height=800)
+    said = browser.value("document.querySelector('#meaning').innerText")
+    assert said.startswith("Surprisal: ") and "Borrowed" not in said, "a phone shows what is chosen"
+
+
 @pytest.mark.parametrize("case", ["depth_attention", "window", "uniform_depth", "vanilla", "denseformer"])
 def test_page_shows_the_data(case, tokenizer, visit):
     data = look(model_of(case), tokenizer, TEXT)

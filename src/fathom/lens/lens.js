@@ -128,8 +128,16 @@ function show(payload) {
   spans = [...$("text").children];
   colour();
   averages();
+  settle();
   pinned = false;
   select(startingPoint());
+}
+
+/* Next to a short text there is room for the averages, which otherwise stand below. */
+function settle() {
+  const short = models.length === 1 && $("text").offsetHeight < 200;
+  if (short) $("page").append($("whole"));
+  else $("reading").after($("whole"));
 }
 
 /* The most surprising token near the beginning: there is something to see. */
@@ -172,6 +180,13 @@ function controls() {
   $("controls").innerHTML = radios("colour", "Colour tokens by", measures()) + whose + '<span class="key"></span>';
 }
 
+const MEANINGS = {
+  surprise: "how unlikely the model found a token; one bit more is half as likely.",
+  borrowed: "the share of a token’s values that comes from earlier layers.",
+  settled: "the layer after which the guess for the next token no longer changes.",
+  trips: "how often a token went through the layers before it halted.",
+};
+
 const UNITS = {
   surprise: (x) => (x ? `${x < 10 ? +x.toFixed(1) : x.toFixed(0)} bits` : "0"),
   borrowed: (x) => `${(100 * x).toFixed(0)}${THIN}%`,
@@ -213,6 +228,7 @@ function colour() {
   key.className = `key ${apart ? "both" : hue}`;
   const ends = apart ? ["−", "+"].map((sign) => sign + (kind === "settled" ? `${high.toFixed(0)} layers` : unit(high))) : [low, high].map(unit);
   key.innerHTML = `${ends[0]} <i></i> ${ends[1]}`;
+  $("meaning").innerHTML = measures().map(([one, label]) => `<span${one === kind ? ' class="now"' : ""}><b>${label}</b>: ${MEANINGS[one]}</span>`).join(" ");
 }
 
 /* ---- one token ---- */
