@@ -313,7 +313,7 @@ def test_the_page_has_all_of_it() -> None:
     runs = [phased, replace(RUN, adapters=8, held_out_loss=None)]
     nothing = dict.fromkeys(("unreadable", "filtered", "duplicate", "cut", "conversations"), 0)
     whole = replace(report, runs=runs, corpus=CorpusCounts(read=1104, dropped=12, tokens=5000, **nothing))
-    for made in (page(whole), card(whole)):
+    for made in (page(whole).replace("\u00a0", " "), card(whole)):
         assert "Of 1,104 documents read: 12 dropped as contaminated. 5,000 tokens remain." in made
         assert made.count("rocks 80 % (27.4), towns 20 % (1.1)") == 2
         assert made.count("towns 20 % (1.1); from step 240 towns 50 %, seas 50 % (2); from step 300 towns 100 %") == 1

@@ -314,7 +314,7 @@ def test_out_gets_a_page_that_explains_intervals(exported: Path, tmp_path: Path,
     pair = ["evaluate", str(exported / "vanilla"), str(exported / "deep"), *text]
     assert main(pair) == 0
     both, page = capsys.readouterr().out, (tmp_path / "report.html").read_text()
-    assert "Intervals: 95 %" in both and "Intervals: 95 %" in page and "deep against vanilla" in page
+    assert "Intervals: 95 %" in both and "Intervals: 95\u00a0%" in page and "deep against vanilla" in page
     assert main([*pair, "--limit", "1"]) == 0, "a difference of one document has no interval"
     assert "Intervals" not in capsys.readouterr().out
 

@@ -34,6 +34,7 @@ from fathom.report import html as blocks
 from fathom.report.plots import IntervalMark, Line, interval_plot, line_plot, ticks
 from fathom.report.provenance import Provenance
 from fathom.report.statistics import Difference
+from fathom.report.templates import glued, parted
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 BROWSER = next((found for name in BROWSERS if (found := shutil.which(name))), None)
@@ -120,7 +121,7 @@ def _with(run: RunRow, **values: float) -> RunRow:
 )
 def test_the_report_says_what_was_read_and_timed(values: dict[str, float], words: str) -> None:
     report = report_of(arm("vanilla", 4.0, None), arm("loop", 3.9, gap(-0.1, 0.01, 0.01)))
-    assert words in html.unescape(page(with_runs(report, **values)))
+    assert words in html.unescape(page(with_runs(report, **values))).replace("\u00a0", " ")
 
 
 def test_the_report_says_how_often_the_corpus_was_read_by_some_arm() -> None:
@@ -171,7 +172,7 @@ def test_a_share_of_the_gain_has_an_interval_or_is_not_said(full: ComparisonRepo
     pair = full.share_of_uniform_depth.difference
     known = ShareOfGain(0.5, -0.06, 0.93, pair)
     said = report_of(*full.arms, between=(pair,), share=known)
-    for text in (said.verdict, html.unescape(page(said))):
+    for text in (said.verdict, html.unescape(page(said)).replace("\u00a0", " ")):
         assert "uniform_depth has 50 % of depth_attention's gain (95 % interval −6 to 93 %)" in text
 
 
@@ -238,6 +239,36 @@ def test_layers_have_no_halves() -> None:
     )
     assert ">2</text>" in layers and ">1.5</text>" not in layers and ">1.5</text>" in shares
     assert "no interval" in interval_plot([IntervalMark("a", 0.1, None, None, 1)], "x", "")
+
+
+NAMES = re.compile(r'<text class="name" x="([\d.]+)" y="[\d.-]+" text-anchor="(start|end)">([^<]*)</text>')
+LONG = "a_very_long_name_of_an_arm_that_says_everything_about_it"
+
+
+@pytest.mark.parametrize("shift", [-0.9, -0.3, 0.0, 0.3, 0.9])
+def test_no_name_crosses_the_line_of_no_difference(shift: float):
+    """Wherever the line is, and however long the name: it is shortened, and whole for a screen reader."""
+    values = [(name, shift + at) for at in (-0.2, 0.0, 0.2) for name in ("loop+depth_attention", "a", LONG)]
+    drawn = str(interval_plot([IntervalMark(name, x, x - 0.3, x + 0.3, 0) for name, x in values], "nats", ""))
+    (zero,) = {float(x) for x in re.findall(r'<line class="zero" x1="([\d.]+)"', drawn)}
+    found = NAMES.findall(drawn)
+    assert len(found) == len(values) and drawn.count(f"<title>{LONG}:") == 3
+    for at, anchor, name in found:
+        start = float(at) - (WIDEST * len(name) if anchor == "end" else 0)
+        assert zero <= start or start + WIDEST * len(name) <= zero, (name, start, zero)
+
+
+WIDEST = 6.9
+"""Width of an average letter of a name, in a browser."""
+
+
+def test_numbers_keep_their_units_and_names_break_after_underscores(full: ComparisonReport):
+    shown = page(full)
+    prose = re.sub(r"<(style|pre|script).*?</\1>|<svg.*?</svg>|aria-label=\"[^\"]*\"", "", shown, flags=re.S)
+    assert "95\u00a0%" in prose and not re.search(r"\d %|± | ±", re.sub(r"<td>.*?</td>", "", prose))
+    assert ">uniform_<wbr>depth</th>" in shown
+    assert glued("a − b, 95 % of 3 ± 1") == "a − b, 95\u00a0% of 3\u00a0±\u00a01"
+    assert parted("<_x") == "&lt;_<wbr>x"
 
 
 @pytest.mark.quick("390-True")

@@ -27,8 +27,7 @@ EPILOG = """examples:
   fathom deepen MODEL --with loop --search --text TEXT --out spans
 
 deepen prints the commands that prepare a corpus and train the model.
-fathom mechanisms lists the mechanisms. docs/tutorials/deepen.md
-says which of them start without changing the model."""
+fathom mechanisms lists the mechanisms, and which start as the model."""
 
 
 def add(parser: Parser) -> None:

@@ -49,7 +49,7 @@ def run(options: Namespace) -> int:
             if row["axis"] == axis:
                 mark = " *" if row["closed"] is not None and row["name"] not in FIRST else ""
                 print(f"  {row['name']:<{width}}  {row['summary']} ({row['paper']}){mark}")
-    print("\n* A pretrained model can start as itself: fathom deepen, docs/explanation/which_mechanism.md.")
+    print("\n* A pretrained model can start as itself, and fathom deepen adds it so.")
     print("Join them with +, as in loop+depth_attention. fathom mechanisms --config MODEL shows what each costs.")
     return 0
 

@@ -167,7 +167,7 @@ def work_off(
         if not quiet:
             name = task.name if task.out == out else f"rung {task.out.name}, {task.name}"
             where = f" in {stage}" if stage else ""
-            _say(task, name, f"{len(every) - len(pending) + 1} of {len(every)}{where}")
+            _say(task, name, f"{sum(one.settled for one in every)} of {len(every)}{where}")
         tidy()
 
 

@@ -19,6 +19,8 @@ WIDTH, HEIGHT = 360, 240
 LEFT, RIGHT, TOP, BOTTOM = 52, 12, 12, 44
 ROW = 34
 """Height of one interval with its label, in pixels like all sizes here."""
+LETTER = 7.0
+"""Width of a letter of a name, on average; its font is 12 high and bold."""
 CELLS_LEFT, CELLS_TOP = 40, 24
 FAINTEST = 0.004
 """Matrix cells below this value are not drawn."""
@@ -148,12 +150,14 @@ def interval_plot(intervals: Sequence[IntervalMark], x_label: str, description: 
     values = [v for i in intervals for v in (i.value, i.low, i.high) if v is not None and math.isfinite(v)]
     low, high = _range([*values, line])
     frame = _Frame((low, high), (0.0, 1.0), height=ROW * len(intervals) + BOTTOM + TOP, left=RIGHT + 4)
+    at = frame.x(line)
     rows = []
     for number, item in enumerate(intervals):
-        right = item.value <= (low + high) / 2
+        right = _right_of(at, frame, item)
         rows.append(
             {
                 "name": item.name,
+                "label": fitted(item.name, frame.right - at if right else at - frame.left),
                 "words": item.words,
                 "series": item.series % SERIES,
                 "anchor": "end" if right else "start",
@@ -163,7 +167,25 @@ def interval_plot(intervals: Sequence[IntervalMark], x_label: str, description: 
                 "ends": None if item.low is None or item.high is None else (frame.x(item.low), frame.x(item.high)),
             }
         )
-    return macro("intervals", TEMPLATE, frame, x_label, description, frame.x(line), rows)
+    return macro("intervals", TEMPLATE, frame, x_label, description, at, rows)
+
+
+def _right_of(at: float, frame: _Frame, item: IntervalMark) -> bool:
+    """Whether a name stands to the right of the line: away from its mark, if it fits there, else where there is more
+    room. No name crosses the line."""
+    rooms = {False: at - frame.left, True: frame.right - at}
+    away = frame.x(item.value) <= frame.middle
+    return away if width_of(item.name) <= rooms[away] else rooms[True] >= rooms[False]
+
+
+def width_of(text: str) -> float:
+    """About how wide a name is, with the space beside it."""
+    return LETTER * (len(text) + 1)
+
+
+def fitted(text: str, room: float) -> str:
+    """A name that fits into so much room, shortened at its end."""
+    return text if width_of(text) <= room else text[: max(1, int(room / LETTER) - 2)] + "…"
 
 
 def cell_plot(values: Sequence[Sequence[float]], down: Axis, across: Axis, outlined: Pairs, description: str) -> Markup:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from importlib.resources import files
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
+
+NO_BREAK = "\N{NO-BREAK SPACE}"
 
 
 def source(name: str) -> Markup:
@@ -23,6 +26,19 @@ ENVIRONMENT = Environment(
 """Templates are named by their path in the package, such as `report/page.html.j2`."""
 ENVIRONMENT.globals["source"] = source
 ENVIRONMENT.policies["json.dumps_kwargs"] = {"allow_nan": False}
+
+
+def glued(text: object) -> Markup:
+    """Text whose numbers do not part from their signs and units at the end of a line."""
+    return Markup(re.sub(r"(?<=\d) (?=%)|(?<=[±×]) | (?=[±×])", NO_BREAK, str(escape(text))))
+
+
+def parted(name: object) -> Markup:
+    """A name that may be broken after its underscores and plus signs, and nowhere else."""
+    return Markup(re.sub(r"(?<=[_+])(?=\w)", "<wbr>", str(escape(name))))
+
+
+ENVIRONMENT.filters |= {"glued": glued, "parted": parted}
 
 
 def render(name: str, **values: object) -> str:
