@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
 
 def pdf(pages: Sequence[Sequence[str]], picture: bool = False, encrypted: bool = False) -> bytes:
-    """A PDF of lines of text, or of one picture on each page; encrypted, it needs a password that nobody has."""
+    """A PDF of lines of text, or of one picture on each page; encrypted, it needs a password that nobody has.
+
+    In a line 2^32^ is set with a small 32 above it, and x_1_ with a small 1 below.
+    """
     font = "<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica /Encoding /WinAnsiEncoding >>"
     objects = ["<< /Type /Catalog /Pages 2 0 R >>", "", font]
     image = zlib.compress(bytes(range(48)))
@@ -18,7 +22,7 @@ def pdf(pages: Sequence[Sequence[str]], picture: bool = False, encrypted: bool =
     )
     kids = []
     for lines in pages:
-        shown = "".join(f"({_escaped(line)}) Tj T*\n" for line in lines)
+        shown = "".join(f"{_shown(line)} T*\n" for line in lines)
         content = "q 300 0 0 300 100 300 cm /Im1 Do Q" if picture else f"BT /F1 11 Tf 14 TL 72 720 Td\n{shown}ET"
         kids.append(len(objects) + 1)
         objects.append(
@@ -38,6 +42,15 @@ def pdf(pages: Sequence[Sequence[str]], picture: bool = False, encrypted: bool =
     lock = f" /Encrypt << /Filter /Standard /V 1 /R 2 /P -4 /O {secret} /U {secret} >> /ID [<00> <00>]"
     data += f"trailer << /Size {len(objects) + 1} /Root 1 0 R{lock if encrypted else ''} >>\n".encode()
     return data + f"startxref\n{table}\n%%EOF\n".encode()
+
+
+def _shown(line: str) -> str:
+    """The operators that show a line."""
+    found = []
+    for text, high, low in re.findall(r"((?:[^_^]|[_^](?![-\d]))+)|\^([-\d]+)\^|_(\d+)_", line):
+        rise = f"/F1 {7 if high or low else 11} Tf {5 if high else -2 if low else 0} Ts"
+        found.append(f"{rise} ({_escaped(text or high or low)}) Tj")
+    return " ".join(found)
 
 
 def _escaped(line: str) -> str:

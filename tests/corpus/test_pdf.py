@@ -96,7 +96,7 @@ def test_every_broken_file_has_its_status(tmp_path: Path) -> None:
         "in/huge.pdf": "too_large",
     }
     (good,) = rows(workspace).values()
-    assert good["mime"] == "application/pdf" and good["meta"] == {"pages": 2} and good["text"].count("Line 11") == 2
+    assert good["mime"] == "application/pdf" and good["meta"] == {"pages": 2} and good["text"].count("Line 6") == 2
 
 
 def test_a_page_of_the_web(tmp_path: Path) -> None:

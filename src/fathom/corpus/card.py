@@ -9,7 +9,7 @@ from pathlib import Path
 from fathom.corpus.clean import RULES
 from fathom.corpus.contamination import checks_of
 from fathom.corpus.converse import REASONS
-from fathom.corpus.extraction import FAILURES
+from fathom.corpus.extraction import FAILURES, POSSIBLE_NOTES
 from fathom.corpus.kept import clean_parts
 from fathom.corpus.stage import MANIFEST, Workspace
 from fathom.corpus.tokens import SHARDS
@@ -104,6 +104,10 @@ def _dropped(workspace: Workspace) -> Iterator[str]:
     yield "Each document that a rule left out is in `stages/clean/*/dropped.jsonl`, each duplicate with what it is like"
     yield "in `stages/duplicates/*/duplicates.jsonl`, each unreadable file in `stages/ingest/*/failed.jsonl`, what"
     yield "leaks an item in `stages/contamination/*/hits.jsonl`, with pieces that are too short in the same folder."
+    if marks := sum(one[POSSIBLE_NOTES] for one in read.values()):
+        yield ""
+        yield f"{marks:,} superscripts may be marks of notes: they follow a word, a year or a sentence, and no link or"
+        yield "class names them. They are kept as superscripts (1999²), so they change no number."
 
 
 def _actions(workspace: Workspace) -> dict[str, Counter[str]]:

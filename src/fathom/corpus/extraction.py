@@ -10,6 +10,9 @@ from typing import Any, Literal, TypeAlias
 Status = Literal["ok", "empty", "encrypted", "no_text_layer", "parse_error", "too_large", "too_slow"]
 FAILURES: tuple[Status, ...] = ("empty", "encrypted", "no_text_layer", "parse_error", "too_large", "too_slow")
 
+POSSIBLE_NOTES = "possible_notes"
+"""In a document's `meta`: how many superscripts may be marks of notes, and are kept."""
+
 
 @dataclass
 class Extracted:

@@ -1,4 +1,7 @@
-"""Text of web pages: the main text by trafilatura, or all visible text by the standard library."""
+"""Text of web pages: the main text by trafilatura, or all visible text by the standard library.
+
+Superscripts, subscripts and formulas are rewritten as text before either sees the page (`typeset.py`).
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,8 @@ import re
 from html.parser import HTMLParser
 from pathlib import Path
 
-from fathom.corpus.extraction import Extracted, IngestValues
+from fathom.corpus.extraction import POSSIBLE_NOTES, Extracted, IngestValues
+from fathom.corpus.typeset import typeset
 
 SILENT = ("script", "style", "template", "noscript", "head", "title", "svg", "math", "iframe")
 IN_HEAD = {"base", "link", "meta", "noscript", "script", "style", "template", "title"}
@@ -37,6 +41,10 @@ ENCODINGS = {
     for label in labels.split()
 }
 """What labels mean on the web where that is not what Python takes them for (WHATWG's Encoding, in part)."""
+KEPT = {" ": "\x01", "\t": "\x02", "\n": "\x03"}
+"""White space inside of `pre`, as characters that no page holds, until that of the rest is collapsed."""
+NO_MARKS = dict.fromkeys(map(ord, KEPT.values()))
+HIDDEN, SHOWN = str.maketrans(KEPT), str.maketrans({mark: blank for blank, mark in KEPT.items()})
 LICENSE = re.compile(r"""<(?:a|link)\b[^>]{0,500}?\brel\s*=\s*["']?license["']?[^>]{0,500}?>""", re.IGNORECASE)
 ADDRESS = re.compile(r"""\bhref\s*=\s*["']([^"'>]+)""", re.IGNORECASE)
 
@@ -50,12 +58,16 @@ def extract(path: Path, settings: IngestValues) -> Extracted:
         page = decode(data)
     except (UnicodeDecodeError, LookupError) as error:
         return Extracted("parse_error", detail=str(error))
-    text = _main_text(page) if settings["html"] == "trafilatura" else all_text(page)
+    rewritten = typeset(page)
+    text = _main_text(rewritten.page) if settings["html"] == "trafilatura" else visible_text(rewritten.page)
     if not text.strip():
         return Extracted("empty", detail="a page without text")
     declared = LICENSE.search(page)
     address = ADDRESS.search(declared[0]) if declared else None
-    return Extracted("ok", text, meta={"license": address[1]} if address else {})
+    meta: dict[str, object] = {"license": address[1]} if address else {}
+    if rewritten.possible_notes:
+        meta[POSSIBLE_NOTES] = rewritten.possible_notes
+    return Extracted("ok", text, meta=meta)
 
 
 def decode(data: bytes) -> str:
@@ -86,12 +98,17 @@ def _main_text(page: str) -> str:
 
 
 def all_text(page: str) -> str:
-    """All visible text of a page: a line for each block, blank lines between paragraphs."""
+    """All visible text of a page: a line for each block, blank lines between paragraphs; `pre` as it is."""
+    return visible_text(typeset(page).page)
+
+
+def visible_text(page: str) -> str:
+    """All visible text of a page whose superscripts and formulas are text already."""
     reader = _Reader()
     reader.feed(page)
     reader.close()
     lines = (re.sub(r"[ \t\r\f\v]+", " ", line).strip() for line in "".join(reader.found).split("\n"))
-    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip()
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip("\n").translate(SHOWN)
 
 
 class _Reader(HTMLParser):
@@ -103,7 +120,8 @@ class _Reader(HTMLParser):
         self._silent: list[str] = []
         self._objects: list[int] = []
         """How much was found before each object that is open: its text is for readers that lack what it shows."""
-        self._verbatim = 0
+        self._verbatim: list[int] = []
+        """How much was found before each `pre` that is open."""
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self._end_head(tag in IN_HEAD)
@@ -111,8 +129,9 @@ class _Reader(HTMLParser):
             self._silent.append(tag)
         if tag == "object":
             self._objects.append(len(self.found))
-        self._verbatim += tag == "pre"
         self._break(tag)
+        if tag == "pre":
+            self._verbatim.append(len(self.found))
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self._end_head(tag in IN_HEAD)
@@ -124,13 +143,27 @@ class _Reader(HTMLParser):
                 pass
         if tag == "object" and self._objects:
             del self.found[self._objects.pop() :]
-        self._verbatim -= tag == "pre" and self._verbatim > 0
+        if tag == "pre" and self._verbatim:
+            self._end_verbatim()
         self._break(tag)
 
     def handle_data(self, data: str) -> None:
         self._end_head(not data.strip())
         if not self._silent:
+            data = data.translate(NO_MARKS)
             self.found.append(data if self._verbatim else re.sub(r"\s+", " ", data))
+
+    def close(self) -> None:
+        """The end of the page, which also ends what has no end tag."""
+        super().close()
+        while self._verbatim:
+            self._end_verbatim()
+
+    def _end_verbatim(self) -> None:
+        """Keep the white space of a `pre`, but for the line ends at its edges."""
+        start = self._verbatim.pop()
+        text = "".join(self.found[start:]).replace("\r\n", "\n").replace("\r", "\n").strip("\n")
+        self.found[start:] = [text.translate(HIDDEN)]
 
     def _end_head(self, belongs: bool) -> None:
         """A head ends at the first tag or text that may not occur in one."""

@@ -15,7 +15,7 @@ from typing import Any
 from fathom.checkpoints.layout import RECIPE
 from fathom.corpus.conversations import contents, messages_of
 from fathom.corpus.documents import ConversationMessage, Document, PartWriter, write_lines
-from fathom.corpus.extraction import FAILURES, Extracted, IngestValues, Status
+from fathom.corpus.extraction import FAILURES, POSSIBLE_NOTES, Extracted, IngestValues, Status
 from fathom.corpus.recipe import Collection
 from fathom.corpus.sandbox import Sandbox
 from fathom.corpus.stage import Input, Stage, Task, grouped
@@ -76,7 +76,7 @@ class Ingest(Stage):
     """Reads what the collections name."""
 
     name = "ingest"
-    version = 3
+    version = 4
 
     def settings(self) -> dict[str, object]:
         """The recipe values that this stage's results depend on."""
@@ -146,7 +146,7 @@ class Ingest(Stage):
     def run(self, task: Task, folder: Path) -> dict[str, int]:
         """Run one task and return its counts."""
         reader = _Reader(task.arguments, asdict(self.recipe.ingest))
-        counts = dict.fromkeys(("documents", "bytes", "ok", *FAILURES), 0)
+        counts = dict.fromkeys(("documents", "bytes", "ok", *FAILURES, POSSIBLE_NOTES), 0)
         failures: list[Failed] = []
         with closing(PartWriter(folder)) as writer, closing(reader.sandbox):
             for (label, kind), file in zip(task.arguments["files"], task.inputs, strict=True):
@@ -156,6 +156,7 @@ class Ingest(Stage):
                     if isinstance(found, Document):
                         counts["ok"] += 1
                         counts["bytes"] += len(found.text.encode("utf-8"))
+                        counts[POSSIBLE_NOTES] += int(str(found.meta.get(POSSIBLE_NOTES, 0)))
                         writer.write(found)
                     else:
                         counts[found.status] += 1

@@ -1,4 +1,4 @@
-"""Text of PDF files by PDFium: running heads removed, words and lines put together again."""
+"""Text of PDF files by PDFium: running heads removed, words and lines put together again, superscripts kept."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from fathom.corpus.extraction import Extracted, IngestValues
+from fathom.corpus.extraction import POSSIBLE_NOTES, Extracted, IngestValues
+from fathom.corpus.pdf_scripts import with_scripts
 
 EDGE_LINES = 3
 """Lines at the top and at the bottom of a page that may be running heads."""
@@ -33,11 +34,13 @@ def extract(path: Path, settings: IngestValues) -> Extracted:
             return Extracted("encrypted", detail="it needs a password")
         return Extracted("parse_error", detail=" ".join(str(error).split()))
     try:
-        pages, pictures, size = [], 0, 0
+        pages, pictures, size, notes = [], 0, 0, 0
         for number in range(len(document)):
             try:
                 page = document[number]
-                pages.append(page.get_textpage().get_text_range().replace("\r\n", "\n").replace("\r", "\n"))
+                text, marks = with_scripts(page.get_textpage())
+                pages.append(text.replace("\r\n", "\n").replace("\r", "\n"))
+                notes += marks
                 pictures += any(True for _ in page.get_objects(filter=[IMAGE], max_depth=2))
                 page.close()
             except pypdfium2.PdfiumError as error:
@@ -52,7 +55,8 @@ def extract(path: Path, settings: IngestValues) -> Extracted:
         return Extracted("no_text_layer", detail=f"{len(pages)} pages of pictures")
     if not letters:
         return Extracted("empty", detail=f"{len(pages)} pages without text")
-    return Extracted("ok", flow(without_running_heads(pages)), meta={"pages": len(pages)})
+    meta: dict[str, object] = {"pages": len(pages), **({POSSIBLE_NOTES: notes} if notes else {})}
+    return Extracted("ok", flow(without_running_heads(pages)), meta=meta)
 
 
 def without_running_heads(pages: Sequence[str]) -> list[list[str]]:

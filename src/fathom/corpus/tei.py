@@ -2,7 +2,8 @@
 
 A figure or table appears once, where it is first referenced, or else at the end. With `sentinels` figures, tables,
 formulas, notes and citations are enclosed in [START_X] and [END_X], and a citation becomes the title of the cited
-work.
+work. Superscripts and subscripts are kept (2³²), but for the marks of notes: those that a `ref` or `note` encloses, or
+whose text is one, and numbers of references that follow a word or a number without a blank.
 """
 
 from __future__ import annotations
@@ -12,9 +13,12 @@ from pathlib import Path
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element
 
-from fathom.corpus.extraction import Extracted, IngestValues
+from fathom.corpus.extraction import POSSIBLE_NOTES, Extracted, IngestValues
+from fathom.corpus.mathml import formula
+from fathom.corpus.superscripts import MARK, Script, as_script, may_be_note, named_script
 
 IDENTITY = "{http://www.w3.org/XML/1998/namespace}id"
+NOTES = ("ref", "note", "xref")
 SECTION = re.compile(r"[1-9]\.[0-9]")
 
 
@@ -35,8 +39,8 @@ def extract(path: Path, settings: IngestValues) -> Extracted:
     text = converter.markdown()
     if not text:
         return Extracted("empty", detail="a document without text")
-    meta: dict[str, object] = {"dangling_references": converter.dangling} if converter.dangling else {}
-    return Extracted("ok", text, meta=meta)
+    found = {"dangling_references": converter.dangling, POSSIBLE_NOTES: converter.possible_notes}
+    return Extracted("ok", text, meta={name: count for name, count in found.items() if count})
 
 
 def _tag(element: Element) -> str:
@@ -47,6 +51,24 @@ def _words(text: str) -> str:
     return re.sub(r"\s+", " ", text)
 
 
+def _script(element: Element) -> Script | None:
+    """Whether an element is set above or below the line."""
+    if _tag(element) in ("sup", "sub"):
+        return "super" if _tag(element) == "sup" else "sub"
+    named = " ".join(element.get(name, "") for name in ("rend", "rendition", "style"))
+    return named_script(named) if _tag(element) in ("hi", "emph", "seg", "g", "c", "num") else None
+
+
+def _is_raised(element: Element) -> bool:
+    return _script(element) == "super" and not (element.tail or "").strip()
+
+
+def _is_link(element: Element) -> bool:
+    """Whether an element holds nothing but references and notes."""
+    besides = "".join([element.text or "", *(one.tail or "" for one in element)])
+    return len(element) > 0 and all(_tag(one) in NOTES for one in element) and not any(map(str.isalnum, besides))
+
+
 class _Converter:
     """A document during its conversion to Markdown."""
 
@@ -54,6 +76,8 @@ class _Converter:
         self._root, self._sentinels = root, sentinels
         self.dangling = 0
         """Number of references whose target is missing."""
+        self.possible_notes = 0
+        """Number of superscripts that are kept and may be marks of notes."""
         self._blocks = {one.get(IDENTITY): one for one in root.iter() if _tag(one) == "figure" and one.get(IDENTITY)}
         self._shown: set[str] = set()
         self._titles = {
@@ -102,21 +126,44 @@ class _Converter:
                 found += self._block(identity)
         return found
 
-    def _inline(self, element: Element, wanted: list[str]) -> str:
-        """The text of an element and everything inside; referenced figures are added to `wanted`."""
-        parts = [element.text or ""]
-        for child in element:
-            name, inner = _tag(child), self._inline(child, wanted)
-            if name == "ref":
-                inner = self._reference(child, inner, wanted)
-            elif name in ("formula", "note") and inner.strip():
-                inner = self._marked(name, inner.strip())
-            parts += [inner, child.tail or ""]
-        return "".join(parts)
+    def _inline(self, element: Element, wanted: list[str] | None) -> str:
+        """The text of an element and everything inside; referenced figures are added to `wanted`.
 
-    def _reference(self, element: Element, shown: str, wanted: list[str]) -> str:
+        With None, which a title or cell has, references and notes are their visible text alone.
+        """
+        text = element.text or ""
+        for child in element:
+            name, script = _tag(child), _script(child)
+            if name == "math":
+                text += formula(child)
+            elif script == "super" and _is_link(child):  # the mark of a note: what it refers to alone
+                text += "".join(self._reference(one, "", wanted) for one in child)
+            elif script:
+                inner = self._inline(child, wanted)
+                self.possible_notes += script == "super" and may_be_note(inner, text)
+                text += as_script(inner, script, text)
+            elif name == "ref":
+                text += self._reference(child, self._visible(child, text, wanted), wanted)
+            else:
+                inner = self._inline(child, wanted)
+                parted = name == "note" and text[-1:].strip() and not self._sentinels
+                if name in ("formula", "note") and inner.strip() and wanted is not None:
+                    inner = self._marked(name, inner.strip())
+                text += f" {inner}" if parted else inner
+            text += child.tail or ""
+        return text
+
+    def _visible(self, reference: Element, before: str, wanted: list[str] | None) -> str:
+        """What a reference shows; nothing if that is raised, or a number without a blank before it."""
+        inner = self._inline(reference, wanted)
+        raised = len(reference) and all(map(_is_raised, reference)) and not (reference.text or "").strip()
+        glued = before[-1:].isalnum() and inner[:1].isdigit() and MARK.fullmatch(inner)
+        figure = (reference.get("target") or "").removeprefix("#") in self._blocks
+        return "" if (raised or glued) and not figure else inner
+
+    def _reference(self, element: Element, shown: str, wanted: list[str] | None) -> str:
         target = (element.get("target") or "").removeprefix("#")
-        if not target:
+        if not target or wanted is None:
             return shown
         if target in self._blocks:
             wanted.append(target)
@@ -160,7 +207,7 @@ class _Converter:
         return "\n".join([lines[0], "|" + " --- |" * width, *lines[1:]])
 
     def _plain(self, element: Element) -> str:
-        return _words("".join(element.itertext())).strip()
+        return _words(self._inline(element, None)).strip()
 
     def _marked(self, name: str, text: str) -> str:
         already = text.startswith(f"[START_{name.upper()}]")

@@ -1,0 +1,151 @@
+"""Formulas of MathML in one line: as the TeX that they carry, or else from their elements."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from html.parser import HTMLParser
+from xml.etree.ElementTree import Element, TreeBuilder
+
+from fathom.corpus.superscripts import as_script
+
+EMPTY = ("mspace", "none", "mprescripts", "malignmark", "maligngroup")
+"""Elements without contents, which need no end tag in HTML."""
+TEX = ("tex", "latex")
+DELIMITERS = ("$", "\\(", "\\[", "\\begin")
+
+
+def formula(math: Element) -> str:
+    """A `math` element: its `alttext` or its annotation in TeX, between \\( and \\), or else its contents."""
+    tex = math.get("alttext") or next((_text(one) for one in math.iter() if _is_tex(one)), "")
+    return in_tex(tex) if tex.strip() else " ".join(_shown(math).split())
+
+
+def in_tex(tex: str, display: bool = False) -> str:
+    """TeX with its delimiters."""
+    tex = " ".join(tex.split())
+    if not tex or tex.startswith(DELIMITERS):
+        return tex
+    return f"\\[{tex}\\]" if display else f"\\({tex}\\)"
+
+
+def parsed(source: str) -> Element:
+    """The element that a piece of HTML consists of."""
+    reader = _Reader()
+    reader.feed(source)
+    reader.close()
+    return reader.element()
+
+
+class _Reader(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__(convert_charrefs=True)
+        self._tree = TreeBuilder()
+        self._tree.start("body", {})
+        self._open: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self._tree.start(tag, {name: value or "" for name, value in attrs})
+        if tag in EMPTY:
+            self._tree.end(tag)
+        else:
+            self._open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self._tree.start(tag, {name: value or "" for name, value in attrs})
+        self._tree.end(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag in self._open:
+            while (last := self._open.pop()) != tag:
+                self._tree.end(last)
+            self._tree.end(tag)
+
+    def handle_data(self, data: str) -> None:
+        self._tree.data(data)
+
+    def element(self) -> Element:
+        for tag in reversed(self._open):
+            self._tree.end(tag)
+        self._tree.end("body")
+        body = self._tree.close()
+        return body[0] if len(body) else body
+
+
+def _name(element: Element) -> str:
+    return element.tag.rpartition("}")[2].rpartition(":")[2] if isinstance(element.tag, str) else ""
+
+
+def _is_tex(element: Element) -> bool:
+    return _name(element) == "annotation" and (element.get("encoding") or "").lower().endswith(TEX)
+
+
+def _text(element: Element) -> str:
+    return " ".join("".join(element.itertext()).split())
+
+
+def _shown(element: Element) -> str:
+    name, parts = _name(element), [_shown(child) for child in element]
+    if name in ("annotation", "annotation-xml", "mphantom"):
+        return ""
+    if name == "semantics":
+        return parts[0] if parts else ""
+    if name == "mspace":
+        return " "
+    if name == "mmultiscripts":
+        return _around(list(map(_name, element)), parts)
+    if name in SETTINGS and len(parts) >= SETTINGS[name][0]:
+        return SETTINGS[name][1](parts)
+    if name == "mfenced":
+        return f"{element.get('open', '(')}{', '.join(parts)}{element.get('close', ')')}"
+    return _joined([element.text or "", *_with_tails(element, parts)])
+
+
+def _with_tails(element: Element, parts: Iterable[str]) -> Iterable[str]:
+    for child, part in zip(element, parts, strict=True):
+        yield from (part, child.tail or "")
+
+
+def _joined(parts: Iterable[str]) -> str:
+    """Neighbouring pieces; two numbers stay two."""
+    text = ""
+    for part in (one if one.strip() or one == " " else "" for one in parts):
+        text += f" {part}" if text[-1:].isdigit() and part[:1].isdigit() else part
+    return text
+
+
+def _group(text: str) -> str:
+    text = text.strip()
+    return text if re.fullmatch(r"[\w⁻₋.]+", text) else f"({text})"
+
+
+def _over(text: str) -> str:
+    """What stands over a letter: an accent, or a limit."""
+    return as_script(text, "super") if any(map(str.isalnum, text)) or text == "∞" else text
+
+
+def _around(names: list[str], parts: list[str]) -> str:
+    """A base with subscripts and superscripts in pairs after it, and before it those after `mprescripts`."""
+    cut = names.index("mprescripts") if "mprescripts" in names else len(names)
+    base, after, before = parts[0] if parts else "", parts[1:cut], parts[cut + 1 :]
+    return f"{_pairs(before)}{base}{_pairs(after)}"
+
+
+def _pairs(parts: list[str]) -> str:
+    return "".join(as_script(part, "super" if at % 2 else "sub") for at, part in enumerate(parts) if part.strip())
+
+
+SETTINGS: dict[str, tuple[int, Callable[[list[str]], str]]] = {
+    "msup": (2, lambda part: part[0].strip() + as_script(part[1], "super")),
+    "msub": (2, lambda part: part[0].strip() + as_script(part[1], "sub")),
+    "msubsup": (3, lambda part: part[0].strip() + as_script(part[1], "sub") + as_script(part[2], "super")),
+    "munder": (2, lambda part: part[0].strip() + as_script(part[1], "sub")),
+    "mover": (2, lambda part: part[0].strip() + _over(part[1].strip())),
+    "munderover": (3, lambda part: part[0].strip() + as_script(part[1], "sub") + as_script(part[2], "super")),
+    "mfrac": (2, lambda part: f"{_group(part[0])}/{_group(part[1])}"),
+    "msqrt": (1, lambda part: f"√{_group(_joined(part))}"),
+    "mroot": (2, lambda part: f"{as_script(part[1], 'super')}√{_group(part[0])}"),
+    "mtr": (1, lambda part: ", ".join(one.strip() for one in part)),
+    "mtable": (1, lambda part: "; ".join(one.strip() for one in part)),
+}
+"""How an element shows its parts, and how many it needs."""

@@ -1,0 +1,239 @@
+"""Superscripts, subscripts and formulas of a web page, rewritten as text before any reader takes the tags away.
+
+A superscript is the mark of a note, and left out, if it is a link or has the class or role of a note. Every other one
+is kept: `2<sup>32</sup>` becomes 2³². Formulas become their TeX, or their contents.
+"""
+
+from __future__ import annotations
+
+import html
+import itertools
+import re
+from dataclasses import dataclass, field
+from html.parser import HTMLParser
+from typing import Literal
+
+from fathom.corpus.mathml import formula, in_tex, parsed
+from fathom.corpus.superscripts import Script, as_script, may_be_note, named_script
+
+SIGNS = re.compile(
+    r"<(?:sup|sub|math|m:math|mjx-)\b|math/tex|vertical-align:\s*(?:super|sub)|(?:super|sub)script|\bsu[pb]\b|katex"
+    r"|<img\b[^>]{0,500}\b(?:la)?tex\b|<img\b[^>]{0,500}\bmath\b",
+    re.IGNORECASE,
+)
+"""Without any of these a page has nothing to rewrite."""
+INLINE = {
+    *("a", "abbr", "b", "bdi", "cite", "em", "font", "i", "label", "note", "q", "ref", "s", "small", "span", "strong"),
+    *("u", "xref"),
+}
+"""Elements that may enclose a note's mark, or set text higher."""
+ENDING = {
+    *("address", "article", "aside", "blockquote", "body", "dd", "div", "dl", "dt", "figcaption", "figure", "footer"),
+    *("header", "hr", "html", "li", "main", "ol", "p", "pre", "section", "table", "td", "th", "tr", "ul"),
+    *(f"h{level}" for level in range(1, 7)),
+}
+"""Elements that end what has no end tag before them."""
+NOTES = ("note", "ref", "xref")
+NOTE = re.compile(
+    r"(?:^|[\s_-])(?:doc-)?(?:foot|end|side|margin)?notes?(?:$|[\s_-]|refs?\b|call|mark|link|anchor)|footnote|noteref"
+    r"|(?:^|[\s_-])fn|(?:^|[\s_-])(?:ref|reference|xref)s?(?:$|[\s_-])|cite|citation|bibr|inline-template",
+    re.IGNORECASE,
+)
+"""Class, role or id of a note's mark."""
+NAMING = ("class", "role", "rel", "epub:type", "id", "data-role")
+MATH_IMAGE = re.compile(r"(?:^|[\s_-])(?:tex|latex|math|mwe-math)", re.IGNORECASE)
+
+Kind = Literal["super", "sub", "math", "tex", "rendered", ""]
+
+
+@dataclass
+class _Open:
+    """An element whose end tag has not come yet."""
+
+    tag: str
+    kind: Kind
+    start: int
+    before: str
+    """The text before it."""
+    attributes: dict[str, str]
+    text: list[str] = field(default_factory=list)
+    inner: list[int] = field(default_factory=list)
+    """Superscripts in it, as indices of changes."""
+    besides: bool = False
+    """Whether it holds letters or digits outside of `inner`."""
+    in_notes: str = ""
+    """Its text that notes and links enclose."""
+
+
+@dataclass
+class Typeset:
+    """A rewritten page."""
+
+    page: str
+    possible_notes: int = 0
+    """Superscripts that are kept and may be marks of notes: they follow a word or a year, and nothing names them."""
+
+
+def typeset(page: str) -> Typeset:
+    """A page whose superscripts, subscripts and formulas are text."""
+    if not SIGNS.search(page):
+        return Typeset(page)
+    reader = _Typesetter(page)
+    reader.feed(page)
+    reader.close()
+    return reader.result()
+
+
+class _Typesetter(HTMLParser):
+    """Finds what is to be rewritten, as changes of the page."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self._page = page
+        lengths = (len(line) for line in page.split("\n"))
+        self._lines = list(itertools.accumulate((length + 1 for length in lengths), initial=0))
+        self._open: list[_Open] = []
+        self._changes: list[tuple[int, int, str, bool]] = []  # start, end, text, whether it may be a note's mark
+        self._before = ""
+        """The last characters of text."""
+        self._formulas = False
+
+    def result(self) -> Typeset:
+        """The page with all changes."""
+        while self._open:
+            self._end(self._open.pop(), len(self._page), len(self._page))
+        parts, end = [], 0
+        for start, stop, text, _ in sorted(self._changes):
+            if start >= end:
+                parts += [self._page[end:start], html.escape(text, quote=False)]
+                end = stop
+        return Typeset("".join([*parts, self._page[end:]]), sum(possible for *_, possible in self._changes))
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        start = self._offset()
+        self._end_block(tag, start)
+        attributes = {name: value or "" for name, value in attrs}
+        if tag == "img":
+            self._image(attributes, start)
+        if (kind := _kind(tag, attributes)) or tag in INLINE:
+            outer = self._scripted() if kind else None
+            before = "".join(outer.text)[-8:] if outer else self._before
+            self._open.append(_Open(tag, kind, start, before, attributes))
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag == "img":
+            self._image({name: value or "" for name, value in attrs}, self._offset())
+
+    def handle_endtag(self, tag: str) -> None:
+        start = self._offset()
+        self._end_block(tag, start)
+        if not any(one.tag == tag for one in self._open):
+            return
+        while (one := self._open.pop()).tag != tag:
+            self._end(one, start, start)
+        self._end(one, start, (self._page.find(">", start) + 1) or len(self._page))
+
+    def handle_data(self, data: str) -> None:
+        self._add(data)
+
+    def _end_block(self, tag: str, start: int) -> None:
+        """Neither notes nor formulas reach over the edges of a paragraph or a cell."""
+        if tag in ENDING:
+            while self._open:
+                self._end(self._open.pop(), start, start)
+            self._before = ""
+
+    def _offset(self) -> int:
+        line, column = self.getpos()
+        return self._lines[line - 1] + column
+
+    def _scripted(self) -> _Open | None:
+        """The innermost element that is rewritten."""
+        return next((one for one in reversed(self._open) if one.kind), None)
+
+    def _add(self, text: str, change: int | None = None) -> None:
+        """Text at this place; `change` is the superscript that it comes from."""
+        said = any(map(str.isalnum, text))
+        noted = False
+        for one in reversed(self._open):
+            if one.kind:
+                one.text.append(text)
+                one.in_notes += text if noted else ""
+                return
+            one.besides |= said and change is None
+            noted |= _is_note(one)
+            if change is not None:
+                one.inner.append(change)
+        self._before = (self._before + text)[-8:]
+
+    def _image(self, attributes: dict[str, str], start: int) -> None:
+        """A picture of a formula, unless the page has formulas of its own."""
+        tex = attributes.get("alt", "")
+        if tex and MATH_IMAGE.search(attributes.get("class", "")) and not self._formulas and not self._scripted():
+            text = in_tex(tex)
+            self._changes.append((start, start + len(self.get_starttag_text() or ""), text, False))
+            self._add(text)
+
+    def _end(self, one: _Open, start: int, stop: int) -> None:
+        """An element's end: the text that it becomes."""
+        if not one.kind:
+            if one.inner and not one.besides and _is_note(one):  # a link around nothing but a superscript
+                for change in one.inner:
+                    self._changes[change] = (*self._changes[change][:2], "", False)
+            return
+        text, possible = self._text_of(one, start), False
+        if one.kind == "super" and text:
+            possible = may_be_note("".join(one.text), one.before)
+        if self._scripted():
+            self._add(text)
+            return
+        self._changes.append((one.start, stop, text, possible))
+        self._add(text, len(self._changes) - 1 if one.kind == "super" else None)
+
+    def _text_of(self, one: _Open, start: int) -> str:
+        said = "".join(one.text)
+        if one.kind == "rendered":
+            return ""
+        if one.kind == "math":
+            self._formulas = True
+            return formula(parsed(f"{self._page[one.start : start]}</{one.tag}>"))
+        if one.kind == "tex":
+            self._formulas = True
+            return in_tex(said, "display" in one.attributes["type"])
+        letters = [letter for letter in said if letter.isalnum()]
+        linked = letters and letters == [letter for letter in one.in_notes if letter.isalnum()]
+        if one.kind == "super" and (linked or _is_note(one)):
+            return ""
+        script: Script = "super" if one.kind == "super" else "sub"
+        return as_script(said, script, one.before)
+
+
+def _kind(tag: str, attributes: dict[str, str]) -> Kind:
+    """What an element is rewritten as."""
+    names = attributes.get("class", "")
+    if tag in ("math", "m:math"):
+        return "math"
+    if tag == "script" and attributes.get("type", "").startswith("math/tex"):
+        return "tex"
+    if tag == "mjx-math" or "katex-html" in names.split():
+        return "rendered"
+    if tag in ("sup", "sub"):
+        return "super" if tag == "sup" else "sub"
+    if tag in INLINE:
+        raised = re.search(r"vertical-align:\s*(super|sub)\b", attributes.get("style", ""), re.IGNORECASE)
+        named = [one for one in names.split() if one.lower() in ("sup", "superscript", "sub", "subscript")]
+        if raised or named:
+            return named_script(raised[1] if raised else named[0]) or ""
+    return ""
+
+
+def _is_note(one: _Open) -> bool:
+    """Whether an element is, or links to, a note.
+
+    A link to another page from a number's exponent is no note: it explains the power.
+    """
+    if one.tag in NOTES or NOTE.search(" ".join(one.attributes.get(name, "") for name in NAMING)):
+        return True
+    return (
+        one.tag == "a" and "href" in one.attributes and ("#" in one.attributes["href"] or not one.before[-1:].isdigit())
+    )

@@ -1,0 +1,79 @@
+"""What a page sets above the line, and its formulas, as text; everything else of the page is as it was."""
+
+from __future__ import annotations
+
+import pytest
+
+from fathom.corpus.html import all_text
+from fathom.corpus.typeset import typeset
+
+
+@pytest.mark.parametrize(
+    ("page", "text"),
+    [
+        ("<p>10<sup>3 bytes<p>next</sup> one", "10^{3 bytes}\n\nnext one"),
+        ("<p>10<b><sup>3</b></sup> bytes", "10³ bytes"),
+        ("<table><tr><td>2<sup>3<td>4</table>", "2³ 4"),
+        ("<p>19<sup>th</sup> of Word<sup>TM</sup> at 10<sup>&deg;</sup>", "19th of Word™ at 10°"),
+        ("<p>R&D a&b=c &copy 2<sup>3</sup> < 4", "R&D a&b=c © 2³ < 4"),
+        ("<script>a<sup>2</sup></script><p>b<!-- <sup>2</sup> --><sup>3</sup>", "b³"),
+        ("<p class=notes>1<sup>2</sup> <span class=note>one<sup>3</sup></span>", "1² one³"),
+        ("<p>said<sup class='Inline-Template'>[<a href='/x'>citation needed</a>]</sup>.", "said."),
+        ("<p>Sir<sup>a</sup> and H<sub>2</sub>O and \x01\x02", "Sirᵃ and H₂O and"),
+    ],
+)
+def test_superscripts(page: str, text: str) -> None:
+    assert all_text(page) == text
+
+
+@pytest.mark.parametrize(
+    "page", ["<p>2 sub 3 &amp; <b>c", "<p>a\r\n<sub >2</sub\n>b &lt; c", "<sup", "<p><sup></p>", ""]
+)
+def test_the_rest_of_a_page_is_as_it_was(page: str) -> None:
+    """Byte for byte, tags, entities and line ends."""
+    assert typeset(page).page == page.replace("<sub >2</sub\n>", "₂").replace("<sup></p>", "</p>")
+
+
+FRACTION = "<mfrac><mn>1</mn><msup><mn>10</mn><mrow><mo>-</mo><mn>15</mn></mrow></msup></mfrac>"
+
+
+@pytest.mark.parametrize(
+    ("math", "text"),
+    [
+        ("<math alttext='r\\approx 10^{-15}'><mi>r</mi></math>", "\\(r\\approx 10^{-15}\\)"),
+        (
+            "<math><semantics><mi>x</mi><annotation encoding='application/x-tex'>x < 2</annotation></semantics></math>",
+            "\\(x < 2\\)",
+        ),
+        (f"<math><mi>r</mi><mo>=</mo>{FRACTION}</math>", "r=1/10⁻¹⁵"),
+        ("<math><msubsup><mi>x</mi><mn>1</mn><mn>2</mn></msubsup><mspace/><mn>3</mn></math>", "x₁² 3"),
+        ("<math><msqrt><mi>a</mi><mo>+</mo><mn>2</mn></msqrt><mroot><mi>b</mi><mn>3</mn></mroot></math>", "√(a+2)³√b"),
+        ("<math><mmultiscripts><mi>C</mi><mprescripts/><mn>6</mn><mn>14</mn></mmultiscripts></math>", "₆¹⁴C"),
+        (
+            "<math><munderover><mo>∑</mo><mrow><mi>i</mi><mo>=</mo><mn>1</mn></mrow><mi>n</mi></munderover></math>",
+            "∑ᵢ₌₁ⁿ",
+        ),
+        ("<math><mtable><mtr><mtd>1</mtd><mtd>2</mtd></mtr><mtr><mtd>3</mtd></mtr></mtable></math>", "1, 2; 3"),
+        ("<math><mn>2</mn><mo>\u2062</mo><mn>3</mn></math>", "2\u20623"),
+        ("<math><mi>x", "x"),
+        ("<script type='math/tex; mode=display'>a<b^2</script>", "\\[a<b^2\\]"),
+        (
+            "<span class=katex><math><mi>x</mi><annotation encoding=TeX>x^2</annotation></math>"
+            "<span class=katex-html>x<b>2</b></span></span>",
+            "\\(x^2\\)",
+        ),
+        ("<img class=tex alt='x^2'><img alt='a map'>", "\\(x^2\\)"),
+        ("<math alttext='x^2'></math><img class=mwe-math-fallback-image-inline alt='x^2'>", "\\(x^2\\)"),
+    ],
+)
+def test_formulas(math: str, text: str) -> None:
+    assert all_text(f"<p>so {math} is</p>" if math.endswith(">") else f"<p>so {math}</p><p>is") in (
+        f"so {text} is",
+        f"so {text}\n\nis",
+    )
+
+
+def test_preformatted_text_keeps_its_blanks() -> None:
+    code = "def f(x):\n    if x:\n\treturn  1\n\n\nprint(2)"
+    assert all_text(f"<p>a  b</p><pre><code>\n{code}\n</code></pre><p>c\n d</p>") == f"a b\n\n{code}\n\nc d"
+    assert all_text("<pre>  a\n  b") == "  a\n  b" and all_text("<p>  a\n  b") == "a b"
