@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -267,3 +268,85 @@ def test_words_are_joined_where_an_item_has_the_whole_alone() -> None:
     again = rejoined(one, {"file", "files"})
     assert again is not None and again.text == "a file and a non-\nsense, and files"
     assert again.span(again.text.index("files"), len(again.text)) == (31, 39)
+
+
+def forms(question: str, choices: Sequence[str], gold: str) -> dict[str, str]:
+    """A question as benchmarks and chats are distributed: rows of files, chat templates, forums."""
+    letters, place = "ABCDEFGH"[: len(choices)], choices.index(gold)
+    said = {"from": "human", "value": question}, {"from": "gpt", "value": gold}
+    chat = {"role": "user", "content": question}, {"role": "assistant", "content": gold}
+    labelled = {"text": list(choices), "label": list(letters)}
+    rows: dict[str, dict[str, Any]] = {
+        "messages": {"messages": chat},
+        "ShareGPT": {"conversations": said},
+        "completion": {"prompt": question, "completion": gold},
+        "label": {"query": question, "label": gold},
+        "target": {"question": question, "target": gold},
+        "MMLU": {"question": question, "subject": "abstract_algebra", "choices": choices, "answer": place},
+        "ARC": {"id": "M_1", "question": question, "choices": labelled, "answerKey": letters[place]},
+        "CommonsenseQA": {
+            "question": question,
+            "question_concept": "to punish",
+            "choices": dict(sorted(labelled.items())),
+        },
+        "OpenBookQA": {"question": {"stem": question, "choices": [{"text": one} for one in choices]}},
+        "SciQ": {"question": question, **{f"distractor{n}": one for n, one in enumerate(choices) if one != gold}}
+        | {"correct_answer": gold},
+    }
+    found = {name: json.dumps(row) for name, row in rows.items()}
+    found |= {f"{name}, sorted": json.dumps(rows[name], sort_keys=True) for name in ("MMLU", "ARC", "completion")}
+    head = "<|start_header_id|>{}<|end_header_id|>\n\n{}<|eot_id|>"
+    return found | {
+        "ChatML": f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n{gold}<|im_end|>",
+        "INST": f"<s>[INST] {question} [/INST] {gold} </s>",
+        "Llama 3": f"<|begin_of_text|>{head.format('user', question)}{head.format('assistant', gold)}",
+        "Gemma": f"<start_of_turn>user\n{question}<end_of_turn>\n<start_of_turn>model\n{gold}<end_of_turn>",
+        "Alpaca": f"### Instruction:\n{question}\n\n### Response:\n{gold}",
+        "AI": f"Human: {question}\nAI: {gold}",
+        "sure": f"{question}\n\nSure! The answer is {gold}.",
+        "only": f"{question} Give me only the answer.\n\n{gold}",
+        "forum": f"{question}\nPosted by Ann at 12:30\n{gold}",
+        "German": f"Frage: {question}\nAntwort: {gold}",
+        "Chinese": f"问题：{question}\n答案：{gold}",
+    }
+
+
+SHAPES = list(forms("", ("a", "b"), "a"))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_short_questions_in_the_forms_in_which_they_are_distributed(shape: str) -> None:
+    """Questions of 3 to 7 words; the same text with a wrong answer, or with another question, leaks nothing."""
+    length, prose = 3 + SHAPES.index(shape) % 5, Prose(SHAPES.index(shape), 400)
+    stem, *choices = (prose.sentence(count)[:-1] for count in (length, 2, 2, 1, 2))
+    item = Item("x", stem, tuple(choices), 1, choices[1])
+    before, after = prose.document(24), prose.document(24)
+    leak = forms(stem, choices, choices[1])[shape]
+    assert finds(item, f"{before} {leak} {after}")
+    for other in (
+        forms(stem, [choices[0], *choices[2:]], choices[0]),
+        forms(prose.sentence(length), choices, choices[1]),
+    ):
+        assert not finds(item, f"{before} {other[shape]} {after}")
+
+
+@pytest.mark.parametrize("between", range(12))
+def test_how_far_an_answer_may_be(between: int) -> None:
+    """Eight words at most, and none that deny it."""
+    item = Item("x", " ".join(WORDS[:6]), ("zinc oxide", "tin"), 0, "zinc oxide")
+    others = " ".join(WORDS[20 : 20 + between])
+    assert finds(item, around(f"{item.stem}? {others} zinc oxide")) is (between <= 8)
+    assert finds(item, around(f"Zinc oxide {others}. {item.stem}?")) is (between <= 8)
+    assert not finds(item, around(f"{item.stem}? {others} not zinc oxide"))
+
+
+@pytest.mark.parametrize("gold", ["yes", "no", "3", "true"])
+def test_an_answer_that_any_text_has_follows_label_words_alone(gold: str) -> None:
+    item = Item("x", " ".join(WORDS[:6]), gold=gold)
+    assert finds(item, around(f"{item.stem}? The answer is {gold}.")) and finds(
+        item,
+        around(
+            json.dumps({"messages": [{"role": "user", "content": item.stem}, {"role": "assistant", "content": gold}]})
+        ),
+    )
+    assert not finds(item, around(f"{item.stem}? Opinions differ, and {gold} doubt."))

@@ -166,9 +166,9 @@ def _benchmarks(workspace: Workspace) -> Iterator[str]:
     rules = workspace.recipe.decontaminate
     yield (
         f"An item is dirty if a document holds {rules.words} words in a row of its question that no other question of "
-        f"the benchmark has, all of a question of {rules.whole} to {rules.words - 1} words, or a question followed by "
-        "its answer. The questions of items that are template only are shared with others, so they are found with "
-        "their answer alone. What was done with the documents is counted above. `benchmark/NAME.jsonl` "
+        f"the benchmark has, all of a question of {rules.whole} to {rules.words - 1} words, or a question with "
+        "its answer next to it. The questions of items that are template only are shared with others, so they are "
+        "found with their answer alone. What was done with the documents is counted above. `benchmark/NAME.jsonl` "
         "flags every item but those that cannot be asked: with an empty option, or fewer than 2 or more than 26."
     )
 

@@ -80,7 +80,7 @@ class Contamination(Stage):
     """One task for each file of documents: the action for each document that contains an item, and the reason."""
 
     name = "contamination"
-    version = 4
+    version = 5
 
     def settings(self) -> dict[str, object]:
         """The recipe values that this stage's results depend on."""

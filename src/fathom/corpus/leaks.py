@@ -4,10 +4,12 @@ A leak is one of three passages:
 
 - 13 consecutive words of a question that occur in no other question of the benchmark and not in its right answer;
 - a whole question of 8 to 12 words that no other question contains;
-- a whole question of any length, followed by its answer.
+- a whole question of any length, with its answer next to it.
 
-Label words ("Answer: (b)", "He replied:") and the other choices may stand between question and answer. Runs that
-several questions share are the benchmark's template, and choices alone are not a question: neither is a leak.
+Up to eight words, label words ("Answer: (b)", "He replied:") and the other choices may stand between question and
+answer; the answer may also stand before its question, as in a row whose keys are sorted. An answer that any text
+has, such as `no` or `3`, counts only after label words. Runs that several questions share are the benchmark's template,
+and choices alone are not a question: neither is a leak.
 """
 
 from __future__ import annotations
@@ -37,12 +39,18 @@ SAID = (
     "responses respond responded responds reply replied replies said says say he she they it i we you to is are was "
     "were be called would that this choice choices option options choose select pick one of from by in with "
     "following below above assistant user human bot gpt model system output input instruction so therefore thus "
-    "because and or b c d e f g h j x ii iii iv vi vii viii ix"
+    "because and or b c d e f g h j x ii iii iv vi vii viii ix role content contents value values text texts label "
+    "labels target targets message messages completion conversation conversations prompt query type subject topic "
+    "category explanation inst sure certainly ok okay course give me only just please show"
 )
 LABELS = frozenset((*SAID.split(), *map(str, range(13))))
-"""Words that may stand between a question and its answer."""
-MOST_LABELS = 8
-"""Label words in a row."""
+"""Words that may stand between a question and its answer, whatever the answer is."""
+MOST_LABELS, MOST_WORDS = 8, 8
+"""Label words, and other words, between a question and its answer, or between two choices."""
+COMMON = ("yes", "no", "true", "false")
+"""Answers that any text may have after a question, beside label words and digits: only label words lead to them."""
+DENIALS = ("not", "never", "nothing", "neither", "nor", "except")
+"""Words after which an answer is not given."""
 SHARED = 3
 """Questions that begin, or end, with the same label show that it is the benchmark's, and no part of the question."""
 PREFIX = re.compile(r"\s*([^\n:.?!]{1,40}):\s+")
@@ -79,6 +87,11 @@ class Wanted(NamedTuple):
     golds: list[list[int]]
     others: list[list[int]]  # wrong choices
     filled: list[int]  # the question with the answer filled into its blank; empty if it has no blank
+
+    def reversed(self) -> Wanted:
+        """The same with the words of every answer and choice in reverse, as seen from behind."""
+        golds, others = ([words[::-1] for words in some] for some in (self.golds, self.others))
+        return self._replace(golds=golds, others=others)
 
 
 def stems_of(items: Sequence[Item]) -> list[str]:
@@ -263,7 +276,7 @@ class Matcher:
         """The characters of a passage that leaks an item, if the words around a known run match."""
         (benchmark, item, kind), (begin, at, length) = what, where
         low, high = int(words.bounds[text]), int(words.bounds[text + 1])
-        end, after = begin + length, 0
+        end, after, ahead = begin + length, 0, 0
         if kind != RUN:
             wanted = self._wanted[benchmark][item]
             sequence = wanted.filled if kind == FILLED else wanted.stem
@@ -274,11 +287,14 @@ class Matcher:
             if kind == ANSWERED:
                 after = answer_end(words.numbers[end : min(end + FARTHEST, high)].tolist(), wanted)
                 if not after:
-                    return None
+                    before = words.numbers[max(begin - FARTHEST, low) : begin].tolist()
+                    ahead = answer_end(before[::-1], wanted.reversed())
+                    if not ahead:
+                        return None
         asked = texts[text].text[int(words.starts[begin]) : int(words.ends[end - 1])]
         if not self._holds(benchmark, item, plain(asked)):  # numbers of different runs can collide
             return None
-        return int(words.starts[begin]), int(words.ends[end + after - 1])
+        return int(words.starts[begin - ahead]), int(words.ends[end + after - 1])
 
     @functools.cached_property
     def _wanted(self) -> list[list[Wanted]]:
@@ -310,19 +326,19 @@ def answer_end(after: Sequence[int], wanted: Wanted) -> int:
         after: The words that follow the question.
         wanted: The item's words.
     """
-    labels, place, left = _labels(), 0, MOST_LABELS
+    place, labels, others, vague = 0, MOST_LABELS, MOST_WORDS, False  # vague: other words stood before this place
     while True:
-        if offered := _alternatives(after[place:], wanted):
-            place, left = place + offered, MOST_LABELS
-            continue
-        for gold in wanted.golds:
-            if list(after[place : place + len(gold)]) == gold:
+        rest = after[place:]
+        for gold in () if (offered := _alternatives(rest, wanted)) else wanted.golds:
+            if list(rest[: len(gold)]) == gold and not (vague and _common().issuperset(gold)):
                 return place + len(gold)
-        passed = [len(one) for one in wanted.others if list(after[place : place + len(one)]) == one]
+        passed = offered or max((len(one) for one in wanted.others if list(rest[: len(one)]) == one), default=0)
         if passed:
-            place, left = place + max(passed), MOST_LABELS
-        elif place < len(after) and left and after[place] in labels:
-            place, left = place + 1, left - 1
+            place, labels, others, vague = place + passed, MOST_LABELS, MOST_WORDS, False
+        elif rest and labels and rest[0] in _labels():
+            place, labels = place + 1, labels - 1
+        elif rest and others and rest[0] not in _denials():
+            place, others, vague = place + 1, others - 1, True
         else:
             return 0
 
@@ -345,7 +361,21 @@ def _or() -> int:
 
 @functools.cache
 def _labels() -> frozenset[int]:
-    return frozenset(words_of([" ".join(sorted(LABELS))]).numbers.tolist())
+    return _set_of(LABELS)
+
+
+@functools.cache
+def _common() -> frozenset[int]:
+    return _set_of([*LABELS, *COMMON])
+
+
+@functools.cache
+def _denials() -> frozenset[int]:
+    return _set_of(DENIALS)
+
+
+def _set_of(words: Iterable[str]) -> frozenset[int]:
+    return frozenset(words_of([" ".join(sorted(words))]).numbers.tolist())
 
 
 def _table(length: int, indices: Sequence[Index]) -> tuple[Numbers, NDArray[np.int64], NDArray[np.bool_]]:

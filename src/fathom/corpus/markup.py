@@ -1,4 +1,4 @@
-"""What markup puts between and into words: entities, tags, LaTeX commands, footnote marks, targets of links.
+"""What markup puts between and into words: entities, tags, chat tokens, LaTeX commands, footnote marks, links' targets.
 
 Each is found by one regular expression and replaced by its visible text.
 """
@@ -36,6 +36,7 @@ PARTS = {
     "comment": r"<!--.{0,2000}?-->",
     "inline": rf"</?(?:{INLINE})(?:\s[^<>=]{{1,40}}=[^<>]{{0,300}})?\s?/?>",
     "tag": r"</?[a-zA-Z][a-zA-Z0-9]{0,14}(?:\s[^<>=]{1,40}=[^<>]{0,300})?\s?/?>",
+    "token": r"<\|[^<>|\s]{1,40}\|>|</?[a-zA-Z]{2,12}(?:_[a-zA-Z]{2,12}){1,3}>",
     "note": r"(?<=[\w.,;:!?\"”’)\]])\[(?:\d{1,3}|[a-z]|\^[\w-]{1,20}|note \d{1,3})\]",
     "link": r"\]\((?:https?:|/|\#)[^()\s]{0,300}\)",
     "accent": r"\{?\\(?:['`^~=.][ ]?\{?(?P<mild>[aeiouynczAEIOUYNCZ])|\"\{?(?P<dots>[aeiouyAEIOUY])"
@@ -47,7 +48,7 @@ PARTS = {
     "break": r"\\n|\\[rt](?![a-z])",
 }
 MARKUP = re.compile("|".join(f"(?P<{name}>{pattern})" for name, pattern in PARTS.items()), re.DOTALL)
-SIGNS = re.compile(r"&(?=[#a-zA-Z])|<(?=[a-zA-Z/!])|\\|(?<![\s(=\[])\[(?=[\^\da-z])|\](?=\()|\{(?=\\)|[⁰¹²³⁴-⁹]")
+SIGNS = re.compile(r"&(?=[#a-zA-Z])|<(?=[a-zA-Z/!|])|\\|(?<![\s(=\[])\[(?=[\^\da-z])|\](?=\()|\{(?=\\)|[⁰¹²³⁴-⁹]")
 """Where markup may begin. A search for one character in turn is many times faster than one for all of its forms."""
 
 
