@@ -247,9 +247,9 @@ WALKS = {
         {
             "src/fathom/checkpoints/families/registry.py": (
                 (
-                    "from fathom.checkpoints.families.family import Family, Values\n",
+                    "from fathom.checkpoints.families.family import Family, Values, kept\n",
                     "from fathom.checkpoints.families.arcee import ARCEE\n"
-                    "from fathom.checkpoints.families.family import Family, Values\n",
+                    "from fathom.checkpoints.families.family import Family, Values, kept\n",
                 ),
                 ("NATIVE = (LLAMA, ", "NATIVE = (LLAMA, ARCEE, "),
             ),

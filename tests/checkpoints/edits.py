@@ -48,6 +48,11 @@ UNDECLARED: Config = {
 }
 """Keys that no class of these families declares; some name another computation."""
 ACTIVATIONS = ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "relu2", "quick_gelu")
+SIZES = {
+    *("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
+    *("ffn_dim", "n_embd", "n_layer"),
+}
+"""Keys that are never dropped: the defaults are those of models with billions of parameters."""
 TYPES = ("full_attention", "sliding_attention")
 ABSENT: Config = {"sliding_window": 4, "head_dim": 8, "n_inner": 60, "final_logit_softcapping": 3.0, "pad_token_id": 1}
 """A legal value of keys that are null or that a small configuration leaves out."""
@@ -104,7 +109,7 @@ def declared(config: Config) -> list[str]:
 
 
 def _dropped(config: Config, chance: random.Random) -> str:
-    key = chance.choice(sorted(set(config) - {"model_type"}))
+    key = chance.choice(sorted(set(config) - SIZES))
     del config[key]
     return f"without {key}"
 
@@ -118,7 +123,7 @@ def _changed(config: Config, chance: random.Random) -> str:
 
 def another(key: str, value: object, config: Config, chance: random.Random) -> object:
     """Another value of a declared key, legal by its type."""
-    layers: int = config.get("num_hidden_layers", config.get("n_layer", 3))
+    layers: int = config.get("num_hidden_layers") or config.get("n_layer") or 3
     if key.endswith("token_id"):
         return chance.randrange(2, 90)
     if key in ("hidden_act", "hidden_activation", "activation_function"):

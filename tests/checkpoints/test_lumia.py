@@ -375,7 +375,13 @@ def test_a_tensor_without_a_place_is_named(strange, tmp_path):
         ("depth-attention", {"use_depth_attention": False, "recurrent_model": True}, "use_depth_attention"),
         ("depth-attention", {"baseline_mode": "mhc"}, "both"),
         ("depth-attention-old", {"cross_layer_pattern": "densenet"}, "densenet"),
-        ("depth-attention", {"use_depth_attention": False}, "no place"),
+        (
+            "depth-attention",
+            {"use_depth_attention": False},
+            "use_qk_norm=true, and 3 more: Fathom does not know these keys of llama models",
+        ),
+        ("depth-attention", {"attnres_new_switch": 2}, "attnres_new_switch=2: Fathom does not know"),
+        ("depth-attention", {"is_causal": False}, "is_causal=false: Fathom's decoder is causal"),
     ],
 )
 def test_a_configuration_that_we_cannot_honour_is_refused(name, keys, says, tmp_path):

@@ -558,8 +558,6 @@ LINEAGE = [
             "weights_huge": "model.safetensors",
             "weights_gone": "weights_gone",
             "weights_pickle": "weights_pickle",
-            "weights_index": "index.json",
-            "weights_map": "weight_map",
             "tokenizer_cut": "tokenizer",
             "tokenizer_list": "tokenizer",
             "adapter": "adapter",

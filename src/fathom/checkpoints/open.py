@@ -45,12 +45,16 @@ class Opening:
     """Compare weights above 2 GB with their hashes too."""
     weights: str = "stored"
     """`stored`, or `int8`: linear layers in eight bits, for inference on a CPU."""
+    ignore_keys: tuple[str, ...] = ()
+    """Keys of another family's `config.json` to read the model without."""
 
     def open(self, path: str | Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         """Model and tokenizer, see `open_checkpoint`."""
         if self.weights not in WEIGHTS:
             raise SettingsError(f"weights={self.weights}: allowed: {', '.join(WEIGHTS)}")
-        model, tokenizer = open_checkpoint(path, self.device, self.dtype, self.trust_remote_code, self.verify)
+        model, tokenizer = open_checkpoint(
+            path, self.device, self.dtype, self.trust_remote_code, self.verify, self.ignore_keys
+        )
         if self.weights == "int8":
             quantise(model)
         return model, tokenizer
@@ -62,7 +66,11 @@ class Opening:
 
 
 def load(
-    where: str | Path, device: str | None = None, dtype: str = "auto", trust_remote_code: bool = False
+    where: str | Path,
+    device: str | None = None,
+    dtype: str = "auto",
+    trust_remote_code: bool = False,
+    ignore_keys: Collection[str] = (),
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Open a model, ready for inference, and its tokenizer, from a directory or the Hugging Face Hub.
 
@@ -75,8 +83,10 @@ def load(
             `float16`.
         trust_remote_code: Let transformers run Python files of the model, for architectures that neither transformers
             nor Fathom knows.
+        ignore_keys: Keys of another family's `config.json` to read the model without; Fathom refuses keys that it does
+            not know.
     """
-    return open_checkpoint(where, device, dtype, trust_remote_code)
+    return open_checkpoint(where, device, dtype, trust_remote_code, ignore_keys=ignore_keys)
 
 
 def open_checkpoint(
@@ -85,6 +95,7 @@ def open_checkpoint(
     dtype: str = "auto",
     trust_remote_code: bool = False,
     verify: bool = False,
+    ignore_keys: Collection[str] = (),
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Open a model, ready for inference, and its tokenizer from a model directory, a run or a comparison.
 
@@ -97,6 +108,7 @@ def open_checkpoint(
         trust_remote_code: Let transformers run Python files of the directory, for architectures that neither
             transformers nor Fathom knows. Known architectures need no code.
         verify: Compare weights above 2 GB with `weights.sha256` too; smaller ones are always compared.
+        ignore_keys: Keys of another family's `config.json` to read the model without.
     """
     if dtype not in DTYPES:
         raise ModelError(f"dtype {dtype!r}: allowed: {', '.join(DTYPES)}")
@@ -113,7 +125,7 @@ def open_checkpoint(
         logging.disable_progress_bar()  # loading takes about a second, and standard error may not be a terminal
         with _in_one_line(directory):
             if config.get("model_type") in known():
-                settings = read_config(directory)
+                settings = read_config(directory, ignore_keys)
                 tokenizer = open_tokenizer(directory, settings, trust_remote_code)
                 model = open_decoder(directory, settings, dtype=dtype)
             else:
@@ -203,12 +215,12 @@ def _require_tensors(directory: Path, info: Mapping[str, Collection[Any]]) -> No
             print(f"fathom: {line}", file=sys.stderr, flush=True)
 
 
-def own_context(directory: Path, trust_remote_code: bool = False) -> int | None:
+def own_context(directory: Path, trust_remote_code: bool = False, ignore_keys: Collection[str] = ()) -> int | None:
     """The longest context of a checked checkpoint, under any name that transformers knows for it."""
     config = check_checkpoint(directory)
     try:
         if config.get("model_type") in known():
-            return longest_context(read_config(directory))
+            return longest_context(read_config(directory, ignore_keys))
         where = {"local_files_only": True, "trust_remote_code": trust_remote_code}
         return longest_context(AutoConfig.from_pretrained(directory, **where))
     except Exception:

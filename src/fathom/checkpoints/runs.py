@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -102,8 +102,13 @@ def open_source(source: Path, tokenizer: PreTrainedTokenizerBase | None = None) 
     return Opened(open_decoder(directory, config), tokenizer, facts)
 
 
-def read_config(directory: Path) -> FathomConfig:
-    """The configuration of a model directory, ours or of another family that opens."""
+def read_config(directory: Path, ignore_keys: Collection[str] = ()) -> FathomConfig:
+    """The configuration of a model directory, ours or of another family that opens.
+
+    Args:
+        directory: The model directory.
+        ignore_keys: Keys of another family's `config.json` to read it without.
+    """
     if not (directory / CONFIG).is_file():
         raise ModelError(f"{directory}: no {CONFIG}")
     try:
@@ -113,7 +118,7 @@ def read_config(directory: Path) -> FathomConfig:
     if kind not in (*known(), None):
         raise ModelError(f"{directory} is a {kind} model; Fathom opens {', '.join(known())}")
     try:
-        return FathomConfig.from_pretrained(directory)
+        return FathomConfig.from_pretrained(directory, ignore_keys=ignore_keys)
     except Exception as error:  # the class depends on the value in the file
         raise ModelError(f"{directory / CONFIG}: {reason(error)}") from error
 
@@ -130,7 +135,8 @@ def open_decoder(directory: Path, config: FathomConfig, **settings: object) -> F
     before = logging.get_verbosity()
     logging.set_verbosity_error()  # transformers' warning is an error here
     try:
-        return FathomForCausalLM.from_pretrained(directory, local_files_only=True, **settings)
+        ignored = {"ignore_keys": config.ignore_keys} if config.ignore_keys else {}
+        return FathomForCausalLM.from_pretrained(directory, local_files_only=True, **ignored, **settings)
     except (FathomError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
@@ -185,7 +191,7 @@ def config_of(block: Mapping[str, object]) -> FathomConfig:
     if source is None:
         return _built(keys)
     try:
-        require_shapes(_configured(str(source)), keys)
+        require_shapes(_stored(str(source), keys), keys)
     except ValueError as error:
         whole = f"model=null model.from_pretrained={source} drops the recipe's whole model block"
         raise ModelError(f"model.from_pretrained={source}: {error}; {whole}") from error
@@ -208,7 +214,12 @@ def changes_of(block: Mapping[str, object]) -> dict[str, tuple[object, object]]:
     """The keys on which a recipe's model block differs from its `from_pretrained`, as (checkpoint's, recipe's)."""
     keys = dict(block)
     source = keys.pop("from_pretrained", None)
-    return {} if source is None else differing(_configured(str(source)), config_of(block), keys)
+    return {} if source is None else differing(_stored(str(source), keys), config_of(block), keys)
+
+
+def _stored(source: str, keys: Mapping[str, object]) -> FathomConfig:
+    """The configuration of the model in `from_pretrained`, as it stands there."""
+    return _configured(source, **{key: keys[key] for key in ("ignore_keys",) if key in keys})
 
 
 def _configured(source: str, **keys: object) -> FathomConfig:

@@ -192,6 +192,13 @@ def add_opening(parser: Parser) -> None:
     parser.add_argument("--device", help="cpu, cuda, ... (default: cuda where there is one)")
     parser.add_argument("--verify", action="store_true", help="also check the hashes of weight files above 2 GB")
     parser.add_argument("--trust-remote-code", action="store_true", help="allow Python code from the model directory")
+    parser.add_argument(
+        "--ignore-keys",
+        type=lambda text: tuple(name.strip() for name in text.split(",")),
+        default=(),
+        metavar="KEYS",
+        help="keys of another family's config.json to read the model without: KEY,KEY",
+    )
 
 
 def add_kernels(parser: Parser) -> None:

@@ -185,7 +185,7 @@ def run(checkpoints: Sequence[str | Path], settings: Settings) -> tuple[list[Che
     found = under_budgets(name_checkpoints(checkpoints, settings), settings.max_trips)
     names = _task_names(settings.tasks, settings.include) if settings.tasks else []
     domains = settings.texts()
-    context = settings.context or _common_context(found, settings.trust_remote_code)
+    context = settings.context or _common_context(found, settings)
     for checkpoint in found:
         for name in names:
             _try_task(checkpoint, name, settings)
@@ -393,9 +393,10 @@ def _task_names(words: str, include: Path | None) -> list[str]:
     return task_names((word.strip() for word in words.split(",") if word.strip()), include)
 
 
-def _common_context(checkpoints: Sequence[Checkpoint], trust_remote_code: bool) -> int:
+def _common_context(checkpoints: Sequence[Checkpoint], opening: Opening) -> int:
     """The largest common context, so that all models predict the same tokens from the same context."""
-    own = [own_context(checkpoint.directory, trust_remote_code) for checkpoint in checkpoints]
+    trusted, ignored = opening.trust_remote_code, opening.ignore_keys
+    own = [own_context(checkpoint.directory, trusted, ignored) for checkpoint in checkpoints]
     return min([LONGEST_DEFAULT_CONTEXT, *(size for size in own if size is not None)])
 
 

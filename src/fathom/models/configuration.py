@@ -14,7 +14,7 @@ from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 
 from .axes.fields import DecoderConfig
 from .decoder.norms import NORMS
-from .foreign import reader
+from .foreign import reader, without
 from .registry import AXES, DEFAULTS, check_trips, check_visits, recurrence_class, resolve_options
 
 CHOICES = {
@@ -120,7 +120,8 @@ class FathomConfig(DecoderConfig):
         if self.positions == "rotary":
             whole = self.rope_parameters or {}
             for rope in [whole[kind] for kind in self.layer_types] if self.rope_by_layer_type else [whole]:
-                if (turned := int(self.head_dim * rope.get("partial_rotary_factor", 1.0))) % 2 or turned < 2:
+                part = 1.0 if rope.get("rope_type") == "proportional" else rope.get("partial_rotary_factor", 1.0)
+                if (turned := int(self.head_dim * part)) % 2 or turned < 2:
                     raise ValueError(f"head_dim ({self.head_dim}): {turned} rotated channels, which must be even")
 
     @property
@@ -184,12 +185,15 @@ class FathomConfig(DecoderConfig):
     @classmethod
     def get_config_dict(cls, *args: object, **kwargs: object) -> tuple[dict[str, object], dict[str, object]]:
         """Read `config.json` of Fathom, or of any known family if Fathom is installed."""
+        given: Any = kwargs.pop("ignore_keys", None) or ()
+        ignored = [given] if isinstance(given, str) else list(given)
         config_dict, kwargs = super().get_config_dict(*args, **kwargs)
         where = args[0] if args else "config.json"
         if not isinstance(config_dict, dict):
             raise ValueError(f"{where}: config.json is not a JSON object")
         if config_dict.get("model_type") not in (cls.model_type, None):
-            config_dict = reader().configuration(config_dict, str(where))
+            config_dict = reader().configuration(without(config_dict, ignored), str(where))
+            config_dict |= {"ignore_keys": ignored} if ignored else {}
         return config_dict, kwargs
 
 

@@ -8,7 +8,7 @@ reader.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,6 +51,15 @@ class Reader:
         return None
 
 
+def without(theirs: dict[str, Any], keys: Collection[str]) -> dict[str, Any]:
+    """A configuration without some keys; `rope_scaling.factor` names a key within another."""
+    for key in keys:
+        outer, _, inner = key.partition(".")
+        if inner and isinstance(theirs.get(outer), dict):
+            theirs = {**theirs, outer: without(theirs[outer], [inner])}
+    return {key: value for key, value in theirs.items() if key not in keys}
+
+
 _readers: list[Reader] = []
 
 
@@ -86,7 +95,7 @@ def opened(
     local = Path(path)
     if not local.is_dir():
         local = Path(snapshot_download(str(path), allow_patterns=["*.safetensors", "*.json"], **hub))
-    tensors = reader().tensors(local, theirs, config)
+    tensors = reader().tensors(local, without(theirs, config.ignore_keys or ()), config)
     if tensors is None:
         return path, kwargs
     if config.dtype is None:

@@ -119,18 +119,21 @@ class StrictLoading(PreTrainedModel):
         missing or has another shape is an error, and so is a key that would change a shape or tie the head. A mechanism
         without tensors in the checkpoint is initialised. `state_dict={}` stands for no checkpoint and initialises
         everything. Pickles are not opened. `state_config` is the configuration that a `state_dict` was made with.
+        `ignore_keys=[...]` opens another family's checkpoint as if its `config.json` did not have these keys.
         """
         kwargs.setdefault("use_safetensors", True)
         wants_info = kwargs.pop("output_loading_info", False)
         tolerant = kwargs.pop("ignore_mismatched_sizes", False)
         hub = {key: kwargs[key] for key in HUB_KEYS if key in kwargs}
         own: dict[str, object] = kwargs.pop("state_config", None) or {}  # type: ignore[assignment]
-        given = pretrained_model_name_or_path
+        given, config = pretrained_model_name_or_path, kwargs.get("config")
         if given is not None:
-            own = cls.config_class.get_config_dict(given, **hub)[0]
+            ignored = getattr(config, "ignore_keys", None) or kwargs.get("ignore_keys")
+            own = cls.config_class.get_config_dict(given, ignore_keys=ignored, **hub)[0]
+        if config is not None:
+            kwargs.pop("ignore_keys", None)
         trained = kwargs.get("state_dict") != {}
         if own and trained:
-            config = kwargs.get("config")
             wanted = vars(config) if isinstance(config, PreTrainedConfig) else kwargs
             keys = ("tie_word_embeddings",) if tolerant else SHAPING
             require_shapes(cls.config_class.from_dict(own), wanted, keys)

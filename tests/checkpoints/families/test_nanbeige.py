@@ -125,7 +125,7 @@ def test_another_order_is_seen(tmp_path, monkeypatch):
     [
         ({"enable_hyper_connection": True}, "enable_hyper_connection=True: Fathom does not have hyper-connections"),
         ({"emb_neighbor_num": 3}, "emb_neighbor_num=3: Fathom does not have embeddings of n-grams"),
-        ({"enable_new_thing": True}, "enable_new_thing=True: Fathom does not know this switch"),
+        ({"enable_new_thing": True}, "enable_new_thing=true: Fathom does not know this key of nanbeige models"),
         ({**SPLIT, **DEPTH}, "enable_depth_attention with enable_double_loop_split"),
         (SHARE, "loop_share_kv=True needs enable_double_loop_split=True"),
         ({**SPLIT, "loop_middle_layers": 4}, "loop_middle_layers must divide num_hidden_layers=6, got 4"),

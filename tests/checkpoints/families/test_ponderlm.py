@@ -354,7 +354,7 @@ def test_rounds_are_those_of_the_public_classes(kind: str, keys: dict[str, objec
         ("ponder2-llama", {"num_latent_pauses": 2}, "num_latent_pauses=2"),
         ("ponder2-llama", {"auto_map": {"AutoModel": "modeling_llama_loop.LlamaModel"}}, "modeling_llama_loop"),
         ("ponder2-llama", {"pondering_steps": 2}, "pondering_steps is a key of PonderLM and num_latent"),
-        ("ponder2-llama", {"model_type": "gpt2"}, "gpt2 with keys of PonderLM-2"),
+        ("ponder-gpt2", {**dict.fromkeys(PONDER, "absent"), **PONDER2}, "gpt2 with keys of PonderLM-2"),
         ("ponder2-llama", {"model_type": "qwen2"}, "qwen2 with keys of PonderLM-2"),
         ("ponder2-llama", {"use_depth_attention": True, "depth_attention_stride": 1}, "num_latent_thoughts=1"),
         ("ponder-pythia", {"ponderinglm": False}, "ponderinglm is not true"),

@@ -9,22 +9,23 @@ from __future__ import annotations
 
 from transformers import PreTrainedConfig
 
-from fathom.checkpoints.families.family import SHARED, Family, Values, windows
+from fathom.checkpoints.families.family import RELATIVES, SHARED, Family, Values, windows
 from fathom.models import FathomConfig
 
 KEYS = tuple(key for key in SHARED if key not in ("hidden_act", "mlp_bias"))
+FURTHER = (*("hidden_activation", "query_pre_attn_scalar", "final_logit_softcapping", "sliding_window", "layer_types"),)
+IGNORED = (*RELATIVES, "hidden_act", "sliding_window_size", "_sliding_window_pattern")
 
 WINDOW = 4096
 """The window in the configuration of a model that has no layer with one; the authors' default."""
 
 
 def gemma_switches(theirs: PreTrainedConfig) -> Values:
-    """The switches that all three versions share."""
-    act = getattr(theirs, "hidden_activation", None) or getattr(theirs, "hidden_act", None)
+    """The switches that all three versions share, and Gemma 1's activation."""
     return {
         "norm": "rms_offset",
         "qk_norm": "none",
-        "hidden_act": act,
+        "hidden_act": getattr(theirs, "hidden_act", None),
         "embedding_scale": theirs.hidden_size**0.5,
         "round_embedding_scale": True,
     }
@@ -34,6 +35,7 @@ def gemma2_switches(theirs: PreTrainedConfig) -> Values:
     """Norms before and after sub-layers, capped logits, windows."""
     return {
         **gemma_switches(theirs),
+        "hidden_act": theirs.hidden_activation,
         "norm_placement": "both",
         "attention_scale": theirs.query_pre_attn_scalar**-0.5,
         "attn_logit_softcapping": theirs.attn_logit_softcapping,
@@ -43,10 +45,9 @@ def gemma2_switches(theirs: PreTrainedConfig) -> Values:
 
 
 def gemma3_switches(theirs: PreTrainedConfig) -> Values:
-    """Gemma 2 with norms of queries and keys, and separate rotary angles for layers with a window."""
-    if theirs.use_bidirectional_attention:
-        raise ValueError("use_bidirectional_attention=true: Fathom's decoder is causal")
-    return {**gemma2_switches(theirs), "qk_norm": "head"}
+    """Gemma 2 with norms of queries and keys, separate rotary angles for layers with a window, and attention without a
+    cap, which its class reads and does not use."""
+    return {**gemma2_switches(theirs), "qk_norm": "head", "attn_logit_softcapping": None}
 
 
 def gemma_back(config: FathomConfig) -> Values:
@@ -69,6 +70,28 @@ def gemma2_back(config: FathomConfig) -> Values:
     }
 
 
-GEMMA = Family("gemma", gemma_switches, gemma_back, shared=KEYS)
-GEMMA2 = Family("gemma2", gemma2_switches, gemma2_back, shared=KEYS)
-GEMMA3 = Family("gemma3_text", gemma3_switches, gemma2_back, shared=KEYS)
+def gemma3_back(config: FathomConfig) -> Values:
+    """Gemma 2's keys, but for the cap that Gemma 3's class does not use."""
+    return {key: value for key, value in gemma2_back(config).items() if key != "attn_logit_softcapping"}
+
+
+GEMMA = Family(
+    "gemma", gemma_switches, gemma_back, shared=KEYS, further=("hidden_act",), ignored=(*IGNORED, "hidden_activation")
+)
+GEMMA2 = Family(
+    "gemma2",
+    gemma2_switches,
+    gemma2_back,
+    shared=KEYS,
+    further=(*FURTHER, "attn_logit_softcapping"),
+    ignored=IGNORED,
+)
+GEMMA3 = Family(
+    "gemma3_text",
+    gemma3_switches,
+    gemma3_back,
+    shared=KEYS,
+    further=(*FURTHER, "sliding_window_pattern", "rope_local_base_freq"),
+    ignored=(*IGNORED, "attn_logit_softcapping"),
+    rotates="by type",
+)

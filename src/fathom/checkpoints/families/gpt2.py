@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from transformers import PreTrainedConfig
 
-from fathom.checkpoints.families.family import ONE_PRODUCT, Family, Values
+from fathom.checkpoints.families.family import ONE_PRODUCT, RELATIVES, Family, Values
 from fathom.checkpoints.families.tensors import projections, renamed, stacked, transposed
 from fathom.models import FathomConfig
 
@@ -15,14 +15,21 @@ KEYS = (
     *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"),
     *("initializer_range", "tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id", "use_cache"),
 )
-REFUSED = ("scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn", "add_cross_attention")
+READ = (
+    *("n_embd", "n_layer", "n_head", "n_positions", "n_inner", "activation_function", "layer_norm_epsilon"),
+    "scale_attn_weights",
+)
+IGNORED = (
+    *("resid_pdrop", "embd_pdrop", "attn_pdrop", "summary_type", "summary_use_proj", "summary_activation"),
+    *("summary_proj_to_labels", "summary_first_dropout", "n_ctx", "n_special", "predict_special_tokens"),
+)
+OFF = dict.fromkeys(
+    ("scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn"), "Fathom's decoder has no such attention"
+)
 
 
 def switches(theirs: PreTrainedConfig) -> Values:
     """The differences from Llama: nearly everything."""
-    for key in REFUSED:
-        if getattr(theirs, key):
-            raise ValueError(f"{key}=true: Fathom's decoder has no such attention")
     return {
         "norm": "layer",
         "qk_norm": "none",
@@ -70,4 +77,6 @@ RULES = (
     ),
 )
 
-GPT2 = Family("gpt2", switches, back, RULES, (r"\.attn\.(masked_)?bias\Z",), KEYS, ONE_PRODUCT)
+UNREAD = (r"\.attn\.(masked_)?bias\Z",)
+
+GPT2 = Family("gpt2", switches, back, RULES, UNREAD, KEYS, ONE_PRODUCT, READ, (*RELATIVES, *IGNORED), OFF)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from transformers import PreTrainedConfig
 
-from fathom.checkpoints.families.family import ONE_PRODUCT, SHARED, Family, Values
+from fathom.checkpoints.families.family import ONE_PRODUCT, RELATIVES, SHARED, Family, Values
 from fathom.checkpoints.families.tensors import interleaved, renamed
 from fathom.models import FathomConfig
 
@@ -16,6 +16,9 @@ KEYS = tuple(key for key in SHARED if key not in ("num_key_value_heads", "head_d
 
 def switches(theirs: PreTrainedConfig) -> Values:
     """Norms, biases and the order of sub-layers."""
+    head = theirs.hidden_size // theirs.num_attention_heads
+    if getattr(theirs, "head_dim", None) not in (None, head):
+        raise ValueError(f"head_dim={theirs.head_dim}: in a gpt_neox model it would rotate another part of a head")
     return {
         "norm": "layer",
         "qk_norm": "none",
@@ -24,7 +27,7 @@ def switches(theirs: PreTrainedConfig) -> Values:
         "mlp_bias": True,
         "rms_norm_eps": theirs.layer_norm_eps,
         "num_key_value_heads": theirs.num_attention_heads,
-        "head_dim": theirs.hidden_size // theirs.num_attention_heads,
+        "head_dim": head,
     }
 
 
@@ -54,4 +57,15 @@ RULES = (
 )
 UNREAD = (r"attention\.(masked_)?bias\Z", r"rotary_emb\.inv_freq\Z")
 
-GPT_NEOX = Family("gpt_neox", switches, back, RULES, UNREAD, KEYS, ONE_PRODUCT)
+GPT_NEOX = Family(
+    "gpt_neox",
+    switches,
+    back,
+    RULES,
+    UNREAD,
+    KEYS,
+    ONE_PRODUCT,
+    further=("use_parallel_residual", "layer_norm_eps", "rotary_pct", "rotary_emb_base", "head_dim"),
+    ignored=(*RELATIVES, "hidden_dropout", "hidden_dropout_prob", "attention_probs_dropout_prob"),
+    rotates="parts",
+)

@@ -30,4 +30,6 @@ def back(config: FathomConfig) -> Values:
     }
 
 
-GRANITE = Family("granite", switches, back)
+MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
+
+GRANITE = Family("granite", switches, back, further=MULTIPLIERS)

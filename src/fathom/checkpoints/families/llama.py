@@ -4,12 +4,23 @@ from __future__ import annotations
 
 from transformers import PreTrainedConfig
 
-from fathom.checkpoints.families.family import Family, Values, windows
+from fathom.checkpoints.families.family import RELATIVES, SHARED, WINDOWS, Family, Values, windows
 from fathom.models import FathomConfig
+
+NO_BIAS = tuple(key for key in SHARED if key not in ("attention_bias", "mlp_bias"))
+"""Llama's keys without biases, which a class then has fixed."""
+CARRIED = ("dual_chunk_attention_config", "rotary_emb_base", "seq_length")
+"""Keys of some published Qwens, for other engines."""
 
 
 def llama_switches(theirs: PreTrainedConfig) -> Values:
     """Qwen3 without norms of queries and keys."""
+    return {"qk_norm": "none"}
+
+
+def mistral_switches(theirs: PreTrainedConfig) -> Values:
+    """Llama with a window on all layers or none; transformers opens a file that lists types of layers as Ministral's,
+    whose windows follow the list."""
     return {"qk_norm": "none", **windows(theirs)}
 
 
@@ -37,7 +48,27 @@ def with_windows(config: FathomConfig) -> Values:
     }
 
 
-LLAMA = Family("llama", llama_switches)
-MISTRAL = Family("mistral", llama_switches, with_window)
-QWEN2 = Family("qwen2", qwen2_switches, with_windows)
-QWEN3 = Family("qwen3", qwen3_switches, with_windows)
+LLAMA = Family(
+    "llama",
+    llama_switches,
+    ignored=(*RELATIVES, "is_llama_config"),
+    off={"rope_interleaved": "Fathom rotates halves of a head, not pairs"},
+)
+MISTRAL = Family("mistral", mistral_switches, with_window, shared=NO_BIAS, further=("sliding_window", "layer_types"))
+QWEN2 = Family(
+    "qwen2",
+    qwen2_switches,
+    with_windows,
+    shared=NO_BIAS,
+    further=WINDOWS,
+    ignored=(*RELATIVES, *CARRIED),
+    off={"use_mrope": "Fathom has one position for each token"},
+)
+QWEN3 = Family(
+    "qwen3",
+    qwen3_switches,
+    with_windows,
+    shared=tuple(key for key in SHARED if key != "mlp_bias"),
+    further=WINDOWS,
+    ignored=(*RELATIVES, *CARRIED),
+)

@@ -10,13 +10,25 @@ import re
 from pathlib import Path
 from typing import Any
 
-from fathom.checkpoints.families.family import Values
+from fathom.checkpoints.families.family import Values, known_as
+from fathom.checkpoints.families.llama import LLAMA
 from fathom.checkpoints.families.published import Published
 from fathom.checkpoints.families.tensors import Piece, Rule, read_tensors
 from fathom.models import FathomConfig
 
 DEPTH_FLAGS = ("use_depth_attention", "cross_layer_pattern", "cross_layer_mode")
 BASELINE_KEYS = ("baseline_mode", "residual_baseline")
+READ = (
+    *(*DEPTH_FLAGS, *BASELINE_KEYS, "recurrent_model", "use_qk_norm", "scale_embeds"),
+    *("depth_attention_stride", "depth_softmax_stride", "depth_attention_recent_window", "depth_recent_window"),
+    *("denseformer_dwa_dilation", "densetransformer_dwa_dilation"),
+    *("denseformer_dwa_period", "densetransformer_dwa_period"),
+    *("attnres_block_size", "attnres_recency_bias_init", "residual_baseline_num_streams"),
+    *("mhc_num_streams", "mhc_sinkhorn_iters", "mhc_alpha_init"),
+)
+"""Keys that Llama does not have."""
+SWITCHES = ("depth_", "densetransformer_", "denseformer_", "attnres_", "residual_baseline_", "mhc_", "cross_layer_")
+"""How the names of further switches begin; those that are off are ignored, and so are PonderLM's."""
 DEAD = r"^lm_head_layernorm\."
 VECTOR = Rule("", ("",), lambda x, _: (x.reshape(1) if x.ndim == 0 else x,), lambda parts, _: parts[0])
 """Scalars become vectors of one element."""
@@ -37,18 +49,10 @@ def published_config(config: Values) -> Values:
     for key in ("num_latent_thoughts", "ponderinglm"):
         if config.get(key):
             raise ValueError(f"{key}={config[key]}, a key of PonderLM, in a checkpoint that mixes over depth: unknown")
-    others = ("recurrent_model", "use_qk_norm", "scale_embeds", "architectures", "auto_map")
-    theirs = (*DEPTH_FLAGS, *BASELINE_KEYS, *others)
-    prefixes = ("depth_", "densetransformer_", "denseformer_", "attnres_", "residual_baseline_", "mhc_", "cross_layer_")
-    ours = {k: v for k, v in config.items() if k not in theirs and not k.startswith(prefixes)}
-    heads = config["num_attention_heads"]  # Llama derives it from this if it is missing
-    ours |= {
-        "model_type": "fathom",
-        "head_dim": config.get("head_dim") or config["hidden_size"] // heads,
-        "num_key_value_heads": config.get("num_key_value_heads") or heads,
-    }
+    off = [key for key, value in config.items() if key.startswith(SWITCHES) and not value]
+    _, ours = known_as(LLAMA, config, (*READ, *off, "num_latent_thoughts", "ponderinglm"))
     if config.get("scale_embeds"):
-        ours["embedding_scale"] = config["hidden_size"] ** 0.5
+        ours["embedding_scale"] = ours["hidden_size"] ** 0.5
     baseline = next((config[key] for key in BASELINE_KEYS if config.get(key)), None)
     if baseline is not None and config.get("use_depth_attention"):
         raise ValueError(f"this checkpoint says both use_depth_attention and baseline_mode {baseline!r}")

@@ -8,6 +8,7 @@ other switch is refused.
 from __future__ import annotations
 
 from fathom.checkpoints.families.family import Values, known_as
+from fathom.checkpoints.families.llama import LLAMA
 from fathom.checkpoints.families.published import Published
 from fathom.checkpoints.families.tensors import renamed
 
@@ -22,8 +23,10 @@ REFUSED = {
     "emb_neighbor_num": "embeddings of n-grams",
 }
 """Switches of the public code that Fathom cannot follow."""
-SWITCHES = ("enable_", "loop_", "depth_attention_")
-"""How the names of further switches begin."""
+SWITCHES = ("enable_", "loop_", "depth_attention_", "emb_")
+"""How the names of further switches begin; those that are off are ignored."""
+PARAMETERS = ("mhc_", "ngram_")
+"""How the names of parameters begin that only refused switches use."""
 RULES = (
     renamed("model.layers.{i}.self_attn.q_layernorm.weight", "model.layers.{i}.self_attn.q_norm.weight"),
     renamed("model.layers.{i}.self_attn.k_layernorm.weight", "model.layers.{i}.self_attn.k_norm.weight"),
@@ -35,9 +38,10 @@ def configuration(config: Values) -> Values:
     for key, value in config.items():
         if value and key in REFUSED:
             raise ValueError(f"{key}={value}: Fathom does not have {REFUSED[key]}")
-        if value and key.startswith(SWITCHES) and key not in READ:
-            raise ValueError(f"{key}={value}: Fathom does not know this switch of Nanbeige's")
-    llama, ours = known_as("llama", {key: value for key, value in config.items() if key not in READ})
+    off = [
+        key for key, value in config.items() if key.startswith(PARAMETERS) or (key.startswith(SWITCHES) and not value)
+    ]
+    llama, ours = known_as(LLAMA, config, (*READ, *off))
     norm = "head" if config.get("qk_layernorm") else "none"
     loop, layers = _loop(config, llama.num_hidden_layers), llama.num_hidden_layers
     if loop:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformers import PreTrainedConfig
 
-from fathom.checkpoints.families.family import Family, Values
+from fathom.checkpoints.families.family import SHARED, Family, Values
 
 
 def switches(theirs: PreTrainedConfig) -> Values:
@@ -12,4 +12,9 @@ def switches(theirs: PreTrainedConfig) -> Values:
     return {"norm": "rms_wide", "norm_placement": "after", "qk_norm": "full", "rope_float32": True}
 
 
-OLMO2 = Family("olmo2", switches)
+OLMO2 = Family(
+    "olmo2",
+    switches,
+    shared=tuple(key for key in SHARED if key != "mlp_bias"),
+    off={"clip_qkv": "Fathom's decoder does not clip queries, keys and values"},
+)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from transformers import PreTrainedConfig
 
-from fathom.checkpoints.families.family import Family, Values
+from fathom.checkpoints.families.family import RELATIVES, Family, Values
 from fathom.checkpoints.families.tensors import renamed
 from fathom.models import FathomConfig
 
@@ -15,6 +15,12 @@ KEYS = (
     *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"),
     *("attention_dropout", "tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id", "use_cache"),
 )
+READ = (
+    *("ffn_dim", "activation_function", "enable_bias", "layer_norm_elementwise_affine", "init_std"),
+    *("word_embed_proj_dim", "do_layer_norm_before", "_remove_final_layer_norm"),
+)
+IGNORED = ("dropout", "activation_dropout", "layerdrop", "learned_embeddings")
+OFF = {"scale_embeddings": "the class in transformers does not scale embeddings"}
 OFFSET = 2
 
 
@@ -75,4 +81,4 @@ RULES = (
     ),
 )
 
-OPT = Family("opt", switches, back, RULES, (), KEYS)
+OPT = Family("opt", switches, back, RULES, (), KEYS, None, READ, (*RELATIVES, *IGNORED), OFF)

@@ -6,10 +6,11 @@ A gate chooses the trip after which each token is read out; the released thresho
 from __future__ import annotations
 
 from fathom.checkpoints.families.family import Values, known_as, windows
+from fathom.checkpoints.families.llama import QWEN2
 from fathom.checkpoints.families.published import Published
 from fathom.checkpoints.families.tensors import renamed
 
-READ = ("total_ut_steps", "early_exit_threshold")
+READ = ("total_ut_steps", "early_exit_threshold", "early_exit_step")
 RULES = (
     renamed("model.layers.{i}.input_layernorm_2.weight", "model.layers.{i}.post_attention_layernorm.weight"),
     renamed("model.layers.{i}.post_attention_layernorm.weight", "model.layers.{i}.pre_feedforward_layernorm.weight"),
@@ -24,8 +25,7 @@ def configuration(config: Values) -> Values:
     """A Llama's values, with Qwen2's windows if any, and the norms, the loop and the gate."""
     if config.get("early_exit_step") is not None:
         raise ValueError(f"early_exit_step={config['early_exit_step']}: call the model with max_trips instead")
-    base, ours = known_as("qwen2", {key: value for key, value in config.items() if key not in READ})
-    ours["head_dim"] = config.get("head_dim") or base.hidden_size // base.num_attention_heads
+    base, ours = known_as(QWEN2, config, READ)
     trips, threshold = config.get("total_ut_steps"), config.get("early_exit_threshold")
     loop = {
         "trips": 4 if trips is None else int(trips),

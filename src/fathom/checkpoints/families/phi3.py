@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from transformers import PreTrainedConfig
 
-from fathom.checkpoints.families.family import SHARED, Family, Rounding, Values, windows
+from fathom.checkpoints.families.family import RELATIVES, SHARED, Family, Rounding, Values, windows
 from fathom.checkpoints.families.llama import with_window
 from fathom.checkpoints.families.tensors import projections, stacked
 from fathom.models import FathomConfig
@@ -34,4 +34,15 @@ RULES = (
 
 STRIDED = Rounding("the class applies SiLU to one half of a fused product, and torch rounds a strided tensor otherwise")
 
-PHI3 = Family("phi3", switches, with_window, RULES, (), KEYS, STRIDED)
+PHI3 = Family(
+    "phi3",
+    switches,
+    with_window,
+    RULES,
+    (),
+    KEYS,
+    STRIDED,
+    further=("head_dim", "sliding_window"),
+    ignored=(*RELATIVES, "resid_pdrop", "embd_pdrop", "full_attn_mod", "interpolate_factor", "lm_head_bias"),
+    rotates="parts",
+)

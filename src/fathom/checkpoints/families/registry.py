@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
 from fathom.checkpoints.families import ponderlm
-from fathom.checkpoints.families.family import Family, Values
+from fathom.checkpoints.families.family import Family, Values, kept
 from fathom.checkpoints.families.gemma import GEMMA, GEMMA2, GEMMA3
 from fathom.checkpoints.families.gpt2 import GPT2
 from fathom.checkpoints.families.gpt_neox import GPT_NEOX
@@ -69,19 +70,8 @@ def known() -> list[str]:
 
 def to_ours(family: Family, theirs: Values) -> Values:
     """The values of Fathom's configuration for a family's `config.json`."""
-    resolved = AutoConfig.for_model(**{**theirs, "model_type": family.name})
-    ours = _meaning(family, resolved)
-    kept: Values = {key: theirs[key] for key in ("dtype", "torch_dtype", "quantization_config") if key in theirs}
     native = {key: value for key, value in theirs.items() if key not in ORIGIN}
-    return {**ours, **kept, "model_type": FathomConfig.model_type, "native": native}
-
-
-def _meaning(family: Family, resolved: PreTrainedConfig) -> Values:
-    """A family's configuration in Fathom's keys."""
-    shared = {key: getattr(resolved, key) for key in family.shared if hasattr(resolved, key)}
-    if shared.get("head_dim") is None and "head_dim" in family.shared:
-        shared["head_dim"] = resolved.hidden_size // resolved.num_attention_heads
-    return {**shared, **family.switches(resolved)}
+    return {**family.read(theirs), **kept(theirs), "model_type": FathomConfig.model_type, "native": native}
 
 
 def family_of(config: FathomConfig) -> Family | None:
@@ -96,10 +86,18 @@ def family_of(config: FathomConfig) -> Family | None:
 def unlike(family: Family, config: FathomConfig) -> str | None:
     """Why a configuration does not fit a family, in words that name a key; None if it fits."""
     try:
-        again = FathomConfig(**_meaning(family, native_config(family, config)))
+        again = FathomConfig(**family.read(_native_values(family, config)))
     except (ValueError, TypeError, StrictDataclassError):
         return "this configuration"  # the family's own class refuses it
-    skipped = {"native", "dtype", "transformers_version", "architectures", "use_sliding_window", "max_window_layers"}
+    skipped = {
+        "native",
+        "ignore_keys",
+        "dtype",
+        "transformers_version",
+        "architectures",
+        "use_sliding_window",
+        "max_window_layers",
+    }
     skipped.add("base_model_tp_plan")  # it follows from the others
     for key in FathomConfig.__dataclass_fields__:
         if key not in skipped and getattr(again, key, None) != (value := getattr(config, key, None)):
@@ -109,6 +107,10 @@ def unlike(family: Family, config: FathomConfig) -> str | None:
 
 def native_config(family: Family, config: FathomConfig) -> PreTrainedConfig:
     """A Fathom configuration as a family's own."""
+    return AutoConfig.for_model(**_native_values(family, config))
+
+
+def _native_values(family: Family, config: FathomConfig) -> Values:
     opened = config.native if config.native.get("model_type") == family.name else {}
     cls = CONFIG_MAPPING[family.name]
     fields = {*cls.__dataclass_fields__, *cls.attribute_map, *opened}
@@ -118,7 +120,7 @@ def native_config(family: Family, config: FathomConfig) -> PreTrainedConfig:
     values = {**opened, **shared, **family.back(config), "model_type": family.name}
     for key in ("rope_theta", "rope_scaling", "partial_rotary_factor", "rotary_pct", "rotary_emb_base"):
         values.pop(key, None)  # they are in rope_parameters
-    return AutoConfig.for_model(**values)
+    return copy.deepcopy(values)  # transformers completes rotary parameters in place
 
 
 foreign.read_with(Families())

@@ -19,4 +19,6 @@ def back(config: FathomConfig) -> Values:
     return {"no_rope_layers": config.no_rope_layers or [1] * config.num_hidden_layers, **with_windows(config)}
 
 
-SMOLLM3 = Family("smollm3", switches, back)
+KEYS = ("sliding_window", "use_sliding_window", "layer_types", "no_rope_layers", "no_rope_layer_interval")
+
+SMOLLM3 = Family("smollm3", switches, back, further=KEYS)

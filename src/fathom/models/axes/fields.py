@@ -77,6 +77,8 @@ class DecoderConfig(Qwen3Config):
     """`depth` divides the initial o_proj and down_proj by sqrt(2 · layers · trips that add to one stream)."""
     native: dict = field(default_factory=dict)
     """The original `config.json` of a model of another family."""
+    ignore_keys: list[str] | None = None
+    """Keys of that `config.json` to read the model without; of a key within another, as in `rope_scaling.factor`."""
 
     @property
     def rope_by_layer_type(self) -> bool:
