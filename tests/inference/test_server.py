@@ -783,6 +783,10 @@ def test_the_lens_is_live(live):
     page = response.read().decode()
     assert response.status == 200 and response.headers["content-type"].startswith("text/html")
     assert "/lens/data" in page and "http://" not in page.replace("http://www.w3.org", "")
+    policy = response.headers["content-security-policy"]
+    nonce = policy.partition("script-src 'nonce-")[2].partition("'")[0]
+    assert f'<script nonce="{nonce}">' in page and page.count("<script>") == 0 and len(nonce) > 15
+    assert "frame-ancestors 'none'" in policy and response.headers["x-content-type-options"] == "nosniff"
     status, answer = live.post("/lens/data", text="The sailors")
     assert status == 200 and "".join(answer["models"][0]["tokens"]) == "The sailors"
     check_error(live.post("/lens/data", text=""), 400)
@@ -803,6 +807,11 @@ def test_the_lens_refuses_what_cannot_fit_before_the_engine_sees_it(live, monkey
     seen = []
     monkeypatch.setattr(live_lens, "look", lambda *a, **k: seen.append(a[2]) or look(*a, **k))
     check_error(live.post("/lens/data", text="depth " * 20_000), 400, "context_length_exceeded")
+    monkeypatch.setattr(live_lens, "LONGEST", 8)  # read when the lens is added
+    with in_thread(server.Service(live.service.model, live.service.tokenizer, "tiny"), lens=add_lens) as short:
+        check_error(short.post("/lens/data", text="The sailors let out the lead"), 400, "context_length_exceeded")
+        assert short.post("/lens/data", text="The")[0] == 200
+    seen.clear()
     assert live.post("/lens/data", text="The sailors")[0] == 200
     assert seen == ["The sailors"]
 

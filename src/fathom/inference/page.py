@@ -20,6 +20,11 @@ def talk_page(name: str, context: int, trips: int, chat: bool, lens: bool | None
     nonce = secrets.token_urlsafe(16)
     data = {"name": name, "context": context, "trips": trips, "chat": chat, "lens": lens}
     page = render("inference/talk/talk.html.j2", title=f"{name} · Fathom", data=data, nonce=nonce)
+    return page, guarded(nonce)
+
+
+def guarded(nonce: str) -> dict[str, str]:
+    """The HTTP headers of a page that loads nothing from elsewhere, and runs only the scripts with this nonce."""
     allowed = {
         "default-src": "'none'",
         "connect-src": "'self'",
@@ -30,4 +35,4 @@ def talk_page(name: str, context: int, trips: int, chat: bool, lens: bool | None
     }
     policy = "; ".join(f"{what} {where}" for what, where in allowed.items())
     headers = {"Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
-    return page, {**headers, "Cache-Control": "no-store"}
+    return {**headers, "Cache-Control": "no-store"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+import secrets
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -11,7 +11,9 @@ from fastapi.responses import HTMLResponse, JSONResponse
 
 from fathom.errors import SettingsError
 from fathom.inference.api import ApiError, PlaceBody
+from fathom.inference.page import guarded
 from fathom.inference.prompt import encode
+from fathom.inference.slices import Breathe, Slices
 from fathom.lens.look import LensData, look, require_decoder
 from fathom.lens.page import lens_page, pack
 from fathom.lens.place import look_at
@@ -21,30 +23,34 @@ if TYPE_CHECKING:
 
 TEXT = "To fathom: to measure a depth; to understand after much thought."
 """The text that the page shows at first."""
+LONGEST = 512
+"""Most tokens of a text whose numbers are computed while others are served."""
 
 
 def add_lens(app: FastAPI, service: Service) -> None:
     """Offer the lens at /lens."""
     model, tokenizer, name = service.model, service.tokenizer, service.name
-    context = model.config.max_position_embeddings
+    longest = min(LONGEST, model.config.max_position_embeddings)
     require_decoder(model)
+    slices = Slices(service.engine)
 
     async def looked(text: str) -> LensData:
-        # Shielded: the thread cannot be stopped, and cancelling would leave its result without a reader.
-        return await asyncio.shield(
-            asyncio.wrap_future(service.engine.call(partial(look, model, tokenizer, text, name=name)))
-        )
+        def work(breathe: Breathe) -> LensData:
+            return look(model, tokenizer, text, name=name, breathe=breathe)
+
+        return await slices.run(work)
 
     @app.get("/lens")
     async def page() -> HTMLResponse:
-        return HTMLResponse(lens_page(await looked(TEXT), live_endpoint="/lens/data"))
+        nonce = secrets.token_urlsafe(16)
+        made = lens_page(await looked(TEXT), live_endpoint="/lens/data", nonce=nonce)
+        return HTMLResponse(made, headers=guarded(nonce))
 
     @app.post("/lens/place")
     async def place(body: PlaceBody) -> dict[str, object]:
         trips = service.trips(body.max_trips)
-        work = partial(look_at, model, tokenizer, body.tokens, body.said, trips)
         try:
-            return await asyncio.shield(asyncio.wrap_future(service.engine.call(work)))
+            return await slices.run(partial(look_at, model, tokenizer, body.tokens, body.said, trips))
         except SettingsError as error:
             raise ApiError(400, str(error), param="tokens") from error
 
@@ -53,10 +59,11 @@ def add_lens(app: FastAPI, service: Service) -> None:
         text = body.get("text")
         if not isinstance(text, str):
             raise ApiError(400, "text: must be a string", param="text")
-        # A text that is much too long is refused on a thread of its own: on the engine's, every other client would
-        # wait.
         if text:
-            await service.encoded("text", len(text), partial(encode, tokenizer, text, {}, context))
+            ids = await service.encoded("text", len(text), partial(encode, tokenizer, text, {}, longest))
+            if len(ids) > longest:
+                message = f"text: {len(ids)} tokens; the lens of a server takes {longest} (`fathom lens` takes more)"
+                raise ApiError(400, message, "context_length_exceeded", "text")
         try:
             return JSONResponse(pack(await looked(text)))
         except (SettingsError, UnicodeError) as error:

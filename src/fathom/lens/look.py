@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 Array = np.ndarray
 BYTES = byte_letters()
 """The alphabet in which byte-level vocabularies are written."""
-LOGITS_AT_ONCE = 1 << 25
-"""Logits computed at a time: all tokens at once would take gigabytes with a large vocabulary."""
+LOGITS_AT_ONCE = 1 << 22
+"""Logits computed at a time: all tokens at once would take gigabytes with a large vocabulary, and a second."""
 
 
 @dataclass(frozen=True)
@@ -208,6 +208,7 @@ def look(
     max_tokens: int = 2000,
     name: str = "model",
     progress: Callable[[int], None] | None = None,
+    breathe: Callable[[], None] | None = None,
 ) -> LensData:
     """Record what a model computes for a text.
 
@@ -219,6 +220,7 @@ def look(
         max_tokens: Maximum tokens; never more than the model's context.
         name: The model's name on the page.
         progress: Called after every visit with the number of visits done.
+        breathe: Called several times in each visit, so that a server can do other work in between.
     """
     require_decoder(model)
     every_id, pieces = checked(model, tokenizer, text, top, max_tokens)
@@ -226,7 +228,7 @@ def look(
     ids = torch.tensor(every_id[:length], device=model.device)
     trips = model.model.plan_of(model.model.served_trips)
     visits = [visit for trip in trips for visit in trip]
-    says = Says(model, ids[1:], min(top, model.config.vocab_size))
+    says = Says(model, ids[1:], min(top, model.config.vocab_size), breathe=breathe)
     weights: list[Tensor | None] = []
 
     def mixed(mixer: ValueMixer, query: Tensor, key: Tensor, _: Tensor, sources: tuple[Tensor, ...]) -> None:
@@ -309,7 +311,11 @@ def record(
         if progress is not None:
             progress(len(says.chosen))
 
-    with watched(model, mixed, left):
+    def mixing(*arguments: Any) -> None:
+        says.breathe()
+        mixed(*arguments)
+
+    with watched(model, mixing, left):
         out = model.model(ids[None], use_cache=False, head=model.lm_head, max_trips=max_trips)
         for stage in range(stages if passed else 0):
             for state in passed:
@@ -326,10 +332,18 @@ class Says:
         following: The tokens that follow the positions, `[T]`, or `[T - 1]` if the last one has none.
         top: Predictions to keep.
         last: Whether to look at the last position alone.
+        breathe: As `look` takes it.
     """
 
-    def __init__(self, model: FathomForCausalLM, following: Tensor, top: int, last: bool = False) -> None:
-        self.model, self.following, self.top = model, following, top
+    def __init__(
+        self,
+        model: FathomForCausalLM,
+        following: Tensor,
+        top: int,
+        last: bool = False,
+        breathe: Callable[[], None] | None = None,
+    ) -> None:
+        self.model, self.following, self.top, self.breathe = model, following, top, breathe or (lambda: None)
         self.rows = slice(-1, None) if last else slice(None)
         self.chosen: list[Array] = []
         self.probabilities: list[Array] = []
@@ -368,6 +382,7 @@ class Says:
         chosen, probabilities, bits = [], [], []
         rows = max(1, LOGITS_AT_ONCE // self.model.config.vocab_size)
         for start in range(0, len(hidden), rows):
+            self.breathe()
             logprobs = widen(self.model.lm_head(hidden[start : start + rows])).log_softmax(-1)
             following = self.following[start : start + rows, None]
             values, indices = logprobs.topk(self.top)

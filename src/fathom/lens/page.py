@@ -27,7 +27,9 @@ MANY = 500_000
 """With more depth weights than this, each is stored in one byte instead of two."""
 
 
-def lens_page(data: LensData, live_endpoint: str | None = None, compare: LensData | None = None) -> str:
+def lens_page(
+    data: LensData, live_endpoint: str | None = None, compare: LensData | None = None, nonce: str | None = None
+) -> str:
     """The page.
 
     Args:
@@ -35,6 +37,7 @@ def lens_page(data: LensData, live_endpoint: str | None = None, compare: LensDat
         live_endpoint: Where the page may send `{"text": ...}` by POST; the answer is `pack(...)`, or `{"error": ...}`
             in one line. Without it the page has no input and makes no requests.
         compare: A second model to show next to the first, for the same tokens.
+        nonce: The nonce of a server's content-security policy.
     """
     payload = pack(data, *([compare] if compare else ()))
     names = " and ".join(item.model for item in (data, compare) if item)
@@ -42,6 +45,7 @@ def lens_page(data: LensData, live_endpoint: str | None = None, compare: LensDat
         "lens/lens.html.j2",
         title=f"{names} · Fathom lens",
         data={**payload, "live": live_endpoint},
+        nonce=nonce,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,6 +24,7 @@ def look_at(
     tokens: Sequence[int],
     said: int,
     max_trips: int | None = None,
+    breathe: Callable[[], None] | None = None,
 ) -> dict[str, object]:
     """What the model would have predicted after these tokens at every visit (one layer in one trip), as plain numbers.
 
@@ -35,6 +36,7 @@ def look_at(
         tokens: The tokens before the position.
         said: The token that was generated there.
         max_trips: Loop iterations per token at most; None for the model's own number.
+        breathe: As `look` takes it.
     """
     size = model.config.vocab_size
     if not tokens or not all(0 <= token < size for token in (*tokens, said)):
@@ -42,7 +44,7 @@ def look_at(
     if len(tokens) > model.config.max_position_embeddings:
         raise SettingsError(f"tokens: this model's context is {model.config.max_position_embeddings} tokens")
     device = model.device
-    says = Says(model, torch.tensor([said], device=device), min(TOP, size), last=True)
+    says = Says(model, torch.tensor([said], device=device), min(TOP, size), True, breathe)
     trips = record(model, torch.tensor(list(tokens), device=device), says, lambda *_: None, max_trips)
     plan = model.model.plan_of(max_trips or model.model.served_trips)
     visits = [{"layer": visit.layer, "trip": visit.trip} for trip in plan for visit in trip]
