@@ -41,7 +41,7 @@ ROOMS = (
 """Each may import those before it."""
 MODELS = (
     *("axes", "decoder", "mixers", "residuals", "recurrences", "registry", "foreign", "configuration", "trips"),
-    *("loading", "pretrained", "generation", "modeling", "cost", "packages", "__init__"),
+    *("hosts", "loading", "pretrained", "generation", "modeling", "cost", "packages", "__init__"),
 )
 """The order inside `models`, of folders and of the files beside them."""
 STRANGERS = {

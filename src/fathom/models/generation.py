@@ -131,6 +131,8 @@ class FathomGenerationMixin(GenerationMixin):
         passes know who reads which slot."""
         if self.model.slotted:
             return None if attention_mask is None else attention_mask[:, -kwargs["inputs_embeds"].shape[1] :]  # type: ignore
+        if self.model.host is not None:
+            kwargs["config"] = self.model.native_config()
         return create_masks_for_generate(attention_mask=attention_mask, **kwargs)
 
     def init_continuous_batching(self, *args: object, **kwargs: object) -> object:

@@ -7,15 +7,20 @@ its mixer reads. Parameter names are Qwen3's, so no checkpoint is ever converted
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
-from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+from transformers.masking_utils import (
+    create_causal_mask,
+    create_masks_for_generate,
+    create_sliding_window_causal_mask,
+)
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -34,8 +39,11 @@ from .decoder.loss import causal_lm_loss, shifted, token_losses, weighted_lm_los
 from .decoder.norms import NORMS
 from .decoder.rotary import Angles, Rotation, build_rotary, rotate
 from .generation import FathomGenerationMixin
+from .hosts.build import HostRotary, build, causal_class, converting, copy_flags
+from .hosts.layouts import LAYOUTS
+from .hosts.refusals import check_host
 from .pretrained import FathomPreTrainedModel
-from .registry import mechanism, residual_sets
+from .registry import add_residuals, mechanism, residuals
 from .trips.engines import COMPANY, ENGINES, CachedAttention, check_engine, seat, take_banks
 from .trips.flex_reading import ReadingRule, attend_by_rule
 from .trips.reading import attend_beside, with_key_bias
@@ -222,7 +230,6 @@ class DecoderLayer(GradientCheckpointingLayer):
 
     def __init__(self, config: FathomConfig, layer_idx: int) -> None:
         super().__init__()
-        residual = mechanism("residual", config.residual).build
         self.self_attn = Attention(config, layer_idx)
         self.mlp = FeedForward(config)
         for last in (self.self_attn.o_proj, self.mlp.down_proj):
@@ -231,13 +238,8 @@ class DecoderLayer(GradientCheckpointingLayer):
         for name in NORM_NAMES[config.norm_placement]:
             setattr(self, name, NORMS[config.norm](config.hidden_size, config.rms_norm_eps))
         self.multiplier = config.residual_multiplier
-        self.attn_residual: Residual = residual(config, 2 * layer_idx)
-        self.mlp_residual: Residual = residual(config, 2 * layer_idx + 1)
-        self.again = nn.ModuleList(  # the residuals of further trips, where each trip has its own
-            nn.ModuleDict({"attn": residual(config, 2 * layer_idx), "mlp": residual(config, 2 * layer_idx + 1)})
-            for _ in range(1, residual_sets(config, layer_idx))
-        )
-        self.plain = residual is Residual
+        add_residuals(self, config, layer_idx)
+        self.plain = type(self.attn_residual) is Residual
         usual = config.norm_placement == "before" and config.residual_multiplier == 1.0
         self.usual = self.plain and usual and not self.parallel
 
@@ -253,7 +255,7 @@ class DecoderLayer(GradientCheckpointingLayer):
             update, _, *kept = parts["self_attn"](parts["input_layernorm"](state[0]), sources=sources, **kwargs)
             x = state[0] + update
             return x + parts["mlp"](parts["post_attention_layernorm"](x)), *kept
-        attn, mlp = self.residuals(trip)
+        attn, mlp = residuals(self, trip)
         (read, write), (read_mlp, write_mlp) = ways(attn), ways(mlp)
         x, state, context = read(state)
         if self.parallel:  # two reads of one state, then two writes
@@ -271,13 +273,6 @@ class DecoderLayer(GradientCheckpointingLayer):
         attn: Any = self._modules["attn_residual"]
         mlp: Any = self._modules["mlp_residual"]
         return type(attn) is Residual is type(mlp) and not (watched(attn) or watched(mlp))
-
-    def residuals(self, trip: int) -> tuple[Residual, Residual]:
-        """Those of attention and of the MLP in a trip."""
-        if not trip or not self.again:
-            return self.attn_residual, self.mlp_residual
-        again: Any = self.again[trip - 1]
-        return again["attn"], again["mlp"]
 
     def attend(self, x: Tensor | Ways, gained: Callable[[Ways], Ways], **kwargs: object) -> tuple[Tensor, ...]:
         """Attention's update of the residual, and what other layers read of it."""
@@ -334,12 +329,17 @@ class FathomModel(FathomPreTrainedModel):
         self.plan = plan(config)
         self.plans: dict[int, Plan] = {len(self.plan): self.plan}
         """By number of trips: a run may make fewer than it could."""
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
-        self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_hidden_layers))
+        self.host: PreTrainedModel | None = None
+        if config.host:
+            self._adopt(build(config))
+        else:
+            self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
+            self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_hidden_layers))
         self.final_residual: Residual = mechanism("residual", config.residual).build(
             config, 2 * config.num_hidden_layers
         )
-        self.norm = NORMS[config.norm](config.hidden_size, config.rms_norm_eps)
+        if not config.host:
+            self.norm = NORMS[config.norm](config.hidden_size, config.rms_norm_eps)
         self.recurrence: Recurrence = mechanism("recurrence", config.recurrence).build(config)
         self.coda = self.recurrence.span(config)[1]
         """The first layer that is visited once, after all trips. Asked here, since a compiled graph cannot ask."""
@@ -350,7 +350,8 @@ class FathomModel(FathomPreTrainedModel):
         """By layer type: how many tokens back it reads; None for all."""
         self.layer_types = tuple(config.layer_types)
         self.embedding_scale, self.rounds_scale = config.embedding_scale, config.round_embedding_scale
-        self.rotary_emb = build_rotary(config)
+        if not config.host:
+            self.rotary_emb = build_rotary(config)
         self.mixes_unrotated = config.mixes_unrotated
         self.stretches, self.rereads = config.rope_stretches, config.rereads
         self.embed_positions = None
@@ -364,6 +365,8 @@ class FathomModel(FathomPreTrainedModel):
             self._tied_weights_keys = {"lm_head.weight": "embed_tokens.weight"}
         self.per_visit = any(layer.again for layer in self.layers)
         self.multiway = any(layer.attn_residual.multiway for layer in self.layers)  # type: ignore[union-attr]
+        if config.host:
+            check_host(config, self.recurrence, self.multiway)
         check_engine(self.config, self.recurrence, self.plan, multiway=self.multiway)
         if self.rereads and str(config._attn_implementation).startswith(ENGINES):
             raise ValueError(COMPANY)
@@ -401,7 +404,7 @@ class FathomModel(FathomPreTrainedModel):
         given = past_key_values
         packed = position_ids if given is None and attention_mask is None else None
         if use_cache and given is None and not (self.slotted and torch.is_grad_enabled()) and not self.recomputing:
-            past_key_values = DynamicCache(config=self.config)
+            past_key_values = DynamicCache(config=self.config if self.host is None else self.host.config)
         if position_ids is None:
             seen = 0 if given is None else given.get_seq_length()
             position_ids = self._positions(seen, x, attention_mask)
@@ -419,6 +422,25 @@ class FathomModel(FathomPreTrainedModel):
             hidden_states=None if places is None else _at_places((*(inputs.hidden or ()), hidden), places),
             recurrence_state=state,
         )
+
+    def _adopt(self, host: PreTrainedModel) -> None:
+        """Take over the modules of a family's decoder under their own names."""
+        layout = LAYOUTS[self.config.host][0]
+        for name, module in host.named_children():
+            self.add_module(name, module)
+        self.rotary_emb = HostRotary(getattr(host, "rotary_emb", None), tuple(dict.fromkeys(self.config.layer_types)))
+        for ours, theirs in (("embed_tokens", layout.embedding), ("norm", layout.norm)):
+            if theirs != ours:
+                self.__dict__[ours] = getattr(host, theirs)  # a second name, not a second module
+        self.__dict__["host"] = host
+        copy_flags(self, type(host))
+        self.__class__ = converting(cast(Hashable, type(self)), self.config.host)
+
+    def native_config(self) -> PreTrainedConfig:
+        """The family's configuration, with the attention backend that is set now."""
+        assert self.host is not None
+        self.host.config._attn_implementation = self.config._attn_implementation
+        return self.host.config
 
     def _with_learned_positions(self, x: Tensor, position_ids: Tensor) -> Tensor:
         """The embeddings, plus those of positions if positions are learned."""
@@ -502,6 +524,9 @@ class FathomModel(FathomPreTrainedModel):
         packed."""
         if isinstance(attention_mask, dict):  # `generate` may have prepared it
             return attention_mask
+        if self.host is not None:
+            made = create_masks_for_generate(self.native_config(), x, attention_mask, past_key_values, position_ids)
+            return made if isinstance(made, dict) else dict.fromkeys(self.reach, made)
         arguments = {
             "config": self.config,
             "inputs_embeds": x,
@@ -555,6 +580,8 @@ class FathomForCausalLM(FathomPreTrainedModel, FathomGenerationMixin):
         self.model = FathomModel(config, own_head=False)
         self.vocab_size = config.vocab_size
         self.lm_head = build_head(config)
+        if config.host:
+            copy_flags(self, causal_class(config))
         self.post_init()
 
     @can_return_tuple

@@ -49,6 +49,9 @@ class FathomPreTrainedModel(StrictLoading, Qwen3PreTrainedModel):
         if isinstance(module, MechanismModule):
             module.init_weights(self.config.initializer_range)
             return
+        if (host := self.base_model.host) is not None:
+            host._init_weights(module)
+            return
         super()._init_weights(module)
         if isinstance(module, OffsetRMSNorm):
             init.zeros_(module.weight)

@@ -6,7 +6,9 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
 from difflib import get_close_matches
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
 
 from .axes.roles import Cost, Mechanism, Recurrence, Residual, ValueMixer
 from .mixers.depth_attention import DEPTH_ATTENTION
@@ -176,6 +178,23 @@ def residual_sets(config: DecoderConfig, layer: int) -> int:
     recurrence = recurrence_class(config)
     start, stop = recurrence.span(config)
     return recurrence.trips_of(config) if config.residual_options.get("per_visit") and start <= layer < stop else 1
+
+
+def add_residuals(layer: nn.Module, config: DecoderConfig, layer_idx: int) -> None:
+    """Give a layer the residuals of its two sub-layers, and those of further trips where each trip has its own."""
+    build = mechanism("residual", config.residual).build
+    layer.attn_residual, layer.mlp_residual = build(config, 2 * layer_idx), build(config, 2 * layer_idx + 1)
+    layer.again = nn.ModuleList(
+        nn.ModuleDict({"attn": build(config, 2 * layer_idx), "mlp": build(config, 2 * layer_idx + 1)})
+        for _ in range(1, residual_sets(config, layer_idx))
+    )
+
+
+def residuals(layer: Any, trip: int) -> tuple[Residual, Residual]:
+    """A layer's residuals of attention and of the MLP in a trip."""
+    if not trip or not layer.again:
+        return layer.attn_residual, layer.mlp_residual
+    return layer.again[trip - 1]["attn"], layer.again[trip - 1]["mlp"]
 
 
 def recurrence_class(config: DecoderConfig) -> type[Recurrence]:

@@ -30,6 +30,7 @@ class Trained(Protocol):
     optimizer: Optimizer
     data: TokenDataset
     plan: BatchPlan
+    ranks: Ranks
     adapters: PeftModel | None
 
     @property

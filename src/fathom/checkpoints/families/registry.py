@@ -10,7 +10,7 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
-from fathom.checkpoints.families import ponderlm
+from fathom.checkpoints.families import hosted, ponderlm
 from fathom.checkpoints.families.family import Family, Values, kept
 from fathom.checkpoints.families.gemma import GEMMA, GEMMA2, GEMMA3
 from fathom.checkpoints.families.gpt2 import GPT2
@@ -26,7 +26,10 @@ from fathom.checkpoints.families.phi3 import PHI3
 from fathom.checkpoints.families.smollm3 import SMOLLM3
 from fathom.checkpoints.families.tensors import read_tensors
 from fathom.models import FathomConfig, foreign
+from fathom.models.hosts.layouts import LAYOUTS
 
+HOSTED = tuple(name for name in LAYOUTS if name not in ("qwen3", "llama", "gemma2"))
+"""Families whose own layers the decoder has."""
 NATIVE = (LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, GPT_NEOX, GPT2, OPT, OLMO2, GEMMA, GEMMA2, GEMMA3, GRANITE, PHI3)
 """Families that transformers has a class of its own for, in the order in which one is looked for."""
 FAMILIES = {family.name: family for family in NATIVE}
@@ -44,6 +47,8 @@ class Families(foreign.Reader):
         for published in PUBLISHED:
             if published.owns(theirs):
                 return published.configuration(theirs)
+        if theirs.get("model_type") in HOSTED:
+            return hosted.configuration(theirs)
         family = FAMILIES.get(str(theirs.get("model_type")))
         if family is None:
             raise ValueError(f"{where} is a {theirs.get('model_type')} model; Fathom opens {', '.join(known())}")
@@ -58,6 +63,8 @@ class Families(foreign.Reader):
         for published in PUBLISHED:
             if published.owns(theirs):
                 return published.tensors(directory, config)
+        if config.host:
+            return None
         family = FAMILIES[str(theirs["model_type"])]
         unread = (*family.unread, *ponderlm.UNREAD) if ponderlm.is_ponderlm(theirs) else family.unread
         return read_tensors(directory, family.rules, unread, config) if family.rules else None
@@ -65,7 +72,7 @@ class Families(foreign.Reader):
 
 def known() -> list[str]:
     """Every supported `model_type`."""
-    return sorted({*FAMILIES, *(published.kind for published in PUBLISHED), FathomConfig.model_type})
+    return sorted({*FAMILIES, *HOSTED, *(published.kind for published in PUBLISHED), FathomConfig.model_type})
 
 
 def to_ours(family: Family, theirs: Values) -> Values:

@@ -11,6 +11,9 @@ from dataclasses import field
 from huggingface_hub.dataclasses import strict
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 
+KEYED = ("full_attention", "sliding_attention", "chunked_attention")
+"""Types of layers that keep a key and a value of every token."""
+
 
 @strict
 class DecoderConfig(Qwen3Config):
@@ -75,10 +78,21 @@ class DecoderConfig(Qwen3Config):
     """Divisor of the head's logits."""
     output_init: str = "plain"
     """`depth` divides the initial o_proj and down_proj by sqrt(2 · layers · trips that add to one stream)."""
+    host: str = ""
+    """The family whose own layers the decoder has, by its `model_type`; `native` describes them. Empty for Fathom's."""
+    logits_multiplier: float = 1.0
+    """Factor on the head's logits."""
+    head_bias: bool = False
+    """Whether the head has a bias."""
     native: dict = field(default_factory=dict)
     """The original `config.json` of a model of another family."""
     ignore_keys: list[str] | None = None
     """Keys of that `config.json` to read the model without; of a key within another, as in `rope_scaling.factor`."""
+
+    @property
+    def keyed_layers(self) -> tuple[int, ...]:
+        """The layers that keep a key and a value of every token."""
+        return tuple(i for i, kind in enumerate(self.layer_types) if kind in KEYED)
 
     @property
     def rope_by_layer_type(self) -> bool:

@@ -17,22 +17,27 @@ class ScaledHead(nn.Linear):
     """A head whose logits are scaled or capped, wherever they are computed."""
 
     def __init__(self, config: DecoderConfig) -> None:
-        super().__init__(config.hidden_size, config.vocab_size, bias=False)
+        super().__init__(config.hidden_size, config.vocab_size, bias=config.head_bias)
         self.scaling, self.cap = config.logits_scaling, config.final_logit_softcapping
+        self.multiplier = config.logits_multiplier
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """`[..., hidden_size]` to logits, `[..., vocab_size]`."""
         logits = super().forward(hidden_states)
         if self.scaling != 1.0:
             logits = logits / self.scaling
+        if self.multiplier != 1.0:
+            logits = logits * self.multiplier
         return logits if self.cap is None else (logits / self.cap).tanh() * self.cap
 
 
 def is_scaled(config: DecoderConfig) -> bool:
     """Whether logits are scaled or capped."""
-    return config.logits_scaling != 1.0 or config.final_logit_softcapping is not None
+    return not config.logits_scaling == config.logits_multiplier == 1.0 or config.final_logit_softcapping is not None
 
 
 def build_head(config: DecoderConfig) -> nn.Linear:
     """The head of a configuration."""
-    return ScaledHead(config) if is_scaled(config) else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+    if is_scaled(config):
+        return ScaledHead(config)
+    return nn.Linear(config.hidden_size, config.vocab_size, bias=config.head_bias)

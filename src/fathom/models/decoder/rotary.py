@@ -101,6 +101,8 @@ def angles(rotary: nn.Module, x: Tensor, positions: Tensor, furthest: Tensor | N
 
     `furthest` is the last position of the whole forward pass, if angles depend on it and `positions` may be a part.
     """
+    if not getattr(rotary, "signs", True):
+        return rotary(x, positions)
     if furthest is None:
         return signed(rotary(x, positions))
     made = signed(rotary(x, torch.cat((positions, furthest.expand(len(positions), 1)), 1)))

@@ -58,10 +58,13 @@ def plan(config: DecoderConfig, trips: int | None = None) -> Plan:
 
 def _sources(config: DecoderConfig, layer: int, trip: int, index: dict[tuple[int, int], int]) -> tuple[int, ...]:
     mixer = mixer_class(config)
-    grid = mixer.source_layers(config, layer)
+    keyed = config.keyed_layers
+    if layer not in keyed:
+        return ()
+    grid = [keyed[i] for i in mixer.source_layers(config, keyed.index(layer))]
     rule = across_trips(config)
 
-    whole_trip = [s for s in mixer.source_layers(config, config.num_hidden_layers) if (s, 0) in index]  # as on top
+    whole_trip = [keyed[i] for i in mixer.source_layers(config, len(keyed)) if (keyed[i], 0) in index]  # as on top
 
     def latest(source: int, until: int) -> int:
         # A layer before the looped span runs once; its single visit is its visit in every trip.
@@ -106,7 +109,7 @@ def with_banks(cache: Cache, trips: Sequence[Sequence[Visit]]) -> Cache:
             f"this cache has {len(cache.layers)} layers, the model {len(layers)} in all its trips; "
             "start from an empty cache"
         )
-    if any(layer.is_initialized and int(layer.get_seq_length()) > 0 for layer in cache.layers):
+    if any(getattr(layer, "is_initialized", False) and int(layer.get_seq_length()) > 0 for layer in cache.layers):
         raise ValueError("this cache was filled by a model without iterations; start from an empty cache")
     one_trip, used = list(cache.layers), set()
     cache.layers.clear()

@@ -23,7 +23,7 @@ from transformers.cache_utils import Cache
 from ..axes.host import to_host
 from ..axes.roles import Recurrence, TripState, View
 from ..axes.visit import Out, Visit
-from ..decoder.rotary import Rotation, angles, signed
+from ..decoder.rotary import Rotation, angles
 from .fixed_table import FixedTable
 from .flex_reading import FLEX, NO_BACKWARD, ReadingRule, read_rule
 from .protocols import Decoder
@@ -367,7 +367,7 @@ class Banked(TripMaker):
 
     def once(self, x: Tensor) -> Tensor:
         """The output of the only trip, without the steps of `sweep`, which a token would notice."""
-        rotary, positions = signed(self.model.rotary_emb(x, self.inputs.positions)), self.inputs.positions
+        rotary, positions = angles(self.model.rotary_emb, x, self.inputs.positions, None), self.inputs.positions
         passed = self.through(x, Pass(self.plan[0], self.plain, rotary, positions, self.cache, by_bank=True))
         self.record(passed)
         return passed.residual

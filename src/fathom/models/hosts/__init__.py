@@ -1,0 +1,1 @@
+"""Families whose own layers stand in our walk."""

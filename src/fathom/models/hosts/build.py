@@ -1,0 +1,112 @@
+"""A family's decoder from its own configuration, its layers made ours."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Hashable
+from functools import cache
+from typing import Any, cast
+
+from torch import Tensor, nn
+from transformers import CONFIG_MAPPING, MODEL_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import (
+    get_checkpoint_conversion_mapping,
+    register_checkpoint_conversion_mapping,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from ..axes.fields import DecoderConfig
+from ..registry import add_residuals, mechanism
+from .handover import HANDOVER
+from .hosted_layer import Hosted
+from .layout import Layout
+from .layouts import LAYOUTS
+
+
+def native_config(config: DecoderConfig) -> PreTrainedConfig:
+    """The family's own configuration, with the attention function of hosted layers."""
+    theirs = CONFIG_MAPPING[config.host].from_dict(dict(config.native))
+    theirs._attn_implementation = config._attn_implementation
+    return theirs
+
+
+def causal_class(config: DecoderConfig) -> type[PreTrainedModel]:
+    """The family's class with a head."""
+    return MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[config.host]]
+
+
+FLAGS = (
+    *("_is_stateful", "_keep_in_fp32_modules", "_keep_in_fp32_modules_strict", "_tied_weights_keys"),
+    *("_keys_to_ignore_on_load_unexpected", "_can_compile_fullgraph", "_supports_sdpa", "_supports_flash_attn"),
+    *("_supports_flex_attn", "_skip_keys_device_placement"),
+)
+"""What transformers asks of a model's class: whether its states can be cropped, which tensors are tied, …"""
+
+
+def copy_flags(model: PreTrainedModel, theirs: type[PreTrainedModel]) -> None:
+    """Answer transformers as the family's own class does."""
+    for name in FLAGS:
+        if hasattr(theirs, name):
+            setattr(model, name, copy.copy(getattr(theirs, name)))
+
+
+class HostRotary(nn.Module):
+    """The family's angles as its layers take them, by layer type where these differ; None where it has none."""
+
+    signs = False
+    """Fathom's own layers take signed sines, a family's do not."""
+
+    def __init__(self, rotary: nn.Module | None, kinds: tuple[str, ...]) -> None:
+        super().__init__()
+        self.rotary, self.kinds = rotary, kinds
+        self.by_kind = rotary is not None and "layer_type" in inspect.signature(type(rotary).forward).parameters
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> Any:
+        """Angles of positions `[B, T]`."""
+        if self.rotary is None:
+            return None
+        if self.by_kind:
+            return {kind: self.rotary(x, position_ids, kind) for kind in self.kinds}
+        return self.rotary(x, position_ids)
+
+
+@cache
+def converting(kind: Hashable, host: str) -> type[PreTrainedModel]:
+    """A subclass by whose name transformers converts the family's tensors, such as experts that files hold one by
+    one."""
+    base = cast(type[PreTrainedModel], kind)
+    made = type(f"{base.__name__}_{host}", (base,), {"__module__": base.__module__})
+    conversions = get_checkpoint_conversion_mapping(host)
+    if conversions is not None:
+        register_checkpoint_conversion_mapping(made.__name__, conversions, overwrite=True)
+    return made
+
+
+def build(config: DecoderConfig) -> PreTrainedModel:
+    """The family's decoder without its head; its layers walk with our residuals and mixers."""
+    theirs = native_config(config)
+    decoder: PreTrainedModel = MODEL_MAPPING[type(theirs)](theirs)
+    layouts = LAYOUTS[config.host]
+    inner = type(theirs).from_dict(theirs.to_dict())
+    inner._attn_implementation = HANDOVER
+    keyed = config.keyed_layers
+    for i, layer in enumerate(decoder.layers):
+        layout = adopt(layer, layouts)
+        add_residuals(layer, config, i)
+        layer.kind, layer.value_mixer = config.layer_types[i], None
+        if i in keyed and not layout.latent:
+            layer.value_mixer = mechanism("mixer", config.mixer).build(config, keyed.index(i))
+            getattr(layer, layer.parts[0]).config = inner
+    return decoder
+
+
+def adopt(layer: nn.Module, layouts: tuple[Layout, ...]) -> Layout:
+    """Give a layer a subclass of its own class, and the names of its parts; returns the layout that fits it."""
+    held = {name for name, part in layer.named_children() if part is not None}
+    layout = next(one for one in layouts if one.fits(held))
+    kind = type(layer)
+    layer.__class__ = type("DecoderLayer", (Hosted, kind), {"layout": layout, "__module__": kind.__module__})
+    token = next(name for name in layout.token if name in held)
+    cast(Any, layer).parts = token, tuple(name for name in layout.channel if name in held)
+    return layout

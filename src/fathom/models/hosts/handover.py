@@ -1,0 +1,105 @@
+"""What the walk asks of a family's attention, told through the two things that it passes on: cache and keywords.
+
+Every attention of transformers updates a cache with keys and values, then calls the attention function of its
+configuration with the query. A `Handover` stands in for the cache and passes keys and values through. The function
+`attend` finds it among its keywords, mixes and stores the value there, and calls the real backend.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from ..axes.roles import ValueMixer
+from ..trips.flex_reading import ReadingRule, attend_by_rule
+from ..trips.reading import attend_beside, with_key_bias
+
+HANDOVER = "fathom_hosted"
+"""The attention function of hosted layers."""
+KeyValue = tuple[Tensor, Tensor]
+
+
+class Stores(Protocol):
+    """One layer of a cache."""
+
+    def update(self, key: Tensor, value: Tensor) -> KeyValue:
+        """Store keys and values; returns those to attend to."""
+
+
+@dataclass
+class Handover:
+    """One layer in one trip: see `Attention.forward` for what these mean."""
+
+    mixer: ValueMixer
+    backend: str
+    bank: Stores | None
+    sources: tuple[Tensor, ...] = ()
+    earlier: tuple[Tensor, ...] = ()
+    alive: Tensor | None = None
+    key_bias: Tensor | None = None
+    lent: KeyValue | None = None
+    pair: KeyValue | None = field(default=None, init=False)
+    """The new tokens' key and mixed value, once attention has run."""
+
+    def update(self, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> KeyValue:
+        """Nothing yet: mixing needs the query."""
+        return key, value
+
+    def store(self, query: Tensor, key: Tensor, value: Tensor) -> KeyValue:
+        """Mix and store; returns the keys and values to attend to."""
+        if self.lent is not None:
+            self.pair = self.lent
+            return self.lent
+        value = self.mixer(query, key, value, self.sources)
+        if self.alive is not None:
+            key, value = (torch.where(self.alive, a, b) for a, b in zip((key, value), self.earlier, strict=True))
+            self.earlier = ()
+        self.pair = key, value
+        return self.pair if self.bank is None else self.bank.update(key, value)
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    handover: Handover | None = None,
+    **kwargs: Any,
+) -> Any:
+    """The family's attention over what its handover says that it reads."""
+    if handover is None:
+        raise ValueError("a hosted layer is called by Fathom's walk only")
+    function = _backend(module, handover.backend)
+    channels, (key, value) = value.shape[-1], handover.store(query, key, value)
+    if (bias := handover.key_bias) is not None:
+        query, key, value = with_key_bias(query, key, value, bias, kwargs["scaling"])
+    if isinstance(attention_mask, ReadingRule):
+        function = attend_by_rule
+    if handover.earlier:
+        function = partial(attend_beside, function, handover.earlier)
+    output, weights = function(module, query, key, value, attention_mask, **kwargs)
+    return (output if bias is None else output[..., :channels]), weights
+
+
+def _backend(module: nn.Module, name: str) -> Callable[..., Any]:
+    """The attention function of a backend; `eager` is the family's own."""
+    own = getattr(inspect.getmodule(type(module)), "eager_attention_forward", None)
+    return ALL_ATTENTION_FUNCTIONS.get_interface(name, own)
+
+
+def _no_mask(*args: Any, **kwargs: Any) -> Any:
+    """Masks are made for the backend that will run; without this entry none would be made, and nothing would say so."""
+    raise ValueError(f"attn_implementation={HANDOVER} is no backend: masks are made by the walk")
+
+
+ALL_ATTENTION_FUNCTIONS.register(HANDOVER, attend)
+ALL_MASK_ATTENTION_FUNCTIONS.register(HANDOVER, _no_mask)

@@ -1,0 +1,53 @@
+"""Layouts: where a family's layer has its parts, so that our residuals and the walk can stand between them.
+
+Most decoders of transformers are one of three kinds: norms before the sub-layers, norms after them, or both. A layout
+names the parts; everything else (projections, gates, sinks, experts, rotation) stays the family's own code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The parts of a family's decoder, by the names of its modules."""
+
+    token: tuple[str, ...] = ("self_attn",)
+    """What mixes tokens; a layer has one of them."""
+    channel: tuple[str, ...] = ("mlp",)
+    """What mixes channels; the updates of several are added."""
+    before: tuple[str | None, str | None] = ("input_layernorm", "post_attention_layernorm")
+    """The norms of the inputs of both."""
+    after: tuple[str | None, str | None] = (None, None)
+    """The norms of their outputs."""
+    multiplier: str | None = None
+    """The layer's attribute by which both outputs are multiplied."""
+    parallel: str = ""
+    """`steps` if both read the layer's input and are added one after the other, `sum` if their sum is added; else
+    empty."""
+    embedding: str = "embed_tokens"
+    norm: str = "norm"
+    """The embedding and the final norm."""
+    switches: Callable[[Any], Mapping[str, object]] = field(default=lambda config: {})
+    """Keys of our configuration that say what the family's model does around its layers, such as `embedding_scale`."""
+    latent: bool = False
+    """Whether attention stores a latent, not keys and values."""
+    uneven: bool = False
+    """Whether layers rotate queries and keys differently, or some not at all."""
+    sealed: str = ""
+    """Why a layer is called whole, so that no residual can stand between its parts; empty if it is not."""
+
+    def fits(self, held: set[str]) -> bool:
+        """Whether a layer with these modules is laid out so."""
+        norms = {name for name in (*self.before, *self.after) if name is not None}
+        return norms <= held and bool(held & {*self.token}) and bool(held & {*self.channel})
+
+
+SANDWICH: dict[str, Any] = {
+    "before": ("input_layernorm", "pre_feedforward_layernorm"),
+    "after": ("post_attention_layernorm", "post_feedforward_layernorm"),
+}
+AFTER: dict[str, Any] = {"before": (None, None), "after": ("post_attention_layernorm", "post_feedforward_layernorm")}

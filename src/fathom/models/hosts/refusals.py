@@ -1,0 +1,49 @@
+"""What a hosted decoder cannot do, each in one line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ..axes.fields import DecoderConfig
+from ..axes.roles import Recurrence, View
+from ..registry import DEFAULTS
+from .layouts import LAYOUTS
+
+
+def check_host(config: DecoderConfig, recurrence: Recurrence, multiway: bool) -> None:
+    """Refuse mechanisms that a family's layers cannot have.
+
+    Args:
+        config: The model's configuration, which names a host.
+        recurrence: Its recurrence.
+        multiway: Whether its residual gives queries, keys and values inputs of their own.
+    """
+    if (why := next(_faults(config, recurrence, multiway), None)) is not None:
+        raise ValueError(f"{config.host}: {why}")
+
+
+def _faults(config: DecoderConfig, recurrence: Recurrence, multiway: bool) -> Iterator[str]:
+    layouts, keyed = LAYOUTS[config.host], config.keyed_layers
+    latent = any(layout.latent for layout in layouts)
+    stateful = next((i for i in range(config.num_hidden_layers) if i not in keyed), None)
+    own_slots = recurrence.view is not View.SAME or recurrence.halts or recurrence.lends
+    if own_slots and stateful is not None:
+        yield (
+            f"layer {stateful} is {config.layer_types[stateful]}: its state cannot be rolled back, so halting, views "
+            f"of other trips and kv=first are not possible (recurrence={config.recurrence})"
+        )
+    if own_slots and latent:
+        yield f"attention stores a latent: recurrence={config.recurrence} needs keys and values of every trip"
+    if multiway:
+        yield f"queries, keys and values have one input; residual={config.residual} gives each its own (set ways to r)"
+    if config.residual != DEFAULTS["residual"] and (sealed := next((x.sealed for x in layouts if x.sealed), "")):
+        yield f"residual={config.residual}: {sealed}"
+    if config.mixer != DEFAULTS["mixer"]:
+        if latent:
+            yield f"attention stores a latent, not keys and values: mixer={config.mixer} has nothing to mix"
+        if len(keyed) < 2:
+            yield f"mixer={config.mixer} needs two layers with keys, and there are {len(keyed)}"
+        if any(layout.uneven for layout in layouts):
+            yield f"layers rotate keys differently, so those of two layers cannot be compared (mixer={config.mixer})"
+    if config.output_init != "plain":
+        yield f"output_init={config.output_init}: the family initialises its own projections; set it to plain"

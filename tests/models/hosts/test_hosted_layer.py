@@ -1,0 +1,131 @@
+"""A family's own layers in our walk: with nothing added the family's own model to the last bit; with a mechanism, the
+same whether tokens come at once or one by one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from fathom import FathomForCausalLM
+from fathom.models.hosts.hosted_layer import Bank
+from fathom.models.hosts.layouts import LAYOUTS
+
+from .cases import SHAPES, backend_of, ours_of, stepwise, theirs_of, tokens
+
+KINDS = ("qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_5_text", "lfm2", "granitemoehybrid", "olmo3", "phi")
+"""One of a kind: experts, sinks, latents, delta net, convolution, state space, norms after, a parallel layer."""
+LOOP: dict[str, Any] = {"recurrence": "loop", "recurrence_options": {"trips": 2}}
+MIXER: dict[str, Any] = {"mixer": "depth_attention", "mixer_options": {"stride": 1}}
+RESIDUALS: tuple[dict[str, Any], ...] = ({"residual": "hyper_connections"}, {"residual": "attention_residuals"})
+
+
+def families() -> list[Any]:
+    """All of them; one of a kind in the fast tests."""
+    return [pytest.param(name, marks=() if name in KINDS else pytest.mark.slow) for name in SHAPES]
+
+
+@pytest.mark.parametrize("name", families())
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
+def test_itself(name, dtype):
+    """Whole, padded on the left, cached: the family's own logits."""
+    theirs = theirs_of(name).to(dtype)
+    ours, ids = ours_of(theirs), tokens()
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    with torch.no_grad():
+        assert torch.equal(ours(ids).logits, theirs(ids).logits)
+        padded = [model(ids, attention_mask=mask, position_ids=positions).logits for model in (ours, theirs)]
+    assert torch.equal(padded[0][:, 4:], padded[1][:, 4:])
+    assert torch.equal(stepwise(ours, ids), stepwise(theirs, ids))
+
+
+@pytest.mark.parametrize("name", families())
+@pytest.mark.parametrize("mechanism", [LOOP, *RESIDUALS], ids=["loop", "hyper_connections", "attention_residuals"])
+def test_a_mechanism_decodes_what_it_reads(name, mechanism):
+    ours, ids = ours_of(theirs_of(name), **mechanism), tokens()
+    with torch.no_grad():
+        whole = ours(ids).logits
+    assert (stepwise(ours, ids) - whole).abs().max() <= 1e-4
+
+
+def mixes(name: str) -> bool:
+    """Whether values of several layers can be mixed: keys that are rotated alike, in three layers at least."""
+    return not any(layout.latent or layout.uneven for layout in LAYOUTS[name])
+
+
+@pytest.mark.parametrize("name", [case for case in families() if mixes(case.values[0])])
+def test_depth_attention(name):
+    layers = {"num_hidden_layers": 12} if "num_hidden_layers" in SHAPES[name] else {}
+    close = 5e-4 if layers else 1e-4  # a delta net sums chunks at once and tokens one by one, in float32
+    theirs, ids = theirs_of(name, **layers), tokens()
+    ours, loop = ours_of(theirs, **MIXER), ours_of(theirs, **MIXER, **LOOP)
+    with torch.no_grad():
+        whole, plain = ours(ids).logits, theirs(ids).logits
+        looped = loop(ids).logits
+    assert (whole - plain).abs().max() > 1e-3, "mixing moves logits"
+    assert (stepwise(ours, ids) - whole).abs().max() <= close
+    assert (stepwise(loop, ids) - looped).abs().max() <= close
+
+
+def test_a_bank_that_trips_share_is_seen(monkeypatch):
+    """The control: with one bank for both trips the decoded tokens differ, for keys and for states."""
+    for name in ("qwen3_moe", "lfm2"):
+        ours, ids = ours_of(theirs_of(name), **LOOP), tokens()
+        with torch.no_grad():
+            whole = ours(ids).logits
+        make = Bank.__init__
+        with monkeypatch.context() as patch:
+            patch.setattr(Bank, "__init__", lambda self, cache, bank, make=make: make(self, cache, bank % 4))
+            assert (stepwise(ours, ids) - whole).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("name", families())
+def test_a_directory_opens_as_the_family_opens_it(name, tmp_path):
+    """Experts that files hold one by one are joined; what is generated is the same."""
+    theirs_of(name).save_pretrained(tmp_path)
+    settings = {"attn_implementation": backend_of(name), "dtype": torch.float32}
+    ours = FathomForCausalLM.from_pretrained(tmp_path, **settings).eval()
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, **settings).eval()
+    ids, asked = tokens(), {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None}
+    with torch.no_grad():
+        assert torch.equal(ours(ids).logits, theirs(ids).logits)
+    assert torch.equal(ours.generate(ids, **asked), theirs.generate(ids, **asked))
+
+
+@pytest.mark.parametrize(
+    ("name", "mechanism", "says"),
+    [
+        ("lfm2", {"recurrence": "ponder3"}, "layer 0 is conv: its state cannot be rolled back"),
+        ("lfm2", {"recurrence": "loop", "recurrence_options": {"kv": "first"}}, "its state cannot be rolled back"),
+        ("deepseek_v3", MIXER, "attention stores a latent"),
+        ("deepseek_v3", {"recurrence": "adaponder"}, "attention stores a latent"),
+        ("olmo3", MIXER, "layers rotate keys differently"),
+        ("qwen3_moe", {"residual": "mudd"}, "queries, keys and values have one input"),
+        ("qwen3_moe", {"output_init": "depth"}, "the family initialises its own projections"),
+    ],
+)
+def test_what_is_not_possible_is_one_line(name, mechanism, says):
+    theirs = theirs_of(name)
+    with pytest.raises(ValueError, match=says) as refused:
+        ours_of(theirs, **mechanism)
+    assert str(refused.value).startswith(f"{name}: ") and "\n" not in str(refused.value)
+
+
+def test_states_forbid_what_needs_a_crop(tmp_path):
+    """transformers refuses prompt lookup where states cannot be cropped; copied flags say so here too."""
+    ours = ours_of(theirs_of("qwen3_5_text"), **LOOP)
+    with pytest.raises(ValueError, match="stateful"):
+        ours.generate(tokens(1), max_new_tokens=3, prompt_lookup_num_tokens=2)
+
+
+def test_another_backend_keeps_the_mechanism():
+    ours, ids = ours_of(theirs_of("qwen3_moe"), **MIXER), tokens()
+    with torch.no_grad():
+        before = ours(ids).logits
+        ours.set_attn_implementation("eager")
+        assert ours.model.native_config()._attn_implementation == "eager"
+        assert (ours(ids).logits - before).abs().max() <= 1e-5
