@@ -275,6 +275,44 @@ def test_what_cannot_be_followed_is_one_line(served, fields, param, words):
     assert error["message"].startswith(param) and words in error["message"]
 
 
+def allowed(mode, *names):
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [function(name) for name in names]}}
+
+
+def test_some_of_the_tools_are_allowed(served):
+    """Those that are not named are never called."""
+    for seed in range(3):
+        options = {"tools": TOOLS, "seed": seed, "parallel_tool_calls": False}
+        answer = ask(served, tool_choice=allowed("required", "add", "now"), **options).choices[0]
+        assert answer.finish_reason == "tool_calls" and answer.message.tool_calls[0].function.name in ("add", "now")
+    with scripted(served.service, CALL):
+        _, calls, _, _ = heard(served, tools=TOOLS, tool_choice=allowed("auto", "now"), temperature=0)
+    assert not [name for name, _ in calls if name != "now"]
+    status, body = served.post("/v1/chat/completions", messages=ASK, tools=TOOLS, tool_choice=allowed("auto", "dig"))
+    assert status == 400 and body["error"]["param"] == "tool_choice"
+
+
+def test_half_a_surrogate_pair_is_named(served):
+    half = chr(0xD83D)
+    asked = [{"regex": half}, {"grammar": f'start: "{half}"'}]
+    for fields in ({"messages": [{"role": "user", "content": half}]}, *({"structured_outputs": one} for one in asked)):
+        status, body = served.post("/v1/chat/completions", **{"messages": ASK, **fields})
+        assert status == 400 and "half of a surrogate pair" in body["error"]["message"], body
+
+
+def test_bounds_with_too_many_digits_are_named(served):
+    status, body = served.post("/v1/chat/completions", messages=ASK, **schema(type="integer", minimum=-(10**20)))
+    assert status == 400 and "too many digits" in body["error"]["message"]
+
+
+def test_json_is_not_padded(served):
+    """Between two of its parts a space, or a new line and its indent."""
+    for seed in range(3):
+        text = ask(served, response_format=FORMAT, seed=seed, temperature=2).choices[0].message.content
+        parts = re.findall(r"[\s]+", re.sub(r'"[^"]*"', "x", text))
+        assert all(re.fullmatch(r" |\n[ \t]{0,32}", part) for part in parts), repr(text)
+
+
 def test_a_template_without_tools_says_so(folder):
     with in_thread(service(folder, "{{ messages[0].content }}")) as served:
         status, body = served.post("/v1/chat/completions", messages=ASK, tools=TOOLS)

@@ -8,6 +8,7 @@ import asyncio
 import http.client
 import json
 import os
+import re
 import signal
 import socket
 import sys
@@ -431,6 +432,40 @@ def test_errors_name_the_field_and_what_is_allowed(served):
 )
 def test_variables_of_the_template_are_not_ours(served, name):
     check_error(served.post("/v1/chat/completions", messages=HELLO, chat_template_kwargs={name: "x"}), 400)
+
+
+def test_fields_that_change_nothing_are_ignored(served):
+    fields = {"prompt_cache_key": "k", "safety_identifier": "u", "verbosity": "low", "modalities": ["text"]}
+    options = {"include_obfuscation": False, "continuous_usage_stats": True, "include_usage": True}
+    plain = served.post("/v1/chat/completions", messages=HELLO, max_tokens=4, temperature=0)
+    assert plain[0] == 200
+    answer = served.post("/v1/chat/completions", messages=HELLO, max_tokens=4, temperature=0, **fields)
+    assert answer[0] == 200 and answer[1]["choices"] == plain[1]["choices"]
+    for wrong in ({"modalities": ["text", "audio"]}, {"verbosity": "shrill"}, {"reasoning": {}}):
+        check_error(served.post("/v1/chat/completions", messages=HELLO, **wrong), 400)
+    asked = {"model": "tiny", "messages": HELLO, "max_tokens": 4, "stream": True, "stream_options": options}
+    *_, last = served.client.chat.completions.create(**asked)
+    assert last.usage.completion_tokens == answer[1]["usage"]["completion_tokens"]
+
+
+def test_two_lengths_of_a_body_close_the_connection(served):
+    """A proxy may take the other one, so what follows is no request; with one length the connection stays."""
+    body = b'{"prompt": "a", "max_tokens": 1}'
+    chunked = b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n%s\r\n"
+    second = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+
+    def statuses(lengths):
+        with socket.create_connection(("127.0.0.1", served.port), timeout=60) as connection:
+            connection.sendall(head % lengths + chunked + second)
+            found = b""
+            while part := connection.recv(1 << 16):
+                found += part
+        return re.findall(rb"HTTP/1\.1 ([0-9]+)", found)
+
+    chunks = b"Transfer-Encoding: chunked\r\n"
+    assert statuses(chunks) == [b"200", b"200"]
+    assert statuses(b"Content-Length: 5\r\n" + chunks) == [b"400"]
 
 
 def test_tool_calls_in_a_history(served, live, monkeypatch):

@@ -15,7 +15,7 @@ from pydantic_core import PydanticCustomError
 from starlette.exceptions import HTTPException
 
 from fathom.errors import RequestError
-from fathom.inference.api_structure import NamedTool, ResponseFormat, Strict, StructuredOutputs, Tool
+from fathom.inference.api_structure import AllowedTools, NamedTool, ResponseFormat, Strict, StructuredOutputs, Tool
 from fathom.inference.engine import WAITING
 from fathom.inference.prompt import one_text
 
@@ -38,6 +38,7 @@ TURNS = 4096
 """Most messages of a conversation."""
 BIASES = 1024
 """Most tokens of `logit_bias`."""
+HALF = "a text holds half of a surrogate pair, which is no character"
 NO_LIMIT = -1
 """As `top_k`: draw from all tokens."""
 FieldRules = dict[str, tuple[bool, str]]
@@ -165,6 +166,9 @@ def _as_object(call: Mapping[str, Any]) -> dict[str, Any]:
 
 class _StreamOptions(Strict):
     include_usage: bool = False
+    # Fields that clients send and that change nothing here: chunks hold no padding, and the last one the usage.
+    include_obfuscation: bool = False
+    continuous_usage_stats: bool = False
 
 
 class Body(Strict):
@@ -198,6 +202,10 @@ class Body(Strict):
     store: Literal[False] = False
     metadata: dict[str, object] = {}
     service_tier: str | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+    modalities: list[Literal["text"]] | None = None
 
     @field_validator("top_k")
     @classmethod
@@ -294,7 +302,7 @@ class ChatBody(Body):
     chat_template_kwargs: dict[str, bool | int | str] = Field({}, max_length=64)
     tools: list[Tool] = Field([], max_length=TOOLS)
     functions: list[object] = Field([], max_length=0)
-    tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools = "auto"
     function_call: Literal["none", "auto"] = "none"
     parallel_tool_calls: bool = True
     echo: ClassVar[bool] = False
@@ -313,8 +321,7 @@ class ChatBody(Body):
         """See `Body.rules`."""
         alone = not self.top_logprobs or self.logprobs
         names = [tool.function.name for tool in self.tools]
-        chosen = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
-        known = chosen in names if chosen is not None else self.tool_choice != "required" or bool(names)
+        known = self._chosen <= set(names) if self._chosen else self.tool_choice != "required" or bool(names)
         return super().rules(vocabulary) | {
             "top_logprobs": (alone, "only with logprobs=true"),
             "tools": (len(set(names)) == len(names), "two tools have one name"),
@@ -324,10 +331,23 @@ class ChatBody(Body):
     @property
     def callable_tools(self) -> list[Tool]:
         """The tools that the answer may call."""
-        if isinstance(self.tool_choice, NamedTool):
-            chosen = self.tool_choice.function.name
-            return [tool for tool in self.tools if tool.function.name == chosen]
+        if self._chosen:
+            return [tool for tool in self.tools if tool.function.name in self._chosen]
         return [] if self.tool_choice == "none" else self.tools
+
+    @property
+    def must_call(self) -> bool:
+        """Whether the answer must call a tool."""
+        if isinstance(self.tool_choice, AllowedTools):
+            return self.tool_choice.allowed_tools.mode == "required"
+        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
+
+    @property
+    def _chosen(self) -> set[str]:
+        """Names of the tools that `tool_choice` names."""
+        if isinstance(self.tool_choice, AllowedTools):
+            return {tool.function.name for tool in self.tool_choice.allowed_tools.tools}
+        return {self.tool_choice.function.name} if isinstance(self.tool_choice, NamedTool) else set()
 
 
 class TextBody(Strict):

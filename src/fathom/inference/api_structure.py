@@ -117,3 +117,15 @@ class NamedTool(BaseModel):
 
     type: Literal["function"]
     function: _Chosen
+
+
+class _Allowed(BaseModel):
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool] = Field(min_length=1)
+
+
+class AllowedTools(BaseModel):
+    """`tool_choice`: some of the tools."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: _Allowed

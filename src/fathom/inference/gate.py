@@ -90,6 +90,9 @@ class Gate:
     def _fault(self, scope: AsgiMessage) -> ApiError | None:
         """Why a request is refused, judging by its headers."""
         headers = dict(scope["headers"])
+        if b"content-length" in headers and b"transfer-encoding" in headers:  # where the body ends is open to dispute
+            message = "a request has Content-Length or Transfer-Encoding, not both"
+            return ApiError(400, message, "malformed_body", headers={"Connection": "close"})
         if self.hosts is not None:
             host = headers.get(b"host", b"").decode("latin-1").lower()
             if host_name(host) not in self.hosts:

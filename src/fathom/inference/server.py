@@ -26,6 +26,7 @@ from fathom.errors import RequestError, SettingsError
 from fathom.evaluation.budgets import most_trips
 from fathom.inference.answers import Envelope
 from fathom.inference.api import (
+    HALF,
     ApiError,
     ChatBody,
     CompletionBody,
@@ -137,7 +138,11 @@ class Service:
             raise wrong(field, str(error)) from error
         except RecursionError as error:
             raise wrong(field, "nested too deeply") from error
+        except UnicodeEncodeError as error:
+            raise wrong(field, HALF) from error
         except (TypeError, ValueError) as error:
+            if "TextEncodeInput" in str(error):  # what tokenizers says of a text that is no Unicode
+                raise wrong(field, HALF) from error
             raise wrong(field, f"cannot be read: {' '.join(str(error).split()):.300}") from error
         if (fault := unknown_token(ids, self.model)) is not None:
             raise wrong(field, fault)

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from fathom.errors import SettingsError
-from fathom.inference.api import ChatBody, CompletionBody, wrong
+from fathom.inference.api import HALF, ChatBody, CompletionBody, wrong
 from fathom.inference.api_structure import NamedTool
 from fathom.inference.control import special_names
 from fathom.inference.grammar import json_grammar, lark_grammar
@@ -86,11 +86,15 @@ class Shapes:
                 name = "tools"
                 return self._with_tools(body)
             if body.structured_outputs is not None:
-                return Wanted(name, body.structured_outputs.grammar_text())
+                grammar = body.structured_outputs.grammar_text()
+                grammar.encode()
+                return Wanted(name, grammar)
             schema = None if body.response_format is None else body.response_format.wanted
             return None if schema is None else Wanted(name, json_grammar(schema))
         except SettingsError as error:
             raise wrong(name, str(error)) from error
+        except UnicodeError as error:
+            raise wrong(name, HALF) from error
 
     def ready(self, wanted: Wanted) -> Shape | None:
         """The constraints of a request whose grammar is compiled already."""
@@ -109,7 +113,7 @@ class Shapes:
         schema = None if body.response_format is None else body.response_format.wanted
         tools = [tool.model_dump(exclude_none=True) for tool in body.callable_tools]
         named = isinstance(body.tool_choice, NamedTool)
-        required, several = named or body.tool_choice == "required", body.parallel_tool_calls and not named
+        required, several = body.must_call, body.parallel_tool_calls and not named
         whole = tool_grammar(tools, self.notation, self.grammars.pieces, required, several, schema)
         parts = {f"tools.{i}.function.parameters": json_grammar(schema_of(tool)) for i, tool in enumerate(tools)}
         if schema is not None:
