@@ -57,6 +57,20 @@ def test_a_difference_is_exit_code_1(
     assert all(one["difference"] > one["allowed"] == 0 for one in found["comparisons"])
 
 
+def test_an_ignored_key_is_one_that_the_class_ignores_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(proof, "DTYPES", ("float32",))
+    keys = {"my_new_switch": 1, "is_causal": False}
+    for key in keys:
+        code, _, errors = said(tmp_path, capsys, **{key: keys[key]})
+        assert code == 2 and f"{key}=" in errors
+    code, out, _ = said(tmp_path, capsys, "--ignore-keys", "my_new_switch", my_new_switch=1)
+    assert code == 0 and "DIFFERS" not in out
+    code, out, _ = said(tmp_path, capsys, "--ignore-keys", "my_new_switch,is_causal", **keys)
+    assert code == 1 and "DIFFERS" in out
+
+
 @pytest.mark.parametrize(
     ("keys", "says"),
     [

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -78,7 +78,7 @@ class Check:
     """Whether all comparisons agree: Fathom computes what transformers' class computes."""
 
 
-def check(where: str | Path) -> Check:
+def check(where: str | Path, ignore_keys: Collection[str] = ()) -> Check:
     """Test whether Fathom opens a model as transformers' own class does.
 
     Both classes open a small copy of `config.json`, in which sizes and lengths are scaled down, with the same random
@@ -89,16 +89,17 @@ def check(where: str | Path) -> Check:
     Args:
         where: A model directory, or one with a `config.json` alone, or `org/name[@revision]` on the Hub, of which only
             `config.json` is downloaded.
+        ignore_keys: Keys of `config.json` that Fathom reads the model without; transformers' class reads them.
     """
     directory = _directory(where)
     config = check_checkpoint(directory, weights=False)
     with quiet():
-        family = _family(where, config, directory)
+        family = _family(where, config, directory, ignore_keys)
         theirs: type[PreTrainedModel] = MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[family.name]]
         left_out = tuple(key for key in LEFT_OUT if key in config)
         try:
             small = shrink({key: value for key, value in config.items() if key not in left_out})
-            found = tuple(_compare(family, theirs, small))
+            found = tuple(_compare(family, theirs, small, ignore_keys))
         except Exception as error:  # the class depends on the value in the file
             raise ModelError(f"{where}: {theirs.__name__} cannot run a small copy: {reason(error)}") from error
     return Check(
@@ -126,7 +127,7 @@ def _directory(where: str | Path) -> Path:
     return find_model(path)
 
 
-def _family(where: str | Path, config: Values, directory: Path) -> Family:
+def _family(where: str | Path, config: Values, directory: Path, ignore_keys: Collection[str]) -> Family:
     """The family of a configuration that Fathom opens, or a refusal."""
     kind = str(config.get("model_type"))
     if kind == FathomConfig.model_type:
@@ -135,13 +136,15 @@ def _family(where: str | Path, config: Values, directory: Path) -> Family:
         code = "; the directory's own code is never run" if "auto_map" in config else ""
         known = ", ".join(sorted(FAMILIES))
         raise ModelError(f"{where} is a {kind} model; Fathom and transformers both have a class for {known}{code}")
-    ours = read_config(directory)  # its refusals name the key
+    ours = read_config(directory, ignore_keys)  # its refusals name the key
     if (name := mechanism_name(ours)) != "vanilla":
         raise ModelError(f"{where} opens with {name}, which no class of transformers has: nothing to compare")
     return FAMILIES[kind]
 
 
-def _compare(family: Family, theirs: type[PreTrainedModel], small: Small) -> Iterator[Comparison]:
+def _compare(
+    family: Family, theirs: type[PreTrainedModel], small: Small, ignore_keys: Collection[str]
+) -> Iterator[Comparison]:
     """Run both models in every way, with SDPA if the class has it, and once with eager attention."""
     runs: dict[str, dict[str, View]] = {"sdpa": VIEWS, "eager": {EAGER: whole}}
     if not theirs._supports_sdpa:
@@ -152,7 +155,7 @@ def _compare(family: Family, theirs: type[PreTrainedModel], small: Small) -> Ite
         write_twin(small.config, Path(folder))
         for dtype, (attention, views) in itertools.product(DTYPES, runs.items()):
             allowed = 0.0 if family.rounding is None else getattr(family.rounding, dtype)
-            pair = open_both(Path(folder), getattr(torch, dtype), attention)
+            pair = open_both(Path(folder), getattr(torch, dtype), attention, ignore_keys)
             for way, view in views.items():
                 found = difference(view, *pair, batch)
                 yield Comparison(way, dtype, found, allowed, found <= allowed)

@@ -7,7 +7,7 @@ that are not padding.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,11 +63,13 @@ def write_twin(config: Values, directory: Path, seed: int = 0) -> None:
     (directory / CONFIG).write_text(json.dumps(config))  # save_pretrained writes the class's version of it
 
 
-def open_both(directory: Path, dtype: torch.dtype, attention: str) -> tuple[PreTrainedModel, FathomForCausalLM]:
-    """The directory's model as its class in transformers opens it, and as Fathom does."""
+def open_both(
+    directory: Path, dtype: torch.dtype, attention: str, ignore_keys: Collection[str] = ()
+) -> tuple[PreTrainedModel, FathomForCausalLM]:
+    """The directory's model as its class in transformers opens it, and as Fathom does without these keys."""
     settings: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention, "local_files_only": True}
     theirs = AutoModelForCausalLM.from_pretrained(directory, **settings).eval()
-    return theirs, FathomForCausalLM.from_pretrained(directory, **settings).eval()
+    return theirs, FathomForCausalLM.from_pretrained(directory, ignore_keys=ignore_keys, **settings).eval()
 
 
 def whole(model: PreTrainedModel, batch: Batch) -> Tensor:

@@ -6,7 +6,7 @@ import textwrap
 from argparse import Namespace
 from typing import TYPE_CHECKING
 
-from fathom.cli.parser import Parser
+from fathom.cli.parser import Parser, add_ignore_keys
 from fathom.report.results import to_json
 from fathom.report.tables import PlainTable, line_width, print_report
 
@@ -33,6 +33,7 @@ def add(parser: Parser) -> None:
     parser.add_argument(
         "model", help="a model directory, a directory with a config.json alone, or org/name[@revision] on the Hub"
     )
+    add_ignore_keys(parser)
     parser.add_argument("--json", action="store_true", help="print the result for a program")
 
 
@@ -40,7 +41,7 @@ def run(options: Namespace) -> int:
     """Print the comparisons; 1 if one does not agree."""
     from fathom.checkpoints.proof import check
 
-    found = check(options.model)
+    found = check(options.model, options.ignore_keys)
     if options.json:
         print(to_json(found))
     else:

@@ -192,6 +192,11 @@ def add_opening(parser: Parser) -> None:
     parser.add_argument("--device", help="cpu, cuda, ... (default: cuda where there is one)")
     parser.add_argument("--verify", action="store_true", help="also check the hashes of weight files above 2 GB")
     parser.add_argument("--trust-remote-code", action="store_true", help="allow Python code from the model directory")
+    add_ignore_keys(parser)
+
+
+def add_ignore_keys(parser: Parser) -> None:
+    """Add `--ignore-keys`."""
     parser.add_argument(
         "--ignore-keys",
         type=lambda text: tuple(name.strip() for name in text.split(",")),
