@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -194,11 +195,34 @@ def test_publishing_that_stops_leaves_nothing_behind(
     assert tree(out) == tree(whole.directory) and not (out / "shards" / publish.PARTIAL).exists()
 
 
-def test_damage_is_done_again(corpora: Path, tokenizer: str, whole: Report, out: Path) -> None:
-    part = next((out / "stages" / "clean").rglob("part-*.jsonl"))
-    part.write_bytes(part.read_bytes()[:-10])
-    report = made(out, recipe_of(corpora, tokenizer))
-    assert report.stages["clean"].done == 1 and tree(out) == tree(whole.directory)
+DAMAGED = (
+    *("stages/clean/*/part-*.jsonl", "stages/duplicates/*/*.jsonl", "stages/tokenize/**/*.bin"),
+    *("shards/train/replay/*.bin", "shards/train/*/*.idx", "shards/tokenizer/tokenizer.json"),
+)
+
+
+@pytest.mark.parametrize("damage", ["cut", "altered", "linked"])
+def test_nothing_damaged_is_used_again(corpora: Path, tokenizer: str, whole: Report, out: Path, damage: str) -> None:
+    """Files that are cut, or have one other byte, are named and made again, linked to a stage's or not."""
+    places = ("shards/train/domain/*.bin",) if damage == "linked" else DAMAGED
+    files = [next(path for path in sorted(out.glob(place)) if path.stat().st_size > 20) for place in places]
+    if damage == "linked":
+        made_by = next(
+            path for path in out.glob("stages/tokenize/**/*.bin") if path.read_bytes() == files[0].read_bytes()
+        )
+        files[0].unlink()
+        os.link(made_by, files[0])
+    for file in files:
+        data = file.read_bytes()
+        file.write_bytes(data[:-10] if damage == "cut" else data[:10] + bytes([data[10] ^ 1]) + data[11:])
+    with pytest.warns() as said:
+        made(out, recipe_of(corpora, tokenizer))
+    assert tree(out) == tree(whole.directory)
+    named = [str(one.message) for one in said if "damaged" in str(one.message)]
+    assert all(any(file.name in words for words in named) for file in files)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # as a control, nothing is damaged now
+        assert "nothing had changed" in str(made(out, recipe_of(corpora, tokenizer)))
 
 
 @pytest.mark.slow

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import time
+import warnings
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +24,7 @@ from fathom.corpus.recipe import CorpusRecipe
 from fathom.corpus.stage import (
     MANIFEST,
     STAGES,
+    TASK,
     Stage,
     StageOf,
     Task,
@@ -38,6 +42,8 @@ from fathom.report.progress import ProgressBar
 from fathom.report.provenance import versions
 
 RUN = "run.json"
+READERS = 4
+"""Threads that read results of earlier runs to check them."""
 PACKAGES = (
     "numpy",
     "tokenizers",
@@ -124,9 +130,10 @@ def carry_out(stage: StageOf[Any], execute: Executing) -> StageReport:
     """Run the tasks of a stage that are not finished yet."""
     started = time.perf_counter()
     tasks = stage.tasks()
-    todo = [task for task in tasks if not stage.done(task)]
     place = stage.workspace.stage(stage.name)
     sweep(place)
+    _discard_damaged(stage, tasks)
+    todo = [task for task in tasks if not stage.done(task)]
     if todo:
         write_plan(stage.workspace, stage.name, todo)
         with ProgressBar(stage.name, len(todo)) as bar:
@@ -146,6 +153,17 @@ def carry_out(stage: StageOf[Any], execute: Executing) -> StageReport:
     (place / PLAN).unlink(missing_ok=True)
     seconds = round(time.perf_counter() - started, 3)
     return StageReport(len(tasks), len(todo), seconds, manifest.counts, times_of(stage, tasks))
+
+
+def _discard_damaged(stage: StageOf[Any], tasks: list[Task]) -> None:
+    """Read the results of earlier runs, and remove those with a file that is not what its task wrote."""
+    with ProgressBar(f"{stage.name}: checking", len(tasks)) as bar, ThreadPoolExecutor(READERS) as pool:
+        for number, (task, files) in enumerate(zip(tasks, pool.map(stage.damaged, tasks), strict=True), 1):
+            bar.update(number)
+            for file in files:
+                warnings.warn(f"{file}: damaged: it does not have the hash in {TASK}; it is made again", stacklevel=2)
+            if files:
+                shutil.rmtree(stage.folder(task))
 
 
 def _is_ours(directory: Path) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import warnings
 from contextlib import suppress
 from pathlib import Path
 
@@ -29,7 +30,7 @@ from fathom.data.shards import (
 )
 from fathom.data.tokenizer import tokenizer_checksums
 from fathom.errors import DataError
-from fathom.report.files import read_json, write_json
+from fathom.report.files import digest, read_json, write_json
 from fathom.report.results import restored
 
 SHARD_FOLDER, CONVERSATION_FOLDER, BENCHMARK_FOLDER = "shards", "conversations", "benchmark"
@@ -115,7 +116,13 @@ def _publish_shards(workspace: Workspace, stage: str, name: str) -> None:
     index = index_of(tokenizer, splits, {"corpus": workspace.recipe.to_dict() | {"executor": None}}, targets or None)
     draft, folder = workspace.directory / f".{name}.new", workspace.directory / name
     if repr(_published(folder)) == repr(index):  # in the same order, too
-        return
+        copies = [(file, shard_files(folder, *place)[0].with_suffix(file.suffix)) for file, place in places]
+        copies += [(file, folder / TOKENIZER / file.name) for file in (tokenizer / TOKENIZER).iterdir()]
+        damaged = [copy for file, copy in copies if not _is_copy(file, copy)]
+        if not damaged:
+            return
+        for copy in damaged:
+            warnings.warn(f"{copy}: damaged: it is not what the corpus holds; it is written again", stacklevel=2)
     shutil.rmtree(draft, ignore_errors=True)
     shutil.copytree(tokenizer / TOKENIZER, draft / TOKENIZER)
     for file, place in places:
@@ -146,6 +153,11 @@ def index_of(
         splits={split: dict(sorted(splits[split].items())) for split in sorted(splits)},
         targets_crc32=targets,
     )
+
+
+def _is_copy(file: Path, target: Path) -> bool:
+    """Whether a published file is the one that a stage made, by a link or by its contents."""
+    return target.is_file() and (target.samefile(file) or digest(target) == digest(file))
 
 
 def _link(file: Path, target: Path) -> None:

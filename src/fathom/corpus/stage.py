@@ -2,7 +2,7 @@
 
 A task's key is a hash of the stage's name, version and settings and of the contents that the task reads. The task
 writes to a temporary folder, which is then renamed to the key. A folder that exists is therefore complete, even if a
-process was killed, and a task whose folder exists is not run again.
+process was killed, and a task whose folder exists is not run again, as long as its files have the hashes in its record.
 """
 
 from __future__ import annotations
@@ -205,12 +205,20 @@ class StageOf(ABC, Generic[R]):
         return self.workspace.stage(self.name) / self.key(task)
 
     def done(self, task: Task) -> bool:
-        """Whether a task's result exists and is complete."""
+        """Whether a task's result exists and is complete; the contents of its files are not read."""
         folder = self.folder(task)
         if not (folder / TASK).is_file():
             return False
         outputs = read_result(TaskOutcome, folder / TASK, REMEDY).outputs
         return all(_size(folder / name) == facts.bytes for name, facts in outputs.items())
+
+    def damaged(self, task: Task) -> list[Path]:
+        """Files of a finished task that are not what it wrote: their SHA-256 is not that in its record."""
+        folder = self.folder(task)
+        if not (folder / TASK).is_file():
+            return []
+        outputs = read_result(TaskOutcome, folder / TASK, REMEDY).outputs
+        return [path for name, facts in outputs.items() if not is_file_of(path := folder / name, facts)]
 
 
 class Stage(StageOf[CorpusRecipe]):
@@ -282,6 +290,11 @@ def sync_tree(folder: Path) -> None:
         else:
             sync_directory(path)
     sync_directory(folder)
+
+
+def is_file_of(path: Path, facts: Digest) -> bool:
+    """Whether a file has this size and SHA-256."""
+    return _size(path) == facts.bytes and digest(path) == facts
 
 
 def _size(path: Path) -> int:
