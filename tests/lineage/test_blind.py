@@ -168,3 +168,21 @@ def test_a_byte_level_tokenizer_is_one_however_deep():
     for _ in range(40):
         node = {"type": "Sequence", "decoders": [node]}
     assert vocabulary._is_byte_level(node) and not vocabulary._is_byte_level([{"type": "Metaspace"}])
+
+
+@pytest.mark.slow
+def test_a_disguised_copy_that_drifted_is_found(models, disguised, tmp_path):
+    """Every matrix of the layers moved by a fifth of its size."""
+
+    def drift(tensors):
+        draw = torch.Generator().manual_seed(6)
+        for name in [n for n in tensors if ".layers." in n and tensors[n].ndim == 2]:
+            value = tensors[name]
+            rows = value.pow(2).mean(1, keepdim=True).sqrt()  # rows of a re-gauged model differ in size
+            tensors[name] = value + 0.2 * rows * torch.randn(value.shape, generator=draw, dtype=value.dtype)
+
+    far = edited(disguised / "cipher", tmp_path / "far", drift)
+    for nonce in range(2):
+        pair = open_weights(models(seed=90)), open_weights(far)
+        found = compare(*pair, options=Options(extras=False, nonce=nonce))
+        assert found.verdict.label in FOUND, (nonce, found.pair.neurons["blind"])

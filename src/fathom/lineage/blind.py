@@ -26,7 +26,8 @@ from fathom.lineage.weights import Told, Weights
 
 FIT, HELD = 6, 3  # most layers for the fit, and for the test
 WIDEST = 1024  # eigenvectors that are used
-STEPS = 12
+LEADING = 128  # eigenvectors that are aligned first
+STEPS, WIDE_STEPS = 100, 30  # of the leading ones, which are cheap, and of all
 SETTLED = 1e-4
 GOLDEN = 0.618
 NODES, WEIGHTS_OF_NODES = np.polynomial.hermite_e.hermegauss(64)
@@ -122,7 +123,7 @@ def basis(weights: Weights, layers: Sequence[int], most: int) -> Basis:
         found = [one for index in layers for one in maps(weights, index)]
         total = sum(c @ c.T + np.float32(GOLDEN) * (c.T @ c) + np.float32(0.5) * (c + c.T) for c in found)
         size, vectors = np.linalg.eigh(np.asarray(total, np.float64))
-        vectors = vectors[:, np.sort(np.argsort(-np.abs(size), kind="stable")[:most])].astype(np.float32)
+        vectors = vectors[:, np.argsort(-np.abs(size), kind="stable")[:most]].astype(np.float32)
         weights.memo[key] = Basis(vectors, np.stack([vectors.T @ c @ vectors for c in found]))
     out: Basis = weights.memo[key]
     return out
@@ -133,8 +134,15 @@ def rotation(a: Basis, b: Basis) -> Array:
     agreement = np.einsum("nij,nij->ij", a.maps, b.maps)
     first = np.linalg.eigh(agreement + agreement.T)[1][:, -1]
     found = np.diag(np.where(first < 0, -1.0, 1.0)).astype(np.float32)
-    for _ in range(STEPS):
-        pull = sum(x @ found @ y.T + x.T @ found @ y for x, y in zip(a.maps, b.maps, strict=True))
+    few = slice(0, LEADING)
+    found[few, few] = _improved(found[few, few], a.maps[:, few, few], b.maps[:, few, few], STEPS)
+    return found if len(found) <= LEADING else _improved(found, a.maps, b.maps, WIDE_STEPS)
+
+
+def _improved(found: Array, a: Array, b: Array, steps: int) -> Array:
+    """R ← polar(Σ C_A R C_Bᵀ + C_Aᵀ R C_B), until it settles. Models that drifted far need many steps."""
+    for _ in range(steps):
+        pull = sum(x @ found @ y.T + x.T @ found @ y for x, y in zip(a, b, strict=True))
         u, _, vt = np.linalg.svd(pull)
         step = float(np.linalg.norm(u @ vt - found)) / np.sqrt(len(found))
         found = u @ vt
