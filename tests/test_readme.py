@@ -20,12 +20,22 @@ from tests.tiny import tiny_tokenizer
 ROOT = Path(__file__).parent.parent
 LOGS = ROOT / "benchmarks" / "results"
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+LONGEST = 132
+"""Lines of the front page: what is added displaces something else."""
 NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
 def script() -> str:
     """Every Python block, one after the other."""
     return "\n".join(re.findall(r"```python\n(.*?)```", README, re.S))
+
+
+def test_the_front_page_is_short_and_names_the_first_commands() -> None:
+    """An environment of one's own, which Debian's Python needs, and the commands that try everything."""
+    install, _, rest = README.partition("## Sixty seconds")
+    assert len(README.splitlines()) <= LONGEST
+    assert "python3 -m venv .venv" in install and install.index("-m venv") < install.index("pip install")
+    assert all(f"\nmake {target} " in rest for target in ("test", "demo"))
 
 
 @pytest.mark.slow

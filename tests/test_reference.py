@@ -59,7 +59,7 @@ def commands() -> str:
         "Every command also takes `--help`, and ends with exit code 2 for a wrong request",
         "",
     ]
-    lines[-2] += " and 1 for a failure."
+    lines[-2] += " and 1 for a failure. `NO_COLOR=1` turns colours off, and `COLUMNS` sets the width."
     for name, summary in COMMANDS.items():
         parser = Parser(prog=f"fathom {name}")
         importlib.import_module(f"fathom.cli.{name}").add(parser)

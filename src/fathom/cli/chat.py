@@ -15,6 +15,8 @@ from fathom.cli.wrapping import Wrapped
 from fathom.errors import SettingsError
 from fathom.report.tables import line_width
 
+EXAMPLES = ('fathom chat my-model --system "Answer briefly." --temperature 0.7',)
+
 
 def add(parser: Parser) -> None:
     """Add the command's arguments."""

@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 MORE = """
 Both open a small copy of config.json with the same random weights, and run the
 same texts. The model's own weights are not used."""
-EXAMPLE = """example:
-  fathom check path/to/model
-  fathom check org/name        downloads config.json only
-
-exit code: 0 if all logits agree, 1 if some differ, 2 if Fathom does not open the
-model or there is no class to compare with"""
+EXAMPLES = (
+    "fathom check path/to/model",
+    "fathom check Qwen/Qwen3-0.6B  # needs config.json alone",
+)
+EXIT_CODES = """exit code: 0 if all logits agree, 1 if some differ, 2 if Fathom does not open the model \
+or there is no class to compare with"""
 WIDTH = 100
 """Characters of a line of prose."""
 
@@ -29,7 +29,7 @@ WIDTH = 100
 def add(parser: Parser) -> None:
     """Add the command's arguments."""
     parser.description = f"{parser.description or ''}\n{MORE}".strip()
-    parser.epilog = EXAMPLE
+    parser.epilog = EXIT_CODES
     parser.add_argument(
         "model", help="a model directory, a directory with a config.json alone, or org/name[@revision] on the Hub"
     )

@@ -12,6 +12,12 @@ from fathom.recipe import find_recipe, load_recipe
 from fathom.report.results import to_json
 from fathom.report.tables import print_report
 
+EXAMPLES = (
+    "fathom compare tiny --arms vanilla,loop --equal flops --dry-run",
+    "fathom compare tiny --arms vanilla,depth_attention --seeds 3 --workers 2",
+    "fathom compare runs/tiny-compare",
+)
+
 
 def add(parser: Parser) -> None:
     """Add the command's arguments."""

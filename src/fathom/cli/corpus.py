@@ -10,6 +10,11 @@ from fathom.corpus.recipe import CorpusRecipe, load_corpus_recipe
 from fathom.report.results import to_json
 from fathom.settings import describe
 
+EXAMPLES = (
+    "fathom corpus geology.yaml --dry-run",
+    "fathom corpus geology.yaml --out corpora/geology",
+)
+
 
 def add(parser: Parser) -> None:
     """Add the command's arguments."""

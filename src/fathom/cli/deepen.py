@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from fathom.deepen.write import Deepened
 
 N = TypeVar("N", int, float)
-EPILOG = """examples:
-  fathom deepen MODEL --with depth_attention --out deeper
-  fathom deepen MODEL --with loop:trips=2,damping=0.5 --layers 12-16 --out deeper
-  fathom deepen MODEL --with loop --search --text TEXT --out spans
-
-deepen prints the commands that prepare a corpus and train the model.
-fathom mechanisms lists the mechanisms, and which start as the model."""
+EXAMPLES = (
+    "fathom deepen MODEL --with depth_attention --out deeper",
+    "fathom deepen MODEL --with loop:damping=0.5 --layers 12-16 --out deep",
+    "fathom deepen MODEL --with loop --search --text TEXT --out spans",
+)
+EPILOG = """It prints the commands that prepare a corpus and train the model further. `fathom mechanisms` lists the \
+mechanisms, and which of them start as the model."""
 
 
 def add(parser: Parser) -> None:

@@ -14,6 +14,12 @@ from fathom.report.results import to_json
 
 WINDOWS = "1x,2x,4x,8x"
 
+EXAMPLES = (
+    "fathom evaluate runs/a runs/b --perplexity data/mine",
+    "fathom evaluate my-model --tasks arc_easy,hellaswag --limit 100",
+    "fathom evaluate my-model --kvcache full,snapkv --perplexity book.txt",
+)
+
 
 def add(parser: Parser) -> None:
     """Add the command's arguments."""
@@ -23,7 +29,8 @@ def add(parser: Parser) -> None:
         metavar="[NAME=]MODEL",
         help="model directories, runs or comparisons; all are compared with the first",
     )
-    parser.add_argument(
+    tasks = parser.add_argument_group("tasks of lm-eval")
+    tasks.add_argument(
         "--tasks",
         metavar="NAMES",
         help=(
@@ -31,43 +38,38 @@ def add(parser: Parser) -> None:
             "with --kvcache, RULER's synthetic tasks (ruler: all)"
         ),
     )
-    parser.add_argument("--include", type=Path, metavar="PATH", help="a folder of your own tasks in lm-eval's YAML")
-    parser.add_argument(
+    tasks.add_argument("--include", type=Path, metavar="PATH", help="a folder of your own tasks in lm-eval's YAML")
+    tasks.add_argument(
         "--task-data", type=Path, metavar="DIR", help="a folder with the tasks' documents, for use without a network"
     )
-    parser.add_argument("--num-fewshot", type=int, help="few-shot examples (default: the task's)")
-    parser.add_argument("--apply-chat-template", action="store_true", help="apply the chat template to prompts")
-    parser.add_argument(
+    tasks.add_argument("--num-fewshot", type=int, help="few-shot examples (default: the task's)")
+    tasks.add_argument("--apply-chat-template", action="store_true", help="apply the chat template to prompts")
+    text = parser.add_argument_group("held-out text")
+    text.add_argument(
         "--perplexity",
         nargs="+",
         metavar="[NAME=]INPUT",
         help="text, JSONL or Parquet files, directories, globs, hf:..., or prepared corpora; NAME= names the domain",
     )
-    parser.add_argument("--split", default="val", help="split of prepared corpora (default: val)")
-    parser.add_argument("--text-field", default="text", help="field of JSONL and Parquet with the text (default: text)")
-    parser.add_argument("--domain-field", help="the field that names the domain")
-    parser.add_argument(
+    text.add_argument("--split", default="val", help="split of prepared corpora (default: val)")
+    text.add_argument("--text-field", default="text", help="field of JSONL and Parquet with the text (default: text)")
+    text.add_argument("--domain-field", help="the field that names the domain")
+    text.add_argument(
         "--context", type=int, help="context length in tokens (default: the model's; for text at most 2048)"
     )
-    parser.add_argument(
+    text.add_argument(
         "--stride", type=int, help="tokens between the starts of two windows of text (default: the context)"
     )
-    parser.add_argument(
-        "--max-trips", metavar="N[,N...]", help="score a recurrent model with each of these limits on its iterations"
-    )
-    add_kvcache(parser, several=True)
-    parser.add_argument("--at", metavar="LENGTHS", help=f"lengths for --kvcache, in windows (default: {WINDOWS})")
-    parser.add_argument("--questions", type=int, metavar="N", help="questions per cache in total (default: 300)")
-    parser.add_argument("--compressions", metavar="LIST", help="compressions before an answer (default: 1,2,4)")
-    parser.add_argument(
-        "--needles",
-        choices=["tokens", "natural"],
+    compared = parser.add_argument_group("reports on one mechanism, or on a tuned model")
+    compared.add_argument(
+        "--deepened",
+        action="store_true",
         help=(
-            "kind of needles: random tokens (default), or sentences in the text of --perplexity with questions in words"
+            "report the effect of a mechanism: the checkpoints are BASE DEEPER CONTROL, and the control had the same "
+            "training"
         ),
     )
-    parser.add_argument("--no-needles", action="store_true", help="skip the needles")
-    parser.add_argument(
+    compared.add_argument(
         "--benchmark",
         type=Path,
         metavar="DIR",
@@ -76,25 +78,34 @@ def add(parser: Parser) -> None:
             "is scored too"
         ),
     )
+    compared.add_argument(
+        "--max-trips", metavar="N[,N...]", help="score a recurrent model with each of these limits on its iterations"
+    )
+    caches = parser.add_argument_group("KV caches")
+    add_kvcache(caches, several=True)
+    caches.add_argument("--at", metavar="LENGTHS", help=f"lengths for --kvcache, in windows (default: {WINDOWS})")
+    caches.add_argument("--questions", type=int, metavar="N", help="questions per cache in total (default: 300)")
+    caches.add_argument("--compressions", metavar="LIST", help="compressions before an answer (default: 1,2,4)")
+    caches.add_argument(
+        "--needles",
+        choices=["tokens", "natural"],
+        help=(
+            "kind of needles: random tokens (default), or sentences in the text of --perplexity with questions in words"
+        ),
+    )
+    caches.add_argument("--no-needles", action="store_true", help="skip the needles")
+    opening = parser.add_argument_group("how the models are opened")
+    add_opening(opening)
+    add_kernels(opening)
+    opening.add_argument(
+        "--batch-size", type=int, help="batch size (default: as large as memory allows; fixed on a CPU)"
+    )
     parser.add_argument(
         "--limit",
         type=int,
         help="for a trial: score this many documents of each --tasks task and --perplexity text, or with --benchmark "
         "this many questions, drawn at random",
     )
-    parser.add_argument(
-        "--deepened",
-        action="store_true",
-        help=(
-            "report the effect of a mechanism: the checkpoints are BASE DEEPER CONTROL, and the control had the same "
-            "training"
-        ),
-    )
-    parser.add_argument(
-        "--batch-size", type=int, help="batch size (default: as large as memory allows; fixed on a CPU)"
-    )
-    add_opening(parser)
-    add_kernels(parser)
     parser.add_argument("--out", type=Path, metavar="DIR", help="store results here; the same command resumes")
     parser.add_argument("--json", action="store_true", help="print the report for a program")
 

@@ -8,6 +8,11 @@ from pathlib import Path
 
 from fathom.cli.parser import Parser
 
+EXAMPLES = (
+    "fathom export runs/mine --to my-model",
+    "fathom export runs/mine --to my-model.gguf --as gguf",
+)
+
 
 def add(parser: Parser) -> None:
     """Add the command's arguments."""

@@ -22,6 +22,11 @@ if TYPE_CHECKING:
     from fathom.inference.prompt_file import FileSummary
     from fathom.inference.settings import Sampling
 
+EXAMPLES = (
+    'fathom generate runs/mine "It was" --max-new-tokens 50',
+    "fathom generate runs/mine --prompts prompts.jsonl --out answers.jsonl",
+)
+
 
 def add(parser: Parser) -> None:
     """Add the command's arguments."""

@@ -15,6 +15,11 @@ from fathom.settings import describe
 
 STAGES = ("tune", "rungs", "seal", "last", "check")
 
+EXAMPLES = (
+    "fathom ladder cpu --arms vanilla,uniform_depth --dry-run",
+    "fathom ladder runs/cpu-ladder --until seal",
+)
+
 
 def add(parser: Parser) -> None:
     """Add the command's arguments."""

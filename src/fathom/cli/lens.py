@@ -15,6 +15,11 @@ from fathom.report.progress import ProgressBar
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+EXAMPLES = (
+    'fathom lens runs/mine "A model reads earlier layers." -o lens.html',
+    "fathom lens runs/a --compare runs/b --file poem.txt",
+)
+
 
 def add(parser: Parser) -> None:
     """Add the command's arguments."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fathom import lineage
-from fathom.cli.parser import Parser, add_parameters, call
+from fathom.cli.parser import Parser, add_parameters, call, examples
 from fathom.report import PAGE
 from fathom.report.files import asdict, write_json
 
@@ -36,6 +36,8 @@ ACTIONS = {
 }
 """The commands: functions of this file, with the parameters that are given without a flag."""
 
+EXAMPLES = ("fathom lineage compare model-a model-b --out report",)
+
 
 def add(parser: Parser) -> None:
     """A parser for each action, made from its signature."""
@@ -45,6 +47,19 @@ def add(parser: Parser) -> None:
         action = actions.add_parser(name, help=(summary[0].lower() + summary[1:].rstrip(".")).replace("%", "%%"))
         action.add_argument("--json", action="store_true", help="print the result for a program")
         add_parameters(action, globals()[name], *positional)
+        action.epilog = examples([_example(action)])
+
+
+def _example(action: Parser) -> str:
+    """The shortest call of an action: its arguments and required options by name."""
+    words = [action.prog]
+    for one in action._actions:
+        shown = str(one.metavar or one.dest.upper())
+        if not one.option_strings and one.nargs != "?":
+            words.append(shown)
+        elif one.option_strings and one.required:
+            words += [one.option_strings[0], shown]
+    return " ".join(words)
 
 
 def run(options: Namespace) -> int:

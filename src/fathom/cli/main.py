@@ -13,7 +13,7 @@ from importlib import import_module
 from pathlib import Path
 
 from fathom._version import __version__
-from fathom.cli.parser import Parser
+from fathom.cli.parser import Parser, examples
 from fathom.errors import FathomError, SettingsError
 
 COMMANDS = {
@@ -35,6 +35,7 @@ COMMANDS = {
     "lineage": "test whether one model's weights come from another's",
 }
 """Commands and their summaries. Each is a file in this folder with `add(parser)` and `run(options)`."""
+TERMINAL = "NO_COLOR=1 turns colours off, and COLUMNS=80 sets the width."
 PLACES = {
     *(errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY, errno.ENAMETOOLONG, errno.ELOOP),
     *(errno.EACCES, errno.EPERM, errno.EROFS),
@@ -107,8 +108,7 @@ def _dispatch(words: Sequence[str]) -> int:
         prog="fathom",
         usage="fathom COMMAND ...",
         description="Decoder language models whose depth does more work.",
-        epilog=f"commands:\n{listing}\n\nfathom COMMAND --help describes a command.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=f"commands:\n{listing}\n\nfathom COMMAND --help describes a command, with examples. {TERMINAL}",
     )
     parser.add_argument("--version", action="version", version=f"fathom {__version__}")
     parser.add_argument("command", help=argparse.SUPPRESS)
@@ -126,6 +126,7 @@ def _dispatch(words: Sequence[str]) -> int:
     with _plain_warnings(inner):
         command = import_module(f"fathom.cli.{name}")
         command.add(inner)
+        inner.epilog = "\n\n".join(filter(None, [examples(getattr(command, "EXAMPLES", ())), inner.epilog]))
         try:
             return int(command.run(inner.parse(words[1:])))
         except FathomError as error:

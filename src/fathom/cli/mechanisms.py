@@ -22,6 +22,11 @@ AXES = {
     "recurrence": "how often a token passes the layers",
 }
 
+EXAMPLES = (
+    "fathom mechanisms",
+    "fathom mechanisms --config runs/mine",
+)
+
 
 def add(parser: Parser) -> None:
     """Add the command's arguments."""

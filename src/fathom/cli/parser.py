@@ -8,11 +8,12 @@ import difflib
 import inspect
 import itertools
 import re
+import textwrap
 import typing
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeAlias, TypeVar
 
 from fathom.errors import SettingsError
 from fathom.recipe import describe
@@ -21,6 +22,8 @@ from fathom.settings import allowed, convert, help_of
 MAY_BE_EMPTY = {"prompt", "text", "system", "separator", "eos_token", "api_key", "command"}
 """Arguments that accept an empty string or check it themselves."""
 
+Group: TypeAlias = argparse._ActionsContainer
+"""A parser, or a group of its arguments."""
 T = TypeVar("T")
 Key = tuple[str, str, str, str]
 """A dotted key, what is allowed, its default, and its help."""
@@ -31,6 +34,15 @@ class Help(argparse.RawDescriptionHelpFormatter):
 
     def __init__(self, prog: str, **settings: Any) -> None:
         super().__init__(prog, max_help_position=26, **settings)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        """Lines that are too long continue below their beginning, in a list below its second column."""
+        lines = []
+        for line in text.splitlines():
+            hanging = re.match(r" *(\S+ {2,})?", line)
+            below = " " * (hanging.end() if hanging else 0)
+            lines += textwrap.wrap(line, width, subsequent_indent=below, break_on_hyphens=False) or [""]
+        return "\n".join(indent + line for line in lines)
 
     def add_usage(
         self, usage: str | None, actions: Iterable[argparse.Action], groups: Any, prefix: str | None = None
@@ -128,7 +140,12 @@ class Parser(argparse.ArgumentParser):
         raise SettingsError(f"{message} ({self.prog} --help lists the options)")
 
 
-def add_kvcache(parser: Parser, several: bool = False) -> None:
+def examples(lines: Sequence[str]) -> str:
+    """Commands as the end of a command's help shows them."""
+    return "\n".join(["examples:", *(f"  {line}" for line in lines)]) if lines else ""
+
+
+def add_kvcache(parser: Group, several: bool = False) -> None:
     """Add the cache arguments: method and schedule."""
     words = "METHOD[,METHOD...]" if several else "METHOD"
     names = "freqkv, tova, snapkv, key_norm, sinks, drop, ..."
@@ -156,7 +173,7 @@ def add_kvcache(parser: Parser, several: bool = False) -> None:
     )
 
 
-def add_speculate(parser: Parser) -> None:
+def add_speculate(parser: Group) -> None:
     """Add `--speculate`: the number of draft iterations."""
     parser.add_argument(
         "--speculate",
@@ -168,7 +185,7 @@ def add_speculate(parser: Parser) -> None:
     )
 
 
-def add_control_tokens(parser: Parser) -> None:
+def add_control_tokens(parser: Group) -> None:
     """Add `--allow-control-tokens`."""
     parser.add_argument(
         "--allow-control-tokens",
@@ -177,7 +194,7 @@ def add_control_tokens(parser: Parser) -> None:
     )
 
 
-def add_opening(parser: Parser) -> None:
+def add_opening(parser: Group) -> None:
     """Add the arguments for opening a model."""
     parser.add_argument(
         "--dtype",
@@ -206,7 +223,7 @@ def add_ignore_keys(parser: Parser) -> None:
     )
 
 
-def add_kernels(parser: Parser) -> None:
+def add_kernels(parser: Group) -> None:
     """Add `--kernels`: the functions to replace by kernels."""
     parser.add_argument(
         "--kernels",
@@ -265,18 +282,28 @@ def add_parameters(parser: Parser, function: Callable[..., object], *positional:
     for name, hint, default, text in _given(function):
         several = getattr(typing.get_origin(hint), "__name__", "") in ("Sequence", "list")
         needed = default is inspect.Parameter.empty
-        settings: dict[str, Any] = {"help": text.replace("%", "%%"), "default": None if needed else default}
+        told = _briefly(text, None if needed else default)
+        settings: dict[str, Any] = {"help": told.replace("%", "%%"), "default": None if needed else default}
         flag = "--" + name.replace("_", "-")
         if name in positional:
             many = "+" if several else None if needed else "?"
             metavar = name.upper().removesuffix("S") if several else name.upper()
             parser.add_argument(name, nargs=many, metavar=metavar, **settings)
         elif hint is bool:
-            parser.add_argument(flag, action="store_true", help=text)
+            parser.add_argument(flag, action="store_true", help=settings["help"])
         else:
             # Several words or repeated flags make a list, which replaces the default.
             listed = {"nargs": "+", "action": "extend", "default": None} if several else {}
             parser.add_argument(flag, required=needed, **(settings | listed))
+
+
+def _briefly(text: str, default: object) -> str:
+    """A docstring's sentence in the style of the other options: lower case, no full stop, and the default."""
+    text = text.replace("`", "").removesuffix(".")
+    if text[1:2].islower() or text[1:2] == " ":
+        text = text[0].lower() + text[1:]
+    shown = not isinstance(default, bool) and default not in (None, "", ())
+    return f"{text} (default: {default})" if shown and "default" not in text else text
 
 
 def call(function: Callable[..., T], options: Namespace) -> T:

@@ -9,6 +9,11 @@ from fathom.cli.parser import Parser, add_parameters, call
 from fathom.corpus.prepare import Summary, prepare
 from fathom.report.results import to_json
 
+EXAMPLES = (
+    "fathom prepare my.txt --train-tokenizer 4096 --held-out 0.1 --out data/mine",
+    "fathom prepare code=src prose=docs --tokenizer gpt2 --out data/mixed",
+)
+
 
 def add(parser: Parser) -> None:
     """Add the command's arguments."""

@@ -13,6 +13,11 @@ from fathom.recipe import find_recipe, summary_of
 from fathom.report.tables import line_width
 from fathom.settings import packaged_recipes
 
+EXAMPLES = (
+    "fathom recipes",
+    "fathom recipes copy tiny --to mine.yaml",
+)
+
 
 def add(parser: Parser) -> None:
     """Add the command's arguments."""

@@ -11,6 +11,11 @@ from fathom.errors import SettingsError, to_install
 LONGEST_GRACE = 86_400
 UNITS = {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 
+EXAMPLES = (
+    "fathom serve my-model --port 8000",
+    "fathom serve my-model --weights int8 --prefix-memory 1GiB",
+)
+
 
 def add(parser: Parser) -> None:
     """Add the command's arguments."""

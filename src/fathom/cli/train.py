@@ -31,6 +31,13 @@ EXIT_CODES = """exit code:
        resumes it; a second Ctrl-C, three seconds later, ends it at once
   143  SIGTERM stopped it, in the same way"""
 
+EXAMPLES = (
+    "fathom train tiny data.directory=data/mine --run runs/mine",
+    "fathom train runs/mine",
+    "fathom train --from runs/mine@step-120 --run runs/longer train.steps=480",
+    "fathom train tiny --dry-run",
+)
+
 
 def add(parser: Parser) -> None:
     """Add the command's arguments."""

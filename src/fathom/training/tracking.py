@@ -240,11 +240,11 @@ def opening(run: ObservedRun) -> str:
     every = sum(p.numel() for p in training.model.parameters())
     trained = sum(p.numel() for p in training.model.parameters() if p.requires_grad)
     size = f"{every:,} parameters" + (f" ({trained:,} trained)" if trained < every else "")
-    device = training.ranks.device
+    device = run.ranks.device
     threads = torch.get_num_threads()
     where = "cpu, 1 thread" if threads == 1 else f"cpu, {threads} threads"
     where = where if device.type == "cpu" else torch.cuda.get_device_name(device)
-    ranks = f" x {training.ranks.world_size}" if training.ranks.world_size > 1 else ""
+    ranks = f" x {run.ranks.world_size}" if run.ranks.world_size > 1 else ""
     amount = f"{train.steps:,} steps of {train.tokens_per_step:,} tokens, corpus of {training.data.num_tokens:,}"
     return f"{run.run_dir}: {size} on {where}{ranks}; {amount}"
 
