@@ -181,6 +181,17 @@ def test_left_padded_rows_are_single_rows(case):
         assert worst(step.logits[i, 0], alone[-1]) < EXACT
 
 
+@pytest.mark.quick("hyper_connections", "attention_residuals", "ponder2")
+@every_case
+def test_shapes_alone_are_computed(case):
+    """On the meta device a model too large for the memory is read and trained without a number."""
+    with torch.device("meta"):
+        model, ids = FathomForCausalLM(config_of(case)), torch.zeros(2, 9, dtype=torch.long)
+    with torch.no_grad():
+        assert model.eval()(ids, use_cache=False).logits.shape == (2, 9, model.config.vocab_size)
+    assert model.train()(ids, labels=ids).loss.shape == ()
+
+
 @every_case
 def test_all_positions_may_move(case):
     """But for learned positions, and up to the rounding of rotary angles."""

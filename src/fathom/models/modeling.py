@@ -263,9 +263,12 @@ class DecoderLayer(GradientCheckpointingLayer):
         update, *kept = self.attend(x, attn.gained, sources=sources, **kwargs)
         if self.plain and self.parallel:  # GPT-NeoX rounds the sum of both updates first
             return *write(state, update + self.feed_forward(y), context), *kept
+        if self.parallel:
+            made = self.feed_forward(y)
+            after = write_mlp(write(state, update, context), made, second)
+            return *((state[0] + (update + made), *after[1:]) if mlp.adds else after), *kept
         state = write(state, update, context)
-        if not self.parallel:
-            y, state, second = read_mlp(state)
+        y, state, second = read_mlp(state)
         return *write_mlp(state, self.feed_forward(y), second), *kept
 
     def unwatched(self) -> bool:

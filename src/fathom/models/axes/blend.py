@@ -95,6 +95,10 @@ class BlendedResidual(Blended, Residual):
     """A residual with λ; it stands before the mechanism's own class among the bases. While λ may be below 1, the state
     begins with the plain stream x, and a sub-layer reads x + λ (h - x), where h is what the mechanism reads."""
 
+    def __init__(self, config: DecoderConfig, *place: int) -> None:
+        super().__init__(config, *place)
+        self.adds = self.blend is not None
+
     def begin(self, embeddings: Tensor) -> ResidualState:
         """The plain stream, followed by the mechanism's own state."""
         own = super().begin(embeddings)

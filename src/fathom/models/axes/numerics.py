@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +19,16 @@ def widen(x: Tensor) -> Tensor:
     if x.dtype is torch.float32:
         return x
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def autocasts(x: Tensor) -> bool:
+    """Whether autocast chooses the precision of products on the device of `x`. The meta device has no autocast."""
+    return not x.is_meta and torch.is_autocast_enabled(x.device.type)
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    """A context in which autocast leaves products on the device of `x` alone."""
+    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
 
 
 FEW = 2**14

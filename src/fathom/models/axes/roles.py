@@ -278,6 +278,9 @@ class Residual(MechanismModule):
     axis = "residual"
     multiway = False
     """Whether `read` gives attention three inputs."""
+    adds = False
+    """Whether the state's first tensor is a stream to which every update is added. A parallel layer then adds the sum
+    of its two updates, which GPT-NeoX rounds first."""
 
     def __init__(self, config: DecoderConfig, sublayer: int) -> None:
         super().__init__()

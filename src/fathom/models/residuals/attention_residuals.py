@@ -30,7 +30,7 @@ from torch.autograd.function import once_differentiable
 from transformers import initialization as init
 
 from ..axes.blend import Blended, BlendedResidual, BlendOptions, blending_cost
-from ..axes.numerics import few, softmax_list, weighted_sum, widen
+from ..axes.numerics import few, softmax_list, weighted_sum, widen, without_autocast
 from ..axes.replaceable import faster
 from ..axes.roles import Cost, Mechanism, Residual, ResidualOptions, ResidualState, WriteContext, direct
 
@@ -154,6 +154,8 @@ class Delta(Blended, Pooling):
     """Its state: the running stream and the sources, oldest first; in `delta_block` the open block's sum is last, and
     no source yet."""
 
+    adds = True
+
     def __init__(self, config: DecoderConfig, sublayer: int) -> None:
         super().__init__(config, sublayer, self.has_several(config, sublayer))
         self.by_block = AttentionResidualsOptions.of(config).variant == "delta_block"
@@ -237,7 +239,7 @@ class _Pool(torch.autograd.Function):
         ctx: Any, query: Tensor, recency_bias: Tensor | None, eps: float, *sources: Tensor
     ) -> tuple[Tensor, ...]:
         inverse_rms, scores = query.new_empty(2, len(sources), *sources[0].shape[:-1])  # [S, B, T]
-        with torch.autocast(query.device.type, enabled=False):  # else the product is rounded to half precision
+        with without_autocast(query):  # else the product is rounded to half precision
             for s, norm, score in zip(sources, inverse_rms, scores, strict=True):
                 torch.linalg.vector_norm(s, dim=-1, dtype=query.dtype, out=norm)
                 torch.matmul(widen(s), query, out=score)
@@ -264,7 +266,7 @@ class _Pool(torch.autograd.Function):
         along = grad_scores.mul_(inverse_rms)
         back = (along * scores).mul_(inverse_rms).mul_(-1 / len(query))
         grad_query, grad_sources = torch.zeros_like(query), []
-        with torch.autocast(query.device.type, enabled=False):
+        with without_autocast(query):
             scalars = (t.unsqueeze(-1) for t in (weights, along, back))
             for source, after, weight, a, b in zip(sources, later, *scalars, strict=True):
                 x = widen(source)

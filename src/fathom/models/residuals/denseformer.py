@@ -54,7 +54,7 @@ class DenseFormer(Residual):
     def __init__(self, config: DecoderConfig, sublayer: int) -> None:
         super().__init__(config, sublayer)
         self.dilation = DenseFormerOptions.of(config).dilation
-        self.ends_block = sublayer % 2 == 1
+        self.ends_block, self.parallel = sublayer % 2 == 1, config.parallel_residual
         weights = num_weights(config, sublayer // 2) if self.ends_block else 0
         self.alpha = nn.Parameter(torch.empty(weights)) if weights else None
 
@@ -66,6 +66,10 @@ class DenseFormer(Residual):
     def write(self, state: ResidualState, update: Tensor, context: WriteContext) -> ResidualState:
         """Add to the stream; after a block, also store its raw output and average."""
         stream, *history = state
+        if self.parallel and not self.ends_block:  # the MLP's update comes next: GPT-NeoX rounds the sum of both first
+            return (stream, *(history or (stream,)), update)
+        if self.parallel:
+            update = history.pop() + update
         raw = stream + update
         if not self.ends_block:
             return (raw, *(history or (stream,)))

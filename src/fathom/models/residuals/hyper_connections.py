@@ -27,7 +27,7 @@ from torch.autograd.function import once_differentiable
 from transformers import initialization as init
 
 from ..axes.blend import BlendedResidual, BlendOptions, blending_cost
-from ..axes.numerics import few, widen
+from ..axes.numerics import autocasts, few, widen
 from ..axes.roles import Cost, Mechanism, Residual, ResidualState, VisitOptions, WriteContext
 from ..decoder.loss import is_bare
 from ..decoder.rms_norm import RMSNorm
@@ -197,7 +197,7 @@ class HyperConnections(Residual):
         if self.iterations and streams.shape[:3] == (1, 1, 4) and readable(streams) and self.bare:
             x, maps = self.read_token(streams)
             return x, state, (maps,)
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not self.bare or autocast(streams):
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not self.bare or autocasts(streams):
             pre, post, res = (h.to(streams.dtype) for h in self.maps(streams))
             return torch.matmul(pre.unsqueeze(2), streams).squeeze(2), state, (post, res)
         x, post, res, streams = _Read.apply(
@@ -234,7 +234,7 @@ class HyperConnections(Residual):
         if len(context) == 1:  # of `read_token`
             return ((context[0] @ torch.cat((streams[0, 0], update[0]))).view(streams.shape),)
         post, res = context
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or autocast(update):
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or autocasts(update):
             return (torch.matmul(res, streams) + post.unsqueeze(-1) * update.unsqueeze(2),)
         return (_Write.apply(streams, post, res, update),)
 
@@ -252,11 +252,6 @@ def _logits(dynamic: Sequence[float], alpha: Tensor, base: Tensor) -> list[float
     """α y + b, element by element."""
     scale = alpha.item()
     return [scale * y + b for y, b in zip(dynamic, base.tolist(), strict=True)]
-
-
-def autocast(x: Tensor) -> bool:
-    """Whether autocast chooses the precision of products on the device of `x`."""
-    return torch.is_autocast_enabled(x.device.type)
 
 
 class _Read(torch.autograd.Function):

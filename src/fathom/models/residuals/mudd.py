@@ -130,6 +130,7 @@ class Mudd(Residual):
     """State: the stream, then the sources that later layers read, oldest first."""
 
     no_weight_decay = ("static",)
+    adds = True
 
     def __init__(self, config: DecoderConfig, sublayer: int) -> None:
         super().__init__(config, sublayer)

@@ -123,6 +123,7 @@ def run(model: Decoder, x: Tensor, inputs: Inputs, cache: Cache | Store | None) 
     if exact:
         rounds = _exact_rounds(x.shape[1], inputs.trips)
     still = exact and not torch.compiler.is_compiling() and not torch.is_grad_enabled() and not _among_ranks()
+    still = still and not x.is_meta  # which has no numbers to compare
     through = Interleaved(model, inputs)
     kept = recurrence.gradient_passes if model.training else 0
     return jacobi(recurrence, x, through, inputs.trips, rounds, inputs.live, until_still=still, kept=kept)
