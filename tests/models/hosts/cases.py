@@ -24,7 +24,8 @@ SHAPE: dict[str, Any] = dict(
     bos_token_id=1,
     eos_token_id=2,
 )
-EXPERTS: dict[str, Any] = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
+CHOSEN: dict[str, Any] = dict(num_experts=4, num_experts_per_tok=2)
+EXPERTS: dict[str, Any] = dict(**CHOSEN, moe_intermediate_size=24)
 SHARED: dict[str, Any] = dict(**EXPERTS, shared_expert_intermediate_size=24)
 ROUTED: dict[str, Any] = dict(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, n_group=1)
 ROUTED |= dict(topk_group=1, first_k_dense_replace=1)
@@ -58,8 +59,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     # experts
     "qwen3_moe": dict(head_dim=12, **EXPERTS),
     "qwen2_moe": SHARED,
-    "olmoe": EXPERTS,
-    "flex_olmo": EXPERTS,
+    "olmoe": CHOSEN,
+    "flex_olmo": CHOSEN,
     "mixtral": dict(num_local_experts=4, num_experts_per_tok=2),
     "phimoe": dict(num_local_experts=4, num_experts_per_tok=2),
     "minimax_m2": dict(num_local_experts=4, num_experts_per_tok=2, head_dim=8, rotary_dim=4),
@@ -74,7 +75,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     # latent attention
     "deepseek_v2": dict(**LATENT, **ROUTED),
     "deepseek_v3": dict(**LATENT, **ROUTED),
-    "glm4_moe_lite": dict(**LATENT, **ROUTED),
+    "glm4_moe_lite": dict(**LATENT, **{key: value for key, value in ROUTED.items() if key != "first_k_dense_replace"}),
     "youtu": LATENT,
     # states
     "qwen3_next": dict(**SHARED, **DELTA),
@@ -86,7 +87,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         **GRANITE, **MAMBA, shared_intermediate_size=24, layer_types=["mamba", "attention", "mamba", "attention"]
     ),
     "jamba": dict(
-        **EXPERTS,
+        **CHOSEN,
         attn_layer_period=2,
         attn_layer_offset=1,
         expert_layer_period=2,

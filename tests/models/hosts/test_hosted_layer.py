@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from fathom import FathomForCausalLM
+from fathom.checkpoints.families import hosted
 from fathom.models.hosts.hosted_layer import Bank
 from fathom.models.hosts.layouts import LAYOUTS
 
@@ -113,6 +114,14 @@ def test_what_is_not_possible_is_one_line(name, mechanism, says):
     with pytest.raises(ValueError, match=says) as refused:
         ours_of(theirs, **mechanism)
     assert str(refused.value).startswith(f"{name}: ") and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("keys", [{"depth_of_another": 2}, {"is_causal": False}, {"use_bidirectional_attention": True}])
+def test_a_key_that_the_class_does_not_know_is_refused(keys):
+    theirs = theirs_of("qwen3_moe").config.to_dict()
+    hosted.require_known({**theirs, "unsloth_version": "2026.1", "use_cache": False})
+    with pytest.raises(ValueError, match=next(iter(keys))):
+        hosted.require_known({**theirs, **keys})
 
 
 def test_states_forbid_what_needs_a_crop(tmp_path):

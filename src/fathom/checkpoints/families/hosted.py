@@ -1,10 +1,20 @@
-"""Families whose own layers stand in our walk: their `config.json` in Fathom's keys."""
+"""Families whose own layers stand in our walk: their `config.json` in Fathom's keys.
+
+The family's own class reads what its layers compute, so every key that the class knows is followed as the class follows
+it. Other keys are refused by name, but for bookkeeping and for those that published files carry (`PUBLISHED`).
+"""
 
 from __future__ import annotations
 
-from transformers import CONFIG_MAPPING
+import inspect
+import re
+from collections.abc import Mapping
+from functools import cache
 
-from fathom.checkpoints.families.family import Values
+from transformers import CONFIG_MAPPING, MODEL_MAPPING
+
+from fathom.checkpoints.families.family import ROPE, Values, kept
+from fathom.checkpoints.families.keys import Keys
 from fathom.models import FathomConfig
 from fathom.models.hosts.layouts import LAYOUTS
 
@@ -14,10 +24,53 @@ SAME = (
     *("bos_token_id", "eos_token_id", "pad_token_id"),
 )
 """Keys that mechanisms, caches and tools read, with one meaning there and here."""
+ANY = object()
+DEEPSEEK = {
+    **dict.fromkeys(("ep_size", "num_nextn_predict_layers", "seq_aux", "aux_loss_alpha", "pretraining_tp"), (ANY,)),
+    "scoring_func": ("sigmoid",),
+    "topk_method": ("noaux_tc",),
+    "moe_layer_freq": (1,),
+}
+SHORT = (
+    *("block_dim", "conv_dim", "conv_dim_out", "block_mlp_init_scale", "block_out_init_scale", "block_norm_eps"),
+    *("block_use_xavier_init", "conv_use_xavier_init", "num_heads", "full_attn_idxs"),
+)
+PUBLISHED: Mapping[str, Mapping[str, tuple[object, ...]]] = {
+    "deepseek_v3": DEEPSEEK,
+    "deepseek_v2": {key: DEEPSEEK[key] for key in ("ep_size", "seq_aux", "aux_loss_alpha", "pretraining_tp")}
+    | {"scoring_func": ("softmax",), "moe_layer_freq": (1,)},
+    "glm4_moe": {"num_nextn_predict_layers": (ANY,)},
+    "gpt_oss": {"experts_per_token": (ANY,), "initial_context_length": (ANY,), "swiglu_limit": (7.0,)},
+    "qwen3_next": {"full_attention_interval": (ANY,)},
+    "lfm2": dict.fromkeys(SHORT, (ANY,)) | {"block_use_swiglu": (True,), "use_pos_enc": (True,)},
+    "granitemoehybrid": {"init_method": (ANY,)},
+}
+"""Keys that published files carry and the family's class does not know, with the values that say what the class
+computes anyway."""
+
+
+@cache
+def known_keys(kind: str) -> frozenset[str]:
+    """The keys that a family's classes know: declared, renamed, taken from keywords, or read by its layers."""
+    cls = CONFIG_MAPPING[kind]
+    settings, layers = inspect.getsource(cls), inspect.getsource(inspect.getmodule(MODEL_MAPPING[cls]))  # type: ignore[arg-type]
+    taken = re.findall(r"""kwargs\.(?:pop|get)\(\s*["'](\w+)""", settings)
+    read = re.findall(r"""(?:\bconfig\.|\bself\.|getattr\((?:self\.)?config, ["'])(\w+)""", settings)
+    read += re.findall(r"""(?:\bconfig\.|getattr\((?:self\.)?config, ["'])(\w+)""", layers)
+    return frozenset({*cls.__dataclass_fields__, *cls.attribute_map, *cls.attribute_map.values(), *taken, *read, *ROPE})
+
+
+def require_known(theirs: Values) -> None:
+    """Refuse keys that might name another computation than the family's class makes."""
+    kind = str(theirs["model_type"])
+    carried = PUBLISHED.get(kind, {})
+    ignored = [key for key, values in carried.items() if ANY in values or theirs.get(key) in values]
+    Keys(kind, known_keys(kind), ignored).meaningful({key: theirs[key] for key in theirs if key not in ROPE})
 
 
 def configuration(theirs: Values) -> Values:
     """The values of Fathom's configuration; everything that a layer reads stays in `native`."""
+    require_known(theirs)
     read = CONFIG_MAPPING[str(theirs["model_type"])].from_dict(dict(theirs))
     window = getattr(read, "sliding_window", None)
     types = (
@@ -32,7 +85,7 @@ def configuration(theirs: Values) -> Values:
         "sliding_window": window,
         "use_sliding_window": window is not None,
         **LAYOUTS[read.model_type][0].switches(read),
-        **{key: theirs[key] for key in ("dtype", "torch_dtype") if key in theirs},
+        **kept(theirs),
         "model_type": FathomConfig.model_type,
         "host": read.model_type,
         "native": dict(theirs),

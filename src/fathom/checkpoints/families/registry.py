@@ -28,11 +28,11 @@ from fathom.checkpoints.families.tensors import read_tensors
 from fathom.models import FathomConfig, foreign
 from fathom.models.hosts.layouts import LAYOUTS
 
-HOSTED = tuple(name for name in LAYOUTS if name not in ("qwen3", "llama", "gemma2"))
-"""Families whose own layers the decoder has."""
 NATIVE = (LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, GPT_NEOX, GPT2, OPT, OLMO2, GEMMA, GEMMA2, GEMMA3, GRANITE, PHI3)
 """Families that transformers has a class of its own for, in the order in which one is looked for."""
 FAMILIES = {family.name: family for family in NATIVE}
+HOSTED = tuple(name for name in LAYOUTS if name not in FAMILIES)
+"""Families whose own layers the decoder has."""
 PUBLISHED = (LUMIA, NANBEIGE, OURO)
 """Checkpoints with depth of their own, which transformers alone does not open."""
 ORIGIN = ("architectures", "auto_map", "transformers_version", "torch_dtype", "dtype", "_name_or_path")
