@@ -30,9 +30,10 @@ from fathom.recipe import (
     load_recipe,
     parse_recipe,
 )
-from fathom.settings import allowed, convert, packaged_recipes, read_values
+from fathom.settings import convert, packaged_recipes, read_values
 from fathom.training.estimate import Estimate, estimate
 from fathom.training.optimizer import OPTIMIZERS
+from fathom.values import allowed
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 PAPER = {

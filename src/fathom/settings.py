@@ -11,19 +11,19 @@ import dataclasses
 import difflib
 import inspect
 import itertools
-import math
 import re
 import sys
 import types
 import typing
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar, Union
+from typing import Any, ClassVar, Literal, TypeVar
 
 import yaml
 
 from fathom.errors import SettingsError
+from fathom.values import LISTS, allowed, finite, fit, hints_of, plain
 
 Rule = tuple[bool, str, str]
 """A check: whether it passed, the key, and what is allowed."""
@@ -140,8 +140,7 @@ def _checked(key: str, hint: object, value: object) -> object:
         made = convert(hint, value)
     except ValueError:
         raise SettingsError(f"{key}={show(plain(value))}: allowed: {allowed(hint)}") from None
-    numbers = made if isinstance(made, tuple) else (made,)
-    if any(isinstance(item, float) and not math.isfinite(item) for item in numbers):
+    if not isinstance(made, dict) and not finite(made):
         raise SettingsError(f"{key}={show(plain(made))}: allowed: a finite number")
     return made
 
@@ -154,92 +153,29 @@ def _assigned(section: Section, key: str) -> str:
     return "" if isinstance(value, Section) or value in ("", {}) else f"={show(plain(value))}"
 
 
-def hints_of(kind: type) -> dict[str, Any]:
-    """The types of a section's fields."""
-    return _hints(typing.cast("Hashable", kind))
-
-
-@lru_cache
-def _hints(kind: Any) -> dict[str, Any]:  # annotations are strings, evaluated once
-    names = {one.name for one in dataclasses.fields(kind)}
-    return {name: hint for name, hint in typing.get_type_hints(kind).items() if name in names}
-
-
 def convert(hint: Any, value: Any) -> Any:
     """A value of YAML, or a word of the command line, converted to a type hint; a `ValueError` if it does not fit.
 
     Args:
-        hint: int, float, bool, str, Path, a Literal of texts, a tuple, list, dict or Sequence of these, or a union.
+        hint: See `fathom.values.fit`.
         value: A scalar, a list or a mapping; a string is read as YAML unless the hint is a string.
     """
+    return fit(hint, value, read=_read)
+
+
+def _read(hint: Any, value: Any, name: str) -> Any:
+    """A word as YAML, where the hint is not text; a single item as a list; an integer as the number that is asked."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (Union, types.UnionType):
-        return _first(arguments, value)
-    if hint is types.NoneType and value in (None, "null"):
-        return None
-    if origin is Literal and isinstance(value, str) and value in arguments:
-        return value
-    if hint is object or hint is Any or (_section(hint) is not None and isinstance(value, hint)):
-        return value
-    if hint in (str, Path) and isinstance(value, (str, hint)):
-        return hint(value)
-    if isinstance(value, str) and (hint in (int, float, bool) or origin in (tuple, list, dict, Sequence)):
-        value = _yaml(value, value)
-    if isinstance(value, str) and origin in (tuple, list, Sequence) and arguments[-1] in (str, Ellipsis):
-        value = [value]  # a single item is accepted as a list
-    # In Python a bool is an int; in a recipe it is not.
-    if (hint in (int, bool) and type(value) is hint) or (hint is float and type(value) in (int, float)):
-        return hint(value)
-    if origin in (tuple, list, Sequence) and isinstance(value, (tuple, list)):
-        return _items(origin, arguments, value)
-    if origin is dict and isinstance(value, dict):
-        return {convert(arguments[0], name): convert(arguments[1], inner) for name, inner in value.items()}
-    raise ValueError(f"{value!r} is not {allowed(hint)}")
-
-
-def _first(hints: Sequence[object], value: object) -> object:
-    """The value converted to the first of several types that accepts it."""
-    for hint in hints:
-        try:
-            return convert(hint, value)
-        except ValueError:
-            continue
-    raise ValueError(f"{value!r} is none of {hints}")
-
-
-def _items(origin: object, hints: tuple[object, ...], values: Sequence[object]) -> object:
-    """The items of a list, each converted to its type."""
-    if origin is tuple and hints[-1] is not Ellipsis:
-        if len(values) != len(hints):
-            raise ValueError(f"{len(hints)} values are wanted, not {len(values)}")
-        return tuple(map(convert, hints, values))
-    made = (convert(hints[0], value) for value in values)
-    return tuple(made) if origin is tuple else list(made)
-
-
-def allowed(hint: Any) -> str:
-    """A type in words."""
-    names = {int: "an integer", float: "a number", bool: "true or false", str: "text", Path: "a path"}
-    names |= {object: "any value", Any: "any value"}
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin is Literal:
-        return f"one of {', '.join(arguments)}"
-    if origin in (Union, types.UnionType):
-        return " or ".join(allowed(argument) for argument in arguments)
-    if origin is tuple and arguments[-1] is not Ellipsis:
-        return f"a list of {len(arguments)} numbers"
-    if origin in (tuple, list, Sequence):
-        return f"a list of {_several(arguments[0])}"
-    if origin is dict:
-        return f"a mapping of names to {allowed(arguments[1])}"
-    return "null" if hint is types.NoneType else names.get(hint, str(hint))
-
-
-def _several(hint: Any) -> str:
-    """A list's item type, in words."""
-    if typing.get_origin(hint) is Literal:
-        return f"names, of {', '.join(typing.get_args(hint))}"
-    return {int: "integers", float: "numbers", str: "names", Path: "paths"}.get(hint, "mappings")
+    if isinstance(value, str):
+        if hint is types.NoneType and value == "null":
+            return None
+        if hint is Path:
+            return Path(value)
+        if hint in (int, float, bool) or origin in (*LISTS, dict) or (origin is Literal and value not in arguments):
+            value = _yaml(value, value)
+        if isinstance(value, str) and origin in LISTS and arguments[-1] in (str, Ellipsis):
+            return [value]
+    return float(value) if hint is float and type(value) is int else value
 
 
 def help_of(section: type) -> dict[str, str]:
@@ -376,13 +312,6 @@ def overridden(values: dict[str, object], overrides: Sequence[str]) -> dict[str,
             nested = {part: nested}
         values = _merge(values, nested)
     return values
-
-
-def plain(value: object) -> object:
-    """A value with tuples converted to lists, for YAML."""
-    if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
-    return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def show(value: object) -> str:

@@ -29,7 +29,7 @@ BAD_OPTIONS = [
     # mechanisms, the options of the last one, and what the refusal says
     ("depth_attention", {"stride": 0}, "mixer_options.stride must be between 1 and 4"),
     ("depth_attention", {"stride": 5}, "mixer_options.stride .* got 5"),
-    ("depth_attention", {"stride": "2"}, "mixer_options.stride must be int"),
+    ("depth_attention", {"stride": "2"}, "mixer_options.stride must be an integer or null, got '2'"),
     ("depth_attention", {"strid": 2}, r"strid is not an option of depth_attention \(it has"),
     ("depth_attention", {"recent_layers": -1}, "recent_layers must be between 0 and 4, got -1"),
     ("depth_attention", {"across_trips": "grid"}, "across_trips must be one of none"),
@@ -60,7 +60,7 @@ BAD_OPTIONS = [
     ("loop", {"trips": 3, "trips_range": [4, 6]}, r"trips must lie in trips_range \[4, 6\], got 3"),
     ("loop", {"trips": 3, "trips_max": 2}, "trips_max must be at least 3, got 2"),
     ("loop", {"trips": 0}, "recurrence_options.trips must be at least 1, got 0"),
-    ("loop", {"trips": 2.5}, "recurrence_options.trips must be int, got 2.5"),
+    ("loop", {"trips": 2.5}, "recurrence_options.trips must be an integer, got 2.5"),
     ("loop", {"prelude": 2, "coda": 2}, r"at least one of the 4 layers to loop, got 2 \+ 2"),
     ("loop", {"prelude": -1}, "prelude"),
     ("loop", {"count": 2}, r"count is not an option of loop \(it has: .*trips"),

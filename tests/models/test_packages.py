@@ -31,7 +31,7 @@ import torch
 from fathom.models.axes.roles import Mechanism, ValueMixer
 from torch import nn
 
-from .pricing import cost
+from .pricing import BelowOptions, cost
 
 if TYPE_CHECKING:
     from fathom.models.axes.fields import DecoderConfig
@@ -42,6 +42,7 @@ class Below(ValueMixer):
 
     def __init__(self, config: DecoderConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
+        self.sign = {"add": 1, "subtract": -1}[BelowOptions.of(config).mode]
         if layer_idx:
             self.share = nn.Parameter(torch.zeros(1))
 
@@ -54,17 +55,30 @@ class Below(ValueMixer):
         return (layer_idx - 1,) if layer_idx else ()
 
     def forward(self, query, key, value, sources):
-        return value + self.share * sources[1] if sources else value
+        return value + self.sign * self.share * sources[1] if sources else value
 
 
 OUTSIDE_BELOW = Mechanism(
-    "outside_below", "mixer", "a share of the value below", "a test", Below, cost, closed={}
+    "outside_below", "mixer", "a share of the value below", "a test", Below, cost, BelowOptions, closed={}
 )
 '''
 PRICING = '''\
-"""What it costs."""
+"""What it costs, and its options, whose annotations are no text."""
 
-from fathom.models.axes.roles import Cost
+from dataclasses import dataclass
+from typing import Literal, Optional
+
+from fathom.models.axes.roles import Cost, MixerOptions
+
+Mode = Literal["add", "subtract"]
+
+
+@dataclass(frozen=True)
+class BelowOptions(MixerOptions):
+    mode: Mode = "add"
+    reach: int = 1
+    share: Optional[float] = None
+    levels: tuple[int, ...] = (1, 2)
 
 
 def cost(config, visits, scalar):
@@ -142,6 +156,45 @@ def test_its_name_works_everywhere(added, recipe: Recipe):
     (row,) = [row for row in mechanism_rows(recipe.config()) if row.name == "outside_below"]
     assert row.parameters == 1 and row.summary == "a share of the value below"
     add_mechanism(added)  # twice is once
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"mode": "mean"}, "mode must be one of add, subtract, got 'mean'"),
+        ({"reach": 2.5}, "reach must be an integer, got 2.5"),
+        ({"reach": True}, "reach must be an integer, got True"),
+        ({"share": "half"}, "share must be a number or null, got 'half'"),
+        ({"share": float("nan")}, "share must be a number, got nan"),
+        ({"levels": [1, "2"]}, "levels must be a list of integers, got [1, '2']"),
+        ({"more": 1}, "more is not an option of outside_below (it has: mode, reach, share, levels)"),
+    ],
+)
+def test_its_options_have_the_types_that_it_declares(added, given, says):
+    """A Literal by an alias, and annotations that are classes and not text."""
+    fits = {"mode": "subtract", "reach": 2, "share": 1, "levels": [3]}
+    assert config_of("outside_below", mixer_options=fits).mixer_options == fits
+    assert config_of("outside_below").mixer_options == {"mode": "add", "reach": 1, "share": None, "levels": [1, 2]}
+    with pytest.raises(ValueError) as refused:
+        config_of("outside_below", mixer_options=given)
+    assert str(refused.value) == f"mixer_options.{says}"
+
+
+@pytest.mark.parametrize(
+    ("annotation", "says"),
+    [
+        ("'Elsewhere'", "BelowOptions: the types of the options must be known at run time: name 'Elsewhere' is not"),
+        ("set[int]", "BelowOptions.reach: config.json holds no values of the type set[int]"),
+        ("dict[int, float]", "BelowOptions.reach: config.json holds no values of the type dict[int, float]"),
+    ],
+)
+def test_options_that_no_configuration_can_hold_are_refused_when_it_is_added(package, annotation, says):
+    (package / "pricing.py").write_text(PRICING.replace("reach: int", f"reach: {annotation}"))
+    from outside_package.mixer import OUTSIDE_BELOW
+
+    with pytest.raises(ValueError) as refused:
+        add_mechanism(OUTSIDE_BELOW)
+    assert str(refused.value).startswith(f"mechanism outside_below: {says}") and "outside_below" not in MECHANISMS
 
 
 def test_the_cheap_half_of_the_conformance_suite(added):
@@ -223,7 +276,7 @@ def test_what_reaches_the_registry():
         ("from .gone import x", "there is no gone.py next to it"),
         (
             "from .numerics import x",
-            "numerics.py cannot travel in an export: its name is that of a file in fathom.models",
+            "numerics.py cannot travel in an export: its name is that of a file of Fathom's in every export",
         ),
         ("x = 1; from fathom.models.axes.roles \\\n  import Cost", None),
         ("from \\\n  fathom.models.axes.roles import Cost", "write it at the start of a line"),
@@ -303,16 +356,18 @@ def test_the_whole_conformance_suite_and_an_export(tmp_path, corpus):
         "evaluate.every=0",
     )
     short += ("train.tokens_per_step=512", "train.micro_batch=2", "evaluate.tokens=512", "model.mixer=outside_below")
+    short += ("model.mixer_options.mode=subtract",)
     run("-m", "fathom", "train", "tiny", *short, "--run", str(tmp_path / "run"))
     code = (
         "import sys, torch; sys.modules['fathom'] = None\n"
         "from transformers import AutoModelForCausalLM as A\n"
         "m = A.from_pretrained(sys.argv[1], trust_remote_code=True)\n"
-        "print(float(m(torch.tensor([[5, 6, 7]])).logits.double().sum()), m.config.mixer)"
+        "mixer = m.model.layers[1].self_attn.mixer\n"
+        "print(float(m(torch.tensor([[5, 6, 7]])).logits.double().sum()), m.config.mixer, mixer.sign)"
     )
     modules = str(tmp_path / "modules")
     alone = run("-c", code, str(tmp_path / "run" / "model"), PYTHONPATH="", HF_MODULES_CACHE=modules)
     here = run(
         "-c", code.replace("sys.modules['fathom'] = None", "import fathom.models"), str(tmp_path / "run" / "model")
     )
-    assert alone == here and alone.split()[1] == "outside_below"
+    assert alone == here and alone.split()[1:] == ["outside_below", "-1"]

@@ -76,14 +76,14 @@ def test_a_missing_key_has_the_default_and_another_key_is_passed_over() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"name": 3}, "name: not str"),
-        ({"kind": "c"}, "kind: not "),
+        ({"name": 3}, "name: not text"),
+        ({"kind": "c"}, "kind: not one of a, b"),
         ({"part": {"from": 1}}, "part.loss is missing"),
-        ({"parts": [{"from": "1", "loss": 1}]}, "parts.from: not int"),
+        ({"parts": [{"from": "1", "loss": 1}]}, "parts.from: not an integer"),
         ({"named": {"n": []}}, "named.n: not Part"),
-        ({"pair": [1.0]}, "pair: not "),
-        ({"many": [True]}, "many: not int"),
-        ({"words": "ab"}, "words: not "),
+        ({"pair": [1.0]}, "pair: not a list of 2"),
+        ({"many": [True]}, "many: not an integer"),
+        ({"words": "ab"}, "words: not a list of names"),
     ],
 )
 def test_a_damaged_file_costs_one_line(tmp_path: Path, change: dict[str, Any], words: str) -> None:

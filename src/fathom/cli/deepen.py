@@ -13,7 +13,8 @@ from fathom.cli.following import following
 from fathom.cli.parser import Parser
 from fathom.errors import SettingsError
 from fathom.report.results import to_json
-from fathom.settings import allowed, convert, show
+from fathom.settings import convert, show
+from fathom.values import allowed
 
 if TYPE_CHECKING:
     from fathom.deepen.heal import Road

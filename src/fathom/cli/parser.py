@@ -17,7 +17,8 @@ from typing import Any, NamedTuple, NoReturn, TypeAlias, TypeVar
 
 from fathom.errors import SettingsError
 from fathom.recipe import describe
-from fathom.settings import allowed, convert, help_of
+from fathom.settings import convert, help_of
+from fathom.values import allowed
 
 MAY_BE_EMPTY = {"prompt", "text", "system", "separator", "eos_token", "api_key", "command"}
 """Arguments that accept an empty string or check it themselves."""

@@ -30,7 +30,8 @@ from fathom.models.modeling import FathomForCausalLM
 from fathom.models.registry import AXES, DEFAULTS
 from fathom.report.progress import ProgressBar
 from fathom.report.statistics import Difference, weighted_difference
-from fathom.settings import plain, show
+from fathom.settings import show
+from fathom.values import plain
 
 LOG = "spans.jsonl"
 GROUP = 16

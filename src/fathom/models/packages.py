@@ -19,6 +19,7 @@ from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
 
+from ..values import hints_of, storable
 from .axes.roles import Mechanism
 from .registry import AXES, MECHANISMS, VANILLA, late
 
@@ -27,9 +28,12 @@ GROUP = "fathom.mechanisms"
 FOLDER = Path(__file__).parent
 STAYS = {"__init__", Path(__file__).stem}
 """Files of this folder that are not part of an export."""
-FILES = {path.stem: path for path in sorted(FOLDER.rglob("*.py")) if path.stem not in STAYS}
+BELOW = FOLDER.parent / "values.py"
+"""The only file outside this folder that travels: it needs neither this folder nor torch, as its other readers do."""
+FILES = {path.stem: path for path in (BELOW, *sorted(FOLDER.rglob("*.py"))) if path.stem not in STAYS}
 MODULES = {
-    ".".join([__package__, *path.relative_to(FOLDER).with_suffix("").parts]): stem for stem, path in FILES.items()
+    ".".join([__name__.split(".")[0], *path.relative_to(FOLDER.parent).with_suffix("").parts]): stem
+    for stem, path in FILES.items()
 }
 """By full name: the file of an export that holds the module."""
 
@@ -50,6 +54,7 @@ def add_mechanism(mechanism: Mechanism) -> None:
         raise ValueError(f"a mechanism's name must be a word that is not taken, got {name!r}")
     if mechanism.axis not in AXES:
         raise ValueError(f"mechanism {name}: axis must be one of {', '.join(AXES)}, got {mechanism.axis!r}")
+    check_options(mechanism)
     files = travelling(mechanism)
     for other in MECHANISMS.values():
         theirs = {} if is_ours(other) else travelling(other)
@@ -57,6 +62,18 @@ def add_mechanism(mechanism: Mechanism) -> None:
             if files[file] != theirs[file]:
                 raise ValueError(f"mechanism {name}: {other.name} has another file {file}, and an export has one")
     MECHANISMS[name] = mechanism
+
+
+def check_options(mechanism: Mechanism) -> None:
+    """Refuse options whose types cannot be read, or whose values `config.json` cannot hold."""
+    named = f"mechanism {mechanism.name}: {mechanism.options.__name__}"
+    try:
+        hints = hints_of(mechanism.options)
+    except (AttributeError, NameError, SyntaxError, TypeError) as error:
+        raise ValueError(f"{named}: the types of the options must be known at run time: {error}") from error
+    for option, hint in hints.items():
+        if not storable(hint):
+            raise ValueError(f"{named}.{option}: config.json holds no values of the type {hint}")
 
 
 def find_mechanisms() -> None:
@@ -103,7 +120,7 @@ def travelling(mechanism: Mechanism) -> dict[str, str]:
         try:
             found[path.name], siblings = flattened(source)
             if path.stem in FILES:
-                raise ValueError("its name is that of a file in fathom.models")
+                raise ValueError("its name is that of a file of Fathom's in every export")
             if missing := [name for name in siblings if not (path.parent / f"{name}.py").is_file()]:
                 raise ValueError(f"there is no {missing[0]}.py next to it")
         except (ValueError, SyntaxError) as error:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from ..values import allowed, finite, fit, hints_of, plain
 from .axes.roles import Cost, Mechanism, Recurrence, Residual, ValueMixer
 from .mixers.depth_attention import DEPTH_ATTENTION
 from .mixers.uniform_depth import UNIFORM_DEPTH
@@ -101,19 +101,20 @@ def resolve_options(config: DecoderConfig, axis: str) -> dict[str, object]:
     chosen, given = mechanism(axis, getattr(config, axis)), getattr(config, f"{axis}_options") or {}
     if not isinstance(given, dict):
         raise ValueError(f"{axis}_options must be a dictionary of options, got {given!r}")
-    types = {f.name: f.type for f in fields(chosen.options)}
+    hints, values = hints_of(chosen.options), {}
     for key, value in given.items():
-        if key not in types:
-            known = ", ".join(types) or "none"
+        if key not in hints:
+            known = ", ".join(hints) or "none"
             raise ValueError(f"{axis}_options.{key} is not an option of {chosen.name} (it has: {known})")
-        if isinstance(value, float) and not math.isfinite(value):
+        try:
+            values[key] = fit(hints[key], value)
+        except ValueError:
+            raise ValueError(f"{axis}_options.{key} must be {allowed(hints[key])}, got {value!r}") from None
+        if not finite(value):
             raise ValueError(f"{axis}_options.{key} must be a number, got {value}")
-        if not _fits(value, str(types[key])):
-            raise ValueError(f"{axis}_options.{key} must be {types[key]}, got {value!r}")
-    options = chosen.options(**given)
+    options = chosen.options(**values)
     options.check(config)
-    resolved = asdict(options.resolve(config))
-    return {key: list(value) if isinstance(value, tuple) else value for key, value in resolved.items()}  # as in JSON
+    return {key: plain(value) for key, value in asdict(options.resolve(config)).items()}
 
 
 def check_trips(config: DecoderConfig) -> None:
@@ -149,23 +150,6 @@ def across_trips(config: DecoderConfig) -> str:
     """How the mixer's sources cross the recurrence's trips."""
     recurrence = recurrence_class(config)
     return mixer_class(config).across_trips(config, "none" if recurrence.shares(config) else recurrence.across_trips)
-
-
-def _fits(value: object, annotation: str) -> bool:
-    kinds: dict[str, tuple[type, ...]] = {
-        "int": (int,),
-        "float": (int, float),
-        "str": (str,),
-        "bool": (bool,),
-        "list": (list, tuple),
-        "tuple": (list, tuple),
-    }
-    allowed = [part.split("[")[0].strip() for part in annotation.split("|")]
-    if value is None:
-        return "None" in allowed
-    if isinstance(value, bool):
-        return "bool" in allowed
-    return any(isinstance(value, kinds.get(name, ())) for name in allowed)
 
 
 def mixer_class(config: DecoderConfig) -> type[ValueMixer]:
