@@ -17,12 +17,17 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, masking_utils
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from fathom import FathomConfig, FathomForCausalLM
+from fathom import FathomConfig, FathomForCausalLM, load
 from fathom.checkpoints.families import FAMILIES
 from fathom.checkpoints.families.family import ROPE
 from fathom.checkpoints.families.keys import BACKEND, BOOKKEEPING, CAUSAL, ROPE_READ, TOKEN
+from fathom.checkpoints.runs import changes_of
+from fathom.checkpoints.runs import config_of as config_of_block
+from fathom.cli.main import main
+from fathom.training.source import model_of
 from tests.checkpoints import edits
 from tests.checkpoints.edits import Config, draw
+from tests.tiny import tiny_tokenizer
 
 from .cases import CASES, randomise, stock, stock_config
 
@@ -229,6 +234,33 @@ def test_the_attention_backend_of_a_config_is_followed(key: str, tmp_path: Path)
     assert read(config | {key: "flash_attention_2"})._attn_implementation is None
 
 
+def test_values_that_a_class_does_without() -> None:
+    """A padding token outside the embeddings of classes without a padding row, and no dropout."""
+    for family in ("gpt2", "gpt_neox"):
+        assert read(config_of(family) | {"pad_token_id": 97}).pad_token_id is None
+        assert read(config_of(family) | {"pad_token_id": 96}).pad_token_id == 96
+    assert read(config_of("llama") | {"attention_dropout": None}).attention_dropout == 0
+
+
+def test_a_recipe_and_a_command_may_ignore_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = stock("qwen3", vocab_size=384)
+    model.save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"my_key": 3, "rope_scaling": {"other": 1}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    block: Config = {"from_pretrained": str(tmp_path), "mixer": "value_residual"}
+    with pytest.raises(ValueError, match="my_key=3, and 1 more"):
+        config_of_block(block)
+    block["ignore_keys"] = ["my_key", "rope_scaling.other"]
+    assert config_of_block(block).mixer == "value_residual" and changes_of(block)["mixer"] == ("none", "value_residual")
+    assert model_of(str(tmp_path), "key", config_of_block(block))[0].config.ignore_keys == block["ignore_keys"]
+    assert load(tmp_path, "cpu", ignore_keys=block["ignore_keys"])[0].config.vocab_size == 384
+    command = ["generate", str(tmp_path), "a", "--max-new-tokens", "1"]
+    assert main([*command, "--ignore-keys", "my_key,rope_scaling.other"]) == 0
+    assert main([*command, "--ignore-keys", "my_key"]) == 2
+    assert "rope_scaling.other" in capsys.readouterr().err
+
+
 def test_keys_may_be_ignored_on_request(tmp_path: Path) -> None:
     theirs = stock("gpt2")
     theirs.save_pretrained(tmp_path)
@@ -283,6 +315,7 @@ PUBLISHED: dict[str, tuple[str, Config]] = {
         },
     ),
     "llama-2": ("llama", {**LLAMA, "max_length": 4096, "_flash_attn_2_enabled": True, "max_sequence_length": 2048}),
+    "smollm2 from gguf": ("llama", {**LLAMA, "_model_name_or_path": "Smollm2 135M", "unk_token_id": 0}),
     "yarn-llama": ("llama", {**LLAMA, **YARN}),
     "awq": ("llama", {**LLAMA, "quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128}}),
     "mistral": ("mistral", {**LLAMA, "sliding_window": 4096, "tokenizer_class": "LlamaTokenizer", "head_dim": None}),
@@ -318,6 +351,9 @@ PUBLISHED: dict[str, tuple[str, Config]] = {
             **{"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}, "_num_labels": 1, "output_past": True},
         },
     ),
+    "polyglot-ko": ("gpt_neox", {"num_steps": "global_step213000", "rotary_pct": 0.5, "rotary_emb_base": 10000}),
+    "gpt-sw3": ("gpt2", {"apply_query_key_layer_scaling": True, "normalize_attention_scores": True}),
+    "kogpt2": ("gpt2", {"author": "A", "created_date": "2021-04-28", "license": "CC-BY-NC-SA 4.0"}),
     "opt": (
         "opt",
         {

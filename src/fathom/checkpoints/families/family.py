@@ -89,6 +89,8 @@ class Family:
         meant = copy.deepcopy(self.keys.meaningful(theirs))  # transformers completes rotary parameters in place
         resolved = AutoConfig.for_model(**{**meant, "model_type": self.name})
         shared = {key: getattr(resolved, key) for key in self.shared if hasattr(resolved, key)}
+        if shared.get("attention_dropout", 0.0) is None:
+            shared["attention_dropout"] = 0.0
         if shared.get("head_dim") is None and "head_dim" in self.shared:
             shared["head_dim"] = resolved.hidden_size // resolved.num_attention_heads
         ours = {**shared, **self.switches(resolved)}
@@ -140,6 +142,12 @@ def known_as(family: Family, theirs: Values, own: Collection[str]) -> tuple[PreT
         shared["head_dim"] = read.hidden_size // read.num_attention_heads
     shared["rope_parameters"] = rotation(read.rope_parameters, shared["head_dim"], partial=False)
     return read, {**shared, **kept(theirs), "model_type": FathomConfig.model_type}
+
+
+def padding(theirs: PreTrainedConfig) -> Values:
+    """The padding token of a class whose embeddings have no padding row, so that a token outside them does no harm."""
+    token = theirs.pad_token_id
+    return {"pad_token_id": token if token is None or token < theirs.vocab_size else None}
 
 
 def windows(theirs: PreTrainedConfig) -> Values:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from transformers import PreTrainedConfig
 
-from fathom.checkpoints.families.family import ONE_PRODUCT, RELATIVES, Family, Values
+from fathom.checkpoints.families.family import ONE_PRODUCT, RELATIVES, Family, Values, padding
 from fathom.checkpoints.families.tensors import projections, renamed, stacked, transposed
 from fathom.models import FathomConfig
 
@@ -22,6 +22,7 @@ READ = (
 IGNORED = (
     *("resid_pdrop", "embd_pdrop", "attn_pdrop", "summary_type", "summary_use_proj", "summary_activation"),
     *("summary_proj_to_labels", "summary_first_dropout", "n_ctx", "n_special", "predict_special_tokens"),
+    *("feed_forward_length", "apply_query_key_layer_scaling", "normalize_attention_scores"),
 )
 OFF = dict.fromkeys(
     ("scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn"), "Fathom's decoder has no such attention"
@@ -44,6 +45,7 @@ def switches(theirs: PreTrainedConfig) -> Values:
         "head_dim": theirs.hidden_size // theirs.num_attention_heads,
         "attention_scale": None if theirs.scale_attn_weights else 1.0,
         "attention_dropout": 0.0,
+        **padding(theirs),
     }
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from transformers import PreTrainedConfig
 
-from fathom.checkpoints.families.family import ONE_PRODUCT, RELATIVES, SHARED, Family, Values
+from fathom.checkpoints.families.family import ONE_PRODUCT, RELATIVES, SHARED, Family, Values, padding
 from fathom.checkpoints.families.tensors import interleaved, renamed
 from fathom.models import FathomConfig
 
@@ -28,6 +28,7 @@ def switches(theirs: PreTrainedConfig) -> Values:
         "rms_norm_eps": theirs.layer_norm_eps,
         "num_key_value_heads": theirs.num_attention_heads,
         "head_dim": head,
+        **padding(theirs),
     }
 
 
@@ -66,6 +67,6 @@ GPT_NEOX = Family(
     KEYS,
     ONE_PRODUCT,
     further=("use_parallel_residual", "layer_norm_eps", "rotary_pct", "rotary_emb_base", "head_dim"),
-    ignored=(*RELATIVES, "hidden_dropout", "hidden_dropout_prob", "attention_probs_dropout_prob"),
+    ignored=(*RELATIVES, "hidden_dropout", "hidden_dropout_prob", "attention_probs_dropout_prob", "num_steps"),
     rotates="parts",
 )

@@ -29,11 +29,13 @@ BACKEND = ("_attn_implementation", "attn_implementation")
 BOOKKEEPING = frozenset(
     (
         *("model_type", "architectures", "auto_map", "custom_pipelines", "_name_or_path", "name_or_path"),
+        "_model_name_or_path",
         *("_commit_hash", "transformers_version", "torch_dtype", "dtype", "quantization_config", "tokenizer_class"),
         *("tokenizer_model_max_length", "tokenizer_padding_side", "model_max_length", "max_sequence_length"),
         *("unsloth_version", "unsloth_fixed", "transformers.js_config", "base_model_name_or_path", "finetuning_task"),
         *("task_specific_params", "prefix", "problem_type", "id2label", "label2id", "num_labels", "_num_labels"),
         *("classifier_dropout", "classifier_bias", "torchscript", "use_bfloat16", "tf_legacy_loss", "model_parallel"),
+        *("xla_device", "author", "license", "created_date"),
         *("use_cache", "output_past", "output_attentions", "output_hidden_states", "output_cross_attentions"),
         *("return_dict", "use_return_dict", "tie_last_hidden_states", "keys_to_ignore_at_inference"),
         *("gradient_checkpointing", "chunk_size_feed_forward", "is_decoder", "is_encoder_decoder"),

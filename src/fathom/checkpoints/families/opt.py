@@ -19,7 +19,7 @@ READ = (
     *("ffn_dim", "activation_function", "enable_bias", "layer_norm_elementwise_affine", "init_std"),
     *("word_embed_proj_dim", "do_layer_norm_before", "_remove_final_layer_norm"),
 )
-IGNORED = ("dropout", "activation_dropout", "layerdrop", "learned_embeddings")
+IGNORED = ("dropout", "activation_dropout", "layerdrop", "learned_embeddings", "output_projection")
 OFF = {"scale_embeddings": "the class in transformers does not scale embeddings"}
 OFFSET = 2
 
