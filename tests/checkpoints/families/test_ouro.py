@@ -9,7 +9,7 @@ from torch.nn.functional import embedding
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
 
-from fathom import FathomForCausalLM
+from fathom import FathomConfig, FathomForCausalLM
 
 CONFIG = {
     **{"model_type": "ouro", "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
@@ -105,3 +105,29 @@ def test_norms_under_the_wrong_names_are_seen(tmp_path):
         right = FathomForCausalLM.from_pretrained(directory).eval()(ids).logits
         save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
         assert (FathomForCausalLM.from_pretrained(directory).eval()(ids).logits - right).abs().max() > 1e-2
+
+
+PUBLISHED = {
+    **{"architectures": ["OuroForCausalLM"], "auto_map": {"AutoConfig": "configuration_ouro.OuroConfig"}},
+    **{"head_dim": 8, "layer_types": ["full_attention"] * 2, "max_window_layers": 2, "use_sliding_window": False},
+    **{"sliding_window": None, "attention_dropout": 0.0, "rope_scaling": None, "torch_dtype": "bfloat16"},
+    **{"use_cache": True, "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.02, "attention_bias": False},
+}
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        ({}, None),
+        ({"is_causal": False}, "is_causal=false: Fathom's decoder is causal"),
+        ({"my_mechanism": 2}, "my_mechanism=2: Fathom does not know this key of ouro models"),
+        ({"attention_bias": True}, "attention_bias=true: Fathom does not know what this model"),
+    ],
+)
+def test_the_keys_of_released_files_are_read_closed(keys, says, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, **PUBLISHED, **keys}))
+    if says is None:
+        assert FathomConfig.from_pretrained(tmp_path).recurrence_options["trips"] == 3
+        return
+    with pytest.raises(ValueError, match=says):
+        FathomConfig.from_pretrained(tmp_path)

@@ -133,7 +133,10 @@ def known_as(family: Family, theirs: Values, own: Collection[str]) -> tuple[PreT
         own: Further keys, which the caller reads.
     """
     keys = family.keys
-    no = dict.fromkeys((key for key in RELATIVES[:2] + WINDOWS if key not in keys.read), f"a {family.name} has none")
+    no = dict.fromkeys(
+        (key for key in RELATIVES[:2] + WINDOWS if key not in keys.read),
+        "Fathom does not know what this model's class does with it",
+    )
     keys = replace(keys, kind=str(theirs.get("model_type")), read={*keys.read, *own}, off={**keys.off, **no})
     meant = copy.deepcopy({key: value for key, value in keys.meaningful(theirs).items() if key in family.keys.read})
     read = AutoConfig.for_model(**{**meant, "model_type": family.name})
