@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM
 
+from fathom.inference.batches import DraftBatch
 from fathom.models import FathomForCausalLM
 from fathom.models.trips import walk
 from fathom.training.gap import _decoded
@@ -115,6 +116,10 @@ def test_what_cannot_be_read_again_is_refused():
             model.generate(short, **drafts, **NEW)
         few = {"max_new_tokens": 6, "do_sample": False}
         assert torch.equal(model.generate(short, **drafts, **few), expected[:, :16])
+    with pytest.raises(ValueError, match=r"guidance_scale: .* within 18 tokens"):
+        model.generate(short, guidance_scale=2.0, **NEW)
+    with pytest.raises(ValueError, match="change with the length of a text"):
+        DraftBatch(model, 2, 1)
     with pytest.raises(ValueError, match="depend on other requests"):
         model.init_continuous_batching()
 

@@ -417,6 +417,8 @@ class DraftBatch(SlabBatch):
 
     def __init__(self, model: FathomForCausalLM, trips: int, draft_trips: int) -> None:
         check_speculation(model, Speculation(draft_trips), trips)
+        if model.config.rope_stretches:  # drafts may pass the context, which would change the angles of all sequences
+            raise ValueError("draft_trips: RoPE's angles change with the length of a text; leave drafting out")
         super().__init__(model, trips)
         self.stages = Stages(model, trips, self.cache)
         self.drafting, self.checking = range(draft_trips), range(draft_trips, trips)

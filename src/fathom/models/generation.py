@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 DRAFTS = ("draft_trips", "prompt_lookup_num_tokens", "assistant_model", "assistant_early_exit")
-"""Arguments of `generate` that ask for drafts."""
+"""Arguments of `generate` that ask for drafts: tokens before and after a length are checked together."""
 USUAL_LENGTH = 20
 """New tokens of transformers' `generate` if nothing limits them."""
 
@@ -42,18 +42,19 @@ class FathomGenerationMixin(GenerationMixin):
                 "result depends on where it is cut; set recurrence_options.prefill=exact, or leave the chunk size out"
             )
 
-    def check_drafts(self, inputs: Tensor | None, own: GenerationConfig, given: Mapping[str, Any]) -> None:
-        """Refuse drafts past a length at which RoPE's angles change: tokens before and after it are checked together,
-        with one set of angles."""
+    def check_length(self, inputs: Tensor | None, own: GenerationConfig, given: Mapping[str, Any]) -> None:
+        """Refuse drafts, and guidance with a cache of its own, past a length at which RoPE's angles change."""
         asked = next((name for name in DRAFTS if given.get(name, getattr(own, name, None))), None)
+        if (given.get("guidance_scale", own.guidance_scale) or 1) != 1:
+            asked = "guidance_scale"
         prompt = next((x for x in (inputs, given.get("input_ids"), given.get("inputs_embeds")) if x is not None), None)
         length = 1 if prompt is None else prompt.shape[1]
         new, most = (given.get(name, getattr(own, name)) for name in ("max_new_tokens", "max_length"))
         most = length + new if new else most or length + USUAL_LENGTH
         if asked and self.model.rotary_emb.changes(length, most):
             raise ValueError(
-                f"{asked}: the angles of this model's RoPE change within {most} tokens, which drafts would cross; "
-                "leave drafting out"
+                f"{asked}: the angles of this model's RoPE change within {most} tokens, and the text would not be read "
+                f"again there; leave {asked} out"
             )
 
     def generate(
@@ -79,7 +80,7 @@ class FathomGenerationMixin(GenerationMixin):
         self.check_chunks(kwargs.get("prefill_chunk_size", own.prefill_chunk_size))
         if self.model.rereads:
             drafts = draft_trips is not None or speculation is not None
-            self.check_drafts(inputs, own, {"draft_trips": drafts or None, **kwargs})
+            self.check_length(inputs, own, {"draft_trips": drafts or None, **kwargs})
         if draft_trips is not None:
             speculation = Speculation(draft_trips, draft_tokens)
         if speculation is not None:
