@@ -513,14 +513,14 @@ def _text_of(file: IO[bytes]) -> Iterator[TextIO]:
 
 def _separated(path: Path, reading: Reading) -> Iterator[bytes | None]:
     """Documents between lines that equal the separator; blank lines at the ends of a document are kept."""
-    separator = reading.separator or ""
-    blank, lines = not separator.strip(), separator == LINES
+    separator = None if reading.separator is None else reading.separator.encode()
+    blank, lines = separator is not None and not separator.strip(), reading.separator == LINES
     document: bytearray | None = bytearray()  # at most a record's length of it is in memory; None if it is left out
     number, first, begins = 1, True, True
     with _opened(path) as file:
         while line := file.readline(reading.max_record_bytes):
             line, first = line.removeprefix(codecs.BOM_UTF8) if first else line, False
-            ends = begins and (not line.strip() if blank else line.rstrip(b"\r\n") == separator.encode())
+            ends = begins and (not line.strip() if blank else line.rstrip(b"\r\n") == separator)
             begins = line.endswith(b"\n")
             if document is not None and not ends:
                 document += line
