@@ -28,6 +28,7 @@ from fathom.data.tokenizer import plain_encoder
 from fathom.errors import DataError
 from tests.corpus.files import write
 from tests.corpus.prose import Prose, recipe_values, tree, write_jsonl
+from tests.corpus.test_quality import PARAGRAPHS
 from tests.data.corpora import stream
 
 
@@ -413,14 +414,17 @@ def test_a_worker_ends_with_its_driver(tmp_path: Path) -> None:
 
 
 def test_small_stages_need_no_scheduler(tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A job of a cluster takes longer to start than they take; large ones go to it."""
+    """A job of a cluster takes longer to start than they take; large ones go to it. A document in German is dropped, and
+    the card says for what."""
     asked: list[str] = []
     monkeypatch.setattr(executor, "require_scheduler", lambda name: None)
     monkeypatch.setattr(executor, "remote", lambda wanted, place, stage, tasks, tick: asked.append(stage))
     write(tmp_path / "a.txt", Prose(3).document(200))
-    values = recipe_values({"a": {"inputs": [str(tmp_path / "a.txt")]}}, tokenize={"tokenizer": tokenizer})
+    write(tmp_path / "b.txt", " ".join([PARAGRAPHS["de"], *Prose(4).words[:60]]))
+    inputs = [str(tmp_path / name) for name in ("a.txt", "b.txt")]
+    values = recipe_values({"a": {"inputs": inputs}}, tokenize={"tokenizer": tokenizer})
     recipe = parse_corpus_recipe({**values, "executor": {"name": "ray"}})
-    build(recipe, tmp_path / "out")
+    assert "For their language: 1 documents" in build(recipe, tmp_path / "out").card.read_text()
     assert not asked and (tmp_path / "out" / "shards" / "index.json").is_file()
     monkeypatch.setattr(executor, "POOL_BYTES", 0)
     with pytest.raises(DataError, match="ingest: 1 of 1 tasks are not done"):

@@ -73,3 +73,32 @@ def test_languages_by_the_installed_identifier() -> None:
     pytest.importorskip("py3langid")
     assert language_of("The river rises in the hills and flows slowly to the sea through old towns.") == "en"
     assert language_of("Der Fluss entspringt in den Bergen und mündet nach einem langen Lauf in das Meer.") == "de"
+
+
+PARAGRAPHS = {
+    "de": "Der Fluss entspringt in den Bergen und mündet nach langem Lauf durch alte Städte und Wiesen in das Meer. ",
+    "fr": "La rivière prend sa source dans les collines et coule vers la mer entre de vieilles villes et des prés. ",
+    "ru": "Река берёт начало в горах и медленно течёт к морю мимо старых городов и широких лугов, где пасутся коровы. ",
+    "zh": "这条河发源于山区，缓缓流过古老的城镇和宽阔的草地，最后注入大海，沿岸村庄的居民世世代代以捕鱼为生。",
+    "ja": "この川は山に源を発し、古い町々と広い草原をゆっくりと流れ、小さな村を過ぎてから海に注いでいます。",
+    "th": "แม่น้ำสายนี้มีต้นกำเนิดในภูเขาและไหลช้าๆผ่านเมืองเก่าและทุ่งหญ้ากว้างก่อนถึงหมู่บ้านแล้วลงสู่ทะเล",
+    "en": "The river rises in the hills and flows slowly to the sea through old towns and meadows that cows graze. ",
+}
+
+
+@pytest.mark.parametrize("language", PARAGRAPHS)
+def test_a_clean_paragraph_of_any_language(language: str) -> None:
+    """Stop words apart, it breaks no rule; a few words of it, or the same many times, do."""
+    alone = language in ("zh", "ja", "th")
+    text = PARAGRAPHS[language] + (PARAGRAPHS[language][::-1] if alone else " ".join(Prose(7).words[:40]))
+    assert rules(text, min_stop_words=None) == []
+    assert ("min_stop_words" in rules(text)) is (language != "en")
+    assert ("min_stop_words" in [one.rule for one in broken_rules(text, Filter(), language)]) is False
+    assert "min_words" in rules(text[:30]) and "max_duplicate_10grams" in rules((text + "\n") * 9)
+
+
+def test_words_are_counted_as_elsewhere() -> None:
+    """Each character of Chinese is a word; signs and dashes are none; a mean length is that of spaced words."""
+    found = dict(measures("这条河 - - # flows to sea", Filter()))
+    assert found["min_words"] == 6 and found["min_word_length"] == (5 + 2 + 3) / 3
+    assert "min_word_length" not in dict(measures("这条河发源于 flows", Filter()))

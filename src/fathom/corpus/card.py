@@ -104,6 +104,12 @@ def _dropped(workspace: Workspace) -> Iterator[str]:
     yield "Each document that a rule left out is in `stages/clean/*/dropped.jsonl`, each duplicate with what it is like"
     yield "in `stages/duplicates/*/duplicates.jsonl`, each unreadable file in `stages/ingest/*/failed.jsonl`, what"
     yield "leaks an item in `stages/contamination/*/hits.jsonl`, with pieces that are too short in the same folder."
+    english, other = (sum(one[rule] for one in cleaned.values()) for rule in ("min_stop_words", "language"))
+    if english or other:
+        yield ""
+        yield f"For their language: {english:,} documents have too few of the eight English words of"
+        yield "`filter.min_stop_words`, as every text in another language has (null turns the rule off, and `languages`"
+        yield f"limits it to English); {other:,} are in none of `filter.languages`."
     if marks := sum(one[POSSIBLE_NOTES] for one in read.values()):
         yield ""
         yield f"{marks:,} superscripts may be marks of notes: they follow a word, a year or a sentence, and no link or"

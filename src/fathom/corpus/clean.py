@@ -17,6 +17,7 @@ from fathom.corpus.quality import Broken, broken_rules, language_of
 from fathom.corpus.recipe import Filter
 from fathom.corpus.stage import Stage, Task
 from fathom.corpus.templates import is_trained
+from fathom.corpus.words import count_words
 from fathom.errors import DataError, to_install
 
 RULES = (*(one.name for one in fields(Filter) if one.name != "languages"), "language")
@@ -40,7 +41,7 @@ class Clean(Stage):
     """One task for each file of documents; dropped documents are listed in a file next to the kept ones."""
 
     name = "clean"
-    version = 4
+    version = 5
     uses = ("normalize",)
 
     def tasks(self) -> list[Task]:
@@ -107,7 +108,7 @@ class Clean(Stage):
         else:  # train on exactly what was written, including outer spaces
             document.text = contents(document.messages)
         document.id = document_digest(document).hex()[:16]
-        document.n_chars, document.n_words = len(document.text), len(document.text.split())
+        document.n_chars, document.n_words = len(document.text), count_words(document.text)
 
 
 def _reasons(document: Document, limits: Filter | None) -> list[Broken]:
@@ -116,9 +117,10 @@ def _reasons(document: Document, limits: Filter | None) -> list[Broken]:
         return [Broken("empty")]
     if limits is None:
         return []
-    reasons = broken_rules(document.text, limits)
-    if limits.languages:
-        document.lang = language_of(document.text)
-        if document.lang not in limits.languages:
-            reasons.append(Broken("language", document.lang, list(limits.languages)))
+    if not limits.languages:
+        return broken_rules(document.text, limits)
+    document.lang = language_of(document.text)
+    reasons = broken_rules(document.text, limits, document.lang)
+    if document.lang not in limits.languages:
+        reasons.append(Broken("language", document.lang, list(limits.languages)))
     return reasons

@@ -12,6 +12,7 @@ import numpy as np
 from fathom.corpus.clean import text_digest
 from fathom.corpus.documents import Document, read_part
 from fathom.corpus.stage import Input, Task, Workspace
+from fathom.corpus.words import count_words
 from fathom.report.files import read_json
 
 
@@ -93,5 +94,5 @@ def pieces_of(document: Document, spans: Sequence[Sequence[int]]) -> Iterator[Do
             id=text_digest(text).hex()[:16],
             path=f"{document.path}#{number}",
             n_chars=len(text),
-            n_words=len(text.split()),
+            n_words=count_words(text),
         )

@@ -13,12 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fathom.corpus.recipe import Filter
-from fathom.corpus.words import Numbers, Words, run_numbers, words_of
+from fathom.corpus.words import STANDING_ALONE, Numbers, Words, run_numbers, words_of
 
 if TYPE_CHECKING:
     from py3langid.langid import LanguageIdentifier
 
 STOP_WORDS = frozenset(("the", "be", "to", "of", "and", "that", "have", "with"))
+ENGLISH = "en"
+"""The language of these, whose texts alone `min_stop_words` judges if the language is known."""
 BULLETS = ("-", "*", "•", "‣", "◦", "▪", "●", "–")
 ELLIPSES = ("...", "…")
 LETTER = re.compile(r"[^\W\d_]")
@@ -34,38 +36,53 @@ class Broken:
     limit: object = None
 
 
-def broken_rules(text: str, limits: Filter) -> list[Broken]:
+def broken_rules(text: str, limits: Filter, language: str = ENGLISH) -> list[Broken]:
     """Every rule that a text breaks, in the order of the recipe's keys."""
     return [
         Broken(rule, round(value, 6), limit)
         for rule, value in measures(text, limits)
         if (limit := getattr(limits, rule)) is not None
         and (value < limit if rule.startswith("min_") else value > limit)
+        and (rule != "min_stop_words" or language == ENGLISH)
     ]
 
 
 def measures(text: str, limits: Filter) -> Iterator[tuple[str, float]]:
     """(rule, value) for each rule that is on."""
-    spaced = text.split()
-    count = len(spaced)
+    words = words_of([text])
+    count = len(words.numbers)
     yield "min_words", count
     yield "max_words", count
     if not count:
         return
-    mean = sum(map(len, spaced)) / count
-    yield "min_word_length", mean
-    yield "max_word_length", mean
+    yield from _lengths(text, words)
     yield "max_symbol_ratio", max(text.count("#"), text.count("...") + text.count("…")) / count
     lines = [line.strip() for line in text.split("\n") if line.strip()]
     yield "max_bullet_lines", sum(line.startswith(BULLETS) for line in lines) / len(lines)
     yield "max_ellipsis_lines", sum(line.endswith(ELLIPSES) for line in lines) / len(lines)
-    yield "min_alphabetic_words", sum(1 for word in spaced if word.isalpha() or LETTER.search(word)) / count
-    yield "min_stop_words", len(STOP_WORDS.intersection(text.lower().split()))
+    spaced = text.split()
+    yield "min_alphabetic_words", sum(1 for word in spaced if word.isalpha() or LETTER.search(word)) / len(spaced)
+    yield "min_stop_words", int(np.isin(_stop_words(), words.numbers).sum())
     for name, pieces in (("line", lines), ("paragraph", re.split(r"\n\s*\n", text.strip()))):
         again, characters = repeated(pieces)
         yield f"max_duplicate_{name}s", again / len(pieces)
         yield f"max_duplicate_{name}_characters", characters / max(sum(map(len, pieces)), 1)
-    yield from _runs(words_of([text]), limits)
+    yield from _runs(words, limits)
+
+
+def _lengths(text: str, words: Words) -> Iterator[tuple[str, float]]:
+    """The mean length of words, unless most stand alone: each character of Chinese, Japanese or Thai is one."""
+    alone = 0 if text.isascii() else len(STANDING_ALONE.findall(text))
+    others = len(words.numbers) - alone
+    if others >= alone:
+        mean = (int((words.ends - words.starts).sum()) - alone) / others
+        yield "min_word_length", mean
+        yield "max_word_length", mean
+
+
+@functools.cache
+def _stop_words() -> Numbers:
+    return words_of([" ".join(STOP_WORDS)]).numbers
 
 
 def repeated(pieces: list[str]) -> tuple[int, int]:

@@ -104,7 +104,7 @@ class Filter(Section):
     """Which documents are kept; null turns a rule off. Values as in Gopher's rules."""
 
     min_words: int | None = 50
-    """minimum words"""
+    """minimum words; in Chinese, Japanese, Thai and others without spaces each character is one"""
     max_words: int | None = 100_000
     """maximum words"""
     min_word_length: float | None = 3.0
@@ -120,7 +120,8 @@ class Filter(Section):
     min_alphabetic_words: float | None = 0.8
     """share of words with a letter"""
     min_stop_words: int | None = 2
-    """how many of the, be, to, of, and, that, have, with occur"""
+    """how many of the English words the, be, to, of, and, that, have, with occur; null for other languages. With
+    `languages` only documents in English are judged"""
     max_duplicate_lines: float | None = 0.3
     """share of lines that occurred before"""
     max_duplicate_line_characters: float | None = 0.2

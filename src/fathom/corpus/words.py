@@ -8,6 +8,7 @@ modulo 2^64 and a run of words a polynomial of theirs, both computed for all tex
 from __future__ import annotations
 
 import functools
+import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ TABLE_SIZE = 1 << 18
 """Code points above are ideographs or not in use."""
 ALONE = ((0x0E00, 0x0EFF), (0x1000, 0x109F), (0x1780, 0x17FF), (0x3040, 0x30FF), (0x3400, 0x9FFF), (0xF900, 0xFAFF))
 """Thai and Lao, Burmese, Khmer, Kana, Han: each character counts as a word."""
+STANDING_ALONE = re.compile("[" + "".join(f"{chr(low)}-{chr(high)}" for low, high in ALONE) + "\U00020000-\U0003ffff]")
 BLOCK = 1 << 20
 """Characters processed at a time."""
 
@@ -60,6 +62,11 @@ class Words:
             if length in wanted:
                 places = np.flatnonzero(text[: len(grown)] == text[length - 1 :])
                 yield length, mixed(grown[places]), places
+
+
+def count_words(text: str) -> int:
+    """How many words a text has."""
+    return len(words_of([text]).numbers)
 
 
 def run_numbers(numbers: Numbers, length: int) -> Numbers:
