@@ -108,6 +108,20 @@ def test_from_any_directory(newcomer: Newcomer, tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("mechanism", "teaches"), [("loop", True), ("ponder2", False)])
+def test_from_a_gguf_file(mechanism: str, teaches: bool, newcomer: Newcomer, tmp_path: Path) -> None:
+    """No recipe may name the file; the deepened model is its own teacher while its mechanism is closed."""
+    pytest.importorskip("accelerate")  # transformers reads GGUF files with it
+    llama(tmp_path / "base")
+    newcomer.types("export", "base", "--to", "base.gguf", "--as", "gguf")
+    newcomer.types("deepen", "base.gguf", "--with", mechanism, "--steps", "4", "--out", "deeper")
+    teacher = load_recipe(tmp_path / "deeper/heal.yaml").distill.teacher
+    assert teacher == (str(tmp_path / "deeper") if teaches else None)
+    for number, more in ((0, ()), (0, FEW), (0, ())):
+        newcomer.types_printed(number, *more)
+
+
+@pytest.mark.slow
 def test_a_model_of_ones_own(newcomer: Newcomer) -> None:
     """Without a pretrained model, prepare names a small recipe of the corpus's vocabulary."""
     newcomer.types("prepare", str(newcomer.text), "--train-tokenizer", "300", "--held-out", "0.1", "--out", "data/mine")

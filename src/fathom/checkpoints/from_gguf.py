@@ -39,7 +39,8 @@ def open_gguf(path: Path, dtype: str = "auto", **changes: object) -> tuple[Fatho
         raise ModelError(f"{path}: reading GGUF needs the gguf package: {to_install('gguf')}") from None
     except (ValueError, OSError, KeyError, RuntimeError, NotImplementedError) as error:
         raise ModelError(f"{path}: {' '.join(str(error).split())}") from error
-    theirs = stock.config.to_dict()
+    # What transformers notes for itself is no key of a config.json.
+    theirs = {key: value for key, value in stock.config.to_dict().items() if not key.startswith("_")}
     kind = theirs.get("model_type")
     if kind not in FAMILIES or FAMILIES[kind].rules:
         raise ModelError(f"{path} is a {kind} model; as GGUF Fathom opens llama, qwen2 and qwen3")

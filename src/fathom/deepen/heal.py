@@ -113,7 +113,7 @@ def heal_recipe(road: Road, config: FathomConfig, request: Request, healing: Hea
         "data": {"sequence_length": length},
         "optim": {"lr": 2.0e-4 if healing.lora else 2.0e-5, "warmup": 0.05, "floor": 0.1, "weight_decay": 0.0},
         "lora": {"rank": 16 if healing.lora else None, "mechanisms": mechanism_cost(config).parameters > 0},
-        "distill": {"teacher": anywhere(road.base), "weight": 0.5},
+        "distill": {"teacher": _teacher(road, request), "weight": 0.5},
         "train": {
             "steps": healing.steps,
             "tokens_per_step": ROWS * length,
@@ -124,11 +124,19 @@ def heal_recipe(road: Road, config: FathomConfig, request: Request, healing: Hea
         "evaluate": {"every": 100, "tokens": 65536},
     }
     parse_recipe(values)  # never write an invalid recipe
-    paths = Road(Path(absolute(road.directory)), anywhere(road.base))
+    base = absolute(road.base) if road.base == str(road.directory) else anywhere(road.base)
+    paths = Road(Path(absolute(road.directory)), base)
     commands = {name: getattr(paths, name) for name in ("prepare", "train", "control", "report")}
     words = {"directory": paths.directory, "name": request.name, "opening": opening, "steps": healing.steps}
     header = HEADER.format(**words, **commands, other=ADAPTED if healing.lora else FULL)
     return header + "\n" + yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+
+
+def _teacher(road: Road, request: Request) -> str | None:
+    """The base model; None if the deepened model stands for it and does not compute what it did."""
+    if road.base == str(road.directory):
+        return absolute(road.directory) if all(part.closed is not None for part in request.parts) else None
+    return anywhere(road.base)
 
 
 def anywhere(name: str) -> str:

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers.utils import logging
 
 from fathom.checkpoints.export import export
+from fathom.checkpoints.from_gguf import is_gguf
 from fathom.checkpoints.hub import repository
 from fathom.checkpoints.layout import HEAL
 from fathom.checkpoints.runs import Opened, open_decoder, open_source, read_config
@@ -79,7 +80,9 @@ def deepen(source: str | Path, request: Request, out: str | Path, healing: Heali
     base = opened.model.eval()
     config = deeper_config(base.config, request)
     model = deeper_model(base, config)
-    text = heal_recipe(Road(out, str(source)), config, request, healing or Healing())
+    # No recipe may name a GGUF file; the closed mechanism computes what the file's model does.
+    base_name = str(out) if is_gguf(where) else str(source)
+    text = heal_recipe(Road(out, base_name), config, request, healing or Healing())
     export(model, out, opened.tokenizer)
     recipe = out / HEAL
     write_atomically(recipe, text)
