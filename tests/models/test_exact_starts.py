@@ -1,12 +1,8 @@
-"""What starts as the model that it was given: the table of docs/tutorials/deepen.md, measured.
-
-`python -m tests.models.test_exact_starts` writes it.
-"""
+"""What starts as the model that it was given: the table of docs/tutorials/deepen.md, measured."""
 
 from __future__ import annotations
 
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,8 +12,6 @@ from fathom.models.registry import DEFAULTS, MECHANISMS
 
 from .cases import BACKBONES, SHAPE, tokens, with_gains
 
-PAGE = Path(__file__).parents[2] / "docs" / "tutorials" / "deepen.md"
-BEGIN, END = "<!-- exact starts: python -m tests.models.test_exact_starts -->\n", "<!-- end -->"
 KINDS = {
     "Qwen3": {},
     "Llama": BACKBONES["llama"],
@@ -66,33 +60,8 @@ def table() -> str:
 
 
 @pytest.mark.slow
-def test_the_page_has_the_table():
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    assert before and rest.partition(END)[0] == table()
-
-
-@pytest.mark.parametrize("residual", ["denseformer", "attention_residuals", "hyper_connections", "mudd"])
-def test_a_parallel_layer_sums_as_its_family_does(residual: str) -> None:
-    """In bfloat16 another order of the sums shows in most logits."""
-    torch.manual_seed(0)
-    model = with_gains(FathomForCausalLM(FathomConfig(**SHAPE, initializer_range=0.1, **KINDS["GPT-NeoX"])).eval())
-    closed = {"residual": residual, "residual_options": dict(MECHANISMS[residual].closed or {})}
-    deeper = FathomForCausalLM(FathomConfig(**SHAPE, **KINDS["GPT-NeoX"], **closed)).eval()
-    deeper.load_state_dict(model.state_dict(), strict=False)
-    with torch.no_grad():
-        one, other = (each.bfloat16()(tokens(2, 9), use_cache=False).logits for each in (model, deeper))
-    assert torch.equal(one, other)
-
-
-@pytest.mark.slow
 def test_all_but_two_start_exactly():
     """To the last bit, on every kind of backbone."""
     for line in table().splitlines()[2:]:
         name, _, *cells = (cell.strip() for cell in line.strip("|").split("|"))
         assert set(cells) == {"no" if name in ("`ponder2`", "`ponder3`") else "exact"}, name
-
-
-if __name__ == "__main__":
-    text = PAGE.read_text(encoding="utf-8")
-    before, _, rest = text.partition(BEGIN)
-    PAGE.write_text(before + BEGIN + table() + END + rest.partition(END)[2], encoding="utf-8")

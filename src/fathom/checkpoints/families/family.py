@@ -74,6 +74,10 @@ class Family:
     """Keys that may only be off (null, false or empty), and why."""
     rotates: Literal["heads", "parts", "by type"] = "heads"
     """Whole heads by default, any part of a head, or whole heads with parameters for each layer type."""
+    opens: str = ""
+    """Which models it is, for the table of families in the documentation."""
+    note: str = ""
+    """What the table says of exceptions beyond `off` and `rounding`."""
 
     @property
     def keys(self) -> Keys:

@@ -76,7 +76,13 @@ def gemma3_back(config: FathomConfig) -> Values:
 
 
 GEMMA = Family(
-    "gemma", gemma_switches, gemma_back, shared=KEYS, further=("hidden_act",), ignored=(*IGNORED, "hidden_activation")
+    "gemma",
+    gemma_switches,
+    gemma_back,
+    shared=KEYS,
+    further=("hidden_act",),
+    ignored=(*IGNORED, "hidden_activation"),
+    opens="Gemma 1",
 )
 GEMMA2 = Family(
     "gemma2",
@@ -85,6 +91,8 @@ GEMMA2 = Family(
     shared=KEYS,
     further=(*FURTHER, "attn_logit_softcapping"),
     ignored=IGNORED,
+    opens="Gemma 2",
+    note="needs `attn_implementation=eager`",
 )
 GEMMA3 = Family(
     "gemma3_text",
@@ -94,4 +102,6 @@ GEMMA3 = Family(
     further=(*FURTHER, "sliding_window_pattern", "rope_local_base_freq"),
     ignored=(*IGNORED, "attn_logit_softcapping"),
     rotates="by type",
+    opens="Gemma 3, text models",
+    note="checkpoints with a vision tower are refused",
 )

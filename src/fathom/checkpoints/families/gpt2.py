@@ -81,4 +81,6 @@ RULES = (
 
 UNREAD = (r"\.attn\.(masked_)?bias\Z",)
 
-GPT2 = Family("gpt2", switches, back, RULES, UNREAD, KEYS, ONE_PRODUCT, READ, (*RELATIVES, *IGNORED), OFF)
+GPT2 = Family(
+    "gpt2", switches, back, RULES, UNREAD, KEYS, ONE_PRODUCT, READ, (*RELATIVES, *IGNORED), OFF, opens="GPT-2"
+)

@@ -69,4 +69,5 @@ GPT_NEOX = Family(
     further=("use_parallel_residual", "layer_norm_eps", "rotary_pct", "rotary_emb_base", "head_dim"),
     ignored=(*RELATIVES, "hidden_dropout", "hidden_dropout_prob", "attention_probs_dropout_prob", "num_steps"),
     rotates="parts",
+    opens="Pythia, GPT-NeoX",
 )

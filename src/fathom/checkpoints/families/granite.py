@@ -32,4 +32,4 @@ def back(config: FathomConfig) -> Values:
 
 MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
 
-GRANITE = Family("granite", switches, back, further=MULTIPLIERS)
+GRANITE = Family("granite", switches, back, further=MULTIPLIERS, opens="Granite 3, dense")

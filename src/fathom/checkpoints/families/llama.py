@@ -53,8 +53,16 @@ LLAMA = Family(
     llama_switches,
     ignored=(*RELATIVES, "is_llama_config"),
     off={"rope_interleaved": "Fathom rotates halves of a head, not pairs"},
+    opens="Llama 1 to 3, SmolLM, SmolLM2, TinyLlama",
 )
-MISTRAL = Family("mistral", mistral_switches, with_window, shared=NO_BIAS, further=("sliding_window", "layer_types"))
+MISTRAL = Family(
+    "mistral",
+    mistral_switches,
+    with_window,
+    shared=NO_BIAS,
+    further=("sliding_window", "layer_types"),
+    opens="Mistral, dense",
+)
 QWEN2 = Family(
     "qwen2",
     qwen2_switches,
@@ -63,6 +71,7 @@ QWEN2 = Family(
     further=WINDOWS,
     ignored=(*RELATIVES, *CARRIED),
     off={"use_mrope": "Fathom has one position for each token"},
+    opens="Qwen2 and Qwen2.5, dense",
 )
 QWEN3 = Family(
     "qwen3",
@@ -71,4 +80,5 @@ QWEN3 = Family(
     shared=tuple(key for key in SHARED if key != "mlp_bias"),
     further=WINDOWS,
     ignored=(*RELATIVES, *CARRIED),
+    opens="Qwen3, dense",
 )

@@ -76,4 +76,12 @@ def _loop(config: Values, layers: int) -> Values:
     return {"trips": layers // middle + 1, "prelude": prelude, "coda": layers - middle - prelude, "kv": kv}
 
 
-NANBEIGE = Published("nanbeige", configuration, RULES)
+NANBEIGE = Published(
+    "nanbeige",
+    configuration,
+    RULES,
+    opens="Nanbeige 4.2 as a `loop`: of the whole stack, or of the middle (`enable_double_loop_split`, "
+    "`loop_share_kv`); `enable_depth_attention` without that split; `qk_layernorm`",
+    note="refused by name: hyper-connections, n-gram embeddings, depth attention with the split, and any other switch. "
+    "Depth attention rounds differently: up to 1e-5 in float32",
+)

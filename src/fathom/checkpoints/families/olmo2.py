@@ -16,5 +16,6 @@ OLMO2 = Family(
     "olmo2",
     switches,
     shared=tuple(key for key in SHARED if key != "mlp_bias"),
+    opens="OLMo 2",
     off={"clip_qkv": "Fathom's decoder does not clip queries, keys and values"},
 )

@@ -81,4 +81,17 @@ RULES = (
     ),
 )
 
-OPT = Family("opt", switches, back, RULES, (), KEYS, None, READ, (*RELATIVES, *IGNORED), OFF)
+OPT = Family(
+    "opt",
+    switches,
+    back,
+    RULES,
+    (),
+    KEYS,
+    None,
+    READ,
+    (*RELATIVES, *IGNORED),
+    OFF,
+    opens="OPT, Galactica",
+    note="OPT-350M is refused: it norms after sub-layers and projects its embeddings",
+)

@@ -37,4 +37,10 @@ def configuration(config: Values) -> Values:
     return {**ours, **windows(base), **switches}
 
 
-OURO = Published("ouro", configuration, RULES)
+OURO = Published(
+    "ouro",
+    configuration,
+    RULES,
+    opens="Ouro as a `loop` of four iterations with its exit gate",
+    note="refused: `early_exit_step`; call the model with `max_trips`",
+)

@@ -45,4 +45,5 @@ PHI3 = Family(
     further=("head_dim", "sliding_window"),
     ignored=(*RELATIVES, "resid_pdrop", "embd_pdrop", "full_attn_mod", "interpolate_factor", "lm_head_bias"),
     rotates="parts",
+    opens="Phi-3, Phi-4",
 )

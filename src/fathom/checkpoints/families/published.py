@@ -21,6 +21,10 @@ class Published:
     """The values of Fathom's configuration."""
     rules: tuple[Rule, ...] = ()
     """How its tensors become Fathom's; a tensor without a rule keeps its name."""
+    opens: str = ""
+    """Which models they are, for the table of families in the documentation; empty where a page lists them itself."""
+    note: str = ""
+    """What the table says of exceptions."""
 
     def owns(self, config: Values) -> bool:
         """Whether a `config.json` is the project's."""

@@ -21,4 +21,4 @@ def back(config: FathomConfig) -> Values:
 
 KEYS = ("sliding_window", "use_sliding_window", "layer_types", "no_rope_layers", "no_rope_layer_interval")
 
-SMOLLM3 = Family("smollm3", switches, back, further=KEYS)
+SMOLLM3 = Family("smollm3", switches, back, further=KEYS, opens="SmolLM3")

@@ -1,14 +1,11 @@
-"""The reference pages say what the code says: `python -m tests.test_reference` writes them again."""
+"""What the reference pages say, read from the code."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import fields
-from pathlib import Path
-
-import pytest
 
 from fathom.cli.lineage import ACTIONS
 from fathom.cli.main import COMMANDS
@@ -19,9 +16,6 @@ from fathom.kvcache import METHODS
 from fathom.models.registry import ALL
 from fathom.recipe import describe as recipe_keys
 from fathom.settings import default_of, describe, help_of
-
-FOLDER = Path(__file__).parents[1] / "docs" / "reference"
-AGAIN = "<!-- written by: python -m tests.test_reference -->"
 
 
 def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Iterator[str]:
@@ -50,12 +44,8 @@ def arguments(parser: argparse.ArgumentParser) -> Iterator[str]:
 
 
 def commands() -> str:
-    """The page of all commands."""
+    """All commands, with their arguments."""
     lines = [
-        "# Command line",
-        "",
-        AGAIN,
-        "",
         "Every command also takes `--help`, and ends with exit code 2 for a wrong request",
         "",
     ]
@@ -71,13 +61,12 @@ def commands() -> str:
         for action in ACTIONS:
             about = (inner.choices[action].description or "").partition("\n")[0]
             lines += [f"### fathom {name} {action}", "", about, "", *arguments(inner.choices[action]), ""]
-    return "\n".join(lines)
+    return "\n".join(lines).rstrip() + "\n"
 
 
 def keys() -> str:
-    """The page of all keys and options."""
-    lines = ["# Recipe keys and options", "", AGAIN, ""]
-    lines += ["A key is set in a YAML file or on the command line, as in `optim.lr=3e-4`."]
+    """All keys of recipes, and all options."""
+    lines = ["A key is set in a YAML file or on the command line, as in `optim.lr=3e-4`."]
     lines += ["`fathom train --keys` prints the first table.", ""]
     sections = (
         ("Recipes", recipe_keys()),
@@ -100,7 +89,7 @@ def keys() -> str:
     ]
     lines += [*table(("mechanism", "option", "default", "meaning"), options), ""]
     lines += ["## Cache methods", "", *table(("method", "what a compression leaves"), caches()), ""]
-    return "\n".join(lines)
+    return "\n".join(lines).rstrip() + "\n"
 
 
 def caches() -> Iterator[tuple[str, str]]:
@@ -109,16 +98,3 @@ def caches() -> Iterator[tuple[str, str]]:
         kind = method if isinstance(method, type) else type(method)
         if kind.__module__.startswith("fathom."):
             yield f"`{name}`", (kind.__doc__ or "").partition("\n")[0]
-
-
-PAGES: dict[str, Callable[[], str]] = {"commands.md": commands, "keys.md": keys}
-
-
-@pytest.mark.parametrize("name", PAGES)
-def test_the_page_is_what_the_code_says(name: str) -> None:
-    assert (FOLDER / name).read_text(encoding="utf-8") == PAGES[name](), "run python -m tests.test_reference"
-
-
-if __name__ == "__main__":
-    for name, page in PAGES.items():
-        (FOLDER / name).write_text(page(), encoding="utf-8")
