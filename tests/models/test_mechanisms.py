@@ -181,7 +181,7 @@ def test_left_padded_rows_are_single_rows(case):
         assert worst(step.logits[i, 0], alone[-1]) < EXACT
 
 
-@pytest.mark.quick("hyper_connections", "attention_residuals", "ponder2")
+@pytest.mark.quick("hyper_connections", "attention_residuals")
 @every_case
 def test_shapes_alone_are_computed(case):
     """On the meta device a model too large for the memory is read and trained without a number."""
