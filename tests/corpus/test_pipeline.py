@@ -414,8 +414,8 @@ def test_a_worker_ends_with_its_driver(tmp_path: Path) -> None:
 
 
 def test_small_stages_need_no_scheduler(tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A job of a cluster takes longer to start than they take; large ones go to it. A document in German is dropped, and
-    the card says for what."""
+    """A job of a cluster takes longer to start than they take; large ones go to it. A document in German is dropped,
+    and the card says for what."""
     asked: list[str] = []
     monkeypatch.setattr(executor, "require_scheduler", lambda name: None)
     monkeypatch.setattr(executor, "remote", lambda wanted, place, stage, tasks, tick: asked.append(stage))
