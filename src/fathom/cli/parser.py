@@ -213,7 +213,7 @@ def add_opening(parser: Group) -> None:
     add_ignore_keys(parser)
 
 
-def add_ignore_keys(parser: Parser) -> None:
+def add_ignore_keys(parser: Group) -> None:
     """Add `--ignore-keys`."""
     parser.add_argument(
         "--ignore-keys",
