@@ -29,19 +29,21 @@ from transformers.utils import can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
+from .axes.numerics import IGNORE
 from .axes.roles import Recurrence, Residual, ResidualState, TripState, ValueMixer, View, Ways, direct, watched, ways
 from .axes.visit import Plan
 from .configuration import FathomConfig
 from .decoder.eager import attend_capped
 from .decoder.feed_forward import FeedForward
 from .decoder.head import build_head
-from .decoder.loss import causal_lm_loss, shifted, token_losses, weighted_lm_loss
+from .decoder.loss import causal_lm_loss, per_item, shifted, token_losses, weighted_lm_loss
 from .decoder.norms import NORMS
 from .decoder.rotary import Angles, Rotation, build_rotary, rotate
 from .generation import FathomGenerationMixin
 from .hosts.build import HostRotary, build, causal_class, converting, copy_flags
 from .hosts.layouts import LAYOUTS
 from .hosts.refusals import check_host
+from .hosts.router import Balance, adopt_routers, mean_of_trips
 from .pretrained import FathomPreTrainedModel
 from .registry import add_residuals, mechanism, residuals
 from .trips.engines import COMPANY, ENGINES, CachedAttention, check_engine, seat, take_banks
@@ -333,6 +335,7 @@ class FathomModel(FathomPreTrainedModel):
         self.plans: dict[int, Plan] = {len(self.plan): self.plan}
         """By number of trips: a run may make fewer than it could."""
         self.host: PreTrainedModel | None = None
+        self.balance: Balance | None = None
         if config.host:
             self._adopt(build(config))
         else:
@@ -416,6 +419,7 @@ class FathomModel(FathomPreTrainedModel):
         head = self._modules.get("lm_head") if head is None else head  # by its name it costs an exception
         inputs = Inputs(trips, position_ids, packed, attention_mask, given, x.dtype, head, kwargs)
         inputs.hidden = None if places is None else []
+        inputs.balances = [] if self.balance is not None and self.training else None
         inputs.furthest = position_ids.max() if self.stretches else None
         state = run_trips(self, x, inputs, self._store(past_key_values, inputs, x))
         hidden = self.recurrence.readout(state)
@@ -424,6 +428,7 @@ class FathomModel(FathomPreTrainedModel):
             past_key_values=past_key_values if use_cache else None,
             hidden_states=None if places is None else _at_places((*(inputs.hidden or ()), hidden), places),
             recurrence_state=state,
+            balance=mean_of_trips(inputs.balances) if inputs.balances else None,
         )
 
     def _adopt(self, host: PreTrainedModel) -> None:
@@ -436,6 +441,7 @@ class FathomModel(FathomPreTrainedModel):
             if theirs != ours:
                 self.__dict__[ours] = getattr(host, theirs)  # a second name, not a second module
         self.__dict__["host"] = host
+        self.balance = adopt_routers(host)
         copy_flags(self, type(host))
         self.__class__ = converting(cast(Hashable, type(self)), self.config.host)
 
@@ -548,6 +554,8 @@ class FathomModelOutput(BaseModelOutputWithPast):
     """`BaseModelOutputWithPast` and the recurrence's state, from which losses and metrics are made."""
 
     recurrence_state: dict[str, Tensor] | None = None
+    balance: Tensor | None = None
+    """In training: the family's loss that balances its experts, the mean over trips."""
 
 
 @dataclass
@@ -644,7 +652,7 @@ class FathomForCausalLM(FathomPreTrainedModel, FathomGenerationMixin):
                 raise ValueError("return_token_losses needs labels")
             every = token_losses(hidden, self.lm_head, targets)
         elif targets is not None:
-            loss, aux, metrics = self._loss(hidden, state, targets, num_items_in_batch)
+            loss, aux, metrics = self._loss(hidden, state, targets, num_items_in_batch, outputs.balance)
         if return_logits is None:
             return_logits = targets is None or not (self.training or return_token_losses)
         if return_logits or targets is None:
@@ -676,9 +684,14 @@ class FathomForCausalLM(FathomPreTrainedModel, FathomGenerationMixin):
         return use_cache
 
     def _loss(
-        self, hidden: Tensor, state: TripState, targets: Tensor, num_items_in_batch: Tensor | int | None
+        self,
+        hidden: Tensor,
+        state: TripState,
+        targets: Tensor,
+        num_items_in_batch: Tensor | int | None,
+        balance: Tensor | None,
     ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-        """The loss, the named terms that the recurrence adds in training, and the metrics to log."""
+        """The loss, the named terms that recurrence and routers add in training, and the metrics to log."""
         recurrence = self.model.recurrence
         aux: dict[str, Tensor] = {}
         weighted = recurrence.weighted_readouts(state) if self.training else None
@@ -688,5 +701,7 @@ class FathomForCausalLM(FathomPreTrainedModel, FathomGenerationMixin):
             loss = weighted_lm_loss(weighted, self.lm_head, targets, num_items_in_batch)
         if self.training:
             aux = recurrence.aux_losses(state, targets, num_items_in_batch, self.lm_head)
+            if balance is not None:  # the passes of a batch are weighed by their targets
+                aux["router"] = balance * per_item((targets != IGNORE).sum(), targets, num_items_in_batch)
             loss = loss + sum(aux.values()) if aux else loss
         return loss, aux, recurrence.metrics(state, targets)

@@ -18,6 +18,7 @@ from ..axes.roles import Residual, ResidualState, ValueMixer, ways
 from ..registry import residuals
 from .handover import Handover
 from .layout import Layout
+from .router import logits_of
 
 CACHES = ("cache", "past_key_values", "cache_params")
 """The names under which a part may take the cache, newest first."""
@@ -78,6 +79,10 @@ class Hosted:
     parts: tuple[str, tuple[str, ...]]
     kind: str
     """The layer's type."""
+    routes = False
+    """Whether the walk wants the logits of routers."""
+    router = ""
+    """The router's name; empty in a layer that has none."""
     value_mixer: ValueMixer | None
     """None where the part keeps no key and value of every token."""
     attn_residual: Residual
@@ -98,7 +103,8 @@ class Hosted:
         trip: int = 0,
         **extra: Any,
     ) -> ResidualState:
-        """The new residual state and, last, this layer's key and mixed value."""
+        """The new residual state and, last, this layer's key and mixed value; before these, if the walk `routes`, the
+        router's logits `[B, T, experts]`."""
         rotation = rotation[self.kind] if isinstance(rotation, dict) else rotation
         given = {"attention_mask": attention_mask, "position_ids": position_ids, "position_embeddings": rotation}
         view: Any = None if past_key_values is None else Bank(past_key_values, bank)
@@ -116,11 +122,13 @@ class Hosted:
         if self.layout.parallel:
             x, state, second = read_mlp(state)
         if self.layout.parallel == "sum" and type(self.attn_residual) is Residual:
-            return *write(state, update + self._channel(x), context), *self._pair(hand)
-        state = write(state, update, context)
-        if not self.layout.parallel:
-            x, state, second = read_mlp(state)
-        return *write_mlp(state, self._channel(x), second), *self._pair(hand)
+            state = write(state, update + self._channel(x), context)
+        else:
+            state = write(state, update, context)
+            if not self.layout.parallel:
+                x, state, second = read_mlp(state)
+            state = write_mlp(state, self._channel(x), second)
+        return cast(ResidualState, (*state, *self._routed(x), *self._pair(hand)))
 
     def _mixed(self, part: nn.Module, y: Tensor, view: Any, given: dict[str, Any]) -> Tensor:
         """The update of what mixes tokens."""
@@ -138,6 +146,12 @@ class Hosted:
             made = made[0] if isinstance(made, tuple) else made
             update = made if update is None else update + made
         return self._scaled(self._norm(self.layout.after[1], cast(Tensor, update)))
+
+    def _routed(self, x: Tensor) -> tuple[Tensor | None, ...]:
+        """The router's logits for `x`, if they are wanted."""
+        if not self.routes:
+            return ()
+        return (logits_of(cast(nn.Module, self), self.router, x.shape[:2]) if self.router else None,)
 
     def _pair(self, hand: Handover | None) -> tuple[Tensor | None, Tensor | None]:
         return (None, None) if hand is None or hand.pair is None else hand.pair

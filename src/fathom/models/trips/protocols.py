@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from torch import Tensor, nn
@@ -39,6 +39,8 @@ class Decoder(Protocol):
     """Whether a layer has a residual for each of its visits."""
     reach: dict[str, int | None]
     """By layer type: how many tokens back it reads; None for all."""
+    balance: Callable[[Sequence[Tensor], Tensor | None], Tensor] | None
+    """A trip's loss that balances its experts, from the logits of its routers and a mask; None for none."""
 
     @property
     def recomputing(self) -> bool:

@@ -62,6 +62,8 @@ class Inputs:
     """Filled with every visit's input, in the plan's order."""
     furthest: Tensor | None = None
     """The last position of the forward pass, if rotary angles depend on it: a part of its tokens gets the same ones."""
+    balances: list[tuple[Tensor, Tensor | None]] | None = None
+    """Filled with every trip's loss that balances its experts, and whether a token made the trip."""
 
     @property
     def live(self) -> Tensor | None:
@@ -219,6 +221,8 @@ class Passed:
     """Every visit's input, if asked for."""
     entry: Tensor | None = None
     """The input of the recurrence's `entry_layer` in the first trip."""
+    routed: tuple[Tensor, ...] = ()
+    """The logits of routers, `[B, M, experts]`, if experts are to be balanced."""
 
 
 class TripMaker:
@@ -258,6 +262,7 @@ class TripMaker:
                 key, value = passed.sources[i]
                 self.sources[i] = _put(tokens, key), _put(tokens, value)
         self.record(passed)
+        self.balance(passed.routed, tokens)
         return passed
 
     def out(self, residual: Tensor, trip: int, entry: Tensor | None = None) -> Out:
@@ -287,6 +292,7 @@ class TripMaker:
         pairs: dict[int, KeyValue] = {}
         sources: dict[int, KeyValue] = {} if model.mixes_unrotated else pairs
         hidden: list[Tensor] = []
+        routed: list[Tensor] = []
         entry = None
         for visit in one.visits:
             if one.leave is not None and visit.layer == model.coda:
@@ -312,6 +318,8 @@ class TripMaker:
                 **({"lent": one.lent[visit.layer]} if visit.borrows else {}),
                 **self.inputs.extra,
             )
+            if model.balance is not None and (logits := after.pop()) is not None:
+                routed.append(logits)
             if model.mixes_unrotated:
                 scored = after.pop()
                 if visit.kept:
@@ -323,7 +331,7 @@ class TripMaker:
         if one.leave is not None and model.coda == len(layers):
             stream = one.leave(stream)
         # Made whole: what a compiled graph of torch 2.13 writes over an attribute after FlexAttention is lost.
-        return Passed(stream, pairs, sources, hidden, entry)
+        return Passed(stream, pairs, sources, hidden, entry, tuple(routed))
 
     def record(self, passed: Passed, stages: int = 1) -> None:
         """Record a pass's hidden states; those of interleaved trips are separated."""
@@ -332,6 +340,17 @@ class TripMaker:
         elif self.inputs.hidden is not None:
             for j in range(stages):
                 self.inputs.hidden.extend(h.unflatten(1, (-1, stages))[:, :, j] for h in passed.hidden)
+
+    def balance(self, routed: Sequence[Tensor], tokens: TokenSubset) -> None:
+        """Note how well a trip's experts are balanced over the tokens that make it."""
+        if self.inputs.balances is None or self.model.balance is None or not routed:
+            return
+        mask = tokens.valid if tokens.valid is not None else _both(self.inputs.live, tokens.alive)
+        some = None
+        if mask is not None:
+            some = mask.any()
+            mask = mask.expand(routed[0].shape[:2]) | ~some  # over no token at all it would be 0 / 0
+        self.inputs.balances.append((self.model.balance(routed, mask), some))
 
     def causal_masks(self, x: Tensor, padding: Tensor | None, packed: Tensor | None) -> Mapping[str, object]:
         """transformers' causal masks; `padding` is `[B, N]`, `packed` the positions of packed documents."""
@@ -371,6 +390,7 @@ class Banked(TripMaker):
         rotary, positions = angles(self.model.rotary_emb, x, self.inputs.positions, None), self.inputs.positions
         passed = self.through(x, Pass(self.plan[0], self.plain, rotary, positions, self.cache, by_bank=True))
         self.record(passed)
+        self.balance(passed.routed, TokenSubset())
         return passed.residual
 
 
@@ -472,6 +492,8 @@ class Interleaved(TripMaker):
         passed = self.through(x, reading)
         if final:
             self.record(passed, stages)
+            for j, turn in enumerate(turns):
+                self.balance([logits.unflatten(1, (-1, stages))[:, :, j] for logits in passed.routed], turn.tokens)
         if final and store is not None and placement is not None:
             store.table.note(tags, placement, stages - 1)
             store.table.commit(tags, placement)

@@ -1,0 +1,81 @@
+"""A family's own loss that balances its experts, once per trip.
+
+Over the visits of all trips pooled it would be blind: a first trip that sends everything to one expert and a second
+that sends everything to another balance each other.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+
+class Router:
+    """Mixed into a family's router, whose logits it keeps for the layer that asked: a layer that is recomputed returns
+    them again, and nothing is counted twice."""
+
+    logits: Tensor | None
+    top_k: int
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As the family's."""
+        made = super().forward(*args, **kwargs)  # type: ignore[misc]
+        self.logits = made[0]
+        return made
+
+    def taken(self) -> Tensor:
+        """The logits of the last call, `[tokens, experts]`, which are kept no longer."""
+        logits, self.logits = cast(Tensor, self.logits), None
+        return logits
+
+
+@dataclass(frozen=True)
+class Balance:
+    """The loss of one trip."""
+
+    function: Callable[..., Tensor]
+    """The family's, which wants logits `[tokens, experts]` by layer, experts, choices and a mask."""
+    coefficient: float
+    top_k: int
+
+    def __call__(self, logits: Sequence[Tensor], mask: Tensor | None) -> Tensor:
+        """From the logits `[B, T, experts]` of every layer that has a router; `mask` `[B, T]` says which tokens
+        count, and at least one does."""
+        flat = tuple(one.flatten(0, 1) for one in logits)
+        return self.coefficient * self.function(flat, flat[0].shape[-1], self.top_k, mask)
+
+
+def adopt_routers(decoder: PreTrainedModel) -> Balance | None:
+    """The loss, and its routers ready for it, if the family has one and its configuration asks for it."""
+    config, module = decoder.config, inspect.getmodule(type(decoder))
+    function = getattr(module, "load_balancing_loss_func", None)
+    coefficient = getattr(config, "router_aux_loss_coef", None)
+    if function is None or not coefficient or not getattr(config, "output_router_logits", False):
+        return None
+    kind = type(decoder)._can_record_outputs["router_logits"].target_class
+    found = None
+    for layer in decoder.layers:
+        layer.routes = True
+        for name, part in layer.named_modules():
+            if isinstance(part, kind):
+                part.__class__ = type(kind.__name__, (Router, kind), {"__module__": kind.__module__})
+                layer.router, found = name, part
+    return None if found is None else Balance(function, float(coefficient), cast(Any, found).top_k)
+
+
+def mean_of_trips(losses: Sequence[tuple[Tensor, Tensor | None]]) -> Tensor:
+    """The mean over the trips that a token made; each with whether one did, None if all did."""
+    made = [torch.ones_like(loss) if any_ is None else any_.to(loss.dtype) for loss, any_ in losses]
+    total = sum(loss * one for (loss, _), one in zip(losses, made, strict=True))
+    return cast(Tensor, total) / torch.stack(made).sum().clamp(min=1)
+
+
+def logits_of(layer: nn.Module, name: str, shape: torch.Size) -> Tensor:
+    """What a layer's router gave in the call that has just been made, `[B, T, experts]`."""
+    return cast(Any, layer.get_submodule(name)).taken().view(*shape, -1)
