@@ -416,6 +416,13 @@ def test_models_travel_alone():
                 assert node.level == 0 or node.module, f"{path}: name the file, `from ..axes.roles import …`"
 
 
+def test_the_lens_knows_no_mechanism():
+    """It asks the roles: a mixer or residual of somebody else is seen as ours are."""
+    rooms = ("models.mixers", "models.residuals", "models.recurrences")
+    found = [one for one in imports(ROOT) if place_of(one.target) in rooms and room_of(one.file) != "models"]
+    assert found and not [one for one in found if room_of(one.file) == "lens"]
+
+
 OPTIONAL = {"datasets", "lm_eval", "vllm", "wandb", "trackio", "matplotlib"}
 OPTIONAL |= {"peft", "fastapi", "liger_kernel", "llguidance"}
 

@@ -17,7 +17,8 @@ from fathom.errors import SettingsError
 from fathom.lens import look as lens
 from fathom.lens.look import look
 from fathom.lens.page import lens_page, pack, quantise
-from fathom.models import FathomForCausalLM
+from fathom.models import FathomForCausalLM, registry
+from fathom.models.axes.roles import Mechanism, ValueMixer
 from fathom.models.registry import parse_mechanism
 from tests.lens.browser import Browser
 from tests.tiny import export_tiny, tiny_config, tiny_tokenizer
@@ -180,9 +181,8 @@ def test_pondering_is_seen_trip_by_trip(case, tokenizer):
             rows = []
             cache = model(ids[:, t : t + 1], past_key_values=cache, use_cache=True).past_key_values
             assert len(rows) == 4 * data.trips[t]
-            for i, (mixer, (query, key, _, sources), _) in enumerate(rows):
-                mine = lens.mixture(mixer, query, key, sources) if sources else torch.ones(1, 1, 1)
-                seen[i].append((t, mine[0].numpy()))
+            for i, (mixer, given, _) in enumerate(rows):
+                seen[i].append((t, lens.mixture(mixer, *given)[0].numpy()))
         for handle in handles:
             handle.remove()
     for i, tokens in enumerate(seen):
@@ -486,11 +486,83 @@ def test_page_shows_the_data(case, tokenizer, visit):
             assert not row[-1] or close(row[-1], entropy)
 
 
-def test_a_mixer_that_nobody_described(tokenizer, visit, monkeypatch):
-    monkeypatch.setattr(lens, "mixture", lambda *_: None)
-    data = look(model_of("depth_attention"), tokenizer, TEXT)
-    assert data.sources == data.weights == []
+class Gated(ValueMixer):
+    """Somebody else's mixer: gates of its own decide how much of the layer below is read."""
+
+    @staticmethod
+    def source_layers(config, layer_idx):
+        return (layer_idx - 1,) if layer_idx else ()
+
+    def forward(self, query, key, value, sources):
+        if not sources:
+            return value
+        gate = (key * sources[0]).sum(-1, keepdim=True).sigmoid()
+        return gate * value + (1 - gate) * sources[1]
+
+
+class Channels(Gated):
+    """Another gate for each channel: no weights of values."""
+
+    def forward(self, query, key, value, sources):
+        return torch.lerp(value, sources[1], key.sigmoid()) if sources else value
+
+
+class Loudest(Gated):
+    """Weights that depend on the values themselves, said by the mixer."""
+
+    def source_weights(self, query, key, value, sources):
+        gates = [one.norm(dim=-1, keepdim=True) for one in (*sources[1::2], value)]
+        return torch.cat(gates, -1).softmax(-1)
+
+    def forward(self, query, key, value, sources):
+        shares = self.source_weights(query, key, value, sources).unbind(-1)
+        return sum(w[..., None] * v for w, v in zip(shares, (*sources[1::2], value), strict=True))
+
+
+class Adding(Gated):
+    """Weights that are no shares."""
+
+    def forward(self, query, key, value, sources):
+        return value - 2 * sources[1] if sources else value
+
+
+@pytest.fixture
+def model_with(monkeypatch):
+    """A model with a mixer that Fathom does not have."""
+
+    def build(mixer):
+        monkeypatch.setitem(registry.MECHANISMS, "theirs", Mechanism("theirs", "mixer", "", "", mixer, registry.free))
+        return FathomForCausalLM(tiny_config(mixer="theirs")).eval().double()
+
+    return build
+
+
+@pytest.mark.parametrize("mixer", [Gated, Loudest, Adding])
+def test_weights_of_a_mixer_that_fathom_does_not_have(mixer, tokenizer, model_with):
+    model = model_with(mixer)
+    data = look(model, tokenizer, TEXT)
+    seen = mixers_saw(model, torch.tensor([tokenizer(TEXT).input_ids]))
+    assert data.sources == [(0,), (0, 1), (1, 2), (2, 3)]
+    for (*_, value, sources, mixed), alpha in zip(seen, data.weights, strict=True):
+        values = torch.stack([*sources[1::2], value])[:, 0].permute(2, 1, 0, 3).numpy()
+        assert np.abs((alpha[..., None] * values).sum(2) - mixed[0].transpose(0, 1).numpy()).max() < 1e-12
+    assert data.unshown == ("weights are not shares of 1" if mixer is Adding else "")
+    assert pack(data)["models"][0]["sources"] == ([] if mixer is Adding else data.sources)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_weights_of_a_model_in_lower_precision(dtype, tokenizer):
+    wide = look(model_of("blended"), tokenizer, SHORT)
+    for one, other in zip(look(model_of("blended").to(dtype), tokenizer, SHORT).weights, wide.weights, strict=True):
+        assert one.dtype == np.float32 and np.abs(one.sum(-1) - 1).max() < 1e-5
+        assert np.abs(one - other).max() < (1e-4 if dtype is torch.float32 else 0.2)
+
+
+def test_a_mixer_without_weights(tokenizer, visit, model_with):
+    data = look(model_with(Channels), tokenizer, TEXT)
+    assert data.sources == data.weights == [] and data.unshown
     browser = visit(data)
+    assert data.unshown in browser.value("document.querySelector('#models').textContent")
     assert browser.value("document.querySelectorAll('.grid').length") == 0
     assert len(shown(browser, "[data-kind=layers]")) == 4
 

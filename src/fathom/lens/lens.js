@@ -149,7 +149,7 @@ function startingPoint() {
 function heading(model, i) {
   const known = model.measure("surprise").filter((b) => b >= 0), layers = new Set(model.visits.map(([layer]) => layer)).size;
   const facts = [model.mechanism, `${layers} layers`, model.looped && (model.halts ? `${mean(model.trips).toFixed(2)} of ${model.ends.length} trips` : `${model.ends.length} trips`), `${size(model.parameters)} parameters`,
-    `${count(model.length)} tokens`, known.length && `${bits(mean(known))} bits per token`];
+    `${count(model.length)} tokens`, model.unshown, known.length && `${bits(mean(known))} bits per token`];
   return `<li>${badge(i)}<b>${escape(model.name)}</b> <span class="soft">${facts.filter(Boolean).map((f) => escape(String(f))).join(" · ")}</span></li>`;
 }
 

@@ -1,19 +1,19 @@
 """What a model computed for a text: the layers that its values came from, and its prediction at every depth.
 
-Nothing here changes the forward pass. Hooks on the mixers take the query, the key and the sources that the mixer was
-given and compute its weights a second time. Hooks on the layers read the residual stream after every visit (one layer
+Nothing here changes the forward pass. Hooks on the mixers take what the mixer was given, and measure
+its weights with that. Hooks on the layers read the residual stream after every visit (one layer
 in one trip) and send it through the model's last norm and head (the logit lens).
 """
 
 from __future__ import annotations
 
+import copy
 import math
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import singledispatch
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -25,16 +25,11 @@ from fathom.checkpoints.special_tokens import unknown_token
 from fathom.checkpoints.tokenizers import byte_letters
 from fathom.errors import SettingsError
 from fathom.models import FathomForCausalLM
-from fathom.models.axes.blend import Blended
 from fathom.models.axes.numerics import widen
 from fathom.models.axes.roles import ResidualState, ValueMixer
 from fathom.models.axes.visit import Visit
 from fathom.models.cost import count_parameters
-from fathom.models.mixers.depth_attention import DepthAttention, depth_weights
-from fathom.models.mixers.uniform_depth import UniformDepth
-from fathom.models.mixers.value_residual import ValueResidual
 from fathom.models.registry import mechanism_name
-from fathom.models.residuals.denseformer import DenseFormer
 
 if TYPE_CHECKING:
     from fathom.models.modeling import DecoderLayer
@@ -51,10 +46,10 @@ class Averages:
     """Means over the text and the heads, with one row per visit."""
 
     weights: list[list[float]]
-    """Weights of the visits in `LensData.sources`, the visit's own value last. Each row sums to 1."""
+    """Weights of the visits in `LensData.sources`, the visit's own value last. Where they are shares, as in every mixer
+    of Fathom's, a row sums to 1, and so do those of `origins`."""
     origins: list[list[float]]
-    """Shares of the visits' *raw* values in each mixed value, traced through sources that are mixtures: `[V, V]`. Rows
-    sum to 1."""
+    """Shares of the visits' *raw* values in each mixed value, traced through sources that are mixtures: `[V, V]`."""
     entropy: list[float]
     """Entropy of the weights, in bits."""
 
@@ -100,12 +95,21 @@ class LensData:
     weights: list[Array]
     """One `[T, heads, len(sources)]` per visit; a dimension of size 1 applies to all."""
     layer_weights: list[list[float | None]] | None = None
-    """`denseformer`: one row per layer, its weights of the embeddings and of every layer's output; None is not read."""
+    """Of a residual with static weights (`denseformer`): one row per layer, its weights of the embeddings and of every
+    layer's output; None is not read."""
 
     @property
     def bits_per_token(self) -> float:
         """The mean surprisal; NaN for a single token."""
         return float(self.surprisal[1:].mean()) if len(self.tokens) > 1 else math.nan
+
+    @property
+    def unshown(self) -> str:
+        """Why the page has no weights, in a few words; empty if it has them, or if there are none."""
+        if not self.weights:
+            return "values are not added up with weights"
+        shares = all((row > -1e-4).all() and np.abs(row.sum(-1) - 1).max() < 1e-2 for row in self.weights)
+        return "" if shares else "weights are not shares of 1"
 
     @property
     def halts(self) -> bool:
@@ -152,40 +156,25 @@ class LensData:
         }
 
 
-@singledispatch
-def mixture(mixer: ValueMixer, query: Tensor, key: Tensor, sources: tuple[Tensor, ...]) -> Tensor | None:
-    """The weights with which a mixer adds up its sources' values and, last, its own: `[T, heads, sources + 1]`.
+def mixture(mixer: ValueMixer, *given: Tensor | tuple[Tensor, ...]) -> Tensor | None:
+    """The weights with which a mixer adds up its sources' values and, last, its own: `[T, heads, sources + 1]`, with
+    one token or head where all are alike; None if it does not add them up.
 
-    Register a function for a mixer to have its weights shown; the lens leaves out those of mixers it does not know.
+    Args:
+        mixer: The mixer, which is measured in at least single precision.
+        given: What its `forward` was given.
     """
-    return None
-
-
-@mixture.register
-def _(mixer: DepthAttention, query: Tensor, key: Tensor, sources: tuple[Tensor, ...]) -> Tensor:
-    weights, _ = depth_weights(*mixer.normed(query, key, sources), mixer.self_bias)
-    return torch.cat(weights, -1)[0].transpose(0, 1)
-
-
-@mixture.register
-def _(mixer: UniformDepth, query: Tensor, key: Tensor, sources: tuple[Tensor, ...]) -> Tensor:
-    count = len(sources) // 2 + 1
-    return torch.full((1, 1, count), 1 / count, dtype=torch.float64)
-
-
-@mixture.register
-def _(mixer: ValueResidual, query: Tensor, key: Tensor, sources: tuple[Tensor, ...]) -> Tensor:
-    return torch.full((1, 1, 2), 0.5, dtype=torch.float64)
-
-
-def blended_mixture(mixer: ValueMixer, query: Tensor, key: Tensor, sources: tuple[Tensor, ...]) -> Tensor | None:
-    """`mixture` of a mixer that is blended in with weight λ: the own value gets the remaining 1 - λ."""
-    found = mixture(mixer, query, key, sources)
-    if found is None or not isinstance(mixer, Blended) or mixer.blend is None:
-        return found
-    own = torch.zeros_like(found)
-    own[..., -1] = 1
-    return torch.lerp(own, found, mixer.blend.to(found.dtype))
+    *tensors, sources = given
+    query, key, value = map(widen, cast("list[Tensor]", tensors))
+    wide = copy.deepcopy(mixer).to(value.dtype)
+    found = wide.source_weights(query, key, value, tuple(map(widen, sources)))
+    if found is None:
+        return None
+    found = found[0].transpose(0, 1)
+    for dim in (0, 1):
+        first = found.narrow(dim, 0, 1)
+        found = first if torch.equal(first.expand_as(found), found) else found
+    return found
 
 
 def same_tokenizer(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, text: str) -> bool:
@@ -231,8 +220,8 @@ def look(
     says = Says(model, ids[1:], min(top, model.config.vocab_size), breathe=breathe)
     weights: list[Tensor | None] = []
 
-    def mixed(mixer: ValueMixer, query: Tensor, key: Tensor, _: Tensor, sources: tuple[Tensor, ...]) -> None:
-        found = blended_mixture(mixer, query, key, sources) if sources else torch.ones(1, 1, 1)
+    def mixed(mixer: ValueMixer, *given: Tensor | tuple[Tensor, ...]) -> None:
+        found = mixture(mixer, *given)
         weights.append(None if found is None else widen(found).cpu())
 
     made = record(model, ids, says, mixed, progress=progress)
@@ -449,18 +438,10 @@ def spell(tokenizer: PreTrainedTokenizerBase, index: int) -> str:
 
 def _layer_weights(model: FathomForCausalLM, visits: list[Visit]) -> list[list[float | None]] | None:
     layers = model.config.num_hidden_layers
-    residuals = [layer.mlp_residual for layer in model.model.layers]
-    if len(visits) > layers or not isinstance(residuals[0], DenseFormer):
+    rows = [layer.mlp_residual.stream_weights() for layer in cast("Iterable[DecoderLayer]", model.model.layers)]
+    if len(visits) > layers or None in rows:
         return None  # in a loop, the output that a weight belongs to changes from trip to trip
-    rows: list[list[float | None]] = []
-    for layer, residual in enumerate(residuals):
-        assert isinstance(residual, DenseFormer)
-        row: list[float | None] = [None] * (layers + 1)
-        newest_first = [1.0] if residual.alpha is None else residual.alpha.flip(0).tolist()
-        for i, weight in enumerate(newest_first):
-            row[layer + 1 - i * residual.dilation] = weight
-        rows.append(row)
-    return rows
+    return [[row.get(output) for output in range(layers + 1)] for row in rows if row is not None]
 
 
 def _plain(value: object) -> object:

@@ -64,8 +64,9 @@ def quantise(weights: Array, steps: int) -> Array:
 
 
 def _pack(data: LensData) -> dict[str, object]:
-    averages = data.averages()
-    steps = 255 if sum(row.size for row in data.weights) > MANY else 65535
+    averages, shown = data.averages(), not data.unshown
+    weights = data.weights if shown else []
+    steps = 255 if sum(row.size for row in weights) > MANY else 65535
     return {
         "name": data.model,
         "mechanism": data.mechanism,
@@ -83,9 +84,10 @@ def _pack(data: LensData) -> dict[str, object]:
         "said": _encode(data.said),
         "saidProbabilities": _encode(np.rint(data.said_probabilities * 65535)),
         "nextSurprisal": _encode(_bits(data.next_surprisal)),
-        "sources": data.sources,
+        "sources": data.sources if shown else [],
+        "unshown": data.unshown,
         "steps": steps,
-        "alphas": [[*row.shape[:2], *_encode(quantise(row, steps))] for row in data.weights],
+        "alphas": [[*row.shape[:2], *_encode(quantise(row, steps))] for row in weights],
         "meanWeights": _rounded(averages.weights),
         "meanOrigins": _rounded(averages.origins),
         "entropy": _rounded([averages.entropy])[0],

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from .numerics import IGNORE
@@ -260,6 +261,29 @@ class ValueMixer(MechanismModule):
         """
         return value
 
+    def source_weights(self, query: Tensor, key: Tensor, value: Tensor, sources: tuple[Tensor, ...]) -> Tensor | None:
+        """The weights with which `forward` adds up the sources' values and, last, the layer's own.
+
+        They are `[B, H_kv, T, S + 1]`, and measured: where value j is the j-th unit vector, the result holds all
+        weights. None if `forward` adds up values in another way, such as channel by channel. Override this if the
+        weights depend on the values. The arguments are those of `forward`.
+        """
+        keys, values, found = sources[::2], (*sources[1::2], value), []
+
+        def mixed(*values: Tensor) -> Tensor:
+            pairs = zip(keys, values, strict=False)
+            return self.forward(query, key, values[-1], tuple(part for pair in pairs for part in pair))
+
+        for first in range(0, len(values), value.shape[-1]):
+            units = [torch.zeros_like(one) for one in values]
+            for channel, one in enumerate(units[first : first + value.shape[-1]]):
+                one[..., channel] = 1
+            found.append(mixed(*units)[..., : len(values) - first])
+        weights = torch.cat(found, -1)
+        total, wanted = sum(w[..., None] * v for w, v in zip(weights.unbind(-1), values, strict=True)), mixed(*values)
+        near = (total - wanted).abs().max() <= 1e-4 * wanted.abs().max()
+        return weights if near else None
+
 
 def ways(residual: Residual) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """`read` and `write` of a residual; the module itself, twice, if hooks wait for its calls."""
@@ -316,6 +340,11 @@ class Residual(MechanismModule):
         """The inputs of the three projections, of what the layer's norm made of `Ways`: for gains of their own. Called
         without hooks, so parameters belong to modules inside this one."""
         return ways
+
+    def stream_weights(self) -> Mapping[int, float] | None:
+        """The weights with which the stream after this sub-layer adds up the embeddings (0) and the blocks' outputs
+        (1 for the first); None if they are not the same for every token."""
+        return None
 
     def write(self, state: ResidualState, update: Tensor, context: WriteContext) -> ResidualState:
         """Merge the sub-layer's output into the state; returns a new state.

@@ -63,6 +63,11 @@ class DenseFormer(Residual):
         if self.alpha is not None:
             init.copy_(self.alpha, torch.eye(len(self.alpha))[-1])
 
+    def stream_weights(self) -> dict[int, float] | None:
+        """α of every output that is read; the newest alone where a block does not average."""
+        newest_first = [1.0] if self.alpha is None else self.alpha.flip(0).tolist()
+        return {self.sublayer // 2 + 1 - i * self.dilation: weight for i, weight in enumerate(newest_first)}
+
     def write(self, state: ResidualState, update: Tensor, context: WriteContext) -> ResidualState:
         """Add to the stream; after a block, also store its raw output and average."""
         stream, *history = state
