@@ -91,7 +91,7 @@ def test_the_command(tmp_path, capsys, monkeypatch):
     for name, keys in (("base", {}), ("deeper", loop), ("control", {})):
         export_tiny(tmp_path / name, mixer="none", **keys)
     text = tmp_path / "text.jsonl"
-    rows = [{"text": f"{i} fathoms under the keel, by the deep {i * i}, and no bottom " * 2} for i in range(8)]
+    rows = [{"text": f"{i} fathoms under the keel, by the deep {i * i}, and no bottom " * 2} for i in range(20)]
     text.write_text("".join(json.dumps(row) + "\n" for row in rows))
     models = [str(tmp_path / name) for name in ("base", "deeper", "control")]
     words = ["evaluate", *models, "--deepened", "--perplexity", f"sea={text}", "--out", str(tmp_path / "out")]

@@ -49,7 +49,7 @@ from fathom.evaluation.results import (
 from fathom.evaluation.scoring import Checkpoint, Settings
 from fathom.report.provenance import provenance
 from fathom.report.results import restored, to_json
-from fathom.report.statistics import LEAST_BOOTSTRAPPED, mcnemar
+from fathom.report.statistics import LEAST_DOCUMENTS, mcnemar
 from fathom.training import train
 from tests.tiny import tiny_recipe
 
@@ -161,19 +161,19 @@ def test_text_is_paired_by_document() -> None:
 
 
 def test_too_few_documents_have_no_interval_and_make_no_claim() -> None:
-    for count in (1, 2, LEAST_BOOTSTRAPPED - 1, LEAST_BOOTSTRAPPED):
+    for count in (1, 2, LEAST_DOCUMENTS - 1, LEAST_DOCUMENTS):
         before = [100.0 + i for i in range(count)]
         after = [bits - 5 - i % 3 for i, bits in enumerate(before)]
         pair = [scored("base", {}, {"sea": before}), scored("new", {}, {"sea": after})]
         report = summarize(pair, {}, {})
         gap = report.texts["sea"].difference
         assert gap.value < -0.04
-        if count == LEAST_BOOTSTRAPPED:
+        if count == LEAST_DOCUMENTS:
             assert gap.high < 0 and report.verdict.startswith("Sea takes fewer bits per byte (")
             continue
         assert gap.low is None and gap.high is None
         assert report.verdict.startswith("Sea has too few documents to judge bits per byte (-0.0")
-        words = f"no interval: documents {count}, needed {LEAST_BOOTSTRAPPED}"
+        words = f"no interval: documents {count}, needed {LEAST_DOCUMENTS}"
         assert all(words in made for made in (report.verdict, page(report), card(report)))
 
 

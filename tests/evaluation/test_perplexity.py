@@ -27,6 +27,8 @@ from fathom.errors import DataError, SettingsError
 from fathom.evaluation.harness import TaskResult, fitted, items_of
 from fathom.evaluation.paired import Items, difference, group_difference, rows
 from fathom.evaluation.perplexity import Cut, Domain, DomainScore, Passage, read_domains, score
+from fathom.evaluation.results import ScoresReport
+from fathom.evaluation.scores_page import interval_notes
 from fathom.evaluation.scoring import Checkpoint, evaluate
 from fathom.models import FathomConfig, FathomForCausalLM
 
@@ -272,6 +274,58 @@ def test_a_group_averages_its_tasks() -> None:
     assert (joined.nats, joined.position_nats, joined.position_tokens) == ([1.0, 4.0], [2.0, 3.0], [4, 3])
 
 
+def test_items_of_one_cluster_are_one_draw() -> None:
+    """200 items of 20 clusters that agree within: without their clusters the interval is three times too narrow."""
+    chance = np.random.default_rng(3)
+    shared = np.repeat(chance.normal(size=20), 10)
+    clusters = [f"page {number // 10}" for number in range(200)]
+    control = Items([0.0] * 200)
+    alone, together = (
+        difference(Items(shared.tolist()), control),
+        difference(Items(shared.tolist(), clusters=clusters), control),
+    )
+    assert together.pairs == 20 and alone.pairs == 200 and together.half_width > 2.5 * alone.half_width
+    assert together.half_width == pytest.approx(difference(Items(shared[::10].tolist()), Items([0.0] * 20)).half_width)
+    each = Items(shared.tolist(), clusters=[None] * 200)
+    assert difference(each, control) == alone
+    called = []
+    for _ in range(200):  # no difference: with the clusters one in twenty may be called one
+        noise = (chance.normal(size=(20, 10)) + 3 * chance.normal(size=(20, 1))).ravel().tolist()
+        called.append([difference(Items(noise, clusters=of), control).excludes_zero for of in (clusters, None)])
+    together_called, alone_called = map(sum, zip(*called, strict=True))
+    assert together_called <= 20 < 60 < alone_called
+
+
+@pytest.mark.parametrize(
+    ("documents", "longest", "interval", "skewed"),
+    [(19, 10, False, False), (20, 10, True, False), (60, 30, True, False), (60, 1000, True, True)],
+)
+def test_how_many_documents_an_interval_needs(documents: int, longest: int, interval: bool, skewed: bool) -> None:
+    """As many as everywhere; if one document outweighs all others, that is said."""
+    chance = np.random.default_rng(5)
+    lengths = [float(longest), *[10.0] * (documents - 1)]
+    items = [Items(chance.normal(size=documents).tolist(), lengths) for _ in range(2)]
+    sides = {name: {("text", "x"): [one]} for name, one in zip(("control", "new"), items, strict=True)}
+    gap = rows(sides)[0].differences["new"]
+    assert (gap.low is not None, gap.p is not None, gap.skewed) == (interval, interval, skewed)
+
+
+def test_a_skewed_difference_is_named() -> None:
+    chance = np.random.default_rng(6)
+    for draws, skewed in ((chance.normal(size=40), False), (chance.lognormal(0, 2, 40), True)):
+        sides = {"control": {("text", "x"): [Items([0.0] * 40)]}, "new": {("text", "x"): [Items(draws.tolist())]}}
+        report = ScoresReport("", {}, None, None, rows(sides))
+        assert report.gaps()[0].skewed is skewed
+        assert any("text (x)" in note for note in interval_notes(report)) is skewed
+
+
+def test_a_record_names_its_cluster(tmp_path: Path) -> None:
+    texts = [{"text": "one", "cluster": "a"}, {"text": "two", "cluster": 7}, {"text": "three"}]
+    (tmp_path / "x.jsonl").write_text("".join(json.dumps(row) + "\n" for row in texts))
+    (domain,) = read_domains([str(tmp_path / "x.jsonl")])
+    assert [passage.cluster for passage in domain.documents] == ["a", "7", None]
+
+
 @pytest.mark.parametrize(("reported", "parts"), [(0.25, [[1, 0, 0, 0]]), (0.5, [[1], [0, 0, 0]]), (0.3, None)])
 def test_a_group_is_pooled_or_averaged_as_lm_eval_has_it(reported: float, parts: list[list[float]] | None) -> None:
     groups = {"groups": {"g": {"acc,none": reported}}, "group_subtasks": {"g": ["a", "b"]}}
@@ -284,7 +338,7 @@ def exported(tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("checkpoints")
     export(tiny(tokenizer), folder / "vanilla", tokenizer)
     export(tiny(tokenizer, seed=1, mixer="depth_attention"), folder / "deep", tokenizer)
-    (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS * 5))
     return folder
 
 

@@ -9,7 +9,7 @@ import pytest
 from scipy import stats
 
 from fathom.report.statistics import (
-    LEAST_BOOTSTRAPPED,
+    LEAST_DOCUMENTS,
     adjust,
     bootstrap_ratio,
     combined_difference,
@@ -146,11 +146,11 @@ def test_the_least_number_of_pairs_is_where_a_bootstrap_nearly_covers() -> None:
     """Skewed differences too; of two pairs every second interval misses."""
     chance = np.random.default_rng(5)
     held = {}
-    for count in (2, LEAST_BOOTSTRAPPED):
+    for count in (2, LEAST_DOCUMENTS):
         draws = [chance.exponential(size=count).tolist() for _ in range(600)]
         found = [bootstrap_ratio(gaps, [1.0] * count, 200) for gaps in draws]
         held[count] = sum(one.low < 1 < one.high for one in found) / len(found)
-    assert held[2] < 0.6 and held[LEAST_BOOTSTRAPPED] > 0.86
+    assert held[2] < 0.6 and held[LEAST_DOCUMENTS] > 0.86
 
 
 def test_a_bootstrap_of_many_documents_stays_small() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -13,16 +14,19 @@ from fathom.corpus.documents import ConversationMessage, write_lines
 from fathom.corpus.kept import KeptPart, kept_documents, kept_parts, part_task, parts_of
 from fathom.corpus.stage import Stage, Task
 from fathom.corpus.templates import is_trained
+from fathom.data.sources import CLUSTER
 from fathom.report.files import write_json
 
 SCORES = ("acc", "acc_norm")
+PIECE = re.compile(r"(.*)#\d+\Z", re.DOTALL)
+"""The path of a piece of a document that was cut."""
 
 
 class Export(Stage):
     """One task for each format that the recipe names."""
 
     name = "export"
-    version = 2
+    version = 3
 
     def tasks(self) -> list[Task]:
         """The tasks, once the earlier stages are finished."""
@@ -61,7 +65,8 @@ class Export(Stage):
         for part in parts:
             for document in kept_documents(self.workspace, part):
                 if document.messages is None:
-                    yield {"text": document.text}
+                    whole = PIECE.match(document.path)
+                    yield {"text": document.text, **({CLUSTER: whole[1]} if whole else {})}
                 elif (row := conversation_row(form, document.messages)) is not None:
                     yield row
                 else:

@@ -37,6 +37,8 @@ Kind = Literal["files", "text", "lines", "rows", "hub"]
 """Records are paths of files, texts between separators, lines of JSON, rows of fields, or rows of the Hub."""
 
 DEFAULT_DOMAIN = "default"
+CLUSTER = "cluster"
+"""The field by which texts, or items of a task, say that they belong together."""
 PARAGRAPHS, LINES = "", "\n"
 """Separators: a blank line, and none, since every line is a document."""
 HUB = "hf:"
@@ -82,6 +84,8 @@ class SourceText(NamedTuple):
     domain: str
     size: int
     """Its length in UTF-8."""
+    cluster: str | None = None
+    """What its record's `cluster` names: texts of one cluster, such as pieces of a document, depend on one another."""
 
 
 Row: TypeAlias = Mapping[str, object]
@@ -126,7 +130,7 @@ class Source:
         if payload is None:
             return None
         try:
-            text, domain = self._text_and_domain(payload, reading, where)
+            text, domain, cluster = self._record(payload, reading, where)
             data, _ = text.encode("utf-8"), domain.encode("utf-8")
         except UnicodeError as error:
             if reading.undecodable == "skip":
@@ -136,26 +140,27 @@ class Source:
                 way = ": `undecodable=replace` or skip continues" if reading.advises else ""
                 raise DataError(f"{where} is not UTF-8 ({reason}){way}") from None
             payload = payload.decode("utf-8", "replace").encode() if isinstance(payload, bytes) else payload
-            found = self._text_and_domain(payload, reading, where)
+            text, domain, cluster = self._record(payload, reading, where)
             # JSON may contain a lone surrogate, which UTF-8 cannot encode.
-            text, domain = (one.encode("utf-8", "replace").decode("utf-8") for one in found)
+            text, domain = (one.encode("utf-8", "replace").decode("utf-8") for one in (text, domain))
             data = text.encode("utf-8")
         if len(data) > reading.max_record_bytes:
             _oversize(where, reading)
             return None
-        return [SourceText(text, domain, len(data))] if text else []
+        return [SourceText(text, domain, len(data), cluster)] if text else []
 
-    def _text_and_domain(self, payload: Payload, reading: Reading, where: str) -> tuple[str, str]:
-        """The text of a record, empty if there is none, and the domain that it names, else the input's."""
+    def _record(self, payload: Payload, reading: Reading, where: str) -> tuple[str, str, str | None]:
+        """The text of a record, empty if there is none, the domain that it names, else the input's, and its cluster."""
         if self.kind in ("files", "text"):
-            return payload.decode("utf-8"), self.domain
+            return payload.decode("utf-8"), self.domain, None
         if self.kind == "lines" and not payload.strip():
-            return "", self.domain
+            return "", self.domain, None
         try:
             fields = json_object(payload) if self.kind == "lines" else payload
             text = text_of(fields, reading.text_field)
             named = None if reading.domain_field is None else field_of(fields, reading.domain_field)
-            return text, self.domain if named is None else str(named)
+            cluster = fields.get(CLUSTER)
+            return text, self.domain if named is None else str(named), None if cluster is None else str(cluster)
         except DataError as error:
             raise DataError(f"{where}: {error}") from None
 
@@ -572,6 +577,7 @@ def _parquet(path: Path, reading: Reading) -> Iterator[Row | None]:
         for column in columns:
             if column not in schema.names:
                 raise DataError(f"{path}: no column {column!r}: it has {', '.join(schema.names)}")
+        columns += [CLUSTER] if CLUSTER in schema.names and CLUSTER not in columns else []
         # Dictionary-encoded columns hold one copy of a value that many rows share; a list cannot be encoded so.
         flat = [column for column in columns if not schema.field(column).type.num_fields]
         file = parquet.ParquetFile(path, read_dictionary=flat, pre_buffer=False)

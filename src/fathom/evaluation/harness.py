@@ -7,10 +7,11 @@ import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fathom.data.sources import CLUSTER
 from fathom.errors import DataError
 from fathom.evaluation.paired import Items, Scored
 from fathom.evaluation.tasks import file_task, load_task, task_manager
@@ -168,7 +169,8 @@ def _items(
     """Each document's contribution to a metric, if Fathom's aggregation reproduces lm-eval's number."""
     made: dict[str, Items] = {}
     for chosen in dict.fromkeys(document["filter"] for document in documents):
-        found = [d[metric] for d in documents if d["filter"] == chosen and metric in d]
+        mine = [d for d in documents if d["filter"] == chosen and metric in d]
+        found, clusters = [d[metric] for d in mine], [d.get("doc", {}).get(CLUSTER) for d in mine]
         reported = numbers.get(f"{metric},{chosen}")
         if aggregation == "mean":
             items = Items([float(value) for value in found])
@@ -177,22 +179,36 @@ def _items(
         elif aggregation in ("weighted_perplexity", "bits_per_byte"):
             log = aggregation == "weighted_perplexity"
             scale = 1.0 if log else math.log(2)
-            items = Items([-a / scale for a, _ in found], [float(w) for _, w in found], log)
+            items = Items([-a / scale for a, _ in found], [float(w) for _, w in found], log=log)
         else:
             continue
         if found and isinstance(reported, float) and _same(items.score, reported):
-            made[metric if chosen == "none" else f"{metric},{chosen}"] = items
+            named = any(one is not None for one in clusters)
+            made[metric if chosen == "none" else f"{metric},{chosen}"] = replace(
+                items, clusters=clusters if named else None
+            )
     return made
 
 
 def _whole(parts: list[Items], reported: float) -> Scored | None:
     """A group's items, pooled or task by task, whichever reproduces lm-eval's number."""
-    pooled = Items([value for part in parts for value in part.values])
+    pooled = Items([value for part in parts for value in part.values], clusters=_pooled_clusters(parts))
     if any(part.weights is not None or part.log for part in parts):
         return None
     if _same(pooled.score, reported):
         return [pooled]
     return parts if _same(sum(part.score for part in parts) / len(parts), reported) else None
+
+
+def _pooled_clusters(parts: list[Items]) -> list[object] | None:
+    """The clusters of several tasks' items, each task's apart."""
+    if all(part.clusters is None for part in parts):
+        return None
+    return [
+        None if one is None else f"{number}/{one}"
+        for number, part in enumerate(parts)
+        for one in part.clusters or [None] * len(part.values)
+    ]
 
 
 def _same(a: float, b: float) -> bool:

@@ -11,7 +11,7 @@ from fathom.evaluation.results import PairReport, RunBetween
 from fathom.report import PAGE, html
 from fathom.report.numbers import DASH
 from fathom.report.plots import IntervalMark, interval_plot
-from fathom.report.statistics import LEAST_BOOTSTRAPPED
+from fathom.report.statistics import LEAST_DOCUMENTS
 from fathom.report.tables import PlainTable, markdown_table, print_report
 
 WAYS = {"text": "option text", "length": "option text, by length", "letter": "letter", "shuffled": "letter, shuffled"}
@@ -77,7 +77,7 @@ def reading(report: PairReport) -> list[str]:
     checked = bool(report.asked) and all(one.checked for one in report.asked.values())
     return [
         "Text: bits per byte of held-out documents, each read alone; intervals are from 1,000 paired bootstrap "
-        f"samples of documents; below {LEAST_BOOTSTRAPPED} documents there is no interval and no claim.",
+        f"samples of documents; below {LEAST_DOCUMENTS} documents there is no interval and no claim.",
         "Questions: lm-eval's scores. Option text: the choices are not listed, and the likeliest is the answer; by "
         "length, the likeliest per character. Letter: the choices are listed in the prompt. Brackets are Wilson's "
         "intervals. Won and lost are questions that only one model answers correctly; p is McNemar's exact test of "

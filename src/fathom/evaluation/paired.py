@@ -3,7 +3,9 @@
 A score is a ratio Σa/Σw over documents: of right answers to answers, of nats to tokens, of bits to bytes. The
 difference of two such scores on the same documents is Σd/Σw with d = a - a'. Its interval is Student's t with n - 1
 degrees of freedom for n documents; the standard error comes from the residuals d - w Σd/Σw. With equal
-weights this is the ordinary paired t interval. Documents count as independent draws; tokens of one document do not.
+weights this is the ordinary paired t interval. Documents count as independent draws; tokens of one document do not,
+and neither do items of one cluster, which are summed first. Below 20 documents or clusters there is no interval and no
+p-value. If a few of them decide the difference, because they are long or differ much more than the rest, it is marked.
 """
 
 from __future__ import annotations
@@ -15,7 +17,18 @@ from dataclasses import dataclass
 import numpy as np
 
 from fathom.evaluation.results import ScoreGap, ScoreRow
-from fathom.report.statistics import CONFIDENCE, Difference, adjust, combined_difference, weighted_difference
+from fathom.report.statistics import (
+    CONFIDENCE,
+    LEAST_DOCUMENTS,
+    LEAST_EFFECTIVE,
+    MOST_SKEW,
+    Difference,
+    adjust,
+    combined_difference,
+    effective_count,
+    skewness,
+    weighted_difference,
+)
 
 
 @dataclass(frozen=True)
@@ -25,6 +38,8 @@ class Items:
     values: Sequence[float]
     weights: Sequence[float] | None = None
     """Weights; 1 each if not given."""
+    clusters: Sequence[object] | None = None
+    """What each item belongs to: those of one cluster are no independent draws. An item of None is one by itself."""
     log: bool = False
     """The score is exp(Σa/Σw), a perplexity: its differences are shown as ratios."""
 
@@ -41,8 +56,20 @@ class Items:
 
 def difference(items: Items, control: Items) -> Difference:
     """The score minus the control's; for a perplexity, the difference of logarithms."""
+    gaps, weights = _terms(items, control)
+    found = weighted_difference(gaps, weights)
+    return found if found.pairs >= LEAST_DOCUMENTS else Difference(found.mean, found.pairs, None, None)
+
+
+def _terms(items: Items, control: Items) -> tuple[list[float], list[float]]:
+    """Difference and weight of every document or cluster."""
     gaps = np.asarray(items.values, float) - np.asarray(control.values, float)
-    return weighted_difference(gaps.tolist(), _weights(items).tolist())
+    weights = _weights(items)
+    if items.clusters is None:
+        return gaps.tolist(), weights.tolist()
+    numbers: dict[object, int] = {}
+    own = [numbers.setdefault(n if one is None else str(one), len(numbers)) for n, one in enumerate(items.clusters)]
+    return np.bincount(own, gaps).tolist(), np.bincount(own, weights).tolist()
 
 
 Scored = Sequence[Items]
@@ -80,7 +107,13 @@ def _compare(items: Scored, control: Scored) -> ScoreGap | None:
         return math.exp(min(value, 700)) if log else value
 
     low, high = (None if end is None else shown(end) for end in (found.low, found.high))
-    return ScoreGap("ratio" if log else "difference", shown(found.mean), low, high, CONFIDENCE, found.pairs, found.p)
+    skewed = found.low is not None and any(_is_skewed(*_terms(*pair)) for pair in pairs)
+    kind = "ratio" if log else "difference"
+    return ScoreGap(kind, shown(found.mean), low, high, CONFIDENCE, found.pairs, found.p, skewed=skewed)
+
+
+def _is_skewed(gaps: Sequence[float], weights: Sequence[float]) -> bool:
+    return skewness(gaps, weights) > MOST_SKEW or effective_count(weights) < LEAST_EFFECTIVE
 
 
 def _weights(items: Items) -> np.ndarray:

@@ -29,7 +29,7 @@ from fathom.evaluation.tasks import json_rows, problem_of
 from fathom.report import html
 from fathom.report.files import read_json, write_atomically
 from fathom.report.provenance import provenance
-from fathom.report.statistics import LEAST_BOOTSTRAPPED, bootstrap_ratio, holm
+from fathom.report.statistics import LEAST_DOCUMENTS, bootstrap_ratio, holm
 
 LETTERS = string.ascii_uppercase
 CARD = "card.md"
@@ -275,7 +275,7 @@ def compare_texts(base: DomainScore, new: DomainScore) -> TextPair:
     """Bits per byte of both on the same documents, and the difference by paired bootstrap, if there are enough."""
     bits = [(a - b) / math.log(2) for a, b in zip(new.nats, base.nats, strict=True)]
     gap = bootstrap_ratio(bits, base.bytes)
-    low, high = (gap.low, gap.high) if len(bits) >= LEAST_BOOTSTRAPPED else (None, None)
+    low, high = (gap.low, gap.high) if len(bits) >= LEAST_DOCUMENTS else (None, None)
     gaps = RatioGap(gap.value, low, high)
     return TextPair(len(bits), sum(base.bytes), base.bits_per_byte, new.bits_per_byte, gaps)
 

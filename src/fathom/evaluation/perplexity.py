@@ -52,6 +52,8 @@ class Passage(NamedTuple):
     text: str | None
     ids: np.ndarray | None
     bytes: int
+    cluster: str | None = None
+    """Passages of one cluster are pieces of a document, or otherwise belong together."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,8 @@ class DomainScore:
     position_tokens: list[int] = field(default_factory=list)
     trips: float = 0.0
     """Sum of the iterations of all predicting tokens; 0 for a model that is not Fathom's."""
+    clusters: list[str | None] | None = None
+    """What each document belongs to; None if no document names anything."""
 
     @property
     def loss(self) -> float:
@@ -121,7 +125,10 @@ class DomainScore:
     def items(self) -> dict[str, Items]:
         """The contribution of each document to both scores."""
         bits = [nats / math.log(2) for nats in self.nats]
-        return {"bits_per_byte": Items(bits, self.bytes), "perplexity": Items(self.nats, self.tokens, log=True)}
+        return {
+            "bits_per_byte": Items(bits, self.bytes, self.clusters),
+            "perplexity": Items(self.nats, self.tokens, self.clusters, log=True),
+        }
 
     def summary(self) -> TextScore:
         """The scores for a report."""
@@ -145,6 +152,9 @@ class DomainScore:
     def joined(cls, parts: Sequence[DomainScore]) -> DomainScore:
         """Several domains as one."""
         whole = cls()
+        if any(part.clusters for part in parts):
+            named = ((part, part.clusters or [None] * len(part.nats)) for part in parts)
+            whole.clusters = [one for _, clusters in named for one in clusters]
         for part in parts:
             whole.nats += part.nats
             whole.tokens += part.tokens
@@ -197,7 +207,7 @@ def read_domains(
     for source in find_sources(texts, reading) if texts else ():
         for document in source.documents(reading):
             if document is not None and (limit is None or len(found[document.domain]) < limit):
-                found[document.domain].append(Passage(document.text, None, document.size))
+                found[document.domain].append(Passage(document.text, None, document.size, document.cluster))
             if limit and reading.domain_field is None and len(found[source.domain]) >= limit:
                 break
     domains += [Domain(label, documents) for label, documents in found.items() if documents]
@@ -235,7 +245,8 @@ def score(
         raise SettingsError(f"context={cut.context}: this model's context is {limit}")
     forward = _Forward(model, batch_size and batch_size * cut.context)
     begin, encode = beginning(tokenizer), encoder(tokenizer, domain)
-    result = DomainScore()
+    clusters = [document.cluster for document in domain.documents]
+    result = DomainScore(clusters=clusters if any(clusters) else None)
     pending: list[tuple[int, Window, np.ndarray]] = []
     with ProgressBar(domain.name, sum(document.bytes for document in domain.documents)) as bar:
         done = 0

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from fathom.corpus.counts import CorpusCounts
 from fathom.report.provenance import Provenance
-from fathom.report.statistics import LEAST_BOOTSTRAPPED, mcnemar, wilson
+from fathom.report.statistics import LEAST_DOCUMENTS, mcnemar, wilson
 from fathom.training.results import DecodingGap
 
 WHOLE = "all text"
@@ -27,6 +27,8 @@ class ScoreGap:
     pairs: int
     p: float | None
     p_holm: float | None = None
+    skewed: bool = False
+    """Whether a few documents decide the difference, so that Student's t may be too narrow."""
 
     @property
     def significant(self) -> bool:
@@ -140,7 +142,7 @@ class TextPair:
         """The interval of the difference; with too few documents, their number and the minimum."""
         low, high = self.difference.low, self.difference.high
         if low is None or high is None:
-            return f"no interval: documents {self.documents}, needed {LEAST_BOOTSTRAPPED}"
+            return f"no interval: documents {self.documents}, needed {LEAST_DOCUMENTS}"
         return f"[{low:+.4f}, {high:+.4f}]"
 
 

@@ -8,9 +8,15 @@ from collections.abc import Iterator, Sequence
 from fathom.evaluation.results import ScoreRow, ScoresReport
 from fathom.report import html
 from fathom.report.provenance import Provenance
+from fathom.report.statistics import LEAST_DOCUMENTS
 from fathom.report.tables import PlainTable
 
-INTERVALS = "Intervals: 95 %, Student's t over paired documents or items; × is the ratio of perplexities."
+INTERVALS = (
+    "Intervals: 95 %, Student's t over paired documents or items, or over the clusters that they name; × is the ratio "
+    "of perplexities."
+)
+TOO_FEW = f"Without an interval: fewer than {LEAST_DOCUMENTS} documents, items or clusters."
+SKEWED = "Few documents decide the differences of {}: their intervals may be too narrow. Score more documents."
 ASTERISK = "An asterisk marks significance after Holm's adjustment over all rows."
 
 
@@ -45,8 +51,14 @@ def interval_notes(report: ScoresReport) -> Iterator[str]:
     gaps = report.gaps()
     if any(gap.low is not None for gap in gaps):
         yield INTERVALS
+    if any(gap.low is None for gap in gaps):
+        yield TOO_FEW
     if any(gap.significant for gap in gaps):
         yield ASTERISK
+    if skewed := [
+        f"{row.task} ({row.metric})" for row in report.rows if any(g.skewed for g in row.differences.values())
+    ]:
+        yield SKEWED.format(", ".join(skewed))
 
 
 def notes(report: ScoresReport) -> Iterator[str]:
