@@ -26,7 +26,7 @@ from fathom.deepen.request import parse_request
 from fathom.deepen.write import deepen
 from fathom.evaluation.deepened import effects_of, time_decoding
 from fathom.evaluation.perplexity import DomainScore
-from fathom.evaluation.scoring import Checkpoint, Settings, name_checkpoints, run
+from fathom.evaluation.scoring import Checkpoint, EvaluationSettings, name_checkpoints, run
 from fathom.recipe import load_recipe
 from fathom.report.files import read_json, write_json
 from fathom.report.provenance import provenance
@@ -146,7 +146,7 @@ def trained(name: str, arm: Arm, options: argparse.Namespace, rate: float, token
 def scores(model: Path, name: str, options: argparse.Namespace) -> dict[str, Any]:
     """Every held-out document's score, by text."""
     dtype = "bfloat16" if options.precision == "bf16" else "float32"
-    settings = Settings(perplexity=tuple(options.text), context=LENGTH, dtype=dtype)
+    settings = EvaluationSettings(perplexity=tuple(options.text), context=LENGTH, dtype=dtype)
     (found,), _ = run([f"{name.replace('+', '_')}={model}"], settings)
     return {text: vars(score) for text, score in found.domains.items()}
 
@@ -158,7 +158,7 @@ def effects(runs: dict[str, Any], names: list[str], seed: int, options: argparse
     found: list[dict[str, Any]] = [said(control, base, None)]
     for one in others:
         deeper = options.work / "models" / one.name
-        timed = name_checkpoints([f"deeper={deeper}", f"control={options.model}"], Settings())
+        timed = name_checkpoints([f"deeper={deeper}", f"control={options.model}"], EvaluationSettings())
         speed = time_decoding(timed[0], timed[1])
         found.append(said(one, base, control) | {"speed": speed})
         if speed is not None:
@@ -175,7 +175,7 @@ def said(one: Checkpoint, base: Checkpoint, control: Checkpoint | None) -> dict[
 def checkpoint(name: str, directory: Path, logged: dict[str, Any]) -> Checkpoint:
     """A model with the scores that the log holds."""
     domains = {text: DomainScore(**score) for text, score in logged["scores"].items()}
-    return Checkpoint(name, directory, Settings().open, domains=domains)
+    return Checkpoint(name, directory, EvaluationSettings().open, domains=domains)
 
 
 if __name__ == "__main__":

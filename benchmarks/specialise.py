@@ -52,7 +52,7 @@ from fathom.corpus.pipeline import build
 from fathom.corpus.publish import SHARD_FOLDER
 from fathom.corpus.recipe import load_corpus_recipe
 from fathom.evaluation.pairs import evaluate_pair, read_benchmarks
-from fathom.evaluation.scoring import Settings, run
+from fathom.evaluation.scoring import EvaluationSettings, run
 from fathom.recipe import parse_recipe
 from fathom.report.files import read_json, write_atomically, write_json
 from fathom.report.provenance import provenance
@@ -257,7 +257,7 @@ class Bench:
     def bits(self, model: Path) -> dict[str, float]:
         """Bits per byte of held-out text, by collection."""
         shards = str(self.work / "clean" / SHARD_FOLDER)
-        [scored], _ = run([model], Settings(perplexity=(shards,), out=self.work / "scores"))
+        [scored], _ = run([model], EvaluationSettings(perplexity=(shards,), out=self.work / "scores"))
         return {name: scored.domains[name].bits_per_byte for name in TEXTS}
 
     def forgetting(self, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -279,7 +279,8 @@ class Bench:
         """Base and expert on questions in unseen words, and on held-out text."""
         expert = self.expert("expert", self.clean())
         entries = [f"base={self.base(0)}", f"expert={expert}"]
-        report = evaluate_pair(entries, self.work / "clean" / "benchmark", Settings(out=self.work / "knowledge"))
+        settings = EvaluationSettings(out=self.work / "knowledge")
+        report = evaluate_pair(entries, self.work / "clean" / "benchmark", settings)
         yield {key: report[key] for key in ("verdict", "texts", "questions", "guessing", "runs")}
 
     def leaks(self, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -287,7 +288,7 @@ class Bench:
         clean = self.clean()
         leaky = self.leaky(clean)
         experts = [f"clean={self.expert('expert', clean)}", f"leaky={self.expert('leaky-expert', leaky)}"]
-        report = evaluate_pair(experts, leaky / "benchmark", Settings(out=self.work / "leaks"))
+        report = evaluate_pair(experts, leaky / "benchmark", EvaluationSettings(out=self.work / "leaks"))
         yield {
             "questions": report["questions"],
             "dirty_against_clean": dirty_against_clean(report["questions"]),
@@ -300,7 +301,7 @@ class Bench:
         leaky = self.leaky(clean)
         models = {"base": self.base(self.seed), "clean": self.expert("expert", clean)}
         models["leaky"] = self.expert("leaky-expert", leaky)
-        settings = Settings(out=self.work / "exam", perplexity=(str(clean / SHARD_FOLDER),))
+        settings = EvaluationSettings(out=self.work / "exam", perplexity=(str(clean / SHARD_FOLDER),))
         found: dict[str, Any] = {}
         for name, pair in {"knowledge": ("base", "clean"), "leaks": ("clean", "leaky")}.items():
             report = evaluate_pair([f"{one}={models[one]}" for one in pair], clean / "benchmark", settings)
@@ -319,7 +320,7 @@ class Bench:
         clean, steps = self.clean(), self.sizes["sheet_steps"]
         base = self.base(self.seed)
         crammer = self.continued("crammed", base, self.sheets(clean), 0.2, steps, self.seed)
-        settings = Settings(out=self.work / "exam", perplexity=(str(clean / SHARD_FOLDER),))
+        settings = EvaluationSettings(out=self.work / "exam", perplexity=(str(clean / SHARD_FOLDER),))
         report = evaluate_pair([f"base={base}", f"crammed={crammer}"], clean / "benchmark", settings)
         rows = report["questions"]
         return {

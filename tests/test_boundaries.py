@@ -27,6 +27,7 @@ ROOMS = (
         "errors",
         "values",
         "models",
+        "iterations",
         "kernels",
         "kvcache",
         "report",
@@ -53,6 +54,7 @@ STRANGERS = {
     "checkpoints": {"kernels", "kvcache"},
     "data": {"models", "kernels", "kvcache"},
     "corpus": {"models", "kernels", "kvcache"},
+    "inference": {"evaluation", "deepen"},
     "lineage": {
         "kernels",
         "kvcache",
@@ -69,7 +71,7 @@ STRANGERS = {
 """Rooms above that a room must not know all the same."""
 COMPUTING = "models kernels kvcache checkpoints testing training evaluation deepen inference lens experiments"
 FOREIGN = {
-    "torch": f"{COMPUTING} data.batches report.provenance",
+    "torch": f"{COMPUTING} iterations data.batches report.provenance",
     "transformers": "models kvcache checkpoints testing data.tokenizer corpus.chat_template training evaluation "
     "inference deepen lens cli.export",
     **dict.fromkeys(("triton", "liger_kernel"), "kernels"),
@@ -353,6 +355,7 @@ def planted(tmp_path_factory):
         ("models/residuals/planted.py", "from ..mixers.schedule import GridMixer", "climbs"),
         ("models/axes/visit.py", "if TYPE_CHECKING:\n    from .roles import Residual", "circles"),
         ("lineage/planted.py", "import fathom.training.loop", "climbs"),
+        ("inference/planted.py", "from fathom.evaluation.scoring import show", "climbs"),
         ("training/planted.py", "from fathom.cli.parser import Parser", "climbs"),
         ("training/planted.py", "import fathom", "climbs"),
         ("errors.py", "def f():\n    from fathom.report.files import lock", "circles"),

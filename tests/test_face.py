@@ -82,7 +82,8 @@ def test_from_a_corpus_to_a_score(corpus: Path, tmp_path: Path) -> None:
     model, tokenizer = fathom.load(tmp_path / "run", "cpu")
     assert isinstance(model, fathom.FathomForCausalLM) and not model.training
     assert fathom.generate(model, tokenizer, "the depth", fathom.Sampling(4, temperature=0)).tokens <= 4
-    report = fathom.evaluate([tmp_path / "run"], fathom.Settings(device="cpu", limit=2), perplexity=[str(corpus)])
+    settings = fathom.EvaluationSettings(device="cpu", limit=2)
+    report = fathom.evaluate([tmp_path / "run"], settings, perplexity=[str(corpus)])
     assert report.checkpoints["run"].perplexity
     assert fathom.look(model, tokenizer, "the depth of").tokens
     assert fathom.open_weights(tmp_path / "run" / "model").has("q", 0)

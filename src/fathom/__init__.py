@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from fathom.corpus.prepare import PrepareOptions as PrepareOptions
     from fathom.corpus.prepare import prepare as prepare
     from fathom.errors import FathomError as FathomError
-    from fathom.evaluation.scoring import Settings as Settings
+    from fathom.evaluation.scoring import EvaluationSettings as EvaluationSettings
     from fathom.evaluation.scoring import evaluate as evaluate
     from fathom.experiments.compare import compare as compare
     from fathom.inference.generate import generate as generate
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 # The module that each name comes from.
 _HOMES = {
+    "EvaluationSettings": "fathom.evaluation.scoring",
     "FathomConfig": "fathom.models",
     "FathomError": "fathom.errors",
     "FathomForCausalLM": "fathom.models",
@@ -49,7 +50,6 @@ _HOMES = {
     "PrepareOptions": "fathom.corpus.prepare",
     "Recipe": "fathom.recipe",
     "Sampling": "fathom.inference.settings",
-    "Settings": "fathom.evaluation.scoring",
     "add_mechanism": "fathom.models",
     "check": "fathom.checkpoints.proof",
     "compare": "fathom.experiments.compare",

@@ -46,7 +46,7 @@ from fathom.evaluation.results import (
     RatioGap,
     RunBetween,
 )
-from fathom.evaluation.scoring import Checkpoint, Settings
+from fathom.evaluation.scoring import Checkpoint, EvaluationSettings
 from fathom.report.provenance import provenance
 from fathom.report.results import restored, to_json
 from fathom.report.statistics import LEAST_DOCUMENTS, mcnemar
@@ -250,7 +250,7 @@ def test_a_limit_draws_questions_and_says_how_many_of_them(tmp_path: Path, monke
     rows = [{"question": f"{number} is", "choices": ["x", "y"], "answer": 0} for number in range(9)]
     (tmp_path / "quiz.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
-    def run(entries: Sequence[str], settings: Settings) -> tuple[list[Checkpoint], dict[str, Any]]:
+    def run(entries: Sequence[str], settings: EvaluationSettings) -> tuple[list[Checkpoint], dict[str, Any]]:
         tasks = (settings.tasks or "").split(",")
         files = [Path(task.partition(":")[2]).read_text().splitlines()[: settings.limit] for task in tasks]
         answers = {task: [True] * len(file) for task, file in zip(tasks, files, strict=True)}
@@ -258,12 +258,12 @@ def test_a_limit_draws_questions_and_says_how_many_of_them(tmp_path: Path, monke
 
     monkeypatch.setattr("fathom.evaluation.pairs.run", run)
     monkeypatch.setattr("fathom.evaluation.pairs.find_spec", lambda name: name)
-    report = evaluate_pair(["base", "new"], tmp_path, Settings(limit=4, device="cpu"))
+    report = evaluate_pair(["base", "new"], tmp_path, EvaluationSettings(limit=4, device="cpu"))
     assert {row.asked for row in report.questions} == {4}
     assert report.asked["quiz"] == Asking(4, 9, {"not drawn": 5}, False)
     assert "quiz: asked 4 of 9 questions drawn at random; skipped: 5 not drawn." in card(report)
     assert [one.question for one in report.examples] != [row["question"] for row in rows[:4]]
-    assert {row.asked for row in evaluate_pair(["base", "new"], tmp_path, Settings()).questions} == {9}
+    assert {row.asked for row in evaluate_pair(["base", "new"], tmp_path, EvaluationSettings()).questions} == {9}
 
 
 def test_repeated_questions_are_asked_once() -> None:

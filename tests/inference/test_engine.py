@@ -22,11 +22,11 @@ from transformers import (
 )
 
 from fathom.errors import RequestError
-from fathom.evaluation.budgets import counting
 from fathom.inference import batches, sampling
 from fathom.inference.batches import LoneBatch, SlabBatch, SlabLayer, SlotBatch, batch_for
 from fathom.inference.engine import Engine, Job
 from fathom.inference.sampling import Choice
+from fathom.iterations import counting
 from fathom.kvcache.policy import Policy
 from fathom.models import FathomConfig, FathomForCausalLM
 from fathom.models.registry import ALL, parse_mechanism

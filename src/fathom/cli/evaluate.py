@@ -117,13 +117,13 @@ def run(options: Namespace) -> int:
     from fathom.evaluation.deepened import compare, require_three
     from fathom.evaluation.pair_page import show as show_pair
     from fathom.evaluation.pairs import evaluate_pair
-    from fathom.evaluation.scoring import Settings, show
+    from fathom.evaluation.scoring import EvaluationSettings, show
     from fathom.evaluation.scoring import run as score
     from fathom.kernels import use
     from fathom.kvcache.policy import CacheOptions
 
     use(options.kernels, options.device)
-    settings = chosen(Settings, options)
+    settings = chosen(EvaluationSettings, options)
     schedule = CacheOptions.of(options)
     alone = [f"--kvcache-{name} {value}" for name, value in schedule.given().items()]
     for name in ("at", "questions", "compressions", "needles"):

@@ -80,9 +80,9 @@ def add_sampling(parser: Parser) -> None:
 def ready(options: Namespace) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Sampling]:
     """The model and how to sample from it; impossible options are refused before it is loaded."""
     from fathom.checkpoints.open import Opening
-    from fathom.evaluation.budgets import check_chunks, check_trips
     from fathom.inference.generate import check_drafts
     from fathom.inference.settings import Sampling, read_options
+    from fathom.iterations import check_chunks, check_trips
     from fathom.kernels import use
     from fathom.kvcache.policy import CacheOptions, choose
 

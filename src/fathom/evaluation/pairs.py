@@ -24,7 +24,7 @@ from fathom.evaluation.origin import corpus_beside, runs_between
 from fathom.evaluation.pair_page import WAYS, card, page
 from fathom.evaluation.perplexity import DomainScore
 from fathom.evaluation.results import Answered, Asking, ExampleRow, NamedModel, PairReport, RatioGap, TextPair
-from fathom.evaluation.scoring import Checkpoint, Settings, run
+from fathom.evaluation.scoring import Checkpoint, EvaluationSettings, run
 from fathom.evaluation.tasks import json_rows, problem_of
 from fathom.report import html
 from fathom.report.files import read_json, write_atomically
@@ -128,7 +128,7 @@ def task_rows(items: Sequence[Quizzed], way: str) -> list[dict[str, object]]:
     return rows
 
 
-def evaluate_pair(entries: Sequence[str | Path], directory: Path, settings: Settings) -> PairReport:
+def evaluate_pair(entries: Sequence[str | Path], directory: Path, settings: EvaluationSettings) -> PairReport:
     """Score a base and a model made from it on a benchmark and on texts; returns what `report.json` holds.
 
     Args:

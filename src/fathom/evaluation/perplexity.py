@@ -29,9 +29,9 @@ from fathom.data.shards import INDEX, TokenDataset
 from fathom.data.sources import HUB, Reading, find_sources, split_name
 from fathom.data.tokenizer import plain
 from fathom.errors import SettingsError
-from fathom.evaluation.budgets import counting
 from fathom.evaluation.paired import Items
 from fathom.evaluation.results import PlaceLoss, TextScore
+from fathom.iterations import counting
 from fathom.report.progress import ProgressBar
 from fathom.training.gap import SAMPLE, WINDOWS, Row, Sample, read_both_ways
 

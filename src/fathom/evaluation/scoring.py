@@ -25,7 +25,6 @@ from fathom.checkpoints.layout import CONFIG, PAGE
 from fathom.checkpoints.open import DTYPES, Opening, check_device, own_context
 from fathom.data.sources import Reading
 from fathom.errors import FathomError, ModelError, SettingsError, to_install
-from fathom.evaluation.budgets import limited
 from fathom.evaluation.harness import TaskResult, TaskSettings, fitted, items_of, open_lm, run_task, tables
 from fathom.evaluation.paired import Scored, rows
 from fathom.evaluation.perplexity import LONGEST_DEFAULT_CONTEXT, Cut, Domain, DomainScore, read_domains, read_sample
@@ -33,6 +32,7 @@ from fathom.evaluation.perplexity import score as score_domain
 from fathom.evaluation.results import WHOLE, CheckpointScores, ScoresReport, TextScore
 from fathom.evaluation.scores_page import context_table, interval_notes, page, score_table
 from fathom.evaluation.tasks import file_task, task_names
+from fathom.iterations import limited
 from fathom.report import html
 from fathom.report.files import asdict, read_json, write_json
 from fathom.report.provenance import provenance
@@ -50,7 +50,7 @@ Opener = Callable[[Path], tuple[PreTrainedModel, PreTrainedTokenizerBase]]
 
 
 @dataclass(frozen=True)
-class Settings(Opening):
+class EvaluationSettings(Opening):
     """The tasks and texts, and how checkpoints are opened."""
 
     tasks: str | None = None
@@ -151,7 +151,7 @@ class Checkpoint:
         more = ("chat_template*", "additional_chat_templates/*", "special_tokens_map.json", "added_tokens.json")
         return _digest([_stamp(path) for pattern in names + more for path in sorted(self.directory.glob(pattern))])
 
-    def key(self, settings: Settings) -> dict[str, object]:
+    def key(self, settings: EvaluationSettings) -> dict[str, object]:
         """What every result of this checkpoint depends on."""
         trips = {} if self.max_trips is None else {"max_trips": self.max_trips}
         return {"checkpoint": self.fingerprint(), "dtype": settings.numbers, **trips}
@@ -159,7 +159,7 @@ class Checkpoint:
 
 def evaluate(
     checkpoints: Sequence[str | Path],
-    settings: Settings | None = None,
+    settings: EvaluationSettings | None = None,
     *,
     perplexity: Sequence[str] = (),
     tasks: str | None = None,
@@ -173,12 +173,12 @@ def evaluate(
             replaces the settings' texts.
         tasks: lm-eval's tasks, groups and tags, separated by commas; replaces the settings' tasks.
     """
-    chosen = settings or Settings()
+    chosen = settings or EvaluationSettings()
     chosen = replace(chosen, perplexity=perplexity or chosen.perplexity, tasks=tasks or chosen.tasks)
     return run(checkpoints, chosen)[1]
 
 
-def run(checkpoints: Sequence[str | Path], settings: Settings) -> tuple[list[Checkpoint], ScoresReport]:
+def run(checkpoints: Sequence[str | Path], settings: EvaluationSettings) -> tuple[list[Checkpoint], ScoresReport]:
     """Like `evaluate`, but returns the checkpoints with their scores."""
     if not settings.tasks and not settings.perplexity:
         raise SettingsError("nothing to do: give `tasks`, `perplexity` or `kvcache`")
@@ -198,7 +198,7 @@ def run(checkpoints: Sequence[str | Path], settings: Settings) -> tuple[list[Che
     return found, report
 
 
-def name_checkpoints(entries: Sequence[str | Path], settings: Settings) -> list[Checkpoint]:
+def name_checkpoints(entries: Sequence[str | Path], settings: EvaluationSettings) -> list[Checkpoint]:
     """`[NAME=]PATH` as checkpoints; by default the name of the directory."""
     made: list[Checkpoint] = []
     for entry in map(str, entries):
@@ -281,7 +281,7 @@ def show(report: ScoresReport, out: Path | None = None) -> None:
         console.print(f"\nreport: {(out / PAGE).resolve()}", markup=False, soft_wrap=True)
 
 
-def _try_task(checkpoint: Checkpoint, name: str, settings: Settings) -> None:
+def _try_task(checkpoint: Checkpoint, name: str, settings: EvaluationSettings) -> None:
     """Score a task; if it fails, the error is recorded and the other tasks continue."""
     try:
         checkpoint.tasks[name] = _task(checkpoint, name, settings)
@@ -293,7 +293,7 @@ def _try_task(checkpoint: Checkpoint, name: str, settings: Settings) -> None:
         print(f"fathom: {checkpoint.name}: {name} failed: {reason}", file=sys.stderr)
 
 
-def _task(checkpoint: Checkpoint, name: str, settings: Settings) -> TaskResult:
+def _task(checkpoint: Checkpoint, name: str, settings: EvaluationSettings) -> TaskResult:
     asked = TaskSettings(settings.num_fewshot, settings.limit, settings.context, settings.apply_chat_template)
     data = settings.task_data
     # lm-eval versions its data sets by task; a folder is identified by its files.
@@ -320,7 +320,7 @@ def _task(checkpoint: Checkpoint, name: str, settings: Settings) -> TaskResult:
     return result
 
 
-def _score_text(checkpoint: Checkpoint, domain: Domain, context: int, settings: Settings) -> None:
+def _score_text(checkpoint: Checkpoint, domain: Domain, context: int, settings: EvaluationSettings) -> None:
     """Score a domain, and decode a part of it if the model reads in rounds."""
     text, cut = hashlib.sha256(), Cut(context, settings.stride)
     for document in domain.documents:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
-from fathom.evaluation.budgets import counting
+from fathom.iterations import counting
 from fathom.kvcache.policy import Policy
 from fathom.kvcache.prefill import chunks
 from fathom.models import FathomForCausalLM

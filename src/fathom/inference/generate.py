@@ -22,12 +22,12 @@ from transformers import (
 
 from fathom.checkpoints.special_tokens import pad_token
 from fathom.errors import FathomError, RequestError, SettingsError
-from fathom.evaluation.budgets import most_trips, stored_trips
 from fathom.inference.positions import depends_on_company, passes_the_context
 from fathom.inference.processing import Finite, OfTheText, Streamer, Write
 from fathom.inference.prompt import encode
 from fathom.inference.settings import Sampling
 from fathom.inference.texts import AnswerWords
+from fathom.iterations import most_trips, stored_trips
 from fathom.models.trips.speculation import Speculation, check_speculation
 
 USUAL = {"bos_token_id", "eos_token_id", "pad_token_id", "do_sample", "temperature", "top_k", "top_p"} | {

@@ -19,7 +19,6 @@ from transformers.utils import logging
 
 from fathom.checkpoints.open import Opening
 from fathom.errors import FathomError, SettingsError
-from fathom.evaluation.budgets import check_trips
 from fathom.inference.engine import Engine
 from fathom.inference.gate import Timed
 from fathom.inference.generate import check_drafts
@@ -28,6 +27,7 @@ from fathom.inference.memory import default_memory
 from fathom.inference.packed import pays
 from fathom.inference.sampling import Choice
 from fathom.inference.server import AddPages, Service, build_app
+from fathom.iterations import check_trips
 from fathom.kvcache.policy import PLAIN, CacheOptions, choose
 
 # Origins as browsers write them: lower case, ASCII, no path, no default port.

@@ -23,7 +23,6 @@ from starlette.middleware.cors import CORSMiddleware
 
 from fathom.checkpoints.special_tokens import as_list, settle_generation, unknown_token
 from fathom.errors import RequestError, SettingsError
-from fathom.evaluation.budgets import most_trips
 from fathom.inference.answers import Envelope
 from fathom.inference.api import (
     HALF,
@@ -49,6 +48,7 @@ from fathom.inference.settings import as_strings, refused
 from fathom.inference.shape import Shape, Shapes
 from fathom.inference.texts import AnswerWords, Text
 from fathom.inference.tokenising import Tokenising
+from fathom.iterations import most_trips
 from fathom.kvcache.policy import Policy
 from fathom.models import FathomForCausalLM
 

@@ -35,7 +35,7 @@ from fathom.evaluation.caches.results import (
 from fathom.evaluation.caches.spectrum import Spectrum, spectrum
 from fathom.evaluation.clock import Clock
 from fathom.evaluation.perplexity import Domain, encoder
-from fathom.evaluation.scoring import Checkpoint, Settings, kept, name_checkpoints
+from fathom.evaluation.scoring import Checkpoint, EvaluationSettings, kept, name_checkpoints
 from fathom.kvcache import METHODS, NAMES, Schedule, build_cache
 from fathom.kvcache.policy import CacheOptions, Policy, cache_policy, without_ratio
 from fathom.kvcache.whole import WHOLE
@@ -111,7 +111,7 @@ class Asked:
             raise SettingsError(f"`kvcache`: {error}") from error
 
 
-def evaluate_caches(checkpoints: Sequence[str | Path], settings: Settings, asked: Asked) -> CacheReport:
+def evaluate_caches(checkpoints: Sequence[str | Path], settings: EvaluationSettings, asked: Asked) -> CacheReport:
     """Evaluate every checkpoint with every cache; returns what `report.json` holds."""
     for name in WITHOUT_CACHES:
         if (value := getattr(settings, name)) is not None and value is not False:
@@ -194,7 +194,7 @@ class Evaluation:
         schedule: Schedule,
         asked: Asked,
         domains: Sequence[Domain],
-        settings: Settings,
+        settings: EvaluationSettings,
     ) -> None:
         self.checkpoint, self.schedule, self.asked, self.settings = checkpoint, schedule, asked, settings
         self.lengths = [n * schedule.window for n in asked.at]

@@ -13,11 +13,11 @@ from transformers import DynamicCache
 
 from fathom.checkpoints.open import load
 from fathom.cli.main import main
-from fathom.evaluation.budgets import counting, most_trips, stored_trips
 from fathom.evaluation.perplexity import Cut, sampled
 from fathom.inference.generate import generate
 from fathom.inference.server import Service, build_app
 from fathom.inference.settings import Sampling
+from fathom.iterations import counting, most_trips, stored_trips
 from tests.tiny import export_tiny
 
 TEXT = "To fathom a thing is to measure its depth, and after much thought to understand it."
