@@ -144,12 +144,13 @@ def _show_cost(recipe: Recipe, cost: Estimate, as_json: bool, change: Branch | N
         print(json.dumps({"recipe": recipe.to_dict(), **asdict(cost)}))
         return
     gib = 2**30
+    active = "" if cost.active_parameters == cost.parameters else f", {cost.active_parameters:,} active per token"
     print(recipe.to_yaml())
     least, mean, most = (f"{value:.3g}" for value in cost.training_multiple)
     drawn = "" if least == most else f" ({least} to {most}, depending on the iterations drawn)"
     rows = {
         "mechanism": cost.mechanism,
-        "parameters": f"{cost.parameters:,}",
+        "parameters": f"{cost.parameters:,}{active}",
         "FLOPs per token": f"{cost.flops_per_token:,.0f} forward, in training {mean} x vanilla's{drawn}",
         "cache per token": f"{cost.cache_bytes_per_token:,} bytes (bf16)",
         "tokens": f"{cost.tokens:,}" + ("" if cost.epochs is None else f", {cost.epochs:.3g} epochs of the corpus"),

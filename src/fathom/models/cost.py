@@ -15,7 +15,8 @@ import torch
 
 from .axes.roles import Cost, Recurrence, View
 from .configuration import FathomConfig
-from .decoder.arithmetic import attention_flops, head_flops, layer_cache_bytes, layer_flops, loss_flops
+from .decoder.arithmetic import attention_flops, head_flops, keys_read, layer_cache_bytes, layer_flops, loss_flops
+from .hosts.layer_cost import layer_costs
 from .modeling import FathomForCausalLM
 from .registry import AXES, mechanism, recurrence_class
 from .trips.slots import plan
@@ -32,6 +33,11 @@ def count_parameters(config: FathomConfig) -> int:
             model = FathomForCausalLM(config)
         _counted[values] = sum(p.numel() for p in model.parameters())
     return _counted[values]
+
+
+def active_parameters(config: FathomConfig) -> int:
+    """The parameters that one token uses: all but the experts that it does not visit."""
+    return count_parameters(config) - (sum(cost.idle for cost in layer_costs(config)) if config.host else 0)
 
 
 def mechanism_cost(config: FathomConfig, bytes_per_scalar: int = 2) -> Cost:
@@ -56,13 +62,17 @@ def attention_reads(config: FathomConfig) -> list[int]:
 def _attention(config: FathomConfig, sequence_length: int, reads: Sequence[float]) -> float:
     """Attention scores and weighted sums of a token, from the number of keys that each layer reads per earlier
     token."""
+    if config.host:
+        each = enumerate(zip(reads, layer_costs(config), strict=True))
+        return sum(read * cost.flops_per_key * keys_read(config, i, sequence_length) for i, (read, cost) in each)
     return sum(read * attention_flops(config, i, sequence_length) for i, read in enumerate(reads))
 
 
 def vanilla_flops_per_token(config: FathomConfig, sequence_length: int) -> float:
     """FLOPs per token of a forward pass with every axis at its first value."""
     layers = config.num_hidden_layers
-    return layers * layer_flops(config) + _attention(config, sequence_length, [1] * layers) + head_flops(config)
+    stack = sum(cost.flops for cost in layer_costs(config)) if config.host else layers * layer_flops(config)
+    return stack + _attention(config, sequence_length, [1] * layers) + head_flops(config)
 
 
 def flops_per_token(config: FathomConfig, sequence_length: int) -> float:
@@ -164,7 +174,11 @@ def _scores_again(config: FathomConfig, sequence_length: int) -> float:
 
 def _linear_flops(config: FathomConfig) -> float:
     """The layers of every trip and the mechanisms, without head and attention scores."""
-    return config.num_hidden_layers * layer_flops(config) + mechanism_cost(config).flops
+    flops = config.num_hidden_layers * layer_flops(config) + mechanism_cost(config).flops
+    if config.host:  # a recurrence counts every visit as one of Fathom's own layers
+        costs = layer_costs(config)
+        flops += sum(costs[visit.layer].flops - layer_flops(config) for trip in plan(config) for visit in trip)
+    return flops
 
 
 def as_decoded(config: FathomConfig) -> FathomConfig:
@@ -182,7 +196,12 @@ def _of_trips(config: FathomConfig, trips: int) -> FathomConfig:
 
 
 def cache_bytes_per_token(config: FathomConfig, bytes_per_scalar: int = 2) -> int:
-    """Keys and values of one token in every layer and trip within `max_trips`."""
+    """Keys and values, or latents, of one token in every layer and trip within `max_trips`. A layer's state is as large
+    for every text, and not counted."""
     config = as_decoded(config)
-    vanilla = config.num_hidden_layers * layer_cache_bytes(config, bytes_per_scalar)
-    return vanilla + mechanism_cost(config, bytes_per_scalar).cache_bytes
+    own = layer_cache_bytes(config, bytes_per_scalar)
+    held = config.num_hidden_layers * own + mechanism_cost(config, bytes_per_scalar).cache_bytes
+    if config.host:
+        costs, visits = layer_costs(config), [visit for trip in plan(config) for visit in trip if not visit.borrows]
+        held += sum(costs[visit.layer].stored * bytes_per_scalar - own for visit in visits)
+    return held

@@ -16,6 +16,7 @@ from fathom.errors import DataError
 from fathom.models.axes.roles import View
 from fathom.models.configuration import FathomConfig
 from fathom.models.cost import (
+    active_parameters,
     cache_bytes_per_token,
     count_parameters,
     flops_per_token,
@@ -55,6 +56,8 @@ class Estimate:
     mechanism: str
     parameters: int
     """Exact."""
+    active_parameters: int
+    """Those that one token uses: all but the experts that it does not visit."""
     flops_per_token: float
     """FLOPs of decoding a token: causal attention counted once, the head but not the embedding."""
     training_multiple: tuple[float, float, float]
@@ -107,6 +110,7 @@ def estimate(recipe: Recipe) -> Estimate:
     return Estimate(
         mechanism=mechanism_name(config),
         parameters=parameters,
+        active_parameters=active_parameters(config),
         flops_per_token=flops_per_token(config, length),
         training_multiple=(least / vanilla, mean / vanilla, most / vanilla),
         cache_bytes_per_token=cache_bytes_per_token(config),

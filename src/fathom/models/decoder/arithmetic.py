@@ -33,9 +33,14 @@ def layer_cache_bytes(config: DecoderConfig, bytes_per_scalar: int = 2) -> int:
 
 
 def attention_flops(config: DecoderConfig, layer: int, sequence_length: int) -> float:
-    """Scores and weighted sum of one layer, averaged over the positions of a causal sequence. A layer with a sliding
+    """Scores and weighted sum of one layer, averaged over the positions of a causal sequence."""
+    return 4 * config.num_attention_heads * config.head_dim * keys_read(config, layer, sequence_length)
+
+
+def keys_read(config: DecoderConfig, layer: int, sequence_length: int) -> float:
+    """Keys that a token reads in one layer, averaged over the positions of a causal sequence. A layer with a sliding
     window reads only its window."""
     keys, window = (sequence_length + 1) / 2, config.sliding_window
     if config.layer_types[layer] == "sliding_attention" and window is not None and window < sequence_length:
         keys = window - window * (window - 1) / (2 * sequence_length)
-    return 4 * config.num_attention_heads * config.head_dim * keys
+    return keys

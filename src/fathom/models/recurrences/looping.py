@@ -246,7 +246,7 @@ def cost(config: DecoderConfig, visits: Sequence[Visit], scalar: int) -> Cost:
     return Cost(
         parameters=parameters,
         flops=again * layer_flops(config)
-        - shared * 4 * width * config.num_key_value_heads * config.head_dim
+        - (0 if config.host else shared) * 4 * width * config.num_key_value_heads * config.head_dim
         + (2 * width * width if diagonal and further else 0)
         + 2 * width * further * options.exits,
         elementwise_flops=3 * width * moving,

@@ -1,0 +1,100 @@
+"""What a family's layers cost by arithmetic, from their shapes on the meta device.
+
+Every matrix counts twice per token, the experts' by their share that a token visits, a convolution by its kernel. A
+state is updated and read as in decoding: training in chunks makes more products, and pads a text to whole chunks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import MODEL_MAPPING
+
+from ..axes.fields import DecoderConfig
+from .build import native_config
+from .layout import Layout
+from .layouts import LAYOUTS
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """One layer, per token."""
+
+    flops: float
+    """Of everything but scores."""
+    flops_per_key: int
+    """Of scores and weighted sum, for each key that is read."""
+    stored: int
+    """Numbers in the cache. A state, whose size no text changes, has none."""
+    idle: int
+    """Parameters of experts that a token does not visit."""
+
+
+def layer_costs(config: DecoderConfig) -> tuple[LayerCost, ...]:
+    """Every layer of a hosted decoder."""
+    return _costs(_Asked(config))
+
+
+class _Asked:
+    """A configuration, equal to others of the same family and shape."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        self.config, self.key = config, (config.host, repr(config.native))
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Asked) and self.key == other.key
+
+
+@cache
+def _costs(asked: _Asked) -> tuple[LayerCost, ...]:
+    config, theirs = asked.config, native_config(asked.config)
+    with torch.device("meta"):
+        decoder = MODEL_MAPPING[type(theirs)](theirs)
+    keyed = config.keyed_layers
+    return tuple(_cost(layer, config, theirs, i in keyed) for i, layer in enumerate(decoder.layers))
+
+
+def _cost(layer: nn.Module, config: DecoderConfig, theirs: Any, keyed: bool) -> LayerCost:
+    flops, idle = 0.0, 0.0
+    chosen: int = next((cast(Any, m).top_k for m in layer.modules() if isinstance(getattr(m, "top_k", None), int)), 0)
+    for part in layer.modules():
+        for name, weight in part.named_parameters(recurse=False):
+            visited = _visited(part, weight, chosen)
+            multiplied = weight.ndim > 1 and not name.endswith("bias")
+            flops += 2 * visited * weight.numel() if multiplied else 0
+            idle += (1 - visited) * weight.numel()
+    if not keyed:
+        return LayerCost(flops + _state_flops(layer), 0, 0, round(idle))
+    heads = config.num_attention_heads
+    if _layout(config).latent:
+        query, value = theirs.qk_nope_head_dim + theirs.qk_rope_head_dim, theirs.v_head_dim
+        return LayerCost(flops, 2 * heads * (query + value), theirs.kv_lora_rank + theirs.qk_rope_head_dim, round(idle))
+    return LayerCost(flops, 4 * heads * config.head_dim, 2 * config.num_key_value_heads * config.head_dim, round(idle))
+
+
+def _visited(part: nn.Module, weight: Tensor, chosen: int) -> float:
+    """The share of a parameter that one token uses: less than all of experts, which are stacked."""
+    experts = getattr(part, "num_experts", 0)
+    stacked = weight.ndim > 1 and "Experts" in type(part).__name__ and len(weight) == experts
+    return chosen / experts if stacked else 1.0
+
+
+def _state_flops(layer: nn.Module) -> int:
+    """Of a state's update and reading: three products of keys and values, by head."""
+    for part in cast(Any, layer.modules()):
+        if hasattr(part, "head_k_dim") and hasattr(part, "num_v_heads"):
+            return 6 * part.num_v_heads * part.head_k_dim * part.head_v_dim
+        if hasattr(part, "ssm_state_size"):
+            return 6 * part.intermediate_size * part.ssm_state_size
+    return 0
+
+
+def _layout(config: DecoderConfig) -> Layout:
+    return LAYOUTS[config.host][0]

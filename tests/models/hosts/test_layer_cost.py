@@ -1,0 +1,65 @@
+"""The cost of hosted layers: what torch counts, and what a cache holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from fathom import FathomForCausalLM
+from fathom.models.cost import active_parameters, cache_bytes_per_token, count_parameters, flops_per_token
+
+from .cases import ours_of, theirs_of, tokens
+from .test_hosted_layer import KINDS, LOOP
+
+STATES = {"qwen3_5_text": 1.6, "granitemoehybrid": 1.35}
+"""How far chunks of a text may exceed the recurrent form that is declared; 64 tokens are one chunk of a delta net."""
+
+
+def model_of(name: str, **mechanism: Any) -> FathomForCausalLM:
+    """On backends whose products torch counts."""
+    model = ours_of(theirs_of(name, backend="eager"), **mechanism)
+    for part in model.model.layers.modules():
+        if hasattr(part, "config"):
+            part.config._experts_implementation = "eager"
+    return model
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("mechanism", [{}, LOOP], ids=["once", "loop"])
+def test_flops_are_what_torch_counts(name, mechanism):
+    model, length = model_of(name, **mechanism), 64
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(tokens(1, length), use_cache=False)
+    config = model.config
+    config.sliding_window = None  # eager makes every score
+    declared = flops_per_token(config, 2 * length - 1)
+    counted = counter.get_total_flops() / length
+    if name in STATES:
+        assert declared <= counted <= STATES[name] * declared
+    else:
+        assert counted == pytest.approx(declared, rel=1e-3)
+
+
+def held(model: FathomForCausalLM, length: int) -> int:
+    """Bytes of keys, values and latents after a text."""
+    cache = model(tokens(1, length), use_cache=True).past_key_values
+    stored = [getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values")]
+    return sum(tensor.nbytes for tensor in stored if tensor is not None)
+
+
+@pytest.mark.parametrize("name", [name for name in KINDS if name not in ("gpt_oss", "olmo3")])
+@pytest.mark.parametrize("mechanism", [{}, LOOP], ids=["once", "loop"])
+def test_a_cache_grows_by_what_is_declared(name, mechanism):
+    """States do not grow; windows, which stop to, are tried with Fathom's own layers."""
+    model = ours_of(theirs_of(name), **mechanism)
+    with torch.no_grad():
+        assert held(model, 9) - held(model, 8) == cache_bytes_per_token(model.config, 4)
+
+
+def test_active_parameters_leave_out_experts():
+    some, all_ = (ours_of(theirs_of("qwen3_moe", num_experts_per_tok=k)).config for k in (1, 4))
+    assert active_parameters(all_) == count_parameters(all_) == count_parameters(some)
+    assert count_parameters(some) - active_parameters(some) == 4 * 3 * (3 * 32 * 24)  # layers, experts, matrices
