@@ -46,12 +46,16 @@ test-all: lint
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev,evaluate,lora]'
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
-# The caches on the lowest supported transformers, in a directory of its own; its dependencies bring no torch.
-OLDEST ?= 5.16.0
+# Caches, mechanisms, families and exports on the oldest and the newest transformers, each in a directory of its own; its
+# dependencies bring no torch. What ran when: benchmarks/results/transformers-versions.md.
+VERSIONS ?= 5.16.0 5.24.0
+ON_EACH = tests/kvcache tests/models/test_cache_name.py tests/models/test_mechanisms.py tests/models/hosts tests/checkpoints/test_export.py
 test-transformers: setup
-	@there=$$(mktemp -d) && trap 'rm -rf "$$there"' EXIT && \
-	$(BIN)/python -m pip install --disable-pip-version-check --target "$$there" transformers==$(OLDEST) && \
-	PYTHONPATH="$$there" $(BIN)/python -m pytest tests/kvcache -m 'not slow'
+	@for version in $(VERSIONS); do \
+	  there=$$(mktemp -d) && trap 'rm -rf "$$there"' EXIT && \
+	  $(BIN)/python -m pip install --disable-pip-version-check --target "$$there" transformers==$$version && \
+	  PYTHONPATH="$$there" $(BIN)/python -m pytest $(ON_EACH) -m 'not slow' && rm -rf "$$there" || exit 1; \
+	done
 
 # The Triton kernels, ours and liger-kernel's, in its interpreter, in a directory of their own; what was set up is not set up again.
 TRITON := .venv-triton

@@ -9,6 +9,7 @@ import torch
 from transformers import DynamicCache, StaticCache
 
 from fathom.kvcache import METHODS, MemoryCache, Once, UntunedWarning, build_cache, cache_bytes, compressed
+from fathom.models.axes.cache_name import cache_among
 
 from .cases import cache_of, cached, model_of, tokens
 from .test_whole import needs_fp8
@@ -170,7 +171,7 @@ def test_a_context_is_compressed_while_it_is_read(model, monkeypatch, method):
     monkeypatch.setattr(METHODS[method], "compress", lambda *given: made.append(1) or compress(*given))
 
     def look(module, args, kwargs, output):
-        cache = kwargs["past_key_values"]
+        cache = cache_among(kwargs)
         held.append([layer.keys.shape[2] if layer.is_initialized else 0 for layer in cache.layers])
 
     hooks = [layer.self_attn.register_forward_hook(look, with_kwargs=True) for layer in model.model.layers]

@@ -7,7 +7,7 @@ import sys
 import pytest
 import scipy.stats
 import torch
-from transformers import AttentionInterface, ContinuousBatchingConfig, DynamicCache, GenerationConfig
+from transformers import AttentionInterface, ContinuousBatchingConfig, GenerationConfig
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.generation.continuous_batching import cache as paged
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -178,16 +178,6 @@ def test_foreign_caches_without_banks_are_refused(monkeypatch, backend, argument
     ):
         model(tokens(1, 4), **({argument: cache} if argument else {}))
     assert not called
-
-
-@pytest.mark.parametrize("mechanism", ["vanilla", "loop"])
-def test_the_cache_of_a_later_transformers_is_refused(mechanism):
-    """transformers 5.24 calls it `cache`; ignored, each step would see one token alone."""
-    model = build(config_of(mechanism)).eval()
-    cache = DynamicCache()
-    with pytest.raises(ValueError, match=r"cache is passed as past_key_values: install transformers<5\.24"):
-        model(tokens(1, 4), cache=cache, use_cache=True)
-    assert cache.get_seq_length() == 0
 
 
 @pytest.mark.parametrize("backend,argument", [("sdpa", "cache"), ("sglang", "attention_instances"), ("vllm", None)])

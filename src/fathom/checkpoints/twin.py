@@ -22,6 +22,7 @@ from fathom.checkpoints.families.family import Values
 from fathom.checkpoints.layout import CONFIG
 from fathom.checkpoints.shrink import read_as_class
 from fathom.models import FathomForCausalLM
+from fathom.models.axes.cache_name import passed
 
 PROMPT = 5
 """Tokens of the longest prompt; the other text's is padded."""
@@ -90,7 +91,7 @@ def cached(model: PreTrainedModel, batch: Batch) -> Tensor:
     cache, found, start = DynamicCache(config=model.config), [], 0
     for stop in range(PROMPT, batch.ids.shape[1] + 1):
         ids, placed = batch.ids[:, start:stop], _positions(model, batch.positions[:, start:stop])
-        found.append(model(ids, attention_mask=batch.mask[:, :stop], past_key_values=cache, **placed).logits)
+        found.append(model(ids, attention_mask=batch.mask[:, :stop], **passed(model, cache), **placed).logits)
         start = stop
     return torch.cat(found, 1)[batch.mask.bool()]
 

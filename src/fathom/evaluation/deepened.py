@@ -17,6 +17,7 @@ from fathom.errors import SettingsError
 from fathom.evaluation.clock import Clock
 from fathom.evaluation.paired import Scored, rows
 from fathom.evaluation.results import WHOLE, ScoreGap
+from fathom.models.axes.cache_name import passed, returned
 from fathom.report.files import write_json
 from fathom.report.statistics import paired_ratio
 
@@ -150,11 +151,11 @@ def _seconds(model: PreTrainedModel, clock: Clock) -> float:
     """Seconds for one decoded token."""
     vocabulary = min(int(model.config.vocab_size), 1000)
     ids = (torch.arange(PROMPT, device=model.device) * 7 % vocabulary).unsqueeze(0)
-    out = model(input_ids=ids, past_key_values=DynamicCache(config=model.config), use_cache=True)
+    out = model(input_ids=ids, use_cache=True, **passed(model, DynamicCache(config=model.config)))
 
     def decode() -> None:
-        cache, token = out.past_key_values, ids[:, -1:]
+        cache, token = returned(out), ids[:, -1:]
         for _ in range(DECODED):
-            token = model(input_ids=token, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(-1)
+            token = model(input_ids=token, use_cache=True, **passed(model, cache)).logits[:, -1:].argmax(-1)
 
     return clock.seconds(decode) / DECODED

@@ -18,6 +18,7 @@ from fathom.evaluation.clock import Clock
 from fathom.experiments.compare_results import Measured, TimeRatio
 from fathom.kernels import use
 from fathom.kvcache import cache_bytes
+from fathom.models.axes.cache_name import passed, returned
 from fathom.recipe import Recipe
 from fathom.report.provenance import hardware
 from fathom.training import Training, build_training, start
@@ -137,8 +138,8 @@ def cache_growth(model: PreTrainedModel) -> float:
     tokens = torch.arange(PREFILL, device=device).unsqueeze(0) % model.config.vocab_size
     cache, sizes = None, []
     for _ in range(DECODED + 1):
-        out = model(input_ids=tokens, past_key_values=cache, use_cache=True)
-        cache = out.past_key_values
+        out = model(input_ids=tokens, use_cache=True, **passed(model, cache))
+        cache = returned(out)
         tokens = out.logits[:, -1:].argmax(-1)
         sizes.append(cache_bytes(cache))
     model.train(was_training)

@@ -28,6 +28,7 @@ from fathom.iterations import counting
 from fathom.kvcache.policy import Policy
 from fathom.kvcache.prefill import chunks
 from fathom.models import FathomForCausalLM
+from fathom.models.axes.cache_name import passed
 from fathom.models.trips.slot_cache import GrowingLayer, drop_row, merge_slots, trim_slots
 from fathom.models.trips.slot_table import with_spare
 from fathom.models.trips.slots import banks_of, joined
@@ -129,7 +130,7 @@ class LiveBatch(ABC):
         keep: dict[str, object] = {} if every else {"logits_to_keep": 1}
         if positions is not None:
             keep["position_ids"] = positions.to(device)
-        given = {"input_ids": ids.to(device), "attention_mask": mask, "past_key_values": cache, "use_cache": True}
+        given = {"input_ids": ids.to(device), "attention_mask": mask, "use_cache": True, **passed(self.model, cache)}
         if not _slotted(self.model):
             return self.model(**given, **keep, **self.arguments).logits.float()
         with counting(self.model) as made:
@@ -316,8 +317,8 @@ class SlabBatch(LiveBatch):
             input_ids=ids.to(device),
             attention_mask=self._mask(positions),
             position_ids=positions.to(device),
-            past_key_values=self.cache,
             use_cache=True,
+            **passed(self.model.base_model, self.cache),
             **given,
         )
         self.lengths += lengths

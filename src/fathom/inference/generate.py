@@ -28,6 +28,7 @@ from fathom.inference.prompt import encode
 from fathom.inference.settings import Sampling
 from fathom.inference.texts import AnswerWords
 from fathom.iterations import most_trips, stored_trips
+from fathom.models.axes.cache_name import returned
 from fathom.models.trips.speculation import Speculation, check_speculation
 
 USUAL = {"bos_token_id", "eos_token_id", "pad_token_id", "do_sample", "temperature", "top_k", "top_p"} | {
@@ -220,7 +221,7 @@ def _run(
         text = AnswerWords(tokenizer, after=() if talk else prompt).add(kept, last=True)  # as in streaming
         made.append(Generated(text, len(prompt), len(kept), seconds, finish))
     columns = [width + one.tokens - 1 for one in made]  # a last token is read only while other sequences continue
-    trips = stored_trips(model, out.past_key_values, len(made), columns, sampling.max_trips)
+    trips = stored_trips(model, returned(out), len(made), columns, sampling.max_trips)
     share = None if drafts is None else drafts.acceptance
     return [replace(one, trips=mean, acceptance=share) for one, mean in zip(made, trips, strict=True)]
 

@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
+from fathom.models.axes.cache_name import cache_among, with_cache
+
 from .build import METHODS, UntunedWarning, cache_of, config_of, untuned
 from .cache import MemoryCache
 from .method import Method
@@ -87,7 +89,7 @@ def compressed(
         module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[object, ...], dict[str, Any]] | None:
         given = named(module, args, kwargs)
-        own = given.get("past_key_values")
+        own = cache_among(given)
         tokens = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
         if tokens is None or (isinstance(own, MemoryCache) and (own.seen or not own.schedule.eager)):
             return None  # a further turn, or a cache of build_cache
@@ -97,7 +99,7 @@ def compressed(
         memory = new(max(tokens.shape[1], *asked), given.get("attention_mask"))
         if own is not None:
             memory.take_over(own)
-        return (), {**given, "past_key_values": memory if own is None else own, "use_cache": True}
+        return (), {**with_cache(given, module, memory if own is None else own), "use_cache": True}
 
     watch(model)
     hook = decoder.register_forward_pre_hook(replace, prepend=True, with_kwargs=True)

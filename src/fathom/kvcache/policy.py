@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from fathom.errors import SettingsError
+from fathom.models.axes.cache_name import CACHE
 
 from .build import METHODS, NAMES, UntunedWarning, build_cache, config_of, untuned
 from .cache import MemoryCache
@@ -88,7 +89,7 @@ class Policy:
         if prompt.shape[1] > 1:
             prefill(model, prompt[:, :-1], cache, max_trips=max_trips)
             cache.batch_repeat_interleave(beams)
-        return {"past_key_values": cache}
+        return {CACHE: cache}
 
 
 PLAIN = CacheOptions()

@@ -10,6 +10,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
+from fathom.models.axes.cache_name import passed
+
 from .cache import MemoryCache
 from .watch import watch
 
@@ -54,6 +56,6 @@ def prefill(
     given = {} if max_trips is None else {"max_trips": max_trips}
     for chunk in chunks(input_ids, cache):
         output = model(
-            chunk, attention_mask=attention_mask, past_key_values=cache, use_cache=True, logits_to_keep=1, **given
+            chunk, attention_mask=attention_mask, use_cache=True, logits_to_keep=1, **passed(model, cache), **given
         )
     return output

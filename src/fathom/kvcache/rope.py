@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
+from fathom.models.axes.cache_name import passed
 from fathom.models.axes.roles import View
 from fathom.models.decoder.rotary import RotaryEmbedding
 from fathom.models.registry import recurrence_class
@@ -254,7 +255,7 @@ def _read(decoder: PreTrainedModel, start: int) -> tuple[Tensor, list[Tensor]]:
     ids = (torch.arange(TOKENS, device=device) + 3).unsqueeze(0) % decoder.config.vocab_size
     cache = DynamicCache()
     places = torch.arange(start, start + TOKENS, device=device).unsqueeze(0)
-    hidden = decoder(input_ids=ids, position_ids=places, past_key_values=cache, use_cache=True).last_hidden_state
+    hidden = decoder(input_ids=ids, position_ids=places, use_cache=True, **passed(decoder, cache)).last_hidden_state
     return hidden.float(), [layer.keys.float() for layer in cache.layers]
 
 

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from transformers.masking_utils import create_masks_for_generate
 from transformers.utils import ModelOutput
 
+from fathom.models.axes.cache_name import cache_among
+
 from .cache import MemoryCache
 from .observe import observed_backend
 from .rope import Rope, refuse
@@ -68,7 +70,7 @@ def _before(
     decoder: PreTrainedModel, args: tuple[object, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[object, ...], dict[str, Any]] | None:
     given = named(decoder, args, kwargs)
-    cache = given.get("past_key_values")
+    cache = cache_among(given)
     training = getattr(decoder.config, "_attn_implementation", None) == "fathom_kvcache"
     mask, positions = given.get("attention_mask"), given.get("position_ids")
     if not isinstance(cache, MemoryCache):

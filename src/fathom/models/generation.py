@@ -15,6 +15,7 @@ from transformers import LogitsProcessorList, UnbatchedClassifierFreeGuidanceLog
 from transformers.generation import GenerationMixin
 from transformers.masking_utils import create_masks_for_generate
 
+from .axes.cache_name import by_any_name
 from .trips.engines import COMPANY, check_engine, engine_config
 from .trips.slots import plan
 from .trips.speculation import Speculation, check_request, decode
@@ -89,6 +90,7 @@ class FathomGenerationMixin(GenerationMixin):
             kwargs["custom_generate"] = partial(decode, speculation=speculation)
         return super().generate(inputs, generation_config, **kwargs)
 
+    @by_any_name
     def prepare_inputs_for_generation(
         self,
         input_ids: Tensor,

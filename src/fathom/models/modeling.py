@@ -29,6 +29,7 @@ from transformers.utils import can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
+from .axes.cache_name import CACHE, by_any_name, returned
 from .axes.numerics import IGNORE
 from .axes.roles import Recurrence, Residual, ResidualState, TripState, ValueMixer, View, Ways, direct, watched, ways
 from .axes.visit import Plan
@@ -380,6 +381,7 @@ class FathomModel(FathomPreTrainedModel):
             self.banks = take_banks(self._attentions(), plan(config, self.served_trips))
         self.post_init()
 
+    @by_any_name
     @merge_with_config_defaults
     @capture_outputs
     def forward(
@@ -425,7 +427,7 @@ class FathomModel(FathomPreTrainedModel):
         hidden = self.recurrence.readout(state)
         return FathomModelOutput(
             last_hidden_state=hidden,
-            past_key_values=past_key_values if use_cache else None,
+            **{CACHE: past_key_values if use_cache else None},
             hidden_states=None if places is None else _at_places((*(inputs.hidden or ()), hidden), places),
             recurrence_state=state,
             balance=mean_of_trips(inputs.balances) if inputs.balances else None,
@@ -540,7 +542,7 @@ class FathomModel(FathomPreTrainedModel):
             "config": self.config,
             "inputs_embeds": x,
             "attention_mask": attention_mask,
-            "past_key_values": past_key_values,
+            CACHE: past_key_values,
             "position_ids": position_ids,
         }
         masks = {"full_attention": create_causal_mask(**arguments)}
@@ -595,6 +597,7 @@ class FathomForCausalLM(FathomPreTrainedModel, FathomGenerationMixin):
             copy_flags(self, causal_class(config))
         self.post_init()
 
+    @by_any_name
     @can_return_tuple
     def forward(
         self,
@@ -662,7 +665,7 @@ class FathomForCausalLM(FathomPreTrainedModel, FathomGenerationMixin):
         return FathomCausalLMOutput(
             loss=loss,
             logits=logits,
-            past_key_values=outputs.past_key_values,
+            **{CACHE: returned(outputs)},
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
             aux_losses=aux or None,

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fathom.models.axes.cache_name import returned
 from fathom.report.statistics import Difference, combined_difference, weighted_difference
 from fathom.training.results import DecodingGap
 
@@ -137,6 +138,6 @@ def _decoded(model: PreTrainedModel, ids: Tensor) -> Tensor:
             if model.model.rereads and model.model.rotary_emb.changes(t, t + 1):  # as `generate` does
                 start, cache = 0, None
             out = model(input_ids=ids[:, start : t + 1], past_key_values=cache, use_cache=True)
-            cache = out.past_key_values
+            cache = returned(out)
             losses.append(F.cross_entropy(out.logits[:, -1].float(), following, reduction="none"))
     return torch.stack(losses, 1)

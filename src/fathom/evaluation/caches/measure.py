@@ -22,6 +22,7 @@ from transformers.cache_utils import Cache
 from fathom.evaluation.caches.results import Load
 from fathom.evaluation.clock import Clock
 from fathom.kvcache import cache_bytes, chunks
+from fathom.models.axes.cache_name import passed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -49,7 +50,7 @@ def read(
     for chunk in chunks(ids, cache):
         for piece in chunk.split(width, dim=1):
             with torch.no_grad():
-                yield piece, model(piece, past_key_values=cache, use_cache=True, logits_to_keep=keep).logits
+                yield piece, model(piece, use_cache=True, logits_to_keep=keep, **passed(model, cache)).logits
 
 
 def scorer(model: PreTrainedModel, new_cache: NewCache, width: int = CHUNK) -> Callable[[Tensor, Tensor], Tensor]:

@@ -22,6 +22,7 @@ from fathom.kvcache.freqkv import dct_matrix
 from fathom.kvcache.rope import Rope, refuse
 from fathom.kvcache.schedule import Schedule
 from fathom.kvcache.watch import decoder_of
+from fathom.models.axes.cache_name import passed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -67,7 +68,7 @@ def spectrum(model: PreTrainedModel, ids: Tensor, schedule: Schedule) -> Spectru
     rope.ask(decoder_of(model))
     mixes = getattr(model.config, "mixer", "none") != "none"
     with _projected(model) as projected:
-        model(input_ids=ids[:, : schedule.window].to(model.device), past_key_values=cache, use_cache=True)
+        model(input_ids=ids[:, : schedule.window].to(model.device), use_cache=True, **passed(model, cache))
     bare = (rope.plan[i % len(rope.plan)].turn(layer.keys.double(), 0, -1) for i, layer in enumerate(cache.layers))
     keys = shares(bare, schedule)
     values = shares([layer.values for layer in cache.layers], schedule)

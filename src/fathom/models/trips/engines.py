@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Mapping, Sized
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
-from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..axes.roles import View
@@ -143,9 +142,6 @@ def check_engine(
             f"attn_implementation={backend} makes queries, keys and values of one input; with residual="
             f"{config.residual} each has its own. Use `generate` or `fathom serve`"
         )
-    if isinstance((arguments or {}).get("cache"), Cache):
-        # transformers passes the cache of `generate` by this name from 5.24 on, and unread it would be a wrong answer
-        raise ValueError("cache is passed as past_key_values: install transformers<5.24")
     if len(plan) == 1:
         return
     foreign = next((name for name in HANDED_OVER if name in (arguments or ())), None)

@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerateDecoderOnlyOutput
 
+from ..axes.cache_name import CACHE
 from ..axes.roles import TripState, View
 from .protocols import CausalDecoder
 from .slots import TokenSubset, Turn, joined
@@ -182,7 +183,7 @@ def decode(
     asked, sampled = speculation, bool(generation_config.do_sample)
     trips = model.model.trips_asked(given.get("max_trips"))
     check_speculation(model, asked, trips)
-    if (past := given.get("past_key_values")) is not None and past.get_seq_length():
+    if (past := given.get(CACHE)) is not None and past.get_seq_length():
         raise ValueError("draft_trips: start from an empty cache")
     mask = given.get("attention_mask")
     mask = torch.ones_like(input_ids) if mask is None else mask
@@ -212,7 +213,7 @@ def decode(
                 if asked.streamer is not None:
                     asked.streamer.end()
                 if generation_config.return_dict_in_generate:
-                    return GenerateDecoderOnlyOutput(sequences=input_ids, past_key_values=run.stages.cache)
+                    return GenerateDecoderOnlyOutput(sequences=input_ids, **{CACHE: run.stages.cache})
                 return input_ids
 
 
