@@ -12,6 +12,7 @@ from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 
+from .axes.cache_name import CACHE
 from .axes.fields import DecoderConfig
 from .decoder.norms import NORMS
 from .foreign import reader, without
@@ -47,7 +48,7 @@ class FathomConfig(DecoderConfig):
 
     model_type = "fathom"
     base_model_pp_plan = None  # sources would have to be sent from stage to stage
-    keys_to_ignore_at_inference = ["past_key_values", "aux_losses", "metrics", "trips"]
+    keys_to_ignore_at_inference = [CACHE, "aux_losses", "metrics", "trips"]
 
     def __post_init__(self, **kwargs: object) -> None:
         for key in kwargs:
@@ -94,6 +95,12 @@ class FathomConfig(DecoderConfig):
         mlp["down_proj"] = "rowwise"
         parts = {"self_attn": attention, "mlp": mlp}
         return {f"layers.*.{part}.{name}": how for part, plan in parts.items() for name, how in plan.items()}
+
+    def validate_layer_type(self) -> None:
+        """See transformers. A family checks its own: 5.16 takes any class but its own for older code, and renames a
+        family's `conv` in it."""
+        if not self.host:
+            super().validate_layer_type()
 
     def _check_switches(self) -> None:
         """Refuse combinations of switches that no backbone has."""

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.cache_utils import Cache, DynamicLayer
 
 from fathom import FathomForCausalLM
 from fathom.checkpoints.families import hosted
@@ -138,3 +139,18 @@ def test_another_backend_keeps_the_mechanism():
         ours.set_attn_implementation("eager")
         assert ours.model.native_config()._attn_implementation == "eager"
         assert (ours(ids).logits - before).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("index", [0, 3])
+def test_a_state_read_from_the_layers_is_the_banks(index):
+    """Older families read `cache.layers[self.layer_idx]`, of which all trips through a layer have the same."""
+    cache = Cache(layers=[DynamicLayer() for _ in range(4)])
+    view = Bank(cache, 2)
+    assert view.layers[index] is cache.layers[2]
+    view.layers[index].record_past = True
+    assert [hasattr(layer, "record_past") for layer in cache.layers] == [False, False, True, False]
+
+
+def test_a_familys_names_of_layers_stay():
+    """Also where transformers would rename them in classes that are not its own (5.16, LFM2)."""
+    assert ours_of(theirs_of("lfm2")).config.layer_types == theirs_of("lfm2").config.layer_types

@@ -14,14 +14,12 @@ from typing import Any, cast
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
+from ..axes.cache_name import first_of
 from ..axes.roles import Residual, ResidualState, ValueMixer, ways
 from ..registry import residuals
 from .handover import Handover
 from .layout import Layout
 from .router import logits_of
-
-CACHES = ("cache", "past_key_values", "cache_params")
-"""The names under which a part may take the cache, newest first."""
 
 
 class Bank:
@@ -36,6 +34,11 @@ class Bank:
         """Store keys and values; returns those to attend to."""
         return self.cache.update(key, value, self.bank)
 
+    @property
+    def layers(self) -> _Single:
+        """What older families read states from, by the index of their own layer."""
+        return _Single(self.cache.layers[self.bank])
+
     def __getattr__(self, name: str) -> Any:
         found = getattr(self.cache, name)
         return _Asked(found, self.bank) if name in BY_LAYER else found
@@ -48,6 +51,16 @@ BY_LAYER = (
     *("is_recording_past", "has_previous_state", "get_seq_length", "get_mask_sizes", "update_indexer"),
 )
 """Methods of a cache that take a layer's index."""
+
+
+class _Single:
+    """The layers of a cache for a reader that has one of them."""
+
+    def __init__(self, layer: Any) -> None:
+        self.layer = layer
+
+    def __getitem__(self, index: int) -> Any:
+        return self.layer
 
 
 class _Asked:
@@ -67,7 +80,7 @@ class _Asked:
 def takes(kind: Hashable) -> tuple[str, frozenset[str] | None]:
     """The name under which a part's class takes the cache, and the arguments that it takes; None for all."""
     names = inspect.signature(cast(type[nn.Module], kind).forward).parameters
-    cached = next(name for name in CACHES if name in names)
+    cached = cast(str, first_of(names))
     anything = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in names.values())
     return cached, None if anything else frozenset(names)
 
