@@ -3,6 +3,7 @@
 import importlib.util
 import random
 import sys
+from types import SimpleNamespace
 
 import pytest
 import scipy.stats
@@ -15,7 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from fathom.checkpoints.export import export
 from fathom.models import FathomConfig, FathomModel, modeling
 from fathom.models.registry import parse_mechanism
-from fathom.models.trips.engines import check_engine
+from fathom.models.trips.engines import check_engine, handed
 
 from .cases import SHAPE, build, config_of, tokens
 
@@ -178,6 +179,17 @@ def test_foreign_caches_without_banks_are_refused(monkeypatch, backend, argument
     ):
         model(tokens(1, 4), **({argument: cache} if argument else {}))
     assert not called
+
+
+@pytest.mark.parametrize("installed,stored", [("cache", [7]), ("past_key_values", [])])
+def test_who_stores_what_an_engine_batches(installed, stored):
+    """The model from 5.24 on, in the visit's bank; before it the attention function, which finds the cache still there."""
+    seen = []
+    paged = SimpleNamespace(update=lambda key, value, bank, kwargs: seen.append(bank) or (key + 1, value + 1))
+    given, x = {"cache": paged, "block_table": None}, torch.zeros(1)
+    keys, _ = handed(x, x, 7, given, installed)
+    assert seen == stored and keys.item() == len(stored) and ("cache" in given) == (not stored)
+    assert handed(x, x, 7, {}, installed) == (x, x)
 
 
 @pytest.mark.parametrize("backend,argument", [("sdpa", "cache"), ("sglang", "attention_instances"), ("vllm", None)])

@@ -47,7 +47,7 @@ from .hosts.refusals import check_host
 from .hosts.router import Balance, adopt_routers, mean_of_trips
 from .pretrained import FathomPreTrainedModel
 from .registry import add_residuals, mechanism, residuals
-from .trips.engines import COMPANY, ENGINES, CachedAttention, check_engine, seat, take_banks
+from .trips.engines import COMPANY, ENGINES, CachedAttention, check_engine, handed, seat, take_banks
 from .trips.flex_reading import ReadingRule, attend_by_rule
 from .trips.reading import attend_beside, with_key_bias
 from .trips.slot_cache import with_slots
@@ -145,9 +145,11 @@ class Attention(CachedAttention):
         if alive is not None:
             key, value = (torch.where(alive, new, old) for new, old in zip((key, value), earlier, strict=True))
             earlier = ()
-        keys, values = key, value
-        if past_key_values is not None:
-            keys, values = past_key_values.update(key, value, self.layer_idx if bank is None else bank)
+        own = self.layer_idx if bank is None else bank
+        if past_key_values is None:
+            keys, values = handed(key, value, own, kwargs)
+        else:
+            keys, values = past_key_values.update(key, value, own)
         if self.query_scale is not None:
             query = query * self.query_scale
         if key_bias is not None:

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sized
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from ..axes.cache_name import CACHE
 from ..axes.roles import View
 from ..axes.visit import Plan
 from ..registry import DEFAULTS
@@ -107,6 +108,17 @@ def seat(attention: CachedAttention, bank: int | None, arguments: Mapping[str, o
     if any(name in arguments for name in HANDED_OVER):
         return Seat(attention, bank)
     return attention.banks[bank] if attention.banks else attention
+
+
+def handed(
+    key: Tensor, value: Tensor, bank: int, arguments: dict[str, Any], installed: str = CACHE
+) -> tuple[Tensor, Tensor]:
+    """The keys and values to attend to where continuous batching passes its cache.
+
+    From transformers 5.24 on the model stores them, as in any cache; earlier, the attention function does.
+    """
+    held = arguments.pop("cache", None) if installed == "cache" else None
+    return (key, value) if held is None else held.update(key, value, bank, kwargs=arguments)
 
 
 def engine_config(config: DecoderConfig, plan: Plan) -> DecoderConfig:
