@@ -125,7 +125,22 @@ def as_native(model: FathomForCausalLM, name: str | None = None) -> PreTrainedMo
     for axis in AXES:
         if (value := getattr(config, axis)) != DEFAULTS[axis]:
             raise ModelError(f"a model with {axis}={value} is no other family's; export it with `form=fathom`")
+    if config.host:
+        return _hosted(model, name)
     return _stock(config, range(config.num_hidden_layers), model, name)
+
+
+def _hosted(model: FathomForCausalLM, name: str | None) -> PreTrainedModel:
+    """A model with a family's own layers as that family's own class."""
+    config = model.config
+    if name not in (None, config.host):
+        raise ModelError(
+            f"a {config.host} model is not a {name}; leave the family out, or export it with `form=fathom`"
+        )
+    stock: PreTrainedModel = AutoModelForCausalLM.from_config(model.model.native_config(), dtype=model.dtype)
+    stock.load_state_dict(model.state_dict())
+    stock.generation_config = model.generation_config
+    return stock
 
 
 def as_unrolled(model: FathomForCausalLM) -> PreTrainedModel:
@@ -143,6 +158,8 @@ def as_unrolled(model: FathomForCausalLM) -> PreTrainedModel:
     for axis in ("mixer", "residual"):
         if (value := getattr(model.config, axis)) != DEFAULTS[axis]:
             raise ModelError(f"a loop with {axis}={value} is no plain deeper model; export it with `form=fathom`")
+    if model.config.host:
+        raise ModelError(f"a {model.config.host} model has no unrolled form; export it with `form=fathom`")
     visits = [visit for trip in model.model.plan_of(model.model.served_trips) for visit in trip]
     return _stock(model.config, [visit.layer for visit in visits], model)
 

@@ -3,6 +3,9 @@ same whether tokens come at once or one by one."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -11,7 +14,9 @@ from transformers import AutoModelForCausalLM
 from transformers.cache_utils import Cache, DynamicLayer
 
 from fathom import FathomForCausalLM
+from fathom.checkpoints.export import export
 from fathom.checkpoints.families import hosted
+from fathom.errors import ModelError
 from fathom.models.hosts.hosted_layer import Bank
 from fathom.models.hosts.layouts import LAYOUTS
 
@@ -154,3 +159,38 @@ def test_a_state_read_from_the_layers_is_the_banks(index):
 def test_a_familys_names_of_layers_stay():
     """Also where transformers would rename them in classes that are not its own (5.16, LFM2)."""
     assert ours_of(theirs_of("lfm2")).config.layer_types == theirs_of("lfm2").config.layer_types
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", pytest.param("lfm2", marks=pytest.mark.slow)])
+def test_a_native_export_is_the_familys_own(name, tmp_path):
+    theirs, ids = theirs_of(name), tokens()
+    export(ours_of(theirs), tmp_path / "native", form="native")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "native", attn_implementation=backend_of(name)).eval()
+    with torch.no_grad():
+        assert type(again) is type(theirs) and torch.equal(again(ids).logits, theirs(ids).logits)
+    with pytest.raises(ModelError, match="no other family's"):
+        export(ours_of(theirs, **LOOP), tmp_path / "loop", form="native")
+
+
+ALONE = """
+import sys, torch
+sys.modules["fathom"] = None  # any import of it fails
+from transformers import AutoModelForCausalLM
+directory, file = sys.argv[1:]
+ids, expected = torch.load(file, weights_only=True)
+model = AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True, attn_implementation="sdpa").eval()
+with torch.no_grad():
+    assert torch.equal(model(ids).logits, expected)
+"""
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", pytest.param("qwen3_5_text", marks=pytest.mark.slow)])
+def test_an_export_with_a_mechanism_opens_without_fathom(name, tmp_path):
+    """Its code imports the family from transformers, and joins the experts as the family's class does."""
+    ours, ids = ours_of(theirs_of(name), **LOOP, **RESIDUALS[0]), tokens()
+    export(ours, tmp_path / "export")
+    with torch.no_grad():
+        torch.save((ids, ours(ids).logits), tmp_path / "expected.pt")
+    words = [sys.executable, "-c", ALONE, str(tmp_path / "export"), str(tmp_path / "expected.pt")]
+    done = subprocess.run(words, env=os.environ | {"HF_HOME": str(tmp_path / "hub")}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
