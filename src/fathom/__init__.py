@@ -20,6 +20,7 @@ from fathom._version import __version__
 
 if TYPE_CHECKING:
     from fathom.checkpoints.export import export as export
+    from fathom.checkpoints.families.layouts import add_family as add_family
     from fathom.checkpoints.open import load as load
     from fathom.checkpoints.proof import check as check
     from fathom.corpus.prepare import PrepareOptions as PrepareOptions
@@ -50,6 +51,8 @@ _HOMES = {
     "PrepareOptions": "fathom.corpus.prepare",
     "Recipe": "fathom.recipe",
     "Sampling": "fathom.inference.settings",
+    "Settings": "fathom.evaluation.scoring",
+    "add_family": "fathom.checkpoints.families.layouts",
     "add_mechanism": "fathom.models",
     "check": "fathom.checkpoints.proof",
     "compare": "fathom.experiments.compare",

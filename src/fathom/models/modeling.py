@@ -42,7 +42,7 @@ from .decoder.norms import NORMS
 from .decoder.rotary import Angles, Rotation, build_rotary, rotate
 from .generation import FathomGenerationMixin
 from .hosts.build import HostRotary, build, causal_class, converting, copy_flags
-from .hosts.layouts import LAYOUTS
+from .hosts.layout import Layout
 from .hosts.refusals import check_host
 from .hosts.router import Balance, adopt_routers, mean_of_trips
 from .pretrained import FathomPreTrainedModel
@@ -437,7 +437,7 @@ class FathomModel(FathomPreTrainedModel):
 
     def _adopt(self, host: PreTrainedModel) -> None:
         """Take over the modules of a family's decoder under their own names."""
-        layout = LAYOUTS[self.config.host][0]
+        layout = Layout.all_of(self.config)[0]
         for name, module in host.named_children():
             self.add_module(name, module)
         self.rotary_emb = HostRotary(getattr(host, "rotary_emb", None), tuple(dict.fromkeys(self.config.layer_types)))

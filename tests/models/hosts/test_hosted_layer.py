@@ -10,23 +10,30 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.cache_utils import Cache, DynamicLayer
+from transformers.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM, Qwen3MoeModel
 
+import fathom
 from fathom import FathomForCausalLM
 from fathom.checkpoints.export import export
-from fathom.checkpoints.families import hosted
+from fathom.checkpoints.families import FAMILIES, hosted
+from fathom.checkpoints.families.layouts import HOSTS
 from fathom.errors import ModelError
 from fathom.models.hosts.hosted_layer import Bank
-from fathom.models.hosts.layouts import LAYOUTS
+from fathom.models.hosts.layout import Layout
 
-from .cases import SHAPES, backend_of, ours_of, stepwise, theirs_of, tokens
+from .cases import SHAPE, SHAPES, backend_of, ours_of, stepwise, theirs_of, tokens
 
 KINDS = ("qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_5_text", "lfm2", "granitemoehybrid", "olmo3", "phi")
 """One of a kind: experts, sinks, latents, delta net, convolution, state space, norms after, a parallel layer."""
 LOOP: dict[str, Any] = {"recurrence": "loop", "recurrence_options": {"trips": 2}}
 MIXER: dict[str, Any] = {"mixer": "depth_attention", "mixer_options": {"stride": 1}}
 RESIDUALS: tuple[dict[str, Any], ...] = ({"residual": "hyper_connections"}, {"residual": "attention_residuals"})
+
+
+def test_every_hosted_family_is_tried():
+    assert HOSTS.keys() - FAMILIES.keys() == SHAPES.keys() and set(KINDS) <= SHAPES.keys()
 
 
 def families() -> list[Any]:
@@ -61,7 +68,7 @@ def test_a_mechanism_decodes_what_it_reads(name, mechanism):
 
 def mixes(name: str) -> bool:
     """Whether values of several layers can be mixed: keys that are rotated alike, in three layers at least."""
-    return not any(layout.latent or layout.uneven for layout in LAYOUTS[name])
+    return not any(layout.latent or layout.uneven for layout in HOSTS[name].layouts)
 
 
 @pytest.mark.parametrize("name", [case for case in families() if mixes(case.values[0])])
@@ -194,3 +201,34 @@ def test_an_export_with_a_mechanism_opens_without_fathom(name, tmp_path):
     words = [sys.executable, "-c", ALONE, str(tmp_path / "export"), str(tmp_path / "expected.pt")]
     done = subprocess.run(words, env=os.environ | {"HF_HOME": str(tmp_path / "hub")}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+class AcmeConfig(Qwen3MoeConfig):
+    model_type = "acme"
+
+
+class AcmeModel(Qwen3MoeModel):
+    config_class = AcmeConfig
+
+
+class AcmeForCausalLM(Qwen3MoeForCausalLM):
+    config_class = AcmeConfig
+
+
+def test_a_family_of_another_package(tmp_path, monkeypatch):
+    """Known by one call, once its package has registered it with transformers."""
+    with pytest.raises(ValueError, match="acme: register its configuration and models with transformers first"):
+        fathom.add_family("acme", Layout())
+    AutoConfig.register("acme", AcmeConfig)
+    AutoModel.register(AcmeConfig, AcmeModel)
+    AutoModelForCausalLM.register(AcmeConfig, AcmeForCausalLM)
+    monkeypatch.setitem(HOSTS, "acme", HOSTS["qwen3_moe"])  # taken out again afterwards
+    fathom.add_family("acme", Layout())
+    config = AcmeConfig(**{**SHAPE, **SHAPES["qwen3_moe"]})
+    theirs, ids = AcmeForCausalLM(config).eval(), tokens()
+    theirs.save_pretrained(tmp_path / "acme")
+    ours = FathomForCausalLM.from_pretrained(tmp_path / "acme", **LOOP).eval()
+    plain = FathomForCausalLM.from_pretrained(tmp_path / "acme").eval()
+    with torch.no_grad():
+        assert torch.equal(plain(ids).logits, theirs(ids).logits)
+        assert (stepwise(ours, ids) - ours(ids).logits).abs().max() <= 1e-4

@@ -15,8 +15,8 @@ from transformers import CONFIG_MAPPING, MODEL_MAPPING
 
 from fathom.checkpoints.families.family import ROPE, Values, kept
 from fathom.checkpoints.families.keys import Keys
+from fathom.checkpoints.families.layouts import HOSTS
 from fathom.models import FathomConfig
-from fathom.models.hosts.layouts import LAYOUTS
 
 SAME = (
     *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
@@ -72,7 +72,7 @@ def configuration(theirs: Values) -> Values:
     """The values of Fathom's configuration; everything that a layer reads stays in `native`."""
     require_known(theirs)
     read = CONFIG_MAPPING[str(theirs["model_type"])].from_dict(dict(theirs))
-    window = getattr(read, "sliding_window", None)
+    host, window = HOSTS[read.model_type], getattr(read, "sliding_window", None)
     types = (
         getattr(read, "layer_types", None)
         or ["full_attention" if window is None else "sliding_attention"] * read.num_hidden_layers
@@ -84,9 +84,15 @@ def configuration(theirs: Values) -> Values:
         "layer_types": list(types),
         "sliding_window": window,
         "use_sliding_window": window is not None,
-        **LAYOUTS[read.model_type][0].switches(read),
+        **host.switches(read),
         **kept(theirs),
         "model_type": FathomConfig.model_type,
         "host": read.model_type,
+        "host_layouts": [{key: _lists(value) for key, value in vars(layout).items()} for layout in host.layouts],
         "native": dict(theirs),
     }
+
+
+def _lists(value: object) -> object:
+    """Tuples as lists, as in JSON."""
+    return list(value) if isinstance(value, tuple) else value

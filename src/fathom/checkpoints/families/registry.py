@@ -16,6 +16,7 @@ from fathom.checkpoints.families.gemma import GEMMA, GEMMA2, GEMMA3
 from fathom.checkpoints.families.gpt2 import GPT2
 from fathom.checkpoints.families.gpt_neox import GPT_NEOX
 from fathom.checkpoints.families.granite import GRANITE
+from fathom.checkpoints.families.layouts import HOSTS
 from fathom.checkpoints.families.llama import LLAMA, MISTRAL, QWEN2, QWEN3
 from fathom.checkpoints.families.lumia import LUMIA
 from fathom.checkpoints.families.nanbeige import NANBEIGE
@@ -26,13 +27,10 @@ from fathom.checkpoints.families.phi3 import PHI3
 from fathom.checkpoints.families.smollm3 import SMOLLM3
 from fathom.checkpoints.families.tensors import read_tensors
 from fathom.models import FathomConfig, foreign
-from fathom.models.hosts.layouts import LAYOUTS
 
 NATIVE = (LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, GPT_NEOX, GPT2, OPT, OLMO2, GEMMA, GEMMA2, GEMMA3, GRANITE, PHI3)
 """Families that transformers has a class of its own for, in the order in which one is looked for."""
 FAMILIES = {family.name: family for family in NATIVE}
-HOSTED = tuple(name for name in LAYOUTS if name not in FAMILIES)
-"""Families whose own layers the decoder has."""
 PUBLISHED = (LUMIA, NANBEIGE, OURO)
 """Checkpoints with depth of their own, which transformers alone does not open."""
 ORIGIN = ("architectures", "auto_map", "transformers_version", "torch_dtype", "dtype", "_name_or_path")
@@ -47,7 +45,7 @@ class Families(foreign.Reader):
         for published in PUBLISHED:
             if published.owns(theirs):
                 return published.configuration(theirs)
-        if theirs.get("model_type") in HOSTED:
+        if is_hosted(theirs.get("model_type")):
             return hosted.configuration(theirs)
         family = FAMILIES.get(str(theirs.get("model_type")))
         if family is None:
@@ -70,9 +68,14 @@ class Families(foreign.Reader):
         return read_tensors(directory, family.rules, unread, config) if family.rules else None
 
 
+def is_hosted(kind: object) -> bool:
+    """Whether the decoder has a family's own layers; a family with a decoder of ours has none."""
+    return kind in HOSTS and kind not in FAMILIES
+
+
 def known() -> list[str]:
     """Every supported `model_type`."""
-    return sorted({*FAMILIES, *HOSTED, *(published.kind for published in PUBLISHED), FathomConfig.model_type})
+    return sorted({*FAMILIES, *HOSTS, *(published.kind for published in PUBLISHED), FathomConfig.model_type})
 
 
 def to_ours(family: Family, theirs: Values) -> Values:

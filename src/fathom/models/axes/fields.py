@@ -80,6 +80,8 @@ class DecoderConfig(Qwen3Config):
     """`depth` divides the initial o_proj and down_proj by sqrt(2 · layers · trips that add to one stream)."""
     host: str = ""
     """The family whose own layers the decoder has, by its `model_type`; `native` describes them. Empty for Fathom's."""
+    host_layouts: list = field(default_factory=list)
+    """The parts of the host's layers by the names of their modules (`hosts/layout.py`), one for each kind of layer."""
     logits_multiplier: float = 1.0
     """Factor on the head's logits."""
     head_bias: bool = False

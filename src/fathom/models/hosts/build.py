@@ -21,7 +21,6 @@ from ..registry import add_residuals, mechanism
 from .handover import HANDOVER
 from .hosted_layer import Hosted
 from .layout import Layout
-from .layouts import LAYOUTS
 
 
 def native_config(config: DecoderConfig) -> PreTrainedConfig:
@@ -87,7 +86,7 @@ def build(config: DecoderConfig) -> PreTrainedModel:
     """The family's decoder without its head; its layers walk with our residuals and mixers."""
     theirs = native_config(config)
     decoder: PreTrainedModel = MODEL_MAPPING[type(theirs)](theirs)
-    layouts = LAYOUTS[config.host]
+    layouts = Layout.all_of(config)
     inner = type(theirs).from_dict(theirs.to_dict())
     inner._attn_implementation = HANDOVER
     keyed = config.keyed_layers

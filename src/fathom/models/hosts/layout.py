@@ -6,9 +6,10 @@ names the parts; everything else (projections, gates, sinks, experts, rotation) 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
+
+from ..axes.fields import DecoderConfig
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,6 @@ class Layout:
     embedding: str = "embed_tokens"
     norm: str = "norm"
     """The embedding and the final norm."""
-    switches: Callable[[Any], Mapping[str, object]] = field(default=lambda config: {})
-    """Keys of our configuration that say what the family's model does around its layers, such as `embedding_scale`."""
     latent: bool = False
     """Whether attention stores a latent, not keys and values."""
     uneven: bool = False
@@ -40,14 +39,17 @@ class Layout:
     sealed: str = ""
     """Why a layer is called whole, so that no residual can stand between its parts; empty if it is not."""
 
+    @classmethod
+    def all_of(cls, config: DecoderConfig) -> tuple[Layout, ...]:
+        """The layouts of a configuration: one, or one for each kind of layer."""
+        return tuple(cls(**{key: _tuples(value) for key, value in one.items()}) for one in config.host_layouts)
+
     def fits(self, held: set[str]) -> bool:
         """Whether a layer with these modules is laid out so."""
         norms = {name for name in (*self.before, *self.after) if name is not None}
         return norms <= held and bool(held & {*self.token}) and bool(held & {*self.channel})
 
 
-SANDWICH: dict[str, Any] = {
-    "before": ("input_layernorm", "pre_feedforward_layernorm"),
-    "after": ("post_attention_layernorm", "post_feedforward_layernorm"),
-}
-AFTER: dict[str, Any] = {"before": (None, None), "after": ("post_attention_layernorm", "post_feedforward_layernorm")}
+def _tuples(value: Any) -> Any:
+    """Lists, which JSON makes of tuples, as tuples."""
+    return tuple(value) if isinstance(value, list) else value

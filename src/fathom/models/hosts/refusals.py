@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from ..axes.fields import DecoderConfig
 from ..axes.roles import Recurrence, View
 from ..registry import DEFAULTS
-from .layouts import LAYOUTS
+from .layout import Layout
 
 
 def check_host(config: DecoderConfig, recurrence: Recurrence, multiway: bool) -> None:
@@ -23,7 +23,7 @@ def check_host(config: DecoderConfig, recurrence: Recurrence, multiway: bool) ->
 
 
 def _faults(config: DecoderConfig, recurrence: Recurrence, multiway: bool) -> Iterator[str]:
-    layouts, keyed = LAYOUTS[config.host], config.keyed_layers
+    layouts, keyed = Layout.all_of(config), config.keyed_layers
     latent = any(layout.latent for layout in layouts)
     stateful = next((i for i in range(config.num_hidden_layers) if i not in keyed), None)
     own_slots = recurrence.view is not View.SAME or recurrence.halts or recurrence.lends

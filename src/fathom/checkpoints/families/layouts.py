@@ -1,0 +1,132 @@
+"""The families whose own layers stand in our walk: each a layout, or several if its layers differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import CONFIG_MAPPING
+
+from fathom.checkpoints.families.family import Values
+from fathom.models.hosts.layout import Layout
+
+
+@dataclass(frozen=True)
+class Host:
+    """A hosted family."""
+
+    layouts: tuple[Layout, ...]
+    switches: Callable[[Any], Values] = lambda config: {}
+    """Keys of our configuration that say what the family's model does around its layers, such as `embedding_scale`."""
+
+
+SANDWICH: dict[str, Any] = {
+    "before": ("input_layernorm", "pre_feedforward_layernorm"),
+    "after": ("post_attention_layernorm", "post_feedforward_layernorm"),
+}
+AFTER: dict[str, Any] = {"before": (None, None), "after": ("post_attention_layernorm", "post_feedforward_layernorm")}
+
+
+def granite(theirs: Any) -> Values:
+    """Scaled embeddings and logits."""
+    return {"embedding_scale": float(theirs.embedding_multiplier), "logits_scaling": float(theirs.logits_scaling)}
+
+
+def cohere(theirs: Any) -> Values:
+    """Logits times a factor."""
+    return {"logits_multiplier": float(theirs.logit_scale)}
+
+
+def phi(theirs: Any) -> Values:
+    """A head with a bias."""
+    return {"head_bias": bool(getattr(theirs, "lm_head_bias", True))}
+
+
+def afmoe(theirs: Any) -> Values:
+    """Embeddings times the root of their width."""
+    return {"embedding_scale": theirs.hidden_size**0.5 if theirs.mup_enabled else 1.0}
+
+
+def capped(theirs: Any) -> Values:
+    """Capped logits."""
+    return {"final_logit_softcapping": theirs.final_logit_softcapping}
+
+
+SHORT: dict[str, Any] = {
+    "token": ("conv", "self_attn"),
+    "channel": ("feed_forward",),
+    "before": ("operator_norm", "ffn_norm"),
+}
+MAMBA: dict[str, Any] = {
+    "token": ("mamba", "self_attn"),
+    "channel": ("feed_forward",),
+    "before": ("input_layernorm", "pre_ff_layernorm"),
+}
+SHARED: dict[str, Any] = {
+    "channel": ("block_sparse_moe", "shared_mlp"),
+    "multiplier": "residual_multiplier",
+}
+ONE_NORM = ("input_layernorm", "input_layernorm")
+
+
+def _families() -> dict[str, Host]:
+    found: dict[str, Host] = {}
+
+    def add(names: str, *layouts: Layout, switches: Callable[[Any], Values] = lambda config: {}) -> None:
+        found.update(dict.fromkeys(names.split(), Host(layouts, switches)))
+
+    add("qwen3 llama ministral ministral3 cwm seed_oss arcee starcoder2 iquestcoder jais2 glm olmo stablelm", Layout())
+    add("ernie4_5 helium internlm3 hunyuan_v1_dense", Layout())
+    add("qwen3_moe qwen2_moe olmoe mixtral glm4_moe gpt_oss ernie4_5_moe minimax_m2 hunyuan_v1_moe", Layout())
+    add("exaone_moe", Layout(uneven=True))
+    add("phimoe", Layout(), switches=phi)
+    add("deepseek_v2 deepseek_v3 glm4_moe_lite youtu", Layout(latent=True))
+    add("qwen3_next qwen3_5_text qwen3_5_moe_text", Layout(token=("linear_attn", "self_attn")))
+    add("lfm2", Layout(**SHORT, norm="embedding_norm"))
+    add("jamba", Layout(**MAMBA, norm="final_layernorm"))
+    add("granitemoe granitemoeshared", Layout(**SHARED), switches=granite)
+    add("granitemoehybrid", Layout(token=("mamba", "self_attn"), **SHARED), switches=granite)
+    add("olmo3 exaone4", Layout(**AFTER, uneven=True))
+    add("flex_olmo", Layout(**AFTER))
+    add("olmo_hybrid", Layout(**AFTER), Layout(token=("linear_attn",)))
+    add("gemma2", Layout(**SANDWICH), switches=capped)
+    add("vaultgemma", Layout(before=("input_layernorm", "pre_feedforward_layernorm")), switches=capped)
+    add("glm4", Layout(after=("post_self_attn_layernorm", "post_mlp_layernorm")))
+    add(
+        "afmoe",
+        Layout(
+            before=("input_layernorm", "pre_mlp_layernorm"),
+            after=("post_attention_layernorm", "post_mlp_layernorm"),
+            uneven=True,
+        ),
+        switches=afmoe,
+    )
+    add("apertus", Layout(before=("attention_layernorm", "feedforward_layernorm")))
+    add("cohere", Layout(before=ONE_NORM, parallel="steps"), switches=cohere)
+    add("cohere2", Layout(before=ONE_NORM, parallel="steps", uneven=True), switches=cohere)
+    add("phi", Layout(before=ONE_NORM, parallel="sum", norm="final_layernorm"), switches=phi)
+    return found
+
+
+HOSTS = _families()
+
+
+def add_family(kind: str, *layouts: Layout, switches: Callable[[Any], Values] = lambda config: {}) -> None:
+    """Let Fathom open models of another type of transformers, or of a package that registers one with it.
+
+    The models then open, train, decode and export as those of Fathom's own list. An export holds the layouts, so it
+    opens without this call, where the type is registered with transformers.
+
+    Args:
+        kind: The `model_type`, for which transformers has a configuration and a decoder.
+        layouts: Where a layer has its norms and parts, one for each kind of layer; the first one also names the
+            embedding and the final norm.
+        switches: Keys of Fathom's configuration for a configuration of the family: what its model does around its
+            layers, such as `{"embedding_scale": 2.0}`.
+    """
+    if kind not in CONFIG_MAPPING:
+        raise ValueError(f"{kind}: register its configuration and models with transformers first (AutoConfig.register)")
+    if not layouts:
+        raise ValueError(f"{kind}: give a layout; `Layout()` is that of Llama's descendants")
+    HOSTS[kind] = Host(layouts, switches)
