@@ -172,9 +172,9 @@ LEAST_DOCUMENTS = 20
 95 % bootstrap intervals hold the mean in 93 % (90 %) of cases for 20 pairs, 91 % (86 %) for ten and 49 % (49 %) for
 two; for one pair, never."""
 LEAST_EFFECTIVE, MOST_SKEW = 15, 0.2
-"""Fewest documents, as `effective_count` counts them, and largest `skewness` up to which Student's t errs in 3 to 7 % of
-simulations without a difference. Beyond them it errs in up to 23 %. Normal differences of 20 documents of one length
-are beyond them in 7 %."""
+"""Fewest documents, as `effective_count` counts them, and largest `skewness` up to which Student's t errs in 3 to 7 %
+of simulations without a difference. Beyond them it errs in up to 23 %. Normal differences of 20 documents of one
+length are beyond them in 7 %."""
 
 
 def effective_count(weights: Sequence[float]) -> float:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from fathom.models.hosts.layouts import LAYOUTS
 from transformers import CONFIG_MAPPING
 
 from fathom.checkpoints.families.family import Family
 from fathom.checkpoints.families.registry import HOSTED, NATIVE, PUBLISHED
-from fathom.models.hosts.layouts import LAYOUTS
 from tests.reference import table
 
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from functools import cache
 
-from transformers import CONFIG_MAPPING, MODEL_MAPPING
+from transformers import CONFIG_MAPPING, MODEL_MAPPING, PreTrainedConfig, PreTrainedModel, modeling_utils
 
 from fathom.checkpoints.families.family import ROPE, Values, kept
 from fathom.checkpoints.families.keys import Keys
@@ -53,7 +53,9 @@ computes anyway."""
 def known_keys(kind: str) -> frozenset[str]:
     """The keys that a family's classes know: declared, renamed, taken from keywords, or read by its layers."""
     cls = CONFIG_MAPPING[kind]
-    settings, layers = inspect.getsource(cls), inspect.getsource(inspect.getmodule(MODEL_MAPPING[cls]))  # type: ignore[arg-type]
+    settings = "".join(inspect.getsource(one) for one in cls.__mro__ if issubclass(one, PreTrainedConfig))
+    modules = {inspect.getmodule(one) for one in MODEL_MAPPING[cls].__mro__ if issubclass(one, PreTrainedModel)}
+    layers = "".join(inspect.getsource(one) for one in modules if one is not None and one is not modeling_utils)
     taken = re.findall(r"""kwargs\.(?:pop|get)\(\s*["'](\w+)""", settings)
     read = re.findall(r"""(?:\bconfig\.|\bself\.|getattr\((?:self\.)?config, ["'])(\w+)""", settings)
     read += re.findall(r"""(?:\bconfig\.|getattr\((?:self\.)?config, ["'])(\w+)""", layers)
