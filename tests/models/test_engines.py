@@ -183,7 +183,7 @@ def test_foreign_caches_without_banks_are_refused(monkeypatch, backend, argument
 
 @pytest.mark.parametrize("installed,stored", [("cache", [7]), ("past_key_values", [])])
 def test_who_stores_what_an_engine_batches(installed, stored):
-    """The model from 5.24 on, in the visit's bank; before it the attention function, which finds the cache still there."""
+    """The model from 5.24 on, in the visit's bank; before it the attention function, which finds the cache."""
     seen = []
     paged = SimpleNamespace(update=lambda key, value, bank, kwargs: seen.append(bank) or (key + 1, value + 1))
     given, x = {"cache": paged, "block_table": None}, torch.zeros(1)

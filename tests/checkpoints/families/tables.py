@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fathom.models.hosts.layouts import LAYOUTS
 from transformers import CONFIG_MAPPING
 
 from fathom.checkpoints.families.family import Family
-from fathom.checkpoints.families.registry import HOSTED, NATIVE, PUBLISHED
+from fathom.checkpoints.families.layouts import HOSTS
+from fathom.checkpoints.families.registry import NATIVE, PUBLISHED, is_hosted
 from tests.reference import table
 
 
@@ -33,14 +33,14 @@ def exceptions(family: Family) -> Iterator[str]:
 def hosted() -> str:
     """Every family with its own layers, by what they are made of."""
     kinds: dict[str, list[str]] = {}
-    for name in HOSTED:
+    for name in filter(is_hosted, HOSTS):
         kinds.setdefault(kind(name), []).append(f"`{name}`")
     return "\n".join(table(("kind", "families"), [(one, ", ".join(kinds[one])) for one in sorted(kinds)])) + "\n"
 
 
 def kind(name: str) -> str:
     """What sets a family's layers apart: parts with a state, latent keys and values, experts, or nothing."""
-    layouts, keys = LAYOUTS[name], CONFIG_MAPPING[name].__dataclass_fields__
+    layouts, keys = HOSTS[name].layouts, CONFIG_MAPPING[name].__dataclass_fields__
     parts = {
         "states": len({part for one in layouts for part in one.token}) > 1,
         "latent attention": any(one.latent for one in layouts),

@@ -17,7 +17,6 @@ from transformers import MODEL_MAPPING
 from ..axes.fields import DecoderConfig
 from .build import native_config
 from .layout import Layout
-from .layouts import LAYOUTS
 
 
 @dataclass(frozen=True)
@@ -97,4 +96,4 @@ def _state_flops(layer: nn.Module) -> int:
 
 
 def _layout(config: DecoderConfig) -> Layout:
-    return LAYOUTS[config.host][0]
+    return Layout.all_of(config)[0]
