@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import fnmatch
 import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fathom.checkpoints.layout import ADAPTER, ADAPTER_WEIGHTS
 from fathom.checkpoints.runs import load_tensors, model_directory
@@ -64,6 +65,7 @@ def adapt(model: FathomForCausalLM, recipe: Recipe) -> PeftModel | None:
         if missing := [name for name in sorted(names) if not fnmatch.filter(leaves, name)]:
             raise SettingsError(f"lora.{key}: this model has no {missing[0]}")
     whole = sorted({leaf for name in lora.whole for leaf in fnmatch.filter(leaves, name)})
+    require_adaptable(model, lora.targets)
     if model.config.tie_word_embeddings and "lm_head" in (*lora.targets, *whole):
         raise SettingsError(
             "lora: lm_head is the input embedding of this model: name embed_tokens in lora.whole instead"
@@ -82,6 +84,15 @@ def adapt(model: FathomForCausalLM, recipe: Recipe) -> PeftModel | None:
         if isinstance(module, MechanismModule):
             module.requires_grad_(True)
     return wrapped
+
+
+def require_adaptable(model: nn.Module, targets: Sequence[str]) -> None:
+    """Refuse targets that adapters do not reach: experts stacked in one parameter, and routers."""
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] in targets and not isinstance(module, (nn.Linear, nn.Embedding, nn.Conv1d)):
+            raise SettingsError(
+                f"lora.targets: {name} is no linear layer, so it gets no adapter (experts are stacked in one parameter)"
+            )
 
 
 def merged(adapters: PeftModel) -> dict[str, Tensor]:

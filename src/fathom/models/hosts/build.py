@@ -93,11 +93,20 @@ def build(config: DecoderConfig) -> PreTrainedModel:
     for i, layer in enumerate(decoder.layers):
         layout = adopt(layer, layouts)
         add_residuals(layer, config, i)
+        spare(layer)
         layer.kind, layer.value_mixer = config.layer_types[i], None
         if i in keyed and not layout.latent:
             layer.value_mixer = mechanism("mixer", config.mixer).build(config, keyed.index(i))
             getattr(layer, layer.parts[0]).config = inner
     return decoder
+
+
+def spare(layer: nn.Module) -> None:
+    """Exempt from weight decay what has two dimensions but is no matrix: biases of stacked experts, rates of states."""
+    for part in layer.modules():
+        names = [name for name, _ in part.named_parameters(recurse=False)]
+        if spared := tuple(name for name in names if name == "A_log" or name.endswith("bias")):
+            cast(Any, part).no_weight_decay = spared
 
 
 def adopt(layer: nn.Module, layouts: tuple[Layout, ...]) -> Layout:
