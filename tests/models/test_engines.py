@@ -19,6 +19,7 @@ from fathom.models.registry import parse_mechanism
 from fathom.models.trips.engines import check_engine, handed
 
 from .cases import SHAPE, build, config_of, tokens
+from .hosts.cases import ours_of, theirs_of
 
 SLOTTED = ["ponder-hidden-duo", "ponder-all", "ponder2", "ponder3", "adaponder", "latent_cot"]
 """One of each reason to refuse: views other than SAME, and halting."""
@@ -134,10 +135,24 @@ def test_slots_are_refused_before_the_first_request(case):
         batched(build(config_of(case)))
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", pytest.param("phi", marks=pytest.mark.slow)])
+def test_hosted_families_are_batched_exactly(family):
+    """A loop of a family's layers: each visit in a bank of its own."""
+    model = ours_of(theirs_of(family), recurrence="loop", recurrence_options={"trips": 2}).eval()
+    assert batched(model) == one_by_one(model)
+
+
+def test_layers_without_keys_are_not_batched():
+    with pytest.raises(ValueError, match="continuous batching: lfm2 has layers without a key and value"):
+        ours_of(theirs_of("lfm2")).init_continuous_batching()
+
+
 def test_the_seat_is_needed(monkeypatch):
     """Without it, the fault: other tokens, and no error."""
     model = build(config_of("loop"))
     monkeypatch.setattr(modeling, "seat", lambda attention, *args: attention)
+    first = model.config.num_hidden_layers  # the same for later versions, where the model stores
+    monkeypatch.setattr(modeling, "handed", lambda key, value, bank, given: handed(key, value, bank % first, given))
     assert batched(model) != one_by_one(model)
 
 

@@ -142,6 +142,11 @@ class FathomGenerationMixin(GenerationMixin):
         """See transformers; the cache has a layer for every visit, and unsupported models are refused."""
         if self.model.rereads:
             raise ValueError(COMPANY)
+        if self.model.host is not None and any(layer.value_mixer is None for layer in self.model.layers):
+            raise ValueError(
+                f"continuous batching: {self.config.host} has layers without a key and value for every token: use "
+                "`generate` or `fathom serve`"
+            )
         visits = plan(self.config, self.model.trips_asked(None))
         told = engine_config(self.config, visits)
         check_engine(self.config, self.model.recurrence, visits, {"cache": SimpleNamespace(config=told)})

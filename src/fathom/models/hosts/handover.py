@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..axes.roles import ValueMixer
+from ..trips.engines import CachedAttention, Seat, handed
 from ..trips.flex_reading import ReadingRule, attend_by_rule
 from ..trips.reading import attend_beside, with_key_bias
 
@@ -46,6 +47,10 @@ class Handover:
     alive: Tensor | None = None
     key_bias: Tensor | None = None
     lent: KeyValue | None = None
+    visit: int = 0
+    """The cache layer of this visit."""
+    paged: Any = None
+    """The cache of continuous batching."""
     pair: KeyValue | None = field(default=None, init=False)
     """The new tokens' key and mixed value, once attention has run."""
 
@@ -79,14 +84,19 @@ def attend(
     if handover is None:
         raise ValueError("a hosted layer is called by Fathom's walk only")
     function = _backend(module, handover.backend)
+    own: Any = module
     channels, (key, value) = value.shape[-1], handover.store(query, key, value)
+    if handover.paged is not None:
+        kwargs["cache"] = handover.paged
+        key, value = handed(key, value, handover.visit, kwargs)
+        own = Seat(cast(CachedAttention, module), handover.visit)
     if (bias := handover.key_bias) is not None:
         query, key, value = with_key_bias(query, key, value, bias, kwargs["scaling"])
     if isinstance(attention_mask, ReadingRule):
         function = attend_by_rule
     if handover.earlier:
         function = partial(attend_beside, function, handover.earlier)
-    output, weights = function(module, query, key, value, attention_mask, **kwargs)
+    output, weights = function(own, query, key, value, attention_mask, **kwargs)
     return (output if bias is None else output[..., :channels]), weights
 
 

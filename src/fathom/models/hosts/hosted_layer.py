@@ -128,6 +128,7 @@ class Hosted:
         hand = None
         if self.value_mixer is not None:
             asked = {name: extra.pop(name) for name in ASKED if name in extra}
+            asked |= {"visit": bank, "paged": extra.pop("cache", None)}
             hand = Handover(self.value_mixer, backend, view, sources, **asked)
             view, given["handover"] = (None if view is None else hand), hand
         y = self._norm(self.layout.before[0], x)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -58,7 +59,13 @@ def adopt_routers(decoder: PreTrainedModel) -> Balance | None:
     coefficient = getattr(config, "router_aux_loss_coef", None)
     if function is None or not coefficient or not getattr(config, "output_router_logits", False):
         return None
-    kind = type(decoder)._can_record_outputs["router_logits"].target_class
+    recorded = type(decoder)._can_record_outputs
+    if "router_logits" not in recorded:  # Granite's hybrid before 5.23, whose own loss is then 0
+        raise ValueError(
+            f"{config.model_type}: transformers {transformers.__version__} records no routers, so there is no loss of "
+            "theirs: install a later one, or set output_router_logits to false"
+        )
+    kind = recorded["router_logits"].target_class
     found = None
     for layer in decoder.layers:
         layer.routes = True
