@@ -70,7 +70,7 @@ def _of_ours() -> list[dict[str, Any]]:
 def _in_sources() -> Iterator[dict[str, Any]]:
     folder = Path(__file__).parents[1] / "models"
     first = folder / "registry.py"  # the first value of each axis
-    for path in (first, *(path for path in sorted(folder.glob("*.py")) if path != first)):
+    for path in (first, *(path for path in sorted(folder.rglob("*.py")) if path != first)):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Mechanism":
                 words = dict(zip(("name", "axis", "summary", "paper"), node.args, strict=False))
