@@ -16,8 +16,9 @@ import torch
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 
 from fathom.checkpoints.check import check_checkpoint
-from fathom.checkpoints.families import FAMILIES
-from fathom.checkpoints.families.family import Family, Values
+from fathom.checkpoints.families.family import Rounding, Values
+from fathom.checkpoints.families.layouts import HOSTS
+from fathom.checkpoints.families.registry import FAMILIES
 from fathom.checkpoints.find import find_model
 from fathom.checkpoints.from_gguf import SUFFIX, is_gguf
 from fathom.checkpoints.hub import local
@@ -94,23 +95,24 @@ def check(where: str | Path, ignore_keys: Collection[str] = ()) -> Check:
     directory = _directory(where)
     config = check_checkpoint(directory, weights=False)
     with quiet():
-        family = _family(where, config, directory, ignore_keys)
-        theirs: type[PreTrainedModel] = MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[family.name]]
+        kind = _kind(where, config, directory, ignore_keys)
+        theirs: type[PreTrainedModel] = MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[kind]]
+        rounding = FAMILIES[kind].rounding if kind in FAMILIES else None  # the others run the class's own layers
         left_out = tuple(key for key in LEFT_OUT if key in config)
         try:
             small = shrink({key: value for key, value in config.items() if key not in left_out})
-            found = tuple(_compare(family, theirs, small, ignore_keys))
+            found = tuple(_compare(theirs, small, rounding, ignore_keys))
         except Exception as error:  # the class depends on the value in the file
             raise ModelError(f"{where}: {theirs.__name__} cannot run a small copy: {reason(error)}") from error
     return Check(
         model=str(where),
-        model_type=family.name,
+        model_type=kind,
         compared_with=theirs.__name__,
         weights=any(directory.glob("*.safetensors")),
         tokens=small.tokens,
         crossed=small.crossed,
         left_out=left_out,
-        rounding=None if family.rounding is None else family.rounding.reason,
+        rounding=None if rounding is None else rounding.reason,
         comparisons=found,
         agrees=all(one.agrees for one in found),
     )
@@ -127,23 +129,23 @@ def _directory(where: str | Path) -> Path:
     return find_model(path)
 
 
-def _family(where: str | Path, config: Values, directory: Path, ignore_keys: Collection[str]) -> Family:
+def _kind(where: str | Path, config: Values, directory: Path, ignore_keys: Collection[str]) -> str:
     """The family of a configuration that Fathom opens, or a refusal."""
     kind = str(config.get("model_type"))
     if kind == FathomConfig.model_type:
         raise ModelError(f"{where} is an export of Fathom, which no other class opens: nothing to compare")
-    if kind not in FAMILIES:
+    if kind not in FAMILIES and kind not in HOSTS:
         code = "; the directory's own code is never run" if "auto_map" in config else ""
-        known = ", ".join(sorted(FAMILIES))
+        known = ", ".join(sorted({*FAMILIES, *HOSTS}))
         raise ModelError(f"{where} is a {kind} model; Fathom and transformers both have a class for {known}{code}")
     ours = read_config(directory, ignore_keys)  # its refusals name the key
     if (name := mechanism_name(ours)) != "vanilla":
         raise ModelError(f"{where} opens with {name}, which no class of transformers has: nothing to compare")
-    return FAMILIES[kind]
+    return kind
 
 
 def _compare(
-    family: Family, theirs: type[PreTrainedModel], small: Small, ignore_keys: Collection[str]
+    theirs: type[PreTrainedModel], small: Small, rounding: Rounding | None, ignore_keys: Collection[str]
 ) -> Iterator[Comparison]:
     """Run both models in every way, with SDPA if the class has it, and once with eager attention."""
     runs: dict[str, dict[str, View]] = {"sdpa": VIEWS, "eager": {EAGER: whole}}
@@ -151,10 +153,10 @@ def _compare(
         runs = {"eager": VIEWS}
     batch = make_batch(small.tokens, read_as_class(small.config).vocab_size)
     many, done = len(DTYPES) * sum(map(len, runs.values())), 0
-    with tempfile.TemporaryDirectory() as folder, ProgressBar(f"comparing {family.name}", many) as bar:
+    with tempfile.TemporaryDirectory() as folder, ProgressBar(f"comparing with {theirs.__name__}", many) as bar:
         write_twin(small.config, Path(folder))
         for dtype, (attention, views) in itertools.product(DTYPES, runs.items()):
-            allowed = 0.0 if family.rounding is None else getattr(family.rounding, dtype)
+            allowed = 0.0 if rounding is None else getattr(rounding, dtype)
             pair = open_both(Path(folder), getattr(torch, dtype), attention, ignore_keys)
             for way, view in views.items():
                 found = difference(view, *pair, batch)

@@ -13,13 +13,25 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from fathom.checkpoints.families.family import Values
 
-VOCABULARY, HEADS, LAYERS, INNER, WINDOW = 97, 4, 3, 74, 7
+VOCABULARY, HEADS, LAYERS, INNER, WINDOW = 97, 4, 3, 72, 7
 SHORT = 24
 """Tokens of a text, and of a context that is not scaled."""
 ORIGINAL, BEYOND = 28, 12
 """The original context of a scaled RoPE, where llama3's high and low frequencies both occur, and tokens after it."""
-PERIODS = ("sliding_window_pattern", "no_rope_layer_interval")
-"""Keys that say after how many layers a kind of layer returns."""
+BY_LAYER = ("layer_types", "no_rope_layers", "layers_block_type", "mlp_layer_types")
+"""Lists with an entry for each layer, which some classes derive from a period."""
+DEEPEST = 12
+"""Layers of a small copy whose kinds of layers are derived."""
+LARGEST = {
+    **dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk", "n_shared_experts", "num_shared_experts"), 2),
+    **dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace", "num_dense_layers"), 1),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size"), 24),
+    **{"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 8},
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
+    **{"mamba_d_state": 8, "mamba_dt_rank": 4, "mamba_chunk_size": 8, "mamba_n_groups": 1, "rotary_dim": 8},
+}
+"""Further sizes and counts, and the largest value of each in a small copy."""
 
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -84,10 +96,11 @@ def _shapes(full: PreTrainedConfig) -> dict[str, int]:
     """The sizes of tensors under transformers' common names. Those that are equal, or divide one another, still do."""
     hidden, heads, head = full.hidden_size, full.num_attention_heads, _head_dim(full)
     kv_heads = getattr(full, "num_key_value_heads", None) or heads
-    few, small = min(HEADS, heads), _small_head(full, head)
+    few = min(HEADS - 1 if hidden % heads else HEADS, heads)  # 3 do not divide the width, and 4 do
+    small = _small_head(full, head)
     width = few * small
-    if heads * head != hidden:  # the heads are together wider or narrower than the model, or do not divide it
-        width += 2 if hidden % heads else few if heads * head < hidden else -few
+    if heads * head != hidden:  # the heads are together wider or narrower than the model
+        width += 8 if heads * head < hidden else -8
     sizes = {
         "vocab_size": min(VOCABULARY, full.vocab_size),
         "hidden_size": width,
@@ -98,6 +111,11 @@ def _shapes(full: PreTrainedConfig) -> dict[str, int]:
     for key in ("intermediate_size", "ffn_dim", "n_inner"):
         if isinstance(inner := getattr(full, key, None), int):
             sizes[key] = 4 * width if inner == 4 * hidden else min(INNER, inner)
+    for key, most in LARGEST.items():
+        if isinstance(size := getattr(full, key, None), int):
+            sizes[key] = min(most, size)
+    if isinstance(getattr(full, "mamba_n_heads", None), int):
+        sizes |= {"mamba_n_heads": few, "mamba_d_head": full.mamba_expand * width // few}
     projected = getattr(full, "word_embed_proj_dim", None)
     return {**sizes, "word_embed_proj_dim": width if projected == hidden else width // 2}
 
@@ -146,9 +164,10 @@ def _lengths(full: PreTrainedConfig) -> dict[str, int]:
 
 def _layers(config: Values, full: PreTrainedConfig) -> int:
     """The number of layers, enough for every kind."""
-    periods = [getattr(full, f"_{key}", None) or getattr(full, key, None) or 0 for key in PERIODS]
-    kinds = _kinds(config, full.num_hidden_layers)
-    return min(full.num_hidden_layers, max(LAYERS, *periods, len(set(kinds))))
+    derived = [getattr(full, key, None) for key in BY_LAYER if key not in config]
+    last = [max(map(kinds.index, kinds)) + 1 for kinds in derived if isinstance(kinds, list) and kinds]
+    enough = [layers for layers in last if layers <= DEEPEST]
+    return min(full.num_hidden_layers, max(LAYERS, *enough, len(set(_kinds(config, full.num_hidden_layers)))))
 
 
 def _by_layer(config: Values, layers: int) -> list[str]:
