@@ -49,7 +49,8 @@ test-all: lint
 # Caches, mechanisms, families and exports on the oldest and the newest transformers, each in a directory of its own; its
 # dependencies bring no torch. What ran when: benchmarks/results/transformers-versions.md.
 VERSIONS ?= 5.16.0 5.24.0
-ON_EACH = tests/kvcache tests/models/test_cache_name.py tests/models/test_mechanisms.py tests/models/hosts tests/checkpoints/test_export.py
+ON_EACH = tests/kvcache $(addprefix tests/models/,test_cache_name.py test_mechanisms.py $(addprefix hosts/,test_hosted_layer.py test_router.py)) \
+  tests/checkpoints/test_export.py
 test-transformers: setup
 	@for version in $(VERSIONS); do \
 	  there=$$(mktemp -d) && trap 'rm -rf "$$there"' EXIT && \
