@@ -275,6 +275,27 @@ def test_a_separator_and_an_encoding(tmp_path: Path) -> None:
     assert {path: row["text"] for path, row in rows(workspace).items()} == {"a.txt:1": "first é\n", "a.txt:2": "second"}
 
 
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-32", "utf-8-sig", "utf-8"])
+def test_a_byte_order_mark_names_the_encoding_of_a_text(encoding: str, tmp_path: Path) -> None:
+    """Without a mark UTF-16 is no UTF-8, as before."""
+    words = "The depth — of a river — is 2³² łódź.\nNext ਊ line"
+    write(tmp_path / "a.txt", words.encode(encoding))
+    write(tmp_path / "b.txt", words.encode("utf-16-le"))
+    workspace = ingested(tmp_path, [tmp_path / "a.txt", tmp_path / "b.txt"])
+    assert {path: row["text"] for path, row in rows(workspace).items()} == {"a.txt": words}
+    assert failures(workspace) == {"b.txt": "parse_error"}
+
+
+def test_a_full_disk_names_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> dict[str, int]:
+        raise OSError(28, "No space left on device")  # as a write has it, without a name
+
+    monkeypatch.setattr(Ingest, "run", full)
+    with pytest.raises(OSError) as caught:
+        ingested(tmp_path, [write(tmp_path / "a.txt", "text")])
+    assert caught.value.filename == str(tmp_path / "out" / "stages" / "ingest")
+
+
 def test_identify_by_stamp(tmp_path: Path) -> None:
     write(tmp_path / "a.txt", "text")
     values = recipe_values({"a": [tmp_path / "a.txt"]}, ingest={"identify": "stamp"})

@@ -16,6 +16,7 @@ from fathom.checkpoints.layout import RECIPE
 from fathom.corpus.conversations import contents, messages_of
 from fathom.corpus.documents import ConversationMessage, Document, PartWriter, write_lines
 from fathom.corpus.extraction import FAILURES, POSSIBLE_NOTES, Extracted, IngestValues, Status
+from fathom.corpus.html import BOMS
 from fathom.corpus.recipe import Collection
 from fathom.corpus.sandbox import Sandbox
 from fathom.corpus.stage import Input, Stage, Task, grouped
@@ -260,7 +261,8 @@ class _Reader:
                 text = text_of(payload, self._arguments["text_field"])
             elif kind == "text":
                 encoding = self._arguments["encoding"]
-                text = payload.decode("utf-8-sig" if encoding == "utf-8" else encoding)
+                marked = next((named for mark, named in BOMS if payload.startswith(mark)), encoding)
+                text = payload.decode(marked if encoding == "utf-8" else encoding)
             elif not payload.strip():
                 return None
             else:

@@ -45,7 +45,7 @@ class Collection(Section):
     separator: str | None = None
     """a line that separates documents within text files; null: a file is a document"""
     encoding: str = "utf-8"
-    """encoding of text files"""
+    """encoding of text files; utf-8 also reads UTF-16 and UTF-32 with a byte-order mark"""
     filter: dict[str, object] = field(default_factory=dict)
     """overrides of the filter section for this collection"""
 

@@ -312,7 +312,12 @@ def perform(stage: StageOf[Any], task: Task) -> None:
     draft.mkdir(parents=True)
     forget_peak()
     started, busy = time.perf_counter(), time.process_time()
-    counts = stage.run(task, draft)
+    try:
+        counts = stage.run(task, draft)
+    except OSError as error:
+        if error.errno is None or error.filename:
+            raise
+        raise OSError(error.errno, error.strerror, str(final.parent)) from error  # a full disk has no name
     times = Times(
         seconds=round(time.perf_counter() - started, 4),
         cpu_seconds=round(time.process_time() - busy, 4),

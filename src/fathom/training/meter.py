@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import resource
 import sys
 import time
@@ -79,13 +80,20 @@ class Meter:
         return {**speed, "eta_seconds": (self.training.recipe.train.steps - last.step - 1) * elapsed / steps}
 
 
+PEAKS = (
+    *(("H100 PCIe", 756e12), ("H100 NVL", 835e12), ("H200 NVL", 835e12), ("H100", 989e12), ("H200", 989e12)),
+    *(("GH200", 989e12), ("B200", 2250e12), ("A100", 312e12), ("L40S", 362e12), ("L4", 121e12), ("A10", 125e12)),
+    *(("RTX 4090", 165e12), ("RTX 3090", 71e12), ("RTX 5090", 209e12), ("MI300X", 1307e12), ("MI325X", 1307e12)),
+)
+"""Dense bf16 FLOP/s by part of a device's name, with sums in fp32; the first that fits."""
+
+
 def peak_flops(device: torch.device) -> float | None:
     """Dense bf16 peak of common accelerators, from their data sheets; None for others."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    table = {"H200": 989e12, "H100": 989e12, "GH200": 989e12, "B200": 2250e12, "A100": 312e12, "L40S": 362e12}
-    return next((peak for key, peak in table.items() if key in name), None)
+    return next((peak for key, peak in PEAKS if re.search(rf"\b{key}\b", name)), None)
 
 
 def memory_bytes(device: torch.device) -> int:
