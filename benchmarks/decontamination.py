@@ -105,7 +105,26 @@ KINDS: dict[str, Callable[[Item], str]] = {
     "emphasis": lambda item: every(whole(item), 1, lambda word: f"**{word}**"),
     "JSON": lambda item: json.dumps({"question": asked(item), "answer": item.gold}),
     "table": lambda item: f"| {asked(item)} | {item.gold} |",
+    "messages": lambda item: json.dumps({"messages": [{"role": "user", "content": asked(item)},
+                                                      {"role": "assistant", "content": item.gold}]}),
+    "ShareGPT": lambda item: json.dumps({"conversations": [{"from": "human", "value": asked(item)},
+                                                           {"from": "gpt", "value": item.gold}]}),
+    "ChatML": lambda item: f"<|im_start|>user\n{asked(item)}<|im_end|>\n<|im_start|>assistant\n{item.gold}<|im_end|>",
+    "[INST]": lambda item: f"<s>[INST] {asked(item)} [/INST] {item.gold} </s>",
+    "Llama 3": lambda item: "<|begin_of_text|>" + "".join(
+        f"<|start_header_id|>{role}<|end_header_id|>\n\n{said}<|eot_id|>"
+        for role, said in (("user", asked(item)), ("assistant", item.gold))
+    ),
+    "Alpaca": lambda item: f"### Instruction:\n{asked(item)}\n\n### Response:\n{item.gold}",
+    "Sure!": lambda item: f"{asked(item)}\n\nSure! The answer is {item.gold}.",
+    "row, MMLU's": lambda item: json.dumps({"question": asked(item), "subject": "a_subject",
+                                            "choices": item.choices or [item.gold], "answer": 1}),
+    "row, ARC's": lambda item: json.dumps({"id": "M_1", "question": asked(item),
+                                           "choices": {"text": item.choices or [item.gold], "label": "ABCD"}}),
+    "row, keys sorted": lambda item: json.dumps({"answer": item.gold, "id": "M_1", "question": asked(item)}),
 }  # fmt: skip
+LENGTHS = ((1, 2), (3, 7), (8, 12), (13, 10**6))
+"""Words of a question, by which recall is counted, too."""
 
 
 STORY = "{who} had {a} {what} in {n} boxes on the shelf. Then {who} gave away {b} {what} to a neighbour of {other}."
@@ -184,11 +203,16 @@ def texts_of(places: Sequence[Path]) -> Iterator[str]:
 
 
 def recall(items: Sequence[Item], covers: Sequence[str], plants: int, chance: random.Random) -> dict[str, Any]:
-    """By kind: plants, those found, and other questions that were marked."""
+    """By kind: plants, those found, and other questions that were marked; and those found by length of the question.
+
+    Plants are drawn from all questions with an answer, also from those that the card calls too short to find.
+    """
     index, unfound = build_index(items, Decontaminate())
     matcher = Matcher([index], [items])
-    lost = set(unfound.short)
-    numbers = [n for n, item in enumerate(items) if item.gold and item.id not in lost]
+    numbers = [n for n, item in enumerate(items) if item.gold]
+    sizes = [len(plain(asked(item)).split()) for item in items]
+    lengths = {f"{low} to {high}" if high < 10**6 else f"{low} or more": [0, 0] for low, high in LENGTHS}
+    label = dict(zip(LENGTHS, lengths, strict=True))
     keys = [(item.stem, item.context, tuple(sorted(item.choices))) for item in items]
     cells: dict[str, Any] = {}
     for kind, form in KINDS.items():
@@ -200,6 +224,8 @@ def recall(items: Sequence[Item], covers: Sequence[str], plants: int, chance: ra
         for number, hits in zip(chosen, matcher.hits(texts), strict=True):
             marked = {hit.item for _, hit in hits}
             found += number in marked
+            cell = lengths[next(label[one] for one in LENGTHS if max(sizes[number], 1) <= one[1])]
+            cell[0], cell[1] = cell[0] + (number in marked), cell[1] + 1
             others = {keys[one]: one for one in marked if keys[one] != keys[number]}
             inside = sum(_holds(items[number], items[one]) for one in others.values())
             siblings, worst = siblings + len(others) - inside, max(worst, len(others) - inside)
@@ -210,6 +236,7 @@ def recall(items: Sequence[Item], covers: Sequence[str], plants: int, chance: ra
         "items": len(items),
         "too_short": len(unfound.short),
         "template_only": len(unfound.template),
+        "by_length": {words: {"found": found, "plants": planted} for words, (found, planted) in lengths.items()},
         "kinds": cells,
     }
 
