@@ -591,7 +591,7 @@ def unknown_flags(page: Path, parsers: dict[str, Parser]) -> list[str]:
     for mention in mentions(page):
         if mention.startswith(FOREIGN):
             continue
-        command, _, comment = mention.partition("#")
+        command, _, comment = mention.strip().partition("#")  # a command that another one printed is indented
         known = alone
         given = fathom_words(command.split()) if COMMAND.match(command) else None
         if given:
