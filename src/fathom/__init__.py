@@ -51,7 +51,6 @@ _HOMES = {
     "PrepareOptions": "fathom.corpus.prepare",
     "Recipe": "fathom.recipe",
     "Sampling": "fathom.inference.settings",
-    "Settings": "fathom.evaluation.scoring",
     "add_family": "fathom.checkpoints.families.layouts",
     "add_mechanism": "fathom.models",
     "check": "fathom.checkpoints.proof",

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM, StableLmConfig, StableLmForCausalLM
+from transformers import AutoModelForCausalLM, DiffLlamaConfig, DiffLlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from fathom.checkpoints.check import check_checkpoint
 from fathom.checkpoints.find import find_model
@@ -158,9 +158,9 @@ VALUES = [
 
 @pytest.fixture(scope="module")
 def stock(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("stock") / "stablelm"
+    directory = tmp_path_factory.mktemp("stock") / "diffllama"
     shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    StableLmForCausalLM(StableLmConfig(vocab_size=384, num_key_value_heads=2, **shape)).save_pretrained(directory)
+    DiffLlamaForCausalLM(DiffLlamaConfig(vocab_size=384, num_key_value_heads=2, **shape)).save_pretrained(directory)
     tiny_tokenizer().save_pretrained(directory)
     return directory
 

@@ -10,6 +10,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from fathom.checkpoints.export import export
+from fathom.checkpoints.families import ponderlm
 from fathom.checkpoints.families.lumia import BASELINE_KEYS, DEPTH_FLAGS
 from fathom.errors import ModelError
 from fathom.lineage import attacks, canonical, layouts
@@ -156,7 +157,9 @@ def test_a_plain_decoder_of_ours_is_edited(tmp_path):
 def test_depth_models_are_known_by_the_keys_of_the_registry():
     """They are written again, for lineage does without torch."""
     assert attacks.AXES == DEFAULTS
-    assert set(attacks.RELEASED) == {*DEPTH_FLAGS, *BASELINE_KEYS}
+    pondering = {"recurrent_model", "ponderinglm", "pondering_steps", "num_latent_thoughts"}
+    assert pondering <= set(ponderlm.READ)
+    assert set(attacks.RELEASED) == {*DEPTH_FLAGS, *BASELINE_KEYS, *pondering}
 
 
 def opened_logits(path):

@@ -217,7 +217,7 @@ def test_without_a_checkpoint_everything_is_new():
 
 def test_another_architecture_is_refused(tmp_path):
     BloomForCausalLM(BloomConfig(vocab_size=61, hidden_size=32, n_layer=2, n_head=2)).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"is a bloom model; Fathom opens fathom, gemma, .*, qwen3, smollm3"):
+    with pytest.raises(ValueError, match=r"is a bloom model; Fathom opens afmoe, .*, fathom, .*, qwen3, .*, smollm3"):
         FathomForCausalLM.from_pretrained(tmp_path)
 
 

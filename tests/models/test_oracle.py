@@ -1002,7 +1002,7 @@ def sources_at_every_visit(patch: pytest.MonkeyPatch) -> None:
 
 def residuals_of_the_first_trip(patch: pytest.MonkeyPatch) -> None:
     """All trips read and write by the first one's hyper-connections."""
-    patch.setattr(modeling.DecoderLayer, "residuals", lambda self, trip: (self.attn_residual, self.mlp_residual))
+    patch.setattr(modeling, "residuals", lambda layer, trip: (layer.attn_residual, layer.mlp_residual))
 
 
 def padding_attended_to(patch: pytest.MonkeyPatch) -> None:

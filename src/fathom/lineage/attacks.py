@@ -268,8 +268,8 @@ UNTYING = {"rotate", "gain", "scale"}
 AXES = {"mixer": "none", "residual": "plain", "recurrence": "once"}
 """Keys of a Fathom configuration, and the value that is Qwen3; the registry has them too, but it needs torch."""
 RELEASED = (
-    *("use_depth_attention", "recurrent_model", "cross_layer_pattern", "cross_layer_mode"),
-    *("baseline_mode", "residual_baseline"),
+    *("use_depth_attention", "cross_layer_pattern", "cross_layer_mode", "baseline_mode", "residual_baseline"),
+    *("recurrent_model", "ponderinglm", "pondering_steps", "num_latent_thoughts"),
 )
 """Keys of the papers' own depth models. No depth model is edited, since few edits keep what its mechanism computes."""
 

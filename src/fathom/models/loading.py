@@ -18,7 +18,7 @@ from .registry import AXES
 SHAPING = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("num_key_value_heads", "head_dim", "attention_bias", "output_bias", "mlp_bias", "gated_mlp"),
-    *("norm", "norm_placement", "qk_norm", "positions", "tie_word_embeddings"),
+    *("norm", "norm_placement", "qk_norm", "positions", "head_bias", "tie_word_embeddings"),
 )
 """Configuration keys that name the decoder's tensors, give them their shapes, or tie two of them."""
 LEARNED = ("max_position_embeddings", "position_offset")
