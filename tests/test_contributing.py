@@ -57,7 +57,9 @@ def test_it_picks():
     picked = cache_of(model_of("qwen3"), "strided").method.reduce(rest).flatten()
     assert len(picked) == L and picked.tolist() == rule(rest[0].numpy(), L).flatten().tolist()
 '''
-WITHOUT_CORPUS = ("data.directory=puzzle:hops", "train.export=false")
+WITHOUT_CORPUS = (
+    *("data.directory=puzzle:hops", "data.sequence_length=67", "train.tokens_per_step=1072", "train.export=false"),
+)
 RMSPROP = '''
 """RMSprop, torch's own."""
 
@@ -330,8 +332,8 @@ def said(folder: Path, *words: str) -> str:
 PYTEST = ("-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist")
 COPY = "src/tests/with blank/fathom"
 """A checkout may have any name: `git clone` calls it fathom, and people put blanks in paths."""
-# What every change must pass: order of imports.
-ALWAYS = ("tests/test_boundaries.py::test_boundaries", "tests/models/test_imports.py")
+# What every change must pass: the order of imports, and pages that say what the code says.
+ALWAYS = ("tests/test_boundaries.py::test_boundaries", "tests/models/test_imports.py", "tests/test_pages.py")
 
 
 @pytest.mark.slow
@@ -340,6 +342,7 @@ def test_walked(name: str, tmp_path: Path) -> None:
     walk = WALKS[name]
     folder = walked(walk, tmp_path / COPY)
     assert str(folder) in said(folder, "-c", "import fathom; print(fathom.__file__)")
+    assert "exit code 0" in (report := said(folder, "-m", "tests.pages")), report
     for asked in (*walk.tests, " ".join(ALWAYS)):
         words = asked.split()
         report = said(folder, *PYTEST, *words)
