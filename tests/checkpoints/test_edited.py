@@ -130,9 +130,9 @@ def is_strange(kind: str, words: str, base: Config) -> bool:
 
 
 @pytest.mark.parametrize("family", BASES)
-def test_a_few_edits_of_every_family(family: str, tmp_path: Path) -> None:
+def test_an_edit_of_every_family(family: str, tmp_path: Path) -> None:
     start = 8 * sorted(BASES).index(family)  # others for each family
-    assert not sweep(family, range(start + 1, start + 3), tmp_path)[1]
+    assert not sweep(family, range(start + 1, start + 2), tmp_path)[1]
 
 
 @pytest.mark.slow

@@ -40,7 +40,7 @@ def write(directory: Path, config: dict[str, Any]) -> Path:
     return directory
 
 
-@pytest.mark.quick("gpt2", "olmo2")
+@pytest.mark.quick("gpt2")
 @pytest.mark.parametrize("case", CASES)
 def test_every_family_agrees(case: str, tmp_path: Path) -> None:
     found = check(write(tmp_path, config_of(case)))
