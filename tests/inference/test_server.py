@@ -441,11 +441,66 @@ def test_fields_that_change_nothing_are_ignored(served):
     assert plain[0] == 200
     answer = served.post("/v1/chat/completions", messages=HELLO, max_tokens=4, temperature=0, **fields)
     assert answer[0] == 200 and answer[1]["choices"] == plain[1]["choices"]
-    for wrong in ({"modalities": ["text", "audio"]}, {"verbosity": "shrill"}, {"reasoning": {}}):
+    fields = {"prompt_cache_retention": "24h", "prediction": {"type": "content", "content": "x"}, "priority": 1}
+    fields |= {
+        "reasoning_effort": "low",
+        "request_id": "r",
+        "cache_salt": "s",
+        "include_reasoning": False,
+        "best_of": 1,
+    }
+    fields |= {"skip_special_tokens": True, "use_beam_search": False, "add_special_tokens": False}
+    answer = served.post("/v1/chat/completions", messages=HELLO, max_tokens=4, temperature=0, **fields)
+    assert answer[0] == 200 and answer[1]["choices"] == plain[1]["choices"]
+    for wrong in (
+        {"modalities": ["text", "audio"]},
+        {"verbosity": "shrill"},
+        {"reasoning": {}},
+        {"reasoning_effort": "utmost"},
+        {"skip_special_tokens": False},
+        {"use_beam_search": True},
+        {"best_of": 2},
+    ):
         check_error(served.post("/v1/chat/completions", messages=HELLO, **wrong), 400)
     asked = {"model": "tiny", "messages": HELLO, "max_tokens": 4, "stream": True, "stream_options": options}
     *_, last = served.client.chat.completions.create(**asked)
     assert last.usage.completion_tokens == answer[1]["usage"]["completion_tokens"]
+
+
+def test_a_message_that_the_assistant_began_is_continued(served):
+    begun = [*HELLO, {"role": "assistant", "content": "the <|endoftext|> de"}]
+    asked = {"max_tokens": 6, "temperature": 0, "return_token_ids": True}
+    status, answer = served.post("/v1/chat/completions", messages=begun, continue_final_message=True, **asked)
+    assert status == 200, answer
+    ids = answer["prompt_token_ids"]
+    counted = served.post("/tokenize", messages=begun, continue_final_message=True, add_generation_prompt=False)[1]
+    assert counted["tokens"] == ids
+    rendered = served.post("/detokenize", tokens=ids)[1]["prompt"]
+    assert rendered.endswith("the <|endoftext|> de")
+    _, same = served.post(prompt=ids, **asked)
+    assert answer["choices"][0]["message"]["content"] == same["choices"][0]["text"]
+    again = served.post("/v1/chat/completions", messages=begun, **asked)[1]
+    assert len(again["prompt_token_ids"]) > len(ids)  # otherwise the assistant's next message is begun
+    wrong = ({"messages": HELLO}, {"messages": [*HELLO, {"role": "assistant", "content": " "}]})
+    for other in (*wrong, {"messages": begun, "add_generation_prompt": True}):
+        check_error(served.post("/v1/chat/completions", continue_final_message=True, **other), 400)
+        check_error(served.post("/tokenize", continue_final_message=True, **other), 400)
+
+
+def test_the_effort_of_reasoning_is_a_variable_of_the_template(live):
+    tokenizer, before = live.service.tokenizer, live.service.tokenizer.chat_template
+    tokenizer.chat_template = "{{ reasoning_effort | default('-') }}:{{ messages[0]['content'] }}"
+    try:
+        asked = {"messages": HELLO, "max_tokens": 1, "return_token_ids": True}
+        for fields, text in (
+            ({}, "-:x"),
+            ({"reasoning_effort": "low"}, "low:x"),
+            ({"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "9"}}, "9:x"),
+        ):
+            ids = live.post("/v1/chat/completions", **asked, **fields)[1]["prompt_token_ids"]
+            assert tokenizer.decode(ids) == text
+    finally:
+        tokenizer.chat_template = before
 
 
 def test_two_lengths_of_a_body_close_the_connection(served):

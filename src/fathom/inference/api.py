@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import secrets
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -91,7 +92,8 @@ def told(error: Exception) -> ApiError:
 
 def _invalid(first: dict) -> ApiError:
     """The first error that pydantic found, by field name; `body` stands before the name."""
-    place = [str(part) for part in first["loc"][1:]]
+    # Of a union, pydantic also names the kinds that it tried: literal['none'], dict[str,any], NamedTool.
+    place = [str(part) for part in first["loc"][1:] if not re.search(r"[\[(]|^[A-Z]", str(part))]
     if not place or first["type"] == "json_invalid":
         return ApiError(400, "the body must be a JSON object, sent as application/json", "malformed_body")
     what = "not supported by this server" if first["type"] == "extra_forbidden" else first["msg"]
@@ -198,14 +200,26 @@ class Body(Strict):
     return_trips: bool = False
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    # Fields that clients send and that do not affect the text.
+    # Fields that clients send and that do not affect the text, and others at the only value that is built.
     store: Literal[False] = False
     metadata: dict[str, object] = {}
     service_tier: str | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_options: dict[str, object] | None = None
+    prompt_cache_retention: str | None = None
+    cache_salt: str | None = None
+    prediction: dict[str, object] | None = None
+    priority: int = 0
+    request_id: str | None = None
     safety_identifier: str | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
     modalities: list[Literal["text"]] | None = None
+    include_reasoning: bool = True
+    include_stop_str_in_output: Literal[False] = False
+    length_penalty: float = 1.0  # of beams
+    skip_special_tokens: Literal[True] = True
+    spaces_between_special_tokens: Literal[True] = True
+    use_beam_search: Literal[False] = False
 
     @field_validator("top_k")
     @classmethod
@@ -291,7 +305,38 @@ class CompletionBody(Body):
         }
 
 
-class ChatBody(Body):
+class Rendering(Strict):
+    """How a conversation becomes a prompt."""
+
+    messages: Annotated[list[Message], Field(fail_fast=True)] | None = Field(None, max_length=TURNS)
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    """Whether the answer continues the last message, which the assistant began."""
+    chat_template_kwargs: dict[str, bool | int | str] = Field({}, max_length=64)
+
+    @property
+    def ending(self) -> dict[str, bool]:
+        """How the prompt ends, as `apply_chat_template` takes it."""
+        if self.continue_final_message:
+            return {"add_generation_prompt": False, "continue_final_message": True}
+        return {"add_generation_prompt": self.add_generation_prompt is not False}
+
+    def ending_rules(self) -> FieldRules:
+        """What must be so for a message to be continued."""
+        last = self.messages[-1] if self.messages else None
+        begun = last is not None and last.role == "assistant" and bool((last.content or "").strip())
+        begun = begun and last is not None and not last.tool_calls
+        once = "not together with continue_final_message"
+        return {
+            "continue_final_message": (
+                begun or not self.continue_final_message,
+                "the last message must be the assistant's, with a text and no tool calls",
+            ),
+            "add_generation_prompt": (not (self.continue_final_message and self.add_generation_prompt), once),
+        }
+
+
+class ChatBody(Rendering, Body):
     """`POST /v1/chat/completions`."""
 
     messages: Annotated[list[Message], Field(fail_fast=True)] = Field(min_length=1, max_length=TURNS)
@@ -299,7 +344,10 @@ class ChatBody(Body):
     max_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=20)
-    chat_template_kwargs: dict[str, bool | int | str] = Field({}, max_length=64)
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    """A variable of chat templates that know it."""
+    add_special_tokens: Literal[False] = False
+    best_of: Literal[1] = 1
     tools: list[Tool] = Field([], max_length=TOOLS)
     functions: list[object] = Field([], max_length=0)
     tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools = "auto"
@@ -322,11 +370,21 @@ class ChatBody(Body):
         alone = not self.top_logprobs or self.logprobs
         names = [tool.function.name for tool in self.tools]
         known = self._chosen <= set(names) if self._chosen else self.tool_choice != "required" or bool(names)
-        return super().rules(vocabulary) | {
-            "top_logprobs": (alone, "only with logprobs=true"),
-            "tools": (len(set(names)) == len(names), "two tools have one name"),
-            "tool_choice": (known, "no such tool in the request"),
-        }
+        return (
+            super().rules(vocabulary)
+            | self.ending_rules()
+            | {
+                "top_logprobs": (alone, "only with logprobs=true"),
+                "tools": (len(set(names)) == len(names), "two tools have one name"),
+                "tool_choice": (known, "no such tool in the request"),
+            }
+        )
+
+    @property
+    def variables(self) -> dict[str, bool | int | str]:
+        """Variables of the chat template."""
+        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        return effort | self.chat_template_kwargs
 
     @property
     def callable_tools(self) -> list[Tool]:
@@ -350,12 +408,11 @@ class ChatBody(Body):
         return {self.tool_choice.function.name} if isinstance(self.tool_choice, NamedTool) else set()
 
 
-class TextBody(Strict):
+class TextBody(Rendering):
     """`POST /tokenize`: a text or a conversation."""
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(fail_fast=True)] | None = Field(None, max_length=TURNS)
     add_special_tokens: bool = True
 
 

@@ -98,8 +98,9 @@ def written(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any
         messages: As templates expect them.
         variables: Further template variables.
     """
+    variables = {"add_generation_prompt": True, **variables}
     try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **variables))
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, **variables))
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, TemplateError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise SettingsError(f"this conversation cannot be read: {reason}") from error

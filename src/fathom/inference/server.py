@@ -29,6 +29,7 @@ from fathom.inference.api import (
     ApiError,
     ChatBody,
     CompletionBody,
+    FieldRules,
     Message,
     TextBody,
     TokensBody,
@@ -149,9 +150,13 @@ class Service:
         return ids
 
     async def conversation(
-        self, messages: Sequence[Message], variables: Mapping[str, object], tools: Sequence[Tool] = ()
+        self,
+        messages: Sequence[Message],
+        variables: Mapping[str, object],
+        ending: Mapping[str, bool],
+        tools: Sequence[Tool] = (),
     ) -> list[int]:
-        """A conversation as token ids; `variables` are the template's."""
+        """A conversation as token ids; `variables` are the template's, `ending` says how the prompt ends."""
         if not self.tokenizer.chat_template:
             message = "this model has no chat template; use /v1/completions"
             raise ApiError(400, message, "no_chat_template")
@@ -162,6 +167,7 @@ class Service:
             if "tools" not in str(self.tokenizer.chat_template):
                 raise wrong("tools", "this model's chat template does not write tools")
             variables = {**variables, "tools": [tool.model_dump(exclude_none=True) for tool in tools]}
+        variables = {**variables, **ending}
         if any(one.tool_calls for one in messages) and "tool_calls" not in str(self.tokenizer.chat_template):
             raise wrong("messages", "this model's chat template does not write tool calls")
         turns = [one.turn() for one in messages]
@@ -191,7 +197,7 @@ class Service:
     async def prompts(self, body: Asked) -> list[list[int]]:
         """The prompts of a request as token ids."""
         if isinstance(body, ChatBody):
-            return [await self.conversation(body.messages, body.chat_template_kwargs, body.tools)]
+            return [await self.conversation(body.messages, body.variables, body.ending, body.tools)]
 
         async def ids(prompt: str) -> list[int]:
             return await self.encoded("prompt", len(prompt), partial(encode, self.tokenizer, prompt, {}, self.context))
@@ -237,9 +243,7 @@ class Service:
     async def answer(self, body: Asked) -> Response:
         """The answer, complete or as a stream."""
         self.known(body.model)
-        for field, (allowed, message) in body.rules(self.model.config.vocab_size).items():
-            if not allowed:
-                raise wrong(field, message)
+        _check(body.rules(self.model.config.vocab_size))
         self.loop = asyncio.get_running_loop()
         shape, prompts = await self.shape(body), await self.prompts(body)
         queue: asyncio.Queue = asyncio.Queue()
@@ -258,7 +262,7 @@ class Service:
 
     def _text(self, body: Asked, job: Job, shape: Shape | None, index: int) -> Text:
         """The text made from a job's tokens."""
-        after = () if isinstance(body, ChatBody) else job.prompt
+        after = () if isinstance(body, ChatBody) and not body.continue_final_message else job.prompt
         marked = shape is not None and shape.special
         words = AnswerWords(self.tokenizer, marked, after, mute=job.stops | self.stops if marked else ())
         echo: str | list[int] = ""
@@ -310,6 +314,13 @@ class Service:
         }
         kinds = (("counter", counters), ("gauge", gauges))
         return "".join(f"# TYPE fathom_{k} {kind}\nfathom_{k} {v}\n" for kind, these in kinds for k, v in these.items())
+
+
+def _check(rules: FieldRules) -> None:
+    """Refuse a request by its first field that is not allowed."""
+    for field, (allowed, message) in rules.items():
+        if not allowed:
+            raise wrong(field, message)
 
 
 async def _stream(parts: Parts, texts: list[Text], envelope: Envelope, usage: bool) -> AsyncIterator[str]:
@@ -376,7 +387,8 @@ def build_app(
         if (body.prompt is None) == (body.messages is None):
             raise wrong("prompt", "use either this or messages")
         if body.messages is not None:
-            ids = await service.conversation(body.messages, {})
+            _check(body.ending_rules())
+            ids = await service.conversation(body.messages, body.chat_template_kwargs, body.ending)
         else:
             text, special = body.prompt or "", body.add_special_tokens
             whole = partial(service.tokenizer.encode, text, add_special_tokens=special, verbose=False)
