@@ -42,8 +42,8 @@ ROOMS = (
 )
 """Each may import those before it."""
 MODELS = (
-    *("axes", "decoder", "mixers", "residuals", "recurrences", "registry", "foreign", "configuration", "trips"),
-    *("hosts", "loading", "pretrained", "generation", "modeling", "cost", "packages", "__init__"),
+    *("axes", "decoder", "mixers", "residuals", "recurrences", "registry", "sublayers", "foreign", "configuration"),
+    *("trips", "hosts", "loading", "pretrained", "generation", "modeling", "cost", "packages", "__init__"),
 )
 """The order inside `models`, of folders and of the files beside them."""
 STRANGERS = {

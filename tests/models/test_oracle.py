@@ -26,7 +26,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticCa
 
 from fathom.checkpoints.families import gpt_neox
 from fathom.checkpoints.families.tensors import LAYER
-from fathom.models import FathomConfig, FathomForCausalLM, modeling
+from fathom.models import FathomConfig, FathomForCausalLM, modeling, sublayers
 from fathom.models.configuration import CHOICES
 from fathom.models.decoder.rotary import signed
 from fathom.models.mixers.depth_attention import DepthAttention
@@ -958,7 +958,7 @@ def one_norm_for_two(patch: pytest.MonkeyPatch) -> None:
     def faulty(self: modeling.DecoderLayer, x: Any) -> Any:
         return self.multiplier * self.mlp(self.input_layernorm(x))
 
-    patch.setattr(modeling.DecoderLayer, "feed_forward", faulty)
+    patch.setattr(modeling.DecoderLayer, "mix_channels", faulty)
 
 
 def positions_in_every_trip(patch: pytest.MonkeyPatch) -> None:
@@ -1002,7 +1002,7 @@ def sources_at_every_visit(patch: pytest.MonkeyPatch) -> None:
 
 def residuals_of_the_first_trip(patch: pytest.MonkeyPatch) -> None:
     """All trips read and write by the first one's hyper-connections."""
-    patch.setattr(modeling, "residuals", lambda layer, trip: (layer.attn_residual, layer.mlp_residual))
+    patch.setattr(sublayers, "residuals", lambda layer, trip: (layer.attn_residual, layer.mlp_residual))
 
 
 def padding_attended_to(patch: pytest.MonkeyPatch) -> None:

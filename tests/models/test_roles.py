@@ -42,9 +42,9 @@ def parallel(self, *state, sources=(), **kwargs):
     """Attention and MLP of one input: two reads of the residual, then two writes."""
     x, state, attended = self.attn_residual(state)
     y, state, fed = self.mlp_residual(state)
-    update, key, value = self.attend(x, self.attn_residual.gained, sources=sources, **kwargs)
+    update, key, value = self.mix_tokens(x, self.attn_residual.gained, sources=sources, **kwargs)
     state = self.attn_residual(state, update, attended)
-    state = self.mlp_residual(state, self.feed_forward(y), fed)
+    state = self.mlp_residual(state, self.mix_channels(y), fed)
     return *state, key, value
 
 

@@ -31,7 +31,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from .axes.cache_name import CACHE, by_any_name, returned
 from .axes.numerics import IGNORE
-from .axes.roles import Recurrence, Residual, ResidualState, TripState, ValueMixer, View, Ways, direct, watched, ways
+from .axes.roles import Recurrence, Residual, ResidualState, TripState, ValueMixer, View, Ways, direct, watched
 from .axes.visit import Plan
 from .configuration import FathomConfig
 from .decoder.eager import attend_capped
@@ -46,7 +46,8 @@ from .hosts.layout import Layout
 from .hosts.refusals import check_host
 from .hosts.router import Balance, adopt_routers, mean_of_trips
 from .pretrained import FathomPreTrainedModel
-from .registry import add_residuals, mechanism, residuals
+from .registry import add_residuals, mechanism
+from .sublayers import Sublayers, order_of
 from .trips.engines import COMPANY, ENGINES, CachedAttention, check_engine, handed, seat, take_banks
 from .trips.flex_reading import ReadingRule, attend_by_rule
 from .trips.reading import attend_beside, with_key_bias
@@ -55,15 +56,15 @@ from .trips.slots import plan, with_banks
 from .trips.walk import Inputs, Store
 from .trips.walk import run as run_trips
 
-NORM_NAMES = {
-    "before": ("input_layernorm", "post_attention_layernorm"),
-    "after": ("post_attention_layernorm", "post_feedforward_layernorm"),
+NORM_NAMES: Mapping[str, tuple[tuple[str | None, str | None], tuple[str | None, str | None]]] = {
+    "before": (("input_layernorm", "post_attention_layernorm"), (None, None)),
+    "after": ((None, None), ("post_attention_layernorm", "post_feedforward_layernorm")),
     "both": (
-        *("input_layernorm", "post_attention_layernorm"),
-        *("pre_feedforward_layernorm", "post_feedforward_layernorm"),
+        ("input_layernorm", "pre_feedforward_layernorm"),
+        ("post_attention_layernorm", "post_feedforward_layernorm"),
     ),
 }
-"""By placement: the norms of a layer under the names that transformers gives them."""
+"""By placement: the norms before and after a layer's two sub-layers, under the names that transformers gives them."""
 Places = bool | int | Sequence[int]
 """What `output_hidden_states` may be: all or none, one, or some of them."""
 
@@ -230,7 +231,7 @@ class Attention(CachedAttention):
         return query, key, direct(mixer)(query, key, value, sources), key
 
 
-class DecoderLayer(GradientCheckpointingLayer):
+class DecoderLayer(Sublayers, GradientCheckpointingLayer):
     """Attention and MLP, each between a read and a write of the residual."""
 
     def __init__(self, config: FathomConfig, layer_idx: int) -> None:
@@ -239,76 +240,42 @@ class DecoderLayer(GradientCheckpointingLayer):
         self.mlp = FeedForward(config)
         for last in (self.self_attn.o_proj, self.mlp.down_proj):
             last.writes_residual = True  # type: ignore[assignment]  # `_init_weights` sees one Linear at a time
-        self.norm_placement, self.parallel = config.norm_placement, config.parallel_residual
-        for name in NORM_NAMES[config.norm_placement]:
+        self.before, self.after = NORM_NAMES[config.norm_placement]
+        for name in filter(None, (*self.before, *self.after)):
             setattr(self, name, NORMS[config.norm](config.hidden_size, config.rms_norm_eps))
         self.multiplier = config.residual_multiplier
         add_residuals(self, config, layer_idx)
-        self.plain = type(self.attn_residual) is Residual
-        usual = config.norm_placement == "before" and config.residual_multiplier == 1.0
-        self.usual = self.plain and usual and not self.parallel
+        self.order = order_of(self, "sum" if config.parallel_residual else "")
 
-    def forward(
-        self, *state: Tensor, sources: tuple[Tensor, ...] = (), trip: int = 0, **kwargs: object
-    ) -> ResidualState:
+    def forward(self, *state: Tensor, trip: int = 0, **kwargs: object) -> ResidualState:
         """The new residual state and, last, what attention returns for the layers that read it: key and mixed value.
 
         Inputs and outputs are tensors, not tuples of tensors: reentrant checkpointing tracks gradients of tensors only.
         """
-        if self.usual and self.unwatched():  # the same sums and norms as below, without calls that a token would notice
-            parts: Any = self._modules
-            update, _, *kept = parts["self_attn"](parts["input_layernorm"](state[0]), sources=sources, **kwargs)
-            x = state[0] + update
-            return x + parts["mlp"](parts["post_attention_layernorm"](x)), *kept
-        attn, mlp = residuals(self, trip)
-        (read, write), (read_mlp, write_mlp) = ways(attn), ways(mlp)
-        x, state, context = read(state)
-        if self.parallel:  # two reads of one state, then two writes
-            y, state, second = read_mlp(state)
-        update, *kept = self.attend(x, attn.gained, sources=sources, **kwargs)
-        if self.plain and self.parallel:  # GPT-NeoX rounds the sum of both updates first
-            return *write(state, update + self.feed_forward(y), context), *kept
-        if self.parallel:
-            made = self.feed_forward(y)
-            after = write_mlp(write(state, update, context), made, second)
-            return *((state[0] + (update + made), *after[1:]) if mlp.adds else after), *kept
-        state = write(state, update, context)
-        y, state, second = read_mlp(state)
-        return *write_mlp(state, self.feed_forward(y), second), *kept
+        return self.order(self, state, trip, kwargs)
 
-    def unwatched(self) -> bool:
-        """Whether the residuals are those that the layer was built with, and no hook waits for their calls."""
-        attn: Any = self._modules["attn_residual"]
-        mlp: Any = self._modules["mlp_residual"]
-        return type(attn) is Residual is type(mlp) and not (watched(attn) or watched(mlp))
-
-    def attend(self, x: Tensor | Ways, gained: Callable[[Ways], Ways], **kwargs: object) -> tuple[Tensor, ...]:
+    def mix_tokens(self, x: Tensor | Ways, gained: Callable[[Ways], Ways], **kwargs: object) -> tuple[Tensor, ...]:
         """Attention's update of the residual, and what other layers read of it."""
         if isinstance(x, tuple):
-            query, *others = gained(self.normed(*x))
+            x, *others = gained(self.normed_ways(*x))
             kwargs["others"] = tuple(others)
         else:
-            query = x if self.norm_placement == "after" else self.input_layernorm(x)
-        update, _, *kept = self.self_attn(query, **kwargs)
-        update = update if self.norm_placement == "before" else self.post_attention_layernorm(update)
-        return update if self.multiplier == 1.0 else update * self.multiplier, *kept
+            x = self.normed(self.before[0], x)
+        update, _, *kept = self._modules["self_attn"](x, **kwargs)
+        return self.scaled(self.normed(self.after[0], update)), *kept
 
-    def normed(self, query: Tensor, key: Tensor, value: Tensor) -> Ways:
+    def normed_ways(self, query: Tensor, key: Tensor, value: Tensor) -> Ways:
         """The normed inputs of the three projections; the norm runs once for each distinct tensor."""
-        norm = nn.Identity() if self.norm_placement == "after" else self.input_layernorm
-        q = norm(query)
-        k = q if key is query else norm(key)
-        v = q if value is query else k if value is key else norm(value)
+        name = self.before[0]
+        q = self.normed(name, query)
+        k = q if key is query else self.normed(name, key)
+        v = q if value is query else k if value is key else self.normed(name, value)
         return q, k, v
 
-    def feed_forward(self, x: Tensor) -> Tensor:
+    def mix_channels(self, x: Tensor) -> Tensor:
         """The MLP's update of the residual."""
-        if self.norm_placement == "before":
-            x = self.mlp(self.post_attention_layernorm(x))
-        else:
-            x = x if self.norm_placement == "after" else self.pre_feedforward_layernorm(x)
-            x = self.post_feedforward_layernorm(self.mlp(x))
-        return x if self.multiplier == 1.0 else x * self.multiplier
+        update = self._modules["mlp"](self.normed(self.before[1], x))
+        return self.scaled(self.normed(self.after[1], update))
 
 
 def _at_places(hidden: tuple[Tensor, ...], places: Places) -> tuple[Tensor | None, ...]:
@@ -352,8 +319,7 @@ class FathomModel(FathomPreTrainedModel):
         self.recurrence: Recurrence = mechanism("recurrence", config.recurrence).build(config)
         self.coda = self.recurrence.span(config)[1]
         """The first layer that is visited once, after all trips. Asked here, since a compiled graph cannot ask."""
-        self.slotted = self.recurrence.view is not View.SAME or self.recurrence.halts
-        """Whether trips read one another or tokens halt, so that the cache must hold slots."""
+        self.slotted = self.recurrence.slotted
         window = {"sliding_attention": config.sliding_window}
         self.reach: dict[str, int | None] = {kind: window.get(kind) for kind in config.layer_types}
         """By layer type: how many tokens back it reads; None for all."""

@@ -48,6 +48,17 @@ class View(enum.Enum):
         return self is not View.ALL
 
 
+class Way(enum.Enum):
+    """How a forward pass without slots in a cache makes its trips; `walk.py` has a maker for each."""
+
+    ONCE = enum.auto()  # one trip, and nothing after it
+    BANKED = enum.auto()  # each trip an ordinary pass with a bank of its own
+    LENDING = enum.auto()  # the same, with the first trip's keys and values in all of them
+    DENSE = enum.auto()  # halted tokens are computed and discarded
+    PACKED = enum.auto()  # halted tokens are left out
+    SOLVED = enum.auto()  # the trips of all tokens side by side
+
+
 @dataclass(frozen=True, kw_only=True)
 class Cost:
     """The cost that a mechanism adds to the vanilla decoder: all fields but `parameters` per token of a forward
@@ -444,6 +455,19 @@ class Recurrence(MechanismModule):
     def penalty_flops(cls, config: DecoderConfig, sequence_length: int) -> float:
         """FLOPs per token that `aux_losses` adds to a training step."""
         return 0.0
+
+    @property
+    def slotted(self) -> bool:
+        """Whether trips read one another or tokens halt, so that a cache must hold slots."""
+        return self.view is not View.SAME or self.halts
+
+    def way(self, trips: int, packs: bool) -> Way:
+        """How the walk makes `trips` trips; `packs` says whether it may leave halted tokens out."""
+        if not self.slotted:
+            return Way.ONCE if type(self) is Recurrence else Way.LENDING if self.lends else Way.BANKED
+        if self.view is View.ALL and trips > 1:
+            return Way.SOLVED
+        return Way.PACKED if packs and self.skip_dead_rows else Way.DENSE
 
     @property
     def unrolls(self) -> bool:

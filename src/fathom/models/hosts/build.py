@@ -18,6 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from ..axes.fields import DecoderConfig
 from ..registry import add_residuals, mechanism
+from ..sublayers import order_of
 from .handover import HANDOVER
 from .hosted_layer import Hosted
 from .layout import Layout
@@ -93,6 +94,7 @@ def build(config: DecoderConfig) -> PreTrainedModel:
     for i, layer in enumerate(decoder.layers):
         layout = adopt(layer, layouts)
         add_residuals(layer, config, i)
+        layer.order = order_of(layer, layout.parallel)
         spare(layer)
         layer.kind, layer.value_mixer = config.layer_types[i], None
         if i in keyed and not layout.latent:
@@ -114,7 +116,9 @@ def adopt(layer: nn.Module, layouts: tuple[Layout, ...]) -> Layout:
     held = {name for name, part in layer.named_children() if part is not None}
     layout = next(one for one in layouts if one.fits(held))
     kind = type(layer)
-    layer.__class__ = type("DecoderLayer", (Hosted, kind), {"layout": layout, "__module__": kind.__module__})
-    token = next(name for name in layout.token if name in held)
-    cast(Any, layer).parts = token, tuple(name for name in layout.channel if name in held)
+    layer.__class__ = type("DecoderLayer", (Hosted, kind), {"__module__": kind.__module__})
+    ours: Any = layer
+    ours.parts = next(name for name in layout.token if name in held), tuple(x for x in layout.channel if x in held)
+    ours.before, ours.after = layout.before, layout.after
+    ours.multiplier = getattr(layer, layout.multiplier) if layout.multiplier else 1.0
     return layout

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Hashable
-from functools import cache
+from functools import cache, reduce
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from ..axes.cache_name import first_of
-from ..axes.roles import Residual, ResidualState, ValueMixer, ways
-from ..registry import residuals
+from ..axes.roles import Residual, ResidualState, ValueMixer
+from ..sublayers import Sublayers
 from .handover import Handover
-from .layout import Layout
 from .router import logits_of
 
 
@@ -85,10 +85,9 @@ def takes(kind: Hashable) -> tuple[str, frozenset[str] | None]:
     return cached, None if anything else frozenset(names)
 
 
-class Hosted:
+class Hosted(Sublayers):
     """Mixed into a family's layer class, whose modules it calls by the names of a layout."""
 
-    layout: Layout
     parts: tuple[str, tuple[str, ...]]
     kind: str
     """The layer's type."""
@@ -103,75 +102,48 @@ class Hosted:
     again: nn.ModuleList
     """The residuals of further trips, where each trip has its own."""
 
-    def forward(
+    def forward(self, *state: Tensor, trip: int = 0, **kwargs: Any) -> ResidualState:
+        """The new residual state and, last, this layer's key and mixed value; before these, if the walk `routes`, the
+        router's logits `[B, T, experts]`."""
+        made = self.order(self, state, trip, kwargs)
+        if not self.routes:
+            return made
+        module = cast(nn.Module, self)
+        logits: Any = logits_of(module, self.router, state[0].shape[:2]) if self.router else None
+        return *made[:-2], logits, *made[-2:]
+
+    def mix_tokens(
         self,
-        *state: Tensor,
-        attention_mask: Tensor | None,
+        x: Tensor,
+        gained: object,
+        *,
         bank: int,
         rotation: Any,
-        position_ids: Tensor,
         past_key_values: Cache | None = None,
         backend: str = "sdpa",
         sources: tuple[Tensor, ...] = (),
-        trip: int = 0,
-        **extra: Any,
-    ) -> ResidualState:
-        """The new residual state and, last, this layer's key and mixed value; before these, if the walk `routes`, the
-        router's logits `[B, T, experts]`."""
-        rotation = rotation[self.kind] if isinstance(rotation, dict) else rotation
-        given = {"attention_mask": attention_mask, "position_ids": position_ids, "position_embeddings": rotation}
+        **given: Any,
+    ) -> tuple[Any, ...]:
+        """The update of what mixes tokens, and its key and mixed value; None if it has none."""
+        given["position_embeddings"] = rotation[self.kind] if isinstance(rotation, dict) else rotation
         view: Any = None if past_key_values is None else Bank(past_key_values, bank)
-        part = getattr(self, self.parts[0])
-        attn, mlp = residuals(self, trip)
-        (read, write), (read_mlp, write_mlp) = ways(attn), ways(mlp)
-        x, state, context = read(state)
         hand = None
         if self.value_mixer is not None:
-            asked = {name: extra.pop(name) for name in ASKED if name in extra}
-            asked |= {"visit": bank, "paged": extra.pop("cache", None)}
+            asked = {name: given.pop(name) for name in ASKED if name in given}
+            asked |= {"visit": bank, "paged": given.pop("cache", None)}
             hand = Handover(self.value_mixer, backend, view, sources, **asked)
             view, given["handover"] = (None if view is None else hand), hand
-        y = self._norm(self.layout.before[0], x)
-        update = self._mixed(part, y, view, given | extra)
-        if self.layout.parallel:
-            x, state, second = read_mlp(state)
-        if self.layout.parallel == "sum" and type(self.attn_residual) is Residual:
-            state = write(state, update + self._channel(x), context)
-        else:
-            state = write(state, update, context)
-            if not self.layout.parallel:
-                x, state, second = read_mlp(state)
-            state = write_mlp(state, self._channel(x), second)
-        return cast(ResidualState, (*state, *self._routed(x), *self._pair(hand)))
-
-    def _mixed(self, part: nn.Module, y: Tensor, view: Any, given: dict[str, Any]) -> Tensor:
-        """The update of what mixes tokens."""
+        part = self._modules[self.parts[0]]
         name, allowed = takes(cast(Hashable, type(part)))
         given = given if allowed is None else {key: value for key, value in given.items() if key in allowed}
-        update = part(hidden_states=y, **given, **{name: view})
+        update = part(hidden_states=self.normed(self.before[0], x), **given, **{name: view})
         update = update[0] if isinstance(update, tuple) else update
-        return self._scaled(self._norm(self.layout.after[0], update))
+        pair = None if hand is None else hand.pair
+        return self.scaled(self.normed(self.after[0], update)), *((None, None) if pair is None else pair)
 
-    def _channel(self, x: Tensor) -> Tensor:
+    def mix_channels(self, x: Tensor) -> Tensor:
         """The update of what mixes channels."""
-        y, update = self._norm(self.layout.before[1], x), None
-        for name in self.parts[1]:
-            made = getattr(self, name)(y)
-            made = made[0] if isinstance(made, tuple) else made
-            update = made if update is None else update + made
-        return self._scaled(self._norm(self.layout.after[1], cast(Tensor, update)))
-
-    def _routed(self, x: Tensor) -> tuple[Tensor | None, ...]:
-        """The router's logits for `x`, if they are wanted."""
-        if not self.routes:
-            return ()
-        return (logits_of(cast(nn.Module, self), self.router, x.shape[:2]) if self.router else None,)
-
-    def _pair(self, hand: Handover | None) -> tuple[Tensor | None, Tensor | None]:
-        return (None, None) if hand is None or hand.pair is None else hand.pair
-
-    def _norm(self, name: str | None, x: Tensor) -> Tensor:
-        return x if name is None else getattr(self, name)(x)
-
-    def _scaled(self, x: Tensor) -> Tensor:
-        return x if self.layout.multiplier is None else x * getattr(self, self.layout.multiplier)
+        y = self.normed(self.before[1], x)
+        made = (self._modules[name](y) for name in self.parts[1])
+        updates = [one[0] if isinstance(one, tuple) else one for one in made]
+        return self.scaled(self.normed(self.after[1], reduce(torch.add, updates)))

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sized
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..axes.cache_name import CACHE
-from ..axes.roles import View
 from ..axes.visit import Plan
 from ..registry import DEFAULTS
 from .slots import banks_of
@@ -148,43 +148,79 @@ def check_engine(
         attentions: The attention modules of its layers, which may have banks.
         multiway: Whether queries, keys and values have different inputs.
     """
-    backend = str(config._attn_implementation)
-    if multiway and backend.startswith(ENGINES):
-        raise ValueError(
-            f"attn_implementation={backend} makes queries, keys and values of one input; with residual="
-            f"{config.residual} each has its own. Use `generate` or `fathom serve`"
-        )
-    if len(plan) == 1:
-        return
-    foreign = next((name for name in HANDED_OVER if name in (arguments or ())), None)
-    if backend.startswith(BACKENDS) and foreign is None:
-        return
-    engine = f"attn_implementation={backend}" if foreign is None else f"an engine that passes {foreign}="
-    needed = len(banks_of(plan))
-    if recurrence.halts or recurrence.view is not View.SAME:
-        why = "tokens halt at different trips" if recurrence.halts else "trips read other trips"
-        raise ValueError(
-            f"{engine} keeps one key and value for each token and layer, and {config.recurrence} needs slots: {why}. "
-            "Use `generate` or `fathom serve`"
-        )
-    if recurrence.lends:
-        raise ValueError(
-            f"{engine} stores keys and values wherever it attends, and with recurrence_options.kv="
-            f"{config.recurrence_options['kv']} later trips make none. Use `generate` or `fathom serve`"
-        )
-    if foreign is None and (arguments is None and backend.startswith(ENGINES)):
-        return  # the first forward pass shows how many banks it has
-    if foreign is None or arguments is None:
-        held = sum(hasattr(bank, HUNG) for attention in attentions for bank in attention.banks.values())
-    else:
-        held = _banks(arguments[foreign])
-    if held < needed:
-        unrolled = recurrence.unrolls and all(getattr(config, axis) == DEFAULTS[axis] for axis in ("mixer", "residual"))
-        raise ValueError(
-            f"{engine} is not known to keep a cache for each trip: {config.recurrence} makes {len(plan)} trips, which "
-            f"need {needed} layers of cache and find {held}, and the answers would be wrong. Use `generate`, "
-            "`generate_batch` or `fathom serve`" + (", or an export with form='unrolled'" if unrolled else "")
-        )
+    if len(plan) > 1 or multiway:
+        asked = Asked(config, recurrence, plan, arguments, attentions, multiway)
+        if (why := next((why for holds, why in RULES if holds(asked)), None)) is not None:
+            raise ValueError(why.format(asked))
+
+
+@dataclass
+class Asked:
+    """A model and the engine that is to run it; see `check_engine` for the fields."""
+
+    config: DecoderConfig
+    recurrence: Recurrence
+    plan: Plan
+    arguments: Mapping[str, object] | None
+    attentions: Iterable[CachedAttention]
+    multiway: bool
+
+    def __post_init__(self) -> None:
+        self.backend = str(self.config._attn_implementation)
+        self.named = self.backend.startswith(ENGINES)
+        self.passed = next((name for name in HANDED_OVER if name in (self.arguments or ())), None)
+        """The keyword under which the engine passes its cache."""
+        self.engine = f"an engine that passes {self.passed}=" if self.passed else f"attn_implementation={self.backend}"
+        own = self.passed is None and self.backend.startswith(BACKENDS)
+        self.stores = len(self.plan) > 1 and not own
+        """Whether the engine's cache must have a layer for each bank."""
+        self.trips, self.needed = len(self.plan), len(banks_of(self.plan))
+
+    @property
+    def held(self) -> int:
+        """Layers of the engine's cache; enough of them where only the first forward pass shows how many."""
+        if self.arguments is not None and self.passed is not None:
+            return _banks(self.arguments[self.passed])
+        if self.arguments is None and self.named:
+            return self.needed
+        return sum(hasattr(bank, HUNG) for attention in self.attentions for bank in attention.banks.values())
+
+    @property
+    def or_unrolled(self) -> str:
+        """A further way out, if trips are nothing but further layers."""
+        plain = all(getattr(self.config, axis) == DEFAULTS[axis] for axis in ("mixer", "residual"))
+        return ", or an export with form='unrolled'" if plain and self.recurrence.unrolls else ""
+
+
+SLOTS = "{0.engine} keeps one key and value for each token and layer, and {0.config.recurrence} needs slots: "
+INSTEAD = "Use `generate` or `fathom serve`"
+RULES: tuple[tuple[Callable[[Asked], bool], str], ...] = (
+    (
+        lambda asked: asked.multiway and asked.named,
+        "{0.engine} makes queries, keys and values of one input; with residual={0.config.residual} each has its own. "
+        + INSTEAD,
+    ),
+    (
+        lambda asked: asked.stores and asked.recurrence.halts,
+        SLOTS + "tokens halt at different trips. " + INSTEAD,
+    ),
+    (
+        lambda asked: asked.stores and asked.recurrence.slotted,
+        SLOTS + "trips read other trips. " + INSTEAD,
+    ),
+    (
+        lambda asked: asked.stores and asked.recurrence.lends,
+        "{0.engine} stores keys and values wherever it attends, and with recurrence_options.kv="
+        "{0.config.recurrence_options[kv]} later trips make none. " + INSTEAD,
+    ),
+    (
+        lambda asked: asked.stores and asked.held < asked.needed,
+        "{0.engine} is not known to keep a cache for each trip: {0.config.recurrence} makes {0.trips} trips, which "
+        "need {0.needed} layers of cache and find {0.held}, and the answers would be wrong. Use `generate`, "
+        "`generate_batch` or `fathom serve`{0.or_unrolled}",
+    ),
+)
+"""Engines that a model cannot have: whether the rule holds, and what it says."""
 
 
 def _banks(cache: object) -> int:

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import Cache
 
 from ..axes.host import to_host
-from ..axes.roles import Recurrence, TripState, View
+from ..axes.roles import TripState, View, Way
 from ..axes.visit import Out, Visit
 from ..decoder.rotary import Rotation, angles
 from .fixed_table import FixedTable
@@ -102,24 +102,27 @@ def run(model: Decoder, x: Tensor, inputs: Inputs, cache: Cache | Store | None) 
         inputs: The other arguments of the forward pass.
         cache: A cache with a bank for every visit; the `Store` of a model with slots.
     """
-    recurrence = model.recurrence
-    if x.requires_grad and x.device.type in NO_BACKWARD and model.config._attn_implementation == FLEX:
+    recurrence, backend = model.recurrence, model.config._attn_implementation
+    if x.requires_grad and x.device.type in NO_BACKWARD and backend == FLEX:
         raise ValueError(f"attn_implementation={FLEX} has no backward pass on {x.device.type}: take sdpa")
-    if not isinstance(cache, Store) and not model.slotted:
-        if type(recurrence) is Recurrence:  # one trip, and nothing between trips
-            return {"hidden": model.norm(Banked(model, inputs, x, cache).once(x))}
-        maker = Lending if recurrence.lends else Banked
-        return sweep(recurrence, x, maker(model, inputs, x, cache), inputs.trips)[0]
     store = cache if isinstance(cache, Store) else None
-    solve = recurrence.view is View.ALL and inputs.trips > 1
-    if recurrence.view is View.DUO or (recurrence.halts and (solve or store is not None)):
+    way = recurrence.way(inputs.trips, packs=model.training and inputs.hidden is None)
+    if recurrence.view is View.DUO or (recurrence.halts and (way is Way.SOLVED or store is not None)):
         check_backend(model, inputs.trips)
     if store is not None:
-        return _stored(model, x, inputs, store, solve)
-    if not solve and recurrence.skip_dead_rows and model.training and inputs.hidden is None:
-        return sweep(recurrence, x, Packed(model, inputs, x), inputs.trips, live=inputs.live, pick=TokenSubset.pack)[0]
-    if not solve:
-        return sweep(recurrence, x, Dense(model, inputs, x), inputs.trips, live=inputs.live)[0]
+        return _stored(model, x, inputs, store, way is Way.SOLVED)
+    if way is Way.SOLVED:
+        return _solved(model, x, inputs)
+    if way is Way.ONCE:
+        return {"hidden": model.norm(Banked(model, inputs, x, cache).once(x))}
+    live = inputs.live if recurrence.halts else None
+    pick = TokenSubset.pack if way is Way.PACKED else None
+    return sweep(recurrence, x, MAKERS[way](model, inputs, x, cache), inputs.trips, live=live, pick=pick)[0]
+
+
+def _solved(model: Decoder, x: Tensor, inputs: Inputs) -> TripState:
+    """All trips of all tokens side by side."""
+    recurrence = model.recurrence
     exact = recurrence.exact() and not model.training
     rounds = recurrence.rounds("train" if model.training else "evaluate", x.shape[1])
     if exact:
@@ -395,7 +398,7 @@ class Banked(TripMaker):
 
 
 class Lending(Banked):
-    """The same where later trips attend to what attention read in the first."""
+    """Like Banked, where later trips attend to what attention read in the first."""
 
     def __init__(self, model: Decoder, inputs: Inputs, x: Tensor, cache: Cache | None) -> None:
         super().__init__(model, inputs, x, cache)
@@ -419,7 +422,7 @@ class Noting:
         self.read: dict[int, KeyValue] = {}
 
     def update(self, key: Tensor, value: Tensor, layer: int) -> KeyValue:
-        """As the cache's."""
+        """Call the cache and remember what it returned."""
         self.read[layer] = self.cache.update(key, value, layer)
         return self.read[layer]
 
@@ -428,7 +431,7 @@ class Dense(TripMaker):
     """SAME with halting, or DUO, without a cache: every trip is computed for every token, and
     discarded for halted ones."""
 
-    def __init__(self, model: Decoder, inputs: Inputs, x: Tensor) -> None:
+    def __init__(self, model: Decoder, inputs: Inputs, x: Tensor, cache: None = None) -> None:
         super().__init__(model, inputs)
         self.plain = self.causal_masks(x, inputs.padding, inputs.packed)
         self.earlier: dict[int, tuple[Tensor, ...]] = {}
@@ -565,7 +568,7 @@ class Picking(TripMaker):
 class Packed(Picking):
     """SAME with halting, or DUO, without a cache: halted tokens are not computed."""
 
-    def __init__(self, model: Decoder, inputs: Inputs, x: Tensor) -> None:
+    def __init__(self, model: Decoder, inputs: Inputs, x: Tensor, cache: None = None) -> None:
         super().__init__(model, inputs, x)
         self.plain = self.causal_masks(x, inputs.padding, inputs.packed)
         self.halt = torch.zeros_like(self.column)
@@ -636,6 +639,14 @@ class Stored(Picking):
         if self.alone and full and plain and not self.by_rule:  # without a rule transformers' kernel would read
             return dict.fromkeys(self.model.reach)
         return self.masks(query, table.tags(placement))
+
+
+MAKERS: Mapping[Way, Callable[..., Callable[[Turn], Out]]] = {
+    Way.BANKED: Banked,
+    Way.LENDING: Lending,
+    Way.DENSE: Dense,
+    Way.PACKED: Packed,
+}
 
 
 @dataclass

@@ -1,0 +1,92 @@
+"""A layer's two sub-layers, each between a read and a write of the residual: Fathom's own layer and a family's alike.
+
+    in turn     s ← write(s, mix_tokens(read(s)));  s ← write(s, mix_channels(read(s)))
+    at once     both read s, then both write; GPT-NeoX rounds the sum of both updates first (`sum`)
+
+A layer gets one of these when it is built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from .axes.roles import Residual, ResidualState, ways
+from .registry import residuals
+
+Order = Callable[[Any, ResidualState, int, Mapping[str, Any]], ResidualState]
+"""From a layer, the residual state, the trip and what attention is given: the new state and what attention returns."""
+
+
+class Sublayers:
+    """Mixed into a layer's class, which has `mix_tokens` and `mix_channels`."""
+
+    before: tuple[str | None, str | None]
+    """The norms of the sub-layers' inputs, by the names of the layer's modules."""
+    after: tuple[str | None, str | None]
+    """The norms of their outputs."""
+    multiplier: float = 1.0
+    """By which both outputs are multiplied."""
+    order: Order
+    _modules: dict[str, Any]
+
+    def normed(self, name: str | None, x: Tensor) -> Tensor:
+        """`x` after a norm; None for no norm."""
+        return x if name is None else self._modules[name](x)
+
+    def scaled(self, x: Tensor) -> Tensor:
+        """An update times the multiplier."""
+        return x if self.multiplier == 1.0 else x * self.multiplier
+
+
+def order_of(layer: nn.Module, parallel: str) -> Order:
+    """How a layer's sub-layers follow one another; its residuals are in place.
+
+    Args:
+        layer: The layer.
+        parallel: `steps` if both sub-layers read the layer's input and are added one after the other, `sum` if their
+            sum is added; else empty.
+    """
+    if not parallel:
+        return in_turn
+    if parallel == "steps":
+        return at_once
+    return summed if type(layer.attn_residual) is Residual else partial(at_once, rounded=True)
+
+
+def in_turn(layer: Any, state: ResidualState, trip: int, given: Mapping[str, Any]) -> ResidualState:
+    """Attention, then the MLP."""
+    parts = layer._modules
+    attn, mlp = residuals(layer, trip) if trip else (parts["attn_residual"], parts["mlp_residual"])
+    (read, write), (read_mlp, write_mlp) = ways(attn), ways(mlp)
+    x, state, context = read(state)
+    update, *kept = layer.mix_tokens(x, attn.gained, **given)
+    state = write(state, update, context)
+    x, state, context = read_mlp(state)
+    return *write_mlp(state, layer.mix_channels(x), context), *kept
+
+
+def summed(layer: Any, state: ResidualState, trip: int, given: Mapping[str, Any]) -> ResidualState:
+    """One plain stream takes the sum of both updates."""
+    (read, write), (read_mlp, _) = ways(layer.attn_residual), ways(layer.mlp_residual)
+    x, state, context = read(state)
+    y, state, _ = read_mlp(state)
+    update, *kept = layer.mix_tokens(x, layer.attn_residual.gained, **given)
+    return *write(state, update + layer.mix_channels(y), context), *kept
+
+
+def at_once(
+    layer: Any, state: ResidualState, trip: int, given: Mapping[str, Any], rounded: bool = False
+) -> ResidualState:
+    """Two reads of one state, then two writes; `rounded` adds the sum of both to a state that is a stream."""
+    attn, mlp = residuals(layer, trip)
+    (read, write), (read_mlp, write_mlp) = ways(attn), ways(mlp)
+    x, state, context = read(state)
+    y, state, second = read_mlp(state)
+    update, *kept = layer.mix_tokens(x, attn.gained, **given)
+    made = layer.mix_channels(y)
+    after = write_mlp(write(state, update, context), made, second)
+    return *((state[0] + (update + made), *after[1:]) if rounded and mlp.adds else after), *kept
