@@ -151,6 +151,36 @@ CASES: dict[str, tuple[str, dict]] = {
             "residual": {"streams": 2, "blend": 0.25},
         },
     ),
+    "depth_attention-learned": ("depth_attention", {"mixer": {"stride": 1, "blend": "learned", "gates": "head"}}),
+    "uniform_depth-learned": ("uniform_depth", {"mixer": {"blend": "learned", "gates": "channel"}}),
+    "value_residual-learned": ("value_residual", {"mixer": {"blend": "learned"}}),
+    "attention_residuals-learned": (
+        "attention_residuals",
+        {"residual": {"block_size": 3, "blend": "learned", "gates": "channel"}},
+    ),
+    "attention_residuals-delta-learned": (
+        "attention_residuals",
+        {"residual": {"variant": "delta", "blend": "learned"}},
+    ),
+    "hyper_connections-learned": ("hyper_connections", {"residual": {"streams": 2, "blend": "learned"}}),
+    "loop-learned": ("loop", {"recurrence": {"trips": 3, "prelude": 1, "coda": 1, "blend": "learned"}}),
+    "loop+depth_attention-learned": (
+        "loop+depth_attention",
+        {
+            "recurrence": {"trips": 2, "prelude": 1, "blend": "learned"},
+            "mixer": {"stride": 2, "blend": "learned", "gates": "head"},
+        },
+    ),
+    "branch_gain": ("branch_gain", {}),
+    "value_gain-queries": ("value_gain", {"mixer": {"queries": True}}),
+    "loop+branch_gain+value_gain": (
+        "loop+branch_gain+value_gain",
+        {
+            "recurrence": {"trips": 2, "prelude": 1, "coda": 1},
+            "residual": {"per_visit": True},
+            "mixer": {"gates": "channel", "queries": True},
+        },
+    ),
     "depth_attention+attention_residuals": ("depth_attention+attention_residuals", {"residual": {"block_size": 3}}),
 }
 
@@ -205,6 +235,8 @@ LATER = (
         "-delta",
         "-exit",
         "-shared",
+        "-learned",
+        "-queries",
     ),
     *("-window", "-prepost", "-all"),
 )

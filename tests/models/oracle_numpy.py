@@ -143,6 +143,7 @@ class Held(NamedTuple):
 
 def between(without: Array, result: Array, options: dict[str, Any]) -> Array:
     """a + λ (b - a)."""
+    assert options["blend"] != "learned"
     return without + options["blend"] * (result - without)
 
 
@@ -174,6 +175,21 @@ class Plain:
     def write(self, sublayer: int, update: Array) -> None:
         """Take in what the sub-layer made."""
         self.x = self.x + update
+
+    def blended(self, sublayer: int, x: Array, found: Array) -> Array:
+        """x + λ (h - x), or (1 + g) x + λ h."""
+        if self.o.residual["blend"] != "learned":
+            return between(x, found, self.o.residual)
+        return (1 + self.weight(sublayer, "blend_gates.gain")) * x + self.weight(sublayer, "blend_gates.mix") * found
+
+
+class BranchGain(Plain):
+    """A gain on every update; in further trips of its own, a factor."""
+
+    def write(self, sublayer: int, update: Array) -> None:
+        """Add its multiple."""
+        further = self.trip and self.o.repeats(sublayer // 2) and self.o.residual["per_visit"]
+        super().write(sublayer, ((0 if further else 1) + self.weight(sublayer, "gates.gain")) * update)
 
 
 class DenseFormer(Plain):
@@ -211,7 +227,7 @@ class AttentionResiduals(Plain):
         scores = self.o.unit(sources) @ query
         if self.snapshots:
             scores[-1] += self.weight(sublayer, "recency_bias")[0]
-        return between(self.x, softmax(scores) @ sources, self.o.residual)
+        return self.blended(sublayer, self.x, softmax(scores) @ sources)
 
     def write(self, sublayer: int, update: Array) -> None:
         """Into the current sum; sums start anew with a block, the running stream never does."""
@@ -243,7 +259,8 @@ class Delta(Plain):
         if len(sources) > 1:
             query = self.weight(sublayer, "norm.weight") * self.weight(sublayer, "pseudo_query")
             found = softmax(self.o.unit(sources) @ query) @ sources
-        return self.x + self.o.residual["blend"] * found
+        learned = self.o.residual["blend"] == "learned"
+        return self.blended(sublayer, self.x, found) if learned else self.x + self.o.residual["blend"] * found
 
     def write(self, sublayer: int, update: Array) -> None:
         """`delta` has a block for each sub-layer."""
@@ -313,7 +330,7 @@ class HyperConnections(Plain):
     def read(self, sublayer: int) -> Array:
         """Sum_i H_pre[i] S_i; in the end the learned mean."""
         if sublayer == 2 * self.o.layers:
-            return between(self.sum, softmax(self.weight(sublayer, "reduce_logits")) @ self.x, self.o.residual)
+            return self.blended(sublayer, self.sum, softmax(self.weight(sublayer, "reduce_logits")) @ self.x)
         n, rounds = len(self.x), self.o.residual["sinkhorn_iterations"]
         z = self.o.unit(self.x.reshape(-1)) * self.weight(sublayer, "norm.weight")
         dynamic = self.weight(sublayer, "projection.weight") @ z
@@ -328,7 +345,7 @@ class HyperConnections(Plain):
         if rounds:
             pre, post, res = sigmoid(pre), 2 * sigmoid(post), balanced(res, rounds)
         self.maps[sublayer] = post, res
-        return between(self.sum, pre @ self.x, self.o.residual)
+        return self.blended(sublayer, self.sum, pre @ self.x)
 
     def write(self, sublayer: int, update: Array) -> None:
         """S_i = sum_j H_res[i, j] S_j + H_post[i] F."""
@@ -357,6 +374,7 @@ STREAMS: dict[str, Callable[[Oracle, Array], Plain]] = {
     "attention_residuals": attention_residuals,
     "hyper_connections": HyperConnections,
     "mudd": Mudd,
+    "branch_gain": BranchGain,
 }
 
 
@@ -517,6 +535,8 @@ class Oracle:
 
         if self.config["mixer"] == "value_residual":
             return {ran(0, trip)} if layer else set()
+        if self.config["mixer"] == "value_gain":
+            return set()
         stride, window = self.mixer["stride"], self.mixer["recent_layers"]
 
         def grid(top: int) -> list[int]:
@@ -534,9 +554,22 @@ class Oracle:
             found |= {ran(i, k) for k in range(trip) for i in grid(self.layers)}
         return {place for place in found if place in own and place != (layer, trip)}
 
-    def mixed(self, query: Array, key: Array, value: Array, sources: Sequence[tuple[Array, Array]]) -> Array:
+    def gate(self, layer: int, name: str) -> Array:
+        """A mixer's gate by key-value head and channel."""
+        found, heads = self.w[f"model.layers.{layer}.self_attn.mixer.{name}"], self.config["num_key_value_heads"]
+        return found.reshape(heads, -1) if len(found) > 1 else found
+
+    def mixed(
+        self, query: Array, key: Array, value: Array, sources: Sequence[tuple[Array, Array]], layer: int
+    ) -> Array:
         """The value that attention stores and reads."""
         kind = self.config["mixer"]
+        if kind == "value_gain":
+            return (1 + self.gate(layer, "gates.gain")) * value
+        if kind != "none" and self.mixer["blend"] == "learned":
+            gained = (1 + self.gate(layer, "blend_gates.gain")) * value
+            alone = sources and self.mix(query, *sources[-1], sources[:-1])  # without the layer's own value
+            return gained + self.gate(layer, "blend_gates.mix") * alone if sources else gained
         if kind == "none" or not sources:
             return value
         return between(value, self.mix(query, key, value, sources), self.mixer)
@@ -591,7 +624,10 @@ class Oracle:
             borrows = self.borrows(layer, trip)
             if self.config["mixer"] != "none" and not borrows:
                 found = [own[place] for place in sorted(self.sources(layer, trip, own))]
-                value = self.mixed(asked, scored, value, found)
+                value = self.mixed(asked, scored, value, found, layer)
+            if self.mixer.get("queries"):
+                gain = 1 + self.gate(layer, "query_gates.gain")
+                query = query * gain if len(gain) == 1 else query * np.repeat(gain, len(query) // len(key), 0)
             if not borrows:
                 own[layer, trip] = scored, value
             if step.alive and not borrows:
@@ -614,6 +650,9 @@ class Oracle:
     def left(self, made: Array, x: Array, first: Array | None) -> Array:
         """What a loop's last trip hands on, in place of what its layers made of x."""
         assert first is not None
+        if self.options["blend"] == "learned":
+            gain, mix = (self.w[f"model.recurrence.blend_gates.{name}"] for name in ("gain", "mix"))
+            return (1 + gain) * first + mix * (x + self.options["damping"] * (made - x) - first)
         return between(first, x + self.options["damping"] * (made - x), self.options)
 
     # --- recurrences ---

@@ -21,6 +21,8 @@ STEPS = 600
 """Default optimizer steps. A step has up to 8,192 tokens, so about 5 million tokens in all."""
 OPENING = 0.5
 """Share of the steps over which a mechanism is blended in."""
+GATES = "*gates*"
+"""The parameters of learnt gates, whose learning rate is 0.01: a gate moves by tenths, a weight by hundredths."""
 LONGEST = 1024
 """Maximum tokens in a sequence."""
 ROWS = 8
@@ -111,7 +113,10 @@ def heal_recipe(road: Road, config: FathomConfig, request: Request, healing: Hea
     values: dict[str, object] = {
         "model": {"from_pretrained": absolute(road.directory), **request.opening(opening)},
         "data": {"sequence_length": length},
-        "optim": {"lr": 2.0e-4 if healing.lora else 2.0e-5, "warmup": 0.05, "floor": 0.1, "weight_decay": 0.0},
+        "optim": {
+            **{"lr": 2.0e-4 if healing.lora else 2.0e-5, "warmup": 0.05, "floor": 0.1, "weight_decay": 0.0},
+            **({"groups": {GATES: {"lr": 50.0 if healing.lora else 500.0}}} if request.learns else {}),
+        },
         "lora": {"rank": 16 if healing.lora else None, "mechanisms": mechanism_cost(config).parameters > 0},
         "distill": {"teacher": _teacher(road, request), "weight": 0.5},
         "train": {

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
 from fathom.errors import SettingsError
+from fathom.models.axes.gates import LEARNED
 from fathom.models.axes.roles import Mechanism
 from fathom.models.configuration import FathomConfig
 from fathom.models.registry import AXES, DEFAULTS, known
@@ -36,6 +37,15 @@ class Request:
     def loops(self) -> bool:
         """Whether a loop is among them."""
         return any(part.name == "loop" for part in self.parts)
+
+    @property
+    def learns(self) -> bool:
+        """Whether gates are among the parameters."""
+        names = {part.name: {one.name for one in fields(part.options)} for part in self.parts}
+        return any(
+            "gates" in has and ("blend" not in has or self.options.get(name, {}).get("blend") == LEARNED)
+            for name, has in names.items()
+        )
 
     def keys(self, config: FathomConfig) -> dict[str, object]:
         """Keys of `FathomConfig` that add the mechanisms to a model, switched off at the start if they allow it."""

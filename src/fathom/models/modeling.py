@@ -102,6 +102,7 @@ class Attention(CachedAttention):
             self.q_norm = norm(self.head_dim if by_head else width, config.rms_norm_eps)
             self.k_norm = norm(self.head_dim if by_head else kv_width, config.rms_norm_eps)
         self.mixer: ValueMixer = mechanism("mixer", config.mixer).build(config, layer_idx)
+        self.asks = self.mixer.asks
         whole = (config.rope_parameters or {}).get("partial_rotary_factor", 1.0) == 1.0 and not config.rope_float32
         self.mixes_unrotated = config.mixes_unrotated
         usual = self.qk_norm == "head" and config.norm == "rms"
@@ -151,6 +152,8 @@ class Attention(CachedAttention):
             keys, values = handed(key, value, own, kwargs)
         else:
             keys, values = past_key_values.update(key, value, own)
+        if self.asks:
+            query = self.mixer.asked(query)
         if self.query_scale is not None:
             query = query * self.query_scale
         if key_bias is not None:

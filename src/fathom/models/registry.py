@@ -13,6 +13,7 @@ from ..values import allowed, finite, fit, hints_of, plain
 from .axes.roles import Cost, Mechanism, Recurrence, Residual, ValueMixer
 from .mixers.depth_attention import DEPTH_ATTENTION
 from .mixers.uniform_depth import UNIFORM_DEPTH
+from .mixers.value_gain import VALUE_GAIN
 from .mixers.value_residual import VALUE_RESIDUAL
 from .recurrences.adaponder import ADAPONDER
 from .recurrences.latent_cot import LATENT_COT
@@ -21,6 +22,7 @@ from .recurrences.ponder import PONDER
 from .recurrences.ponder2 import PONDER2
 from .recurrences.ponder3 import PONDER3
 from .residuals.attention_residuals import ATTENTION_RESIDUALS
+from .residuals.branch_gain import BRANCH_GAIN
 from .residuals.denseformer import DENSEFORMER
 from .residuals.hyper_connections import HYPER_CONNECTIONS
 from .residuals.mudd import MUDD
@@ -40,8 +42,8 @@ PLAIN = Mechanism("plain", "residual", "add to one stream", "Qwen3", Residual, f
 ONCE = Mechanism("once", "recurrence", "one pass through the layers", "Qwen3", Recurrence, free, closed={})
 
 ALL = (
-    *(NONE, DEPTH_ATTENTION, UNIFORM_DEPTH, VALUE_RESIDUAL),
-    *(PLAIN, DENSEFORMER, ATTENTION_RESIDUALS, HYPER_CONNECTIONS, MUDD),
+    *(NONE, DEPTH_ATTENTION, UNIFORM_DEPTH, VALUE_RESIDUAL, VALUE_GAIN),
+    *(PLAIN, DENSEFORMER, ATTENTION_RESIDUALS, HYPER_CONNECTIONS, MUDD, BRANCH_GAIN),
     *(ONCE, LOOP, PONDER, PONDER2, PONDER3, ADAPONDER, LATENT_COT),
 )
 MECHANISMS: dict[str, Mechanism] = {mechanism.name: mechanism for mechanism in ALL}
@@ -167,11 +169,15 @@ def residual_sets(config: DecoderConfig, layer: int) -> int:
 def add_residuals(layer: nn.Module, config: DecoderConfig, layer_idx: int) -> None:
     """Give a layer the residuals of its two sub-layers, and those of further trips where each trip has its own."""
     build = mechanism("residual", config.residual).build
-    layer.attn_residual, layer.mlp_residual = build(config, 2 * layer_idx), build(config, 2 * layer_idx + 1)
-    layer.again = nn.ModuleList(
-        nn.ModuleDict({"attn": build(config, 2 * layer_idx), "mlp": build(config, 2 * layer_idx + 1)})
-        for _ in range(1, residual_sets(config, layer_idx))
-    )
+
+    def of_trip(trip: int) -> dict[str, nn.Module]:
+        pair = {"attn": build(config, 2 * layer_idx), "mlp": build(config, 2 * layer_idx + 1)}
+        for residual in pair.values():
+            residual.trip = trip
+        return pair
+
+    layer.attn_residual, layer.mlp_residual = of_trip(0).values()
+    layer.again = nn.ModuleList(nn.ModuleDict(of_trip(k)) for k in range(1, residual_sets(config, layer_idx)))
 
 
 def residuals(layer: Any, trip: int) -> tuple[Residual, Residual]:

@@ -4,43 +4,74 @@
 
 λ is the option `blend`. With `blend_steps`, λ rises linearly from 0 to that value over the first training steps. At
 λ = 0 the result is `a` to the last bit, and at λ = 1 it is `b`: `torch.lerp` of finite numbers is exact at both ends.
+
+With `blend: learned`, λ is a parameter that starts at zero, next to a gain on `a` (`gates.py`).
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
+from .gates import LEARNED, Gates, gate_shapes
 from .numerics import widen
-from .roles import Cost, MechanismModule, MechanismOptions, Residual, ResidualState, WriteContext
+from .roles import (
+    Cost,
+    MechanismModule,
+    MechanismOptions,
+    MixerOptions,
+    Residual,
+    ResidualState,
+    ValueMixer,
+    WriteContext,
+)
 
 if TYPE_CHECKING:
     from .fields import DecoderConfig
+    from .visit import Visit
 
 
 @dataclass(frozen=True)
 class BlendOptions(MechanismOptions):
     """Options of a mechanism that can start closed."""
 
-    blend: float = 1.0
-    """λ: weight of the mechanism's result. With 0 the model computes what it computes without the mechanism."""
+    learns: ClassVar[bool] = True
+    """Whether `blend` may be `learned`."""
+    blend: float | Literal["learned"] = 1.0
+    """λ: weight of the mechanism's result. With 0 the model computes what it computes without the mechanism. With
+    `learned`, λ and a gain on what the model computes without the mechanism are parameters, which start at zero."""
+    gates: Literal["layer", "head", "channel"] = "layer"
+    """For `blend: learned`: one λ and one gain per layer, per head (mixers only) or per channel."""
     blend_steps: int = 0
     """Training steps over which λ rises from 0 to `blend`; 0 keeps it constant. A saved model has its current λ."""
 
     def check(self, config: DecoderConfig) -> None:
-        """Refuse a weight outside 0 … 1 and a negative number of steps."""
+        """Refuse a weight outside 0 … 1, a negative number of steps, and gates that the mechanism cannot have."""
         super().check(config)
-        self.require("blend", 0 <= self.blend <= 1, "lie in 0..1")
+        if isinstance(self.blend, str):
+            self.require("blend", self.learns, "lie in 0..1: this mechanism has no learnt gates")
+            self.require("blend_steps", self.blend_steps == 0, "be 0, because blend=learned has no schedule")
+            self.require_one_of("gates", list(gate_shapes(config, self.axis)))
+        else:
+            self.require("blend", 0 <= self.blend <= 1, "lie in 0..1, or be learned")
+            self.require("gates", self.gates == "layer", "be layer, because only blend=learned has gates")
         self.require("blend_steps", self.blend_steps >= 0, "not be negative")
 
     @property
     def blends(self) -> bool:
         """Whether λ is, or may become, different from 1."""
         return self.blend != 1 or self.blend_steps > 0
+
+    @property
+    def learned(self) -> bool:
+        """Whether λ is a parameter."""
+        return self.blend == LEARNED
 
 
 class Blended(MechanismModule):
@@ -49,15 +80,36 @@ class Blended(MechanismModule):
     def __init__(self, config: DecoderConfig, *place: int) -> None:
         super().__init__(config, *place)
         given = getattr(config, f"{self.axis}_options")
-        self.final_blend, self.blend_steps = float(given["blend"]), given["blend_steps"]
+        self.blend_gates: Gates | None = None
+        if given["blend"] == LEARNED and self.gated(config, *place):
+            self.blend_gates = Gates(gate_shapes(config, self.axis)[given["gates"]], self.mixes(config, *place))
+        self.final_blend = 1.0 if given["blend"] == LEARNED else float(given["blend"])
+        self.blend_steps = given["blend_steps"]
         self.blend_now = 0.0 if self.blend_steps else self.final_blend
         # a tensor, because a Python number that changes every step would trigger a recompilation every step
         closes = self.blend_steps or self.final_blend != 1
         self.blend = nn.Buffer(torch.tensor(self.blend_now), persistent=False) if closes else None
 
+    @classmethod
+    def gated(cls, config: DecoderConfig, *place: int) -> bool:
+        """Whether the module has gates, if they are learnt: not where it never computes anything."""
+        return True
+
+    @classmethod
+    def mixes(cls, config: DecoderConfig, *place: int) -> bool:
+        """Whether its gates have a λ, next to the gain."""
+        return True
+
+    @property
+    def closable(self) -> bool:
+        """Whether what the model computes without the mechanism is needed."""
+        return self.blend is not None or self.blend_gates is not None
+
     def init_weights(self, std: float) -> None:
-        """Also initialise λ, which checkpoints do not contain."""
+        """Also close the gates, and initialise a constant λ, which checkpoints do not contain."""
         super().init_weights(std)
+        if self.blend_gates is not None:
+            self.blend_gates.close()
         if self.blend is not None:
             init.constant_(self.blend, self.blend_now)
 
@@ -84,40 +136,103 @@ class Blended(MechanismModule):
         return update if self.blend is None else update * self.blend.to(update.dtype)
 
     def blended(self, without: Tensor, result: Tensor) -> Tensor:
-        """a + λ (b - a) of the results without and with the mechanism, in at least float32."""
+        """a + λ (b - a) of the results without and with the mechanism, in at least float32; (1 + g) a + λ b if the
+        gates are learnt."""
+        if self.blend_gates is not None:
+            return self.blend_gates(without, result)
         if self.blend is None:
             return result
         wide = widen(result)
         return torch.lerp(widen(without), wide, self.blend.to(wide.dtype)).to(result.dtype)
 
 
+@dataclass(frozen=True)
+class BlendedMixerOptions(MixerOptions, BlendOptions):
+    """Options of a mixer that can start closed."""
+
+    shuffled: bool = False
+    """For `blend: learned`: m comes from another sequence of the batch, at the same positions. It has the statistics of
+    m without its content, so it is the control of a mechanism's content."""
+
+    def check(self, config: DecoderConfig) -> None:
+        """Refuse to shuffle what has no gate of its own."""
+        super().check(config)
+        self.require("shuffled", self.learned or not self.shuffled, "be false unless blend is learned")
+
+
+class BlendedMixer(Blended, ValueMixer):
+    """A mixer with λ. With learnt gates it stores (1 + g) v + λ m, where m is what the sources alone make."""
+
+    def __init__(self, config: DecoderConfig, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        self.shuffled = BlendedMixerOptions.of(config).shuffled
+
+    @classmethod
+    def mixes(cls, config: DecoderConfig, *place: int) -> bool:
+        """Whether the layer ever has a source: below, or in an earlier trip."""
+        crosses = config.recurrence != "once" and cls.across_trips(config, "same_layer") != "none"
+        return crosses or bool(cls.source_layers(config, *place))
+
+    def of_sources(self, query: Tensor, sources: tuple[Tensor, ...]) -> Tensor:
+        """m, `[B, H_kv, T, D]`: the mechanism's mix without the layer's own value."""
+        raise NotImplementedError
+
+    def learnt(self, query: Tensor, value: Tensor, sources: tuple[Tensor, ...]) -> Tensor:
+        """(1 + g) v + λ m."""
+        assert self.blend_gates is not None
+        if not sources:
+            return self.blend_gates(value)
+        mix = self.of_sources(query, sources)
+        if self.shuffled and len(mix) == 1:
+            raise ValueError("mixer_options.shuffled: a batch needs two sequences or more")
+        return self.blend_gates(value, mix.roll(1, 0) if self.shuffled else mix)
+
+
 class BlendedResidual(Blended, Residual):
     """A residual with λ; it stands before the mechanism's own class among the bases. While λ may be below 1, the state
-    begins with the plain stream x, and a sub-layer reads x + λ (h - x), where h is what the mechanism reads."""
+    begins with the plain stream x, and a sub-layer reads x + λ (h - x), where h is what the mechanism reads. With
+    learnt gates it reads (1 + g) x + λ h."""
 
     def __init__(self, config: DecoderConfig, *place: int) -> None:
         super().__init__(config, *place)
-        self.adds = self.blend is not None
+        self.adds = self.closable
 
     def begin(self, embeddings: Tensor) -> ResidualState:
         """The plain stream, followed by the mechanism's own state."""
         own = super().begin(embeddings)
-        return own if self.blend is None else (embeddings, *own)
+        return (embeddings, *own) if self.closable else own
 
     def read(self, state: ResidualState) -> tuple[Tensor, ResidualState, WriteContext]:
         """Interpolate between the plain stream and the mechanism's."""
-        if self.blend is None:
+        if not self.closable:
             return super().read(state)
         x, own, context = super().read(state[1:])
         return self.blended(state[0], x), (state[0], *own), context
 
     def write(self, state: ResidualState, update: Tensor, context: WriteContext) -> ResidualState:
         """Write to both."""
-        if self.blend is None:
+        if not self.closable:
             return super().write(state, update, context)
         return (state[0] + update, *super().write(state[1:], update, context))
 
 
-def blending_cost(width: int, reads: int, scalar: int, blends: bool) -> Cost:
-    """Cost of blending `reads` tensors of `width` channels with a plain stream."""
-    return Cost(elementwise_flops=4 * width * reads, transient_bytes=width * scalar) if blends else Cost()
+def gate_size(config: DecoderConfig, options: BlendOptions) -> int:
+    """Numbers in one gate of a mechanism; 0 unless they are learnt."""
+    return math.prod(gate_shapes(config, options.axis)[options.gates]) if options.learned else 0
+
+
+def blending_cost(config: DecoderConfig, reads: int, scalar: int, options: BlendOptions) -> Cost:
+    """Cost of blending `reads` streams with a plain stream, without the parameters."""
+    width = config.hidden_size
+    return Cost(elementwise_flops=4 * width * reads, transient_bytes=width * scalar) if options.blends else Cost()
+
+
+def mixing_cost(
+    config: DecoderConfig, visits: Sequence[Visit], options: BlendOptions, mixer: type[BlendedMixer]
+) -> Cost:
+    """Cost of blending a mixer's values; learnt gates have parameters, and a gain where there is no source too."""
+    width, mixing = config.num_key_value_heads * config.head_dim, sum(bool(v.sources) for v in visits)
+    if not options.learned:
+        return Cost(elementwise_flops=3 * width * mixing * options.blends)
+    gates = sum(1 + mixer.mixes(config, layer) for layer in range(config.num_hidden_layers))
+    return Cost(parameters=gates * gate_size(config, options), elementwise_flops=width * (len(visits) + 2 * mixing))

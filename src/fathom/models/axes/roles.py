@@ -223,6 +223,8 @@ class ValueMixer(MechanismModule):
     """Decides which value attention stores and reads: `layers.N.self_attn.mixer`."""
 
     axis = "mixer"
+    asks = False
+    """Whether `asked` changes the queries."""
 
     def __init__(self, config: DecoderConfig, layer_idx: int) -> None:
         super().__init__()
@@ -272,6 +274,10 @@ class ValueMixer(MechanismModule):
         """
         return value
 
+    def asked(self, query: Tensor) -> Tensor:
+        """The queries `[B, H, T, D]` with which attention asks; called only if `asks` is set, and not by hosts."""
+        return query
+
     def source_weights(self, query: Tensor, key: Tensor, value: Tensor, sources: tuple[Tensor, ...]) -> Tensor | None:
         """The weights with which `forward` adds up the sources' values and, last, the layer's own.
 
@@ -311,6 +317,8 @@ class Residual(MechanismModule):
     """
 
     axis = "residual"
+    trip = 0
+    """The trip that the parameters belong to, where each trip has its own."""
     multiway = False
     """Whether `read` gives attention three inputs."""
     adds = False

@@ -9,7 +9,8 @@ attention uses and D_ℓ = {i < ℓ : i mod stride = 0} ∪ {the `recent_layers`
 With `norm_scores`, q̄ and every k̂ are first divided by their root mean square, for backbones that do not norm queries
 and keys: keys of different layers then score on one scale.
 
-With `blend` λ the result is ṽ_ℓ = v_ℓ + λ (mix - v_ℓ) instead, mix being the sum above.
+With `blend` λ the result is ṽ_ℓ = v_ℓ + λ (mix - v_ℓ) instead, mix being the sum above. With `blend: learned` it is
+ṽ_ℓ = (1 + g) v_ℓ + λ m, where m attends over D_ℓ alone.
 
 Sources contribute their *mixed* value. ṽ is what the cache stores, so decoding needs nothing of the past but the
 ordinary cache. No parameters.
@@ -32,6 +33,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import initialization as init
 
+from ..axes.blend import mixing_cost
 from ..axes.numerics import few, head_pool, head_sum, softmax_list, weighted_sum, widen
 from ..axes.replaceable import faster
 from ..axes.roles import Cost, Mechanism
@@ -51,6 +53,13 @@ class DepthAttentionOptions(ScheduleOptions):
     """Bias on the logit of the layer's own value. A finite bias makes no exact start; `blend: 0` does."""
     norm_scores: bool = False
     """Whether the mean query and the keys are RMS-normed (without a weight) for the scores over depth."""
+
+    def check(self, config: DecoderConfig) -> None:
+        """Refuse a bias on what learnt gates leave out."""
+        super().check(config)
+        self.require(
+            "self_bias", not (self.learned and self.self_bias), "be 0, because blend=learned scores no own value"
+        )
 
 
 class DepthAttention(GridMixer):
@@ -75,8 +84,10 @@ class DepthAttention(GridMixer):
     ) -> Callable[..., tuple[Tensor, Tensor, Tensor]] | None:
         """`norm_rotate_mix`, which does not support `norm_scores`."""
         kernel = faster("norm_rotate_mix", projected) if sources and not self.norm_scores else None
-        if kernel is None or self.blend is None:
-            return None if kernel is None else partial(kernel, self_bias=self.self_bias)
+        if kernel is None or self.blend_gates is not None:
+            return None  # a kernel's mix has the layer's own value in it
+        if self.blend is None:
+            return partial(kernel, self_bias=self.self_bias)
 
         def blend(projections: tuple[Tensor, ...], *further: Any) -> tuple[Tensor, Tensor, Tensor]:
             query, key, mixed = kernel(projections, *further, self_bias=self.self_bias)
@@ -86,10 +97,17 @@ class DepthAttention(GridMixer):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, sources: tuple[Tensor, ...]) -> Tensor:
         """ṽ of the module's docstring; the input tensor itself if there is no source."""
+        if self.blend_gates is not None:
+            return self.learnt(query, value, sources)
         if not sources:
             return value
         mixed = self.mixed(query, key, value, sources)
         return mixed if self.blend is None else self.blended(value, mixed)
+
+    def of_sources(self, query: Tensor, sources: tuple[Tensor, ...]) -> Tensor:
+        """The attention over the sources alone: the last one stands where the layer itself would."""
+        *others, key, value = sources
+        return self.mixed(query, key, value, tuple(others)) if others else value
 
     def mixed(self, query: Tensor, key: Tensor, value: Tensor, sources: tuple[Tensor, ...]) -> Tensor:
         """The mix alone, in the fastest form for these tensors."""
@@ -200,16 +218,16 @@ def _dots(x: Tensor, others: Sequence[Tensor]) -> Tensor:
 def cost(config: DecoderConfig, visits: Sequence[Visit], scalar: int) -> Cost:
     """Scores and mixture over every candidate, and the pooling of grouped queries."""
     width = config.num_key_value_heads * config.head_dim
-    candidates = sum(len(v.sources) + 1 for v in visits if v.sources)
-    mixing = sum(bool(v.sources) for v in visits)
+    options = DepthAttentionOptions.of(config)
+    counts = [len(v.sources) + (not options.learned) for v in visits if v.sources]
+    candidates, mixing = sum(n for n in counts if n > 1), sum(n > 1 for n in counts)  # one alone is taken as it is
     pooled = config.num_attention_heads > config.num_key_value_heads
     pooling = mixing * config.num_attention_heads * config.head_dim * pooled
     softmax = 7 * config.num_key_value_heads * candidates  # including scaling
-    options = DepthAttentionOptions.of(config)
-    norms, blends = 3 * width * (candidates + mixing) * options.norm_scores, 3 * width * mixing * options.blends
-    return Cost(
+    norms = 3 * width * (candidates + mixing) * options.norm_scores
+    return mixing_cost(config, visits, options, DepthAttention) + Cost(
         flops=4 * width * candidates,
-        elementwise_flops=pooling + softmax + norms + blends,
+        elementwise_flops=pooling + softmax + norms,
         transient_bytes=2 * width * scalar * sum(v.kept for v in visits),
         io_bytes=scalar * width * (2 * candidates + len(visits)),
     )

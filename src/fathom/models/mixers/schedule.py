@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
-from ..axes.blend import Blended, BlendOptions
-from ..axes.roles import MixerOptions, ValueMixer
+from ..axes.blend import BlendedMixer, BlendedMixerOptions
 
 if TYPE_CHECKING:
     from ..axes.fields import DecoderConfig
@@ -15,7 +14,7 @@ Schedule = TypeVar("Schedule", bound="ScheduleOptions")
 
 
 @dataclass(frozen=True)
-class ScheduleOptions(MixerOptions, BlendOptions):
+class ScheduleOptions(BlendedMixerOptions):
     """Which layers are sources."""
 
     stride: int | None = None
@@ -41,7 +40,7 @@ class ScheduleOptions(MixerOptions, BlendOptions):
         return replace(self, stride=max(1, config.num_hidden_layers // 2) if self.stride is None else self.stride)
 
 
-class GridMixer(Blended, ValueMixer):
+class GridMixer(BlendedMixer):
     """A mixer with λ that reads a grid of earlier layers."""
 
     @staticmethod

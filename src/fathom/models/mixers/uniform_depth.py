@@ -1,6 +1,8 @@
 """`uniform_depth`: the plain average over the sources of `depth_attention`, as its control.
 
 ṽ_ℓ = (v_ℓ + Σ_{j ∈ D_ℓ} ṽ_j) / M_ℓ,        M_ℓ = |D_ℓ| + 1;        with `blend` λ, ṽ_ℓ = v_ℓ + λ (mean - v_ℓ)
+
+With `blend: learned` the mean is over the sources alone: ṽ_ℓ = (1 + g) v_ℓ + λ mean_{j ∈ D_ℓ} ṽ_j.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from ..axes.blend import mixing_cost
 from ..axes.roles import Cost, Mechanism
 from .schedule import GridMixer, ScheduleOptions
 
@@ -29,12 +32,23 @@ class UniformDepth(GridMixer):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, sources: tuple[Tensor, ...]) -> Tensor:
         """The mean of the layer's own value and the sources' mixed values."""
+        if self.blend_gates is not None:
+            return self.learnt(query, value, sources)
         if not sources:
             return value
-        total = value
-        for mixed in sources[1::2]:
-            total = total + mixed
-        return self.blended(value, total / (len(sources) // 2 + 1))
+        return self.blended(value, mean((value, *sources[1::2])))
+
+    def of_sources(self, query: Tensor, sources: tuple[Tensor, ...]) -> Tensor:
+        """The mean of the sources' mixed values."""
+        return mean(sources[1::2])
+
+
+def mean(values: Sequence[Tensor]) -> Tensor:
+    """The mean of some tensors, added up in order."""
+    total, *others = values
+    for other in others:
+        total = total + other
+    return total / len(values)
 
 
 def cost(config: DecoderConfig, visits: Sequence[Visit], scalar: int) -> Cost:
@@ -42,10 +56,11 @@ def cost(config: DecoderConfig, visits: Sequence[Visit], scalar: int) -> Cost:
     width = config.num_key_value_heads * config.head_dim
     candidates = sum(len(v.sources) + 1 for v in visits if v.sources)
     kept, moved = sum(v.kept for v in visits), candidates + len(visits)
-    blends = 3 * width * sum(bool(v.sources) for v in visits) * UniformDepthOptions.of(config).blends
-    return Cost(
+    options = UniformDepthOptions.of(config)
+    if options.learned:
+        candidates -= sum(bool(v.sources) for v in visits)
+    return mixing_cost(config, visits, options, UniformDepth) + Cost(
         flops=width * candidates,
-        elementwise_flops=blends,
         transient_bytes=2 * width * scalar * kept,
         io_bytes=scalar * width * moved,
     )

@@ -1,6 +1,8 @@
 """`value_residual`: every layer adds half of the first layer's value to half of its own.
 
 ṽ_ℓ = ½ v_0 + ½ v_ℓ        for ℓ ≥ 1;        with `blend` λ, ṽ_ℓ = v_ℓ + ½ λ (v_0 - v_ℓ)
+
+With `blend: learned`, ṽ_ℓ = (1 + g) v_ℓ + λ v_0.
 """
 
 from __future__ import annotations
@@ -12,8 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..axes.blend import Blended, BlendOptions
-from ..axes.roles import Cost, Mechanism, MixerOptions, ValueMixer
+from ..axes.blend import BlendedMixer, BlendedMixerOptions, mixing_cost
+from ..axes.roles import Cost, Mechanism
 
 if TYPE_CHECKING:
     from ..axes.fields import DecoderConfig
@@ -21,11 +23,11 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class ValueResidualOptions(MixerOptions, BlendOptions):
+class ValueResidualOptions(BlendedMixerOptions):
     """Options of `value_residual`."""
 
 
-class ValueResidual(Blended, ValueMixer):
+class ValueResidual(BlendedMixer):
     """Mixes with layer 0 only. It is not recursive, since layer 0's mixed value is its own value."""
 
     @staticmethod
@@ -35,16 +37,22 @@ class ValueResidual(Blended, ValueMixer):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, sources: tuple[Tensor, ...]) -> Tensor:
         """½ v_0 + ½ v_ℓ."""
+        if self.blend_gates is not None:
+            return self.learnt(query, value, sources)
         return self.blended(value, torch.lerp(value, sources[1], 0.5)) if sources else value
+
+    def of_sources(self, query: Tensor, sources: tuple[Tensor, ...]) -> Tensor:
+        """v_0, which layer 0 has gained already."""
+        return sources[1]
 
 
 def cost(config: DecoderConfig, visits: Sequence[Visit], scalar: int) -> Cost:
     """Two products and a sum per layer and trip."""
     width = config.num_key_value_heads * config.head_dim
     mixing = sum(bool(v.sources) for v in visits)
-    return Cost(
-        flops=3 * width * mixing,
-        elementwise_flops=3 * width * mixing * ValueResidualOptions.of(config).blends,
+    options = ValueResidualOptions.of(config)
+    return mixing_cost(config, visits, options, ValueResidual) + Cost(
+        flops=0 if options.learned else 3 * width * mixing,
         transient_bytes=2 * width * scalar * sum(v.kept for v in visits),
         io_bytes=3 * scalar * width * mixing,
     )

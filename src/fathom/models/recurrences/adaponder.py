@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 class AdaponderOptions(MixtureOptions, HaltingOptions, BlendOptions):
     """Options of `adaponder`."""
 
+    learns = False
+
     trips: int = 4
     """Largest number of trips of a token, the first included."""
     tau: float = 1e-4

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 class LatentCotOptions(SampleOptions, HaltingOptions, BlendOptions):
     """Options of `latent_cot`."""
 
+    learns = False
+
     trips: int = 4
     """Maximum number of trips of a token, the first included."""
     tau: float = 1e-2

@@ -18,7 +18,8 @@ between the first trip's result and its own; x_0 is what entered the loop, K the
 
     x_{k+1} = x_k + δ (g(x_k) - x_k)        result  g(x_0) + λ (x_K - g(x_0))
 
-With λ = 0 that is the model without a loop, and with δ = 1 and λ = 1 the plain loop. δ = 1/K integrates the looped
+With λ = 0 that is the model without a loop, and with δ = 1 and λ = 1 the plain loop. With `blend: learned` λ is learnt
+and there is a gain γ: (1 + γ) g(x_0) + λ (x_K - g(x_0)); both start at zero. δ = 1/K integrates the looped
 layers over the time for which they were trained.
 
 The diagonal's factor on r lies between 0 and 1 whatever its weights (Parcae, whose first state is noise and whose
@@ -36,7 +37,7 @@ import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from ..axes.blend import Blended, BlendOptions
+from ..axes.blend import Blended, BlendOptions, gate_size
 from ..axes.numerics import widen
 from ..axes.roles import Cost, Mechanism, TripState
 from ..decoder.arithmetic import layer_cache_bytes, layer_flops
@@ -129,7 +130,7 @@ class Loop(Blended, DrawnTrips, EarlyReadout, ExitGate):
         self.recompute = self.options.recompute
         self.injects = self.options.injection != "none"
         self.damps = self.options.damping < 1
-        self.leaves = self.damps or self.blend is not None
+        self.leaves = self.damps or self.closable
         self.entry_layer = self.options.prelude if self.injects or self.damps else None
         width, eps = config.hidden_size, config.rms_norm_eps
         if self.options.entry_norm:
@@ -183,7 +184,7 @@ class Loop(Blended, DrawnTrips, EarlyReadout, ExitGate):
     def gate(self, out: Out, state: TripState) -> TripState:
         """Also compute e's contribution to further trips, which does not depend on the trip."""
         new = super().gate(out, state)
-        if self.blend is not None and out.trip == 0 and not out.last:
+        if self.closable and out.trip == 0 and not out.last:
             new["first"] = out.residual
         if self.injects and out.trip == 0 and not out.last:
             new["entry"] = self(out.entry)
@@ -213,6 +214,8 @@ class Loop(Blended, DrawnTrips, EarlyReadout, ExitGate):
     def leave(self, stream: Tensor, x: Tensor, state: TripState) -> Tensor:
         """x_K, or the interpolation between g(x_0) and x_K."""
         stream = self.damped(x, stream) if self.damps else stream
+        if self.blend_gates is not None:
+            return self.blend_gates(state["first"], stream - state["first"])
         return stream if self.blend is None else self.blended(state["first"], stream)
 
     def damped(self, x: Tensor, stream: Tensor) -> Tensor:
@@ -239,9 +242,9 @@ def cost(config: DecoderConfig, visits: Sequence[Visit], scalar: int) -> Cost:
     again, options, width = len(visits) - config.num_hidden_layers, LoopOptions.of(config), config.hidden_size
     diagonal = options.injection == "diagonal"
     parameters = width * (options.entry_norm + (options.norm_between == "own")) + diagonal * (width * width + 2 * width)
-    parameters += (width + 1) * options.exits
+    parameters += (width + 1) * options.exits + 2 * gate_size(config, options)
     further = visits[-1].trip
-    moving = (further + 1) * (options.damping < 1) + options.blends if further else 0
+    moving = (further + 1) * (options.damping < 1) + options.blends + options.learned / 3 if further else 0
     shared = sum(visit.borrows for visit in visits)
     return Cost(
         parameters=parameters,

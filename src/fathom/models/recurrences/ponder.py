@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 class PonderOptions(MixtureOptions, SolverOptions, DrawnOptions, EarlyLossOptions, BlendOptions):
     """Options of `ponder`."""
 
+    learns = False
+
     trips: int = 4
     """Number of trips of a token, the first included."""
     feed: str = "mixture"

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import initialization as init
 
-from ..axes.blend import Blended, BlendedResidual, BlendOptions, blending_cost
+from ..axes.blend import Blended, BlendedResidual, BlendOptions, blending_cost, gate_size
 from ..axes.numerics import few, softmax_list, weighted_sum, widen, without_autocast
 from ..axes.replaceable import faster
 from ..axes.roles import Cost, Mechanism, Residual, ResidualOptions, ResidualState, WriteContext, direct
@@ -165,9 +165,9 @@ class Delta(Blended, Pooling):
     def has_several(config: DecoderConfig, sublayer: int) -> bool:
         """Whether a sub-layer ever reads more than the embeddings."""
         options = AttentionResidualsOptions.of(config)
-        written = sublayer - sublayer % 2 if config.parallel_residual else sublayer  # before it reads
+        written = sublayer - sublayer % 2 if config.parallel_residual else sublayer
         first = options.block_size if options.variant == "delta_block" else 0
-        return first < written and sublayer < 2 * config.num_hidden_layers
+        return first < written and Delta.reads(config, sublayer)
 
     def read(self, state: ResidualState) -> tuple[Tensor, ResidualState, WriteContext]:
         """The stream plus the pooled sources; the stream alone before the final norm."""
@@ -176,9 +176,24 @@ class Delta(Blended, Pooling):
             return stream, state, None
         sources, open_block = (rest[:-1], rest[-1:]) if self.by_block else (rest, [])
         if not self.chooses:
-            return stream + self.opened(sources[0]), state, None  # its weight is 1
+            return self.added(stream, sources[0]), state, None  # its weight is 1
         h, through = self.pooled(tuple(sources))
-        return stream + self.opened(h), (stream, *through, *open_block), None
+        return self.added(stream, h), (stream, *through, *open_block), None
+
+    def added(self, stream: Tensor, h: Tensor) -> Tensor:
+        """x + λ h, or (1 + g) x + λ h."""
+        return stream + self.opened(h) if self.blend_gates is None else self.blend_gates(stream, h)
+
+    @classmethod
+    def gated(cls, config: DecoderConfig, *place: int) -> bool:
+        """Not before the first update, and not before the final norm."""
+        return cls.reads(config, place[0])
+
+    @staticmethod
+    def reads(config: DecoderConfig, sublayer: int) -> bool:
+        """Whether a sub-layer reads anything besides the stream."""
+        written = sublayer - sublayer % 2 if config.parallel_residual else sublayer  # before it reads
+        return written > 0 and sublayer < 2 * config.num_hidden_layers
 
     def write(self, state: ResidualState, update: Tensor, context: WriteContext) -> ResidualState:
         """Add to the stream. The update becomes a source, or part of the open block."""
@@ -315,14 +330,16 @@ def cost(config: DecoderConfig, visits: Sequence[Visit], scalar: int) -> Cost:
         added = sum(sources > 0 for sources, _ in counts)
         choosing = sum(Delta.has_several(config, s) for s in range(2 * config.num_hidden_layers))
         sums = 2 * len(visits) * (options.variant == "delta_block")
+        gated = sum(Delta.reads(config, s) for s in range(2 * config.num_hidden_layers))
         own = Cost(
-            parameters=choosing * 2 * width,
-            elementwise_flops=width * (added * (1 + options.blends) + sums),
+            parameters=choosing * 2 * width + 2 * gated * gate_size(config, options),
+            elementwise_flops=width * (added * (1 + options.blends + options.learned) + sums),
             io_bytes=scalar * width * 2 * added,
         )
     else:
-        own = blending_cost(width, len(counts), scalar, options.blends)
-        own += Cost(parameters=(2 * config.num_hidden_layers + 1) * (2 * width + snapshot))
+        own = blending_cost(config, len(counts), scalar, options)
+        each = 2 * width + snapshot + 2 * gate_size(config, options)
+        own += Cost(parameters=(2 * config.num_hidden_layers + 1) * each)
     return own + Cost(
         flops=4 * width * reads,
         elementwise_flops=2 * width * reads,  # the sources' rms

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import initialization as init
 
-from ..axes.blend import BlendedResidual, BlendOptions, blending_cost
+from ..axes.blend import BlendedResidual, BlendOptions, blending_cost, gate_size
 from ..axes.numerics import autocasts, few, widen
 from ..axes.roles import Cost, Mechanism, Residual, ResidualState, VisitOptions, WriteContext
 from ..decoder.loss import is_bare
@@ -370,8 +370,8 @@ def cost(config: DecoderConfig, visits: Sequence[Visit], scalar: int) -> Cost:
     maps = n * n + 2 * n
     sublayers, trips = 2 * len(visits), visits[-1].trip + 1
     sets = len(visits) if options.per_visit else config.num_hidden_layers
-    return blending_cost(width, sublayers + trips, scalar, options.blends) + Cost(
-        parameters=2 * sets * ((maps + 1) * n * width + maps + 3) + n,
+    return blending_cost(config, sublayers + trips, scalar, options) + Cost(
+        parameters=2 * sets * ((maps + 1) * n * width + maps + 3) + n + 2 * (2 * sets + 1) * gate_size(config, options),
         flops=sublayers * (2 * maps * n * width + (4 * n + 2 * n * n) * width) + 2 * n * width * trips,
         elementwise_flops=sublayers * (4 * n * width + 4 * iterations * n * n + 4 * maps),
         transient_bytes=scalar * (n - 1) * width,

@@ -1,0 +1,71 @@
+"""Learnt gates: a mechanism's result is added to what the model computes without it, and a gain is split off.
+
+    y = (1 + g) a + λ m        a is the result without the mechanism, m what the mechanism adds, without a
+
+g and λ are signed and start at zero, so a pretrained model starts as itself, to the last bit. Without g, λ would learn
+the gain of a: where m contains a, or y is a + λ (m - a), most of λ's gradient is that of a gain.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from transformers import initialization as init
+
+from .numerics import widen
+
+if TYPE_CHECKING:
+    from .fields import DecoderConfig
+
+LEARNED = "learned"
+"""The value of the option `blend` that makes λ a parameter."""
+Shape = tuple[int, ...]
+
+
+def gate_shapes(config: DecoderConfig, axis: str) -> Mapping[str, Shape]:
+    """The shapes that gates may have, by the option `gates`: of values `[B, H_kv, T, D]` for a mixer, of a stream
+    `[B, T, hidden_size]` for the other axes."""
+    if axis != "mixer":
+        return {"layer": (1,), "channel": (config.hidden_size,)}
+    heads, width = config.num_key_value_heads, config.head_dim
+    return {"layer": (1,), "head": (heads, 1, 1), "channel": (heads, 1, width)}
+
+
+class Gates(nn.Module):
+    """g and λ of one place, stored flat.
+
+    Args:
+        shape: Their shape, as it broadcasts against the tensors that they multiply.
+        mixes: Whether there is a λ; a place that never reads anything has the gain alone.
+    """
+
+    no_weight_decay = ("gain", "mix")
+
+    def __init__(self, shape: Shape, mixes: bool = True) -> None:
+        super().__init__()
+        self.shape = shape
+        self.gain = nn.Parameter(torch.empty(math.prod(shape)))
+        self.mix = nn.Parameter(torch.empty(math.prod(shape))) if mixes else None
+
+    def close(self) -> None:
+        """Close the gates."""
+        for parameter in self.parameters():
+            init.zeros_(parameter)
+
+    def forward(self, own: Tensor, mix: Tensor | None = None, start: float = 1.0) -> Tensor:
+        """(1 + g) a + λ m, or (1 + g) a without m, in at least float32.
+
+        Args:
+            own: a.
+            mix: m.
+            start: In place of the 1; 0 for what a pretrained model does not compute.
+        """
+        made = widen(own) * (start + widen(self.gain).view(self.shape))
+        if mix is not None:
+            assert self.mix is not None
+            made = torch.addcmul(made, widen(mix), widen(self.mix).view(self.shape).to(made.dtype))
+        return made.to(own.dtype)

@@ -1,0 +1,91 @@
+"""`value_gain`: a learnt gain on every value, and on queries, as the control of mechanisms with learnt gates.
+
+    ṽ_ℓ = (1 + g) v_ℓ        with `queries`, q_ℓ ← (1 + a) q_ℓ
+
+g and a start at zero. Nothing is mixed, so a mechanism that does no better than this has found a gain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from torch import Tensor
+
+from ..axes.gates import Gates, gate_shapes
+from ..axes.roles import Cost, Mechanism, MixerOptions, ValueMixer
+
+if TYPE_CHECKING:
+    from ..axes.fields import DecoderConfig
+    from ..axes.visit import Visit
+
+
+@dataclass(frozen=True)
+class ValueGainOptions(MixerOptions):
+    """Options of `value_gain`."""
+
+    gates: Literal["layer", "head", "channel"] = "head"
+    """One gain per layer, per key-value head or per channel."""
+    queries: bool = False
+    """Whether the queries of a layer, a key-value head or a channel have a gain too."""
+
+    def check(self, config: DecoderConfig) -> None:
+        """Refuse gains on what a host's attention makes."""
+        super().check(config)
+        self.require(
+            "queries", not (self.queries and config.host), "be false: a host's attention makes its own queries"
+        )
+
+
+class ValueGain(ValueMixer):
+    """Multiplies values, and queries if asked for."""
+
+    def __init__(self, config: DecoderConfig, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        options = ValueGainOptions.of(config)
+        shape = gate_shapes(config, "mixer")[options.gates]
+        self.gates = Gates(shape, mixes=False)
+        self.query_gates = Gates(shape, mixes=False) if options.queries else None
+        self.asks = options.queries
+
+    def init_weights(self, std: float) -> None:
+        """Start without a gain."""
+        for gates in (self.gates, self.query_gates):
+            if gates is not None:
+                gates.close()
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, sources: tuple[Tensor, ...]) -> Tensor:
+        """(1 + g) v."""
+        return self.gates(value)
+
+    def asked(self, query: Tensor) -> Tensor:
+        """(1 + a) q, where the queries of a group share the gain of their key-value head."""
+        assert self.query_gates is not None
+        shape = self.query_gates.shape
+        heads = shape[0] if len(shape) > 1 else 1
+        return self.query_gates(query.unflatten(1, (heads, -1)).transpose(1, 2)).transpose(1, 2).reshape(query.shape)
+
+
+def cost(config: DecoderConfig, visits: Sequence[Visit], scalar: int) -> Cost:
+    """A product per channel of a value, and of a query."""
+    options = ValueGainOptions.of(config)
+    heads, width = config.num_key_value_heads, config.head_dim
+    size = {"layer": 1, "head": heads, "channel": heads * width}[options.gates]
+    multiplied = width * (heads + config.num_attention_heads * options.queries)
+    return Cost(
+        parameters=config.num_hidden_layers * size * (1 + options.queries),
+        elementwise_flops=len(visits) * multiplied,
+    )
+
+
+VALUE_GAIN = Mechanism(
+    name="value_gain",
+    axis="mixer",
+    summary="a learnt gain on every value: the control of learnt gates",
+    paper="(control)",
+    build=ValueGain,
+    cost=cost,
+    options=ValueGainOptions,
+    closed={},
+)
