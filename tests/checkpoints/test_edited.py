@@ -129,6 +129,7 @@ def is_strange(kind: str, words: str, base: Config) -> bool:
     return kind in STRANGE or (kind == "rope" and unknown)
 
 
+@pytest.mark.quick("gpt2", "llama", "gpt_neox", "gemma3_text", "qwen3", "phi3")
 @pytest.mark.parametrize("family", BASES)
 def test_an_edit_of_every_family(family: str, tmp_path: Path) -> None:
     start = 8 * sorted(BASES).index(family)  # others for each family

@@ -17,6 +17,7 @@ from fathom.errors import ModelError
 from fathom.lineage.weights import open_weights
 from fathom.models import FathomForCausalLM
 from tests.models.cases import CASES, build, config_of, tokens
+from tests.models.hosts.cases import ours_of, theirs_of
 from tests.tiny import tiny_tokenizer
 
 
@@ -246,13 +247,19 @@ ids, logits = torch.load("expected.pt", weights_only=True)
 check(model)
 model.save_pretrained("again")
 check(AutoModelForCausalLM.from_pretrained("again", trust_remote_code=True))
+
+ids, logits = torch.load("hosted.pt", weights_only=True)
+check(AutoModelForCausalLM.from_pretrained("hosted", trust_remote_code=True, attn_implementation="sdpa").eval())
 """
 
 
 @pytest.mark.quick("latent_cot+hyper_connections-fathom")
 @pytest.mark.parametrize("case,form", [("latent_cot+hyper_connections", "fathom"), ("loop", "unrolled")])
 def test_the_cards_snippet_asks_nothing(case, form, tmp_path):
-    """As a reader copies it, in a process without Fathom whose standard input is closed; our form travels on."""
+    """As a reader copies it, in a process without Fathom whose standard input is closed; our form travels on.
+
+    There a family that runs its own layers opens too: its code imports them from transformers.
+    """
     model, tokenizer = with_tokenizer(case)
     directory = export(model, tmp_path / "q", tokenizer, form)
     snippet = re.search(r"```python\n(.*?)```", (directory / "README.md").read_text(), re.S)[1]
@@ -263,7 +270,12 @@ def test_the_cards_snippet_asks_nothing(case, form, tmp_path):
     ids = tokens(2, 9)
     with torch.no_grad():
         torch.save((ids, model(ids).logits), tmp_path / "expected.pt")
-    code += OPENED_AGAIN if form == "fathom" else ""
+    if form == "fathom":
+        code += OPENED_AGAIN
+        mechanisms = {"recurrence": "loop", "recurrence_options": {"trips": 2}, "residual": "hyper_connections"}
+        hosted = ours_of(theirs_of("qwen3_moe"), **mechanisms)
+        export(hosted, tmp_path / "hosted")
+        torch.save((ids, logits(hosted, ids)), tmp_path / "hosted.pt")
     environment = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     done = subprocess.run(
         [sys.executable, "-c", code],

@@ -171,6 +171,7 @@ def test_a_threshold_does_again_what_follows_alone(corpora: Path, tokenizer: str
     assert not (out / "shards" / "val").exists() and all(path.read_text() == "mine" for path in mine)
 
 
+@pytest.mark.quick("_link-3", "unlink-3", "replace-4")
 @pytest.mark.parametrize("stops, at", [("_link", 3), ("unlink", 3), ("replace", 1), ("replace", 4), ("replace", 6)])
 def test_publishing_that_stops_leaves_nothing_behind(
     corpora: Path, tokenizer: str, whole: Report, out: Path, monkeypatch: pytest.MonkeyPatch, stops: str, at: int
@@ -202,6 +203,7 @@ DAMAGED = (
 )
 
 
+@pytest.mark.quick("altered", "linked")
 @pytest.mark.parametrize("damage", ["cut", "altered", "linked"])
 def test_nothing_damaged_is_used_again(corpora: Path, tokenizer: str, whole: Report, out: Path, damage: str) -> None:
     """Files that are cut, or have one other byte, are named and made again, linked to a stage's or not."""

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
 
 from fathom.corpus.prepare import prepare
 from fathom.data.tokenizer import load_tokenizer, plain_encoder, train_bpe, vocabulary_size
@@ -35,10 +36,14 @@ def test_training_is_deterministic_across_processes(tmp_path: Path) -> None:
     assert tree(tmp_path / "one") == tree(tmp_path / "two")
 
 
+@pytest.fixture(scope="module")
+def encoder(tokenizer: str) -> Tokenizer:
+    return plain_encoder(Path(tokenizer) / "tokenizer.json")
+
+
 @given(st.text())
 @settings(deadline=None, max_examples=60)
-def test_decoding_undoes_encoding(tokenizer: str, text: str) -> None:
-    encoder = plain_encoder(Path(tokenizer) / "tokenizer.json")
+def test_decoding_undoes_encoding(encoder: Tokenizer, text: str) -> None:
     ids = encoder.encode(text.encode("utf-8", "ignore").decode(), add_special_tokens=False).ids
     assert encoder.decode(ids, skip_special_tokens=False) == text.encode("utf-8", "ignore").decode()
 

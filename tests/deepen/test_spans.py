@@ -26,6 +26,7 @@ KINDS = {
 }
 
 
+@pytest.mark.quick("Candidate(first=0*", "*-neox")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("one", [Candidate(1, 2, 2, 0.5), Candidate(0, 3, 3, 1.0), Candidate(2, 3, 3, 0.25)], ids=str)
 def test_a_span_scores_what_its_loop_does(kind, one):

@@ -49,7 +49,7 @@ def reads_of_a_step(training: Training, batch: Batch) -> list[str]:
     return reads.seen
 
 
-@pytest.mark.quick("vanilla", "depth_attention", "mudd", "loop+depth_attention-grid", "ponder3", "latent_cot@gemma")
+@pytest.mark.quick("depth_attention", "loop+depth_attention-grid", "ponder3", "latent_cot@gemma")
 @pytest.mark.parametrize("case", in_turn(CASES))
 def test_a_training_step_does_not_wait(case, questions):
     assert reads_of_a_step(*training_of(case)) == []

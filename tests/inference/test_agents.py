@@ -135,6 +135,7 @@ def test_a_named_tool_and_one_call_at_a_time(served):
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
 
 
+@pytest.mark.quick("True-*", "False-It is*")
 @pytest.mark.parametrize(
     ("text", "content", "calls"),
     [

@@ -126,7 +126,7 @@ def compared(case, **shape):
     return run(model, cases, seed=1), [alone(model, *one) for one in cases]
 
 
-@pytest.mark.quick("vanilla", "loop+*", "ponder", "hyper_connections", "ponder-*", "adaponder+*", "latent_cot")
+@pytest.mark.quick("vanilla", "loop+*", "hyper_connections", "ponder-*", "adaponder+*")
 @pytest.mark.parametrize("case", KINDS)
 def test_rows_come_and_go_exactly(case):
     assert type(batch_for(build(config_of(case)))) is KINDS[case]
@@ -298,6 +298,7 @@ def drawn(running, prompts, temperature):
     return [one.tokens for one in jobs]
 
 
+@pytest.mark.quick("loop+depth_attention")
 @pytest.mark.parametrize("case", ["loop+depth_attention", "adaponder"])
 def test_draws_do_not_depend_on_company(engine, case):
     running, _ = engine(case)

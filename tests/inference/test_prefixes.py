@@ -84,7 +84,7 @@ def check(engine, model, prompt, cached, cuts):
     return job
 
 
-@pytest.mark.quick("depth_attention", "loop+depth_attention-grid", "adaponder+depth_attention")
+@pytest.mark.quick("depth_attention", "adaponder+depth_attention")
 def test_to_the_bit(engine, model):
     """The same prompt again is not read; one that goes on reads its rest; of those that part, the third gains."""
     shared, first, second, third = tokens_of(1, 90), tokens_of(2, 40), tokens_of(3, 37), tokens_of(4, 11)
@@ -108,7 +108,7 @@ def test_a_conversation_goes_on_from_its_answer(engine, model):
     assert ask(engine, again)[0].cached == len(again)
 
 
-@pytest.mark.quick("depth_attention", "loop+depth_attention-grid", "adaponder+depth_attention")
+@pytest.mark.quick("depth_attention", "adaponder+depth_attention")
 def test_other_requests_do_not_matter(engine, model):
     """In company, with jobs that score their prompts or count their iterations, which read them themselves."""
     prompt = tokens_of(7, 70)

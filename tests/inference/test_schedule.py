@@ -83,6 +83,7 @@ def waited(running, long, short):
     return found[0] - begin, [*jobs, late], stream
 
 
+@pytest.mark.quick("vanilla", "sinks")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_short_prompt_does_not_wait_for_long_ones(kind, monkeypatch):
     """Beside four of 200 tokens it waits for a chunk or two; first come first served, for all of them. Texts are as

@@ -957,6 +957,7 @@ def test_sigterm_ends_cleanly(served, process):
     assert "Traceback" not in process.err
 
 
+@pytest.mark.quick("None", "own4", "151645")
 @pytest.mark.parametrize("own", [None, 0, 2, [2], [2, 0], 151645])
 def test_serve_and_generate_stop_alike(directory, own):
     """At an end of turn that the checkpoint names, and at the tokenizer's end of text, of old exports too."""

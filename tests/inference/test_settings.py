@@ -80,6 +80,7 @@ OWN = [{name: 2} for name in ("temperature", "repetition_penalty", "encoder_repe
 OWN += [{"min_p": 1}, {"temperature": 0.0}, {"temperature": 0}, {"temperature": 1e-320}]
 
 
+@pytest.mark.quick("own0", "own1", "own4", "own6")
 @pytest.mark.parametrize("own", OWN)
 def test_a_checkpoints_own_numbers_are_those_of_the_command(opened, monkeypatch, own: dict) -> None:
     """Whole numbers, of which transformers takes none, and temperatures below the coldest; alone and in a batch."""

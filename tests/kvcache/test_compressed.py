@@ -64,6 +64,7 @@ def test_once_and_again(model):
     assert isinstance(once.schedule, Once)
 
 
+@pytest.mark.quick("0.29-*", "0.5-12")
 @pytest.mark.parametrize("length", [5, 11, 12, 13, 20])
 @pytest.mark.parametrize("ratio", [0.4, 0.5, 0.29])
 def test_short_prompts(model, length, ratio):

@@ -49,7 +49,7 @@ def distance(model, method, padded, ids, mask):
     return found
 
 
-@pytest.mark.quick("average", "freqkv", "learned", "sinks", "snapkv", "tova")
+@pytest.mark.quick("freqkv", "learned", "sinks", "snapkv")
 @pytest.mark.parametrize("method", METHODS)
 def test_each_row_is_what_it_is_alone(model, method):
     ids, mask = batch((76, 70, 5) if method == "sinks" else LENGTHS, more=0 if method == "sinks" else 33)

@@ -152,6 +152,7 @@ def test_predictions_are_the_models(case, tokenizer, monkeypatch):
     assert len({trip for _, trip in data.visits}) == len(model.model.plan)
 
 
+@pytest.mark.quick("all, halting", "same, halting")
 @pytest.mark.parametrize("case", PONDERING)
 def test_pondering_is_seen_trip_by_trip(case, tokenizer):
     model = model_of(case)
@@ -194,6 +195,7 @@ def test_pondering_is_seen_trip_by_trip(case, tokenizer):
         assert means.weights[i] == pytest.approx(np.mean([mine.mean(0) for _, mine in seen[i]], 0))
 
 
+@pytest.mark.quick("loop", "all, halting")
 @pytest.mark.parametrize("case", ["loop", *PONDERING])
 def test_no_more_trips_are_seen_than_are_served(case, tokenizer):
     """A configuration's `max_trips` is what every call makes: as many visits, and their predictions."""

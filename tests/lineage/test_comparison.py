@@ -171,12 +171,12 @@ def test_memory_stays_near_the_largest_pair_of_tensors(models, tmp_path):
     In a process of its own, since other tests' threads and caches are traced too.
     """
     config = tiny_config(
-        "llama", num_hidden_layers=5, hidden_size=256, intermediate_size=704, head_dim=64, vocab_size=600
+        "llama", num_hidden_layers=5, hidden_size=128, intermediate_size=352, head_dim=32, vocab_size=300
     )
-    paths = [save(build(config, seed, torch.float32), tmp_path / str(seed), 600) for seed in (0, 1)]
+    paths = [save(build(config, seed, torch.float32), tmp_path / str(seed), 300) for seed in (0, 1)]
     words = [sys.executable, "-c", PEAK, *map(str, (models(), *paths))]
     peak, whole = map(int, subprocess.run(words, check=True, capture_output=True, text=True).stdout.split())
-    largest = 2 * 256 * 704 * 4
+    largest = 2 * 128 * 352 * 4
     assert peak < 16 * largest < whole
 
 

@@ -213,11 +213,15 @@ def add_opening(parser: Group) -> None:
     add_ignore_keys(parser)
 
 
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(","))
+
+
 def add_ignore_keys(parser: Group) -> None:
     """Add `--ignore-keys`."""
     parser.add_argument(
         "--ignore-keys",
-        type=lambda text: tuple(name.strip() for name in text.split(",")),
+        type=_names,
         default=(),
         metavar="KEYS",
         help="keys of another family's config.json to read the model without: KEY,KEY",
@@ -228,7 +232,7 @@ def add_kernels(parser: Group) -> None:
     """Add `--kernels`: the functions to replace by kernels."""
     parser.add_argument(
         "--kernels",
-        type=lambda text: tuple(name.strip() for name in text.split(",")),
+        type=_names,
         default=(),
         metavar="NAMES",
         help="functions to replace by GPU kernels: depth_mix,depth_pool,norm_rotate_mix,rms_norm,swiglu",

@@ -144,6 +144,7 @@ def logits(model: torch.nn.Module, ids: Tensor) -> Tensor:
 IDS = torch.randint(1, 90, (2, 24), generator=torch.Generator().manual_seed(0))
 
 
+@pytest.mark.quick("gpt2", "granite", "smollm3", "llama", "gemma2")
 @every_family
 def test_ignored_keys_change_nothing_in_either_class(family: str, tmp_path: Path) -> None:
     theirs, keys = stock(case_of(family)), FAMILIES[family].keys
@@ -165,6 +166,7 @@ def test_ignored_keys_change_nothing_in_either_class(family: str, tmp_path: Path
     }
 
 
+@pytest.mark.quick("keys3-*", "*-llama", "*-gpt2")
 @every_family
 @pytest.mark.parametrize(
     ("keys", "says"),

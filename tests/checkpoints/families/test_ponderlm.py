@@ -281,6 +281,7 @@ def test_logits_are_the_published_rule(name: str, tmp_path: Path) -> None:
     assert (vanilla - rule).abs().max() > 0.5
 
 
+@pytest.mark.quick("ponder-pythia-times", "ponder2-pythia")
 @pytest.mark.parametrize("name", ["ponder-pythia-times", "ponder-gpt2", "ponder2-pythia", "ponder2-llama-3"])
 def test_cached_greedy_tokens_are_the_uncached_ones(name: str, tmp_path: Path) -> None:
     """`ponder2` under `prefill: exact`, where both are the decoded numbers."""
@@ -300,6 +301,7 @@ def test_generated_tokens_are_those_of_the_published_decoding(name: str, tmp_pat
         assert said != Published(name, num_jacobi_iterations=0).continued(ids, 8)
 
 
+@pytest.mark.quick("ponder-gpt2", "ponder2-llama")
 @pytest.mark.parametrize("name", ["ponder-pythia-times", "ponder-gpt2", "ponder2-llama"])
 def test_the_tools_take_a_released_directory(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It loads, generates, has a perplexity, and comes back from an export with the same logits."""

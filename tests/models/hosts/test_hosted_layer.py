@@ -191,7 +191,8 @@ with torch.no_grad():
 """
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", pytest.param("qwen3_5_text", marks=pytest.mark.slow)])
+@pytest.mark.slow  # tests/checkpoints/test_export.py opens one
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_5_text"])
 def test_an_export_with_a_mechanism_opens_without_fathom(name, tmp_path):
     """Its code imports the family from transformers, and joins the experts as the family's class does."""
     ours, ids = ours_of(theirs_of(name), **LOOP, **RESIDUALS[0]), tokens()
