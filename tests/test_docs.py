@@ -495,7 +495,8 @@ def sessions() -> Iterator[Sessions]:
 
 
 FOLLOWED = [page for page in PAGES if items(page)]
-# Pages whose commands measure something, and those of recurrences, each of which runs a comparison of its own.
+# Pages whose commands measure something, and those of mechanisms, each of which runs a comparison of its own:
+# `depth_attention` and `loop` stand for them in the fast tests, `lineage_publish` for lineage, and `data` for texts.
 LONG = (
     "specialise",
     "recurrence",
@@ -511,6 +512,14 @@ LONG = (
     "ponder3",
     "adaponder",
     "latent_cot",
+    "hyper_connections",
+    "mudd",
+    "attention_residuals",
+    "denseformer",
+    "uniform_depth",
+    "value_residual",
+    "lineage",
+    "corpus",
 )
 
 

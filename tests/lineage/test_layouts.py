@@ -78,6 +78,7 @@ DENSE = {
 }
 
 
+@pytest.mark.quick("gpt_neox", "apertus", "gpt2")
 @pytest.mark.parametrize("name", DENSE)
 def test_a_disguised_copy_computes_the_same_and_scores_one(tmp_path, name):
     config, kinds = DENSE[name]

@@ -238,7 +238,7 @@ LATER = (
         "-learned",
         "-queries",
     ),
-    *("-window", "-prepost", "-all"),
+    *("-window", "-prepost", "-all", "-damped", "-delta_block"),
 )
 BACKED = ["depth_attention@neox", "ponder@gpt2", "loop@olmo2", "latent_cot@gemma"]
 FAST = [case for case in ALONE if case not in ("loop", "ponder", "latent_cot")]

@@ -59,7 +59,7 @@ def one_by_one(model, prompts=PROMPTS, new=8, **arguments) -> list[list[int]]:
     return [output.tolist() for output in outputs]
 
 
-@pytest.mark.quick("vanilla", "loop+depth_attention-grid", "ponder")
+@pytest.mark.quick("vanilla", "loop+depth_attention-grid")
 @pytest.mark.parametrize("case", SEATED)
 def test_batched_exactly(case):
     model = build(config_of(case))

@@ -104,11 +104,13 @@ def config_by(mechanisms, options, shape):
     return config_of("vanilla", **keys, **shape)
 
 
+@pytest.mark.quick("[!l]*", "loop-*", "loop+*-prelude=1-*")  # of loops with mechanisms, those with a prelude
 @pytest.mark.parametrize("equation", EQUATIONS, ids=name_of)
 def test_a_model_is_its_equations(equation):
     agree(build(config_by(*equation), dtype=torch.float64), tokens(1, 5))
 
 
+@pytest.mark.quick("*-+depth_attention")
 @pytest.mark.parametrize("mixer", ["", "+depth_attention"])
 @pytest.mark.parametrize("method", METHODS)
 def test_a_thinking_model_is_its_equations(method, mixer):

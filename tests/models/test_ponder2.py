@@ -44,7 +44,7 @@ def climbs_the_staircase(model, ids):
         assert (found[:said] - truth[0, :said]).abs().max() < EXACT * truth.abs().max(), n
 
 
-@pytest.mark.quick("1-", "2-depth_attention", "3-depth_attention")
+@pytest.mark.quick("1-", "2-depth_attention")
 @pytest.mark.parametrize("mixer", ["", "+depth_attention"], ids=["", "depth_attention"])
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_staircase(depth, mixer):

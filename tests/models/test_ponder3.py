@@ -17,7 +17,7 @@ from .test_ponder2 import climbs_the_staircase, decoded, prefilled, solved
 from .test_pondering import error, logits, stepwise
 
 
-@pytest.mark.quick("1-0.45", "2-0.0001", "3-0.45")
+@pytest.mark.quick("1-0.45", "2-0.0001")
 @pytest.mark.parametrize("tau", [0.45, 1e-4])
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_staircase_with_the_key_bias(depth, tau):

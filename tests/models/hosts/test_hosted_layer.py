@@ -57,6 +57,7 @@ def test_itself(name, dtype):
     assert torch.equal(stepwise(ours, ids), stepwise(theirs, ids))
 
 
+@pytest.mark.quick("loop-*", "hyper_connections-qwen3_5_text", "attention_residuals-gpt_oss")
 @pytest.mark.parametrize("name", families())
 @pytest.mark.parametrize("mechanism", [LOOP, *RESIDUALS], ids=["loop", "hyper_connections", "attention_residuals"])
 def test_a_mechanism_decodes_what_it_reads(name, mechanism):
@@ -71,6 +72,7 @@ def mixes(name: str) -> bool:
     return not any(layout.latent or layout.uneven for layout in HOSTS[name].layouts)
 
 
+@pytest.mark.quick("qwen3_moe", "granitemoehybrid", "phi")
 @pytest.mark.parametrize("name", [case for case in families() if mixes(case.values[0])])
 def test_depth_attention(name):
     layers = {"num_hidden_layers": 12} if "num_hidden_layers" in SHAPES[name] else {}

@@ -27,6 +27,7 @@ def model_of(name: str, **mechanism: Any) -> FathomForCausalLM:
     return model
 
 
+@pytest.mark.quick("once-*", "loop-qwen3_moe", "loop-deepseek_v3", "loop-qwen3_5_text")
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("mechanism", [{}, LOOP], ids=["once", "loop"])
 def test_flops_are_what_torch_counts(name, mechanism):
