@@ -189,9 +189,14 @@ def touched(tree: ast.Module, package: tuple[str, ...]) -> Iterator[tuple[str, s
             bound[alias.asname or alias.name] = alias.name
     for node in nodes:
         if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
-            owner = ast.unparse(node.value)
-            if owner in bound:
+            named = isinstance(node.value, (ast.Name, ast.Attribute))
+            if named and (owner := ast.unparse(node.value)) in bound:
                 yield bound[owner], node.attr
+
+
+def _for_type_checkers(test: ast.expr) -> bool:
+    named = isinstance(test, (ast.Name, ast.Attribute))
+    return named and ast.unparse(test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
 
 
 def statements(tree: ast.Module) -> Iterator[tuple[ast.AST, str, bool, bool]]:
@@ -199,7 +204,7 @@ def statements(tree: ast.Module) -> Iterator[tuple[ast.AST, str, bool, bool]]:
 
     def walk(node: ast.AST, function: str, first: bool, hint: bool) -> Iterator[tuple[ast.AST, str, bool, bool]]:
         for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.If) and ast.unparse(child.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+            if isinstance(child, ast.If) and _for_type_checkers(child.test):
                 for other in (*child.body, *child.orelse):
                     yield from visit(other, function, first, hint or other in child.body)
             elif isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):

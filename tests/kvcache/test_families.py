@@ -137,7 +137,15 @@ def truth_of(case, method, ids):
     return model(ids, use_cache=False).logits
 
 
-@pytest.mark.quick(*(f"{case}-freqkv" for case in FEW), "qwen3-tova", "gemma2-tova", "gpt_oss-tova")
+@pytest.mark.quick(
+    "qwen3-freqkv",
+    "llama-freqkv",
+    "gpt_neox-freqkv",
+    "mistral-sliding-freqkv",
+    "qwen3-tova",
+    "gemma2-tova",
+    "gpt_oss-tova",
+)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("case", THEIRS)
 def test_oracle_on_every_family(case, method):

@@ -48,7 +48,7 @@ def recomputed(model, ids: list[int], count: int) -> list[int]:
     return ids[-count:]
 
 
-@pytest.mark.quick("To", "prompt2")
+@pytest.mark.quick("prompt2")
 @pytest.mark.parametrize("prompt", ["To", TEXT[0], " ".join(TEXT)])
 def test_greedy_text_is_the_recomputed_one(opened, prompt: str) -> None:
     model, tokenizer = opened
