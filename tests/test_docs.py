@@ -739,14 +739,14 @@ def test_the_example_policy_decodes_what_it_trains(monkeypatch: pytest.MonkeyPat
     shape |= {"num_key_value_heads": 1, "head_dim": 16, "vocab_size": 300, "initializer_range": 0.3}
     config = FathomConfig(**shape, recurrence="settle", recurrence_options={"tau": 0.5})
     model = FathomForCausalLM(config).double().eval()
-    ids = torch.randint(3, 300, (2, 7))
+    ids = torch.randint(3, 300, (2, 9))
     mask = torch.ones_like(ids)
     mask[0, :3] = 0
     with torch.no_grad():
         whole = model(ids, attention_mask=mask, use_cache=False)
         assert len(whole.trips[1].unique()) > 1
         cache = model(ids[:, :5], attention_mask=mask[:, :5], use_cache=True).past_key_values
-        for t in range(5, 7):
+        for t in range(5, 9):
             step = model(ids[:, t : t + 1], attention_mask=mask[:, : t + 1], past_key_values=cache, use_cache=True)
             assert (step.logits[:, 0] - whole.logits[:, t]).abs().max() < 1e-11
         assert torch.equal(cache.layers[0].table.halt[1] + 1, whole.trips[1])

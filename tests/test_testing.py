@@ -39,7 +39,7 @@ def left_out_afterwards():
 
 
 class TestGatedMean(Conformance):
-    """An author's test file; what takes a process is slow."""
+    """An author's test file; what takes a process or a compiler is slow."""
 
     mechanism = EXAMPLE.GATED_MEAN
     shape: ClassVar = {**Conformance.shape, "num_hidden_layers": 2}
@@ -47,6 +47,10 @@ class TestGatedMean(Conformance):
     @pytest.mark.slow
     def test_an_export_opens_without_fathom(self):
         super().test_an_export_opens_without_fathom()
+
+    @pytest.mark.slow
+    def test_it_compiles_in_one_graph(self):
+        super().test_it_compiles_in_one_graph()
 
 
 class TestOutsideDelta(THEIRS):

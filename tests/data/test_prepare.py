@@ -116,7 +116,10 @@ def small_tasks(monkeypatch: pytest.MonkeyPatch, size: int = 4096) -> None:
 
 
 def test_workers_do_not_change_a_byte(tmp_path: Path, tokenizer: str, monkeypatch) -> None:
+    """Nor does a user's own random.py where they are started, which is no module of theirs."""
     small_tasks(monkeypatch)
+    (tmp_path / "random.py").write_text("raise SystemExit(3)\n")
+    monkeypatch.chdir(tmp_path)
     write_documents(tmp_path / "a.jsonl", 300)
     for name in ("x", "y", "z"):
         (tmp_path / f"{name}.txt").write_text(f"file {name}\n" * 50)
@@ -134,16 +137,6 @@ def test_a_worker_reports_its_error(tmp_path: Path, tokenizer: str, monkeypatch:
     (tmp_path / "a.jsonl").write_text('{"text": "good"}\n' * 10 + '{"text": 1}\n')
     with pytest.raises(DataError, match=r"a\.jsonl:11: field 'text' is int, not text"):
         prepare([str(tmp_path / "a.jsonl")], tmp_path / "out", tokenizer, workers=2)
-
-
-def test_a_users_file_is_no_module_of_a_worker(tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker is started where the user is, who may have a random.py of her own."""
-    small_tasks(monkeypatch)
-    (tmp_path / "random.py").write_text("raise SystemExit(3)\n")
-    write_documents(tmp_path / "a.jsonl", 20)
-    monkeypatch.chdir(tmp_path)
-    prepare(["a.jsonl"], tmp_path / "out", tokenizer, held_out=0, workers=2)
-    assert len(list(documents(tmp_path / "out", "train"))) == 20
 
 
 def run(arguments: dict[str, object], delay: float | None = None) -> bool:

@@ -63,7 +63,7 @@ def test_a_larger_arm_costs_more(small: Recipe):
     assert measured.cache_bytes_per_token[0] == 2 * measured.cache_bytes_per_token[1]
 
 
-@pytest.mark.quick("depth_attention", "hyper_connections")
+@pytest.mark.quick("depth_attention")
 @pytest.mark.parametrize("mechanism", ["depth_attention", "uniform_depth", "denseformer", "hyper_connections"])
 def test_shared_parameters_start_equal(small: Recipe, mechanism: str):
     shared, equal = measure(Arm("arm", mechanism).recipe(small), small, pairs=1).shared_tensors

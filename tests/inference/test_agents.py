@@ -404,7 +404,7 @@ def test_at_once_as_one_at_a_time(served):
         {"tools": TOOLS},
         {"extra_body": {"structured_outputs": {"regex": "[a-z ]{5,40}!"}}},
     ]
-    asked = [{**kinds[i % 5], "seed": i, "max_tokens": 60} for i in range(10)]
+    asked = [{**kinds[i % 5], "seed": i, "max_tokens": 30} for i in range(10)]
 
     def said(options):
         message = ask(served, **options).choices[0].message
