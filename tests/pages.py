@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tests import reference
 from tests.checkpoints.families import tables
-from tests.models import test_exact_starts
+from tests.models import test_exact_starts, test_released
 
 DOCS = Path(__file__).parents[1] / "docs"
 COMMAND, END = "python -m tests.pages", "<!-- end -->\n"
@@ -49,6 +49,7 @@ BLOCKS = (
     Block("reference/keys.md", "keys", reference.keys),
     Block("how-to/checkpoints.md", "families", tables.families),
     Block("how-to/checkpoints.md", "hosted families", tables.hosted),
+    Block("explanation/hyper_connections.md", "released", test_released.table, slow=True),
     Block("tutorials/deepen.md", "exact starts", test_exact_starts.table, slow=True),
 )
 

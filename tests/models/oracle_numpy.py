@@ -363,16 +363,145 @@ def balanced(logits: Array, rounds: int) -> Array:
     return m
 
 
+class ReleasedStreams(Plain):
+    """Streams as DeepSeek-V4, V4.1, GLM-5.3 and Hy4 mix them: sums over streams written out."""
+
+    def __init__(self, oracle: Oracle, x: Array) -> None:
+        super().__init__(oracle, x)
+        self.form: str = oracle.residual["form"]
+        self.streams = [x] * oracle.residual["streams"]
+        self.next_read = np.eye(len(self.streams))[0]  # deepseek_v41
+        self.maps: dict[int, tuple[Array, ...]] = {}
+
+    def collapsed(self, weights: Array) -> Array:
+        """A weighted sum of the streams."""
+        return sum(w * s for w, s in zip(weights, self.streams, strict=True))
+
+    def read(self, sublayer: int) -> Array:
+        """By the token's own weights, or those of the sub-layer before."""
+        n, final, carried = len(self.streams), sublayer == 2 * self.o.layers, self.form == "deepseek_v41"
+        if final and self.form == "glm5_next":
+            return between(self.x, sum(self.streams) / n, self.o.residual)
+        if final and carried:
+            return between(self.x, self.collapsed(self.next_read), self.o.residual)
+        made = self.weight(sublayer, "projection.weight") @ self.o.unit(np.concatenate(self.streams))
+        sizes = [n] if final else [n, n, n * n][: len(self.weight(sublayer, "scale"))]
+        shift, parts = self.weight(sublayer, "shift"), []
+        for scale, size in zip(self.weight(sublayer, "scale"), sizes, strict=True):
+            at = sum(len(part) for part in parts)
+            parts.append(scale * made[at : at + size] + shift[at : at + size])
+        pre = sigmoid(parts[0]) + 1e-6
+        x = self.collapsed(self.next_read if carried else pre)
+        if not final:
+            post = 2 * sigmoid(parts[1]) + (1e-6 if self.form == "hy_v4" else 0.0)
+            mixing = np.eye(n) if self.form == "hy_v4" else doubly(parts[2].reshape(n, n), self.o.residual)
+            self.maps[sublayer] = post, mixing, pre
+        return between(self.x, x, self.o.residual)
+
+    def write(self, sublayer: int, update: Array) -> None:
+        """S_k = sum_j H[j, k] S_j + post_k F."""
+        super().write(sublayer, update)
+        post, mixing, self.next_read = self.maps[sublayer]
+        n = len(self.streams)
+        self.streams = [sum(mixing[j, k] * self.streams[j] for j in range(n)) + post[k] * update for k in range(n)]
+
+
+def doubly(logits: Array, options: dict[str, Any]) -> Array:
+    """A softmax over rows, then columns and rows divided by their sums."""
+    m = np.stack([softmax(row) for row in logits]) + 1e-6
+    m = m / (m.sum(0) + 1e-6)
+    for _ in range(options["sinkhorn_iterations"] - 1):
+        m = m / (m.sum(1, keepdims=True) + 1e-6)
+        m = m / (m.sum(0) + 1e-6)
+    return m
+
+
+class GatedStreams(Plain):
+    """Qwen4-Exp's: normed streams, gated channel by channel, and a weight for each to write."""
+
+    def __init__(self, oracle: Oracle, x: Array) -> None:
+        super().__init__(oracle, x)
+        self.streams = np.tile(x, (oracle.residual["streams"], 1))
+        self.injects: dict[int, Array] = {}
+
+    def read(self, sublayer: int) -> Array:
+        """Their mean."""
+        n = len(self.streams)
+        z = self.o.unit(self.streams).reshape(-1) * (1 + self.weight(sublayer, "norm_weight"))
+        inner = self.weight(sublayer, "down.weight") @ z / n
+        gates = sigmoid(self.weight(sublayer, "up.weight") @ (inner * sigmoid(inner)))
+        if sublayer < 2 * self.o.layers:
+            self.injects[sublayer] = 2 * sigmoid(self.weight(sublayer, "inject.weight") @ z / n)
+        return between(self.x, (gates * z).reshape(n, -1).mean(0), self.o.residual)
+
+    def write(self, sublayer: int, update: Array) -> None:
+        """Each by its weight."""
+        super().write(sublayer, update)
+        self.streams = self.streams + np.outer(self.injects[sublayer], update)
+
+
+class NormedPooling(Plain):
+    """Inkling-2's: normed sums of blocks, one read for each query."""
+
+    def __init__(self, oracle: Oracle, x: Array) -> None:
+        super().__init__(oracle, x)
+        self.blocks, self.open = [x], np.array([])
+
+    def queries(self, sublayer: int) -> int:
+        """Three for a layer of full attention, none for the first sub-layer."""
+        layer, mlp = divmod(sublayer, 2)
+        if not sublayer:
+            return 0
+        whole = layer < self.o.layers and not mlp and self.o.config["layer_types"][layer] == "full_attention"
+        return 3 if whole and self.o.residual["queries"] == 3 else 1
+
+    def read(self, sublayer: int) -> Any:
+        """A softmax over the blocks for each query."""
+        sources = self.o.unit(np.stack([*self.blocks, *([self.open] if len(self.open) else [])]))
+        if not (count := self.queries(sublayer)):
+            return self.x
+        found = []
+        for query in self.weight(sublayer, "query"):
+            h = softmax(sources @ query / math.sqrt(len(query))) @ sources
+            found.append(between(self.x, h, self.o.residual))
+        return tuple(found) if count == 3 else found[0]
+
+    def gained(self, sublayer: int, ways: list[Array]) -> list[Array]:
+        """Keys' and values' norms have gains of their own."""
+        if self.queries(sublayer) < 3:
+            return ways
+        names = ("gains.key", "gains.value")
+        return [ways[0], *(self.weight(sublayer, name) * x for name, x in zip(names, ways[1:], strict=True))]
+
+    def write(self, sublayer: int, update: Array) -> None:
+        """Into the open block."""
+        super().write(sublayer, update)
+        if len(self.open) and sublayer % self.o.residual["block_size"]:
+            self.open = self.open + update
+            return
+        self.blocks += [self.open] if len(self.open) else []
+        self.open = update
+
+
 def attention_residuals(oracle: Oracle, x: Array) -> Plain:
     """By variant."""
-    return (Delta if oracle.residual["variant"].startswith("delta") else AttentionResiduals)(oracle, x)
+    variant = oracle.residual["variant"]
+    if variant == "inkling2":
+        return NormedPooling(oracle, x)
+    return (Delta if variant.startswith("delta") else AttentionResiduals)(oracle, x)
+
+
+def hyper_connections(oracle: Oracle, x: Array) -> Plain:
+    """By form."""
+    kinds = {"paper": HyperConnections, "qwen4_exp": GatedStreams}
+    return kinds.get(oracle.residual["form"], ReleasedStreams)(oracle, x)
 
 
 STREAMS: dict[str, Callable[[Oracle, Array], Plain]] = {
     "plain": Plain,
     "denseformer": DenseFormer,
     "attention_residuals": attention_residuals,
-    "hyper_connections": HyperConnections,
+    "hyper_connections": hyper_connections,
     "mudd": Mudd,
     "branch_gain": BranchGain,
 }

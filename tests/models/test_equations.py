@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from fathom.models.registry import MECHANISMS
+from fathom.models.residuals.released_streams import FORMS, GATED
 
 from .cases import build, config_of, tokens
 from .oracle import agree, oracle_of, truth
@@ -11,6 +12,7 @@ from .slot_oracle import METHODS, thinker
 
 FIVE, SIX = {"num_hidden_layers": 5}, {"num_hidden_layers": 6}
 SLIDING = {"use_sliding_window": True, "sliding_window": 4, "layer_types": ["full_attention", "sliding_attention"] * 2}
+RELEASED = (*FORMS, GATED)
 FREE = {"sinkhorn_iterations": 0}
 
 
@@ -62,6 +64,10 @@ EQUATIONS = [
     ],
     *[("hyper_connections", [{"streams": n, **FREE}], {"num_hidden_layers": 2}) for n in (1, 2, 3)],
     ("loop+hyper_connections", [trips(2, 1), {"streams": 2, "sinkhorn_iterations": 3}], {}),
+    *[("hyper_connections", [{"form": form, "streams": 3}], {"num_hidden_layers": 2}) for form in RELEASED],
+    ("loop+hyper_connections", [trips(2, 1), {"form": "deepseek_v41", "streams": 2}], {}),
+    *[("attention_residuals", [blocks(size, "inkling2") | {"queries": n}], SLIDING) for size, n in ((4, 3), (3, 1))],
+    ("loop+attention_residuals", [trips(2, 1), blocks(3, "inkling2")], {}),
     ("mudd", [{}], FIVE),
     ("mudd", [{"ways": "vr", "last": 2, "sources": "few", "hidden": 5}], FIVE),
     *[("mudd", [{"ways": ways}], FIVE) for ways in ("qk", "r")],

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -202,11 +202,13 @@ class BlendedResidual(Blended, Residual):
         own = super().begin(embeddings)
         return (embeddings, *own) if self.closable else own
 
-    def read(self, state: ResidualState) -> tuple[Tensor, ResidualState, WriteContext]:
+    def read(self, state: ResidualState) -> tuple[Any, ResidualState, WriteContext]:
         """Interpolate between the plain stream and the mechanism's."""
         if not self.closable:
             return super().read(state)
         x, own, context = super().read(state[1:])
+        if isinstance(x, tuple):
+            return tuple(self.blended(state[0], way) for way in x), (state[0], *own), context
         return self.blended(state[0], x), (state[0], *own), context
 
     def write(self, state: ResidualState, update: Tensor, context: WriteContext) -> ResidualState:

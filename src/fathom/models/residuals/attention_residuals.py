@@ -33,13 +33,15 @@ from ..axes.blend import Blended, BlendedResidual, BlendOptions, blending_cost, 
 from ..axes.numerics import few, softmax_list, weighted_sum, widen, without_autocast
 from ..axes.replaceable import faster
 from ..axes.roles import Cost, Mechanism, Residual, ResidualOptions, ResidualState, WriteContext, direct
+from .normed_pooling import NormedPooling, queries_of
 
 if TYPE_CHECKING:
     from ..axes.fields import DecoderConfig
     from ..axes.visit import Visit
 
 DELTAS = ("delta", "delta_block")
-VARIANTS = ("block_sum", "snapshot", *DELTAS)
+NORMED = "inkling2"
+VARIANTS = ("block_sum", "snapshot", *DELTAS, NORMED)
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,10 @@ class AttentionResidualsOptions(ResidualOptions, BlendOptions):
     """Sub-layers per block (two per layer); `delta` has no blocks."""
     variant: str = "block_sum"
     """`block_sum` (reset after each block), `snapshot` (cumulative, with a recency bias), or what is added to the
-    running stream: `delta` (each sub-layer is a source) or `delta_block` (each completed block)."""
+    running stream: `delta` (each sub-layer is a source) or `delta_block` (each completed block). `inkling2` is
+    Inkling-2's form of `block_sum`."""
+    queries: int = 3
+    """In `inkling2`: 3 reads for a layer of full attention, for its queries, keys and values, or 1 for all of them."""
     recency_bias: float = 3.0
     """Initial bias on the running stream, `snapshot` only."""
 
@@ -59,6 +64,7 @@ class AttentionResidualsOptions(ResidualOptions, BlendOptions):
         super().check(config)
         self.require("block_size", self.block_size >= 1, "be at least 1")
         self.require_one_of("variant", VARIANTS)
+        self.require("queries", self.queries in (1, 3), "be 1 or 3")
 
 
 class SourceNorm(nn.Module):
@@ -150,6 +156,10 @@ class BlendedAttentionResiduals(BlendedResidual, AttentionResiduals):
     """Attention residuals with λ."""
 
 
+class BlendedNormedPooling(BlendedResidual, NormedPooling):
+    """Inkling-2's attention residuals with λ."""
+
+
 class Delta(Blended, Pooling):
     """Its state: the running stream and the sources, oldest first; in `delta_block` the open block's sum is last, and
     no source yet."""
@@ -208,8 +218,10 @@ class Delta(Blended, Pooling):
 
 def attention_residuals(config: DecoderConfig, sublayer: int) -> Residual:
     """The residual of the configured variant."""
-    delta = AttentionResidualsOptions.of(config).variant in DELTAS
-    return (Delta if delta else BlendedAttentionResiduals)(config, sublayer)
+    variant = AttentionResidualsOptions.of(config).variant
+    if variant in DELTAS:
+        return Delta(config, sublayer)
+    return (BlendedNormedPooling if variant == NORMED else BlendedAttentionResiduals)(config, sublayer)
 
 
 def pool(sources: Sequence[Tensor], query: Tensor, eps: float, recency_bias: Tensor | None = None) -> Tensor:
@@ -309,7 +321,7 @@ def _counts(config: DecoderConfig, sublayers: list[int]) -> list[tuple[int, int]
             ended = [(s + 1) % block == 0 for s in written]
             sources = 2 + sum(ended)
             counts.append((sources, sources - (not written or ended[-1])))
-        elif variant == "block_sum":
+        elif variant in ("block_sum", NORMED):
             sources = 1 + bool(written) + begun
             counts.append((sources, sources))
         else:
@@ -324,6 +336,8 @@ def cost(config: DecoderConfig, visits: Sequence[Visit], scalar: int) -> Cost:
     """Cost per source: a dot product with the query for the score, and a weighted sum."""
     counts, width = source_counts(config, visits), config.hidden_size
     options = AttentionResidualsOptions.of(config)
+    if options.variant == NORMED:
+        return _normed_cost(config, visits, scalar)
     delta, snapshot = options.variant in DELTAS, options.variant == "snapshot"
     reads = sum(sources for sources, _ in counts if sources > 1 or not delta)
     if delta:
@@ -343,6 +357,26 @@ def cost(config: DecoderConfig, visits: Sequence[Visit], scalar: int) -> Cost:
     return own + Cost(
         flops=4 * width * reads,
         elementwise_flops=2 * width * reads,  # the sources' rms
+        transient_bytes=scalar * width * (max(different for _, different in counts) - 1),
+        io_bytes=scalar * width * (2 * reads + len(counts) - 1),
+    )
+
+
+def _normed_cost(config: DecoderConfig, visits: Sequence[Visit], scalar: int) -> Cost:
+    """Of `inkling2`: a score and a weighted sum for each source and query, and the gains of keys and values."""
+    width, options, layers = config.hidden_size, AttentionResidualsOptions.of(config), config.num_hidden_layers
+    trips = [[visit.layer for visit in trip] for _, trip in groupby(visits, lambda visit: visit.trip)]
+    read = [s for trip in trips for s in (*(s for i in trip for s in (2 * i, 2 * i + 1)), 2 * layers)]
+    asked = [queries_of(config, sublayer) for sublayer in read]
+    counts = source_counts(config, visits)
+    reads = sum(queries * sources for queries, (sources, _) in zip(asked, counts, strict=True))
+    normed = sum(sources for queries, (sources, _) in zip(asked, counts, strict=True) if queries)
+    made = [queries_of(config, sublayer) for sublayer in range(2 * layers + 1)]
+    gates = 2 * len(made) * gate_size(config, options)
+    return blending_cost(config, sum(asked), scalar, options) + Cost(
+        parameters=width * (sum(made) + 2 * made.count(3)) + gates,
+        flops=4 * width * reads,
+        elementwise_flops=width * (3 * normed + 2 * asked.count(3)),
         transient_bytes=scalar * width * (max(different for _, different in counts) - 1),
         io_bytes=scalar * width * (2 * reads + len(counts) - 1),
     )

@@ -11,13 +11,15 @@ Sinkhorn keeps H_res close to doubly stochastic, so that the streams' sum neithe
 `sinkhorn_iterations: 0` nothing is constrained: H = α tanh(W z) + b. That is an ablation of mHC and not the model of
 arXiv 2409.19606, which norms every stream by itself, makes a stream's maps from that stream alone by one projection for
 all, starts that projection at zero, and sums the streams in the end.
+
+With a `form` other than `paper` the streams are those of a released model: see `released_streams.py`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,12 +33,16 @@ from ..axes.numerics import autocasts, few, widen
 from ..axes.roles import Cost, Mechanism, Residual, ResidualState, VisitOptions, WriteContext
 from ..decoder.loss import is_bare
 from ..decoder.rms_norm import RMSNorm
+from .released_streams import FORMS, GATED, GatedStreams, ReleasedStreams, released_cost
 
 if TYPE_CHECKING:
     from ..axes.fields import DecoderConfig
     from ..axes.visit import Visit
 
 FLOOR = 1e-12
+PAPER = "paper"
+RANK = (320, 2048)
+"""Rank and width of Qwen4-Exp's gates."""
 
 
 @dataclass(frozen=True)
@@ -48,13 +54,28 @@ class HyperConnectionsOptions(VisitOptions, BlendOptions):
     sinkhorn_iterations: int = 20
     """Row and column normalisations of the stream-mixing matrix; 0 leaves all mixing unconstrained (mHC's ablation)."""
     alpha: float = 0.01
-    """Initial weight of the token-dependent part."""
+    """Initial weight of the token-dependent part; only of form `paper`."""
+    form: str = PAPER
+    """The `paper`'s form, or that of a released model, by its model_type: `deepseek_v4`, `deepseek_v41`, `glm5_next`,
+    `hy_v4` or `qwen4_exp`."""
+    rank: int | None = None
+    """Rows of the gates' inner projection in form `qwen4_exp`; by default 320 / 2048 of the width, as in the model."""
 
     def check(self, config: DecoderConfig) -> None:
-        """Refuse fewer than one stream and negative iterations."""
+        """Refuse fewer than one stream, negative iterations and unknown forms."""
         super().check(config)
         self.require("streams", self.streams >= 1, "be at least 1")
-        self.require("sinkhorn_iterations", self.sinkhorn_iterations >= 0, "not be negative")
+        self.require_one_of("form", (PAPER, *FORMS, GATED))
+        least = 1 if self.form in FORMS and FORMS[self.form].mixes else 0
+        bound = f"be at least 1 in form {self.form}" if least else "not be negative"
+        self.require("sinkhorn_iterations", self.sinkhorn_iterations >= least, bound)
+        self.require("rank", self.rank is None or self.rank >= 1, "be at least 1")
+
+    def resolve(self, config: DecoderConfig) -> HyperConnectionsOptions:
+        """Set the rank from the width."""
+        if self.form != GATED or self.rank is not None:
+            return self
+        return replace(self, rank=max(1, config.hidden_size * RANK[0] // RANK[1]))
 
 
 def sinkhorn(logits: Tensor, iterations: int) -> Tensor:
@@ -243,6 +264,22 @@ class BlendedHyperConnections(BlendedResidual, HyperConnections):
     """Hyper-connections with λ."""
 
 
+class BlendedReleasedStreams(BlendedResidual, ReleasedStreams):
+    """Those of a released model with λ."""
+
+
+class BlendedGatedStreams(BlendedResidual, GatedStreams):
+    """The gated residual with λ."""
+
+
+def hyper_connections(config: DecoderConfig, sublayer: int) -> Residual:
+    """The residual of the configured form."""
+    form = HyperConnectionsOptions.of(config).form
+    if form == PAPER:
+        return BlendedHyperConnections(config, sublayer)
+    return (BlendedGatedStreams if form == GATED else BlendedReleasedStreams)(config, sublayer)
+
+
 def readable(x: Tensor) -> bool:
     """Whether to compute with Python numbers: `x` is small, real and not being traced."""
     return few(x) and type(x) is Tensor and not torch.jit.is_tracing()
@@ -370,8 +407,12 @@ def cost(config: DecoderConfig, visits: Sequence[Visit], scalar: int) -> Cost:
     maps = n * n + 2 * n
     sublayers, trips = 2 * len(visits), visits[-1].trip + 1
     sets = len(visits) if options.per_visit else config.num_hidden_layers
-    return blending_cost(config, sublayers + trips, scalar, options) + Cost(
-        parameters=2 * sets * ((maps + 1) * n * width + maps + 3) + n + 2 * (2 * sets + 1) * gate_size(config, options),
+    gates = 2 * (2 * sets + 1) * gate_size(config, options)
+    blending = blending_cost(config, sublayers + trips, scalar, options) + Cost(parameters=gates)
+    if options.form != PAPER:
+        return blending + released_cost(config, visits, scalar)
+    return blending + Cost(
+        parameters=2 * sets * ((maps + 1) * n * width + maps + 3) + n,
         flops=sublayers * (2 * maps * n * width + (4 * n + 2 * n * n) * width) + 2 * n * width * trips,
         elementwise_flops=sublayers * (4 * n * width + 4 * iterations * n * n + 4 * maps),
         transient_bytes=scalar * (n - 1) * width,
@@ -384,7 +425,7 @@ HYPER_CONNECTIONS = Mechanism(
     axis="residual",
     summary="several residual streams, mixed per token (mHC)",
     paper="arXiv 2512.24880",
-    build=BlendedHyperConnections,
+    build=hyper_connections,
     cost=cost,
     options=HyperConnectionsOptions,
     closed={"blend": 0.0},
