@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import quopri
 from collections.abc import Sequence
 from typing import Any
+from urllib.parse import quote, quote_plus
 
 import pytest
 
@@ -350,3 +352,65 @@ def test_an_answer_that_any_text_has_follows_label_words_alone(gold: str) -> Non
         ),
     )
     assert not finds(item, around(f"{item.stem}? Opinions differ, and {gold} doubt."))
+
+
+CHANGES: dict[str, tuple[str, str]] = {
+    "citations": (" [12, 13]", ""),
+    "authors": (" (Smith et al., 2020; see Doe and Poe 2019, p. 4)", ""),
+    "keys": (" [Smi20, Doe19]", ""),
+    "numbers of notes": (" (7)", ""),
+    "templates of notes": ("{{sfn|Smith|2020|p=4}}", ""),
+    "notes": ('<ref name="x">Smith 2020, page four</ref>', ""),
+    "links": ('](page.html "a title")', "["),
+    "links by reference": ("][ref one]", "["),
+    "wiki": ("]]", "[[some page|"),
+    "RST": (" <https://a.org/b>`__", "`"),
+    "roles": (" <target-one>`", ":ref:`"),
+    "org": ("]]", "[[https://a.org]["),
+    "boards": ("[/url]", "[url=http://a.b/c]"),
+    "addresses": (" (https://a.b/c/d?e=f)", ""),
+    "lines": ("\n 12  ", ""),
+    "subtitles": ("\n\n7\n00:00:01,000 --> 00:00:02,500\n", ""),
+    "times": ("\n[00:12] ", ""),
+}
+"""What stands behind a word, and before it."""
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+@pytest.mark.parametrize("length", [5, 10, 20])
+def test_what_editors_put_between_words_hides_nothing(kind: str, length: int) -> None:
+    item = Item("x", " ".join(WORDS[:length]), ("fish", "fowl"), 0, "fish")
+    after, before = CHANGES[kind]
+    words = [f"{before}{word}{after}" if at % 4 == 1 else word for at, word in enumerate(WORDS[:length])]
+    text = " ".join(words)
+    assert finds(item, around(f"{text}? Fish."))
+    assert not finds(item, around(f"{text.replace(WORDS[length // 2], 'other')}? Fish."))
+
+
+def test_escapes_and_divided_words_in_quotes_hide_nothing() -> None:
+    item = Item("x", " ".join(WORDS[:6]), ("fish", "fowl"), 0, "fish")
+    asked = " ".join(WORDS[:6]) + "? Fish."
+    for text in (quote(asked), quote(quote(asked)), f"https://a.org/s?q={quote_plus(asked)}"):
+        assert finds(item, around(text))
+    mail = quopri.encodestring(f"é {asked} {' '.join(WORDS)}".encode()).decode()
+    assert "=\n" in mail and finds(item, around(mail))
+    for mark in ("> ", "// ", " * ", "# "):
+        assert finds(item, around(f"{mark}{asked[:7]}-\n{mark}{asked[7:]}"))
+        assert not finds(item, around(f"{mark}{asked[:7]}-\n{mark}x{asked[7:]}"))
+
+
+@pytest.mark.parametrize("written", ["80,000", "80000"])
+def test_digits_are_grouped_in_any_way(written: str) -> None:
+    item = Item("x", f"{' '.join(WORDS[:4])} {written} rk", ("fish", "fowl"), 0, "fish")
+    for other in ("80,000", "80000", "80 000"):
+        assert finds(item, around(f"{' '.join(WORDS[:4])} {other} rk? Fish."))
+    assert not finds(item, around(f"{' '.join(WORDS[:4])} 80001 rk? Fish."))
+
+
+@pytest.mark.parametrize("length", [5, 10])
+def test_a_short_question_is_found_without_its_passage(length: int) -> None:
+    item = Item("x", " ".join(WORDS[:length]), ("fish", "fowl"), 0, "fish", " ".join(WORDS[20:50]))
+    text = " ".join(WORDS[:length])
+    assert finds(item, around(f"{text}? Fish.")) and finds(item, around(" ".join(WORDS[20:50])))
+    assert finds(item, around(text)) == (length >= Decontaminate().whole)
+    assert not finds(item, around(f"{text[:-2]}x? Fish.")) and not build_index([item], Decontaminate())[1].short

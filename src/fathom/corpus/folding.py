@@ -16,12 +16,15 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from fathom.corpus import markup
+from fathom.corpus import apparatus, markup
 from fathom.corpus.confusables import LOOKALIKES, SHAPES
 from fathom.corpus.words import lower
 
-DIVISION = re.compile(r"[-‐]\n[ \t]*(?=[^\W_])")
-"""A hyphen at a line's end, where normalised text has no blanks, and what follows up to the next word."""
+DIVISION = re.compile(r"[-‐]\n[ \t]*(?:(?:[>#*|;%!]|//|--)[ \t>]*)*(?=[^\W_])")
+"""A hyphen at a line's end, where normalised text has no blanks, and what follows up to the next word: blanks, and the
+marks of quotes and comments."""
+GROUPED = re.compile(r",(?=\d{3}(?!\d))(?<=\d,)")
+"""The comma of a number's thousands."""
 BEFORE, AFTER = re.compile(r"[^\W_]+\Z"), re.compile(r"[^\W_]+")
 LONGEST = 64
 """Most characters of the first half of a divided word."""
@@ -31,6 +34,8 @@ INVISIBLE = re.compile(r"[\u034f\u180b-\u180f\ufe00-\ufe0f]")
 """Variation selectors and joiners that Unicode counts among marks, not among format characters."""
 ACCENTS = re.compile(r"[\u0300-\u036f\u0483-\u0487\u1ab0-\u1aff\u1dc0-\u1dff\u20d0-\u20ff\ufe20-\ufe2f]")
 """Combining marks of Latin, Greek and Cyrillic letters; those of other scripts are vowels and part of a word."""
+AROUND = 2000
+"""Characters that are read once more before and after what stands between the words of a text."""
 DEEPEST = 3
 """Times that markup may be spelled by entities."""
 
@@ -65,10 +70,31 @@ def folded(text: str) -> Folded:
         if not (changes := list(markup.changes(one.text))):
             break
         one = one.then(_replaced(one.text, changes))
-    if one.text.isascii():
-        return one
-    one = one.then(_plainest(one.text))
-    return one.then(Folded(_as_latin(one.text)))
+    if not one.text.isascii():
+        one = one.then(_plainest(one.text))
+        one = one.then(Folded(_as_latin(one.text)))
+    if "," in one.text and (commas := [(*match.span(), "") for match in GROUPED.finditer(one.text)]):
+        one = one.then(_replaced(one.text, commas))
+    return one
+
+
+def bare(text: str) -> list[Folded]:
+    """The parts of a text that hold citations, notes, links, time codes or numbers of lines, without these, folded.
+
+    Escapes of a URL are read as the characters that they stand for.
+    """
+    found: list[Folded] = []
+    changes: list[tuple[int, int, str]] = []
+    for change in [*apparatus.changes(text), (len(text) + 2 * AROUND + 1, 0, "")]:
+        if changes and change[0] - changes[-1][1] > 2 * AROUND:
+            start = max(changes[0][0] - AROUND, 0)
+            part = text[start : changes[-1][1] + AROUND]
+            one = _replaced(part, [(low - start, high - start, new) for low, high, new in changes])
+            one = one.then(folded(one.text))
+            found.append(Folded(one.text, one.places + start if one.places is not None else None))
+            changes = []
+        changes.append(change)
+    return found
 
 
 def rejoined(one: Folded, known: Container[str]) -> Folded | None:

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fathom.corpus.benchmarks import Item, plain, plain_all
-from fathom.corpus.folding import Folded, folded, rejoined
+from fathom.corpus.folding import Folded, bare, folded, rejoined
 from fathom.corpus.recipe import Decontaminate
 from fathom.corpus.words import Numbers, Words, run_numbers, words_of
 
@@ -166,11 +166,12 @@ def build_index(items: Sequence[Item], rules: Decontaminate) -> tuple[Index, Unf
         entries.setdefault(length, []).append((runs[at], number, kind, at))
 
     for number, one in enumerate(wanted_of(items)):
-        if number in by_runs:
-            continue
+        by_run = number in by_runs
+        if by_run and (len(one.stem) >= rules.words or not items[number].context):
+            continue  # but a short question may stand without its passage, whose runs these are
         size, answer = len(one.stem), max(map(len, one.golds), default=0)
         alone = rules.whole <= size < rules.words and _run(one.stem) not in shared[size]
-        if size >= rules.whole and not alone:
+        if size >= rules.whole and not alone and not by_run:
             template.append(items[number].id)
         if rules.whole <= len(one.filled) < rules.words:
             look_up(number, FILLED, one.filled)
@@ -178,7 +179,7 @@ def build_index(items: Sequence[Item], rules: Decontaminate) -> tuple[Index, Unf
             look_up(number, WHOLE, one.stem)
         elif answer and size >= ANCHORS[0] and size + answer >= rules.shortest:
             look_up(number, ANSWERED, one.stem)
-        elif size < rules.whole and len(one.filled) < rules.whole:
+        elif size < rules.whole and len(one.filled) < rules.whole and not by_run:
             short.append(items[number].id)
     return _packed(entries), Unfound(template, short)
 
@@ -241,8 +242,10 @@ class Matcher:
         """(benchmark, hit) of each text, in order."""
         whole = [folded(text) for text in texts]
         found = self._hits(whole)
-        joined = {number: again for number, one in enumerate(whole) if (again := rejoined(one, self._vocabulary))}
-        for number, hits in zip(joined, self._hits(list(joined.values())), strict=True):
+        again = [(number, one) for number, text in enumerate(texts) for one in bare(text)]
+        joined = ((number, rejoined(one, self._vocabulary)) for number, one in [*enumerate(whole), *again])
+        again += [(number, one) for number, one in joined if one]
+        for (number, _), hits in zip(again, self._hits([one for _, one in again]), strict=True):
             found[number] |= hits
         for hits in found:
             yield sorted(hits, key=lambda hit: (hit[1].start, hit[1].end, hit[0], hit[1].item))

@@ -1,0 +1,104 @@
+"""What editors, programs and players put between the words of a text: citations, notes, targets of links, time codes,
+numbers of lines, and the escapes of URLs and of mail.
+
+Decontamination reads a text a second time without them. So nothing is lost where a pattern takes away what belongs to
+the text: the first reading still has it. Each pattern begins with a literal character, which a search finds fast.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from urllib.parse import unquote
+
+YEAR = r"(?:1[5-9]|20)\d\d[a-z]?"
+TIME = r"\d{1,3}:\d\d(?::\d\d)?(?:[.,:]\d{1,3})?"
+PAGES = r"(?:pp?\.[ ]?)?[\^#*]?\d{1,4}"
+KEY = r"[A-Z][A-Za-z]{0,20}\+?[ ’']?\d\d(?:\d\d)?[a-z]?"
+LINE = (
+    rf"\n[ \t]*(?:(?:\d{{1,6}}[ \t]*\n[ \t]*)?{TIME}[ \t]*-->[^\n]*|Dialogue:(?:[^,\n]{{0,40}},){{9}}|{TIME}(?=[ \t\n])"
+    rf"|[\[(<]{TIME}[\])>]"
+    r"|[\[(]?(?:L|[Ll]ine[ ])?\d{1,6}[\])]?(?:[.:|)][ \t]*|[ \t]+|(?=\n)))"
+)
+"""Cues of subtitles, times, and numbers, at the beginning of a line."""
+CITED = (
+    rf"\[{PAGES}(?:[ ]?[,;–—-][ ]?{PAGES})*\]_?|\[{KEY}(?:[,;][ ]?{KEY})*\]"
+    r"|\[[^\[\]\n@]{0,40}@[\w:.#$%&+?<>~/-]+[^\[\]\n]{0,120}\]"
+    rf"|\[(?:[a-z.]{{2,9}},?[ ])?[A-Z][^\[\]]{{1,160}}?[\s,]{YEAR}(?:[,;:.][^\[\]]{{0,160}})?\]|\[{YEAR}\]"
+    r"|\[(?:citation needed|sic|edit|who\?|when\?)\]"
+)
+PARENTHESES = (
+    rf"\((?:note[ ]|n\.[ ]?|fn\.?[ ]?)?\d{{1,3}}\)|(?<=al\.[ ])\({YEAR}\)"
+    rf"|\((?:[a-z.]{{2,9}},?[ ])?[A-Z][^()]{{1,160}}?[\s,]{YEAR}(?:[,;:.][^()]{{0,160}})?\)"
+)
+NOTE_TEMPLATES = r"(?:s?fnp?|efn|cite|citation|cn|fact|refn|rp|r|harv[a-z]*|note|ref)"
+NOTES = (
+    CITED,
+    PARENTHESES,
+    rf"\{{\{{{NOTE_TEMPLATES}(?:\|[^{{}}]{{0,300}})?\}}\}}",
+    r"<ref\b[^<>]{0,200}(?:/>|>[^<>]{0,500}</ref>)",
+)
+"""They are left out without a trace, as is the blank before them."""
+LINKS = (
+    r"\]\((?:<[^<>\n]{0,300}>|(?:[^()\s]|\([^()\s]{0,80}\)){1,300})(?:\s+(?:\"[^\"\n]{0,200}\"|'[^'\n]{0,200}'))?\)",
+    r"\]\[[^\[\]\n]{0,60}\]",
+    r"\[\[[^\[\]\n|]{1,300}(?:\]\[|\|(?:[^\[\]|\n]{0,200}\|)*)",
+    r"\[https?://[^\s\[\]]{1,300}[ ]",
+    r"\{\{(?:[^{}|\n]{0,60}\|)+(?=[^{}|\n]{0,200}\}\})",
+    r":(?=[a-z]+:(?:[a-z]+:)?`)[a-z:]{1,60}(?=`)",
+    r"<[^<>\n`]{1,300}>(?=`)",
+    r"link:[^\s\[\]]{0,300}\[",
+    r"xref:[^\s\[\]]{0,300}\[",
+    r"<<[\w-]{1,60},",
+    r"<(?:https?:|mailto:|[@#!])[^|<>\s]{1,300}\|",
+    r"\[/?(?:url|b|i|u|s|quote|color|size|center|img|font)(?:=[^\[\]\n]{0,200})?\]",
+    r"@(?=[a-z]{1,12}\{)[a-z]+",
+    r"\\f[BIRP]",
+    r"https?://[^\s<>()\[\]|?%]{1,300}(?:\?[^\s<>()\[\]|+%]{0,300}(?=[\s)>\]]|\Z))?",
+    rf"[\[(<]{TIME}[\])>]",
+)
+"""What is not the visible text of a link or of a command."""
+ESCAPES = (r"%(?:25)*[0-9A-Fa-f]{2}(?:%(?:25)*[0-9A-Fa-f]{2})*", r"=\n", r"=[0-9A-F]{2}(?:=[0-9A-F]{2})*")
+THOUSANDS = r" (?=\d{3}(?!\d))(?<=\d )"
+DEEPEST = 3
+"""Times that a URL may be escaped."""
+
+Change = tuple[int, int, str]
+_NOTES, _LINKS, _ESCAPES = ([re.compile(one) for one in kinds] for kinds in (NOTES, LINKS, ESCAPES))
+_LINE, _THOUSANDS = re.compile(LINE), re.compile(THOUSANDS)
+
+
+def changes(text: str) -> list[Change]:
+    """(start, end, what stands there without it) of each piece of a text's apparatus, in order."""
+    found, end = [], 0
+    for start, stop, new in sorted(_found(text), key=lambda one: (one[0], -one[1])):
+        if start >= end:
+            found.append((start, stop, new))
+            end = stop
+    return found
+
+
+def _found(text: str) -> Iterator[Change]:
+    for match in _LINE.finditer(f"\n{text}"):
+        yield max(match.start() - 1, 0), match.end() - 1, "\n" if match.start() else ""
+    for note in _NOTES:
+        for match in note.finditer(text):
+            start = match.start()
+            yield start - (text[start - 1 : start] in (" ", "\t")), match.end(), ""
+    for link in _LINKS:
+        for match in link.finditer(text):
+            yield *match.span(), "" if match[0].startswith(("]", "[", "\\", "@", ":")) else " "
+    for escape in _ESCAPES:
+        for match in escape.finditer(text):
+            yield *match.span(), _unescaped(match[0])
+    for match in _THOUSANDS.finditer(text):
+        yield *match.span(), ""
+
+
+def _unescaped(found: str) -> str:
+    if found == "=\n":
+        return ""
+    found = found.replace("=", "%")
+    for _ in range(DEEPEST):
+        found = unquote(found, errors="replace")
+    return found
