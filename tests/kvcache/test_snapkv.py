@@ -51,7 +51,7 @@ def test_it_never_guesses_the_queries(monkeypatch):
     monkeypatch.setattr(
         sys.modules["fathom.kvcache.watch"], "observed_backend", lambda decoder: "sdpa"
     )  # none is shown
-    with pytest.raises(RuntimeError, match="has not seen the last queries"):
+    with pytest.raises(ValueError, match="queries, which were not seen"):
         cached(model, tokens(1, 100), cache)
 
 

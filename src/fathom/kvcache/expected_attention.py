@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from fathom.models.axes.numerics import widen
 
-from .method import Held, Selection
+from .method import UNSEEN, Held, Selection
 from .rope import Rope, Still
 from .schedule import Schedule
 
@@ -42,7 +42,7 @@ class ExpectedAttention(Selection):
     def scores(self, held: Held) -> Tensor:
         """`[B, H_kv, N]`."""
         if held.queries is None:
-            raise RuntimeError("expected_attention has not seen queries: build the cache from the model that is run")
+            raise ValueError(UNSEEN)
         sinks, rotation, sums = self.schedule.sinks, self.rotation(held), held.queries
         count = sums[..., -1:, -1:]
         mean = sums[..., -1:, :-1] / count  # [B, H, 1, D]

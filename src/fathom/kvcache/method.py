@@ -20,6 +20,12 @@ from fathom.models.axes.numerics import widen
 from .rope import Rope, Still
 from .schedule import Schedule
 
+UNSEEN = (
+    "this method needs the queries, which were not seen: the cache was built from another model than the one that is "
+    "run, or the model's attention does not use transformers' attention functions (as Falcon's); use a method without "
+    "queries, such as key_norm, drop or freqkv"
+)
+
 
 @dataclass(frozen=True)
 class Held:
@@ -42,7 +48,7 @@ class Held:
     def attention(self) -> Tensor:
         """The attention weights of the observed queries, `[B, H_kv, G, w, N]`; G query heads share a key head."""
         if self.queries is None:
-            raise RuntimeError("no queries were seen: build the cache from the model that is run")
+            raise ValueError(UNSEEN)
         heads, n = self.keys.shape[1:3]
         observed = self.queries.shape[2]
         grouped = self.queries.to(self.keys.dtype).unflatten(1, (heads, -1))

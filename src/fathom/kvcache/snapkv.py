@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .method import Held, Selection
+from .method import UNSEEN, Held, Selection
 from .rope import Rope
 from .schedule import Schedule
 
@@ -33,7 +33,7 @@ class SnapKV(Selection):
     def scores(self, held: Held) -> Tensor:
         """`[B, H_kv, N]`."""
         if held.queries is None or held.queries.shape[2] != self.observed:
-            raise RuntimeError("snapkv has not seen the last queries: build the cache from the model that is run")
+            raise ValueError(UNSEEN)
         votes = held.attention().mean((2, 3))[..., : -self.observed]  # [B, H_kv, N − w]
         votes = F.avg_pool1d(votes, self.kernel, stride=1, padding=self.kernel // 2)
         return F.pad(votes, (0, self.observed), value=torch.inf)
