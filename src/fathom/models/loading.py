@@ -163,7 +163,7 @@ def _require_places(
     """
     for name, found, needed in sorted(info["mismatched_keys"]) if not tolerant else ():
         raise ValueError(f"{name} has shape {list(found)} in the checkpoint, this configuration needs {list(needed)}")
-    unread = sorted(name for name in info["unexpected_keys"] if "lm_head." not in name)
+    unread = sorted(name for name in info["unexpected_keys"] if not name.endswith("lm_head.weight"))
     of_mechanism = [name for name in unread if ".recurrence." in name or "residual." in name or ".mixer." in name]
     stray = [name for name in unread if name not in of_mechanism and not name.endswith(".inv_freq")]
     if not tolerant and ((stray and own.get("native")) or (unread and renamed)):

@@ -409,7 +409,7 @@ class FathomModel(FathomPreTrainedModel):
         layout = Layout.all_of(self.config)[0]
         for name, module in host.named_children():
             self.add_module(name, module)
-        self.rotary_emb = HostRotary(getattr(host, "rotary_emb", None), tuple(dict.fromkeys(self.config.layer_types)))
+        self.rotary_emb = HostRotary(getattr(host, layout.rotary, None), tuple(dict.fromkeys(self.config.layer_types)))
         for ours, theirs in (("embed_tokens", layout.embedding), ("norm", layout.norm)):
             if theirs != ours:
                 self.__dict__[ours] = getattr(host, theirs)  # a second name, not a second module

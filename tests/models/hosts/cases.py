@@ -38,6 +38,7 @@ MAMBA |= dict(mamba_chunk_size=8)
 GRANITE: dict[str, Any] = dict(num_local_experts=4, num_experts_per_tok=2, residual_multiplier=0.5)
 GRANITE |= dict(embedding_multiplier=3.0, logits_scaling=2.0, attention_multiplier=0.3)
 CONV = dict(layer_types=["conv", "full_attention", "conv", "full_attention"])
+DELTAS = ["linear_attention", "full_attention"] * 2
 HEAD = dict(head_dim=8)
 WINDOW = dict(sliding_window=5, head_dim=8)
 
@@ -54,6 +55,10 @@ SHAPES: dict[str, dict[str, Any]] = {
     "olmo3": dict(sliding_window=5),
     "exaone4": dict(sliding_window=5, sliding_window_pattern=2),
     "vaultgemma": WINDOW,
+    "nemotron": {},
+    "bitnet": {},
+    "persimmon": {},
+    "hyperclovax": dict(head_dim=8, embedding_multiplier=3.0, logits_scaling=0.5),
     "cohere": dict(logit_scale=0.3),
     "cohere2": dict(logit_scale=0.3, **WINDOW),
     # experts
@@ -72,7 +77,42 @@ SHAPES: dict[str, dict[str, Any]] = {
     "afmoe": dict(**EXPERTS, num_dense_layers=1, mup_enabled=True, global_attn_every_n_layers=2, **WINDOW),
     "granitemoe": GRANITE,
     "granitemoeshared": dict(**GRANITE, shared_intermediate_size=24),
+    "aria_text": dict(moe_num_experts=4, moe_topk=2),
+    "dots1": dict(**ROUTED, n_shared_experts=1, head_dim=8),
+    "hy_v3": dict(**EXPERTS, num_shared_experts=1, head_dim=8),
+    "solar_open": dict(
+        n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, n_shared_experts=1, head_dim=8
+    ),
+    "flint": dict(**EXPERTS, **WINDOW),
+    "mellum": dict(**EXPERTS, **WINDOW),
+    "kolibri1": dict(**EXPERTS, **WINDOW),
+    "llama4_text": dict(num_local_experts=4, head_dim=8, intermediate_size_mlp=32, attention_chunk_size=8),
+    "cohere2_moe": dict(
+        **CHOSEN, first_k_dense_replace=1, prefix_dense_intermediate_size=40, logit_scale=0.3, **WINDOW
+    ),
     # latent attention
+    "minicpm3": LATENT,
+    "axk1": dict(**LATENT, **ROUTED),
+    "kimi_linear": dict(
+        **LATENT,
+        num_experts=4,
+        num_experts_per_token=2,
+        moe_intermediate_size=24,
+        first_k_dense_replace=1,
+        linear_num_heads=3,
+        linear_head_dim=6,
+        layer_types=DELTAS,
+    ),
+    "bailing_hybrid": dict(
+        **{key: value for key, value in LATENT.items() if key != "q_lora_rank"},
+        **EXPERTS,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=1,
+        linear_num_heads=3,
+        linear_head_dim=6,
+        layer_types=DELTAS,
+    ),
     "deepseek_v2": dict(**LATENT, **ROUTED),
     "deepseek_v3": dict(**LATENT, **ROUTED),
     "glm4_moe_lite": dict(**LATENT, **{key: value for key, value in ROUTED.items() if key != "first_k_dense_replace"}),
@@ -82,6 +122,9 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3_5_text": DELTA,
     "qwen3_5_moe_text": dict(**SHARED, **DELTA),
     "olmo_hybrid": {name: value for name, value in DELTA.items() if name != "head_dim"},
+    "lfm2_moe": dict(**EXPERTS, **CONV, num_dense_layers=1),
+    "lfm3": CONV,
+    "bamba": dict(**MAMBA, attn_layer_indices=[1, 3]),
     "lfm2": dict(**CONV, block_auto_adjust_ff_dim=False),
     "granitemoehybrid": dict(
         **GRANITE, **MAMBA, shared_intermediate_size=24, layer_types=["mamba", "attention", "mamba", "attention"]
@@ -97,7 +140,9 @@ SHAPES: dict[str, dict[str, Any]] = {
         mamba_d_conv=3,
     ),
 }
-EAGER = ("gpt_oss", "vaultgemma")
+UNKNOWN = {"persimmon": ("num_key_value_heads",)}
+"""Keys of `SHAPE` that a family's class does not know."""
+EAGER = ("gpt_oss", "vaultgemma", "flint")
 """Families whose own class has no SDPA."""
 
 
@@ -109,7 +154,8 @@ def backend_of(name: str) -> str:
 def theirs_of(name: str, backend: str | None = None, seed: int = 0, **changes: Any) -> PreTrainedModel:
     """The family's own model, its weights stirred."""
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(name, **{**SHAPE, **SHAPES[name], **changes})
+    shape = {key: value for key, value in SHAPE.items() if key not in UNKNOWN.get(name, ())}
+    config = AutoConfig.for_model(name, **{**shape, **SHAPES[name], **changes})
     model = AutoModelForCausalLM.from_config(config, attn_implementation=backend or backend_of(name)).eval()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -138,8 +184,10 @@ def tokens(rows: int = 2, length: int = 12, seed: int = 3) -> torch.Tensor:
 @torch.no_grad()
 def stepwise(model: PreTrainedModel, ids: torch.Tensor, first: int = 5, **kwargs: Any) -> torch.Tensor:
     """Logits of a prompt of `first` tokens and then of one token at a time."""
-    out = model(ids[:, :first], use_cache=True, **kwargs)
-    logits = [out.logits]
+    position = torch.arange(ids.shape[1]).unsqueeze(0)  # some classes count from 0 in each call
+    out = model(ids[:, :first], use_cache=True, position_ids=position[:, :first], **kwargs)
+    logits, cache = [out.logits], out.past_key_values
     for t in range(first, ids.shape[1]):
-        logits.append(model(ids[:, t : t + 1], past_key_values=out.past_key_values, use_cache=True).logits)
+        step = ids[:, t : t + 1], position[:, t : t + 1]
+        logits.append(model(step[0], position_ids=step[1], past_key_values=cache, use_cache=True).logits)
     return torch.cat(logits, 1)

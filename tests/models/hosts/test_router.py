@@ -22,7 +22,7 @@ FAST = ("qwen3_moe", "gpt_oss", "granitemoehybrid")
 def balanced() -> list[Any]:
     """The families that have the loss."""
     rest = ("qwen2_moe", "olmoe", "flex_olmo", "mixtral", "phimoe", "minimax_m2", "ernie4_5_moe", "granitemoe")
-    rest += ("granitemoeshared", "qwen3_next", "qwen3_5_moe_text", "jamba")
+    rest += ("granitemoeshared", "qwen3_next", "qwen3_5_moe_text", "jamba", "flint", "mellum")
     return [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in rest)]
 
 

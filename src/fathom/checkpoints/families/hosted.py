@@ -11,15 +11,22 @@ import re
 from collections.abc import Mapping
 from functools import cache
 
-from transformers import CONFIG_MAPPING, MODEL_MAPPING, PreTrainedConfig, PreTrainedModel, modeling_utils
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_MAPPING,
+    PreTrainedConfig,
+    PreTrainedModel,
+    modeling_utils,
+)
 
 from fathom.checkpoints.families.family import ROPE, Values, kept
-from fathom.checkpoints.families.keys import Keys
+from fathom.checkpoints.families.keys import BACKEND, Keys
 from fathom.checkpoints.families.layouts import HOSTS
 from fathom.models import FathomConfig
 
 SAME = (
-    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"),
     *("max_position_embeddings", "initializer_range", "tie_word_embeddings"),
     *("bos_token_id", "eos_token_id", "pad_token_id"),
 )
@@ -49,6 +56,10 @@ PUBLISHED: Mapping[str, Mapping[str, tuple[object, ...]]] = {
 computes anyway."""
 
 
+WHOLE = ("dtype", "torch_dtype", "quantization_config", "tie_word_embeddings", *BACKEND)
+"""Keys of a multimodal file that hold for its text model."""
+
+
 @cache
 def known_keys(kind: str) -> frozenset[str]:
     """The keys that a family's classes know: declared, renamed, taken from keywords, or read by its layers."""
@@ -70,6 +81,20 @@ def require_known(theirs: Values) -> None:
     Keys(kind, known_keys(kind), ignored).meaningful({key: theirs[key] for key in theirs if key not in ROPE})
 
 
+def text_of(theirs: Values) -> Values:
+    """The text model of a file that has a vision tower too, if transformers opens it with the text model's class."""
+    text = theirs.get("text_config")
+    inner = text.get("model_type") if isinstance(text, Mapping) else None
+    outer = theirs.get("model_type")
+    if inner not in HOSTS or outer not in CONFIG_MAPPING or _class_of(outer) is not _class_of(inner):
+        return theirs
+    return {**{key: theirs[key] for key in WHOLE if key in theirs}, **dict(text or {})}
+
+
+def _class_of(kind: object) -> object:
+    return MODEL_FOR_CAUSAL_LM_MAPPING.get(CONFIG_MAPPING[kind], kind)
+
+
 def configuration(theirs: Values) -> Values:
     """The values of Fathom's configuration; everything that a layer reads stays in `native`."""
     require_known(theirs)
@@ -82,6 +107,7 @@ def configuration(theirs: Values) -> Values:
     return {
         **{key: getattr(read, key) for key in SAME if hasattr(read, key)},
         "intermediate_size": getattr(read, "intermediate_size", None) or read.hidden_size,
+        "num_key_value_heads": getattr(read, "num_key_value_heads", None) or read.num_attention_heads,
         "head_dim": getattr(read, "head_dim", None) or read.hidden_size // read.num_attention_heads,
         "layer_types": list(types),
         "sliding_window": window,

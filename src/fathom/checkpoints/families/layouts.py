@@ -48,6 +48,22 @@ def afmoe(theirs: Any) -> Values:
     return {"embedding_scale": theirs.hidden_size**0.5 if theirs.mup_enabled else 1.0}
 
 
+def ernie(theirs: Any) -> Values:
+    """A head with a bias."""
+    return {"head_bias": bool(theirs.use_bias)}
+
+
+def minicpm(theirs: Any) -> Values:
+    """Scaled embeddings, and a divided input of the head."""
+    scale = {"embedding_scale": float(theirs.scale_emb), "round_embedding_scale": True}
+    return {**scale, "hidden_scaling": float(theirs.logits_scaling)}
+
+
+def hyperclova(theirs: Any) -> Values:
+    """Scaled embeddings, and logits times a factor."""
+    return {"embedding_scale": float(theirs.embedding_multiplier), "logits_multiplier": float(theirs.logits_scaling)}
+
+
 def capped(theirs: Any) -> Values:
     """Capped logits."""
     return {"final_logit_softcapping": theirs.final_logit_softcapping}
@@ -76,15 +92,27 @@ def _families() -> dict[str, Host]:
     def add(names: str, *layouts: Layout, switches: Callable[[Any], Values] = lambda config: {}) -> None:
         found.update(dict.fromkeys(names.split(), Host(layouts, switches)))
 
-    add("qwen3 llama ministral ministral3 cwm seed_oss arcee starcoder2 iquestcoder jais2 glm olmo stablelm", Layout())
-    add("ernie4_5 helium internlm3 hunyuan_v1_dense", Layout())
-    add("qwen3_moe qwen2_moe olmoe mixtral glm4_moe gpt_oss ernie4_5_moe minimax_m2 hunyuan_v1_moe", Layout())
-    add("exaone_moe", Layout(uneven=True))
+    add("qwen3 llama ministral ministral3 cwm seed_oss arcee starcoder2 iquestcoder jais2 glm olmo ernie4_5", Layout())
+    add("helium internlm3 hunyuan_v1_dense nemotron bitnet", Layout())
+    add("stablelm", Layout(), Layout(before=ONE_NORM, parallel="steps"))
+    add("persimmon", Layout(norm="final_layernorm"))
+    add("minicpm3", Layout(latent=True, multiplier="residual_scale"), switches=minicpm)
+    add(
+        "hyperclovax", Layout(after=("post_norm1", "post_norm2"), multiplier="residual_multiplier"), switches=hyperclova
+    )
+    add("qwen3_moe qwen2_moe olmoe mixtral glm4_moe gpt_oss minimax_m2 hunyuan_v1_moe", Layout())
+    add("aria_text dots1 hy_v3 solar_open flint", Layout())
+    add("ernie4_5_moe", Layout(), switches=ernie)
+    add("exaone_moe mellum", Layout(uneven=True))
+    add("llama4_text", Layout(channel=("feed_forward",), uneven=True))
     add("phimoe", Layout(), switches=phi)
-    add("deepseek_v2 deepseek_v3 glm4_moe_lite youtu", Layout(latent=True))
+    add("deepseek_v2 deepseek_v3 glm4_moe_lite youtu axk1 kimi_linear bailing_hybrid", Layout(latent=True))
     add("qwen3_next qwen3_5_text qwen3_5_moe_text", Layout(token=("linear_attn", "self_attn")))
     add("lfm2", Layout(**SHORT, norm="embedding_norm"))
-    add("jamba", Layout(**MAMBA, norm="final_layernorm"))
+    add("lfm2_moe", Layout(**SHORT, norm="embedding_norm", rotary="pos_emb"))
+    short_after = ("post_operator_norm", "post_ffn_norm")
+    add("lfm3", Layout(**SHORT, after=short_after, norm="embedding_norm", uneven=True))
+    add("jamba bamba", Layout(**MAMBA, norm="final_layernorm"))
     add("granitemoe granitemoeshared", Layout(**SHARED), switches=granite)
     add("granitemoehybrid", Layout(token=("mamba", "self_attn"), **SHARED), switches=granite)
     add("olmo3 exaone4", Layout(**AFTER, uneven=True))
@@ -92,7 +120,7 @@ def _families() -> dict[str, Host]:
     add("olmo_hybrid", Layout(**AFTER), Layout(token=("linear_attn",)))
     add("gemma2", Layout(**SANDWICH), switches=capped)
     add("vaultgemma", Layout(before=("input_layernorm", "pre_feedforward_layernorm")), switches=capped)
-    add("glm4", Layout(after=("post_self_attn_layernorm", "post_mlp_layernorm")))
+    add("glm4 kolibri1", Layout(after=("post_self_attn_layernorm", "post_mlp_layernorm")))
     add(
         "afmoe",
         Layout(
@@ -104,12 +132,51 @@ def _families() -> dict[str, Host]:
     )
     add("apertus", Layout(before=("attention_layernorm", "feedforward_layernorm")))
     add("cohere", Layout(before=ONE_NORM, parallel="steps"), switches=cohere)
-    add("cohere2", Layout(before=ONE_NORM, parallel="steps", uneven=True), switches=cohere)
+    add("cohere2 cohere2_moe", Layout(before=ONE_NORM, parallel="steps", uneven=True), switches=cohere)
     add("phi", Layout(before=ONE_NORM, parallel="sum", norm="final_layernorm"), switches=phi)
     return found
 
 
 HOSTS = _families()
+
+
+def _closed() -> dict[str, str]:
+    reasons = {
+        "its layers have residual streams of their own": "deepseek_v4 hy_v4 qwen4_exp qwen4_exp_text inkling2_text",
+        "its layers scale what they add to, so no other residual can stand there": (
+            "beam doge minimax zaya inkling_text gemma4_text gemma4_unified_text gemma4_assistant "
+            "gemma4_unified_assistant gemma3n_text"
+        ),
+        "an indexer chooses the keys of a layer, for several layers at once": (
+            "deepseek_v32 glm_moe_dsa axk2 dots3_note dots3_note_text minimax_m3_vl_text"
+        ),
+        "a layer mixes tokens in two parts, attention and a state": "falcon_h1 zamba zamba2",
+        "a layer is one sub-layer, not two": "nemotron_h mamba mamba2 falcon_mamba xlstm rwkv longcat_flash",
+        "its layers differ in their heads or angles": "laguna mimo_v2_flash granite_swa granitemoe_swa",
+        "its attention is made of experts": "jetmoe",
+        "its embeddings are normed before the layers": "nanochat modernbert-decoder bloom",
+        "its attention calls no attention function of transformers": (
+            "diffllama recurrent_gemma ctrl reformer xlnet xlm cpmant moshi blt hrm_text gpt_neox_japanese"
+        ),
+        "its layers are not named as those of a hosted decoder are": (
+            "codegen falcon gpt-sw3 gpt_bigcode gpt_neo gptj mpt openai-gpt biogpt xglm phi4_multimodal dbrx "
+            "cohere_compass_text"
+        ),
+        "it has a vision, audio or codebook part; its text model may open alone": (
+            "emu3 fuyu gemma3 gemma3n gemma4 gemma4_unified git got_ocr2 llama4 mllama moss_transcribe_diarize "
+            "musicgen musicgen_melody trocr whisper qwen3_5 qwen3_5_moe"
+        ),
+        "it is an encoder, or has one": (
+            "bart bert bert-generation big_bird bigbird_pegasus blenderbot blenderbot-small camembert data2vec-text "
+            "electra ernie marian mbart megatron-bert mvp pegasus plbart prophetnet rembert roberta "
+            "roberta-prelayernorm roc_bert roformer xlm-roberta xlm-roberta-xl xmod"
+        ),
+    }
+    return {kind: why for why, kinds in reasons.items() for kind in kinds.split()}
+
+
+CLOSED = _closed()
+"""Types of transformers with a causal language model that do not open, and why."""
 
 
 def add_family(kind: str, *layouts: Layout, switches: Callable[[Any], Values] = lambda config: {}) -> None:

@@ -16,7 +16,7 @@ from fathom.checkpoints.families.gemma import GEMMA, GEMMA2, GEMMA3
 from fathom.checkpoints.families.gpt2 import GPT2
 from fathom.checkpoints.families.gpt_neox import GPT_NEOX
 from fathom.checkpoints.families.granite import GRANITE
-from fathom.checkpoints.families.layouts import HOSTS
+from fathom.checkpoints.families.layouts import CLOSED, HOSTS
 from fathom.checkpoints.families.llama import LLAMA, MISTRAL, QWEN2, QWEN3
 from fathom.checkpoints.families.lumia import LUMIA
 from fathom.checkpoints.families.nanbeige import NANBEIGE
@@ -45,11 +45,14 @@ class Families(foreign.Reader):
         for published in PUBLISHED:
             if published.owns(theirs):
                 return published.configuration(theirs)
+        theirs = hosted.text_of(theirs)
         if is_hosted(theirs.get("model_type")):
             return hosted.configuration(theirs)
         family = FAMILIES.get(str(theirs.get("model_type")))
         if family is None:
-            raise ValueError(f"{where} is a {theirs.get('model_type')} model; Fathom opens {', '.join(known())}")
+            kind = str(theirs.get("model_type"))
+            why = f": {CLOSED[kind]}" if kind in CLOSED else f"; Fathom opens {', '.join(known())}"
+            raise ValueError(f"{where} is a {kind} model{why}")
         try:
             ours = to_ours(family, ponderlm.without(theirs))
         except (StrictDataclassError, TypeError, KeyError, AttributeError) as error:

@@ -84,6 +84,8 @@ class DecoderConfig(Qwen3Config):
     """The parts of the host's layers by the names of their modules (`hosts/layout.py`), one for each kind of layer."""
     logits_multiplier: float = 1.0
     """Factor on the head's logits."""
+    hidden_scaling: float = 1.0
+    """Divisor of the head's input."""
     head_bias: bool = False
     """Whether the head has a bias."""
     native: dict = field(default_factory=dict)

@@ -1,6 +1,6 @@
 """The language-modelling head: a plain linear layer, or one whose logits are scaled or capped.
 
-z = h Wᵀ / scaling,  then  c · tanh(z / c)  with a cap c
+z = (h / hidden scaling) Wᵀ / scaling,  then  c · tanh(z / c)  with a cap c
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ class ScaledHead(nn.Linear):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__(config.hidden_size, config.vocab_size, bias=config.head_bias)
         self.scaling, self.cap = config.logits_scaling, config.final_logit_softcapping
-        self.multiplier = config.logits_multiplier
+        self.multiplier, self.hidden_scaling = config.logits_multiplier, config.hidden_scaling
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """`[..., hidden_size]` to logits, `[..., vocab_size]`."""
-        logits = super().forward(hidden_states)
+        logits = super().forward(hidden_states if self.hidden_scaling == 1.0 else hidden_states / self.hidden_scaling)
         if self.scaling != 1.0:
             logits = logits / self.scaling
         if self.multiplier != 1.0:
@@ -33,7 +33,8 @@ class ScaledHead(nn.Linear):
 
 def is_scaled(config: DecoderConfig) -> bool:
     """Whether logits are scaled or capped."""
-    return not config.logits_scaling == config.logits_multiplier == 1.0 or config.final_logit_softcapping is not None
+    scales = config.logits_scaling, config.logits_multiplier, config.hidden_scaling
+    return any(scale != 1.0 for scale in scales) or config.final_logit_softcapping is not None
 
 
 def build_head(config: DecoderConfig) -> nn.Linear:

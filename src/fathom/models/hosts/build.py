@@ -59,7 +59,8 @@ class HostRotary(nn.Module):
 
     def __init__(self, rotary: nn.Module | None, kinds: tuple[str, ...]) -> None:
         super().__init__()
-        self.rotary, self.kinds = rotary, kinds
+        self.rotary = rotary
+        self.kinds = tuple(kind for kind in kinds if kind in getattr(rotary, "layer_types", kinds))
         self.by_kind = rotary is not None and "layer_type" in inspect.signature(type(rotary).forward).parameters
 
     def forward(self, x: Tensor, position_ids: Tensor) -> Any:
@@ -79,8 +80,18 @@ def converting(kind: Hashable, host: str) -> type[PreTrainedModel]:
     made = type(f"{base.__name__}_{host}", (base,), {"__module__": base.__module__})
     conversions = get_checkpoint_conversion_mapping(host)
     if conversions is not None:
+        conversions = [_within(one) for one in conversions]
         register_checkpoint_conversion_mapping(made.__name__, conversions, overwrite=True)
     return made
+
+
+def _within(conversion: Any) -> Any:
+    """A conversion of names within the decoder. A multimodal file's prefix is taken off, and not put back on saving."""
+    if not (getattr(conversion, "model_prefix", None) and conversion.prefix_to_remove):
+        return conversion
+    kind = type(conversion)
+    once = type(kind.__name__, (kind,), {"__slots__": (), "reverse_transform": lambda self: self})
+    return cast(Any, once)(None, conversion.prefix_to_remove)
 
 
 def build(config: DecoderConfig) -> PreTrainedModel:
@@ -88,6 +99,10 @@ def build(config: DecoderConfig) -> PreTrainedModel:
     theirs = native_config(config)
     decoder: PreTrainedModel = MODEL_MAPPING[type(theirs)](theirs)
     layouts = Layout.all_of(config)
+    embedding: Any = getattr(decoder, layouts[0].embedding)
+    if type(embedding) is not nn.Embedding:  # one that scales: the walk does, by `embedding_scale`
+        embedding.__class__ = nn.Embedding
+        del embedding.embed_scale
     inner = type(theirs).from_dict(theirs.to_dict())
     inner._attn_implementation = HANDOVER
     keyed = config.keyed_layers
@@ -114,8 +129,9 @@ def spare(layer: nn.Module) -> None:
 def adopt(layer: nn.Module, layouts: tuple[Layout, ...]) -> Layout:
     """Give a layer a subclass of its own class, and the names of its parts; returns the layout that fits it."""
     held = {name for name, part in layer.named_children() if part is not None}
-    layout = next(one for one in layouts if one.fits(held))
-    kind = type(layer)
+    kind, layout = type(layer), next((one for one in layouts if one.fits(held)), None)
+    if layout is None:
+        raise ValueError(f"no layout has the parts of {kind.__name__}: {', '.join(sorted(held))}")
     layer.__class__ = type("DecoderLayer", (Hosted, kind), {"__module__": kind.__module__})
     ours: Any = layer
     ours.parts = next(name for name in layout.token if name in held), tuple(x for x in layout.channel if x in held)

@@ -58,6 +58,10 @@ class Handover:
         """Nothing yet: mixing needs the query."""
         return key, value
 
+    def get_seq_length(self, *args: Any) -> int:
+        """The number of tokens that the cache holds."""
+        return 0 if self.bank is None else cast(Any, self.bank).get_seq_length()
+
     def store(self, query: Tensor, key: Tensor, value: Tensor) -> KeyValue:
         """Mix and store; returns the keys and values to attend to."""
         if self.lent is not None:

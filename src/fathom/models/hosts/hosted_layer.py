@@ -125,7 +125,7 @@ class Hosted(Sublayers):
         **given: Any,
     ) -> tuple[Any, ...]:
         """The update of what mixes tokens, and its key and mixed value; None if it has none."""
-        given["position_embeddings"] = rotation[self.kind] if isinstance(rotation, dict) else rotation
+        given["position_embeddings"] = rotation.get(self.kind) if isinstance(rotation, dict) else rotation
         view: Any = None if past_key_values is None else Bank(past_key_values, bank)
         hand = None
         if self.value_mixer is not None:
@@ -138,12 +138,15 @@ class Hosted(Sublayers):
         given = given if allowed is None else {key: value for key, value in given.items() if key in allowed}
         update = part(hidden_states=self.normed(self.before[0], x), **given, **{name: view})
         update = update[0] if isinstance(update, tuple) else update
-        pair = None if hand is None else hand.pair
-        return self.scaled(self.normed(self.after[0], update)), *((None, None) if pair is None else pair)
+        if hand is not None and hand.pair is None:
+            raise ValueError(f"{type(part).__name__} calls no attention function of transformers")
+        pair = (None, None) if hand is None else hand.pair
+        return self.scaled(self.normed(self.after[0], update)), *cast(tuple[Any, Any], pair)
 
     def mix_channels(self, x: Tensor) -> Tensor:
         """The update of what mixes channels."""
         y = self.normed(self.before[1], x)
         made = (self._modules[name](y) for name in self.parts[1])
-        updates = [one[0] if isinstance(one, tuple) else one for one in made]
+        # Llama 4's experts return rows of tokens
+        updates = [(one[0] if isinstance(one, tuple) else one).view(x.shape) for one in made]
         return self.scaled(self.normed(self.after[1], reduce(torch.add, updates)))

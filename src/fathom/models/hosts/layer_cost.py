@@ -90,6 +90,8 @@ def _state_flops(layer: nn.Module) -> int:
     for part in cast(Any, layer.modules()):
         if hasattr(part, "head_k_dim") and hasattr(part, "num_v_heads"):
             return 6 * part.num_v_heads * part.head_k_dim * part.head_v_dim
+        if hasattr(part, "qkv_dim"):
+            return 6 * part.qkv_dim * part.head_dim
         if hasattr(part, "ssm_state_size"):
             return 6 * part.intermediate_size * part.ssm_state_size
     return 0

@@ -31,7 +31,8 @@ class Layout:
     empty."""
     embedding: str = "embed_tokens"
     norm: str = "norm"
-    """The embedding and the final norm."""
+    rotary: str = "rotary_emb"
+    """The embedding, the final norm, and what makes angles, if anything does."""
     latent: bool = False
     """Whether attention stores a latent, not keys and values."""
     uneven: bool = False

@@ -1,0 +1,79 @@
+"""Every hosted family in odd shapes: itself to the last bit, and with mechanisms the same whole as decoded."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from fathom.checkpoints.families.layouts import HOSTS
+
+from .cases import EAGER, SHAPES, ours_of, stepwise, theirs_of, tokens
+from .odd_shapes import odd_of
+from .test_hosted_layer import KINDS, LOOP, MIXER
+
+PROMPT, SEEDS = 8, range(16)
+RESIDUALS = ("hyper_connections", "attention_residuals", "denseformer")
+
+
+def shapes() -> list[Any]:
+    """Sixteen of every family; one of a kind in the fast tests."""
+    slow = pytest.mark.slow
+    return [
+        pytest.param(name, seed, marks=() if name in KINDS and not seed else slow) for name in SHAPES for seed in SEEDS
+    ]
+
+
+def backends(name: str) -> tuple[str, ...]:
+    """Those that a family's class has."""
+    return ("eager",) if name in EAGER else ("eager", "sdpa")
+
+
+@torch.no_grad()
+def answers(model: PreTrainedModel) -> list[torch.Tensor]:
+    """Logits of whole texts, of a padded one, and of tokens that come one by one."""
+    ids = tokens()
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    padded = model(ids, attention_mask=mask, position_ids=positions).logits[:, 4:]
+    return [model(ids).logits, padded, stepwise(model, ids, PROMPT)]
+
+
+@pytest.mark.parametrize(("name", "seed"), shapes())
+def test_odd_shape(name, seed):
+    changes = odd_of(name, seed)
+    for backend in backends(name):
+        for dtype in (torch.float32, torch.bfloat16):
+            theirs = theirs_of(name, backend, seed, **changes).to(dtype)
+            for mine, own in zip(answers(ours_of(theirs)), answers(theirs), strict=True):
+                assert torch.equal(mine, own), (changes, backend, dtype)
+    theirs = theirs_of(name, seed=seed, **changes)
+    residual = {"residual": random.Random(f"{name} {seed}").choice(RESIDUALS)}
+    for mechanism in (LOOP, residual, {**LOOP, **residual}):
+        require_decoded(ours_of(theirs, **mechanism), changes)
+    plain = ours_of(theirs)
+    if all(not layout.latent and not layout.uneven for layout in HOSTS[name].layouts):
+        if len(plain.config.keyed_layers) >= 3:
+            require_mixed(plain, ours_of(theirs, **MIXER), changes)
+            require_decoded(ours_of(theirs, **MIXER, **LOOP), changes)
+    elif len(plain.config.keyed_layers) >= 3:
+        with pytest.raises(ValueError, match=r"latent|rotate keys differently"):
+            ours_of(theirs, **MIXER)
+
+
+@torch.no_grad()
+def require_decoded(model: PreTrainedModel, changes: Any) -> None:
+    """Whole texts and single tokens have the same logits."""
+    ids = tokens()
+    whole = model(ids).logits
+    assert (stepwise(model, ids, PROMPT) - whole).abs().max() <= 1e-4 * (1 + whole.abs().max()), changes
+
+
+@torch.no_grad()
+def require_mixed(plain: PreTrainedModel, mixed: PreTrainedModel, changes: Any) -> None:
+    """The control: without an effect all else would agree too."""
+    assert (mixed(tokens()).logits - plain(tokens()).logits).abs().max() > 1e-3, changes
