@@ -110,6 +110,7 @@ def test_every_kind_of_layer_stays(values: dict[str, Any], kinds: dict[str, set[
         ({"pad_token_id": -1}, {"pad_token_id": -1}),
         ({"sliding_window": None}, {"sliding_window": None}),
         ({"sliding_window": 3}, {"sliding_window": 3}),
+        ({"sliding_window": 131072}, {"sliding_window": 131072}),
     ],
 )
 def test_relations_stay(values: dict[str, Any], expected: dict[str, Any]) -> None:

@@ -149,15 +149,16 @@ def _original_context(full: PreTrainedConfig) -> int | None:
 
 
 def _lengths(full: PreTrainedConfig) -> dict[str, int]:
-    """The context, its original, and the window."""
+    """The context, its original, and the window, unless the class has none and the file's is longer than the context."""
     context, original, lengths = full.max_position_embeddings, _original_context(full), {}
     if original is None:
         lengths["max_position_embeddings"] = min(SHORT, context)
     else:
         small = lengths["original_max_position_embeddings"] = min(ORIGINAL, original)
         lengths["max_position_embeddings"] = round(context * small / original)
+    has = hasattr(type(full), "sliding_window")
     for window in (getattr(full, "sliding_window", None), getattr(type(full), "sliding_window", None)):
-        if isinstance(window, int):
+        if isinstance(window, int) and (has or window < context):
             lengths.setdefault("sliding_window", min(WINDOW, window))
     return lengths
 

@@ -188,6 +188,41 @@ def test_what_is_unknown_or_not_built_is_refused_by_name(family: str, keys: Conf
     assert "\n" not in str(caught.value)
 
 
+WINDOWLESS = [name for name, one in FAMILIES.items() if "sliding_window" not in one.keys.read]
+FULL, MIXED = ["full_attention"] * 3, ["full_attention", "sliding_attention", "full_attention"]
+
+
+@pytest.mark.parametrize("family", WINDOWLESS)
+def test_a_window_that_only_the_cache_of_transformers_follows_is_refused(family: str) -> None:
+    config = config_of(family)
+    context = config.get("n_positions") or config["max_position_embeddings"]
+    for harmless in ({"sliding_window": context}, {"sliding_window": 4, "layer_types": FULL}, {"sliding_window": None}):
+        assert read(config | harmless).sliding_window is None
+    for window in ({"sliding_window": 4}, {"sliding_window": 4, "use_sliding_window": False}, {"sliding_window": 0}):
+        with pytest.raises(ValueError, match=rf"sliding_window=.: the layers of {family} models have no window"):
+            read(config | window)
+    for kinds in (MIXED, ["sliding_attention"] * 3, ["linear_attention"] * 3):
+        with pytest.raises(ValueError, match=r'layer_types=.*ignore_keys=\["layer_types"'):
+            read(config | {"layer_types": kinds})
+
+
+def test_types_of_layers_that_phi3_ignores_and_its_cache_follows(tmp_path: Path) -> None:
+    config = config_of("phi3") | {"sliding_window": 4}
+    for kinds in (FULL, ["sliding_attention"] * 3):
+        assert read(config | {"layer_types": kinds}).sliding_window == 4
+    with pytest.raises(ValueError, match="layer_types"):
+        read(config | {"layer_types": MIXED})
+
+
+def test_the_cache_of_transformers_forgets_by_a_window_that_the_layers_do_not_have() -> None:
+    """Why such a file is refused; if this fails, transformers has changed."""
+    theirs, ids = stock("llama-gqa"), IDS[:1]
+    for window, same in ((None, True), (4, False)):
+        theirs.config.sliding_window = window
+        rest = theirs(ids[:, 12:], past_key_values=theirs(ids[:, :12], use_cache=True).past_key_values).logits
+        assert torch.allclose(rest, theirs(ids, use_cache=False).logits[:, 12:], atol=1e-4) is same
+
+
 def read(config: Config, **more: Any) -> FathomConfig:
     """The configuration of a directory with this `config.json`."""
     from fathom.models.foreign import reader
@@ -480,7 +515,7 @@ def test_an_edit_that_is_obeyed_against_the_class_is_seen(tmp_path: Path, monkey
     from fathom.checkpoints.families.llama import LLAMA, MISTRAL
 
     config, theirs = config_of("llama"), stock(case_of("llama"))
-    edited = config | {"sliding_window": 4}
+    edited = config | {"sliding_window": 4, "layer_types": ["full_attention"] * config["num_hidden_layers"]}
     assert outcome(config, edited, tmp_path, theirs) == ("same", True)
     monkeypatch.setitem(
         FAMILIES,

@@ -4,6 +4,8 @@
   Fathom's decoder does not have.
 - A key that the class does not read is ignored if the class declares it, or if published files carry it.
 - Bookkeeping is ignored: who wrote the file, how to generate, what to return.
+- `sliding_window` and `layer_types` are refused where the class does not read them but transformers' cache, which reads
+  them in every family, would forget tokens: the class then generates other tokens than its forward pass predicts.
 - Any other key is refused, since it may name another computation.
 
 The lists stand in the families' files. They are not taken from the installed classes when a checkpoint is opened: a
@@ -80,6 +82,8 @@ ROPES = ("rope_parameters", "rope_scaling")
 """Where rotary parameters are, in the new spelling and in the old one."""
 LAYER_TYPES = ("full_attention", "sliding_attention")
 """Layer types, which may have rotary parameters of their own."""
+CONTEXT = ("max_position_embeddings", "n_positions")
+"""The longest text of a model, under its two names."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +111,9 @@ class Keys:
         if strange := self._unknown(theirs):
             these = "this key" if len(strange) == 1 else "these keys"
             raise self._refusal(strange, f"Fathom does not know {these} of {self.kind} models")
+        if forgets := self._of_the_cache(theirs):
+            why = f"the layers of {self.kind} models have no window, but the cache of transformers follows this key"
+            raise self._refusal(forgets, f"{why}: generate would forget tokens that the forward pass reads")
         return {key: value for key, value in theirs.items() if key in self.read}
 
     def _unknown(self, theirs: Values) -> Values:
@@ -119,6 +126,20 @@ class Keys:
             if key in ROPES and key in self.read:
                 found |= {f"{key}.{inner}": one for inner, one in _strange(value).items()}
         return found
+
+    def _of_the_cache(self, theirs: Values) -> Values:
+        """Keys that the class's layers do not read, and by which transformers' cache forgets tokens of the context."""
+        given = {key: theirs[key] for key in ("layer_types", "sliding_window") if theirs.get(key) is not None}
+        types, window = given.get("layer_types"), given.get("sliding_window")
+        ignored = {key: value for key, value in given.items() if key not in self.read}
+        kinds = {"sliding_attention"} if types is None else set(types)
+        if not ignored or kinds == {"full_attention"}:
+            return {}
+        if kinds == {"sliding_attention"} and "sliding_window" in self.read:
+            return {}  # all layers have the window, as in the cache
+        context = next((values[key] for values in (theirs, self.defaults) for key in CONTEXT if key in values), None)
+        long = isinstance(window, int) and isinstance(context, int) and window >= context
+        return {} if long and kinds <= set(LAYER_TYPES) else ignored
 
     def _refusal(self, keys: Values, why: str) -> ValueError:
         key, value = next(iter(keys.items()))
