@@ -22,7 +22,7 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelF
 from fathom import FathomConfig, FathomForCausalLM
 from fathom.checkpoints.families import FAMILIES
 from fathom.checkpoints.shrink import read_as_class, shrink
-from fathom.checkpoints.twin import make_batch, off, quiet, whole, write_twin
+from fathom.checkpoints.twin import make_batch, off, quiet, runs_in_sdpa, whole, write_twin
 
 from .edits import Config, another, declared, draw
 from .test_proof import config_of
@@ -76,7 +76,7 @@ def run(kind: Any, config: Config, place: Path) -> Tensor | str:
     """The logits of a small copy, or why there are none."""
     try:
         small = shrink(config)
-        capable = MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[config["model_type"]]]._supports_sdpa
+        capable = runs_in_sdpa(MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[config["model_type"]]], small.config)
         if kind is not FathomForCausalLM:  # they are written first
             write_twin(small.config, place / "small")
         settings = {"dtype": torch.float32, "attn_implementation": "sdpa" if capable else "eager"}

@@ -25,7 +25,17 @@ from fathom.checkpoints.hub import local
 from fathom.checkpoints.layout import CONFIG
 from fathom.checkpoints.runs import read_config, reason
 from fathom.checkpoints.shrink import Small, read_as_class, shrink
-from fathom.checkpoints.twin import VIEWS, View, difference, make_batch, open_both, quiet, whole, write_twin
+from fathom.checkpoints.twin import (
+    VIEWS,
+    View,
+    difference,
+    make_batch,
+    open_both,
+    quiet,
+    runs_in_sdpa,
+    whole,
+    write_twin,
+)
 from fathom.errors import ModelError
 from fathom.models import FathomConfig
 from fathom.models.registry import mechanism_name
@@ -149,7 +159,7 @@ def _compare(
 ) -> Iterator[Comparison]:
     """Run both models in every way, with SDPA if the class has it, and once with eager attention."""
     runs: dict[str, dict[str, View]] = {"sdpa": VIEWS, "eager": {EAGER: whole}}
-    if not theirs._supports_sdpa:
+    if not runs_in_sdpa(theirs, small.config):
         runs = {"eager": VIEWS}
     batch = make_batch(small.tokens, read_as_class(small.config).vocab_size)
     many, done = len(DTYPES) * sum(map(len, runs.values())), 0

@@ -149,7 +149,7 @@ def _original_context(full: PreTrainedConfig) -> int | None:
 
 
 def _lengths(full: PreTrainedConfig) -> dict[str, int]:
-    """The context, its original, and the window, unless the class has none and the file's is longer than the context."""
+    """The context, its original, and the window. If the class has none, one as long as the context is not shortened."""
     context, original, lengths = full.max_position_embeddings, _original_context(full), {}
     if original is None:
         lengths["max_position_embeddings"] = min(SHORT, context)

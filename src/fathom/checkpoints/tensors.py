@@ -309,7 +309,7 @@ def open_safetensors(origin: Origin, file: str | None = None) -> SafetensorsStor
             return _usable(SafetensorsStore(origin, [file]))
         if not file.endswith(INDEX_SUFFIX):
             raise ModelError(f"{file}: expected .safetensors, its index or .gguf{_pickle_hint([file])}")
-    if file is None and origin.exists(WEIGHTS):  # an index beside it is left over
+    if file is None and origin.exists(WEIGHTS):  # an index in the same directory is left over
         return _usable(SafetensorsStore(origin, [WEIGHTS]))
     index = file or INDEX
     if origin.exists(index):

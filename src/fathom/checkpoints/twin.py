@@ -64,6 +64,11 @@ def write_twin(config: Values, directory: Path, seed: int = 0) -> None:
     (directory / CONFIG).write_text(json.dumps(config))  # save_pretrained writes the class's version of it
 
 
+def runs_in_sdpa(theirs: type[PreTrainedModel], config: Values) -> bool:
+    """Whether a class computes the same in SDPA. The Gemma 2 of some versions says so, and drops its softcap there."""
+    return bool(theirs._supports_sdpa) and not getattr(read_as_class(config), "attn_logit_softcapping", None)
+
+
 def open_both(
     directory: Path, dtype: torch.dtype, attention: str, ignore_keys: Collection[str] = ()
 ) -> tuple[PreTrainedModel, FathomForCausalLM]:

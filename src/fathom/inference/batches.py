@@ -98,7 +98,7 @@ class LiveBatch(ABC):
         return state, 0
 
     def resume(self, state: object) -> None:
-        """Go on with a sequence that `pause` set aside."""
+        """Restore a sequence from the state that `pause` returned."""
         self.fresh, self.read_already = cast(tuple[Cache, int], state)
 
     @abstractmethod

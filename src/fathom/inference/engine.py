@@ -468,7 +468,7 @@ class Engine:
             lane = Lane(batch, self.token_bytes(job.trips))
         others = [one for trips, one in self.lanes.items() if trips != job.trips]
         copied = sum(one.paused[1] for _, one in self.paused if one.paused is not None)
-        if self.joining is not None:  # it would be set aside
+        if self.joining is not None:  # it would be paused
             copied += self.joining[1][0].read * self.joining[0].token_bytes
         left = self.budget - copied - sum(one.bytes(one.rectangle) for one in others)
         jobs = [*self._held(lane), *beside, job]

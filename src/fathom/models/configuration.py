@@ -151,9 +151,9 @@ class FathomConfig(DecoderConfig):
 
     @property
     def rereads(self) -> bool:
-        """Whether generation reads a text again where its rotary angles change, since cached keys have the earlier
-        ones. Phi-3's own class does. The classes of other families go on with the earlier keys, and so does a model
-        without mechanisms, which equals them."""
+        """Whether generation reads a text again where its rotary angles change, since cached keys were rotated by
+        the earlier ones. Phi-3's own class does. The classes of other families keep the cached keys, and so does a
+        model without mechanisms, which equals them."""
         depth = any(getattr(self, axis) != DEFAULTS[axis] for axis in AXES)
         return self.rope_stretches and (depth or self.native.get("model_type") == "phi3")
 

@@ -179,7 +179,7 @@ def _right_of(at: float, frame: _Frame, item: IntervalMark) -> bool:
 
 
 def width_of(text: str) -> float:
-    """About how wide a name is, with the space beside it."""
+    """The approximate width of a name and of the space after it."""
     return LETTER * (len(text) + 1)
 
 

@@ -130,7 +130,7 @@ def read_tensors(
 
 
 def _files(directory: Path) -> set[str]:
-    """The files with weights. A single file comes first, as in transformers, which leaves an old index beside it."""
+    """The files with weights: the single file if there is one, as in transformers, which may leave an old index."""
     index = directory / INDEX
     if (directory / WEIGHTS).exists() or not index.exists():
         return {WEIGHTS}
