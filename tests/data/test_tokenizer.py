@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import logging
 import shutil
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from fathom.corpus.prepare import prepare
-from fathom.data.tokenizer import load_tokenizer, plain_encoder, train_bpe, vocabulary_size
+from fathom.data.tokenizer import load_tokenizer, plain_encoder, quiet, train_bpe, vocabulary_size
 from fathom.errors import DataError
 from tests.corpus.prose import tree
 
@@ -118,3 +119,10 @@ def test_what_is_held_out_teaches_nothing(tmp_path: Path) -> None:
         for name in ("with", "without")
     }
     assert trained == {"with": True, "without": False}
+
+
+def test_retries_of_the_hub_are_not_reported_one_by_one(caplog: pytest.LogCaptureFixture) -> None:
+    retries = logging.getLogger("huggingface_hub.utils._http")
+    with quiet():
+        retries.warning("Retrying in 1s [Retry 1/5].")
+    assert not caplog.records and retries.isEnabledFor(logging.WARNING)

@@ -49,7 +49,7 @@ def test_the_output_of_deepen() -> None:
     given = {flag: words[words.index(flag) + 1] for flag in ("--with", "--layers", "--out")}
     request, out = parse_request(given["--with"], given["--layers"]), Path(given["--out"])
     sizes = Sizes.of(SMOLLM2), Sizes.of(deeper_config(SMOLLM2, request))
-    made = Deepened(out, request.name, out / "heal.yaml", *sizes, deviation=0, exact=True)
+    made = Deepened(out, request.name, out / "heal.yaml", *sizes, deviation=0, exact=True, tokenizer=True)
     assert _words(made, Road(out, words[2])) == shown()[0]
     assert _words(made, Road(Path("other"), words[2])) != shown()[0]
 

@@ -92,6 +92,7 @@ def test_learnt_gates_have_a_rate_of_their_own(bases, tmp_path):
 def test_what_does_not_start_exactly_is_said(bases, tmp_path, capsys):
     assert main(["deepen", str(bases["llama"]), "--with", "ponder2", "--out", str(tmp_path / "deeper")]) == 0
     printed = capsys.readouterr().out
+    assert f"tokenizer        none: the base model has none; put one into {tmp_path / 'deeper'} first" in printed
     assert ": ponder2 does not start closed" in printed and "logits differ from the base model's by up to" in printed
     recipe = load_recipe(tmp_path / "deeper" / HEAL)
     assert "recurrence_options" not in recipe.model
@@ -102,6 +103,7 @@ def test_the_command_says_what_it_added(tmp_path, capsys):
     words = ["deepen", str(base), "--with", "loop:damping=0.5", "--layers", "1-2", "--out", str(tmp_path / "deeper")]
     assert main(words) == 0
     printed = capsys.readouterr().out
+    assert "tokenizer  " not in printed
     assert "logits equal the base model's to the last bit" in printed and "(+0)" in printed and "(+50.0%)" in printed
     assert f"fathom train {tmp_path / 'deeper' / HEAL} data.directory={tmp_path / 'deeper-data'} --run" in printed
     assert main([*words, "--json"]) == 0, "an earlier one is replaced"

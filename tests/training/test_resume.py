@@ -143,6 +143,15 @@ def test_a_signal_saves_and_ends_well(
     assert_same_end(tmp_path, undisturbed)
 
 
+@pytest.mark.parametrize("says", [True, False])
+def test_the_first_signal_is_answered_at_once(says: bool, capfd: pytest.CaptureFixture[str]) -> None:
+    """The rest of a step may take minutes."""
+    with stop_signals(says):
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+        assert capfd.readouterr().err.count("stopping after this step, with a checkpoint") == says
+
+
 def test_a_signal_that_is_passed_on_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     with stop_signals() as received:
         signal.raise_signal(signal.SIGINT)

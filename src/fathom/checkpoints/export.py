@@ -69,8 +69,7 @@ def export(
         raise ModelError(f"the form of an export must be one of {', '.join(FORMS)}, got {form!r}")
     if form == "gguf" and directory.suffix != ".gguf":
         raise ModelError(f"{directory}: a GGUF export is a file, called FILE.gguf")
-    if directory.exists() and not _is_export(directory):
-        raise ModelError(f"{directory} exists and is not an earlier export; choose another path")
+    require_replaceable(directory)
     if isinstance(model, str | Path):
         if directory.exists() and directory.samefile(model):
             raise ModelError(f"{directory} is the model itself; choose another path")
@@ -303,6 +302,12 @@ def _trained(facts: Facts) -> list[str]:
     if facts.recipe is not None:
         found.append(f"<details><summary>Recipe</summary>\n\n```yaml\n{facts.recipe.rstrip()}\n```\n\n</details>")
     return found
+
+
+def require_replaceable(directory: Path) -> None:
+    """Refuse to write over anything but an earlier export."""
+    if directory.exists() and not _is_export(directory):
+        raise ModelError(f"{directory} exists and is not an earlier export; choose another path")
 
 
 def _is_export(directory: Path) -> bool:

@@ -40,9 +40,14 @@ def open_tokenizer(
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # Rust's errors
             raise
         hint = "; `trust_remote_code` allows it" if "trust_remote_code" in str(error) else ""
-        words = what_lacks(directory) or " ".join(str(error).split()) + hint
+        words = what_lacks(directory) or missing(error) or " ".join(str(error).split()) + hint
         raise ModelError(f"{directory}: cannot load the tokenizer: {words}") from error
     return made
+
+
+def missing(error: BaseException) -> str | None:
+    """What a `KeyError` says about the files of a tokenizer: Python gives the key alone."""
+    return f"its files have no {error}" if isinstance(error, KeyError) else None
 
 
 def what_lacks(directory: Path) -> str | None:

@@ -9,6 +9,7 @@ from fathom.checkpoints.layout import PAGE, REPORT
 from fathom.cli.parser import Parser, add_recipe, add_running
 from fathom.errors import SettingsError
 from fathom.recipe import find_recipe, load_recipe
+from fathom.report.files import require_directory
 from fathom.report.results import to_json
 from fathom.report.tables import print_report
 
@@ -65,6 +66,7 @@ def run(options: Namespace) -> int:
         recipe = load_recipe(source, options.overrides)
         plan = make_plan(recipe, options.arms, options.seeds, options.equal, options.pairs, out)
     if options.dry_run:
+        require_directory(out, SettingsError)
         budget = comparison_budget(plan)
         if options.json:
             print(to_json(budget))

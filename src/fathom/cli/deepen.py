@@ -6,6 +6,7 @@ import sys
 import typing
 from argparse import Namespace
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -47,16 +48,13 @@ def add(parser: Parser) -> None:
         "--search", action="store_true", help="rank the layers to loop by held-out loss, without training"
     )
     parser.add_argument("--text", nargs="+", default=(), metavar="[NAME=]INPUT", help="text for --search")
-    parser.add_argument(
-        "--sizes", default="2-6", metavar="A-B", help="for --search: fewest and most layers of a loop (default: 2-6)"
-    )
+    parser.add_argument("--sizes", metavar="A-B", help="for --search: fewest and most layers of a loop (default: 2-6)")
     parser.add_argument(
         "--documents",
-        default="12,40",
         metavar="N,M",
         help="for --search: N documents for all loops, M others for the best 20 (default: 12,40)",
     )
-    parser.add_argument("--tokens", type=int, default=512, help="for --search: tokens per document (default: 512)")
+    parser.add_argument("--tokens", type=int, help="for --search: tokens per document (default: 512)")
     parser.add_argument(
         "--lora", action="store_true", help="the recipe trains LoRA adapters (needs peft) instead of all weights"
     )
@@ -72,10 +70,12 @@ def run(options: Namespace) -> int:
     from fathom.deepen.write import deepen
 
     request = parse_request(options.mechanism, options.layers)
+    names = ("steps", "lora") if options.search else ("text", "sizes", "documents", "tokens")
+    if given := [f"--{name}" for name in names if getattr(options, name)]:
+        why = "has no meaning with --search, which writes no recipe" if options.search else "needs --search"
+        raise SettingsError(f"{given[0]} {why}")
     if options.search:
         return _search(options, request)
-    if options.text:
-        raise SettingsError("--text needs --search")
     healing = Healing(lora=options.lora) if options.steps is None else Healing(options.steps, options.lora)
     made = deepen(options.model, request, options.out, healing)
     print(to_json(made) if options.json else _words(made, Road(options.out, options.model)))
@@ -93,6 +93,8 @@ def _words(made: Deepened, road: Road) -> str:
         "cache per token": f"{deeper.cache_bytes_per_token:,} bytes (bf16) "
         f"({deeper.cache_bytes_per_token / base.cache_bytes_per_token - 1:+.1%})",
     }
+    if not made.tokenizer:
+        rows["tokenizer"] = f"none: the base model has none; put one into {made.directory} first"
     said = [f"{name:<16} {value}" for name, value in rows.items()]
     return "\n".join([*said, following(road.prepare, road.train)])
 
@@ -116,17 +118,20 @@ def _search(options: Namespace, request: Request) -> int:
     if not options.text:
         raise SettingsError("--search needs --text, held-out text to score")
     asked = Search(
-        sizes=_pair(options.sizes, "-", "--sizes"),
+        sizes=_pair(options.sizes, "-", "--sizes") if options.sizes else Search().sizes,
         trips=_number(int, "trips", given) if "trips" in given else Search().trips,
         dampings=(_number(float, "damping", given),) if "damping" in given else Search().dampings,
-        documents=_pair(options.documents, ",", "--documents"),
-        tokens=options.tokens,
+        documents=_pair(options.documents, ",", "--documents") if options.documents else Search().documents,
+        tokens=Search().tokens if options.tokens is None else options.tokens,
     )
     model, tokenizer = open_checkpoint(options.model)
     if not isinstance(model, FathomForCausalLM):
         raise SettingsError(
             f"{options.model} is a {type(model).__name__}, a family that Fathom does not open as its own"
         )
+    if options.sizes is None:
+        layers = model.config.num_hidden_layers
+        asked = replace(asked, sizes=(min(asked.sizes[0], layers), min(asked.sizes[1], layers)))
     ranked = search(model, tokenizer, options.text, asked, options.out)
     write(options.out, options.model, asked, ranked)
     if options.json:

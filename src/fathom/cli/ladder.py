@@ -11,6 +11,7 @@ from fathom.cli.parser import Parser, add_recipe, add_running
 from fathom.errors import SettingsError
 from fathom.experiments.rules import Rules, ladders_folder
 from fathom.recipe import describe as recipe_keys
+from fathom.report.files import require_directory
 from fathom.settings import describe
 
 STAGES = ("tune", "rungs", "seal", "last", "check")
@@ -77,6 +78,7 @@ def run(options: Namespace) -> int:
         out = options.out or Path("runs") / f"{source.stem}-ladder"
         ladder = load_ladder(source, options.arms, options.overrides, out)
     if options.dry_run:
+        require_directory(out, SettingsError)
         found = budget(ladder)
         if options.json:
             print(json.dumps(asdict(found), indent=2))

@@ -16,6 +16,7 @@ from fathom.cli.following import after_train, following
 from fathom.cli.parser import Parser, add_recipe
 from fathom.errors import SettingsError
 from fathom.recipe import Recipe, find_recipe, load_recipe
+from fathom.report.files import require_directory
 from fathom.report.results import to_json
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ def run(options: Namespace) -> int:
     from fathom.training import branch, train
     from fathom.training.build import check_training
     from fathom.training.estimate import estimate
-    from fathom.training.loop import require_same
+    from fathom.training.loop import require_place
 
     change: Branch | None = None
     place: Path | None = options.run_dir
@@ -104,8 +105,9 @@ def run(options: Namespace) -> int:
         place = place or Path("runs") / find_recipe(options.recipe).stem
         recipe = load_recipe(options.recipe, options.overrides)
     if options.dry_run:
-        if change is None and place is not None and (place / RECIPE).exists():
-            require_same(recipe, place)
+        if change is None and place is not None:
+            require_place(recipe, place)
+            require_directory(place, SettingsError)
         _show_cost(recipe, estimate(recipe), options.json, change)
         # The cost does not need the corpus, so a missing corpus is reported last.
         begun = change is not None or (place is not None and bool(checkpoint_steps(place)))

@@ -121,6 +121,8 @@ def read_index(directory: Path, name: str = INDEX) -> CorpusIndex:
     """Read and check the index of a finished corpus, or one that was set aside under another name."""
     path = directory / name
     if not path.is_file():
+        if directory.is_file():
+            raise NoCorpus(f"{directory} is a file, not a corpus: `{_to_prepare(directory, 'DIR')}` makes one of it")
         if not directory.is_dir():
             raise NoCorpus(f"{directory}: no such directory: `{_to_prepare('TEXT', directory)}` makes a corpus")
         if (directory / UNFINISHED).is_dir():
@@ -313,7 +315,7 @@ class TokenDataset:
         """Refuse a model whose embedding has too few rows for this corpus."""
         if self.vocab_size > model_vocab_size:
             tokens = f"a vocabulary of {self.vocab_size} tokens"
-            raise DataError(f"{self.directory}: {tokens} does not fit a model with {model_vocab_size}")
+            raise DataError(f"{self.directory}: {tokens} does not fit a model with vocab_size={model_vocab_size}")
 
     def read(self, start: int, out: NDArray[np.int64]) -> None:
         """Copy the tokens from `start` of the stream into `out`, across shards if needed."""

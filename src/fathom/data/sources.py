@@ -192,6 +192,11 @@ def find_sources(
             sources.append(Source("files", name, domain, tuple(whole_files), size))
     if not sources:
         raise DataError("no inputs: give at least one file, directory, glob or hf:NAME")
+    if all(source.kind in ("files", "text") for source in sources):
+        plain = Reading()
+        for key in ("text_field", "domain_field"):
+            if (given := getattr(reading, key)) != getattr(plain, key):
+                raise DataError(f"{key}={given}: text files have no fields, and no other input is given")
     return sources
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fathom.checkpoints.layout import TOKENIZER_CONFIG
-from fathom.checkpoints.tokenizers import what_lacks
+from fathom.checkpoints.tokenizers import missing, what_lacks
 from fathom.data.shards import TOKENIZER, file_crc32, first_line
 from fathom.errors import DataError
 
@@ -93,7 +94,7 @@ def load_tokenizer(name: str, eos_token: str | None = None) -> PreTrainedTokeniz
             with quiet():  # it warns of a configuration whose model is not registered
                 tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)  # None would ask
     except Exception as error:
-        words = what_lacks(path) or first_line(error)
+        words = what_lacks(path) or missing(error) or first_line(error)
         raise DataError(f"{name}: cannot load the tokenizer: {words}") from None
     if getattr(tokenizer, "backend_tokenizer", None) is None:
         raise DataError(f"{name}: the tokenizer has no fast (tokenizer.json) form")
@@ -111,15 +112,18 @@ def load_tokenizer(name: str, eos_token: str | None = None) -> PreTrainedTokeniz
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """No warnings of transformers in this block."""
-    from transformers.utils import logging
+    """No warnings of transformers in this block, nor of the Hub, which warns of every retry."""
+    from transformers.utils import logging as theirs
 
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()
+    before, hub = theirs.get_verbosity(), logging.getLogger("huggingface_hub")
+    level = hub.level
+    theirs.set_verbosity_error()
+    hub.setLevel(logging.ERROR)
     try:
         yield
     finally:
-        logging.set_verbosity(before)
+        theirs.set_verbosity(before)
+        hub.setLevel(level)
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:

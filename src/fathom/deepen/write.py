@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers.utils import logging
 
-from fathom.checkpoints.export import export
+from fathom.checkpoints.export import export, require_replaceable
 from fathom.checkpoints.from_gguf import is_gguf
 from fathom.checkpoints.hub import repository
 from fathom.checkpoints.layout import HEAL
@@ -20,7 +20,7 @@ from fathom.errors import SettingsError
 from fathom.models.configuration import FathomConfig
 from fathom.models.cost import cache_bytes_per_token, count_parameters, flops_per_token
 from fathom.models.modeling import FathomForCausalLM
-from fathom.report.files import write_atomically
+from fathom.report.files import require_directory, write_atomically
 from fathom.training.build import initialize
 
 SAMPLE = "To fathom a thing is to measure its depth, and after much thought to understand it. The sea is deep."
@@ -59,6 +59,8 @@ class Deepened:
     """The largest difference of a logit from the base model's, on a short text; 0 means bitwise equal."""
     exact: bool
     """Whether the mechanism declares that it starts as the identity."""
+    tokenizer: bool
+    """Whether the model has a tokenizer."""
 
 
 def deepen(source: str | Path, request: Request, out: str | Path, healing: Healing | None = None) -> Deepened:
@@ -75,6 +77,8 @@ def deepen(source: str | Path, request: Request, out: str | Path, healing: Heali
         raise SettingsError(f"{source}: no such directory, and no org/name on the Hub")
     if out.exists() and where.exists() and out.samefile(where):
         raise SettingsError(f"`out={out}` is the model itself; choose another directory")
+    require_replaceable(out)
+    require_directory(out, SettingsError)
     logging.disable_progress_bar()
     opened = open_source(where)
     base = opened.model.eval()
@@ -88,7 +92,8 @@ def deepen(source: str | Path, request: Request, out: str | Path, healing: Heali
     write_atomically(recipe, text)
     exact = all(part.closed is not None for part in request.parts)
     deviation = written_deviation(opened, out)
-    return Deepened(out, request.name, recipe, Sizes.of(base.config), Sizes.of(config), deviation, exact)
+    sizes = Sizes.of(base.config), Sizes.of(config)
+    return Deepened(out, request.name, recipe, *sizes, deviation, exact, opened.tokenizer is not None)
 
 
 def deeper_config(config: FathomConfig, request: Request) -> FathomConfig:

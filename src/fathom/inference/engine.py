@@ -341,7 +341,7 @@ class Engine:
             out, self._out = self._out, []
             try:
                 self.hand_out(out)
-            except Exception:  # of those who listen, which is no reason to end the others' texts
+            except RuntimeError:  # the listeners' event loop has closed meanwhile
                 logger.exception("events were not delivered")
 
     def _drop_cancelled(self) -> None:
@@ -413,7 +413,7 @@ class Engine:
                 held = sum(len(self._held(lane)) for lane in self.lanes.values()) + len(jobs)
                 if held >= ROWS or not (self._beside(jobs, one, left) and self._make_room(one, jobs)):
                     break
-            except Exception as error:  # it is this job's fault alone: nothing was changed for it yet
+            except (MemoryError, RuntimeError) as error:  # no memory for this job: nothing was changed for it yet
                 logger.exception("a request was not admitted")
                 self._remove([one])
                 self._fail([one], error)

@@ -77,6 +77,12 @@ def claimed(directory: Path, busy: str, kind: type[FathomError]) -> Iterator[Non
                 path.rmdir()
 
 
+def require_directory(directory: Path, kind: type[FathomError]) -> None:
+    """Refuse a directory that cannot be created or written; a new one is removed again."""
+    with claimed(directory, ": another process is using it", kind):
+        pass
+
+
 def _native(path: Path) -> BaseFileLock | None:
     """The system's lock; None if the file system has no locks."""
     taken = FileLock(path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import signal
 import time
@@ -16,10 +17,10 @@ import torch
 from fathom.checkpoints.export import export
 from fathom.checkpoints.find import Facts, experiment_of, finished_model
 from fathom.checkpoints.hashes import changed
-from fathom.checkpoints.layout import MODEL, RECIPE, RESULT, step_name
+from fathom.checkpoints.layout import CONFIG, MODEL, RECIPE, RESULT, step_name
 from fathom.checkpoints.runs import Saved, changes_of, load_tensors
 from fathom.data.puzzles import has_split, open_data
-from fathom.data.shards import TokenDataset
+from fathom.data.shards import INDEX, TokenDataset
 from fathom.errors import SettingsError, TrainingError
 from fathom.models.loading import described
 from fathom.models.modeling import FathomForCausalLM
@@ -42,6 +43,7 @@ from fathom.training.tracking import Display, open_trackers, require_backends
 
 FORWARDED = 3.0
 """Signals within this many seconds count as one: a scheduler and a launcher may both signal every process."""
+STOPPING = b"\nstopping after this step, with a checkpoint; a second signal, 3 seconds later, ends it at once\n"
 
 
 @dataclass(frozen=True)
@@ -86,8 +88,7 @@ def train(
     if place is None:
         raise TypeError("train(recipe, run_dir): a recipe needs a directory")
     place = Path(place)
-    if (place / RECIPE).exists():
-        require_same(planned, place)
+    require_place(planned, place)
     planned.config()
     require_backends(planned)
     ranks = start(planned)
@@ -192,7 +193,7 @@ class Run:
     def train(self) -> TrainResult:
         """Take the remaining steps, then evaluate and export."""
         settings, training = self.recipe.train, self.training
-        with self.hooks.around(self, self._hook_states), stop_signals() as stopped:
+        with self.hooks.around(self, self._hook_states), stop_signals(self.ranks.first) as stopped:
             for step, batches in training.batches(self.step, settings.steps):
                 for hook in self.hooks:
                     hook.before_step(self)
@@ -339,8 +340,12 @@ class Run:
 
 
 @contextmanager
-def stop_signals() -> Iterator[list[int]]:
-    """A list that collects SIGTERM or SIGINT; a signal `FORWARDED` seconds later has its default effect."""
+def stop_signals(says: bool = False) -> Iterator[list[int]]:
+    """A list that collects SIGTERM or SIGINT; a signal `FORWARDED` seconds later has its default effect.
+
+    Args:
+        says: Whether to write to stderr that the first signal was received, since a step may take minutes.
+    """
     received: list[int] = []
     before: dict[signal.Signals, Callable[[int, FrameType | None], object] | int | None] = {}
     first = 0.0
@@ -351,7 +356,10 @@ def stop_signals() -> Iterator[list[int]]:
             signal.signal(number, before[signal.Signals(number)])
             signal.raise_signal(number)
             return
-        first = first if received else time.monotonic()
+        if not received:
+            first = time.monotonic()
+            if says:
+                os.write(2, STOPPING)  # a handler may have interrupted the display
         received.append(number)
 
     try:
@@ -391,6 +399,16 @@ def export_model(training: Training, directory: Path, facts: Facts) -> Path:
         export(model, directory, tokenizer, facts=facts)
     training.ranks.barrier()
     return directory
+
+
+def require_place(recipe: Recipe, run_dir: Path) -> None:
+    """Refuse a directory that holds another run or something else than a run, or that cannot be written."""
+    if (run_dir / RECIPE).exists():
+        require_same(recipe, run_dir)
+    elif held := next((name for name in (CONFIG, INDEX) if (run_dir / name).exists()), None):
+        raise SettingsError(f"{run_dir} contains {held}, so it is not a run; choose another directory")
+    if run_dir.exists() and not run_dir.is_dir():
+        raise SettingsError(f"{run_dir} is a file, and a run needs a directory")
 
 
 def require_same(recipe: Recipe, run_dir: Path) -> None:
