@@ -7,9 +7,11 @@ JOBS ?= 2
 STAMP := $(VENV)/.ready
 # The torch to install: pip's own choice, or a version, a wheel's path or its URL, with any options of pip's.
 TORCH ?= torch
+# What else is installed: the versions that the tests ran with, or with CONSTRAINTS= the newest.
+CONSTRAINTS ?= -c constraints.txt
 CPU_TORCH := torch==2.13.0 --extra-index-url https://download.pytorch.org/whl/cpu
 
-.PHONY: setup extras test test-all test-transformers test-kernels test-outside gpu-dry gpu lint docs demo specialise expert clean
+.PHONY: setup extras test test-all test-transformers test-kernels test-outside gpu-dry gpu lint docs demo specialise expert dist smoke clean
 
 setup: $(STAMP)
 
@@ -19,8 +21,8 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "Setting up $(VENV): first $(TORCH). On Linux pip's own choice is the CUDA build, over 5 GB installed;"
 	@echo "the CPU build takes 1 GB and is enough for everything here: make setup TORCH='$(CPU_TORCH)'"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt $(TORCH)
-	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --disable-pip-version-check $(CONSTRAINTS) $(TORCH)
+	$(BIN)/python -m pip install --disable-pip-version-check $(CONSTRAINTS) -e '.[dev]'
 	@touch $@
 
 # Every extra resolves under constraints.txt, alone and with all others. Nothing is installed.
@@ -28,7 +30,7 @@ EXTRAS = $(shell $(BIN)/python -c 'import importlib.metadata as m; print(*m.meta
 WITHOUT_SPACES = $(shell echo $(EXTRAS) | tr ' ' ,)
 extras: setup
 	@for extra in $(EXTRAS) $(WITHOUT_SPACES); do echo "$$extra"; \
-	  $(BIN)/python -m pip install --dry-run --quiet --disable-pip-version-check -c constraints.txt ".[$$extra]" || exit 1; done
+	  $(BIN)/python -m pip install --dry-run --quiet --disable-pip-version-check $(CONSTRAINTS) ".[$$extra]" || exit 1; done
 
 lint: setup
 	$(BIN)/ruff check .
@@ -43,7 +45,7 @@ test: lint
 
 # With lm-eval, half a gigabyte that the fast tests do without, and peft.
 test-all: lint
-	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev,evaluate,lora]'
+	$(BIN)/python -m pip install --disable-pip-version-check $(CONSTRAINTS) -e '.[dev,evaluate,lora]'
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 # Caches, mechanisms, families and exports on the oldest and the newest transformers, each in a directory of its own; its
@@ -102,8 +104,8 @@ $(OUTSIDE)/.ready: pyproject.toml constraints.txt tests/outside/requirements.txt
 	@echo "Setting up $(OUTSIDE): $(TORCH), transformers, lm-eval, peft, trl and torchao, 2 GB beside torch; then the source"
 	@echo "distributions of transformers (11 MB) and of llama-cpp-python (77 MB)"
 	$(PYTHON) -m venv $(OUTSIDE)
-	$(OUTSIDE)/bin/python -m pip install --disable-pip-version-check -c constraints.txt $(TORCH)
-	$(OUTSIDE)/bin/python -m pip install --disable-pip-version-check -c constraints.txt \
+	$(OUTSIDE)/bin/python -m pip install --disable-pip-version-check $(CONSTRAINTS) $(TORCH)
+	$(OUTSIDE)/bin/python -m pip install --disable-pip-version-check $(CONSTRAINTS) \
 	  -e '.[dev,evaluate,lora,gguf]' -r tests/outside/requirements.txt
 	$(OUTSIDE)/bin/python -m tests.outside.sources
 	@touch $@
@@ -195,10 +197,38 @@ expert: $(VENV)/.evaluate
 	@echo "7/7  The log: expert/log.json"
 	@$(BIN)/python benchmarks/expert.py log expert --out expert/log.json
 
+# The release's two files in dist/, checked as PyPI checks them.
+DIST := .venv-dist
+dist: $(DIST)/.ready
+	rm -rf dist build/lib
+	$(DIST)/bin/python -m build --quiet
+	$(DIST)/bin/twine check --strict dist/*
+
+$(DIST)/.ready:
+	$(PYTHON) -m venv $(DIST)
+	$(DIST)/bin/python -m pip install --disable-pip-version-check --quiet 'build>=1.2' 'twine>=6.1'
+	@touch $@
+
+# Each file of dist/ alone in a new environment, in an empty directory: text to shards, a short run, a sample, a page.
+smoke:
+	@ls dist/*.whl dist/*.tar.gz >/dev/null
+	@for file in $(CURDIR)/dist/*.whl $(CURDIR)/dist/*.tar.gz; do \
+	  echo "$$file" && there=$$(mktemp -d) && trap 'rm -rf "$$there"' EXIT && $(PYTHON) -m venv $$there/venv && \
+	  $$there/venv/bin/python -m pip install --disable-pip-version-check --quiet $(TORCH) && \
+	  $$there/venv/bin/python -m pip install --disable-pip-version-check --quiet $(CONSTRAINTS) $$file && \
+	  cp CONTRIBUTING.md README.md $$there && cd $$there && PATH=$$there/venv/bin:$$PATH && \
+	  fathom prepare README.md CONTRIBUTING.md --train-tokenizer 512 --held-out 0 --out data/tiny >/dev/null && \
+	  fathom train tiny data.directory=data/tiny train.steps=2 train.tokens_per_step=512 train.micro_batch=1 \
+	    train.device=cpu evaluate.every=0 >/dev/null && \
+	  fathom generate runs/tiny 'A model' --max-new-tokens 5 >/dev/null && \
+	  fathom lens runs/tiny 'A model reads' -o lens.html >/dev/null && grep -q '</html>' lens.html && \
+	  echo "  prepared, trained, generated, drawn" && cd $(CURDIR) && rm -rf $$there || exit 1; \
+	done
+
 # lm-eval, which scores the questions: half a gigabyte.
 $(VENV)/.evaluate: $(STAMP)
-	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev,evaluate]'
+	$(BIN)/python -m pip install --disable-pip-version-check $(CONSTRAINTS) -e '.[dev,evaluate]'
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(OUTSIDE) $(VLLM) $(TRITON) $(DRY) $(SITE) build dist demo specialise expert src/*.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(OUTSIDE) $(AGENTS) $(VLLM) $(TRITON) $(DRY) $(SITE) $(DIST) build dist demo specialise expert src/*.egg-info .pytest_cache .mypy_cache .ruff_cache
