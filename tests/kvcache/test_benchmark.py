@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 from types import SimpleNamespace
@@ -83,71 +82,27 @@ def test_rounds_resume(options, capsys):
     assert capsys.readouterr().out == ""
 
 
-TASKS = {
-    "four in the first window": "4 needles",
-    "four anywhere": "4 needles, anywhere",
-    "one of 16 keys": "1 needle",
-}
-"""What the page calls the tasks of the logs."""
-
-
-def rows_under(heading: str) -> list[list[str]]:
-    """The cells of the page's table below a heading."""
-    text = (
-        (PLACE.parent / "docs" / "results" / "2026-11-22-caches-toy.md")
-        .read_text()
-        .partition(f"## {heading}")[2]
-        .partition("\n## ")[0]
-    )
-    return [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")][2:]
-
-
-def mean_of(seeds: Sequence[float]) -> str:
-    """A cell: the mean, and each seed's where they differ by 0.1 or more."""
-    apart = f" ({', '.join(f'{value:.2f}' for value in seeds)})" if max(seeds) - min(seeds) >= 0.1 else ""
-    return f"{fmean(seeds):.2f}{apart}"
-
-
-def test_needles_without_tuning_are_those_of_the_log():
-    """The page's table says what the logs hold."""
-    rows = rows_under("Needles, without tuning")
-    logs = [
-        json.loads((PLACE / "results" / f"kvcache-needles-{name}.json").read_text()) for name in ("untuned", "tuned")
-    ]
-    runs = [run for log in logs for run in log["runs"]]
-    assert {task for task, *_ in rows} == {*TASKS} and len(rows) == 15
-    for task, cache, *cells in rows:
-        arm, tuned = cache.split(",")[0], "4" if "tuned" in cache else None
-        found = {
-            r["seed"]: r["recall"][TASKS[task]]["accuracy"] for r in runs if (r["arm"], r["tuned"]) == (arm, tuned)
-        }
-        assert set(found) == {0, 1, 2}, (task, cache)
-        for cell, of_seeds in zip(cells, zip(*(found[seed] for seed in range(3)), strict=True), strict=False):
-            assert cell == mean_of(of_seeds), (task, cache)
-    for task in TASKS.values():  # what the page says of them
-        chosen, resampled = (
-            {r["seed"]: r["recall"][task]["accuracy"] for r in runs if (r["arm"], r["tuned"]) == key}
-            for key in (("snapkv", None), ("freqkv", "4"))
-        )
-        first = 3 if task == "4 needles" else 4
-        assert all(
-            a > b for seed in range(3) for a, b in zip(chosen[seed][first:], resampled[seed][first:], strict=True)
-        )
-
-
-def test_tuned_needles_are_those_of_the_log():
-    """As above; and tuning leaves `snapkv` worse with every seed, from the third compression on."""
-    rows = rows_under("Needles, all tuned")
-    runs = json.loads((PLACE / "results" / "kvcache-needles-tuned.json").read_text())["runs"]
-    found = {(r["arm"], r["tuned"], r["seed"]): r["recall"] for r in runs}
-    assert len(rows) == 12
-    for task, arm, *cells in rows:
-        seeds = zip(*(found[arm, "4", seed][TASKS[task]]["accuracy"] for seed in range(3)), strict=True)
-        for cell, each in zip(cells, seeds, strict=False):
-            assert cell == mean_of(each), (task, arm)
+def test_needles_are_those_of_the_logs():
+    """The page's table, and what it says of `snapkv`."""
+    page = (PLACE.parent / "docs" / "results" / "2026-11-22-caches-toy.md").read_text(encoding="utf-8")
+    table = page.partition("## Needles")[2].partition("\n## ")[0].splitlines()
+    rows = [line.strip("| ").split(" | ") for line in table if line.startswith("| ")][2:]
+    assert len(rows) == 16
+    found = {}
+    for name in ("", "-untuned", "-tuned"):
+        for run in json.loads((PLACE / "results" / f"kvcache-needles{name}.json").read_text())["runs"]:
+            tuned = {"4": "yes", None: "no"}.get(run["tuned"])
+            if "4 needles" in run["recall"]:
+                found.setdefault((run["arm"], tuned, run["seed"]), run["recall"]["4 needles"]["accuracy"])
+    for cache, tuned, *cells in rows:
+        means = [fmean(seeds) for seeds in zip(*(found[cache, tuned, seed] for seed in range(3)), strict=True)]
+        assert cells == [f"{means[compressions]:.2f}" for compressions in (0, 1, 2, 3, 4, 8)], (cache, tuned)
     for seed in range(3):
-        tuned, untuned = (found["snapkv", key, seed]["4 needles"]["accuracy"] for key in ("4", None))
-        assert all(a < b for a, b in zip(tuned[3:9], untuned[3:9], strict=True))
+        untuned, tuned, resampled = (
+            found[key][3:9] for key in (("snapkv", "no", seed), ("snapkv", "yes", seed), ("freqkv", "yes", seed))
+        )
+        assert all(a > b for a, b in zip(untuned, tuned, strict=True))
+        assert all(a > b for a, b in zip(untuned, resampled, strict=True))
 
 
 def test_every_cache_has_its_costs_on_the_page():
