@@ -22,6 +22,7 @@ COMMANDS = {
     "corpus": "turn documents into a deduplicated, decontaminated, mixed corpus with a card",
     "recipes": "list the recipes that come with Fathom, or copy one",
     "deepen": "add mechanisms to a pretrained model without changing its output, and write a recipe to train it",
+    "try": "add a mechanism to a model, train it and a control, and compare the two, in one command",
     "export": "write a run or a model as a Hugging Face directory",
     "check": "compare Fathom with transformers' own class on a model's configuration",
     "mechanisms": "list the mechanisms, and what each would add to a model",

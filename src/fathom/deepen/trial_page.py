@@ -1,0 +1,90 @@
+"""The page of `fathom try`: the verdict, the held-out scores, both training curves, the time, and what to do next."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from fathom.checkpoints.layout import RECIPE
+from fathom.deepen.trial import Finding
+from fathom.evaluation.results import ScoresReport
+from fathom.report import REPORT, html
+from fathom.report.files import read_json, write_json
+from fathom.report.plots import Line
+from fathom.report.provenance import provenance
+from fathom.report.results import restored
+from fathom.report.tables import PlainTable
+from fathom.training import read_metrics
+
+RUNS = ("healed", "control")
+NAMED = {"healed": "deepened", "control": "control"}
+WORDS = {
+    "deeper": "add the mechanism",
+    "data": "text to tokens",
+    "healed": "train the deepened model",
+    "control": "train the control",
+    "report": "score all three",
+}
+HOW = (
+    "The control is the same model with the same training and no mechanism. The deepened model minus the control is "
+    "what the mechanism gave; the deepened model minus the base is mostly what the training gave."
+)
+
+
+def write(finding: Finding, following: Sequence[str]) -> Path:
+    """Write `report.html` and `report.json`; returns the page."""
+    name = Path(finding.trial.model).name
+    scores = html.section("On held-out text", html.table(*score_table(finding)), html.paragraph(HOW, quiet=True))
+    curves = html.section("Training", html.legend([NAMED[run] for run in RUNS]), loss_plot(finding.out))
+    page = html.page(
+        f"{finding.trial.mechanism} on {name}",
+        finding.verdict,
+        scores,
+        html.section("In words", html.bullets(finding.compared.sentences)),
+        curves,
+        html.section("Time", html.table(*time_table(finding))),
+        html.section("What next", html.bullets(list(following))),
+        html.section("Where the numbers come from", html.source(provenance())),
+        html.details("The recipe of both trainings", (finding.out / "healed" / RECIPE).read_text(encoding="utf-8")),
+    )
+    write_json(finding.out / "verdict.json", {**vars(finding), "verdict": finding.verdict})
+    path = finding.out / "report.html"
+    path.write_text(page, encoding="utf-8")
+    return path
+
+
+def score_table(finding: Finding) -> PlainTable:
+    """Bits per byte of the three models, and the differences of the deepened one."""
+    scores = restored(ScoresReport, read_json(finding.out / "report" / REPORT)).checkpoints
+    gaps = {effect.against: effect.gap for effect in finding.compared.effects}
+    rows = []
+    for name, entry in scores.items():
+        found, gap = entry.perplexity[entry.text], gaps.get(name)
+        rows.append([name, f"{found.bits_per_byte:.4f}", f"{found.perplexity:.3f}", "" if gap is None else str(gap)])
+    columns = ["model", "bits per byte", "perplexity", "deepened minus it, bits per byte"]
+    return "Lower is better", columns, rows
+
+
+def loss_plot(out: Path) -> str:
+    """The training loss of both, smoothed over a tenth of the steps."""
+    lines = []
+    for series, run in enumerate(RUNS):
+        steps = [line for line in read_metrics(out / run) if "loss" in line]
+        width = max(1, len(steps) // 10)
+        losses = [line["loss"] for line in steps]
+        means = [sum(losses[max(0, i - width + 1) : i + 1]) / min(i + 1, width) for i in range(len(losses))]
+        lines.append(Line(NAMED[run], [line["step"] for line in steps], means, series, marks=False))
+    return html.plot("Loss of both trainings", lines, ("step", "nats per token"), "loss by step", x_from_zero=True)
+
+
+def time_table(finding: Finding) -> PlainTable:
+    """Minutes of every step."""
+    spent = finding.spent
+    rows = [[WORDS[name], minutes(spent[name].seconds), minutes(spent[name].processor_seconds)] for name in spent]
+    whole = sum(one.seconds for one in spent.values()), sum(one.processor_seconds for one in spent.values())
+    return "Minutes", ["step", "by the clock", "of processor"], [*rows, ["all", *map(minutes, whole)]]
+
+
+def minutes(seconds: float) -> str:
+    """Minutes with one decimal."""
+    return f"{seconds / 60:.1f}"

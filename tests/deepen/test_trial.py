@@ -1,0 +1,117 @@
+"""`fathom try`: resumes to the same bytes, finds a planted gain, and says nothing where there is nothing."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+
+from fathom.cli.main import main
+from fathom.deepen import trial as trials
+from fathom.deepen.trial import NOISE, Finding, Trial, attempt
+from fathom.errors import FathomError, SettingsError
+from fathom.evaluation.deepened import DeepenedReport, Effect
+from fathom.evaluation.results import ScoreGap
+from fathom.training.loop import Run
+from tests.cli.test_first_hour import llama
+
+SMALL = Trial("base", steps=12, tokens=64)
+
+
+@pytest.fixture
+def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return llama(tmp_path / "base")
+
+
+def found(value: float, width: float, verdict: str) -> Finding:
+    """A finding with a made difference."""
+    gap = ScoreGap("difference", value, value - width, value + width, 0.95, 40, 0.01, 0.01)
+    effect = Effect("held-out", "bits_per_byte", "control", gap, verdict)
+    return Finding(SMALL, Path("out"), DeepenedReport("base", "deepened", "control", [effect], None, []), {})
+
+
+def test_the_verdict_speaks_of_two_models_and_of_one_seed() -> None:
+    better, worse = found(-10 * NOISE, NOISE, "better"), found(10 * NOISE, NOISE, "worse")
+    assert " is better than its control (" in better.verdict and " is worse than its control (" in worse.verdict
+    for silent in (found(-10 * NOISE, 11 * NOISE, "not significant"), found(-NOISE / 2, NOISE / 9, "better")):
+        assert "better" not in silent.verdict.partition("is one seed")[0].replace("neither better nor worse", "")
+    assert all("no verdict on the mechanism" in finding.verdict for finding in (better, worse))
+
+
+def test_a_directory_holds_one_trial(base: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("x")
+    with pytest.raises(SettingsError, match="holds no trial"):
+        trials._opened(SMALL, tmp_path / "mine")
+    trials._opened(SMALL, tmp_path / "out")
+    assert trials._opened(SMALL, tmp_path / "out").trial == SMALL
+    with pytest.raises(SettingsError, match="with steps=12"):
+        trials._opened(Trial("base", steps=13, tokens=64), tmp_path / "out")
+    (tmp_path / "out" / "try.json").write_text('{"trial": 3}')
+    with pytest.raises(SettingsError, match="damaged"):
+        trials._opened(SMALL, tmp_path / "out")
+    with pytest.raises(SettingsError, match="mechanism"):
+        Trial("base", mechanism="depth_atention")
+    assert list((tmp_path / "mine").iterdir()) == [tmp_path / "mine" / "thesis.txt"]
+
+
+@pytest.mark.slow
+def test_stopped_twice_it_ends_with_the_same_weights(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempt(SMALL, tmp_path / "whole", lambda _: None)
+    announce, stops = Run._announce, {"healed": 4, "control": 2}  # a step before the last
+
+    def stopped(self: Run) -> None:
+        announce(self)
+        if self.step == stops.get(self.run_dir.name):
+            del stops[self.run_dir.name]
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(Run, "_announce", stopped)
+    said: list[str] = []
+    for step in (5, 3):
+        with pytest.raises(FathomError, match=f"stopped at step {step} of 12; the same command resumes") as caught:
+            attempt(SMALL, tmp_path / "parts", said.append)
+        assert caught.value.exit_code == 130
+    finding = attempt(SMALL, tmp_path / "parts", said.append)
+    for run in ("healed", "control"):
+        whole, parts = (tmp_path / name / run / "model" / "model.safetensors" for name in ("whole", "parts"))
+        assert whole.read_bytes() == parts.read_bytes()
+    assert sum(line.startswith("1/5") and line.endswith("done") for line in said) == 2
+    assert finding.spent.keys() == {"deeper", "data", "healed", "control", "report"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("which, verdict", [("healed", "worse"), ("control", "better"), (None, "neither")])
+def test_a_planted_gain_is_found_and_a_seed_is_not(
+    which: str | None, verdict: str, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model that never learns loses; two runs that differ by the order of the text do not differ."""
+    train = trials._train
+
+    def planted(trial: Trial, out: Path, name: str, overrides: list[str]) -> object:
+        if which is None:
+            return train(trial, out, name, [*overrides, f"train.seed={int(name == 'control')}"])
+        return train(trial, out, name, [*overrides, f"optim.lr={1e-9 if name == which else 1e-3}"])
+
+    monkeypatch.setattr(trials, "_train", planted)
+    trial = Trial("base", "depth_attention:blend=0", steps=60, tokens=64)
+    assert f"is {verdict}" in attempt(trial, tmp_path / "out", lambda _: None).verdict
+
+
+@pytest.mark.slow
+def test_the_command_prints_the_road_and_writes_a_page(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["try", "base", "--steps", "6", "--tokens", "32"]
+    assert main(words) == 0
+    first = capsys.readouterr().out
+    page = Path("tried/report.html").read_text(encoding="utf-8")
+    assert "no verdict on the mechanism" in first and "no verdict on the mechanism" in page
+    assert "fathom chat tried/healed" in first and "<svg" in page
+    shutil.rmtree("tried/deeper")  # what is done is not done again
+    assert main(words) == 0 and capsys.readouterr().out.partition("Minutes")[0] == first.partition("Minutes")[0]
+    assert main([*words, "--layers", "0-1"]) == 2
