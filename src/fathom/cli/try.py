@@ -14,7 +14,7 @@ from fathom.report.results import to_json
 
 EXAMPLES = (
     "fathom try HuggingFaceTB/SmolLM2-135M-Instruct",
-    "fathom try my-model --with loop:damping=0.5 --layers 12-16 --text my.txt --out tried",
+    "fathom try my-model --with loop --layers 12-16 --text my.txt",
 )
 EPILOG = """It deepens the model, trains it and a control on the same text, and compares the two on held-out \
 documents. SmolLM2-135M takes about 20 minutes on two processor cores. Ctrl-C stops it, and the same command \
