@@ -16,6 +16,16 @@ def freqkv(x, kept):
     return idct(dct(x, norm="ortho", axis=1)[:, :kept], norm="ortho", axis=1) * np.sqrt(kept / x.shape[1])
 
 
+def freqkv_high(x, kept):
+    """The other end of the spectrum."""
+    return idct(dct(x, norm="ortho", axis=1)[:, -kept:], norm="ortho", axis=1) * np.sqrt(kept / x.shape[1])
+
+
+def freqkv_unscaled(x, kept):
+    """Cut, and inverted, and that is all."""
+    return idct(dct(x, norm="ortho", axis=1)[:, :kept], norm="ortho", axis=1)
+
+
 def average(x, kept):
     """Every old entry spread over the interval that it covers."""
     m = x.shape[1]
@@ -38,7 +48,10 @@ def last(x, kept):
     return x[:, x.shape[1] - kept :]
 
 
-LINEAR = {"freqkv": freqkv, "average": average, "learned": learned, "drop": last, "sinks": last}
+LINEAR = {
+    **{"freqkv": freqkv, "freqkv_high": freqkv_high, "freqkv_unscaled": freqkv_unscaled, "freqkv_after_rope": freqkv},
+    **{"average": average, "learned": learned, "drop": last, "sinks": last},
+}
 
 
 def rule_of(method):
@@ -92,13 +105,15 @@ class Oracle:
     def recursion(self, q, k, v):
         """Attention of all groups, `[H, T, D]`."""
         n, s, kept = self.n, self.s, self.l
-        keys, values = k[:, :n], v[:, :n]
+        turned = self.method == "freqkv_after_rope"  # a key is rotated once, at its entry when it comes
+        keys, values = self.rotate(k[:, :n]) if turned else k[:, :n], v[:, :n]
         out = [self.attend(q[:, :n], keys, values)]
         seen, freed = n, n - s - kept
         while seen < q.shape[1]:
             keys, values = self.compress(keys, values, q[:, seen - freed if seen > n else 0 : seen])
             stop = min(seen + freed, q.shape[1])
-            keys = np.concatenate([keys, k[:, seen:stop]], 1)
+            new = self.rotate(k[:, seen:stop], keys.shape[1]) if turned else k[:, seen:stop]
+            keys = np.concatenate([keys, new], 1)
             values = np.concatenate([values, v[:, seen:stop]], 1)
             out.append(self.attend(q[:, seen:stop], keys, values))
             seen = stop
@@ -111,7 +126,8 @@ class Oracle:
     def weights(self, q, keys):
         """Softmax of a group's queries, the last entries of the memory, over all of it."""
         past = keys.shape[1] - q.shape[1]
-        scores = self.rotate(q, past) @ np.repeat(self.rotate(keys), len(q) // len(keys), 0).transpose(0, 2, 1)
+        turned = keys if self.method == "freqkv_after_rope" else self.rotate(keys)
+        scores = self.rotate(q, past) @ np.repeat(turned, len(q) // len(keys), 0).transpose(0, 2, 1)
         scores = scores / np.sqrt(self.c.head_dim)
         scores[:, ~np.tri(q.shape[1], keys.shape[1], past, dtype=bool)] = -np.inf
         scores = np.exp(scores - scores.max(-1, keepdims=True))

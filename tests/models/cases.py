@@ -32,6 +32,12 @@ CASES: dict[str, tuple[str, dict]] = {
     "depth_attention": ("depth_attention", {}),
     "depth_attention-dense": ("depth_attention", {"mixer": {"stride": 1, "self_bias": 0.5}}),
     "depth_attention-window": ("depth_attention", {"mixer": {"stride": 4, "recent_layers": 1}}),
+    "depth_attention-keys": ("depth_attention", {"mixer": {"stride": 1, "mixes": "key"}}),
+    "depth_attention-both": ("depth_attention", {"mixer": {"stride": 1, "mixes": "both", "self_bias": 0.5}}),
+    "loop+depth_attention-both": (
+        "loop+depth_attention",
+        {"recurrence": {"trips": 2, "prelude": 1}, "mixer": {"mixes": "both", "blend": 0.75}},
+    ),
     "uniform_depth": ("uniform_depth", {}),
     "value_residual": ("value_residual", {}),
     "denseformer": ("denseformer", {}),
@@ -116,10 +122,17 @@ CASES: dict[str, tuple[str, dict]] = {
     "ponder": ("ponder", {"recurrence": {"trips": 3, "top_k": 9}}),
     "ponder-hidden-duo": ("ponder", {"recurrence": {"trips": 3, "feed": "hidden", "view": "duo"}}),
     "ponder-all": ("ponder", {"recurrence": {"trips": 2, "view": "all", **SOLVED}}),
+    "ponder-projected": ("ponder", {"recurrence": {"trips": 3, "feed": "projected"}}),
+    "ponder-pause": ("ponder", {"recurrence": {"trips": 3, "feed": "pause", "view": "all"}}),
+    "ponder-pause-duo": ("ponder", {"recurrence": {"trips": 3, "feed": "pause", "view": "duo", "blend": 0.75}}),
     "ponder2": ("ponder2", {"recurrence": {"trips": 2, **SOLVED}}),
     "ponder3": ("ponder3", {"recurrence": {"trips": 3, **SOLVED, "penalty_steps": [0, 0], "tau": 0.1}}),
     "adaponder": ("adaponder", {"recurrence": {"trips": 3, "top_k": 9, "tau": 0.4}}),
+    "adaponder-shared": ("adaponder", {"recurrence": {"trips": 3, "top_k": 9, "tau": 0.4, "halting": "shared"}}),
+    "adaponder-uniform": ("adaponder", {"recurrence": {"trips": 3, "top_k": 9, "halting": "uniform", "kept": 0.4}}),
+    "adaponder-geometric": ("adaponder", {"recurrence": {"trips": 3, "top_k": 9, "halting": "geometric", "kept": 0.2}}),
     "latent_cot": ("latent_cot", {"recurrence": {"trips": 3, "tau": 0.2}}),
+    "latent_cot-mlp": ("latent_cot", {"recurrence": {"trips": 3, "tau": 0.2, "router": "mlp"}}),
     "ponder+depth_attention": ("ponder+depth_attention", {"recurrence": {"trips": 2}}),
     "ponder2+depth_attention": ("ponder2+depth_attention", {"recurrence": {"trips": 2, **SOLVED}}),
     "ponder3+depth_attention": (
@@ -249,6 +262,7 @@ LATER = (
         "-queries",
     ),
     *("-window", "-prepost", "-all", "-damped", "-delta_block"),
+    *("-keys", "-both", "-projected", "-pause", "-duo", "-uniform", "-geometric", "-mlp"),
 )
 BACKED = ["depth_attention@neox", "ponder@gpt2", "loop@olmo2", "latent_cot@gemma"]
 FAST = [case for case in ALONE if case not in ("loop", "ponder", "latent_cot")]

@@ -88,6 +88,8 @@ class Walk:
     """The stream that the first trip ended in."""
     left: float = 1.0
     """`loop` with an exit gate: the probability of further trips."""
+    position: int = 0
+    """The token's."""
 
     @property
     def trips(self) -> int:
@@ -690,18 +692,24 @@ class Oracle:
 
     def mixed(
         self, query: Array, key: Array, value: Array, sources: Sequence[tuple[Array, Array]], layer: int
-    ) -> Array:
-        """The value that attention stores and reads."""
-        kind = self.config["mixer"]
+    ) -> tuple[Array, Array]:
+        """The key, as mixers score it, and the value that attention stores and reads."""
+        kind, which = self.config["mixer"], self.mixer.get("mixes", "value")
         if kind == "value_gain":
-            return (1 + self.gate(layer, "gates.gain")) * value
+            return key, (1 + self.gate(layer, "gates.gain")) * value
         if kind != "none" and self.mixer["blend"] == "learned":
             gained = (1 + self.gate(layer, "blend_gates.gain")) * value
             alone = sources and self.mix(query, *sources[-1], sources[:-1])  # without the layer's own value
-            return gained + self.gate(layer, "blend_gates.mix") * alone if sources else gained
+            return key, gained + self.gate(layer, "blend_gates.mix") * alone if sources else gained
         if kind == "none" or not sources:
-            return value
-        return between(value, self.mix(query, key, value, sources), self.mixer)
+            return key, value
+        found = {"key": key, "value": value}
+        if which in ("value", "both"):
+            found["value"] = between(value, self.mix(query, key, value, sources), self.mixer)
+        if which in ("key", "both"):
+            keys = [(k, k) for k, _ in sources]
+            found["key"] = between(key, self.mix(query, key, key, keys), self.mixer)
+        return found["key"], found["value"]
 
     def mix(self, query: Array, key: Array, value: Array, sources: Sequence[tuple[Array, Array]]) -> Array:
         """The mechanism's value alone."""
@@ -753,7 +761,10 @@ class Oracle:
             borrows = self.borrows(layer, trip)
             if self.config["mixer"] != "none" and not borrows:
                 found = [own[place] for place in sorted(self.sources(layer, trip, own))]
-                value = self.mixed(asked, scored, value, found, layer)
+                as_stored = scored is key
+                scored, value = self.mixed(asked, scored, value, found, layer)
+                if self.mixer.get("mixes", "value") != "value":
+                    key = scored if as_stored else self.rotate(scored, layer, token.position)
             if self.mixer.get("queries"):
                 gain = 1 + self.gate(layer, "query_gates.gain")
                 query = query * gain if len(gain) == 1 else query * np.repeat(gain, len(query) // len(key), 0)
@@ -813,10 +824,14 @@ class Oracle:
         walk.readout = self._chosen(walk, k, h) if self.options.get("exit", "none") != "none" else h
         if last:
             return None
+        if self.recurrence == "adaponder" and self.options["halting"] in ("uniform", "geometric"):
+            made, kept = (k + 1) / self.depth, self.options["kept"]
+            share = 1 - (1 - kept) * made if self.options["halting"] == "uniform" else kept**made
+            turn = walk.position * 2654435769 % 2**32 / 2**32
+            return Step(x + self.options["blend"] * self.mixture(h)) if self.above(share, turn) else None
         if self.recurrence == "adaponder":
-            gate = f"model.recurrence.gates.{k}"
-            up = self.linear(h, f"{gate}.up")
-            sigma = sigmoid(self.linear(gelu(up), f"{gate}.down"))[0]
+            gate = f"model.recurrence.gates.{0 if self.options['halting'] == 'shared' else k}"
+            sigma = sigmoid(self.gate_mlp(h, gate))
             return (
                 Step(x + self.options["blend"] * sigma * self.mixture(h))
                 if self.above(sigma, self.options["tau"])
@@ -825,7 +840,12 @@ class Oracle:
         if self.recurrence == "ponder" and self.options["feed"] == "mixture":
             return Step(x + self.options["blend"] * self.mixture(h))
         if self.recurrence == "ponder":
-            return Step(between(x, h, self.options))
+            fed = {
+                "hidden": lambda: h,
+                "projected": lambda: self.w["model.recurrence.projector.weight"] @ h,
+                "pause": lambda: self.config["embedding_scale"] * self.w["model.recurrence.pause"],
+            }[self.options["feed"]]()
+            return Step(between(x, fed, self.options))
         return Step(self._looped(walk, k, r, h) if self.recurrence == "loop" else h)
 
     def _chosen(self, walk: Walk, k: int, h: Array) -> Array | float:
@@ -868,8 +888,14 @@ class Oracle:
             return None
         return Step(h, math.log(left))
 
+    def gate_mlp(self, h: Array, name: str) -> float:
+        """A logit by an MLP of two layers."""
+        return float(self.linear(gelu(self.linear(h, f"{name}.up")), f"{name}.down")[0])
+
     def _by_reach(self, walk: Walk, h: Array, last: bool) -> Step | None:
-        gate = 0.0 if last else float(sigmoid(self.linear(h, "model.recurrence.router"))[0])
+        name = "model.recurrence.router"
+        logit = self.gate_mlp(h, name) if self.options["router"] == "mlp" else float(self.linear(h, name)[0])
+        gate = 0.0 if last else float(sigmoid(logit))
         onward = walk.reach * gate
         goes_on = not last and self.above(onward, self.options["tau"])
         walk.thoughts = walk.thoughts + (walk.reach - onward if goes_on else walk.reach) * h
@@ -902,7 +928,8 @@ class Oracle:
         Without `rounds` one token after another, which is what every model means; with them all at once, by a
         Jacobi solver of so many, whose first passes may be `held`.
         """
-        if rounds is None or not depth or (len(tokens) == 1 and held is None):
+        known = self.options.get("feed") == "pause"  # no input depends on a pass, so a solver is exact
+        if rounds is None or not depth or known or (len(tokens) == 1 and held is None):
             walks = [self._decode(row, token, depth) for token in tokens]
         else:
             walks = self._solve(row, tokens, depth, rounds, held)
@@ -913,7 +940,7 @@ class Oracle:
         x = self.config["embedding_scale"] * token.x
         if self.config["positions"] == "learned":
             x = x + self.w["model.embed_positions.weight"][token.position + self.config["position_offset"]]
-        return Walk([Step(x)])
+        return Walk([Step(x)], position=token.position)
 
     def _decode(self, row: Row, token: Token, depth: int) -> Walk:
         own: dict = {}

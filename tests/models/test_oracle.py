@@ -2,8 +2,8 @@
 
 A case is a pure function of its seed: a composition, its options and weights, and what is done with the model (chunks,
 padding, packing, mutations of the cache and reading on, generating, training). Seeds below 10,000 have Qwen3's
-backbone; those above draw one as well, those above 20,000 the newer mechanisms too, and those above 22,000 what loops
-share between trips and what they do not.
+backbone; those above draw one as well, those above 20,000 the newer mechanisms too, those above 22,000 what loops
+share between trips and what they do not, and those above 24,000 the arms by which papers argue.
 `python -m tests.models.test_oracle 17` runs one again, and with a second number as many from there on.
 """
 
@@ -30,8 +30,10 @@ from fathom.models import FathomConfig, FathomForCausalLM, modeling, sublayers
 from fathom.models.configuration import CHOICES
 from fathom.models.decoder.rotary import signed
 from fathom.models.mixers.depth_attention import DepthAttention
+from fathom.models.recurrences.adaponder import AdaponderOptions
 from fathom.models.recurrences.looping import Loop
-from fathom.models.recurrences.pondering import Solved
+from fathom.models.recurrences.ponder import Ponder
+from fathom.models.recurrences.pondering import GateMLP, Solved
 from fathom.models.registry import known
 from fathom.models.trips import reading, slot_table, slots, walk
 from fathom.models.trips.slot_table import SlotTable
@@ -70,9 +72,12 @@ NEIGHBOURS = 20_000
 """The first seed that draws mechanisms which `COMPOSITIONS` and `draw_options` lack."""
 SHARING = 22_000
 """The first seed that draws what trips share, in compositions that have several trips."""
+PAPERS = 24_000
+"""The first seed that draws the arms by which papers argue, in compositions that have one."""
 SHARED = [
     c for c in COMPOSITIONS if c[0] == "loop" or (c[0] in ("ponder", "adaponder", "latent_cot") and "hyper" in c[1])
 ]
+ARMS = [c for c in COMPOSITIONS if c[2] == "depth_attention" or c[0] in ("ponder", "adaponder", "latent_cot")]
 MORE = ("generate", "train", "train")
 """Further kinds of use, which every fourth of these seeds has."""
 
@@ -170,7 +175,7 @@ def draw_config(rng: random.Random, seed: int) -> dict[str, Any]:
     """A small model; neighbouring seeds have different compositions, 112 of them all there are."""
     heads, kv_heads = rng.choice(((4, 1), (4, 2), (4, 4), (2, 1), (2, 2)))
     layers = rng.choice((2, 2, 3))
-    compositions = SHARED if seed >= SHARING else COMPOSITIONS
+    compositions = ARMS if seed >= PAPERS else SHARED if seed >= SHARING else COMPOSITIONS
     config: dict[str, Any] = {
         **dict(zip(NAMES, compositions[seed * 31 % len(compositions)], strict=True)),
         **{"vocab_size": rng.randint(11, 31), "hidden_size": rng.choice((8, 12, 20)), "intermediate_size": 12},
@@ -278,8 +283,10 @@ def draw(seed: int) -> Case:
     case = draw_use(seed)
     if seed >= NEIGHBOURS:
         draw_neighbour(random.Random(f"neighbour {seed}"), case.config)
-    if seed >= SHARING:
+    if SHARING <= seed < PAPERS:
         draw_sharing(random.Random(f"sharing {seed}"), case)
+    if seed >= PAPERS:
+        draw_arm(random.Random(f"arm {seed}"), case.config)
     draw_blend(random.Random(f"blend {seed}"), case.config)
     if seed < OTHERS:
         return case
@@ -398,6 +405,23 @@ def draw_sharing(rng: random.Random, case: Case) -> None:
         loop.pop("trips_max", None)
         loop.pop("trips_range", None)
         case.budget = None if case.budget is None else min(case.budget, trips_of(config))
+
+
+def draw_arm(rng: random.Random, config: dict[str, Any]) -> None:
+    """What the papers compare their methods with."""
+    options = config["recurrence_options"]
+    if config["mixer"] == "depth_attention":
+        config["mixer_options"]["mixes"] = rng.choice(("value", "key", "both", "both"))
+    if config["recurrence"] == "ponder":
+        views = ("duo", "all") if view_of(config) != "same" else ("same",)
+        options["feed"] = rng.choice(("hidden", "projected", *(("pause", "pause") if "all" in views else ())))
+    if config["recurrence"] == "adaponder":
+        options |= {
+            "halting": rng.choice(("shared", "uniform", "geometric")),
+            "kept": rng.choice((0.2, 0.5, 0.85, 1.0)),
+        }
+    if config["recurrence"] == "latent_cot":
+        options["router"] = rng.choice(("linear", "mlp"))
 
 
 def draw_chunks(rng: random.Random, kind: str, length: int) -> list[tuple[str, int]]:
@@ -778,6 +802,7 @@ FIXED = (
     *(0, 5, 7, 10, 11, 12, 23, 27, 29, 31),
     *(10007, 10016, 10019, 10026, 10033, 10039, 10053, 10059, 10087, 10093, 10094, 10100),
     *(10102, 10106, 10109, 10113, 10131, 10137, 10138, 10142, 10147, 10153, 10155),
+    *(24022, 24043, 24054, 24063, 24077),
     *(50, 64, 100, 131, 143),
 )
 """The last five are the only ones that notice a gate that never shuts, halts that outlive a crop, a router that is not
@@ -807,6 +832,11 @@ def test_draws_reach_everything():
     assert {"first", None} == {config["recurrence_options"].get("kv") for config in sharing}
     assert {True, None} == {config["residual_options"].get("per_visit") for config in sharing}
     assert "first" in {config["mixer_options"].get("across_trips") for config in sharing}
+    arms = [draw(seed).config for seed in range(PAPERS, PAPERS + 100)]
+    assert {"value", "key", "both"} == {config["mixer_options"].get("mixes", "value") for config in arms}
+    recurrences = [config["recurrence_options"] for config in arms]
+    assert {"hidden", "projected", "pause"} == {options["feed"] for options in recurrences if "feed" in options}
+    assert {"shared", "uniform", "geometric"} == {options["halting"] for options in recurrences if "halting" in options}
     for axis, names in NAMES.items():
         assert {case.config[axis] for case in fixed} | (later if axis == "residual" else set()) == set(names), axis
     assert {case.kind for case in fixed} == {*KINDS, *MORE} and {case.precision for case in fixed} == set(TOLERANCE)
@@ -1028,6 +1058,45 @@ def trips_drawn_in_evaluation(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(modeling.FathomModel, "trips_asked", lambda self, most: rng.randint(1, self.recurrence.trips))
 
 
+def raw_keys_stored(patch: pytest.MonkeyPatch) -> None:
+    """Keys are mixed for nobody: attention and the cache get the layer's own."""
+    mix = DepthAttention.with_keys
+    patch.setattr(DepthAttention, "with_keys", lambda self, query, key, *rest: (key, mix(self, query, key, *rest)[1]))
+
+
+def pause_unscaled(patch: pytest.MonkeyPatch) -> None:
+    """The pause is no word: it is fed at the scale of the table."""
+    start = Ponder.__init__
+
+    def faulty(self: Ponder, config: Any) -> None:
+        start(self, config)
+        self.embedding_scale = 1.0
+
+    patch.setattr(Ponder, "__init__", faulty)
+
+
+def pauses_under_the_solver(patch: pytest.MonkeyPatch) -> None:
+    """Pauses are told from the pass before, as hidden states are, and no round is left out."""
+    feed = Ponder.feed
+    patch.setattr(Ponder, "feed", lambda self, x, out, state: feed(self, x, out, state) + 0.1 * out.hidden)
+
+
+def projector_transposed(patch: pytest.MonkeyPatch) -> None:
+    """The hidden state is multiplied from the other side."""
+    patch.setattr(Ponder, "feed", lambda self, x, out, state: self.blended(x, out.hidden @ self.projector.weight))
+
+
+def share_of_the_trip_before(patch: pytest.MonkeyPatch) -> None:
+    """A fixed schedule lags by a trip."""
+    share = AdaponderOptions.share
+    patch.setattr(AdaponderOptions, "share", lambda self, trip: share(self, trip - 1))
+
+
+def gates_without_gelu(patch: pytest.MonkeyPatch) -> None:
+    """A gate's two layers are one."""
+    patch.setattr(GateMLP, "forward", lambda self, hidden: self.down(self.up(hidden)))
+
+
 FAULTS: dict[Callable[[pytest.MonkeyPatch], None], int] = {
     padding_attended_to: 22000,
     trips_drawn_in_evaluation: 22011,
@@ -1050,11 +1119,22 @@ FAULTS: dict[Callable[[pytest.MonkeyPatch], None], int] = {
     residuals_of_the_first_trip: 22007,
     padding_counted: 10019,
     rotated_keys_scored: 10039,
+    raw_keys_stored: 24063,
+    pause_unscaled: 24118,
+    pauses_under_the_solver: 24079,
+    projector_transposed: 24077,
+    share_of_the_trip_before: 24063,
+    gates_without_gelu: 24043,
 }
 """Each with a seed that sees it."""
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def last_ones_slow() -> list[Any]:
+    """Faults of the arms by which papers argue are slow."""
+    return [pytest.param(fault, marks=pytest.mark.slow) if seed >= PAPERS else fault for fault, seed in FAULTS.items()]
+
+
+@pytest.mark.parametrize("fault", last_ones_slow(), ids=lambda fault: fault.__name__)
 def test_planted_faults_are_seen(fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch):
     seed = FAULTS[fault]
     check([seed])

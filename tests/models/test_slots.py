@@ -247,7 +247,7 @@ def test_out_norms_once_and_only_when_asked():
 class Chain:
     """Feeds what a trip made; a trip adds all later trips of the token before: the smallest view ALL."""
 
-    halts = False
+    halts = foreseen = False
 
     def gate(self, out, state):
         return {"value": out.residual}
@@ -364,3 +364,17 @@ def test_a_round_remembers_what_it_is_told():
     jacobi(policy, torch.ones(1, 2, 1), pass_of([], []), 2, 3)
     by_pass = [told[0], *told[1::2]]
     assert [before for _, before in by_pass] == [False, True, True, False, False]
+
+
+def test_inputs_that_depend_on_no_pass_take_one_pass():
+    """The same chain by its inputs alone: no growing, no rounds."""
+
+    class Known(Chain):
+        foreseen = True
+
+        def feed(self, x, out, state):
+            return x + 1
+
+    lengths, seen = [], []
+    jacobi(Known(), torch.ones(1, 4, 1), pass_of(lengths, seen), 3, 5)
+    assert len(lengths) == 1

@@ -60,8 +60,16 @@ class FreqKV(Fixed):
         """C x."""
         if self.transform == "matrix":
             return super().reduce(x)
-        kept = self.schedule.kept
-        return inverse_dct(dct(x, kept)) * math.sqrt(kept / self.schedule.compressed)
+        return inverse_dct(self.spectrum(x)) * self.factor
+
+    def spectrum(self, x: Tensor) -> Tensor:
+        """The coefficients that are kept, `[B, H_kv, L, D]`."""
+        return dct(x, self.schedule.kept)
+
+    @property
+    def factor(self) -> float:
+        """√(L/M)."""
+        return math.sqrt(self.schedule.kept / self.schedule.compressed)
 
 
 def dct_matrix(n: int, rows: int | None = None) -> Tensor:

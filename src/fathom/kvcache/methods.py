@@ -4,6 +4,9 @@ from .average import Average as Average
 from .drop import Drop as Drop
 from .expected_attention import ExpectedAttention as ExpectedAttention
 from .freqkv import FreqKV as FreqKV
+from .freqkv_arms import AfterRope as AfterRope
+from .freqkv_arms import HighBand as HighBand
+from .freqkv_arms import Unscaled as Unscaled
 from .key_norm import KeyNorm as KeyNorm
 from .keydiff import KeyDiff as KeyDiff
 from .learned import Learned as Learned

@@ -129,6 +129,8 @@ def _stages(config: FathomConfig, rounds: int) -> list[int]:
     trips = recurrence.trips_of(config)
     if recurrence.sees(config).depth_parallel or trips == 1:
         return []
+    if recurrence.foresees(config):
+        return [trips]
     return [*range(1, trips), *[trips] * (rounds + 1)]
 
 

@@ -31,7 +31,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from .axes.cache_name import CACHE, by_any_name, returned
 from .axes.numerics import IGNORE
-from .axes.roles import Recurrence, Residual, ResidualState, TripState, ValueMixer, View, Ways, direct, watched
+from .axes.roles import Recurrence, Residual, ResidualState, TripState, ValueMixer, View, Ways, watched
 from .axes.visit import Plan
 from .configuration import FathomConfig
 from .decoder.eager import attend_capped
@@ -224,14 +224,15 @@ class Attention(CachedAttention):
             key = key if self.norm_rotated_keys else k_norm(key)
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         if self.mixes_unrotated:
-            scored, value = key, direct(mixer)(query, key, value, sources)
-            query, key = (query, key) if angles is None else rotate(query, key, *angles)
+            scored, value = mixer.stored(query, key, value, sources)
+            query, key = (query, scored) if angles is None else rotate(query, scored, *angles)
             return query, key, value, scored
         if angles is not None:
             query, key = rotate(query, key, *angles)
         if self.norm_rotated_keys:
             key = k_norm(key)
-        return query, key, direct(mixer)(query, key, value, sources), key
+        key, value = mixer.stored(query, key, value, sources)
+        return query, key, value, key
 
 
 class DecoderLayer(Sublayers, GradientCheckpointingLayer):

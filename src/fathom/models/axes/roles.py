@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 ResidualState = tuple[Tensor, ...]
 """What a residual hands from one sub-layer to the next."""
+Stored = Tensor | tuple[Tensor, Tensor]
+"""What a mixer has stored: a value, or a key and a value, `[B, H_kv, T, D]` each."""
 Ways = tuple[Tensor, Tensor, Tensor]
 """What queries, keys and values are made of, `[B, T, hidden_size]` each, where they read different things."""
 WriteContext = tuple[Tensor, ...] | None
@@ -260,8 +262,8 @@ class ValueMixer(MechanismModule):
         """
         return None
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, sources: tuple[Tensor, ...]) -> Tensor:
-        """The value to store, `[B, H_kv, T, D]`.
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, sources: tuple[Tensor, ...]) -> Stored:
+        """The value to store, `[B, H_kv, T, D]`; a mixer that changes keys too returns `(key, value)`.
 
         Queries and keys are normed and rotated. They are not rotated where layers rotate differently, because scores
         between such layers would depend on the token's position (`FathomConfig.mixes_unrotated`).
@@ -278,6 +280,12 @@ class ValueMixer(MechanismModule):
         """The queries `[B, H, T, D]` with which attention asks; called only if `asks` is set, and not by hosts."""
         return query
 
+    def stored(self, query: Tensor, key: Tensor, value: Tensor, sources: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        """The key and the value to store, whichever of them `forward` returns; it is called as a module if hooks wait
+        for its calls."""
+        found = direct(self)(query, key, value, sources)
+        return found if isinstance(found, tuple) else (key, found)
+
     def source_weights(self, query: Tensor, key: Tensor, value: Tensor, sources: tuple[Tensor, ...]) -> Tensor | None:
         """The weights with which `forward` adds up the sources' values and, last, the layer's own.
 
@@ -289,7 +297,8 @@ class ValueMixer(MechanismModule):
 
         def mixed(*values: Tensor) -> Tensor:
             pairs = zip(keys, values, strict=False)
-            return self.forward(query, key, values[-1], tuple(part for pair in pairs for part in pair))
+            found = self.forward(query, key, values[-1], tuple(part for pair in pairs for part in pair))
+            return found[1] if isinstance(found, tuple) else found
 
         for first in range(0, len(values), value.shape[-1]):
             units = [torch.zeros_like(one) for one in values]
@@ -406,6 +415,7 @@ class Recurrence(MechanismModule):
         self.trips = self.drawn_trips = self.trips_of(config)
         """Trips of a token, the first included; `drawn_trips` is their number in this training step."""
         self.view = self.sees(config)
+        self.foreseen = self.foresees(config)
         self.lends = self.shares(config)
 
     @staticmethod
@@ -452,6 +462,12 @@ class Recurrence(MechanismModule):
     @classmethod
     def shares(cls, config: DecoderConfig) -> bool:
         """Whether later trips attend to the keys and values of a layer's first visit, and make none."""
+        return False
+
+    @classmethod
+    def foresees(cls, config: DecoderConfig) -> bool:
+        """Whether `feed` uses its first argument only, so that the inputs of all trips are known beforehand and the
+        view ALL takes one pass, which is exact, instead of a solver."""
         return False
 
     @staticmethod

@@ -45,6 +45,8 @@ class Out:
     trip: int = 0
     last: bool = True
     """Whether no trip can follow."""
+    positions: Tensor | None = None
+    """The tokens' positions, `[1 or B, T]`; of all tokens of the call, so only the first trip's are one for each."""
     _entry: Tensor | None = None
     _hidden: Tensor | None = field(default=None, repr=False)
 

@@ -67,7 +67,7 @@ class Handover:
         if self.lent is not None:
             self.pair = self.lent
             return self.lent
-        value = self.mixer(query, key, value, self.sources)
+        key, value = self.mixer.stored(query, key, value, self.sources)
         if self.alive is not None:
             key, value = (torch.where(self.alive, a, b) for a, b in zip((key, value), self.earlier, strict=True))
             self.earlier = ()

@@ -9,8 +9,12 @@ attention uses and D_ℓ = {i < ℓ : i mod stride = 0} ∪ {the `recent_layers`
 With `norm_scores`, q̄ and every k̂ are first divided by their root mean square, for backbones that do not norm queries
 and keys: keys of different layers then score on one scale.
 
-With `blend` λ the result is ṽ_ℓ = v_ℓ + λ (mix - v_ℓ) instead, mix being the sum above. With `blend: learned` it is
-ṽ_ℓ = (1 + g) v_ℓ + λ m, where m attends over D_ℓ alone.
+With `mixes: key` or `both`, the same α mix keys: k̃_ℓ = α_ℓ k̂_ℓ + Σ_{j ∈ D_ℓ} α_j k̃_j. Attention and the cache
+then hold k̃, and k̃_j is the key that later layers score. All keys of a token are rotated by one angle, so mixing
+rotated keys equals rotating mixed ones.
+
+With `blend` λ the result is ṽ_ℓ = v_ℓ + λ (mix - v_ℓ) instead, mix being the sum above; keys likewise. With
+`blend: learned` it is ṽ_ℓ = (1 + g) v_ℓ + λ m, where m attends over D_ℓ alone.
 
 Sources contribute their *mixed* value. ṽ is what the cache stores, so decoding needs nothing of the past but the
 ordinary cache. No parameters.
@@ -36,7 +40,7 @@ from transformers import initialization as init
 from ..axes.blend import mixing_cost
 from ..axes.numerics import few, head_pool, head_sum, softmax_list, weighted_sum, widen
 from ..axes.replaceable import faster
-from ..axes.roles import Cost, Mechanism
+from ..axes.roles import Cost, Mechanism, Stored
 from ..decoder.norms import unit
 from .schedule import GridMixer, ScheduleOptions
 
@@ -53,13 +57,20 @@ class DepthAttentionOptions(ScheduleOptions):
     """Bias on the logit of the layer's own value. A finite bias makes no exact start; `blend: 0` does."""
     norm_scores: bool = False
     """Whether the mean query and the keys are RMS-normed (without a weight) for the scores over depth."""
+    mixes: str = "value"
+    """What is mixed over depth: `value`, `key`, or `both`. The paper's ablation finds that keys should be left out."""
 
     def check(self, config: DecoderConfig) -> None:
-        """Refuse a bias on what learnt gates leave out."""
+        """Refuse anything else to mix, and what learnt gates leave out."""
         super().check(config)
+        self.require_one_of("mixes", MIXED)
         self.require(
             "self_bias", not (self.learned and self.self_bias), "be 0, because blend=learned scores no own value"
         )
+        self.require("mixes", not self.learned or self.mixes == "value", "be value, because blend=learned gates values")
+
+
+MIXED = ("value", "key", "both")
 
 
 class DepthAttention(GridMixer):
@@ -69,7 +80,7 @@ class DepthAttention(GridMixer):
         super().__init__(config, layer_idx)
         options = DepthAttentionOptions.of(config)
         self.bias = float(options.self_bias)
-        self.norm_scores = options.norm_scores
+        self.norm_scores, self.parts = options.norm_scores, options.mixes
         self.eps = config.rms_norm_eps
         self.self_bias = nn.Buffer(torch.tensor(self.bias), persistent=False) if self.bias else None
 
@@ -82,8 +93,9 @@ class DepthAttention(GridMixer):
     def fused(
         self, projected: Tensor, sources: tuple[Tensor, ...]
     ) -> Callable[..., tuple[Tensor, Tensor, Tensor]] | None:
-        """`norm_rotate_mix`, which does not support `norm_scores`."""
-        kernel = faster("norm_rotate_mix", projected) if sources and not self.norm_scores else None
+        """`norm_rotate_mix`, which does not support `norm_scores` and mixed keys."""
+        supported = sources and not self.norm_scores and self.parts == "value"
+        kernel = faster("norm_rotate_mix", projected) if supported else None
         if kernel is None or self.blend_gates is not None:
             return None  # a kernel's mix has the layer's own value in it
         if self.blend is None:
@@ -95,12 +107,14 @@ class DepthAttention(GridMixer):
 
         return blend
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, sources: tuple[Tensor, ...]) -> Tensor:
-        """ṽ of the module's docstring; the input tensor itself if there is no source."""
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, sources: tuple[Tensor, ...]) -> Stored:
+        """ṽ of the module's docstring, or k̃ and ṽ; the input tensors themselves if there is no source."""
         if self.blend_gates is not None:
             return self.learnt(query, value, sources)
         if not sources:
             return value
+        if self.parts != "value":
+            return self.with_keys(query, key, value, sources)
         mixed = self.mixed(query, key, value, sources)
         return mixed if self.blend is None else self.blended(value, mixed)
 
@@ -109,11 +123,25 @@ class DepthAttention(GridMixer):
         *others, key, value = sources
         return self.mixed(query, key, value, tuple(others)) if others else value
 
+    def with_keys(
+        self, query: Tensor, key: Tensor, value: Tensor, sources: tuple[Tensor, ...]
+    ) -> tuple[Tensor, Tensor]:
+        """k̃, and ṽ or the layer's own value. What is mixed stands in the place of values: keys, and beside each key
+        its value if both are."""
+        keys, values, both = sources[::2], sources[1::2], self.parts == "both"
+        own = torch.cat([key, value], -1) if both else key  # [B, H_kv, T, D or 2 D]
+        rest = [torch.cat(pair, -1) for pair in zip(keys, values, strict=True)] if both else keys
+        pairs = tuple(x for pair in zip(keys, rest, strict=True) for x in pair)
+        mixed = self.blended(own, self.mixed(query, key, own, pairs))
+        width = key.shape[-1]
+        return mixed[..., :width], mixed[..., width:] if both else value
+
     def mixed(self, query: Tensor, key: Tensor, value: Tensor, sources: tuple[Tensor, ...]) -> Tensor:
         """The mix alone, in the fastest form for these tensors."""
         if self.norm_scores:
             query, key, sources = self.normed(query, key, sources)
-        if (kernel := faster("depth_mix", value)) is not None:
+        as_wide = key.shape[-1] == value.shape[-1]
+        if as_wide and (kernel := faster("depth_mix", value)) is not None:
             return kernel(query, key, value, sources, self.self_bias)
         if self.self_bias is None and few(query):
             return mix_few(query, key, value, sources)
@@ -224,12 +252,14 @@ def cost(config: DecoderConfig, visits: Sequence[Visit], scalar: int) -> Cost:
     pooled = config.num_attention_heads > config.num_key_value_heads
     pooling = mixing * config.num_attention_heads * config.head_dim * pooled
     softmax = 7 * config.num_key_value_heads * candidates  # including scaling
+    mixed = 2 if options.mixes == "both" else 1  # tensors that are mixed
     norms = 3 * width * (candidates + mixing) * options.norm_scores
+    blends = 3 * width * mixing * options.blends * (mixed - 1)  # of the second tensor
     return mixing_cost(config, visits, options, DepthAttention) + Cost(
-        flops=4 * width * candidates,
-        elementwise_flops=pooling + softmax + norms,
+        flops=2 * width * candidates * (1 + mixed),
+        elementwise_flops=pooling + softmax + norms + blends,
         transient_bytes=2 * width * scalar * sum(v.kept for v in visits),
-        io_bytes=scalar * width * (2 * candidates + len(visits)),
+        io_bytes=scalar * width * ((1 + (options.mixes != "key")) * candidates + mixed * len(visits)),
     )
 
 

@@ -9,6 +9,14 @@ The penalty is λ times the mean of the lowest q of all gates: λ = `penalty_max
 `penalty_fraction` over `penalty_span`. A halted token's gates count as 0, so the penalty has no gradient once a share q
 of all gates is closed: q sets the share of further trips to save.
 
+`halting` names the arms by which the paper argues: `shared` is one MLP for all trips, `uniform` and `geometric` fix the
+share of tokens that make trip k, with s = `kept` the share that makes the last of K further trips:
+
+    uniform     1 - (1 - s) k / K          geometric     s^(k/K)
+
+There σ = 1, nothing is learnt and nothing penalised. Who makes trip k depends on the token's position t alone: those
+with frac(t φ) below the share, φ the golden ratio, which spreads any share evenly over the text.
+
 With `blend` λ the update is λ σ_k μ_{k+1}. At λ = 0 every trip repeats the first one, whatever the gates say.
 """
 
@@ -27,7 +35,19 @@ from ..axes.blend import Blended, BlendOptions
 from ..axes.numerics import widen
 from ..axes.roles import Cost, HaltingOptions, Mechanism, TripState, valid_mean
 from ..decoder.loss import per_item
-from .pondering import OVER, MixtureOptions, Pondering, entropy, lowest_sum, mixed, mixture_cost, ramp, trips_cost
+from .pondering import (
+    OVER,
+    GateMLP,
+    MixtureOptions,
+    Pondering,
+    entropy,
+    gate_mlp_size,
+    lowest_sum,
+    mixed,
+    mixture_cost,
+    ramp,
+    trips_cost,
+)
 
 if TYPE_CHECKING:
     from ..axes.fields import DecoderConfig
@@ -42,6 +62,12 @@ class AdaponderOptions(MixtureOptions, HaltingOptions, BlendOptions):
 
     trips: int = 4
     """Largest number of trips of a token, the first included."""
+    halting: str = "own"
+    """Who decides which tokens continue: an MLP for each trip (`own`), one for all (`shared`), or a fixed schedule
+    (`uniform`, `geometric`)."""
+    kept: float = 0.85
+    """Share of the tokens that make the last trip under a fixed schedule; with `uniform` the default means 3.7 of 4
+    trips."""
     tau: float = 1e-4
     """Threshold τ: a token halts when its gate falls below it."""
     gate_bias: float = 2.0
@@ -69,19 +95,23 @@ class AdaponderOptions(MixtureOptions, HaltingOptions, BlendOptions):
         self.require("penalty_max", self.penalty_max >= 0, "not be negative")
         self.require("penalty_fraction", 0 <= self.penalty_fraction <= 1, "lie in 0..1")
         self.require("tau", 0 < self.tau < 1, "lie between 0 and 1")
+        self.require_one_of("halting", HALTINGS)
+        self.require("kept", 0 < self.kept <= 1, "lie in (0, 1]")
+
+    @property
+    def learnt(self) -> int:
+        """The number of gates."""
+        return {"own": self.trips - 1, "shared": 1}.get(self.halting, 0) if self.trips > 1 else 0
+
+    def share(self, trip: int) -> float:
+        """The share of the tokens that make a trip under a fixed schedule."""
+        done = trip / (self.trips - 1)
+        return self.kept**done if self.halting == "geometric" else 1 - (1 - self.kept) * done
 
 
-class HaltGate(nn.Module):
-    """One trip's own two-layer MLP, `[B, T, hidden_size]` to a logit `[B, T]`."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.up = nn.Linear(width, 4 * width)
-        self.down = nn.Linear(4 * width, 1)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """g_k of every token, `[B, T]`."""
-        return self.down(nn.functional.gelu(self.up(hidden))).squeeze(-1)
+HALTINGS = ("own", "shared", "uniform", "geometric")
+GOLDEN = 2654435769
+"""2³² / φ: its multiples modulo 2³² are spread evenly. Whole numbers, which every machine compares alike."""
 
 
 class Adaponder(Blended, Pondering[AdaponderOptions]):
@@ -92,7 +122,8 @@ class Adaponder(Blended, Pondering[AdaponderOptions]):
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__(config)
-        self.gates = nn.ModuleList(HaltGate(config.hidden_size) for _ in range(self.trips - 1))
+        self.gates = nn.ModuleList(GateMLP(config.hidden_size) for _ in range(self.options.learnt))
+        self.learns = self.options.halting in ("own", "shared")
         # a tensor, because a Python number that changes every step would trigger a recompilation every step
         self.fraction = nn.Buffer(torch.zeros(()), persistent=False)
 
@@ -111,16 +142,14 @@ class Adaponder(Blended, Pondering[AdaponderOptions]):
         super().init_weights(std)
         init.zeros_(self.fraction)
         for gate in self.gates:
-            assert isinstance(gate, HaltGate)
-            init.normal_(gate.up.weight, std=std)
-            init.zeros_(gate.up.bias)
-            init.normal_(gate.down.weight, std=0.1 * std)
-            init.constant_(gate.down.bias, self.options.gate_bias)
+            assert isinstance(gate, GateMLP)
+            gate.init_weights(std, self.options.gate_bias)
 
     @property
     def scheduled(self) -> bool:
         """The penalty grows, or something else changes."""
-        return self.options.penalty_max * self.options.penalty_fraction > 0 or super().scheduled
+        penalised = self.learns and self.options.penalty_max * self.options.penalty_fraction > 0
+        return penalised or super().scheduled
 
     def set_step(self, step: int, steps: int | None = None) -> None:
         """q at this point of training."""
@@ -133,13 +162,20 @@ class Adaponder(Blended, Pondering[AdaponderOptions]):
         """σ_k, and which tokens continue."""
         if out.last:
             return {"hidden": out.hidden}
-        sigma = widen(self.gates[out.trip](out.hidden)).sigmoid()
+        if not self.learns:
+            assert out.positions is not None
+            turn = state["turn"] if out.trip else out.positions.expand(out.residual.shape[:2]) * GOLDEN % (1 << 32)
+            alive = turn < round(self.options.share(out.trip + 1) * (1 << 32))
+            return {"hidden": out.hidden, "alive": alive, "turn": turn}
+        gate = self.gates[0 if self.options.halting == "shared" else out.trip]
+        sigma = widen(gate(out.hidden).squeeze(-1)).sigmoid()
         alive = sigma >= self.options.tau
         return {"hidden": out.hidden, "sigma": sigma, "alive": alive, f"gate{out.trip}": sigma}
 
     def feed(self, x: Tensor, out: Out, state: TripState) -> Tensor:
         """x_k + σ_k μ_{k+1}."""
-        return x + self.opened(state["sigma"].unsqueeze(-1).to(x.dtype) * mixed(out, self.options))
+        update = mixed(out, self.options)
+        return x + self.opened(state["sigma"].unsqueeze(-1).to(x.dtype) * update if self.learns else update)
 
     def _gates(self, state: TripState) -> Tensor | None:
         found = [state[f"gate{k}"] for k in range(self.trips - 1) if f"gate{k}" in state]
@@ -171,10 +207,9 @@ class Adaponder(Blended, Pondering[AdaponderOptions]):
 
 def cost(config: DecoderConfig, visits: Sequence[Visit], scalar: int) -> Cost:
     """The stack, a mixture and a gate for every extra trip, if no token halts."""
-    width, gates = config.hidden_size, AdaponderOptions.of(config).trips - 1
-    gate = 8 * width * width + 8 * width
-    parameters = gates * (4 * width * width + 8 * width + 1)
-    return trips_cost(config, visits, scalar, gate, parameters) + mixture_cost(config, visits)
+    gates, (parameters, flops) = AdaponderOptions.of(config).learnt, gate_mlp_size(config.hidden_size)
+    stack = trips_cost(config, visits, scalar, flops if gates else 0, gates * parameters)
+    return stack + mixture_cost(config, visits)
 
 
 ADAPONDER = Mechanism(

@@ -5,6 +5,8 @@
 
 With `blend` λ the readout is h_0 + λ (Σ_k q_k h_k - h_0).
 
+With `router: mlp`, the paper's ablation, g_k is the sigmoid of a two-layer MLP of h_k.
+
 Trip k reads trips up to k of earlier tokens (view DUO), so all tokens make it at once, exactly.
 
 The penalty charges for going on in proportion to the probability p that the true next token already has:
@@ -25,7 +27,7 @@ from ..axes.blend import Blended, BlendOptions
 from ..axes.numerics import IGNORE, widen
 from ..axes.roles import Cost, HaltingOptions, Mechanism, TripState, View, valid_mean
 from ..decoder.loss import per_item
-from .pondering import Sampled, SampleOptions, entropy, spread, trips_cost
+from .pondering import GateMLP, Sampled, SampleOptions, entropy, gate_mlp_size, spread, trips_cost
 
 if TYPE_CHECKING:
     from ..axes.fields import DecoderConfig
@@ -42,6 +44,8 @@ class LatentCotOptions(SampleOptions, HaltingOptions, BlendOptions):
     """Maximum number of trips of a token, the first included."""
     tau: float = 1e-2
     """Threshold τ: a token stops when R falls below it."""
+    router: str = "linear"
+    """Router: `linear`, or a two-layer `mlp`. All trips share it."""
     router_bias: float = 2.0
     """Initial bias of the router; positive means continue. With -10 no token makes a second trip."""
     penalty: float = 0.05
@@ -52,6 +56,7 @@ class LatentCotOptions(SampleOptions, HaltingOptions, BlendOptions):
     def check(self, config: DecoderConfig) -> None:
         """Refuse invalid thresholds and penalties."""
         super().check(config)
+        self.require_one_of("router", ("linear", "mlp"))
         self.require("penalty", self.penalty >= 0, "not be negative")
         self.require("penalty_beta", self.penalty_beta >= 0, "not be negative")
         self.require("tau", 0 < self.tau < 1, "lie between 0 and 1")
@@ -66,7 +71,8 @@ class LatentCot(Blended, Sampled[LatentCotOptions]):
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__(config)
-        self.router = nn.Linear(config.hidden_size, 1)
+        width = config.hidden_size
+        self.router = nn.Linear(width, 1) if self.options.router == "linear" else GateMLP(width)
 
     @classmethod
     def penalty_flops(cls, config: DecoderConfig, sequence_length: int) -> float:
@@ -76,8 +82,11 @@ class LatentCot(Blended, Sampled[LatentCotOptions]):
     def init_weights(self, std: float) -> None:
         """Initialise the router so that tokens continue."""
         super().init_weights(std)
-        init.normal_(self.router.weight, std=std)
-        init.constant_(self.router.bias, self.options.router_bias)
+        if isinstance(self.router, GateMLP):
+            self.router.init_weights(std, self.options.router_bias)
+        else:
+            init.normal_(self.router.weight, std=std)
+            init.constant_(self.router.bias, self.options.router_bias)
 
     def gate(self, out: Out, state: TripState) -> TripState:
         """Split what reaches this trip between its own readout and the trips to come."""
@@ -135,7 +144,9 @@ class LatentCot(Blended, Sampled[LatentCotOptions]):
 def cost(config: DecoderConfig, visits: Sequence[Visit], scalar: int) -> Cost:
     """The stack again for every thought, and the router, if no token stops."""
     width = config.hidden_size
-    return trips_cost(config, visits, scalar, 2 * width, width + 1)
+    linear = LatentCotOptions.of(config).router == "linear"
+    parameters, flops = (width + 1, 2 * width) if linear else gate_mlp_size(width)
+    return trips_cost(config, visits, scalar, flops, parameters)
 
 
 LATENT_COT = Mechanism(

@@ -4,10 +4,14 @@
 
 αU is the input embedding table at the scale of x_0. Every trip is an ordinary causal pass (view SAME) with a bank of
 its own. `feed` and `view` open the grid of what is fed back and what it may read; the paper's own model is
-(mixture, same).
+(mixture, same), and its baselines are the other feeds:
 
-With `blend` λ, x_{k+1} = x_k + λ μ_{k+1}, or x_k + λ (h_k - x_k) where hidden states are fed. At λ = 0 every trip
-repeats the first one, so under the view SAME the model computes what it did without pondering.
+    hidden      x_{k+1} = h_k
+    projected   x_{k+1} = W h_k
+    pause       x_{k+1} = α p        a learnt vector p, under the views DUO and ALL
+
+With `blend` λ, x_{k+1} = x_k + λ μ_{k+1}, or x_k + λ (y - x_k) where y of another feed replaces the input. At λ = 0
+every trip repeats the first one, so under the view SAME the model computes what it did without pondering.
 """
 
 from __future__ import annotations
@@ -16,7 +20,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from transformers import initialization as init
 
 from ..axes.blend import Blended, BlendOptions
 from ..axes.roles import Cost, Mechanism, TripState, View
@@ -38,15 +44,24 @@ class PonderOptions(MixtureOptions, SolverOptions, DrawnOptions, EarlyLossOption
     trips: int = 4
     """Number of trips of a token, the first included."""
     feed: str = "mixture"
-    """What is fed back: the vocabulary `mixture`, or the `hidden` state."""
+    """What is fed back: the vocabulary `mixture`, the `hidden` state, the hidden state `projected` by a matrix, or
+    nothing but a learnt vector (`pause`)."""
     view: str = "same"
     """Which trips of earlier tokens a trip reads: `same`, `duo` or `all`."""
 
     def check(self, config: DecoderConfig) -> None:
         """Refuse unknown feeds and views."""
         super().check(config)
-        self.require_one_of("feed", ("mixture", "hidden"))
+        self.require_one_of("feed", FEEDS)
         self.require_one_of("view", [view.value for view in View])
+        if self.feed == "pause" and View(self.view) is View.SAME:
+            raise ValueError(
+                "recurrence_options.feed=pause: under view=same a further iteration reads nothing but pauses; set view "
+                "to all or duo"
+            )
+
+
+FEEDS = ("mixture", "hidden", "projected", "pause")
 
 
 class Ponder(Blended, DrawnTrips, EarlyReadout, Solved[PonderOptions]):
@@ -54,10 +69,29 @@ class Ponder(Blended, DrawnTrips, EarlyReadout, Solved[PonderOptions]):
 
     options_class = PonderOptions
 
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__(config)
+        width, self.embedding_scale = config.hidden_size, config.embedding_scale
+        self.projector = nn.Linear(width, width, bias=False) if self.options.feed == "projected" else None
+        self.pause = nn.Parameter(torch.empty(width)) if self.options.feed == "pause" else None
+
+    def init_weights(self, std: float) -> None:
+        """Draw the projector, and the pause as one more word."""
+        super().init_weights(std)
+        if self.projector is not None:
+            init.normal_(self.projector.weight, std=std)
+        if self.pause is not None:
+            init.normal_(self.pause, std=std)
+
+    @classmethod
+    def foresees(cls, config: DecoderConfig) -> bool:
+        """A pause depends on nothing."""
+        return PonderOptions.of(config).feed == "pause"
+
     @classmethod
     def additions(cls, config: DecoderConfig) -> int:
-        """All trips add to one stream, unless a hidden state is fed back, which replaces it."""
-        return 1 if PonderOptions.of(config).feed == "hidden" else cls.trips_of(config)
+        """All trips add to one stream, if a mixture is fed back; anything else replaces it."""
+        return cls.trips_of(config) if PonderOptions.of(config).feed == "mixture" else 1
 
     @classmethod
     def sees(cls, config: DecoderConfig) -> View:
@@ -70,16 +104,21 @@ class Ponder(Blended, DrawnTrips, EarlyReadout, Solved[PonderOptions]):
         return PonderOptions.of(config).feed == "mixture"
 
     def feed(self, x: Tensor, out: Out, state: TripState) -> Tensor:
-        """x_k + μ_{k+1}, or h_k."""
-        if self.options.feed == "hidden":
-            return self.blended(x, out.hidden)
-        return x + self.opened(mixed(out, self.options))
+        """x_k + μ_{k+1}, h_k, W h_k or α p."""
+        if self.options.feed == "mixture":
+            return x + self.opened(mixed(out, self.options))
+        if self.pause is not None:
+            return self.blended(x, (self.pause * self.embedding_scale).to(x.dtype).expand_as(x))
+        return self.blended(x, out.hidden if self.projector is None else self.projector(out.hidden))
 
 
 def cost(config: DecoderConfig, visits: Sequence[Visit], scalar: int) -> Cost:
-    """Cost: the stack again, and a mixture if it is fed back."""
-    mixtures = mixture_cost(config, visits) if PonderOptions.of(config).feed == "mixture" else Cost()
-    return trips_cost(config, visits, scalar) + mixtures
+    """Cost: the stack again, and a mixture or a projection if it is fed back."""
+    feed, width = PonderOptions.of(config).feed, config.hidden_size
+    mixtures = mixture_cost(config, visits) if feed == "mixture" else Cost()
+    projected = width * width if feed == "projected" else 0
+    parameters = width if feed == "pause" else projected
+    return trips_cost(config, visits, scalar, 2 * projected, parameters) + mixtures
 
 
 PONDER = Mechanism(

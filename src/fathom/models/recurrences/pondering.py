@@ -194,6 +194,31 @@ class Sampled(Pondering[ChosenSampled]):
         return (torch.arange(count, device=self.first.device) * self.every + self.first) % length
 
 
+class GateMLP(nn.Module):
+    """A two-layer MLP, `[B, T, hidden_size]` to a logit `[B, T, 1]`."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, 1)
+
+    def init_weights(self, std: float, bias: float) -> None:
+        """Start near a constant logit: a bias, and a small last weight."""
+        init.normal_(self.up.weight, std=std)
+        init.zeros_(self.up.bias)
+        init.normal_(self.down.weight, std=0.1 * std)
+        init.constant_(self.down.bias, bias)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """The logit of every token, `[B, T, 1]`."""
+        return self.down(nn.functional.gelu(self.up(hidden)))
+
+
+def gate_mlp_size(width: int) -> tuple[int, int]:
+    """Parameters of a `GateMLP`, and FLOPs of a token."""
+    return 4 * width * width + 8 * width + 1, 8 * width * width + 8 * width
+
+
 def sample_every(fraction: float) -> int:
     """The sample takes one token in this many."""
     return max(1, round(1 / fraction))

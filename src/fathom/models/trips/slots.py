@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from ..axes.host import to_host
@@ -296,7 +296,8 @@ def jacobi(
         rounds  n times:                      H = pass(S_0..S_K);  S_{j+1} <- feed(S_j, H_j)  for j = 0..K-1 in turn
         final                                 H = pass(S_0..S_K);  read out
 
-    All H_j come from the same pass, and `feed` gets the S_j already updated in this round.
+    All H_j come from the same pass, and `feed` gets the S_j already updated in this round. If no S_j depends on a pass
+    (`foreseen`), only the final pass is made.
 
     Args:
         recurrence: Supplies `gate`, `feed` and `key_bias`.
@@ -321,8 +322,13 @@ def jacobi(
 
     turns: list[Turn] = [Turn(0, x, TokenSubset())]
     state: TripState = {}
-    for m in range(trips - 1):
-        state, turns = again(turns, m + 1)
+    if recurrence.foreseen:
+        left = rounds = 0
+        for k in range(1, trips):
+            turns.append(Turn(k, recurrence.feed(turns[-1].x, Out(x, nn.Identity()), {}), TokenSubset()))
+    else:
+        for m in range(trips - 1):
+            state, turns = again(turns, m + 1)
     moved = None
     for n in range(rounds if trips > 1 else 0):
         before = turns

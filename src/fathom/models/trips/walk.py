@@ -272,7 +272,7 @@ class TripMaker:
         """A trip's output for the recurrence."""
         model, last = self.model, trip == self.inputs.trips - 1
         head, scale = self.inputs.head, model.embedding_scale
-        return Out(residual, model.norm, head, model.embed_tokens, scale, trip, last, entry)
+        return Out(residual, model.norm, head, model.embed_tokens, scale, trip, last, self.inputs.positions, entry)
 
     def through(self, x: Tensor, one: Pass) -> Passed:
         """One pass through the layers of a trip, recomputed in the backward pass if the recurrence requests it."""
