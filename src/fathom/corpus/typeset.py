@@ -17,7 +17,7 @@ from fathom.corpus.mathml import formula, in_tex, parsed
 from fathom.corpus.superscripts import Script, as_script, may_be_note, named_script
 
 SIGNS = re.compile(
-    r"<(?:sup|sub|math|m:math|mjx-)\b|math/tex|vertical-align:\s*(?:super|sub)|(?:super|sub)script|\bsu[pb]\b|katex"
+    r"<(?:sup|sub|math|m:math|mjx-)\b|math/tex|(?:align|shift|position):\s*(?:super|sub|relative)|(?:super|sub)script|\bsu[pb]\b|katex"
     r"|<img\b[^>]{0,500}\b(?:la)?tex\b|<img\b[^>]{0,500}\bmath\b",
     re.IGNORECASE,
 )
@@ -40,6 +40,11 @@ NOTE = re.compile(
     re.IGNORECASE,
 )
 """Class, role or id of a note's mark."""
+STYLE = re.compile(r"(?:vertical-align|baseline-shift|font-variant-position):\s*(super|sub)\b", re.IGNORECASE)
+MOVED = re.compile(
+    r"position:\s*relative\b.{0,80}?(?<![\w-])(top|bottom):\s*(-?)[\d.]*[1-9][\d.]*(?:em|ex|px|pt|%)", re.IGNORECASE
+)
+"""Styles that set text higher or lower."""
 NAMING = ("class", "role", "rel", "epub:type", "id", "data-role")
 MATH_IMAGE = re.compile(r"(?:^|[\s_-])(?:tex|latex|math|mwe-math)", re.IGNORECASE)
 
@@ -220,10 +225,13 @@ def _kind(tag: str, attributes: dict[str, str]) -> Kind:
     if tag in ("sup", "sub"):
         return "super" if tag == "sup" else "sub"
     if tag in INLINE:
-        raised = re.search(r"vertical-align:\s*(super|sub)\b", attributes.get("style", ""), re.IGNORECASE)
+        style = attributes.get("style", "")
+        raised = STYLE.search(style)
         named = [one for one in names.split() if one.lower() in ("sup", "superscript", "sub", "subscript")]
         if raised or named:
             return named_script(raised[1] if raised else named[0]) or ""
+        if moved := MOVED.search(style):
+            return "super" if (moved[1].lower() == "top") == (moved[2] == "-") else "sub"
     return ""
 
 
