@@ -179,3 +179,9 @@ def test_norms_of_rotated_keys_are_refused_by_the_model_itself():
     """Hunyuan's weighted norm comes after the rotation: its keys cannot be moved."""
     with pytest.raises(ValueError, match="hunyuan_v1_dense computes a text differently at other positions"):
         build_cache(model_of("hunyuan"), window=64)
+
+
+def test_a_family_that_rotates_queries_and_keys_apart_is_refused():
+    config = AutoConfig.for_model("gemma4_text", num_hidden_layers=2, hidden_size=32, num_attention_heads=2)
+    with pytest.raises(ValueError, match="gemma4_text rotates its keys in code of its own"):
+        Rope(config)

@@ -9,6 +9,7 @@ at two positions, and each layer's keys at one position must equal the rotated k
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from types import ModuleType
@@ -165,7 +166,9 @@ _ASKED: WeakKeyDictionary[PreTrainedModel, list[str | None]] = WeakKeyDictionary
 def _code(config: PreTrainedConfig) -> ModuleType:
     """The modelling code of a configuration's family."""
     code = _modelling(config)
-    if _embedding(code) is None or not hasattr(code, "apply_rotary_pos_emb"):
+    apply = getattr(code, "apply_rotary_pos_emb", None)
+    # Some families, such as Gemma 4, rotate queries and keys by a call each.
+    if _embedding(code) is None or apply is None or [*inspect.signature(apply).parameters][1] != "k":
         raise ValueError(_no_rotary(config))
     return code
 
