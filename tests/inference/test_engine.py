@@ -150,6 +150,15 @@ def test_trips_that_share_keys_make_the_same_texts():
     assert together == one_by_one
 
 
+@pytest.mark.parametrize("prelude", [0, 1])
+def test_tokens_that_are_sure_stop_in_a_batch_as_alone(prelude):
+    """Rows of different depth, which join and leave; layers before the loop keep no slots of later trips."""
+    options = {"trips": 3, "prelude": prelude, "exit_confidence": 0.3}
+    together, one_by_one = compared("loop", recurrence_options=options)
+    assert together == one_by_one
+    assert together != compared("loop", recurrence_options=options | {"exit_confidence": None})[0]
+
+
 def test_windows_slide_in_each_row():
     kinds = ["full_attention", "sliding_attention"] * 2
     together, one_by_one = compared("loop", layer_types=kinds, use_sliding_window=True, sliding_window=5)

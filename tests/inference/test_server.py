@@ -883,6 +883,14 @@ def test_the_lens_is_live(live):
     check_error(live.post("/lens/data", txet="x"), 400)
 
 
+def test_usage_says_how_deep(live, locked):
+    """The mean iterations of the answer's tokens, by the server's number or the request's."""
+    for asked, trips in (({}, 2.0), ({"max_trips": 1}, 1.0), ({"max_trips": 3, "n": 2}, 3.0)):
+        usage = live.post(prompt="x", max_tokens=3, **asked)[1]["usage"]
+        assert usage["trips"] == trips and usage["completion_tokens"] == 3 * asked.get("n", 1)
+    assert "trips" not in locked.post(prompt="x", max_tokens=3)[1].get("usage", {})
+
+
 def test_the_lens_at_one_place(live):
     """With the server's number of loop iterations, or the request's; what is no place is a 400."""
     place = {"tokens": [5, 6], "said": 7}

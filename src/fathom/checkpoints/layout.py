@@ -23,6 +23,7 @@ WEIGHTS = "model.safetensors"
 INDEX = WEIGHTS + ".index.json"
 INDEX_SUFFIX = ".safetensors.index.json"
 HEAL = "heal.yaml"  # of a deepened model: the recipe that trains it further
+EXITS = "exits.json"  # of a loop with exits: the bound, and what was measured
 
 # A PEFT adapter's directory.
 ADAPTER_CONFIG = "adapter_config.json"

@@ -1,4 +1,4 @@
-"""`fathom deepen MODEL --with MECHANISM --out DIR`, or `--search` for the layers of a loop."""
+"""`fathom deepen MODEL --with MECHANISM --out DIR`, `--search` for the layers of a loop, or `--exit` for its exits."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from fathom.settings import convert, show
 from fathom.values import allowed
 
 if TYPE_CHECKING:
+    from fathom.deepen.exits import Chosen
     from fathom.deepen.heal import Road
     from fathom.deepen.request import Request
     from fathom.deepen.write import Deepened
@@ -27,6 +28,7 @@ EXAMPLES = (
     "fathom deepen MODEL --with depth_attention --out deeper",
     "fathom deepen MODEL --with loop:damping=0.5 --layers 12-16 --out deep",
     "fathom deepen MODEL --with loop --search --text TEXT --out spans",
+    "fathom deepen --exit RUN --loss 0.01 --text TEXT --out exiting",
 )
 EPILOG = """It prints the commands that prepare a corpus and train the model further. `fathom mechanisms` lists the \
 mechanisms, and which of them start as the model."""
@@ -38,7 +40,6 @@ def add(parser: Parser) -> None:
     parser.add_argument(
         "--with",
         dest="mechanism",
-        required=True,
         metavar="MECHANISM[:KEY=VALUE,...]",
         help="the mechanisms to add, joined by +",
     )
@@ -47,14 +48,29 @@ def add(parser: Parser) -> None:
     parser.add_argument(
         "--search", action="store_true", help="rank the layers to loop by held-out loss, without training"
     )
-    parser.add_argument("--text", nargs="+", default=(), metavar="[NAME=]INPUT", help="text for --search")
+    parser.add_argument(
+        "--exit",
+        action="store_true",
+        help="let tokens of a trained loop stop early, such that the loss rises by at most --loss",
+    )
+    parser.add_argument(
+        "--loss", type=float, help="for --exit: nats per token, on average over documents (default: 0.01)"
+    )
+    parser.add_argument("--test", choices=("betting", "t"), help="for --exit: the test; t is asymptotic")
+    parser.add_argument(
+        "--shifted", nargs="+", default=(), metavar="[NAME=]INPUT", help="for --exit: other text to measure it on"
+    )
+    parser.add_argument(
+        "--text", nargs="+", default=(), metavar="[NAME=]INPUT", help="held-out text for --search and --exit"
+    )
     parser.add_argument("--sizes", metavar="A-B", help="for --search: fewest and most layers of a loop (default: 2-6)")
     parser.add_argument(
         "--documents",
-        metavar="N,M",
-        help="for --search: N documents for all loops, M others for the best 20 (default: 12,40)",
+        metavar="N[,M]",
+        help="for --search: N documents for all loops, M others for the best 20 (default: 12,40); for --exit: N "
+        "documents (default: 1000)",
     )
-    parser.add_argument("--tokens", type=int, help="for --search: tokens per document (default: 512)")
+    parser.add_argument("--tokens", type=int, help="for --search and --exit: tokens per document (default: 512)")
     parser.add_argument(
         "--lora", action="store_true", help="the recipe trains LoRA adapters (needs peft) instead of all weights"
     )
@@ -69,6 +85,12 @@ def run(options: Namespace) -> int:
     from fathom.deepen.request import parse_request
     from fathom.deepen.write import deepen
 
+    if options.exit:
+        return _exit(options)
+    if options.mechanism is None:
+        raise SettingsError("--with is missing: the mechanism to add; or --exit, for a trained loop")
+    if options.loss is not None or options.test is not None or options.shifted:
+        raise SettingsError("--loss, --test and --shifted need --exit")
     request = parse_request(options.mechanism, options.layers)
     names = ("steps", "lora") if options.search else ("text", "sizes", "documents", "tokens")
     if given := [f"--{name}" for name in names if getattr(options, name)]:
@@ -104,6 +126,43 @@ def _start(made: Deepened) -> str:
         return "logits equal the base model's to the last bit"
     largest = f"logits differ from the base model's by up to {made.deviation:.2g}"
     return largest if made.exact else f"{largest}: {made.mechanism} does not start closed"
+
+
+def _exit(options: Namespace) -> int:
+    """Choose the confidence at which tokens stop, and write the model with it."""
+    from fathom.deepen.exits import Bound, set_exit
+
+    if options.mechanism is not None or options.search:
+        raise SettingsError("--exit is for a trained loop: leave --with and --search out")
+    if not options.text:
+        raise SettingsError("--exit needs --text, text that the model was not trained on")
+    given = {"loss": options.loss, "test": options.test, "tokens": options.tokens}
+    if options.documents is not None:
+        given["documents"] = _number(int, "documents", {"documents": options.documents})
+    bound = Bound(**{name: value for name, value in given.items() if value is not None})
+    made = set_exit(options.model, options.out, options.text, bound, options.shifted)
+    print(to_json(made.to_dict()) if options.json else _exit_words(made))
+    return 0
+
+
+def _exit_words(made: Chosen) -> str:
+    """The rule that was chosen, and what it costs and saves."""
+    bound = made.bound
+    held = "" if bound.test == "betting" else ", asymptotically"
+    claim = f"loss at most {bound.loss:g} above all trips, with {1 - bound.level:.0%} confidence over documents{held}"
+    if bound.test == "betting":
+        claim += f"; a document's difference is clipped at {bound.clip:g}"
+    rows = {"model": str(made.directory), "bound": claim}
+    if made.exit_confidence is None:
+        rows["exit"] = f"none keeps the bound on {bound.documents:,} documents: every token makes {made.trips} trips"
+    for name, found in (("exit", made.tested), ("on other text", made.shifted)):
+        for one in found:
+            if one.exit_confidence == made.exit_confidence:
+                measured = f"{one.trips:.2f} of {made.trips} trips, loss {one.loss:+.4f}"
+                rows[name] = f"exit_confidence {one.exit_confidence:g}: {measured}"
+    if made.shifted:
+        rows["on other text"] += " (measured; nothing is guaranteed there)"
+    return "\n".join(f"{name:<16} {value}" for name, value in rows.items())
 
 
 def _search(options: Namespace, request: Request) -> int:

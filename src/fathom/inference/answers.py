@@ -128,7 +128,9 @@ class Envelope:
         total = self.prompt_tokens + made
         cached = {"cached_tokens": sum(job.cached for job in self.first)}
         counts = {"prompt_tokens": self.prompt_tokens, "completion_tokens": made, "total_tokens": total}
-        return {**counts, "prompt_tokens_details": cached}
+        counted, iterations = (sum(text.trips[i] for text in texts) for i in (0, 1))
+        trips = {"trips": round(iterations / counted, 3)} if counted else {}
+        return {**counts, "prompt_tokens_details": cached, **trips}
 
 
 def _message(text: Text) -> dict[str, object]:

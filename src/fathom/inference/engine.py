@@ -40,6 +40,7 @@ from fathom.inference.prefixes import LEAST as SHORTEST
 from fathom.inference.prefixes import NOTHING, Found, Kept, Prefixes
 from fathom.inference.sampling import NO_NUMBERS, Choice, Draft, finite, likeliest
 from fathom.inference.schedule import LEAST, chunk, in_order, interrupts, rank
+from fathom.iterations import most_trips
 from fathom.kvcache.policy import Policy
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ class Scored:
     logprob: float | None = None
     top: Sequence[tuple[int, float]] = ()
     trips: int | None = None
-    """Loop iterations of the forward pass that chose it, if they were requested."""
+    """Loop iterations of the forward pass that chose it; None for a model without iterations."""
 
 
 Event = Scored | list[Scored] | str | Exception
@@ -657,12 +658,15 @@ class Engine:
         return scored
 
     def _trips_made(self, lane: Lane, jobs: Sequence[Job]) -> list[int | None]:
-        """The loop iterations that chose the next token of each job that reports them."""
-        counted = lane.batch.trips_made
-        if not any(job.tell_trips for job in jobs):
+        """The loop iterations that chose the next token of each job; None for a model without iterations."""
+        if most_trips(self.model) == 1:
             return [None] * len(jobs)
-        made = [trips_of(self.model, job.trips) for job in jobs] if counted is None else counted
-        return [trips if job.tell_trips else None for job, trips in zip(jobs, made, strict=True)]
+        counted = lane.batch.trips_made
+        if counted is None:
+            return [trips_of(self.model, job.trips) for job in jobs]
+        if jobs[0].behind is not None and not jobs[0].made:
+            return [None] * len(jobs)  # its logits come from the prefix cache
+        return list(counted)
 
     def _give(self, lane: Lane, job: Job, scored: Scored) -> bool:
         """Deliver a job's next token; returns whether the text continues."""

@@ -119,6 +119,8 @@ class Text:
     """Minimum tokens before a stop string may end it."""
     said: str = ""
     tokens: int = 0
+    trips: tuple[int, int] = (0, 0)
+    """Tokens whose loop iterations are known, and the sum of these."""
     made: list[Scored] = field(default_factory=list)
     """Tokens that were not sent yet."""
     finish: str | None = None
@@ -143,6 +145,8 @@ class Text:
             self._length = len(new)
         if isinstance(event, Scored):
             self.tokens += 1
+            if event.trips is not None:
+                self.trips = self.trips[0] + 1, self.trips[1] + event.trips
             self.made.append(event)
             if event.logprob is not None:
                 self.scores.append((event, self._length))

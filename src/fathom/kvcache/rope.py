@@ -320,6 +320,6 @@ def _refuse_fathom(config: PreTrainedConfig) -> None:
         )
     if recurrence.shares(config):
         raise ValueError(f"recurrence_options.kv={config.recurrence_options['kv']} shares keys; use method 'full'")
-    if recurrence.halts:
+    if recurrence.stops(config):
         halting = f"recurrence {config.recurrence!r} lets tokens halt one by one, which no compressed cache supports"
         raise ValueError(f"{halting}; use the uncompressed cache, method 'full'")

@@ -106,6 +106,13 @@ def student(mean: float, error: float, freedom: float, pairs: int) -> Difference
     return Difference(mean, pairs, half_width, float(2 * stdtr(freedom, -abs(mean) / error)))
 
 
+def student_below(statistic: np.ndarray, freedom: float) -> np.ndarray:
+    """The probability that Student's t is at most so large."""
+    from scipy.special import stdtr
+
+    return stdtr(freedom, statistic)
+
+
 def quantile(freedom: float) -> float:
     """Student's t quantile of 0.975: half of a 95 % interval, in standard errors."""
     from scipy.special import stdtrit  # what scipy.stats.t calls, without its overhead

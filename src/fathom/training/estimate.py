@@ -217,7 +217,7 @@ def _evaluation_bytes(recipe: Recipe, config: FathomConfig) -> int:
     tokens = (recipe.evaluate.micro_batch or recipe.train.micro_batch) * recipe.data.sequence_length
     trips, view = recurrence.trips_of(config), recurrence.sees(config)
     slots = trips if view is View.ALL else 1  # under view ALL the iterations of a token run in parallel
-    kept, seen = _kept_numbers(config, trips, view, recurrence.halts)
+    kept, seen = _kept_numbers(config, trips, view, recurrence.stops(config))
     between = 5 * config.hidden_size if trips > 1 else 0  # inputs, outputs and states between iterations
     # Sources and histories, as mechanisms declare them; streams that are rewritten count 4 times.
     transient = mechanism_cost(config, scalar).transient_bytes * (4 if config.residual == "hyper_connections" else 1)

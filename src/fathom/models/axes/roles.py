@@ -406,7 +406,8 @@ class Recurrence(MechanismModule):
     leaves = False
     """Whether `leave` changes the output of the last trip's looped layers."""
     halts = False
-    """Whether tokens may stop before the last trip; `gate` then puts `alive` (`[B, T]`, bool) into the state."""
+    """Whether tokens may stop before the last trip; `gate` then puts `alive` (`[B, T]`, bool) into the state.
+    A subclass may override `stops` to take it from an option."""
     reads = View.SAME
     """The view; a subclass may override `sees` to take it from an option."""
 
@@ -417,6 +418,7 @@ class Recurrence(MechanismModule):
         self.view = self.sees(config)
         self.foreseen = self.foresees(config)
         self.lends = self.shares(config)
+        self.halts = self.stops(config)
 
     @staticmethod
     def trips_of(config: DecoderConfig) -> int:
@@ -453,6 +455,11 @@ class Recurrence(MechanismModule):
     def sees(cls, config: DecoderConfig) -> View:
         """Which slots a slot may read."""
         return cls.reads
+
+    @classmethod
+    def stops(cls, config: DecoderConfig) -> bool:
+        """Whether tokens may stop before the last trip."""
+        return cls.halts
 
     @staticmethod
     def span(config: DecoderConfig) -> tuple[int, int]:

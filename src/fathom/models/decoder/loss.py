@@ -106,6 +106,14 @@ def token_losses(hidden: Tensor, head: nn.Module, targets: Tensor) -> Tensor:
     return found.view(targets.shape)
 
 
+@torch.no_grad()
+def top_probability(hidden: Tensor, head: nn.Module) -> Tensor:
+    """The probability of the likeliest next token in float32, `[B, T]` of `[B, T, hidden_size]`, chunk by chunk."""
+    rows = hidden.flatten(0, -2)
+    logits = (widen(head(rows[part])) for part in _chunks(rows, head))
+    return torch.cat([(z.amax(-1) - z.logsumexp(-1)).exp() for z in logits]).view(hidden.shape[:-1])
+
+
 def shifted(labels: Tensor) -> Tensor:
     """Labels `[B, T]` moved one to the left, so that each position holds its next token."""
     return F.pad(labels, (0, 1), value=IGNORE)[..., 1:]

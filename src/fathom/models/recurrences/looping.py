@@ -13,6 +13,8 @@ the prelude, and n a norm between trips:
 With `kv: first` later trips make queries only, and attend to the keys and values that each layer made in the first:
 the cache is that of a model without a loop.
 
+With `exit_confidence` a token whose prediction is sure makes no further trip (`confidence.py`).
+
 With `damping` δ a trip moves the stream by a part of what the looped layers g would, and with `blend` λ the loop ends
 between the first trip's result and its own; x_0 is what entered the loop, K the number of trips:
 
@@ -40,8 +42,9 @@ from transformers import initialization as init
 from ..axes.blend import Blended, BlendOptions, gate_size
 from ..axes.numerics import widen
 from ..axes.roles import Cost, Mechanism, TripState
-from ..decoder.arithmetic import layer_cache_bytes, layer_flops
+from ..decoder.arithmetic import head_flops, layer_cache_bytes, layer_flops
 from ..decoder.rms_norm import RMSNorm
+from .confidence import ConfidenceExit, ConfidenceOptions
 from .draws import DrawnOptions, DrawnTrips
 from .early_loss import EarlyLossOptions, EarlyReadout
 from .exit_gate import ExitGate, ExitOptions
@@ -59,7 +62,7 @@ DECAY = math.sqrt(0.2)
 
 
 @dataclass(frozen=True)
-class LoopOptions(DrawnOptions, EarlyLossOptions, ExitOptions, BlendOptions):
+class LoopOptions(DrawnOptions, EarlyLossOptions, ExitOptions, ConfidenceOptions, BlendOptions):
     """Options of `loop`."""
 
     trips: int = 3
@@ -91,11 +94,14 @@ class LoopOptions(DrawnOptions, EarlyLossOptions, ExitOptions, BlendOptions):
         if leaves and self.coda and config.residual != "plain":
             # There the stream is read and begun again, which a residual with a history would notice at λ = 1 and δ = 1.
             raise ValueError(f"recurrence_options.{leaves} with a coda needs residual=plain, got {config.residual}")
-        early = "early_loss" if self.early_loss else "exit" if self.exits else None
+        names = {"early_loss": self.early_loss, "exit": self.exits, "exit_confidence": self.exit_confidence is not None}
+        early = next((name for name, given in names.items() if given), None)
         if early and self.coda:
             raise ValueError(f"recurrence_options.{early}: a coda belongs to the last trip alone; set coda to 0")
         if early and (self.damping < 1 or self.blends):
             raise ValueError(f"recurrence_options.{early} needs damping 1 and blend 1")
+        if self.exit_confidence is not None and (self.exits or self.kv != "own"):
+            raise ValueError("recurrence_options.exit_confidence needs exit=none and kv=own")
         if self.early_loss and self.exits:
             raise ValueError("recurrence_options.early_loss: exit reads early trips out already; set one of the two")
         if self.prelude < 0 or self.coda < 0 or self.prelude + self.coda >= config.num_hidden_layers:
@@ -115,10 +121,11 @@ class LoopOptions(DrawnOptions, EarlyLossOptions, ExitOptions, BlendOptions):
     def is_plain(self) -> bool:
         """Whether trips are nothing but further layers of a plain decoder."""
         altered = self.injection != "none" or self.norm_between != "none" or self.damping < 1
-        return not (altered or self.blends or self.exits or self.kv != "own")
+        stops = self.exits or self.exit_confidence is not None
+        return not (altered or self.blends or stops or self.kv != "own")
 
 
-class Loop(Blended, DrawnTrips, EarlyReadout, ExitGate):
+class Loop(Blended, DrawnTrips, EarlyReadout, ExitGate, ConfidenceExit):
     """Feeds the residual stream back into the looped layers."""
 
     no_weight_decay = ("entry_map",)
@@ -243,7 +250,8 @@ def cost(config: DecoderConfig, visits: Sequence[Visit], scalar: int) -> Cost:
     diagonal = options.injection == "diagonal"
     parameters = width * (options.entry_norm + (options.norm_between == "own")) + diagonal * (width * width + 2 * width)
     parameters += (width + 1) * options.exits + 2 * gate_size(config, options)
-    further = visits[-1].trip
+    further, sure = visits[-1].trip, options.exit_confidence is not None
+    reading = further * sure * head_flops(config)  # of the head, outside training
     moving = (further + 1) * (options.damping < 1) + options.blends + options.learned / 3 if further else 0
     shared = sum(visit.borrows for visit in visits)
     return Cost(
@@ -251,9 +259,11 @@ def cost(config: DecoderConfig, visits: Sequence[Visit], scalar: int) -> Cost:
         flops=again * layer_flops(config)
         - (0 if config.host else shared) * 4 * width * config.num_key_value_heads * config.head_dim
         + (2 * width * width if diagonal and further else 0)
-        + 2 * width * further * options.exits,
+        + 2 * width * further * options.exits
+        + reading,
         elementwise_flops=3 * width * moving,
         cache_bytes=(again - shared) * layer_cache_bytes(config, scalar),
+        training_flops=-3 * reading,
     )
 
 

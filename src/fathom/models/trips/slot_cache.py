@@ -88,15 +88,20 @@ class SlotLayer(GrowingLayer):
         """Store the keys and values of a pass, `[B', H_kv, M, D]`, and return those that it reads."""
         if self.stored is None:
             self.lazy_initialization(*new)
+        self.fit()
         assert self.stored is not None
-        if self.stored[0].shape[1] <= self.table.capacity:
-            keys, values = self.stored
-            capacity, used = self.table.capacity, self.table.end
-            self.stored = grown(keys, capacity, used), grown(values, capacity, used)
         keys, values = self.stored
         placement.write(keys, new[0].transpose(1, 2))
         placement.write(values, new[1].transpose(1, 2))
         return placement.read(keys).transpose(1, 2), placement.read(values).transpose(1, 2)
+
+    def fit(self) -> None:
+        """Give the buffers the table's capacity. A layer outside a loop falls behind while other layers make trips."""
+        assert self.stored is not None
+        places = self.stored[0].shape[1]
+        if places <= self.table.capacity:
+            keys, values = (grown(x, self.table.capacity, min(self.table.end, places - 1)) for x in self.stored)
+            self.stored = keys, values
 
     keys = _stored(0, "What is stored, `[B, H_kv, slots, D]`; spare room is left out.")
     values = _stored(1, "As `keys`.")
@@ -114,6 +119,7 @@ class SlotLayer(GrowingLayer):
         """Change the stored tensors of all layers."""
         for layer in self.family:
             if layer.stored is not None:
+                layer.fit()
                 layer.stored = how(layer.stored[0]), how(layer.stored[1])
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -199,6 +205,8 @@ def merge_slots(cache: Cache, other: Cache) -> None:
     mine, theirs = cache.layers[0].table, other.layers[0].table
     capacity = max(mine.capacity, theirs.capacity)
     for layer, added in zip(cache.layers, other.layers, strict=True):
+        layer.fit()
+        added.fit()
         for i, new in enumerate(added.stored):  # one after the other, so that at most one tensor exists twice
             stored = list(layer.stored)
             stored[i] = grown(stored[i], capacity, mine.end, more=len(new))
@@ -224,6 +232,7 @@ def trim_slots(cache: Cache, capacity: int) -> None:
     if capacity == table.capacity and first.stored[0].untyped_storage().nbytes() == first.stored[0].nbytes:
         return
     for layer in cache.layers:
+        layer.fit()
         for i in range(2):  # so that at most one tensor exists twice
             stored = list(layer.stored)
             stored[i] = grown(stored[i], capacity, table.end)

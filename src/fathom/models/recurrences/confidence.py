@@ -1,0 +1,65 @@
+"""`exit_confidence`: a token makes no further trip once its prediction is sure. `fathom deepen --exit` sets it.
+
+With z_k the logits of a token after trip k, and τ the option:
+
+    c_k = max_v softmax(z_k)_v          the token halts after the first trip with c_k ≥ τ, or after the last
+
+A halted token is computed no more, and its readout is that of its last trip. Trip k of a later token reads the keys and
+values which the halted token made in its last trip, min(k, halt): the rule of the view SAME, in one forward pass over a
+text as in decoding. Training makes all trips.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..axes.roles import Recurrence, RecurrenceOptions, TripState
+from ..decoder.loss import top_probability
+
+if TYPE_CHECKING:
+    from ..axes.fields import DecoderConfig
+    from ..axes.visit import Out
+
+
+@dataclass(frozen=True)
+class ConfidenceOptions(RecurrenceOptions):
+    """Options of a recurrence whose tokens may halt when they are sure."""
+
+    exit_confidence: float | None = None
+    """Outside training, a token makes no further trip once its likeliest next token has this probability; null: all
+    make every trip. `fathom deepen --exit` chooses it."""
+
+    def check(self, config: DecoderConfig) -> None:
+        """Refuse anything but a probability."""
+        super().check(config)
+        self.require("exit_confidence", self.exit_confidence is None or 0 <= self.exit_confidence <= 1, "lie in 0..1")
+
+
+class ConfidenceExit(Recurrence):
+    """A recurrence whose tokens halt when they are sure, if its options say so."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__(config)
+        self.confidence = ConfidenceOptions.of(config).exit_confidence
+
+    @classmethod
+    def stops(cls, config: DecoderConfig) -> bool:
+        """As the option says."""
+        return ConfidenceOptions.of(config).exit_confidence is not None or super().stops(config)
+
+    @staticmethod
+    def needs_head(config: DecoderConfig) -> bool:
+        """To be sure takes logits."""
+        return ConfidenceOptions.of(config).exit_confidence is not None
+
+    def gate(self, out: Out, state: TripState) -> TripState:
+        """Also which tokens go on."""
+        new = super().gate(out, state)
+        if self.confidence is None or out.last:
+            return new
+        if self.training:
+            return new | {"alive": torch.ones_like(out.hidden[..., 0], dtype=torch.bool)}
+        return new | {"alive": top_probability(out.hidden, out.tables[0]) < self.confidence}
