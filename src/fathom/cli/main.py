@@ -20,6 +20,7 @@ COMMANDS = {
     "train": "train a recipe, or continue its run",
     "prepare": "turn text into token shards",
     "corpus": "turn documents into a deduplicated, decontaminated, mixed corpus with a card",
+    "report": "write a page for a run, or for a folder of runs",
     "recipes": "list the recipes that come with Fathom, or copy one",
     "deepen": "add mechanisms to a pretrained model without changing its output, and write a recipe to train it",
     "try": "add a mechanism to a model, train it and a control, and compare the two, in one command",

@@ -75,6 +75,7 @@ def add(parser: Parser) -> None:
 def run(options: Namespace) -> int:
     """Train, or print the cost."""
     from fathom.checkpoints.find import checkpoint_steps
+    from fathom.experiments.run_page import Extras, read_run, write_run_page
     from fathom.training import branch, train
     from fathom.training.build import check_training
     from fathom.training.estimate import estimate
@@ -128,7 +129,9 @@ def run(options: Namespace) -> int:
                 f"held-out loss {evaluation.loss:.4f}, perplexity {evaluation.perplexity:.2f}, "
                 f"{evaluation.bits_per_byte:.4f} bits per byte{evaluation.how}"
             )
-        print(f"{result.run_dir}: {result.step} steps; {score}\n{following(*after_train(result, recipe))}")
+        page = write_run_page(read_run(result.run_dir), Extras(following=after_train(result, recipe)))
+        print(f"{result.run_dir}: {result.step} steps; {score}\nreport: {page}")
+        print(following(*after_train(result, recipe)))
     return code
 
 

@@ -198,6 +198,7 @@ def _train(trial: Trial, out: Path, name: str, overrides: list[str]) -> object:
         f"train.checkpoint_every={max(20, trial.steps // 3)}",
         "train.keep_last=1",
         "evaluate.every=0",
+        f"evaluate.tokens={8 * trial.tokens}",
     ]
     result = train(load_recipe(out / "deeper" / HEAL, [*small, *overrides]), out / name)
     if not result.finished:

@@ -34,13 +34,14 @@ HOW = (
 def write(finding: Finding, following: Sequence[str]) -> Path:
     """Write `report.html` and `report.json`; returns the page."""
     name = Path(finding.trial.model).name
-    scores = html.section("On held-out text", html.table(*score_table(finding)), html.paragraph(HOW, quiet=True))
+    how, speed = html.paragraph(HOW, quiet=True), finding.compared.speed
+    decoding = html.paragraph(speed.sentence(finding.compared.control)) if speed else ""
+    scores = html.section("On held-out text", html.table(*score_table(finding)), how, decoding)
     curves = html.section("Training", html.legend([NAMED[run] for run in RUNS]), loss_plot(finding.out))
     page = html.page(
         f"{finding.trial.mechanism} on {name}",
         finding.verdict,
         scores,
-        html.section("In words", html.bullets(finding.compared.sentences)),
         curves,
         html.section("Time", html.table(*time_table(finding))),
         html.section("What next", html.bullets(list(following))),
@@ -74,7 +75,8 @@ def loss_plot(out: Path) -> str:
         losses = [line["loss"] for line in steps]
         means = [sum(losses[max(0, i - width + 1) : i + 1]) / min(i + 1, width) for i in range(len(losses))]
         lines.append(Line(NAMED[run], [line["step"] for line in steps], means, series, marks=False))
-    return html.plot("Loss of both trainings", lines, ("step", "nats per token"), "loss by step", x_from_zero=True)
+    smoothed = "means of a tenth of the steps"
+    return html.plot("Loss of both trainings", lines, ("step", "nats per token"), "loss by step", smoothed)
 
 
 def time_table(finding: Finding) -> PlainTable:

@@ -41,6 +41,11 @@ def bullets(items: Sequence[str]) -> Markup:
     return macro("bullets", BLOCKS, items, False)
 
 
+def links(label: str, targets: Sequence[tuple[str, str]]) -> Markup:
+    """Other pages, by the text of the link and the path next to this page; empty without any."""
+    return macro("links", BLOCKS, label, targets) if targets else Markup()
+
+
 def table(
     caption: str, columns: Sequence[str], rows: Sequence[Sequence[str]], prose: Collection[str] = (), note: str = ""
 ) -> Markup:

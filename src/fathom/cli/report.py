@@ -1,0 +1,95 @@
+"""`fathom report RUN`: a page for a run; of a folder, a page for each run and one that lists them."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from argparse import Namespace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fathom.checkpoints.layout import RECIPE
+from fathom.cli.following import using
+from fathom.cli.parser import Parser
+from fathom.errors import SettingsError
+from fathom.report.results import to_json
+
+if TYPE_CHECKING:
+    from fathom.experiments.run_page import Sample
+
+EXAMPLES = (
+    "fathom report runs/mine",
+    "fathom report runs/mine --against runs/other --prompt 'The sea is'",
+    "fathom report runs",
+)
+LENGTH = 60
+"""Tokens of a sample."""
+
+
+def add(parser: Parser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument("run", type=Path, help="a run's directory, finished or not, or a folder of runs")
+    parser.add_argument("--against", type=Path, metavar="RUN", help="draw another run too, and list the differences")
+    parser.add_argument(
+        "--prompt",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="continue this prompt, and show it through the lens; may be repeated",
+    )
+    parser.add_argument("-o", "--out", type=Path, metavar="FILE", help="the page (default: report.html in the run)")
+    parser.add_argument("--json", action="store_true", help="print the run's numbers for a program")
+
+
+def run(options: Namespace) -> int:
+    """Read, write, and print the page's path."""
+    from fathom.checkpoints.find import finished_model
+    from fathom.experiments.run_page import Extras, read_run, runs_in, write_front_page, write_run_page
+
+    if not options.run.is_dir():
+        raise SettingsError(f"{options.run}: no such directory")
+    if not (options.run / RECIPE).is_file() and runs_in(options.run):
+        given = [flag for flag, value in _single(options).items() if value]
+        if given:
+            raise SettingsError(f"{given[0]} is about one run, and {options.run} is a folder of runs")
+        print(write_front_page(options.run, lambda line: print(line, file=sys.stderr)))
+        return 0
+    found = read_run(options.run)
+    extras = Extras(against=None if options.against is None else read_run(options.against))
+    model = finished_model(options.run)
+    if options.prompt and model is None:
+        raise SettingsError(f"--prompt needs a finished model, and {options.run} has none")
+    if model is not None:
+        extras.following = [using(options.run, model)]
+    if options.prompt:
+        where = (options.out or options.run / "report.html").with_name("report-lens.html")
+        extras.samples, extras.lens = _samples(options.run, options.prompt, where), where
+    page = write_run_page(found, extras, options.out)
+    if options.json:
+        cost = dataclasses.asdict(found.cost)
+        print(to_json({"page": page, "verdict": found.verdict, "result": found.result, "cost": cost}))
+    else:
+        print(f"{found.verdict}\n{page}")
+    return 0
+
+
+def _single(options: Namespace) -> dict[str, object]:
+    """The options that a folder does not have."""
+    return {"--against": options.against, "--prompt": options.prompt, "--out": options.out, "--json": options.json}
+
+
+def _samples(directory: Path, prompts: list[str], lens: Path) -> list[Sample]:
+    """Greedy continuations, and the lens's page of all prompts."""
+    from fathom.checkpoints.open import open_checkpoint
+    from fathom.experiments.run_page import Sample
+    from fathom.inference.generate import generate
+    from fathom.inference.settings import Sampling
+    from fathom.lens.look import look
+    from fathom.lens.page import lens_page
+    from fathom.report.files import write_atomically
+
+    model, tokenizer = open_checkpoint(directory)
+    greedy = Sampling(max_new_tokens=LENGTH, temperature=0)
+    made = [Sample(prompt, generate(model, tokenizer, prompt, greedy).text) for prompt in prompts]
+    write_atomically(lens, lens_page(look(model, tokenizer, "\n".join(prompts), name=directory.name)))
+    return made

@@ -1,0 +1,263 @@
+"""`fathom report`: one page for a run, from what the run left behind; and a front page for a folder of runs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fathom.checkpoints.find import finished_model
+from fathom.checkpoints.layout import METRICS, RECIPE, RESULT, WEIGHT_HASHES
+from fathom.errors import SettingsError
+from fathom.recipe import Recipe, differences, load_recipe, values_of
+from fathom.report import html
+from fathom.report.files import write_atomically
+from fathom.report.numbers import DASH, short, signed
+from fathom.report.plots import Line
+from fathom.report.provenance import provenance
+from fathom.report.tables import PlainTable
+from fathom.training import read_history, read_metrics
+from fathom.training.estimate import Estimate, estimate
+from fathom.training.results import RunResult
+
+PAGE, INDEX = "report.html", "index.html"
+CURVES = {
+    "loss": ("Loss", "nats per token"),
+    "grad_norm": ("Gradient norm", "before clipping"),
+    "lr": ("Learning rate", "rate"),
+    "tokens_per_second": ("Throughput", "tokens per second"),
+}
+"""Columns of metrics.jsonl that are drawn: title and axis."""
+SMOOTHED = 50
+"""Points of a curve; each is the mean of as many steps as that takes."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A continuation of a prompt, by the finished model."""
+
+    prompt: str
+    text: str
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What a run's directory says."""
+
+    directory: Path
+    recipe: Recipe
+    cost: Estimate
+    metrics: list[dict[str, float]]
+    result: RunResult | None
+    """None if the run is unfinished."""
+
+    @property
+    def step(self) -> int:
+        """Steps so far."""
+        return int(max((line["step"] for line in self.metrics), default=0))
+
+    @property
+    def verdict(self) -> str:
+        """Where the run stands, in one sentence."""
+        steps, tokens = self.recipe.train.steps, max((line["tokens"] for line in self.metrics), default=0)
+        if self.result is None:
+            return f"The run is unfinished: {self.step} of {steps} steps, {short(tokens)} tokens."
+        score = self.result.evaluation
+        held = "The corpus has no held-out split." if score is None else (
+            f"Held-out loss {score.loss:.4f} nats per token, {score.bits_per_byte:.4f} bits per byte, perplexity "
+            f"{score.perplexity:.2f}{score.how}."
+        )  # fmt: skip
+        return f"{self.cost.mechanism}, {short(self.cost.parameters)} parameters, {short(tokens)} tokens. {held}"
+
+
+@dataclass
+class Extras:
+    """What a page may have beyond the run's own files."""
+
+    against: RunFacts | None = None
+    samples: Sequence[Sample] = ()
+    lens: Path | None = None
+    """A page of the lens, next to this one."""
+    following: Sequence[str] = field(default_factory=list)
+
+
+def read_run(directory: Path) -> RunFacts:
+    """Read a run's directory, finished or not."""
+    if not (directory / RECIPE).is_file() or not (directory / METRICS).is_file():
+        raise SettingsError(f"{directory}: no run of fathom train (it has no {RECIPE} and {METRICS})")
+    recipe = load_recipe(directory / RECIPE)
+    result = RunResult.of(directory) if (directory / RESULT).is_file() else None
+    return RunFacts(directory, recipe, estimate(recipe), read_metrics(directory), result)
+
+
+def run_page(run: RunFacts, extras: Extras) -> str:
+    """The page of one run."""
+    runs = [run] if extras.against is None else [run, extras.against]
+    names = _names(runs)
+    legend = html.legend(names) if len(runs) > 1 else ""
+    recipe = (run.directory / RECIPE).read_text(encoding="utf-8")
+    return html.page(
+        names[0],
+        run.verdict,
+        html.section("Training", legend, html.figures(*(_curve(runs, names, key) for key in CURVES))),
+        html.section("Held-out text", legend, _by_position(runs, names), html.table(*_domains(run))),
+        html.section("Samples", *map(_sample, extras.samples), _lens(extras)),
+        html.section("Cost", html.table(*_cost(run))),
+        html.section("Difference", *_difference(runs, names)),
+        html.section("History", _listed(_history(run))),
+        html.section("What next", _listed(extras.following)),
+        html.section("Where it comes from", html.table(*_hashes(run)), html.source(provenance())),
+        html.details("The recipe", recipe),
+    )
+
+
+def _listed(items: Iterable[str]) -> str:
+    found = list(items)
+    return html.bullets(found) if found else ""
+
+
+def write_run_page(run: RunFacts, extras: Extras, out: Path | None = None) -> Path:
+    """Write a run's page, by default into its directory."""
+    path = out or run.directory / PAGE
+    write_atomically(path, run_page(run, extras))
+    return path
+
+
+def runs_in(folder: Path) -> list[Path]:
+    """The runs directly in a folder, by name."""
+    return sorted(path.parent for path in folder.glob(f"*/{RECIPE}") if (path.parent / METRICS).is_file())
+
+
+def write_front_page(folder: Path, say: Callable[[str], None]) -> Path:
+    """A page for each run of a folder that has none newer than its numbers, and one that lists them."""
+    rows = []
+    for directory in runs_in(folder):
+        try:
+            run = read_run(directory)
+        except ValueError as error:
+            say(f"{directory}: left out ({error})")
+            continue
+        if not _current(directory):
+            write_run_page(run, Extras())
+        rows.append(_row(run))
+    if not rows:
+        raise SettingsError(f"{folder}: no runs of fathom train there")
+    columns = ["run", "mechanism", "parameters", "tokens", "held-out loss", "bits per byte", "state"]
+    links = html.links("Pages", [(row[0], f"{row[0]}/{PAGE}") for row in rows])
+    table = html.table("By name", columns, rows, note="Bits per byte compare across tokenizers; losses do not.")
+    page = html.page(folder.resolve().name, f"{len(rows)} runs.", html.section("Runs", table), links)
+    write_atomically(folder / INDEX, page)
+    return folder / INDEX
+
+
+def _current(directory: Path) -> bool:
+    page = directory / PAGE
+    return page.is_file() and page.stat().st_mtime >= (directory / METRICS).stat().st_mtime
+
+
+def _row(run: RunFacts) -> list[str]:
+    score = None if run.result is None else run.result.evaluation
+    numbers = [DASH, DASH] if score is None else [f"{score.loss:.4f}", f"{score.bits_per_byte:.4f}"]
+    tokens = short(max((line["tokens"] for line in run.metrics), default=0))
+    state = "finished" if run.result else f"step {run.step} of {run.recipe.train.steps}"
+    return [run.directory.name, run.cost.mechanism, short(run.cost.parameters), tokens, *numbers, state]
+
+
+def _names(runs: Sequence[RunFacts]) -> list[str]:
+    names = [run.directory.resolve().name for run in runs]
+    return names if len(set(names)) == len(names) else [os.fspath(run.directory) for run in runs]
+
+
+def _curve(runs: Sequence[RunFacts], names: Sequence[str], key: str) -> str:
+    """A column of the metrics over steps, smoothed; of the loss also the held-out one, dashed."""
+    lines = []
+    for series, (run, name) in enumerate(zip(runs, names, strict=True)):
+        points = [(line["step"], line[key]) for line in run.metrics if key in line]
+        if points:
+            lines.append(Line(name, *_smoothed(points), series, marks=len(points) == 1))
+        held = [(line["step"], line["val/loss"]) for line in run.metrics if "val/loss" in line]
+        if key == "loss" and held:
+            x, y = zip(*held, strict=True)
+            lines.append(Line(f"{name}, held out", x, y, series, dashed=True))
+    title, axis = CURVES[key]
+    caption = "dashed: held out" if key == "loss" else ""
+    return html.plot(title, lines, ("step", axis), f"{axis} by step", caption) if lines else ""
+
+
+def _smoothed(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
+    """At most `SMOOTHED` means of as many neighbours."""
+    width = -(-len(points) // SMOOTHED)
+    groups = [points[i : i + width] for i in range(0, len(points), width)]
+    return [group[-1][0] for group in groups], [sum(y for _, y in group) / len(group) for group in groups]
+
+
+def _by_position(runs: Sequence[RunFacts], names: Sequence[str]) -> str:
+    """Loss by position in the context: whether the model uses what it has read."""
+    lines = []
+    for series, (run, name) in enumerate(zip(runs, names, strict=True)):
+        score = None if run.result is None else run.result.evaluation
+        parts = [] if score is None else [(i, loss) for i, loss in enumerate(score.position_loss) if loss is not None]
+        if len(parts) > 1:
+            width = run.recipe.data.sequence_length / len(parts)
+            lines.append(Line(name, [(i + 1) * width for i, _ in parts], [loss for _, loss in parts], series))
+    axes = ("position in the context", "nats per token")
+    return html.plot("Loss by position", lines, axes, "held-out loss by position") if lines else ""
+
+
+def _domains(run: RunFacts) -> PlainTable:
+    score = None if run.result is None else run.result.evaluation
+    found = {} if score is None or len(score.domains) < 2 else score.domains
+    rows = [[name, f"{one.loss:.4f}", f"{one.bits_per_byte:.4f}", f"{one.tokens:,}"] for name, one in found.items()]
+    return "By domain", ["domain", "nats per token", "bits per byte", "tokens"], rows
+
+
+def _sample(sample: Sample) -> str:
+    return html.figure(sample.prompt, html.paragraph(sample.text), "the prompt, and how the model continues it")
+
+
+def _lens(extras: Extras) -> str:
+    return html.links("Lens", [("what each layer reads and predicts", extras.lens.name)]) if extras.lens else ""
+
+
+def _cost(run: RunFacts) -> PlainTable:
+    cost, result = run.cost, run.result
+    rows = [
+        ["parameters", f"{cost.parameters:,}"],
+        ["FLOPs per token, forward", f"{cost.flops_per_token:,.0f}"],
+        ["FLOPs of the training", f"{cost.training_flops:.3g}"],
+        ["bytes of cache per token (bf16)", f"{cost.cache_bytes_per_token:,}"],
+    ]
+    if result is not None:
+        rows += [["seconds in steps", f"{result.seconds:,.0f}"], ["epochs", f"{result.epochs:.3g}"]]
+    return "Of this run", ["", "value"], rows
+
+
+def _difference(runs: Sequence[RunFacts], names: Sequence[str]) -> Iterator[str]:
+    """The keys in which two recipes differ, and the two held-out losses."""
+    if len(runs) < 2:
+        return
+    ours, theirs = (values_of(run.recipe) for run in runs)
+    keys = differences(runs[0].recipe, runs[1].recipe, ignore=())
+    rows = [[key, str(ours.get(key, DASH)), str(theirs.get(key, DASH))] for key in keys]
+    scores = [None if run.result is None else run.result.evaluation for run in runs]
+    if scores[0] is not None and scores[1] is not None:
+        gap = scores[0].bits_per_byte - scores[1].bits_per_byte
+        words = f"{names[0]} minus {names[1]}: {signed(gap)} bits per byte on the held-out split, without an interval."
+        yield html.paragraph(f"{words} fathom evaluate pairs them by document.")
+    yield html.table("Keys that differ", ["key", *names], rows) or html.paragraph("The recipes are equal.")
+
+
+def _history(run: RunFacts) -> Iterator[str]:
+    for line in read_history(run.directory):
+        changes = ", ".join(line["changes"]) or "nothing"
+        yield f"Began at step {line['step']} of {line['from']}; changed: {changes}. {line['command']}"
+
+
+def _hashes(run: RunFacts) -> PlainTable:
+    """SHA-256 of the weights, as they stand next to them."""
+    model = finished_model(run.directory)
+    path = None if model is None else model / WEIGHT_HASHES
+    lines = path.read_text(encoding="utf-8").split("\n") if path is not None and path.is_file() else []
+    rows = [[name, digest] for digest, _, name in (line.partition("  ") for line in lines) if name]
+    return "SHA-256 of the weights", ["file", "hash"], rows

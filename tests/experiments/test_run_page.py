@@ -1,0 +1,59 @@
+"""`fathom report`: the numbers of a page are the run's own; an unfinished run has one; a folder has a front page."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from fathom.cli.main import main
+from fathom.experiments.run_page import Extras, read_run, run_page
+
+SHORT = ("train.steps=6", "train.tokens_per_step=256", "train.micro_batch=2", "train.device=cpu", "evaluate.tokens=512")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
+    """Two finished runs, and one that was stopped."""
+    folder = tmp_path_factory.mktemp("runs")
+    words = ("train", "tiny", f"data.directory={corpus}", "model.vocab_size=304", "evaluate.every=3", *SHORT)
+    assert main([*words, "--run", str(folder / "a")]) == 0
+    assert main([*words, "optim.lr=1e-3", "--run", str(folder / "b")]) == 0
+    shutil.copytree(folder / "a", folder / "stopped")
+    (folder / "stopped" / "result.json").unlink()
+    shutil.rmtree(folder / "stopped" / "model")
+    return folder
+
+
+def test_training_leaves_a_page_with_its_own_numbers(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (runs / "a" / "report.html").read_text(encoding="utf-8")
+    score = json.loads((runs / "a" / "result.json").read_text())["evaluation"]
+    assert f"Held-out loss {score['loss']:.4f}" in page and f"perplexity {score['perplexity']:.2f}" in page
+    assert page.count("<svg") >= 4 and "Loss by position" in page and "tokens_per_step: 256" in page
+    digest = (runs / "a" / "model" / "weights.sha256").read_text().split()[0]
+    assert digest in page
+    assert main(["report", str(runs / "a"), "--against", str(runs / "b"), "-o", str(runs / "pair.html")]) == 0
+    pair = (runs / "pair.html").read_text(encoding="utf-8")
+    assert "optim.lr" in pair and "optim.betas" not in pair.partition("Keys that differ")[2].partition("</table>")[0]
+
+
+def test_a_prompt_is_continued_and_seen_through_the_lens(runs: Path) -> None:
+    assert main(["report", str(runs / "a"), "--prompt", "A <b>model</b>"]) == 0
+    page = (runs / "a" / "report.html").read_text(encoding="utf-8")
+    assert "A &lt;b&gt;model&lt;/b&gt;" in page and 'href="report-lens.html"' in page
+    assert (runs / "a" / "report-lens.html").is_file()
+
+
+def test_a_stopped_run_and_a_folder(runs: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert "unfinished: 6 of 6" in run_page(read_run(runs / "stopped"), Extras())
+    for words in (["report", str(runs / "stopped"), "--prompt", "x"], ["report", str(tmp_path)], ["report", "nowhere"]):
+        assert main(words) == 2
+    assert main(["report", str(runs), "--against", str(runs / "a")]) == 2
+    capsys.readouterr()
+    (runs / "stopped" / "report.html").unlink()  # a copy of a's
+    assert main(["report", str(runs)]) == 0
+    front = Path(capsys.readouterr().out.strip()).read_text(encoding="utf-8")
+    assert all(f'href="{name}/report.html"' in front for name in ("a", "b", "stopped"))
+    assert "step 6 of 6" in front and (runs / "stopped" / "report.html").is_file()
