@@ -631,6 +631,8 @@ LINEAGE = [
 OTHERS = [
     ("corpus", "required: recipe ("),
     ("corpus nowhere.yaml", "nowhere.yaml"),
+    ("corpus specialise/corpus --dry-run", "specialise"),
+    ("ladder ladders/cpu", "--arms"),
     ("corpus folder", "folder"),
     ("mechanisms --config nowhere", "nowhere"),
     ("mechanisms --config folder", "folder"),

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from fathom.cli.parser import Parser, add_keys
 from fathom.corpus.recipe import CorpusRecipe, load_corpus_recipe
+from fathom.recipe import find_recipe
 from fathom.report.results import to_json
 from fathom.settings import describe
 
@@ -18,7 +19,7 @@ EXAMPLES = (
 
 def add(parser: Parser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("recipe", type=Path, help="a YAML file")
+    parser.add_argument("recipe", type=Path, help="a YAML file, or a name that `fathom recipes` lists")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="override values of the file")
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="output directory (default: corpora/ and the recipe's name)"
@@ -34,7 +35,7 @@ def run(options: Namespace) -> int:
     from fathom.corpus.pipeline import build, preview
 
     words = [*options.overrides, *([f"executor.workers={options.workers}"] if options.workers is not None else [])]
-    recipe = load_corpus_recipe(options.recipe, words)
+    recipe = load_corpus_recipe(find_recipe(options.recipe), words)
     directory = options.out or Path("corpora") / options.recipe.stem
     if options.dry_run:
         found = preview(recipe, directory)

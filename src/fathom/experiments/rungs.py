@@ -350,9 +350,10 @@ def find_ladder(name: Path) -> Path:
     if name.is_file():
         return name
     packaged = {path.stem: path for path in sorted(ladders_folder().glob("*.yaml"))}
-    if str(name) not in packaged:
+    wanted = str(name).removeprefix(f"{ladders_folder().name}/")  # as `fathom recipes` lists them
+    if wanted not in packaged:
         raise SettingsError(f"{name}: no such ladder; there are {', '.join(packaged)}")
-    return packaged[str(name)]
+    return packaged[wanted]
 
 
 def load_ladder(path: Path, arms: str, overrides: Sequence[str] = (), out: Path | None = None) -> Ladder:
