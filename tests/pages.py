@@ -48,7 +48,8 @@ BLOCKS = (
     Block("reference/commands.md", "commands", reference.commands),
     Block("reference/keys.md", "keys", reference.keys),
     Block("how-to/checkpoints.md", "families", tables.families),
-    Block("how-to/checkpoints.md", "hosted families", tables.hosted),
+    Block("how-to/checkpoints.md", "hosted families", tables.hosted, slow=True),
+    Block("how-to/checkpoints.md", "closed types", tables.closed),
     Block("explanation/hyper_connections.md", "released", test_released.table, slow=True),
     Block("tutorials/deepen.md", "exact starts", test_exact_starts.table, slow=True),
 )

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, MODEL_MAPPING
 
+from fathom.checkpoints.families import hosted as hosted_reader
 from fathom.checkpoints.families.family import Family
-from fathom.checkpoints.families.layouts import HOSTS
+from fathom.checkpoints.families.layouts import CLOSED, HOSTS
 from fathom.checkpoints.families.registry import NATIVE, PUBLISHED, is_hosted
+from fathom.models import FathomConfig, registry
+from fathom.models.hosts.refusals import check_host
+from tests.models.hosts.cases import configured
 from tests.reference import table
 
 
@@ -30,20 +35,54 @@ def exceptions(family: Family) -> Iterator[str]:
         yield f"logits differ by up to {most} of the largest in float32: {family.rounding.reason}"
 
 
+TRIED: dict[str, dict[str, Any]] = {
+    "loops": {"recurrence": "loop"},
+    "residuals": {"residual": "hyper_connections"},
+    "mixers": {"mixer": "depth_attention", "mixer_options": {"stride": 1}},
+    "halting, views, `kv: first`": {"recurrence": "ponder3"},
+}
+"""By column of the table: a mechanism for which the code is asked."""
+
+
 def hosted() -> str:
-    """Every family with its own layers, by what they are made of."""
-    kinds: dict[str, list[str]] = {}
-    for name in filter(is_hosted, HOSTS):
-        kinds.setdefault(kind(name), []).append(f"`{name}`")
-    return "\n".join(table(("kind", "families"), [(one, ", ".join(kinds[one])) for one in sorted(kinds)])) + "\n"
+    """Every family with its own layers: of what kind they are, which backends its class has, and what it can have."""
+    rows = []
+    for name in sorted(filter(is_hosted, HOSTS)):
+        config = small(name)
+        backends = "eager, SDPA" if MODEL_MAPPING[CONFIG_MAPPING[name]]._supports_sdpa else "eager"
+        rows.append((f"`{name}`", kind(config), backends, *(can(name, **one) for one in TRIED.values())))
+    return "\n".join(table(("family", "kind", "float32 and bfloat16", *TRIED), rows)) + "\n"
 
 
-def kind(name: str) -> str:
-    """What sets a family's layers apart: parts with a state, latent keys and values, experts, or nothing."""
-    layouts, keys = HOSTS[name].layouts, CONFIG_MAPPING[name].__dataclass_fields__
+def small(name: str, **mechanism: Any) -> FathomConfig:
+    """A family's small shape, read as from its file."""
+    theirs = configured(name)
+    return FathomConfig(**hosted_reader.configuration({**theirs.to_dict(), "model_type": name}), **mechanism)
+
+
+def can(name: str, **mechanism: Any) -> str:
+    """Whether the code allows a mechanism."""
+    config = small(name, **mechanism)
+    try:
+        check_host(config, registry.mechanism("recurrence", config.recurrence).build(config), multiway=False)
+    except ValueError:
+        return "no"
+    return "yes"
+
+
+def closed() -> str:
+    """Every other type of transformers with a causal language model, by the reason why it does not open."""
+    reasons: dict[str, list[str]] = {}
+    for name in sorted(CLOSED):
+        reasons.setdefault(CLOSED[name], []).append(f"`{name}`")
+    return "\n".join(table(("why", "types"), [(why, ", ".join(reasons[why])) for why in sorted(reasons)])) + "\n"
+
+
+def kind(config: FathomConfig) -> str:
+    """What sets a family's layers apart: layers with a state, latent keys and values, experts, or nothing."""
     parts = {
-        "states": len({part for one in layouts for part in one.token}) > 1,
-        "latent attention": any(one.latent for one in layouts),
-        "experts": any("expert" in key for key in keys),
+        "states": len(config.keyed_layers) < config.num_hidden_layers,
+        "latents": any(one["latent"] for one in config.host_layouts),
+        "experts": any("expert" in key for key in CONFIG_MAPPING[config.host].__dataclass_fields__),
     }
-    return " and ".join(part for part, has in parts.items() if has) or "dense"
+    return ", ".join(part for part, has in parts.items() if has) or "dense"

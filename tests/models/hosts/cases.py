@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from fathom import FathomForCausalLM
 from fathom.checkpoints.families import hosted
@@ -151,11 +151,16 @@ def backend_of(name: str) -> str:
     return "eager" if name in EAGER else "sdpa"
 
 
+def configured(name: str, **changes: Any) -> PreTrainedConfig:
+    """The family's configuration of its shape."""
+    shape = {key: value for key, value in SHAPE.items() if key not in UNKNOWN.get(name, ())}
+    return AutoConfig.for_model(name, **{**shape, **SHAPES[name], **changes})
+
+
 def theirs_of(name: str, backend: str | None = None, seed: int = 0, **changes: Any) -> PreTrainedModel:
     """The family's own model, its weights stirred."""
     torch.manual_seed(seed)
-    shape = {key: value for key, value in SHAPE.items() if key not in UNKNOWN.get(name, ())}
-    config = AutoConfig.for_model(name, **{**shape, **SHAPES[name], **changes})
+    config = configured(name, **changes)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=backend or backend_of(name)).eval()
     with torch.no_grad():
         for parameter in model.parameters():

@@ -56,6 +56,9 @@ def test_odd_shape(name, seed):
     for mechanism in (LOOP, residual, {**LOOP, **residual}):
         require_decoded(ours_of(theirs, **mechanism), changes)
     plain = ours_of(theirs)
+    stateful = len(plain.config.keyed_layers) < plain.config.num_hidden_layers
+    if seed and not stateful and not any(layout.latent for layout in HOSTS[name].layouts):
+        require_decoded(ours_of(theirs, recurrence="loop", recurrence_options={"trips": 2, "kv": "first"}), changes)
     if all(not layout.latent and not layout.uneven for layout in HOSTS[name].layouts):
         if len(plain.config.keyed_layers) >= 3:
             require_mixed(plain, ours_of(theirs, **MIXER), changes)
