@@ -21,6 +21,8 @@ SHAPING = (
     *("norm", "norm_placement", "qk_norm", "positions", "head_bias", "tie_word_embeddings"),
 )
 """Configuration keys that name the decoder's tensors, give them their shapes, or tie two of them."""
+BLOCKS = ("mxfp4", "fp8", "compressed-tensors")
+"""Methods of `quantization_config` with tensors of their own, which no hosted layer has."""
 LEARNED = ("max_position_embeddings", "position_offset")
 """Those that do so only where positions are a learned table."""
 
@@ -137,6 +139,7 @@ class StrictLoading(PreTrainedModel):
             wanted = vars(config) if isinstance(config, PreTrainedConfig) else kwargs
             keys = ("tie_word_embeddings",) if tolerant else SHAPING
             require_shapes(cls.config_class.from_dict(own), wanted, keys)
+        _require_plain_numbers(own)
         path, kwargs = opened(given, cls.config_class, kwargs)
         with without_report():
             model, info = super().from_pretrained(
@@ -147,6 +150,17 @@ class StrictLoading(PreTrainedModel):
         if trained:
             _require_tensors(model, info, own)
         return (model, info) if wants_info else model
+
+
+def _require_plain_numbers(own: Mapping[str, Any]) -> None:
+    """Refuse files of a hosted family whose experts or matrices are stored as blocks with scales."""
+    method = (own.get("quantization_config") or {}).get("quant_method")
+    if own.get("host") and method in BLOCKS:
+        raise ValueError(
+            f"{own['host']}: the weights are stored in {method}, which hosted layers do not read: open the model with "
+            "transformers (AutoModelForCausalLM, dtype=torch.bfloat16, a quantization_config with dequantize=True), "
+            "save_pretrained, and open that directory"
+        )
 
 
 def _require_places(

@@ -605,6 +605,9 @@ class FathomForCausalLM(FathomPreTrainedModel, FathomGenerationMixin):
             return_token_losses: Return the loss of every position, without a gradient, instead of the mean.
             kwargs: `shift_labels` (labels that are already shifted), and arguments of the attention backend.
         """
+        routed = kwargs.pop("output_router_logits", None)
+        if routed is not None and bool(routed) != (self.model.balance is not None):
+            raise ValueError("output_router_logits is read when a model opens: set it in its config.json")
         # Not an explicit parameter, since transformers' Trainer requires every argument with "label" in its name.
         targets = kwargs.pop("shift_labels", None)
         if targets is None and labels is not None:

@@ -70,6 +70,12 @@ class FathomPreTrainedModel(StrictLoading, Qwen3PreTrainedModel):
                 )
         return super()._check_and_adjust_attn_implementation(attn_implementation, *args, **kwargs)
 
+    def set_experts_implementation(self, experts_implementation: Any) -> None:
+        """As in transformers; a family's own experts read it from the family's configuration."""
+        super().set_experts_implementation(experts_implementation)
+        if (host := self.base_model.host) is not None:
+            host.set_experts_implementation(experts_implementation)
+
     def activation_checkpointing_enable(
         self, activation_checkpointing_kwargs: dict[str, object] | None = None, **kwargs: object
     ) -> None:

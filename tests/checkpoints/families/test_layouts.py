@@ -11,9 +11,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from fathom import FathomConfig, FathomForCausalLM
 from fathom.checkpoints.export import export
-from fathom.checkpoints.families import FAMILIES
+from fathom.checkpoints.families import FAMILIES, hosted
 from fathom.checkpoints.families.layouts import CLOSED, HOSTS
-from tests.models.hosts.cases import SHAPE, SHAPES, tokens
+from tests.models.hosts.cases import SHAPE, SHAPES, configured, tokens
 
 
 def test_every_causal_model_of_transformers_opens_or_says_why_not():
@@ -47,6 +47,37 @@ def test_the_text_model_of_a_multimodal_file(kind, tmp_path):
     with torch.no_grad():
         expected = theirs(tokens()).logits
         assert all(torch.equal(model(tokens()).logits, expected) for model in (ours, native, again))
+
+
+CARRIED = {
+    "qwen3_moe": {"max_window_layers": 48, "use_sliding_window": False, "sliding_window": None},
+    "qwen3_next": {"use_sliding_window": False, "full_attention_interval": 4},
+    "qwen3_5_text": {"attn_output_gate": True, "mlp_only_layers": [], "mamba_ssm_dtype": "float32"},
+    "kimi_linear": {"mla_use_nope": True, "moe_layer_freq": 1, "moe_router_activation_func": "sigmoid"},
+    "granitemoehybrid": {"normalization_function": "rmsnorm", "init_method": "mup"},
+    "deepseek_v3": {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "num_nextn_predict_layers": 1},
+    "gpt_oss": {"swiglu_limit": 7.0, "experts_per_token": 4, "initial_context_length": 4096},
+}
+"""Keys of published files that their classes do not know, with the values there."""
+OTHERWISE = {"qwen3_5_text": {"attn_output_gate": False}, "kimi_linear": {"mla_use_nope": False}}
+OTHERWISE |= {"granitemoehybrid": {"normalization_function": "layernorm"}}
+
+
+@pytest.mark.parametrize("name", CARRIED)
+def test_what_published_files_carry_is_not_refused(name):
+    theirs = {**configured(name).to_dict(), "model_type": name}
+    hosted.require_known({**theirs, **CARRIED[name]})
+    if other := OTHERWISE.get(name):
+        with pytest.raises(ValueError, match=next(iter(other))):
+            hosted.require_known({**theirs, **other})
+
+
+@pytest.mark.parametrize("method", ["mxfp4", "fp8"])
+def test_weights_in_blocks_are_refused_with_the_way_round(method, tmp_path):
+    values = {**configured("gpt_oss").to_dict(), "quantization_config": {"quant_method": method}}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(ValueError, match=f"stored in {method}.*dequantize=True.*save_pretrained"):
+        FathomForCausalLM.from_pretrained(tmp_path)
 
 
 def test_a_head_with_a_bias_is_opened_or_refused(tmp_path, monkeypatch):

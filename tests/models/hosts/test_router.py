@@ -128,3 +128,16 @@ def test_micro_batches_add_up():
     whole = trained(model).aux_losses["router"]
     count = int(2 * (tokens().numel() - 2 - 4))
     assert torch.allclose(trained(model, num_items_in_batch=count).aux_losses["router"], whole / 2)
+
+
+def test_an_argument_of_a_call_may_only_repeat_the_configuration():
+    plain, routed = ours_of(theirs_of("qwen3_moe")), ours_of(theirs_of("qwen3_moe", **ASKED))
+    plain(tokens(), output_router_logits=False), routed(tokens(), output_router_logits=True)
+    with pytest.raises(ValueError, match="output_router_logits is read when a model opens"):
+        plain(tokens(), output_router_logits=True)
+
+
+def test_the_implementation_of_experts_reaches_them():
+    model = ours_of(theirs_of("qwen3_moe"))
+    model.set_experts_implementation("batched_mm")
+    assert model.model.layers[0].mlp.experts.config._experts_implementation == "batched_mm"

@@ -42,15 +42,32 @@ SHORT = (
     *("block_dim", "conv_dim", "conv_dim_out", "block_mlp_init_scale", "block_out_init_scale", "block_norm_eps"),
     *("block_use_xavier_init", "conv_use_xavier_init", "num_heads", "full_attn_idxs"),
 )
+QWEN: Mapping[str, tuple[object, ...]] = {
+    **{"attn_output_gate": (True,), "mlp_only_layers": ([],), "mamba_ssm_dtype": ("float32",)},
+    **dict.fromkeys(("full_attention_interval", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"), (ANY,)),
+}
+GRANITE: Mapping[str, tuple[object, ...]] = {"init_method": (ANY,), "normalization_function": ("rmsnorm",)}
 PUBLISHED: Mapping[str, Mapping[str, tuple[object, ...]]] = {
     "deepseek_v3": DEEPSEEK,
     "deepseek_v2": {key: DEEPSEEK[key] for key in ("ep_size", "seq_aux", "aux_loss_alpha", "pretraining_tp")}
     | {"scoring_func": ("softmax",), "moe_layer_freq": (1,)},
     "glm4_moe": {"num_nextn_predict_layers": (ANY,)},
     "gpt_oss": {"experts_per_token": (ANY,), "initial_context_length": (ANY,), "swiglu_limit": (7.0,)},
-    "qwen3_next": {"full_attention_interval": (ANY,)},
+    "qwen3_moe": {"max_window_layers": (ANY,)},
+    "qwen3_next": {"full_attention_interval": (ANY,), "max_window_layers": (ANY,), "use_sliding_window": (False,)},
+    "qwen3_5_text": QWEN,
+    "qwen3_5_moe_text": QWEN,
+    "kimi_linear": {
+        **{"mla_use_nope": (True,), "moe_layer_freq": (1,), "moe_router_activation_func": ("sigmoid",)},
+        **{"num_nextn_predict_layers": (ANY,), "use_grouped_topk": (True,)},
+    },
+    "dots1": {"moe_layer_freq": (1,), "scoring_func": ("noaux_tc", "sigmoid")},
+    "bamba": {"attn_rotary_emb": (64,)},
+    "jamba": {"calc_logits_for_entire_prompt": (ANY,)},
     "lfm2": dict.fromkeys(SHORT, (ANY,)) | {"block_use_swiglu": (True,), "use_pos_enc": (True,)},
-    "granitemoehybrid": {"init_method": (ANY,)},
+    "granitemoe": GRANITE,
+    "granitemoeshared": GRANITE,
+    "granitemoehybrid": GRANITE,
 }
 """Keys that published files carry and the family's class does not know, with the values that say what the class
 computes anyway."""
