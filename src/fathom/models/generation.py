@@ -85,6 +85,11 @@ class FathomGenerationMixin(GenerationMixin):
         if draft_trips is not None:
             speculation = Speculation(draft_trips, draft_tokens)
         if speculation is not None:
+            if self.model.stateful:
+                raise ValueError(
+                    f"draft_trips: {self.config.host} has layers whose state cannot be rolled back, and drafts may be "
+                    "rejected; leave it out"
+                )
             check_request(kwargs, own)
             speculation.streamer = kwargs.get("streamer")
             kwargs["custom_generate"] = partial(decode, speculation=speculation)

@@ -41,6 +41,7 @@ from .decoder.loss import causal_lm_loss, per_item, shifted, token_losses, weigh
 from .decoder.norms import NORMS
 from .decoder.rotary import Angles, Rotation, build_rotary, rotate
 from .generation import FathomGenerationMixin
+from .hosts.arrangement import Arrangement, of_documents, of_padding
 from .hosts.build import HostRotary, build, causal_class, converting, copy_flags
 from .hosts.layout import Layout
 from .hosts.refusals import check_host
@@ -302,6 +303,8 @@ class FathomModel(FathomPreTrainedModel):
     _can_record_outputs = {"attentions": Attention}
 
     def __init__(self, config: FathomConfig, own_head: bool = True) -> None:
+        if config.host:
+            self.__class__ = converting(cast(Hashable, type(self)), config.host)
         super().__init__(config)
         self.padding_idx = config.pad_token_id
         self.vocab_size = config.vocab_size
@@ -328,6 +331,7 @@ class FathomModel(FathomPreTrainedModel):
         self.reach: dict[str, int | None] = {kind: window.get(kind) for kind in config.layer_types}
         """By layer type: how many tokens back it reads; None for all."""
         self.layer_types = tuple(config.layer_types)
+        self.stateful = len(config.keyed_layers) < config.num_hidden_layers
         self.embedding_scale, self.rounds_scale = config.embedding_scale, config.round_embedding_scale
         if not config.host:
             self.rotary_emb = build_rotary(config)
@@ -383,6 +387,9 @@ class FathomModel(FathomPreTrainedModel):
         # Positions that are generated here never do.
         given = past_key_values
         packed = position_ids if given is None and attention_mask is None else None
+        if self.stateful and (arrangement := self._arranged(packed, attention_mask, x)) is not None:
+            kwargs["arrangement"] = arrangement
+            use_cache = use_cache and packed is None  # a row of documents has no state to go on from
         if use_cache and given is None and not (self.slotted and torch.is_grad_enabled()) and not self.recomputing:
             past_key_values = DynamicCache(config=self.config if self.host is None else self.host.config)
         if position_ids is None:
@@ -412,12 +419,19 @@ class FathomModel(FathomPreTrainedModel):
             self.add_module(name, module)
         self.rotary_emb = HostRotary(getattr(host, layout.rotary, None), tuple(dict.fromkeys(self.config.layer_types)))
         for ours, theirs in (("embed_tokens", layout.embedding), ("norm", layout.norm)):
+            if not hasattr(host, theirs):
+                raise ValueError(f"{self.config.host}: its decoder has no {theirs}: name it in the layout")
             if theirs != ours:
                 self.__dict__[ours] = getattr(host, theirs)  # a second name, not a second module
         self.__dict__["host"] = host
         self.balance = adopt_routers(host)
         copy_flags(self, type(host))
-        self.__class__ = converting(cast(Hashable, type(self)), self.config.host)
+
+    def _arranged(self, packed: Tensor | None, attention_mask: Any, x: Tensor) -> Arrangement | None:
+        """The order in which layers with a state read tokens, if it is not the given one."""
+        if packed is not None:
+            return of_documents(packed, len(x))
+        return of_padding(attention_mask, x.shape[1]) if getattr(attention_mask, "ndim", 0) == 2 else None
 
     def native_config(self) -> PreTrainedConfig:
         """The family's configuration, with the attention backend that is set now."""

@@ -22,12 +22,14 @@ from ..sublayers import order_of
 from .handover import HANDOVER
 from .hosted_layer import Hosted
 from .layout import Layout
+from .mixed import Made, mixed
 
 
 def native_config(config: DecoderConfig) -> PreTrainedConfig:
     """The family's own configuration, with the attention function of hosted layers."""
     theirs = CONFIG_MAPPING[config.host].from_dict(dict(config.native))
     theirs._attn_implementation = config._attn_implementation
+    theirs.vocab_size = config.vocab_size  # embeddings may have been resized
     return theirs
 
 
@@ -75,9 +77,10 @@ class HostRotary(nn.Module):
 @cache
 def converting(kind: Hashable, host: str) -> type[PreTrainedModel]:
     """A subclass by whose name transformers converts the family's tensors, such as experts that files hold one by
-    one."""
-    base = cast(type[PreTrainedModel], kind)
-    made = type(f"{base.__name__}_{host}", (base,), {"__module__": base.__module__})
+    one; attention weights come from the family's attention."""
+    made = cast(type[PreTrainedModel], mixed(Made, kind, f"{cast(type, kind).__name__}_{host}"))
+    recorded = MODEL_MAPPING[CONFIG_MAPPING[host]]._can_record_outputs or {}
+    made._can_record_outputs = {key: kind for key, kind in recorded.items() if key == "attentions"}
     conversions = get_checkpoint_conversion_mapping(host)
     if conversions is not None:
         conversions = [_within(one) for one in conversions]
@@ -111,7 +114,8 @@ def build(config: DecoderConfig) -> PreTrainedModel:
         add_residuals(layer, config, i)
         layer.order = order_of(layer, layout.parallel)
         spare(layer)
-        layer.kind, layer.value_mixer = config.layer_types[i], None
+        layer.kind, layer.value_mixer, layer.stateful = config.layer_types[i], None, i not in keyed
+        layer.forgets = layer.stateful and layout.forgets
         if i in keyed and not layout.latent:
             layer.value_mixer = mechanism("mixer", config.mixer).build(config, keyed.index(i))
             getattr(layer, layer.parts[0]).config = inner
@@ -129,10 +133,15 @@ def spare(layer: nn.Module) -> None:
 def adopt(layer: nn.Module, layouts: tuple[Layout, ...]) -> Layout:
     """Give a layer a subclass of its own class, and the names of its parts; returns the layout that fits it."""
     held = {name for name, part in layer.named_children() if part is not None}
-    kind, layout = type(layer), next((one for one in layouts if one.fits(held)), None)
+    layout = next((one for one in layouts if one.fits(held)), None)
+    kind: Any = type(layer)
     if layout is None:
         raise ValueError(f"no layout has the parts of {kind.__name__}: {', '.join(sorted(held))}")
-    layer.__class__ = type("DecoderLayer", (Hosted, kind), {"__module__": kind.__module__})
+    named = {*layout.before, *layout.after, *layout.token, *layout.channel}
+    trained = {name for name, part in layer.named_children() if any(True for _ in part.parameters())}
+    if trained - named:
+        raise ValueError(f"{kind.__name__}: its layout leaves out {', '.join(sorted(trained - named))}")
+    layer.__class__ = mixed(Hosted, kind, "DecoderLayer")
     ours: Any = layer
     ours.parts = next(name for name in layout.token if name in held), tuple(x for x in layout.channel if x in held)
     ours.before, ours.after = layout.before, layout.after

@@ -18,7 +18,9 @@ from transformers.cache_utils import Cache
 from ..axes.cache_name import first_of
 from ..axes.roles import Residual, ResidualState, ValueMixer
 from ..sublayers import Sublayers
+from .arrangement import Arrangement
 from .handover import Handover
+from .mixed import Made
 from .router import logits_of
 
 
@@ -46,6 +48,8 @@ class Bank:
 
 ASKED = ("earlier", "alive", "key_bias", "lent")
 """What the walk asks of attention besides sources."""
+PACKED = ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+"""What tells a family's part of packed documents, which are no longer in one row."""
 BY_LAYER = (
     *("get_conv_state", "update_conv_state", "get_recurrent_state", "update_recurrent_state"),
     *("is_recording_past", "has_previous_state", "get_seq_length", "get_mask_sizes", "update_indexer"),
@@ -85,12 +89,16 @@ def takes(kind: Hashable) -> tuple[str, frozenset[str] | None]:
     return cached, None if anything else frozenset(names)
 
 
-class Hosted(Sublayers):
+class Hosted(Made, Sublayers):
     """Mixed into a family's layer class, whose modules it calls by the names of a layout."""
 
     parts: tuple[str, tuple[str, ...]]
     kind: str
     """The layer's type."""
+    stateful: bool
+    """Whether it has a state, and no key and value of every token."""
+    forgets: bool
+    """Whether a part with a state forgets it where it reads several tokens at once; then it reads them one by one."""
     routes = False
     """Whether the walk wants the logits of routers."""
     router = ""
@@ -122,6 +130,7 @@ class Hosted(Sublayers):
         past_key_values: Cache | None = None,
         backend: str = "sdpa",
         sources: tuple[Tensor, ...] = (),
+        arrangement: Arrangement | None = None,
         **given: Any,
     ) -> tuple[Any, ...]:
         """The update of what mixes tokens, and its key and mixed value; None if it has none."""
@@ -133,11 +142,22 @@ class Hosted(Sublayers):
             asked |= {"visit": bank, "paged": given.pop("cache", None)}
             hand = Handover(self.value_mixer, backend, view, sources, **asked)
             view, given["handover"] = (None if view is None else hand), hand
+        if not self.stateful:
+            arrangement = None
+        if arrangement is not None:
+            given = {key: value for key, value in given.items() if key not in PACKED}
+            given["attention_mask"], x = arrangement.mask, arrangement.read(x)
         part = self._modules[self.parts[0]]
         name, allowed = takes(cast(Hashable, type(part)))
         given = given if allowed is None else {key: value for key, value in given.items() if key in allowed}
-        update = part(hidden_states=self.normed(self.before[0], x), **given, **{name: view})
+        y = self.normed(self.before[0], x)
+        alone = self.forgets and view is not None and y.shape[1] > 1 and view.has_previous_state()
+        if alone and arrangement is not None:
+            raise ValueError(f"{self.kind} reads the rest of a prompt token by token: read padding in its first part")
+        made = [part(hidden_states=one, **given, **{name: view}) for one in (y.split(1, 1) if alone else (y,))]
+        update = torch.cat([one[0] if isinstance(one, tuple) else one for one in made], 1) if alone else made[0]
         update = update[0] if isinstance(update, tuple) else update
+        update = update if arrangement is None else arrangement.put_back(update)
         if hand is not None and hand.pair is None:
             raise ValueError(f"{type(part).__name__} calls no attention function of transformers")
         pair = (None, None) if hand is None else hand.pair

@@ -35,6 +35,8 @@ class Layout:
     """The embedding, the final norm, and what makes angles, if anything does."""
     latent: bool = False
     """Whether attention stores a latent, not keys and values."""
+    forgets: bool = False
+    """Whether a state is forgotten where a part reads several tokens at once, as in Jamba."""
     uneven: bool = False
     """Whether layers rotate queries and keys differently, or some not at all."""
     sealed: str = ""

@@ -16,8 +16,10 @@ import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from .mixed import Made, mixed
 
-class Router:
+
+class Router(Made):
     """Mixed into a family's router, whose logits it keeps for the layer that asked: a layer that is recomputed returns
     them again, and nothing is counted twice."""
 
@@ -71,7 +73,7 @@ def adopt_routers(decoder: PreTrainedModel) -> Balance | None:
         layer.routes = True
         for name, part in layer.named_modules():
             if isinstance(part, kind):
-                part.__class__ = type(kind.__name__, (Router, kind), {"__module__": kind.__module__})
+                part.__class__ = mixed(Router, kind, kind.__name__)
                 layer.router, found = name, part
     return None if found is None else Balance(function, float(coefficient), cast(Any, found).top_k)
 

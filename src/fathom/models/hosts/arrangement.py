@@ -1,0 +1,72 @@
+"""The order in which layers with a state read tokens.
+
+Attention hides padding and other documents by its mask. A state has no mask: padding between two tokens lets it decay,
+and the next document of a packed row finds what the last one left. So such a layer reads packed documents as rows of
+their own, and a row's padding before its tokens, where every state is still zero. What it returns is put back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..axes.host import to_host
+
+
+@dataclass
+class Arrangement:
+    """Where every token is read."""
+
+    index: Tensor
+    """`[N, L]`: which token of the batch, counted row by row, is read at each place."""
+    back: Tensor
+    """`[B, T]`: at which of these places, counted row by row, each token is read."""
+    mask: Tensor | None = None
+    """`[N, L]`: which places hold no padding; None if padding comes last, where nothing reads it."""
+
+    def read(self, x: Tensor) -> Tensor:
+        """`[B, T, D]` to `[N, L, D]`."""
+        return x.flatten(0, 1)[self.index]
+
+    def put_back(self, y: Tensor) -> Tensor:
+        """`[N, L, D]` to `[B, T, D]`."""
+        return y.flatten(0, 1)[self.back]
+
+
+def of_documents(position_ids: Tensor, batch: int) -> Arrangement | None:
+    """Each document of packed rows in a row of its own, from positions `[1 or B, T]`; None if none restart."""
+    if position_ids.is_meta:
+        return None
+    position_ids = position_ids.expand(batch, -1)
+    column = torch.arange(position_ids.shape[1], device=position_ids.device).expand_as(position_ids)
+    starts = torch.nn.functional.pad(position_ids[:, 1:] != position_ids[:, :-1] + 1, (1, 0), value=True)
+    offset = column - torch.where(starts, column, 0).cummax(1).values
+    document = starts.flatten().cumsum(0).view_as(column) - 1
+    count, longest = to_host(torch.stack((document[-1, -1], offset.max())))
+    if count + 1 == batch:
+        return None
+    back = document * (longest + 1) + offset
+    index = back.new_zeros((count + 1) * (longest + 1))
+    index[back.flatten()] = torch.arange(back.numel(), device=back.device)
+    return Arrangement(index.view(count + 1, longest + 1), back)
+
+
+def of_padding(mask: Tensor, length: int) -> Arrangement | None:
+    """A row's padding before its tokens, from a mask `[B, past + T]`; None without padding among the new tokens.
+
+    Raises:
+        ValueError: If padding follows tokens whose state is stored.
+    """
+    tracing = torch.compiler.is_compiling() or mask.is_meta
+    live = mask[:, -length:].bool()
+    if length == 1 or (not tracing and to_host(live.all())):
+        return None
+    stored = mask[:, :-length].bool().any(1) & ~live.all(1)
+    if mask.shape[1] > length and not tracing and to_host(stored.any()):
+        raise ValueError("padding after tokens whose state is stored would change the state: pad on the left")
+    order = live.to(torch.int8).argsort(dim=1, stable=True)
+    first = torch.arange(len(mask), device=mask.device).unsqueeze(1) * length
+    back = torch.empty_like(order).scatter_(1, order, torch.arange(length, device=mask.device).expand_as(order))
+    return Arrangement(order + first, back + first, live.gather(1, order))
