@@ -145,17 +145,20 @@ class FathomConfig(DecoderConfig):
     @property
     def rope_stretches(self) -> bool:
         """Whether rotary angles change with the length of a text."""
-        rope = self.rope_parameters or {}
+        named = (self.native.get(name) for name in ("rope_parameters", "rope_scaling"))  # a host's, as published
+        rope = next((one for one in named if one), {}) if self.host else self.rope_parameters or {}
         parts = [rope, *(part for part in rope.values() if isinstance(part, dict))]
-        return self.positions == "rotary" and any(part.get("rope_type") in STRETCHING for part in parts)
+        return self.positions == "rotary" and any(
+            part.get("rope_type", part.get("type")) in STRETCHING for part in parts
+        )
 
     @property
     def rereads(self) -> bool:
         """Whether generation reads a text again where its rotary angles change, since cached keys were rotated by
-        the earlier ones. Phi-3's own class does. The classes of other families keep the cached keys, and so does a
-        model without mechanisms, which equals them."""
+        the earlier ones. The classes of Phi-3 and PhiMoE do. Those of other families keep the cached keys, and so does
+        a model without mechanisms, which equals them."""
         depth = any(getattr(self, axis) != DEFAULTS[axis] for axis in AXES)
-        return self.rope_stretches and (depth or self.native.get("model_type") == "phi3")
+        return self.rope_stretches and (depth or self.native.get("model_type") in ("phi3", "phimoe"))
 
     def validate_rope(self) -> None:
         """See transformers; messages name an unknown `rope_type` and the missing parameter."""

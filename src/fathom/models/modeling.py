@@ -417,7 +417,7 @@ class FathomModel(FathomPreTrainedModel):
         layout = Layout.all_of(self.config)[0]
         for name, module in host.named_children():
             self.add_module(name, module)
-        self.rotary_emb = HostRotary(getattr(host, layout.rotary, None), tuple(dict.fromkeys(self.config.layer_types)))
+        self.rotary_emb = HostRotary(getattr(host, layout.rotary, None), self.config)
         for ours, theirs in (("embed_tokens", layout.embedding), ("norm", layout.norm)):
             if not hasattr(host, theirs):
                 raise ValueError(f"{self.config.host}: its decoder has no {theirs}: name it in the layout")

@@ -101,11 +101,10 @@ def angles(rotary: nn.Module, x: Tensor, positions: Tensor, furthest: Tensor | N
 
     `furthest` is the last position of the whole forward pass, if angles depend on it and `positions` may be a part.
     """
-    if not getattr(rotary, "signs", True):
-        return rotary(x, positions)
+    sign = signed if getattr(rotary, "signs", True) else lambda made: made
     if furthest is None:
-        return signed(rotary(x, positions))
-    made = signed(rotary(x, torch.cat((positions, furthest.expand(len(positions), 1)), 1)))
+        return sign(rotary(x, positions))
+    made = sign(rotary(x, torch.cat((positions, furthest.expand(len(positions), 1)), 1)))
     if isinstance(made, dict):
         return {kind: (cos[:, :-1], sin[:, :-1]) for kind, (cos, sin) in made.items()}
     return None if made is None else (made[0][:, :-1], made[1][:, :-1])

@@ -17,6 +17,7 @@ from transformers.conversion_mapping import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from ..axes.fields import DecoderConfig
+from ..decoder.rotary import RotaryEmbedding
 from ..registry import add_residuals, mechanism
 from ..sublayers import order_of
 from .handover import HANDOVER
@@ -59,16 +60,24 @@ class HostRotary(nn.Module):
     signs = False
     """Fathom's own layers take signed sines, a family's do not."""
 
-    def __init__(self, rotary: nn.Module | None, kinds: tuple[str, ...]) -> None:
+    def __init__(self, rotary: nn.Module | None, config: DecoderConfig) -> None:
         super().__init__()
-        self.rotary = rotary
+        self.rotary, kinds = rotary, dict.fromkeys(config.layer_types)
         self.kinds = tuple(kind for kind in kinds if kind in getattr(rotary, "layer_types", kinds))
+        self.forgets = getattr(rotary, "rope_type", "") == "dynamic" and config.rereads
         self.by_kind = rotary is not None and "layer_type" in inspect.signature(type(rotary).forward).parameters
+
+    def changes(self, before: int, now: int) -> bool:
+        """Whether a text of `now` tokens has other angles than its first `before` tokens had alone."""
+        return self.rotary is not None and RotaryEmbedding.changes(cast(Any, self.rotary), before, now)
 
     def forward(self, x: Tensor, position_ids: Tensor) -> Any:
         """Angles of positions `[B, T]`."""
         if self.rotary is None:
             return None
+        if self.forgets:  # longer texts that were read before
+            own: Any = self.rotary
+            own.inv_freq, own.max_seq_len_cached = own.original_inv_freq.to(x.device), own.original_max_seq_len
         if self.by_kind:
             return {kind: self.rotary(x, position_ids, kind) for kind in self.kinds}
         return self.rotary(x, position_ids)
