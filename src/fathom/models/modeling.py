@@ -48,7 +48,7 @@ from .hosts.refusals import check_host
 from .hosts.router import Balance, adopt_routers, mean_of_trips
 from .pretrained import FathomPreTrainedModel
 from .registry import add_residuals, mechanism
-from .sublayers import Sublayers, order_of
+from .sublayers import Sublayers, in_turn, order_of
 from .trips.engines import COMPANY, ENGINES, CachedAttention, check_engine, handed, seat, take_banks
 from .trips.flex_reading import ReadingRule, attend_by_rule
 from .trips.reading import attend_beside, with_key_bias
@@ -250,7 +250,9 @@ class DecoderLayer(Sublayers, GradientCheckpointingLayer):
             setattr(self, name, NORMS[config.norm](config.hidden_size, config.rms_norm_eps))
         self.multiplier = config.residual_multiplier
         add_residuals(self, config, layer_idx)
-        self.order = order_of(self, "sum" if config.parallel_residual else "")
+        usual = config.norm_placement == "before" and self.multiplier == 1.0 and not config.parallel_residual
+        added = usual and type(self.attn_residual) is Residual
+        self.order = add if added else order_of(self, "sum" if config.parallel_residual else "")
 
     def forward(self, *state: Tensor, trip: int = 0, **kwargs: object) -> ResidualState:
         """The new residual state and, last, what attention returns for the layers that read it: key and mixed value.
@@ -281,6 +283,17 @@ class DecoderLayer(Sublayers, GradientCheckpointingLayer):
         """The MLP's update of the residual."""
         update = self._modules["mlp"](self.normed(self.before[1], x))
         return self.scaled(self.normed(self.after[1], update))
+
+
+def add(layer: DecoderLayer, state: ResidualState, trip: int, given: Mapping[str, Any]) -> ResidualState:
+    """The usual layer with a plain residual: `in_turn` without the calls that a decoded token would notice. Hooks on
+    residuals see theirs."""
+    parts: Any = layer._modules
+    if watched(parts["attn_residual"]) or watched(parts["mlp_residual"]):
+        return in_turn(layer, state, trip, given)
+    update, _, *kept = parts["self_attn"](parts["input_layernorm"](state[0]), **given)
+    x = state[0] + update
+    return x + parts["mlp"](parts["post_attention_layernorm"](x)), *kept
 
 
 def _at_places(hidden: tuple[Tensor, ...], places: Places) -> tuple[Tensor | None, ...]:
