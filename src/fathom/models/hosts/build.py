@@ -111,6 +111,9 @@ def build(config: DecoderConfig) -> PreTrainedModel:
     theirs = native_config(config)
     decoder: PreTrainedModel = MODEL_MAPPING[type(theirs)](theirs)
     layouts = Layout.all_of(config)
+    for name in (layouts[0].embedding, layouts[0].norm):
+        if not hasattr(decoder, name):
+            raise ValueError(f"{config.host}: its decoder has no {name}: name it in the layout")
     embedding: Any = getattr(decoder, layouts[0].embedding)
     if type(embedding) is not nn.Embedding:  # one that scales: the walk does, by `embedding_scale`
         embedding.__class__ = nn.Embedding
