@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests import reference
+from tests import papers, reference
 from tests.checkpoints.families import tables
 from tests.models import test_exact_starts, test_released
 
@@ -51,6 +51,8 @@ BLOCKS = (
     Block("how-to/checkpoints.md", "hosted families", tables.hosted, slow=True),
     Block("how-to/checkpoints.md", "closed types", tables.closed),
     Block("explanation/hyper_connections.md", "released", test_released.table, slow=True),
+    Block("how-to/papers.md", "paper tables", papers.tables),
+    Block("how-to/papers.md", "faithfulness", papers.faithfulness),
     Block("tutorials/deepen.md", "exact starts", test_exact_starts.table, slow=True),
 )
 

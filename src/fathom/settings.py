@@ -226,16 +226,31 @@ _Loader.add_implicit_resolver(
 )
 
 
-KINDS = {"ladder": ("ladder",), "corpus": ("collections",), "train": ("model", "optim", "train")}
+KINDS = {
+    "ladder": ("ladder",),
+    "corpus": ("collections",),
+    "paper": ("paper", "rows", "tiers"),
+    "train": ("model", "optim", "train"),
+}
 """Sections by which a file of each command is known, the first that fits."""
 
 
 def require_kind(values: Mapping[str, object], source: str, command: str) -> None:
     """Refuse a file of another command, and name that command."""
-    kind = next((name for name, sections in KINDS.items() if any(one in values for one in sections)), command)
+    kind = kind_of(values, command)
     if kind != command:
-        wanted = {"ladder": "a ladder", "corpus": "a recipe of a corpus", "train": "a recipe of a run"}[command]
-        raise SettingsError(f"{source} is a file of `fathom {kind}`, not {wanted}")
+        wanted = {
+            "ladder": "a ladder",
+            "corpus": "a recipe of a corpus",
+            "paper": "a paper's table",
+            "train": "a recipe of a run",
+        }[command]
+        raise SettingsError(f"{source} is a file of `fathom {'compare' if kind == 'paper' else kind}`, not {wanted}")
+
+
+def kind_of(values: Mapping[str, object], default: str) -> str:
+    """The key of `KINDS` that a file's values belong to."""
+    return next((name for name, sections in KINDS.items() if any(one in values for one in sections)), default)
 
 
 def _yaml(text: str, source: str) -> Any:
@@ -295,9 +310,10 @@ def recipes_folder() -> Path:
 
 
 def packaged_recipes() -> dict[str, Path]:
-    """The recipes that come with Fathom, by name: `tiny`, `specialise/base`, and ladders as `ladders/cpu`."""
+    """The recipes that come with Fathom, by name: `tiny`, `specialise/base`, ladders as `ladders/cpu`, and tables of
+    papers as `papers/depth-attention/table1`."""
     folder = recipes_folder()
-    files = sorted(folder.glob("*.yaml")) + sorted(folder.glob("*/*.yaml"))
+    files = [path for depth in ("*.yaml", "*/*.yaml", "*/*/*.yaml") for path in sorted(folder.glob(depth))]
     return {path.relative_to(folder).as_posix().removesuffix(".yaml"): path for path in files}
 
 

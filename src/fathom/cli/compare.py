@@ -1,4 +1,5 @@
-"""`fathom compare RECIPE --arms vanilla,depth_attention [key=value ...]`, or `fathom compare DIRECTORY`."""
+"""`fathom compare RECIPE --arms vanilla,depth_attention [key=value ...]`, `fathom compare DIRECTORY`, or a paper's
+table: `fathom compare papers/NAME/TABLE`."""
 
 from __future__ import annotations
 
@@ -6,6 +7,8 @@ from argparse import Namespace
 from pathlib import Path
 
 from fathom.checkpoints.layout import PAGE, REPORT
+from fathom.cli.paper import refuse_tables_options
+from fathom.cli.paper import run as run_table
 from fathom.cli.parser import Parser, add_recipe, add_running
 from fathom.errors import SettingsError
 from fathom.recipe import find_recipe, load_recipe
@@ -17,6 +20,7 @@ EXAMPLES = (
     "fathom compare tiny --arms vanilla,loop --equal flops --dry-run",
     "fathom compare tiny --arms vanilla,depth_attention --seeds 3 --workers 2",
     "fathom compare runs/tiny-compare",
+    "fathom compare papers/depth-attention/table1 --tier full --dry-run",
 )
 
 
@@ -26,7 +30,7 @@ def add(parser: Parser) -> None:
     parser.add_argument(
         "--arms", help="comma-separated MECHANISM or NAME=MECHANISM[;key=value...]; the first is the control"
     )
-    parser.add_argument("--seeds", type=int, default=3, help="runs per arm (default: 3)")
+    parser.add_argument("--seeds", type=int, help="runs per arm (default: 3; of a paper's table, the file's)")
     parser.add_argument(
         "--equal",
         choices=("tokens", "flops", "trips"),
@@ -38,6 +42,10 @@ def add(parser: Parser) -> None:
     )
     add_running(parser, "the recipe's name, -compare")
     parser.add_argument("--dry-run", action="store_true", help="print the runs, FLOPs and hours of every arm, and stop")
+    table = parser.add_argument_group("a paper's table")
+    table.add_argument("--tier", choices=("tiny", "full"), help="minutes on two cores (default), or the paper's sizes")
+    table.add_argument("--task-data", type=Path, metavar="DIR", help="a folder with the documents of the paper's tasks")
+    table.add_argument("--gpu", metavar="NAME", help="device for whose days --dry-run counts (default: H100)")
 
 
 def run(options: Namespace) -> int:
@@ -47,6 +55,7 @@ def run(options: Namespace) -> int:
     from fathom.experiments.compare_page import tables
     from fathom.experiments.plan import Plan, check, make_plan
     from fathom.experiments.schedule import check_processes
+    from fathom.settings import kind_of, read_values
 
     check_processes("compare", options.workers, options.threads)
     retry = options.retry_failed
@@ -60,11 +69,15 @@ def run(options: Namespace) -> int:
         check(plan, out)
     else:
         source = find_recipe(source)
+        if kind_of(read_values(source), "train") == "paper":
+            return run_table(options, source)
+        refuse_tables_options(options)
         if not options.arms:
             raise SettingsError("--arms is missing; for example --arms vanilla,uniform_depth,depth_attention")
         out = options.out or Path("runs") / f"{source.stem}-compare"
         recipe = load_recipe(source, options.overrides)
-        plan = make_plan(recipe, options.arms, options.seeds, options.equal, options.pairs, out)
+        seeds = 3 if options.seeds is None else options.seeds
+        plan = make_plan(recipe, options.arms, seeds, options.equal, options.pairs, out)
     if options.dry_run:
         require_directory(out, SettingsError)
         budget = comparison_budget(plan)

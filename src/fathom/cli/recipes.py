@@ -41,7 +41,14 @@ def run(options: Namespace) -> int:
         return 0
     width = max(map(len, found)) + 2
     for name, recipe in found.items():
-        print(textwrap.fill(f"{name:<{width}}{recipe['summary']}", line_width(), subsequent_indent=" " * width))
+        print(
+            textwrap.fill(
+                f"{name:<{width}}{recipe['summary']}",
+                line_width(),
+                subsequent_indent=" " * width,
+                break_on_hyphens=False,
+            )
+        )
     return 0
 
 

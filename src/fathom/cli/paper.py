@@ -1,0 +1,48 @@
+"""`fathom compare papers/NAME/TABLE`: a paper's table beside the published numbers."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+
+from fathom.errors import SettingsError
+from fathom.report.results import to_json
+from fathom.report.tables import print_report
+
+ONLY_HERE = ("tier", "task_data", "gpu")
+
+
+def refuse_tables_options(options: Namespace) -> None:
+    """Refuse the options of a paper's table for anything else."""
+    for name in ONLY_HERE:
+        if getattr(options, name) is not None:
+            raise SettingsError(
+                f"--{name.replace('_', '-')} belongs to a paper's table, as in papers/ponderlm/feedback"
+            )
+
+
+def run(options: Namespace, source: Path) -> int:
+    """Make the table of a file, or print what it takes; 1 if two arms are one model or the plan is not the paper's."""
+    from fathom.experiments.paper import load_table, planned, with_seeds
+    from fathom.experiments.paper_table import make_table, plan_rows, table_rows, verdict
+
+    if options.arms or options.equal != "tokens" or options.report or options.retry_failed:
+        raise SettingsError(f"{source}: a paper's table has its own arms and budget; name its recipe to plan others")
+    table, tier = load_table(source), options.tier or "tiny"
+    plans = with_seeds(table.plans(tier, tuple(options.overrides)), options.seeds)
+    if options.dry_run:
+        plan = planned(table, tier, plans, options.gpu or "H100")
+        words = [table.says] if table.says else []
+        words += [f"Data: {line}" for line in plan.prepare] + [f"Not the paper's: {line}" for line in plan.differs]
+        if options.json:
+            print(to_json(plan))
+        else:
+            print_report([plan_rows(plan)], "\n".join(words), None)
+        return int(bool(plan.differs))
+    out = options.out or Path("runs") / f"{source.parent.name}-{source.stem}"
+    made = make_table(table, tier, plans, out, options.workers, options.threads, options.task_data, options.json)
+    if options.json:
+        print(to_json(made))
+    else:
+        print_report([table_rows(made)], verdict(made), None, f"table: {(out / 'table.json').resolve()}")
+    return int(bool(made.same))

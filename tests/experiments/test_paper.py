@@ -1,0 +1,112 @@
+"""Tables of papers: the files say what was published, a small one is made, resumed, and fails if a mechanism is off."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fathom.cli.main import main
+from fathom.errors import SettingsError
+from fathom.experiments.paper import load_table, planned
+from fathom.experiments.paper_table import TABLE, make_table
+from fathom.recipe import Recipe
+from fathom.settings import packaged_recipes
+
+TABLES = {name: path for name, path in packaged_recipes().items() if name.startswith("papers/")}
+
+
+def written(tmp_path: Path, small: Recipe, **rows: str) -> Path:
+    """The file of a table with these arms, which are made from the small recipe."""
+    (tmp_path / "small.yaml").write_text(small.to_yaml())
+    numbers = {name: f"{{arm: '{arm}', published: {{one: [{i}.5]}}}}" for i, (name, arm) in enumerate(rows.items())}
+    text = "paper: none\ntable: none\nrows:\n" + "".join(f"  {name}: {row}\n" for name, row in numbers.items())
+    size = f"{{sizes: {{one: {{recipe: {tmp_path / 'small.yaml'}}}}}}}"
+    path = tmp_path / "table.yaml"
+    path.write_text(f"{text}tiers:\n  tiny: {size}\n  full: {size}\n")
+    return path
+
+
+def made(path: Path, out: Path):
+    table = load_table(path)
+    return make_table(table, "tiny", table.plans("tiny"), out, quiet=True)
+
+
+def test_every_table_is_a_table():
+    """Read and checked, which needs neither data nor models, and each says which table."""
+    papers = {load_table(path).paper.split(",")[0] for path in TABLES.values()}
+    assert papers == {
+        *("Depth-Attention", "PonderLM", "PonderLM-2", "PonderLM-3", "AdaPonderLM"),
+        *("Token-level adaptive latent CoT", "FreqKV"),
+    }
+    assert all(load_table(path).table for path in TABLES.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TABLES)
+def test_full_tiers_are_the_published_sizes(name):
+    """Parameters, tokens and steps; and no two arms are written alike."""
+    table = load_table(TABLES[name])
+    for tier in table.tiers:
+        plans = table.plans(tier)
+        for plan in plans.values():
+            whole = [json.dumps(recipe.to_dict(), sort_keys=True, default=str) for recipe in plan.recipes.values()]
+            assert len(set(whole)) == len(whole)
+    assert planned(table, "full", plans).differs == []
+
+
+def test_a_plan_that_is_not_the_papers_is_seen(tmp_path, small: Recipe, capsys):
+    path = written(tmp_path, small, vanilla="vanilla", uniform="uniform_depth")
+    path.write_text(path.read_text().replace("small.yaml}", "small.yaml, steps: 7}"))
+    assert main(["compare", str(path), "--dry-run"]) == 1
+    assert f"Not the paper's: one: {small.train.steps} steps, published 7" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (("one: [0.5]", "two: [0.5]"), "rows.vanilla.published=.*: allowed: one"),
+        (("one: [0.5]", "one: [1, 2]"), "rows.vanilla.published=.*: allowed: 1 numbers, one for each column"),
+        (("  full:", "  huge:"), "tiers.full: a table has the tiers tiny and full"),
+    ],
+)
+def test_a_file_that_is_no_table(change, words, tmp_path, small: Recipe):
+    path = written(tmp_path, small, vanilla="vanilla", uniform="uniform_depth")
+    path.write_text(path.read_text().replace(*change))
+    with pytest.raises(SettingsError, match=words):
+        load_table(path)
+
+
+def test_options_of_a_table_belong_to_tables(tmp_path, small: Recipe, capsys):
+    (tmp_path / "small.yaml").write_text(small.to_yaml())
+    assert main(["compare", str(tmp_path / "small.yaml"), "--arms", "vanilla,loop", "--tier", "full"]) == 2
+    assert "--tier belongs to a paper's table" in capsys.readouterr().err
+    table = written(tmp_path, small, vanilla="vanilla", uniform="uniform_depth")
+    assert main(["compare", str(table), "--arms", "vanilla,loop"]) == 2
+    assert "a paper's table has its own arms" in capsys.readouterr().err
+    assert main(["train", str(table)]) == 2
+    assert "is a file of `fathom compare`" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_table_beside_the_published_numbers(tmp_path, small: Recipe):
+    """Also after a death between two runs: the same bytes."""
+    path, out = written(tmp_path, small, vanilla="vanilla", uniform="uniform_depth"), tmp_path / "out"
+    report = made(path, out)
+    assert [row.row for row in report.rows] == ["vanilla", "uniform"] and not report.same
+    assert [row.published for row in report.rows] == [{"perplexity": 0.5}, {"perplexity": 1.5}]
+    assert report.rows[0].difference is None and report.rows[1].difference is not None
+    before = (out / TABLE).read_bytes()
+    (out / TABLE).unlink()
+    (out / "one/arms/uniform/seed-0/result.json").unlink()
+    made(path, out)
+    assert (out / TABLE).read_bytes() == before
+
+
+@pytest.mark.slow
+def test_a_mechanism_that_is_off_fails_the_table(tmp_path, small: Recipe, capsys):
+    path = written(tmp_path, small, vanilla="vanilla", closed="uniform_depth;model.mixer_options.blend=0.0")
+    assert made(path, tmp_path / "out").same == ["one: vanilla and closed"]
+    assert main(["compare", str(path), "--out", str(tmp_path / "out")]) == 1
+    assert "a mechanism is off: one: vanilla and closed" in capsys.readouterr().out
