@@ -101,6 +101,20 @@ def test_killed_and_continued(recipe: Recipe, tmp_path: Path, undisturbed: Path,
     assert not list((tmp_path / "run").glob(".unfinished*"))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [1, 4])
+def test_killed_where_a_loop_grows(corpus: Path, tmp_path: Path, step: int) -> None:
+    """At the step at which a trip is added, whose loss starts from an exact start."""
+    options = "{trips: 3, growth: linear, growth_share: 0.75, growth_open: 0.25}"
+    grown = tiny_recipe(corpus).override(
+        "model.recurrence=loop", f"model.recurrence_options={options}", "train.checkpoint_every=1"
+    )
+    assert processes.run(train, grown, tmp_path / "whole") == 0
+    assert processes.run(train_until_death, grown, tmp_path / "run", f"step {step}") == -signal.SIGKILL
+    train(grown, tmp_path / "run")
+    assert_same_end(tmp_path / "run", tmp_path / "whole")
+
+
 def test_killed_while_an_old_checkpoint_is_deleted(recipe: Recipe, tmp_path: Path, undisturbed: Path) -> None:
     """Neither the old checkpoint nor a half-written export stays on the disk."""
     recipe = recipe.override("train.keep_last=1", "train.checkpoint_every=2")

@@ -92,29 +92,37 @@ def training_flops_per_token(config: FathomConfig, sequence_length: int) -> floa
 
 def training_flops_range(config: FathomConfig, sequence_length: int) -> tuple[float, float, float]:
     """Minimum, mean and maximum FLOPs per token of a training step, forward and backward."""
-    costs = [_training_flops(drawn, sequence_length, rounds) for drawn, rounds in _draws(config)]
-    return min(costs), sum(costs) / len(costs), max(costs)
+    shares, draws = zip(*_draws(config), strict=True)
+    costs = [_training_flops(drawn, sequence_length, rounds) for drawn, rounds in draws]
+    return min(costs), _mean(costs, shares), max(costs)
 
 
 def training_visits(config: FathomConfig) -> tuple[float, int]:
     """Passes of a token through a layer in one forward pass of training: mean and maximum."""
-    found = [sum(_passes(drawn, rounds)) for drawn, rounds in _draws(config)]
-    return sum(found) / len(found), max(found)
+    shares, draws = zip(*_draws(config), strict=True)
+    found = [sum(_passes(drawn, rounds)) for drawn, rounds in draws]
+    return _mean(found, shares), max(found)
 
 
 def kept_visits(config: FathomConfig) -> int:
     """The maximum number of these passes for which a training step keeps activations."""
-    passes = [_passes(drawn, rounds) for drawn, rounds in _draws(config)]
+    passes = [_passes(drawn, rounds) for _, (drawn, rounds) in _draws(config)]
     return max(sum(each[len(each) - _kept(config, len(each)) :]) for each in passes)
 
 
-def _draws(config: FathomConfig) -> list[tuple[FathomConfig, int]]:
-    """Every number of trips that training may draw, with the fewest and with the most rounds. The cost is linear in
-    the rounds and draws are uniform, so the mean over this list is the mean over all draws."""
+def _draws(config: FathomConfig) -> list[tuple[float, tuple[FathomConfig, int]]]:
+    """Every number of trips that training may make, with the fewest and with the most rounds; and its share of the
+    steps. The cost is linear in the rounds, which are drawn uniformly, so the mean over this list is that of a run."""
     recurrence = recurrence_class(config)
-    least, most = recurrence.training_trips(config)
-    rounds = recurrence.training_rounds(config)
-    return [(_of_trips(config, trips), n) for trips in range(least, most + 1) for n in rounds]
+    shares, rounds = recurrence.training_shares(config), recurrence.training_rounds(config)
+    return [(share, (_of_trips(config, trips), n)) for trips, share in shares.items() for n in rounds]
+
+
+def _mean(values: Sequence[float], shares: Sequence[float]) -> float:
+    """The weighted mean; where all shares are equal, without their rounding."""
+    if len(set(shares)) == 1:
+        return sum(values) / len(values)
+    return sum(v * share for v, share in zip(values, shares, strict=True)) / sum(shares)
 
 
 def _passes(config: FathomConfig, rounds: int) -> list[int]:

@@ -508,7 +508,7 @@ class FathomModel(FathomPreTrainedModel):
     def served_trips(self) -> int:
         """Trips per token outside training, unless an argument sets them; engines read it before `eval()` or
         `train()`."""
-        return self.config.max_trips or self.recurrence.trips
+        return self.config.max_trips or self.recurrence.grown
 
     def trips_asked(self, max_trips: int | None) -> int:
         """The number of trips of a forward pass that asks for at most `max_trips`."""

@@ -413,8 +413,9 @@ class Recurrence(MechanismModule):
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
-        self.trips = self.drawn_trips = self.trips_of(config)
-        """Trips of a token, the first included; `drawn_trips` is their number in this training step."""
+        self.trips = self.drawn_trips = self.grown = self.trips_of(config)
+        """Trips of a token, the first included; `drawn_trips` is their number in this training step, and `grown` that
+        which training has reached."""
         self.view = self.sees(config)
         self.foreseen = self.foresees(config)
         self.lends = self.shares(config)
@@ -429,6 +430,12 @@ class Recurrence(MechanismModule):
     def training_trips(cls, config: DecoderConfig) -> tuple[int, int]:
         """The minimum and maximum trips of a training step; the number is drawn uniformly."""
         return cls.trips_of(config), cls.trips_of(config)
+
+    @classmethod
+    def training_shares(cls, config: DecoderConfig) -> dict[int, float]:
+        """The share of training steps with each number of trips."""
+        least, most = cls.training_trips(config)
+        return dict.fromkeys(range(least, most + 1), 1 / (most - least + 1))
 
     @classmethod
     def training_rounds(cls, config: DecoderConfig) -> tuple[int, int]:

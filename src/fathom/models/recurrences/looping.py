@@ -15,6 +15,8 @@ the cache is that of a model without a loop.
 
 With `exit_confidence` a token whose prediction is sure makes no further trip (`confidence.py`).
 
+With `growth` trips are added one by one in training (`growth.py`).
+
 With `damping` δ a trip moves the stream by a part of what the looped layers g would, and with `blend` λ the loop ends
 between the first trip's result and its own; x_0 is what entered the loop, K the number of trips:
 
@@ -45,9 +47,9 @@ from ..axes.roles import Cost, Mechanism, TripState
 from ..decoder.arithmetic import head_flops, layer_cache_bytes, layer_flops
 from ..decoder.rms_norm import RMSNorm
 from .confidence import ConfidenceExit, ConfidenceOptions
-from .draws import DrawnOptions, DrawnTrips
 from .early_loss import EarlyLossOptions, EarlyReadout
 from .exit_gate import ExitGate, ExitOptions
+from .growth import GrowingTrips, GrowthOptions
 
 if TYPE_CHECKING:
     from ..axes.fields import DecoderConfig
@@ -62,7 +64,7 @@ DECAY = math.sqrt(0.2)
 
 
 @dataclass(frozen=True)
-class LoopOptions(DrawnOptions, EarlyLossOptions, ExitOptions, ConfidenceOptions, BlendOptions):
+class LoopOptions(GrowthOptions, EarlyLossOptions, ExitOptions, ConfidenceOptions, BlendOptions):
     """Options of `loop`."""
 
     trips: int = 3
@@ -90,7 +92,10 @@ class LoopOptions(DrawnOptions, EarlyLossOptions, ExitOptions, ConfidenceOptions
         self.require("damping", 0 < self.damping <= 1, "lie above 0 and be at most 1")
         if self.damping < 1 and not (self.injection == "none" and self.norm_between == "none"):
             raise ValueError("recurrence_options.damping: set injection and norm_between to none, or damping to 1")
-        leaves = "blend" if self.blends else "damping" if self.damping < 1 else None
+        if self.grows and not (self.injection == "none" and self.norm_between == "none" and self.damping == 1):
+            raise ValueError("recurrence_options.growth: set injection and norm_between to none, and damping to 1")
+        ends = {"blend": self.blends, "damping": self.damping < 1, "growth": self.grows}
+        leaves = next((name for name, given in ends.items() if given), None)
         if leaves and self.coda and config.residual != "plain":
             # There the stream is read and begun again, which a residual with a history would notice at λ = 1 and δ = 1.
             raise ValueError(f"recurrence_options.{leaves} with a coda needs residual=plain, got {config.residual}")
@@ -100,6 +105,8 @@ class LoopOptions(DrawnOptions, EarlyLossOptions, ExitOptions, ConfidenceOptions
             raise ValueError(f"recurrence_options.{early}: a coda belongs to the last trip alone; set coda to 0")
         if early and (self.damping < 1 or self.blends):
             raise ValueError(f"recurrence_options.{early} needs damping 1 and blend 1")
+        if early and self.grows:
+            raise ValueError(f"recurrence_options.{early} reads early trips out: set growth to none")
         if self.exit_confidence is not None and (self.exits or self.kv != "own"):
             raise ValueError("recurrence_options.exit_confidence needs exit=none and kv=own")
         if self.early_loss and self.exits:
@@ -122,10 +129,10 @@ class LoopOptions(DrawnOptions, EarlyLossOptions, ExitOptions, ConfidenceOptions
         """Whether trips are nothing but further layers of a plain decoder."""
         altered = self.injection != "none" or self.norm_between != "none" or self.damping < 1
         stops = self.exits or self.exit_confidence is not None
-        return not (altered or self.blends or stops or self.kv != "own")
+        return not (altered or self.blends or stops or self.grows or self.kv != "own")
 
 
-class Loop(Blended, DrawnTrips, EarlyReadout, ExitGate, ConfidenceExit):
+class Loop(Blended, GrowingTrips, EarlyReadout, ExitGate, ConfidenceExit):
     """Feeds the residual stream back into the looped layers."""
 
     no_weight_decay = ("entry_map",)
@@ -137,7 +144,7 @@ class Loop(Blended, DrawnTrips, EarlyReadout, ExitGate, ConfidenceExit):
         self.recompute = self.options.recompute
         self.injects = self.options.injection != "none"
         self.damps = self.options.damping < 1
-        self.leaves = self.damps or self.closable
+        self.leaves = self.damps or self.closable or self.newest is not None
         self.entry_layer = self.options.prelude if self.injects or self.damps else None
         width, eps = config.hidden_size, config.rms_norm_eps
         if self.options.entry_norm:
@@ -220,7 +227,7 @@ class Loop(Blended, DrawnTrips, EarlyReadout, ExitGate, ConfidenceExit):
 
     def leave(self, stream: Tensor, x: Tensor, state: TripState) -> Tensor:
         """x_K, or the interpolation between g(x_0) and x_K."""
-        stream = self.damped(x, stream) if self.damps else stream
+        stream = self.opening(x, self.damped(x, stream) if self.damps else stream)
         if self.blend_gates is not None:
             return self.blend_gates(state["first"], stream - state["first"])
         return stream if self.blend is None else self.blended(state["first"], stream)

@@ -1,0 +1,147 @@
+"""`growth`: a loop whose trips grow over training, each new trip from an exact start.
+
+With s of S steps made, K the option `trips`, a = `growth_from` and c = `growth_share`:
+
+    trips(s) = a + ⌈(K - a) f(min(1, s / (c S)))⌉          f(t) = t (`linear`), or 1 - √(1 - t) (`sqrt`)
+
+`sqrt`, slow first, is the curriculum of arXiv 2511.07384. With `trips_range` the number is drawn up to trips(s). A new
+trip opens over `growth_open` of the steps: λ rises from 0 at the first step with that trip, and the loop ends at
+
+    x_{k-1} + λ (x_k - x_{k-1})          k is the last trip, x_k what the looped layers leave after it
+
+So at that step the loss is that of one trip fewer, to the last bit. All of it is a function of s and S: a resumed run
+goes on as it would have.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from transformers import initialization as init
+
+from .draws import DrawnOptions, DrawnTrips, between
+
+if TYPE_CHECKING:
+    from ..axes.fields import DecoderConfig
+
+CURVES = ("none", "linear", "sqrt")
+PARTS = 1000
+"""Of a training run, at which the mean cost of its steps is taken."""
+
+
+@dataclass(frozen=True)
+class GrowthOptions(DrawnOptions):
+    """Options of a recurrence whose trips may grow over training."""
+
+    growth: str = "none"
+    """How trips grow over training: `none`, `linear`, or `sqrt`, slow first."""
+    growth_from: int = 1
+    """Trips at the first step: 1, or those that a loop was trained with."""
+    growth_share: float = 0.5
+    """The fraction of training after which all trips are made."""
+    growth_open: float = 0.05
+    """The fraction of training over which a new trip opens."""
+
+    def check(self, config: DecoderConfig) -> None:
+        """Refuse unknown curves and numbers outside training."""
+        super().check(config)
+        self.require_one_of("growth", CURVES)
+        self.require("growth_from", 1 <= self.growth_from <= self.trips, f"lie in 1..{self.trips} (trips)")
+        self.require("growth_share", 0 < self.growth_share <= 1, "lie above 0 and be at most 1")
+        within = 0 <= self.growth_open <= 1 - self.growth_share
+        self.require("growth_open", within, f"lie in 0..{1 - self.growth_share:g} (1 - growth_share)")
+
+    @property
+    def grows(self) -> bool:
+        """Whether they do."""
+        return self.growth != "none"
+
+    def most(self, step: int, steps: int) -> int:
+        """The most trips of a step."""
+        last = self.trips_range[1] if self.trips_range else self.trips
+        t = min(1.0, step / (self.growth_share * steps)) if steps else 1.0
+        t = t if self.growth == "linear" else 1 - math.sqrt(1 - t)
+        return self.growth_from + math.ceil((last - self.growth_from) * t - 1e-9)
+
+    def opened(self, step: int, steps: int) -> float:
+        """λ of the newest trip of a step."""
+        newest, over = self.most(step, steps), self.growth_open * steps
+        if newest == self.growth_from or not over:
+            return 1.0
+        born = bisect_left(range(steps), newest, key=lambda s: self.most(s, steps))
+        return min(1.0, (step - born) / over)
+
+
+class GrowingTrips(DrawnTrips):
+    """A recurrence whose trips grow over training, if its options say so."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__(config)
+        self.growth, self.newest_now = GrowthOptions.of(config), 1.0
+        # a tensor, because a Python number that changes every step would trigger a recompilation every step
+        self.newest = nn.Buffer(torch.ones(()), persistent=False) if self.growth.grows else None
+
+    def init_weights(self, std: float) -> None:
+        """Also initialise λ, which checkpoints do not contain."""
+        super().init_weights(std)
+        if self.newest is not None:
+            init.constant_(self.newest, self.newest_now)
+
+    @classmethod
+    def training_trips(cls, config: DecoderConfig) -> tuple[int, int]:
+        """From the first step's on."""
+        least, most = super().training_trips(config)
+        options = GrowthOptions.of(config)
+        return (min(least, options.growth_from) if options.grows else least), most
+
+    @classmethod
+    def training_shares(cls, config: DecoderConfig) -> dict[int, float]:
+        """As the steps of a run have them."""
+        options = GrowthOptions.of(config)
+        if not options.grows:
+            return super().training_shares(config)
+        found: dict[int, float] = {}
+        for part in range(PARTS):
+            least, most = _bounds(options, options.most(part, PARTS))
+            for trips in range(least, most + 1):
+                found[trips] = found.get(trips, 0.0) + 1 / (most - least + 1) / PARTS
+        return dict(sorted(found.items()))
+
+    @property
+    def scheduled(self) -> bool:
+        """Trips grow, or something else changes."""
+        return self.growth.grows or super().scheduled
+
+    def set_step(self, step: int, steps: int | None = None) -> None:
+        """Also the trips of this step; without the number of steps, training counts as over."""
+        super().set_step(step, steps)
+        if not self.growth.grows or self.newest is None:
+            return
+        made = (step, steps) if steps else (1, 1)
+        most = self.growth.most(*made)
+        self.grown, drawn = min(self.trips, most), self.growth.trips_range is not None
+        self.drawn_trips = between(_bounds(self.growth, most), self.seed, step, "depth") if drawn else most
+        self.newest_now = self.growth.opened(*made) if self.drawn_trips == most else 1.0
+        self.newest.fill_(self.newest_now)
+
+    def settle(self, config: DecoderConfig) -> None:
+        """Fix trips at their current number."""
+        super().settle(config)
+        if self.growth.grows:
+            changes = {} if self.grown == self.trips else {"trips": self.grown, "trips_range": None}
+            config.recurrence_options.update(growth="none", growth_from=1, **changes)
+
+    def opening(self, x: Tensor, stream: Tensor) -> Tensor:
+        """The end of the loop, from the input and the output of its last trip, `[B, T, hidden_size]`."""
+        return stream if self.newest is None else torch.lerp(x, stream, self.newest.to(stream.dtype))
+
+
+def _bounds(options: GrowthOptions, most: int) -> list[int]:
+    """The fewest and the most trips that a step may draw."""
+    least = options.trips_range[0] if options.trips_range else most
+    return [min(least, most), most]
