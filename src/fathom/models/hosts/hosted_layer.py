@@ -168,5 +168,5 @@ class Hosted(Made, Sublayers):
         y = self.normed(self.before[1], x)
         made = (self._modules[name](y) for name in self.parts[1])
         # Llama 4's experts return rows of tokens
-        updates = [(one[0] if isinstance(one, tuple) else one).view(x.shape) for one in made]
+        updates = [(one[0] if isinstance(one, tuple) else one).reshape(x.shape) for one in made]
         return self.scaled(self.normed(self.after[1], reduce(torch.add, updates)))

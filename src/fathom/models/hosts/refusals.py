@@ -34,6 +34,8 @@ def _faults(config: DecoderConfig, recurrence: Recurrence, multiway: bool) -> It
         )
     if own_slots and latent:
         yield f"attention stores a latent: recurrence={config.recurrence} needs keys and values of every trip"
+    if (recurrence.view is not View.SAME or recurrence.halts) and "chunked_attention" in config.layer_types:
+        yield f"layers read chunks of a text, which slots of other trips do not know (recurrence={config.recurrence})"
     if multiway:
         yield f"queries, keys and values have one input; residual={config.residual} gives each its own (set ways to r)"
     if config.residual != DEFAULTS["residual"] and (sealed := next((x.sealed for x in layouts if x.sealed), "")):
