@@ -196,7 +196,7 @@ CASES: dict[str, tuple[str, dict]] = {
         {
             "recurrence": {"trips": 2, "prelude": 1, "coda": 1},
             "residual": {"per_visit": True},
-            "mixer": {"gates": "channel", "queries": True},
+            "mixer": {"gates": "layer", "queries": True},
         },
     ),
     "depth_attention+attention_residuals": ("depth_attention+attention_residuals", {"residual": {"block_size": 3}}),
@@ -306,7 +306,9 @@ def build(config: FathomConfig, seed: int = 0, dtype: torch.dtype = torch.float3
 def closed(config: FathomConfig) -> dict[str, dict]:
     """Options of every axis with which a model starts as the one without mechanisms, as far as there are any."""
     parts = {axis: known()[getattr(config, axis)].closed for axis in DEFAULTS}
-    made = {f"{axis}_options": {**getattr(config, f"{axis}_options"), **(keys or {})} for axis, keys in parts.items()}
+    given = {axis: getattr(config, f"{axis}_options") for axis in DEFAULTS}
+    parts = {axis: {} if given[axis].get("blend") == "learned" else keys for axis, keys in parts.items()}
+    made = {f"{axis}_options": {**given[axis], **(keys or {})} for axis, keys in parts.items()}
     if config.residual != "plain" and "coda" in made["recurrence_options"]:
         made["recurrence_options"]["coda"] = 0  # a blended loop with a coda needs the plain residual
     if "exit" in made["recurrence_options"]:

@@ -127,6 +127,22 @@ def test_who_learns(name):
             FathomConfig(**SHAPE, **{axis: name, f"{axis}_options": given})
 
 
+def test_queries_have_no_gain_by_channel():
+    """Rotation turns two channels together, so unequal gains would make attention depend on absolute positions."""
+    with pytest.raises(ValueError, match=r"mixer_options\.queries"):
+        FathomConfig(**SHAPE, mixer="value_gain", mixer_options={"gates": "channel", "queries": True})
+
+
+def test_a_prelude_that_reads_nothing_has_no_mix():
+    """Its λ would never get a gradient; a looped layer 0 reads its own earlier iteration."""
+    options = {"stride": 2, "blend": "learned"}
+    for prelude, mixes in ((0, True), (1, False)):
+        keys = {"recurrence": "loop", "recurrence_options": {"trips": 2, "prelude": prelude}}
+        model = FathomForCausalLM(FathomConfig(**SHAPE, mixer="depth_attention", mixer_options=options, **keys))
+        gates = model.model.layers[0].self_attn.mixer.blend_gates
+        assert (gates.mix is not None) == mixes
+
+
 def test_shuffled_sources_are_the_neighbours():
     """The same mix of another row: its own row's content is lost, and a batch of one row has no other."""
     torch.manual_seed(0)

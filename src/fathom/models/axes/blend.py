@@ -170,7 +170,10 @@ class BlendedMixer(Blended, ValueMixer):
     @classmethod
     def mixes(cls, config: DecoderConfig, *place: int) -> bool:
         """Whether the layer ever has a source: below, or in an earlier trip."""
-        crosses = config.recurrence != "once" and cls.across_trips(config, "same_layer") != "none"
+        loop = config.recurrence_options
+        again = loop.get("prelude", 0) <= place[0] < config.num_hidden_layers - loop.get("coda", 0)
+        crosses = config.recurrence != "once" and loop.get("kv") != "first"
+        crosses = crosses and again and cls.across_trips(config, "same_layer") != "none"
         return crosses or bool(cls.source_layers(config, *place))
 
     def of_sources(self, query: Tensor, sources: tuple[Tensor, ...]) -> Tensor:

@@ -31,8 +31,10 @@ class ValueGainOptions(MixerOptions):
     """Whether the queries of a layer, a key-value head or a channel have a gain too."""
 
     def check(self, config: DecoderConfig) -> None:
-        """Refuse gains on what a host's attention makes."""
+        """Refuse gains on what a host's attention makes, and gains that would tell rotations apart: a channel's, since
+        two channels are rotated together."""
         super().check(config)
+        self.require("queries", not (self.queries and self.gates == "channel"), "be false with gates=channel")
         self.require(
             "queries", not (self.queries and config.host), "be false: a host's attention makes its own queries"
         )

@@ -62,7 +62,6 @@ def cost(config: DecoderConfig, visits: Sequence[Visit], scalar: int) -> Cost:
     return Cost(
         parameters=2 * sets * (width if options.gates == "channel" else 1),
         elementwise_flops=2 * width * len(visits),
-        transient_bytes=scalar * width * config.parallel_residual,
     )
 
 
