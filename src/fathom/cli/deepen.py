@@ -1,4 +1,4 @@
-"""`fathom deepen MODEL --with MECHANISM --out DIR`, `--search` for the layers of a loop, or `--exit` for its exits."""
+"""`fathom deepen MODEL --with MECHANISM --out DIR`; `--search`, `--screen` and `--exit` choose layers, gates, exits."""
 
 from __future__ import annotations
 
@@ -18,16 +18,20 @@ from fathom.settings import convert, show
 from fathom.values import allowed
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from fathom.deepen.exits import Chosen
     from fathom.deepen.heal import Road
     from fathom.deepen.request import Request
     from fathom.deepen.write import Deepened
+    from fathom.models.modeling import FathomForCausalLM
 
 N = TypeVar("N", int, float)
 EXAMPLES = (
     "fathom deepen MODEL --with depth_attention --out deeper",
     "fathom deepen MODEL --with loop:damping=0.5 --layers 12-16 --out deep",
     "fathom deepen MODEL --with loop --search --text TEXT --out spans",
+    "fathom deepen MODEL --screen --text TEXT --out screen",
     "fathom deepen --exit RUN --loss 0.01 --text TEXT --out exiting",
 )
 EPILOG = """It prints the commands that prepare a corpus and train the model further. `fathom mechanisms` lists the \
@@ -49,6 +53,11 @@ def add(parser: Parser) -> None:
         "--search", action="store_true", help="rank the layers to loop by held-out loss, without training"
     )
     parser.add_argument(
+        "--screen",
+        action="store_true",
+        help="score every mechanism at every place by the gradients of its closed gates, without training",
+    )
+    parser.add_argument(
         "--exit",
         action="store_true",
         help="let tokens of a trained loop stop early, such that the loss rises by at most --loss",
@@ -61,16 +70,16 @@ def add(parser: Parser) -> None:
         "--shifted", nargs="+", default=(), metavar="[NAME=]INPUT", help="for --exit: other text to measure it on"
     )
     parser.add_argument(
-        "--text", nargs="+", default=(), metavar="[NAME=]INPUT", help="held-out text for --search and --exit"
+        "--text", nargs="+", default=(), metavar="[NAME=]INPUT", help="held-out text for --search, --screen and --exit"
     )
     parser.add_argument("--sizes", metavar="A-B", help="for --search: fewest and most layers of a loop (default: 2-6)")
     parser.add_argument(
         "--documents",
         metavar="N[,M]",
-        help="for --search: N documents for all loops, M others for the best 20 (default: 12,40); for --exit: N "
-        "documents (default: 1000)",
+        help="for --search: N documents for all loops, M others for the best 20 (default: 12,40); for "
+        "--screen (default: 32) and --exit (default: 1000): N documents",
     )
-    parser.add_argument("--tokens", type=int, help="for --search and --exit: tokens per document (default: 512)")
+    parser.add_argument("--tokens", type=int, help="tokens per document (default: 512, for --screen 256)")
     parser.add_argument(
         "--lora", action="store_true", help="the recipe trains LoRA adapters (needs peft) instead of all weights"
     )
@@ -85,10 +94,12 @@ def run(options: Namespace) -> int:
     from fathom.deepen.request import parse_request
     from fathom.deepen.write import deepen
 
+    if options.screen:
+        return _screen(options)
     if options.exit:
         return _exit(options)
     if options.mechanism is None:
-        raise SettingsError("--with is missing: the mechanism to add; or --exit, for a trained loop")
+        raise SettingsError("--with is missing: the mechanism to add; or --screen, or --exit for a trained loop")
     if options.loss is not None or options.test is not None or options.shifted:
         raise SettingsError("--loss, --test and --shifted need --exit")
     request = parse_request(options.mechanism, options.layers)
@@ -165,11 +176,44 @@ def _exit_words(made: Chosen) -> str:
     return "\n".join(f"{name:<16} {value}" for name, value in rows.items())
 
 
-def _search(options: Namespace, request: Request) -> int:
+def _opened(name: str) -> tuple[FathomForCausalLM, PreTrainedTokenizerBase]:
+    """A model that Fathom opens as its own, and its tokenizer."""
     from fathom.checkpoints.open import open_checkpoint
+    from fathom.models.modeling import FathomForCausalLM
+
+    model, tokenizer = open_checkpoint(name)
+    if not isinstance(model, FathomForCausalLM):
+        raise SettingsError(f"{name} is a {type(model).__name__}, a family that Fathom does not open as its own")
+    return model, tokenizer
+
+
+def _screen(options: Namespace) -> int:
+    """Score every mechanism at every place, and write the page."""
+    from fathom.deepen.screen import Screen, screen
+    from fathom.deepen.screen_page import show, values, write
+
+    names = ("layers", "search", "exit", "sizes", "steps", "lora")
+    if given := [f"--{name}" for name in names if getattr(options, name)] + ["--with"] * bool(options.mechanism):
+        raise SettingsError(f"{given[0]} has no meaning with --screen, which scores all mechanisms and trains nothing")
+    if not options.text:
+        raise SettingsError("--screen needs --text, documents to score")
+    sizes = {"tokens": options.tokens}
+    if options.documents is not None:
+        sizes["documents"] = _number(int, "documents", {"documents": options.documents})
+    asked = Screen(**{name: value for name, value in sizes.items() if value is not None})
+    model, tokenizer = _opened(options.model)
+    found = screen(model, tokenizer, options.text, asked)
+    write(options.out, options.model, found)
+    if options.json:
+        print(to_json(values(found)))
+    else:
+        show(options.out, found, sys.stdout)
+    return 0
+
+
+def _search(options: Namespace, request: Request) -> int:
     from fathom.deepen.search_page import show, write
     from fathom.deepen.spans import Search, search
-    from fathom.models.modeling import FathomForCausalLM
 
     given = request.options.get("loop", {})
     if request.name != "loop" or options.layers or given.keys() - {"trips", "damping"}:
@@ -183,11 +227,7 @@ def _search(options: Namespace, request: Request) -> int:
         documents=_pair(options.documents, ",", "--documents") if options.documents else Search().documents,
         tokens=Search().tokens if options.tokens is None else options.tokens,
     )
-    model, tokenizer = open_checkpoint(options.model)
-    if not isinstance(model, FathomForCausalLM):
-        raise SettingsError(
-            f"{options.model} is a {type(model).__name__}, a family that Fathom does not open as its own"
-        )
+    model, tokenizer = _opened(options.model)
     if options.sizes is None:
         layers = model.config.num_hidden_layers
         asked = replace(asked, sizes=(min(asked.sizes[0], layers), min(asked.sizes[1], layers)))
