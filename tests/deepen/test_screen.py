@@ -180,6 +180,7 @@ def test_chance_is_chance():
     assert z_score(np.ones(5)) == 0.0
 
 
+@pytest.mark.slow
 def test_scores_have_the_gates_sign():
     """What lowers the loss wants more: a negative gradient is a positive z."""
     found = planted(

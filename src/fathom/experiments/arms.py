@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fathom.errors import SettingsError
-from fathom.models.cost import training_flops_per_token, training_visits
+from fathom.models.cost import training_visits
 from fathom.models.registry import parse_mechanism
 from fathom.recipe import Recipe, differences, parse_recipe
+from fathom.training.counted import step_flops
 
 Equal = Literal["tokens", "flops", "trips"]
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
@@ -109,8 +110,8 @@ def _beside(control: Recipe, recipe: Recipe, steps: int) -> Recipe:
 
 
 def training_flops(recipe: Recipe) -> float:
-    """Training FLOPs of a whole run."""
-    return training_flops_per_token(recipe.config(), recipe.data.sequence_length) * tokens(recipe)
+    """Training FLOPs of a whole run, of the parameters that it trains."""
+    return step_flops(recipe) * tokens(recipe)
 
 
 def tokens(recipe: Recipe) -> int:

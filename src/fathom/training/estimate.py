@@ -22,7 +22,6 @@ from fathom.models.cost import (
     flops_per_token,
     kept_visits,
     mechanism_cost,
-    training_flops_range,
     vanilla_flops_per_token,
 )
 from fathom.models.decoder.loss import chunk_rows
@@ -32,6 +31,7 @@ from fathom.models.recurrences.pondering import MixtureOptions
 from fathom.models.registry import mechanism, mechanism_name, recurrence_class
 from fathom.recipe import Recipe
 from fathom.training.build import mixture_of
+from fathom.training.counted import step_flops_range
 from fathom.training.distill import teacher_of
 from fathom.training.kvcache import compressions
 from fathom.training.optimizer import Share, freeze, shares
@@ -99,7 +99,7 @@ def estimate(recipe: Recipe) -> Estimate:
     _require_vocabulary(recipe, config)
     parameters = count_parameters(config)
     length = recipe.data.sequence_length
-    least, mean, most = training_flops_range(config, length)
+    least, mean, most = step_flops_range(recipe)
     vanilla = 3 * vanilla_flops_per_token(config, length)
     tokens = recipe.train.steps * recipe.train.tokens_per_step
     ranks = int(os.environ.get("WORLD_SIZE", "1"))

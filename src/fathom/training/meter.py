@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from fathom.models.cost import training_flops_per_token
 from fathom.training.build import Training
+from fathom.training.counted import step_flops
 from fathom.training.results import StepMetrics
 
 
@@ -31,7 +31,7 @@ class Meter:
     def __post_init__(self) -> None:
         recipe = self.training.recipe
         self.refused_in_a_row = int(self.training.guard.refused_in_a_row.item())
-        self._flops = training_flops_per_token(self.training.config, recipe.data.sequence_length)
+        self._flops = step_flops(recipe)
         self._peak = recipe.track.peak_flops or peak_flops(self.training.ranks.device)
 
     def add(self, metrics: StepMetrics) -> None:

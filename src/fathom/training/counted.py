@@ -1,0 +1,60 @@
+"""FLOPs of training a part of a model: what freezing and adapters save, as a counter counts it.
+
+`models/cost.py` counts a step that trains every weight. A frozen weight needs no gradient of its own, and the gradient
+of its input only if something trains before it; an adapter adds products. Which of these are made depends on autograd,
+so a step of the model is made with fake tensors, where nothing is computed or allocated, and counted.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from fathom.models.cost import training_flops_range
+from fathom.models.modeling import FathomForCausalLM
+from fathom.recipe import Recipe
+from fathom.training.adapters import adapt
+from fathom.training.optimizer import freeze
+
+_shares: dict[str, float] = {}
+"""By what a share depends on: a budget asks for it again and again."""
+
+
+def step_flops(recipe: Recipe) -> float:
+    """Mean FLOPs per token of a training step, forward and backward, of the parameters that the recipe trains."""
+    return step_flops_range(recipe)[1]
+
+
+def step_flops_range(recipe: Recipe) -> tuple[float, float, float]:
+    """Minimum, mean and maximum over the random draws."""
+    share = trained_share(recipe)
+    least, mean, most = training_flops_range(recipe.config(), recipe.data.sequence_length)
+    return share * least, share * mean, share * most
+
+
+def trained_share(recipe: Recipe) -> float:
+    """The FLOPs of a training step, divided by those of one that trains every weight and has no adapters."""
+    if not recipe.optim.only and recipe.lora.rank is None:
+        return 1.0
+    key = repr((vars(recipe.config()), recipe.optim.only, recipe.lora, recipe.data.sequence_length))
+    if key not in _shares:
+        _shares[key] = _counted(recipe, whole=False) / _counted(recipe, whole=True)
+    return _shares[key]
+
+
+def _counted(recipe: Recipe, whole: bool) -> int:
+    """FLOPs of a step of one sequence. Attention is eager, which makes every score; with half the tokens they are as
+    many for each token as the causal ones."""
+    with FakeTensorMode():
+        model = FathomForCausalLM(recipe.config())
+        model.set_attn_implementation("eager")
+        if not whole:
+            freeze(model, recipe.optim.only)
+            adapt(model, recipe)
+        model.train()
+        model.set_step(0, recipe.train.steps)
+        ids = torch.zeros(1, (recipe.data.sequence_length + 1) // 2, dtype=torch.long)
+        with FlopCounterMode(display=False) as counter:
+            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    return counter.get_total_flops()
