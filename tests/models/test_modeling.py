@@ -9,7 +9,7 @@ from transformers import AutoModel, Qwen3Config, Qwen3ForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from fathom.checkpoints.export import export
-from fathom.models import FathomForCausalLM, modeling, sublayers
+from fathom.models import FathomForCausalLM, sublayers
 from fathom.models.axes import roles
 from fathom.models.axes.roles import MechanismModule
 
@@ -243,7 +243,7 @@ def test_a_hook_sees_every_call_of_a_mechanism(kind, monkeypatch):
     model(tokens(1, 3)).logits.sum().backward()
     calls = Counter(seen)
     assert calls == {"self_attn.mixer": 1, "attn_residual": 2, "mlp_residual": 2}
-    monkeypatch.setattr(modeling, "direct", lambda module: module.forward)
+    monkeypatch.setattr(roles, "direct", lambda module: module.forward)
     monkeypatch.setattr(sublayers, "ways", lambda residual: (residual.read, residual.write))
     model(tokens(1, 3)).logits.sum().backward()
     assert Counter(seen) == calls
