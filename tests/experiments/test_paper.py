@@ -43,6 +43,13 @@ def test_every_table_is_a_table():
     assert all(load_table(path).table for path in TABLES.values())
 
 
+def test_a_small_size_stands_next_to_the_papers():
+    """Its own numbers where it has any, else those of the first size that has."""
+    table = load_table(TABLES["papers/adaponderlm/table"])
+    assert [table.compared_with(size) for size in ("tiny", "70m", "410m")] == ["70m", "70m", "410m"]
+    assert load_table(TABLES["papers/depth-attention/figure2"]).compared_with("360m") == "500m"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TABLES)
 def test_full_tiers_are_the_published_sizes(name):

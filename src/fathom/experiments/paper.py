@@ -120,6 +120,11 @@ class PaperTable(Section):
             short = all(len(numbers) == len(self.columns) for numbers in row.published.values())
             yield short, f"rows.{name}.published", f"allowed: {len(self.columns)} numbers, one for each column"
 
+    def compared_with(self, size: str) -> str:
+        """The size whose published numbers stand next to a size: its own, or the first that has any."""
+        sizes = [size, *self.tiers["full"].sizes]
+        return next((one for one in sizes if any(one in row.published for row in self.rows.values())), size)
+
     def plans(self, tier: str, overrides: tuple[str, ...] = ()) -> dict[str, Plan]:
         """The comparison of every size of a tier.
 

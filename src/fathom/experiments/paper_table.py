@@ -111,7 +111,9 @@ def same_models(report: ComparisonReport) -> Iterator[tuple[str, str]]:
 
 
 def _row(table: PaperTable, size: str, arm: ArmResult, tasks: dict[str, float]) -> TableRow:
-    numbers = table.rows[arm.name].published.get(size, [None] * len(table.columns))
+    other = table.compared_with(size)
+    numbers = table.rows[arm.name].published.get(other, [None] * len(table.columns))
+    columns = table.columns if other == size else [f"{column} at {other}" for column in table.columns]
     made = math.isfinite(arm.loss)
     return TableRow(
         size=size,
@@ -124,7 +126,7 @@ def _row(table: PaperTable, size: str, arm: ArmResult, tasks: dict[str, float]) 
         difference=None if arm.difference is None else arm.difference.mean,
         trips=None if arm.trips is None else arm.trips.mean,
         tasks=tasks,
-        published=dict(zip(table.columns, numbers, strict=True)),
+        published=dict(zip(columns, numbers, strict=True)),
     )
 
 
@@ -162,7 +164,7 @@ def _task_scores(
 
 def table_rows(made: TableReport) -> PlainTable:
     """The table for a terminal."""
-    columns = list(made.rows[0].published)
+    columns = list(dict.fromkeys(column for row in made.rows for column in row.published))
     tasks = sorted({task for row in made.rows for task in row.tasks})
     several = len({row.size for row in made.rows}) > 1
     halts = any(row.trips is not None for row in made.rows)
@@ -175,7 +177,7 @@ def table_rows(made: TableReport) -> PlainTable:
             _number(row.difference, sign="+"),
             *([_number(row.trips, 2)] if halts else []),
             *(_number(row.tasks.get(task), 3) for task in tasks),
-            *(_number(row.published[column]) for column in columns),
+            *(_number(row.published.get(column)) for column in columns),
         ]
         for row in made.rows
     ]
