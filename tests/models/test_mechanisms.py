@@ -586,6 +586,9 @@ class Arithmetic(TorchDispatchMode):
         if name in ("mm", "addmm", "bmm"):
             a, b = args[-2], args[-1]
             self.products += 2 * a.numel() * b.shape[-1]
+        elif "scaled_dot_product" in name:
+            query, key = args[:2]
+            self.products += 4 * query.numel() * key.shape[-2]
         elif name in ("mul", "add", "sub", "div", "maximum", "exp", "sigmoid", "pow", "lerp", "addcmul", "rsqrt"):
             self.elementwise += out.numel() * {"lerp": 3, "addcmul": 2}.get(name, 1)
         elif name in ("sum", "mean", "amax"):
