@@ -2,16 +2,16 @@
 
 `models/cost.py` counts a step that trains every weight. A frozen weight needs no gradient of its own, and the gradient
 of its input only if something trains before it; an adapter adds products. Which of these are made depends on autograd,
-so a step of the model is made with fake tensors, where nothing is computed or allocated, and counted.
+so a step of the model is made on the meta device, where nothing is computed or allocated, and counted.
 """
 
 from __future__ import annotations
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from fathom.models.cost import training_flops_range
+from fathom.models.decoder.arithmetic import head_flops
 from fathom.models.modeling import FathomForCausalLM
 from fathom.recipe import Recipe
 from fathom.training.adapters import adapt
@@ -46,15 +46,16 @@ def trained_share(recipe: Recipe) -> float:
 def _counted(recipe: Recipe, whole: bool) -> int:
     """FLOPs of a step of one sequence. Attention is eager, which makes every score; with half the tokens they are as
     many for each token as the causal ones."""
-    with FakeTensorMode():
+    with torch.device("meta"):
         model = FathomForCausalLM(recipe.config())
-        model.set_attn_implementation("eager")
-        if not whole:
-            freeze(model, recipe.optim.only)
-            adapt(model, recipe)
-        model.train()
-        model.set_step(0, recipe.train.steps)
-        ids = torch.zeros(1, (recipe.data.sequence_length + 1) // 2, dtype=torch.long)
-        with FlopCounterMode(display=False) as counter:
-            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-    return counter.get_total_flops()
+    model.set_attn_implementation("eager")
+    if not whole:
+        freeze(model, recipe.optim.only)
+        adapt(model, recipe)
+    model.train()
+    model.set_step(0, recipe.train.steps)
+    ids = torch.zeros(1, (recipe.data.sequence_length + 1) // 2, dtype=torch.long, device="meta")
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    # On the meta device the loss makes its logits twice, as for a head that is offloaded.
+    return counter.get_total_flops() - ids.numel() * round(head_flops(model.config))
