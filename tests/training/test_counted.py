@@ -72,6 +72,15 @@ def test_all_weights_cost_what_they_did():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("recurrence", ["loop", "ponder2", "adaponder", "latent_cot"])
+def test_every_recurrence_is_counted(recurrence):
+    """With tokens that halt and are left out too."""
+    halts = ["model.recurrence_options={skip_dead_rows: true}"] if recurrence in ("adaponder", "latent_cot") else []
+    share = trained_share(small(f"model.recurrence={recurrence}", "optim.only=[model.layers.1.*]", *halts))
+    assert 0.6 < share < 0.9
+
+
+@pytest.mark.slow
 def test_a_frozen_arm_gets_more_steps_at_equal_flops():
     """And its estimate says what it costs."""
     base = small("train.steps=100")
