@@ -94,10 +94,11 @@ class Findings:
     inherited: Inherited | None = None
     verbatim: bool = False  # some part is unchanged, which two trainings from one seed would not leave
     control_failed: str = ""  # why the controls cannot be trusted
+    refused: tuple[str, ...] = ()  # controls that are themselves related, and to what
     identical: Identical | None = None
     trained: bool = False  # whether the models show any training
     measured: str = ""  # how many layers have evidence, of those that were measured
-    one_seed: bool = False  # so alike, in order and without a later stage, that one seed and one order would explain it
+    one_seed: bool = False  # so alike, and without a later stage, that one seed and one order would explain it
     unmeasured: str = ""  # why no test without a tokenizer was run
     low_overlap: bool = False
     by_number: bool = False
@@ -160,6 +161,7 @@ def _label(found: Findings, p: float, void: bool) -> tuple[str, list[str]]:
         reasons.insert(0, f"identical: {found.identical}")
         if found.identical.whole:
             return SHARED if found.trained else INITIALISATION, reasons
+    reasons += found.refused
     if found.threshold is None:
         reasons.append(GIVE_CONTROLS)
     else:
