@@ -11,6 +11,8 @@ import pytest
 
 from fathom.cli.main import main
 from fathom.deepen import trial as trials
+from fathom.deepen.heal import gains_of
+from fathom.deepen.request import parse_request
 from fathom.deepen.trial import NOISE, Finding, Trial, attempt
 from fathom.errors import FathomError, SettingsError
 from fathom.evaluation.deepened import DeepenedReport, Effect
@@ -57,6 +59,16 @@ def test_a_directory_holds_one_trial(base: Path, tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="mechanism"):
         Trial("base", mechanism="depth_atention")
     assert list((tmp_path / "mine").iterdir()) == [tmp_path / "mine" / "thesis.txt"]
+
+
+def test_the_control_of_learnt_gates_has_as_many_gains() -> None:
+    def keys(text: str) -> tuple[str, ...]:
+        return gains_of(parse_request(text))
+
+    heads = ("model.mixer=value_gain", "model.mixer_options.gates=head")
+    assert keys("depth_attention:blend=learned,gates=head") == heads
+    assert keys("loop:blend=learned") == ("model.residual=branch_gain", "model.residual_options.gates=layer")
+    assert keys("value_gain") == ("optim.groups={}",) and keys("depth_attention") == ()
 
 
 @pytest.mark.slow

@@ -27,9 +27,9 @@ def add(parser: Parser) -> None:
     parser.add_argument(
         "--with",
         dest="mechanism",
-        default="depth_attention",
+        default="depth_attention:blend=learned",
         metavar="MECHANISM[:KEY=VALUE,...]",
-        help="the mechanisms to add, joined by + (default: depth_attention)",
+        help="the mechanisms to add, joined by + (default: depth_attention:blend=learned)",
     )
     parser.add_argument("--layers", metavar="A-B", help="first and last layer of a loop, from 0 (default: all)")
     parser.add_argument(

@@ -13,6 +13,7 @@ from fathom.checkpoints.hub import repository
 from fathom.checkpoints.layout import HEAL
 from fathom.deepen.request import Request
 from fathom.errors import SettingsError
+from fathom.models.axes.gates import LEARNED
 from fathom.models.configuration import FathomConfig
 from fathom.models.cost import mechanism_cost
 from fathom.recipe import parse_recipe
@@ -64,6 +65,8 @@ class Road:
     directory: Path
     base: str
     """The base model, as named on the command line."""
+    gains: tuple[str, ...] = ()
+    """Keys of the control's recipe, where the mechanism has learnt gates."""
 
     @property
     def prepare(self) -> str:
@@ -81,7 +84,7 @@ class Road:
     @property
     def control(self) -> str:
         """Trains the base model in the same way."""
-        return self._training("control", "model=null", f"model.from_pretrained={self.base}")
+        return self._training("control", "model=null", f"model.from_pretrained={self.base}", *self.gains)
 
     @property
     def report(self) -> str:
@@ -130,11 +133,23 @@ def heal_recipe(road: Road, config: FathomConfig, request: Request, healing: Hea
     }
     parse_recipe(values)  # never write an invalid recipe
     base = absolute(road.base) if road.base == str(road.directory) else anywhere(road.base)
-    paths = Road(Path(absolute(road.directory)), base)
+    paths = Road(Path(absolute(road.directory)), base, gains_of(request))
     commands = {name: getattr(paths, name) for name in ("prepare", "train", "control", "report")}
     words = {"directory": paths.directory, "name": request.name, "opening": opening, "steps": healing.steps}
     header = HEADER.format(**words, **commands, other=ADAPTED if healing.lora else FULL)
     return header + "\n" + yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+
+
+def gains_of(request: Request) -> tuple[str, ...]:
+    """Keys that give the control of learnt gates as many gains and nothing to mix: a closed gate asks for a gain."""
+    if not request.learns:
+        return ()
+    for part in request.parts:
+        options = request.options.get(part.name, {})
+        if options.get("blend") == LEARNED:
+            axis, gain = ("mixer", "value_gain") if part.axis == "mixer" else ("residual", "branch_gain")
+            return f"model.{axis}={gain}", f"model.{axis}_options.gates={options.get('gates', 'layer')}"
+    return ("optim.groups={}",)  # the mechanism is a gain itself
 
 
 def _teacher(road: Road, request: Request) -> str | None:

@@ -16,7 +16,7 @@ from pydoc_data.topics import topics  # type: ignore[import-untyped, unused-igno
 
 from fathom.checkpoints.layout import HEAL
 from fathom.corpus.prepare import prepare
-from fathom.deepen.heal import Healing, anywhere
+from fathom.deepen.heal import Healing, anywhere, gains_of
 from fathom.deepen.request import parse_request
 from fathom.deepen.write import deepen
 from fathom.errors import FathomError, SettingsError
@@ -43,7 +43,7 @@ class Trial:
 
     model: str
     """A model directory, a GGUF file, a run, or org/name on the Hub."""
-    mechanism: str = "depth_attention"
+    mechanism: str = "depth_attention:blend=learned"
     """The mechanisms, as in `fathom deepen --with`."""
     layers: str | None = None
     """First and last layer of a loop."""
@@ -170,11 +170,16 @@ def _opened(trial: Trial, out: Path) -> Notes:
 def _steps(trial: Trial, out: Path) -> Iterator[tuple[str, str, Callable[[], object]]]:
     """The name of each step, what it does, and how."""
     base = anywhere(trial.model)
-    unlike = ["model=null", f"model.from_pretrained={base}"]
+    gains = gains_of(parse_request(trial.mechanism, trial.layers))
+    unlike = ["model=null", f"model.from_pretrained={base}", *gains]
     yield "deeper", f"Adding {trial.mechanism} to {trial.model}", lambda: _deepen(trial, out)
     yield "data", "Turning text into tokens", lambda: _prepare(trial, out)
     yield "healed", f"Training the deepened model, {trial.steps} steps", lambda: _train(trial, out, "healed", [])
-    yield "control", "Training the control, the same model without it", lambda: _train(trial, out, "control", unlike)
+    yield (
+        "control",
+        f"Training the control, the same model {'with gains alone' if gains else 'without it'}",
+        lambda: _train(trial, out, "control", unlike),
+    )
     yield "report", "Scoring both and the model on held-out text", lambda: _compare(trial, out, base)
 
 
