@@ -1,4 +1,5 @@
-"""A small shape of every hosted family, its weights stirred so that norms and gates are not what they begin as."""
+"""A small shape of every hosted family, its weights stirred so that norms, gates and steering biases are not what they
+begin as."""
 
 from __future__ import annotations
 
@@ -165,6 +166,10 @@ def theirs_of(name: str, backend: str | None = None, seed: int = 0, **changes: A
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
+        saved = model.state_dict()
+        for key, buffer in model.named_buffers():  # such as biases by which experts are chosen
+            if key in saved and buffer.is_floating_point():
+                buffer.add_(torch.randn_like(buffer) * 0.1)
     return model
 
 

@@ -17,7 +17,7 @@ import fathom
 from fathom import FathomForCausalLM
 from fathom.checkpoints.export import export
 from fathom.checkpoints.families import FAMILIES, hosted
-from fathom.checkpoints.families.layouts import HOSTS
+from fathom.checkpoints.families.layouts import HOSTS, Host
 from fathom.errors import ModelError
 from fathom.models.hosts.hosted_layer import Bank
 from fathom.models.hosts.layout import Layout
@@ -27,6 +27,7 @@ from .cases import SHAPE, SHAPES, backend_of, ours_of, stepwise, theirs_of, toke
 KINDS = ("qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_5_text", "lfm2", "granitemoehybrid", "olmo3", "phi")
 """One of a kind: experts, sinks, latents, delta net, convolution, state space, norms after, a parallel layer."""
 LOOP: dict[str, Any] = {"recurrence": "loop", "recurrence_options": {"trips": 2}}
+PONDER: dict[str, Any] = {"recurrence": "ponder3", "recurrence_options": {"trips": 3, "prefill": "exact"}}
 MIXER: dict[str, Any] = {"mixer": "depth_attention", "mixer_options": {"stride": 1}}
 RESIDUALS: tuple[dict[str, Any], ...] = ({"residual": "hyper_connections"}, {"residual": "attention_residuals"})
 
@@ -91,6 +92,28 @@ def test_a_key_that_the_class_does_not_know_is_refused(keys):
     hosted.require_known({**theirs, "unsloth_version": "2026.1", "use_cache": False})
     with pytest.raises(ValueError, match=next(iter(keys))):
         hosted.require_known({**theirs, **keys})
+
+
+@pytest.mark.parametrize("name", ["vaultgemma", "gpt_oss"])
+def test_halting_reads_a_text_as_it_decodes(name):
+    """Where logits are capped and where sinks and windows are; the control, a few rounds, is near and not equal."""
+    theirs, ids = theirs_of(name), tokens(1, 8)
+    rounds = {**PONDER, "recurrence_options": {"trips": 3, "jacobi_eval": 2}}
+    exact, near = ours_of(theirs, **PONDER), ours_of(theirs, **rounds)
+    with torch.no_grad():
+        decoded = stepwise(exact, ids, 1)
+        assert (exact(ids).logits - decoded).abs().max() <= 2e-5
+        assert (near(ids, use_cache=False).logits - decoded).abs().max() > 1e-4
+
+
+def test_an_embedding_that_scales_is_named(monkeypatch):
+    """A layout that does not say so would take the scale away without a word."""
+    theirs = theirs_of("vaultgemma")
+    with torch.no_grad():
+        assert torch.equal(ours_of(theirs)(tokens()).logits, theirs(tokens()).logits)
+    monkeypatch.setitem(HOSTS, "vaultgemma", Host(HOSTS["vaultgemma"].layouts))
+    with pytest.raises(ValueError, match="vaultgemma: its embed_tokens scales: give embedding_scale in the switches"):
+        ours_of(theirs)
 
 
 def test_states_forbid_what_needs_a_crop(tmp_path):

@@ -13,7 +13,7 @@ from fathom.checkpoints.families.layouts import HOSTS
 
 from .cases import EAGER, SHAPES, ours_of, stepwise, theirs_of, tokens
 from .odd_shapes import odd_of
-from .test_hosted_layer import KINDS, LOOP, MIXER
+from .test_hosted_layer import KINDS, LOOP, MIXER, PONDER
 
 PROMPT, SEEDS = 8, range(16)
 RESIDUALS = ("hyper_connections", "attention_residuals", "denseformer")
@@ -59,6 +59,8 @@ def test_odd_shape(name, seed):
     stateful = len(plain.config.keyed_layers) < plain.config.num_hidden_layers
     if seed and not stateful and not any(layout.latent for layout in HOSTS[name].layouts):
         require_decoded(ours_of(theirs, recurrence="loop", recurrence_options={"trips": 2, "kv": "first"}), changes)
+        if "chunked_attention" not in plain.config.layer_types:
+            require_decoded(ours_of(theirs, **PONDER), changes)
     if all(not layout.latent and not layout.uneven for layout in HOSTS[name].layouts):
         if len(plain.config.keyed_layers) >= 3:
             require_mixed(plain, ours_of(theirs, **MIXER), changes)

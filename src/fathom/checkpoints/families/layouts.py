@@ -64,9 +64,10 @@ def hyperclova(theirs: Any) -> Values:
     return {"embedding_scale": float(theirs.embedding_multiplier), "logits_multiplier": float(theirs.logits_scaling)}
 
 
-def capped(theirs: Any) -> Values:
-    """Capped logits."""
-    return {"final_logit_softcapping": theirs.final_logit_softcapping}
+def gemma(theirs: Any) -> Values:
+    """Scaled embeddings and capped logits."""
+    scale = {"embedding_scale": theirs.hidden_size**0.5, "round_embedding_scale": True}
+    return {**scale, **{key: getattr(theirs, key) for key in ("attn_logit_softcapping", "final_logit_softcapping")}}
 
 
 SHORT: dict[str, Any] = {
@@ -119,8 +120,8 @@ def _families() -> dict[str, Host]:
     add("olmo3 exaone4", Layout(**AFTER, uneven=True))
     add("flex_olmo", Layout(**AFTER))
     add("olmo_hybrid", Layout(**AFTER), Layout(token=("linear_attn",)))
-    add("gemma2", Layout(**SANDWICH), switches=capped)
-    add("vaultgemma", Layout(before=("input_layernorm", "pre_feedforward_layernorm")), switches=capped)
+    add("gemma2", Layout(**SANDWICH), switches=gemma)
+    add("vaultgemma", Layout(before=("input_layernorm", "pre_feedforward_layernorm")), switches=gemma)
     add("glm4 kolibri1", Layout(after=("post_self_attn_layernorm", "post_mlp_layernorm")))
     add(
         "afmoe",

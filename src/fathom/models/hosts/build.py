@@ -116,6 +116,8 @@ def build(config: DecoderConfig) -> PreTrainedModel:
             raise ValueError(f"{config.host}: its decoder has no {name}: name it in the layout")
     embedding: Any = getattr(decoder, layouts[0].embedding)
     if type(embedding) is not nn.Embedding:  # one that scales: the walk does, by `embedding_scale`
+        if config.embedding_scale == 1.0:
+            raise ValueError(f"{config.host}: its {layouts[0].embedding} scales: give embedding_scale in the switches")
         embedding.__class__ = nn.Embedding
         del embedding.embed_scale
     inner = type(theirs).from_dict(theirs.to_dict())
