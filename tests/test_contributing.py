@@ -15,48 +15,6 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 
-ROW = "| `neighbour_mean` | mixer | no | same | yes | nobody |\n"
-STRIDED = '''
-"""Every so-many-th entry as it is, the others forgotten.
-
-row i of C picks entry ⌊(i + ½) M / L⌋
-"""
-
-from __future__ import annotations
-
-import torch
-from torch import Tensor
-
-from .matrix import Fixed
-
-
-class Strided(Fixed):
-    """L of the M entries, evenly spaced."""
-
-    name = "strided"
-
-    @staticmethod
-    def rows(i: Tensor, kept: int, compressed: int) -> Tensor:
-        """The rows `i` of C, `[rows, M]`, in float64."""
-        picked = ((i.double() + 0.5) * compressed / kept).long()
-        return torch.nn.functional.one_hot(picked, compressed).double()
-'''.lstrip()
-STRIDED_TEST = '''
-import torch
-
-from .cases import L, cache_of, model_of
-
-
-def rule(x, kept):
-    """Every so-many-th entry, in numpy."""
-    return x[:, [int((i + 0.5) * x.shape[1] / kept) for i in range(kept)]]
-
-
-def test_it_picks():
-    rest = torch.arange(60.0).view(1, 1, 60, 1)
-    picked = cache_of(model_of("qwen3"), "strided").method.reduce(rest).flatten()
-    assert len(picked) == L and picked.tolist() == rule(rest[0].numpy(), L).flatten().tolist()
-'''
 WITHOUT_CORPUS = (
     *("data.directory=puzzle:hops", "data.sequence_length=67", "train.tokens_per_step=1072", "train.export=false"),
 )
@@ -170,27 +128,14 @@ class Walk:
     """What pytest is then asked for, one call each."""
     commands: dict[tuple[str, ...], str] = field(default_factory=dict)
     """Commands, and what they print."""
+    new: tuple[str, ...] = ()
+    """What `fathom new` is asked for, in place of files and edits by hand."""
 
 
 WALKS = {
     "a mechanism": Walk(
-        {
-            "src/fathom/models/mixers/neighbour_mean.py": re.search(r"```python\n(.*?)```", PAGE, re.DOTALL)[1],
-            "tests/models/test_neighbour_mean.py": re.search(r'```py\n("""½ v.*?)```', PAGE, re.DOTALL)[1],
-        },
-        {
-            "src/fathom/models/registry.py": (
-                (
-                    "from .recurrences.ponder import",
-                    "from .mixers.neighbour_mean import NEIGHBOUR_MEAN\nfrom .recurrences.ponder import",
-                ),
-                ("*(NONE, DEPTH_ATTENTION,", "*(NONE, NEIGHBOUR_MEAN, DEPTH_ATTENTION,"),
-            ),
-            "tests/outside/accepted.py": (
-                ('    "uniform_depth": ACROSS,\n', '    "uniform_depth": ACROSS,\n    "neighbour_mean": ACROSS,\n'),
-            ),
-            "docs/explanation/which_mechanism.md": (("| [`uniform_depth`]", ROW + "| [`uniform_depth`]"),),
-        },
+        {},
+        {},
         (
             "tests/models/test_mechanisms.py -k neighbour_mean",
             "tests/models/test_neighbour_mean.py tests/models/test_registry.py tests/test_outside.py",
@@ -201,16 +146,14 @@ WALKS = {
             "tests/models/test_saved.py -k every_mechanism",
         ),
         {("mechanisms", "--json"): '"neighbour_mean"'},
+        ("mixer", "neighbour_mean"),
     ),
     "a cache method": Walk(
-        {"src/fathom/kvcache/strided.py": STRIDED, "tests/kvcache/test_strided.py": STRIDED_TEST},
-        {
-            "src/fathom/kvcache/methods.py": (
-                ("SnapKV as SnapKV\n", "SnapKV as SnapKV\nfrom .strided import Strided as Strided\n"),
-            )
-        },
+        {},
+        {},
         ("tests/kvcache -k strided", "tests/kvcache/test_benchmark.py -k row", "tests/kvcache/test_build.py"),
         {("train", "tiny", "--dry-run", *WITHOUT_CORPUS, "kvcache.method=strided", "kvcache.window=64"): "strided"},
+        ("cache", "strided"),
     ),
     "an optimizer": Walk(
         {"src/fathom/training/rmsprop.py": RMSPROP, "tests/training/test_rmsprop.py": RMSPROP_TEST},
@@ -244,26 +187,7 @@ WALKS = {
         ("tests/data/test_sections.py",),
         {("prepare", "--help"): "INPUT"},
     ),
-    "a backbone": Walk(
-        {"src/fathom/checkpoints/families/arcee.py": re.search(r'```python\n("""Arcee.*?)```', PAGE, re.DOTALL)[1]},
-        {
-            "src/fathom/checkpoints/families/registry.py": (
-                (
-                    "from fathom.checkpoints.families.family import Family, Values, kept\n",
-                    "from fathom.checkpoints.families.arcee import ARCEE\n"
-                    "from fathom.checkpoints.families.family import Family, Values, kept\n",
-                ),
-                ("NATIVE = (LLAMA, ", "NATIVE = (LLAMA, ARCEE, "),
-            ),
-            "tests/checkpoints/families/cases.py": (
-                (
-                    '    "olmo2": ("Olmo2",',
-                    '    "arcee": ("Arcee", {**WIDE, "num_key_value_heads": 2}),\n    "olmo2": ("Olmo2",',
-                ),
-            ),
-        },
-        ("tests/checkpoints/families -k arcee",),
-    ),
+    "a backbone": Walk({}, {}, ("tests/checkpoints/families -k arcee",), {}, ("family", "arcee")),
     "a command": Walk(
         {"src/fathom/cli/greet.py": GREET, "docs/how-to/greet.md": GREET_PAGE, "tests/cli/test_greet.py": GREET_TEST},
         {"src/fathom/cli/main.py": (COMMAND,)},
@@ -317,6 +241,9 @@ def walked(walk: Walk, folder: Path) -> Path:
         (folder / name).write_text(text, encoding="utf-8")
     for name, edits in walk.edits.items():
         (folder / name).write_text(edited(name, edits), encoding="utf-8")
+    if walk.new:
+        assert "exit code 0" in (report := said(folder, "-m", "fathom", "new", *walk.new)), report
+        assert "is there already" in said(folder, "-m", "fathom", "new", *walk.new)
     return folder
 
 
@@ -349,7 +276,7 @@ def test_walked(name: str, tmp_path: Path) -> None:
         assert "exit code 0" in report and " passed" in report, f"{asked}\n{report}"
     for words, printed in walk.commands.items():
         assert printed in (report := said(folder, "-m", "fathom", *words)) and "exit code 0" in report, report
-    new = [path for path in walk.files if path.endswith(".py")]
+    new = [path for path in walk.files if path.endswith(".py")] or ["src", "tests"]
     tools = Path(sys.executable).parent
     for tool in (("ruff", "check"), ("ruff", "format", "--check")):
         done = subprocess.run([tools / tool[0], *tool[1:], *new[:1]], cwd=folder, capture_output=True, text=True)

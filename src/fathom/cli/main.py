@@ -34,6 +34,7 @@ COMMANDS = {
     "evaluate": "score checkpoints on lm-eval's tasks and on any text, with paired differences",
     "lens": "write a page with a model's depth weights and its predictions after every layer",
     "serve": "serve a model with an OpenAI-compatible API",
+    "new": "start a mixer, a model family or a cache method in a checkout of Fathom",
     "lineage": "test whether one model's weights come from another's",
 }
 """Commands and their summaries. Each is a file in this folder with `add(parser)` and `run(options)`."""

@@ -1,0 +1,153 @@
+"""`fathom new mixer NAME`: an example of CONTRIBUTING under another name, with the lines that make it known."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from argparse import Namespace
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from fathom.cli.following import following
+from fathom.cli.parser import Parser
+from fathom.errors import SettingsError
+from fathom.report.files import write_atomically
+
+EXAMPLES = ("fathom new mixer my_mean", "fathom new cache my_choice")
+EPILOG = """It writes into the checkout of Fathom that holds the current directory. The code computes the example of \
+CONTRIBUTING.md until you write yours."""
+PAGE = "CONTRIBUTING.md"
+NAME = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
+
+
+@dataclass(frozen=True)
+class Scaffold:
+    """What a kind of addition takes. `{name}`, `{Name}` and `{NAME}` stand for the new name."""
+
+    example: str
+    """The name of CONTRIBUTING's example."""
+    files: dict[str, str]
+    """Path, and how the example's code in CONTRIBUTING begins."""
+    lines: tuple[tuple[str, str, str], ...]
+    """File, the text that the addition stands before, and the addition."""
+    tests: str
+
+
+SCAFFOLDS = {
+    "mixer": Scaffold(
+        "neighbour_mean",
+        {
+            "src/fathom/models/mixers/{name}.py": '"""`neighbour_mean`',
+            "tests/models/test_{name}.py": '"""½ v + ½ ṽ, by hand."""',
+        },
+        (
+            ("src/fathom/models/registry.py", "from .recurrences.ponder ", "from .mixers.{name} import {NAME}\n"),
+            ("src/fathom/models/registry.py", "DEPTH_ATTENTION,", "{NAME}, "),
+            ("tests/outside/accepted.py", '    "uniform_depth": ', '    "{name}": ACROSS,\n'),
+            (
+                "docs/explanation/which_mechanism.md",
+                "| [`uniform_depth`]",
+                "| `{name}` | mixer | no | same | yes | nobody |\n",
+            ),
+        ),
+        "pytest tests/models -k {name}",
+    ),
+    "family": Scaffold(
+        "arcee",
+        {"src/fathom/checkpoints/families/{name}.py": '"""Arcee'},
+        (
+            (
+                "src/fathom/checkpoints/families/registry.py",
+                "from fathom.checkpoints.families.family ",
+                "from fathom.checkpoints.families.{name} import {NAME}\n",
+            ),
+            ("src/fathom/checkpoints/families/registry.py", "SMOLLM3, ", "{NAME}, "),
+            (
+                "tests/checkpoints/families/cases.py",
+                '    "olmo2": ',
+                '    "{name}": ("{Name}", {**WIDE, "num_key_value_heads": 2}),\n',
+            ),
+        ),
+        "pytest tests/checkpoints/families -k {name}",
+    ),
+    "cache": Scaffold(
+        "strided",
+        {"src/fathom/kvcache/{name}.py": '"""Every so-many-th entry', "tests/kvcache/test_{name}.py": "import torch"},
+        (("src/fathom/kvcache/methods.py", "from .tova ", "from .{name} import {Name} as {Name}\n"),),
+        "pytest tests/kvcache -k {name}",
+    ),
+}
+
+
+def add(parser: Parser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument("kind", choices=sorted(SCAFFOLDS), help="what to add: %(choices)s")
+    parser.add_argument("name", help="its name, in lower case with underscores")
+    parser.epilog = EPILOG
+
+
+def run(options: Namespace) -> int:
+    """Write the files and lines, and print what to run."""
+    if not NAME.fullmatch(options.name):
+        raise SettingsError(f"{options.name}: a name has lower-case words joined by underscores")
+    root = checkout(Path.cwd())
+    scaffold, forms = SCAFFOLDS[options.kind], forms_of(options.name)
+    texts = dict(_texts(root, scaffold, forms))
+    for path, text in texts.items():
+        write_atomically(root / path, text)
+    _tidy([root / path for path in texts if path.endswith(".py")])
+    print("\n".join(texts))
+    print(following("python -m tests.pages", _named(scaffold.tests, forms)))
+    return 0
+
+
+def checkout(place: Path) -> Path:
+    """The folder of the checkout that a place lies in."""
+    for folder in (place, *place.parents):
+        if (folder / PAGE).is_file() and (folder / "src/fathom/cli").is_dir():
+            return folder
+    raise SettingsError("not in a checkout of Fathom; a package of your own needs no scaffold: see the tutorial")
+
+
+def forms_of(name: str) -> dict[str, str]:
+    """A name as variables, classes and constants have it."""
+    return {"{name}": name, "{Name}": "".join(word.capitalize() for word in name.split("_")), "{NAME}": name.upper()}
+
+
+def _named(text: str, forms: dict[str, str]) -> str:
+    for form, name in forms.items():
+        text = text.replace(form, name)
+    return text
+
+
+def _texts(root: Path, scaffold: Scaffold, forms: dict[str, str]) -> Iterator[tuple[str, str]]:
+    """Path and text of every file that is new or gets lines; refuses what is there already."""
+    page = (root / PAGE).read_text(encoding="utf-8")
+    old = forms_of(scaffold.example)
+    for path, beginning in scaffold.files.items():
+        made = _named(path, forms)
+        if (root / made).exists():
+            raise SettingsError(f"{made} is there already; choose another name")
+        found = re.search(rf"```(?:python|py)\n({re.escape(beginning)}.*?)```", page, re.DOTALL)
+        assert found, f"{PAGE} has no code that begins with {beginning}"
+        code = found[1]
+        for form, word in old.items():
+            code = code.replace(word, forms[form])
+        yield made, code
+    edited: dict[str, str] = {}
+    for path, before, line in scaffold.lines:
+        text = edited.get(path) or (root / path).read_text(encoding="utf-8")
+        if before not in text:
+            raise SettingsError(f"{path} has no {before!r} any more; add the lines by hand, as {PAGE} says")
+        edited[path] = text.replace(before, _named(line, forms) + before, 1)
+    yield from edited.items()
+
+
+def _tidy(paths: list[Path]) -> None:
+    """Sort imports and wrap lines, where ruff is installed."""
+    ruff = Path(sys.executable).with_name("ruff")
+    if ruff.exists():
+        subprocess.run([ruff, "check", "--select", "I", "--fix", "--quiet", *paths], check=False)
+        subprocess.run([ruff, "format", "--quiet", *paths], check=False)
