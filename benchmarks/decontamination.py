@@ -13,20 +13,20 @@ removed any. `--plants 0` leaves the plants out and searches for more benchmarks
 from __future__ import annotations
 
 import argparse
-import html
 import json
 import lzma
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, TextIO
 
 from fathom.corpus.benchmarks import Item, item_of, plain
-from fathom.corpus.confusables import LOOKALIKES
+from fathom.corpus.forms import ALL, NEED_CHOICES, asked
 from fathom.corpus.leaks import Matcher, build_index
+from fathom.corpus.planting import LENGTHS
 from fathom.corpus.recipe import Decontaminate
 from fathom.corpus.stage import grouped
 from fathom.report.files import write_json
@@ -53,78 +53,8 @@ MORE = {
     "blimp": ("blimp/*",),
 }
 """Benchmarks of another shape, and more items of some."""
-CYRILLIC = {latin: next(one for one in shapes if "\u0400" <= one <= "\u052f")
-            for latin, shapes in LOOKALIKES.items() if any("\u0400" <= one <= "\u052f" for one in shapes)}  # fmt: skip
-ACCENTED = dict(zip("aeioucn", "\u00e1\u00ea\u00ef\u00f6\u00fb\u00e7\u00f1", strict=True))
 NAMES = ("Ann", "Omar", "Lena", "Ravi", "Mei", "Jorge", "Ines", "Tom", "Aiko", "Paul")
 THINGS = ("apples", "books", "coins", "stamps", "marbles", "tickets", "shells", "pencils", "cards", "eggs")
-
-
-def asked(item: Item) -> str:
-    return f"{item.context}\n{item.stem}" if item.context else item.stem
-
-
-def listed(item: Item, mark: str) -> str:
-    letters = "ABCDEFGHIJ" if mark[1] == "A" else "1234567890"
-    return "\n".join(f"{mark.replace(mark[1], letters[n])} {choice}" for n, choice in enumerate(item.choices))
-
-
-def every(text: str, share: int, change: Callable[[str], str]) -> str:
-    return " ".join(change(word) if n % share == 0 else word for n, word in enumerate(text.split(" ")))
-
-
-def whole(item: Item) -> str:
-    return f"{asked(item)} {item.gold}"
-
-
-KINDS: dict[str, Callable[[Item], str]] = {
-    "question answer": whole,
-    "Q: A:": lambda item: f"Q: {asked(item)}\nA: {item.gold}",
-    "Question: Answer:": lambda item: f"Question: {asked(item)}\nAnswer: {item.gold}",
-    "He replied:": lambda item: f"She asked: {asked(item)} He replied: {item.gold}",
-    "the correct answer is (B)": lambda item: f"{asked(item)} The correct answer is (B) {item.gold}",
-    "options A.": lambda item: f"{asked(item)}\n{listed(item, ' A.')}\nAnswer: {item.gold}",
-    "options (1)": lambda item: f"{asked(item)}\n{listed(item, '(1)')}\nAnswer: {item.gold}",
-    "upper case": lambda item: whole(item).upper(),
-    "entities": lambda item: html.escape(whole(item)).replace(" ", "&nbsp;").replace("e", "&#101;"),
-    "homoglyphs, all": lambda item: "".join(CYRILLIC.get(one, one) for one in whole(item)),
-    "homoglyphs, a word in six": lambda item: every(
-        whole(item), 6, lambda word: "".join(CYRILLIC.get(one, one) for one in word)
-    ),
-    "diacritics": lambda item: "".join(ACCENTED.get(one, one) for one in whole(item)),
-    "combining marks": lambda item: "".join(f"{one}\u0301" if one.isalpha() else one for one in whole(item)),
-    "tags": lambda item: every(
-        html.escape(whole(item), quote=False), 3, lambda word: f"<b>{word[:2]}</b>{word[2:]}<br/>"
-    ),
-    "LaTeX": lambda item: every(whole(item), 4, lambda word: f"\\textbf{{{word}}}"),
-    "footnote marks": lambda item: every(whole(item), 5, lambda word: f"{word}[{len(word)}]" if word else ""),
-    "fullwidth": lambda item: "".join(chr(ord(one) + 0xFEE0) if "!" <= one <= "~" else one for one in whole(item)),
-    "mathematical": lambda item: "".join(
-        chr(0x1D41A + ord(one) - ord("a")) if "a" <= one <= "z" else one for one in whole(item)
-    ),
-    "emphasis": lambda item: every(whole(item), 1, lambda word: f"**{word}**"),
-    "JSON": lambda item: json.dumps({"question": asked(item), "answer": item.gold}),
-    "table": lambda item: f"| {asked(item)} | {item.gold} |",
-    "messages": lambda item: json.dumps({"messages": [{"role": "user", "content": asked(item)},
-                                                      {"role": "assistant", "content": item.gold}]}),
-    "ShareGPT": lambda item: json.dumps({"conversations": [{"from": "human", "value": asked(item)},
-                                                           {"from": "gpt", "value": item.gold}]}),
-    "ChatML": lambda item: f"<|im_start|>user\n{asked(item)}<|im_end|>\n<|im_start|>assistant\n{item.gold}<|im_end|>",
-    "[INST]": lambda item: f"<s>[INST] {asked(item)} [/INST] {item.gold} </s>",
-    "Llama 3": lambda item: "<|begin_of_text|>" + "".join(
-        f"<|start_header_id|>{role}<|end_header_id|>\n\n{said}<|eot_id|>"
-        for role, said in (("user", asked(item)), ("assistant", item.gold))
-    ),
-    "Alpaca": lambda item: f"### Instruction:\n{asked(item)}\n\n### Response:\n{item.gold}",
-    "Sure!": lambda item: f"{asked(item)}\n\nSure! The answer is {item.gold}.",
-    "row, MMLU's": lambda item: json.dumps({"question": asked(item), "subject": "a_subject",
-                                            "choices": item.choices or [item.gold], "answer": 1}),
-    "row, ARC's": lambda item: json.dumps({"id": "M_1", "question": asked(item),
-                                           "choices": {"text": item.choices or [item.gold], "label": "ABCD"}}),
-    "row, keys sorted": lambda item: json.dumps({"answer": item.gold, "id": "M_1", "question": asked(item)}),
-}  # fmt: skip
-LENGTHS = ((1, 2), (3, 7), (8, 12), (13, 10**6))
-"""Words of a question, by which recall is counted, too."""
 
 
 STORY = "{who} had {a} {what} in {n} boxes on the shelf. Then {who} gave away {b} {what} to a neighbour of {other}."
@@ -211,20 +141,19 @@ def recall(items: Sequence[Item], covers: Sequence[str], plants: int, chance: ra
     matcher = Matcher([index], [items])
     numbers = [n for n, item in enumerate(items) if item.gold]
     sizes = [len(plain(asked(item)).split()) for item in items]
-    lengths = {f"{low} to {high}" if high < 10**6 else f"{low} or more": [0, 0] for low, high in LENGTHS}
-    label = dict(zip(LENGTHS, lengths, strict=True))
+    lengths = {words: [0, 0] for words in LENGTHS}
     keys = [(item.stem, item.context, tuple(sorted(item.choices))) for item in items]
     cells: dict[str, Any] = {}
-    for kind, form in KINDS.items():
-        if kind.startswith("options") and not any(item.choices for item in items):
+    for kind, form in ALL.items():
+        if kind.startswith(NEED_CHOICES) and not any(item.choices for item in items):
             continue
         chosen = chance.sample(numbers, min(plants, len(numbers)))
-        texts = [f"{chance.choice(covers)}\n{form(items[n])}\n{chance.choice(covers)}" for n in chosen]
+        texts = [f"{chance.choice(covers)}\n{form(items[n], chance)}\n{chance.choice(covers)}" for n in chosen]
         found, siblings, worst, contained = 0, 0, 0, 0
         for number, hits in zip(chosen, matcher.hits(texts), strict=True):
             marked = {hit.item for _, hit in hits}
             found += number in marked
-            cell = lengths[next(label[one] for one in LENGTHS if max(sizes[number], 1) <= one[1])]
+            cell = lengths[next(words for words, most in LENGTHS.items() if sizes[number] <= most)]
             cell[0], cell[1] = cell[0] + (number in marked), cell[1] + 1
             others = {keys[one]: one for one in marked if keys[one] != keys[number]}
             inside = sum(_holds(items[number], items[one]) for one in others.values())

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import fields
 
 from fathom.cli.lineage import ACTIONS
-from fathom.cli.main import COMMANDS
+from fathom.cli.main import COMMANDS, module_of
 from fathom.cli.parser import Parser
 from fathom.corpus.recipe import CorpusRecipe
 from fathom.experiments.rules import Rules
@@ -52,7 +52,7 @@ def commands() -> str:
     lines[-2] += " and 1 for a failure. `NO_COLOR=1` turns colours off, and `COLUMNS` sets the width."
     for name, summary in COMMANDS.items():
         parser = Parser(prog=f"fathom {name}")
-        importlib.import_module(f"fathom.cli.{name}").add(parser)
+        importlib.import_module(module_of(name)).add(parser)
         lines += [f"## fathom {name}", "", f"{summary[0].upper()}{summary[1:]}.", ""]
         inner = next((one for one in parser._actions if isinstance(one, argparse._SubParsersAction)), None)
         if inner is None:

@@ -213,7 +213,8 @@ def fathom_words(words: list[str]) -> list[str] | None:
 
 
 def command_of(words: list[str]) -> str:
-    return " ".join(words[:2] if words[:1] == ["lineage"] else words[:1])
+    both = " ".join(words[:2])
+    return both if words[:1] == ["lineage"] or both in cli.COMMANDS else words[0]
 
 
 # The working directory.

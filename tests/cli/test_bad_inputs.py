@@ -704,6 +704,7 @@ FEW = [
     ("generate model '\udcff'", "the prompt is not UTF-8"),
     ("chat model --system '\udcff'", "--system is not UTF-8"),
     ("prepare good.jsonl --tokenizer words --out new --held-out half", "--held-out half: allowed: a number"),
+    ("corpus audit nowhere --benchmark mine=nowhere.jsonl", "nowhere.jsonl"),
 ]
 
 

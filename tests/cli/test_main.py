@@ -40,7 +40,7 @@ def test_no_command_s_help_loads_what_computes() -> None:
     code = (
         "import sys, importlib; from fathom.cli import main; from fathom.cli.parser import Parser\n"
         "for name in main.COMMANDS:\n"
-        "    importlib.import_module(f'fathom.cli.{name}').add(Parser(prog=name))\n"
+        "    importlib.import_module(main.module_of(name)).add(Parser(prog=name))\n"
         "    print(name, *({'torch', 'scipy', 'transformers'} & set(sys.modules)))\n"
         "    if name == 'lineage': print(*({'numpy', 'jinja2', 'huggingface_hub'} & set(sys.modules)))\n"
         "import numpy; 'numpy' in sys.modules or print('the check sees nothing')\n"

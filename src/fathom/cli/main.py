@@ -20,6 +20,7 @@ COMMANDS = {
     "train": "train a recipe, or continue its run",
     "prepare": "turn text into token shards",
     "corpus": "turn documents into a deduplicated, decontaminated, mixed corpus with a card",
+    "corpus audit": "search any text for the questions of benchmarks, and print what the search would miss",
     "report": "write a page for a run, or for a folder of runs",
     "recipes": "list the recipes that come with Fathom, or copy one",
     "deepen": "add mechanisms to a pretrained model without changing its output, and write a recipe to train it",
@@ -104,6 +105,11 @@ def _named(file: object, words: Sequence[str]) -> bool:
     return any(Path(file).absolute() in (place, *place.parents) for place in named)
 
 
+def module_of(name: str) -> str:
+    """The module of a command."""
+    return f"fathom.cli.{name.replace(' ', '_')}"
+
+
 def _dispatch(words: Sequence[str]) -> int:
     width = max(map(len, COMMANDS))
     listing = "\n".join(f"  {name:<{width}}  {summary}" for name, summary in COMMANDS.items())
@@ -120,6 +126,7 @@ def _dispatch(words: Sequence[str]) -> int:
         return 0
     parser.refuse_unknown(words[:1])
     name = parser.parse_args(words[:1]).command
+    name, rest = (both, words[2:]) if (both := " ".join(words[:2])) in COMMANDS else (name, words[1:])
     if name not in COMMANDS:
         close = get_close_matches(name.lower(), COMMANDS, n=1)
         hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(COMMANDS)}"
@@ -127,11 +134,11 @@ def _dispatch(words: Sequence[str]) -> int:
     summary = COMMANDS[name]
     inner = Parser(prog=f"fathom {name}", description=summary[0].upper() + summary[1:] + ".")
     with _plain_warnings(inner):
-        command = import_module(f"fathom.cli.{name}")
+        command = import_module(module_of(name))
         command.add(inner)
         inner.epilog = "\n\n".join(filter(None, [examples(getattr(command, "EXAMPLES", ())), inner.epilog]))
         try:
-            return int(command.run(inner.parse(words[1:])))
+            return int(command.run(inner.parse(rest)))
         except FathomError as error:
             error.args = (inner.in_flags(str(error)),)
             raise

@@ -11,9 +11,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from fathom.corpus.conversations import messages_of
 from fathom.corpus.normalization import normalize
 from fathom.corpus.words import lower, words_of
-from fathom.data.sources import JSON, lines_of, suffix_of
+from fathom.data.sources import ALL_FIELDS, JSON, Reading, lines_of, reader_of, suffix_of
 from fathom.errors import DataError
 
 QUESTIONS = (
@@ -28,8 +29,15 @@ QUESTIONS = (
     "prompt",
     "text",
     "sentence_good",
+    "problem",
+    "input",
 )
-ANSWERS = ("answer", "answerKey", "gold", "label", "correct_answer", "target", "answers")
+ANSWERS = (
+    *("answer", "answerKey", "gold", "label", "correct_answer", "target", "answers", "completion", "response"),
+    *("solution", "output", "canonical_solution", "best_answer"),
+)
+FINAL = "#### "
+"""What stands before the last line of a worked answer, which alone is an answer too."""
 CONTEXTS = ("context", "passage", "support")
 LETTERS = string.ascii_uppercase
 OPTION = re.compile(r"(?:^|\s)\(?([A-J])[.):]\s+")
@@ -146,6 +154,10 @@ def _rows(path: Path, name: str) -> Iterator[Any]:
             if values is not None:
                 yield from _of_json(values, key)
                 return
+        reader = reader_of(path)
+        if reader is not None and reader.gives == "rows":
+            yield from reader.records(path, Reading(ALL_FIELDS))
+            return
         for line in lines_of(path):
             if line and line.strip():
                 yield json.loads(line.decode("utf-8-sig"))
@@ -171,6 +183,7 @@ def _of_json(values: object, key: str) -> Iterator[Any]:
 
 def item_of(row: Mapping[str, object], number: int, question: str | None = None) -> Item:
     """An item from a row in any of the usual formats."""
+    row = _of_chat(row)
     inner = row.get("question")
     if isinstance(inner, Mapping):  # ARC: {"question": {"stem": ..., "choices": [...]}, "answerKey": ...}
         row = {**row, **inner, "question": inner.get("stem")}
@@ -196,6 +209,22 @@ def item_of(row: Mapping[str, object], number: int, question: str | None = None)
     return _of_truth(item, TRUTHS[word], word in ("true", "yes")) if word in TRUTHS else item
 
 
+def _of_chat(row: Mapping[str, object]) -> Mapping[str, object]:
+    """A row of messages, in any format, as its last question and the answer to that; other rows as they are."""
+    if not any(isinstance(row.get(key), list) for key in ("messages", "conversations")) and "instruction" not in row:
+        return row
+    try:
+        messages = messages_of(row)
+    except DataError as error:
+        raise ValueError(str(error)) from None
+    answers = [number for number, one in enumerate(messages) if one["role"] == "assistant"] or [len(messages)]
+    questions = [one["content"] for one in messages[: answers[-1]] if one["role"] == "user"]
+    if not questions:
+        raise ValueError("no message of a user before the last answer")
+    answer = messages[answers[-1]]["content"] if answers[-1] < len(messages) else None
+    return {key: row[key] for key in ("id",) if key in row} | {"question": questions[-1], "answer": answer}
+
+
 def _given(given: object, choices: Sequence[str]) -> list[object]:
     """An answer and the alternatives that are accepted, from a list or an object."""
     if isinstance(given, Mapping):  # TriviaQA: {"value": ..., "aliases": [...]}; SQuAD: {"text": [...]}
@@ -203,6 +232,8 @@ def _given(given: object, choices: Sequence[str]) -> list[object]:
         given = [*([given["value"]] if "value" in given else []), *(texts if isinstance(texts, list) else [])]
     if isinstance(given, list) and not choices:
         return list(dict.fromkeys(map(str, given))) or [None]
+    if isinstance(given, str) and FINAL in given and not choices:  # GSM8K
+        return [given, given.rpartition(FINAL)[2].strip()]
     return [given]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import asdict, dataclass
@@ -23,6 +23,7 @@ from fathom.corpus.stage import Input, Stage, Task, grouped
 from fathom.corpus.traces import is_trace, require_tools, trace_messages
 from fathom.corpus.verbalizer import TEMPLATES, pairs_of
 from fathom.data.sources import (
+    ALL_FIELDS,
     COMPRESSIONS,
     JSON,
     READERS,
@@ -77,7 +78,7 @@ class Ingest(Stage):
     """Reads what the collections name."""
 
     name = "ingest"
-    version = 4
+    version = 5
 
     def settings(self) -> dict[str, object]:
         """The recipe values that this stage's results depend on."""
@@ -207,6 +208,25 @@ class Failed:
     detail: str
 
 
+def rows_in(data: bytes, columns: bool) -> Sequence[object] | None:
+    """The rows of a JSON file; None if it holds JSON lines.
+
+    Args:
+        data: What stands in the file.
+        columns: Whether an object may be columns of one length, or hold one list of rows.
+    """
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(value, Mapping) or not columns:
+        return value if isinstance(value, list) else None
+    lists = [one for one in value.values() if isinstance(one, list)]
+    if len(lists) == len(value) > 1 and len({len(one) for one in lists}) == 1:
+        return [dict(zip(value, row, strict=True)) for row in zip(*lists, strict=True)]
+    return lists[0] if len(lists) == 1 and all(isinstance(one, Mapping) for one in lists[0]) else None
+
+
 class _Reader:
     """Reads the files of one task."""
 
@@ -249,6 +269,10 @@ class _Reader:
             oversize="skip",
             max_record_bytes=self._limit,
         )
+        if path.suffix == JSON and path.stat().st_size <= self._limit:
+            rows = rows_in(path.read_bytes(), self._arguments["text_field"] == ALL_FIELDS)
+            if rows is not None:
+                return (json.dumps(row, ensure_ascii=False).encode("utf-8", "surrogatepass") for row in rows)
         gives = READERS[kind].gives if kind in READERS else "text"
         return Source(gives, str(path), "", (path,), reader=kind).records(reading)
 

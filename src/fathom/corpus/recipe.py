@@ -41,7 +41,7 @@ class Collection(Section):
     priority: int = 0
     """the near-duplicate with the higher priority is kept"""
     text_field: str = "text"
-    """the JSON field or Parquet column that holds the text"""
+    """the JSON field or Parquet column that holds the text; * reads all of a record, a line for each value"""
     separator: str | None = None
     """a line that separates documents within text files; null: a file is a document"""
     encoding: str = "utf-8"

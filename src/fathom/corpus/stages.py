@@ -11,6 +11,8 @@ from fathom.corpus.duplicates import Candidates, Duplicates, Exact, Signatures, 
 from fathom.corpus.exports import Export
 from fathom.corpus.ingest import Ingest
 from fathom.corpus.plain import Encode, Read
+from fathom.corpus.planting import Plant
+from fathom.corpus.search import Search
 from fathom.corpus.stage import Stage, StageOf
 from fathom.corpus.tokens import Tokenize, Tokenizer
 
@@ -20,4 +22,6 @@ ORDER: tuple[type[Stage], ...] = (
 )
 PREPARE: tuple[type[StageOf[Any]], ...] = (Read, Encode)
 """The stages of `fathom prepare`."""
-STAGES: dict[str, type[StageOf[Any]]] = {stage.name: stage for stage in (*ORDER, *PREPARE)}
+AUDIT: tuple[type[StageOf[Any]], ...] = (Ingest, Benchmarks, Search, Plant)
+"""The stages of `fathom corpus audit`."""
+STAGES: dict[str, type[StageOf[Any]]] = {stage.name: stage for stage in (*ORDER, *PREPARE, *AUDIT)}

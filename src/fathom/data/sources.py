@@ -42,6 +42,8 @@ CLUSTER = "cluster"
 PARAGRAPHS, LINES = "", "\n"
 """Separators: a blank line, and none, since every line is a document."""
 HUB = "hf:"
+ALL_FIELDS = "*"
+"""The name of a text field that stands for all fields of a record."""
 COMPRESSIONS = {".gz": "gzip", ".xz": "lzma", ".bz2": "bz2", ".zst": "zstandard"}
 JSON = ".json"  # JSON lines, as C4 names them
 TEXT = (
@@ -63,7 +65,7 @@ class Reading:
     advises: ClassVar[bool] = False
     """Whether errors name the options of `fathom prepare` that let reading continue."""
     text_field: str = "text"
-    """The JSON field or Parquet column that holds the text."""
+    """The JSON field or Parquet column that holds the text; `*` reads all of a record, a line for each value."""
     domain_field: str | None = None
     """The JSON field or Parquet column that names the domain of each document."""
     separator: str | None = None
@@ -230,10 +232,23 @@ def field_of(fields: Mapping[str, Any], name: str) -> Any:
 
 def text_of(fields: Mapping[str, Any], name: str) -> str:
     """A field of a record that holds text; null is an empty one."""
+    if name == ALL_FIELDS:
+        return "\n".join(values_in(fields))
     value = field_of(fields, name)
     if value is not None and not isinstance(value, str):
         raise DataError(f"field {name!r} is {type(value).__name__}, not text")
     return value or ""
+
+
+def values_in(value: object) -> Iterator[str]:
+    """Every text and number in a record, in the order of its fields: messages, choices and columns of any format."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        for one in value:
+            yield from values_in(one)
+    elif value is not None and not isinstance(value, bytes):
+        yield str(value)
 
 
 def split_name(text: str) -> tuple[str | None, str]:
@@ -579,6 +594,8 @@ def _parquet(path: Path, reading: Reading) -> Iterator[Row | None]:
     columns = [reading.text_field] + ([reading.domain_field] if reading.domain_field else [])
     with _foreign(str(path)):
         schema = parquet.read_schema(path)
+        if reading.text_field == ALL_FIELDS:
+            columns = list(schema.names)
         for column in columns:
             if column not in schema.names:
                 raise DataError(f"{path}: no column {column!r}: it has {', '.join(schema.names)}")
