@@ -705,6 +705,8 @@ FEW = [
     ("chat model --system '\udcff'", "--system is not UTF-8"),
     ("prepare good.jsonl --tokenizer words --out new --held-out half", "--held-out half: allowed: a number"),
     ("corpus audit nowhere --benchmark mine=nowhere.jsonl", "nowhere.jsonl"),
+    ("report nowhere", "nowhere: no such directory"),
+    ("new nothing x", "choose from 'cache', 'family', 'mixer'"),
 ]
 
 
