@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,15 +15,19 @@ os.environ.setdefault("DISABLE_MULTIPROC", "1")  # lm-eval else starts a pool of
 
 import pytest
 from hypothesis import settings
+from hypothesis.internal.conjecture import providers
 
 if TYPE_CHECKING:
     import torch
+    from _pytest.python import CallSpec2
 
     from fathom.lineage.weights import Weights
     from fathom.recipe import Recipe
 
 settings.register_profile("fathom", deadline=None, print_blob=True)  # a shared machine is no reason to fail
 settings.load_profile("fathom")
+# Hypothesis also draws constants that stand in local code: it reads those of the package, not of 300 files of tests.
+providers.is_local_module_file = lambda path: f"{os.sep}src{os.sep}fathom{os.sep}" in path
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -35,6 +39,23 @@ def pytest_configure(config: pytest.Config) -> None:
     if not torch.cuda.is_available():  # kernels then run in an interpreter, which triton asks for as it is imported
         os.environ.setdefault("TRITON_INTERPRET", "1")
     torch.set_num_threads(1)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> Generator[None, object, object]:
+    """Of ten thousand slow cases the fast suite makes no items, but one where all cases of a test are slow."""
+    result = yield
+    calls = metafunc._calls
+    if calls and metafunc.config.option.markexpr == "not slow":
+        quick = [mark.args for mark in metafunc.definition.iter_markers("quick")]
+        slow = metafunc.definition.get_closest_marker("slow")
+
+        def fast(call: CallSpec2) -> bool:
+            named = all(any(fnmatchcase(call.id, name) for name in names) for names in quick)
+            return named and not slow and all(mark.name != "slow" for mark in call.marks)
+
+        metafunc._calls = [call for call in calls if fast(call)] or calls[:1]
+    return result
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -59,8 +80,7 @@ def pytest_collectstart() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What was imported is there to stay: half a million objects that no later collection need walk through."""
-    gc.collect()
+    """What was imported is there to stay: half a million objects that no collection need walk through."""
     gc.freeze()
     gc.enable()
 

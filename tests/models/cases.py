@@ -262,7 +262,7 @@ LATER = (
         "-queries",
     ),
     *("-window", "-prepost", "-all", "-damped", "-delta_block"),
-    *("-keys", "-both", "-projected", "-pause", "-duo", "-uniform", "-geometric", "-mlp"),
+    *("-keys", "-both", "-projected", "-pause", "-pause-duo", "-uniform", "-geometric", "-mlp"),
 )
 BACKED = ["depth_attention@neox", "ponder@gpt2", "loop@olmo2", "latent_cot@gemma"]
 FAST = [case for case in ALONE if case not in ("loop", "ponder", "latent_cot")]

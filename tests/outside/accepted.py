@@ -42,6 +42,8 @@ ACCEPTED: dict[str, dict[str, str]] = {
     "attention_residuals": ONE_TRIP,
     "hyper_connections": ONE_TRIP,
     "mudd": ONE_TRIP,
+    "branch_gain": ONE_TRIP,
+    "value_gain": ONE_TRIP,
     "loop": {**ONE_TRIP, "test_attention_outputs": VISITS},
     "ponder": {**HEADED, "test_attention_outputs": VISITS},
     "ponder2": SLOTTED,
