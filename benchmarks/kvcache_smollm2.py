@@ -257,19 +257,15 @@ def table(log: Path) -> Iterator[str]:
     texts = read_by_all([line for line in found if line["cell"]["kind"] == "text"])
     asked = [(line["cell"], one) for line in found if line["cell"]["kind"] == "questions" for one in line["found"]]
     losses = {row: nats_of(texts, *row) for row in rows(texts)}
-    kinds = sorted({(line["cell"]["text"], line["cell"]["length"]) for line in texts}, key=lambda kind: kind[::-1])
-    heads = [f"{name}, {length:,}" for name, length in kinds]
-    yield f"| cache | all | minus drop | {' | '.join(heads)} | peak | mean | ms a token |"
-    yield "| --- |" + " ---: |" * (len(kinds) + 5)
+    yield "| cache | all | minus drop | peak | mean | ms a token |"
+    yield "| --- |" + " ---: |" * 5
     full = losses["full", max(SHARES)]
     for method, share in rows(texts):
         mine, drop = losses[method, share], losses.get(("drop", share))
         if method == "full":
             cells = [f"{mean_of(mine)} ({len({one[:2] for one in mine})})", ""]
-            cells += [f"{mean_of(some)} ({len(some)})" for some in (of_kind(mine, kind) for kind in kinds)]
         else:
             cells = [gap(mine, full), gap(mine, drop) if drop and method not in (*WHOLE, "drop") else ""]
-            cells += [gap(of_kind(mine, kind), of_kind(full, kind)) for kind in kinds]
         found_short = [line["found"] for line in texts if place_of(line) == (method, share, min(TEXTS))]
         peak, mean = (size(statistics.fmean(one[key] for one in found_short)) for key in ("peak_bytes", "mean_bytes"))
         ms = 1000 * statistics.median(one["decode_seconds"] for one in found_short)
@@ -292,7 +288,7 @@ def table(log: Path) -> Iterator[str]:
         ]
         natural = [one for one in mine if one["task"] in NATURAL]
         cost = statistics.fmean(one["nats"] for one in natural) if natural else float("nan")
-        beyond = answers([one for one in natural if one["beyond"]])
+        beyond = answers([one for one in natural if one["beyond"]], interval=True)
         yield f"| {label(method, share)} | {' | '.join(cells)} | {beyond} | {cost:.2f} |"
     bad = [f"{task} ({solved[task]:.2f})" for task in tasks if solved[task] < 0.5]
     yield ""
@@ -392,11 +388,6 @@ def nats_of(texts: Sequence[dict[str, Any]], method: str, share: float) -> dict[
     return {text_of(line): line["found"]["nats"] for line in texts if place_of(line)[:2] == (method, share)}
 
 
-def of_kind(losses: dict[Text, float], kind: tuple[str, int]) -> dict[Text, float]:
-    """Those of one kind of text at one length."""
-    return {text: loss for text, loss in losses.items() if (text[0], text[2]) == kind}
-
-
 def by_document(losses: dict[Text, float]) -> dict[tuple[str, int], float]:
     """The mean loss of each document: what is read again at greater length is no other document."""
     documents = dict.fromkeys(text[:2] for text in losses)
@@ -427,14 +418,15 @@ def gap(mine: dict[Text, float], control: dict[Text, float]) -> str:
     return f"{found.mean:+.3f}{half}".replace("-", "−")
 
 
-def answers(found: Sequence[dict[str, Any]]) -> str:
-    """The mean score of some answers; exact ones with Wilson's interval."""
+def answers(found: Sequence[dict[str, Any]], interval: bool = False) -> str:
+    """The mean score of some answers; if asked, exact ones with Wilson's interval."""
     if not found:
         return ""
     scores = [one["score"] for one in found]
     if set(scores) <= {0.0, 1.0}:
         low, high = wilson(int(sum(scores)), len(scores))
-        return f"{int(sum(scores))}/{len(scores)} ({low:.2f}–{high:.2f})"
+        ends = f" ({low:.2f}–{high:.2f})" if interval else ""
+        return f"{int(sum(scores))}/{len(scores)}{ends}"
     return f"{statistics.fmean(scores):.2f} ({len(scores)})"
 
 
