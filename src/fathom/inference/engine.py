@@ -342,7 +342,7 @@ class Engine:
             out, self._out = self._out, []
             try:
                 self.hand_out(out)
-            except RuntimeError:  # the listeners' event loop has closed meanwhile
+            except Exception:  # a fault of those who listen is no reason to end the others' texts
                 logger.exception("events were not delivered")
 
     def _drop_cancelled(self) -> None:
@@ -414,7 +414,7 @@ class Engine:
                 held = sum(len(self._held(lane)) for lane in self.lanes.values()) + len(jobs)
                 if held >= ROWS or not (self._beside(jobs, one, left) and self._make_room(one, jobs)):
                     break
-            except (MemoryError, RuntimeError) as error:  # no memory for this job: nothing was changed for it yet
+            except Exception as error:  # whatever it is, it concerns this job alone: nothing was changed for it yet
                 logger.exception("a request was not admitted")
                 self._remove([one])
                 self._fail([one], error)
