@@ -16,7 +16,7 @@ import torch
 from .axes.roles import Cost, Recurrence, View
 from .configuration import FathomConfig
 from .decoder.arithmetic import attention_flops, head_flops, keys_read, layer_cache_bytes, layer_flops, loss_flops
-from .hosts.layer_cost import layer_costs
+from .hosts.layer_cost import layer_costs, mixer_cost
 from .modeling import FathomForCausalLM
 from .registry import AXES, mechanism, recurrence_class
 from .trips.slots import plan
@@ -44,7 +44,8 @@ def mechanism_cost(config: FathomConfig, bytes_per_scalar: int = 2) -> Cost:
     """The cost that the three axes add to the vanilla decoder, without attention scores of further trips."""
     total, visits = Cost(), [visit for trip in plan(config) for visit in trip]
     for axis in AXES:
-        total = total + mechanism(axis, getattr(config, axis)).cost(config, visits, bytes_per_scalar)
+        cost = mixer_cost if config.host and axis == "mixer" else mechanism(axis, getattr(config, axis)).cost
+        total = total + cost(config, visits, bytes_per_scalar)
     return total
 
 

@@ -172,10 +172,15 @@ class Layer:
         q = self.linear(q, "self_attn.q_b_proj").reshape(t, heads, -1).swapaxes(0, 1)
         down = self.linear(x, "self_attn.kv_a_proj_with_mqa")
         content = rms(down[:, :-rope], self.w["self_attn.kv_a_layernorm.weight"], eps)
-        both = self.linear(content, "self_attn.kv_b_proj").reshape(t, heads, -1).swapaxes(0, 1)
-        turned = np.broadcast_to(self.rotated(down[None, :, -rope:]), (heads, t, rope))
+        turned = self.rotated(down[None, :, -rope:])
         q = np.concatenate([q[..., :plain], self.rotated(q[..., plain:])], -1)
-        k = np.concatenate([both[..., :plain], turned], -1)
+        keys = self.w["self_attn.kv_b_proj.weight"].reshape(heads, -1, c.kv_lora_rank)[:, :plain]
+        asked = [np.concatenate([a[:, :plain] @ w, a[:, plain:]], -1) for a, w in zip(q, keys, strict=True)]
+        seen = np.concatenate([content, turned[0]], -1)[None]
+        content = self.mixed(np.mean(asked, 0)[None], seen, content[None], (plain + rope) ** -0.5)
+        self.pair = seen, content
+        both = self.linear(content[0], "self_attn.kv_b_proj").reshape(t, heads, -1).swapaxes(0, 1)
+        k = np.concatenate([both[..., :plain], np.broadcast_to(turned, (heads, t, rope))], -1)
         return self.linear(self.attend(q, k, both[..., plain:], (plain + rope) ** -0.5, t), "self_attn.o_proj")
 
     def causal(self, x: Array, name: str) -> Array:

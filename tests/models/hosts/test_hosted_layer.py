@@ -71,8 +71,8 @@ def test_a_directory_opens_as_the_family_opens_it(name, tmp_path):
     [
         ("lfm2", {"recurrence": "ponder3"}, "layer 0 is conv: its state cannot be rolled back"),
         ("lfm2", {"recurrence": "loop", "recurrence_options": {"kv": "first"}}, "its state cannot be rolled back"),
-        ("deepseek_v3", MIXER, "attention stores a latent"),
-        ("deepseek_v3", {"recurrence": "adaponder"}, "attention stores a latent"),
+        ("deepseek_v3", {"mixer": "depth_attention", "mixer_options": {"mixes": "key"}}, "of one latent: set mixer"),
+        ("kimi_linear", {"recurrence": "adaponder"}, "layer 0 is linear_attention: its state cannot be rolled back"),
         ("llama4_text", {"recurrence": "adaponder"}, "layers read chunks of a text"),
         ("olmo3", MIXER, "layers rotate keys differently"),
         ("qwen3_moe", {"residual": "mudd"}, "queries, keys and values have one input"),

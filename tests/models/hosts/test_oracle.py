@@ -75,7 +75,7 @@ def test_plain_loop_and_residual(name, wide):
     assert difference(ours, oracle, trips=2, alphas=alphas) > 1e-3, "the control: another number of trips"
 
 
-@pytest.mark.parametrize("name", [case for case in SLOW if case != SLOW[2]])
+@pytest.mark.parametrize("name", SLOW)
 def test_depth_attention_counts_layers_with_keys(name, wide):
     ours, oracle = pair_of(name, mixer="depth_attention", mixer_options={"stride": 2})
     keyed = ours.config.keyed_layers

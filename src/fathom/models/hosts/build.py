@@ -17,11 +17,13 @@ from transformers.conversion_mapping import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from ..axes.fields import DecoderConfig
+from ..axes.roles import View
 from ..decoder.rotary import RotaryEmbedding
-from ..registry import add_residuals, mechanism
+from ..registry import DEFAULTS, add_residuals, mechanism, recurrence_class
 from ..sublayers import order_of
-from .handover import HANDOVER
+from .handover import HANDOVER, Handover
 from .hosted_layer import Hosted
+from .latent import LatentHandover, one_head
 from .layout import Layout
 from .mixed import Made, mixed
 
@@ -122,7 +124,9 @@ def build(config: DecoderConfig) -> PreTrainedModel:
         del embedding.embed_scale
     inner = type(theirs).from_dict(theirs.to_dict())
     inner._attn_implementation = HANDOVER
-    keyed = config.keyed_layers
+    keyed, recurrence = config.keyed_layers, recurrence_class(config)
+    asked = config.mixer != DEFAULTS["mixer"] or recurrence.stops(config) or recurrence.shares(config)
+    asked = asked or recurrence.sees(config) is not View.SAME
     for i, layer in enumerate(decoder.layers):
         layout = adopt(layer, layouts)
         add_residuals(layer, config, i)
@@ -130,8 +134,10 @@ def build(config: DecoderConfig) -> PreTrainedModel:
         spare(layer)
         layer.kind, layer.value_mixer, layer.stateful = config.layer_types[i], None, i not in keyed
         layer.forgets = layer.stateful and layout.forgets
-        if i in keyed and not layout.latent:
-            layer.value_mixer = mechanism("mixer", config.mixer).build(config, keyed.index(i))
+        layer.handover = LatentHandover if layout.latent else Handover
+        if i in keyed and (asked or not layout.latent):
+            seen = one_head(config, theirs) if layout.latent else config
+            layer.value_mixer = mechanism("mixer", config.mixer).build(seen, keyed.index(i))
             getattr(layer, layer.parts[0]).config = inner
     return decoder
 

@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, ClassVar, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -53,6 +53,8 @@ class Handover:
     """The cache of continuous batching."""
     pair: KeyValue | None = field(default=None, init=False)
     """The new tokens' key and mixed value, once attention has run."""
+    waits: ClassVar[bool] = False
+    """Whether `update` must be called where nothing is cached too."""
 
     def update(self, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> KeyValue:
         """Nothing yet: mixing needs the query."""
@@ -62,17 +64,24 @@ class Handover:
         """The number of tokens that the cache holds."""
         return 0 if self.bank is None else cast(Any, self.bank).get_seq_length()
 
-    def store(self, query: Tensor, key: Tensor, value: Tensor) -> KeyValue:
+    def store(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> KeyValue:
         """Mix and store; returns the keys and values to attend to."""
         if self.lent is not None:
             self.pair = self.lent
             return self.lent
-        key, value = self.mixer.stored(query, key, value, self.sources)
+        self.pair = self.mixed(module, query, key, value)
         if self.alive is not None:
-            key, value = (torch.where(self.alive, a, b) for a, b in zip((key, value), self.earlier, strict=True))
-            self.earlier = ()
-        self.pair = key, value
-        return self.pair if self.bank is None else self.bank.update(key, value)
+            kept = (torch.where(self.alive, a, b) for a, b in zip(self.pair, self.earlier, strict=True))
+            self.pair, self.earlier = cast(KeyValue, tuple(kept)), ()
+        return self.pair if self.bank is None else self.bank.update(*self.kept(module, *self.pair))
+
+    def mixed(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> KeyValue:
+        """The key and the mixed value."""
+        return self.mixer.stored(query, key, value, self.sources)
+
+    def kept(self, module: nn.Module, key: Tensor, value: Tensor) -> KeyValue:
+        """What the cache keeps of them."""
+        return key, value
 
 
 def attend(
@@ -89,7 +98,7 @@ def attend(
         raise ValueError("a hosted layer is called by Fathom's walk only")
     function = _backend(module, handover.backend)
     own: Any = module
-    channels, (key, value) = value.shape[-1], handover.store(query, key, value)
+    channels, (key, value) = value.shape[-1], handover.store(module, query, key, value)
     if handover.paged is not None:
         kwargs["cache"] = handover.paged
         key, value = handed(key, value, handover.visit, kwargs)

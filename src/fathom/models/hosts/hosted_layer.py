@@ -104,7 +104,8 @@ class Hosted(Made, Sublayers):
     router = ""
     """The router's name; empty in a layer that has none."""
     value_mixer: ValueMixer | None
-    """None where the part keeps no key and value of every token."""
+    """None where the part keeps no key and value of every token, or a latent that nothing mixes."""
+    handover: type[Handover]
     attn_residual: Residual
     mlp_residual: Residual
     again: nn.ModuleList
@@ -140,8 +141,8 @@ class Hosted(Made, Sublayers):
         if self.value_mixer is not None:
             asked = {name: given.pop(name) for name in ASKED if name in given}
             asked |= {"visit": bank, "paged": given.pop("cache", None)}
-            hand = Handover(self.value_mixer, backend, view, sources, **asked)
-            view, given["handover"] = (None if view is None else hand), hand
+            hand = self.handover(self.value_mixer, backend, view, sources, **asked)
+            view, given["handover"] = hand if hand.waits or view is not None else None, hand
         if not self.stateful:
             arrangement = None
         if arrangement is not None:

@@ -6,6 +6,7 @@ state is updated and read as in decoding: training in chunks makes more products
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, cast
@@ -15,7 +16,11 @@ from torch import Tensor, nn
 from transformers import MODEL_MAPPING
 
 from ..axes.fields import DecoderConfig
+from ..axes.roles import Cost
+from ..axes.visit import Visit
+from ..registry import mechanism
 from .build import native_config
+from .latent import one_head
 from .layout import Layout
 
 
@@ -95,6 +100,17 @@ def _state_flops(layer: nn.Module) -> int:
         if hasattr(part, "ssm_state_size"):
             return 6 * part.intermediate_size * part.ssm_state_size
     return 0
+
+
+def mixer_cost(config: DecoderConfig, visits: Sequence[Visit], scalar: int) -> Cost:
+    """A mixer's cost in a hosted decoder; over latents it is that of one head, whose queries are made for it."""
+    cost = mechanism("mixer", config.mixer).cost
+    if not _layout(config).latent:
+        return cost(config, visits, scalar)
+    theirs, mixing = native_config(config), [len(visit.sources) + 1 for visit in visits if visit.sources]
+    query = 2 * config.num_attention_heads * theirs.qk_nope_head_dim * theirs.kv_lora_rank
+    beyond = len(mixing) * query + 2 * theirs.qk_rope_head_dim * sum(mixing)
+    return cost(one_head(config, theirs), visits, scalar) + Cost(flops=beyond)
 
 
 def _layout(config: DecoderConfig) -> Layout:

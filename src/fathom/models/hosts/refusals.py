@@ -32,8 +32,6 @@ def _faults(config: DecoderConfig, recurrence: Recurrence, multiway: bool) -> It
             f"layer {stateful} is {config.layer_types[stateful]}: its state cannot be rolled back, so halting, views "
             f"of other trips and kv=first are not possible (recurrence={config.recurrence})"
         )
-    if own_slots and latent:
-        yield f"attention stores a latent: recurrence={config.recurrence} needs keys and values of every trip"
     if (recurrence.view is not View.SAME or recurrence.halts) and "chunked_attention" in config.layer_types:
         yield f"layers read chunks of a text, which slots of other trips do not know (recurrence={config.recurrence})"
     if multiway:
@@ -41,8 +39,8 @@ def _faults(config: DecoderConfig, recurrence: Recurrence, multiway: bool) -> It
     if config.residual != DEFAULTS["residual"] and (sealed := next((x.sealed for x in layouts if x.sealed), "")):
         yield f"residual={config.residual}: {sealed}"
     if config.mixer != DEFAULTS["mixer"]:
-        if latent:
-            yield f"attention stores a latent, not keys and values: mixer={config.mixer} has nothing to mix"
+        if latent and config.mixer_options.get("mixes", "value") != "value":
+            yield "attention makes keys and values of one latent: set mixer_options.mixes to value, which mixes latents"
         if len(keyed) < 2:
             yield f"mixer={config.mixer} needs two layers with keys, and there are {len(keyed)}"
         if any(layout.uneven for layout in layouts):
