@@ -3,8 +3,9 @@
     python benchmarks/hosted_life.py qwen3_moe --out benchmarks/results/hosted-life-qwen3_moe.json
     python benchmarks/hosted_life.py qwen3_5_text --out benchmarks/results/hosted-life-qwen3_5_text.json
 
-A small Qwen3-MoE or Qwen3.5 gets a loop and hyper-connections and is trained 200 steps by `fathom train`. A second run is sent SIGKILL in the middle and resumed: its weights must have the hash of the first run's. The
-export is opened in a process without Fathom and served. The plain model is exported as its family and deepened.
+A small Qwen3-MoE or Qwen3.5 gets a loop and hyper-connections and is trained 200 steps by `fathom train`. A second run
+is sent SIGKILL in the middle and resumed: its weights must have the hash of the first run's. The export is opened in a
+process without Fathom and served. The plain model is exported as its family and deepened.
 """
 
 from __future__ import annotations
