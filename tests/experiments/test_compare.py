@@ -41,7 +41,7 @@ def planted(small: Recipe, tmp_path_factory: pytest.TempPathFactory) -> tuple[Co
     """The control again under another name, and an arm that learns where the control hardly does."""
     out = tmp_path_factory.mktemp("planted")
     arms = "vanilla,again=vanilla,better=vanilla;optim.lr=1e-2"
-    plan = make_plan(small.override("optim.lr=1e-4"), arms, seeds=3, pairs=1, out=out)
+    plan = make_plan(small.override("optim.lr=1e-4", "model.num_hidden_layers=2"), arms, seeds=3, pairs=1, out=out)
     return carry_out(plan, out, quiet=True), out
 
 
@@ -375,7 +375,11 @@ def test_what_no_run_could_begin_with_is_said_before_work(small: Recipe, planted
 def test_another_recipe_is_refused(small: Recipe, planted):
     _, out = planted
     with pytest.raises(SettingsError, match=r"another recipe; different: optim\.eps"):
-        make_plan(small.override("optim.lr=1e-4", "optim.eps=1e-6"), "vanilla,again=vanilla", out=out)
+        make_plan(
+            small.override("optim.lr=1e-4", "model.num_hidden_layers=2", "optim.eps=1e-6"),
+            "vanilla,again=vanilla",
+            out=out,
+        )
 
 
 def test_a_report_is_written_where_no_run_could_go_on(planted, monkeypatch):

@@ -25,7 +25,7 @@ def model_of(case: str, by_rows: bool):
     return model
 
 
-def steps(model, prompts: list[list[int]], count: int = 8) -> list[torch.Tensor]:
+def steps(model, prompts: list[list[int]], count: int = 4) -> list[torch.Tensor]:
     """Logits `[rows, V]` of some steps after prompts that were read one by one."""
     batch = batch_for(model)
     with torch.inference_mode():
@@ -47,7 +47,7 @@ def differing(model) -> int:
     return found
 
 
-@pytest.mark.quick("vanilla", "latent_cot")
+@pytest.mark.quick("vanilla", "adaponder", "latent_cot")
 @pytest.mark.parametrize("case", CASES)
 def test_company_changes_no_bit(case):
     model = model_of(case, by_rows=True)

@@ -109,7 +109,6 @@ def test_a_short_prompt_does_not_wait_for_long_ones(kind, monkeypatch):
         running.join(10)
 
 
-@pytest.mark.quick("vanilla")
 @pytest.mark.parametrize("kind", ["vanilla", "adaponder"])
 def test_a_prompt_is_interrupted_and_resumed(kind, monkeypatch):
     """Prompts that come while another is read, each shorter than half of the rest: every text is as alone, and so is

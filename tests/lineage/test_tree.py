@@ -20,7 +20,7 @@ from tests.lineage.zoo import build, save, tiny_config
 def models(tmp_path_factory):
     """base → tuned → further, base → sparse, a mean of two of them, and two strangers."""
     root = tmp_path_factory.mktemp("tree")
-    config = tiny_config("llama", num_hidden_layers=4)
+    config = tiny_config("llama", num_hidden_layers=2)
     base = save(build(config, 3, torch.float32, trained=True), root / "base", 512)
     tuned = changed(base, root / "tuned", moved(0.2, 1))
     changed(tuned, root / "further", moved(0.2, 2))
@@ -34,14 +34,14 @@ def models(tmp_path_factory):
 
 
 def test_the_tree_of_a_family(models):
-    names = ["further", "sparse", "base", "tuned", "stranger", "another", "mean"]
+    names = ["further", "sparse", "base", "tuned", "stranger", "mean"]
     result = commands.tree([str(models / name) for name in names])
     data = json.loads(json.dumps(result.data))
-    family, *alone = data["families"]
+    family, alone = data["families"]
     short = {str(models / name): name for name in names}
     edges = {frozenset((short[e["a"]], short[e["b"]])): e for e in family["edges"]}
     assert len(family["models"]) == 5 and len(edges) == 4
-    assert {short[one["models"][0]] for one in alone} == {"stranger", "another"}
+    assert [short[model] for model in alone["models"]] == ["stranger"]
     assert {frozenset(("tuned", "further")), frozenset(("base", "sparse"))} <= set(edges)
     assert frozenset(("base", "further")) not in edges  # two steps apart
     assert all(0.4 <= e["support"] <= 1 and e["p"] < 1e-6 for e in edges.values())

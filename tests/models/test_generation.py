@@ -79,7 +79,7 @@ def deep(case, rope):
     return build(config, dtype=torch.float64)
 
 
-@pytest.mark.quick("loop+depth_attention-dynamic")
+@pytest.mark.quick("loop+depth_attention-dynamic", "loop-longrope")
 @pytest.mark.parametrize("rope", [LONGROPE, DYNAMIC], ids=lambda rope: rope["rope_type"])
 @pytest.mark.parametrize("case", CASES)
 def test_with_a_mechanism_generate_is_its_uncached_self(case, rope, monkeypatch):

@@ -29,7 +29,7 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A base, a fine-tuned copy, three strangers, an adapter that names no base, a null file."""
     root = tmp_path_factory.mktemp("family")
     for seed, name in enumerate(("base", "control", "control two", "stranger")):
-        save(build(tiny_config("qwen3"), seed, torch.float32), root / name, 512)
+        save(build(tiny_config("qwen3", num_hidden_layers=2), seed, torch.float32), root / name, 512)
     changed(root / "base", root / "copy", moved(0.1))
     save_adapter(root / "adapter", 64)
     commands.calibrate([str(root / name) for name in ("control", "control two", "stranger")], root / "null.json")
