@@ -98,7 +98,8 @@ def test_huge_weights_are_weights(base, tmp_path):
     out = edited(out, tmp_path / "grown", grow)
     controls = [str(base / "control"), str(base / "control2")]
     result = commands.compare(str(base / "base"), str(out), control=controls)
-    assert result.data["verdict"]["label"] == verdict.SHARED and not result.data["structure"]["skipped"]
+    # neither was trained, so that one seed may have made both
+    assert result.data["verdict"]["label"] == verdict.INITIALISATION and not result.data["structure"]["skipped"]
 
 
 @pytest.mark.parametrize(
