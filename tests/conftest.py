@@ -82,6 +82,7 @@ def pytest_collectstart() -> None:
 def pytest_collection_finish() -> None:
     """What was imported is there to stay: half a million objects that no collection need walk through."""
     gc.freeze()
+    gc.set_threshold(10_000)  # models and configurations are made by thousands of objects at a time
     gc.enable()
 
 
@@ -110,6 +111,14 @@ def recipe(corpus: Path) -> Recipe:
     from tests.tiny import tiny_recipe
 
     return tiny_recipe(corpus)
+
+
+@pytest.fixture(scope="session")
+def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with a tokenizer and a chat template, exported: to be copied."""
+    from tests.inference.talker import export_talker
+
+    return export_talker(tmp_path_factory.mktemp("talker") / "model")
 
 
 @pytest.fixture(scope="session")

@@ -497,7 +497,8 @@ def sessions() -> Iterator[Sessions]:
 
 FOLLOWED = [page for page in PAGES if items(page)]
 # Pages whose commands measure something, and those of mechanisms, each of which runs a comparison of its own:
-# `depth_attention` and `loop` stand for them in the fast tests, `lineage_publish` for lineage, and `data` for texts.
+# `depth_attention` and `loop` stand for them in the fast tests, `lineage_publish` for lineage, `data` for texts,
+# and the README for what is made of a model.
 LONG = (
     "specialise",
     "recurrence",
@@ -521,6 +522,8 @@ LONG = (
     "value_residual",
     "lineage",
     "corpus",
+    "generate",
+    "checkpoints",
 )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,12 +12,11 @@ from pathlib import Path
 import pytest
 
 from fathom.cli.main import main
-from tests.inference.talker import export_talker
 
 
 @pytest.fixture(scope="module")
-def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return export_talker(tmp_path_factory.mktemp("chat") / "model")
+def exported(talker: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return shutil.copytree(talker, tmp_path_factory.mktemp("chat") / "model")
 
 
 def test_lines_of_a_pipe_are_turns(exported: Path, tmp_path: Path, capsys, monkeypatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -10,13 +11,13 @@ import pytest
 
 from fathom.checkpoints.find import find_model
 from fathom.cli.main import main
-from tests.inference.talker import export_talker, write
+from tests.inference.talker import write
 from tests.tiny import export_tiny
 
 
 @pytest.fixture(scope="module")
-def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return export_talker(tmp_path_factory.mktemp("run") / "model")
+def exported(talker: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return shutil.copytree(talker, tmp_path_factory.mktemp("run") / "model")
 
 
 def test_a_run_and_a_comparison_lead_to_their_model(exported: Path, tmp_path: Path) -> None:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 
 from fathom.checkpoints.open import open_checkpoint
-from tests.inference.talker import export_talker
 
 
 @pytest.fixture(scope="module")
-def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return export_talker(tmp_path_factory.mktemp("run") / "model")
+def exported(talker: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return shutil.copytree(talker, tmp_path_factory.mktemp("run") / "model")
 
 
 @pytest.fixture(scope="module")
