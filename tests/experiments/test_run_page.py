@@ -10,6 +10,7 @@ import pytest
 
 from fathom.cli.main import main
 from fathom.experiments.run_page import Extras, read_run, run_page
+from fathom.recipe import load_recipe
 
 SHORT = ("train.steps=6", "train.tokens_per_step=256", "train.micro_batch=2", "train.device=cpu", "evaluate.tokens=512")
 
@@ -20,7 +21,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     words = ("train", "tiny", f"data.directory={corpus}", "model.vocab_size=304", "evaluate.every=3", *SHORT)
     assert main([*words, "--run", str(folder / "a")]) == 0
-    assert main([*words, "optim.lr=1e-3", "--run", str(folder / "b")]) == 0
+    shutil.copytree(folder / "a", folder / "b")
+    other = load_recipe(folder / "a" / "recipe.yaml", ("optim.lr=1e-3",))
+    (folder / "b" / "recipe.yaml").write_text(other.to_yaml(), encoding="utf-8")
     shutil.copytree(folder / "a", folder / "stopped")
     (folder / "stopped" / "result.json").unlink()
     shutil.rmtree(folder / "stopped" / "model")

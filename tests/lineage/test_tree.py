@@ -20,7 +20,7 @@ from tests.lineage.zoo import build, save, tiny_config
 def models(tmp_path_factory):
     """base → tuned → further, base → sparse, a mean of two of them, and two strangers."""
     root = tmp_path_factory.mktemp("tree")
-    config = tiny_config("llama", num_hidden_layers=2)
+    config = tiny_config("llama", num_hidden_layers=4)
     base = save(build(config, 3, torch.float32, trained=True), root / "base", 512)
     tuned = changed(base, root / "tuned", moved(0.2, 1))
     changed(tuned, root / "further", moved(0.2, 2))
