@@ -41,6 +41,7 @@ FINAL = "#### "
 CONTEXTS = ("context", "passage", "support")
 LETTERS = string.ascii_uppercase
 OPTION = re.compile(r"(?:^|\s)\(?([A-J])[.):]\s+")
+BLANK = re.compile(r"(?<!\w)_+(?!\w)")
 TRUTHS = {"true": ("True", "False"), "false": ("True", "False"), "yes": ("Yes", "No"), "no": ("Yes", "No")}
 """The choices of a question with such an answer and no choices of its own."""
 MARKS = {
@@ -80,6 +81,11 @@ class Item:
     def golds(self) -> list[str]:
         """Every text that counts as the right answer."""
         return [self.gold, *self.accepted] if self.gold else []
+
+
+def filled(item: Item, stem: str) -> str:
+    """A question with its answer in its blank; empty without a blank or an answer."""
+    return BLANK.sub(lambda _: item.gold, stem) if item.gold and BLANK.search(stem) else ""
 
 
 def plain(text: str) -> str:

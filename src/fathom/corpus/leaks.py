@@ -25,10 +25,11 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from fathom.corpus.benchmarks import Item, plain, plain_all
+from fathom.corpus import near
+from fathom.corpus.benchmarks import Item, filled, plain, plain_all
 from fathom.corpus.folding import Folded, bare, folded, rejoined
 from fathom.corpus.recipe import Decontaminate
-from fathom.corpus.words import Numbers, Words, run_numbers, words_of
+from fathom.corpus.words import Numbers, Words, lower, run_numbers, words_of
 
 RUN, WHOLE, ANSWERED, FILLED = range(4)
 """A run of the question's own; all of a question; a question with its answer; one with its blank filled in."""
@@ -55,7 +56,6 @@ SHARED = 3
 """Questions that begin, or end, with the same label show that it is the benchmark's, and no part of the question."""
 PREFIX = re.compile(r"\s*([^\n:.?!]{1,40}):\s+")
 SUFFIX = re.compile(r"(?:(?<=[.?!])\s+|\s*\n\s*)([^\n:.?!]{1,40}):\s*\Z")
-BLANK = re.compile(r"(?<!\w)_+(?!\w)")
 FARTHEST = 1000
 """Words after a question among which its answer is looked for."""
 LARGEST_SIEVE = 23
@@ -122,14 +122,14 @@ def wanted_of(items: Sequence[Item]) -> list[Wanted]:
     """The words of questions, answers and other choices."""
     texts: list[str] = []
     for item, stem in zip(items, stems_of(items), strict=True):
-        texts += [stem, _filled(item, stem), *item.golds(), *item.choices]
+        texts += [stem, filled(item, stem), *item.golds(), *item.choices]
     numbers = _numbers(texts)
     found = []
     for item in items:
-        stem_words, filled, golds = next(numbers), next(numbers), [next(numbers) for _ in item.golds()]
+        stem_words, whole, golds = next(numbers), next(numbers), [next(numbers) for _ in item.golds()]
         choices = [next(numbers) for _ in item.choices]
         others = [words for words in choices if words and words not in golds]
-        found.append(Wanted(stem_words, [words for words in golds if words], others, filled))
+        found.append(Wanted(stem_words, [words for words in golds if words], others, whole))
     return found
 
 
@@ -144,13 +144,9 @@ def asked_texts(items: Sequence[Item]) -> list[tuple[int, str]]:
     found = []
     for number, (item, stem) in enumerate(zip(items, stems_of(items), strict=True)):
         found.append((number, f"{item.context}\n{stem}"))
-        if filled := _filled(item, stem):
-            found.append((number, filled))
+        if said := filled(item, stem):
+            found.append((number, said))
     return found
-
-
-def _filled(item: Item, stem: str) -> str:
-    return BLANK.sub(lambda _: item.gold, stem) if item.gold and BLANK.search(stem) else ""
 
 
 def build_index(items: Sequence[Item], rules: Decontaminate) -> tuple[Index, Unfound]:
@@ -181,7 +177,7 @@ def build_index(items: Sequence[Item], rules: Decontaminate) -> tuple[Index, Unf
             look_up(number, ANSWERED, one.stem)
         elif size < rules.whole and len(one.filled) < rules.whole and not by_run:
             short.append(items[number].id)
-    return _packed(entries), Unfound(template, short)
+    return _packed(entries) | near.seeds_of(items, groups_of(items)), Unfound(template, short)
 
 
 def _shared(
@@ -237,11 +233,13 @@ class Matcher:
         self._tables = {}
         for length in sorted({int(key.removeprefix("runs_")) for index in indices for key in index if "runs_" in key}):
             self._tables[length] = _table(length, indices)
+        self._near = near.Near(indices, items)
+        self._seeds = _sieve(self._near.seeds)
 
     def hits(self, texts: Sequence[str]) -> Iterator[list[tuple[int, Hit]]]:
         """(benchmark, hit) of each text, in order."""
         whole = [folded(text) for text in texts]
-        found = self._hits(whole)
+        found = self._hits(whole, True)
         again = [(number, one) for number, text in enumerate(texts) for one in bare(text)]
         joined = ((number, rejoined(one, self._vocabulary)) for number, one in [*enumerate(whole), *again])
         again += [(number, one) for number, one in joined if one]
@@ -250,23 +248,45 @@ class Matcher:
         for hits in found:
             yield sorted(hits, key=lambda hit: (hit[1].start, hit[1].end, hit[0], hit[1].item))
 
-    def _hits(self, texts: Sequence[Folded]) -> list[set[tuple[int, Hit]]]:
+    def _hits(self, texts: Sequence[Folded], nearly: bool = False) -> list[set[tuple[int, Hit]]]:
         words = words_of([one.text for one in texts])
         found: list[set[tuple[int, Hit]]] = [set() for _ in texts]
-        for length, runs, places in words.runs_of(self._tables):
+        seeds: tuple[NDArray[np.int64], ...] = ()
+        for length, runs, places in words.runs_of({*self._tables, near.SEED}):
+            if length == near.SEED and nearly:
+                seeds = _known(runs, places, self._near.seeds, self._seeds)
+            if length not in self._tables:
+                continue
             known, entries, sieve = self._tables[length]
-            maybe = np.flatnonzero(sieve[_low(runs, len(sieve))])
-            first = np.searchsorted(known, runs[maybe], "left")
-            last = np.searchsorted(known, runs[maybe], "right")
-            real = np.flatnonzero(last > first)
-            for begin, low, high in zip(
-                places[maybe[real]].tolist(), first[real].tolist(), last[real].tolist(), strict=True
-            ):
+            for begin, low, high in zip(*(part.tolist() for part in _known(runs, places, known, sieve)), strict=True):
                 text = int(np.searchsorted(words.bounds, begin, "right")) - 1
                 for benchmark, item, kind, at in entries[low:high].tolist():
                     if span := self._passage(words, texts, text, (benchmark, item, kind), (begin, at, length)):
                         found[text].add((benchmark, Hit(item, *texts[text].span(*span))))
+        if seeds and len(seeds[0]):
+            self._add_near(words, texts, seeds, found)
         return found
+
+    def _add_near(
+        self,
+        words: Words,
+        texts: Sequence[Folded],
+        seeds: tuple[NDArray[np.int64], ...],
+        found: Sequence[set[tuple[int, Hit]]],
+    ) -> None:
+        """Add passages that are nearly an item which a text does not hold whole."""
+        whole = {(text, benchmark, hit.item) for text, hits in enumerate(found) for benchmark, hit in hits}
+        for text, benchmark, question, place, at in self._near.pairs(words, *seeds):
+            asked = self._near.asked(benchmark, question)
+            if (text, benchmark, asked.item) in whole:
+                continue
+            low = max(at - near.WINDOW, int(words.bounds[text]))
+            high = min(at + near.WINDOW, int(words.bounds[text + 1]))
+            starts, ends = words.starts[low:high].tolist(), words.ends[low:high].tolist()
+            said = [lower(texts[text].text[a:b]) for a, b in zip(starts, ends, strict=True)]
+            if span := self._near.span(asked, place, said, at - low):
+                first, last = starts[span[0]], ends[span[1] - 1]
+                found[text].add((benchmark, Hit(asked.item, *texts[text].span(first, last))))
 
     def _passage(
         self,
@@ -381,6 +401,16 @@ def _set_of(words: Iterable[str]) -> frozenset[int]:
     return frozenset(words_of([" ".join(sorted(words))]).numbers.tolist())
 
 
+def _known(
+    runs: Numbers, places: NDArray[np.int64], known: Numbers, sieve: NDArray[np.bool_]
+) -> tuple[NDArray[np.int64], ...]:
+    """Places of the runs that are among sorted known ones, with the range of each in these."""
+    maybe = np.flatnonzero(sieve[_low(runs, len(sieve))])
+    first, last = (np.searchsorted(known, runs[maybe], side) for side in ("left", "right"))
+    real = np.flatnonzero(last > first)
+    return places[maybe[real]], first[real], last[real]
+
+
 def _table(length: int, indices: Sequence[Index]) -> tuple[Numbers, NDArray[np.int64], NDArray[np.bool_]]:
     """All runs of a length, sorted, with benchmark and item of each; and a bit table that rules out most texts fast."""
     runs, found = [np.empty(0, np.uint64)], [np.empty((0, 4), np.int64)]
@@ -391,10 +421,13 @@ def _table(length: int, indices: Sequence[Index]) -> tuple[Numbers, NDArray[np.i
             found.append(np.column_stack([np.full(len(entries), number), entries]))
     known, entries = np.concatenate(runs), np.concatenate(found)
     order = np.argsort(known, kind="stable")
-    known, entries = known[order], entries[order]
+    return known[order], entries[order], _sieve(known)
+
+
+def _sieve(known: Numbers) -> NDArray[np.bool_]:
     sieve = np.zeros(1 << min(max((8 * len(known)).bit_length(), 16), LARGEST_SIEVE), np.bool_)
     sieve[_low(known, len(sieve))] = True
-    return known, entries, sieve
+    return sieve
 
 
 def _low(numbers: Numbers, size: int) -> NDArray[np.int64]:
