@@ -29,6 +29,7 @@ ACTIONS = {
     "portrait": ("a",),
     "card": ("a",),
     "search": ("a",),
+    "identify": ("a",),
     "attack": ("a",),
     "commit": ("a",),
     "verify": ("statement", "a"),
@@ -301,12 +302,48 @@ def search(a: Path, library: Path, top: int = 10) -> Result:
 
     if top < 1:
         raise lineage.ModelError(f"--top {top}: allowed: 1 or more")
-    others = sorted(path for path in library.iterdir() if path.is_file() and path.suffix in {".json", ".card"})
     query = lineage.publishing.cards.read_card(a)
-    found = lineage.publishing.cards.search(query, others)
-    rows = [f"{cosine:7.3f}  {name}  ({file})" for cosine, name, file in found[:top]]
-    data = [{"cosine": cosine, "name": name, "file": file} for cosine, name, file in found[:top]]
-    return Result(0, "\n".join(rows) or "no cards there", {"found": data})
+    found = lineage.publishing.cards.search(query, lineage.publishing.cards.in_library(library))[:top]
+    rows = [f"{hit.cosine:7.3f}  {hit.name}  ({hit.file})" for hit in found]
+    return Result(0, "\n".join(rows) or "no cards there", {"found": [vars(hit) for hit in found]})
+
+
+def identify(
+    a: str,
+    library: Path,
+    top: int = 5,
+    out: Path | None = None,
+    exit_code: bool = False,
+    choices: Choices | None = None,
+) -> Result:
+    """Find the models of a library that a model may come from: search the cards, then compare with the nearest.
+
+    Args:
+        a: The model, as in `compare`.
+        library: Directory of cards; each names its model. Its models of the same shape serve as controls.
+        top: How many of the nearest models to compare.
+        out: Directory for report.json and report.html.
+        exit_code: End with the exit code of the strongest verdict, as in `compare`.
+        choices: How much is read.
+    """
+
+    if top < 1:
+        raise lineage.ModelError(f"--top {top}: allowed: 1 or more")
+    identification, chosen = lineage.publishing.identification, choices or Choices()
+    options = lineage.Options(chosen.mode, chosen.seed, chosen.nonce, extras=False)
+    with _status() as say:
+        weights = lineage.open_weights(a, chosen.adapter_base)
+        found = identification.identify(weights, library, top, options, say)
+    data = asdict(found)
+    if out is not None:
+        identification.write(out, found)
+    lines = [found.sentence, f"{found.searched:,} cards were searched.", ""]
+    lines.append("  ".join(f"{name:>10}" for name in identification.COLUMNS[2:]))
+    lines += [
+        "  ".join(f"{cell:>12}" for cell in row[2:]) + f"  {row[0]}: {row[1]}" for row in identification.rows(found)
+    ]
+    lines += ["", *(f"- {note}" for note in found.notes)]
+    return Result(found.exit_code if exit_code else 0, "\n".join(lines), data)
 
 
 def attack(a: str, out: Path, kind: Sequence[str], seed: int = 0, dtype: str = "float32") -> Result:

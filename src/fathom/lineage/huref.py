@@ -152,10 +152,12 @@ def quantised(z: Array) -> Array:
     return np.clip(np.rint(32 * z), -127, 127).astype(np.int8)
 
 
-def sketch_cosine(a: Array, b: Array) -> float:
-    """Cosine of two sketches."""
+def sketch_cosine(a: Array, b: Array) -> Array:
+    """Cosine of two sketches, or of each row of a table [n, 512] and a sketch."""
     a, b = a.astype(np.float64), b.astype(np.float64)
-    return float(a @ b / math.sqrt(max(float(a @ a) * float(b @ b), canonical.TINY)))
+    sizes = np.einsum("...i,...i->...", a, a) * (b @ b)
+    out: Array = a @ b / np.sqrt(np.maximum(sizes, canonical.TINY))
+    return out
 
 
 def pcs(a: Weights, b: Weights) -> float | None:

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from fathom.lineage.publishing import cards as cards
     from fathom.lineage.publishing import commitments as commitments
+    from fathom.lineage.publishing import identification as identification
     from fathom.lineage.publishing import page as page
     from fathom.lineage.publishing import portrait as portrait
     from fathom.lineage.publishing import report as report
     from fathom.lineage.publishing import verification as verification
 
-__all__ = ["cards", "commitments", "page", "portrait", "report", "verification"]
+__all__ = ["cards", "commitments", "identification", "page", "portrait", "report", "verification"]
 
 if not TYPE_CHECKING:  # a type checker would otherwise accept every misspelt name
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -84,16 +86,38 @@ def sketch_bytes(text: str) -> Array:
     return np.frombuffer(bytes.fromhex(text), np.int8)
 
 
-def search(query: Card, library: Iterable[Path]) -> list[tuple[float, str, str]]:
-    """Cards by decreasing similarity: (cosine, name, file), by z_all if both have it. For searching, not for
-    judging."""
-    found: list[tuple[float, str, str]] = []
+@dataclass(frozen=True)
+class Hit:
+    """A card of a library and its similarity to the card that was searched for."""
+
+    cosine: float
+    name: str
+    file: str
+
+
+def in_library(directory: Path) -> list[Path]:
+    """The files of a directory that may be cards, by name."""
+    return sorted(path for path in directory.iterdir() if path.suffix in {".json", ".card"} and path.is_file())
+
+
+def search(query: Card, library: Iterable[Path]) -> list[Hit]:
+    """Cards by decreasing similarity, by z_all if both have it; files that are no cards are left out.
+
+    For searching, not for judging. Only what the ranking needs is read; `read_card` checks a card as a whole.
+    """
+    found: dict[str, list[tuple[bytes, str, Path]]] = {}
     for path in library:
         try:
-            other = read_card(path)
-        except ModelError:
+            body = json.loads(path.read_bytes())
+            kind = "z_all" if "z_all" in query.sketches and "z_all" in body["sketches"] else "z_last"
+            z, name = bytes.fromhex(body["sketches"][kind]), str(body["name"])
+            if body["fathom_card"] == VERSION and len(z) == huref.SKETCH:
+                found.setdefault(kind, []).append((z, name, path))
+        except (OSError, ValueError, TypeError, KeyError, RecursionError):
             continue
-        name = "z_all" if "z_all" in query.sketches and "z_all" in other.sketches else "z_last"
-        cosine = huref.sketch_cosine(sketch_bytes(query.sketches[name]), sketch_bytes(other.sketches[name]))
-        found.append((cosine, other.name, str(path)))
-    return sorted(found, reverse=True)
+    hits = []
+    for kind, some in found.items():
+        table = np.frombuffer(b"".join(z for z, _, _ in some), np.int8).reshape(len(some), -1)  # [cards, 512]
+        cosines = huref.sketch_cosine(table, sketch_bytes(query.sketches[kind]))
+        hits += [Hit(float(c), name, str(path)) for c, (_, name, path) in zip(cosines, some, strict=True)]
+    return sorted(hits, key=lambda hit: (-hit.cosine, hit.name, hit.file))

@@ -197,7 +197,7 @@ def _portrait(name: str, item: PortraitEntry) -> dict[str, str]:
 
 def _likeness(portraits: dict[str, PortraitEntry]) -> dict[str, str]:
     first, *rest = (sketch_bytes(item.sketch) for item in portraits.values())
-    found = huref.sketch_cosine(first, rest[0] if rest else first)
+    found = float(huref.sketch_cosine(first, rest[0] if rest else first))
     return {"value": f"{found:.3f}", "share": share(found)}
 
 
