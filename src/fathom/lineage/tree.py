@@ -4,8 +4,12 @@ Every pair is measured once. Two models belong to one family if the pair's match
 Bonferroni over all pairs. Models of other families are the pair's controls. Within a family, the tree has the smallest
 total drift: a score s = 1 / (1 + ε²) is a drift of ε times the weights. Another shape counts as a drift of half the
 weights, so that a copy is attached to its original and not to the original's deeper sibling. The support of an edge is
-how often it is in the tree when layers are resampled. It is not a confidence. An edge of little support, or of a merge,
-which has two parents, is undecided. A tree has no root. The direction of an edge is reported if the weights show it.
+how often it is in the tree when layers are resampled. It is not a confidence. A tree has no root. The direction of an
+edge is reported if the weights show it.
+
+A merge is a node with two parents and no edge of the tree: it lies between its parents and would draw all edges to
+itself. It is undecided if other parents fit as well. An edge is undecided if its support is low, or if a merge is
+nearer to one of its ends, which may come from the merge or before it.
 """
 
 from __future__ import annotations
@@ -56,22 +60,30 @@ class Edge:
     drift: float
     support: float  # share of resampled trees with this edge; not a confidence
     direction: Direction
+    undecided: str = ""  # why, if it is
 
 
 @dataclass(frozen=True)
 class Merge:
-    """A model that is a mean of others."""
+    """A model that is a mean of two others, which are its parents."""
 
     child: str
     found: Shares
+    undecided: str = ""  # why, if it is
+
+    @property
+    def parents(self) -> set[str]:
+        """The names of the parents."""
+        return {one.parent for one in self.found.shares}
 
 
 @dataclass(frozen=True)
 class Family:
-    """Related models and their tree."""
+    """Related models: the tree of those that are no merges, and the merges."""
 
     models: tuple[str, ...]
     edges: tuple[Edge, ...]
+    merges: tuple[Merge, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -79,7 +91,6 @@ class Tree:
     """All families, the largest first; a model without relatives is a family of its own."""
 
     families: tuple[Family, ...]
-    merges: tuple[Merge, ...]
     pairs: int
 
 
@@ -106,9 +117,10 @@ def tree(where: Sequence[str | Path], seed: int = 0, progress: Told = lambda _: 
             pairs[i, j] = measure(one, other, Options(seed=seed, extras=False), told)
     sure = {place: p for place, pair in pairs.items() if (p := pair.p * len(places)) <= evidence.ALPHA}
     groups = grouped(len(models), list(sure))
-    made = [_family(models, group, pairs, sure, groups, seed, progress) for group in groups]
+    merges = _merges(models, progress)
+    made = [_family(models, (group, groups), pairs, sure, merges, seed, progress) for group in groups]
     made.sort(key=lambda family: -len(family.models))
-    return Tree(tuple(made), tuple(_merges(models, progress)), len(places))
+    return Tree(tuple(made), len(places))
 
 
 def grouped(count: int, edges: Sequence[Place]) -> list[list[int]]:
@@ -121,36 +133,53 @@ def grouped(count: int, edges: Sequence[Place]) -> list[list[int]]:
 
 def _family(
     models: Sequence[Weights],
-    group: Sequence[int],
+    groups: tuple[Sequence[int], Sequence[Sequence[int]]],
     pairs: Mapping[Place, Pair],
     sure: Mapping[Place, float],
-    groups: Sequence[Sequence[int]],
+    merges: Sequence[Merge],
     seed: int,
     progress: Told,
 ) -> Family:
+    """The tree of one group of models; the others are strangers."""
+    group, every = groups
     names = tuple(models[i].name for i in group)
-    if len(group) < 2:
-        return Family(names, ())
+    merged = tuple(merge for merge in merges if merge.child in names)
+    apart = {i for i in group if models[i].name in {merge.child for merge in merged}}
     curves = {place: _curve(pairs[place]) for place in sure if place[0] in group}
-    drifts = {place: _drift(float(np.mean(curve))) for place, curve in curves.items()}
-    extra = {p: RESHAPED * (shares.shape_of(models[p[0]]) != shares.shape_of(models[p[1]])) for p in curves}
-    extra = {p: more or RESHAPED * (_experts(models[p[0]]) != _experts(models[p[1]])) for p, more in extra.items()}
-    chosen = spanning(group, {p: drifts[p] + extra[p] for p in curves})
-    support = supports(group, curves, extra, chosen, seed)
-    strangers = [i for other in groups if other is not group for i in other]
+    extra = {place: RESHAPED * _reshaped(models[place[0]], models[place[1]]) for place in curves}
+    drifts = {place: _drift(float(np.mean(curve))) + extra[place] for place, curve in curves.items()}
+    rest = {place: curve for place, curve in curves.items() if not apart & {*place}}
+    chosen = spanning(group, {place: drifts[place] for place in rest})
+    support = supports(group, rest, extra, chosen, seed) if chosen else {}
+    strangers = [i for other in every if other is not group for i in other][: evidence.FEWEST]
     edges = []
     for place in chosen:
         a, b = models[place[0]], models[place[1]]
         progress(f"direction of {a.name} and {b.name}")
-        controls = [
-            (models[k].name, [pairs[min(i, k), max(i, k)] for i in place]) for k in strangers[: evidence.FEWEST]
-        ]
+        controls = [(models[k].name, [pairs[min(i, k), max(i, k)] for i in place]) for k in strangers]
         with holding(a, b):
             said = judge(pairs[place], controls).verdict.label
             way = direction(a, b)
-        score = float(np.mean(curves[place]))
-        edges.append(Edge(a.name, b.name, said, min(1.0, sure[place]), score, drifts[place], support[place], way))
-    return Family(names, tuple(edges))
+        score, p = float(np.mean(curves[place])), min(1.0, sure[place])
+        near = [
+            merge.child
+            for merge in merged
+            for end in place
+            if models[end].name not in merge.parents and _between(models, merge, end, drifts) < drifts[place]
+        ]
+        doubt = f"the merge {near[0]} is nearer" if near else "little support" * (support[place] < DECIDED)
+        edges.append(Edge(a.name, b.name, said, p, score, _drift(score), support[place], way, doubt))
+    return Family(names, tuple(edges), merged)
+
+
+def _between(models: Sequence[Weights], merge: Merge, end: int, drifts: Mapping[Place, float]) -> float:
+    """The drift between a merge and another model; infinite if none was measured."""
+    child = next(i for i, model in enumerate(models) if model.name == merge.child)
+    return drifts.get((min(child, end), max(child, end)), math.inf)
+
+
+def _reshaped(a: Weights, b: Weights) -> bool:
+    return shares.shape_of(a) != shares.shape_of(b) or _experts(a) != _experts(b)
 
 
 def _experts(weights: Weights) -> int:
@@ -208,7 +237,8 @@ def _merges(models: Sequence[Weights], progress: Told) -> list[Merge]:
             pairs = combinations([i for i in range(len(alike)) if i != child], 2)
             found = [one for pair in pairs if (one := _mean(gram, child, pair, names)) is not None]
             if found:
-                out.append(Merge(names[child], min(found, key=lambda one: one.residual)))
+                doubt = f"{len(found) - 1} other pairs of parents fit as well" if len(found) > 1 else ""
+                out.append(Merge(names[child], min(found, key=lambda one: one.residual), doubt))
     return out
 
 
@@ -228,16 +258,18 @@ def drawn(found: Tree, width: int = 80) -> str:
         if len(family.models) == 1:
             lines.append(_cut(f"{family.models[0]}: no relative among these models", width))
             continue
-        lines += [f"family {number + 1}, {len(family.models)} models"]
-        root = first(family)
-        lines += [_cut(line, width) for line in _branches(family, root, {merge.child for merge in found.merges})]
+        lines.append(f"family {number + 1}, {len(family.models)} models")
+        for root in roots(family):
+            lines += [_cut(line, width) for line in _branches(family, root)]
+        for merge in family.merges:
+            lines.append(
+                _cut(f"{merge.child}: two parents, of which it is a mean, to {merge.found.residual:.1%}", width)
+            )
+            parts = [f"├─ {s.share:.1%} ({s.low:.1%} to {s.high:.1%}) of {s.parent}" for s in merge.found.shares]
+            lines += [_cut(part, width) for part in parts]
+            lines += [f"   undecided: {merge.undecided}"] if merge.undecided else []
         lines.append("")
-    for merge in found.merges:
-        lines.append(_cut(f"{merge.child} is a weighted mean, to {merge.found.residual:.1%}:", width))
-        parts = [f"  {s.share:.1%} ({s.low:.1%} to {s.high:.1%}) of {s.parent}" for s in merge.found.shares]
-        lines += [_cut(part, width) for part in parts]
-        lines.append("")
-    if found.merges:
+    if any(family.merges for family in found.families):
         lines += [*textwrap.wrap(shares.IF_COMPLETE, width), ""]
     lines += [
         "The top of a tree is drawn, not claimed: direction is said where the weights",
@@ -251,33 +283,28 @@ def drawn(found: Tree, width: int = 80) -> str:
 
 def as_json(found: Tree) -> dict[str, object]:
     """The trees as plain data."""
-    merges = [{"child": merge.child, **asdict(merge.found)} for merge in found.merges]
     families = [asdict(family) for family in found.families]
-    note = {"merges_note": shares.IF_COMPLETE} if merges else {}
-    body = {"fathom_lineage_tree": SCHEMA, "pairs": found.pairs, "families": families, "merges": merges}
-    return {**body, "note": MISSING, **note}
+    note = {"merges_note": shares.IF_COMPLETE} if any(family.merges for family in found.families) else {}
+    return {"fathom_lineage_tree": SCHEMA, "pairs": found.pairs, "families": families, "note": MISSING, **note}
 
 
 def _cut(text: str, width: int) -> str:
     return text if len(text) <= width else text[: width - 1] + "…"
 
 
-def first(family: Family) -> str:
-    """Where to start drawing: a source of other models that has no source, with the most neighbours."""
+def roots(family: Family) -> list[str]:
+    """Where to start drawing, once for each connected part: a source without a source, with the most neighbours."""
     made = {edge.direction.made for edge in family.edges}
     source = {edge.direction.source for edge in family.edges}
     neighbours = {m: sum(m in (e.a, e.b) for e in family.edges) for m in family.models}
-    return max(family.models, key=lambda m: (m not in made, m in source, neighbours[m]))
+    merged = {merge.child for merge in family.merges}
+    parts = DisjointSet([model for model in family.models if model not in merged])
+    for edge in family.edges:
+        parts.merge(edge.a, edge.b)
+    return [max(part, key=lambda m: (m not in made, m in source, neighbours[m], m)) for part in parts.subsets()]
 
 
-def _doubt(edge: Edge, merged: set[str]) -> str:
-    """Why an edge is not decided, in words."""
-    if {edge.a, edge.b} & merged:
-        return "a merge has two parents"
-    return "little support" if edge.support < DECIDED else ""
-
-
-def _branches(family: Family, model: str, merged: set[str], before: str = "", above: str | None = None) -> list[str]:
+def _branches(family: Family, model: str, before: str = "", above: str | None = None) -> list[str]:
     lines = [model] if above is None else []
     below = [e for e in family.edges if model in (e.a, e.b) and above not in (e.a, e.b)]
     for edge in below:
@@ -286,7 +313,7 @@ def _branches(family: Family, model: str, merged: set[str], before: str = "", ab
         lines.append(f"{before}{'└' if last else '├'}─ {other}")
         inside = before + ("   " if last else "│  ")
         lines.append(f"{inside}{edge.verdict}; drift {edge.drift:.2f}, support {edge.support:.0%}")
-        lines += [f"{inside}undecided: {why}" for why in [_doubt(edge, merged)] if why]
+        lines += [f"{inside}undecided: {edge.undecided}"] if edge.undecided else []
         lines.append(f"{inside}direction: {edge.direction if edge.direction.made else 'cannot be told'}")
-        lines += _branches(family, other, merged, inside, model)
+        lines += _branches(family, other, inside, model)
     return lines
