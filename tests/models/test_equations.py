@@ -116,7 +116,12 @@ def test_a_model_is_its_equations(equation):
     agree(build(config_by(*equation), dtype=torch.float64), tokens(1, 5))
 
 
-@pytest.mark.quick("*-+depth_attention")
+@pytest.mark.quick(
+    "ponder-all-+depth_attention",
+    "ponder3-+depth_attention",
+    "adaponder-+depth_attention",
+    "latent_cot-+depth_attention",
+)
 @pytest.mark.parametrize("mixer", ["", "+depth_attention"])
 @pytest.mark.parametrize("method", METHODS)
 def test_a_thinking_model_is_its_equations(method, mixer):

@@ -92,6 +92,7 @@ def test_a_norm_between_trips_would_be_seen():
         assert (model(ids).logits - right).abs().max() > 1e-2
 
 
+@pytest.mark.quick("0-0-vanilla", "0-0-attention_residuals", "1-2-depth_attention", "1-2-denseformer")
 @pytest.mark.parametrize("name", ["vanilla", "depth_attention", "denseformer", "attention_residuals"])
 @pytest.mark.parametrize("prelude,coda", [(0, 0), (1, 2)])
 def test_one_trip_is_no_loop_bitwise(name, prelude, coda):

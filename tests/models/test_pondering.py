@@ -61,7 +61,12 @@ def oracle(method, mixer="", open_=False, **shape):
 # --- one function -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.quick("+depth_attention-False-*")
+@pytest.mark.quick(
+    "+depth_attention-False-ponder-all",
+    "+depth_attention-False-ponder3",
+    "+depth_attention-False-adaponder",
+    "+depth_attention-False-latent_cot",
+)
 @every_method
 @pytest.mark.parametrize(
     ("mixer", "open_"), [(mixer, open_) for mixer in ("", "+depth_attention") for open_ in (True, False)]
@@ -80,6 +85,7 @@ def test_every_way_of_computing_is_the_oracle(method, mixer, open_):
     assert error(stepwise(model, ids, [4, 1, 3, 1]), truth) < EXACT
 
 
+@pytest.mark.quick("ponder-all", "latent_cot")
 @every_method
 def test_single_precision(method):
     model, ids, truth, _ = oracle(method, "+depth_attention")
@@ -105,6 +111,7 @@ def test_backends_without_masks_are_refused(method, use_cache):
     assert "\n" not in str(found.value)
 
 
+@pytest.mark.quick("ponder-all", "ponder3", "adaponder")
 @every_method
 @settings(max_examples=4, deadline=None)
 @given(rounds=st.integers(0, 4), cut=st.integers(1, 8))
@@ -176,6 +183,7 @@ SHUT = {
 }
 
 
+@pytest.mark.quick("ponder-shut0", "ponder3-shut9", "adaponder-shut7", "latent_cot-shut6")
 @pytest.mark.parametrize("method,shut", [*((m, {"trips": 1}) for m in METHODS), *SHUT.items()])
 def test_vanilla_inside(method, shut):
     """No further trip is no recurrence, bit for bit; under ALL, dead slots still take part in the solver's sums."""
@@ -256,6 +264,7 @@ def test_passes_of_a_training_step(method, options, rounds, multiple):
     assert sum(passes(model, lambda: model(ids, labels=ids))) == multiple * ids.numel()
 
 
+@pytest.mark.quick("ponder", "ponder3", "adaponder", "latent_cot")
 @pytest.mark.parametrize("method", METHODS)
 def test_decoding_skips_what_has_halted(method):
     model, ids, _, halt = oracle(method)
@@ -264,6 +273,7 @@ def test_decoding_skips_what_has_halted(method):
     assert (max(made), sum(made) < 2 * ids.shape[1] * (model.model.recurrence.trips)) == (2, method in HALTING)
 
 
+@pytest.mark.quick("ponder-duo", "ponder3", "adaponder")
 @every_method
 def test_decoding_costs_what_is_declared(method):
     """Nobody halting; attention scores apart: a trip reads what its view shows, or all slots if copying costs more."""
@@ -290,6 +300,7 @@ def test_decoding_costs_what_is_declared(method):
 # --- a budget ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick("ponder-all", "latent_cot")
 @pytest.mark.parametrize("method", ["ponder", "ponder-duo", "ponder-all", "ponder2", "latent_cot"])
 def test_a_budget_is_a_shallower_model(method):
     model, ids = oracle(method)[0], tokens(2, 7)
@@ -330,6 +341,7 @@ def penalty(model, ids, labels, **kwargs):
     return model(ids, labels=labels, **kwargs)
 
 
+@pytest.mark.quick("adaponder-options0", "latent_cot-options2", "ponder3-options4")
 @pytest.mark.parametrize("method,options", PENALTIES)
 def test_micro_batches_add_up_to_the_whole(method, options):
     model, ids = thinker(method, **options), tokens(4, 9)
@@ -345,6 +357,7 @@ def test_micro_batches_add_up_to_the_whole(method, options):
     )
 
 
+@pytest.mark.quick("adaponder-options0", "latent_cot-options2", "ponder3-options4")
 @pytest.mark.parametrize("method,options", PENALTIES)
 def test_what_is_no_target_never_counts(method, options):
     """Tokens after the last target change nothing; nor does padding before the first."""

@@ -73,6 +73,7 @@ def losses(model: FathomForCausalLM) -> tuple[float, float]:
     return (trained.loss - added).item(), evaluated.item()
 
 
+@pytest.mark.quick("vanilla", "denseformer", "attention_residuals-delta", "mudd", "*hyper_connections")
 @pytest.mark.parametrize("case", RESIDUALS)
 def test_a_parallel_layer_trains_what_it_evaluates(case):
     trained, evaluated = losses(model_of(case))
@@ -96,6 +97,7 @@ def test_a_lost_update_is_seen(monkeypatch):
     assert abs(trained - evaluated) > 1e-3
 
 
+@pytest.mark.quick("vanilla", "denseformer", "attention_residuals-delta", "mudd", "*hyper_connections")
 @pytest.mark.parametrize("case", RESIDUALS)
 def test_a_parallel_layer_decodes_what_it_reads(case):
     model, ids = model_of(case), tokens(1, 7)

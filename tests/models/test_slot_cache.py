@@ -22,7 +22,7 @@ from .test_pondering import error, logits, oracle, stepwise
 
 SLOTTED = [m for m in METHODS if m != "ponder"]
 every_method = pytest.mark.parametrize("method", SLOTTED)
-each_kind = pytest.mark.quick("ponder2", "ponder3", "adaponder", "latent_cot")
+each_kind = pytest.mark.quick("ponder2", "ponder3", "latent_cot")
 """Every view, tokens that halt and such that do not, and biases of keys."""
 EXACT = 1e-12
 
@@ -59,7 +59,7 @@ def test_slots_and_bytes(method):
         assert sorted(slots) == [(t, k) for t in range(9) for k in range(halt[row, t] + 1)]
 
 
-@pytest.mark.quick("3-*", "9-ponder3")
+@pytest.mark.quick("3-ponder-duo", "3-ponder3", "9-ponder3", "3-latent_cot")
 @every_method
 @pytest.mark.parametrize("forgotten", [0, 3, 4, 8, 9, 20])
 def test_crop_forgets_tokens(method, forgotten):
