@@ -891,6 +891,25 @@ def test_usage_says_how_deep(live, locked):
     assert "trips" not in locked.post(prompt="x", max_tokens=3)[1].get("usage", {})
 
 
+def test_effort_sets_the_iterations(live, locked, monkeypatch):
+    """A model of three iterations, and the same of two by `--max-trips`; a plain model ignores the field."""
+    expected = {None: 3.0, "none": 1.0, "minimal": 1.0, "low": 1.0, "medium": 2.0, "high": 3.0, "xhigh": 3.0}
+
+    def trips(running, **fields):
+        status, body = running.post("/v1/chat/completions", messages=HELLO, max_tokens=3, **fields)
+        assert status == 200
+        return body["usage"].get("trips")
+
+    assert trips(live, reasoning_effort="medium") == 1.0
+    monkeypatch.setattr(live.service, "max_trips", None)
+    assert {effort: trips(live, reasoning_effort=effort) for effort in expected} == expected
+    assert trips(live, reasoning_effort="low", max_trips=2) == 2.0
+    key = {"Authorization": "Bearer sésame".encode().decode("latin-1")}
+    body = {"messages": HELLO, "max_tokens": 3, "reasoning_effort": "low"}
+    status, answer = locked.raw("POST", "/v1/chat/completions", json.dumps(body), key)
+    assert status == 200 and "trips" not in answer["usage"]
+
+
 def test_the_lens_at_one_place(live):
     """With the server's number of loop iterations, or the request's; what is no place is a 400."""
     place = {"tokens": [5, 6], "said": 7}

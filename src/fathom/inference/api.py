@@ -42,6 +42,7 @@ BIASES = 1024
 HALF = "a text holds half of a surrogate pair, which is no character"
 NO_LIMIT = -1
 """As `top_k`: draw from all tokens."""
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 FieldRules = dict[str, tuple[bool, str]]
 """By field: whether what it says is allowed, and what is."""
 
@@ -245,6 +246,11 @@ class Body(Strict):
         return []
 
     @property
+    def effort(self) -> Effort | None:
+        """How much of the model's depth the answer may use; None for the server's own."""
+        return None
+
+    @property
     def usage(self) -> bool:
         """Whether a stream ends with a chunk of token counts."""
         return self.stream_options is not None and self.stream_options.include_usage
@@ -344,8 +350,8 @@ class ChatBody(Rendering, Body):
     max_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=20)
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
-    """A variable of chat templates that know it."""
+    reasoning_effort: Effort | None = None
+    """Loop iterations, as `Service.trips` says, and a variable of chat templates that know it."""
     add_special_tokens: Literal[False] = False
     best_of: Literal[1] = 1
     tools: list[Tool] = Field([], max_length=TOOLS)
@@ -379,6 +385,11 @@ class ChatBody(Rendering, Body):
                 "tool_choice": (known, "no such tool in the request"),
             }
         )
+
+    @property
+    def effort(self) -> Effort | None:
+        """See `Body.effort`."""
+        return self.reasoning_effort
 
     @property
     def variables(self) -> dict[str, bool | int | str]:

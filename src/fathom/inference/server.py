@@ -29,6 +29,7 @@ from fathom.inference.api import (
     ApiError,
     ChatBody,
     CompletionBody,
+    Effort,
     FieldRules,
     Message,
     TextBody,
@@ -38,6 +39,7 @@ from fathom.inference.api import (
     wrong,
 )
 from fathom.inference.api_structure import Tool
+from fathom.inference.batches import trips_of
 from fathom.inference.engine import Engine, Event, Job, deliver
 from fathom.inference.gate import Gate
 from fathom.inference.memory import default_memory
@@ -123,11 +125,15 @@ class Service:
         if asked not in (None, self.name):
             raise ApiError(404, f"no model {asked!r:.120}; this server has {self.name!r}", "model_not_found", "model")
 
-    def trips(self, asked: int | None) -> int | None:
-        """Loop iterations per token at most, for a request that asks for so many."""
-        if (asked or 1) > (most := most_trips(self.model)):
+    def trips(self, asked: int | None, effort: Effort | None = None) -> int | None:
+        """Loop iterations per token at most, for a request that asks for so many, or for an effort: one for `low` and
+        less, half of the server's, rounded up, for `medium`, and the server's for `high` and more."""
+        most = most_trips(self.model)
+        if (asked or 1) > most:
             raise wrong("max_trips", f"{asked}; a token of this model makes {most} at most")
-        return asked or self.max_trips
+        if asked or most == 1 or effort is None or effort in ("high", "xhigh", "max"):
+            return asked or self.max_trips
+        return -(-trips_of(self.model, self.max_trips) // 2) if effort == "medium" else 1
 
     async def encoded(self, field: str, size: int, encoder: Callable[[], list[int]]) -> list[int]:
         """A field of `size` characters as token ids, encoded on another thread; errors become an `ApiError`."""
@@ -208,7 +214,7 @@ class Service:
         self, body: Asked, prompts: Sequence[list[int]], queue: asyncio.Queue, shape: Shape | None = None
     ) -> list[Job]:
         """One job for each prompt and each of its `n` texts."""
-        trips = self.trips(body.max_trips)
+        trips = self.trips(body.max_trips, body.effort)
         scored, own = body.likeliest, self.model.generation_config
         wants_prompt = body.echo and scored is not None
         stops = frozenset(body.stop_token_ids) | (frozenset() if body.ignore_eos else self.stops)
