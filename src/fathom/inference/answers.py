@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fathom.inference.engine import Job, Scored
 from fathom.inference.texts import UNKNOWN, Text
@@ -124,13 +124,22 @@ class Envelope:
         return {**self.head, "object": f"{self.kind}.chunk" if self.chat else self.kind, "choices": choices}
 
     def _usage(self, texts: Sequence[Text]) -> dict[str, object]:
-        made = sum(text.tokens for text in texts)
-        total = self.prompt_tokens + made
-        cached = {"cached_tokens": sum(job.cached for job in self.first)}
-        counts = {"prompt_tokens": self.prompt_tokens, "completion_tokens": made, "total_tokens": total}
-        counted, iterations = (sum(text.trips[i] for text in texts) for i in (0, 1))
-        trips = {"trips": round(iterations / counted, 3)} if counted else {}
-        return {**counts, "prompt_tokens_details": cached, **trips}
+        return usage_of(self.prompt_tokens, texts, sum(job.cached for job in self.first))
+
+
+def usage_of(prompt: int, texts: Sequence[Text], cached: int) -> dict[str, Any]:
+    """Token counts in the format of chats, and the mean iterations of a token.
+
+    Args:
+        prompt: Tokens of the prompts.
+        texts: The answers.
+        cached: Tokens of the prompts that were not read again.
+    """
+    made = sum(text.tokens for text in texts)
+    counts = {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}
+    counted, iterations = (sum(text.trips[i] for text in texts) for i in (0, 1))
+    trips = {"trips": round(iterations / counted, 3)} if counted else {}
+    return {**counts, "prompt_tokens_details": {"cached_tokens": cached}, **trips}
 
 
 def _message(text: Text) -> dict[str, object]:

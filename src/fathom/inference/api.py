@@ -67,6 +67,13 @@ class ApiError(HTTPException):
         message = str(self.detail).encode("utf-8", "replace").decode()  # a lone surrogate is JSON, but not UTF-8
         return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code}}
 
+    def renamed(self, names: Mapping[str, str]) -> ApiError:
+        """The same error on a route whose fields have other names."""
+        field = self.param or ""
+        new = names.get(field, field)
+        message = new + self.detail.removeprefix(field) if self.detail.startswith(f"{field}:") else self.detail
+        return ApiError(self.status_code, message, self.code, new or None, self.headers)
+
     def response(self) -> JSONResponse:
         """The error as an HTTP answer."""
         return JSONResponse(self.body(), self.status_code, headers=self.headers)

@@ -11,7 +11,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from fathom.checkpoints.special_tokens import as_list, settle_generation, unknown_token
 from fathom.errors import RequestError, SettingsError
+from fathom.inference import responses
 from fathom.inference.answers import Envelope
 from fathom.inference.api import (
     HALF,
@@ -38,6 +39,7 @@ from fathom.inference.api import (
     with_objects,
     wrong,
 )
+from fathom.inference.api_responses import NAMED, ResponsesBody
 from fathom.inference.api_structure import Tool
 from fathom.inference.batches import trips_of
 from fathom.inference.engine import Engine, Event, Job, deliver
@@ -65,6 +67,16 @@ AddPages = Callable[[FastAPI, "Service"], None]
 Asked = CompletionBody | ChatBody
 Parts = AsyncIterator[tuple[int, str]]
 """Which text of an answer has grown by what."""
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """A request whose texts are being made."""
+
+    prompts: list[list[int]]
+    jobs: list[Job]
+    texts: list[Text]
+    queue: asyncio.Queue
 
 
 class Service:
@@ -248,6 +260,31 @@ class Service:
 
     async def answer(self, body: Asked) -> Response:
         """The answer, complete or as a stream."""
+        begun = await self._begin(body)
+        talk, prompts = isinstance(body, ChatBody), begun.prompts
+        envelope = Envelope(self.name, talk, self.tokenizer, prompts, body.return_token_ids, body.return_trips)
+        envelope.first = begun.jobs[:: body.n]
+        parts, texts = self._parts(begun), begun.texts
+        if body.stream:
+            return StreamingResponse(_stream(parts, texts, envelope, body.usage), media_type="text/event-stream")
+        async for _ in parts:
+            pass
+        return JSONResponse(envelope.whole(texts))
+
+    async def respond(self, body: ResponsesBody) -> Response:
+        """The answer in the form of the Responses API."""
+        chat = body.chat()
+        try:
+            begun = await self._begin(chat)
+        except ApiError as error:
+            raise error.renamed(NAMED) from error
+        made = responses.Response(self.name, self.tokenizer, begun.jobs[0], begun.texts[0], body.echoed())
+        if body.stream:
+            return StreamingResponse(made.events(self._parts(begun)), media_type="text/event-stream")
+        return JSONResponse(await made.heard(self._parts(begun)))
+
+    async def _begin(self, body: Asked) -> _Begun:
+        """Check a request, and hand its jobs to the engine."""
         self.known(body.model)
         _check(body.rules(self.model.config.vocab_size))
         self.loop = asyncio.get_running_loop()
@@ -255,16 +292,7 @@ class Service:
         queue: asyncio.Queue = asyncio.Queue()
         jobs = self.jobs(body, prompts, queue, shape)
         self.engine.submit(jobs)
-        texts = [self._text(body, job, shape, i) for i, job in enumerate(jobs)]
-        talk = isinstance(body, ChatBody)
-        envelope = Envelope(self.name, talk, self.tokenizer, prompts, body.return_token_ids, body.return_trips)
-        envelope.first = jobs[:: body.n]
-        parts = self._parts(jobs, texts, queue)
-        if body.stream:
-            return StreamingResponse(_stream(parts, texts, envelope, body.usage), media_type="text/event-stream")
-        async for _ in parts:
-            pass
-        return JSONResponse(envelope.whole(texts))
+        return _Begun(prompts, jobs, [self._text(body, job, shape, i) for i, job in enumerate(jobs)], queue)
 
     def _text(self, body: Asked, job: Job, shape: Shape | None, index: int) -> Text:
         """The text made from a job's tokens."""
@@ -278,11 +306,12 @@ class Service:
         stops = [*body.stops, *self.stop_strings]
         return Text(words, stops, echo, body.min_tokens, reader=None if shape is None else shape.reader())
 
-    async def _parts(self, jobs: list[Job], texts: list[Text], queue: asyncio.Queue) -> Parts:
+    async def _parts(self, begun: _Begun) -> Parts:
         """Events until all jobs have ended; jobs are cancelled if the client disconnects."""
+        jobs, texts = begun.jobs, begun.texts
         try:
             while any(text.finish is None for text in texts):
-                index, event = await queue.get()
+                index, event = await begun.queue.get()
                 if isinstance(event, Exception):
                     raise event
                 text = texts[index]
@@ -373,6 +402,10 @@ def build_app(
     @app.post("/v1/chat/completions")
     async def chat(body: ChatBody) -> Response:
         return await service.answer(body)
+
+    @app.post("/v1/responses")
+    async def respond(body: ResponsesBody) -> Response:
+        return await service.respond(body)
 
     @app.post("/v1/embeddings")
     async def embed() -> Response:

@@ -1,0 +1,160 @@
+"""A generated text as an answer of OpenAI's Responses API: complete, or as the events of a stream."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from fathom.errors import RequestError
+from fathom.inference.answers import chat_logprobs, usage_of
+from fathom.inference.engine import Job
+from fathom.inference.texts import Text
+from fathom.inference.tools import Call, Heard
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Event = dict[str, Any]
+
+
+class Response:
+    """The answer of one request: a message, function calls, or both.
+
+    Args:
+        model: The name that clients use.
+        tokenizer: The model's tokenizer.
+        job: The job that generates it.
+        text: Its text.
+        asked: The request's fields that the answer repeats.
+    """
+
+    def __init__(
+        self, model: str, tokenizer: PreTrainedTokenizerBase, job: Job, text: Text, asked: Mapping[str, object]
+    ) -> None:
+        self.tokenizer, self.job, self.text = tokenizer, job, text
+        self.head: Event = {"id": f"resp_{uuid.uuid4().hex}", "object": "response", "created_at": time.time()}
+        self.head |= {"model": model, **asked, "store": False, "previous_response_id": None, "service_tier": "default"}
+        self.output: list[Event] = []
+        """Items that are complete."""
+        self.number = 0
+        """The next event's."""
+        self._open: Event | None = None
+
+    async def events(self, parts: AsyncIterator[tuple[int, str]]) -> AsyncIterator[str]:
+        """The stream of server-sent events."""
+        for kind in ("response.created", "response.in_progress"):
+            yield self._line({"type": kind, "response": self._whole("in_progress")})
+        try:
+            async for _, new in parts:
+                for event in self._hear(new):
+                    yield self._line(event)
+        except RequestError as error:
+            fault = {"code": "server_error", "message": str(error)}
+            yield self._line({"type": "response.failed", "response": {**self._whole("failed"), "error": fault}})
+        else:
+            made = self.whole()
+            yield self._line({"type": f"response.{made['status']}", "response": made})
+
+    async def heard(self, parts: AsyncIterator[tuple[int, str]]) -> Event:
+        """The complete answer."""
+        async for _, new in parts:
+            for _ in self._hear(new):
+                pass
+        return self.whole()
+
+    def whole(self) -> Event:
+        """The answer so far, whose text has ended."""
+        return self._whole("incomplete" if self.text.finish == "length" else "completed")
+
+    def _whole(self, status: str) -> Event:
+        short = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        usage = self._usage() if status in ("completed", "incomplete") else None
+        made = {"status": status, "error": None, "incomplete_details": short, "output": self.output, "usage": usage}
+        return {**self.head, **made}
+
+    def _usage(self) -> Event:
+        given = usage_of(len(self.job.prompt), [self.text], self.job.cached)
+        counts = {"input_tokens": given["prompt_tokens"], "output_tokens": given["completion_tokens"]}
+        counts |= {"total_tokens": given["total_tokens"], "output_tokens_details": {"reasoning_tokens": 0}}
+        counts |= {"input_tokens_details": {"cached_tokens": self.job.cached, "cache_write_tokens": 0}}
+        return counts | ({"trips": given["trips"]} if "trips" in given else {})
+
+    def _hear(self, new: str) -> Iterator[Event]:
+        """The events that a piece of text causes."""
+        text, last = self.text, self.text.finish is not None
+        heard = Heard(new) if text.reader is None else text.reader.hear(new, last)
+        scores, text.scores = text.scores, []
+        found: Any = chat_logprobs(self.tokenizer, scores)["content"]
+        if heard.content or (last and not self.output and self._open is None and not heard.calls):
+            if self._open is None:
+                yield from self._begin(_message())
+            yield from self._say(heard.content, found)
+        for _, begun, more in heard.calls:
+            if begun is not None:
+                yield from self._end()
+                yield from self._begin(_call(begun))
+            if more:
+                assert self._open is not None
+                self._open["arguments"] += more
+                yield self._inside("response.function_call_arguments.delta", delta=more)
+        if last:
+            yield from self._end("incomplete" if text.finish == "length" else "completed")
+
+    def _begin(self, item: Event) -> Iterator[Event]:
+        self._open = item
+        item = {**item, "content": []} if item["type"] == "message" else item
+        yield {"type": "response.output_item.added", "output_index": len(self.output), "item": dict(item)}
+        if item["type"] == "message":
+            yield self._inside("response.content_part.added", content_index=0, part=_part(""))
+
+    def _say(self, new: str, scores: list[Event]) -> Iterator[Event]:
+        assert self._open is not None
+        self._open["content"][0]["text"] += new
+        self._open["content"][0]["logprobs"] += scores
+        if new:
+            yield self._inside("response.output_text.delta", content_index=0, delta=new, logprobs=scores)
+
+    def _end(self, status: str = "completed") -> Iterator[Event]:
+        """Complete the item that is open."""
+        if (item := self._open) is None:
+            return
+        item["status"] = status
+        if item["type"] == "message":
+            (part,) = item["content"]
+            yield self._inside(
+                "response.output_text.done", content_index=0, text=part["text"], logprobs=part["logprobs"]
+            )
+            yield self._inside("response.content_part.done", content_index=0, part=part)
+        else:
+            done = {"name": item["name"], "arguments": item["arguments"]}
+            yield self._inside("response.function_call_arguments.done", **done)
+        yield {"type": "response.output_item.done", "output_index": len(self.output), "item": item}
+        self.output.append(item)
+        self._open = None
+
+    def _inside(self, kind: str, **more: object) -> Event:
+        """An event of the item that is open."""
+        assert self._open is not None
+        return {"type": kind, "item_id": self._open["id"], "output_index": len(self.output), **more}
+
+    def _line(self, event: Event) -> str:
+        numbered = {**event, "sequence_number": self.number}
+        self.number += 1
+        return f"event: {event['type']}\ndata: {json.dumps(numbered, ensure_ascii=False)}\n\n"
+
+
+def _part(text: str) -> Event:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _message() -> Event:
+    made = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "status": "in_progress", "role": "assistant"}
+    return {**made, "content": [_part("")]}
+
+
+def _call(call: Call) -> Event:
+    made = {"id": f"fc_{uuid.uuid4().hex}", "type": "function_call", "status": "in_progress"}
+    return {**made, "call_id": call.id, "name": call.name, "arguments": ""}
