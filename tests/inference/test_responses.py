@@ -1,9 +1,12 @@
 """`/v1/responses`: what OpenAI's client and agents' libraries send, and what they make of the answers."""
 
 import json
+from pathlib import Path
 
 import openai
 import pytest
+from openai.types.chat import ChatCompletion
+from openai.types.responses import Response
 
 from fathom.checkpoints.open import open_checkpoint
 from fathom.inference import server
@@ -171,3 +174,18 @@ def test_a_stream_that_fails_says_so(served):
             ask(served)
     finally:
         hook.remove()
+
+
+RECORDED = [json.loads(line) for line in Path(__file__).with_name("recorded.jsonl").read_text().splitlines()]
+"""What openai-agents, pydantic-ai, LangChain and litellm send for a question with a tool, its result and a schema
+(openai-agents 0.24.0, pydantic-ai 2.68.0, langchain-openai 1.7.4, litellm 1.110.2, with openai 3.57.0)."""
+
+
+@pytest.mark.parametrize("sent", RECORDED, ids=lambda sent: sent["name"])
+def test_what_agents_send_is_answered(served, sent):
+    responses = sent["path"] == "/v1/responses"
+    limit = {"max_output_tokens" if responses else "max_completion_tokens": 8}
+    status, answer = served.post(sent["path"], **{**sent["body"], **limit})
+    assert status == 200, answer
+    kind = Response if responses else ChatCompletion
+    assert kind.model_validate(answer).usage.total_tokens > 0

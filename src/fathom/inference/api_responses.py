@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi.exceptions import RequestValidationError
@@ -37,7 +38,7 @@ class _Format(Strict):
 
 
 class _TextOptions(Strict):
-    format: _Format = _Format()
+    format: _Format = Field(default_factory=partial(_Format, schema=None))
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
@@ -107,8 +108,8 @@ class ResponsesBody(Body):
 
     def echoed(self) -> dict[str, object]:
         """The request's fields that an answer repeats."""
-        names = ("instructions", "max_output_tokens", "metadata", "parallel_tool_calls", "temperature", "tool_choice")
-        names = (*names, "tools", "top_p", "truncation", "background", "top_logprobs")
+        names = ["instructions", "max_output_tokens", "metadata", "parallel_tool_calls", "temperature", "tool_choice"]
+        names += ["tools", "top_p", "truncation", "background", "top_logprobs"]
         values = {name: getattr(self, name) for name in names}
         form = self.text.format.model_dump(by_alias=True, exclude_none=True)
         form = form if form["type"] == "json_schema" else {"type": form["type"]}
