@@ -603,7 +603,7 @@ def test_what_other_routes_there_are(served):
     assert connection.getresponse().headers["Allow"] == "POST", "as HTTP wants it of a 405"
     connection.close()
     check_error(served.raw("GET", "/v1/models/other"), 404, "model_not_found")
-    for path in ("/load_model", "/reset", "/v1/responses", "/v1/audio/transcriptions", "/v1/systemone"):
+    for path in ("/load_model", "/reset", "/v1/audio/transcriptions", "/v1/systemone"):
         check_error(served.post(path, model="Qwen/Qwen3-0.6B"), 404)
 
 
