@@ -11,6 +11,7 @@ import pytest
 from fathom.checkpoints.open import open_checkpoint
 from fathom.inference import server
 from fathom.inference.api import ChatBody
+from fathom.inference.metrics import exposition
 from tests.inference.notations import ADD, HERMES, LLAMA, NOW, TOOLS, tool
 from tests.inference.served import in_thread, scripted
 from tests.tiny import export_tiny
@@ -443,4 +444,4 @@ def test_a_prompt_that_was_read_before_is_counted(folder):
         *_, last = ask(served, tools=TOOLS, max_tokens=4, stream=True, stream_options={"include_usage": True})
         assert last.usage.prompt_tokens_details.cached_tokens == again.usage.prompt_tokens
         assert own.engine.counts["hits"] == 2
-        assert f"fathom_prefix_tokens_total {2 * again.usage.prompt_tokens}" in own.metrics()
+        assert f"fathom_prefix_tokens_total {2 * again.usage.prompt_tokens}" in exposition(own.engine)

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import openai
 import pytest
@@ -92,6 +93,8 @@ def test_health_is_that_of_the_engine(directory):
         assert running.post(prompt="a")[0] == 503
         assert running.raw("GET", "/health") == (503, {"status": "the engine has failed"})
         assert running.raw("GET", "/ready")[0] == 503
+        with mock.patch.object(type(engine), "alive", True), pytest.raises(AssertionError):
+            assert running.raw("GET", "/health")[0] == 503, "a dead engine that says it lives is seen"
 
 
 # Answers.
@@ -304,7 +307,30 @@ def metrics(served):
     connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=60)
     connection.request("GET", "/metrics")
     lines = connection.getresponse().read().decode().splitlines()
-    return dict(line.split(" ") for line in lines if not line.startswith("#"))
+    told = {line.split()[2] for line in lines if line.startswith("# HELP")}
+    assert told == {line.split()[2] for line in lines if line.startswith("# TYPE")}
+    values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    assert {name.split("{")[0] for name in values} - told == {
+        f"fathom_{which}_seconds_{part}" for which in TIMED for part in ("bucket", "sum", "count")
+    }
+    return values
+
+
+TIMED = ("first_token", "inter_token", "queue")
+
+
+def test_histograms_count_every_token(served):
+    """Each text has one first token and one time in the queue, and all others follow another."""
+    before = metrics(served)
+    served.complete("The sailors", n=2, temperature=1, max_tokens=5)
+    after = metrics(served)
+    grown = {name: float(after[name]) - float(before[name]) for name in after}
+    counts = [grown[f"fathom_{which}_seconds_count"] for which in TIMED]
+    made = grown["fathom_generation_tokens_total"]
+    assert counts == [2, made - 2, 2] and 2 < made <= 10
+    for which in TIMED:
+        buckets = [float(after[name]) for name in after if name.startswith(f"fathom_{which}_seconds_bucket")]
+        assert buckets == sorted(buckets) and buckets[-1] == float(after[f"fathom_{which}_seconds_count"])
 
 
 def test_what_prometheus_reads(served):
@@ -814,6 +840,78 @@ def test_an_api_key_is_asked_for(locked):
         check_error(locked.raw("POST", "/v1/completions", "{}", given), 401, "invalid_api_key")
     with pytest.raises(openai.AuthenticationError):
         openai.OpenAI(base_url=locked.client.base_url, api_key="none", max_retries=0).models.list()
+
+
+def test_a_request_is_logged_in_a_line(directory):
+    """With the client's id or one of its own; an id that could break a line is replaced."""
+    lines, service = [], server.Service(*open_checkpoint(directory, "cpu"), "tiny")
+    with in_thread(service, api_key=gate.Keys({"k1": "ann", "k2": "bob"}), log=lines.append) as running:
+
+        def asked(path, key, **headers):
+            connection = http.client.HTTPConnection("127.0.0.1", running.port, timeout=60)
+            connection.request("GET", path, headers={"Authorization": f"Bearer {key}", **headers})
+            response = connection.getresponse()
+            response.read()
+            return response.headers["x-request-id"]
+
+        assert asked("/v1/models", "k1", **{"x-request-id": "mine-7"}) == "mine-7"
+        ids = [asked("/v1/models", "k2"), asked('/nothing"%0A', "k2"), asked("/health", "wrong")]
+        ids += [asked("/v1/models", "wrong", **{"X-Request-Id": 'a" b'})]
+    logged = [json.loads(line) for line in lines]
+    assert all("\n" not in line for line in lines) and len({*ids, "mine-7"}) == 5 and '"' not in ids[-1]
+    assert [one["request_id"] for one in logged] == ["mine-7", *ids]
+    assert [(one["status"], one["client"]) for one in logged] == [
+        (200, "ann"),
+        (200, "bob"),
+        (404, "bob"),
+        (200, None),
+        (401, None),
+    ]
+
+
+def test_a_key_has_so_many_requests_at_a_time(directory):
+    """Beyond that 429, for this key alone; the end of a request, or a client that left, makes room."""
+    service = server.Service(*open_checkpoint(directory, "cpu"), "tiny")
+    keys = gate.Keys({"k1": "ann", "k2": "bob"}, most=1)
+    with in_thread(service, api_key=keys) as running:
+        one, two = ({"Authorization": f"Bearer {key}"} for key in ("k1", "k2"))
+        client = openai.OpenAI(base_url=running.client.base_url, api_key="k1", max_retries=0)
+        for _ in range(2):
+            stream = client.completions.create(model="tiny", prompt="x", max_tokens=400, stream=True)
+            next(iter(stream))
+            check_error(running.raw("GET", "/v1/models", headers=one), 429, "rate_limit_exceeded")
+            assert running.raw("GET", "/v1/models", headers=two)[0] == running.raw("GET", "/health")[0] == 200
+            stream.close()
+            deadline = time.monotonic() + 20
+            while keys.busy["ann"] and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert running.raw("GET", "/v1/models", headers=one)[0] == 200
+        assert not +keys.busy
+
+
+@pytest.mark.parametrize("text", ["", "ann", "ann k\nbob k", "ann k x", "# ann k\n\n"])
+def test_a_file_of_keys_that_is_wrong(text, tmp_path):
+    (tmp_path / "keys").write_text(text)
+    with pytest.raises(SettingsError, match="api_keys"):
+        gate.read_keys(tmp_path / "keys")
+    (tmp_path / "keys").write_text("# staff\nann k1\nbob  k2\n")
+    assert gate.read_keys(tmp_path / "keys") == {"k1": "ann", "k2": "bob"}
+
+
+def test_an_answer_has_a_deadline(served, directory):
+    """One that is late ends with an error, whole and streamed, and leaves the engine; others are not late."""
+    service = server.Service(*open_checkpoint(directory, "cpu"), "tiny")
+    service.deadline, step = 0.2, service.engine._step
+    service.engine._step = lambda lane: (time.sleep(0.02), step(lane))
+    with in_thread(service) as running:
+        late = {"prompt": "x", "max_tokens": 300, "ignore_eos": True}
+        check_error(running.post(**late), 504, "deadline_exceeded")
+        with pytest.raises(openai.APIError, match="took longer"):
+            list(running.complete("x", max_tokens=300, stream=True, extra_body={"ignore_eos": True}))
+        assert running.post(prompt="x", max_tokens=2)[0] == 200
+        while service.engine.running:
+            time.sleep(0.01)
+        assert service.engine.counts["cancelled"] == 2
 
 
 def test_pages_of_other_sites(locked, served):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from argparse import ArgumentTypeError, Namespace
+from pathlib import Path
 
 from fathom.cli.parser import Parser, add_control_tokens, add_kernels, add_kvcache, add_opening, add_speculate, chosen
 from fathom.errors import SettingsError, to_install
@@ -27,6 +28,18 @@ def add(parser: Parser) -> None:
         "--api-key",
         default=os.environ.get("FATHOM_API_KEY"),
         help="key that clients must send (default: $FATHOM_API_KEY)",
+    )
+    parser.add_argument(
+        "--api-keys", type=Path, metavar="FILE", help="several keys: a file with a name and a key on each line"
+    )
+    parser.add_argument(
+        "--requests-per-key", type=int, metavar="N", help="maximum requests of one key at a time (default: no limit)"
+    )
+    parser.add_argument(
+        "--deadline", type=float, metavar="SECONDS", help="maximum seconds for an answer (default: no limit)"
+    )
+    parser.add_argument(
+        "--access-log", action="store_true", help="write one line of JSON to stderr for each request, with its id"
     )
     add_opening(parser)
     add_kernels(parser)

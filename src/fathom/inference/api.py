@@ -20,8 +20,8 @@ from fathom.inference.api_structure import AllowedTools, NamedTool, ResponseForm
 from fathom.inference.engine import WAITING
 from fathom.inference.prompt import one_text
 
-KINDS = {429: "rate_limit_error", 408: "timeout_error", 503: "server_error", 500: "server_error"}
-STATUS = {"rate_limit_exceeded": 429, "shutting_down": 503, "failed": 500}
+KINDS = {429: "rate_limit_error", 408: "timeout_error", 504: "timeout_error", 503: "server_error", 500: "server_error"}
+STATUS = {"rate_limit_exceeded": 429, "shutting_down": 503, "failed": 500, "deadline_exceeded": 504}
 STATUS |= dict.fromkeys(
     ("cache_memory_exceeded", "context_length_exceeded", "empty_prompt", "grammar_too_complex"), 400
 )

@@ -35,6 +35,7 @@ from fathom.inference.batches import (
     trips_of,
 )
 from fathom.inference.by_rows import attend_by_rows, needs_rows
+from fathom.inference.histogram import Histogram
 from fathom.inference.positions import depends_on_company
 from fathom.inference.prefixes import LEAST as SHORTEST
 from fathom.inference.prefixes import NOTHING, Found, Kept, Prefixes
@@ -65,9 +66,11 @@ FILLED = 2 / 3
 """Least share of tokens, not padding, in prompts that are read at once."""
 COUNTED = (
     *("prompt_tokens", "tokens", "steps", "finished", "cancelled", "failed", "drafted", "accepted", "refused"),
-    *("first_tokens", "first_seconds", "cached", "hits"),
+    *("cached", "hits"),
 )
-"""What is counted; `first_seconds` is the time from `submit` to the first token, all texts together."""
+"""What is counted."""
+TIMED = "queue", "first", "between"
+"""Times in seconds: from submission until the prompt is read, and to the first token, and between two tokens."""
 
 T = TypeVar("T")
 
@@ -123,6 +126,8 @@ class Job:
     """Whether the logits of its prompt's tokens are finite."""
     began: float = 0.0
     """Submission time, by `time.perf_counter`."""
+    latest: float = 0.0
+    """When its last token was made."""
     before: int = 0
     """Prompt tokens that the engine had read when it was submitted."""
     passed: int = 0
@@ -201,6 +206,7 @@ class Engine:
         """The time of a prompt's token, by number of trips."""
         self.counts: dict[str, float] = dict.fromkeys(COUNTED, 0)
         """Since the start, for /metrics."""
+        self.times = {name: Histogram() for name in TIMED}
         self._out: list[tuple[Job, Event]] = []
         self._wake, self._closing, self._reason = threading.Condition(), False, "the server is shutting down"
         self.fault: str | None = None
@@ -420,6 +426,7 @@ class Engine:
                 self._fail([one], error)
                 break
             jobs.append(one)
+            self.times["queue"].observe(time.perf_counter() - one.began)
         if jobs:
             self._remove(jobs)
             lane = self.lanes[jobs[0].trips]
@@ -673,9 +680,12 @@ class Engine:
         token = scored.token
         job.made.append(token)
         self.counts["tokens"] += 1
+        now = time.perf_counter()
         if len(job.made) == 1:
-            self.counts["first_tokens"] += 1
-            self.counts["first_seconds"] += time.perf_counter() - job.began
+            self.times["first"].observe(now - job.began)
+        else:
+            self.times["between"].observe(now - job.latest)
+        job.latest = now
         self._out.append((job, scored))
         constraint = job.choice.constraint
         complete = constraint is not None and constraint.complete(job.made)

@@ -6,12 +6,15 @@ import asyncio
 import base64
 import hmac
 import re
-from collections.abc import Awaitable, Callable, Collection, MutableMapping
+from collections import Counter
+from collections.abc import Awaitable, Callable, Collection, Mapping, MutableMapping
+from pathlib import Path
 from typing import Any, cast
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from fathom.errors import SettingsError
 from fathom.inference.api import ApiError
 
 BODIES = 1 << 28
@@ -22,6 +25,8 @@ PATIENCE = 20.0
 """Seconds for the head of a request, and again for its body."""
 OPEN = {"/health", "/ready"}
 """Routes that need no key."""
+CLIENT = "fathom.client"
+"""Where a request's scope holds the name of its key."""
 CLOSING = {401, 403, 408, 413}
 """Refusals after which the connection is closed: the client may still be sending."""
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9_-]+(?:\.[a-z0-9_-]+)*)\.?(?::[0-9]{0,5})?")
@@ -31,20 +36,60 @@ Send = Callable[[AsgiMessage], Awaitable[None]]
 App = Callable[[AsgiMessage, Receive, Send], Awaitable[None]]
 
 
+class Keys:
+    """The keys that clients may send, and the requests that each has running.
+
+    Args:
+        names: By key: its name, for the access log.
+        most: Most requests of one key at a time; None for any number.
+    """
+
+    def __init__(self, names: Mapping[str, str], most: int | None = None) -> None:
+        self.names, self.most = {key.encode(): name for key, name in names.items()}, most
+        self.busy = Counter[str]()
+
+    def name(self, sent: bytes) -> str | None:
+        """The name of a key; None for a wrong one. All are compared, each in constant time."""
+        found = [name for key, name in self.names.items() if hmac.compare_digest(sent, key)]
+        return found[0] if found else None
+
+    def full(self, name: str) -> bool:
+        """Whether a key has as many requests as it may."""
+        return self.most is not None and self.busy[name] >= self.most
+
+
+def read_keys(path: str | Path) -> dict[str, str]:
+    """The keys of a file, by key their names: on each line a name and a key; blank lines and lines with # are none."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeError) as error:
+        raise SettingsError(f"api_keys={path}: cannot be read: {error}") from error
+    keys: dict[str, str] = {}
+    for i, line in enumerate(lines, 1):
+        words = line.split()
+        if not words or words[0].startswith("#"):
+            continue
+        if len(words) != 2 or words[1] in keys:
+            raise SettingsError(f"api_keys={path}: line {i}: expected a name and a key that no other line has")
+        keys[words[1]] = words[0]
+    if not keys:
+        raise SettingsError(f"api_keys={path}: the file holds no key")
+    return keys
+
+
 class Gate:
     """An ASGI layer.
 
     Args:
         app: The application behind it.
-        api_key: What clients must send, as `Authorization: Bearer KEY`.
+        keys: What clients must send, one of them, as `Authorization: Bearer KEY`.
         body_limit: Bytes of one body.
         hosts: Host names that requests may have; None for any. Without this check a web page whose own name resolves to
             this machine could send requests from a visitor's browser (DNS rebinding).
     """
 
-    def __init__(self, app: App, api_key: str | None, body_limit: int, hosts: Collection[str] | None = None) -> None:
-        self.app, self.body_limit, self.hosts, self.held = app, body_limit, hosts, 0
-        self.key = api_key.encode() if api_key is not None else None
+    def __init__(self, app: App, keys: Keys | None, body_limit: int, hosts: Collection[str] | None = None) -> None:
+        self.app, self.keys, self.body_limit, self.hosts, self.held = app, keys, body_limit, hosts, 0
         self.turn = asyncio.Lock()
 
     async def __call__(self, scope: AsgiMessage, receive: Receive, send: Send) -> None:
@@ -52,8 +97,11 @@ class Gate:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         chunks: list[bytes] = []
+        fault, busy = self._fault(scope), Counter[str]() if self.keys is None else self.keys.busy
+        client = scope.get(CLIENT) if fault is None else None
+        busy.update([client] if client is not None else [])
         try:
-            whole = await asyncio.wait_for(self._read(receive, chunks, self._fault(scope)), PATIENCE)
+            whole = await asyncio.wait_for(self._read(receive, chunks, fault), PATIENCE)
         except (ApiError, asyncio.TimeoutError) as error:
             late = f"the body did not arrive within {PATIENCE:.0f} seconds"
             refusal = error if isinstance(error, ApiError) else ApiError(408, late, "timeout")
@@ -67,6 +115,7 @@ class Gate:
                         await asyncio.sleep(0)
                 await self._answer(chunks[0], scope, receive, send)
         finally:
+            busy.subtract([client] if client is not None else [])
             self.held -= sum(map(len, chunks))
 
     async def _answer(self, body: bytes, scope: AsgiMessage, receive: Receive, send: Send) -> None:
@@ -97,7 +146,7 @@ class Gate:
             host = headers.get(b"host", b"").decode("latin-1").lower()
             if host_name(host) not in self.hosts:
                 return ApiError(403, f"this server does not answer to the name {host!r:.80}", "wrong_host")
-        if self.key is None or scope["path"] in OPEN:
+        if self.keys is None or scope["path"] in OPEN:
             return None
         scheme, _, value = headers.get(b"authorization", b"").partition(b" ")
         if scheme.lower() == b"basic":  # a browser's login for the pages: any user name, and the key as the password
@@ -107,8 +156,10 @@ class Gate:
                 value = b""
         elif scheme.lower() != b"bearer":
             value = b""
-        if hmac.compare_digest(value.strip(), self.key):
-            return None
+        if (client := self.keys.name(value.strip())) is not None:
+            scope[CLIENT] = client
+            message = f"{self.keys.most} requests with this key are running; try again later"
+            return ApiError(429, message, "rate_limit_exceeded") if self.keys.full(client) else None
         asked = {"WWW-Authenticate": "Basic" if scope["path"] == "/" or scope["path"].startswith("/lens") else "Bearer"}
         return ApiError(401, "wrong or missing API key", "invalid_api_key", headers=asked)
 

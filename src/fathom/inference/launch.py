@@ -19,8 +19,9 @@ from transformers.utils import logging
 
 from fathom.checkpoints.open import Opening
 from fathom.errors import FathomError, SettingsError
+from fathom.inference.access import to_stderr
 from fathom.inference.engine import Engine
-from fathom.inference.gate import Timed
+from fathom.inference.gate import Keys, Timed, read_keys
 from fathom.inference.generate import check_drafts
 from fathom.inference.huge_pages import exchange
 from fathom.inference.memory import default_memory
@@ -96,6 +97,14 @@ class ServeOptions(Opening):
     """On a CPU with several threads, pack the weights of a float32 model."""
     api_key: str | None = None
     """The key that clients must send as `Authorization: Bearer KEY`."""
+    api_keys: Path | None = None
+    """A file of keys, on each line a name and a key; besides `api_key`."""
+    requests_per_key: int | None = None
+    """Most requests of one key at a time."""
+    deadline: float | None = None
+    """Seconds that an answer may take."""
+    access_log: bool = False
+    """Write a line of JSON to stderr for each request."""
     allow_origin: Sequence[str] = ()
     """Origins whose pages may call the server from a browser, such as `https://app.example`; `*` for all."""
     allow_control_tokens: bool = False
@@ -129,22 +138,35 @@ def serve(
                 f"allow_origin={origin}: allowed: * or a scheme and a host, as https://app.example:8443, the way "
                 "browsers write them: lower case, xn-- for other letters, no :443 for https and no :80 for http"
             )
+    keys = _keys(chosen)
     if chosen.speculate is not None and chosen.kvcache not in (None, "full"):
         raise SettingsError("`speculate` takes back what it wrote: leave out `kvcache`")
     listener = _bind(host, port)
     # uvicorn restores this handler and repeats the signal after it has stopped, which ends the process with code 0.
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
-        _run(path, listener, _names(host, listener, chosen.api_key), lens, chosen)
+        _run(path, listener, (keys, _names(host, listener, keys)), lens, chosen)
     finally:
         listener.close()
         signal.signal(signal.SIGTERM, before)
 
 
-def _names(host: str, listener: socket.socket, api_key: str | None) -> set[str] | None:
+def _keys(options: ServeOptions) -> Keys | None:
+    """The keys that clients may send; None if they need none."""
+    for name, value in (("requests_per_key", options.requests_per_key), ("deadline", options.deadline)):
+        if value is not None and value <= 0:
+            raise SettingsError(f"{name}={value}: expected a number above 0")
+    names = {} if options.api_key is None else {options.api_key: "key"}
+    names |= {} if options.api_keys is None else read_keys(options.api_keys)
+    if options.requests_per_key is not None and not names:
+        raise SettingsError("requests_per_key needs api_key or api_keys")
+    return Keys(names, options.requests_per_key) if names else None
+
+
+def _names(host: str, listener: socket.socket, keys: Keys | None) -> set[str] | None:
     """Host names that the server accepts, None for any; warns if others can reach a server without a key."""
     address = ipaddress.ip_address(listener.getsockname()[0])
-    if api_key is not None:
+    if keys is not None:
         return None
     if address.is_loopback:
         return {"localhost", "127.0.0.1", "[::1]", host.lower()}
@@ -157,9 +179,13 @@ def _names(host: str, listener: socket.socket, api_key: str | None) -> set[str] 
 
 
 def _run(
-    path: str | Path, listener: socket.socket, hosts: set[str] | None, lens: AddPages | None, options: ServeOptions
+    path: str | Path,
+    listener: socket.socket,
+    admitted: tuple[Keys | None, set[str] | None],
+    lens: AddPages | None,
+    options: ServeOptions,
 ) -> None:
-    """Open the model and serve it on the bound socket."""
+    """Open the model and serve it on the bound socket, to requests with these keys and host names."""
     model, tokenizer = options.open(path)
     name = options.name or Path(path).resolve().name
     check_trips(model, options.max_trips)
@@ -168,6 +194,7 @@ def _run(
     memory = options.cache_memory or default_memory(model)
     service = Service(model, tokenizer, name, memory, policy, options.max_trips, options.speculate)
     service.engine.prefixes.budget = memory // 4 if options.prefix_memory is None else options.prefix_memory
+    service.deadline = options.deadline
     service.allow_control = options.allow_control_tokens
     if others := Choice.left_out(model.generation_config):
         words = "is not supported: output differs from `fathom generate`"
@@ -176,7 +203,8 @@ def _run(
         service.pack()
     if model.device.type == "cpu":
         exchange()
-    app = build_app(service, options.api_key, lens, hosts, options.allow_origin)
+    log = to_stderr if options.access_log else None
+    app = build_app(service, admitted[0], lens, admitted[1], options.allow_origin, log)
     address, port = listener.getsockname()[:2]
     url = f"http://{f'[{address}]' if ':' in address else address}:{port}"
     ready = f"{name} at {url}/v1, page at {url}/" + (f", lens at {url}/lens" if lens else "")

@@ -24,6 +24,7 @@ from starlette.middleware.cors import CORSMiddleware
 from fathom.checkpoints.special_tokens import as_list, settle_generation, unknown_token
 from fathom.errors import RequestError, SettingsError
 from fathom.inference import responses
+from fathom.inference.access import Access
 from fathom.inference.answers import Envelope
 from fathom.inference.api import (
     HALF,
@@ -43,8 +44,9 @@ from fathom.inference.api_responses import NAMED, ResponsesBody
 from fathom.inference.api_structure import Tool
 from fathom.inference.batches import trips_of
 from fathom.inference.engine import Engine, Event, Job, deliver
-from fathom.inference.gate import Gate
+from fathom.inference.gate import Gate, Keys
 from fathom.inference.memory import default_memory
+from fathom.inference.metrics import exposition
 from fathom.inference.packed import pack
 from fathom.inference.page import talk_page
 from fathom.inference.prompt import encode, reserved_variables
@@ -110,6 +112,8 @@ class Service:
         self.stops = frozenset(as_list(model.generation_config.eos_token_id))
         self.stop_strings = as_strings(model.generation_config.stop_strings)
         self.allow_control = False  # whether message texts may contain special tokens such as <|im_end|>
+        self.deadline: float | None = None
+        """Seconds that an answer may take once the engine has its request."""
         self.tokenising = Tokenising()
         self.reserved = reserved_variables(tokenizer)
         self.shapes = Shapes(tokenizer, model.config.vocab_size, self.stops)
@@ -309,6 +313,9 @@ class Service:
     async def _parts(self, begun: _Begun) -> Parts:
         """Events until all jobs have ended; jobs are cancelled if the client disconnects."""
         jobs, texts = begun.jobs, begun.texts
+        late = (
+            None if self.deadline is None else asyncio.get_running_loop().call_later(self.deadline, self._late, begun)
+        )
         try:
             while any(text.finish is None for text in texts):
                 index, event = await begun.queue.get()
@@ -323,32 +330,13 @@ class Service:
                         yield index, new
         finally:
             self.engine.cancel(jobs)
+            if late is not None:
+                late.cancel()
 
-    def metrics(self) -> str:
-        """Counters in Prometheus format."""
-        engine, counts = self.engine, self.engine.counts
-        counters = {
-            "prompt_tokens_total": counts["prompt_tokens"],
-            "generation_tokens_total": counts["tokens"],
-            "steps_total": counts["steps"],
-            **{f"texts_{how}_total": counts[how] for how in ("finished", "cancelled", "failed")},
-            **{f"{which}_tokens_total": counts[which] for which in ("drafted", "accepted")},
-            "requests_refused_total": counts["refused"],
-            "prefix_hits_total": counts["hits"],
-            "prefix_tokens_total": counts["cached"],
-            "first_token_seconds_sum": round(counts["first_seconds"], 6),
-            "first_token_seconds_count": counts["first_tokens"],
-        }
-        gauges = {
-            "texts_running": engine.running,
-            "texts_waiting": len(engine.waiting),
-            "cache_bytes": engine.cache_bytes,
-            "cache_budget_bytes": engine.budget,
-            "prefix_bytes": engine.prefixes.bytes,
-            "prefix_budget_bytes": engine.prefixes.budget,
-        }
-        kinds = (("counter", counters), ("gauge", gauges))
-        return "".join(f"# TYPE fathom_{k} {kind}\nfathom_{k} {v}\n" for kind, these in kinds for k, v in these.items())
+    def _late(self, begun: _Begun) -> None:
+        """End an answer whose deadline has passed."""
+        message = f"the answer took longer than {self.deadline:g} seconds"
+        begun.queue.put_nowait((0, RequestError(message, "deadline_exceeded")))
 
 
 def _check(rules: FieldRules) -> None:
@@ -378,19 +366,21 @@ def _line(value: object) -> str:
 
 def build_app(
     service: Service,
-    api_key: str | None = None,
+    api_key: str | Keys | None = None,
     lens: AddPages | None = None,
     hosts: Collection[str] | None = None,
     origins: Sequence[str] = (),
+    log: Callable[[str], object] | None = None,
 ) -> FastAPI:
     """The server as an ASGI application.
 
     Args:
         service: The model and its operations.
-        api_key: The key that clients must send as `Authorization: Bearer KEY`.
+        api_key: The key that clients must send as `Authorization: Bearer KEY`, or several.
         lens: Adds further pages; `fathom.lens.live.add_lens` serves the lens at /lens.
         hosts: Host names that requests may have; None for any.
         origins: Origins whose pages may call the server from a browser; `*` for all.
+        log: Receives the lines of the access log.
     """
     kinds = (HTTPException, RequestValidationError, RequestError, Exception)
     app = FastAPI(title="Fathom", openapi_url=None, exception_handlers=dict.fromkeys(kinds, _say_why))
@@ -443,7 +433,7 @@ def build_app(
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        return PlainTextResponse(service.metrics(), media_type="text/plain; version=0.0.4")
+        return PlainTextResponse(exposition(service.engine), media_type="text/plain; version=0.0.4")
 
     @app.get("/")
     async def page() -> Response:
@@ -463,10 +453,12 @@ def build_app(
     if lens is not None:
         lens(app, service)
     # A character may be escaped as six bytes, and few tokens have more than ten characters.
-    app.add_middleware(Gate, api_key=api_key, body_limit=max(1 << 20, 64 * service.context), hosts=hosts)
+    keys = Keys({api_key: "key"}) if isinstance(api_key, str) else api_key
+    app.add_middleware(Gate, keys=keys, body_limit=max(1 << 20, 64 * service.context), hosts=hosts)
     # Outside the gate: a browser's preflight has no key, and a page can only read an error if the header allows it.
     if origins:
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"])
+    app.add_middleware(Access, write=log)
     return app
 
 
