@@ -61,7 +61,8 @@ class Family(Oracle):
 
     def looks(self, q, keys):
         past = keys.shape[1] - q.shape[1]
-        scores = self.rotate(q, past) @ np.repeat(self.rotate(keys), len(q) // len(keys), 0).transpose(0, 2, 1)
+        turned = keys if self.method == "freqkv_after_rope" else self.rotate(keys)
+        scores = self.rotate(q, past) @ np.repeat(turned, len(q) // len(keys), 0).transpose(0, 2, 1)
         scores = scores * self.scale
         visible = np.tri(q.shape[1], keys.shape[1], past, dtype=bool)
         return scores, visible
@@ -86,9 +87,13 @@ class Family(Oracle):
         factor = self.scale * np.sqrt(keys.shape[-1])  # the base class divides by √d
         return super().expected_attention(keys, queries * factor, values, future)
 
+    def stored(self, k, start=0):
+        """Keys from a position on as the method keeps them: this one rotates a key once, where it comes."""
+        return self.rotate(k, start) if self.method == "freqkv_after_rope" else k
+
     def __call__(self, q, k, v, sees):
         if sees is not None and sees < N:
-            out = self.attend(q, k, v, sees)
+            out = self.attend(q, self.stored(k), v, sees)
         else:
             out = self.recursion(q, k, v)
         return out

@@ -126,14 +126,11 @@ REFUSED = {
         lambda: of("phi3", rope_parameters=LONGROPE),
         "set rope_type to one of default, linear, llama3, proportional, yarn",
     ),
-    "latent": (lambda: of("deepseek_v3"), r"latent keys \(MLA\), which cannot be turned back; use method 'full'"),
+    "latent": (lambda: of("deepseek_v3"), r"deepseek_v3 stores latents \(MLA\), of which keys are made"),
     "learned": (lambda: AutoConfig.for_model("gpt2"), "gpt2 has no rotary embedding, so its keys hold positions"),
     "own code": (lambda: AutoConfig.for_model("gptj"), "gptj rotates its keys in code of its own"),
     "unknown": (lambda: renamed("llama", "new"), "'new' is not known here"),
-    "hybrid": (
-        lambda: of("lfm2", layer_types=["full_attention", "conv", "full_attention"]),
-        "layer 1 is conv, and compressed caches know only full_attention and sliding_attention layers",
-    ),
+    "states alone": (lambda: of("lfm2", layer_types=["conv"] * 3), "lfm2: no layer keeps keys"),
     "chunked": (lambda: of("llama4_text", num_hidden_layers=2), "layer 0 is chunked_attention"),
     "sliding": (lambda: of("mistral", sliding_window=32), "set window to 32 or less"),
     "after_rope": (lambda: config_of("vanilla", k_norm_position="after_rope"), "'after_rope' scales turned keys"),
@@ -179,9 +176,3 @@ def test_norms_of_rotated_keys_are_refused_by_the_model_itself():
     """Hunyuan's weighted norm comes after the rotation: its keys cannot be moved."""
     with pytest.raises(ValueError, match="hunyuan_v1_dense computes a text differently at other positions"):
         build_cache(model_of("hunyuan"), window=64)
-
-
-def test_a_family_that_rotates_queries_and_keys_apart_is_refused():
-    config = AutoConfig.for_model("gemma4_text", num_hidden_layers=2, hidden_size=32, num_attention_heads=2)
-    with pytest.raises(ValueError, match="gemma4_text rotates its keys in code of its own"):
-        Rope(config)

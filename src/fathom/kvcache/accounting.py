@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 from fathom.models.trips.slot_cache import SlotLayer
 
@@ -25,6 +25,9 @@ def _bytes(held: object) -> int:
         return sum(map(_bytes, held.values()))
     if isinstance(held, (list, tuple)):
         return sum(map(_bytes, held))
-    if isinstance(held, (Cache, CacheLayerMixin)) or type(held).__module__ == "transformers.cache_utils":
+    if (
+        isinstance(held, (Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin))
+        or type(held).__module__ == "transformers.cache_utils"
+    ):
         return _bytes(vars(held))
     return 0

@@ -16,6 +16,7 @@ from .observe import observed_backend
 from .quantized import QuantizedMemory
 from .rope import Rope, left_alone, refuse
 from .schedule import RATIO, SINKS, Schedule
+from .states import State, family, has_states, own_layers
 from .static import StaticCache, StaticMemory
 from .watch import decoder_of, watch
 from .whole import WHOLE
@@ -96,14 +97,19 @@ def cache_of(
     if static:
         return StaticCache(method, [StaticMemory(method, i) for i in range(config.num_hidden_layers)])
 
-    def layer(i: int) -> CacheLayerMixin:
+    def layer(i: int, own: object, state: State | None) -> CacheLayerMixin:
         sees = left_alone(config, i, method.schedule.most)
+        if own is None and state is not None:
+            return state  # transformers' caches take both
+        if not isinstance(own, CacheLayerMixin):
+            return own  # of a layer that keeps nothing, or reads what another one keeps
         if sees is not None:
             return DynamicSlidingWindowLayer(sliding_window=sees)
-        return Memory(method, i) if quantized is None else QuantizedMemory(method, quantized, i)
+        memory = Memory(method, i) if quantized is None else QuantizedMemory(method, quantized, i)
+        memory.state = state
+        return memory
 
-    layers = [layer(i) for i in range(config.num_hidden_layers)]
-    return MemoryCache(method, layers)
+    return MemoryCache(method, [layer(i, *own) for i, own in enumerate(own_layers(config))])
 
 
 def refuse_static(method: Method, config: PreTrainedConfig, quantized: str | None) -> None:
@@ -111,6 +117,7 @@ def refuse_static(method: Method, config: PreTrainedConfig, quantized: str | Non
     reasons = {
         f"{method.name} looks at queries, which a compiled graph does not show": method.observed > 0,
         f"quantized={quantized} stores entries in parts that grow": quantized is not None,
+        "layers with states keep transformers' own cache": has_states(family(config)),
         f"layers that see {getattr(config, 'sliding_window', None)} tokens keep their own cache": any(
             left_alone(config, i, method.schedule.most) for i in range(config.num_hidden_layers)
         ),

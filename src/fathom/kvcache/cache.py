@@ -15,6 +15,7 @@ from .method import Method
 from .padded import Padded
 from .rows import left_padding, padded_left, real_tokens, unbroken
 from .schedule import Schedule
+from .states import State
 
 
 # Called by the compiler itself: an error raised in traced code would only trigger a fallback to eager mode.
@@ -100,6 +101,41 @@ class MemoryCache(Cache):
             _refuse_compiling()
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
+    @property
+    def states(self) -> Cache:
+        """The states, under the indices of their layers, as a cache of their own."""
+        return Cache(layers=[layer.state if isinstance(layer, Memory) else layer for layer in self.layers])
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """See transformers."""
+        return self.states.get_conv_state(layer_idx, state_idx)
+
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: object) -> Tensor:
+        """See transformers."""
+        return self.states.update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """See transformers."""
+        return self.states.get_recurrent_state(layer_idx, state_idx)
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: object
+    ) -> Tensor:
+        """See transformers."""
+        return self.states.update_recurrent_state(recurrent_states, layer_idx, state_idx, **kwargs)
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        """See transformers."""
+        return self.states.has_previous_state(layer_idx, state_idx)
+
+    def cuts(self, length: int) -> list[int]:
+        """Lengths of the chunks into which the next `length` tokens are split."""
+        cuts = self.memory.cuts(length)
+        if not self.method.rope.by_token:
+            return cuts
+        whole = cuts[:1] if self.seen == 0 else []
+        return whole + [1] * (length - sum(whole))
+
     def make_room(self, length: int) -> None:
         """Prepare for the next `length` tokens; growing memories do so when they are written."""
         if torch.compiler.is_compiling():
@@ -155,7 +191,9 @@ class MemoryCache(Cache):
         Nothing is copied: both share their tensors until each reads tokens of its own.
         """
         new = copy.copy(self)
-        new.layers = [layer.branch() if isinstance(layer, Memory) else copy.copy(layer) for layer in self.layers]
+        new.layers = [
+            layer.branch() if isinstance(layer, (Memory, State)) else copy.copy(layer) for layer in self.layers
+        ]
         return new
 
     def take_over(self, own: Cache) -> None:

@@ -17,6 +17,7 @@ from transformers.cache_utils import CacheLayerMixin
 from .method import Held, Method
 from .rope import Still
 from .schedule import LARGEST_MASK, Schedule
+from .states import State
 
 
 class Memory(CacheLayerMixin):
@@ -29,6 +30,8 @@ class Memory(CacheLayerMixin):
     def __init__(self, method: Method, layer: int = 0) -> None:
         super().__init__()
         self.method, self.layer = method, layer
+        self.state: State | None = None
+        """What a layer that also mixes tokens by a state keeps beside its entries."""
         self._forget()
 
     @property
@@ -159,6 +162,8 @@ class Memory(CacheLayerMixin):
         """Forget all entries."""
         self.keys = self.values = None  # type: ignore[assignment]  # as transformers has it before the first update
         self.is_initialized = False
+        if self.state is not None:
+            self.state.reset()
         self._forget()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -179,6 +184,8 @@ class Memory(CacheLayerMixin):
         self._replace(*map(change, self._read()))
         self.first = None if self.first is None else change(self.first)
         self.queries = None if self.queries is None else change(self.queries)
+        if self.state is not None:
+            self.state.each(change)
 
     def crop(self, tokens_to_remove: int) -> None:
         """ModelError: a compression cannot be undone."""
@@ -197,7 +204,9 @@ class Memory(CacheLayerMixin):
 
     def branch(self) -> Memory:
         """An independent continuation of this memory. Tensors are shared, because none is changed in place."""
-        return copy.copy(self)
+        new = copy.copy(self)
+        new.state = None if self.state is None else self.state.branch()
+        return new
 
     def __deepcopy__(self, memo: dict[int, object]) -> Memory:
         memo[id(self.method)] = self.method  # one matrix for all layers, including copies

@@ -48,7 +48,7 @@ def _observed(
     scaling: float,
     **kwargs: object,
 ) -> tuple[Tensor, Tensor | None]:
-    memory = getattr(key, "memory", None)
+    memory = vars(key).pop("memory", None)  # once: later layers that share these keys have queries of their own
     if memory is not None:
         memory.observe(query * scaling)
     return backend(name, module)(module, query, key, value, *args, scaling=scaling, **kwargs)

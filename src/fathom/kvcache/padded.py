@@ -31,7 +31,7 @@ class Padded(Memory):
 
     def __init__(self, empty: Memory, pads: Sequence[int], method_for: Callable[[int], Method] | None = None) -> None:
         super().__init__(empty.method, empty.layer)
-        self.empty, self.pads = empty, tuple(pads)
+        self.empty, self.pads, self.state = empty, tuple(pads), empty.state
         self.memories = {pad: empty.branch() for pad in sorted(set(pads))}
         """By padding."""
         for pad, memory in self.memories.items():
@@ -108,6 +108,8 @@ class Padded(Memory):
             else:
                 del self.memories[pad]
         self.pads = tuple(self.pads[row] for row in chosen)
+        if self.state is not None:
+            self.state.batch_select_indices(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row."""
@@ -126,5 +128,6 @@ class Padded(Memory):
     def branch(self) -> Padded:
         """An independent continuation of this memory."""
         new = copy.copy(self)
+        new.state = None if self.state is None else self.state.branch()
         new.memories = {pad: memory.branch() for pad, memory in self.memories.items()}
         return new

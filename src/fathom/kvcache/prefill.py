@@ -24,7 +24,7 @@ def chunks(input_ids: Tensor, cache: Cache) -> Iterator[Tensor]:
     if not isinstance(cache, MemoryCache):
         yield input_ids
         return
-    yield from input_ids.split(cache.memory.cuts(input_ids.shape[1]), dim=1)
+    yield from input_ids.split(cache.cuts(input_ids.shape[1]), dim=1)
 
 
 @torch.no_grad()

@@ -13,17 +13,19 @@ import inspect
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from fathom.models.axes.cache_name import passed
 from fathom.models.axes.roles import View
 from fathom.models.decoder.rotary import RotaryEmbedding
 from fathom.models.registry import recurrence_class
+
+from .states import BOTH, NEITHER, STATES, family, has_states
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -31,8 +33,9 @@ if TYPE_CHECKING:
 POSITION_LINEAR = ("default", "linear", "llama3", "proportional", "yarn")
 CHANGING = ("dynamic", "longrope")
 ATTENDING = ("full_attention", "sliding_attention")
+KNOWN = (*ATTENDING, *BOTH, *STATES, *NEITHER)
 PLACE, TOKENS = 37, 6
-"""How a model is asked: the same TOKENS tokens at position 0 and at position PLACE."""
+"""How a model is asked: the same TOKENS tokens at position 0 and at position PLACE; one with states, also in halves."""
 
 Apply = Callable[..., tuple[Tensor, Tensor]]
 
@@ -121,13 +124,14 @@ class Rope:
     """How each layer of a model rotates its keys: read from a configuration, corrected by testing the model (`ask`)."""
 
     def __init__(self, config: PreTrainedConfig) -> None:
-        code = _code(config)
+        config = family(config)
         kinds = getattr(config, "layer_types", None) or []
         layers = config.num_hidden_layers
-        self._asked = False
+        self._asked = self.by_token = False
+        """Later, whether a state goes wrong if it continues by several tokens at once."""
         with torch.device("cpu"):
-            self.turns: dict[str | None, Turn] = dict(_turns(config, code))
-        first = next(iter(self.turns.values()))
+            self.turns: dict[str | None, Turn] = dict(_turns(config))
+        first = next(iter(self.turns.values()), Still())
         self.plan: list[Still] = [self.turns.get(kinds[i] if kinds else None, first) for i in range(layers)]
         """The rotation of each layer."""
         if config.model_type == "fathom":
@@ -148,29 +152,32 @@ class Rope:
         Raises:
             ValueError: The keys at one position are not the rotated keys of another.
         """
-        if decoder.config.model_type == "fathom":  # the configuration says it
+        if family(decoder.config).model_type == "fathom":  # the configuration says it
             return
         if not self._asked:
             for module in decoder.modules():
                 for turn in self.turns.values():
                     if type(module) is type(turn.embed):
                         turn.adopt(module)
-            self.plan = [Still() if kind == STILL else self.turns[kind] for kind in _answers(decoder, self)]
+            kinds, self.by_token = _answers(decoder, self)
+            self.plan = [Still() if kind == STILL else self.turns[kind] for kind in kinds]
             self._asked = True
 
 
 STILL = "no rotation"
-_ASKED: WeakKeyDictionary[PreTrainedModel, list[str | None]] = WeakKeyDictionary()
+_ASKED: WeakKeyDictionary[PreTrainedModel, tuple[list[str | None], bool]] = WeakKeyDictionary()
 
 
-def _code(config: PreTrainedConfig) -> ModuleType:
-    """The modelling code of a configuration's family."""
-    code = _modelling(config)
-    apply = getattr(code, "apply_rotary_pos_emb", None)
-    # Some families, such as Gemma 4, rotate queries and keys by a call each.
-    if _embedding(code) is None or apply is None or [*inspect.signature(apply).parameters][1] != "k":
-        raise ValueError(_no_rotary(config))
-    return code
+def _apply(code: ModuleType) -> Apply | None:
+    """The function by which a family rotates queries and keys."""
+    apply: Apply | None = getattr(code, "apply_rotary_pos_emb", None)
+    if apply is None:
+        return None
+    second = [*inspect.signature(apply).parameters][1:2]
+    if second == ["cos"]:  # Gemma 4 rotates queries and keys by a call each
+        one = cast("Callable[..., Tensor]", apply)
+        return lambda q, k, cos, sin: (q, one(k, cos, sin))
+    return apply if second in (["k"], []) else None
 
 
 def _modelling(config: PreTrainedConfig) -> ModuleType:
@@ -196,70 +203,101 @@ def _embedding(code: ModuleType) -> type[nn.Module] | None:
     return next((vars(code)[name] for name in names), None)
 
 
-def _turns(config: PreTrainedConfig, code: ModuleType) -> Iterator[tuple[str | None, Turn]]:
-    """The rotations of a configuration, by layer type, or under None."""
-    by_type = [kind for kind, rope in config.rope_parameters.items() if isinstance(rope, dict)]
+def _turns(config: PreTrainedConfig) -> Iterator[tuple[str | None, Turn]]:
+    """The rotations of a configuration, by layer type, or under None; none in a model whose states tell positions."""
+    rope: dict[str, object] = getattr(config, "rope_parameters", None) or {}
+    code = _modelling(config)
+    if not rope and has_states(config):
+        return
+    embed, apply = _embedding(code), _apply(code)
+    if embed is None or apply is None:
+        raise ValueError(_no_rotary(config))
+    kinds = getattr(config, "layer_types", None)
+    by_type: list[str | None] = [
+        kind for kind, one in rope.items() if isinstance(one, dict) and (not kinds or kind in kinds)
+    ]
     if config.model_type != "fathom":
-        embed = _embedding(code)
-        assert embed is not None
-        one = embed(config)
-        yield from ((kind, Turn(one, code.apply_rotary_pos_emb, kind)) for kind in by_type or [None])
+        shared = embed(config)
+        yield from ((kind, Turn(shared, apply, kind)) for kind in by_type or [None])
         return
     for kind in by_type or [None]:
         own = copy.copy(config)
         own.rope_parameters = config.rope_parameters if kind is None else config.rope_parameters[kind]
-        yield kind, Turn(RotaryEmbedding(own), code.apply_rotary_pos_emb)
+        yield kind, Turn(RotaryEmbedding(own), apply)
 
 
-def _answers(decoder: PreTrainedModel, rope: Rope) -> list[str | None]:
-    """For each layer, the type of rotation that explains its keys."""
+def _answers(decoder: PreTrainedModel, rope: Rope) -> tuple[list[str | None], bool]:
+    """For each layer, the type of rotation that explains its keys; and whether states continue token by token only."""
     if decoder not in _ASKED:
-        weight = next(decoder.parameters())
+        config, weight = family(decoder.config), next(decoder.parameters())
         if weight.is_meta:
-            kinds = getattr(decoder.config, "layer_types", None) or [None] * decoder.config.num_hidden_layers
-            return [kind if kind in rope.turns else next(iter(rope.turns)) for kind in kinds]
-        _ASKED[decoder] = [*_explained(decoder, rope, 1e-3 if weight.dtype.itemsize > 2 else 0.1)]
+            kinds = getattr(config, "layer_types", None) or [None] * config.num_hidden_layers
+            return [kind if kind in rope.turns else next(iter(rope.turns), STILL) for kind in kinds], False
+        _ASKED[decoder] = _explained(decoder, rope, 1e-3 if weight.dtype.itemsize > 2 else 0.1)
     return _ASKED[decoder]
 
 
 @torch.no_grad()
-def _explained(decoder: PreTrainedModel, rope: Rope, near: float) -> Iterator[str | None]:
-    kind_of_model = decoder.config.model_type
+def _explained(decoder: PreTrainedModel, rope: Rope, near: float) -> tuple[list[str | None], bool]:
+    config = family(decoder.config)
+    family_name, states = config.model_type, has_states(config)
     training = [module for module in decoder.modules() if module.training]
     try:
         decoder.eval()  # without dropout
         (here, first), (there, second) = _read(decoder, 0), _read(decoder, PLACE)
+        halves = _read(decoder, 0, TOKENS // 2)[0] if states else here
     except Exception as error:
         words = str(error).partition("\n")[0]
-        raise ValueError(f"{kind_of_model} does not read a few tokens into a cache ({words}); use 'full'") from error
+        raise ValueError(f"{family_name} does not read a few tokens into a cache ({words}); use 'full'") from error
     finally:
         for module in training:
             module.training = True
-    if len(first) != decoder.config.num_hidden_layers:
-        raise ValueError(f"{kind_of_model} keeps keys of {len(first)} layers: it shares them; use method 'full'")
+    if len(first) != config.num_hidden_layers:
+        raise ValueError(f"{family_name} keeps keys of {len(first)} layers: it shares them; use method 'full'")
     if _apart(here, there) > 10 * near:
-        raise ValueError(f"{kind_of_model} computes a text differently at other positions; use method 'full'")
-    own = getattr(decoder.config, "layer_types", None) or [None] * len(first)
-    for layer, (a, b) in enumerate(zip(first, second, strict=True)):
-        found: dict[str | None, float] = {STILL: _apart(a, b)}
-        for kind, turn in rope.turns.items():
-            found[kind] = _apart(turn.turn(a, PLACE, 0), b)
-        best = min(found, key=lambda kind: (found[kind], kind != own[layer]))
-        if found[best] > near:
+        raise ValueError(f"{family_name} computes a text differently at other positions; use method 'full'")
+    own = getattr(config, "layer_types", None) or [None] * len(first)
+    kinds: list[str | None] = []
+    for layer, keys in enumerate(zip(first, second, strict=True)):
+        kind, apart = _kind(rope, own[layer], *keys)
+        if apart > near:
             raise ValueError(
-                f"{kind_of_model}: the keys of layer {layer} do not follow a rotary embedding; use method 'full'"
+                f"{family_name}: the keys of layer {layer} do not follow a rotary embedding; use method 'full'"
             )
-        yield own[layer] if found.get(own[layer]) == found[best] else best
+        kinds.append(kind)
+    return kinds, _apart(halves, here) > near
 
 
-def _read(decoder: PreTrainedModel, start: int) -> tuple[Tensor, list[Tensor]]:
-    """The last hidden state and the keys of all layers for a few tokens from a position on."""
-    device = next(decoder.parameters()).device
-    ids = (torch.arange(TOKENS, device=device) + 3).unsqueeze(0) % decoder.config.vocab_size
-    cache = DynamicCache()
+def _kind(rope: Rope, own: str | None, here: Tensor | None, there: Tensor | None) -> tuple[str | None, float]:
+    """The type of rotation that comes nearest to turning a layer's keys at one position into those at another."""
+    if here is None or there is None:
+        return STILL, 0.0
+    found: dict[str | None, float] = {STILL: _apart(here, there)}
+    for kind, turn in rope.turns.items():
+        if turn.rotated <= here.shape[-1]:  # Gemma 4's types of layers have heads of other sizes
+            found[kind] = _apart(turn.turn(here, PLACE, 0), there)
+    best = min(found, key=lambda kind: (found[kind], kind != own))
+    return own if found.get(own) == found[best] else best, found[best]
+
+
+def _read(decoder: PreTrainedModel, start: int, part: int = TOKENS) -> tuple[Tensor, list[Tensor | None]]:
+    """The last hidden states and the keys of all layers for a few tokens from a position on, in parts."""
+    device, config = next(decoder.parameters()).device, decoder.config
+    ids = (torch.arange(TOKENS, device=device) + 3).unsqueeze(0) % config.vocab_size
     places = torch.arange(start, start + TOKENS, device=device).unsqueeze(0)
-    hidden = decoder(input_ids=ids, position_ids=places, use_cache=True, **passed(decoder, cache)).last_hidden_state
-    return hidden.float(), [layer.keys.float() for layer in cache.layers]
+    once = {"max_trips": 1} if config.model_type == "fathom" else {}
+    cache = DynamicCache(config=family(config))
+    for i, layer in enumerate(cache.layers):  # one with a window would not keep all keys
+        if type(layer) is DynamicSlidingWindowLayer:
+            cache.layers[i] = DynamicLayer()
+    hidden = [
+        decoder(input_ids=x, position_ids=at, use_cache=True, **passed(decoder, cache), **once).last_hidden_state
+        for x, at in zip(ids.split(part, 1), places.split(part, 1), strict=True)
+    ]
+    held = (isinstance(layer, CacheLayerMixin) and layer.is_initialized for layer in cache.layers)
+    return torch.cat(hidden, 1).float(), [
+        layer.keys.float() if keeps else None for layer, keeps in zip(cache.layers, held, strict=True)
+    ]
 
 
 def _apart(a: Tensor, b: Tensor) -> float:
@@ -277,21 +315,27 @@ def left_alone(config: PreTrainedConfig, layer: int, window: int) -> int | None:
 
 def refuse(config: PreTrainedConfig, window: int) -> None:
     """Refuse a model whose keys cannot be moved exactly; the error names the alternative."""
-    kind = config.model_type
-    if getattr(config, "kv_lora_rank", None):
-        raise ValueError(f"{kind} keeps latent keys (MLA), which cannot be turned back; use method 'full'")
-    if kind == "fathom":
+    if config.model_type == "fathom":
         _refuse_fathom(config)
-    for layer, layer_type in enumerate(getattr(config, "layer_types", None) or ()):
-        if layer_type not in ATTENDING:
+    given, config = config, family(config)
+    kind, kinds = config.model_type, getattr(config, "layer_types", None) or ()
+    if getattr(config, "kv_lora_rank", None):
+        raise ValueError(
+            f"{kind} stores latents (MLA), of which keys are made at each token: they are no keys that could be "
+            "rotated, chosen or mixed; use method 'full'"
+        )
+    for layer, layer_type in enumerate(kinds):
+        if layer_type not in KNOWN:
             raise ValueError(
-                f"layer {layer} is {layer_type}, and compressed caches know only {' and '.join(ATTENDING)} layers; "
+                f"layer {layer} is {layer_type}, and compressed caches know only {', '.join(KNOWN)} layers; "
                 "use method 'full'"
             )
+    if kinds and {*ATTENDING, *BOTH}.isdisjoint(kinds):
+        raise ValueError(f"{kind}: no layer keeps keys, so there is nothing to compress; use method 'full'")
     rope = getattr(config, "rope_parameters", None)
-    if not rope:
+    if not rope and not has_states(config):
         raise ValueError(_no_rotary(config))
-    for one in [part for part in rope.values() if isinstance(part, dict)] or [rope]:
+    for one in [part for part in (rope or {}).values() if isinstance(part, dict)] or [rope or {}]:
         rope_type = one.get("rope_type", "default")
         if rope_type not in POSITION_LINEAR:
             reason = "changes its angles with the length of the text" if rope_type in CHANGING else "is not known here"
@@ -299,7 +343,8 @@ def refuse(config: PreTrainedConfig, window: int) -> None:
                 f"RoPE scaling {rope_type!r} {reason}, so stored keys cannot be moved; set rope_type to one of "
                 f"{', '.join(POSITION_LINEAR)}, or use method 'full'"
             )
-    if all(left_alone(config, layer, window) for layer in range(config.num_hidden_layers)):
+    layers = [i for i in range(config.num_hidden_layers) if not kinds or kinds[i] not in (*STATES, *NEITHER)]
+    if all(left_alone(given, layer, window) for layer in layers):
         raise ValueError(
             f"all layers of this model see {config.sliding_window} tokens, so its own cache is bounded already: "
             f"set window to {config.sliding_window} or less, or use method 'full'"

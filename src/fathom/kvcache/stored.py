@@ -5,11 +5,12 @@ A file is in safetensors: the entries of all layers, with the method, its schedu
 
 from __future__ import annotations
 
+import copy
 import inspect
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from safetensors import safe_open
 from safetensors.torch import save
@@ -24,6 +25,7 @@ from .method import Method
 from .padded import Padded
 from .rope import Rope, refuse
 from .schedule import Eager, Once, Schedule
+from .states import State, own_layers
 from .watch import decoder_of, watch
 
 SCHEDULES = {kind.__name__: kind for kind in (Schedule, Eager, Once)}
@@ -53,6 +55,9 @@ def save_cache(cache: MemoryCache, path: str | Path) -> None:
         for name in STORED
         if (x := getattr(part, name, None)) is not None
     }
+    for i, layer in enumerate(cache.layers):
+        if (state := _state(layer)) is not None:
+            tensors |= {f"{i}.{name}": x.contiguous() for name, x in state.held().items()}
     Path(path).write_bytes(save(tensors, {"fathom_kvcache": json.dumps(about)}))  # with the usual permissions
 
 
@@ -72,7 +77,8 @@ def load_cache(model: PreTrainedModel, path: str | Path) -> MemoryCache:
     if rope.angles.hex() != about["angles"]:
         raise ValueError(f"{path}: this cache was read by a model with other rotary angles")
     watch(model)
-    layers = [_layer(i, said, about, rope, tensors) for i, said in enumerate(about["layers"])]
+    own = own_layers(config)
+    layers = [_layer(i, said, about, rope, tensors, own[i % len(own)]) for i, said in enumerate(about["layers"])]
     cache = MemoryCache(next(layer.method for layer in layers if isinstance(layer, Memory)), layers)
     cache.offset = about["offset"]
     return cache
@@ -83,8 +89,15 @@ def _parts(layer: CacheLayerMixin) -> dict[int, CacheLayerMixin]:
     return dict(layer.memories) if isinstance(layer, Padded) else {0: layer}
 
 
+def _state(layer: object) -> State | None:
+    """The state of a layer, alone or beside its entries."""
+    return layer.state if isinstance(layer, Memory) else layer if isinstance(layer, State) else None
+
+
 def _described(layer: CacheLayerMixin) -> dict[str, object]:
     """A layer without its tensors."""
+    if not isinstance(layer, CacheLayerMixin):
+        return {"keeps": "no keys"}
     if type(layer) is DynamicSlidingWindowLayer:
         return {"sees": layer.sliding_window}
     if type(layer) not in (Memory, Padded):
@@ -105,9 +118,18 @@ def _recipe(method: Method) -> dict[str, object]:
 
 
 def _layer(
-    i: int, said: dict[str, Any], about: dict[str, Any], rope: Rope, tensors: dict[str, Tensor]
+    i: int,
+    said: dict[str, Any],
+    about: dict[str, Any],
+    rope: Rope,
+    tensors: dict[str, Tensor],
+    own: tuple[object, State | None],
 ) -> CacheLayerMixin:
-    """A layer with its entries."""
+    """A layer with its entries and its state."""
+    if (state := copy.deepcopy(own[1])) is not None:
+        state.take({name.partition(".")[2]: x for name, x in tensors.items() if name.startswith(f"{i}.state.")})
+    if "keeps" in said:
+        return cast("CacheLayerMixin", own[0] if state is None else state)
 
     def method(pad: object) -> Method:
         kind, numbers = said["methods"][str(pad)]["schedule"]
@@ -119,6 +141,7 @@ def _layer(
         layer.cumulative_length = about["seen"]
     else:
         layer = Memory(method(""), said["layer"])
+        layer.state = state
         if about["pads"]:
             layer = Padded(layer, about["pads"], method)
             layer.is_initialized = True

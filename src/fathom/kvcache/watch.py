@@ -15,15 +15,16 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from transformers.masking_utils import create_masks_for_generate
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.utils import ModelOutput
 
-from fathom.models.axes.cache_name import cache_among
+from fathom.models.axes.cache_name import CACHE, cache_among
 
 from .cache import MemoryCache
 from .observe import observed_backend
 from .rope import Rope, refuse
 from .rows import padded_right, real_tokens, unbroken, whole_mask
+from .states import STATES, family, has_states
 
 _ROPES: WeakKeyDictionary[PreTrainedModel, Rope] = WeakKeyDictionary()
 """Rotary embeddings of decoders that were run with a compressed cache."""
@@ -93,6 +94,8 @@ def _before(
     cache.admit(mask)
     places = cache.continues(positions, length)
     now = Pass()
+    if positions is None and has_states(decoder.config):  # some count from 0 in each pass
+        given = {**given, "position_ids": places.clamp(min=0).to(tokens_of(given).device)}
     given = _read_all_but_the_last(decoder, cache, given, now)
     if cache.is_compileable:  # a mask that `generate` made may be of another piece
         given = {**given, "attention_mask": None}
@@ -109,17 +112,20 @@ def _before(
 
 
 def _masks(decoder: PreTrainedModel, cache: MemoryCache, tokens: Tensor) -> object:
-    """What the next tokens of a padded batch see: their memory, and in layers with a window of their own the text."""
-    length = tokens.shape[1]
+    """What the next tokens of a padded batch see: attention their memory, the rest the text without padding."""
+    length, config = tokens.shape[1], family(decoder.config)
     memory = cache.mask(length).to(tokens.device)
-    if not any(cache.is_sliding):
+    if not (any(cache.is_sliding) or has_states(config)):
         return memory
-    text = torch.arange(cache.seen + length) >= torch.tensor(cache.pads).unsqueeze(1)
+    text = (torch.arange(cache.seen + length) >= torch.tensor(cache.pads).unsqueeze(1)).to(tokens.device)
+    new = text[:, -length:]
+    masks: dict[str, object] = dict.fromkeys(STATES, None if new.all() else new)
     like = tokens.new_empty(*tokens.shape[:2], 1, dtype=decoder.dtype)
-    full, sliding = (
-        create_masks_for_generate(decoder.config, like, mask, cache) for mask in (memory, text.to(tokens.device))
-    )
-    return {**full, "sliding_attention": sliding["sliding_attention"]}
+    given = {"inputs_embeds": like, CACHE: cache, "position_ids": None}
+    masks["full_attention"] = create_causal_mask(config, attention_mask=memory, **given)
+    if any(cache.is_sliding):
+        masks["sliding_attention"] = create_sliding_window_causal_mask(config, attention_mask=text, **given)
+    return masks
 
 
 def tokens_of(given: dict[str, Any]) -> Tensor:
@@ -143,7 +149,7 @@ def _read_all_but_the_last(
 ) -> dict[str, Any]:
     """Read all pieces but the last, and return the arguments for the last one."""
     length = tokens_of(given).shape[1]
-    cuts = cache.memory.cuts(length)
+    cuts = cache.cuts(length)
     if len(cuts) < 2:
         return given
     sliced = {name: dim for name, dim in SLICED.items() if isinstance(given.get(name), Tensor)}
