@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import warnings
 import weakref
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from transformers import DynamicCache, StaticCache
 
 from fathom.kvcache import METHODS, MemoryCache, Once, UntunedWarning, build_cache, cache_bytes, compressed
+from fathom.kvcache.compressed import NothingCompressedWarning
 from fathom.models.axes.cache_name import cache_among
 
 from .cases import cache_of, cached, model_of, tokens
@@ -77,6 +79,26 @@ def test_short_prompts(model, length, ratio):
     assert found.past_key_values.entries == (left if left > 4 else length) + 11
     if left <= 4:
         assert torch.equal(found.sequences, plain)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("given", [dict(ratio=0.02, sinks=0), dict(sinks=100)])
+def test_a_prompt_that_stays_whole_says_so_once(model, given):
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with compressed(model, "tova", **given):
+            found = [model(tokens(1, length)).past_key_values.entries for length in (40, 45, 300)]
+    assert found == [40, 45, 6 if "ratio" in given else 150]
+    (one,) = (str(w.message) for w in told if w.category is NothingCompressedWarning)
+    assert "a prompt of 40 tokens stays whole" in one
+
+
+@torch.no_grad()
+def test_a_prompt_that_is_compressed_says_nothing(model):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with compressed(model, "tova"):
+            model(tokens(1, 40))
 
 
 def test_a_compressed_cache_is_left_alone(model):

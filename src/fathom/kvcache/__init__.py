@@ -11,7 +11,7 @@ from .accounting import cache_bytes
 from .attention import Compression, compress_in_training
 from .build import METHODS, NAMES, UntunedWarning, build_cache
 from .cache import MemoryCache
-from .compressed import compressed
+from .compressed import NothingCompressedWarning, compressed
 from .method import Method
 from .prefill import chunks, prefill
 from .schedule import Eager, Once, Schedule
@@ -27,6 +27,7 @@ __all__ = [
     "Eager",
     "MemoryCache",
     "Method",
+    "NothingCompressedWarning",
     "Once",
     "Schedule",
     "UntunedWarning",

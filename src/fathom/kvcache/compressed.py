@@ -34,6 +34,10 @@ UNTOUCHED = 1 << 40
 """The window of prompts that are too short to be compressed."""
 
 
+class NothingCompressedWarning(UserWarning):
+    """A prompt stays whole, because its share has no room for more than the sinks."""
+
+
 @contextmanager
 def compressed(
     model: PreTrainedModel,
@@ -47,7 +51,8 @@ def compressed(
 
     Each layer is compressed as soon as it has read the whole prompt, so only one layer at a time holds all entries. A
     prompt is what the first forward pass reads, or what `generate` is given. Prompts of a batch may be padded on the
-    left: each keeps the share of its own length.
+    left: each keeps the share of its own length. A prompt whose share is no more than the sinks stays whole, which the
+    first of them says (`NothingCompressedWarning`).
 
     An empty `DynamicCache` that is passed as `past_key_values` becomes the compressed cache, a `MemoryCache`; without
     one, `past_key_values` of the model's output is a new one. Its `.branch()` answers one of several questions about
@@ -75,11 +80,23 @@ def compressed(
         window = length if sinks < share(length, ratio) < length else UNTOUCHED
         return METHODS[method](kind.at(window, sinks, ratio), rope, **options)
 
+    whole = False  # whether a prompt was read that stays whole
+
     def new(length: int, attention_mask: object) -> MemoryCache:
+        nonlocal whole
         chosen = method_for(length)
         refuse(config, chosen.schedule.window)
-        if chosen.schedule.window < UNTOUCHED and (words := untuned(config, chosen)):
+        touched = chosen.schedule.window < UNTOUCHED
+        if touched and (words := untuned(config, chosen)):
             warnings.warn(words, UntunedWarning, stacklevel=2)
+        if not (touched or whole):
+            whole = True
+            warnings.warn(
+                f"compressed: a prompt of {length} tokens stays whole, because ratio={ratio} leaves "
+                f"{share(length, ratio)} of them and sinks={sinks}; give more tokens, a larger ratio or fewer sinks",
+                NothingCompressedWarning,
+                stacklevel=2,
+            )
         cache = cache_of(chosen, config, model)
         if attention_mask is not None and (pads := left_padding(real_tokens(attention_mask))):
             cache.pad(pads, lambda pad: method_for(length - pad))
