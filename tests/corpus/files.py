@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import re
+import zipfile
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -63,6 +65,37 @@ def tei(body: str, title: str = "A title", abstract: str = "", back: str = "") -
         '<?xml version="1.0" encoding="UTF-8"?>\n<TEI xmlns="http://www.tei-c.org/ns/1.0"><teiHeader><fileDesc>'
         f"<titleStmt><title>{title}</title></titleStmt></fileDesc><profileDesc><abstract>{abstract}</abstract>"
         f"</profileDesc></teiHeader><text><body>{body}</body><back>{back}</back></text></TEI>"
+    )
+
+
+def epub(pages: Sequence[str], hidden: bool = False) -> bytes:
+    """A book of pages, which lie in its archive in the reverse order."""
+    items = "".join(
+        f'<item id="p{n}" href="p%20{n}.xhtml" media-type="application/xhtml+xml"/>' for n in range(len(pages))
+    )
+    spine = "".join(f'<itemref idref="p{n}"/>' for n in range(len(pages)))
+    package = (
+        f'<package xmlns="http://www.idpf.org/2007/opf"><manifest>{items}</manifest><spine>{spine}</spine></package>'
+    )
+    rootfile = '<rootfile full-path="OEBPS/book.opf" media-type="application/oebps-package+xml"/>'
+    container = f'<container xmlns="urn:container"><rootfiles>{rootfile}</rootfiles></container>'
+    made = io.BytesIO()
+    with zipfile.ZipFile(made, "w") as book:
+        for number, page in reversed(list(enumerate(pages))):
+            book.writestr(f"OEBPS/p {number}.xhtml", page)
+        book.writestr("OEBPS/book.opf", package)
+        book.writestr("META-INF/container.xml", container)
+        if hidden:
+            book.writestr("META-INF/encryption.xml", '<a><CipherReference URI="OEBPS/p 0.xhtml"/></a>')
+    return made.getvalue()
+
+
+def jats(body: str, title: str = "A title", abstract: str = "", back: str = "") -> str:
+    """An article as journals publish it."""
+    return (
+        '<?xml version="1.0"?>\n<article xmlns:mml="http://www.w3.org/1998/Math/MathML"><front><article-meta><title-group>'
+        f"<article-title>{title}</article-title></title-group><abstract>{abstract}</abstract></article-meta></front>"
+        f"<body>{body}</body><back>{back}</back></article>"
     )
 
 

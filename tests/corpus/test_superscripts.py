@@ -15,7 +15,7 @@ from fathom.corpus.recipe import parse_corpus_recipe
 from fathom.corpus.superscripts import as_script, may_be_note
 from fathom.data.shards import TokenDataset
 from fathom.data.tokenizer import plain_encoder
-from tests.corpus.files import pdf, tei, write
+from tests.corpus.files import epub, jats, pdf, tei, write
 from tests.corpus.prose import Prose, recipe_values
 from tests.data.corpora import stream
 
@@ -104,6 +104,29 @@ def in_tei(chance: random.Random) -> Iterator[Pair]:
         )
 
 
+def in_jats(chance: random.Random) -> Iterator[Pair]:
+    """Powers, formulas, entities and marks of notes in JATS."""
+    while True:
+        a, b = str(chance.randrange(2, 999)), str(chance.randrange(1, 99))
+        high, low = b.translate(HIGH), b.translate(LOW)
+        yield from (
+            (f"{a}<sup>{b}</sup>", f"{a}{high}"),
+            (f"10<sup><italic>&minus;{b}</italic></sup>&nbsp;m", f"10⁻{high} m"),
+            (f"x<sub>{b}</sub>{a}", f"x{low}{a}"),
+            (f"{a}<sup>{b}/{a}</sup>", f"{a}^{{{b}/{a}}}"),
+            (f"{a}<xref ref-type='bibr' rid='b'><sup>{b}</sup></xref>", a),
+            (f"{a}<sup><xref ref-type='bibr' rid='b'>{b}</xref></sup>", a),
+            (f"{a}<xref ref-type='fn' rid='n'>{b}</xref>", a),
+            (f"in <xref ref-type='fig' rid='f'>Fig. {b}</xref>", f"in Fig. {b}"),
+            (
+                f"<inline-formula><alternatives><tex-math>x</tex-math><mml:math alttext='r^{{{b}}}'><mml:mi>r</mml:mi>"
+                "</mml:math></alternatives></inline-formula>", f"\\(r^{{{b}}}\\)",
+            ),
+            (f"<inline-formula><tex-math>\\begin{{document}}$r^{{{a}}}$\\end{{document}}</tex-math></inline-formula>",
+             f"\\(r^{{{a}}}\\)"),
+        )  # fmt: skip
+
+
 def sentences(pairs: Iterator[Pair], prose: Prose) -> tuple[list[str], list[str]]:
     """Paragraphs of 20 words with such pieces between them; and how they read."""
     written, shown = [], []
@@ -131,26 +154,49 @@ def learnt(folder: Path, tokenizer: str, ingest: dict[str, Any]) -> str:
     return plain_encoder(Path(tokenizer) / "tokenizer.json").decode(np.asarray(ids).tolist())
 
 
-@pytest.mark.parametrize("reader", ["plain", "trafilatura"])
-def test_numbers_survive_from_a_page_to_the_shard(reader: str, tokenizer: str, tmp_path: Path) -> None:
-    """And so they do from TEI; what may be a note is kept and counted. As a control, the numbers without the signs are
-    not there."""
-    if reader == "trafilatura":
-        pytest.importorskip("trafilatura")
+def pages(folder: Path, copies: int) -> list[str]:
+    """Files of every kind, each of 48 pieces of markup; and the paragraphs that a reader should see."""
     prose, chance, expected = Prose(5), random.Random(7), []
     kinds: list[tuple[str, Callable[[random.Random], Iterator[Pair]]]] = [("html", powers), ("html", notes)]
-    for number, (suffix, kind) in enumerate([*kinds, ("tei.xml", in_tei)]):
+    kinds += [("tei.xml", in_tei), ("xml", in_jats), ("epub", powers)]
+    for number in range(copies * len(kinds)):
+        suffix, kind = kinds[number % len(kinds)]
         written, shown = sentences(kind(chance), prose)
-        whole = tei(f"<div>{''.join(f'<p>{one}</p>' for one in written)}</div>") if kind is in_tei else web(written)
-        write(tmp_path / "in" / f"{number}.{suffix}", whole)
+        paragraphs = "".join(f"<p>{one}</p>" for one in written)
+        whole: bytes | str = web(written)
+        if kind is in_tei:
+            whole = tei(f"<div>{paragraphs}</div>")
+        elif kind is in_jats:
+            whole = jats(f"<sec>{paragraphs}</sec>")
+        elif suffix == "epub":
+            whole = epub([web(written[:6]), web(written[6:])])
+        write(folder / f"{number}.{suffix}", whole)
         expected += shown
+    return expected
+
+
+@pytest.mark.parametrize("reader", ["plain", "trafilatura"])
+def test_numbers_survive_from_a_page_to_the_shard(reader: str, tokenizer: str, tmp_path: Path) -> None:
+    """And so they do from TEI, JATS and EPUB; what may be a note is kept and counted. As a control, the numbers without
+    the signs are not there."""
+    if reader == "trafilatura":
+        pytest.importorskip("trafilatura")
+    expected = pages(tmp_path / "in", 1)
     bare = "The year 1999<sup>2</sup>, a word<sup>3</sup> of 5 km<sup>2</sup>"
-    write(tmp_path / "in" / "3.html", web([prose.document(60), bare]))
+    write(tmp_path / "in" / "note.html", web([Prose(6).document(60), bare]))
     expected.append("The year 1999², a word³ of 5 km²")
     text = learnt(tmp_path / "in", tokenizer, {"html": reader})
     assert "2 superscripts may be marks of notes" in (tmp_path / "out" / "card.md").read_text()
     assert [one for one in expected if one not in text] == []
     assert next(one for one in expected if "³" in one).translate({ord("³"): "3"}) not in text
+
+
+@pytest.mark.slow
+def test_ten_thousand_pieces_of_markup_survive(tokenizer: str, tmp_path: Path) -> None:
+    """None is altered or lost from HTML, TEI, JATS and EPUB to the decoded shard."""
+    expected = pages(tmp_path / "in", 42)
+    text = learnt(tmp_path / "in", tokenizer, {"html": "plain"})
+    assert 4 * len(expected) >= 10_000 and [one for one in expected if one not in text] == []
 
 
 def test_numbers_survive_from_a_pdf(tokenizer: str, tmp_path: Path) -> None:

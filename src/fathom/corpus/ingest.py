@@ -18,7 +18,7 @@ from fathom.corpus.documents import ConversationMessage, Document, PartWriter, w
 from fathom.corpus.extraction import FAILURES, POSSIBLE_NOTES, Extracted, IngestValues, Status
 from fathom.corpus.html import BOMS
 from fathom.corpus.recipe import Collection
-from fathom.corpus.sandbox import Sandbox
+from fathom.corpus.sandbox import EXTRACTORS, Sandbox
 from fathom.corpus.stage import Input, Stage, Task, grouped
 from fathom.corpus.traces import is_trace, require_tools, trace_messages
 from fathom.corpus.verbalizer import TEMPLATES, pairs_of
@@ -45,7 +45,9 @@ from fathom.report.progress import ProgressBar
 TASK_BYTES, TASK_FILES = 1 << 27, 512
 """A task reads files up to this total size and number; a larger file is a task of its own."""
 HTML, PDF, TEI = (".html", ".htm", ".xhtml"), (".pdf",), (".tei",)
+EPUB, JATS = (".epub",), (".jats", ".nxml")
 MIMES = {"html": "text/html", "pdf": "application/pdf", "tei": "application/tei+xml"}
+MIMES |= {"epub": "application/epub+zip", "jats": "application/jats+xml"}
 """What is not text/plain."""
 NEEDS = {"pdf": "pypdfium2", "html": "trafilatura"}
 KEPT_FIELDS = ("id", "title", "url", "source", "date")
@@ -58,20 +60,22 @@ def kind_of(path: Path) -> str | None:
     suffix = suffix_of(path)
     if (reader := reader_of(path)) is not None or suffix == JSON:
         return reader.name if reader else "jsonl"
-    if suffix in (*HTML, *PDF, *TEI, ".xml") and path.suffix.lower() in COMPRESSIONS:
+    if suffix in (*HTML, *PDF, *TEI, *EPUB, *JATS, ".xml") and path.suffix.lower() in COMPRESSIONS:
         return None
     if suffix in PDF:
         return "pdf"
     if suffix in HTML:
         return "html"
     if suffix in TEI or suffix == ".xml":
-        return "tei" if suffix in TEI or _begins_as_tei(path) else "text"
+        return "tei" if suffix in TEI or _begins(path, b"<TEI") else "jats" if _begins(path, b"<article") else "text"
+    if suffix in (*EPUB, *JATS):
+        return "epub" if suffix in EPUB else "jats"
     return "text" if suffix in TEXT else None
 
 
-def _begins_as_tei(path: Path) -> bool:
+def _begins(path: Path, tag: bytes) -> bool:
     with path.open("rb") as file:
-        return b"<TEI" in file.read(1 << 12)
+        return tag in file.read(1 << 12)
 
 
 class Ingest(Stage):
@@ -180,7 +184,7 @@ def _require_unchanged(label: str, file: Input) -> None:
 
 def collection_files(name: str, collection: Collection, out: Path | None = None) -> Iterator[tuple[str, Path, str]]:
     """(label, path, kind) of each file of a collection, in a fixed order."""
-    words = f"known are {' '.join([*record_suffixes(), *PDF, *HTML, '.tei.xml', *TEXT[:4]])} ..."
+    words = f"known are {' '.join([*record_suffixes(), *PDF, *HTML, '.tei.xml', *EPUB, *JATS, *TEXT[:4]])} ..."
     for text in collection.inputs:
         try:
             paths = find_files(text, lambda file: kind_of(file) is not None, words, out)
@@ -242,7 +246,7 @@ class _Reader:
             said = f"{self._arguments['kind']} are read from lines of JSON or of a table, not from {kind}"
             yield Failed(label, "parse_error", said)
             return
-        if kind in ("pdf", "html", "tei"):
+        if kind in EXTRACTORS:
             yield self._outcome(label, kind, self.sandbox.extract(kind, path))
             return
         number = 0

@@ -66,7 +66,7 @@ class IngestOptions(Section, section="ingest"):
     identify: Literal["content", "stamp"] = "content"
     """how an unchanged input is recognised: by its bytes, or faster by name, size and time"""
     max_file_bytes: int = 1 << 28
-    """larger PDF, HTML and TEI files, in bytes, are skipped as too_large"""
+    """larger PDF, HTML, TEI, EPUB and JATS files, in bytes, are skipped as too_large"""
     max_document_bytes: int = 1 << 24
     """documents with more bytes of text are skipped as too_large"""
     max_seconds: float = 60.0

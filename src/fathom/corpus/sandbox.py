@@ -11,12 +11,13 @@ import sys
 import threading
 from pathlib import Path
 
-from fathom.corpus import html, pdf, tei
+from fathom.corpus import epub, html, jats, pdf, tei
 from fathom.corpus.children import answering, ask, started
 from fathom.corpus.extraction import Extracted, Extractor, IngestValues
 from fathom.errors import DataError, to_install
 
 EXTRACTORS: dict[str, Extractor] = {"pdf": pdf.extract, "html": html.extract, "tei": tei.extract}
+EXTRACTORS |= {"epub": epub.extract, "jats": jats.extract}
 CHILD = "from fathom.corpus.sandbox import serve; serve()"
 
 
