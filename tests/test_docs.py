@@ -446,6 +446,8 @@ class Reader:
                 given += ["--workers", "1"]
             if given[0] == "train" and given[1].endswith("heal.yaml"):
                 given += [f"{key}={value}" for key, value in MICRO.items() if not key.startswith("model.")]
+            if given[0] == "try":
+                given += ["--steps", "4", "--tokens", "64"]
             if given[0] == "compare" and "--arms" in given:  # one process, few rounds
                 given += ["--workers", "1", "--pairs", "2", "--seeds", "2"]
             assert cli.main(given) == 0, "did not end with 0"
