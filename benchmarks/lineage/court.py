@@ -35,10 +35,10 @@ from typing import Any
 import baselines
 import court_real
 import members as zoo_members
+import neutral
 import numpy as np
 import strangers as small
 import torch
-from disguises import EXTRA, FAMILIES, disguised
 from figures import auc, found_at_none
 from scipy import stats
 from strangers import commit
@@ -48,6 +48,7 @@ from fathom.lineage import Weights, aligning, awm, canonical, comparison, huref,
 RELATED, SEED, STRANGER = "related", "same seed", "stranger"
 FOUND, NOT_FOUND, ABSTAINS = "found", "not found", "abstains"
 HIGH = 0.8  # from which the follow-up papers call HuRef's score, and a cosine, high
+DISGUISED = ("llama", "llama-tied", "qwen3", "qwen3-tied", "gpt2")
 AWM_LOW, AWM_SD = 0.00375, 0.0028  # of unrelated pairs, as AWM's code has them
 SAID = {
     verdict.SHARED: FOUND,
@@ -270,7 +271,7 @@ class Court:
                 yield Case(kind, STRANGER, names[one.name], names[other.name], roots, controls(*roots))
 
     def of_strangers(self, draw: np.random.Generator) -> Iterator[Case]:
-        """Tied, rotated and other strangers, runs from one seed, and disguises of up to five edits."""
+        """Tied, rotated and other strangers, runs from one seed, and disguises of up to six edits."""
         where = self.strangers
         assert where is not None
         every = {m.name: m for m in small.members()}
@@ -305,7 +306,7 @@ class Court:
             root = next(m for m in roots if m.seed == siblings[i].seed)
             yield case("same seed, other run", SEED, root, siblings[i])
         for number in range(40):
-            family = list(FAMILIES)[number % len(FAMILIES)]
+            family = DISGUISED[number % len(DISGUISED)]
             source = every[f"{family}-{draw.integers(6)}"]
             yield case("disguised", RELATED, source, source, self.disguise(path(source), family, number))
 
@@ -317,13 +318,12 @@ class Court:
         return path
 
     def disguise(self, source: Path, family: str, number: int) -> Path:
-        """A copy after one to five edits, drawn by its number."""
+        """A copy after one to six edits, drawn by its number."""
         path = self.directory / "disguises" / str(number)
         if not path.exists():
             draw = np.random.default_rng(number)
-            usable = [*FAMILIES[family], *(EXTRA if family != "gpt2" else ("relabel",))]
-            kinds = [str(k) for k in draw.choice(usable, min(int(draw.integers(1, 6)), len(usable)), replace=False)]
-            self.moved(disguised(source, kinds, self.work, draw), path)
+            kinds = neutral.drawn(draw, family.split("-")[0])
+            self.moved(neutral.composed(source, kinds, self.work, draw), path)
         return path
 
     @property

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -112,18 +112,30 @@ def _turned(x: Tensor, length: int) -> Tensor:
 
 def logits(p: Parameters, shape: Shape, ids: Tensor) -> Tensor:
     """Next-token scores [M, rows·T, V] of ids [M, rows, T]."""
+    return scores(p, shape, hidden(p, shape, ids)[-1])
+
+
+def scores(p: Parameters, shape: Shape, last: Tensor) -> Tensor:
+    """Next-token scores [M, rows·T, V] of the last hidden states."""
+    return torch.bmm(_normed(last, p, "final_norm"), p["embed" if shape.tied else "head"].transpose(1, 2))
+
+
+def hidden(p: Parameters, shape: Shape, ids: Tensor) -> list[Tensor]:
+    """The embeddings and the states after each layer, [M, rows·T, d]."""
     models, rows, length = ids.shape
     x = torch.stack([table[index] for table, index in zip(p["embed"], ids, strict=True)])  # [M, rows, T, d]
     if "positions" in p:
         x = x + p["positions"][:, None, :length]
     x = x.reshape(models, rows * length, -1)
+    out = [x]
     for i in range(shape.layers):
         x = x + _attention(_normed(x, p, f"{i}.attn_norm"), p, shape, i, rows, length)
         y = _normed(x, p, f"{i}.ffn_norm")
         up = _linear(y, p, f"{i}.up")
         inner = silu(_linear(y, p, f"{i}.gate")) * up if shape.gated else gelu(up, approximate="tanh")
         x = x + _linear(inner, p, f"{i}.down")
-    return torch.bmm(_normed(x, p, "final_norm"), p["embed" if shape.tied else "head"].transpose(1, 2))
+        out.append(x)
+    return out
 
 
 def _attention(y: Tensor, p: Parameters, shape: Shape, i: int, rows: int, length: int) -> Tensor:
@@ -145,19 +157,35 @@ def _attention(y: Tensor, p: Parameters, shape: Shape, i: int, rows: int, length
     return _linear(mixed, p, f"{i}.o")
 
 
+@dataclass(frozen=True)
+class How:
+    """What differs from plain training."""
+
+    decay: float = 0.1
+    frozen: frozenset[str] = frozenset()
+    loss: Callable[[Parameters, Tensor], Tensor] | None = None  # of parameters and ids [M, rows, T + 1]: [M]
+
+
 def trained(
-    shape: Shape, runs: Sequence[Run], steps: int, start: Parameters | None = None, rows: int = 8
+    shape: Shape,
+    runs: Sequence[Run],
+    steps: int,
+    start: Parameters | None = None,
+    rows: int = 8,
+    how: How | None = None,
 ) -> tuple[Parameters, list[float]]:
     """Train models of one shape together with AdamW; from their seeds, or on from `start`. Returns the last losses."""
     if start is None:
         each = [initial(shape, run.seed) for run in runs]
         start = {name: torch.stack([one[name] for one in each]) for name in each[0]}
-    p = {name: value.clone().requires_grad_() for name, value in start.items()}
+    how = how or How()
+    p = {name: value.clone().requires_grad_(name not in how.frozen) for name, value in start.items()}
+    free = [value for value in p.values() if value.requires_grad]
     rates = torch.tensor([run.lr for run in runs])
     optimiser = torch.optim.AdamW(
         [
-            {"params": [v for v in p.values() if v.ndim > 2], "weight_decay": 0.1},
-            {"params": [v for v in p.values() if v.ndim <= 2], "weight_decay": 0.0},
+            {"params": [v for v in free if v.ndim > 2], "weight_decay": how.decay},
+            {"params": [v for v in free if v.ndim <= 2], "weight_decay": 0.0},
         ],
         lr=1.0,
         betas=(0.9, 0.95),
@@ -170,15 +198,19 @@ def trained(
         for group in optimiser.param_groups:
             group["lr"] = float(rates[0]) * rate
         ids = torch.stack([_batch(run.tokens, draw, rows, shape.length) for run, draw in zip(runs, draws, strict=True)])
-        scores = logits(p, shape, ids[..., :-1])
-        each = torch.nn.functional.cross_entropy(
-            scores.flatten(0, 1), ids[..., 1:].flatten(), reduction="none"
-        ).reshape(len(runs), -1)
-        each.mean(1).sum().backward()
+        each = plain_loss(shape, p, ids) if how.loss is None else how.loss(p, ids)
+        each.sum().backward()
         optimiser.step()
         optimiser.zero_grad()
-        losses = each.mean(1).tolist()
+        losses = each.tolist()
     return {name: value.detach() for name, value in p.items()}, losses
+
+
+def plain_loss(shape: Shape, p: Parameters, ids: Tensor) -> Tensor:
+    """Mean cross-entropy of each model, [M]."""
+    found = logits(p, shape, ids[..., :-1]).flatten(0, 1)
+    each = torch.nn.functional.cross_entropy(found, ids[..., 1:].flatten(), reduction="none")
+    return each.reshape(len(ids), -1).mean(1)
 
 
 def _batch(tokens: Tensor, draw: np.random.Generator, rows: int, length: int) -> Tensor:

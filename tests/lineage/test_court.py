@@ -23,7 +23,7 @@ RELATED, SEED, STRANGER = "related", "same seed", "stranger"
 @pytest.fixture
 def court(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    for name in ("court", "court_real", "members", "strangers", "disguises", "figures", "edited", "checkpoints"):
+    for name in ("court", "court_real", "members", "strangers", "neutral", "figures", "edited", "checkpoints"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     return importlib.import_module("court")
 
