@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.masking_utils import (
+    LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING,
     create_causal_mask,
     create_masks_for_generate,
     create_sliding_window_causal_mask,
@@ -345,6 +346,7 @@ class FathomModel(FathomPreTrainedModel):
         """By layer type: how many tokens back it reads; None for all."""
         self.layer_types = tuple(config.layer_types)
         self.stateful = len(config.keyed_layers) < config.num_hidden_layers
+        self.norms_embedding = any(layout.norms_embedding for layout in Layout.all_of(config))
         self.embedding_scale, self.rounds_scale = config.embedding_scale, config.round_embedding_scale
         if not config.host:
             self.rotary_emb = build_rotary(config)
@@ -474,6 +476,8 @@ class FathomModel(FathomPreTrainedModel):
         if 0 in shape:
             raise ValueError(f"the input is empty: {shape[0]} rows of {shape[-1]} tokens")
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        if self.norms_embedding:
+            return self.norm(x)
         if self.rounds_scale:
             return x * torch.tensor(self.embedding_scale, dtype=x.dtype, device=x.device)
         return x if self.embedding_scale == 1.0 else x * self.embedding_scale
@@ -532,16 +536,22 @@ class FathomModel(FathomPreTrainedModel):
         packed."""
         if isinstance(attention_mask, dict):  # `generate` may have prepared it
             return attention_mask
-        if self.host is not None:
-            made = create_masks_for_generate(self.native_config(), x, attention_mask, past_key_values, position_ids)
-            return made if isinstance(made, dict) else dict.fromkeys(self.reach, made)
         arguments = {
-            "config": self.config,
+            "config": self.config if self.host is None else self.native_config(),
             "inputs_embeds": x,
             "attention_mask": attention_mask,
             CACHE: past_key_values,
             "position_ids": position_ids,
         }
+        if self.host is not None:
+            if any(kind not in LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING for kind in self.reach):
+                # layers of Nemotron-H that are experts alone mix no tokens
+                return {
+                    kind: make(**arguments) if (make := LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING.get(kind)) else None
+                    for kind in self.reach
+                }
+            made = create_masks_for_generate(**arguments)
+            return made if isinstance(made, dict) else dict.fromkeys(self.reach, made)
         masks = {"full_attention": create_causal_mask(**arguments)}
         if "sliding_attention" in self.reach:
             masks["sliding_attention"] = create_sliding_window_causal_mask(**arguments)

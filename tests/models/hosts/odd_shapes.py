@@ -48,6 +48,13 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "attn_layer_offset": (0, 1),
     "attn_layer_indices": ([1], [0, 2], [0, 1, 2]),
     "expert_layer_offset": (0, 1),
+    "global_head_dim": (6, 8, 16),
+    "top_k_experts": (1, 2, 3),
+    "enable_moe_block": (True, False),
+    "attention_k_eq_v": (True, False),
+    "ssm_state_size": (3, 5, 8),
+    "conv_kernel": (2, 3, 4),
+    "chunk_size": (4, 7),
     "tie_word_embeddings": (True, False),
     "partial_rotary_factor": (0.5, 1.0),
 }

@@ -76,6 +76,8 @@ def test_a_directory_opens_as_the_family_opens_it(name, tmp_path):
         ("llama4_text", {"recurrence": "adaponder"}, "layers read chunks of a text"),
         ("olmo3", MIXER, "layers rotate keys differently"),
         ("qwen3_moe", {"residual": "mudd"}, "queries, keys and values have one input"),
+        ("gemma4_text", RESIDUALS[0], "the layer scales what it adds to"),
+        ("nemotron_h", RESIDUALS[0], "a layer is one sub-layer, not two"),
         ("qwen3_moe", {"output_init": "depth"}, "the family initialises its own projections"),
     ],
 )
@@ -114,6 +116,13 @@ def test_an_embedding_that_scales_is_named(monkeypatch):
     monkeypatch.setitem(HOSTS, "vaultgemma", Host(HOSTS["vaultgemma"].layouts))
     with pytest.raises(ValueError, match="vaultgemma: its embed_tokens scales: give embedding_scale in the switches"):
         ours_of(theirs)
+
+
+@pytest.mark.parametrize("key", ["hidden_size_per_layer_input", "num_kv_shared_layers"])
+def test_gemma4_whose_layers_read_more_than_the_last_one_is_refused(key):
+    theirs = {**theirs_of("gemma4_text").config.to_dict(), key: 2}
+    with pytest.raises(ValueError, match=f"{key}=2: layers read more than the last one's output"):
+        hosted.configuration(theirs)
 
 
 def test_states_forbid_what_needs_a_crop(tmp_path):

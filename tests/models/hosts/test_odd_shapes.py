@@ -55,14 +55,15 @@ def test_odd_shape(name, seed):
                 assert torch.equal(mine, own), (changes, backend, dtype)
     theirs = theirs_of(name, seed=seed, **changes)
     residual = {"residual": random.Random(f"{name} {seed}").choice(RESIDUALS)}
-    for mechanism in (LOOP, residual, {**LOOP, **residual}):
+    sealed = any(layout.sealed for layout in HOSTS[name].layouts)
+    for mechanism in (LOOP, *(() if sealed else (residual, {**LOOP, **residual}))):
         require_decoded(ours_of(theirs, **mechanism), changes)
     plain = ours_of(theirs)
     stateful = len(plain.config.keyed_layers) < plain.config.num_hidden_layers
     if seed and not stateful:
         require_decoded(ours_of(theirs, recurrence="loop", recurrence_options={"trips": 2, "kv": "first"}), changes)
         if "chunked_attention" not in plain.config.layer_types:
-            require_decoded(ours_of(theirs, **PONDER), changes)
+            require_decoded(steady(ours_of(theirs, **PONDER)), changes)
     if not any(layout.uneven for layout in HOSTS[name].layouts):
         if len(plain.config.keyed_layers) >= 3:
             require_mixed(plain, ours_of(theirs, **MIXER), changes)
@@ -70,6 +71,12 @@ def test_odd_shape(name, seed):
     elif len(plain.config.keyed_layers) >= 3:
         with pytest.raises(ValueError, match="rotate keys differently"):
             ours_of(theirs, **MIXER)
+
+
+def steady(model: PreTrainedModel) -> PreTrainedModel:
+    """In float64, whose experts run one by one: thoughts that are fed back amplify what float32 rounds."""
+    model.set_experts_implementation("eager")
+    return model.double()  # type: ignore[return-value]
 
 
 @torch.no_grad()

@@ -61,6 +61,7 @@ PUBLISHED: Mapping[str, Mapping[str, tuple[object, ...]]] = {
         **{"mla_use_nope": (True,), "moe_layer_freq": (1,), "moe_router_activation_func": ("sigmoid",)},
         **{"num_nextn_predict_layers": (ANY,), "use_grouped_topk": (True,)},
     },
+    "gemma4_text": {"per_layer_config": (ANY,)},
     "dots1": {"moe_layer_freq": (1,), "scoring_func": ("noaux_tc", "sigmoid")},
     "bamba": {"attn_rotary_emb": (64,)},
     "jamba": {"calc_logits_for_entire_prompt": (ANY,)},
@@ -116,6 +117,7 @@ def configuration(theirs: Values) -> Values:
     """The values of Fathom's configuration; everything that a layer reads stays in `native`."""
     require_known(theirs)
     read = CONFIG_MAPPING[str(theirs["model_type"])].from_dict(dict(theirs))
+    read.allow_global_per_layer_attribute_access = True  # Gemma 4's heads differ; those of most layers are named
     host, window = HOSTS[read.model_type], getattr(read, "sliding_window", None)
     types = (
         getattr(read, "layer_types", None)

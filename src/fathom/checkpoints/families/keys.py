@@ -106,7 +106,7 @@ class Keys:
         if not theirs.get("is_causal", True):
             raise self._refusal({"is_causal": theirs["is_causal"]}, "Fathom's decoder is causal")
         for key, why in {**CAUSAL, **self.off}.items():
-            if theirs.get(key):
+            if theirs.get(key) and key not in self.ignored:
                 raise self._refusal({key: theirs[key]}, why)
         if strange := self._unknown(theirs):
             these = "this key" if len(strange) == 1 else "these keys"

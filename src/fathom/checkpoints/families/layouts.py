@@ -67,7 +67,18 @@ def hyperclova(theirs: Any) -> Values:
 def gemma(theirs: Any) -> Values:
     """Scaled embeddings and capped logits."""
     scale = {"embedding_scale": theirs.hidden_size**0.5, "round_embedding_scale": True}
-    return {**scale, **{key: getattr(theirs, key) for key in ("attn_logit_softcapping", "final_logit_softcapping")}}
+    return {
+        **scale,
+        **{key: getattr(theirs, key, None) for key in ("attn_logit_softcapping", "final_logit_softcapping")},
+    }
+
+
+def gemma4(theirs: Any) -> Values:
+    """Those of Gemma, where layers read nothing but the layer before."""
+    for key in ("hidden_size_per_layer_input", "num_kv_shared_layers"):
+        if getattr(theirs, key):
+            raise ValueError(f"{key}={getattr(theirs, key)}: layers read more than the last one's output; 0 opens")
+    return gemma(theirs)
 
 
 SHORT: dict[str, Any] = {
@@ -122,6 +133,11 @@ def _families() -> dict[str, Host]:
     add("olmo_hybrid", Layout(**AFTER), Layout(token=("linear_attn",)))
     add("gemma2", Layout(**SANDWICH), switches=gemma)
     add("vaultgemma", Layout(before=("input_layernorm", "pre_feedforward_layernorm")), switches=gemma)
+    add("nanochat", Layout(norms_embedding=True), switches=gemma)
+    scales = "the layer scales what it adds to, so no other residual can stand there"
+    add("gemma4_text", Layout(sealed=scales, uneven=True), switches=gemma4)
+    one = "a layer is one sub-layer, not two"
+    add("nemotron_h", Layout(token=("mixer",), sealed=one, embedding="embeddings", norm="norm_f"))
     add("glm4 kolibri1", Layout(after=("post_self_attn_layernorm", "post_mlp_layernorm")))
     add(
         "afmoe",
@@ -146,17 +162,17 @@ def _closed() -> dict[str, str]:
     reasons = {
         "its layers have residual streams of their own": "deepseek_v4 hy_v4 qwen4_exp qwen4_exp_text inkling2_text",
         "its layers scale what they add to, so no other residual can stand there": (
-            "beam doge minimax zaya inkling_text gemma4_text gemma4_unified_text gemma4_assistant "
+            "beam doge minimax zaya inkling_text gemma4_unified_text gemma4_assistant "
             "gemma4_unified_assistant gemma3n_text"
         ),
         "an indexer chooses the keys of a layer, for several layers at once": (
             "deepseek_v32 glm_moe_dsa axk2 dots3_note dots3_note_text minimax_m3_vl_text"
         ),
         "a layer mixes tokens in two parts, attention and a state": "falcon_h1 zamba zamba2",
-        "a layer is one sub-layer, not two": "nemotron_h mamba mamba2 falcon_mamba xlstm rwkv longcat_flash",
+        "a layer is one sub-layer, not two": "mamba mamba2 falcon_mamba xlstm rwkv longcat_flash",
         "its layers differ in their heads or angles": "laguna mimo_v2_flash granite_swa granitemoe_swa",
         "its attention is made of experts": "jetmoe",
-        "its embeddings are normed before the layers": "nanochat modernbert-decoder bloom",
+        "its embeddings are normed before the layers": "modernbert-decoder bloom",
         "its attention calls no attention function of transformers": (
             "diffllama recurrent_gemma ctrl reformer xlnet xlm cpmant moshi blt hrm_text gpt_neox_japanese"
         ),

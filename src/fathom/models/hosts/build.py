@@ -22,7 +22,7 @@ from ..decoder.rotary import RotaryEmbedding
 from ..registry import DEFAULTS, add_residuals, mechanism, recurrence_class
 from ..sublayers import order_of
 from .handover import HANDOVER, Handover
-from .hosted_layer import Hosted
+from .hosted_layer import Hosted, whole
 from .latent import LatentHandover, one_head
 from .layout import Layout
 from .mixed import Made, mixed
@@ -130,7 +130,8 @@ def build(config: DecoderConfig) -> PreTrainedModel:
     for i, layer in enumerate(decoder.layers):
         layout = adopt(layer, layouts)
         add_residuals(layer, config, i)
-        layer.order = order_of(layer, layout.parallel)
+        layer.whole = bool(layout.sealed)
+        layer.order = whole if layer.whole else order_of(layer, layout.parallel)
         spare(layer)
         layer.kind, layer.value_mixer, layer.stateful = config.layer_types[i], None, i not in keyed
         layer.forgets = layer.stateful and layout.forgets
@@ -159,11 +160,11 @@ def adopt(layer: nn.Module, layouts: tuple[Layout, ...]) -> Layout:
         raise ValueError(f"no layout has the parts of {kind.__name__}: {', '.join(sorted(held))}")
     named = {*layout.before, *layout.after, *layout.token, *layout.channel}
     trained = {name for name, part in layer.named_children() if any(True for _ in part.parameters())}
-    if trained - named:
+    if trained - named and not layout.sealed:
         raise ValueError(f"{kind.__name__}: its layout leaves out {', '.join(sorted(trained - named))}")
     layer.__class__ = mixed(Hosted, kind, "DecoderLayer")
     ours: Any = layer
     ours.parts = next(name for name in layout.token if name in held), tuple(x for x in layout.channel if x in held)
-    ours.before, ours.after = layout.before, layout.after
+    ours.before, ours.after = ((None, None),) * 2 if layout.sealed else (layout.before, layout.after)
     ours.multiplier = getattr(layer, layout.multiplier) if layout.multiplier else 1.0
     return layout

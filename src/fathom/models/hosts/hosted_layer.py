@@ -7,7 +7,7 @@ it in the attention function, after projections, norms and rotation (`handover.p
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from functools import cache, reduce
 from typing import Any, cast
 
@@ -95,14 +95,16 @@ class Hosted(Made, Sublayers):
     parts: tuple[str, tuple[str, ...]]
     kind: str
     """The layer's type."""
+    whole = False
+    """Whether the family's layer is called as it is, with its own additions to one stream."""
     stateful: bool
     """Whether it has a state, and no key and value of every token."""
     forgets: bool
     """Whether a part with a state forgets it where it reads several tokens at once; then it reads them one by one."""
     routes = False
     """Whether the walk wants the logits of routers."""
-    router = ""
-    """The router's name; empty in a layer that has none."""
+    routed_by = ""
+    """The router's name, which no family may use; empty in a layer that has none."""
     value_mixer: ValueMixer | None
     """None where the part keeps no key and value of every token, or a latent that nothing mixes."""
     handover: type[Handover]
@@ -118,7 +120,7 @@ class Hosted(Made, Sublayers):
         if not self.routes:
             return made
         module = cast(nn.Module, self)
-        logits: Any = logits_of(module, self.router, state[0].shape[:2]) if self.router else None
+        logits: Any = logits_of(module, self.routed_by, state[0].shape[:2]) if self.routed_by else None
         return *made[:-2], logits, *made[-2:]
 
     def mix_tokens(
@@ -148,8 +150,8 @@ class Hosted(Made, Sublayers):
         if arrangement is not None:
             given = {key: value for key, value in given.items() if key not in PACKED}
             given["attention_mask"], x = arrangement.mask, arrangement.read(x)
-        part = self._modules[self.parts[0]]
-        name, allowed = takes(cast(Hashable, type(part)))
+        part: Any = super().forward if self.whole else self._modules[self.parts[0]]  # type: ignore[misc]
+        name, allowed = takes(self.recipe[1] if self.whole else cast(Hashable, type(part)))
         given = given if allowed is None else {key: value for key, value in given.items() if key in allowed}
         y = self.normed(self.before[0], x)
         alone = self.forgets and view is not None and y.shape[1] > 1 and view.has_previous_state()
@@ -171,3 +173,8 @@ class Hosted(Made, Sublayers):
         # Llama 4's experts return rows of tokens
         updates = [(one[0] if isinstance(one, tuple) else one).reshape(x.shape) for one in made]
         return self.scaled(self.normed(self.after[1], reduce(torch.add, updates)))
+
+
+def whole(layer: Hosted, state: ResidualState, trip: int, given: Mapping[str, Any]) -> ResidualState:
+    """The order of a sealed layer: its own."""
+    return layer.mix_tokens(state[0], None, **given)

@@ -80,7 +80,10 @@ def _cost(layer: nn.Module, config: DecoderConfig, theirs: Any, keyed: bool) -> 
     if _layout(config).latent:
         query, value = theirs.qk_nope_head_dim + theirs.qk_rope_head_dim, theirs.v_head_dim
         return LayerCost(flops, 2 * heads * (query + value), theirs.kv_lora_rank + theirs.qk_rope_head_dim, round(idle))
-    return LayerCost(flops, 4 * heads * config.head_dim, 2 * config.num_key_value_heads * config.head_dim, round(idle))
+    attention: Any = getattr(layer, next(name for name in _layout(config).token if hasattr(layer, name)))
+    head = getattr(attention, "head_dim", config.head_dim)  # Gemma 4's differ by layer
+    groups = getattr(attention, "num_key_value_groups", heads // config.num_key_value_heads)
+    return LayerCost(flops, 4 * heads * head, 2 * (heads // groups) * head, round(idle))
 
 
 def _visited(part: nn.Module, weight: Tensor, chosen: int) -> float:

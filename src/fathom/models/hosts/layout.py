@@ -29,6 +29,8 @@ class Layout:
     parallel: str = ""
     """`steps` if both read the layer's input and are added one after the other, `sum` if their sum is added; else
     empty."""
+    norms_embedding: bool = False
+    """Whether the final norm also norms the embeddings."""
     embedding: str = "embed_tokens"
     norm: str = "norm"
     rotary: str = "rotary_emb"
@@ -49,6 +51,8 @@ class Layout:
 
     def fits(self, held: set[str]) -> bool:
         """Whether a layer with these modules is laid out so."""
+        if self.sealed:
+            return bool(held & {*self.token})
         norms = {name for name in (*self.before, *self.after) if name is not None}
         return norms <= held and bool(held & {*self.token}) and bool(held & {*self.channel})
 

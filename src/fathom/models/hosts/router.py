@@ -74,7 +74,7 @@ def adopt_routers(decoder: PreTrainedModel) -> Balance | None:
         for name, part in layer.named_modules():
             if isinstance(part, kind):
                 part.__class__ = mixed(Router, kind, kind.__name__)
-                layer.router, found = name, part
+                layer.routed_by, found = name, part
     return None if found is None else Balance(function, float(coefficient), cast(Any, found).top_k)
 
 

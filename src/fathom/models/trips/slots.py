@@ -109,7 +109,8 @@ def with_banks(cache: Cache, trips: Sequence[Sequence[Visit]]) -> Cache:
             f"this cache has {len(cache.layers)} layers, the model {len(layers)} in all its trips; "
             "start from an empty cache"
         )
-    if any(getattr(layer, "is_initialized", False) and int(layer.get_seq_length()) > 0 for layer in cache.layers):
+    counted = (layer for layer in cache.layers if hasattr(layer, "get_seq_length"))  # experts alone store nothing
+    if any(getattr(layer, "is_initialized", False) and int(layer.get_seq_length()) > 0 for layer in counted):
         raise ValueError("this cache was filled by a model without iterations; start from an empty cache")
     one_trip, used = list(cache.layers), set()
     cache.layers.clear()
