@@ -56,10 +56,12 @@ CARRIED = {
     "kimi_linear": {"mla_use_nope": True, "moe_layer_freq": 1, "moe_router_activation_func": "sigmoid"},
     "granitemoehybrid": {"normalization_function": "rmsnorm", "init_method": "mup"},
     "deepseek_v3": {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "num_nextn_predict_layers": 1},
+    "gemma4_text": {"use_bidirectional_attention": "vision", "expert_intermediate_size": None},
     "gpt_oss": {"swiglu_limit": 7.0, "experts_per_token": 4, "initial_context_length": 4096},
 }
 """Keys of published files that their classes do not know, with the values there."""
 OTHERWISE = {"qwen3_5_text": {"attn_output_gate": False}, "kimi_linear": {"mla_use_nope": False}}
+OTHERWISE |= {"gemma4_text": {"use_bidirectional_attention": "all"}}
 OTHERWISE |= {"granitemoehybrid": {"normalization_function": "layernorm"}}
 
 

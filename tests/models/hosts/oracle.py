@@ -52,13 +52,17 @@ class Model:
         self.config, self.all, self.kind = config, tensors, config.model_type
         self.offset = 1.0 if self.kind == "qwen3_5_text" else 0.0
         self.eps = getattr(config, "norm_eps", None) or config.rms_norm_eps
+        self.routed: list[list[Array]] = []
+        """By trip and layer: the logits of routers `[T, experts]`."""
         self.interleaved = self.kind == "deepseek_v3"
 
     def __call__(self, ids: Array, trips: int = 1, alphas: list[Array] | None = None, grid: Any = None) -> Array:
         """Logits `[T, V]`; `alphas` are DenseFormer's, by layer; `grid` the layers that those above mix with."""
         c = self.config
         x = self.all["model.embed_tokens.weight"][ids] * getattr(c, "embedding_multiplier", 1.0)
+        self.routed = []
         for _ in range(trips):
+            self.routed.append([])
             history, pairs = [x], {}
             kinds = getattr(c, "layer_types", None) or ["full_attention"] * c.num_hidden_layers
             for i, kind in enumerate(kinds):
@@ -254,6 +258,7 @@ class Layer:
             order = share + self.w["mlp.gate.e_score_correction_bias"]
             chosen = self.chosen(order, None, share, c.routed_scaling_factor if c.norm_topk_prob else 1.0)
         else:
+            self.model.routed[-1].append(routes)
             share = softmax(routes)
             chosen = self.chosen(share, None, share, 1.0 if c.norm_topk_prob else None)
         routed = self.experts(x, chosen, lambda e, row: halves(first[e] @ row) @ last[e].T)
@@ -278,6 +283,14 @@ class Layer:
         """The weighted sum."""
         rows = [sum(w * expert(e, row) for e, w in zip(*one, strict=True)) for row, one in zip(x, chosen, strict=True)]
         return np.stack(rows)
+
+
+def balance(logits: list[Array], top_k: int) -> float:
+    """E Σ_e f_e P_e over the tokens of all layers: f is the share of choices, P the mean probability, times top_k."""
+    share = softmax(np.concatenate(logits))
+    chosen = np.zeros_like(share)
+    np.put_along_axis(chosen, np.argsort(-share, -1)[:, :top_k], 1.0, -1)
+    return float(share.shape[-1] * (chosen.mean(0) * share.mean(0)).sum())
 
 
 def halves(x: Array) -> Array:

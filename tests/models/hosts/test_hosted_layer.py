@@ -125,6 +125,13 @@ def test_gemma4_whose_layers_read_more_than_the_last_one_is_refused(key):
         hosted.configuration(theirs)
 
 
+@pytest.mark.parametrize("name", ["afmoe", "llama4_text"])
+def test_experts_may_return_rows_of_tokens(name):
+    theirs, ids = theirs_of(name), tokens()
+    with torch.no_grad():
+        assert torch.equal(ours_of(theirs)(ids).logits, theirs(ids).logits)
+
+
 def test_states_forbid_what_needs_a_crop(tmp_path):
     """transformers refuses prompt lookup where states cannot be cropped; copied flags say so here too."""
     ours = ours_of(theirs_of("qwen3_5_text"), **LOOP)

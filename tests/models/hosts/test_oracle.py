@@ -10,8 +10,10 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, MODEL_MAPPING
 
-from .cases import ours_of, theirs_of, tokens
-from .oracle import Model
+from fathom.models.hosts.hosted_layer import Bank
+
+from .cases import ours_of, stepwise, theirs_of, tokens
+from .oracle import Model, balance
 
 KINDS = ("qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_5_text", "lfm2", "granitemoehybrid")
 """Experts, sinks, latents, delta net, convolution, state space."""
@@ -41,9 +43,9 @@ def wide(monkeypatch):
     torch.set_default_dtype(before)
 
 
-def pair_of(name: str, **mechanism: Any) -> tuple[Any, Model]:
-    """Fathom's model and the oracle of the same weights."""
-    theirs = theirs_of(name, backend="eager", **PLAIN.get(name, {})).double()
+def pair_of(name: str, changes: Any = None, **mechanism: Any) -> tuple[Any, Model]:
+    """Fathom's model and the oracle of the same weights; `changes` of the family's shape."""
+    theirs = theirs_of(name, backend="eager", **PLAIN.get(name, {}), **(changes or {})).double()
     ours = ours_of(theirs, **mechanism)
     for part in ours.modules():
         if hasattr(part, "config"):
@@ -84,3 +86,41 @@ def test_depth_attention_counts_layers_with_keys(name, wide):
     layers = range(ours.config.num_hidden_layers)
     if len(keyed) < len(layers):  # a grid over all layers would choose others
         assert difference(ours, oracle, grid=layers[::2]) > 1e-3
+
+
+LOOP: dict[str, Any] = {"recurrence": "loop", "recurrence_options": {"trips": 2}}
+
+
+def test_biases_steer_the_choice_of_experts(wide):
+    """The control of what every shape now has: without its bias the oracle chooses others."""
+    ours, oracle = pair_of("deepseek_v3")
+    assert difference(ours, oracle) <= CLOSE
+    steered = [key for key in oracle.all if key.endswith("e_score_correction_bias")]
+    oracle.all = {**oracle.all, **{key: np.zeros_like(oracle.all[key]) for key in steered}}
+    assert steered and difference(ours, oracle) > 1e-3
+
+
+@pytest.mark.parametrize("name", ["lfm2", pytest.param("qwen3_5_text", marks=pytest.mark.slow)])
+def test_a_state_that_leaks_between_trips_is_seen(name, wide, monkeypatch):
+    ours, oracle = pair_of(name, **LOOP)
+    ids, layers = tokens(1, 10), ours.config.num_hidden_layers
+    expected = oracle(ids[0].numpy(), trips=2)
+    with torch.no_grad():
+        assert np.abs(stepwise(ours, ids)[0].numpy() - expected).max() <= CLOSE * np.abs(expected).max()
+        make, keyed = Bank.__init__, ours.config.keyed_layers
+
+        def leaking(self: Bank, cache: Any, bank: int) -> None:
+            make(self, cache, bank if bank % layers in keyed else bank % layers)
+
+        monkeypatch.setattr(Bank, "__init__", leaking)
+        assert np.abs(stepwise(ours, ids)[0].numpy() - expected).max() > 1e-3
+
+
+def test_a_router_loss_pooled_over_trips_is_seen(wide):
+    ours, oracle = pair_of("qwen3_moe", {"output_router_logits": True, "router_aux_loss_coef": 1.0}, **LOOP)
+    ids = tokens(1, 10)
+    oracle(ids[0].numpy(), trips=2)
+    got = ours.train()(ids, labels=ids).aux_losses["router"].item()
+    trips, top_k = oracle.routed, ours.model.native_config().num_experts_per_tok
+    assert got == pytest.approx(np.mean([balance(one, top_k) for one in trips]), rel=1e-9)
+    assert abs(got - balance([*trips[0], *trips[1]], top_k)) > 1e-4

@@ -61,7 +61,11 @@ PUBLISHED: Mapping[str, Mapping[str, tuple[object, ...]]] = {
         **{"mla_use_nope": (True,), "moe_layer_freq": (1,), "moe_router_activation_func": ("sigmoid",)},
         **{"num_nextn_predict_layers": (ANY,), "use_grouped_topk": (True,)},
     },
-    "gemma4_text": {"per_layer_config": (ANY,)},
+    "gemma4_text": {
+        "per_layer_config": (ANY,),
+        "use_bidirectional_attention": ("vision",),  # among the tokens of an image
+        "expert_intermediate_size": (None,),
+    },
     "dots1": {"moe_layer_freq": (1,), "scoring_func": ("noaux_tc", "sigmoid")},
     "bamba": {"attn_rotary_emb": (64,)},
     "jamba": {"calc_logits_for_entire_prompt": (ANY,)},
