@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from os import PathLike
@@ -163,6 +164,13 @@ def _require_plain_numbers(own: Mapping[str, Any]) -> None:
         )
 
 
+def _further_layers(own: Mapping[str, Any]) -> str:
+    """A pattern of the layers after the last one, which predict further tokens in the files of DeepSeek-V3 and GLM."""
+    further = (own.get("native") or {}).get("num_nextn_predict_layers") or 0
+    numbers = "|".join(str(own["num_hidden_layers"] + i) for i in range(further))
+    return rf"^model\.layers\.({numbers})\." if numbers else r"^mtp\."
+
+
 def _require_places(
     model: PreTrainedModel, info: Mapping[str, Any], own: Mapping[str, object], renamed: bool, tolerant: bool
 ) -> None:
@@ -177,7 +185,8 @@ def _require_places(
     """
     for name, found, needed in sorted(info["mismatched_keys"]) if not tolerant else ():
         raise ValueError(f"{name} has shape {list(found)} in the checkpoint, this configuration needs {list(needed)}")
-    unread = sorted(name for name in info["unexpected_keys"] if not name.endswith("lm_head.weight"))
+    passed = re.compile(r"lm_head\.weight$" if not own.get("host") else rf"lm_head\.weight$|{_further_layers(own)}")
+    unread = sorted(name for name in info["unexpected_keys"] if not passed.search(name))
     of_mechanism = [name for name in unread if ".recurrence." in name or "residual." in name or ".mixer." in name]
     stray = [name for name in unread if name not in of_mechanism and not name.endswith(".inv_freq")]
     if not tolerant and ((stray and own.get("native")) or (unread and renamed)):

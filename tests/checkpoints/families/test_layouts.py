@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -13,7 +14,7 @@ from fathom import FathomConfig, FathomForCausalLM
 from fathom.checkpoints.export import export
 from fathom.checkpoints.families import FAMILIES, hosted
 from fathom.checkpoints.families.layouts import CLOSED, HOSTS
-from tests.models.hosts.cases import SHAPE, SHAPES, configured, tokens
+from tests.models.hosts.cases import SHAPE, SHAPES, configured, theirs_of, tokens
 
 
 def test_every_causal_model_of_transformers_opens_or_says_why_not():
@@ -23,8 +24,8 @@ def test_every_causal_model_of_transformers_opens_or_says_why_not():
 
 
 def test_a_closed_type_is_refused_with_its_reason(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "nemotron_h"}))
-    with pytest.raises(ValueError, match=f"is a nemotron_h model: {CLOSED['nemotron_h']}"):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "falcon_h1"}))
+    with pytest.raises(ValueError, match=f"is a falcon_h1 model: {CLOSED['falcon_h1']}"):
         FathomConfig.from_pretrained(tmp_path)
 
 
@@ -72,6 +73,27 @@ def test_what_published_files_carry_is_not_refused(name):
     if other := OTHERWISE.get(name):
         with pytest.raises(ValueError, match=next(iter(other))):
             hosted.require_known({**theirs, **other})
+
+
+@pytest.mark.parametrize("name", ["glm4_moe", "deepseek_v3"])
+def test_layers_that_predict_further_tokens_are_left_out(name, tmp_path):
+    """Published files hold them after the last layer, and the classes of transformers know their numbers there."""
+    theirs = theirs_of(name)
+    theirs.save_pretrained(tmp_path)
+    values = {**json.loads((tmp_path / "config.json").read_text()), "num_nextn_predict_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    tensors = load_file(tmp_path / "model.safetensors")
+    further = {
+        "model.layers.4.eh_proj.weight": torch.ones(4, 8),
+        "model.layers.4.input_layernorm.weight": torch.ones(4),
+    }
+    save_file({**tensors, **further}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with torch.no_grad():
+        ours = FathomForCausalLM.from_pretrained(tmp_path).eval()
+        assert torch.equal(ours(tokens()).logits, theirs(tokens()).logits)
+    (tmp_path / "config.json").write_text(json.dumps({**values, "num_nextn_predict_layers": 0}))
+    with pytest.raises(ValueError, match=r"model\.layers\.4\.eh_proj\.weight, for which the model has no place"):
+        FathomForCausalLM.from_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize("method", ["mxfp4", "fp8"])
