@@ -258,7 +258,9 @@ def measure(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(1, 8192, (32,), generator=generator).tolist() for _ in range(arguments.many)]
     several, tokens, cpu = prompts[: arguments.clients], arguments.tokens, device == "cpu"
-    servers = [Server(directory, device, *words) for words in ([], ["--no-pack"])[: 1 + cpu]]
+    servers = [
+        Server(directory, device, *words) for words in (["--layout", "packed"], ["--layout", "plain"])[: 1 + cpu]
+    ]
     others = [Offline(directory, device)]
     ways = servers[0].ways(several, tokens) | {"generate": others[0].way(Offline.one_by_one, several, tokens)}
     batched = {"generate_batch": False} | ({"generate_batch, packed": True} if cpu else {})

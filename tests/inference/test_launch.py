@@ -53,7 +53,7 @@ def test_the_process_ends_with_its_engine(directory, capsys, monkeypatch):
     words = ["serve", str(directory), "--port", "0", "--device", "cpu"]
     with monkeypatch.context() as planted:
         planted.setattr(launch.Engine, "_serve", lambda self: 1 / 0)
-        planted.setattr("fathom.inference.launch.pays", lambda: False)
+        planted.setattr(launch.Service, "lay_out", lambda self, wanted: None)
         assert main(words) == 1
     assert capsys.readouterr().err.splitlines()[-1] == "fathom: the engine failed: ZeroDivisionError"
     monkeypatch.setattr(launch._Server, "startup", lambda self, sockets: self.engine.close() or stop(self))
@@ -65,12 +65,12 @@ async def stop(running):
     running.servers = []
 
 
-def test_packed_unless_told(monkeypatch):
+def test_the_layout_is_timed_unless_it_is_named(monkeypatch):
     asked = []
     monkeypatch.setattr(launch, "serve", lambda *given: asked.append(given[-1]))
-    for words in ([], ["--no-pack"]):
+    for words in ([], ["--layout", "plain"]):
         assert main(["serve", "somewhere", *words]) == 0
-    assert [options.pack for options in asked] == [True, False]
+    assert [options.layout for options in asked] == ["auto", "plain"]
 
 
 @pytest.mark.parametrize(

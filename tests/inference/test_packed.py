@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fathom.checkpoints.open import open_checkpoint
-from fathom.inference import packed, server
+from fathom.inference import layout, packed, server
 from fathom.inference.packed import MOST, PackedLinear, cut, pack, padded
 from fathom.lens.look import look
 from tests.inference.served import in_thread
@@ -212,20 +212,14 @@ def test_without_onednn(monkeypatch):
 # Serving.
 
 
-@pytest.mark.parametrize(("threads", "processor", "pays"), [(1, "AVX2", False), (1, "AVX512", True), (2, "AVX2", True)])
-def test_one_thread_packs_if_its_products_are_fast(monkeypatch, threads, processor, pays):
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: processor)
-    assert packed.pays() is pays
-
-
 def test_served_texts_are_the_same(tmp_path, monkeypatch):
     """The engine's thread packs: workers of another thread's would count beside its own."""
     directory = export_tiny(tmp_path / "tiny", hidden_size=64, intermediate_size=128)
     threads, prompts = [], ["To fathom", "The sailors let", "a", "the depth of a river " * 9]
-    monkeypatch.setattr(server, "pack", lambda model: threads.append(threading.current_thread().name) or pack(model))
+    monkeypatch.setattr(layout, "pack", lambda model: threads.append(threading.current_thread().name) or pack(model))
     with in_thread(server.Service(*open_checkpoint(directory, "cpu"), "tiny", 1 << 26)) as asked:
         plain = [one.text for one in asked.complete(prompts).choices]
-        asked.service.pack()
+        assert asked.service.lay_out("packed") == layout.Layout("packed")
+        assert asked.raw("GET", "/health")[1] == {"status": "ok", "weights": "packed", "ratios": {}}
         assert [one.text for one in asked.complete(prompts).choices] == plain and len(set(plain)) == 4
         assert isinstance(asked.service.model.lm_head, PackedLinear) and threads == ["engine"]

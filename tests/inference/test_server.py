@@ -103,7 +103,7 @@ def test_health_is_that_of_the_engine(directory):
 def test_models_and_health(served):
     assert [model.id for model in served.client.models.list()] == ["tiny"]
     assert served.client.models.retrieve("tiny").max_model_len == CONTEXT
-    assert served.raw("GET", "/health") == (200, {"status": "ok"})
+    assert served.raw("GET", "/health") == (200, {"status": "ok", "weights": "plain", "ratios": {}})
     assert served.raw("GET", "/ready") == (200, {"status": "ready"})
     for path in ("/health", "/ready"):
         connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=60)

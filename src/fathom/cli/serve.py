@@ -49,10 +49,10 @@ def add(parser: Parser) -> None:
     )
     add_speculate(parser)
     parser.add_argument(
-        "--no-pack",
-        dest="pack",
-        action="store_false",
-        help="on a CPU, keep float32 weights as stored; several requests at once are then slower",
+        "--layout",
+        choices=("auto", "packed", "plain"),
+        default="auto",
+        help="float32 weights on a CPU, in oneDNN's layout or as stored; auto times both at the start (default: auto)",
     )
     parser.add_argument(
         "--cache-memory",

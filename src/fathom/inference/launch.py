@@ -24,8 +24,8 @@ from fathom.inference.engine import Engine
 from fathom.inference.gate import Keys, Timed, read_keys
 from fathom.inference.generate import check_drafts
 from fathom.inference.huge_pages import exchange
+from fathom.inference.layout import LAYOUTS
 from fathom.inference.memory import default_memory
-from fathom.inference.packed import pays
 from fathom.inference.sampling import Choice
 from fathom.inference.server import AddPages, Service, build_app
 from fathom.iterations import check_trips
@@ -93,8 +93,8 @@ class ServeOptions(Opening):
     """Maximum trips per token, unless a request sets it."""
     speculate: int | None = None
     """Draft with this many first trips and verify with the rest: the output is the same, and often faster."""
-    pack: bool = True
-    """On a CPU with several threads, pack the weights of a float32 model."""
+    layout: str = "auto"
+    """On a CPU: `packed` or `plain` float32 weights, or `auto`, which times both and refuses slow eight-bit ones."""
     api_key: str | None = None
     """The key that clients must send as `Authorization: Bearer KEY`."""
     api_keys: Path | None = None
@@ -141,6 +141,8 @@ def serve(
     keys = _keys(chosen)
     if chosen.speculate is not None and chosen.kvcache not in (None, "full"):
         raise SettingsError("`speculate` takes back what it wrote: leave out `kvcache`")
+    if chosen.layout not in LAYOUTS:
+        raise SettingsError(f"layout={chosen.layout}: allowed: {', '.join(LAYOUTS)}")
     listener = _bind(host, port)
     # uvicorn restores this handler and repeats the signal after it has stopped, which ends the process with code 0.
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
@@ -199,8 +201,8 @@ def _run(
     if others := Choice.left_out(model.generation_config):
         words = "is not supported: output differs from `fathom generate`"
         print(f"fathom: warning: generation_config.json: {', '.join(others)} {words}", file=sys.stderr)
-    if options.pack and pays():
-        service.pack()
+    if model.device.type == "cpu":
+        print(f"fathom: {service.lay_out(options.layout)}", file=sys.stderr)
     if model.device.type == "cpu":
         exchange()
     log = to_stderr if options.access_log else None

@@ -111,11 +111,6 @@ def available() -> bool:
     return torch.backends.mkldnn.is_available() and all(hasattr(torch.ops.mkldnn, name) for name in operators)
 
 
-def pays() -> bool:
-    """Whether packing pays: on one thread without AVX-512, one client would be served more slowly."""
-    return torch.get_num_threads() > 1 or torch.backends.cpu.get_cpu_capability() == "AVX512"
-
-
 def packable(linear: nn.Linear) -> bool:
     """Whether a layer is a plain linear one that gains from packing."""
     hooks = linear._forward_hooks, linear._forward_pre_hooks, linear._backward_hooks, linear._backward_pre_hooks

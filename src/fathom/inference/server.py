@@ -45,9 +45,9 @@ from fathom.inference.api_structure import Tool
 from fathom.inference.batches import trips_of
 from fathom.inference.engine import Engine, Event, Job, deliver
 from fathom.inference.gate import Gate, Keys
+from fathom.inference.layout import Layout, lay_out
 from fathom.inference.memory import default_memory
 from fathom.inference.metrics import exposition
-from fathom.inference.packed import pack
 from fathom.inference.page import talk_page
 from fathom.inference.prompt import encode, reserved_variables
 from fathom.inference.sampling import Choice
@@ -114,6 +114,8 @@ class Service:
         self.allow_control = False  # whether message texts may contain special tokens such as <|im_end|>
         self.deadline: float | None = None
         """Seconds that an answer may take once the engine has its request."""
+        self.layout: Layout | None = None
+        """How weights are stored, once `lay_out` was called."""
         self.tokenising = Tokenising()
         self.reserved = reserved_variables(tokenizer)
         self.shapes = Shapes(tokenizer, model.config.vocab_size, self.stops)
@@ -123,13 +125,14 @@ class Service:
         known = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "fathom"}
         self.card = {**known, "max_model_len": self.context}
 
-    def pack(self) -> None:
-        """Pack the weights of linear layers.
+    def lay_out(self, wanted: str) -> Layout:
+        """Pack the weights of linear layers if that is wanted, or faster.
 
         This runs on the engine's thread. On another thread, OpenMP would count the workers of both, which are more than
         there are cores, and let them sleep between two products.
         """
-        self.engine.call(partial(pack, self.model)).result()
+        self.layout = self.engine.call(partial(lay_out, self.model, wanted)).result()
+        return self.layout
 
     def _hand_over(self, out: list[tuple[Job, Event]]) -> None:
         """Pass events from the engine's thread to this one."""
@@ -444,7 +447,9 @@ def build_app(
 
     @app.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> JSONResponse:
-        return _state("ok" if service.engine.alive else "the engine has failed", service.engine.alive)
+        chosen = service.layout
+        told = {} if chosen is None else {"weights": chosen.name, "ratios": dict(chosen.ratios)}
+        return _state("ok" if service.engine.alive else "the engine has failed", service.engine.alive, told)
 
     @app.api_route("/ready", methods=["GET", "HEAD"])
     async def ready() -> JSONResponse:
@@ -462,8 +467,8 @@ def build_app(
     return app
 
 
-def _state(status: str, good: bool) -> JSONResponse:
-    return JSONResponse({"status": status}, 200 if good else 503)
+def _state(status: str, good: bool, more: Mapping[str, object] | None = None) -> JSONResponse:
+    return JSONResponse({"status": status, **(more or {})}, 200 if good else 503)
 
 
 async def _say_why(request: Request, error: Exception) -> JSONResponse:
