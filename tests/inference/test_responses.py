@@ -1,15 +1,19 @@
 """`/v1/responses`: what OpenAI's client and agents' libraries send, and what they make of the answers."""
 
+import asyncio
 import json
+import time
 from pathlib import Path
 
 import openai
 import pytest
 from openai.types.chat import ChatCompletion
 from openai.types.responses import Response
+from starlette.requests import ClientDisconnect
 
 from fathom.checkpoints.open import open_checkpoint
 from fathom.inference import server
+from fathom.inference.api import ChatBody
 from fathom.inference.api_responses import ResponsesBody
 from tests.inference.notations import ADD, HERMES
 from tests.inference.served import in_thread, scripted
@@ -174,6 +178,30 @@ def test_a_stream_that_fails_says_so(served):
             ask(served)
     finally:
         hook.remove()
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/chat/completions"])
+def test_a_client_that_leaves_at_the_first_byte_stops_its_answer(path, served):
+    """Before any event was made: nothing keeps the engine busy."""
+    service, counts = served.service, served.service.engine.counts
+    before = counts["cancelled"]
+    asked = {"input": "x"} if path.endswith("responses") else {"messages": [{"role": "user", "content": "x"}]}
+    kind = ResponsesBody if path.endswith("responses") else ChatBody
+    body = kind(**asked, stream=True, ignore_eos=True)
+
+    async def left(message):
+        raise OSError
+
+    async def leave():
+        answer = await (service.respond(body) if path.endswith("responses") else service.answer(body))
+        with pytest.raises((OSError, ClientDisconnect)):
+            await answer({"type": "http", "asgi": {"spec_version": "2.4"}}, None, left)
+
+    asyncio.run(leave())
+    until = time.monotonic() + 20
+    while counts["cancelled"] == before and time.monotonic() < until:
+        time.sleep(0.01)
+    assert counts["cancelled"] == before + 1 and not service.engine.running
 
 
 RECORDED = [json.loads(line) for line in Path(__file__).with_name("recorded.jsonl").read_text().splitlines()]

@@ -20,6 +20,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.types import Receive, Scope, Send
 
 from fathom.checkpoints.special_tokens import as_list, settle_generation, unknown_token
 from fathom.errors import RequestError, SettingsError
@@ -273,7 +274,7 @@ class Service:
         envelope.first = begun.jobs[:: body.n]
         parts, texts = self._parts(begun), begun.texts
         if body.stream:
-            return StreamingResponse(_stream(parts, texts, envelope, body.usage), media_type="text/event-stream")
+            return self._streamed(begun, _stream(parts, texts, envelope, body.usage))
         async for _ in parts:
             pass
         return JSONResponse(envelope.whole(texts))
@@ -287,8 +288,11 @@ class Service:
             raise error.renamed(NAMED) from error
         made = responses.Response(self.name, self.tokenizer, begun.jobs[0], begun.texts[0], body.echoed())
         if body.stream:
-            return StreamingResponse(made.events(self._parts(begun)), media_type="text/event-stream")
+            return self._streamed(begun, made.events(self._parts(begun)))
         return JSONResponse(await made.heard(self._parts(begun)))
+
+    def _streamed(self, begun: _Begun, events: AsyncIterator[str]) -> Response:
+        return _Stream(events, partial(self.engine.cancel, begun.jobs))
 
     async def _begin(self, body: Asked) -> _Begun:
         """Check a request, and hand its jobs to the engine."""
@@ -347,6 +351,21 @@ def _check(rules: FieldRules) -> None:
     for field, (allowed, message) in rules.items():
         if not allowed:
             raise wrong(field, message)
+
+
+class _Stream(StreamingResponse):
+    """Server-sent events; `end` is called even if the client leaves before the first of them was made."""
+
+    def __init__(self, events: AsyncIterator[str], end: Callable[[], object]) -> None:
+        super().__init__(events, media_type="text/event-stream")
+        self.end = end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self.end()
 
 
 async def _stream(parts: Parts, texts: list[Text], envelope: Envelope, usage: bool) -> AsyncIterator[str]:
