@@ -52,7 +52,7 @@ def directory(tmp_path_factory):
 @pytest.fixture(scope="module")
 def process(directory, tmp_path_factory):
     here = tmp_path_factory.mktemp("server")
-    running = Command(["serve", str(directory), "--port", "0", "--grace", str(GRACE)], here, here)
+    running = Command(["serve", str(directory), "--port", "0", "--grace", str(GRACE), "--layout", "plain"], here, here)
     yield running
     running.kill()
 
