@@ -160,7 +160,7 @@ def _require_plain_numbers(own: Mapping[str, Any]) -> None:
         raise ValueError(
             f"{own['host']}: the weights are stored in {method}, which hosted layers do not read: open the model with "
             "transformers (AutoModelForCausalLM, dtype=torch.bfloat16, a quantization_config with dequantize=True), "
-            "save_pretrained, and open that directory"
+            "save_pretrained with save_original_format=False, and open that directory"
         )
 
 

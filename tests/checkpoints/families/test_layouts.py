@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, Mxfp4Config
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from fathom import FathomConfig, FathomForCausalLM
@@ -100,8 +100,28 @@ def test_layers_that_predict_further_tokens_are_left_out(name, tmp_path):
 def test_weights_in_blocks_are_refused_with_the_way_round(method, tmp_path):
     values = {**configured("gpt_oss").to_dict(), "quantization_config": {"quant_method": method}}
     (tmp_path / "config.json").write_text(json.dumps(values))
-    with pytest.raises(ValueError, match=f"stored in {method}.*dequantize=True.*save_pretrained"):
+    with pytest.raises(ValueError, match=f"stored in {method}.*dequantize=True.*save_original_format=False"):
         FathomForCausalLM.from_pretrained(tmp_path)
+
+
+def test_the_way_round_opens_weights_in_blocks(tmp_path):
+    """As gpt-oss is published: codes of 32 numbers and their scales."""
+    theirs = theirs_of("gpt_oss", hidden_size=64, intermediate_size=64, head_dim=16)
+    theirs.bfloat16().save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name in [key for key in tensors if key.endswith(("gate_up_proj", "down_proj"))]:
+        experts, width, rows = tensors.pop(name).shape
+        tensors[f"{name}_blocks"] = torch.randint(0, 256, (experts, rows, width // 32, 16), dtype=torch.uint8)
+        tensors[f"{name}_scales"] = torch.full((experts, rows, width // 32), 124, dtype=torch.uint8)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    values = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**values, "quantization_config": {"quant_method": "mxfp4"}}))
+    asked = {"dtype": torch.bfloat16, "quantization_config": Mxfp4Config(dequantize=True)}
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path, **asked).eval()
+    plain.save_pretrained(tmp_path / "plain", save_original_format=False)
+    ours = FathomForCausalLM.from_pretrained(tmp_path / "plain", attn_implementation="eager").eval()
+    with torch.no_grad():
+        assert torch.equal(ours(tokens()).logits, plain(tokens()).logits)
 
 
 def test_a_head_with_a_bias_is_opened_or_refused(tmp_path, monkeypatch):
