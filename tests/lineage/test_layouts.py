@@ -9,13 +9,15 @@ import transformers as tf
 from safetensors.torch import load_file, save_file
 
 from fathom.errors import ModelError
+from fathom.lineage import verdict
 from fathom.lineage.attacks import attack
-from fathom.lineage.comparison import Options, measure
+from fathom.lineage.comparison import Options, compare, measure
 from fathom.lineage.weights import open_weights
 from tests.lineage import zoo
 from tests.lineage.zoo import build, logits, save
 
 COMMON = zoo.COMMON | dict(num_hidden_layers=4, num_key_value_heads=2)
+WIDE = COMMON | dict(hidden_size=64, vocab_size=512, num_hidden_layers=3)
 MIXTURE = dict(num_local_experts=2, num_experts_per_tok=1)
 HYBRIDS = {
     "qwen3_next": (
@@ -126,6 +128,49 @@ def test_every_expert_of_a_stack_is_what_the_module_computes(tmp_path, name):
         if name == "gpt_oss":
             inner = first * torch.sigmoid(1.702 * first) * (second + 1)
         torch.testing.assert_close(inner @ down.T, live, rtol=1e-4, atol=1e-5)
+
+
+EXPERTS = {
+    "qwen3_moe": lambda: tf.Qwen3MoeConfig(
+        **WIDE, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48
+    ),
+    "deepseek_v3": lambda: tf.DeepseekV3Config(
+        **{**WIDE, **zoo.LATENT, "first_k_dense_replace": 1, "q_lora_rank": 24, "kv_lora_rank": 20}
+        | {"qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 16},
+        moe_intermediate_size=48,
+        num_experts_per_tok=2,
+    ),
+}
+
+
+def with_experts_reordered(tensors):
+    """The same mixture: experts and the rows of their router in another order."""
+    order = [2, 0, 3, 1]
+    for name, value in dict(tensors).items():
+        before, mark, rest = name.partition(".experts.")
+        index, _, part = rest.partition(".")
+        if index.isdigit():
+            tensors[f"{before}{mark}{order.index(int(index))}.{part}"] = value
+        elif mark or name.endswith(("mlp.gate.weight", "e_score_correction_bias")):
+            tensors[name] = value[order]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("controls", [0, 2])
+@pytest.mark.parametrize("name", EXPERTS)
+def test_a_mixture_with_its_experts_in_another_order_is_found(tmp_path, name, controls):
+    models = [
+        save(build(EXPERTS[name](), seed, torch.float32, trained=True), tmp_path / str(seed), 512)
+        for seed in range(2 + controls)
+    ]
+    copy = zoo.edited(models[0], tmp_path / "copy", with_experts_reordered)
+    quiet = Options(extras=False, nonce=1)
+    found = compare(open_weights(models[0]), open_weights(copy), models[2:], None, quiet)
+    assert found.verdict.label in {verdict.SHARED, verdict.INITIALISATION}, found.verdict.reasons
+    assert {"attention", "feed-forward"} <= {t.family for t in found.tests if t.p < 1e-6}
+    assert all(count.paired == count.of for counts in found.pair.neurons.values() for count in counts)
+    stranger = compare(open_weights(models[1]), open_weights(copy), models[2:], None, quiet)
+    assert stranger.verdict.label == verdict.NONE, stranger.verdict.reasons
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
