@@ -42,8 +42,8 @@ DELTA: dict[str, Any] = dict(
 DELTA |= dict(layer_types=["linear_attention", "full_attention"])
 SHAPES: dict[str, dict[str, Any]] = {"qwen3_moe": EXPERTS, "qwen3_5_text": DELTA}
 MECHANISMS = ("model.recurrence=loop", "model.recurrence_options={trips: 2}", "model.residual=hyper_connections")
-STEPS, WORDS = 200, 16
-"""Of training; tokens of every completion."""
+STEPS, KILLED, WORDS = 200, 110, 16
+"""Of training; the step in whose log it is killed; tokens of every completion."""
 PROMPT = "A mixture of experts"
 ELSEWHERE = """
 import sys
@@ -60,11 +60,12 @@ def main() -> int:
     """One family; the exit code is 0 if everything holds."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("family", choices=list(SHAPES))
+    parser.add_argument("--work", type=Path, help="a folder in which it goes on where it was stopped")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     found: dict[str, Any] = {**vars(provenance()), "steps": STEPS, "mechanisms": MECHANISMS}
     with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
+        folder = options.work or Path(place)
         fathom("prepare", TREE / "docs", "--train-tokenizer", 384, "--held-out", 0.1, "--out", folder / "data")
         found |= life(options.family, folder / "data", folder)
     text = json.dumps(found, indent=1)
@@ -78,31 +79,32 @@ def life(name: str, data: Path, folder: Path) -> dict[str, Any]:
     """One family."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(name, **SIZE, **SHAPES[name])
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "base")
-    AutoTokenizer.from_pretrained(data / "tokenizer").save_pretrained(folder / "base")
+    if not (folder / "base").exists():
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder / "base")
+        AutoTokenizer.from_pretrained(data / "tokenizer").save_pretrained(folder / "base")
     recipe = train_words(folder / "base", data)
     fathom(*recipe, *MECHANISMS, "--run", folder / "whole")
-    step = killed([*recipe, *MECHANISMS, "--run", folder / "killed"], folder / "killed")
+    killed([*recipe, *MECHANISMS, "--run", folder / "killed"], folder / "killed")
     fathom("train", folder / "killed")
     hashes = [weights_hash(folder / run / "model") for run in ("whole", "killed")]
     fathom("export", folder / "killed", "--to", folder / "export")
-    opened = open_checkpoint(folder / "export")
-    ids = AutoTokenizer.from_pretrained(folder / "export")(PROMPT, return_tensors="pt")
-    texts = opened.model.generate(**ids, max_new_tokens=WORDS, do_sample=False)[0, ids.input_ids.shape[1] :].tolist()
+    model, tokenizer = open_checkpoint(folder / "export")
+    ids = tokenizer(PROMPT, return_tensors="pt")
+    texts = model.generate(**ids, max_new_tokens=WORDS, do_sample=False)[0, ids.input_ids.shape[1] :].tolist()
     alone = run([sys.executable, "-c", ELSEWHERE, str(folder / "export"), PROMPT, str(WORDS)], cwd=folder)
     fathom("export", folder / "base", "--to", folder / "family", "--as", "native")
     deep = ("--with", "loop:trips=2,damping=0+hyper_connections:blend=0", "--out", folder / "deep")
     fathom("deepen", folder / "family", *deep)
     theirs = AutoModelForCausalLM.from_pretrained(folder / "family")
-    deepened = open_checkpoint(folder / "deep").model
+    deepened, _ = open_checkpoint(folder / "deep")
     with torch.no_grad():
         change = (theirs(**ids).logits - deepened(**ids).logits).abs().max().item()
     losses = [json.loads(line).get("loss") for line in (folder / "whole/metrics.jsonl").read_text().splitlines()]
     losses = [loss for loss in losses if loss is not None]
     return {
-        "parameters": sum(p.numel() for p in opened.model.parameters()),
+        "parameters": sum(p.numel() for p in model.parameters()),
         "loss": [losses[0], losses[-1]],
-        "killed_at_step": step,
+        "killed_after_step": KILLED,
         "sha256": hashes,
         "same_weights_after_kill": hashes[0] == hashes[1],
         "same_text_without_fathom": json.loads(alone.splitlines()[-1]) == texts,
@@ -143,16 +145,18 @@ def fathom(*words: Any) -> None:
         raise SystemExit(f"it ended with {code}")
 
 
-def killed(words: list[Any], out: Path) -> int:
-    """Begin a run and kill it past its middle; the last step that it logged."""
+def killed(words: list[Any], out: Path) -> None:
+    """Begin a run and kill it past its middle, once."""
+    log, marker = out / "metrics.jsonl", out.parent / "killed.marker"
+    if marker.exists():
+        return
     process = subprocess.Popen(command(words), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    log = out / "metrics.jsonl"
-    while process.poll() is None and (not log.exists() or log.read_text().count("\n") < STEPS * 0.55):
+    while process.poll() is None and (not log.exists() or log.read_text().count("\n") < KILLED):
         time.sleep(0.1)
     process.kill()  # SIGKILL
     if process.wait() != -9:
         raise SystemExit("the run ended before it was killed")
-    return int(json.loads(log.read_text().splitlines()[-1])["step"])
+    marker.touch()
 
 
 def weights_hash(directory: Path) -> str:

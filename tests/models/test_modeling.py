@@ -11,7 +11,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from fathom.checkpoints.export import export
 from fathom.models import FathomForCausalLM, sublayers
 from fathom.models.axes import roles
-from fathom.models.axes.roles import MechanismModule
+from fathom.models.axes.roles import MechanismModule, Residual
 
 from .cases import CASES, SHAPE, build, config_of, in_turn, tokens
 from .test_operations import Operations
@@ -230,6 +230,22 @@ def test_a_hook_sees_the_calls_of_a_plain_residual(parallel):
         hook = layer.mlp_residual.register_forward_hook(lambda *_: seen.append("mlp"))
         assert torch.equal(model(ids).logits, expected) and seen == ["mlp"] * (1 if parallel else 2)
         hook.remove()
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+@torch.no_grad()
+def test_a_residual_that_is_replaced_is_used(parallel):
+    """A layer adds its updates itself where its residuals are plain, whenever they became so."""
+
+    class Doubled(Residual):
+        def write(self, state, update, context):
+            return (state[0] + 2 * update,)
+
+    model, ids = build(config_of("vanilla", parallel_residual=parallel)), tokens(1, 3)
+    expected = model(ids).logits
+    for layer in model.model.layers:
+        layer.mlp_residual = Doubled(model.config, 1)
+    assert (model(ids).logits - expected).abs().max() > 1e-3
 
 
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")

@@ -42,11 +42,12 @@ from .decoder.loss import causal_lm_loss, per_item, shifted, token_losses, weigh
 from .decoder.norms import NORMS
 from .decoder.rotary import Angles, Rotation, build_rotary, rotate
 from .generation import FathomGenerationMixin
-from .hosts.arrangement import Arrangement, of_documents, of_padding
+from .hosts.arrangement import Arrangement, check_windows, of_documents, of_padding
 from .hosts.build import HostRotary, build, causal_class, converting, copy_flags
 from .hosts.layout import Layout
 from .hosts.refusals import check_host
 from .hosts.router import Balance, adopt_routers, mean_of_trips
+from .hosts.selecting import let_select
 from .pretrained import FathomPreTrainedModel
 from .registry import add_residuals, mechanism
 from .sublayers import Sublayers, in_turn, order_of
@@ -290,7 +291,8 @@ def add(layer: DecoderLayer, state: ResidualState, trip: int, given: Mapping[str
     """The usual layer with a plain residual: `in_turn` without the calls that a decoded token would notice. Hooks on
     residuals see theirs."""
     parts: Any = layer._modules
-    if watched(parts["attn_residual"]) or watched(parts["mlp_residual"]):
+    attn, mlp = parts["attn_residual"], parts["mlp_residual"]
+    if type(attn) is not Residual or type(mlp) is not Residual or watched(attn) or watched(mlp):  # or were replaced
         return in_turn(layer, state, trip, given)
     update, _, *kept = parts["self_attn"](parts["input_layernorm"](state[0]), **given)
     x = state[0] + update
@@ -405,6 +407,8 @@ class FathomModel(FathomPreTrainedModel):
         if self.stateful and (arrangement := self._arranged(packed, attention_mask, x)) is not None:
             kwargs["arrangement"] = arrangement
             use_cache = use_cache and packed is None  # a row of documents has no state to go on from
+        if not self.slotted and (window := self.window) is not None:
+            check_windows(attention_mask, window)
         if use_cache and given is None and not (self.slotted and torch.is_grad_enabled()) and not self.recomputing:
             past_key_values = DynamicCache(config=self.config if self.host is None else self.host.config)
         if position_ids is None:
@@ -464,6 +468,8 @@ class FathomModel(FathomPreTrainedModel):
             raise ValueError(f"recurrence={self.config.recurrence} makes its own masks: pass a padding mask [B, T]")
         if cache is None:
             return None
+        if self.stateful:
+            let_select(cache)
         if self.slotted:
             layers, view = self.config.num_hidden_layers, self.recurrence.view
             return Store(cache, with_slots(cache, layers, inputs.trips, view, len(x), x.device))
@@ -502,6 +508,11 @@ class FathomModel(FathomPreTrainedModel):
 
     def _attentions(self) -> Iterator[Attention]:
         return (module for module in self.layers.modules() if isinstance(module, Attention))
+
+    @property
+    def window(self) -> int | None:
+        """The fewest tokens that a layer reads; None if all read everything before."""
+        return min(filter(None, (*self.reach.values(), self.config.chunk_size)), default=None)
 
     @property
     def recomputing(self) -> bool:

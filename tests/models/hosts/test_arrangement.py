@@ -35,6 +35,7 @@ def masked(model: FathomForCausalLM, ids: Tensor, dead: list[int], **kwargs) -> 
     return model(ids.repeat(2, 1), attention_mask=mask, **kwargs).logits[1, live], model(ids[:, live]).logits[0]
 
 
+@pytest.mark.quick("lfm2-loop")
 @pytest.mark.parametrize("mechanism", [{}, LOOP], ids=["vanilla", "loop"])
 @pytest.mark.parametrize("name", STATES)
 @torch.no_grad()
@@ -48,6 +49,7 @@ def test_documents_of_a_row_are_read_alone(name, mechanism, monkeypatch):
     assert (packed(model, ids) - alone).abs().max() > 1e-2, "a state that runs on is seen"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STATES)
 def test_gradients_of_documents(name):
     model, ids = ours_of(theirs_of(name)).train(), tokens(1, sum(LENGTHS))
@@ -82,6 +84,39 @@ def test_padding_leaves_a_state_as_it_is(name, monkeypatch):
     assert (found - expected).abs().max() > 1e-3, "a state that decays is seen"
 
 
+@pytest.mark.parametrize("name", ["gpt_oss", pytest.param("olmo3", marks=pytest.mark.slow)])
+@torch.no_grad()
+def test_padding_takes_no_place_of_a_window(name):
+    """A window counts what it sees: padding on the left is exact, padding between tokens is refused."""
+    model, ids = ours_of(theirs_of(name)), tokens(1, 12)
+    for dead in ([0, 1, 2], [11]):
+        found, expected = masked(model, ids, dead)
+        assert (found - expected).abs().max() < 2e-5
+    mask = torch.ones(2, 8, dtype=torch.long)
+    mask[1, 6:] = 0
+    out = model(ids[:, :8].repeat(2, 1), attention_mask=mask, use_cache=True)
+    mask = torch.nn.functional.pad(mask, (0, 1), value=1)
+    with pytest.raises(ValueError, match="would take places of a layer's window: pad on the left"):
+        model(ids[:, 8:9].repeat(2, 1), attention_mask=mask, past_key_values=out.past_key_values)
+    short = torch.tensor([[1, 0, 1, 1]])
+    assert (model(ids[:, :4], attention_mask=short).logits[0, -1]).isfinite().all(), "within the window nothing is lost"
+
+
+@pytest.mark.parametrize("name", STATES)
+@torch.no_grad()
+def test_rows_of_states_are_selected_and_repeated(name):
+    model, ids = ours_of(theirs_of(name), **LOOP), tokens(2, 8)
+    cache = model(ids[:, :6], use_cache=True).past_key_values
+    cache.batch_repeat_interleave(2)
+    found = model(ids[:, 6:7].repeat_interleave(2, 0), past_key_values=cache).logits
+    expected = model(ids[:, :7]).logits[:, -1:]
+    assert (found - expected.repeat_interleave(2, 0)).abs().max() < 2e-5
+    cache.batch_select_indices(torch.tensor([3, 0]))
+    found = copy.deepcopy(model)(ids[[1, 0], 7:], past_key_values=copy.deepcopy(cache)).logits
+    assert (found - model(ids).logits[[1, 0], -1:]).abs().max() < 2e-5
+
+
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_part_that_forgets_its_state_reads_token_by_token():
     """transformers' Jamba starts again where it reads several tokens after others."""
@@ -117,7 +152,8 @@ def test_a_hosted_model_is_copied_pickled_and_resized(tmp_path):
     assert torch.equal(opened(ids).logits, grown(ids).logits) and opened.config.vocab_size == 120
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", pytest.param("qwen3_5_text", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_5_text"])
 @torch.no_grad()
 def test_attention_weights_are_the_familys(name):
     theirs, ids = theirs_of(name, "eager"), tokens()

@@ -9,6 +9,7 @@ from fathom.models.hosts.layout import Layout
 from .cases import ours_of, theirs_of
 
 
+@pytest.mark.quick("token")
 @pytest.mark.parametrize(
     ("layout", "says"),
     [

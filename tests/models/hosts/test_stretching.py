@@ -41,8 +41,19 @@ def test_a_text_is_read_again_where_its_angles_change(name, monkeypatch):
         model.generate(ids[:, :12], prompt_lookup_num_tokens=2, **GREEDY)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_without_a_mechanism_tokens_are_the_familys():
     theirs, ids = theirs_of("phimoe", **SHAPES["phimoe"]), tokens(2, 12)
     ours = ours_of(theirs)
     assert torch.equal(ours.generate(ids, **GREEDY), theirs.generate(ids, **GREEDY))
+
+
+@torch.no_grad()
+def test_angles_that_change_in_some_layers_only_are_refused():
+    plain = dict(rope_type="default", rope_theta=1e4)
+    by_kind = dict(sliding_attention=plain, full_attention=dict(plain, rope_type="dynamic", factor=2.0))
+    theirs, ids = theirs_of("olmo3", rope_parameters=by_kind), tokens(2, 12)
+    with pytest.raises(ValueError, match="olmo3: rope_parameters: angles that change with the length"):
+        ours_of(theirs, recurrence="loop", recurrence_options={"trips": 2})
+    assert torch.equal(ours_of(theirs)(ids).logits, theirs(ids).logits), "without a mechanism it is the family's"

@@ -70,3 +70,19 @@ def of_padding(mask: Tensor, length: int) -> Arrangement | None:
     first = torch.arange(len(mask), device=mask.device).unsqueeze(1) * length
     back = torch.empty_like(order).scatter_(1, order, torch.arange(length, device=mask.device).expand_as(order))
     return Arrangement(order + first, back + first, live.gather(1, order))
+
+
+def check_windows(mask: object, window: int) -> None:
+    """Refuse padding between the tokens of a text longer than a window, which counts padding as tokens.
+
+    Raises:
+        ValueError: If a row of the mask, `[B, past + T]`, has such padding.
+    """
+    if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.shape[1] <= window:
+        return
+    if torch.compiler.is_compiling() or mask.is_meta:
+        return
+    live = mask.bool()
+    padded = ((live.cumsum(1) > 0) & ~live).cumsum(1) > 0  # after a token
+    if to_host((padded & live).any()):
+        raise ValueError("padding between a text's tokens would take places of a layer's window: pad on the left")

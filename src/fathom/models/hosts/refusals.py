@@ -34,6 +34,9 @@ def _faults(config: DecoderConfig, recurrence: Recurrence, multiway: bool) -> It
         )
     if (recurrence.view is not View.SAME or recurrence.halts) and "chunked_attention" in config.layer_types:
         yield f"layers read chunks of a text, which slots of other trips do not know (recurrence={config.recurrence})"
+    rope = config.native.get("rope_parameters") or {}
+    if config.rereads and any(isinstance(part, dict) for part in rope.values()):
+        yield "rope_parameters: angles that change with the length of a text must do so in all layers alike"
     if multiway:
         yield f"queries, keys and values have one input; residual={config.residual} gives each its own (set ways to r)"
     if config.residual != DEFAULTS["residual"] and (sealed := next((x.sealed for x in layouts if x.sealed), "")):
