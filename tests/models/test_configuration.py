@@ -40,7 +40,7 @@ BAD_OPTIONS = [
     (
         "attention_residuals",
         {"variant": "x"},
-        "variant must be one of block_sum, snapshot, delta, delta_block, got 'x'",
+        "variant must be one of block_sum, snapshot, delta, delta_block, inkling2, got 'x'",
     ),
     ("attention_residuals", {"block_size": 0}, "block_size must be at least 1, got 0"),
     ("hyper_connections", {"streams": 0}, "streams must be at least 1, got 0"),
@@ -68,8 +68,8 @@ BAD_OPTIONS = [
     ("loop", {"damping": 0.5, "injection": "add"}, "damping: set injection and norm_between to none, or damping to 1"),
     ("loop", {"damping": 0.5, "early_loss": 0.1}, "early_loss needs damping 1 and blend 1"),
     ("loop", {"blend": 0.5, "early_loss": 0.1}, "early_loss needs damping 1 and blend 1"),
-    ("loop", {"blend": 1.5}, r"recurrence_options\.blend must lie in 0\.\.1, got 1\.5"),
-    ("depth_attention", {"blend": 1.5}, r"mixer_options\.blend must lie in 0\.\.1, got 1\.5"),
+    ("loop", {"blend": 1.5}, r"recurrence_options\.blend must lie in 0\.\.1, or be learned, got 1\.5"),
+    ("depth_attention", {"blend": 1.5}, r"mixer_options\.blend must lie in 0\.\.1, or be learned, got 1\.5"),
     ("attention_residuals", {"blend_steps": -1}, r"residual_options\.blend_steps must not be negative, got -1"),
     (
         "denseformer+loop",
@@ -88,7 +88,7 @@ BAD_OPTIONS = [
     ("ponder", {"temperature": 0.0}, "temperature must be positive, got 0.0"),
     ("ponder", {"trips": 4, "trips_range": [2, 3]}, r"trips must lie in trips_range \[2, 3\], got 4"),
     ("ponder", {"trips_range": [3, 1]}, r"trips_range must be \[least, most\], got \[3, 1\]"),
-    ("ponder", {"feed": "logits"}, "feed must be one of mixture, hidden, got 'logits'"),
+    ("ponder", {"feed": "logits"}, "feed must be one of mixture, hidden, projected, pause, got 'logits'"),
     ("ponder", {"view": "some"}, "view must be one of same, duo, all, got 'some'"),
     ("ponder2", {"prefill": "soon"}, "prefill must be one of jacobi, exact, got 'soon'"),
     ("ponder2", {"jacobi_train": [2]}, "jacobi_train"),
@@ -217,7 +217,7 @@ def test_without_a_checkpoint_everything_is_new():
 
 def test_another_architecture_is_refused(tmp_path):
     BloomForCausalLM(BloomConfig(vocab_size=61, hidden_size=32, n_layer=2, n_head=2)).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"is a bloom model; Fathom opens afmoe, .*, fathom, .*, qwen3, .*, smollm3"):
+    with pytest.raises(ValueError, match="is a bloom model: its embeddings are normed before the layers"):
         FathomForCausalLM.from_pretrained(tmp_path)
 
 

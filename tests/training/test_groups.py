@@ -103,7 +103,7 @@ def test_resumed_and_changed_on_the_way(corpus: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "word,message",
     [
-        ("model.vocab_size=200", "does not fit a model with 200"),
+        ("model.vocab_size=200", "does not fit a model with vocab_size=200"),
         ("model.max_position_embeddings=8", "max_position_embeddings=8"),
     ],
 )

@@ -80,7 +80,7 @@ AT_THE_START = [
     (("distill.teacher=BASE",), "its tokenizer"),
     ((*FROM_BASE, "lora.rank=4"), "LoRA needs peft"),
     (("train.micro_batch=3",), "allowed: a divisor of 8 sequences per rank"),
-    (("model.vocab_size=200",), "does not fit a model with 200"),
+    (("model.vocab_size=200",), "does not fit a model with vocab_size=200"),
 ]
 """What contradicts the data, the checkpoint or the installation, and not the recipe itself."""
 

@@ -176,7 +176,7 @@ FORMS: dict[str, Form] = {
     "row of a table": lambda item, _: f"| {asked(item)} | {item.gold} |",
     "YAML": lambda item, _: f"- question: {asked(item)}\n  answer: {item.gold}",
     "XML": lambda item, _: f"<question>{html.escape(asked(item))}</question><answer>{html.escape(item.gold)}</answer>",
-    "HTML": lambda item, _: f"<dt>{html.escape(asked(item))}</dt>\n<dd><p>{html.escape(item.gold)}</p></dd>",
+    "HTML": lambda item, _: f"<dt>{html.escape(asked(item))}</dt>\n<dd>{html.escape(item.gold)}</dd>",
     "GIFT": lambda item, _: f"::Q1:: {asked(item)} {{ ={item.gold} }}",
     "Python": lambda item, _: f"    ({asked(item)!r}, {item.gold!r}),",
     "C, line by line": lambda item, _: _lines(item, lambda n: '"\n"' if n > 1 else '"'),
