@@ -178,7 +178,9 @@ def test_what_is_not_there_is_said(corpus: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no domain 'lakes'; allowed: rivers, seas"):
         dataset.select("lakes")
     dataset.require_vocabulary(dataset.vocab_size)
-    with pytest.raises(DataError, match=f"vocabulary of {dataset.vocab_size} tokens does not fit a model with vocab_size=300"):
+    with pytest.raises(
+        DataError, match=f"vocabulary of {dataset.vocab_size} tokens does not fit a model with vocab_size=300"
+    ):
         dataset.require_vocabulary(300)
 
 

@@ -123,6 +123,7 @@ def test_what_is_held_out_teaches_nothing(tmp_path: Path) -> None:
 
 def test_retries_of_the_hub_are_not_reported_one_by_one(caplog: pytest.LogCaptureFixture) -> None:
     retries = logging.getLogger("huggingface_hub.utils._http")
+    retries.setLevel(logging.NOTSET)  # whatever other tests left
     with quiet():
         retries.warning("Retrying in 1s [Retry 1/5].")
     assert not caplog.records and retries.isEnabledFor(logging.WARNING)

@@ -52,7 +52,8 @@ def extract(path: Path, settings: IngestValues) -> Extracted:
     except ElementTree.ParseError as error:
         return Extracted("parse_error", detail=str(error))
     parts = [one for part in PARTS for one in root.findall(part)]
-    page = typeset(f"<body>{''.join(text for one in parts for text in _page(one))}</body>")
+    inside, name = "".join(text for one in parts for text in _page(one)), "body"
+    page = typeset(f"<{name}>{inside}</{name}>")
     text = visible_text(page.page)
     if not text.strip():
         return Extracted("empty", detail="an article without text")

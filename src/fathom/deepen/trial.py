@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from pydoc_data.topics import topics  # type: ignore[import-untyped, unused-ignore]
 
+from fathom.checkpoints.hub import repository
 from fathom.checkpoints.layout import HEAL
 from fathom.corpus.prepare import prepare
 from fathom.deepen.heal import Healing, anywhere, gains_of
@@ -127,6 +128,9 @@ def attempt(trial: Trial, out: Path, say: Callable[[str], None]) -> Finding:
         out: The directory of all that is made. The same call resumes a trial that was stopped.
         say: Called with a line before each step.
     """
+    model = Path(trial.model)
+    if not model.exists() and repository(trial.model) is None:
+        raise SettingsError(f"{trial.model}: no such directory, and no org/name on the Hub")
     notes = _opened(trial, out)
     for number, (name, words, step) in enumerate(_steps(trial, out), 1):
         if name in notes.done:
