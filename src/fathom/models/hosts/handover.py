@@ -110,7 +110,7 @@ def attend(
     if handover.earlier:
         function = partial(attend_beside, function, handover.earlier)
     output, weights = function(own, query, key, value, attention_mask, **kwargs)
-    return (output if bias is None else output[..., :channels]), weights
+    return (output if bias is None else output[..., :channels].contiguous()), weights  # AFMoE views it as rows
 
 
 def _backend(module: nn.Module, name: str) -> Callable[..., Any]:

@@ -426,6 +426,10 @@ class Noting:
         self.read[layer] = self.cache.update(key, value, layer)
         return self.read[layer]
 
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """How many tokens the cache holds, which Llama 4's attention asks."""
+        return self.cache.get_seq_length(layer_idx)
+
 
 class Dense(TripMaker):
     """SAME with halting, or DUO, without a cache: every trip is computed for every token, and
