@@ -50,7 +50,7 @@ import sys
 sys.modules["fathom"] = None
 from transformers import AutoModelForCausalLM, AutoTokenizer
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
-tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[1], trust_remote_code=True)
 ids = tokenizer(sys.argv[2], return_tensors="pt")
 print(model.generate(**ids, max_new_tokens=int(sys.argv[3]), do_sample=False)[0, ids.input_ids.shape[1] :].tolist())
 """
@@ -66,7 +66,8 @@ def main() -> int:
     found: dict[str, Any] = {**vars(provenance()), "steps": STEPS, "mechanisms": MECHANISMS}
     with tempfile.TemporaryDirectory() as place:
         folder = options.work or Path(place)
-        fathom("prepare", TREE / "docs", "--train-tokenizer", 384, "--held-out", 0.1, "--out", folder / "data")
+        if not (folder / "data").exists():
+            fathom("prepare", TREE / "docs", "--train-tokenizer", 384, "--held-out", 0.1, "--out", folder / "data")
         found |= life(options.family, folder / "data", folder)
     text = json.dumps(found, indent=1)
     print(text)
@@ -93,7 +94,7 @@ def life(name: str, data: Path, folder: Path) -> dict[str, Any]:
     texts = model.generate(**ids, max_new_tokens=WORDS, do_sample=False)[0, ids.input_ids.shape[1] :].tolist()
     alone = run([sys.executable, "-c", ELSEWHERE, str(folder / "export"), PROMPT, str(WORDS)], cwd=folder)
     fathom("export", folder / "base", "--to", folder / "family", "--as", "native")
-    deep = ("--with", "loop:trips=2,damping=0+hyper_connections:blend=0", "--out", folder / "deep")
+    deep = ("--with", "loop+hyper_connections", "--out", folder / "deep")
     fathom("deepen", folder / "family", *deep)
     theirs = AutoModelForCausalLM.from_pretrained(folder / "family")
     deepened, _ = open_checkpoint(folder / "deep")
@@ -108,7 +109,7 @@ def life(name: str, data: Path, folder: Path) -> dict[str, Any]:
         "sha256": hashes,
         "same_weights_after_kill": hashes[0] == hashes[1],
         "same_text_without_fathom": json.loads(alone.splitlines()[-1]) == texts,
-        "same_text_served": served(folder / "export") == texts,
+        "same_text_served": served(folder / "export") == tokenizer.decode(texts),
         "deepened_has": [deepened.config.recurrence, deepened.config.residual],
         "deepened_moves_logits_by": change,
         "same_logits_deepened": change < 1e-5,
@@ -167,21 +168,20 @@ def weights_hash(directory: Path) -> str:
     return digest.hexdigest()
 
 
-def served(directory: Path) -> list[int]:
-    """The tokens of one completion over HTTP."""
+def served(directory: Path) -> str:
+    """The text of one completion over HTTP."""
     words = command(["serve", directory, "--port", 0, "--trust-remote-code"])
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=dict(os.environ)) as server:
         assert server.stdout is not None
         match = re.search(r"http://[\d.]+:\d+", server.stdout.readline())
         assert match is not None
-        body = {"model": directory.name, "prompt": PROMPT, "max_tokens": WORDS, "temperature": 0, "logprobs": 0}
+        body = {"model": directory.name, "prompt": PROMPT, "max_tokens": WORDS, "temperature": 0}
         request = urllib.request.Request(f"{match[0]}/v1/completions", json.dumps(body).encode())
         request.add_header("Content-Type", "application/json")
         with urllib.request.urlopen(request, timeout=120) as answer:
             made = json.load(answer)
         server.terminate()
-    print(json.dumps(made), file=sys.stderr)
-    return [int(word[1:]) for word in made["choices"][0]["logprobs"]["tokens"]]
+    return str(made["choices"][0]["text"])
 
 
 if __name__ == "__main__":

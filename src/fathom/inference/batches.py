@@ -554,9 +554,9 @@ class LoneBatch(LiveBatch):
     def read(self, chunk: Sequence[int], every: bool = False) -> Tensor:
         """See `LiveBatch.read`; chunks end where the memory is compressed."""
         if self.fresh is None:
-            self.fresh = (
-                DynamicCache(config=self.model.config) if self.policy is None else self.policy.empty(self.model)
-            )
+            host = getattr(self.model.base_model, "host", None)
+            config = self.model.config if host is None else host.config
+            self.fresh = DynamicCache(config=config) if self.policy is None else self.policy.empty(self.model)
         ids, _ = self._chunk(chunk)
         logits = [self._call(piece, None, self.fresh, every)[0] for piece in chunks(ids, self.fresh)]
         return torch.cat(logits) if every else logits[-1]
@@ -612,8 +612,10 @@ def batch_for(
 
 
 def shares(model: PreTrainedModel) -> bool:
-    """Whether sequences of this model share a cache."""
-    return isinstance(model, FathomForCausalLM) or model.config.model_type in PLAIN
+    """Whether sequences of this model share a cache: a slab has no room for states, and no masks of chunks."""
+    if isinstance(model, FathomForCausalLM):
+        return not model.model.stateful and model.config.chunk_size is None
+    return model.config.model_type in PLAIN
 
 
 def _slotted(model: PreTrainedModel) -> bool:
