@@ -172,15 +172,17 @@ def served(directory: Path) -> str:
     """The text of one completion over HTTP."""
     words = command(["serve", directory, "--port", 0, "--trust-remote-code"])
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=dict(os.environ)) as server:
-        assert server.stdout is not None
-        match = re.search(r"http://[\d.]+:\d+", server.stdout.readline())
-        assert match is not None
-        body = {"model": directory.name, "prompt": PROMPT, "max_tokens": WORDS, "temperature": 0}
-        request = urllib.request.Request(f"{match[0]}/v1/completions", json.dumps(body).encode())
-        request.add_header("Content-Type", "application/json")
-        with urllib.request.urlopen(request, timeout=120) as answer:
-            made = json.load(answer)
-        server.terminate()
+        try:
+            assert server.stdout is not None
+            match = re.search(r"http://[\d.]+:\d+", server.stdout.readline())
+            assert match is not None
+            body = {"model": directory.name, "prompt": PROMPT, "max_tokens": WORDS, "temperature": 0}
+            request = urllib.request.Request(f"{match[0]}/v1/completions", json.dumps(body).encode())
+            request.add_header("Content-Type", "application/json")
+            with urllib.request.urlopen(request, timeout=120) as answer:
+                made = json.load(answer)
+        finally:
+            server.terminate()
     return str(made["choices"][0]["text"])
 
 
