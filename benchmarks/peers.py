@@ -123,7 +123,7 @@ def engines(options: argparse.Namespace) -> list[Engine]:
     """Those that the command names."""
     serve = [sys.executable, "-m", "fathom", "serve", str(options.model), "--device", "cpu", "--port", "PORT"]
     serve += ["--name", "model"]
-    found = [Engine(FATHOM, serve), Engine("fathom --no-pack", [*serve, "--layout", "plain"])]
+    found = [Engine(FATHOM, serve), Engine("fathom --layout plain", [*serve, "--layout", "plain"])]
     found.append(Engine("fathom --weights int8", [*serve, "--weights", "int8"]))
     if options.before:
         older = {"PYTHONPATH": str(options.before / "src")}

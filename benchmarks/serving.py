@@ -5,7 +5,7 @@
 
 Takes turns A B B A: one client, several clients, the same prompts offline one by one (`generate`) and at once
 (`generate_batch`, where transformers' engine can run the model). Greedy; prompts are token ids. Answers of all are
-compared. On a CPU also clients that ask for whole answers in place of streams, clients of a server with `--no-pack`,
+compared. On a CPU also clients that ask for whole answers in place of streams, clients of a server with plain weights,
 and `generate_batch` of a model that was packed. Then many clients at once: errors, and how long each waits for its
 first token. Seconds are of the clock and of the processor; on a machine that others use, look at the latter and at
 ratios, which are medians over turns. Last, what can be had at all: the bare matrix products of the model's own weights,
@@ -244,9 +244,9 @@ def ratios(found: dict[str, list[dict[str, Any]]]) -> dict[str, float]:
 
     pairs = {"one client to generate": ("one client", "generate")}
     pairs |= {
-        f"one client to clients{x}": (f"one client{x}", f"clients{x}") for x in ("", ", whole answers", ", --no-pack")
+        f"one client to clients{x}": (f"one client{x}", f"clients{x}") for x in ("", ", whole answers", ", plain")
     }
-    pairs |= {f"{way}, --no-pack, to packed": (f"{way}, --no-pack", way) for way in ("one client", "clients")}
+    pairs |= {f"{way}, plain, to packed": (f"{way}, plain", way) for way in ("one client", "clients")}
     pairs |= {f"{way} to clients": (way, "clients") for way in ("generate_batch", "generate_batch, packed")}
     return {name: by(*pair) for name, pair in pairs.items() if set(pair) <= set(found)}
 
@@ -269,7 +269,7 @@ def measure(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
         ways[name] = others[-1].way(Offline.at_once, several, tokens)
     if cpu:
         ways |= servers[0].ways(several, tokens, ", whole answers", stream=False)
-        ways |= servers[1].ways(several, tokens, ", --no-pack")
+        ways |= servers[1].ways(several, tokens, ", plain")
     try:
         for once, _ in ways.values():  # what is made once
             once()
