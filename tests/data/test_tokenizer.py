@@ -121,9 +121,14 @@ def test_what_is_held_out_teaches_nothing(tmp_path: Path) -> None:
     assert trained == {"with": True, "without": False}
 
 
-def test_retries_of_the_hub_are_not_reported_one_by_one(caplog: pytest.LogCaptureFixture) -> None:
+def test_retries_of_the_hub_are_not_reported_one_by_one(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     retries = logging.getLogger("huggingface_hub.utils._http")
-    retries.setLevel(logging.NOTSET)  # whatever other tests left
+    for name in ("huggingface_hub", "huggingface_hub.utils", retries.name):  # whatever other tests left
+        monkeypatch.setattr(logging.getLogger(name), "level", logging.NOTSET)
+    logging.getLogger("huggingface_hub")._cache.clear()
+    retries._cache.clear()
     with quiet():
         retries.warning("Retrying in 1s [Retry 1/5].")
     assert not caplog.records and retries.isEnabledFor(logging.WARNING)

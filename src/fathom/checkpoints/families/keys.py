@@ -105,8 +105,9 @@ class Keys:
         """The keys that are built, or a `ValueError` in one line that names the others."""
         if not theirs.get("is_causal", True):
             raise self._refusal({"is_causal": theirs["is_causal"]}, "Fathom's decoder is causal")
-        for key, why in {**CAUSAL, **self.off}.items():
-            if theirs.get(key) and key not in self.ignored:
+        causal = {key: why for key, why in CAUSAL.items() if key not in self.ignored}
+        for key, why in {**causal, **self.off}.items():
+            if theirs.get(key):
                 raise self._refusal({key: theirs[key]}, why)
         if strange := self._unknown(theirs):
             these = "this key" if len(strange) == 1 else "these keys"
