@@ -17,8 +17,8 @@ EXAMPLES = (
     "fathom try my-model --with loop --layers 12-16 --text my.txt",
 )
 EPILOG = """It deepens the model, trains it and a control on the same text, and compares the two on held-out \
-documents. SmolLM2-135M takes about 20 minutes on two processor cores. Ctrl-C stops it, and the same command \
-resumes. One seed and a short training compare two models; `fathom compare` judges a mechanism."""
+documents. Ctrl-C stops it, and the same command resumes. One seed and a short training compare two models; \
+`fathom compare` judges a mechanism."""
 
 
 def add(parser: Parser) -> None:

@@ -35,7 +35,7 @@ DOCUMENT = 1200
 SCORED = 40
 """Maximum held-out documents."""
 NOISE = 0.005
-"""Bits per byte by which two trainings may differ that read the same text in another order."""
+"""Bits per byte below which one seed is not taken to show a difference."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class Finding:
         if self.effect.verdict == "not significant":
             return f"With {self.trial.mechanism} the model is neither better nor worse than its control ({ends})."
         if abs(gap.value) < NOISE:
-            within = f"by {NOISE} bits per byte, which the order of the text can make"
+            within = f"by {NOISE} bits per byte, the least that one seed is taken to show"
             return (
                 f"With {self.trial.mechanism} the model is neither better nor worse than its control {within} ({ends})."
             )
