@@ -17,6 +17,7 @@ from fathom.deepen.trial import NOISE, Finding, Trial, attempt
 from fathom.errors import FathomError, SettingsError
 from fathom.evaluation.deepened import DeepenedReport, Effect
 from fathom.evaluation.results import ScoreGap
+from fathom.report.files import write_json
 from fathom.training.loop import Run
 from tests.cli.test_first_hour import llama
 
@@ -50,9 +51,12 @@ def test_a_directory_holds_one_trial(base: Path, tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="holds no trial"):
         trials._opened(SMALL, tmp_path / "mine")
     trials._opened(SMALL, tmp_path / "out")
-    assert trials._opened(SMALL, tmp_path / "out").trial == SMALL
+    longer = Trial("base", steps=13, tokens=64)
+    assert trials._opened(longer, tmp_path / "out").trial == longer, "nothing is done, so nothing is lost"
+    write_json(tmp_path / "out" / trials.NOTES, trials.Notes(SMALL, done=["deeper"]))
+    assert trials._opened(SMALL, tmp_path / "out").done == ["deeper"]
     with pytest.raises(SettingsError, match="with steps=12"):
-        trials._opened(Trial("base", steps=13, tokens=64), tmp_path / "out")
+        trials._opened(longer, tmp_path / "out")
     (tmp_path / "out" / "try.json").write_text('{"trial": 3}')
     with pytest.raises(SettingsError, match="damaged"):
         trials._opened(SMALL, tmp_path / "out")

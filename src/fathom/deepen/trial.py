@@ -158,6 +158,8 @@ def _opened(trial: Trial, out: Path) -> Notes:
             notes = restored(Notes, read_json(place))
         except ValueError as error:
             raise SettingsError(f"{place} is damaged ({error}); choose another directory") from None
+        if notes.trial != trial and not notes.done:  # its first step failed, so there is nothing to lose
+            return Notes(trial)
         if notes.trial != trial:
             now, then = asdict(trial), asdict(notes.trial)
             key = next(key for key in now if now[key] != then[key])
