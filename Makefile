@@ -168,7 +168,7 @@ specialise: $(VENV)/.evaluate
 	@echo "5/6  Tuned on conversations"
 	@$(BIN)/fathom train recipes/specialise/tune.yaml --run specialise/expert
 	@echo "6/6  Base and expert on questions in words that neither has seen, and on held-out text"
-	@HF_DATASETS_OFFLINE=1 $(BIN)/fathom evaluate specialise/base specialise/expert \
+	@HF_DATASETS_OFFLINE=1 $(BIN)/fathom evaluate tuned specialise/base specialise/expert \
 	  --benchmark specialise/corpus/benchmark --out specialise/report
 
 # A real expert: MODEL continued on DOMAIN with REPLAY, tuned, audited, and compared with itself and with a control that
@@ -192,8 +192,8 @@ expert: $(VENV)/.evaluate
 	@echo "5/7  The control: as long, on replay alone"
 	@$(BIN)/fathom train recipes/expert/control.yaml model.from_pretrained='$(MODEL)' --run expert/control
 	@echo "6/7  Control and expert, base and expert, on questions and on held-out text"
-	@HF_DATASETS_OFFLINE=1 $(BIN)/fathom evaluate control=expert/control expert/expert $(EXPERT_PAIR) --json > expert/control.json
-	@HF_DATASETS_OFFLINE=1 $(BIN)/fathom evaluate base='$(MODEL)' expert/expert $(EXPERT_PAIR)
+	@HF_DATASETS_OFFLINE=1 $(BIN)/fathom evaluate tuned control=expert/control expert/expert $(EXPERT_PAIR) --json > expert/control.json
+	@HF_DATASETS_OFFLINE=1 $(BIN)/fathom evaluate tuned base='$(MODEL)' expert/expert $(EXPERT_PAIR)
 	@echo "7/7  The log: expert/log.json"
 	@$(BIN)/python benchmarks/expert.py log expert --out expert/log.json
 

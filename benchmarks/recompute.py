@@ -1,8 +1,8 @@
 """Every number of a paired report once more, without Fathom's evaluation: `python benchmarks/recompute.py REPORT DIR`.
 
-REPORT is the `report.json` of `fathom evaluate BASE NEW --benchmark DIR`. The models are opened by transformers' own
-class, so they must be ones that it knows; questions and texts are scored one at a time, and the statistics are written
-out. The script prints every number that differs by more than 1e-6 (relative to numbers above 1) and then fails.
+REPORT is the `report.json` of `fathom evaluate tuned BASE NEW --benchmark DIR`. The models are opened by transformers'
+own class, so they must be ones that it knows; questions and texts are scored one at a time, and the statistics are
+written out. The script prints every number that differs by more than 1e-6 (relative to numbers above 1) and then fails.
 """
 
 from __future__ import annotations

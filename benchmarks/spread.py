@@ -59,7 +59,7 @@ def cell(work: Path, made: Path, threads: int, seed: int) -> dict[str, Any]:
             words = ("train", f"recipes/specialise/{recipe}", f"train.seed={seed}", "--run", f"specialise/{run}")
             fathom(place, threads, "-m", "fathom", *words)
         pair = ("specialise/base", "specialise/expert", "--benchmark", "specialise/corpus/benchmark")
-        fathom(place, threads, "-m", "fathom", "evaluate", *pair, "--out", "specialise/report")
+        fathom(place, threads, "-m", "fathom", "evaluate", "tuned", *pair, "--out", "specialise/report")
     found = read_json(report)
     (row,) = (one for one in found["questions"] if (one["way"], one["part"]) == ("text", "clean"))
     keys = ("asked", "right", "intervals", "p")

@@ -455,16 +455,6 @@ EVALUATE = [
     ("model --perplexity good.txt --max-trips 0", "--max-trips 0"),
     ("model --perplexity good.txt --max-trips two", "--max-trips two"),
     ("model --perplexity good.txt --max-trips 1", "trips"),
-    ("model --perplexity good.txt --kvcache nope", "nope"),
-    ("model --perplexity good.txt --kvcache freqkv", "--kvcache-window"),
-    ("model --perplexity good.txt --kvcache freqkv --kvcache-window 0", "window"),
-    ("model --perplexity good.txt --kvcache freqkv --kvcache-window 16 --kvcache-ratio 2", "ratio"),
-    ("model --perplexity good.txt --kvcache freqkv --kvcache-window 16 --at 0x", "--at 0x"),
-    ("model --perplexity good.txt --kvcache freqkv --kvcache-window 16 --at ''", "--at"),
-    ("model --perplexity good.txt --kvcache-window 16", "--kvcache"),
-    ("bad/config_cut --perplexity good.txt --kvcache freqkv --kvcache-window 16", "config.json"),
-    ("bad/config_kvcache --perplexity good.txt --kvcache freqkv", "kvcache"),
-    ("model --tasks choice:good.jsonl --kvcache freqkv", "--tasks"),
     ("model --tasks nope_nope_nope", "tasks"),
     ("model --perplexity good.txt --dtype float12", "float12"),
     ("model --perplexity good.txt --device nope", "nope"),
@@ -472,6 +462,25 @@ EVALUATE = [
     ("model --perplexity good.txt --out file/new", "file"),
     ("model --perplexity good.txt --out /proc/fathom", "/proc/fathom"),
     ("model --perplexity good.txt --out kept", "perplexity-good.json"),
+]
+EVALUATE_CACHES = (
+    ("model --perplexity good.txt --kvcache nope", "nope"),
+    ("model --perplexity good.txt --kvcache freqkv", "--kvcache-window"),
+    ("model --perplexity good.txt --kvcache freqkv --kvcache-window 0", "window"),
+    ("model --perplexity good.txt --kvcache freqkv --kvcache-window 16 --kvcache-ratio 2", "ratio"),
+    ("model --perplexity good.txt --kvcache freqkv --kvcache-window 16 --at 0x", "--at 0x"),
+    ("model --perplexity good.txt --kvcache freqkv --kvcache-window 16 --at ''", "--at"),
+    ("model --perplexity good.txt --kvcache-window 16", "required: --kvcache"),
+    ("bad/config_cut --perplexity good.txt --kvcache freqkv --kvcache-window 16", "config.json"),
+    ("bad/config_kvcache --perplexity good.txt --kvcache freqkv", "kvcache"),
+    ("model --tasks choice:good.jsonl --kvcache freqkv", "--tasks"),
+    ("model --kvcache drop --kvcache-window 16 --stride 3", "--stride"),
+)
+EVALUATE_OTHERS = [
+    ("deepened model model --perplexity good.txt", "required: CONTROL"),
+    ("deepened model model model --kvcache drop", "--kvcache"),
+    ("tuned model model --benchmark nowhere", "nowhere"),
+    ("tuned model model --benchmark empty --tasks piqa", "--tasks"),
 ]
 SERVE = [
     ("", "model"),
@@ -733,7 +742,8 @@ def _cases() -> Iterator[Case]:
         "ladder": LADDER,
         "generate": GENERATE,
         "chat": CHAT,
-        "evaluate": EVALUATE,
+        "evaluate": EVALUATE + EVALUATE_OTHERS,
+        "evaluate caches": EVALUATE_CACHES,
         "serve": SERVE,
     }
     for command, table in {**tables, "export": EXPORT, "lens": LENS, "lineage": LINEAGE}.items():
@@ -859,6 +869,8 @@ def _tried(case: Case, here: Path, taken: str, capsys: pytest.CaptureFixture[str
 
 WHOLE = {line for line, *_ in FEW} | {line for line in CASES if line.startswith(("generate model", "chat model"))}
 WHOLE |= {"zzz", "Train good.yaml", "train ", "train binary.yaml", "train good.yaml model.mixer=blender"}
+WHOLE |= {"evaluate deepened model model --perplexity good.txt", "evaluate tuned model model --benchmark nowhere"}
+WHOLE |= {"evaluate caches model --perplexity good.txt --kvcache nope"}
 WHOLE |= {"recipes list tiny", "corpus nowhere.yaml", "recipes copy", "recipes copy tiny --to file"}
 LOADS = "evaluate model --tasks"
 """What imports lm-eval, which takes seconds."""

@@ -47,7 +47,7 @@ def test_evaluate_has_groups_and_prepare_its_defaults(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shown = help_of("evaluate", monkeypatch, capsys)
-    for group in ("tasks of lm-eval", "held-out text", "KV caches", "how the models are opened"):
+    for group in ("tasks of lm-eval", "held-out text", "how the models are opened"):
         assert f"\n{group}:\n" in shown
     prepared = help_of("prepare", monkeypatch, capsys)
     assert "(default: 0.01)" in prepared and "the output directory\n" in prepared

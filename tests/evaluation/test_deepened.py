@@ -94,7 +94,7 @@ def test_the_command(tmp_path, capsys, monkeypatch):
     rows = [{"text": f"{i} fathoms under the keel, by the deep {i * i}, and no bottom " * 2} for i in range(20)]
     text.write_text("".join(json.dumps(row) + "\n" for row in rows))
     models = [str(tmp_path / name) for name in ("base", "deeper", "control")]
-    words = ["evaluate", *models, "--deepened", "--perplexity", f"sea={text}", "--out", str(tmp_path / "out")]
+    words = ["evaluate", "deepened", *models, "--perplexity", f"sea={text}", "--out", str(tmp_path / "out")]
     assert main(words) == 0
     printed = capsys.readouterr().out
     assert "sea: " in printed and " than control" in printed and " than base" in printed
@@ -104,5 +104,5 @@ def test_the_command(tmp_path, capsys, monkeypatch):
     kept = json.loads((tmp_path / "out" / "deepened.json").read_text())
     assert [effect["against"] for effect in found["effects"]] == ["control", "base"]
     assert kept["effects"] == found["effects"] and found["speed"]["ratio"] > 1.5
-    assert main([*words[:3], *words[4:]]) == 2
-    assert "--deepened compares BASE DEEPER CONTROL, three checkpoints; got 2" in capsys.readouterr().err
+    assert main([*words[:4], *words[5:]]) == 2
+    assert "the following arguments are required: CONTROL" in capsys.readouterr().err

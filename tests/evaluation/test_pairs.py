@@ -368,11 +368,11 @@ def test_what_is_no_benchmark_is_said_in_one_line(row: str, said: str, tmp_path:
 
 def test_the_command_line_refuses_what_is_no_pair(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words, said in (
-        (["one", "--benchmark", str(tmp_path)], "--benchmark compares two checkpoints, BASE and NEW"),
+        (["one", "--benchmark", str(tmp_path)], "the following arguments are required: TUNED"),
         (["one", "two", "--benchmark", str(tmp_path / "none")], "none: no such directory"),
-        (["one", "two", "--benchmark", str(tmp_path), "--kvcache", "freqkv"], "exclude each other"),
+        (["one", "two", "--benchmark", str(tmp_path), "--kvcache", "freqkv"], "unrecognized arguments: --kvcache"),
     ):
-        assert main(["evaluate", *words]) == 2
+        assert main(["evaluate", "tuned", *words]) == 2
         assert said in capsys.readouterr().err
 
 
@@ -392,7 +392,7 @@ def test_two_runs_are_compared_and_nothing_is_scored_twice(
     train(tiny_recipe(corpus, *longer, "train.steps=2"), tmp_path / "base")
     onward = (f"model={{from_pretrained: {tmp_path / 'base'}}}", "train.export=true", "train.steps=8")
     train(tiny_recipe(corpus, *onward), tmp_path / "new")
-    words = ["evaluate", str(tmp_path / "base"), str(tmp_path / "new"), "--benchmark", str(benchmark)]
+    words = ["evaluate", "tuned", str(tmp_path / "base"), str(tmp_path / "new"), "--benchmark", str(benchmark)]
     monkeypatch.chdir(tmp_path)  # no checkout: git has nothing to say
     assert main([*words, "--out", str(tmp_path / "out")]) == 0
     printed = capfd.readouterr()

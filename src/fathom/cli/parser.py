@@ -148,12 +148,14 @@ def examples(lines: Sequence[str]) -> str:
 
 def add_kvcache(parser: Group, several: bool = False) -> None:
     """Add the cache arguments: method and schedule."""
-    words = "METHOD[,METHOD...]" if several else "METHOD"
+    words = "METHODS" if several else "METHOD"
     names = "freqkv, tova, snapkv, key_norm, sinks, drop, ..."
     what = (
-        f"compare KV caches: full, full_static, full_fp8, {names}" if several else f"KV cache: full (default), {names}"
+        f"comma-separated caches to compare: full, full_static, full_fp8, {names}"
+        if several
+        else f"KV cache: full (default), {names}"
     )
-    parser.add_argument("--kvcache", metavar=words, help=what)
+    parser.add_argument("--kvcache", metavar=words, required=several, help=what)
     parser.add_argument(
         "--kvcache-window", type=int, metavar="N", help="window: maximum entries of the cache (default: as tuned)"
     )
@@ -240,8 +242,9 @@ def add_kernels(parser: Group) -> None:
 
 
 def chosen(kind: type[T], options: Namespace) -> T:
-    """A dataclass whose fields are options of a command."""
-    return kind(**{field.name: getattr(options, field.name) for field in dataclasses.fields(typing.cast("Any", kind))})
+    """A dataclass whose fields are options of a command, or have their defaults where it has no such option."""
+    names = [field.name for field in dataclasses.fields(typing.cast("Any", kind))]
+    return kind(**{name: getattr(options, name) for name in names if hasattr(options, name)})
 
 
 def add_recipe(

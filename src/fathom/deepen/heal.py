@@ -91,7 +91,7 @@ class Road:
         """Compares the two."""
         runs = [self._beside("healed"), self._beside("control")]
         texts = ["--perplexity", f"domain={self._beside('data')}", "--out", self._beside("report")]
-        return shlex.join(["fathom", "evaluate", self.base, *runs, "--deepened", *texts])
+        return shlex.join(["fathom", "evaluate", "deepened", self.base, *runs, *texts])
 
     def _training(self, name: str, *overrides: str) -> str:
         words = [str(self.directory / HEAL), f"data.directory={self._beside('data')}", *overrides]

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import DynamicCache
 
-from fathom.errors import SettingsError
 from fathom.evaluation.clock import Clock
 from fathom.evaluation.paired import Scored, rows
 from fathom.evaluation.results import WHOLE, ScoreGap
@@ -87,12 +86,6 @@ class DeepenedReport:
     effects: list[Effect]
     speed: Speed | None
     sentences: list[str]
-
-
-def require_three(names: Sequence[object]) -> None:
-    """Reject any other number of checkpoints, before anything is scored."""
-    if len(names) != 3:
-        raise SettingsError(f"`deepened` compares BASE DEEPER CONTROL, three checkpoints; got {len(names)}")
 
 
 def compare(checkpoints: Sequence[Checkpoint], out: Path | None = None) -> DeepenedReport:

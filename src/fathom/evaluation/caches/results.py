@@ -1,4 +1,4 @@
-"""What the `report.json` of `fathom evaluate --kvcache` holds."""
+"""What the `report.json` of `fathom evaluate caches` holds."""
 
 from __future__ import annotations
 

@@ -1,0 +1,68 @@
+"""`fathom evaluate caches MODEL [MODEL ...] --kvcache METHODS`."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+from fathom.cli.evaluate import add_models, add_running, add_texts
+from fathom.cli.parser import Parser, add_kvcache, chosen
+from fathom.errors import SettingsError
+from fathom.report.results import to_json
+
+WINDOWS = "1x,2x,4x,8x"
+
+EXAMPLES = ("fathom evaluate caches my-model --kvcache full,snapkv --kvcache-window 512",)
+
+
+def add(parser: Parser) -> None:
+    """Add the command's arguments."""
+    add_models(parser)
+    caches = parser.add_argument_group("KV caches")
+    add_kvcache(caches, several=True)
+    caches.add_argument(
+        "--at", metavar="LENGTHS", default=WINDOWS, help=f"lengths of text, in windows (default: {WINDOWS})"
+    )
+    asked = parser.add_argument_group("questions")
+    asked.add_argument("--tasks", metavar="NAMES", help="RULER's synthetic tasks (ruler: all)")
+    asked.add_argument("--questions", type=int, metavar="N", help="questions per cache in total (default: 300)")
+    asked.add_argument("--compressions", metavar="LIST", help="compressions before an answer (default: 1,2,4)")
+    asked.add_argument(
+        "--needles",
+        choices=["tokens", "natural"],
+        help=(
+            "kind of needles: random tokens (default), or sentences in the text of --perplexity with questions in words"
+        ),
+    )
+    asked.add_argument("--no-needles", action="store_true", help="skip the needles")
+    add_texts(parser, windows=False)
+    parser.add_argument("--limit", type=int, help="for a trial: score this many documents of each --perplexity text")
+    add_running(parser, batches=False)
+
+
+def run(options: Namespace) -> int:
+    """Score, store, print."""
+    from fathom.evaluation.caches.evaluate import ask, evaluate_caches
+    from fathom.evaluation.caches.page import show
+    from fathom.evaluation.scoring import EvaluationSettings
+    from fathom.kernels import use
+    from fathom.kvcache.policy import CacheOptions
+
+    use(options.kernels, options.device)
+    if options.needles and options.no_needles:
+        raise SettingsError("--needles and --no-needles exclude each other")
+    asked = ask(
+        options.kvcache,
+        CacheOptions.of(options),
+        options.at,
+        questions=options.questions,
+        compressions=options.compressions,
+        needles=None if options.no_needles else options.needles or "tokens",
+        tasks=options.tasks,
+    )
+    named = {**vars(options), "tasks": None}  # here the tasks of `ask`
+    report = evaluate_caches(options.checkpoints, chosen(EvaluationSettings, Namespace(**named)), asked)
+    if options.json:
+        print(to_json(report))
+    else:
+        show(report, options.out)
+    return 0

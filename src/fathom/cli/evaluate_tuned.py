@@ -1,0 +1,47 @@
+"""`fathom evaluate tuned BASE TUNED --benchmark DIR`."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+
+from fathom.cli.evaluate import add_asking, add_running, add_texts
+from fathom.cli.parser import Parser, chosen
+from fathom.report.results import to_json
+
+EXAMPLES = ("fathom evaluate tuned base expert --benchmark corpora/expert/benchmark",)
+
+
+def add(parser: Parser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument("base", metavar="BASE", help="the model before")
+    parser.add_argument("tuned", metavar="TUNED", help="the model after; each may be NAME=MODEL")
+    questions = parser.add_argument_group("questions")
+    questions.add_argument(
+        "--benchmark",
+        type=Path,
+        metavar="DIR",
+        required=True,
+        help="a directory of questions (*.jsonl); the held-out text of its corpus is scored too",
+    )
+    add_asking(questions)
+    questions.add_argument("--limit", type=int, help="for a trial: ask this many questions, drawn at random")
+    add_texts(parser)
+    add_running(parser)
+
+
+def run(options: Namespace) -> int:
+    """Score, store, print."""
+    from fathom.evaluation.pair_page import show
+    from fathom.evaluation.pairs import evaluate_pair
+    from fathom.evaluation.scoring import EvaluationSettings
+    from fathom.kernels import use
+
+    use(options.kernels, options.device)
+    settings = chosen(EvaluationSettings, options)
+    report = evaluate_pair((options.base, options.tuned), options.benchmark, settings)
+    if options.json:
+        print(to_json(report))
+    else:
+        show(report, options.out)
+    return 0
