@@ -257,8 +257,12 @@ def table(log: Path) -> Iterator[str]:
     texts = read_by_all([line for line in found if line["cell"]["kind"] == "text"])
     asked = [(line["cell"], one) for line in found if line["cell"]["kind"] == "questions" for one in line["found"]]
     losses = {row: nats_of(texts, *row) for row in rows(texts)}
-    yield "| cache | all | minus drop | peak | mean | ms a token |"
-    yield "| --- |" + " ---: |" * 5
+    tasks = list(dict.fromkeys(one["task"] for _, one in asked))
+    solved = {
+        t: statistics.fmean(o["score"] for c, o in asked if c["method"] == "full" and o["task"] == t) for t in tasks
+    }
+    yield "| cache | loss | minus drop | mean bytes | ms a token | natural needles | beyond drop | RULER | nats an answer |"
+    yield "| --- |" + " ---: |" * 8
     full = losses["full", max(SHARES)]
     for method, share in rows(texts):
         mine, drop = losses[method, share], losses.get(("drop", share))
@@ -266,30 +270,15 @@ def table(log: Path) -> Iterator[str]:
             cells = [f"{mean_of(mine)} ({len({one[:2] for one in mine})})", ""]
         else:
             cells = [gap(mine, full), gap(mine, drop) if drop and method not in (*WHOLE, "drop") else ""]
-        found_short = [line["found"] for line in texts if place_of(line) == (method, share, min(TEXTS))]
-        peak, mean = (size(statistics.fmean(one[key] for one in found_short)) for key in ("peak_bytes", "mean_bytes"))
-        ms = 1000 * statistics.median(one["decode_seconds"] for one in found_short)
-        yield f"| {label(method, share)} | {' | '.join(cells)} | {peak} | {mean} | {ms:.0f} |"
-    yield ""
-    tasks = list(dict.fromkeys(one["task"] for _, one in asked))
-    solved = {
-        t: statistics.fmean(o["score"] for c, o in asked if c["method"] == "full" and o["task"] == t) for t in tasks
-    }
-    needles = [(task, spot) for task in NATURAL if task in tasks for spot in ("outside", "inside")]
-    others = [(task, None) for task in tasks if task not in NATURAL and solved[task] >= 0.5]
-    heads = [f"{task}{', ' + spot if spot else ''}" for task, spot in (*needles, *others)]
-    yield f"| cache | {' | '.join(heads)} | needles beyond drop | nats |"
-    yield "| --- |" + " ---: |" * (len(heads) + 2)
-    for method, share in rows([line for line in found if line["cell"]["kind"] == "questions"]):
-        mine = [one for cell, one in asked if (cell["method"], cell["share"]) == (method, share)]
-        cells = [
-            answers([one for one in mine if one["task"] == task and spot in (None, one["place"])])
-            for task, spot in (*needles, *others)
-        ]
-        natural = [one for one in mine if one["task"] in NATURAL]
-        cost = statistics.fmean(one["nats"] for one in natural) if natural else float("nan")
-        beyond = answers([one for one in natural if one["beyond"]], interval=True)
-        yield f"| {label(method, share)} | {' | '.join(cells)} | {beyond} | {cost:.2f} |"
+        short = [line["found"] for line in texts if place_of(line) == (method, share, min(TEXTS))]
+        cells.append(size(statistics.fmean(one["mean_bytes"] for one in short)))
+        cells.append(f"{1000 * statistics.median(one['decode_seconds'] for one in short):.0f}")
+        told = [one for cell, one in asked if (cell["method"], cell["share"]) == (method, share)]
+        natural = [one for one in told if one["task"] in NATURAL]
+        cells += [answers(natural), answers([one for one in natural if one["beyond"]], interval=True)]
+        cells.append(answers([one for one in told if one["task"] not in NATURAL and solved[one["task"]] >= 0.5]))
+        cells.append(f"{statistics.fmean(one['nats'] for one in natural):.2f}" if natural else "")
+        yield f"| {label(method, share)} | {' | '.join(cells)} |"
     bad = [f"{task} ({solved[task]:.2f})" for task in tasks if solved[task] < 0.5]
     yield ""
     yield f"Not solved by the full cache: {', '.join(bad) or 'none'}."

@@ -138,19 +138,18 @@ def nats(model: PreTrainedModel, row: Tensor, cache: Cache) -> dict[str, float]:
 def table(log: dict[str, Any]) -> list[str]:
     """Markdown: each cache's loss beyond the untuned full cache, before and after, and needles found."""
     texts = [*log["before"]["full"]["nats"]]
-    heads = [f"{text}, {span}" for text in texts for span in SPANS]
+    span = [*SPANS][-1]
+    heads = [f"{text}, {span} windows" for text in texts]
     rows = [f"| cache | {' | '.join(heads)} | needles | nats |", "| --- |" + " ---: |" * (len(heads) + 2)]
     for when in ("before", "after"):
         for method, found in log[when].items():
             cells = []
             for text in texts:
-                for span in SPANS:
-                    base = [one[span] for one in log["before"]["full"]["nats"][text]]
-                    mine = [one[span] for one in found["nats"][text]]
-                    gap = paired_difference(mine, base)
-                    own = when == "before" and method == "full"
-                    words = f"{gap.mean:+.3f} ±{gap.half_width:.3f}".replace("-", "−")
-                    cells.append(f"{sum(base) / len(base):.3f}" if own else words)
+                base = [one[span] for one in log["before"]["full"]["nats"][text]]
+                gap = paired_difference([one[span] for one in found["nats"][text]], base)
+                own = when == "before" and method == "full"
+                words = f"{gap.mean:+.3f} ±{gap.half_width:.3f}".replace("-", "−")
+                cells.append(f"{sum(base) / len(base):.3f}" if own else words)
             right = sum(one["score"] == 1 for one in found["answers"])
             cost = sum(one["nats"] for one in found["answers"]) / len(found["answers"])
             words = f"{method}, {when}"

@@ -19,6 +19,7 @@ from tests.tiny import tiny_tokenizer
 
 ROOT = Path(__file__).parent.parent
 LOGS = ROOT / "benchmarks" / "results"
+DEPTH = (ROOT / "docs/results/2026-11-28-does-depth-help.md").read_text(encoding="utf-8")
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 LONGEST = 160
 """Lines of the front page: what is added displaces something else."""
@@ -67,6 +68,11 @@ def row(text: str, beginning: str) -> list[str]:
     return [cell.strip() for cell in line.strip("|").split("|")]
 
 
+def section(title: str) -> str:
+    """A section of the note on depth."""
+    return DEPTH.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+
+
 def signed(value: float, digits: int = 3) -> str:
     return f"{value:+.{digits}f}".replace("-", "−")
 
@@ -79,11 +85,11 @@ def evening() -> dict[str, dict]:
 def test_text(arm: str) -> None:
     rung = evening()[arm]["rungs"][0]
     gap = rung["difference"]
-    note = row((ROOT / "docs/results/2026-11-24-depth-on-text.md").read_text(encoding="utf-8"), arm)
+    note = row(section("Four sizes and a sealed prediction").partition("cpu.yaml")[0], arm)
     assert note[1] == f"{signed(gap['mean'])} ± {gap['half_width']:.3f}" and len(rung["seeds"]) == 5
     (prediction,) = (one for one in read("ladder-evening.json")["prediction"]["rows"] if one["arm"] == arm)
     ends = [signed(prediction["difference"][end]) for end in ("low", "high")]
-    assert note[2:4] == [signed(prediction["observed"]), " to ".join(ends)] and prediction["inside"]
+    assert note[4:6] == [signed(prediction["observed"]), " to ".join(ends)] and prediction["inside"]
 
 
 def test_what_is_significant() -> None:
@@ -111,10 +117,10 @@ def test_the_one_gain() -> None:
         if arm["name"] == "uniform_depth"
         for rung in arm["rungs"]
     )
-    said = [f"{-one['mean']:.3f} ± {one['half_width']:.3f} nats]" for one in (gap, small)]
+    said = [f"{-one['mean']:.3f} ± {one['half_width']:.3f} nats" for one in (gap, small)]
     assert all(words in README for words in said) and "but not at 0.45 and 0.55 M" in README
     assert small["high"] < 0 < large["high"] and evening()["uniform_depth"]["rungs"][-1]["difference"]["mean"] > 0
-    note = (ROOT / "docs/results/2026-11-28-neighbours.md").read_text(encoding="utf-8")
+    note = section("Five ways to read earlier layers")
     for arm, gap in zip(arms, gaps, strict=True):
         assert row(note, arm["name"])[3].strip("*") == f"{signed(gap['mean'])} ± {gap['half_width']:.3f}"
 
@@ -125,7 +131,7 @@ def test_puzzles() -> None:
         for one in read("ladder-hops.json")["puzzle"]["rows"]
     }
     (both,) = (name for name in solved if "loop" in name and "depth" in name)
-    note = (ROOT / "docs/results/2026-11-23-hops.md").read_text(encoding="utf-8").partition("Each seed")[0]
+    note = section("Two-hop lookup")
     assert row(note, "loop with depth_attention")[2] == f"{solved[both]} of 5"
     assert row(note, "vanilla |")[2] == f"{solved['vanilla']} of 5"
 

@@ -87,7 +87,7 @@ def test_needles_are_those_of_the_logs():
     page = (PLACE.parent / "docs" / "results" / "2026-11-22-caches-toy.md").read_text(encoding="utf-8")
     table = page.partition("## Needles")[2].partition("\n## ")[0].splitlines()
     rows = [line.strip("| ").split(" | ") for line in table if line.startswith("| ")][2:]
-    assert len(rows) == 16
+    assert len(rows) == 10
     found = {}
     for name in ("", "-untuned", "-tuned"):
         for run in json.loads((PLACE / "results" / f"kvcache-needles{name}.json").read_text())["runs"]:
@@ -96,7 +96,7 @@ def test_needles_are_those_of_the_logs():
                 found.setdefault((run["arm"], tuned, run["seed"]), run["recall"]["4 needles"]["accuracy"])
     for cache, tuned, *cells in rows:
         means = [fmean(seeds) for seeds in zip(*(found[cache, tuned, seed] for seed in range(3)), strict=True)]
-        assert cells == [f"{means[compressions]:.2f}" for compressions in (0, 1, 2, 3, 4, 8)], (cache, tuned)
+        assert cells == [f"{means[compressions]:.2f}" for compressions in (0, 1, 3, 8)], (cache, tuned)
     for seed in range(3):
         untuned, tuned, resampled = (
             found[key][3:9] for key in (("snapkv", "no", seed), ("snapkv", "yes", seed), ("freqkv", "yes", seed))
@@ -105,7 +105,7 @@ def test_needles_are_those_of_the_logs():
         assert all(a > b for a, b in zip(untuned, resampled, strict=True))
 
 
-def test_every_cache_has_its_costs_on_the_page():
+def test_the_costs_on_the_page_are_those_of_the_log():
     """As the log has them: bytes, milliseconds of a decoded token and prefill, `full_static` beside `full`."""
     text = (
         (PLACE.parent / "docs" / "results" / "2026-11-22-caches-toy.md")
@@ -117,8 +117,8 @@ def test_every_cache_has_its_costs_on_the_page():
     rows = {cache: cells for cache, *cells in lines}
     log = json.loads((PLACE / "results" / "kvcache-system-all.json").read_text())
     one = [run for run in log["runs"] if run["batch"] == 1 and len(run["loads"]) > 1]
-    assert list(rows) == [run["arm"] for run in one] and set(rows) <= {*METHODS, *WHOLE}
-    for run in one:
+    assert set(rows) <= {run["arm"] for run in one} and {*WHOLE} < set(rows) <= {*METHODS, *WHOLE}
+    for run in (run for run in one if run["arm"] in rows):
         loads = {load["tokens"]: load for load in run["loads"]}
         cells = [f"{loads[n]['cache_bytes'] / 1e6:.1f} MB" if n in loads else "" for n in (4096, 16384)]
         cells += [f"{loads[n]['decode_ms']['p50']:.1f}" if n in loads else "" for n in (1024, 4096, 16384)]
@@ -130,7 +130,8 @@ def test_the_page_of_a_real_model_has_the_tables_of_its_logs():
     page = (PLACE.parent / "docs" / "results" / "2026-11-28-caches.md").read_text(encoding="utf-8")
     cells, tuned = PLACE / "results" / "kvcache-smollm2.jsonl", PLACE / "results" / "kvcache-tuned.json"
     lines = [*kvcache_smollm2.table(cells), *kvcache_tuned.table(json.loads(tuned.read_text(encoding="utf-8")))]
-    assert [line for line in lines if line not in page] == []
+    shown = [line for line in page.splitlines() if line.startswith("|")]
+    assert len(shown) > 20 and [line for line in shown if line not in lines] == []
     picture = PLACE.parent / "docs" / "pictures" / "caches.svg"
     assert picture.read_text(encoding="utf-8") == kvcache_smollm2.picture(cells)
 
