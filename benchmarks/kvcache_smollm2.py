@@ -261,7 +261,8 @@ def table(log: Path) -> Iterator[str]:
     solved = {
         t: statistics.fmean(o["score"] for c, o in asked if c["method"] == "full" and o["task"] == t) for t in tasks
     }
-    yield "| cache | loss | minus drop | mean bytes | ms a token | natural needles | beyond drop | RULER | nats an answer |"
+    heads = "loss | minus drop | mean bytes | ms a token | natural needles | beyond drop | RULER | nats an answer"
+    yield f"| cache | {heads} |"
     yield "| --- |" + " ---: |" * 8
     full = losses["full", max(SHARES)]
     for method, share in rows(texts):
