@@ -39,9 +39,9 @@ def found(value: float, width: float, verdict: str) -> Finding:
 
 def test_the_verdict_speaks_of_two_models_and_of_one_seed() -> None:
     better, worse = found(-10 * NOISE, NOISE, "better"), found(10 * NOISE, NOISE, "worse")
-    assert " is better than its control (" in better.verdict and " is worse than its control (" in worse.verdict
+    assert " is better than its control: " in better.verdict and " is worse than its control: " in worse.verdict
     for silent in (found(-10 * NOISE, 11 * NOISE, "not significant"), found(-NOISE / 2, NOISE / 9, "better")):
-        assert "better" not in silent.verdict.partition("is one seed")[0].replace("neither better nor worse", "")
+        assert "better" not in silent.verdict.partition("One seed")[0].replace("neither better nor worse", "")
     assert all("no verdict on the mechanism" in finding.verdict for finding in (better, worse))
 
 

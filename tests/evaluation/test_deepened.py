@@ -78,9 +78,9 @@ def test_sentences():
     assert [effect.on for effect in effects_of(*two)] == ["wiki", "sea"], "all text together is not judged again"
     speed = Speed(ratio=1.31, low=1.2, high=1.4, clock="wall time", pairs=9)
     assert speed.sentence("control") == (
-        "A decoded token: slower than control by 31% (95 % interval of the ratio 1.20 to 1.40)."
+        "Decoding: slower than control by 31% (95 % interval of the ratio 1.20 to 1.40)."
     )
-    assert "not significant" in replace(speed, low=0.9).sentence("control")
+    assert "neither slower nor faster" in replace(speed, low=0.9).sentence("control")
     assert "faster than control by 20%" in replace(speed, ratio=0.8, low=0.7, high=0.9).sentence("control")
 
 
@@ -98,7 +98,7 @@ def test_the_command(tmp_path, capsys, monkeypatch):
     assert main(words) == 0
     printed = capsys.readouterr().out
     assert "sea: " in printed and " than control" in printed and " than base" in printed
-    assert "A decoded token: slower than control by" in printed, "four times the layers"
+    assert "Decoding: slower than control by" in printed, "four times the layers"
     assert main([*words, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["deepened"]
     kept = json.loads((tmp_path / "out" / "deepened.json").read_text())

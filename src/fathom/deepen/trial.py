@@ -103,19 +103,20 @@ class Finding:
         gap = self.effect.gap
         if gap.low is None or gap.high is None:
             return "There are too few held-out documents for an interval: give more --text."
-        ends = f"{gap.low:+.4f} to {gap.high:+.4f} bits per byte, 95 % interval over {gap.pairs} documents"
+        low, high = (f"{end:+.4f}" if abs(end) >= 0.0005 else f"{end:+.1e}" for end in (gap.low, gap.high))
+        ends = f"{low} to {high} bits per byte (95 % interval over {gap.pairs} documents)"
         if self.effect.verdict == "not significant":
-            return f"With {self.trial.mechanism} the model is neither better nor worse than its control ({ends})."
+            return f"With {self.trial.mechanism} the model is neither better nor worse than its control: {ends}."
         if abs(gap.value) < NOISE:
-            within = f"by {NOISE} bits per byte, the least that one seed is taken to show"
             return (
-                f"With {self.trial.mechanism} the model is neither better nor worse than its control {within} ({ends})."
+                f"With {self.trial.mechanism} the model is neither better nor worse than its control: {ends}. "
+                f"A difference below {NOISE} does not count here, as another seed may differ by as much."
             )
-        return f"With {self.trial.mechanism} the model is {self.effect.verdict} than its control ({ends})."
+        return f"With {self.trial.mechanism} the model is {self.effect.verdict} than its control: {ends}."
 
 
 CAUTION = (
-    "That is one seed and a short training: it compares these two models, and bears no verdict on the mechanism. "
+    "One seed and a short training compare these two models; they bear no verdict on the mechanism. "
     "fathom compare trains several seeds."
 )
 

@@ -38,7 +38,7 @@ def write(finding: Finding, following: Sequence[str]) -> Path:
     how, speed = html.paragraph(HOW, quiet=True), finding.compared.speed
     decoding = html.paragraph(speed.sentence(finding.compared.control)) if speed else ""
     scores = html.section("On held-out text", html.table(*score_table(finding)), how, decoding)
-    curves = html.section("Training", html.legend([NAMED[run] for run in RUNS]), loss_plot(finding.out))
+    curves = html.section("Training", html.legend([NAMED[run] for run in RUNS]), plots(finding.out))
     page = html.page(
         f"{finding.trial.mechanism} on {name}",
         finding.verdict,
@@ -64,20 +64,31 @@ def score_table(finding: Finding) -> PlainTable:
         found, gap = entry.perplexity[entry.text], gaps.get(name)
         rows.append([name, f"{found.bits_per_byte:.4f}", f"{found.perplexity:.3f}", "" if gap is None else str(gap)])
     columns = ["model", "bits per byte", "perplexity", "deepened minus it, bits per byte"]
-    return "Lower is better", columns, rows
+    return "Lower is better; * is significant at 5 %", columns, rows
 
 
-def loss_plot(out: Path) -> str:
-    """The training loss of both, smoothed over a tenth of the steps."""
-    lines = []
-    for series, run in enumerate(RUNS):
-        steps = [line for line in read_metrics(out / run) if "loss" in line]
-        width = max(1, len(steps) // 10)
-        losses = [line["loss"] for line in steps]
-        means = [sum(losses[max(0, i - width + 1) : i + 1]) / min(i + 1, width) for i in range(len(losses))]
-        lines.append(Line(NAMED[run], [line["step"] for line in steps], means, series, marks=False))
-    smoothed = "means of a tenth of the steps"
-    return html.plot("Loss of both trainings", lines, ("step", "nats per token"), "loss by step", smoothed)
+def plots(out: Path) -> str:
+    """The training loss of both, and the deepened model's minus the control's, smoothed over a tenth of the steps."""
+    steps, losses = [], {}
+    for run in RUNS:
+        lines = [line for line in read_metrics(out / run) if "loss" in line]
+        steps, losses[run] = [line["step"] for line in lines], [line["loss"] for line in lines]
+    smoothed = {run: _smooth(values) for run, values in losses.items()}
+    both = [
+        Line(NAMED[run], steps, values, series, marks=False) for series, (run, values) in enumerate(smoothed.items())
+    ]
+    gap = [deeper - control for deeper, control in zip(*(smoothed[run] for run in RUNS), strict=True)]
+    means, axes = "means of a tenth of the steps", ("step", "nats per token")
+    return html.figures(
+        html.plot("Loss of both trainings", both, axes, "loss by step", means),
+        html.plot("Deepened minus control", [Line("", steps, gap, 0, marks=False)], axes, "by step", means, zero=True),
+    )
+
+
+def _smooth(values: Sequence[float]) -> list[float]:
+    """Running means over a tenth of the values."""
+    width = max(1, len(values) // 10)
+    return [sum(values[max(0, i - width + 1) : i + 1]) / min(i + 1, width) for i in range(len(values))]
 
 
 def time_table(finding: Finding) -> PlainTable:

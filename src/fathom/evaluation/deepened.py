@@ -71,9 +71,9 @@ class Speed:
         """The time of a decoded token in words."""
         ends = f"95 % interval of the ratio {self.low:.2f} to {self.high:.2f}"
         if self.low <= 1 <= self.high:
-            return f"A decoded token: relative to {control}: not significant ({ends})."
+            return f"Decoding: neither slower nor faster than {control} ({ends})."
         word = "slower" if self.ratio > 1 else "faster"
-        return f"A decoded token: {word} than {control} by {abs(self.ratio - 1):.0%} ({ends})."
+        return f"Decoding: {word} than {control} by {abs(self.ratio - 1):.0%} ({ends})."
 
 
 @dataclass

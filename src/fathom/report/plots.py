@@ -124,7 +124,9 @@ def line_plot(
         return Markup()
     x_range = _range([*xs, 0.0] if x_from_zero else xs, margin=0.0)
     y_range = _range([*ys, *([0.0] if zero else []), *([] if top is None else [top])])
-    frame = _Frame(x_range, y_range, whole=all(float(x).is_integer() for x in xs))
+    longest = max((len(short(tick)) for tick in ticks(*y_range, count=4)), default=0)
+    left = LEFT + round(LETTER * max(0, longest - 4))  # the label of the axis stands left of the numbers
+    frame = _Frame(x_range, y_range, left=left, whole=all(float(x).is_integer() for x in xs))
     bands = [
         {"series": line.series % SERIES, "points": _outline(frame, line.x, line.low, line.high)}
         for line in lines
