@@ -21,6 +21,7 @@ from fathom.models import FathomForCausalLM, registry
 from fathom.models.axes.roles import Mechanism, ValueMixer
 from fathom.models.registry import parse_mechanism
 from tests.lens.browser import Browser
+from tests.models.hosts.cases import ours_of, theirs_of
 from tests.tiny import export_tiny, tiny_config, tiny_tokenizer
 
 TEXT = 'To fathom a thing is to measure its depth; wer Tiefen lotet, 深さを測る. </script><!-- & "quotes"'
@@ -725,3 +726,16 @@ def test_two_thousand_tokens(tokenizer, visit):
     })"""
     assert browser.value(times) < 500  # milliseconds; a tenth of it is usual
     assert selected(browser) == [1999]
+
+
+@pytest.mark.parametrize(
+    ("family", "mixed"), [("exaone4", True), pytest.param("qwen3_5_text", False, marks=pytest.mark.slow)]
+)
+def test_a_familys_own_layers(family, mixed, tokenizer):
+    """Also where layers return more than their state; layers without keys have no weights to show."""
+    named = {"residual": "attention_residuals", "mixer": "depth_attention", "mixer_options": {"stride": 1}}
+    model = ours_of(theirs_of(family, vocab_size=len(tokenizer)), **named)
+    found = look(model, tokenizer, SHORT)
+    assert len(found.visits) == model.config.num_hidden_layers
+    assert len(found.weights) == mixed * len(found.visits)
+    assert np.array_equal(found.predictions[-1], found.said)

@@ -388,6 +388,7 @@ def watched(
     """A model in evaluation mode that calls `mixed` with every mixer's inputs and `after` with every layer's residual
     state, in the plan's order."""
     caller, training = threading.get_ident(), model.training  # a server's other threads use the same modules
+    beside = model.model.beside
 
     def on_mixer(mixer: ValueMixer, arguments: tuple[Tensor, ...], _: Tensor) -> None:
         if threading.get_ident() == caller:
@@ -395,12 +396,13 @@ def watched(
 
     def on_layer(_: torch.nn.Module, __: tuple[object, ...], output: ResidualState) -> None:
         if threading.get_ident() == caller:
-            after(output[:-2])  # a key and a value come last
+            after(output[:-beside])
 
     handles = []
     try:
         for layer in cast("Iterable[DecoderLayer]", model.eval().model.layers):
-            handles.append(layer.self_attn.mixer.register_forward_hook(on_mixer))
+            if (mixer := layer.depth_mixer) is not None:
+                handles.append(mixer.register_forward_hook(on_mixer))
             handles.append(layer.register_forward_hook(on_layer))
         yield
     finally:

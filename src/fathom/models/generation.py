@@ -147,7 +147,7 @@ class FathomGenerationMixin(GenerationMixin):
         """See transformers; the cache has a layer for every visit, and unsupported models are refused."""
         if self.model.rereads:
             raise ValueError(COMPANY)
-        if self.model.host is not None and any(layer.value_mixer is None for layer in self.model.layers):
+        if self.model.host is not None and any(layer.depth_mixer is None for layer in self.model.layers):
             raise ValueError(
                 f"continuous batching: {self.config.host} has layers without a key and value for every token: use "
                 "`generate` or `fathom serve`"

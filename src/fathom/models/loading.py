@@ -22,6 +22,9 @@ SHAPING = (
     *("norm", "norm_placement", "qk_norm", "positions", "head_bias", "tie_word_embeddings"),
 )
 """Configuration keys that name the decoder's tensors, give them their shapes, or tie two of them."""
+ROLES: dict[str, type[MechanismModule]] = {"mixer": ValueMixer, "residual": Residual, "recurrence": Recurrence}
+PLACES = ("depth_mixer", "again")
+"""Names of modules that some layers lack: a hosted layer's mixer, and the residuals of further trips."""
 BLOCKS = ("mxfp4", "fp8", "compressed-tensors")
 """Methods of `quantization_config` with tensors of their own, which no hosted layer has."""
 LEARNED = ("max_position_embeddings", "position_offset")
@@ -187,7 +190,7 @@ def _require_places(
         raise ValueError(f"{name} has shape {list(found)} in the checkpoint, this configuration needs {list(needed)}")
     passed = re.compile(r"lm_head\.weight$" if not own.get("host") else rf"lm_head\.weight$|{_further_layers(own)}")
     unread = sorted(name for name in info["unexpected_keys"] if not passed.search(name))
-    of_mechanism = [name for name in unread if ".recurrence." in name or "residual." in name or ".mixer." in name]
+    of_mechanism = [name for name in unread if _of_mechanism(model, name)]
     stray = [name for name in unread if name not in of_mechanism and not name.endswith(".inv_freq")]
     if not tolerant and ((stray and own.get("native")) or (unread and renamed)):
         raise ValueError(f"this checkpoint holds {(stray or unread)[0]}, for which the model has no place")
@@ -195,12 +198,21 @@ def _require_places(
         raise ValueError(f"the checkpoint holds {of_mechanism[0]}, for which these options leave no place")
 
 
+def _of_mechanism(model: nn.Module, name: str) -> bool:
+    """Whether a tensor that the model lacks stands where it has a mechanism's module, or could have one."""
+    module: Any = model
+    for part in name.split("."):
+        if isinstance(module, tuple(ROLES.values())) or part in PLACES:
+            return True
+        module = getattr(module, part, None)
+    return False
+
+
 def _require_tensors(model: StrictLoading, info: Mapping[str, Any], own: Mapping[str, object]) -> None:
     """Refuse a checkpoint that lacks tensors, except for those of mechanisms that are completely missing and that its
     configuration does not name."""
     missing, new = set(info["missing_keys"]), set[str]()
-    roles: dict[str, type[MechanismModule]] = {"mixer": ValueMixer, "residual": Residual, "recurrence": Recurrence}
-    for axis, role in roles.items():
+    for axis, role in ROLES.items():
         if own.get(axis) == getattr(model.config, axis):
             continue
         parts = [(name, module) for name, module in model.named_modules() if isinstance(module, role)]

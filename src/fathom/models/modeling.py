@@ -43,11 +43,12 @@ from .decoder.norms import NORMS
 from .decoder.rotary import Angles, Rotation, build_rotary, rotate
 from .generation import FathomGenerationMixin
 from .hosts.arrangement import Arrangement, check_windows, of_documents, of_padding
-from .hosts.build import HostRotary, build, causal_class, converting, copy_flags
+from .hosts.build import build, causal_class, converting, copy_flags, host_rotary
 from .hosts.layout import Layout
 from .hosts.refusals import check_host
 from .hosts.router import Balance, adopt_routers, mean_of_trips
 from .hosts.selecting import let_select
+from .hosts.turning import turning
 from .pretrained import FathomPreTrainedModel
 from .registry import add_residuals, mechanism
 from .sublayers import Sublayers, in_turn, order_of
@@ -256,6 +257,11 @@ class DecoderLayer(Sublayers, GradientCheckpointingLayer):
         added = usual and type(self.attn_residual) is Residual
         self.order = add if added else order_of(self, "sum" if config.parallel_residual else "")
 
+    @property
+    def depth_mixer(self) -> ValueMixer:  # type: ignore[override]
+        """Its attention's mixer."""
+        return self.self_attn.mixer
+
     def forward(self, *state: Tensor, trip: int = 0, **kwargs: object) -> ResidualState:
         """The new residual state and, last, what attention returns for the layers that read it: key and mixed value.
 
@@ -352,7 +358,7 @@ class FathomModel(FathomPreTrainedModel):
         self.embedding_scale, self.rounds_scale = config.embedding_scale, config.round_embedding_scale
         if not config.host:
             self.rotary_emb = build_rotary(config)
-        self.mixes_unrotated = config.mixes_unrotated
+        self.mixes_unrotated = config.mixes_unrotated or turning(self.layers)
         self.stretches, self.rereads = config.rope_stretches, config.rereads
         self.embed_positions = None
         if config.positions == "learned":
@@ -436,7 +442,7 @@ class FathomModel(FathomPreTrainedModel):
         layout = Layout.all_of(self.config)[0]
         for name, module in host.named_children():
             self.add_module(name, module)
-        self.rotary_emb = HostRotary(getattr(host, layout.rotary, None), self.config)
+        self.rotary_emb = host_rotary(host, self.config)
         for ours, theirs in (("embed_tokens", layout.embedding), ("norm", layout.norm)):
             if theirs != ours:
                 self.__dict__[ours] = getattr(host, theirs)  # a second name, not a second module
@@ -510,6 +516,11 @@ class FathomModel(FathomPreTrainedModel):
         return (module for module in self.layers.modules() if isinstance(module, Attention))
 
     @property
+    def beside(self) -> int:
+        """How many tensors a layer returns after the residual state, for other layers and for losses."""
+        return 2 + self.mixes_unrotated + (self.balance is not None)
+
+    @property
     def window(self) -> int | None:
         """The fewest tokens that a layer reads; None if all read everything before."""
         spans = [span for span in (*self.reach.values(), self.config.chunk_size) if span]
@@ -576,7 +587,7 @@ class FathomModelOutput(BaseModelOutputWithPast):
 
     recurrence_state: dict[str, Tensor] | None = None
     balance: Tensor | None = None
-    """In training: the family's loss that balances its experts, the mean over trips."""
+    """In training, `[2]`: the family's loss that balances its experts, and their load, the means over trips."""
 
 
 @dataclass
@@ -724,9 +735,11 @@ class FathomForCausalLM(FathomPreTrainedModel, FathomGenerationMixin):
             loss = causal_lm_loss(hidden, self.lm_head, targets, num_items_in_batch)
         else:
             loss = weighted_lm_loss(weighted, self.lm_head, targets, num_items_in_batch)
+        metrics = recurrence.metrics(state, targets)
         if self.training:
             aux = recurrence.aux_losses(state, targets, num_items_in_batch, self.lm_head)
             if balance is not None:  # the passes of a batch are weighed by their targets
-                aux["router"] = balance * per_item((targets != IGNORE).sum(), targets, num_items_in_batch)
+                aux["router"] = balance[0] * per_item((targets != IGNORE).sum(), targets, num_items_in_batch)
+                metrics["expert_load"] = balance[1]
             loss = loss + sum(aux.values()) if aux else loss
-        return loss, aux, recurrence.metrics(state, targets)
+        return loss, aux, metrics

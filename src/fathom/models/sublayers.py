@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .axes.roles import Residual, ResidualState, ways
+from .axes.roles import Residual, ResidualState, ValueMixer, ways
 from .registry import residuals
 
 Order = Callable[[Any, ResidualState, int, Mapping[str, Any]], ResidualState]
@@ -31,6 +31,8 @@ class Sublayers:
     multiplier: float = 1.0
     """By which both outputs are multiplied."""
     order: Order
+    depth_mixer: ValueMixer | None
+    """What mixes the values of its tokens over depth; None if nothing can."""
     _modules: dict[str, Any]
 
     def normed(self, name: str | None, x: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ from fathom.models.cost import (
     vanilla_flops_per_token,
 )
 from fathom.models.decoder.loss import chunk_rows
+from fathom.models.hosts.layer_cost import layer_costs
 from fathom.models.loading import described
 from fathom.models.modeling import FathomForCausalLM
 from fathom.models.recurrences.pondering import MixtureOptions
@@ -186,13 +187,20 @@ def _collections(recipe: Recipe) -> dict[str, float]:
 
 
 def _activation_bytes(recipe: Recipe, config: FathomConfig) -> int:
-    visits = kept_visits(config)
-    queries, keys = _widths(config)
-    # Of each token a layer computes 4 of the residual's width, 3 of queries and of keys, 4 of the MLP's.
-    layer = 4 * config.hidden_size + 3 * queries + 3 * keys + 4 * config.intermediate_size
-    per_token = visits * config.hidden_size + layer if recipe.train.activation_checkpointing else visits * layer
+    visits, layers = kept_visits(config), _layer_numbers(config)
+    recomputed = visits * config.hidden_size + max(layers)
+    per_token = recomputed if recipe.train.activation_checkpointing else visits * sum(layers) // len(layers)
     rows = min(recipe.train.micro_batch, recipe.rows_per_step)
     return rows * recipe.data.sequence_length * per_token * _scalar(recipe)
+
+
+def _layer_numbers(config: FathomConfig) -> list[int]:
+    """Numbers that every layer keeps of a token for the backward pass."""
+    if config.host:
+        return [cost.kept for cost in layer_costs(config)]
+    queries, keys = _widths(config)
+    # 4 of the residual's width, 3 of queries and of keys, 4 of the MLP's.
+    return [4 * config.hidden_size + 3 * queries + 3 * keys + 4 * config.intermediate_size]
 
 
 def _teacher_bytes(recipe: Recipe) -> int:
@@ -223,7 +231,8 @@ def _evaluation_bytes(recipe: Recipe, config: FathomConfig) -> int:
     transient = mechanism_cost(config, scalar).transient_bytes * (4 if config.residual == "hyper_connections" else 1)
     held = tokens * slots * ((kept + between) * scalar + transient)
     queries, keys = _widths(config)
-    work = 4 * config.hidden_size + max(4 * config.intermediate_size, 3 * queries + 3 * keys) + seen
+    own = 4 * config.hidden_size + max(4 * config.intermediate_size, 3 * queries + 3 * keys)
+    work = (max(_layer_numbers(config)) if config.host else own) + seen
     layer = tokens * slots * work * scalar + _mask_bytes(recipe, trips, view)
     cuda = recipe.train.device == "cuda" or (recipe.train.device == "auto" and torch.cuda.is_available())
     rows = chunk_rows(tokens, config.vocab_size, "cuda" if cuda else "cpu")

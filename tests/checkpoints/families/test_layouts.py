@@ -96,6 +96,16 @@ def test_layers_that_predict_further_tokens_are_left_out(name, tmp_path):
         FathomForCausalLM.from_pretrained(tmp_path)
 
 
+def test_a_family_may_call_its_own_parts_mixer(tmp_path):
+    """As Nemotron-H does: a tensor of one without a place is not taken for a mechanism's."""
+    theirs_of("nemotron_h").save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    beside = next(name for name in tensors if ".mixer." in name).rpartition(".")[0]
+    save_file({**tensors, f"{beside}.extra": torch.ones(4)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"mixer\.extra, for which the model has no place"):
+        FathomForCausalLM.from_pretrained(tmp_path)
+
+
 @pytest.mark.parametrize("method", ["mxfp4", "fp8"])
 def test_weights_in_blocks_are_refused_with_the_way_round(method, tmp_path):
     values = {**configured("gpt_oss").to_dict(), "quantization_config": {"quant_method": method}}

@@ -59,6 +59,16 @@ def test_one_trip_has_the_familys_loss(name, padded):
                 assert (mine[part].grad - parameter.grad).abs().max() <= 1e-5 * (1 + parameter.grad.abs().max())
 
 
+def test_the_load_of_the_busiest_expert():
+    """Over the tokens that count: in the first layer expert 0 is chosen by all, in the second each of four once."""
+    logits = torch.zeros(2, 6, 4)
+    logits[0, :, 0] = 1
+    logits[1, range(6), [0, 1, 2, 3, 0, 0]] = 1
+    balance, mask = Balance(lambda *_: torch.zeros(()), 1.0, 1), torch.tensor([[True] * 4 + [False] * 2])
+    assert balance.load(logits, mask).item() == (4 + 1) / 2
+    assert balance.load(logits, None).item() == (4 + 2) / 2
+
+
 def test_a_family_that_records_no_routers_is_refused(monkeypatch):
     """As Granite's hybrid in transformers 5.16, whose own loss is 0 there without a word."""
     theirs = theirs_of("qwen3_moe", **ASKED)
@@ -96,7 +106,9 @@ def test_trips_do_not_balance_each_other(monkeypatch):
         return given[-1]
 
     monkeypatch.setattr(Router, "taken", planted)
-    assert trained(model).aux_losses["router"].item() == pytest.approx(2.0)
+    found = trained(model)
+    assert found.aux_losses["router"].item() == pytest.approx(2.0)
+    assert found.metrics["expert_load"].item() == 2.0, "one of two experts gets all, in each trip"
     pooled = model.model.balance.function(tuple(given), 2, 1, None)
     assert pooled.item() == pytest.approx(1.0), "the control: pooled over trips, nothing is seen"
 

@@ -113,29 +113,27 @@ def _families() -> dict[str, Host]:
         "hyperclovax", Layout(after=("post_norm1", "post_norm2"), multiplier="residual_multiplier"), switches=hyperclova
     )
     add("qwen3_moe qwen2_moe olmoe mixtral glm4_moe gpt_oss minimax_m2 hunyuan_v1_moe", Layout())
-    add("aria_text dots1 hy_v3 solar_open flint", Layout())
+    add("aria_text dots1 hy_v3 solar_open flint exaone_moe mellum", Layout())
     add("ernie4_5_moe", Layout(), switches=ernie)
-    add("exaone_moe mellum", Layout(uneven=True))
-    add("llama4_text", Layout(channel=("feed_forward",), uneven=True))
+    add("llama4_text", Layout(channel=("feed_forward",)))
     add("phimoe", Layout(), switches=phi)
     add("deepseek_v2 deepseek_v3 glm4_moe_lite youtu axk1 kimi_linear bailing_hybrid", Layout(latent=True))
     add("qwen3_next qwen3_5_text qwen3_5_moe_text", Layout(token=("linear_attn", "self_attn")))
     add("lfm2", Layout(**SHORT, norm="embedding_norm"))
     add("lfm2_moe", Layout(**SHORT, norm="embedding_norm", rotary="pos_emb"))
     short_after = ("post_operator_norm", "post_ffn_norm")
-    add("lfm3", Layout(**SHORT, after=short_after, norm="embedding_norm", uneven=True))
+    add("lfm3", Layout(**SHORT, after=short_after, norm="embedding_norm"))
     add("jamba", Layout(**MAMBA, norm="final_layernorm", forgets=True))
     add("bamba", Layout(**MAMBA, norm="final_layernorm"))
     add("granitemoe granitemoeshared", Layout(**SHARED), switches=granite)
     add("granitemoehybrid", Layout(token=("mamba", "self_attn"), **SHARED), switches=granite)
-    add("olmo3 exaone4", Layout(**AFTER, uneven=True))
-    add("flex_olmo", Layout(**AFTER))
+    add("olmo3 exaone4 flex_olmo", Layout(**AFTER))
     add("olmo_hybrid", Layout(**AFTER), Layout(token=("linear_attn",)))
     add("gemma2", Layout(**SANDWICH), switches=gemma)
     add("vaultgemma", Layout(before=("input_layernorm", "pre_feedforward_layernorm")), switches=gemma)
     add("nanochat", Layout(norms_embedding=True), switches=gemma)
     scales = "the layer scales what it adds to, so no other residual can stand there"
-    add("gemma4_text", Layout(sealed=scales, uneven=True), switches=gemma4)
+    add("gemma4_text", Layout(sealed=scales), switches=gemma4)
     one = "a layer is one sub-layer, not two"
     add("nemotron_h", Layout(token=("mixer",), sealed=one, embedding="embeddings", norm="norm_f"))
     add("glm4 kolibri1", Layout(after=("post_self_attn_layernorm", "post_mlp_layernorm")))
@@ -144,13 +142,12 @@ def _families() -> dict[str, Host]:
         Layout(
             before=("input_layernorm", "pre_mlp_layernorm"),
             after=("post_attention_layernorm", "post_mlp_layernorm"),
-            uneven=True,
         ),
         switches=afmoe,
     )
     add("apertus", Layout(before=("attention_layernorm", "feedforward_layernorm")))
     add("cohere", Layout(before=ONE_NORM, parallel="steps"), switches=cohere)
-    add("cohere2 cohere2_moe", Layout(before=ONE_NORM, parallel="steps", uneven=True), switches=cohere)
+    add("cohere2 cohere2_moe", Layout(before=ONE_NORM, parallel="steps"), switches=cohere)
     add("phi", Layout(before=ONE_NORM, parallel="sum", norm="final_layernorm"), switches=phi)
     return found
 

@@ -8,6 +8,7 @@ from collections.abc import Hashable
 from functools import cache
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, MODEL_MAPPING, PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import (
@@ -26,6 +27,7 @@ from .hosted_layer import Hosted, whole
 from .latent import LatentHandover, one_head
 from .layout import Layout
 from .mixed import Made, mixed
+from .turning import let_turn
 
 
 def native_config(config: DecoderConfig) -> PreTrainedConfig:
@@ -133,14 +135,24 @@ def build(config: DecoderConfig) -> PreTrainedModel:
         layer.whole = bool(layout.sealed)
         layer.order = whole if layer.whole else order_of(layer, layout.parallel)
         spare(layer)
-        layer.kind, layer.value_mixer, layer.stateful = config.layer_types[i], None, i not in keyed
+        layer.kind, layer.depth_mixer, layer.stateful = config.layer_types[i], None, i not in keyed
         layer.forgets = layer.stateful and layout.forgets
         layer.handover = LatentHandover if layout.latent else Handover
         if i in keyed and (asked or not layout.latent):
             seen = one_head(config, theirs) if layout.latent else config
-            layer.value_mixer = mechanism("mixer", config.mixer).build(seen, keyed.index(i))
+            layer.depth_mixer = mechanism("mixer", config.mixer).build(seen, keyed.index(i))
             getattr(layer, layer.parts[0]).config = inner
+    if config.mixer != DEFAULTS["mixer"] and keyed and not layouts[0].latent:
+        one = torch.zeros_like(embedding.weight[:1]).unsqueeze(0)
+        angles, rope = host_rotary(decoder, config), getattr(theirs, "rope_parameters", None) or {}
+        turned = angles(one, one.new_zeros(1, 1, dtype=torch.long))
+        let_turn([decoder.layers[i] for i in keyed], turned, rope, one, config.host)
     return decoder
+
+
+def host_rotary(decoder: PreTrainedModel, config: DecoderConfig) -> HostRotary:
+    """What makes the angles of a family's decoder."""
+    return HostRotary(getattr(decoder, Layout.all_of(config)[0].rotary, None), config)
 
 
 def spare(layer: nn.Module) -> None:

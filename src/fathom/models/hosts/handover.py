@@ -55,6 +55,13 @@ class Handover:
     """The new tokens' key and mixed value, once attention has run."""
     waits: ClassVar[bool] = False
     """Whether `update` must be called where nothing is cached too."""
+    returned: ClassVar[int] = 2
+    """How many tensors `kept_for_others` has."""
+
+    @property
+    def kept_for_others(self) -> tuple[Tensor, ...]:
+        """What the walk gets for other layers, last the key and the value."""
+        return cast(KeyValue, self.pair)
 
     def update(self, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> KeyValue:
         """Nothing yet: mixing needs the query."""

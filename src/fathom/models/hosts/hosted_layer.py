@@ -105,9 +105,11 @@ class Hosted(Made, Sublayers):
     """Whether the walk wants the logits of routers."""
     routed_by = ""
     """The router's name, which no family may use; empty in a layer that has none."""
-    value_mixer: ValueMixer | None
+    depth_mixer: ValueMixer | None
     """None where the part keeps no key and value of every token, or a latent that nothing mixes."""
     handover: type[Handover]
+    rotates: bool | None = None
+    """Whether it rotates queries and keys; None if all layers do so alike, or nothing mixes their values."""
     attn_residual: Residual
     mlp_residual: Residual
     again: nn.ModuleList
@@ -140,10 +142,12 @@ class Hosted(Made, Sublayers):
         given["position_embeddings"] = rotation.get(self.kind) if isinstance(rotation, dict) else rotation
         view: Any = None if past_key_values is None else Bank(past_key_values, bank)
         hand = None
-        if self.value_mixer is not None:
+        if self.depth_mixer is not None:
             asked = {name: given.pop(name) for name in ASKED if name in given}
             asked |= {"visit": bank, "paged": given.pop("cache", None)}
-            hand = self.handover(self.value_mixer, backend, view, sources, **asked)
+            if self.rotates is not None:
+                asked["angles"] = given["position_embeddings"] if self.rotates else None
+            hand = self.handover(self.depth_mixer, backend, view, sources, **asked)
             view, given["handover"] = hand if hand.waits or view is not None else None, hand
         if not self.stateful:
             arrangement = None
@@ -163,8 +167,8 @@ class Hosted(Made, Sublayers):
         update = update if arrangement is None else arrangement.put_back(update)
         if hand is not None and hand.pair is None:
             raise ValueError(f"{type(part).__name__} calls no attention function of transformers")
-        pair = (None, None) if hand is None else hand.pair
-        return self.scaled(self.normed(self.after[0], update)), *cast(tuple[Any, Any], pair)
+        kept = (None,) * self.handover.returned if hand is None else hand.kept_for_others
+        return self.scaled(self.normed(self.after[0], update)), *kept
 
     def mix_channels(self, x: Tensor) -> Tensor:
         """The update of what mixes channels."""

@@ -36,6 +36,9 @@ class LayerCost:
     """Numbers in the cache. A state, whose size no text changes, has none."""
     idle: int
     """Parameters of experts that a token does not visit."""
+    kept: int
+    """Numbers that training keeps for the backward pass: what every matrix makes, and what norms, gates and rotations
+    make of it; of an expert its input too, since experts read copies."""
 
 
 def layer_costs(config: DecoderConfig) -> tuple[LayerCost, ...]:
@@ -66,7 +69,7 @@ def _costs(asked: _Asked) -> tuple[LayerCost, ...]:
 
 
 def _cost(layer: nn.Module, config: DecoderConfig, theirs: Any, keyed: bool) -> LayerCost:
-    flops, idle = 0.0, 0.0
+    flops, idle, kept = 0.0, 0.0, 4.0 * config.hidden_size
     chosen: int = next((cast(Any, m).top_k for m in layer.modules() if isinstance(getattr(m, "top_k", None), int)), 0)
     for part in layer.modules():
         for name, weight in part.named_parameters(recurse=False):
@@ -74,16 +77,20 @@ def _cost(layer: nn.Module, config: DecoderConfig, theirs: Any, keyed: bool) -> 
             multiplied = weight.ndim > 1 and not name.endswith("bias")
             flops += 2 * visited * weight.numel() if multiplied else 0
             idle += (1 - visited) * weight.numel()
+            if multiplied:
+                stacked = weight.ndim == 3 and "Experts" in type(part).__name__
+                kept += visited * len(weight) * sum(weight.shape[1:]) if stacked else 2 * len(weight)
+    beside = round(idle), round(kept)
     if not keyed:
-        return LayerCost(flops + _state_flops(layer), 0, 0, round(idle))
+        return LayerCost(flops + _state_flops(layer), 0, 0, *beside)
     heads = config.num_attention_heads
     if _layout(config).latent:
         query, value = theirs.qk_nope_head_dim + theirs.qk_rope_head_dim, theirs.v_head_dim
-        return LayerCost(flops, 2 * heads * (query + value), theirs.kv_lora_rank + theirs.qk_rope_head_dim, round(idle))
+        return LayerCost(flops, 2 * heads * (query + value), theirs.kv_lora_rank + theirs.qk_rope_head_dim, *beside)
     attention: Any = getattr(layer, next(name for name in _layout(config).token if hasattr(layer, name)))
     head = getattr(attention, "head_dim", config.head_dim)  # Gemma 4's differ by layer
     groups = getattr(attention, "num_key_value_groups", heads // config.num_key_value_heads)
-    return LayerCost(flops, 4 * heads * head, 2 * (heads // groups) * head, round(idle))
+    return LayerCost(flops, 4 * heads * head, 2 * (heads // groups) * head, *beside)
 
 
 def _visited(part: nn.Module, weight: Tensor, chosen: int) -> float:

@@ -39,8 +39,6 @@ class Layout:
     """Whether attention stores a latent, not keys and values."""
     forgets: bool = False
     """Whether a state is forgotten where a part reads several tokens at once, as in Jamba."""
-    uneven: bool = False
-    """Whether layers rotate queries and keys differently, or some not at all."""
     sealed: str = ""
     """Why a layer is called whole, so that no residual can stand between its parts; empty if it is not."""
 

@@ -46,7 +46,5 @@ def _faults(config: DecoderConfig, recurrence: Recurrence, multiway: bool) -> It
             yield "attention makes keys and values of one latent: set mixer_options.mixes to value, which mixes latents"
         if len(keyed) < 2:
             yield f"mixer={config.mixer} needs two layers with keys, and there are {len(keyed)}"
-        if any(layout.uneven for layout in layouts):
-            yield f"layers rotate keys differently, so those of two layers cannot be compared (mixer={config.mixer})"
     if config.output_init != "plain":
         yield f"output_init={config.output_init}: the family initialises its own projections; set it to plain"

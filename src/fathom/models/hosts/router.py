@@ -48,10 +48,18 @@ class Balance:
     top_k: int
 
     def __call__(self, logits: Sequence[Tensor], mask: Tensor | None) -> Tensor:
-        """From the logits `[B, T, experts]` of every layer that has a router; `mask` `[B, T]` says which tokens
-        count, and at least one does."""
+        """From the logits `[B, T, experts]` of every layer that has a router: the loss, and the `load`. `mask` `[B, T]`
+        says which tokens count, and at least one does."""
         flat = tuple(one.flatten(0, 1) for one in logits)
-        return self.coefficient * self.function(flat, flat[0].shape[-1], self.top_k, mask)
+        loss = self.coefficient * self.function(flat, flat[0].shape[-1], self.top_k, mask)
+        return torch.stack((loss, self.load(torch.stack(flat).detach(), mask).to(loss.dtype)))
+
+    def load(self, logits: Tensor, mask: Tensor | None) -> Tensor:
+        """How many times its even share of choices the busiest expert gets, the mean over layers; from
+        `[layers, tokens, experts]`."""
+        chosen = torch.zeros_like(logits).scatter_(-1, logits.topk(self.top_k, -1).indices, 1)
+        counts = (chosen if mask is None else chosen * mask.flatten().unsqueeze(-1)).sum(1)  # [layers, experts]
+        return (counts.amax(-1) / counts.mean(-1)).mean()
 
 
 def adopt_routers(decoder: PreTrainedModel) -> Balance | None:
@@ -79,8 +87,9 @@ def adopt_routers(decoder: PreTrainedModel) -> Balance | None:
 
 
 def mean_of_trips(losses: Sequence[tuple[Tensor, Tensor | None]]) -> Tensor:
-    """The mean over the trips that a token made; each with whether one did, None if all did."""
-    made = [torch.ones_like(loss) if any_ is None else any_.to(loss.dtype) for loss, any_ in losses]
+    """The mean of what `Balance` returns over the trips that a token made; each with whether one did, None if all
+    did."""
+    made = [loss.new_ones(()) if any_ is None else any_.to(loss.dtype) for loss, any_ in losses]
     total = sum(loss * one for (loss, _), one in zip(losses, made, strict=True))
     return cast(Tensor, total) / torch.stack(made).sum().clamp(min=1)
 

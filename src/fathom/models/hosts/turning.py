@@ -1,0 +1,110 @@
+"""Mixers where layers rotate queries and keys differently, or some not at all: they score un-rotated ones.
+
+Scores between rotated queries and keys of two such layers would depend on a token's position. A family's attention
+hands over rotated ones. Its own function turns them back: angles a stand for a factor r e^{ia} (r is 1 but for some
+scaled kinds of rotary embedding), and those of e^{-ia} / r undo it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from .handover import Handover, KeyValue
+from .hosted_layer import Hosted, takes
+
+Angles = Any
+"""What a family's attention takes as `position_embeddings`: cosines and sines, or complex numbers (Llama 4)."""
+
+
+@dataclass
+class TurnedHandover(Handover):
+    """One layer in one trip. The walk gets the key that mixers score before key and value."""
+
+    angles: Angles = None
+    """By which the layer has rotated queries and keys; None if it has not."""
+    returned: ClassVar[int] = 3
+
+    @property
+    def kept_for_others(self) -> tuple[Tensor, ...]:
+        """The un-rotated key, the key and the value; lent ones are as the first trip left them."""
+        key, value = cast(KeyValue, self.pair)
+        return (key if self.lent is not None else self.scored), key, value
+
+    def mixed(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> KeyValue:
+        """The key and the mixed value; a mixed key is rotated again."""
+        if self.angles is None:
+            self.scored, value = self.mixer.stored(query, key, value, self.sources)
+            return self.scored, value
+        query, own = rotated(module, query, key, back(self.angles))
+        self.scored, value = self.mixer.stored(query, own, value, self.sources)
+        return key if self.scored is own else rotated(module, query, self.scored, self.angles)[1], value
+
+
+def back(angles: Angles) -> Angles:
+    """The angles that undo others."""
+    if isinstance(angles, Tensor):
+        return angles.reciprocal()
+    cos, sin = angles
+    square = cos.float().square() + sin.float().square()
+    return cos / square, -sin / square
+
+
+def rotated(module: nn.Module, query: Tensor, key: Tensor, angles: Angles) -> KeyValue:
+    """Queries and keys `[B, H, T, D]`, rotated as the module's family does."""
+    home: Any = inspect.getmodule(type(module))
+    if isinstance(angles, Tensor):
+        both = home.apply_rotary_emb(query.transpose(1, 2), key.transpose(1, 2), angles)
+        return both[0].transpose(1, 2), both[1].transpose(1, 2)
+    both = home.apply_rotary_pos_emb(query, key, *angles)
+    return both[0].to(query.dtype), both[1].to(key.dtype)
+
+
+def let_turn(layers: Sequence[Hosted], rotation: Any, rope: Mapping[str, Any], x: Tensor, host: str) -> None:
+    """Let mixers score un-rotated queries and keys, if layers rotate them differently.
+
+    Args:
+        layers: Those with keys.
+        rotation: Angles of one position, by layer type where these differ.
+        rope: The family's parameters of rotation, by layer type where these differ.
+        x: A layer's input, `[1, 1, D]`.
+        host: The family's name, for the error.
+
+    Raises:
+        ValueError: If the keys of two layers differ in heads or width.
+    """
+    of_kind = rotation if isinstance(rotation, dict) else {layer.kind: rotation for layer in layers}
+    shapes, rotate = zip(*(tried(layer, of_kind.get(layer.kind), x) for layer in layers), strict=True)
+    if any(shape != shapes[0] for shape in shapes):
+        raise ValueError(f"{host}: layers differ in the heads of their keys, so those of two cannot be compared")
+    turns = [turned and rope.get(layer.kind, rope) for layer, turned in zip(layers, rotate, strict=True)]
+    if any(turn != turns[0] for turn in turns):
+        for layer, turned in zip(layers, rotate, strict=True):
+            layer.handover, layer.rotates = TurnedHandover, turned
+
+
+def turning(layers: Iterable[nn.Module]) -> bool:
+    """Whether some are a family's layers whose mixers score un-rotated queries and keys."""
+    return any(getattr(layer, "rotates", None) is not None for layer in layers)
+
+
+def tried(layer: Hosted, angles: Angles, x: Tensor) -> tuple[torch.Size, bool]:
+    """The shape of a layer's key, and whether it is rotated: only then it has a gradient with respect to the angles.
+    On the meta device too, where numbers are not known."""
+    part: Any = layer._modules[layer.parts[0]]
+    name, allowed = takes(cast(Hashable, type(part)))
+    with torch.enable_grad():
+        parts = [one.detach().requires_grad_() for one in ((angles,) if isinstance(angles, Tensor) else angles or ())]
+        hand = Handover(cast(Any, layer.depth_mixer), "eager", None)
+        given = {"position_embeddings": parts[0] if isinstance(angles, Tensor) else tuple(parts) or None}
+        given |= {"position_ids": x.new_zeros(1, 1, dtype=torch.long), "attention_mask": None, "handover": hand}
+        given |= {"shared_kv_states": {}, name: None}
+        part(hidden_states=x, **{key: one for key, one in given.items() if allowed is None or key in allowed})
+        key = cast(KeyValue, hand.pair)[0]
+        reached = torch.autograd.grad(key.sum(), parts, allow_unused=True) if parts and key.requires_grad else ()
+    return key.shape, any(one is not None for one in reached)
