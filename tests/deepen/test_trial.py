@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -120,9 +121,14 @@ def test_a_planted_gain_is_found_and_a_seed_is_not(
     assert f"is {verdict}" in attempt(trial, tmp_path / "out", lambda _: None).verdict
 
 
-@pytest.mark.slow
-def test_the_command_prints_the_road_and_writes_a_page(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["try", "base", "--steps", "6", "--tokens", "32"]
+def test_the_command_prints_the_road_and_writes_a_page(
+    base: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fathom.evaluation.deepened.DECODED", 2)
+    monkeypatch.setattr("fathom.evaluation.deepened.PAIRS", 6)
+    text = [f"{i} fathoms under the keel, by the deep {i * i}. " * 2 for i in range(120)]
+    Path("text.jsonl").write_text("".join(json.dumps({"text": one}) + "\n" for one in text), encoding="utf-8")
+    words = ["try", "base", "--text", "text.jsonl", "--steps", "4", "--tokens", "32"]
     assert main(words) == 0
     first = capsys.readouterr().out
     page = Path("tried/report.html").read_text(encoding="utf-8")
