@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -67,11 +68,13 @@ def bad_requests() -> dict[str, tuple[str, bytes]]:
 
 
 class Server:
-    """`fathom serve` in a process of its own."""
+    """`fathom serve` in a process of its own; of another checkout, or as a program that calls the command line."""
 
-    def __init__(self, directory: Path, *options: str) -> None:
-        command = [sys.executable, "-m", "fathom", "serve", str(directory), "--port", "0", "--device", "cpu", *options]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    def __init__(self, directory: Path, *options: str, source: Path | None = None, program: str = "") -> None:
+        command = [sys.executable, *(["-c", program] if program else ["-m", "fathom"])]
+        command += ["serve", str(directory), "--port", "0", "--device", "cpu", *options]
+        environment = dict(os.environ) if source is None else {**os.environ, "PYTHONPATH": str(source / "src")}
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
         assert self.process.stdout is not None
         self.port = int(self.process.stdout.readline().rsplit(":", 1)[1].split("/")[0])
 

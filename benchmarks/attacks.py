@@ -1,0 +1,280 @@
+"""What one client's attacks on `fathom serve` cost another client: its longest wait for a token, here and before.
+
+    python benchmarks/attacks.py MODEL --before CHECKOUT --out benchmarks/results/attacks.json
+
+Each attack meets a server of its own, with one thread. Beside it a second client asks for one token of a short prompt,
+again and again. The table has its longest and median wait, alone and beside the attack, and the processor seconds of
+the server and its helpers. CHECKOUT is an older Fathom. Two servers have a planted fault that the measurement must see:
+one reads prompts as they come, the other calls a dead engine alive.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import os
+import statistics
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from fathom.report.files import write_json
+from fathom.report.provenance import provenance
+from overload import JSON_HEAD, Server, bad_requests
+
+TICK, PAUSE, PATIENCE = os.sysconf("SC_CLK_TCK"), 0.02, 90.0
+"""The system's clock tick; seconds between two questions of the second client; seconds until an attacker gives up."""
+ALONE = 20
+"""Questions that are asked before the attack."""
+BAD, CLIENTS = 1000, 64
+GRAMMARS, TEXTS = 100, 4
+LONG, WAITING = 800, 4
+"""Tokens of a long prompt, and long prompts at once."""
+FIRST_COME = """
+import sys, fathom.inference.engine as engine
+from fathom.cli.main import main
+engine.in_order, engine.interrupts = list, lambda new, reading: False
+sys.exit(main(sys.argv[1:]))
+"""
+"""A server that reads prompts in the order in which they came."""
+DEAD = """
+import sys, fathom.inference.engine as engine, fathom.inference.launch as launch
+from fathom.cli.main import main
+make_room = engine.Engine._make_room
+def fail(self, *given):
+    raise MemoryError
+engine.Engine._drop_cancelled = lambda self: fail(self) if self.waiting else None
+if "LYING" in sys.argv:
+    sys.argv.remove("LYING")
+    engine.Engine.alive, launch._Server.on_tick = True, launch.uvicorn.Server.on_tick
+sys.exit(main(sys.argv[1:]))
+"""
+"""A server whose engine dies with its first request; LYING, it does not say so."""
+
+Attack = Callable[["Watched"], Counter[str]]
+"""Attacks a server; counts the answers by status."""
+
+
+class Watched(Server):
+    """A server whose processor time is read, helpers included."""
+
+    def worked(self) -> float:
+        """Processor seconds of the server, its children and theirs."""
+        every = {}
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                fields = stat.read_text().rsplit(")", 1)[1].split()
+            except OSError:  # it has ended
+                continue
+            every[int(stat.parent.name)] = int(fields[1]), sum(map(int, fields[11:15])) / TICK
+        family = {self.process.pid}
+        for _ in range(3):
+            family |= {pid for pid, (parent, _) in every.items() if parent in family}
+        return sum(every[pid][1] for pid in family if pid in every)
+
+    def send(self, route: str, body: object, seconds: float = PATIENCE) -> tuple[int, bytes]:
+        """Status and answer; 0 where none came in time."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=seconds)
+        try:
+            connection.request("POST", route, json.dumps(body), JSON_HEAD)
+            response = connection.getresponse()
+            return response.status, response.read()
+        except OSError:
+            return 0, b""
+        finally:
+            connection.close()
+
+    def wait(self) -> float:
+        """How long one token of a short prompt takes."""
+        began = time.perf_counter()
+        self.send("/v1/completions", {"prompt": "the depth of a river", "max_tokens": 1}, 2 * PATIENCE)
+        return time.perf_counter() - began
+
+    def kill(self) -> None:
+        """End it, whatever it does."""
+        self.process.kill()
+        self.process.wait()
+
+
+def once(route: str, **body: object) -> Attack:
+    """One request."""
+    return lambda server: Counter([str(server.send(route, body)[0])])
+
+
+def pattern(regex: str, n: int = 1) -> Attack:
+    """A request whose texts follow a pattern."""
+    body = {"prompt": "x", "max_tokens": 8, "n": n, "structured_outputs": {"regex": regex}}
+    return once("/v1/completions", **body)
+
+
+def schema(made: object) -> Attack:
+    """A request whose text follows a schema."""
+    return once("/v1/completions", prompt="x", max_tokens=8, structured_outputs={"json": made})
+
+
+def long_prompts(server: Watched) -> Counter[str]:
+    """A text that runs, and prompts of 800 tokens at once."""
+    bodies = [{"prompt": [5] * 4, "max_tokens": 400, "ignore_eos": True}]
+    bodies += [{"prompt": [100 + i, *range(1000, 1000 + LONG)], "max_tokens": 2} for i in range(WAITING)]
+    return at_once(server, [("/v1/completions", body) for body in bodies])
+
+
+def lens(words: int) -> Attack:
+    """A text for the lens."""
+    return once("/lens/data", text="the depth of a river " * (words // 5))
+
+
+def bad(server: Watched) -> Counter[str]:
+    """1,000 bad requests by 64 clients."""
+    kinds = list(bad_requests().values())
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        return Counter(str(status) for status in pool.map(lambda i: server.post(*kinds[i % len(kinds)]), range(BAD)))
+
+
+def grammars(server: Watched) -> Counter[str]:
+    """A hundred hostile grammars of five kinds, each for four texts."""
+    asked = [
+        {"prompt": "x", "max_tokens": 4, "n": TEXTS, "temperature": 1, "structured_outputs": hostile(i)}
+        for i in range(GRAMMARS)
+    ]
+    return Counter(str(server.send("/v1/completions", body)[0]) for body in asked)
+
+
+def hostile(i: int) -> dict[str, object]:
+    """A grammar that takes much time or memory."""
+    many = {f"p{j}_{i}": {"type": "integer"} for j in range(5000)}
+    kinds: list[dict[str, object]] = [
+        {"regex": f"(a{{1000}}){{1000}}z{i}"},
+        {"json": {"type": "object", "properties": many}},
+        {"json": {"allOf": [{"type": "string", "pattern": f"a{{{j}}}"} for j in range(1, 30 + i % 7)]}},
+        {"regex": rf"(\w|\s)*[aeiou](\w|\s){{{24 + i}}}z"},
+        {"grammar": f"start: x x x x x x x x\nx: y* z*\ny: /[a-z]/ | y y\nz: /[a-z{i % 10}]/ | z z z |"},
+    ]
+    return kinds[i % len(kinds)]
+
+
+def at_once(server: Watched, asked: Sequence[tuple[str, object]]) -> Counter[str]:
+    """Requests at the same time."""
+    with ThreadPoolExecutor(len(asked)) as pool:
+        return Counter(str(status) for status, _ in pool.map(lambda one: server.send(*one), asked))
+
+
+ATTACKS: dict[str, Attack] = {
+    "a pattern of 54 bytes, n=64": pattern("(a{1000}){1000}z2", 64),
+    "a pattern of 54 bytes": pattern("(a{1000}){1000}z3"),
+    "a schema of 5,000 properties": schema(
+        {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(5000)}}
+    ),
+    "a schema of sixty patterns": schema({"allOf": [{"type": "string", "pattern": f"a{{{i}}}"} for i in range(1, 60)]}),
+    "four prompts of 800 tokens": long_prompts,
+    "400 words for the lens": lens(400),
+    "600 words for the lens": lens(600),
+    "1,000 bad requests": bad,
+    "100 hostile grammars": grammars,
+}
+
+
+def measured(server: Watched, attack: Attack) -> dict[str, Any]:
+    """What an attack costs."""
+    server.send("/v1/completions", {"prompt": "x", "max_tokens": 8, "structured_outputs": {"regex": "[a-z]{2}"}})
+    time.sleep(3)  # huge pages are filled after the start
+    alone = [server.wait() for _ in range(ALONE)]
+    before, resident = server.worked(), server.memory("VmRSS")
+    waits, over = list[float](), threading.Event()
+
+    def beside() -> None:
+        while not over.is_set():
+            waits.append(server.wait())
+            time.sleep(PAUSE)
+
+    second = threading.Thread(target=beside)
+    began = time.perf_counter()
+    second.start()
+    time.sleep(PAUSE)
+    statuses = attack(server)
+    seconds = time.perf_counter() - began
+    over.set()
+    second.join()
+    time.sleep(1)
+    own = len(waits) * statistics.median(alone)  # what the second client's own tokens take, about
+    return {
+        "alone": [max(alone), statistics.median(alone)],
+        "beside": [max(waits), statistics.median(waits)],
+        "questions": len(waits),
+        "seconds": seconds,
+        "processor": server.worked() - before,
+        "processor of the second client, about": own,
+        "memory_mb": server.memory("VmRSS") - resident,
+        "peak_mb": server.memory("VmHWM") - resident,
+        "statuses": statuses,
+        "load": os.getloadavg()[0],
+    }
+
+
+def dead(model: Path, *lying: str) -> dict[str, Any]:
+    """What `/health` says, and how the process ends, after the engine has died."""
+    server = Watched(model, *lying, program=DEAD)
+    try:
+        asked = server.send("/v1/completions", {"prompt": "x", "max_tokens": 1}, 20)[0]
+        time.sleep(0.05)
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=5)
+        try:
+            connection.request("GET", "/health")
+            health = connection.getresponse().status
+        except OSError:
+            health = 0  # it is gone already
+        time.sleep(8)
+        return {"request": asked, "health": health, "exit": server.process.poll()}
+    finally:
+        server.kill()
+
+
+def main() -> None:
+    """Measure, print the table, and write the log."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--before", type=Path, help="a checkout of an older Fathom")
+    parser.add_argument("--only", nargs="+", default=list(ATTACKS), metavar="ATTACK")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    here = Path(__file__).parents[1]
+    results: dict[str, Any] = {}
+    servers: dict[str, tuple[Path, str]] = {"here": (here, "")}
+    if options.before:
+        servers["before"] = options.before, ""
+    servers["first come, first served"] = here, FIRST_COME
+    print(f"{'attack':30} {'server':26} {'alone':>7} {'beside':>7} {'median':>7} {'CPU s':>6} {'MB':>6}  statuses")
+    for name in options.only:
+        for which, (source, program) in servers.items():
+            if program and ATTACKS[name] is not long_prompts:
+                continue
+            server = Watched(options.model, "--lens", source=source, program=program)
+            try:
+                found = measured(server, ATTACKS[name])
+            finally:
+                server.kill()
+            results.setdefault(name, {})[which] = found
+            numbers = f"{found['alone'][0]:7.2f} {found['beside'][0]:7.2f} {found['beside'][1]:7.2f}"
+            numbers += f" {found['processor']:6.1f} {found['memory_mb']:6.0f}"
+            print(f"{name:30} {which:26} {numbers}  {dict(found['statuses'])}, load {found['load']:.1f}", flush=True)
+            write(options.out, results)
+    for which, lying in (("the engine died", ()), ("and is called alive", ("LYING",))):
+        results[which] = dead(options.model, *lying)
+        print(f"{which}: {results[which]}", flush=True)
+    write(options.out, results)
+
+
+def write(out: Path | None, results: dict[str, Any]) -> None:
+    """The log so far."""
+    if out is not None:
+        write_json(out, {"provenance": vars(provenance()), "results": results})
+
+
+if __name__ == "__main__":
+    main()
