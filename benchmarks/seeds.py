@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from fathom.inference.draws import TOKEN, Source
+from fathom.inference.draws import Source
 from fathom.inference.sampling import Choice
 from fathom.models import FathomConfig, FathomForCausalLM
 from fathom.models.registry import parse_mechanism
@@ -64,9 +64,9 @@ def flips(found: list[tuple[Tensor, Tensor]], sharp: float, draws: int) -> dict[
     for which, both in enumerate(found):
         weights = [(logits.double() * sharp).softmax(0) for logits in both]
         differs = max(differs, float((both[0] - both[1]).abs().max()) * sharp)
-        one, other = ([Source(seed, which).draw(p, 0, TOKEN) for seed in range(each)] for p in weights)
+        one, other = ([Source(seed, which).draw(p, 0) for seed in range(each)] for p in weights)
         changed += sum(a != b for a, b in zip(one, other, strict=True))
-        places = torch.from_numpy(Source(which).uniforms(0, TOKEN, each))
+        places = torch.from_numpy(Source(which).uniforms(0, each))
         one, other = (torch.searchsorted(p.cumsum(0), places) for p in weights)
         looked_up += int((one != other).sum())
     likeliest = max(float((one.double() * sharp).softmax(0).max()) for one, _ in found)
@@ -105,7 +105,7 @@ def cost(model: FathomForCausalLM, turns: int) -> dict[str, float]:
 
         ways: dict[str, Callable[[], object]] = {
             "step_ms": step,
-            "draw_ms": lambda: Source(0).draw(weights, 0, TOKEN),
+            "draw_ms": lambda: Source(0).draw(weights, 0),
             "lookup_ms": lookup,
             "softmax_ms": lambda: logits.double().softmax(0),
             "token_ms": lambda: Choice(1.0).token(logits, [0], [1]),

@@ -5,7 +5,7 @@ import pytest
 import scipy.stats
 import torch
 
-from fathom.inference.draws import BLOCK, DRAFT, TOKEN, Source
+from fathom.inference.draws import BLOCK, Source
 from fathom.inference.sampling import Choice
 
 
@@ -35,11 +35,12 @@ def test_draws_have_the_probabilities(size):
     assert misfit(by_seed, (logits.double() / 0.9).softmax(0)) < 1e-6, "another temperature is seen"
 
 
-def test_a_draw_is_a_function_of_seed_text_position_and_stream():
-    one = [Source(seed, index).uniform(position, stream) for seed, index, position, stream in np.ndindex(3, 3, 3, 4)]
-    assert len(set(one)) == len(one) and one == [Source(*at[:2]).uniform(*at[2:]) for at in np.ndindex(3, 3, 3, 4)]
-    assert Source(-1).uniform(0, TOKEN) == Source((1 << 64) - 1).uniform(0, TOKEN)
-    few, many = Source(7).uniforms(3, DRAFT, 4), Source(7).uniforms(3, DRAFT, 5_000)
+def test_a_draw_is_a_function_of_seed_text_and_position():
+    places = list(np.ndindex(3, 3, 3))
+    one, again = ([float(Source(*at[:2]).uniforms(at[2], 1)[0]) for at in places] for _ in range(2))
+    assert len(set(one)) == len(one) and one == again
+    assert Source(-1).uniforms(0, 1) == Source((1 << 64) - 1).uniforms(0, 1)
+    few, many = Source(7).uniforms(3, 4), Source(7).uniforms(3, 5_000)
     assert (many[:4] == few).all() and many.min() > 0 and many.max() < 1
 
 
@@ -47,8 +48,8 @@ def test_the_ends_of_the_noise_are_numbers(monkeypatch):
     """Of the largest and the smallest number that the generator makes."""
     for raw in (0, (1 << 64) - 1):
         monkeypatch.setattr("fathom.inference.draws.Philox", lambda raw=raw, **_: Constant(raw))
-        assert np.isfinite(np.log(-np.log(Source(0).uniforms(0, TOKEN, 3)))).all()
-        assert Source(0).draw(torch.tensor([0.0, 1e-300, 0.0], dtype=torch.float64), 0, TOKEN) == 1
+        assert np.isfinite(np.log(-np.log(Source(0).uniforms(0, 3)))).all()
+        assert Source(0).draw(torch.tensor([0.0, 1e-300, 0.0], dtype=torch.float64), 0) == 1
 
 
 class Constant:
@@ -69,7 +70,7 @@ def test_rounding_changes_draws_of_near_ties_only():
         Choice(1.0, seed=i).token(logits, [], []) != Choice(1.0, seed=i).token(other, [], []) for i in range(draws)
     )
     lookups = [
-        torch.searchsorted(weights.cumsum(0), torch.from_numpy(Source(9).uniforms(0, TOKEN, draws)))
+        torch.searchsorted(weights.cumsum(0), torch.from_numpy(Source(9).uniforms(0, draws)))
         for weights in (logits.double().softmax(0), other.double().softmax(0))
     ]
     assert changed <= 3, "expected: 0.0015 of them"

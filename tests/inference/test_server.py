@@ -25,6 +25,7 @@ from fathom.checkpoints.open import open_checkpoint
 from fathom.errors import SettingsError
 from fathom.inference import gate, server, texts
 from fathom.inference.batches import token_bytes
+from fathom.inference.drafting import PLAIN, TRIPS, Drafting
 from fathom.inference.engine import Scored
 from fathom.inference.generate import generate, generate_batch
 from fathom.inference.prompt import encode
@@ -1041,8 +1042,9 @@ def test_angles_that_depend_on_company_are_refused(directory):
         server.Service(model, tokenizer, "tiny")
 
 
-def test_drafts_are_counted(tmp_path):
+def test_drafts_are_counted(tmp_path, monkeypatch):
     """/metrics says how many drafts there were, and how many were right."""
+    monkeypatch.setattr(Drafting, "best", lambda self, values: TRIPS if TRIPS in values else PLAIN)
     folder = export_tiny(tmp_path / "tiny", recurrence="loop", recurrence_options={"trips": 3})
     with in_thread(server.Service(*open_checkpoint(folder, "cpu"), "tiny", 1 << 26, speculate=1)) as asked:
         for temperature in (0, 0, 1):

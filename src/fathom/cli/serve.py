@@ -49,6 +49,11 @@ def add(parser: Parser) -> None:
     )
     add_speculate(parser)
     parser.add_argument(
+        "--lookup",
+        action="store_true",
+        help="draft what followed the same tokens earlier in a text, where that is faster; the output is unchanged",
+    )
+    parser.add_argument(
         "--layout",
         choices=("auto", "packed", "plain"),
         default="auto",

@@ -65,6 +65,7 @@ class Envelope:
         prompts: The prompts as token ids.
         ids: Whether to include token ids of the choices and of the prompts.
         trips: Whether to include the loop iterations of each token.
+        reasoning: Whether to include thoughts.
     """
 
     def __init__(
@@ -75,7 +76,9 @@ class Envelope:
         prompts: Sequence[Sequence[int]],
         ids: bool = False,
         trips: bool = False,
+        reasoning: bool = True,
     ) -> None:
+        self.reasoning = reasoning
         self.chat, self.tokenizer, self.prompt_tokens = chat, tokenizer, sum(map(len, prompts))
         self.ids, self.trips = ids, trips
         self.first: Sequence[Job] = ()
@@ -86,7 +89,7 @@ class Envelope:
 
     def whole(self, texts: Sequence[Text]) -> dict[str, object]:
         """The complete answer."""
-        said = [{"message": _message(text)} if self.chat else {"text": text.said} for text in texts]
+        said = [{"message": self._message(text)} if self.chat else {"text": text.said} for text in texts]
         choices = [self._choice(i, text, said[i]) for i, text in enumerate(texts)]
         return {**self.head, "object": self.kind, "choices": choices, **self.prompt_ids, "usage": self._usage(texts)}
 
@@ -99,7 +102,7 @@ class Envelope:
         """A chunk of a choice; None if there is nothing to send yet."""
         if not self.chat:
             return self._chunk([self._choice(index, text, {"text": new})])
-        delta = _delta(text, new)
+        delta = {**self._thought(text), **_delta(text, new)}
         if not (delta or text.finish or text.scores or (text.made and (self.ids or self.trips))):
             return None
         return self._chunk([self._choice(index, text, {"delta": delta})])
@@ -107,6 +110,15 @@ class Envelope:
     def last(self, texts: Sequence[Text]) -> dict[str, object]:
         """The final chunk, with token counts."""
         return {**self._chunk([]), "usage": self._usage(texts)}
+
+    def _message(self, text: Text) -> dict[str, object]:
+        """A complete message: its thought, its text and its tool calls."""
+        return {**_message(text), **self._thought(text)}
+
+    def _thought(self, text: Text) -> dict[str, object]:
+        """The part of the thought that was not sent yet."""
+        new, text.new_thought = text.new_thought, ""
+        return {"reasoning_content": new} if new and self.reasoning else {}
 
     def _choice(self, index: int, text: Text, said: dict) -> dict[str, object]:
         """A choice, with the scores that were not sent yet."""
@@ -139,7 +151,9 @@ def usage_of(prompt: int, texts: Sequence[Text], cached: int) -> dict[str, Any]:
     counts = {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}
     counted, iterations = (sum(text.trips[i] for text in texts) for i in (0, 1))
     trips = {"trips": round(iterations / counted, 3)} if counted else {}
-    return {**counts, "prompt_tokens_details": {"cached_tokens": cached}, **trips}
+    thinking = sum(text.thinking for text in texts)
+    thoughts = {"completion_tokens_details": {"reasoning_tokens": thinking}} if thinking else {}
+    return {**counts, "prompt_tokens_details": {"cached_tokens": cached}, **thoughts, **trips}
 
 
 def _message(text: Text) -> dict[str, object]:

@@ -119,6 +119,8 @@ class Message(BaseModel):
     tool_calls: list[dict[str, object]] | None = Field(None, max_length=128)
     tool_call_id: str | None = None
     name: str | None = None
+    reasoning_content: str | None = None
+    """What an earlier answer thought, for templates that write it."""
 
     @field_validator("content", mode="before")
     @classmethod

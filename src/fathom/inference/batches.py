@@ -359,6 +359,19 @@ class SlabBatch(LiveBatch):
         self.lengths = [length + 1 for length in self.lengths]
         return logits[:, 0]
 
+    def check(self, rows: Sequence[Sequence[int]]) -> Tensor:
+        """The logits `[rows, T, V]` after several tokens of each sequence, of which `keep` says how many are right;
+        shorter rows are padded."""
+        width = max(map(len, rows))
+        ids = torch.tensor([[*row, *[row[-1]] * (width - len(row))] for row in rows])
+        self._about(0, self.lengths)
+        positions = torch.tensor(self.lengths).unsqueeze(1) + torch.arange(width)
+        return self._call(ids, positions, self.cache, True, self._mask(positions))
+
+    def keep(self, kept: Sequence[int]) -> None:
+        """Keep this many of each sequence's checked tokens; later writes overwrite the rest."""
+        self.lengths = [length + more for length, more in zip(self.lengths, kept, strict=True)]
+
     def leave(self, row: int) -> int:
         """Move the last sequence into the gap, and a sequence that is being read into the last one's slot."""
         last = len(self) - 1
@@ -454,11 +467,10 @@ class DraftBatch(SlabBatch):
         hidden, *_ = stages.make(x, positions.to(device), masks, self.checking, kept, joined(states))
         return self.model.lm_head(hidden).float()
 
-    def keep(self, kept: Sequence[int], count: int) -> None:
-        """Keep this many of each sequence's `count` drafted positions; later writes overwrite the rest."""
+    def adapt(self, kept: Sequence[int], count: int) -> None:
+        """Choose how many tokens to draft next, after so many of each sequence's `count` were kept."""
         whole = 2 * sum(one == count for one in kept) > len(kept)
         self.count = min(count + 1, DRAFTS) if whole else max(count - 1, 1)
-        self.lengths = [length + more for length, more in zip(self.lengths, kept, strict=True)]
 
 
 class SlotBatch(LiveBatch):

@@ -19,8 +19,6 @@ from torch import Tensor
 
 BLOCK = 512
 """Tokens of a block."""
-TOKEN, DRAFT, ACCEPT, INSTEAD = range(4)
-"""What is drawn at a position: its token; or a draft, whether it is accepted, and what replaces it."""
 MODULUS = 1 << 64
 
 
@@ -32,24 +30,20 @@ class Source:
     index: int = 0
     """Which of several texts for one prompt."""
 
-    def uniforms(self, position: int, stream: int, count: int) -> np.ndarray:
+    def uniforms(self, position: int, count: int) -> np.ndarray:
         """`[count]` numbers in (0, 1) for one draw; a larger `count` begins with the same numbers."""
         key = np.array([self.seed % MODULUS, self.index % MODULUS], np.uint64)
-        counter = np.array([0, position, stream, 0], np.uint64)
+        counter = np.array([0, position, 0, 0], np.uint64)
         raw = Philox(key=key, counter=counter).random_raw(count)
         return ((raw >> np.uint64(12)) + 0.5) * 2.0**-52  # the upper 52 bits, so neither 0 nor 1
 
-    def uniform(self, position: int, stream: int) -> float:
-        """One number in (0, 1)."""
-        return float(self.uniforms(position, stream, 1)[0])
-
-    def draw(self, weights: Tensor, position: int, stream: int) -> int:
+    def draw(self, weights: Tensor, position: int) -> int:
         """An index of `weights` `[V]` (non-negative), with probability proportional to its weight."""
         whole = len(weights) // BLOCK * BLOCK
         sums = weights[:whole].view(-1, BLOCK).sum(1)
         if whole < len(weights):
             sums = torch.cat((sums, weights[whole:].sum()[None]))
-        noise = -np.log(self.uniforms(position, stream, len(sums) + BLOCK))
+        noise = -np.log(self.uniforms(position, len(sums) + BLOCK))
         first = BLOCK * _best(sums, noise[BLOCK:])
         return first + _best(weights[first : first + BLOCK], noise[:BLOCK])
 

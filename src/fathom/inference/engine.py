@@ -35,11 +35,12 @@ from fathom.inference.batches import (
     trips_of,
 )
 from fathom.inference.by_rows import attend_by_rows, needs_rows
+from fathom.inference.drafting import LOOKUP, PLAIN, TRIPS, Drafting, Drafts, Plan
 from fathom.inference.histogram import Histogram
 from fathom.inference.positions import depends_on_company
 from fathom.inference.prefixes import LEAST as SHORTEST
 from fathom.inference.prefixes import NOTHING, Found, Kept, Prefixes
-from fathom.inference.sampling import NO_NUMBERS, Choice, Draft, finite, likeliest
+from fathom.inference.sampling import NO_NUMBERS, Choice, finite, likeliest
 from fathom.inference.schedule import LEAST, chunk, in_order, interrupts, rank
 from fathom.iterations import most_trips
 from fathom.kvcache.policy import Policy
@@ -134,6 +135,7 @@ class Job:
     """Prompt tokens of others that were read since."""
     paused: tuple[object, int] | None = None
     """If another's prompt interrupted its own: the state of its batch, and the bytes of its copy."""
+    drafts: Drafts = field(default_factory=Drafts)
 
     @property
     def left(self) -> int:
@@ -169,7 +171,8 @@ class Engine:
         budget: Bytes that keys and values may take.
         policy: A constant-size cache for every text.
         hand_out: Receives the new events after each turn; by default they are delivered at once.
-        draft_trips: Draft with this many first trips, for jobs with more.
+        draft_trips: Draft with this many first trips where that is faster, for jobs with more.
+        lookup: Draft what followed the same tokens before, where that is faster.
         prefix_budget: Bytes of the prefix cache, in addition to `budget`.
     """
 
@@ -181,6 +184,7 @@ class Engine:
         hand_out: Callable[[list[tuple[Job, Event]]], None] | None = None,
         draft_trips: int | None = None,
         prefix_budget: int = 0,
+        lookup: bool = False,
     ) -> None:
         if depends_on_company(model):  # texts would depend on other requests
             raise SettingsError(
@@ -191,7 +195,10 @@ class Engine:
         """Whether each sequence is attended to, and each prompt read, by itself."""
         if self.by_rows:
             attend_by_rows(model)
-        batch_for(model, None, policy, draft_trips)  # refuses models that cannot draft before the first request does
+        batch = batch_for(model, None, policy, draft_trips)  # refuses models that cannot draft here
+        if lookup and not isinstance(batch, SlabBatch):
+            raise SettingsError("lookup: this model's cache, or `kvcache`, cannot take tokens back: leave it out")
+        self.lookup = lookup
         self.model, self.budget, self.policy = model, budget, policy
         self.hand_out, self.draft_trips = hand_out or deliver, draft_trips
         self.prefixes = Prefixes(prefix_budget)
@@ -204,6 +211,7 @@ class Engine:
         """Jobs whose prompts were interrupted by shorter ones."""
         self.seconds: dict[int | None, float] = {}
         """The time of a prompt's token, by number of trips."""
+        self.drafting: dict[int | None, Drafting] = {}
         self.counts: dict[str, float] = dict.fromkeys(COUNTED, 0)
         """Since the start, for /metrics."""
         self.times = {name: Histogram() for name in TIMED}
@@ -603,39 +611,64 @@ class Engine:
         if not lane.jobs:
             return
         self.counts["steps"] += 1
-        if isinstance(lane.batch, DraftBatch):
-            return self._step_drafted(lane, lane.batch)
+        jobs, batch, began = list(lane.jobs), lane.batch, time.perf_counter()
+        drafting, kept = self._drafting(jobs[0].trips, batch), [(0, 0)] * len(jobs)
+        plan = drafting.plan(jobs, batch.count if isinstance(batch, DraftBatch) else 0)
+        if plan.kind == PLAIN:
+            self._take(lane, jobs, batch.step([job.made[-1] for job in jobs]))
+        else:
+            assert isinstance(batch, SlabBatch)
+            kept = self._step_drafted(lane, batch, plan)
+        drafting.learn(plan, jobs, kept, time.perf_counter() - began)
+
+    def _drafting(self, trips: int | None, batch: LiveBatch) -> Drafting:
+        """What is known of drafts for a number of trips."""
+        if trips not in self.drafting:
+            self.drafting[trips] = Drafting(*[LOOKUP] * self.lookup, *[TRIPS] * isinstance(batch, DraftBatch))
+        return self.drafting[trips]
+
+    def _step_drafted(self, lane: Lane, batch: SlabBatch, plan: Plan) -> list[tuple[int, int]]:
+        """Several tokens for every sequence: right drafts, and the token behind them. Returns how many tokens each
+        drafted, and how many of them were right."""
         jobs = list(lane.jobs)
-        self._take(lane, jobs, lane.batch.step([job.made[-1] for job in jobs]))
-
-    def _step_drafted(self, lane: Lane, batch: DraftBatch) -> None:
-        """Several tokens for every sequence: the accepted drafts, and the whole model's token in place of the next."""
-        jobs = list(lane.jobs)
-        drafts: list[list[Draft]] = [[] for _ in jobs]
-
-        def choose(logits: Tensor) -> list[int]:
-            for job, mine, row, best in zip(jobs, drafts, logits, logits.argmax(-1).tolist(), strict=True):
-                made = [*job.made, *(draft.token for draft in mine)]
-                mine.append(Draft(best) if job.choice.plain else job.choice.draft(row, job.prompt, made))
-            return [mine[-1].token for mine in drafts]
-
-        count = min(batch.count, max(job.new_tokens - len(job.made) for job in jobs))
-        logits = batch.draft([job.made[-1] for job in jobs], count, choose)
+        if plan.kind == LOOKUP:
+            drafts = plan.drafts
+            logits = batch.check([[job.made[-1], *mine] for job, mine in zip(jobs, drafts, strict=True)])
+        else:
+            assert isinstance(batch, DraftBatch)
+            drafts, logits = self._drafted(jobs, batch)
         settled = [
             job.choice.settled(mine, rows, job.prompt, job.made)
             for job, mine, rows in zip(jobs, drafts, logits, strict=True)
         ]
-        batch.keep([len(tokens) for tokens, _ in settled], count)
-        self.counts["drafted"] += len(jobs) * count
-        self.counts["accepted"] += sum(accepted for _, accepted in settled)
+        sizes = [len(tokens) for tokens in settled]
+        batch.keep(sizes)
+        if isinstance(batch, DraftBatch) and plan.kind == TRIPS:
+            batch.adapt(sizes, logits.shape[1])
+        kept = [(len(mine), sum(map(int.__eq__, mine, tokens))) for mine, tokens in zip(drafts, settled, strict=True)]
+        self.counts["drafted"] += sum(drafted for drafted, _ in kept)
+        self.counts["accepted"] += sum(accepted for _, accepted in kept)
         sound = finite(logits).all(1).tolist()
-        for job, (tokens, _), rows, fine in zip(jobs, settled, logits, sound, strict=True):
+        for job, tokens, rows, fine in zip(jobs, settled, logits, sound, strict=True):
             if not fine:
                 self._refuse(lane, job)
                 continue
             for scored in self._scores(lane, [job] * len(tokens), tokens, rows[: len(tokens)]):
                 if not self._give(lane, job, scored):
                     break
+        return kept
+
+    def _drafted(self, jobs: Sequence[Job], batch: DraftBatch) -> tuple[list[list[int]], Tensor]:
+        """The drafts of the first trips, and the whole model's logits at their positions, `[n, T, V]`."""
+        drafts: list[list[int]] = [[] for _ in jobs]
+
+        def choose(logits: Tensor) -> list[int]:
+            for job, mine, row, best in zip(jobs, drafts, logits, logits.argmax(-1).tolist(), strict=True):
+                mine.append(best if job.choice.plain else job.choice.token(row, job.prompt, [*job.made, *mine]))
+            return [mine[-1] for mine in drafts]
+
+        count = min(batch.count, max(job.new_tokens - len(job.made) for job in jobs))
+        return drafts, batch.draft([job.made[-1] for job in jobs], count, choose)
 
     def _take(self, lane: Lane, jobs: Sequence[Job], logits: Tensor) -> None:
         """Choose and deliver the next token of each job that wants one from logits `[n, V]`."""

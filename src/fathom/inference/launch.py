@@ -92,7 +92,9 @@ class ServeOptions(Opening):
     max_trips: int | None = None
     """Maximum trips per token, unless a request sets it."""
     speculate: int | None = None
-    """Draft with this many first trips and verify with the rest: the output is the same, and often faster."""
+    """Draft with this many first trips and verify with the rest where that is faster: the output is the same."""
+    lookup: bool = False
+    """Draft what followed the same tokens earlier in a text where that is faster: the output is the same."""
     layout: str = "auto"
     """On a CPU: `packed` or `plain` float32 weights, or `auto`, which times both and refuses slow eight-bit ones."""
     api_key: str | None = None
@@ -139,8 +141,9 @@ def serve(
                 "browsers write them: lower case, xn-- for other letters, no :443 for https and no :80 for http"
             )
     keys = _keys(chosen)
-    if chosen.speculate is not None and chosen.kvcache not in (None, "full"):
-        raise SettingsError("`speculate` takes back what it wrote: leave out `kvcache`")
+    if (chosen.speculate is not None or chosen.lookup) and chosen.kvcache not in (None, "full"):
+        named = "lookup" if chosen.speculate is None else "speculate"
+        raise SettingsError(f"`{named}` takes back what it wrote: leave out `kvcache`")
     if chosen.layout not in LAYOUTS:
         raise SettingsError(f"layout={chosen.layout}: allowed: {', '.join(LAYOUTS)}")
     listener = _bind(host, port)
@@ -194,7 +197,7 @@ def _run(
     check_drafts(model, options.speculate, options.max_trips)
     policy = choose(model, options.kvcache, options.cache)
     memory = options.cache_memory or default_memory(model)
-    service = Service(model, tokenizer, name, memory, policy, options.max_trips, options.speculate)
+    service = Service(model, tokenizer, name, memory, policy, options.max_trips, options.speculate, options.lookup)
     service.engine.prefixes.budget = memory // 4 if options.prefix_memory is None else options.prefix_memory
     service.deadline = options.deadline
     service.allow_control = options.allow_control_tokens

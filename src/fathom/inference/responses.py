@@ -78,7 +78,10 @@ class Response:
     def _usage(self) -> Event:
         given = usage_of(len(self.job.prompt), [self.text], self.job.cached)
         counts = {"input_tokens": given["prompt_tokens"], "output_tokens": given["completion_tokens"]}
-        counts |= {"total_tokens": given["total_tokens"], "output_tokens_details": {"reasoning_tokens": 0}}
+        counts |= {
+            "total_tokens": given["total_tokens"],
+            "output_tokens_details": {"reasoning_tokens": self.text.thinking},
+        }
         counts |= {"input_tokens_details": {"cached_tokens": self.job.cached, "cache_write_tokens": 0}}
         return counts | ({"trips": given["trips"]} if "trips" in given else {})
 
@@ -88,7 +91,17 @@ class Response:
         heard = Heard(new) if text.reader is None else text.reader.hear(new, last)
         scores, text.scores = text.scores, []
         found: Any = chat_logprobs(self.tokenizer, scores)["content"]
-        if heard.content or (last and not self.output and self._open is None and not heard.calls):
+        thought, text.new_thought = text.new_thought, ""
+        if thought:
+            if self._open is None:
+                yield from self._begin(_reasoning())
+            assert self._open is not None
+            self._open["content"][0]["text"] += thought
+            yield self._inside("response.reasoning_text.delta", content_index=0, delta=thought)
+        over = last and self._open is None and not self.output
+        if heard.content or (over and not heard.calls):
+            if self._open is not None and self._open["type"] == "reasoning":
+                yield from self._end()
             if self._open is None:
                 yield from self._begin(_message())
             yield from self._say(heard.content, found)
@@ -105,7 +118,7 @@ class Response:
 
     def _begin(self, item: Event) -> Iterator[Event]:
         self._open = item
-        item = {**item, "content": []} if item["type"] == "message" else item
+        item = {**item, "content": []} if "content" in item else item
         yield {"type": "response.output_item.added", "output_index": len(self.output), "item": dict(item)}
         if item["type"] == "message":
             yield self._inside("response.content_part.added", content_index=0, part=_part(""))
@@ -128,6 +141,8 @@ class Response:
                 "response.output_text.done", content_index=0, text=part["text"], logprobs=part["logprobs"]
             )
             yield self._inside("response.content_part.done", content_index=0, part=part)
+        elif item["type"] == "reasoning":
+            yield self._inside("response.reasoning_text.done", content_index=0, text=item["content"][0]["text"])
         else:
             done = {"name": item["name"], "arguments": item["arguments"]}
             yield self._inside("response.function_call_arguments.done", **done)
@@ -153,6 +168,11 @@ def _part(text: str) -> Event:
 def _message() -> Event:
     made = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "status": "in_progress", "role": "assistant"}
     return {**made, "content": [_part("")]}
+
+
+def _reasoning() -> Event:
+    made = {"id": f"rs_{uuid.uuid4().hex}", "type": "reasoning", "status": "in_progress", "summary": []}
+    return {**made, "content": [{"type": "reasoning_text", "text": ""}]}
 
 
 def _call(call: Call) -> Event:

@@ -1,9 +1,8 @@
 """How one text's next token is chosen: a pure function of its logits, tokens, seed and position.
 
 The noise of a draw belongs to (seed, choice, position), see `draws.py`. So a text does not depend on which others are
-generated next to it, nor on how many requests the server has answered. Where tokens are drafted, a position has noise
-of its own for the draft, for accepting it and for what replaces it, so a text does not depend on how many tokens are
-drafted at a time either.
+generated next to it, nor on how many requests the server has answered. A draft is drawn with the noise of the token
+that it foretells, which makes it right more often, and a text does not depend on what was drafted.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, RepetitionPenaltyLogitsProcessor
 
-from fathom.inference.draws import ACCEPT, DRAFT, INSTEAD, TOKEN, Source
+from fathom.inference.draws import Source
 
 if TYPE_CHECKING:
     from fathom.inference.structure import Constraint
@@ -40,15 +39,6 @@ NOT_HERE = {
 `token_healing`, which changes the prompt, is done nowhere here."""
 OWN = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 """Settings of a checkpoint that a `Choice` takes."""
-
-
-@dataclass(frozen=True)
-class Draft:
-    """A token that a part of the model drafted."""
-
-    token: int
-    probabilities: Tensor | None = None
-    """The distribution it was drawn from, `[V]`; None for the likeliest token."""
 
 
 @dataclass(frozen=True)
@@ -163,50 +153,27 @@ class Choice:
 
     def token(self, logits: Tensor, prompt: Sequence[int], made: Sequence[int]) -> int:
         """The next token, from its logits `[V]`."""
-        return self.draft(logits, prompt, made, TOKEN).token
-
-    def draft(self, logits: Tensor, prompt: Sequence[int], made: Sequence[int], stream: int = DRAFT) -> Draft:
-        """A draft of the next token, from the logits `[V]` of a part of the model."""
         scores = self.scores(logits, prompt, made)
         if self.temperature == 0:
-            return Draft(int(scores.argmax()))
-        probabilities = self.probabilities(scores)
-        return Draft(self._source.draw(probabilities, len(made), stream), probabilities)
+            return int(scores.argmax())
+        return Source(self.seed, self.index).draw(self.probabilities(scores), len(made))
 
-    def settled(
-        self, drafts: Sequence[Draft], logits: Tensor, prompt: Sequence[int], made: Sequence[int]
-    ) -> tuple[list[int], int]:
-        """The next tokens, distributed like the whole model's, and the number of accepted drafts.
-
-        Drafts are accepted with probability min(1, p/q). A draw from the normalised max(p - q, 0) replaces the first
-        rejected draft. Greedy drafts are accepted as long as they equal the whole model's tokens.
+    def settled(self, drafts: Sequence[int], logits: Tensor, prompt: Sequence[int], made: Sequence[int]) -> list[int]:
+        """The next tokens, those that would be chosen without drafts: as far as these foretell them, and one more.
 
         Args:
-            drafts: Consecutive drafted tokens.
-            logits: The whole model's logits at their positions, `[drafts, V]`.
+            drafts: Guesses of consecutive tokens.
+            logits: The logits at their positions, `[T, V]`, and at the next one if there are more.
             prompt: See `token`.
             made: See `token`.
         """
         tokens: list[int] = []
-        for draft, row in zip(drafts, logits, strict=True):
-            before = [*made, *tokens]
-            tokens.append(self._checked(draft, row, prompt, before))
-            if tokens[-1] != draft.token:
-                return tokens, len(tokens) - 1
-        return tokens, len(tokens)
-
-    def _checked(self, draft: Draft, logits: Tensor, prompt: Sequence[int], made: Sequence[int]) -> int:
-        scores, q = self.scores(logits, prompt, made), draft.probabilities
-        if q is None:
-            return int(scores.argmax())
-        p = self.probabilities(scores)
-        if self._source.uniform(len(made), ACCEPT) * float(q[draft.token]) < float(p[draft.token]):
-            return draft.token
-        return self._source.draw((p - q).clamp(min=0), len(made), INSTEAD)
-
-    @property
-    def _source(self) -> Source:
-        return Source(self.seed, self.index)
+        likeliest = logits.argmax(-1).tolist() if self.plain else []
+        for i, guess in enumerate([*drafts, None][: len(logits)]):
+            tokens.append(likeliest[i] if self.plain else self.token(logits[i], prompt, [*made, *tokens]))
+            if tokens[-1] != guess:
+                break
+        return tokens
 
 
 def _nucleus(cooled: Tensor, probabilities: Tensor, share: float) -> float:

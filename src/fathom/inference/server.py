@@ -44,6 +44,7 @@ from fathom.inference.api import (
 from fathom.inference.api_responses import NAMED, ResponsesBody
 from fathom.inference.api_structure import Tool
 from fathom.inference.batches import trips_of
+from fathom.inference.control import special_names
 from fathom.inference.engine import Engine, Event, Job, deliver
 from fathom.inference.gate import Gate, Keys
 from fathom.inference.layout import Layout, lay_out
@@ -55,6 +56,7 @@ from fathom.inference.sampling import Choice
 from fathom.inference.settings import as_strings, refused
 from fathom.inference.shape import Shape, Shapes
 from fathom.inference.texts import AnswerWords, Text
+from fathom.inference.thoughts import Thoughts, marks_of
 from fathom.inference.tokenising import Tokenising
 from fathom.iterations import most_trips
 from fathom.kvcache.policy import Policy
@@ -93,6 +95,7 @@ class Service:
         policy: A cache of constant size for every text.
         max_trips: Trips per token at most, where a request does not say.
         speculate: Draft with so many first trips and check with the rest.
+        lookup: Draft what followed the same tokens before.
     """
 
     def __init__(
@@ -104,6 +107,7 @@ class Service:
         policy: Policy | None = None,
         max_trips: int | None = None,
         speculate: int | None = None,
+        lookup: bool = False,
     ) -> None:
         settle_generation(model.generation_config, tokenizer)
         if (fault := refused(model.generation_config)) is not None:
@@ -119,10 +123,11 @@ class Service:
         """How weights are stored, once `lay_out` was called."""
         self.tokenising = Tokenising()
         self.reserved = reserved_variables(tokenizer)
+        self.thoughts = marks_of(tokenizer)
         self.shapes = Shapes(tokenizer, model.config.vocab_size, self.stops)
         self.loop: asyncio.AbstractEventLoop | None = None
         memory = memory or default_memory(model)
-        self.engine = Engine(model, memory, policy, self._hand_over, draft_trips=speculate)
+        self.engine = Engine(model, memory, policy, self._hand_over, draft_trips=speculate, lookup=lookup)
         known = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "fathom"}
         self.card = {**known, "max_model_len": self.context}
 
@@ -270,7 +275,8 @@ class Service:
         """The answer, complete or as a stream."""
         begun = await self._begin(body)
         talk, prompts = isinstance(body, ChatBody), begun.prompts
-        envelope = Envelope(self.name, talk, self.tokenizer, prompts, body.return_token_ids, body.return_trips)
+        told = body.return_token_ids, body.return_trips, body.include_reasoning
+        envelope = Envelope(self.name, talk, self.tokenizer, prompts, *told)
         envelope.first = begun.jobs[:: body.n]
         parts, texts = self._parts(begun), begun.texts
         if body.stream:
@@ -308,14 +314,17 @@ class Service:
     def _text(self, body: Asked, job: Job, shape: Shape | None, index: int) -> Text:
         """The text made from a job's tokens."""
         after = () if isinstance(body, ChatBody) and not body.continue_final_message else job.prompt
-        marked = shape is not None and shape.special
+        marks = None if isinstance(body, CompletionBody) or (shape is not None and shape.whole) else self.thoughts
+        marked = (shape is not None and shape.special) or bool(marks and marks[0] in special_names(self.tokenizer))
         words = AnswerWords(self.tokenizer, marked, after, mute=job.stops | self.stops if marked else ())
         echo: str | list[int] = ""
         if isinstance(body, CompletionBody) and body.echo:
             echo = body.prompts[index // body.n]
         echo = echo if isinstance(echo, str) else str(self.tokenizer.decode(echo))
         stops = [*body.stops, *self.stop_strings]
-        return Text(words, stops, echo, body.min_tokens, reader=None if shape is None else shape.reader())
+        thoughts = None if marks is None else Thoughts.after(marks, self.tokenizer, job.prompt)
+        reader = None if shape is None else shape.reader()
+        return Text(words, stops, echo, body.min_tokens, reader=reader, thoughts=thoughts)
 
     async def _parts(self, begun: _Begun) -> Parts:
         """Events until all jobs have ended; jobs are cancelled if the client disconnects."""
@@ -333,7 +342,7 @@ class Service:
                     new = text.hear(event)
                     if text.finish is not None:  # the end may be a stop string, which the engine does not know
                         self.engine.cancel([jobs[index]], "finished")
-                    if new or text.finish is not None or text.scores:
+                    if new or text.new_thought or text.finish is not None or text.scores:
                         yield index, new
         finally:
             self.engine.cancel(jobs)

@@ -33,6 +33,8 @@ class Wanted:
     """How calls are written, if calls are allowed."""
     tools: Sequence[str] = ()
     """Names of the tools."""
+    whole: bool = True
+    """Whether the grammar leaves no room for a thought before the answer."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,11 @@ class Shape:
         how = self.wanted.how
         marks = "" if how is None else how.before + how.after
         return any(name in marks for name in special_names(self.grammars.tokenizer))
+
+    @property
+    def whole(self) -> bool:
+        """See `Wanted.whole`."""
+        return self.wanted.whole
 
     def constraint(self) -> Constraint:
         """The constraint of one text."""
@@ -118,4 +125,5 @@ class Shapes:
         parts = {f"tools.{i}.function.parameters": json_grammar(schema_of(tool)) for i, tool in enumerate(tools)}
         if schema is not None:
             parts["response_format"] = json_grammar(schema)
-        return Wanted("tools", lark_grammar(whole), parts, self.notation, [tool["function"]["name"] for tool in tools])
+        names = [tool["function"]["name"] for tool in tools]
+        return Wanted("tools", lark_grammar(whole), parts, self.notation, names, required or schema is not None)

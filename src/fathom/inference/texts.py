@@ -8,6 +8,7 @@ from itertools import compress
 from typing import TYPE_CHECKING
 
 from fathom.inference.engine import Scored
+from fathom.inference.thoughts import Thoughts
 from fathom.inference.tools import CallReader, may_begin
 
 if TYPE_CHECKING:
@@ -127,6 +128,14 @@ class Text:
     """Why it ended."""
     reader: CallReader | None = None
     """Separates the text from tool calls, if calls are allowed."""
+    thoughts: Thoughts | None = None
+    """Separates the text from thoughts, if the model marks them."""
+    thought: str = ""
+    """What the model thought."""
+    new_thought: str = ""
+    """Of that, what was not sent yet."""
+    thinking: int = 0
+    """Tokens of the thought."""
     scores: list[tuple[Scored, int]] = field(default_factory=list)
     """Scores that were not sent yet, each with the position in the text where its token begins."""
     _held: str = ""
@@ -159,9 +168,7 @@ class Text:
             new += self._tell(self.words.add([], last=True))
             if self.finish is None:
                 self.finish = event
-                rest = "".join(compress(self._held, self._shown))
-                self.said += rest
-                new += rest
+                new += self._say("".join(compress(self._held, self._shown)))
         return new
 
     def _score_prompt(self, scores: Sequence[Scored]) -> None:
@@ -181,6 +188,14 @@ class Text:
         self._held, self._shown = held or "", shown[len(text) :]
         if held is None:
             self.finish = "stop"
+        return self._say(new)
+
+    def _say(self, new: str) -> str:
+        """Add to the text, or to the thought before it; returns what belongs to the text."""
+        if self.thoughts is not None:
+            thought, new = self.thoughts.hear(new, last=self.finish is not None)
+            self.thought, self.new_thought = self.thought + thought, self.new_thought + thought
+            self.thinking = self.tokens if self.thoughts.inside else self.thinking
         self.said += new
         return new
 

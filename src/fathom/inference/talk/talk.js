@@ -132,9 +132,10 @@ function failed(mine, chat, prompt, message) {
 }
 
 function hear(mine, choice) {
-  const text = choice.delta ? choice.delta.content || "" : choice.text || "";
+  const delta = choice.delta || {};
+  const said = delta.content || choice.text || "", text = (delta.reasoning_content || "") + said;
   const tokens = tokensOf(choice), ids = choice.token_ids || [], trips = choice.trips || [];
-  mine.text += text;
+  mine.text += said;
   tokens.forEach((one, i) => add(mine, { ...one, id: ids[i], trips: trips[i] }));
   if (text) place(mine, text);
 }
