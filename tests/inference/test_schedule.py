@@ -208,3 +208,32 @@ def test_what_is_set_aside_counts_as_memory(monkeypatch):
         running.join(10)
         assert max(most) <= running.budget
         assert [one.tokens for one in jobs] == [alone(model, [*one.job.prompt], 2) for one in jobs]
+
+
+@pytest.mark.parametrize("scarce", ["memory", "rows"])
+def test_a_request_of_many_texts_leaves_room_for_others(scarce, monkeypatch):
+    """Another request's text is made while the many run and wait; if they took all the room, only after one of them."""
+    monkeypatch.setattr(engines, "GRAIN", 16)
+    model, _ = model_of("vanilla")
+    if scarce == "rows":
+        monkeypatch.setattr(engines, "ROWS", 4)
+        monkeypatch.setattr(engines, "OTHERS", 1)
+    running = Engine(model, token_bytes(model, None) * (4 * 112 if scarce == "memory" else 100 * 112))
+
+    def finished_before(request):
+        many = [Collected([5 + i], 100, Choice(), request=request) for i in range(9)]
+        running.submit([one.job for one in many])
+        while not many[1].tokens:
+            threading.Event().wait(0.001)
+        late = Collected([7, 8], 2, Choice(), request=object())
+        running.submit([late.job])
+        assert late.wait() == "length"
+        ended = sum(one.done.is_set() for one in many)
+        assert [one.wait() for one in many] == ["length"] * 9 and late.tokens == alone(model, [7, 8], 2)
+        return ended
+
+    try:
+        assert finished_before(object()) == 0
+        assert finished_before(None) > 0
+    finally:
+        running.join(10)

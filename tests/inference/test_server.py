@@ -8,6 +8,7 @@ import asyncio
 import http.client
 import json
 import os
+import random
 import re
 import signal
 import socket
@@ -30,6 +31,7 @@ from fathom.inference.engine import Scored
 from fathom.inference.generate import generate, generate_batch
 from fathom.inference.prompt import encode
 from fathom.inference.settings import Sampling
+from fathom.inference.tools import may_begin
 from fathom.lens import live as live_lens
 from fathom.lens.live import add_lens
 from fathom.lens.look import look
@@ -214,17 +216,63 @@ def test_a_stop_string_that_is_a_special_token(served, directory):
     ],
 )
 def test_before_stop(text, stops, before, held):
-    assert texts.before_stop(text, stops) == (before, held)
+    assert texts.before_stop(text, sorted(stops)) == (before, held)
+
+
+def test_the_beginning_of_a_stop_is_the_longest():
+    """As a search through all ends of a text and all strings finds it."""
+    chance = random.Random(0)
+    for _ in range(300):
+        text, *stops = ("".join(chance.choices("ab", k=chance.randint(1, 6))) for _ in range(chance.randint(1, 6)))
+        ends = [text[i:] for i in range(len(text))]
+        found = next((end for end in ends if any(stop.startswith(end) for stop in stops)), "")
+        assert may_begin(text, sorted(stops)) == found
 
 
 def test_long_stops_take_no_longer(served):
     """Which are compared on the thread of all clients; these took minutes."""
     began = time.monotonic()
-    stops, bias = ["x" * 400_000 + "y", *(f"{'x' * 100}{i}" for i in range(1023))], {"90": 100}
+    stops, bias = sorted(["x" * 400_000 + "y", *(f"{'x' * 100}{i}" for i in range(1023))]), {"90": 100}
     assert "".join(texts.before_stop("x" * n, stops)[1] for n in (99, 100)) == "x" * 199
     answer = served.complete("The sailors", max_tokens=200, stop=stops, logit_bias=bias)
     assert answer.usage.completion_tokens == 200 and set(answer.choices[0].text) == {"x"}
     assert time.monotonic() - began < 20
+
+
+def test_stops_that_nearly_come_take_no_longer():
+    """Whose beginnings the text has all the time, and a thousand strings to compare."""
+    stops, began = sorted(f"{'a' * 801}{i}" for i in range(1000)), time.process_time()
+    for _ in range(20):
+        assert texts.before_stop("a" * 800 + "b", stops) == ("a" * 800 + "b", "")
+    assert time.process_time() - began < 0.5, "by each string 3 s"
+
+
+def test_prompts_of_tokens_are_decoded_on_another_thread_and_once(live, monkeypatch):
+    decode, heard = live.service.tokenizer.decode, []
+
+    def noted(ids, **how):
+        if len(ids) > 100:
+            heard.append(threading.current_thread().name)
+        return decode(ids, **how)
+
+    monkeypatch.setattr(live.service.tokenizer, "decode", noted)
+    ids = [5 + i % 50 for i in range(200)]
+    status, answer = live.post(prompt=ids, echo=True, n=3, max_tokens=1)
+    assert status == 200 and all(one["text"].startswith(decode(ids)) for one in answer["choices"])
+    assert live.post("/detokenize", tokens=ids) == (200, {"prompt": decode(ids)})
+    assert len(heard) == 2 and all(name.startswith("prepare") for name in heard), heard
+
+
+def test_a_salt_keeps_prefixes_apart(live):
+    prompt = "The sailors let the lead fall into the dark water, and called the depth aloud. " * 3
+    before = live.service.engine.prefixes.budget
+    live.service.engine.prefixes.budget = 1 << 24
+    try:
+        answers = [live.post(prompt=prompt, max_tokens=2, cache_salt=salt) for salt in ("a", "b", None, "a", "b", None)]
+    finally:
+        live.service.engine.prefixes.budget = before
+    cached = [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for _, answer in answers]
+    assert cached[:3] == [0, 0, 0] and min(cached[3:]) > 32, cached
 
 
 def test_a_stop_on_the_last_token_is_a_stop(served):
@@ -817,6 +865,32 @@ def test_memory_for_the_cache_is_a_limit(directory):
     with in_thread(server.Service(model, tokenizer, "tiny", memory=token_bytes(model, None) * 340)) as small:
         check_error(small.post(prompt="x", max_tokens=300), 400, "cache_memory_exceeded")
         assert small.post(prompt="x")[1]["usage"]["total_tokens"] <= 256
+
+
+def test_many_connections_without_a_request_close_the_oldest(live, monkeypatch):
+    """So that a process does not run out of them; without a limit all stay open."""
+
+    def opened(count=8):
+        made = [socket.create_connection(("127.0.0.1", live.port), timeout=5) for _ in range(count)]
+        for one in made[::2]:
+            one.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{")
+        assert live.raw("GET", "/health")[0] == 200
+        closed = []
+        for one in made:
+            one.settimeout(0.05)
+            try:
+                closed.append(not one.recv(1))
+            except TimeoutError:
+                closed.append(False)
+            one.close()
+        return closed
+
+    assert not any(opened())
+    monkeypatch.setattr(gate, "INCOMPLETE", 5)
+    closed = opened()
+    assert all(closed[:2]) and not any(closed[-4:]), closed
+    time.sleep(0.05)
+    assert not gate.Timed.incomplete
 
 
 # Keys, templates, the lens, addresses.

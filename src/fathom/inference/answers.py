@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from fathom.inference.engine import Job, Scored
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+@lru_cache(1 << 17)  # of a long prompt twenty tokens for each position are named
 def word(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
     """A token as text, or as its number if it is not a whole character."""
     text = str(tokenizer.decode([token]))

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -61,6 +62,8 @@ RECENT = 0.5
 """Weight of the last chunk in the time of a token."""
 ROWS = 64
 """Most rows that generate at a time."""
+OTHERS = 8
+"""Of these, rows that the second and later texts of a request leave to others; of memory, they leave a row."""
 WAITING = 256
 """Most jobs that wait, so the most that a request may be."""
 FILLED = 2 / 3
@@ -136,6 +139,16 @@ class Job:
     paused: tuple[object, int] | None = None
     """If another's prompt interrupted its own: the state of its batch, and the bytes of its copy."""
     drafts: Drafts = field(default_factory=Drafts)
+    request: object = None
+    """What it shares with the other texts of its request."""
+
+    salt: str | None = None
+    """Prefixes are shared with texts of the same one alone."""
+
+    @property
+    def kind(self) -> tuple[int | None, str | None]:
+        """What texts that share a prefix have in common."""
+        return self.trips, self.salt
 
     @property
     def left(self) -> int:
@@ -415,7 +428,7 @@ class Engine:
                 return True
             if self._admit(job, waiting, spent):
                 return True
-            if rank(job) <= 0:  # it has been overtaken enough: nobody takes the room that it waits for
+            if rank(job) <= 0 and not self._has_fellows(job):  # overtaken enough: nobody takes the room it waits for
                 break
         return self.joining is not None
 
@@ -423,10 +436,12 @@ class Engine:
         """Admit a waiting job if there is room, and others that can be read in the same forward pass."""
         left = int((1 - spent) * self._share(job))
         jobs: list[Job] = []
-        for one in [job, *in_order(other for other in waiting if other is not job)]:
+        rest = (other for others in [waiting] for other in in_order(others) if other is not job)  # sorted if need be
+        for one in chain([job], rest):
             try:
                 held = sum(len(self._held(lane)) for lane in self.lanes.values()) + len(jobs)
-                if held >= ROWS or not (self._beside(jobs, one, left) and self._make_room(one, jobs)):
+                most = ROWS - OTHERS * self._has_fellows(one, jobs)
+                if held >= most or not (self._beside(jobs, one, left) and self._make_room(one, jobs)):
                     break
             except Exception as error:  # whatever it is, it concerns this job alone: nothing was changed for it yet
                 logger.exception("a request was not admitted")
@@ -457,6 +472,11 @@ class Engine:
             jobs[0].paused = paused
             self.paused.append((lane, jobs[0]))
             self.joining = None
+
+    def _has_fellows(self, job: Job, beside: Sequence[Job] = ()) -> bool:
+        """Whether another text of a job's request generates, or is read."""
+        held = (one for lane in list(self.lanes.values()) for one in self._held(lane))
+        return job.request is not None and any(one.request is job.request for one in chain(held, beside))
 
     def _held(self, lane: Lane) -> list[Job]:
         """The jobs that have room in a lane: those that generate, and those whose prompts are being read."""
@@ -489,6 +509,7 @@ class Engine:
         left = self.budget - copied - sum(one.bytes(one.rectangle) for one in others)
         jobs = [*self._held(lane), *beside, job]
         (rows, tokens), tight = lane.rectangle, self._tight(jobs)
+        tight = tight[0] + self._has_fellows(job, beside), tight[1]  # a row for others
         wanted = max(rows, tight[0]), max(tokens, tight[1])
         if lane.bytes(wanted) > left:
             wanted = tight  # without the room that longer texts, or more of them, have left
@@ -566,7 +587,7 @@ class Engine:
         lane = self.lanes.get(job.trips)
         if not self.prefixes.budget or job.score_prompt or job.tell_trips or (lane and not lane.batch.keeps_prefixes):
             return NOTHING
-        return self.prefixes.find(job.prompt, job.trips, may_chunk(self.model))
+        return self.prefixes.find(job.prompt, job.kind, may_chunk(self.model))
 
     def _take_over(self, lane: Lane, job: Job) -> None:
         """Begin a prompt with what the prefix cache has of it."""
@@ -597,7 +618,7 @@ class Engine:
             scores[size] = logits.clone()
         cuts = [*job.cuts, *range(len(job.prompt) + 1, size + 1)]
         tokens = [*job.prompt, *job.made][:size]
-        job.kept = self.prefixes.keep(tokens, job.trips, cuts, scores, batch.kept(row), before)
+        job.kept = self.prefixes.keep(tokens, job.kind, cuts, scores, batch.kept(row), before)
 
     def _scored(self, job: Job, logits: Tensor) -> list[Scored]:
         """The prompt's tokens that a chunk's logits `[T, V]` predict. The first token is not predicted."""

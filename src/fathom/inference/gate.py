@@ -9,7 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping, MutableMapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -23,6 +23,8 @@ LARGE = 1 << 16
 """A body of more bytes than this waits for its turn: parsing it holds up the event loop, so one is parsed at a time."""
 PATIENCE = 20.0
 """Seconds for the head of a request, and again for its body."""
+INCOMPLETE = 512
+"""Most connections from which no whole request has come; of more, the oldest is closed. A process may open so many."""
 OPEN = {"/health", "/ready"}
 """Routes that need no key."""
 CLIENT = "fathom.client"
@@ -207,6 +209,8 @@ class Timed(H11Protocol):
     """uvicorn's HTTP protocol with a time limit for the head of a request."""
 
     late: asyncio.TimerHandle | None = None
+    incomplete: ClassVar[dict[Timed, None]] = {}
+    """Connections without a whole request, the oldest first."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Start the clock when a connection opens."""
@@ -223,7 +227,25 @@ class Timed(H11Protocol):
         super().connection_lost(exc)
         self._expect(over=True)
 
+    def on_response_complete(self) -> None:
+        """Wait for another request."""
+        super().on_response_complete()
+        self._count()
+
+    def _count(self, over: bool = False) -> None:
+        """Note whether a request is incomplete, and close the oldest connection if there are too many."""
+        every = Timed.incomplete
+        every.pop(self, None)
+        if over or self.transport.is_closing() or self.conn.their_state not in (h11.IDLE, h11.SEND_BODY):
+            return
+        every[self] = None
+        if len(every) > INCOMPLETE:
+            oldest = next(iter(every))
+            del every[oldest]
+            oldest.transport.close()
+
     def _expect(self, over: bool = False) -> None:
+        self._count(over)
         idle = self.conn.their_state is h11.IDLE and not over
         if idle and self.late is None:
             self.late = self.loop.call_later(PATIENCE, self.transport.close)

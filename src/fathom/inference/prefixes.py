@@ -31,7 +31,8 @@ class Kept:
     """The logits `[1, V]` for the next token, by the number of tokens read."""
     state: object
     """The state in the batch's own format."""
-    trips: int | None
+    kind: object
+    """Only a prompt of an equal kind may reuse it."""
     bytes: int
 
     def __len__(self) -> int:
@@ -64,13 +65,13 @@ class Prefixes:
     bytes: int = 0
     _all: OrderedDict[int, Kept] = field(default_factory=OrderedDict)
 
-    def find(self, prompt: Sequence[int], trips: int | None, in_parts: bool = True) -> Found:
+    def find(self, prompt: Sequence[int], kind: object, in_parts: bool = True) -> Found:
         """What a prompt can reuse; without `in_parts` the whole prompt or nothing."""
         if len(prompt) < LEAST or not self._all:
             return NOTHING
         tokens, best, longest = np.asarray(prompt), NOTHING, 0
         for kept in self._all.values():
-            shared = _shared(kept.tokens, tokens) if kept.trips == trips else 0
+            shared = _shared(kept.tokens, tokens) if kept.kind == kind else 0
             if shared == len(tokens) and shared in kept.scores:
                 best = Found(kept, shared)
                 break
@@ -87,7 +88,7 @@ class Prefixes:
     def keep(
         self,
         tokens: Sequence[int],
-        trips: int | None,
+        kind: object,
         cuts: Sequence[int],
         scores: Mapping[int, Tensor],
         state: tuple[object, int],
@@ -99,14 +100,14 @@ class Prefixes:
 
         Args:
             tokens: What it holds.
-            trips: As a job has them.
+            kind: As `Kept` has it.
             cuts: As `Kept` has them.
             scores: As `Kept` has them.
             state: What a batch kept, and its bytes.
             instead: A row that this one begins with.
         """
         size = state[1] + sum(one.nbytes for one in scores.values())
-        kept = Kept(np.asarray(tokens), list(cuts), dict(scores), state[0], trips, size)
+        kept = Kept(np.asarray(tokens), list(cuts), dict(scores), state[0], kind, size)
         if kept.bytes > self.budget:
             return kept
         if instead is not None:

@@ -180,6 +180,10 @@ class Service:
             raise wrong(field, fault)
         return ids
 
+    async def decoded(self, ids: Sequence[int]) -> str:
+        """The text of token ids, decoded on another thread."""
+        return str(await self.tokenising.run(len(ids), partial(self.tokenizer.decode, ids)))
+
     async def conversation(
         self,
         messages: Sequence[Message],
@@ -244,7 +248,7 @@ class Service:
         wants_prompt = body.echo and scored is not None
         stops = frozenset(body.stop_token_ids) | (frozenset() if body.ignore_eos else self.stops)
         job = partial(Job, stops=stops, logprobs=scored, score_prompt=wants_prompt, trips=trips)
-        job = partial(job, tell_trips=body.return_trips)
+        job = partial(job, tell_trips=body.return_trips, request=object(), salt=body.cache_salt)
         wanted = body.min_tokens if body.max_tokens is None and body.min_tokens > NEW_TOKENS else body.max_tokens
         rooms = [self._new_tokens(len(ids), wanted, trips) for ids in prompts]
         # With an explicit seed, a prompt's texts do not depend on the other prompts of the request.
@@ -308,20 +312,20 @@ class Service:
         shape, prompts = await self.shape(body), await self.prompts(body)
         queue: asyncio.Queue = asyncio.Queue()
         jobs = self.jobs(body, prompts, queue, shape)
+        echoes = [""] * len(prompts)
+        if isinstance(body, CompletionBody) and body.echo:
+            echoes = [one if isinstance(one, str) else await self.decoded(one) for one in body.prompts]
         self.engine.submit(jobs)
-        return _Begun(prompts, jobs, [self._text(body, job, shape, i) for i, job in enumerate(jobs)], queue)
+        texts = [self._text(body, job, shape, echoes[i // body.n]) for i, job in enumerate(jobs)]
+        return _Begun(prompts, jobs, texts, queue)
 
-    def _text(self, body: Asked, job: Job, shape: Shape | None, index: int) -> Text:
+    def _text(self, body: Asked, job: Job, shape: Shape | None, echo: str) -> Text:
         """The text made from a job's tokens."""
         after = () if isinstance(body, ChatBody) and not body.continue_final_message else job.prompt
         marks = None if isinstance(body, CompletionBody) or (shape is not None and shape.whole) else self.thoughts
         marked = (shape is not None and shape.special) or bool(marks and marks[0] in special_names(self.tokenizer))
         words = AnswerWords(self.tokenizer, marked, after, mute=job.stops | self.stops if marked else ())
-        echo: str | list[int] = ""
-        if isinstance(body, CompletionBody) and body.echo:
-            echo = body.prompts[index // body.n]
-        echo = echo if isinstance(echo, str) else str(self.tokenizer.decode(echo))
-        stops = [*body.stops, *self.stop_strings]
+        stops = sorted({*body.stops, *self.stop_strings})
         thoughts = None if marks is None else Thoughts.after(marks, self.tokenizer, job.prompt)
         reader = None if shape is None else shape.reader()
         return Text(words, stops, echo, body.min_tokens, reader=reader, thoughts=thoughts)
@@ -460,7 +464,7 @@ def build_app(
         service.known(body.model)
         if not all(0 <= token < service.model.config.vocab_size for token in body.tokens):
             raise wrong("tokens", f"must be 0 to {service.model.config.vocab_size - 1}")
-        return {"prompt": service.tokenizer.decode(body.tokens)}
+        return {"prompt": await service.decoded(body.tokens)}
 
     @app.get("/metrics")
     async def metrics() -> Response:

@@ -114,6 +114,7 @@ class Text:
 
     words: AnswerWords
     stops: Sequence[str]
+    """Strings that end it, sorted."""
     echo: str = ""
     """The prompt, if the text begins with it, until it was sent."""
     min_tokens: int = 0

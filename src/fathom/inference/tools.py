@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import secrets
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -273,7 +274,8 @@ class CallReader:
 
 
 def may_begin(text: str, strings: Sequence[str]) -> str:
-    """The longest end of a text with which one of these strings begins."""
-    # Longest first, which is most often right when it is long, because a client chooses the stop strings.
+    """The longest end of a text with which one of these strings begins; the strings are sorted."""
+    # A string that begins with `end` is the first that is not before it.
     ends = (text[-n:] for n in range(min(len(text), max(map(len, strings), default=0)), 0, -1))
-    return next((end for end in ends if any(string.startswith(end) for string in strings)), "")
+    places = ((end, bisect_left(strings, end)) for end in ends)
+    return next((end for end, at in places if at < len(strings) and strings[at].startswith(end)), "")
