@@ -387,7 +387,7 @@ GENERATE = [
     ("model --prompts prompts.jsonl --out file", "file"),
     ("model --prompts prompts.jsonl --out file/new", "file"),
     ("model --prompts prompts.jsonl --out prompts.jsonl", "prompts.jsonl"),
-    ("model x --batch-size 2", "--batch-size 2: allowed: 1 or more, with --prompts"),
+    ("model x --batch-size 2", "--batch-size needs --prompts"),
     ("model --prompts prompts.jsonl --out new --batch-size 0", "--batch-size 0"),
     ("model x --max-new-tokens 0", "--max-new-tokens 0"),
     ("model x --max-new-tokens some", "some"),
@@ -708,8 +708,8 @@ GENERATE_SET = [
 if not torch.cuda.is_available():  # a GPU can do it
     GENERATE_SET.append(("cache_implementation=offloaded", "--set cache_implementation: transformers: "))
 FEW = [
-    ("generate model x --allow-control-tokens", "--allow-control-tokens needs --prompts FILE"),
-    ("generate model --out new", "--out new needs --prompts FILE"),
+    ("generate model x --allow-control-tokens", "--allow-control-tokens needs --prompts"),
+    ("generate model --out new", "--out needs --prompts"),
     ("generate model '\udcff'", "the prompt is not UTF-8"),
     ("chat model --system '\udcff'", "--system is not UTF-8"),
     ("prepare good.jsonl --tokenizer words --out new --held-out half", "--held-out half: allowed: a number"),

@@ -9,7 +9,7 @@ from pathlib import Path
 from fathom.checkpoints.layout import PAGE, REPORT
 from fathom.cli.paper import refuse_tables_options
 from fathom.cli.paper import run as run_table
-from fathom.cli.parser import Parser, add_recipe, add_running
+from fathom.cli.parser import Parser, add_recipe, add_running, refuse
 from fathom.errors import SettingsError
 from fathom.recipe import find_recipe, load_recipe
 from fathom.report.files import require_directory
@@ -22,6 +22,10 @@ EXAMPLES = (
     "fathom compare runs/tiny-compare",
     "fathom compare papers/depth-attention/table1 --tier full --dry-run",
 )
+
+
+AS_PLANNED = "a comparison resumes as planned; name its recipe to plan another one"
+PLANNING = ("--arms", "--out", "--seeds", "--equal", "--pairs", "--tier")
 
 
 def add(parser: Parser) -> None:
@@ -46,6 +50,10 @@ def add(parser: Parser) -> None:
     table.add_argument("--tier", choices=("tiny", "full"), help="minutes on two cores (default), or the paper's sizes")
     table.add_argument("--task-data", type=Path, metavar="DIR", help="a folder with the documents of the paper's tasks")
     table.add_argument("--gpu", metavar="NAME", help="device for whose days --dry-run counts (default: H100)")
+    running = ("--workers", "--threads", "--retry-failed")
+    parser.mode("--report", "runs nothing", *running, "--dry-run", "--task-data")
+    parser.mode("--dry-run", "runs nothing", *running, "--task-data")
+    parser.needs("--dry-run", "--gpu")
 
 
 def run(options: Namespace) -> int:
@@ -59,12 +67,11 @@ def run(options: Namespace) -> int:
 
     check_processes("compare", options.workers, options.threads)
     retry = options.retry_failed
-    if options.report and (retry or options.dry_run):
-        raise SettingsError("--report excludes options that run something")
     source = Path(options.recipe)
     if source.is_dir():
-        if options.arms or options.overrides or options.out:
-            raise SettingsError(f"{source}: a comparison resumes as planned; name its recipe to plan another one")
+        if options.overrides:
+            raise SettingsError(f"{source}: {AS_PLANNED}")
+        refuse(options.given, PLANNING, f"has no meaning with {source}: {AS_PLANNED}")
         out, plan = source, Plan.read(source)
         check(plan, out)
     else:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from fathom.models.modeling import FathomForCausalLM
 
 N = TypeVar("N", int, float)
+RECIPE = ("--steps", "--lora")
 EXAMPLES = (
     "fathom deepen MODEL --with depth_attention --out deeper",
     "fathom deepen MODEL --with loop:damping=0.5 --layers 12-16 --out deep",
@@ -86,6 +87,15 @@ def add(parser: Parser) -> None:
     parser.add_argument("--steps", type=int, help="steps of the recipe, the mechanisms open over half (default: 600)")
     parser.add_argument("--json", action="store_true", help="print the result for a program")
     parser.epilog = EPILOG
+    parser.mode(
+        "--screen", "scores all mechanisms and trains nothing", "--with", "--layers", "--search", "--exit", *RECIPE
+    )
+    parser.mode("--search", "ranks layers and writes no recipe", "--layers", "--exit", *RECIPE)
+    parser.mode("--exit", "changes a trained loop", "--with", "--layers", *RECIPE)
+    parser.needs("--search", "--sizes")
+    parser.needs("--exit", "--loss", "--test", "--shifted")
+    for flag in ("--search", "--screen", "--exit"):
+        parser.needs(flag, "--text", "--documents", "--tokens")
 
 
 def run(options: Namespace) -> int:
@@ -100,13 +110,7 @@ def run(options: Namespace) -> int:
         return _exit(options)
     if options.mechanism is None:
         raise SettingsError("--with is missing: the mechanism to add; or --screen, or --exit for a trained loop")
-    if options.loss is not None or options.test is not None or options.shifted:
-        raise SettingsError("--loss, --test and --shifted need --exit")
     request = parse_request(options.mechanism, options.layers)
-    names = ("steps", "lora") if options.search else ("text", "sizes", "documents", "tokens")
-    if given := [f"--{name}" for name in names if getattr(options, name)]:
-        why = "has no meaning with --search, which writes no recipe" if options.search else "needs --search"
-        raise SettingsError(f"{given[0]} {why}")
     if options.search:
         return _search(options, request)
     healing = Healing(lora=options.lora) if options.steps is None else Healing(options.steps, options.lora)
@@ -143,8 +147,6 @@ def _exit(options: Namespace) -> int:
     """Choose the confidence at which tokens stop, and write the model with it."""
     from fathom.deepen.exits import Bound, set_exit
 
-    if options.mechanism is not None or options.search:
-        raise SettingsError("--exit is for a trained loop: leave --with and --search out")
     if not options.text:
         raise SettingsError("--exit needs --text, text that the model was not trained on")
     given = {"loss": options.loss, "test": options.test, "tokens": options.tokens}
@@ -192,9 +194,6 @@ def _screen(options: Namespace) -> int:
     from fathom.deepen.screen import Screen, screen
     from fathom.deepen.screen_page import show, values, write
 
-    names = ("layers", "search", "exit", "sizes", "steps", "lora")
-    if given := [f"--{name}" for name in names if getattr(options, name)] + ["--with"] * bool(options.mechanism):
-        raise SettingsError(f"{given[0]} has no meaning with --screen, which scores all mechanisms and trains nothing")
     if not options.text:
         raise SettingsError("--screen needs --text, documents to score")
     sizes = {"tokens": options.tokens}
@@ -216,7 +215,7 @@ def _search(options: Namespace, request: Request) -> int:
     from fathom.deepen.spans import Search, search
 
     given = request.options.get("loop", {})
-    if request.name != "loop" or options.layers or given.keys() - {"trips", "damping"}:
+    if request.name != "loop" or given.keys() - {"trips", "damping"}:
         raise SettingsError("--search ranks the layers of --with loop, whose options may be trips and damping")
     if not options.text:
         raise SettingsError("--search needs --text, held-out text to score")

@@ -6,7 +6,6 @@ from argparse import Namespace
 
 from fathom.cli.evaluate import add_models, add_running, add_texts
 from fathom.cli.parser import Parser, add_kvcache, chosen
-from fathom.errors import SettingsError
 from fathom.report.results import to_json
 
 WINDOWS = "1x,2x,4x,8x"
@@ -37,6 +36,7 @@ def add(parser: Parser) -> None:
     add_texts(parser, windows=False)
     parser.add_argument("--limit", type=int, help="for a trial: score this many documents of each --perplexity text")
     add_running(parser, batches=False)
+    parser.mode("--no-needles", "skips them", "--needles")
 
 
 def run(options: Namespace) -> int:
@@ -48,8 +48,6 @@ def run(options: Namespace) -> int:
     from fathom.kvcache.policy import CacheOptions
 
     use(options.kernels, options.device)
-    if options.needles and options.no_needles:
-        raise SettingsError("--needles and --no-needles exclude each other")
     asked = ask(
         options.kvcache,
         CacheOptions.of(options),

@@ -45,6 +45,7 @@ def add(parser: Parser) -> None:
     add_sampling(parser)
     parser.add_argument("--compile", action="store_true", help="compile decoding, with a static cache")
     parser.add_argument("--json", action="store_true", help="print text and speed for a program")
+    parser.needs("--prompts", "--out", "--batch-size", "--allow-control-tokens")
 
 
 def add_sampling(parser: Parser) -> None:
@@ -148,16 +149,12 @@ def _check(options: Namespace) -> None:
     """Reject contradictory options before anything is loaded."""
     if options.prompt is not None and options.prompts is not None:
         raise SettingsError("a prompt and --prompts FILE exclude each other")
-    if options.prompts is None and options.out is not None:
-        raise SettingsError(f"--out {options.out} needs --prompts FILE")
     if options.json and options.prompts is not None and options.out is None:
         raise SettingsError("--json with --prompts needs --out, because the answers would be printed too")
     if not_text(options.prompt):
         raise SettingsError("the prompt is not UTF-8")
-    if options.allow_control_tokens and options.prompts is None:
-        raise SettingsError("--allow-control-tokens needs --prompts FILE; a prompt may always contain control tokens")
-    if options.batch_size is not None and (options.prompts is None or options.batch_size < 1):
-        raise SettingsError(f"--batch-size {options.batch_size}: allowed: 1 or more, with --prompts")
+    if options.batch_size is not None and options.batch_size < 1:
+        raise SettingsError(f"--batch-size {options.batch_size}: allowed: 1 or more")
     if options.weights != "stored" and options.compile:
         raise SettingsError(f"--weights {options.weights} does not work with --compile")
 

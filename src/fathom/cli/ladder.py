@@ -46,6 +46,10 @@ def add(parser: Parser) -> None:
         "--dry-run", action="store_true", help="print the runs, FLOPs, hours and expected intervals, and stop"
     )
 
+    running = ("--workers", "--threads", "--retry-failed", "--seeds", "--until")
+    parser.mode("--report", "runs nothing", *running, "--dry-run")
+    parser.mode("--dry-run", "runs nothing", *running)
+
 
 def run(options: Namespace) -> int:
     """Plan, run what is missing, and print. The directory of a ladder, instead of a file, resumes it."""
@@ -57,10 +61,6 @@ def run(options: Namespace) -> int:
     from fathom.report.files import asdict
     from fathom.report.tables import print_report
 
-    if options.report and (options.retry_failed or options.dry_run):
-        raise SettingsError("--report excludes options that run something")
-    if options.seeds is not None and (options.report or options.dry_run):
-        raise SettingsError("--seeds adds runs and excludes --report and --dry-run")
     check_processes("ladder", options.workers, options.threads)
     source = Path(options.recipe)
     if source.is_dir():

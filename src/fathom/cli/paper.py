@@ -5,20 +5,17 @@ from __future__ import annotations
 from argparse import Namespace
 from pathlib import Path
 
-from fathom.errors import SettingsError
+from fathom.cli.parser import refuse
 from fathom.report.results import to_json
 from fathom.report.tables import print_report
 
-ONLY_HERE = ("tier", "task_data", "gpu")
+ONLY_HERE = ("--tier", "--task-data", "--gpu")
+NOT_HERE = ("--arms", "--equal", "--pairs", "--report", "--retry-failed")
 
 
 def refuse_tables_options(options: Namespace) -> None:
     """Refuse the options of a paper's table for anything else."""
-    for name in ONLY_HERE:
-        if getattr(options, name) is not None:
-            raise SettingsError(
-                f"--{name.replace('_', '-')} belongs to a paper's table, as in papers/ponderlm/feedback"
-            )
+    refuse(options.given, ONLY_HERE, "belongs to a paper's table, as in papers/ponderlm/feedback")
 
 
 def run(options: Namespace, source: Path) -> int:
@@ -26,8 +23,8 @@ def run(options: Namespace, source: Path) -> int:
     from fathom.experiments.paper import load_table, planned, with_seeds
     from fathom.experiments.paper_table import make_table, plan_rows, table_rows, verdict
 
-    if options.arms or options.equal != "tokens" or options.report or options.retry_failed:
-        raise SettingsError(f"{source}: a paper's table has its own arms and budget; name its recipe to plan others")
+    why = f"has no meaning with {source}: a paper's table has its own arms and budget; name its recipe to plan others"
+    refuse(options.given, NOT_HERE, why)
     table, tier = load_table(source), options.tier or "tiny"
     plans = with_seeds(table.plans(tier, tuple(options.overrides)), options.seeds)
     if options.dry_run:

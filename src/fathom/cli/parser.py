@@ -11,7 +11,7 @@ import re
 import textwrap
 import typing
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeAlias, TypeVar
 
@@ -72,18 +72,48 @@ class Keys(argparse.Action):
         parser.exit()
 
 
+class Mode(NamedTuple):
+    """What an option makes of its command, and the options that then have no meaning."""
+
+    flag: str
+    why: str
+    """What the command does, after the words "with FLAG, which"."""
+    refuses: tuple[str, ...]
+
+
 class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are one line."""
 
     def __init__(self, **settings: Any) -> None:
         # No abbreviations: a new option must not change what an old script means.
         super().__init__(**{"formatter_class": Help, "allow_abbrev": False, **settings})
+        self.modes: list[Mode] = []
+        self.needed: dict[str, tuple[str, ...]] = {}
+
+    def mode(self, flag: str, why: str, *refuses: str) -> None:
+        """Refuse options that mean nothing next to `flag`."""
+        self.modes.append(Mode(flag, why, refuses))
+
+    def needs(self, flag: str, *others: str) -> None:
+        """Refuse options that mean nothing without `flag`."""
+        self.needed |= {other: (*self.needed.get(other, ()), flag) for other in others}
 
     def parse(self, words: Sequence[str]) -> Namespace:
-        """Parse words, with flags and positional arguments in any order."""
+        """Parse words, with flags and positional arguments in any order. `given` holds the flags as they were typed."""
         if not self._subparsers:
             self.refuse_unknown(words)
-        return self.parse_args(words) if self._subparsers else self.parse_intermixed_args(words)
+        options = self.parse_args(words) if self._subparsers else self.parse_intermixed_args(words)
+        options.given = [word.partition("=")[0] for word in itertools.takewhile(lambda word: word != "--", words)]
+        self._refuse_meaningless(options.given)
+        return options
+
+    def _refuse_meaningless(self, given: Collection[str]) -> None:
+        for mode in self.modes:
+            if mode.flag in given:
+                refuse(given, mode.refuses, f"has no meaning with {mode.flag}, which {mode.why}")
+        for flag, needed in self.needed.items():
+            if not set(needed) & set(given):
+                refuse(given, [flag], f"needs {' or '.join(needed)}")
 
     def refuse_unknown(self, words: Sequence[str]) -> None:
         """Report an unknown flag before argparse reports missing arguments."""
@@ -139,6 +169,12 @@ class Parser(argparse.ArgumentParser):
         # argparse lists key=value among the required arguments, though it is optional.
         message = message.replace(", key=value", "")
         raise SettingsError(f"{message} ({self.prog} --help lists the options)")
+
+
+def refuse(given: Collection[str], flags: Iterable[str], why: str) -> None:
+    """Raise a `SettingsError` about the first of some flags that was given."""
+    if found := next((flag for flag in flags if flag in given), None):
+        raise SettingsError(f"{found} {why}")
 
 
 def examples(lines: Sequence[str]) -> str:

@@ -70,6 +70,8 @@ def add(parser: Parser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print the result for a program")
     parser.epilog = EXIT_CODES
+    parser.needs("--from", "--cooldown")
+    parser.mode("--dry-run", "trains nothing", "--new")
 
 
 def run(options: Namespace) -> int:
@@ -89,8 +91,6 @@ def run(options: Namespace) -> int:
             raise SettingsError(f"--from {options.origin} needs --run, a new directory")
         change = branch(options.origin, options.run_dir, words, options.cooldown)
         recipe = change.recipe
-    elif options.cooldown is not None:
-        raise SettingsError("--cooldown needs --from RUN[@step-N] and --run")
     elif options.recipe is None:
         raise SettingsError(
             "the following arguments are required: recipe, or --from (fathom train --help lists the options)"

@@ -1,0 +1,115 @@
+"""An option that means nothing next to another is refused, in every command; and each option has been thought about."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+import pytest
+
+from fathom.cli.main import COMMANDS, main, module_of
+from fathom.cli.parser import Parser
+
+NEVER = {"--help", "--keys"}
+MEANT = {
+    ("compare", "--report"): {"--json"},
+    ("compare", "--dry-run"): {
+        "--report",
+        "--arms",
+        "--seeds",
+        "--equal",
+        "--pairs",
+        "--out",
+        "--json",
+        "--tier",
+        "--gpu",
+    },
+    ("ladder", "--report"): {"--json"},
+    ("ladder", "--dry-run"): {"--report", "--arms", "--out", "--json"},
+    ("train", "--dry-run"): {"--run", "--from", "--cooldown", "--json"},
+    ("deepen", "--screen"): {"--out", "--text", "--documents", "--tokens", "--json"},
+    ("deepen", "--search"): {"--screen", "--with", "--out", "--text", "--sizes", "--documents", "--tokens", "--json"},
+    ("deepen", "--exit"): {
+        *(
+            "--screen",
+            "--search",
+            "--out",
+            "--loss",
+            "--test",
+            "--shifted",
+            "--text",
+            "--documents",
+            "--tokens",
+            "--json",
+        ),
+    },
+}
+"""The options that mean something next to a mode's: an option that a command gains is put here, or refused there."""
+ONLY_IN_A_NEW_PLAN = {"--arms", "--seeds", "--equal", "--pairs", "--out", "--tier", "--gpu"}
+
+
+def parser_of(command: str) -> Parser:
+    parser = Parser(prog=f"fathom {command}")
+    import_module(module_of(command)).add(parser)
+    return parser
+
+
+PARSERS = {command: parser_of(command) for command in COMMANDS if command != "lineage"}
+
+
+def words_for(parser: Parser, flag: str) -> list[str]:
+    """A flag with a value that parses."""
+    action = parser._option_string_actions[flag]
+    if action.nargs == 0:
+        return [flag]
+    return [flag, str(next(iter(action.choices)) if action.choices else 3)]
+
+
+PAIRS = [
+    *((command, mode.flag, other) for command, one in PARSERS.items() for mode in one.modes for other in mode.refuses),
+    *((command, None, other) for command, one in PARSERS.items() for other in one.needed),
+]
+
+
+@pytest.mark.parametrize(("command", "flag", "other"), PAIRS)
+def test_a_meaningless_option_is_one_line(
+    command: str, flag: str | None, other: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parser = PARSERS[command]
+    required = [
+        word
+        for one in parser._actions
+        if one.required and one.option_strings
+        for word in words_for(parser, one.option_strings[0])
+    ]
+    positional = ["nowhere" for one in parser._actions if not one.option_strings and one.nargs not in ("?", "*")]
+    given = [*positional, *([] if flag is None else words_for(parser, flag)), *words_for(parser, other), *required]
+    if flag is not None:
+        needed = [need for need in parser.needed.get(other, ()) if need != flag]
+        given += words_for(parser, needed[0]) if needed and flag not in parser.needed.get(other, ()) else []
+    assert main([*command.split(), *given]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and f"{other} " in said
+    assert "needs" in said if flag is None else "no meaning" in said
+
+
+@pytest.mark.parametrize(("command", "flag"), MEANT)
+def test_every_option_is_meant_or_refused_in_a_mode(command: str, flag: str) -> None:
+    parser = PARSERS[command]
+    (mode,) = (mode for mode in parser.modes if mode.flag == flag)
+    known = {next(word for word in one.option_strings if len(word) > 2) for one in parser._flags()}
+    needing = {other for other, flags in parser.needed.items() if flag not in flags}
+    planning = ONLY_IN_A_NEW_PLAN & known if flag == "--report" else set()
+    assert {*mode.refuses, *needing, *MEANT[command, flag], *planning, flag} == known - NEVER
+
+
+def test_what_is_given_is_what_was_typed() -> None:
+    """The negative control: a default is not given."""
+    parser = Parser(prog="x")
+    parser.add_argument("word", nargs="*")
+    parser.add_argument("--a", type=int, default=3)
+    parser.add_argument("--b")
+    parser.mode("--b", "does b", "--a")
+    assert parser.parse(["--b", "c"]).a == 3
+    assert parser.parse(["a", "--b=c"]).given == ["a", "--b"]
+    with pytest.raises(Exception, match="--a has no meaning with --b, which does b"):
+        parser.parse(["--b=c", "--a=4"])
