@@ -415,6 +415,20 @@ def test_a_worker_ends_with_its_driver(tmp_path: Path) -> None:
     assert process.wait(30) == 0
 
 
+def test_the_card_names_the_languages_that_were_dropped(tmp_path: Path, tokenizer: str) -> None:
+    """German and Greek are kept where they are named; French is not among them."""
+    for package in ("py3langid", "justext"):
+        pytest.importorskip(package)
+    for language in ("de", "el", "fr", "en"):
+        write(tmp_path / "in" / f"{language}.txt", PARAGRAPHS[language])
+    off = dict.fromkeys(("min_words", "max_word_length"))
+    values = recipe_values({"a": [tmp_path / "in"]}, filter={**off, "languages": ["de", "el"]})
+    report = build(parse_corpus_recipe(values | {"tokenize": {"tokenizer": tokenizer}}), tmp_path / "out")
+    card = report.card.read_text()
+    assert "For their language: 0 documents" in card and "by language: en 1, fr 1)" in card
+    assert report.stages["clean"].counts["kept"] == 2
+
+
 def test_small_stages_need_no_scheduler(tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A job of a cluster takes longer to start than they take; large ones go to it. A document in German is dropped,
     and the card says for what."""

@@ -71,8 +71,7 @@ def test_every_threshold_is_measured() -> None:
 def test_languages_by_the_installed_identifier() -> None:
     """Whichever version pip installed: the way to open its model has changed."""
     pytest.importorskip("py3langid")
-    assert language_of("The river rises in the hills and flows slowly to the sea through old towns.") == "en"
-    assert language_of("Der Fluss entspringt in den Bergen und mündet nach einem langen Lauf in das Meer.") == "de"
+    assert {language: language_of(text) for language, text in PARAGRAPHS.items()} == {one: one for one in PARAGRAPHS}
 
 
 PARAGRAPHS = {
@@ -82,6 +81,10 @@ PARAGRAPHS = {
     "zh": "这条河发源于山区，缓缓流过古老的城镇和宽阔的草地，最后注入大海，沿岸村庄的居民世世代代以捕鱼为生。",
     "ja": "この川は山に源を発し、古い町々と広い草原をゆっくりと流れ、小さな村を過ぎてから海に注いでいます。",
     "th": "แม่น้ำสายนี้มีต้นกำเนิดในภูเขาและไหลช้าๆผ่านเมืองเก่าและทุ่งหญ้ากว้างก่อนถึงหมู่บ้านแล้วลงสู่ทะเล",
+    "el": "Το ποτάμι πηγάζει από τα βουνά και κυλάει αργά προς τη θάλασσα μέσα από παλιές πόλεις και πλατιά λιβάδια. ",
+    "ar": "ينبع النهر من الجبال ويجري ببطء إلى البحر بين المدن القديمة والمروج الواسعة التي ترعى فيها الأبقار كل يوم. ",
+    "hi": "यह नदी पहाड़ों से निकलती है और पुराने शहरों और चौड़े मैदानों से होकर धीरे धीरे समुद्र की ओर बहती है। ",
+    "ko": "이 강은 산에서 시작하여 오래된 마을과 넓은 들판을 지나 천천히 흐르고 그 끝은 바다에 이른다. ",
     "en": "The river rises in the hills and flows slowly to the sea through old towns and meadows that cows graze. ",
 }
 
@@ -93,8 +96,20 @@ def test_a_clean_paragraph_of_any_language(language: str) -> None:
     text = PARAGRAPHS[language] + (PARAGRAPHS[language][::-1] if alone else " ".join(Prose(7).words[:40]))
     assert rules(text, min_stop_words=None) == []
     assert ("min_stop_words" in rules(text)) is (language != "en")
-    assert ("min_stop_words" in [one.rule for one in broken_rules(text, Filter(), language)]) is False
     assert "min_words" in rules(text[:30]) and "max_duplicate_10grams" in rules((text + "\n") * 9)
+
+
+@pytest.mark.parametrize("language", PARAGRAPHS)
+def test_stop_words_of_a_document_in_its_own_language(language: str) -> None:
+    """Ten scripts: prose has them, and the same words of another language have not, unless there is no list."""
+    pytest.importorskip("justext")
+    other = PARAGRAPHS["ru" if language != "ru" else "el"]
+
+    def judged(text: str) -> bool:
+        return "min_stop_words" in [one.rule for one in broken_rules(text, Filter(), language)]
+
+    assert not judged(PARAGRAPHS[language])
+    assert judged(other) is (language not in ("zh", "ja", "th"))
 
 
 def test_words_are_counted_as_elsewhere() -> None:

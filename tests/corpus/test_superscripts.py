@@ -49,11 +49,16 @@ def test_what_may_be_a_note() -> None:
     )
 
 
-def powers(chance: random.Random) -> Iterator[Pair]:
-    """Powers, indices, fractions and entities in HTML."""
+def drawn(chance: random.Random) -> Iterator[tuple[str, str, str, str]]:
+    """Two numbers, and the second above and below the line."""
     while True:
         a, b = str(chance.randrange(2, 999)), str(chance.randrange(1, 99))
-        high, low = b.translate(HIGH), b.translate(LOW)
+        yield a, b, b.translate(HIGH), b.translate(LOW)
+
+
+def powers(chance: random.Random) -> Iterator[Pair]:
+    """Powers, indices, fractions and entities in HTML."""
+    for a, b, high, low in drawn(chance):
         yield from (
             (f"{a}<sup>{b}</sup>", f"{a}{high}"),
             (f"{a}<SUP class='exp'> {b} </SUP>7", f"{a}{high}7"),
@@ -92,12 +97,11 @@ def notes(chance: random.Random) -> Iterator[Pair]:
 
 def in_tei(chance: random.Random) -> Iterator[Pair]:
     """The same in TEI."""
-    while True:
-        a, b = str(chance.randrange(2, 999)), str(chance.randrange(1, 99))
+    for a, b, high, low in drawn(chance):
         yield from (
-            (f"{a}<hi rend='superscript'>{b}</hi>", f"{a}{b.translate(HIGH)}"),
-            (f"{a}<hi rend='italic sup'>&#8722;{b}</hi>", f"{a}⁻{b.translate(HIGH)}"),
-            (f"x<hi rend='subscript'>{b}</hi>{a}", f"x{b.translate(LOW)}{a}"),
+            (f"{a}<hi rend='superscript'>{b}</hi>", f"{a}{high}"),
+            (f"{a}<hi rend='italic sup'>&#8722;{b}</hi>", f"{a}⁻{high}"),
+            (f"x<hi rend='subscript'>{b}</hi>{a}", f"x{low}{a}"),
             (f"{a}<hi rend='superscript'><ref target='#n' type='foot'>{b}</ref></hi>", a),
             (f"{a}<ref type='bibr' target='#b{b}'>{b}</ref>", a),
             (f"{a}<note place='foot'>{b} km</note>", f"{a} {b} km"),
@@ -106,14 +110,10 @@ def in_tei(chance: random.Random) -> Iterator[Pair]:
 
 def in_jats(chance: random.Random) -> Iterator[Pair]:
     """Powers, formulas, entities and marks of notes in JATS."""
-    while True:
-        a, b = str(chance.randrange(2, 999)), str(chance.randrange(1, 99))
-        high, low = b.translate(HIGH), b.translate(LOW)
+    for a, b, high, low in drawn(chance):
         yield from (
-            (f"{a}<sup>{b}</sup>", f"{a}{high}"),
-            (f"10<sup><italic>&minus;{b}</italic></sup>&nbsp;m", f"10⁻{high} m"),
-            (f"x<sub>{b}</sub>{a}", f"x{low}{a}"),
-            (f"{a}<sup>{b}/{a}</sup>", f"{a}^{{{b}/{a}}}"),
+            (f"{a}<sup>{b}</sup> and {a}<sup>{b}/{a}</sup>", f"{a}{high} and {a}^{{{b}/{a}}}"),
+            (f"10<sup><italic>&minus;{b}</italic></sup>&nbsp;m of x<sub>{b}</sub>{a}", f"10⁻{high} m of x{low}{a}"),
             (f"{a}<xref ref-type='bibr' rid='b'><sup>{b}</sup></xref>", a),
             (f"{a}<sup><xref ref-type='bibr' rid='b'>{b}</xref></sup>", a),
             (f"{a}<xref ref-type='fn' rid='n'>{b}</xref>", a),

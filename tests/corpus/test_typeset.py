@@ -40,6 +40,17 @@ FRACTION = "<mfrac><mn>1</mn><msup><mn>10</mn><mrow><mo>-</mo><mn>15</mn></mrow>
 @pytest.mark.parametrize(
     ("math", "text"),
     [
+        ("<math alttext='an equation is shown here'><mi>r</mi><mo>=</mo><mn>7</mn></math>", "r=7"),
+        ("<math alttext='r squared'><msup><mi>r</mi><mn>2</mn></msup></math>", "r²"),
+        (
+            "<math alttext='\\frac{\\sin 1}{\\mathrm{rank}}'><mi>sin</mi><mn>1</mn><mi>rank</mi></math>",
+            "\\(\\frac{\\sin 1}{\\mathrm{rank}}\\)",
+        ),
+        (
+            "<math><mn>1</mn><mo>.</mo><mn>2</mn><mn>8</mn><mo>×</mo><mn>1</mn><msup><mn>0</mn><mn>5</mn></msup></math>",
+            "1.28×10⁵",
+        ),
+        ("<math><mn>5</mn><mfrac><mn>1</mn><mn>2</mn></mfrac></math>", "5 1/2"),
         ("<math alttext='r\\approx 10^{-15}'><mi>r</mi></math>", "\\(r\\approx 10^{-15}\\)"),
         (
             "<math><semantics><mi>x</mi><annotation encoding='application/x-tex'>x < 2</annotation></semantics></math>",

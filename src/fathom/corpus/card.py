@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 
-from fathom.corpus.clean import RULES
+from fathom.corpus.clean import LANGUAGE, LEFT, MASKED, RULES, STOPPED
 from fathom.corpus.contamination import checks_of
 from fathom.corpus.converse import REASONS
+from fathom.corpus.documents import read_lines
 from fathom.corpus.extraction import FAILURES, POSSIBLE_NOTES
+from fathom.corpus.ingest import NUMBERS
 from fathom.corpus.kept import clean_parts
 from fathom.corpus.stage import MANIFEST, Workspace
 from fathom.corpus.tokens import SHARDS
@@ -17,6 +20,15 @@ from fathom.report.files import digest, read_json, write_atomically
 from fathom.report.tables import markdown_table
 
 CARD = "card.md"
+EXAMPLES = 10
+"""Altered numbers that it quotes."""
+PRIVATE = {
+    "email": ("e-mail address", "e-mail addresses"),
+    "ip": ("IP address", "IP addresses"),
+    "phone": ("telephone number", "telephone numbers"),
+    "key": ("secret key", "secret keys"),
+}
+"""Kinds of private data, one and many."""
 ACTIONS = {"drop": "dropped", "cut": "cut", "report": "reported", "piece of too few words": "short_pieces"}
 """What is done about a document that contains an item, and how it is counted."""
 
@@ -33,6 +45,7 @@ def _lines(workspace: Workspace) -> Iterator[str]:
     yield ""
     yield "Made by `fathom corpus` from `recipe.yaml`; every number here is of the manifests below `stages/`."
     yield from _section("Collections", _collections(workspace))
+    yield from _section("Numbers", _numbers(workspace)) if workspace.manifest("ingest").counts.get("checked") else ()
     yield from _section("What was removed", _dropped(workspace))
     yield from _section("The mixture", _mixture(workspace))
     yield from _section("Benchmarks", _benchmarks(workspace))
@@ -72,6 +85,18 @@ def _token_counts(workspace: Workspace) -> dict[str, int]:
     return found
 
 
+def _numbers(workspace: Workspace) -> Iterator[str]:
+    """How many numbers the readers altered or lost, and examples."""
+    counts = workspace.manifest("ingest").counts
+    yield f"Numbers altered or lost: {counts['wrong']:,} of {counts['numbers']:,}, in a sample of {counts['checked']:,}"
+    yield "pages, papers and books (HTML, TEI, JATS, EPUB) whose markup was compared with the text that was read."
+    rows = (row for one in workspace.outputs("ingest", NUMBERS) for row in read_lines(workspace.path(one)))
+    if examples := list(islice(rows, EXAMPLES)):
+        yield ""
+        quoted = ([one["file"], *(f"`{one[key].replace('`', ' ')}`" for key in ("page", "text"))] for one in examples)
+        yield from markdown_table(("file", "the page says", "the text says"), quoted)
+
+
 def _by_collection(workspace: Workspace, stage: str) -> dict[str, Counter[str]]:
     found: dict[str, Counter[str]] = {name: Counter() for name in workspace.recipe.collections}
     for task in workspace.manifest(stage).tasks:
@@ -104,16 +129,35 @@ def _dropped(workspace: Workspace) -> Iterator[str]:
     yield "Each document that a rule left out is in `stages/clean/*/dropped.jsonl`, each duplicate with what it is like"
     yield "in `stages/duplicates/*/duplicates.jsonl`, each unreadable file in `stages/ingest/*/failed.jsonl`, what"
     yield "leaks an item in `stages/contamination/*/hits.jsonl`, with pieces that are too short in the same folder."
-    english, other = (sum(one[rule] for one in cleaned.values()) for rule in ("min_stop_words", "language"))
-    if english or other:
+    few, other = (sum(one[rule] for one in cleaned.values()) for rule in (STOPPED, LANGUAGE))
+    if few or other:
         yield ""
-        yield f"For their language: {english:,} documents have too few of the eight English words of"
-        yield "`filter.min_stop_words`, as every text in another language has (null turns the rule off, and `languages`"
-        yield f"limits it to English); {other:,} are in none of `filter.languages`."
+        yield f"For their language: {few:,} documents have too few stop words (`filter.min_stop_words`: eight English"
+        yield "words, which texts in other languages lack; with `languages`, those of each document's own language);"
+        yield f"{other:,} are in none of `filter.languages`{_languages(cleaned.values())}."
+    yield from _masked(cleaned.values())
     if marks := sum(one[POSSIBLE_NOTES] for one in read.values()):
         yield ""
         yield f"{marks:,} superscripts may be marks of notes: they follow a word, a year or a sentence, and no link or"
         yield "class names them. They are kept as superscripts (1999²), so they change no number."
+
+
+def _masked(cleaned: Iterable[Counter[str]]) -> Iterator[str]:
+    """How much private data `normalize.mask` replaced."""
+    total = sum(cleaned, Counter[str]())
+    if found := [(total[MASKED.format(kind)], names) for kind, names in PRIVATE.items() if total[MASKED.format(kind)]]:
+        yield ""
+        yield f"Masked: {', '.join(f'{count:,} {one if count == 1 else many}' for count, (one, many) in found)}."
+
+
+def _languages(cleaned: Iterable[Counter[str]]) -> str:
+    """The languages of documents that were dropped for their language or for few stop words."""
+    before = LEFT.format("")
+    found: Counter[str] = Counter()
+    for one in cleaned:
+        found.update({key.removeprefix(before): n for key, n in one.items() if key.startswith(before)})
+    often = sorted(found.items(), key=lambda one: (-one[1], one[0]))
+    return f" (in all, by language: {', '.join(f'{name} {count:,}' for name, count in often)})" if often else ""
 
 
 def _actions(workspace: Workspace) -> dict[str, Counter[str]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import asdict, fields
@@ -13,6 +14,7 @@ from pathlib import Path
 from fathom.corpus.conversations import contents
 from fathom.corpus.documents import Document, PartWriter, read_part, write_lines
 from fathom.corpus.normalization import normalize
+from fathom.corpus.private import masked
 from fathom.corpus.quality import Broken, broken_rules, language_of
 from fathom.corpus.recipe import Filter
 from fathom.corpus.stage import Stage, Task
@@ -20,7 +22,12 @@ from fathom.corpus.templates import is_trained
 from fathom.corpus.words import count_words
 from fathom.errors import DataError, to_install
 
-RULES = (*(one.name for one in fields(Filter) if one.name != "languages"), "language")
+STOPPED, LANGUAGE = "min_stop_words", "language"
+RULES = (*(one.name for one in fields(Filter) if one.name != "languages"), LANGUAGE)
+LEFT = "dropped in {}"
+"""The count of documents in a language that these two rules drop."""
+MASKED = "masked {}"
+"""The count of a kind of private data."""
 ONE_PART = 1 << 62
 
 
@@ -41,14 +48,15 @@ class Clean(Stage):
     """One task for each file of documents; dropped documents are listed in a file next to the kept ones."""
 
     name = "clean"
-    version = 5
+    version = 6
     uses = ("normalize",)
 
     def tasks(self) -> list[Task]:
         """The tasks, once the earlier stages are finished."""
         wanted = any(self.recipe.filter_of(name).languages for name in self.recipe.collections)
-        if wanted and importlib.util.find_spec("py3langid") is None:
-            raise DataError(f"filter.languages needs py3langid: {to_install('corpus')}")
+        for package in ("py3langid", "justext") if wanted else ():
+            if importlib.util.find_spec(package) is None:
+                raise DataError(f"filter.languages needs {package}: {to_install('corpus')}")
         found = []
         for entry, parts in self.workspace.parts_by_task("ingest"):
             collection = entry.arguments["collection"]
@@ -79,19 +87,20 @@ class Clean(Stage):
         if task.arguments["filter"] is not None:
             values = task.arguments["filter"]
             limits = Filter(**values | {"languages": tuple(values["languages"])})
-        counts = dict.fromkeys(("documents", "kept", "bytes", "empty", *RULES), 0)
+        counts = Counter(dict.fromkeys(("documents", "kept", "bytes", "empty", *RULES), 0))
         with closing(PartWriter(folder, limit=ONE_PART)) as writer:
             dropped = self._dropped(self.workspace.path(task.inputs[0]), limits, writer, counts)
             write_lines(folder / "dropped.jsonl", dropped)
         return counts
 
     def _dropped(
-        self, path: Path, limits: Filter | None, writer: PartWriter, counts: dict[str, int]
+        self, path: Path, limits: Filter | None, writer: PartWriter, counts: Counter[str]
     ) -> Iterator[dict[str, object]]:
         """Yields the dropped documents; kept ones go to the writer."""
         for document in read_part(path):
             counts["documents"] += 1
-            self._normalize(document)
+            for name, count in self._normalize(document).items():
+                counts[name] += count
             reasons = _reasons(document, limits)
             if not reasons:
                 counts["kept"] += 1
@@ -99,16 +108,25 @@ class Clean(Stage):
                 writer.write(document)
                 continue
             counts[reasons[0].rule] += 1
+            if reasons[0].rule in (STOPPED, LANGUAGE) and document.lang:
+                counts[LEFT.format(document.lang)] += 1
             yield {"id": document.id, "path": document.path, "reason": reasons[0].rule, "all": list(map(vars, reasons))}
 
-    def _normalize(self, document: Document) -> None:
+    def _normalize(self, document: Document) -> Counter[str]:
+        """Bring a document into its form; returns how often private data was masked in it, by kind."""
         normal = self.recipe.normalize
+        counts: Counter[str] = Counter()
         if document.messages is None:
-            document.text = normalize(document.text, normal.strip, normal.blank_lines, normal.form)
+            text = normalize(document.text, normal.strip, normal.blank_lines, normal.form)
+            document.text, counts = masked(text, normal.mask)
         else:  # train on exactly what was written, including outer spaces
+            for message in document.messages if normal.mask else ():
+                message["content"], found = masked(message["content"], normal.mask)
+                counts += found
             document.text = contents(document.messages)
         document.id = document_digest(document).hex()[:16]
         document.n_chars, document.n_words = len(document.text), count_words(document.text)
+        return Counter({MASKED.format(kind): count for kind, count in counts.items()})
 
 
 def _reasons(document: Document, limits: Filter | None) -> list[Broken]:
@@ -122,5 +140,5 @@ def _reasons(document: Document, limits: Filter | None) -> list[Broken]:
     document.lang = language_of(document.text)
     reasons = broken_rules(document.text, limits, document.lang)
     if document.lang not in limits.languages:
-        reasons.append(Broken("language", document.lang, list(limits.languages)))
+        reasons.append(Broken(LANGUAGE, document.lang, list(limits.languages)))
     return reasons

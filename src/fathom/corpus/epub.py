@@ -35,6 +35,12 @@ def extract(path: Path, settings: IngestValues) -> Extracted:
     return Extracted("ok", text, meta={POSSIBLE_NOTES: possible} if possible else {})
 
 
+def sources(path: Path) -> list[str]:
+    """The pages of a book as they are."""
+    with ZipFile(path) as book:
+        return [decode(book.read(page)) for page in _pages(book)]
+
+
 def _pages(book: ZipFile) -> list[str]:
     """The names of a book's pages, in reading order, without its table of contents."""
     container = ElementTree.fromstring(book.read(CONTAINER))

@@ -18,7 +18,7 @@ from fathom.corpus.documents import ConversationMessage, Document, PartWriter, w
 from fathom.corpus.extraction import FAILURES, POSSIBLE_NOTES, Extracted, IngestValues, Status
 from fathom.corpus.html import BOMS
 from fathom.corpus.recipe import Collection
-from fathom.corpus.sandbox import EXTRACTORS, Sandbox
+from fathom.corpus.sandbox import CHECKED, EXTRACTORS, Sandbox
 from fathom.corpus.stage import Input, Stage, Task, grouped
 from fathom.corpus.traces import is_trace, require_tools, trace_messages
 from fathom.corpus.verbalizer import TEMPLATES, pairs_of
@@ -50,6 +50,8 @@ MIMES = {"html": "text/html", "pdf": "application/pdf", "tei": "application/tei+
 MIMES |= {"epub": "application/epub+zip", "jats": "application/jats+xml"}
 """What is not text/plain."""
 NEEDS = {"pdf": "pypdfium2", "html": "trafilatura"}
+NUMBERS = "numbers.jsonl"
+"""What a page says, and its text, where numbers differ."""
 KEPT_FIELDS = ("id", "title", "url", "source", "date")
 """Fields of a JSON row that its document keeps in `meta`."""
 DIGESTS = ".digests.json"
@@ -82,7 +84,7 @@ class Ingest(Stage):
     """Reads what the collections name."""
 
     name = "ingest"
-    version = 5
+    version = 6
 
     def settings(self) -> dict[str, object]:
         """The recipe values that this stage's results depend on."""
@@ -152,8 +154,12 @@ class Ingest(Stage):
     def run(self, task: Task, folder: Path) -> dict[str, int]:
         """Run one task and return its counts."""
         reader = _Reader(task.arguments, asdict(self.recipe.ingest))
-        counts = dict.fromkeys(("documents", "bytes", "ok", *FAILURES, POSSIBLE_NOTES), 0)
+        counts = dict.fromkeys(
+            ("documents", "bytes", "ok", *FAILURES, POSSIBLE_NOTES, "checked", "numbers", "wrong"), 0
+        )
         failures: list[Failed] = []
+        differing: list[dict[str, str]] = []
+        sample = self._sample(task)
         with closing(PartWriter(folder)) as writer, closing(reader.sandbox):
             for (label, kind), file in zip(task.arguments["files"], task.inputs, strict=True):
                 _require_unchanged(label, file)
@@ -164,11 +170,23 @@ class Ingest(Stage):
                         counts["bytes"] += len(found.text.encode("utf-8"))
                         counts[POSSIBLE_NOTES] += int(str(found.meta.get(POSSIBLE_NOTES, 0)))
                         writer.write(found)
+                        if label in sample and (same := reader.sandbox.compare(kind, Path(file.path), found.text)):
+                            counts["checked"] += 1
+                            counts["numbers"] += same.numbers
+                            counts["wrong"] += same.wrong
+                            differing += [{"file": label, **example} for example in same.examples]
                     else:
                         counts[found.status] += 1
                         failures.append(found)
         write_lines(folder / "failed.jsonl", map(vars, failures))
+        write_lines(folder / NUMBERS, differing)
         return counts
+
+    def _sample(self, task: Task) -> set[str]:
+        """The files whose numbers are compared: those with the lowest hashes."""
+        files = zip(task.inputs, task.arguments["files"], strict=True)
+        hashes = sorted((one.sha256, label) for one, (label, kind) in files if kind in CHECKED)
+        return {label for _, label in hashes[: self.recipe.ingest.check]}
 
 
 def _require_unchanged(label: str, file: Input) -> None:

@@ -10,10 +10,9 @@ import html
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from xml.etree import ElementTree
 from xml.etree.ElementTree import Element
 
-from fathom.corpus.extraction import POSSIBLE_NOTES, Extracted, IngestValues
+from fathom.corpus.extraction import POSSIBLE_NOTES, Extracted, IngestValues, tag_of, xml_of
 from fathom.corpus.html import visible_text
 from fathom.corpus.superscripts import MARK
 from fathom.corpus.typeset import typeset
@@ -35,22 +34,14 @@ NAMES = {
 """HTML's elements for those of JATS; the text of others stands where they are."""
 LEFT_OUT = ("ref-list", "object-id", "fn-group-label", "alt-text", "graphic", "media", "permissions", "counts")
 PARTS = (".//{*}front//{*}title-group/{*}article-title", ".//{*}front//{*}abstract", "./{*}body", "./{*}back")
-ENTITY = re.compile(rb"&(?!(?:amp|lt|gt|quot|apos);)[A-Za-z][A-Za-z0-9]{1,30};")
 TEX = re.compile(r"\\begin\{document\}\s*(.*?)\s*\\end\{document\}", re.DOTALL)
 
 
 def extract(path: Path, settings: IngestValues) -> Extracted:
     """The text of an article."""
-    data = path.read_bytes()
-    if not data.strip():
-        return Extracted("empty", detail="a file of no text")
-    if b"<!ENTITY" in data:
-        return Extracted("parse_error", detail="it declares entities")
-    try:
-        named = ENTITY.sub(lambda one: html.unescape(one[0].decode()).encode("ascii", "xmlcharrefreplace"), data)
-        root = ElementTree.fromstring(named)
-    except ElementTree.ParseError as error:
-        return Extracted("parse_error", detail=str(error))
+    root = xml_of(path)
+    if isinstance(root, Extracted):
+        return root
     parts = [one for part in PARTS for one in root.findall(part)]
     inside, name = "".join(text for one in parts for text in _page(one)), "body"
     page = typeset(f"<{name}>{inside}</{name}>")
@@ -60,13 +51,9 @@ def extract(path: Path, settings: IngestValues) -> Extracted:
     return Extracted("ok", text, meta={POSSIBLE_NOTES: page.possible_notes} if page.possible_notes else {})
 
 
-def _tag(element: Element) -> str:
-    return element.tag.rpartition("}")[2] if isinstance(element.tag, str) else ""
-
-
 def _page(element: Element) -> Iterator[str]:
     """An element as HTML, without what follows it."""
-    name = _tag(element)
+    name = tag_of(element)
     if name in LEFT_OUT or not name:
         return
     if name == "math":
@@ -80,9 +67,9 @@ def _page(element: Element) -> Iterator[str]:
     yield f"<{shown}{link}>" if shown else ""
     before = element.text or ""
     yield html.escape(before)
-    math = next((one for one in element if _tag(one) == "math"), None) if name == "alternatives" else None
+    math = next((one for one in element if tag_of(one) == "math"), None) if name == "alternatives" else None
     for child in element if math is None else [math]:
-        glued = before[-1:].isalnum() and _tag(child) == "xref" and MARK.fullmatch("".join(child.itertext()).strip())
+        glued = before[-1:].isalnum() and tag_of(child) == "xref" and MARK.fullmatch("".join(child.itertext()).strip())
         yield from () if glued else _page(child)
         before = (child.tail or "") or "".join(child.itertext())
         yield html.escape(child.tail or "") if math is None else ""
@@ -92,8 +79,8 @@ def _page(element: Element) -> Iterator[str]:
 def _mathml(element: Element) -> str:
     """A formula with HTML's names."""
     given = "".join(f' {key.rpartition("}")[2]}="{html.escape(value)}"' for key, value in element.items())
-    inside = "".join(_mathml(child) + html.escape(child.tail or "") for child in element if _tag(child))
-    return f"<{_tag(element)}{given}>{html.escape(element.text or '')}{inside}</{_tag(element)}>"
+    inside = "".join(_mathml(child) + html.escape(child.tail or "") for child in element if tag_of(child))
+    return f"<{tag_of(element)}{given}>{html.escape(element.text or '')}{inside}</{tag_of(element)}>"
 
 
 def _tex(text: str) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from html.parser import HTMLParser
 from xml.etree.ElementTree import Element, TreeBuilder
 
@@ -11,14 +12,30 @@ from fathom.corpus.superscripts import as_script
 
 EMPTY = ("mspace", "none", "mprescripts", "malignmark", "maligngroup")
 """Elements without contents, which need no end tag in HTML."""
+SET_CLOSE = ("mn", "mo", "msup", "msub", "msubsup")
+"""What stands directly before or after a number that it belongs to."""
 TEX = ("tex", "latex")
+ENVIRONMENT = re.compile(r"\\(?:begin|end|color|hspace|mathop)\s*\{[^{}]*\}")
+WORD = re.compile(r"(?<![\\a-z])[a-z]{3,}")
+"""A word of a sentence; in TeX, the name of a function or a text, which the formula's elements have, too."""
 DELIMITERS = ("$", "\\(", "\\[", "\\begin")
 
 
 def formula(math: Element) -> str:
-    """A `math` element: its `alttext` or its annotation in TeX, between \\( and \\), or else its contents."""
-    tex = math.get("alttext") or next((_text(one) for one in math.iter() if _is_tex(one)), "")
+    """A `math` element: its annotation or its `alttext` in TeX, between \\( and \\), or else its contents."""
+    tex = next((_text(one) for one in math.iter() if _is_tex(one)), "")
+    if not tex.strip() and _is_formula(math.get("alttext", ""), math):
+        tex = math.get("alttext", "")
     return in_tex(tex) if tex.strip() else " ".join(_shown(math).split())
+
+
+def _is_formula(text: str, math: Element) -> bool:
+    """Whether an alternative text is the formula: it has all of its digits, and is no sentence about it."""
+    leaves = [one.text or "" for one in math.iter() if not len(one) and not _name(one).startswith("annotation")]
+    said = "".join(leaves).lower()
+    digits = Counter(filter(str.isdecimal, said)) - Counter(filter(str.isdecimal, text))
+    words = WORD.findall(ENVIRONMENT.sub(" ", text).lower())
+    return not digits and sum(word not in said for word in words) < 2
 
 
 def in_tex(tex: str, display: bool = False) -> str:
@@ -96,22 +113,22 @@ def _shown(element: Element) -> str:
         return _around(list(map(_name, element)), parts)
     if name in SETTINGS and len(parts) >= SETTINGS[name][0]:
         return SETTINGS[name][1](parts)
+    if name == "msqrt":
+        return f"√{_group(_row(element, parts))}"
     if name == "mfenced":
         return f"{element.get('open', '(')}{', '.join(parts)}{element.get('close', ')')}"
-    return _joined([element.text or "", *_with_tails(element, parts)])
+    return _row(element, parts)
 
 
-def _with_tails(element: Element, parts: Iterable[str]) -> Iterable[str]:
+def _row(element: Element, parts: Sequence[str]) -> str:
+    """An element's pieces next to one another. Digits that are set so are one number; a fraction stands apart."""
+    text, before = element.text or "", ""
     for child, part in zip(element, parts, strict=True):
-        yield from (part, child.tail or "")
-
-
-def _joined(parts: Iterable[str]) -> str:
-    """Neighbouring pieces; two numbers stay two."""
-    text = ""
-    for part in (one if one.strip() or one == " " else "" for one in parts):
-        text += f" {part}" if text[-1:].isdigit() and part[:1].isdigit() else part
-    return text
+        name, shown = _name(child), part if part.strip() or part == " " else ""
+        apart = text[-1:].isdigit() and shown[:1].isdigit() and not (name in SET_CLOSE and before in (*SET_CLOSE, ""))
+        text += f"{' ' if apart else ''}{shown}{child.tail if child.tail and child.tail.strip() else ''}"
+        before = name if shown else before
+    return text if text.strip() or text == " " else ""
 
 
 def _group(text: str) -> str:
@@ -143,7 +160,6 @@ SETTINGS: dict[str, tuple[int, Callable[[list[str]], str]]] = {
     "mover": (2, lambda part: part[0].strip() + _over(part[1].strip())),
     "munderover": (3, lambda part: part[0].strip() + as_script(part[1], "sub") + as_script(part[2], "super")),
     "mfrac": (2, lambda part: f"{_group(part[0])}/{_group(part[1])}"),
-    "msqrt": (1, lambda part: f"√{_group(_joined(part))}"),
     "mroot": (2, lambda part: f"{as_script(part[1], 'super')}√{_group(part[0])}"),
     "mtr": (1, lambda part: ", ".join(one.strip() for one in part)),
     "mtable": (1, lambda part: "; ".join(one.strip() for one in part)),

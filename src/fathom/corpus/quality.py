@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import pkgutil
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,9 +19,26 @@ from fathom.corpus.words import STANDING_ALONE, Numbers, Words, run_numbers, wor
 if TYPE_CHECKING:
     from py3langid.langid import LanguageIdentifier
 
-STOP_WORDS = frozenset(("the", "be", "to", "of", "and", "that", "have", "with"))
+STOP_WORDS = ("the", "be", "to", "of", "and", "that", "have", "with")
 ENGLISH = "en"
-"""The language of these, whose texts alone `min_stop_words` judges if the language is known."""
+"""The language of these."""
+LISTS = dict(
+    re.findall(
+        r"(\w\w)=(\w+)",
+        "af=Afrikaans an=Aragonese ar=Arabic az=Azerbaijani be=Belarusian bg=Bulgarian bn=Bengali br=Breton "
+        "bs=Bosnian ca=Catalan cs=Czech cy=Welsh da=Danish de=German el=Greek eo=Esperanto es=Spanish et=Estonian "
+        "eu=Basque fa=Persian fi=Finnish fr=French ga=Irish gl=Galician gu=Gujarati he=Hebrew hi=Hindi hr=Croatian "
+        "ht=Haitian hu=Hungarian hy=Armenian id=Indonesian is=Icelandic it=Italian jv=Javanese ka=Georgian kk=Kazakh "
+        "kn=Kannada ko=Korean ku=Kurdish ky=Kyrgyz la=Latin lb=Luxembourgish lt=Lithuanian lv=Latvian mk=Macedonian "
+        "ml=Malayalam mr=Marathi ms=Malay mt=Maltese nb=Norwegian_Bokmal ne=Nepali nl=Dutch nn=Norwegian_Nynorsk "
+        "no=Norwegian_Bokmal oc=Occitan pa=Western_Panjabi pl=Polish pt=Portuguese qu=Quechua ro=Romanian ru=Russian "
+        "sk=Slovak sl=Slovenian sq=Albanian sr=Serbian sv=Swedish sw=Swahili ta=Tamil te=Telugu tl=Tagalog tr=Turkish "
+        "uk=Ukrainian ur=Urdu vi=Vietnamese vo=Volapuk wa=Walloon",
+    )
+)
+"""jusText's lists of the other languages, with the most frequent words first."""
+FREQUENT = 50
+"""Words of such a list that count as stop words."""
 BULLETS = ("-", "*", "•", "‣", "◦", "▪", "●", "–")
 ELLIPSES = ("...", "…")
 LETTER = re.compile(r"[^\W\d_]")
@@ -40,15 +58,14 @@ def broken_rules(text: str, limits: Filter, language: str = ENGLISH) -> list[Bro
     """Every rule that a text breaks, in the order of the recipe's keys."""
     return [
         Broken(rule, round(value, 6), limit)
-        for rule, value in measures(text, limits)
+        for rule, value in measures(text, limits, language)
         if (limit := getattr(limits, rule)) is not None
         and (value < limit if rule.startswith("min_") else value > limit)
-        and (rule != "min_stop_words" or language == ENGLISH)
     ]
 
 
-def measures(text: str, limits: Filter) -> Iterator[tuple[str, float]]:
-    """(rule, value) for each rule that is on."""
+def measures(text: str, limits: Filter, language: str = ENGLISH) -> Iterator[tuple[str, float]]:
+    """(rule, value) for each rule that is on, and that can judge a text in this language."""
     words = words_of([text])
     count = len(words.numbers)
     yield "min_words", count
@@ -62,7 +79,8 @@ def measures(text: str, limits: Filter) -> Iterator[tuple[str, float]]:
     yield "max_ellipsis_lines", sum(line.endswith(ELLIPSES) for line in lines) / len(lines)
     spaced = text.split()
     yield "min_alphabetic_words", sum(1 for word in spaced if word.isalpha() or LETTER.search(word)) / len(spaced)
-    yield "min_stop_words", int(np.isin(_stop_words(), words.numbers).sum())
+    if limits.min_stop_words is not None and len(wanted := stop_words(language)):
+        yield "min_stop_words", int(np.isin(wanted, words.numbers).sum())
     for name, pieces in (("line", lines), ("paragraph", re.split(r"\n\s*\n", text.strip()))):
         again, characters = repeated(pieces)
         yield f"max_duplicate_{name}s", again / len(pieces)
@@ -81,8 +99,13 @@ def _lengths(text: str, words: Words) -> Iterator[tuple[str, float]]:
 
 
 @functools.cache
-def _stop_words() -> Numbers:
-    return words_of([" ".join(STOP_WORDS)]).numbers
+def stop_words(language: str) -> Numbers:
+    """The stop words of a language; none if there is no list, as for Chinese, Japanese and Thai."""
+    listed: Sequence[str] = STOP_WORDS if language == ENGLISH else ()
+    if language in LISTS:
+        data = pkgutil.get_data("justext", f"stoplists/{LISTS[language]}.txt") or b""
+        listed = data.decode("utf-8").lower().split("\n")[:FREQUENT]
+    return np.unique(words_of([" ".join(listed)]).numbers)
 
 
 def repeated(pieces: list[str]) -> tuple[int, int]:

@@ -73,6 +73,9 @@ class IngestOptions(Section, section="ingest"):
     """time limit for a PDF or page, skipped as too_slow"""
     max_memory: int = 1 << 30
     """memory limit in bytes for a PDF or page, skipped as parse_error"""
+    check: int = 32
+    """of every 512 input files, so many pages, books and papers are read a second time, to count altered or lost
+    numbers"""
     sentinels: bool = False
     """mark figures, tables, formulas and citations of TEI as [START_FIGURE]...[END_FIGURE]"""
 
@@ -80,11 +83,12 @@ class IngestOptions(Section, section="ingest"):
         """Checks beyond the types of the fields."""
         for key in ("max_file_bytes", "max_document_bytes", "max_seconds", "max_memory"):
             yield getattr(self, key) > 0, key, "allowed: a positive number"
+        yield self.check >= 0, "check", "allowed: 0 or more"
 
 
 @dataclass(frozen=True)
 class Normalize(Section, section="normalize"):
-    """How documents are written; conversations stay as they are."""
+    """How documents are written; conversations stay as they are, but for `mask`."""
 
     form: Literal["nfc", "nfkc"] = "nfc"
     """Unicode normal form; nfkc also replaces ligatures and fullwidth letters, but keeps powers and fractions"""
@@ -92,6 +96,9 @@ class Normalize(Section, section="normalize"):
     """regular expressions whose matches are removed, such as a library's header; ^ and $ are those of a line"""
     blank_lines: int = 2
     """longer runs of blank lines are cut to this many"""
+    mask: tuple[Literal["email", "ip", "phone", "key"], ...] = ()
+    """private data that becomes a placeholder, such as <EMAIL>: e-mail addresses, public IP addresses, telephone
+    numbers, secret keys; in conversations, too"""
 
     def rules(self) -> Iterator[Rule]:
         """Checks beyond the types of the fields."""
@@ -121,7 +128,7 @@ class Filter(Section):
     """share of words with a letter"""
     min_stop_words: int | None = 2
     """how many of the English words the, be, to, of, and, that, have, with occur; null for other languages. With
-    `languages` only documents in English are judged"""
+    `languages` each document is judged by the 50 most frequent words of its own language (jusText's lists)"""
     max_duplicate_lines: float | None = 0.3
     """share of lines that occurred before"""
     max_duplicate_line_characters: float | None = 0.2

@@ -9,15 +9,20 @@ import json
 import subprocess
 import sys
 import threading
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from fathom.corpus import epub, html, jats, pdf, tei
 from fathom.corpus.children import answering, ask, started
 from fathom.corpus.extraction import Extracted, Extractor, IngestValues
+from fathom.corpus.fidelity import Fidelity, compared
 from fathom.errors import DataError, to_install
 
 EXTRACTORS: dict[str, Extractor] = {"pdf": pdf.extract, "html": html.extract, "tei": tei.extract}
 EXTRACTORS |= {"epub": epub.extract, "jats": jats.extract}
+CHECKED = ("html", "tei", "epub", "jats")
+"""Kinds whose numbers can be compared with the text."""
 CHILD = "from fathom.corpus.sandbox import serve; serve()"
 
 
@@ -33,6 +38,25 @@ class Sandbox:
         size = path.stat().st_size
         if size > self._settings["max_file_bytes"]:
             return Extracted("too_large", detail=f"{size:,} bytes")
+        reply, late = self._ask({"kind": kind, "path": str(path.absolute())})
+        if reply is None:
+            if late:
+                return Extracted("too_slow", detail=f"over {self._settings['max_seconds']:g} seconds")
+            return Extracted("parse_error", detail="its reader died")
+        if "missing" in reply:
+            raise DataError(f"reading {kind}: {reply['missing']}: {to_install('corpus')}")
+        extracted = Extracted(**reply)
+        if extracted.detail == "out of memory":
+            self.close()  # the process may be in a bad state
+        return extracted
+
+    def compare(self, kind: str, path: Path, text: str) -> Fidelity | None:
+        """Compare the numbers of a file with those of its text; None if that is not possible."""
+        reply, _ = self._ask({"kind": kind, "path": str(path.absolute()), "text": text})
+        return Fidelity(**reply) if reply and "numbers" in reply else None
+
+    def _ask(self, request: dict[str, str]) -> tuple[dict[str, Any] | None, bool]:
+        """The answer of the process; None if it died, and whether that was for the time."""
         # Libraries print warnings on standard error; the status is enough.
         process = self._process = self._process or started(CHILD, stderr=subprocess.DEVNULL)
         late = threading.Event()
@@ -44,20 +68,12 @@ class Sandbox:
         timer = threading.Timer(self._settings["max_seconds"], stop)
         timer.start()
         try:
-            reply = ask(process, {"kind": kind, "path": str(path.absolute()), "settings": self._settings})
+            reply = ask(process, {**request, "settings": self._settings})
         finally:
             timer.cancel()
         if reply is None:
             self.close()
-            if late.is_set():
-                return Extracted("too_slow", detail=f"over {self._settings['max_seconds']:g} seconds")
-            return Extracted("parse_error", detail="its reader died")
-        if "missing" in reply:
-            raise DataError(f"reading {kind}: {reply['missing']}: {to_install('corpus')}")
-        extracted = Extracted(**reply)
-        if extracted.detail == "out of memory":
-            self.close()  # the process may be in a bad state
-        return extracted
+        return reply, late.is_set()
 
     def close(self) -> None:
         """End the process."""
@@ -77,9 +93,18 @@ def serve() -> None:
             _limit(request["settings"]["max_memory"])
             limited = True
         try:
-            answer(vars(_extracted(request["kind"], Path(request["path"]), request["settings"])))
+            answer(vars(_answered(request["kind"], Path(request["path"]), request)))
         except ImportError as error:
             answer({"missing": " ".join(str(error).split())})
+
+
+def _answered(kind: str, path: Path, request: Mapping[str, Any]) -> Extracted | Fidelity:
+    if "text" not in request:
+        return _extracted(kind, path, request["settings"])
+    try:
+        return compared(page_texts(kind, path), request["text"])
+    except Exception as error:  # hostile markup; nothing depends on it
+        return Extracted("parse_error", detail=type(error).__name__)
 
 
 def _extracted(kind: str, path: Path, settings: IngestValues) -> Extracted:
@@ -98,6 +123,11 @@ def _extracted(kind: str, path: Path, settings: IngestValues) -> Extracted:
     except Exception as error:
         said = " ".join(str(error).split())
         return Extracted("parse_error", detail=f"{type(error).__name__}: {said}"[:300])
+
+
+def page_texts(kind: str, path: Path) -> list[str]:
+    """The markup of a file that a reader has read."""
+    return epub.sources(path) if kind == "epub" else [html.decode(path.read_bytes())]
 
 
 def _limit(max_memory: int) -> None:

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from xml.etree import ElementTree
 from xml.etree.ElementTree import Element
 
-from fathom.corpus.extraction import POSSIBLE_NOTES, Extracted, IngestValues
+from fathom.corpus.extraction import POSSIBLE_NOTES, Extracted, IngestValues, tag_of, xml_of
 from fathom.corpus.mathml import formula
 from fathom.corpus.superscripts import MARK, Script, as_script, may_be_note, named_script
 
@@ -24,17 +23,11 @@ SECTION = re.compile(r"[1-9]\.[0-9]")
 
 def extract(path: Path, settings: IngestValues) -> Extracted:
     """The Markdown of a TEI file."""
-    data = path.read_bytes()
-    if not data.strip():
-        return Extracted("empty", detail="a file of no text")
-    if b"<!ENTITY" in data:
-        return Extracted("parse_error", detail="it declares entities, which GROBID never does")
-    try:
-        root = ElementTree.fromstring(data)
-    except ElementTree.ParseError as error:
-        return Extracted("parse_error", detail=str(error))
-    if _tag(root) != "TEI":
-        return Extracted("parse_error", detail=f"a <{_tag(root)}>, not TEI")
+    root = xml_of(path)
+    if isinstance(root, Extracted):
+        return root
+    if tag_of(root) != "TEI":
+        return Extracted("parse_error", detail=f"a <{tag_of(root)}>, not TEI")
     converter = _Converter(root, settings["sentinels"])
     text = converter.markdown()
     if not text:
@@ -43,20 +36,16 @@ def extract(path: Path, settings: IngestValues) -> Extracted:
     return Extracted("ok", text, meta={name: count for name, count in found.items() if count})
 
 
-def _tag(element: Element) -> str:
-    return element.tag.rpartition("}")[2] if isinstance(element.tag, str) else ""
-
-
 def _words(text: str) -> str:
     return re.sub(r"\s+", " ", text)
 
 
 def _script(element: Element) -> Script | None:
     """Whether an element is set above or below the line."""
-    if _tag(element) in ("sup", "sub"):
-        return "super" if _tag(element) == "sup" else "sub"
+    if tag_of(element) in ("sup", "sub"):
+        return "super" if tag_of(element) == "sup" else "sub"
     named = " ".join(element.get(name, "") for name in ("rend", "rendition", "style"))
-    return named_script(named) if _tag(element) in ("hi", "emph", "seg", "g", "c", "num") else None
+    return named_script(named) if tag_of(element) in ("hi", "emph", "seg", "g", "c", "num") else None
 
 
 def _is_raised(element: Element) -> bool:
@@ -66,7 +55,7 @@ def _is_raised(element: Element) -> bool:
 def _is_link(element: Element) -> bool:
     """Whether an element holds nothing but references and notes."""
     besides = "".join([element.text or "", *(one.tail or "" for one in element)])
-    return len(element) > 0 and all(_tag(one) in NOTES for one in element) and not any(map(str.isalnum, besides))
+    return len(element) > 0 and all(tag_of(one) in NOTES for one in element) and not any(map(str.isalnum, besides))
 
 
 class _Converter:
@@ -78,12 +67,12 @@ class _Converter:
         """Number of references whose target is missing."""
         self.possible_notes = 0
         """Number of superscripts that are kept and may be marks of notes."""
-        self._blocks = {one.get(IDENTITY): one for one in root.iter() if _tag(one) == "figure" and one.get(IDENTITY)}
+        self._blocks = {one.get(IDENTITY): one for one in root.iter() if tag_of(one) == "figure" and one.get(IDENTITY)}
         self._shown: set[str] = set()
         self._titles = {
             one.get(IDENTITY): self._title_of(one)
             for one in root.iter()
-            if _tag(one) == "biblStruct" and one.get(IDENTITY)
+            if tag_of(one) == "biblStruct" and one.get(IDENTITY)
         }
 
     def markdown(self) -> str:
@@ -98,7 +87,7 @@ class _Converter:
         body_element = self._root.find(".//{*}text//{*}body")
         if body_element is not None:
             for division in body_element:
-                if _tag(division) == "div":
+                if tag_of(division) == "div":
                     found += self._paragraphs(division)
             for name in self._blocks:
                 if name not in self._shown:
@@ -109,7 +98,7 @@ class _Converter:
         """Headings, paragraphs, formulas and notes of a division, in order; each figure follows its first reference."""
         found: list[str] = []
         for child in division:
-            name = _tag(child)
+            name = tag_of(child)
             wanted: list[str] = []
             if name == "head":
                 if text := self._plain(child):
@@ -133,7 +122,7 @@ class _Converter:
         """
         text = element.text or ""
         for child in element:
-            name, script = _tag(child), _script(child)
+            name, script = tag_of(child), _script(child)
             if name == "math":
                 text += formula(child)
             elif script == "super" and _is_link(child):  # the mark of a note: what it refers to alone
@@ -181,7 +170,7 @@ class _Converter:
         self._shown.add(identity)
         element = self._blocks[identity]
         kind = "table" if element.get("type") == "table" or element.find(".//{*}table") is not None else "figure"
-        children = {_tag(child): child for child in element}
+        children = {tag_of(child): child for child in element}
         lines = [text for name in ("head", "figDesc") if name in children and (text := self._plain(children[name]))]
         if "table" in children and (rows := self._table(children["table"])):
             lines.append(rows)
@@ -196,9 +185,9 @@ class _Converter:
     def _table(self, table: Element) -> str:
         """A pipe table whose first row is its header."""
         rows = [
-            [self._plain(cell).replace("|", "\\|") for cell in row if _tag(cell) == "cell"]
+            [self._plain(cell).replace("|", "\\|") for cell in row if tag_of(cell) == "cell"]
             for row in table.iter()
-            if _tag(row) == "row"
+            if tag_of(row) == "row"
         ]
         width = max((len(row) for row in rows), default=0)
         if not width:
@@ -216,6 +205,6 @@ class _Converter:
     def _title_of(self, entry: Element) -> str:
         for level in ("a", "m", "j"):
             for one in entry.iter():
-                if _tag(one) == "title" and one.get("level") == level and (text := self._plain(one)):
+                if tag_of(one) == "title" and one.get("level") == level and (text := self._plain(one)):
                     return text
         return ""
