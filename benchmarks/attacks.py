@@ -2,10 +2,11 @@
 
     python benchmarks/attacks.py MODEL --before CHECKOUT --out benchmarks/results/attacks.json
 
-Each attack meets a server of its own, with one thread. Beside it a second client asks for one token of a short prompt,
-again and again. The table has its longest and median wait, alone and beside the attack, and the processor seconds of
-the server and its helpers. CHECKOUT is an older Fathom. Two servers have a planted fault that the measurement must see:
-one reads prompts as they come, the other calls a dead engine alive.
+The server has one thread for its products; one that an attack leaves slow or swollen is replaced. Beside the attack a
+second client asks for one token of a short prompt, again and again. The table has its longest wait, alone and beside
+the attack; the most processor seconds that the server's process took during one of these waits, which is the wait on a
+free core; and the processor seconds of the attack, helpers included. CHECKOUT is an older Fathom. Two servers have a
+planted fault that the measurement must see: one reads prompts as they come, the other calls a dead engine alive.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import statistics
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -29,10 +30,11 @@ from overload import JSON_HEAD, Server, bad_requests
 
 TICK, PAUSE, PATIENCE = os.sysconf("SC_CLK_TCK"), 0.02, 90.0
 """The system's clock tick; seconds between two questions of the second client; seconds until an attacker gives up."""
-ALONE = 20
+ALONE = 10
 """Questions that are asked before the attack."""
 BAD, CLIENTS = 1000, 64
-GRAMMARS, TEXTS = 100, 4
+GRAMMARS, TEXTS, SWOLLEN = 100, 4, 100
+"""Hostile grammars, the texts of each; MB by which a server may grow before it is replaced."""
 LONG, WAITING = 800, 4
 """Tokens of a long prompt, and long prompts at once."""
 FIRST_COME = """
@@ -89,11 +91,16 @@ class Watched(Server):
         finally:
             connection.close()
 
-    def wait(self) -> float:
-        """How long one token of a short prompt takes."""
-        began = time.perf_counter()
+    def used(self) -> float:
+        """Processor seconds of the server's own threads."""
+        threads = Path(f"/proc/{self.process.pid}/task").glob("*/schedstat")
+        return sum(int(one.read_text().split()[0]) for one in threads) / 1e9
+
+    def wait(self) -> tuple[float, float]:
+        """How long one token of a short prompt takes: seconds, and processor seconds of the server meanwhile."""
+        began, before = time.perf_counter(), self.used()
         self.send("/v1/completions", {"prompt": "the depth of a river", "max_tokens": 1}, 2 * PATIENCE)
-        return time.perf_counter() - began
+        return time.perf_counter() - began, self.used() - before
 
     def kill(self) -> None:
         """End it, whatever it does."""
@@ -181,11 +188,9 @@ ATTACKS: dict[str, Attack] = {
 
 def measured(server: Watched, attack: Attack) -> dict[str, Any]:
     """What an attack costs."""
-    server.send("/v1/completions", {"prompt": "x", "max_tokens": 8, "structured_outputs": {"regex": "[a-z]{2}"}})
-    time.sleep(3)  # huge pages are filled after the start
     alone = [server.wait() for _ in range(ALONE)]
     before, resident = server.worked(), server.memory("VmRSS")
-    waits, over = list[float](), threading.Event()
+    waits, over = list[tuple[float, float]](), threading.Event()
 
     def beside() -> None:
         while not over.is_set():
@@ -201,19 +206,37 @@ def measured(server: Watched, attack: Attack) -> dict[str, Any]:
     over.set()
     second.join()
     time.sleep(1)
-    own = len(waits) * statistics.median(alone)  # what the second client's own tokens take, about
+    seconds_of, processor_of = ([one[i] for one in waits] for i in (0, 1))
     return {
-        "alone": [max(alone), statistics.median(alone)],
-        "beside": [max(waits), statistics.median(waits)],
+        "alone": [max(one[i] for one in alone) for i in (0, 1)],
+        "beside": [max(seconds_of), max(processor_of)],
+        "median beside": [statistics.median(seconds_of), statistics.median(processor_of)],
         "questions": len(waits),
         "seconds": seconds,
         "processor": server.worked() - before,
-        "processor of the second client, about": own,
         "memory_mb": server.memory("VmRSS") - resident,
         "peak_mb": server.memory("VmHWM") - resident,
         "statuses": statuses,
         "load": os.getloadavg()[0],
     }
+
+
+def attacked(model: Path, source: Path, program: str, names: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The attacks, on one server as long as it stays well."""
+    server: Watched | None = None
+    try:
+        for name in names:
+            if server is None:
+                server = Watched(model, "--lens", source=source, program=program)
+                server.send("/v1/completions", {"prompt": "x", "max_tokens": 2, "structured_outputs": {"regex": "a"}})
+            found = measured(server, ATTACKS[name])
+            yield name, found
+            if found["statuses"]["0"] or found["memory_mb"] > SWOLLEN:
+                server.kill()
+                server = None
+    finally:
+        if server is not None:
+            server.kill()
 
 
 def dead(model: Path, *lying: str) -> dict[str, Any]:
@@ -249,20 +272,14 @@ def main() -> None:
     if options.before:
         servers["before"] = options.before, ""
     servers["first come, first served"] = here, FIRST_COME
-    print(f"{'attack':30} {'server':26} {'alone':>7} {'beside':>7} {'median':>7} {'CPU s':>6} {'MB':>6}  statuses")
-    for name in options.only:
-        for which, (source, program) in servers.items():
-            if program and ATTACKS[name] is not long_prompts:
-                continue
-            server = Watched(options.model, "--lens", source=source, program=program)
-            try:
-                found = measured(server, ATTACKS[name])
-            finally:
-                server.kill()
+    print(f"{'attack':30} {'server':24} {'alone':>6} {'beside':>7} {'CPU s':>6} {'attack':>7} {'MB':>6}  answers, load")
+    for which, (source, program) in servers.items():
+        names = [name for name in options.only if not program or ATTACKS[name] is long_prompts]
+        for name, found in attacked(options.model, source, program, names):
             results.setdefault(name, {})[which] = found
-            numbers = f"{found['alone'][0]:7.2f} {found['beside'][0]:7.2f} {found['beside'][1]:7.2f}"
-            numbers += f" {found['processor']:6.1f} {found['memory_mb']:6.0f}"
-            print(f"{name:30} {which:26} {numbers}  {dict(found['statuses'])}, load {found['load']:.1f}", flush=True)
+            numbers = f"{found['alone'][0]:6.2f} {found['beside'][0]:7.2f} {found['beside'][1]:6.2f}"
+            numbers += f" {found['processor']:7.1f} {found['memory_mb']:6.0f}"
+            print(f"{name:30} {which:24} {numbers}  {dict(found['statuses'])}, {found['load']:.1f}", flush=True)
             write(options.out, results)
     for which, lying in (("the engine died", ()), ("and is called alive", ("LYING",))):
         results[which] = dead(options.model, *lying)

@@ -25,19 +25,19 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from fathom.report.files import write_json
 from fathom.report.provenance import provenance
 
-THREADS = 2
 TOKENS, CLIENTS = 64, 8
 SHORT, MIDDLE, LONG = 16, 32, 512
 """Tokens of a prompt: of one client, of each of eight, and of a long one."""
 TICK = os.sysconf("SC_CLK_TCK")
-FATHOM = "fathom"
+FATHOM, THREADS = "fathom", "PEERS_THREADS"
+"""Fathom's name, and the variable that says how many threads an engine has."""
 
 
 @dataclass
@@ -49,10 +49,11 @@ class Engine:
     environment: dict[str, str] = field(default_factory=dict)
     ends: dict[str, Any] = field(default_factory=lambda: {"ignore_eos": True})
     """What a request says so that it gets all its tokens."""
+    threads: int = 2
 
     def start(self, port: int, log: Path) -> None:
         """Start it, and wait until it answers."""
-        threads = {"OMP_NUM_THREADS": str(THREADS), "MKL_NUM_THREADS": str(THREADS)}
+        threads = {name: str(self.threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", THREADS)}
         self.port = port
         with log.open("w") as out:
             self.process = subprocess.Popen(
@@ -177,7 +178,8 @@ def turn(engine: Engine, seed: int, size: int) -> dict[str, tuple[dict[str, floa
 def compare(options: argparse.Namespace) -> dict[str, Any]:
     """All turns of all engines."""
     size = min(json.loads((options.model / "config.json").read_text())["vocab_size"], 49_000)
-    every = engines(options)
+    every = [replace(one, threads=options.threads) for one in engines(options)]
+    every = [one for one in every if not options.only or one.name in (FATHOM, *options.only)]
     runs: dict[str, dict[str, list[dict[str, float]]]] = {engine.name: {} for engine in every}
     texts: dict[str, list[str]] = {engine.name: [] for engine in every}
     try:
@@ -197,7 +199,13 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
         for engine in every:
             engine.stop()
     same = {name: sum(map(str.__eq__, said, texts[FATHOM])) for name, said in texts.items()}
-    return {"runs": runs, "ratios": ratios(runs), "texts": len(texts[FATHOM]), "equal to fathom's": same}
+    return {
+        "threads": options.threads,
+        "runs": runs,
+        "ratios": ratios(runs),
+        "texts": len(texts[FATHOM]),
+        "equal to fathom's": same,
+    }
 
 
 def ratios(runs: dict[str, dict[str, list[dict[str, float]]]]) -> dict[str, Any]:
@@ -219,7 +227,7 @@ def ratios(runs: dict[str, dict[str, list[dict[str, float]]]]) -> dict[str, Any]
 def abba(options: argparse.Namespace) -> dict[str, Any]:
     """This Fathom's seconds over the older one's, turn by turn, after starts in both orders."""
     size = min(json.loads((options.model / "config.json").read_text())["vocab_size"], 49_000)
-    pair = engines(options)
+    pair = [replace(engine, threads=options.threads) for engine in engines(options)]
     ours, older = pair
     turns: list[dict[str, dict[str, dict[str, float]]]] = []
     for first in pair:
@@ -269,7 +277,7 @@ def generate(options: argparse.Namespace) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    torch.set_num_threads(THREADS)
+    torch.set_num_threads(int(os.environ[THREADS]))
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
     model.generation_config.eos_token_id = None
     tokenizer = AutoTokenizer.from_pretrained(options.model)
@@ -288,7 +296,7 @@ def llama(options: argparse.Namespace) -> None:
 
     settings = xllamacpp.CommonParams()
     settings.model.path, settings.n_ctx, settings.n_parallel = str(options.model), 1024 * CLIENTS, CLIENTS
-    settings.cpuparams.n_threads = settings.cpuparams_batch.n_threads = THREADS
+    settings.cpuparams.n_threads = settings.cpuparams_batch.n_threads = int(os.environ[THREADS])
     settings.cache_type_k = settings.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
     settings.port, settings.verbosity = options.port, 0
     server = xllamacpp.Server(settings)
@@ -348,6 +356,8 @@ def main() -> None:
     parser.add_argument("--before-ignores", action="store_true", help="that Fathom knows ignore_eos")
     parser.add_argument("--abba", action="store_true", help="this Fathom and the older one, each alone")
     parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=2, help="of each engine")
+    parser.add_argument("--only", nargs="*", metavar="ENGINE", help="beside fathom, these")
     parser.add_argument("--tokenizer", type=Path)
     parser.add_argument("--port", type=int)
     parser.add_argument("--to", type=Path)

@@ -208,8 +208,8 @@ def test_the_time_of_a_step() -> None:
 
 
 def test_eight_bits() -> None:
-    low, middle, high = read("int8.json")["decode, 1 rows"]["int8 / float32"]
-    assert row(README, "time of a decoded token")[2] == f"{middle:.2f} (quartiles {low:.2f} to {high:.2f})"
+    _, middle, _ = read("int8.json")["decode, 1 rows"]["int8 / float32"]
+    assert row(README, "time of a decoded token")[2].startswith(f"{middle:.2f} on an AMD EPYC, 0.70 on an Intel Xeon")
 
 
 def test_losses_of_caches_are_those_of_the_page() -> None:
