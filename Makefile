@@ -92,7 +92,7 @@ gpu: setup
 	@while :; do $(BIN)/python benchmarks/gpu.py --plan $(PLAN) --minutes $(MINUTES); code=$$?; \
 	  [ $$code -eq 3 ] || exit $$code; [ -z "$(ONCE)" ] || exit 0; done
 
-# Other people's tests and tools (docs/how-to/outside.md), in three directories of their own; what was set up is not set up again.
+# Other people's tests and tools (tests/outside/README.md), in three directories of their own; what was set up is not set up again.
 SUITES ?= transformers clients agents tensor_parallel lm_eval trl llama_cpp vllm
 OUTSIDE := .venv-outside
 AGENTS := .venv-agents
@@ -128,7 +128,7 @@ VLLM_TORCH ?= torch==2.13.0
 
 # docs/ and what it links to as a site in build/site, in an environment of its own; a broken link is an error.
 SITE := .venv-docs
-PAGES = CONTRIBUTING.md CHANGELOG.md LICENSE docs recipes examples benchmarks/README.md benchmarks/results
+PAGES = CONTRIBUTING.md CHANGELOG.md LICENSE docs recipes examples tests/outside/README.md benchmarks/README.md benchmarks/results
 docs: $(SITE)/.ready
 	@$(PYTHON) docs/words.py || true  # words that docs should not have: a list to work on, no error
 	@rm -rf build/docs && mkdir -p build/docs

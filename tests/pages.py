@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from tests import papers, reference
@@ -47,6 +48,11 @@ class Block:
 BLOCKS = (
     Block("reference/commands.md", "commands", reference.commands),
     Block("reference/keys.md", "keys", reference.keys),
+    *(
+        Block(f"explanation/{Path(page).name}", f"options of {name}", partial(reference.own_options, name))
+        for name, page in reference.MECHANISM_PAGES.items()
+    ),
+    Block("explanation/which_mechanism.md", "costs", reference.costs),
     Block("how-to/checkpoints.md", "families", tables.families),
     Block("how-to/checkpoints.md", "hosted families", tables.hosted, slow=True),
     Block("how-to/checkpoints.md", "closed types", tables.closed),

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import argparse
 import importlib
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import fields
+from pathlib import Path
 
 from fathom.cli.lineage import ACTIONS
 from fathom.cli.main import COMMANDS, module_of
 from fathom.cli.parser import Parser
 from fathom.corpus.recipe import CorpusRecipe
+from fathom.experiments.catalogue import mechanism_rows
 from fathom.experiments.rules import Rules
 from fathom.kvcache import METHODS
 from fathom.models.registry import ALL
 from fathom.recipe import describe as recipe_keys
+from fathom.recipe import load_recipe
 from fathom.settings import default_of, describe, help_of
+
+EXPLANATION = Path(__file__).parents[1] / "docs" / "explanation"
 
 
 def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Iterator[str]:
@@ -36,36 +42,53 @@ def named(action: argparse.Action) -> str:
     return f"`{max(action.option_strings, key=len)}{value}`"
 
 
-def arguments(parser: argparse.ArgumentParser) -> Iterator[str]:
-    """The arguments of a command as a table."""
+SHARED_BY = 3
+"""An option that as many mechanisms have alike is written once; one of commands from two on."""
+
+
+def arguments(parser: argparse.ArgumentParser) -> list[tuple[str, str]]:
+    """The arguments of a command, with their help."""
     shown = [one for one in parser._actions if one.dest != "help" and one.help != argparse.SUPPRESS]
-    rows = [(named(one), one.help or "") for one in shown if not isinstance(one, argparse._SubParsersAction)]
-    yield from table(("argument", "meaning"), [(name, text.replace("%%", "%")) for name, text in rows])
-
-
-def commands() -> str:
-    """All commands, with their arguments."""
-    lines = [
-        "Every command also takes `--help`, and ends with exit code 2 for a wrong request",
-        "",
+    formatter = parser._get_formatter()
+    return [
+        (named(one), formatter._expand_help(one) if one.help else "")
+        for one in shown
+        if not isinstance(one, argparse._SubParsersAction)
     ]
-    lines[-2] += " and 1 for a failure. `NO_COLOR=1` turns colours off, and `COLUMNS` sets the width."
+
+
+def parsers() -> Iterator[tuple[str, str, argparse.ArgumentParser]]:
+    """Heading, summary and parser of every command, a command with its own commands first."""
     for name, summary in COMMANDS.items():
         parser = Parser(prog=f"fathom {name}")
         importlib.import_module(module_of(name)).add(parser)
-        lines += [f"## fathom {name}", "", f"{summary[0].upper()}{summary[1:]}.", ""]
+        yield f"## fathom {name}", f"{summary[0].upper()}{summary[1:]}.", parser
         inner = next((one for one in parser._actions if isinstance(one, argparse._SubParsersAction)), None)
-        if inner is None:
-            lines += [*arguments(parser), ""]
-            continue
-        for action in ACTIONS:
-            about = (inner.choices[action].description or "").partition("\n")[0]
-            lines += [f"### fathom {name} {action}", "", about, "", *arguments(inner.choices[action]), ""]
+        for action in ACTIONS if inner else ():
+            one = inner.choices[action]
+            yield f"### fathom {name} {action}", (one.description or "").partition("\n")[0], one
+
+
+def commands() -> str:
+    """All commands, with their arguments; what several have alike comes first."""
+    found = [(heading, summary, arguments(parser)) for heading, summary, parser in parsers()]
+    counts = Counter(row for *_, rows in found for row in rows if row[0].startswith("`-"))
+    best = {row[0].split()[0]: row for row, count in reversed(counts.most_common()) if count > 1}
+    shared = sorted(best.values(), key=[*counts].index)
+    lines = ["Every command also takes `--help`, and ends with exit code 2 for a wrong request and 1 for a failure."]
+    lines[0] += " `NO_COLOR=1` turns colours off, and `COLUMNS` sets the width."
+    lines += ["", "## Options of several commands", "", *table(("option", "meaning"), shared), ""]
+    for heading, summary, rows in found:
+        own = [row for row in rows if row not in shared]
+        also = ", ".join(f"`{name.strip('`').split()[0]}`" for name, _ in (row for row in rows if row in shared))
+        lines += [heading, "", summary, ""]
+        lines += [*table(("argument", "meaning"), own), ""] if own else []
+        lines += [f"Also: {also}.", ""] if also else []
     return "\n".join(lines).rstrip() + "\n"
 
 
 def keys() -> str:
-    """All keys of recipes, and all options."""
+    """All keys of recipes, and the options that several mechanisms have."""
     lines = ["A key is set in a YAML file or on the command line, as in `optim.lr=3e-4`."]
     lines += ["`fathom train --keys` prints the first table.", ""]
     sections = (
@@ -76,20 +99,91 @@ def keys() -> str:
     for title, rows in sections:
         shown = [(f"`{key}`", f"`{default}`" if default else "", allowed, text) for key, allowed, default, text in rows]
         lines += [f"## {title}", "", *table(("key", "default", "allowed", "meaning"), shown), ""]
+    pages = ", ".join(f"[`{name}`]({page})" for name, page in MECHANISM_PAGES.items())
     lines += [
         "## Mechanisms",
         "",
         "Options stand under `model.mixer_options`, `model.residual_options` and `model.recurrence_options`.",
+        f"The page of a mechanism has its own options: {pages}.",
+        "",
+        "Options of several mechanisms:",
+        "",
+        *table(
+            ("option", "default", "meaning"), ((f"`{name}`", f"`{default}`", text) for name, default, text in common())
+        ),
         "",
     ]
-    options = [
-        (f"`{one.name}`", f"`{field.name}`", f"`{default_of(field)}`", help_of(one.options).get(field.name, ""))
-        for one in ALL
-        for field in fields(one.options)
-    ]
-    lines += [*table(("mechanism", "option", "default", "meaning"), options), ""]
+    rest = [(f"`{name}`", *row) for name, rows in options().items() if name not in MECHANISM_PAGES for row in rows]
+    lines += [*table(("mechanism", "option", "default", "meaning"), rest), ""] if rest else []
     lines += ["## Cache methods", "", *table(("method", "what a compression leaves"), caches()), ""]
     return "\n".join(lines).rstrip() + "\n"
+
+
+MECHANISM_PAGES = {
+    one.name: f"../explanation/{page}.md"
+    for one in ALL
+    for page in ({"value_gain": "gates", "branch_gain": "gates"}.get(one.name, one.name),)
+    if (EXPLANATION / f"{page}.md").is_file() and fields(one.options)
+}
+"""The page of every mechanism that has one, from docs/reference."""
+
+
+def options() -> dict[str, list[tuple[str, str, str]]]:
+    """Name, default and help of each mechanism's options."""
+    return {
+        one.name: [
+            (f"`{field.name}`", f"`{default_of(field)}`", help_of(one.options).get(field.name, ""))
+            for field in fields(one.options)
+        ]
+        for one in ALL
+    }
+
+
+def common() -> list[tuple[str, str, str]]:
+    """What several mechanisms have alike, whatever their defaults; of these, the most frequent one."""
+    alike: dict[tuple[str, str], list[str]] = {}
+    for rows in options().values():
+        for name, default, text in rows:
+            alike.setdefault((name, text), []).append(default)
+    return [
+        (name.strip("`"), Counter(found).most_common(1)[0][0].strip("`"), text)
+        for (name, text), found in alike.items()
+        if len(found) >= SHARED_BY
+    ]
+
+
+def own_options(mechanism: str) -> str:
+    """The options of one mechanism as a table, and the names of those that it shares."""
+    shared = {(f"`{name}`", text): default for name, default, text in common()}
+    rows = options()[mechanism]
+    own = [row for row in rows if (row[0], row[2]) not in shared]
+    also = [
+        name if shared[name, text] == default.strip("`") else f"{name} ({default})"
+        for name, default, text in rows
+        if (name, text) in shared
+    ]
+    lines = [*table(("option", "default", "meaning"), own)] if own else []
+    lines += ["", f"Also: {', '.join(also)} ([meaning](../reference/keys.md#mechanisms))."] if also else []
+    return "\n".join(lines).lstrip("\n") + "\n"
+
+
+def costs() -> str:
+    """What each mechanism adds to the 3B model of the Depth-Attention paper."""
+    rows = [
+        (
+            f"`{row.name}`",
+            f"{row.parameters:,}",
+            f"{row.flops:,.0f}",
+            f"{100 * row.flops_share:.2g} %" if row.flops_share < 1 else f"{100 * row.flops_share:.0f} %",
+            f"{row.cache_bytes:,}",
+            f"{row.transient_bytes:,}",
+            f"{row.io_bytes:,}",
+        )
+        for row in mechanism_rows(load_recipe("3b").config())
+        if row.options
+    ]
+    heads = ("mechanism", "parameters", "FLOPs", "of 2N", "cache bytes", "state bytes", "bytes moved")
+    return "\n".join(table(heads, rows)) + "\n"
 
 
 def caches() -> Iterator[tuple[str, str]]:

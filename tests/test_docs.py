@@ -7,6 +7,7 @@ miniature size: recipes of the same names, corpora, runs, tokenizers. Commands r
 from __future__ import annotations
 
 import argparse
+import ast
 import glob
 import io
 import json
@@ -20,6 +21,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
@@ -47,7 +49,7 @@ DOCS = ROOT / "docs"
 PAGES = [
     ROOT / "README.md",
     *sorted(DOCS.rglob("*.md")),
-    *(ROOT / folder / "README.md" for folder in ("recipes", "benchmarks")),
+    *(ROOT / folder / "README.md" for folder in ("recipes", "benchmarks", "tests/outside")),
     ROOT / "CONTRIBUTING.md",
 ]
 # The command that a page is about, if it is not called after it: whose flags it means when it names one alone.
@@ -64,7 +66,7 @@ SUBJECT = {
     "recipes": "train",
     "first_model": "train",
 }
-FOREIGN = ("vllm ", "pip ", "pytest ", "make ", "ruff ")  # programs of others
+FOREIGN = ("vllm ", "lm_eval ", "pip ", "pytest ", "make ", "ruff ")  # programs of others
 COMMAND = re.compile(r"(fathom|torchrun|make|python benchmarks/\S+\.py)( |$)")
 FLAG = re.compile(r"(?<![\w-])--[A-Za-z][\w-]*")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
@@ -481,6 +483,8 @@ class Reader:
         if named := re.match(r"# (\w+\.py)\n", source):  # a file that the reader writes
             Path(named[1]).write_text(source)
             return
+        if "import Trainer" in source and find_spec("accelerate") is None:  # which transformers' Trainer needs
+            return
         source = "\n" * (step.line - 1) + source
         if mechanism := WRITTEN.get(step.page.stem):
             as_module(mechanism, source, step.page)
@@ -663,10 +667,24 @@ def test_recipe_keys_are_known(page: Path) -> None:
             load_recipe(ROOT / "recipes" / "tiny.yaml", [span]).config()
 
 
+def anchors(page: Path) -> set[str]:
+    """What a link may name on a page: its headings, as GitHub and the site write them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    heads = (re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", head) for head in re.findall(r"^#+ (.*)$", text, re.M))
+    return {re.sub(r"\s+", "-", re.sub(r"[^\w\s-]", "", head).strip().lower()) for head in heads}
+
+
 def broken_links(page: Path) -> list[str]:
-    text = page.read_text(encoding="utf-8")
-    targets = [target.partition("#")[0] for target in LINK.findall(text) if not target.startswith("http")]
-    return [target for target in targets if target.endswith(".md") and not (page.parent / target).is_file()]
+    """Links to a page, or to a heading on it, that is not there."""
+    found = []
+    for target in LINK.findall(page.read_text(encoding="utf-8")):
+        name, _, anchor = target.partition("#")
+        there = page.parent / name if name else page
+        if target.startswith("http") or there.suffix != ".md":
+            continue
+        if not there.is_file() or (anchor and anchor not in anchors(there)):
+            found.append(target)
+    return found
 
 
 def absent_files(page: Path) -> list[str]:
@@ -685,8 +703,11 @@ def test_what_is_pointed_at_is_there(page: Path) -> None:
 
 
 def test_a_broken_link_is_caught(tmp_path: Path) -> None:
-    (tmp_path / "page.md").write_text("[there](page.md#top), [gone](docs/gone.md), `tests/test_docs.py`, `src/gone.py`")
-    assert broken_links(tmp_path / "page.md") == ["docs/gone.md"]
+    (tmp_path / "page.md").write_text(
+        "# The *top*\n\n[there](page.md#the-top), [not](#bottom), [gone](docs/gone.md), "
+        "`tests/test_docs.py`, `src/gone.py`"
+    )
+    assert broken_links(tmp_path / "page.md") == ["#bottom", "docs/gone.md"]
     assert absent_files(tmp_path / "page.md") == ["src/gone.py"]
 
 
@@ -695,6 +716,38 @@ def test_extras_exist() -> None:
     text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
     named = set(re.findall(r"pip install [^\n`]*\[(\w+)\]'", text))
     assert named and all(re.search(rf"^{extra} = \[", offered, re.M) for extra in named)
+
+
+# Troubleshooting.
+
+
+def strings(file: Path) -> Iterator[str]:
+    """Every string of a source file, with an ellipsis for each value in it."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(one.value if isinstance(one, ast.Constant) else "…" for one in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def unknown_errors(page: Path) -> list[str]:
+    """Headings of a page, in code, that no message of the package reads like."""
+    sources = {file: file.read_text(encoding="utf-8") for file in (ROOT / "src/fathom").rglob("*.py")}
+    found = []
+    for error in re.findall(r"^### ``\s*(.*?)\s*``$", page.read_text(encoding="utf-8"), re.M):
+        shape = re.compile(".*".join(map(re.escape, error.split("…"))), re.S)
+        start = max(error.split("…"), key=len).strip()[:16]
+        files = (file for file, text in sources.items() if start in text)
+        if not any(shape.fullmatch(text) for file in files for text in strings(file)):
+            found.append(error)
+    return found
+
+
+def test_errors_are_those_of_the_code(tmp_path: Path) -> None:
+    """Each heading is a message, word for word; a message that nothing prints would be found."""
+    assert unknown_errors(DOCS / "how-to" / "troubleshooting.md") == []
+    (tmp_path / "page.md").write_text("### ``train.device=cuda: no CUDA device here; buy one``\n")
+    assert len(unknown_errors(tmp_path / "page.md")) == 1
 
 
 # A mechanism in two files.

@@ -257,7 +257,7 @@ KIND = {SlabBatch: "slabs", SlotBatch: "slots", LoneBatch: "one by one"}
 
 
 def table():
-    """Which engine runs which recurrence, as docs/explanation/engines.md has it."""
+    """Which engine runs which recurrence, as docs/how-to/vllm.md has it."""
     rows = ["| recurrence | `fathom serve` | `generate_batch` | vLLM, with the plugin |", "| --- | --- | --- | --- |"]
     for words, (name, options) in SHOWN.items():
         model = FathomForCausalLM(FathomConfig(**{**SHAPE, **parse_mechanism(name), "recurrence_options": options}))
@@ -276,8 +276,8 @@ def table():
 
 
 def test_the_page_says_which_engine_runs_which_recurrence():
-    page = (Path(__file__).parents[2] / "docs" / "explanation" / "engines.md").read_text(encoding="utf-8")
-    assert table() in page, f"docs/explanation/engines.md should say\n{table()}"
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "vllm.md").read_text(encoding="utf-8")
+    assert table() in page, f"docs/how-to/vllm.md should say\n{table()}"
 
 
 # The engine.

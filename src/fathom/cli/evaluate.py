@@ -94,7 +94,7 @@ def add_running(parser: Parser, batches: bool = True) -> None:
             "--batch-size", type=int, help="batch size (default: as large as memory allows; fixed on a CPU)"
         )
     parser.add_argument("--out", type=Path, metavar="DIR", help="store results here; the same command resumes")
-    parser.add_argument("--json", action="store_true", help="print the report for a program")
+    parser.add_argument("--json", action="store_true", help="print the result for a program")
 
 
 def run(options: Namespace) -> int:

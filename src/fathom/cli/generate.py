@@ -44,7 +44,7 @@ def add(parser: Parser) -> None:
     parser.add_argument("--batch-size", type=int, help="batch size for --prompts (default: 8 on a CPU, else 32)")
     add_sampling(parser)
     parser.add_argument("--compile", action="store_true", help="compile decoding, with a static cache")
-    parser.add_argument("--json", action="store_true", help="print text and speed for a program")
+    parser.add_argument("--json", action="store_true", help="print the result for a program")
     parser.needs("--prompts", "--out", "--batch-size", "--allow-control-tokens")
 
 

@@ -31,7 +31,7 @@ def add(parser: Parser) -> None:
     parser.add_argument("--max-tokens", type=int, default=2000, help="maximum tokens to analyse (default: 2000)")
     parser.add_argument("--top", type=int, default=5, help="predictions to keep after every layer (default: 5)")
     parser.add_argument("--device", help="cpu, cuda, ... (default: cuda where there is one)")
-    parser.add_argument("--json", action="store_true", help="print the numbers for a program")
+    parser.add_argument("--json", action="store_true", help="print the result for a program")
 
 
 def run(options: Namespace) -> int:

@@ -36,7 +36,7 @@ def add(parser: Parser) -> None:
         help="show what each would add to this model: a checkpoint directory, a recipe file, or a name that "
         "`fathom recipes` lists",
     )
-    parser.add_argument("--json", action="store_true", help="print the rows for a program")
+    parser.add_argument("--json", action="store_true", help="print the result for a program")
 
 
 def run(options: Namespace) -> int:

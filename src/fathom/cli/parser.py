@@ -185,7 +185,7 @@ def examples(lines: Sequence[str]) -> str:
 def add_kvcache(parser: Group, several: bool = False) -> None:
     """Add the cache arguments: method and schedule."""
     words = "METHODS" if several else "METHOD"
-    names = "freqkv, tova, snapkv, key_norm, sinks, drop, ..."
+    names = "drop, sinks, snapkv, tova, keydiff, key_norm, expected_attention, freqkv, ..."
     what = (
         f"comma-separated caches to compare: full, full_static, full_fp8, {names}"
         if several
@@ -306,7 +306,7 @@ def add_running(parser: Parser, name: str) -> None:
     parser.add_argument(
         "--retry-failed", action="store_true", help="resume runs that diverged; otherwise they are excluded"
     )
-    parser.add_argument("--json", action="store_true", help="print the report for a program")
+    parser.add_argument("--json", action="store_true", help="print the result for a program")
 
 
 def add_keys(parser: Parser, rows: Callable[[], Iterable[Key]]) -> None:

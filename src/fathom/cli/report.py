@@ -38,7 +38,7 @@ def add(parser: Parser) -> None:
         help="continue this prompt, and show it through the lens; may be repeated",
     )
     parser.add_argument("-o", "--out", type=Path, metavar="FILE", help="the page (default: report.html in the run)")
-    parser.add_argument("--json", action="store_true", help="print the run's numbers for a program")
+    parser.add_argument("--json", action="store_true", help="print the result for a program")
 
 
 def run(options: Namespace) -> int:
