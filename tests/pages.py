@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from tests import papers, reference
+from tests import api, papers, reference
 from tests.checkpoints.families import tables
 from tests.models import test_exact_starts, test_released
 
@@ -53,6 +53,7 @@ BLOCKS = (
         for name, page in reference.MECHANISM_PAGES.items()
     ),
     Block("explanation/which_mechanism.md", "costs", reference.costs),
+    Block("reference/api.md", "api", api.api),
     Block("how-to/checkpoints.md", "families", tables.families),
     Block("how-to/checkpoints.md", "hosted families", tables.hosted, slow=True),
     Block("how-to/checkpoints.md", "closed types", tables.closed),

@@ -6,8 +6,9 @@ import re
 
 import pytest
 
+import fathom
 from fathom.checkpoints.families.registry import NATIVE
-from tests import pages
+from tests import api, pages
 from tests.pages import BLOCKS, COMMAND, DOCS, Block
 
 CASES = [pytest.param(one, id=one.name, marks=pytest.mark.slow if one.slow else ()) for one in BLOCKS]
@@ -42,6 +43,21 @@ def test_a_stale_block_is_seen_and_written(tmp_path, monkeypatch) -> None:
     )
     with pytest.raises(ValueError, match=r"docs/page\.md has no block named other"):
         Block("page.md", "other", str).parts()
+
+
+def test_what_guides_import_is_in_the_reference() -> None:
+    """Every name of Fathom that a block of Python on a page imports, and every name of `import fathom`."""
+    text = "\n".join(page.read_text(encoding="utf-8") for page in DOCS.rglob("*.md") if page.name != "api.md")
+    imported = {
+        f"{module}.{name}"
+        for block in re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
+        for module, names in re.findall(r"^from (fathom[\w.]*) import ([\w, ]+)", block, re.M)
+        for name in names.replace(" ", "").split(",")
+    }
+    known = {f"fathom.{name}" for names in api.SECTIONS.values() for name in names}
+    assert len(imported) > 15
+    assert {name for name in imported - known if name.rpartition(".")[2] not in fathom.__all__} == set()
+    assert {f"fathom.{name}" for name in fathom.__all__ if name != "__version__"} <= known
 
 
 def test_every_family_says_what_it_opens() -> None:
