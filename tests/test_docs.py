@@ -55,7 +55,6 @@ PAGES = [
 # The command that a page is about, if it is not called after it: whose flags it means when it names one alone.
 SUBJECT = {
     "training": "train",
-    "python": "train",
     "nodes": "train",
     "data": "prepare",
     "conversations": "corpus",
@@ -66,7 +65,7 @@ SUBJECT = {
     "recipes": "train",
     "first_model": "train",
 }
-FOREIGN = ("vllm ", "lm_eval ", "pip ", "pytest ", "make ", "ruff ")  # programs of others
+FOREIGN = ("vllm ", "lm_eval ", "hf ", "pip ", "pytest ", "make ", "ruff ")  # programs of others
 COMMAND = re.compile(r"(fathom|torchrun|make|python benchmarks/\S+\.py)( |$)")
 FLAG = re.compile(r"(?<![\w-])--[A-Za-z][\w-]*")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
