@@ -228,6 +228,8 @@ BACKBONES = {
         **{"norm": "rms_offset", "norm_placement": "both", "embedding_scale": 5.7, "round_embedding_scale": True},
         **{"final_logit_softcapping": 3.0, "no_rope_layers": [1, 0, 1, 1], "residual_multiplier": 0.7},
     },
+    # A loss that balances experts is of all tokens together: sequences and ranks no longer add up.
+    "experts": {"experts": 5, "experts_per_token": 2, "router_aux_loss_coef": 0.0},
 }
 """The kinds of backbones, by the family that each is most like."""
 ALONE = [case for case in CASES if "+" not in case and "-" not in case]
@@ -264,7 +266,7 @@ LATER = (
     *("-window", "-prepost", "-all", "-damped", "-delta_block"),
     *("-keys", "-both", "-projected", "-pause", "-pause-duo", "-uniform", "-geometric", "-mlp"),
 )
-BACKED = ["depth_attention@neox", "ponder@gpt2", "loop@olmo2", "latent_cot@gemma"]
+BACKED = ["depth_attention@neox", "ponder@gpt2", "loop@olmo2", "latent_cot@gemma", "loop@experts"]
 FAST = [case for case in ALONE if case not in ("loop", "ponder", "latent_cot")]
 FAST += [case for case in CASES if "-" in case and not set("+@") & set(case) and not case.endswith(LATER)]
 FAST += ["loop+depth_attention-grid", *BACKED]

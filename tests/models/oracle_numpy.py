@@ -600,7 +600,13 @@ class Oracle:
         return np.concatenate([a * cos - b * sin, b * cos + a * sin, x[:, 2 * half :]], -1)
 
     def mlp(self, x: Array, name: str) -> Array:
-        """With a gate or without."""
+        """With a gate or without; of experts, those with the k largest logits of the router."""
+        if self.config["experts"] and ".experts." not in name:
+            logits = self.linear(x, f"{name}.router")
+            best = sorted(range(len(logits)), key=lambda e: -logits[e])[: self.config["experts_per_token"]]
+            shares = np.exp(logits[best] - logits[best[0]])
+            made = [self.mlp(x, f"{name}.experts.{e}") for e in best]
+            return sum(share * one for share, one in zip(shares / shares.sum(), made, strict=True))
         act, up = ACTIVATIONS[self.config["hidden_act"]], self.linear(x, f"{name}.up_proj")
         inner = act(self.linear(x, f"{name}.gate_proj")) * up if self.config["gated_mlp"] else act(up)
         return self.linear(inner, f"{name}.down_proj")

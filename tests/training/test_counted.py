@@ -33,9 +33,10 @@ def counted(recipe: Recipe, prepare) -> float:
 
 
 @pytest.mark.quick("model.layers.1.*")
-@pytest.mark.parametrize("only", ["model.layers.1.*", "model.layers.3.mlp.*", "lm_head.*"])
+@pytest.mark.parametrize("only", ["model.layers.1.*", "model.layers.3.mlp.*", "lm_head.*", "model.layers.2.*, experts"])
 def test_frozen_weights_are_counted_as_a_counter_does(only):
-    recipe = small(f"optim.only=[{only}]", "model.tie_word_embeddings=false")
+    only, *sparse = only.split(", ")
+    recipe = small(f"optim.only=[{only}]", "model.tie_word_embeddings=false", *(f"model.{key}=5" for key in sparse))
 
     def prepare(model):
         freeze(model, recipe.optim.only)

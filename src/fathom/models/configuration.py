@@ -93,7 +93,7 @@ class FathomConfig(DecoderConfig):
         attention["o_proj"] = "rowwise_split_input" if full else "rowwise"
         mlp = dict.fromkeys(("gate_proj", "up_proj") if self.gated_mlp else ("up_proj",), "colwise")
         mlp["down_proj"] = "rowwise"
-        parts = {"self_attn": attention, "mlp": mlp}
+        parts = {"self_attn": attention, "mlp.experts.*" if self.experts else "mlp": mlp}
         return {f"layers.*.{part}.{name}": how for part, plan in parts.items() for name, how in plan.items()}
 
     def validate_layer_type(self) -> None:
@@ -119,6 +119,7 @@ class FathomConfig(DecoderConfig):
             raise ValueError(f"k_norm_position=after_rope needs qk_norm=head, got {self.qk_norm}")
         if self.parallel_residual and self.norm_placement != "before":
             raise ValueError(f"parallel_residual needs norm_placement=before, got {self.norm_placement}")
+        self._check_experts()
         if self.position_offset < 0:
             raise ValueError(f"position_offset must not be negative, got {self.position_offset}")
         layers = self.num_hidden_layers
@@ -130,6 +131,24 @@ class FathomConfig(DecoderConfig):
                 part = 1.0 if rope.get("rope_type") == "proportional" else rope.get("partial_rotary_factor", 1.0)
                 if (turned := int(self.head_dim * part)) % 2 or turned < 2:
                     raise ValueError(f"head_dim ({self.head_dim}): {turned} rotated channels, which must be even")
+
+    def _check_experts(self) -> None:
+        """Refuse experts that cannot be built."""
+        if not 0 <= self.router_aux_loss_coef < math.inf:
+            raise ValueError(f"router_aux_loss_coef must be a number of at least 0, got {self.router_aux_loss_coef}")
+        if self.experts == 0:
+            return
+        if self.host:
+            raise ValueError(f"experts={self.experts}: a {self.host} model has its own MLPs")
+        if not 1 <= self.experts_per_token <= self.experts:
+            raise ValueError(
+                f"experts_per_token must be between 1 and experts ({self.experts}), got {self.experts_per_token}"
+            )
+        if self.intermediate_size % self.experts_per_token:
+            raise ValueError(
+                f"intermediate_size ({self.intermediate_size}) must be a multiple of experts_per_token "
+                f"({self.experts_per_token}): each expert has an equal part of it"
+            )
 
     @property
     def mixes_unrotated(self) -> bool:

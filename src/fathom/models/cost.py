@@ -15,7 +15,15 @@ import torch
 
 from .axes.roles import Cost, Recurrence, View
 from .configuration import FathomConfig
-from .decoder.arithmetic import attention_flops, head_flops, keys_read, layer_cache_bytes, layer_flops, loss_flops
+from .decoder.arithmetic import (
+    attention_flops,
+    head_flops,
+    idle_parameters,
+    keys_read,
+    layer_cache_bytes,
+    layer_flops,
+    loss_flops,
+)
 from .hosts.layer_cost import layer_costs, mixer_cost
 from .modeling import FathomForCausalLM
 from .registry import AXES, mechanism, recurrence_class
@@ -37,7 +45,9 @@ def count_parameters(config: FathomConfig) -> int:
 
 def active_parameters(config: FathomConfig) -> int:
     """The parameters that one token uses: all but the experts that it does not visit."""
-    return count_parameters(config) - (sum(cost.idle for cost in layer_costs(config)) if config.host else 0)
+    if config.host:
+        return count_parameters(config) - sum(cost.idle for cost in layer_costs(config))
+    return count_parameters(config) - config.num_hidden_layers * idle_parameters(config)
 
 
 def mechanism_cost(config: FathomConfig, bytes_per_scalar: int = 2) -> Cost:

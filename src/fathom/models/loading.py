@@ -19,6 +19,7 @@ from .registry import AXES
 SHAPING = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("num_key_value_heads", "head_dim", "attention_bias", "output_bias", "mlp_bias", "gated_mlp"),
+    *("experts", "experts_per_token"),
     *("norm", "norm_placement", "qk_norm", "positions", "head_bias", "tie_word_embeddings"),
 )
 """Configuration keys that name the decoder's tensors, give them their shapes, or tie two of them."""

@@ -36,7 +36,7 @@ from .axes.roles import Recurrence, Residual, ResidualState, TripState, ValueMix
 from .axes.visit import Plan
 from .configuration import FathomConfig
 from .decoder.eager import attend_capped
-from .decoder.feed_forward import FeedForward
+from .decoder.experts import feed_forward
 from .decoder.head import build_head
 from .decoder.loss import causal_lm_loss, per_item, shifted, token_losses, weighted_lm_loss
 from .decoder.norms import NORMS
@@ -46,7 +46,7 @@ from .hosts.arrangement import Arrangement, check_windows, of_documents, of_padd
 from .hosts.build import build, causal_class, converting, copy_flags, host_rotary
 from .hosts.layout import Layout
 from .hosts.refusals import check_host
-from .hosts.router import Balance, adopt_routers, mean_of_trips
+from .hosts.router import Balance, Routing, adopt_routers, balance_of, mean_of_trips
 from .hosts.selecting import let_select
 from .hosts.turning import turning
 from .pretrained import FathomPreTrainedModel
@@ -239,15 +239,16 @@ class Attention(CachedAttention):
         return query, key, value, key
 
 
-class DecoderLayer(Sublayers, GradientCheckpointingLayer):
+class DecoderLayer(Routing, Sublayers, GradientCheckpointingLayer):
     """Attention and MLP, each between a read and a write of the residual."""
 
     def __init__(self, config: FathomConfig, layer_idx: int) -> None:
         super().__init__()
         self.self_attn = Attention(config, layer_idx)
-        self.mlp = FeedForward(config)
-        for last in (self.self_attn.o_proj, self.mlp.down_proj):
-            last.writes_residual = True  # type: ignore[assignment]  # `_init_weights` sees one Linear at a time
+        self.mlp = feed_forward(config)
+        for name, part in self.named_modules():
+            if name == "self_attn.o_proj" or (name.startswith("mlp.") and name.endswith("down_proj")):
+                part.writes_residual = True  # `_init_weights` sees one Linear at a time
         self.before, self.after = NORM_NAMES[config.norm_placement]
         for name in filter(None, (*self.before, *self.after)):
             setattr(self, name, NORMS[config.norm](config.hidden_size, config.rms_norm_eps))
@@ -263,11 +264,13 @@ class DecoderLayer(Sublayers, GradientCheckpointingLayer):
         return self.self_attn.mixer
 
     def forward(self, *state: Tensor, trip: int = 0, **kwargs: object) -> ResidualState:
-        """The new residual state and, last, what attention returns for the layers that read it: key and mixed value.
+        """The new residual state and, last, what attention returns for the layers that read it: key and mixed value;
+        before these, if the walk `routes`, the router's logits.
 
         Inputs and outputs are tensors, not tuples of tensors: reentrant checkpointing tracks gradients of tensors only.
         """
-        return self.order(self, state, trip, kwargs)
+        made = self.order(self, state, trip, kwargs)
+        return self.with_logits(made, state[0].shape[:2]) if self.routes else made
 
     def mix_tokens(self, x: Tensor | Ways, gained: Callable[[Ways], Ways], **kwargs: object) -> tuple[Tensor, ...]:
         """Attention's update of the residual, and what other layers read of it."""
@@ -334,12 +337,12 @@ class FathomModel(FathomPreTrainedModel):
         self.plans: dict[int, Plan] = {len(self.plan): self.plan}
         """By number of trips: a run may make fewer than it could."""
         self.host: PreTrainedModel | None = None
-        self.balance: Balance | None = None
         if config.host:
             self._adopt(build(config))
         else:
             self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
             self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_hidden_layers))
+            self.balance: Balance | None = balance_of(config, self.layers)
         self.final_residual: Residual = mechanism("residual", config.residual).build(
             config, 2 * config.num_hidden_layers
         )

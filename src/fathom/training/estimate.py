@@ -199,8 +199,9 @@ def _layer_numbers(config: FathomConfig) -> list[int]:
     if config.host:
         return [cost.kept for cost in layer_costs(config)]
     queries, keys = _widths(config)
-    # 4 of the residual's width, 3 of queries and of keys, 4 of the MLP's.
-    return [4 * config.hidden_size + 3 * queries + 3 * keys + 4 * config.intermediate_size]
+    # 4 of the residual's width, 3 of queries and of keys, 4 of the MLP's; tokens are sorted by expert and put back.
+    own = 4 * config.hidden_size + 3 * queries + 3 * keys + 4 * config.intermediate_size
+    return [own + (3 * config.experts_per_token * config.hidden_size if config.experts else 0)]
 
 
 def _teacher_bytes(recipe: Recipe) -> int:

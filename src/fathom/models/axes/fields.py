@@ -51,6 +51,12 @@ class DecoderConfig(Qwen3Config):
     """Whether o_proj has a bias; None follows `attention_bias`."""
     mlp_bias: bool = False
     """Whether the MLP's projections have biases."""
+    experts: int = 0
+    """Experts of each layer's MLP, of `intermediate_size / experts_per_token` channels each; 0 for a dense MLP."""
+    experts_per_token: int = 2
+    """How many of them a token visits."""
+    router_aux_loss_coef: float = 0.01
+    """Factor on the loss that balances experts in training; 0 for none."""
     positions: str = "rotary"
     """How positions enter: `rotary`, or `learned`, a table of `max_position_embeddings` rows that is added to the
     embeddings."""

@@ -14,7 +14,16 @@ def layer_flops(config: DecoderConfig) -> int:
     """FLOPs per token of one layer's projections and MLP, without attention scores."""
     attention = config.hidden_size * config.head_dim * 2 * (config.num_attention_heads + config.num_key_value_heads)
     matrices = 3 if config.gated_mlp else 2
-    return 2 * (attention + matrices * config.hidden_size * config.intermediate_size)
+    return 2 * (attention + config.hidden_size * (matrices * config.intermediate_size + config.experts))
+
+
+def idle_parameters(config: DecoderConfig) -> int:
+    """Parameters of one layer's experts that a token does not visit."""
+    if not config.experts:
+        return 0
+    matrices, inner = 3 if config.gated_mlp else 2, config.intermediate_size // config.experts_per_token
+    biases = config.hidden_size + (matrices - 1) * inner if config.mlp_bias else 0
+    return (config.experts - config.experts_per_token) * (matrices * config.hidden_size * inner + biases)
 
 
 def head_flops(config: DecoderConfig) -> int:

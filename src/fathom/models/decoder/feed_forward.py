@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 class FeedForward(nn.Module):
-    """An MLP with Qwen3's parameter names; the plain one has no `gate_proj`."""
+    """An MLP of `inner` channels with Qwen3's parameter names; the plain one has no `gate_proj`."""
 
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, config: DecoderConfig, inner: int) -> None:
         super().__init__()
-        width, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        width, bias = config.hidden_size, config.mlp_bias
         self.gate_proj = nn.Linear(width, inner, bias=bias) if config.gated_mlp else None
         self.up_proj = nn.Linear(width, inner, bias=bias)
         self.down_proj = nn.Linear(inner, width, bias=bias)

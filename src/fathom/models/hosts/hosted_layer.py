@@ -21,7 +21,7 @@ from ..sublayers import Sublayers
 from .arrangement import Arrangement
 from .handover import Handover
 from .mixed import Made
-from .router import logits_of
+from .router import Routing
 
 
 class Bank:
@@ -89,7 +89,7 @@ def takes(kind: Hashable) -> tuple[str, frozenset[str] | None]:
     return cached, None if anything else frozenset(names)
 
 
-class Hosted(Made, Sublayers):
+class Hosted(Made, Routing, Sublayers):
     """Mixed into a family's layer class, whose modules it calls by the names of a layout."""
 
     parts: tuple[str, tuple[str, ...]]
@@ -101,10 +101,6 @@ class Hosted(Made, Sublayers):
     """Whether it has a state, and no key and value of every token."""
     forgets: bool
     """Whether a part with a state forgets it where it reads several tokens at once; then it reads them one by one."""
-    routes = False
-    """Whether the walk wants the logits of routers."""
-    routed_by = ""
-    """The router's name, which no family may use; empty in a layer that has none."""
     depth_mixer: ValueMixer | None
     """None where the part keeps no key and value of every token, or a latent that nothing mixes."""
     handover: type[Handover]
@@ -119,11 +115,7 @@ class Hosted(Made, Sublayers):
         """The new residual state and, last, this layer's key and mixed value; before these, if the walk `routes`, the
         router's logits `[B, T, experts]`."""
         made = self.order(self, state, trip, kwargs)
-        if not self.routes:
-            return made
-        module = cast(nn.Module, self)
-        logits: Any = logits_of(module, self.routed_by, state[0].shape[:2]) if self.routed_by else None
-        return *made[:-2], logits, *made[-2:]
+        return self.with_logits(made, state[0].shape[:2]) if self.routes else made
 
     def mix_tokens(
         self,

@@ -1,4 +1,4 @@
-"""A family's own loss that balances its experts, once per trip.
+"""The loss that balances experts, once per trip: a family's own, and that of Fathom's layers.
 
 Over the visits of all trips pooled it would be blind: a first trip that sends everything to one expert and a second
 that sends everything to another balance each other.
@@ -16,14 +16,14 @@ import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ..axes.fields import DecoderConfig
+from ..decoder.experts import Kept
 from .mixed import Made, mixed
 
 
-class Router(Made):
-    """Mixed into a family's router, whose logits it keeps for the layer that asked: a layer that is recomputed returns
-    them again, and nothing is counted twice."""
+class Router(Made, Kept):
+    """Mixed into a family's router."""
 
-    logits: Tensor | None
     top_k: int
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -31,11 +31,6 @@ class Router(Made):
         made = super().forward(*args, **kwargs)  # type: ignore[misc]
         self.logits = made[0]
         return made
-
-    def taken(self) -> Tensor:
-        """The logits of the last call, `[tokens, experts]`, which are kept no longer."""
-        logits, self.logits = cast(Tensor, self.logits), None
-        return logits
 
 
 @dataclass(frozen=True)
@@ -94,6 +89,30 @@ def mean_of_trips(losses: Sequence[tuple[Tensor, Tensor | None]]) -> Tensor:
     return cast(Tensor, total) / torch.stack(made).sum().clamp(min=1)
 
 
-def logits_of(layer: nn.Module, name: str, shape: torch.Size) -> Tensor:
-    """What a layer's router gave in the call that has just been made, `[B, T, experts]`."""
-    return cast(Any, layer.get_submodule(name)).taken().view(*shape, -1)
+class Routing:
+    """Mixed into a layer, which returns its router's logits if the walk wants them."""
+
+    routes = False
+    """Whether the walk wants the logits of routers."""
+    routed_by = ""
+    """The name of the module that keeps them, which no family may use; empty in a layer that has none."""
+
+    def with_logits(self, made: tuple[Any, ...], shape: torch.Size) -> tuple[Any, ...]:
+        """What the layer has just made, with the logits `[B, T, experts]` before key and value; None without a
+        router."""
+        logits = None
+        if self.routed_by:
+            logits = cast(Any, self).get_submodule(self.routed_by).taken().view(*shape, -1)
+        return *made[:-2], logits, *made[-2:]
+
+
+def balance_of(config: DecoderConfig, layers: nn.ModuleList) -> Balance | None:
+    """The loss of Fathom's own layers, and the layers ready for it, if they have experts and the configuration asks for
+    it: that of Qwen3-MoE, over all layers of a trip."""
+    if not config.experts or not config.router_aux_loss_coef:
+        return None
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
+
+    for layer in layers:
+        layer.routes, layer.routed_by = True, "mlp"  # type: ignore[assignment]
+    return Balance(load_balancing_loss_func, config.router_aux_loss_coef, config.experts_per_token)
