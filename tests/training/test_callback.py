@@ -39,3 +39,25 @@ def test_without_it_training_stops(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"callbacks=\[fathom.training.callback.FollowSteps\(\)\]"):
         running.train()
     assert running.state.global_step == 1
+
+
+def test_learnt_gates_open_without_it(tmp_path: Path) -> None:
+    """No schedule opens them, so no callback is needed; frozen gates, the control, stay shut."""
+    torch.manual_seed(0)
+    learnt = {"blend": "learned", "gates": "head", "stride": 1}
+    model = FathomForCausalLM(FathomConfig(**SHAPE, mixer="depth_attention", mixer_options=learnt))
+    gates = {name: p for name, p in model.named_parameters() if "gates" in name}
+    shut = [name for name in gates if name.startswith("model.layers.1.")]
+    for name in shut:
+        gates[name].requires_grad_(False)
+    assert gates and shut and not any(p.any() for p in gates.values())
+    rows = [{"input_ids": ids, "labels": ids} for ids in tokens(8, 6)]
+    settings = TrainingArguments(
+        str(tmp_path), max_steps=2, per_device_train_batch_size=2, report_to="none", use_cpu=True, learning_rate=0.01
+    )
+    running = Trainer(model, settings, train_dataset=rows)
+    running.train()
+    assert {name for name, p in gates.items() if not p.any()} == set(shut)
+    running.save_model(str(tmp_path / "saved"))
+    saved = FathomForCausalLM.from_pretrained(tmp_path / "saved")
+    assert all(torch.equal(saved.get_parameter(name), p) for name, p in gates.items())
