@@ -79,6 +79,19 @@ def test_random_starts_have_no_formula(models):
         assert not starts.found(open_weights(models(kind, seed=63)))
 
 
+def test_rows_that_training_brought_together_are_no_formula(models, tmp_path):
+    """Hot training brings gates and up rows to cosines of 0.5 to 0.8. A copy of such a model is still found."""
+
+    def train(tensors):
+        for name in [n for n in tensors if "up_proj" in n]:
+            tensors[name] = tensors[name] + 0.9 * tensors[name.replace("up_proj", "gate_proj")]
+
+    base = edited(models(seed=63), tmp_path / "hot", train)
+    attack(open_weights(base), ("permute", "neuron"), tmp_path / "copy", dtype="float64")
+    found = compare(open_weights(base), open_weights(tmp_path / "copy"), options=QUIET)
+    assert not starts.found(open_weights(base)) and found.verdict.label == verdict.INITIALISATION
+
+
 def test_a_table_sorted_by_frequency_has_no_lines(models, tmp_path):
     """Real vocabularies are sorted by frequency: power rises slowly to low frequencies, without lines."""
 
