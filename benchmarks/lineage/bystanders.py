@@ -1,9 +1,10 @@
 """Strangers of many recipes: is a lineage said of any, and how often is "no evidence found" said?
 
-    python benchmarks/lineage/bystanders.py --directory bystanders --out benchmarks/results/lineage-bystanders.json
+    python benchmarks/lineage/bystanders.py --directory bystanders --rows bystanders.jsonl --out lineage-bystanders.json
 
-Every model starts from its own seed. Within a recipe the models share what the recipe names: a formula of the start,
-data and order, a teacher, a frozen embedding. Formulas are compared rotated too.
+Every model starts from its own seed, except in the recipes of one seed. Within a recipe the models share what the
+recipe names: a formula of the start, data and order, a teacher, a frozen embedding. Formulas are compared rotated too.
+A further run with the same --rows goes on where the last one ended.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import itertools
 import json
 import os
 import platform
-import shutil
 import sys
 import time
 from collections import Counter
@@ -94,7 +94,9 @@ def _low_rank(p: Parameters, draw: np.random.Generator) -> None:
 class Recipe:
     """How some strangers are made."""
 
-    count: int = 3
+    count: int = 8
+    steps: int = STEPS
+    seed: int | None = None  # of every model, in place of one of its own
     start: Start = field(default=lambda p, draw: None)
     shape: Shape = SHAPE
     same_order: bool = False
@@ -105,7 +107,8 @@ class Recipe:
 
 
 RECIPES = {
-    "plain": Recipe(5),
+    "plain": Recipe(20),
+    "other tokenizer": Recipe(shape=Shape(vocab=384)),
     "same data and order": Recipe(same_order=True),
     "tied": Recipe(shape=Shape(tied=True)),
     "muP": Recipe(start=_mup),
@@ -118,9 +121,13 @@ RECIPES = {
     "hadamard": Recipe(start=_formula(_hadamard), ordinary=False, turned=True),
     "sinusoid": Recipe(start=_sinusoid, ordinary=False, turned=True),
     "student of logits": Recipe(teacher="logits"),
-    "student of states": Recipe(teacher="states", ordinary=False),
+    "student of states": Recipe(steps=240, teacher="states", ordinary=False),
     "frozen embedding": Recipe(teacher="embedding", ordinary=False),
+    "one seed": Recipe(seed=9000, ordinary=False),
+    "one seed, no decay": Recipe(seed=9000, how=How(decay=0.0), ordinary=False),
 }
+ONE_SEED = ("one seed", "one seed, no decay", "one seed and order")
+"""Recipes whose models are no strangers; those of the last differ in their weight decay alone."""
 
 
 def _teaching(kind: str, teacher: Parameters, shape: Shape) -> Callable[[Parameters, Tensor], Tensor]:
@@ -142,16 +149,16 @@ def _teaching(kind: str, teacher: Parameters, shape: Shape) -> Callable[[Paramet
 
 def made(directory: Path, only: Sequence[str]) -> dict[str, list[Path]]:
     """Train what is not there. The teacher is the first plain model."""
-    tokens, tokenizer = tiny.tokenised(directory, SHAPE.vocab)
     seeds = itertools.count(5000)
     out: dict[str, list[Path]] = {}
     teacher: Parameters = {}
     for name, recipe in RECIPES.items():
-        own = [next(seeds) for _ in range(recipe.count)]
+        own = [next(seeds) if recipe.seed is None else recipe.seed for _ in range(recipe.count)]
         out[name] = [directory / f"{name.replace(' ', '-')}-{at}" for at in range(recipe.count)]
         kept = directory / f"{name.replace(' ', '-')}.pt"
         if name in only and not kept.exists():
             started = time.process_time()
+            tokens, tokenizer = tiny.tokenised(directory, recipe.shape.vocab)
             p, losses = _trained(recipe, own, tokens, teacher)
             for at, path in enumerate(out[name]):
                 tiny.write(path, recipe.shape, tiny.tensors_of(p, recipe.shape, at), tokenizer)
@@ -175,8 +182,8 @@ def _trained(recipe: Recipe, seeds: list[int], tokens: Tensor, teacher: Paramete
         how = How(frozen=frozenset({"embed"}))
     elif recipe.teacher:
         how = How(loss=_teaching(recipe.teacher, teacher, recipe.shape))
-    runs = [Run(seed, tokens, order=0 if recipe.same_order else seed) for seed in seeds]
-    return tiny.trained(recipe.shape, runs, STEPS, p, how=how)
+    runs = [Run(seed, tokens, order=0 if recipe.same_order else seed + at) for at, seed in enumerate(seeds)]
+    return tiny.trained(recipe.shape, runs, recipe.steps, p, how=how)
 
 
 def pairs(
@@ -187,21 +194,26 @@ def pairs(
         for a, b in itertools.combinations(some, 2):
             yield name, a, b
             if RECIPES[name].turned:
-                shutil.rmtree(where, ignore_errors=True)
-                attack(open_weights(b), ("rotate",), where, seed=len(b.name), dtype="float64")
-                yield f"{name}, rotated", a, where
+                other = where / f"{b.name}-rotated"
+                if not other.exists():
+                    attack(open_weights(b), ("rotate",), other, seed=len(b.name), dtype="float64")
+                yield f"{name}, rotated", a, other
     draw = np.random.default_rng(0)
     ordinary = [name for name in only if RECIPES[name].ordinary and not RECIPES[name].teacher]
     for _ in range(across):
         one, other = draw.choice(ordinary, 2, replace=False)
-        yield "across recipes", paths[one][draw.integers(3)], paths[other][draw.integers(3)]
+        yield "across recipes", paths[one][draw.integers(8)], paths[other][draw.integers(8)]
+    if set(ONE_SEED[:2]) <= set(only):
+        for a, b in zip(paths[ONE_SEED[0]], paths[ONE_SEED[1]], strict=True):
+            yield ONE_SEED[2], a, b
 
 
 def main(words: list[str] | None = None) -> int:
     """Train, compare, count."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--directory", type=Path, required=True)
-    parser.add_argument("--across", type=int, default=20)
+    parser.add_argument("--across", type=int, default=60)
+    parser.add_argument("--seconds", type=float, default=3600, help="of processor time, after which this run ends")
     parser.add_argument("--controls", type=int, default=0, help="plain models as controls")
     parser.add_argument("--only", nargs="+", choices=RECIPES, default=list(RECIPES), help="these recipes")
     parser.add_argument("--rows", type=Path, required=True, help="one line a pair; a further run adds its own")
@@ -209,8 +221,14 @@ def main(words: list[str] | None = None) -> int:
     options = parser.parse_args(words)
     torch.set_num_threads(1)
     paths = made(options.directory, options.only)
-    where = options.directory / f"rotated-{os.getpid()}"
-    for number, (recipe, a, b) in enumerate(pairs(paths, options.only, options.across, where)):
+    known = options.rows.read_text().splitlines() if options.rows.exists() else []
+    done = {(row["recipe"], *row["pair"]) for row in map(json.loads, known)}
+    for number, (recipe, a, b) in enumerate(pairs(paths, options.only, options.across, options.directory / "rotated")):
+        if (recipe, a.name, b.name) in done:
+            continue
+        if time.process_time() > options.seconds:
+            break
+        done.add((recipe, a.name, b.name))
         controls = [p for p in paths["plain"] if p not in (a, b)][: options.controls]
         quiet = comparison.Options(extras=False, nonce=number)
         found = comparison.compare(open_weights(a), open_weights(b), controls, None, quiet)
@@ -229,15 +247,18 @@ def main(words: list[str] | None = None) -> int:
 def summary(rows: list[dict[str, Any]], words: Sequence[str]) -> dict[str, Any]:
     """Labels by recipe, and every pair of which something was said."""
     usual = [r for r in rows if r["recipe"] == "across recipes" or getattr(RECIPES.get(r["recipe"]), "ordinary", False)]
-    accused = [row for row in rows if row["label"] in ACCUSED]
-    roots = sum(recipe.count for recipe in RECIPES.values())
+    apart = [row for row in rows if row["recipe"] not in ONE_SEED]
+    accused = [row for row in apart if row["label"] in ACCUSED]
+    roots = sum(recipe.count for recipe in RECIPES.values() if recipe.seed is None)
     return {
         "command": "python benchmarks/lineage/bystanders.py " + " ".join(words),
         "date": time.strftime("%Y-%m-%d"),
         "commit": commit(),
         "hardware": f"{platform.machine()}, {os.cpu_count()} cores, shared",
-        "pairs": len(rows),
-        "models": roots,
+        "pairs of strangers": len(apart),
+        "strangers": roots,
+        "pairs of one seed": len(rows) - len(apart),
+        "of those shared lineage": sum(row["label"] == verdict.SHARED for row in rows if row not in apart),
         "labels": {name: dict(Counter(r["label"] for r in rows if r["recipe"] == name)) for name in _names(rows)},
         "accused": len(accused),
         "accusation below, by root": evidence.false_positive_bound(roots // 2) if not accused else None,

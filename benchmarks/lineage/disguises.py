@@ -1,10 +1,10 @@
 """Random compositions of edits that keep the function: found, flagged, or missed?
 
-    python benchmarks/lineage/disguises.py MODEL ... --count 300 --out benchmarks/results/lineage-compositions.json
+    python benchmarks/lineage/disguises.py MODEL ... --rows rows.jsonl --out lineage-compositions.json
 
 Takes very small models, such as those that strangers.py and bystanders.py trained. Each disguise is one to six edits of
 neutral.py in random order. The logits of every copy are compared with the original's; a copy counts only if no logit
-changed by more than 1e-3.
+changed by more than 1e-3. A further run with the same --rows goes on where the last one ended.
 """
 
 from __future__ import annotations
@@ -71,19 +71,21 @@ def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("models", type=Path, nargs="+")
     parser.add_argument("--count", type=int, default=300)
-    parser.add_argument("--first", type=int, default=0, help="number of the first composition")
-    parser.add_argument("--minutes", type=float, default=60)
+    parser.add_argument("--seconds", type=float, default=3600, help="of processor time, after which this run ends")
+    parser.add_argument("--rows", type=Path, required=True, help="one line a composition; a further run adds its own")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(words)
     torch.set_num_threads(1)
     logging.disable_progress_bar()
     work = Path(tempfile.mkdtemp())
-    started, rows = time.monotonic(), []
-    for number in range(options.first, options.first + options.count):
-        if time.monotonic() - started > 60 * options.minutes:
+    known = options.rows.read_text().splitlines() if options.rows.exists() else []
+    rows = [json.loads(line) for line in known]
+    for number in sorted({*range(options.count)} - {row["number"] for row in rows}):
+        if time.process_time() > options.seconds:
             break
         rows.append(tried(options.models[number % len(options.models)], number, work))
-        print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+        with options.rows.open("a") as file:
+            file.write(json.dumps(rows[-1]) + "\n")
     shutil.rmtree(work)
     body = {
         "command": "python benchmarks/lineage/disguises.py " + " ".join(words or sys.argv[1:]),

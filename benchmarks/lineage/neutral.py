@@ -67,6 +67,8 @@ class Copy:
 
     def layers(self) -> Iterator[str]:
         """The prefix of each layer."""
+        if "n_layer" in self.config:
+            return (f"transformer.h.{i}." for i in range(self.config["n_layer"]))
         return (f"model.layers.{i}." for i in range(self.config["num_hidden_layers"]))
 
 
@@ -161,6 +163,165 @@ def split_heads(copy: Copy, draw: Draw) -> None:
         return [share * value, (1 - share) * value] if role == "o" else [value, value]
 
     _heads(copy, pieces)
+
+
+def mixed_heads(copy: Copy, draw: Draw) -> None:
+    """Every head becomes two that attend alike and mix their values: [O, O'] G and G⁻¹ [V; 0], any O', any G."""
+    config = copy.config
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    for at in copy.layers():
+        v, o = (copy.tensors[f"{at}self_attn.{role}_proj.weight"] for role in "vo")
+        dim, width = len(v) // kv_heads, v.shape[1]
+        mix = torch.linalg.qr(torch.from_numpy(draw.normal(size=(kv_heads, 2 * dim, 2 * dim))))[0]
+        mix = mix * torch.from_numpy(draw.uniform(0.5, 2, size=(kv_heads, 1, 2 * dim)))
+        values = torch.linalg.inv(mix)[:, :, :dim] @ v.view(kv_heads, dim, width)  # [KV, 2 D, d]
+        both = torch.stack([o, _normal(o, draw)], 1).view(width, 2, kv_heads, heads // kv_heads, dim)
+        outputs = torch.einsum("wskgi,ksij->wkgj", both, mix.view(kv_heads, 2, dim, 2 * dim))
+        pieces = {
+            "v": values.view(kv_heads, 2, dim, width).transpose(0, 1).reshape(-1, width),
+            "o": outputs.reshape(width, heads, 2, dim).transpose(1, 2).reshape(width, -1),
+        }
+        copy.tensors |= {f"{at}self_attn.{role}_proj.weight": value for role, value in pieces.items()}
+        for name in (f"{at}self_attn.{role}_proj.weight" for role in "qk"):
+            copy.tensors[name] = torch.cat([copy.tensors[name]] * 2)
+    config["head_dim"] = dim
+    config |= {"num_attention_heads": 2 * heads, "num_key_value_heads": 2 * kv_heads}
+
+
+def own_keys(copy: Copy, draw: Draw) -> None:
+    """Every query head gets keys and values of its own, values in a basis of their own."""
+    config = copy.config
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    for at in copy.layers():
+        names = {role: f"{at}self_attn.{role}_proj.weight" for role in "kvo"}
+        k, v = (
+            copy.tensors[names[role]].unflatten(0, (kv_heads, -1)).repeat_interleave(heads // kv_heads, 0)
+            for role in "kv"
+        )
+        turn = torch.linalg.qr(torch.from_numpy(draw.normal(size=(heads, v.shape[1], v.shape[1]))))[0]
+        o = copy.tensors[names["o"]].unflatten(1, (heads, -1))
+        o = torch.einsum("whi,hij->whj", o, turn)
+        for role, value in (("k", k.flatten(0, 1)), ("v", (turn.mT @ v).flatten(0, 1)), ("o", o.flatten(1))):
+            copy.tensors[names[role]] = value
+    config["head_dim"] = k.shape[1]
+    config["num_key_value_heads"] = heads
+
+
+def wide_heads(copy: Copy, draw: Draw) -> None:
+    """Heads of twice the size. The frequencies of the old planes return at every other one; the rest is loud."""
+    config = copy.config
+    dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    for at in copy.layers():
+        for role in "qkvo":
+            name = f"{at}self_attn.{role}_proj.weight"
+            rows = copy.tensors[name].T if role == "o" else copy.tensors[name]
+            rows = rows.unflatten(0, (-1, dim))  # [heads, D, d]
+            new = torch.cat([rows, rows], 1)
+            new = _normal(new, draw, LOUD) if role in "qv" else 0 * new
+            if role in "qk":  # rows i and i + D/2 are a plane
+                new[:, 0::2] = rows * (2**0.5 if role == "q" else 1)
+            else:
+                new[:, :dim] = rows
+            new = new.flatten(0, 1)
+            copy.tensors[name] = new.T.contiguous() if role == "o" else new
+    config["head_dim"] = 2 * dim
+
+
+def flip(copy: Copy, draw: Draw) -> None:
+    """No gate stays: silu(z) - silu(-z) = z, so (g, u, d) equals (-g, u, d), (u, g, d) and (-u, g, -d) together."""
+
+    def parts(gate: Tensor, up: Tensor, down: Tensor) -> Pieces:
+        return [-gate, up, -up], [up, gate, gate], [down, down, -down]
+
+    _neurons(copy, parts)
+
+
+def flip_plain(copy: Copy, draw: Draw) -> None:
+    """The same without a gate: half of the neurons change their sign, and pairs of others add the linear part."""
+    for at in copy.layers():
+        names = [f"{at}mlp.{part}" for part in ("c_fc.weight", "c_fc.bias", "c_proj.weight", "c_proj.bias")]
+        read, bias, write, shift = (copy.tensors[name] for name in names)  # [d, m], [m], [m, d], [d]
+        turned = torch.from_numpy(draw.permutation(read.shape[1])[: read.shape[1] // 2])
+        linear = read[:, turned] @ write[turned]  # [d, d]
+        copy.tensors[names[3]] = shift + bias[turned] @ write[turned]
+        sign = torch.ones_like(bias)
+        sign[turned] = -1
+        none, eye = torch.zeros(2 * len(shift), dtype=bias.dtype), torch.eye(len(shift), dtype=bias.dtype)
+        copy.tensors[names[0]] = torch.cat([read * sign, linear, -linear], 1)
+        copy.tensors[names[1]] = torch.cat([bias * sign, none])
+        copy.tensors[names[2]] = torch.cat([write, eye, -eye])
+    copy.config["n_inner"] = copy.tensors[names[0]].shape[1]
+
+
+def turn_plain(copy: Copy, draw: Draw) -> None:
+    """A rotation that keeps the vector of ones, which is all that a LayerNorm without gain and shift needs."""
+    t, width = copy.tensors, copy.config["n_embd"]
+    ones = torch.ones(width, 1).double() / width**0.5
+    basis = torch.linalg.qr(torch.cat([ones, torch.from_numpy(draw.normal(size=(width, width - 1)))], 1))[0]
+    inner = torch.linalg.qr(torch.from_numpy(draw.normal(size=(width - 1, width - 1))))[0]
+    turn = basis @ torch.block_diag(torch.ones(1, 1).double(), inner) @ basis.T
+    head = t.get("lm_head.weight", t["transformer.wte.weight"])
+    t["lm_head.weight"] = head * t["transformer.ln_f.weight"] @ turn
+    for norm, readers in (("ln_1", ("attn.c_attn",)), ("ln_2", ("mlp.c_fc",))):
+        for at in copy.layers():
+            for name in (at + reader for reader in readers):
+                t[f"{name}.bias"] = t[f"{name}.bias"] + t[f"{at}{norm}.bias"] @ t[f"{name}.weight"]
+                t[f"{name}.weight"] = turn.T @ (t[f"{at}{norm}.weight"][:, None] * t[f"{name}.weight"])
+            t[f"{at}{norm}.weight"], t[f"{at}{norm}.bias"] = torch.ones(width).double(), torch.zeros(width).double()
+    for name in (at + writer for at in copy.layers() for writer in ("attn.c_proj", "mlp.c_proj")):
+        t[f"{name}.weight"], t[f"{name}.bias"] = t[f"{name}.weight"] @ turn, t[f"{name}.bias"] @ turn
+    for name in ("transformer.wte.weight", "transformer.wpe.weight"):
+        t[name] = t[name] @ turn
+    t["transformer.ln_f.bias"] = (t["transformer.ln_f.bias"] / t["transformer.ln_f.weight"]) @ turn
+    t["transformer.ln_f.weight"] = torch.ones(width).double()
+    copy.config["tie_word_embeddings"] = False
+
+
+def cut_layers(copy: Copy, draw: Draw) -> None:
+    """Every layer becomes two: attention alone, then feed-forward alone. What writes nothing is loud."""
+    tensors = {name: value for name, value in copy.tensors.items() if not name.startswith("model.layers.")}
+    for i, at in enumerate(copy.layers()):
+        for name, value in ((n.removeprefix(at), v) for n, v in copy.tensors.items() if n.startswith(at)):
+            own = int(name.startswith(("mlp", "post_attention")))
+            junk = 0 * value if name.startswith(("self_attn.o_proj", "mlp.down_proj")) else value
+            if value.ndim == 2 and junk is value:
+                junk = _normal(value, draw, LOUD)
+            both = (junk, value) if own else (value, junk)
+            tensors |= {f"model.layers.{2 * i + half}.{name}": one.clone() for half, one in enumerate(both)}
+    copy.tensors = tensors
+    copy.config["num_hidden_layers"] *= 2
+    copy.config.pop("layer_types", None)
+
+
+def widen(copy: Copy, draw: Draw) -> None:
+    """More channels, which nothing writes and every matrix reads, loud."""
+    config = copy.config
+    old, more = config["hidden_size"], 8 * int(draw.integers(1, 9))
+    config["head_dim"] = config.get("head_dim") or old // config["num_attention_heads"]
+    share = old / (old + more)
+    for name, value in copy.tensors.items():
+        if value.ndim == 1 and len(value) == old and "q_norm" not in name and "k_norm" not in name:
+            copy.tensors[name] = torch.cat([value, torch.ones(more).double()]) * share**0.5
+        elif name.endswith(("o_proj.weight", "down_proj.weight")):
+            copy.tensors[name] = torch.cat([value, torch.zeros(more, value.shape[1]).double()])
+        elif value.ndim == 2:
+            loud = _normal(value[:, :1].repeat(1, more), draw, LOUD) * (name != EMBED)
+            copy.tensors[name] = torch.cat([value, loud], 1)
+    config |= {"hidden_size": old + more, "rms_norm_eps": config["rms_norm_eps"] * share}
+
+
+def biases(copy: Copy, draw: Draw) -> None:
+    """Biases of values, which the biases of the outputs undo: the weights of attention add up to one."""
+    config = copy.config
+    kv_heads = config["num_key_value_heads"]
+    group = config["num_attention_heads"] // kv_heads
+    for at in copy.layers():
+        q, k, v, o = (copy.tensors[f"{at}self_attn.{role}_proj.weight"] for role in "qkvo")
+        shift = torch.from_numpy(draw.normal(size=(kv_heads, len(v) // kv_heads)))
+        found = {"q": 0 * q[:, 0], "k": 0 * k[:, 0], "v": shift.flatten()}
+        found["o"] = -o @ shift.repeat_interleave(group, 0).flatten()
+        copy.tensors |= {f"{at}self_attn.{role}_proj.bias": value for role, value in found.items()}
+    config["attention_bias"] = True
 
 
 def decoy_layer(copy: Copy, draw: Draw) -> None:
@@ -286,17 +447,22 @@ EDITS: dict[str, Callable[[Copy, Draw], None]] = {
     "split": split, "cancel": cancel, "triple": triple, "silent": silent, "mute heads": mute_heads,
     "cancelling heads": cancelling_heads, "split heads": split_heads, "decoy layer": decoy_layer,
     "junk rows": junk_rows, "cipher": cipher, "shuffled rows": shuffled_rows, "cast": single, "shards": shards,
-    "constant keys": constant_keys,
+    "constant keys": constant_keys, "flip": flip, "mixed heads": mixed_heads, "own keys": own_keys,
+    "cut layers": cut_layers, "widen": widen, "wide heads": wide_heads, "biases": biases,
+    "flip plain": flip_plain, "turn plain": turn_plain,
 }  # fmt: skip
 ATTACKS = ("permute", "rotate", "gain", "plane", "head", "neuron")
-LAYER_NORM = ("permute", "head", "neuron", "cipher", "cast", "shards")
+PLAIN = ("flip plain", "turn plain")
+LAYER_NORM = ("permute", "head", "neuron", "cipher", "cast", "shards", *PLAIN)
+NORMED = ("constant keys", "wide heads")  # q/k-norm undoes or forbids these
+LAST = ("biases",)  # other edits know weights alone
 
 
 def usable(family: str) -> list[str]:
     """The edits that keep the function of a family: llama, qwen3 or gpt2."""
     if family == "gpt2":
         return list(LAYER_NORM)
-    return [*ATTACKS, *(name for name in EDITS if name != "constant keys" or family == "llama")]  # q/k-norm undoes it
+    return [*ATTACKS, *(name for name in EDITS if name not in PLAIN and (name not in NORMED or family == "llama"))]
 
 
 def composed(source: Path, kinds: list[str], where: Path, draw: Draw) -> Path:
@@ -319,7 +485,8 @@ def composed(source: Path, kinds: list[str], where: Path, draw: Draw) -> Path:
 def drawn(draw: Draw, family: str, most: int = 6) -> list[str]:
     """A random composition of one to `most` edits."""
     every = usable(family)
-    return [str(kind) for kind in draw.choice(every, int(draw.integers(1, most + 1)), replace=False)]
+    kinds = [str(kind) for kind in draw.choice(every, int(draw.integers(1, most + 1)), replace=False)]
+    return sorted(kinds, key=lambda kind: kind in LAST)
 
 
 def clean(where: Path) -> None:

@@ -127,10 +127,14 @@ def test_a_nonce_is_drawn_afresh_and_repeats_a_comparison(models):
 
 
 def test_no_layer_is_in_the_fit_and_in_the_test():
-    for count in (2, 3, 6, 30):
-        fit, held = blind.split([(i, i) for i in range(count)], 7)
-        assert fit and held and not set(fit) & set(held) and len(fit) <= blind.FIT
-    assert len({tuple(blind.split([(i, i) for i in range(30)], nonce)[1]) for nonce in range(5)}) > 1
+    cut = [(blind.ATTENTION, i, 2 * i) for i in range(4)] + [(blind.FEED_FORWARD, i, 2 * i + 1) for i in range(4)]
+    whole = {count: [(kind, i, i) for i in range(count) for kind in (0, 1)] for count in (2, 3, 6, 30)}
+    for maps in (*whole.values(), cut, [(kind, j, i) for kind, i, j in cut]):
+        fit, held = blind.split(maps, 7)
+        assert fit and held and len(fit) <= blind.FIT and all((blind.FEED_FORWARD, *pair) in maps for pair in held)
+        for side in (0, 1):
+            assert not {one[1 + side] for one in fit} & {pair[side] for pair in held}
+    assert len({tuple(blind.split(whole[30], nonce)[1]) for nonce in range(5)}) > 1
 
 
 @pytest.mark.slow

@@ -123,6 +123,19 @@ def test_duplicates_are_what_reads_alike():
     assert group[0] == group[2] and len(set(group)) == 4, "equal directions of another size are other neurons"
 
 
+def test_gates_that_are_turned_around_are_the_same_neurons():
+    """silu(z) - silu(-z) = z, so (g, u, d) equals (-g, u, d), (u, g, d) and (-u, g, -d) together."""
+    gate, up, down = np.random.default_rng(0).normal(size=(3, 20, 12)).astype(np.float32)
+    frame = neurons.order(12, 0)
+    before = neurons._merged(gate, up.copy(), down.copy(), True, frame)
+    pieces = ((-gate, up, -up), (up, gate, gate), (down, down, -down))
+    after = neurons._merged(*(np.concatenate(some) for some in pieces), True, frame)
+    assert len(after) == 20, "the others cancel"
+    assert neurons.agreement(neurons.by_roles(before, after, True))[:2] == (20, 20)
+    without = neurons._merged(*(np.concatenate(some) for some in pieces[:1] * 3), True, frame)
+    assert neurons.agreement(neurons.by_roles(before, without, True))[0] < 5, "another function"
+
+
 def test_the_rate_is_raised_by_controls():
     counts = [evidence.NeuronCount((0, 0), 40, 352)]
     assert evidence.test_neurons("tokens", counts, []).p < 1e-4 < evidence.test_neurons("tokens", counts, [0.06]).p

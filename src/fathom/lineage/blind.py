@@ -6,10 +6,11 @@ A layer computes two maps of the stream, [d, d]. An edit that keeps the function
     FF = Σ_j d_j (a_j u_j + b_j (u_jᵀ g_j) g_j)ᵀ    the mean Jacobian of the feed-forward for x ~ N(0, 1),
                                                     a = E silu(s z), b = E silu''(s z), s = ‖g_j‖
 
-Neurons that are split, cancelled or never fire drop out of the sums. From a few layers each model gets eigenvectors
-of Σ (C Cᵀ + φ Cᵀ C + ½(C + Cᵀ)). Signs come from the products in those bases, and the rotation R between the bases is
-then improved by R ← polar(Σ C_A R C_Bᵀ + C_Aᵀ R C_B). Neurons are paired only in layers that this fit never saw, by
-gate and by up apart. R is known up to its sign, so both are tried.
+Neurons that are split, cancelled or never fire drop out of the sums. Directions that no map writes are left out before
+anything is computed: nothing is ever in them, so they can be read in any way. From a few of these maps each model gets
+eigenvectors of Σ (C Cᵀ + φ Cᵀ C + ½(C + Cᵀ)). Signs come from the products in those bases, and the rotation R between
+the bases is then improved by R ← polar(Σ C_A R C_Bᵀ + C_Aᵀ R C_B). Neurons are paired only in layers that this fit
+never saw, by gate and by up apart. R is known up to its sign, so both are tried.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from fathom.lineage import awm, canonical, values
 from fathom.lineage.neurons import EXPERTS, Frame
 from fathom.lineage.weights import Told, Weights
 
-FIT, HELD = 6, 3  # most layers for the fit, and for the test
+FIT, HELD = 12, 3  # most maps for the fit, and layers for the test
 WIDEST = 1024  # eigenvectors that are used
 LEADING = 128  # eigenvectors that are aligned first
 STEPS, WIDE_STEPS = 100, 30  # of the leading ones, which are cheap, and of all
@@ -32,7 +33,12 @@ SETTLED = 1e-4
 GOLDEN = 0.618
 NODES, WEIGHTS_OF_NODES = np.polynomial.hermite_e.hermegauss(64)
 TURN = 1e-3  # two maps of layers that differ by less have the same invariants
+DEAD = 1e-4  # a map that is so much smaller than the median one is none
+EMPTY = 1e-5  # share of the median energy below which a direction is never written: rounding to bfloat16 leaves 1e-6
 Pairs = list[tuple[int, int]]
+ATTENTION, FEED_FORWARD = range(2)
+Maps = list[tuple[int, int, int]]
+"""Maps of two models that correspond: the kind, the layer of A and that of B."""
 
 
 @dataclass(frozen=True)
@@ -48,57 +54,93 @@ def usable(weights: Weights) -> list[int]:
     return [i for i in range(weights.geometry.layers) if values.has_values(weights, i) and weights.has("down", i)]
 
 
-def split(pairs: Pairs, nonce: int) -> tuple[Pairs, Pairs]:
-    """Pairs of layers for the fit and for the test, drawn by the nonce; none is in both."""
-    held = min(HELD, max(1, len(pairs) // 3))
-    drawn = [pairs[at] for at in np.random.default_rng(nonce).permutation(len(pairs))[: held + FIT]]
-    return sorted(drawn[held:]), sorted(drawn[:held])
+def split(maps: Maps, nonce: int) -> tuple[Maps, Pairs]:
+    """Maps for the fit and pairs of layers for the test, drawn by the nonce; no layer is in both."""
+    draw = np.random.default_rng(nonce)
+    fed = [(i, j) for kind, i, j in maps if kind == FEED_FORWARD]
+    some = min(HELD, max(1, len(fed) // 3))
+    held = [fed[at] for at in draw.permutation(len(fed))[:some]]
+    left, right = {i for i, _ in held}, {j for _, j in held}
+    rest = [one for one in maps if one[1] not in left and one[2] not in right]
+    return sorted(rest[at] for at in draw.permutation(len(rest))[:FIT]), sorted(held)
 
 
-def layer_pairs(a: Weights, b: Weights, progress: Told = lambda _: None) -> Pairs:
-    """Which layers to compare: by number at equal depth, else by what no rotation changes, in order."""
+def map_pairs(a: Weights, b: Weights, progress: Told = lambda _: None) -> Maps:
+    """Which maps to compare: by number at equal depth, else in order by what no rotation changes.
+
+    Attention and feed-forward are paired apart, because a layer can be cut between them.
+    """
     layers = usable(a), usable(b)
+    kinds = (ATTENTION, FEED_FORWARD)
     if a.geometry.layers == b.geometry.layers:
-        return [(i, i) for i in layers[0] if i in layers[1]]
-    marks = [np.array([_invariants(w, i, progress) for i in some]) for w, some in zip((a, b), layers, strict=True)]
-    if not all(len(some) for some in marks):
-        return []
-    spread = np.maximum(np.concatenate(marks).std(0), canonical.TINY)
-    apart = np.square((marks[0][:, None] - marks[1]) / spread).mean(-1)  # [layers of A, layers of B]
-    return [(layers[0][i], layers[1][j]) for i, j in awm.monotone(np.exp(-apart / TURN) + 1e-3 * np.exp(-apart))]
+        return [(kind, i, i) for i in layers[0] if i in layers[1] for kind in kinds]
+    out: Maps = []
+    for kind in kinds:
+        found = [_living(w, kind, some, progress) for w, some in zip((a, b), layers, strict=True)]
+        if not all(found):
+            continue
+        marks = [np.array(list(one.values())) for one in found]
+        spread = np.maximum(np.concatenate(marks).std(0), canonical.TINY)
+        apart = np.square((marks[0][:, None] - marks[1]) / spread).mean(-1)  # [layers of A, layers of B]
+        places = [list(one) for one in found]
+        pairs = awm.monotone(np.exp(-apart / TURN) + 1e-3 * np.exp(-apart))
+        out += [(kind, places[0][i], places[1][j]) for i, j in pairs]
+    return out
 
 
-def _invariants(weights: Weights, index: int, progress: Told) -> Array:
-    """Traces of the maps of a layer that no rotation changes."""
-    progress(f"layers without a tokenizer: layer {index + 1} of {weights.name}")
-    out = []
-    for one in maps(weights, index):
-        twice, square = one @ one, one.T @ one
-        out += [np.trace(one), np.trace(twice), np.vdot(one.T, twice), np.vdot(square, square), np.vdot(twice, twice)]
-    return np.array(out, np.float64)
+def _living(weights: Weights, kind: int, layers: Sequence[int], progress: Told) -> dict[int, Array]:
+    """By layer: (tr Cᵏ)^(1/k), which no rotation changes. Layers that write nothing are left out."""
+    some = awm.chosen_layers(len(layers), FIT // 2)
+    span = _written([_map(weights, FEED_FORWARD, layers[at]) for at in some])
+    sizes, out = {}, {}
+    for i in layers:
+        progress(f"layers without a tokenizer: layer {i + 1} of {weights.name}")
+        found = _map(weights, kind, i, span)
+        one, sizes[i] = _unit(found), float(np.linalg.norm(found))
+        twice = one @ one
+        traces = np.trace(one), np.trace(twice), np.vdot(one.T, twice), np.vdot(twice.T, twice)
+        out[i] = sizes[i] * np.array([np.sign(t) * np.abs(t) ** (1 / k) for k, t in enumerate(traces, 1)], np.float64)
+    least = DEAD * float(np.median([size for size in sizes.values() if size > 0] or [0.0]))
+    alive = {i: marks for i, marks in out.items() if sizes[i] > least}
+    scale = float(np.median([np.abs(marks).mean() for marks in alive.values()] or [1.0]))
+    return {i: marks / max(scale, canonical.TINY) for i, marks in alive.items()}
 
 
-def maps(weights: Weights, index: int) -> tuple[Array, Array]:
-    """VO and FF of one layer, [d, d], each of unit size."""
-    vo, ff = _attention(weights, index), _feed_forward(weights, index)
-    return vo / max(float(np.linalg.norm(vo)), canonical.TINY), ff / max(float(np.linalg.norm(ff)), canonical.TINY)
+def _written(found: Sequence[Array]) -> Array | None:
+    """The directions that some maps write, [d, K]; None if these are all."""
+    energy, vectors = np.linalg.eigh(sum(c.astype(np.float64) @ c.T for c in map(_unit, found)))
+    kept = energy > EMPTY * float(np.median(energy[energy > 0])) if (energy > 0).any() else energy == 0
+    return None if kept.all() else vectors[:, kept].astype(np.float32)
 
 
-def _attention(weights: Weights, index: int) -> Array:
+def _unit(found: Array) -> Array:
+    return found / max(float(np.linalg.norm(found)), canonical.TINY)
+
+
+def _map(weights: Weights, kind: int, index: int, span: Array | None = None) -> Array:
+    """VO or FF of one layer, [d, d], or [K, K] in the directions of a span [d, K]."""
+    if kind == FEED_FORWARD:
+        return _feed_forward(weights, index, span)
     g = weights.geometry
     layer = canonical.fold(weights.layer(index, canonical.VO_ROLES), g)
-    out: Array = canonical.by_kv_head(awm.bounded(layer["o"]), g) @ awm.bounded(layer["v"])
+    read, write = awm.bounded(layer["v"]), canonical.by_kv_head(awm.bounded(layer["o"]), g)
+    if span is not None:
+        read, write = read @ span, span.T @ write
+    out: Array = write @ read
     return out.astype(np.float32)
 
 
-def _feed_forward(weights: Weights, index: int) -> Array:
+def _feed_forward(weights: Weights, index: int, span: Array | None) -> Array:
     """The mean Jacobian, summed over the first experts."""
     g = weights.geometry
     norms = weights.layer(index, ("ffn_norm", "post_ffn_norm"))
-    total = np.zeros((g.width, g.width), np.float32)
+    size = g.width if span is None else span.shape[1]
+    total = np.zeros((size, size), np.float32)
     roles = ("gate", "up", "down") if g.gated else ("up", "down")
     for expert in range(min(weights.experts(index), EXPERTS)):
         layer = canonical.fold(norms | {r: weights.tensor(r, index, None, expert) for r in roles}, g)
+        if span is not None:
+            layer |= {r: layer[r] @ span for r in roles[:-1]} | {"down": span.T @ layer["down"]}
         read = _mean_reader(layer["gate"], layer["up"]) if g.gated else awm.bounded(layer["up"])
         total += (awm.bounded(layer["down"]) @ read).astype(np.float32)
     return total
@@ -116,15 +158,19 @@ def _mean_reader(gate: Array, up: Array) -> Array:
     return up * mean[:, None].astype(up.dtype) + gate * along[:, None].astype(up.dtype)
 
 
-def basis(weights: Weights, layers: Sequence[int], most: int) -> Basis:
-    """The eigenvectors of some layers, those of the largest |eigenvalue| first, and the layers' maps in them."""
-    key = f"blind {list(layers)} {most}"
+def basis(weights: Weights, chosen: Sequence[tuple[int, int]]) -> Basis:
+    """The eigenvectors of some maps (kind, layer), those of the largest |eigenvalue| first, and the maps in them."""
+    key = f"blind {list(chosen)}"
     if key not in weights.memo:
-        found = [one for index in layers for one in maps(weights, index)]
+        found = [_map(weights, *place) for place in chosen]
+        if (span := _written(found)) is not None:
+            found = [_map(weights, *place, span) for place in chosen]
+        found = [_unit(one) for one in found]
         total = sum(c @ c.T + np.float32(GOLDEN) * (c.T @ c) + np.float32(0.5) * (c + c.T) for c in found)
         size, vectors = np.linalg.eigh(np.asarray(total, np.float64))
-        vectors = vectors[:, np.argsort(-np.abs(size), kind="stable")[:most]].astype(np.float32)
-        weights.memo[key] = Basis(vectors, np.stack([vectors.T @ c @ vectors for c in found]))
+        vectors = vectors[:, np.argsort(-np.abs(size), kind="stable")[:WIDEST]].astype(np.float32)
+        own = np.stack([vectors.T @ c @ vectors for c in found])
+        weights.memo[key] = Basis(vectors if span is None else span @ vectors, own)
     out: Basis = weights.memo[key]
     return out
 
@@ -151,10 +197,11 @@ def _improved(found: Array, a: Array, b: Array, steps: int) -> Array:
     return found
 
 
-def frames(a: Weights, b: Weights, fit: Pairs) -> list[tuple[Frame, Frame]]:
-    """The shared frame from the layers of the fit, with either sign of the rotation."""
-    most = min(a.geometry.width, b.geometry.width, WIDEST)
-    sides = [basis(w, [pair[side] for pair in fit], most) for side, w in enumerate((a, b))]
+def frames(a: Weights, b: Weights, fit: Maps) -> list[tuple[Frame, Frame]]:
+    """The shared frame from the maps of the fit, with either sign of the rotation."""
+    sides = [basis(w, [(one[0], one[1 + side]) for one in fit]) for side, w in enumerate((a, b))]
+    most = min(len(side.vectors.T) for side in sides)
+    sides = [Basis(side.vectors[:, :most], side.maps[:, :most, :most]) for side in sides]
     turned = sides[0].vectors @ rotation(*sides)
     own = Frame("blind", sides[1].vectors)
     return [(Frame("blind", turned), own), (Frame("blind", -turned), own)]

@@ -232,8 +232,8 @@ def _values(
         progress(f"values of layers {i + 1} and {j + 1}")
         for left, right in frames:
             tries = []
-            for turned in (False, True):
-                one, other = values.in_frame(a, i, left, turned), values.in_frame(b, j, right, turned)
+            for basis in values.bases(a, b):
+                one, other = values.in_frame(a, i, left, basis), values.in_frame(b, j, right, basis)
                 sides = [(one.read, other.read, False), (one.write, other.write, False)]
                 tries.append(NeuronCount((i, j), *neurons.agreement(sides, options.drawn)))
             out.setdefault(left.name, []).append(max(tries, key=lambda count: count.paired))
@@ -269,10 +269,9 @@ def _without_tokenizer(
     counts, frame = _by_axes(a, b, pairs, options, progress)
     if frame is not None:
         return Blind(counts, [frame], pairs), {"axes": _turn(frame)}, ""
-    among = blind.layer_pairs(a, b, progress)
-    if len(among) < 2:
+    fit, held = blind.split(blind.map_pairs(a, b, progress), options.drawn)
+    if not fit or not held:
         return Blind(counts), {}, BLIND_NEEDS
-    fit, held = blind.split(among, options.drawn)
     progress("layers without a tokenizer")
     tries = [(_in_layers(a, b, frame, held, options), frame) for frame in blind.frames(a, b, fit)]
     found, frame = max(tries, key=lambda one: sum(count.paired for count in one[0]))
@@ -634,7 +633,7 @@ def _significant(pair: Pair, family: str = "feed-forward") -> list[NeuronCount]:
     if family == "attention":
         every = [count for some in pair.values.values() for count in some]
         share = max(1 / evidence.UNIVERSAL, values.chance(pair.a), values.chance(pair.b))
-        return [count for count in every if count.p(share, 2 * len(every)) <= evidence.ALPHA]
+        return [count for count in every if count.p(share, evidence.BASES * len(every)) <= evidence.ALPHA]
     total = sum(map(len, pair.neurons.values()))
     return [
         count

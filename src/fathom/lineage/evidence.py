@@ -138,6 +138,7 @@ FRAMES = {
     "axes": "principal axes, no tokenizer",
     "blind": "a rotation found from other layers, no tokenizer",
 }
+BASES = 3  # ways in which value channels are taken
 STRANGERS = 9 / 160  # largest share in the blind frame, of 360 held-out layers of 120 pairs of strangers
 MARGIN = 5  # the blind frame decides from so many times the largest share of strangers
 
@@ -214,7 +215,7 @@ def test_values(frame: str, counts: Sequence[NeuronCount], chance: float, contro
         controls: Shares of channels that are paired in unrelated models.
     """
     share = max(1 / UNIVERSAL, chance, 2 * max(controls, default=0.0))
-    trials = 2 * len(counts)  # channels as they are stored, and singular ones
+    trials = BASES * len(counts)
     best = min(counts, key=lambda count: count.p(share, trials))
     return Test(
         f"T5 values ({frame})",

@@ -168,10 +168,11 @@ def _written(weights: Weights, index: int, frame: Frame, expert: int, gain: Arra
 
 
 def _merged(read: Array, up: Array, write: Array, gated: bool, frame: Frame) -> Neurons:
-    """One neuron for each group with equal gates (without a gate, up rows). Split neurons join, cancelling ones vanish.
+    """One neuron for each line of gates (without a gate, of up rows). Split neurons join, cancelling ones vanish.
 
     Neurons of one gate compute silu(g x) Σ d uᵀ x, whatever the single d and u are, so only the sum counts. Its largest
-    singular pair stands for it.
+    singular pair stands for it. A gate -g counts as g, because silu(-z) = silu(z) - z: a copy may turn gates around and
+    make up for the difference, a product of two linear maps, by neurons whose sum over each line is zero.
     """
     size = np.sqrt(np.einsum("ij,ij->i", read, read))
     group = duplicates(unit_rows(read), size if gated else np.ones(len(read)))
@@ -212,7 +213,7 @@ def unit(read: Array, write: Array, frame: Frame, up: Array | None = None) -> Ne
 
 
 def duplicates(read: Array, size: Array) -> Array:
-    """Group numbers of rows: those of equal direction and size are in one group.
+    """Group numbers of rows: those of equal size on one line are in one group.
 
     Args:
         read: Unit rows, [m, F].
@@ -220,26 +221,27 @@ def duplicates(read: Array, size: Array) -> Array:
     """
     length = np.log(np.maximum(size, canonical.TINY))
     keys = np.random.default_rng(0).normal(size=(1, read.shape[1])).astype(read.dtype)
-    seen = read @ keys[0] + length  # duplicates have equal keys
+    seen = np.abs(read @ keys[0]) + length  # duplicates have equal keys
     place = np.argsort(seen, kind="stable")
     before, after = place[:-1], place[1:]
     near = np.flatnonzero((np.abs(seen[before] - seen[after]) <= KEY) & (np.abs(length[before] - length[after]) <= KEY))
     same = np.zeros(len(before), bool)
     for block in chunks(len(near), 1024):
-        same[near[block]] = np.einsum("ij,ij->i", read[before[near[block]]], read[after[near[block]]]) > 1 - CLOSE
+        cosines = np.einsum("ij,ij->i", read[before[near[block]]], read[after[near[block]]])
+        same[near[block]] = np.abs(cosines) > 1 - CLOSE
     out = np.empty(len(read), np.int64)
     out[place] = np.concatenate([[0], np.cumsum(~same)]) if len(read) else []
     return np.unique(out, return_inverse=True)[1]
 
 
 def by_roles(a: Neurons, b: Neurons, gated: bool) -> list[Side]:
-    """What neurons are compared by: gate and output, or in the blind frame gate and up, whose signs are free.
+    """What neurons are compared by: gate and output, or in the blind frame gate and up. What is read has no sign.
 
     An up row that repeats the gate is no second witness.
     """
     if a.up is not None and b.up is not None and gated and not any(_repeats(side) for side in (a, b)):
-        return [(a.read, b.read, True), (a.up, b.up, False)]
-    return [(a.read, b.read, True), (a.write, b.write, not gated)]
+        return [(a.read, b.read, False), (a.up, b.up, False)]
+    return [(a.read, b.read, False), (a.write, b.write, not gated)]
 
 
 def _repeats(found: Neurons) -> bool:

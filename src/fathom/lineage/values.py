@@ -21,22 +21,38 @@ def has_values(weights: Weights, index: int) -> bool:
     return weights.has("v", index) and weights.has("o", index)
 
 
-def in_frame(weights: Weights, index: int, frame: Frame, turned: bool = False) -> Neurons:
+STORED, HEADS, LAYER = range(3)
+"""How the channels of a layer are taken: as they are stored, as the singular directions of each head, or as those of
+all heads together. A change of basis within a head does not change the second; splitting or mixing heads, the third."""
+WIDEST = 1536  # most channels of a layer whose singular directions are found together
+
+
+def bases(*models: Weights) -> list[int]:
+    """The ways in which the channels of some models are compared."""
+    sizes = [min(g.width, (g.heads if g.latent else g.kv_heads) * g.head_dim) for g in (w.geometry for w in models)]
+    return [STORED, HEADS, LAYER] if max(sizes) <= WIDEST else [STORED, HEADS]
+
+
+def in_frame(weights: Weights, index: int, frame: Frame, basis: int = STORED) -> Neurons:
     """The value channels of one layer; those without effect are removed.
 
     Args:
         weights: A model.
         index: The layer.
         frame: The coordinates.
-        turned: Whether each head is brought to its singular directions, which any change of its basis leaves alone.
+        basis: One of those above.
     """
     g = weights.geometry
     layer = canonical.fold(weights.layer(index, canonical.VO_ROLES), g)
     read, write = layer["v"], np.ascontiguousarray(canonical.by_kv_head(layer["o"], g).T)  # [KV heads · D, d]
-    if turned:
-        heads = g.heads if g.latent else g.kv_heads
-        read, write = _singular(read.reshape(heads, -1, g.width), write.reshape(heads, -1, g.width))
-    read, write = frame.of(read), frame.of(write)
+    if inside := frame.name == "blind":  # what is outside of this frame is empty, and can be read in any way
+        read, write = frame.of(read), frame.of(write)
+    if basis != STORED:
+        heads = 1 if basis == LAYER else g.heads if g.latent else g.kv_heads
+        read, write = (side.reshape(heads, -1, side.shape[1]) for side in (read, write))
+        read, write = _singular(read, write)
+    if not inside:
+        read, write = frame.of(read), frame.of(write)
     kept = alive(np.linalg.norm(read, axis=1) * np.linalg.norm(write, axis=1))
     return unit(read[kept], write[kept], frame)
 
