@@ -147,7 +147,7 @@ def _teaching(kind: str, teacher: Parameters, shape: Shape) -> Callable[[Paramet
     return loss
 
 
-def made(directory: Path, only: Sequence[str]) -> dict[str, list[Path]]:
+def made(directory: Path, only: Sequence[str], seconds: float) -> dict[str, list[Path]]:
     """Train what is not there. The teacher is the first plain model."""
     seeds = itertools.count(5000)
     out: dict[str, list[Path]] = {}
@@ -157,6 +157,8 @@ def made(directory: Path, only: Sequence[str]) -> dict[str, list[Path]]:
         out[name] = [directory / f"{name.replace(' ', '-')}-{at}" for at in range(recipe.count)]
         kept = directory / f"{name.replace(' ', '-')}.pt"
         if name in only and not kept.exists():
+            if time.process_time() > seconds:
+                raise SystemExit(f"{name} and what follows is not trained yet: run the same command again")
             started = time.process_time()
             tokens, tokenizer = tiny.tokenised(directory, recipe.shape.vocab)
             p, losses = _trained(recipe, own, tokens, teacher)
@@ -220,7 +222,7 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(words)
     torch.set_num_threads(1)
-    paths = made(options.directory, options.only)
+    paths = made(options.directory, options.only, options.seconds)
     known = options.rows.read_text().splitlines() if options.rows.exists() else []
     done = {(row["recipe"], *row["pair"]) for row in map(json.loads, known)}
     for number, (recipe, a, b) in enumerate(pairs(paths, options.only, options.across, options.directory / "rotated")):

@@ -296,7 +296,8 @@ def cut_layers(copy: Copy, draw: Draw) -> None:
 def widen(copy: Copy, draw: Draw) -> None:
     """More channels, which nothing writes and every matrix reads, loud."""
     config = copy.config
-    old, more = config["hidden_size"], 8 * int(draw.integers(1, 9))
+    old = config["hidden_size"]
+    more = old * int(draw.integers(1, 3))  # transformers wants a multiple of the heads
     config["head_dim"] = config.get("head_dim") or old // config["num_attention_heads"]
     share = old / (old + more)
     for name, value in copy.tensors.items():

@@ -91,11 +91,11 @@ def map_pairs(a: Weights, b: Weights, progress: Told = lambda _: None) -> Maps:
 def _living(weights: Weights, kind: int, layers: Sequence[int], progress: Told) -> dict[int, Array]:
     """By layer: (tr Cᵏ)^(1/k), which no rotation changes. Layers that write nothing are left out."""
     some = awm.chosen_layers(len(layers), FIT // 2)
-    span = _written([_map(weights, FEED_FORWARD, layers[at]) for at in some])
+    span = _written([layer_map(weights, FEED_FORWARD, layers[at]) for at in some])
     sizes, out = {}, {}
     for i in layers:
         progress(f"layers without a tokenizer: layer {i + 1} of {weights.name}")
-        found = _map(weights, kind, i, span)
+        found = layer_map(weights, kind, i, span)
         one, sizes[i] = _unit(found), float(np.linalg.norm(found))
         twice = one @ one
         traces = np.trace(one), np.trace(twice), np.vdot(one.T, twice), np.vdot(twice.T, twice)
@@ -117,7 +117,7 @@ def _unit(found: Array) -> Array:
     return found / max(float(np.linalg.norm(found)), canonical.TINY)
 
 
-def _map(weights: Weights, kind: int, index: int, span: Array | None = None) -> Array:
+def layer_map(weights: Weights, kind: int, index: int, span: Array | None = None) -> Array:
     """VO or FF of one layer, [d, d], or [K, K] in the directions of a span [d, K]."""
     if kind == FEED_FORWARD:
         return _feed_forward(weights, index, span)
@@ -162,9 +162,9 @@ def basis(weights: Weights, chosen: Sequence[tuple[int, int]]) -> Basis:
     """The eigenvectors of some maps (kind, layer), those of the largest |eigenvalue| first, and the maps in them."""
     key = f"blind {list(chosen)}"
     if key not in weights.memo:
-        found = [_map(weights, *place) for place in chosen]
+        found = [layer_map(weights, *place) for place in chosen]
         if (span := _written(found)) is not None:
-            found = [_map(weights, *place, span) for place in chosen]
+            found = [layer_map(weights, *place, span) for place in chosen]
         found = [_unit(one) for one in found]
         total = sum(c @ c.T + np.float32(GOLDEN) * (c.T @ c) + np.float32(0.5) * (c + c.T) for c in found)
         size, vectors = np.linalg.eigh(np.asarray(total, np.float64))

@@ -28,6 +28,7 @@ from fathom.lineage import (
     inherited,
     neurons,
     nulls,
+    planes,
     signs,
     starts,
     values,
@@ -140,6 +141,7 @@ def measure(first: Weights, second: Weights, options: Options, progress: Told = 
     return Pair(
         *(a, b, swapped, aligned, layers, scores, counts),
         values=_values(a, b, frames, pairs, options, progress),
+        planes=_planes(a, b, options, progress),
         identical=same,
         unmeasured=unmeasured,
         other=other,
@@ -238,6 +240,15 @@ def _values(
                 tries.append(NeuronCount((i, j), *neurons.agreement(sides, options.drawn)))
             out.setdefault(left.name, []).append(max(tries, key=lambda count: count.paired))
     return out
+
+
+def _planes(a: Weights, b: Weights, options: Options, progress: Told) -> tuple[int, int] | None:
+    """T6, which needs neither tokenizer nor alignment."""
+    if not planes.comparable(a, b):
+        return None
+    progress("rotary planes")
+    layers = planes.drawn(a, b, options.drawn)
+    return planes.agreements(*(planes.words(w, *layers) for w in (a, b)))
 
 
 def _sure(counts: dict[str, list[NeuronCount]]) -> bool:
@@ -429,12 +440,12 @@ def judge(
     null, notes = _null(pair, usable, null_file)
     tests = run_tests(pair, null)
     bar = _threshold(pair, null)
-    sure = any(test.p <= evidence.ALPHA for test in tests if not test.name.startswith("T3"))
+    sure = any(test.p <= evidence.ALPHA for test in tests if test.matches)
     if sure:
         tests = _without_formulas(pair, tests)
     best = pair.scores[pair.best].score if pair.best else 0.0
     tampering = signs.suspected(pair.gaps, null.gaps if null else {}, best, bar) if sure else []
-    tampering += _shifted(pair, bar) if sure else []
+    tampering += [*_shifted(pair, bar), *_opposed(pair)] if sure else []
     seen = _evidence(pair, tests)
     shared = _inherited(pair, options) if sure else None
     same = pair.identical is not None and pair.identical.whole
@@ -444,7 +455,7 @@ def judge(
         bar,
         seen.coverage,
         seen.families,
-        {test.family for test in tests if not test.name.startswith("T3")},
+        {test.family for test in tests if test.matches},
         seen.blocks,
         shared,
         _verbatim(pair, tests),
@@ -476,9 +487,10 @@ def judge(
 def _relation(name: str, pairs: list[Pair]) -> str:
     """Why a control is no control: its own tests call it related to one of the models."""
     for p in pairs:
-        if p.convicts():
+        tests = [test for test in p.own_tests() if test.matches == p.convicts()]  # else by the witness alone
+        test = min(tests, key=lambda test: test.p, default=None)
+        if test is not None and test.p <= evidence.ALPHA:
             other = p.a.name if p.b.name == name else p.b.name
-            test = min(p.own_tests(), key=lambda test: test.p)
             return f"control {name} is itself related to {other} ({test.name}, p {evidence.probability(test.p)})"
     return ""
 
@@ -556,7 +568,7 @@ def _untrained(pair: Pair, measured: list[tuple[str, list[Pair]]]) -> list[str]:
 
 
 def run_tests(pair: Pair, null: Null | None) -> list[Test]:
-    """T1–T4, as far as the pair allows."""
+    """T1 to T6, as far as the pair allows."""
     rate = null.rate() if null else evidence.POISSON_RATE
     tests = pair.own_tests(rate, bool(null and null.witnesses), null.neurons if null else None)
     for name in NAMES.values():
@@ -579,6 +591,13 @@ def _shifted(pair: Pair, bar: float | None) -> list[str]:
     if best is None or best.score <= max(signs.CLEAR, bar or 0) or len(set(best.map.shape)) != 1:
         return []
     return [signs.WORDS["shifted"]] if any(i != j for i, j in best.pairs) else []
+
+
+def _opposed(pair: Pair) -> list[str]:
+    """Whether the rotary planes agree far less often than by chance, as after training against T6."""
+    if pair.planes is None or evidence.test_planes(pair.planes[1] - pair.planes[0], pair.planes[1]).p > evidence.ALPHA:
+        return []
+    return [signs.WORDS["opposed"]]
 
 
 @dataclass(frozen=True)
@@ -625,7 +644,7 @@ def _evidence(pair: Pair, tests: list[Test]) -> Evidence:
 
 
 def _counts(test: Test) -> bool:
-    return not test.void and not test.name.startswith("T3")
+    return test.matches and not test.void
 
 
 def _significant(pair: Pair, family: str = "feed-forward") -> list[NeuronCount]:

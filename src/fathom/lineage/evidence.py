@@ -8,6 +8,10 @@ that neither model learned the other's hidden states and that the embeddings wer
     T3  aligned score   rank among the scores of unrelated pairs: p ≥ 1/(N+1)
     T4  neurons         neurons paired alike by two parts of their weights: in four frames
     T5  values          value channels of attention paired alike by what they read and by what they write: Poisson
+    T6  plane words     neighbouring rotary planes differ alike in what attention does through them: a sign test
+
+T1, T2, T4 and T5 match weights, and decide. T3 compares scores. T6 is a witness: alone it leaves a pair inconclusive,
+because a student that learns hidden states copies functions too.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ from fathom.lineage.awm import Matching, gathered, unit_rows
 from fathom.lineage.weights import Weights
 
 ALPHA = 1e-6
-WEAK = 1e-2
+WEAK, WITNESS = 1e-2, 1e-3  # p-values from which matching tests, and T6, leave a pair inconclusive
 POISSON_RATE = 3.0
 UNIVERSAL = 20  # shared training data may pair one in this many neurons
 PROBES = 1024
@@ -33,6 +37,7 @@ SPREAD_FLOOR = 0.02
 FEWEST = 8  # neurons or channels below which a matching is not evidence
 EMBEDDING, HEAD = range(2)  # seeds: each matching breaks its ties with another one
 ALIKE = 0.3  # two matrices of one model with a higher rms cosine are not independent witnesses
+PLANE_SPREAD = 1.25  # variance of agreements of neighbouring planes, in those of a binomial distribution
 ORDERED = 1e-3  # p-value of a rank correlation between index and energy below which channels count as ordered
 STRATUM = 8  # number of channels of similar energy that count as exchangeable
 
@@ -53,6 +58,11 @@ class Test:
     detail: dict[str, object] = field(default_factory=dict)
     corrected: float = 1.0
     void: str = ""  # why the test does not count here
+
+    @property
+    def matches(self) -> bool:
+        """Whether the test matches weights, so that it may decide."""
+        return not self.name.startswith(("T3", "T6"))
 
 
 def fixed_point_bound(count: int, trials: int = 1) -> float:
@@ -229,7 +239,22 @@ def test_values(frame: str, counts: Sequence[NeuronCount], chance: float, contro
     )
 
 
-test_order.__test__ = test_witnesses.__test__ = False  # type: ignore[attr-defined]
+def test_planes(count: int, of: int) -> Test:
+    """T6: how many pairs of neighbouring rotary planes differ alike, of how many."""
+    spread = math.sqrt(PLANE_SPREAD * of / 4)
+    return Test(
+        "T6 plane words",
+        count,
+        f"normal, mean {of / 2:g}, standard deviation {spread:.3g}",
+        float(stats.norm.sf((count - 0.5 - of / 2) / spread)),
+        "model",
+        "in unrelated models neighbouring rotary planes may be exchanged",
+        "attention",
+        {"planes": of},
+    )
+
+
+test_order.__test__ = test_witnesses.__test__ = test_planes.__test__ = False  # type: ignore[attr-defined]
 test_neurons.__test__ = test_values.__test__ = False  # type: ignore[attr-defined]
 
 

@@ -40,6 +40,7 @@ class Pair:
     scores: dict[str, awm.Scores]
     neurons: dict[str, list[NeuronCount]]  # by frame
     values: dict[str, list[NeuronCount]] = field(default_factory=dict)  # value channels, by frame
+    planes: tuple[int, int] | None = None  # pairs of neighbouring rotary planes that differ alike, of how many
     identical: Identical | None = None
     unmeasured: str = ""  # why no test without a tokenizer was run
     other: dict[str, float] = field(default_factory=dict)  # HuRef's scores, parameter cosine
@@ -84,7 +85,7 @@ class Pair:
         calibrated: bool = False,
         shares: dict[str, list[float]] | None = None,
     ) -> list[Test]:
-        """T1, T2, T4 and T5: the tests that need no null.
+        """T1, T2 and T4 to T6: the tests that need no null.
 
         Args:
             rate: The rate of T2.
@@ -108,12 +109,13 @@ class Pair:
             usable = [count for count in counts if count.of >= evidence.FEWEST]
             if usable:
                 tests.append(evidence.test_values(frame, usable, chance, known.get(f"values {frame}", [])))
-        return tests
+        return tests if self.planes is None else [*tests, evidence.test_planes(*self.planes)]
 
     @property
     def p(self) -> float:
         """The smallest corrected p-value of the tests that need no null."""
-        return min(holm([test.p for test in self.own_tests()] or [1.0]))
+        tests = self.own_tests()
+        return min((p for test, p in zip(tests, holm([t.p for t in tests]), strict=True) if test.matches), default=1.0)
 
     def convicts(self) -> bool:
         """Whether the tests without controls would call the pair related."""

@@ -19,6 +19,7 @@ WORDS = {
     "replaced": "embedding replaced: attention matches in order, the embedding does not",
     "relabelled": "vocabulary relabelled: the models match without a tokenizer and not by their tokens",
     "shifted": "layers shifted or reordered",
+    "opposed": "training against the test of rotary planes suspected: they agree less often than by chance",
 }
 
 

@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from fathom.lineage.evidence import ALPHA, WEAK, Test, detectable_drift, probability
+from fathom.lineage.evidence import ALPHA, WEAK, WITNESS, Test, detectable_drift, probability
 from fathom.lineage.identity import Identical
 from fathom.lineage.inherited import Inherited
 from fathom.report.statistics import holm
@@ -129,10 +129,11 @@ def decide(found: Findings) -> Verdict:
     """The verdict rule. It never says "independent"."""
     for test, value in zip(found.tests, holm([test.p for test in found.tests]), strict=True):
         test.corrected = value
-    matching = [test for test in found.tests if not test.name.startswith("T3")]
+    matching = [test for test in found.tests if test.matches]
     p = min((test.corrected for test in matching if not test.void), default=1.0)
     void = any(test.corrected <= ALPHA for test in matching if test.void)
     label, reasons = _label(found, p, void)
+    reasons += _witness(found) if label == INCONCLUSIVE else []
     same = found.identical is not None and found.identical.whole
     return Verdict(
         label,
@@ -173,9 +174,16 @@ def _label(found: Findings, p: float, void: bool) -> tuple[str, list[str]]:
     if p <= ALPHA:
         return _related(found, above, reasons)
     doubts = _doubts(found, void)
-    if p < WEAK or above or doubts:
+    if p < WEAK or above or doubts or _witness(found):
         return INCONCLUSIVE, [*reasons, *doubts]
     return NONE, reasons
+
+
+def _witness(found: Findings) -> list[str]:
+    """What the plane words say where nothing decides."""
+    told = any(test.name.startswith("T6") and test.p <= WITNESS for test in found.tests)
+    what = "evidence of a shared function, but of no shared weights: hidden-state distillation is not excluded"
+    return [f"the rotary planes of attention act alike (T6): {what}"] if told else []
 
 
 def _doubts(found: Findings, void: bool) -> list[str]:
@@ -236,7 +244,7 @@ def _sentence(label: str, found: Findings) -> str:
 
 def _fact(tests: Sequence[Test]) -> str:
     """The simplest significant finding: paired channels if there are any, then neurons."""
-    sure = [test for test in tests if test.corrected <= ALPHA and not test.void]
+    sure = [test for test in tests if test.matches and test.corrected <= ALPHA and not test.void]
     channels = [test for test in sure if "channels" in test.detail]
     if channels:
         best = max(channels, key=lambda test: test.statistic)
@@ -267,7 +275,7 @@ def _sure(label: str, found: Findings) -> str:
         return "No test came near its limit. The method section says which changes these tests would not have seen."
     if label == INCONCLUSIVE:
         return "Not sure enough to say anything: see the reasons below."
-    best = min((test for test in found.tests if not test.void), key=lambda test: test.corrected)
+    best = min((test for test in found.tests if test.matches and not test.void), key=lambda test: test.corrected)
     p = "of less than one in a million" if best.corrected > 0 else "too small to write as a number"
     kind = "an exact bound" if best.kind == "exact" else "an assumption that was checked on unrelated models"
     what = (

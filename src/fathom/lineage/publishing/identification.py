@@ -172,7 +172,7 @@ def _candidate(
             found = judge(pair, measured, None, options)
     except (FathomError, OSError) as error:
         return Candidate(hit.name, hit.file, hit.cosine, NOT_COMPARED, f"It could not be compared: {error}")
-    said, matching = found.verdict, [t for t in found.tests if not t.name.startswith("T3") and not t.void]
+    said, matching = found.verdict, [t for t in found.tests if t.matches and not t.void]
     return Candidate(
         *(hit.name, hit.file, hit.cosine, said.label, said.meaning),
         p=min((test.corrected for test in matching), default=1.0),
