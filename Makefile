@@ -11,7 +11,7 @@ TORCH ?= torch
 CONSTRAINTS ?= -c constraints.txt
 CPU_TORCH := torch==2.13.0 --extra-index-url https://download.pytorch.org/whl/cpu
 
-.PHONY: setup extras test test-all test-transformers test-kernels test-outside gpu-dry gpu lint docs demo specialise expert dist smoke clean
+.PHONY: setup extras test test-all test-transformers test-kernels test-outside gpu-dry gpu lint docs demo specialise expert dist smoke without-torch clean
 
 setup: $(STAMP)
 
@@ -208,6 +208,14 @@ $(DIST)/.ready:
 	$(PYTHON) -m venv $(DIST)
 	$(DIST)/bin/python -m pip install --disable-pip-version-check --quiet 'build>=1.2' 'twine>=6.1'
 	@touch $@
+
+# Lineage and corpora in an environment that has neither torch nor transformers.
+without-torch:
+	@there=$$(mktemp -d) && trap 'rm -rf "$$there"' EXIT && $(PYTHON) -m venv $$there/venv && \
+	  $$there/venv/bin/python -m pip install --disable-pip-version-check --quiet $(CONSTRAINTS) -r requirements-without-torch.txt && \
+	  $$there/venv/bin/python -m pip install --disable-pip-version-check --quiet --no-deps --no-warn-conflicts . && \
+	  cd $$there && venv/bin/python $(CURDIR)/.github/without_torch.py >log 2>&1 || { cat log; exit 1; } && \
+	  echo "lineage and corpora work without torch and transformers"
 
 # Each file of dist/ alone in a new environment, in an empty directory: text to shards, a short run, a sample, a page.
 smoke:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import cast
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from fathom.data.shards import Shard, ShardWriter, choose_split, first_line, tok
 from fathom.data.tokenizer import (
     PIECE,
     WORDS_AT_MOST,
+    AnyTokenizer,
     load_tokenizer,
     plain_encoder,
     save_tokenizer,
@@ -30,9 +31,6 @@ from fathom.data.tokenizer import (
 )
 from fathom.errors import DataError
 from fathom.report.files import digest, read_json, write_json
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 FACTS, SHARDS = "facts.json", "shards.json"
 BATCH_CHARACTERS = 1 << 18
@@ -94,10 +92,10 @@ class Tokenizer(Stage):
         return training_texts(texts, self.recipe.tokenize.train_bytes, self.recipe.tokenize.held_out)
 
 
-def store_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> dict[str, int]:
+def store_tokenizer(tokenizer: AnyTokenizer, folder: Path) -> dict[str, int]:
     """Save a tokenizer with what the shards need to know of it."""
     save_tokenizer(tokenizer, folder)
-    facts = {"vocab_size": vocabulary_size(tokenizer), "eos_token_id": int(tokenizer.eos_token_id)}
+    facts = {"vocab_size": vocabulary_size(tokenizer), "eos_token_id": int(cast("int", tokenizer.eos_token_id))}
     write_json(folder / FACTS, facts)
     return facts
 

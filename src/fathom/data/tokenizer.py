@@ -7,11 +7,13 @@ import logging
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Union
 
 from fathom.checkpoints.layout import TOKENIZER_CONFIG
 from fathom.checkpoints.tokenizers import missing, what_lacks
+from fathom.data.plain_tokenizer import PlainTokenizer
 from fathom.data.shards import TOKENIZER, file_crc32, first_line
 from fathom.errors import DataError
 
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
+AnyTokenizer = Union["PreTrainedTokenizerBase", PlainTokenizer]
 EOS, PAD = "<|endoftext|>", "<|pad|>"
 SMALLEST_VOCABULARY = 258  # every byte, EOS and padding
 # Qwen's: words with their leading space, single digits, punctuation, runs of white space.
@@ -32,7 +35,11 @@ WORDS_AT_MOST = 1 << 24
 """Most bytes of distinct words in a training, which needs 40 to 85 times as much memory, at most 1.4 GB."""
 
 
-def train_bpe(texts: Iterable[str], vocab_size: int, tokens: Sequence[str] = ()) -> PreTrainedTokenizerBase:
+def _has_transformers() -> bool:
+    return find_spec("transformers") is not None
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int, tokens: Sequence[str] = ()) -> AnyTokenizer:
     """Train a byte-level BPE; the same texts in the same order give the same tokenizer.
 
     Args:
@@ -41,14 +48,13 @@ def train_bpe(texts: Iterable[str], vocab_size: int, tokens: Sequence[str] = ())
         tokens: Further special tokens, such as those that begin and end a message.
 
     Returns:
-        A `transformers.PreTrainedTokenizerFast`.
+        A `transformers.PreTrainedTokenizerFast`; a `PlainTokenizer` if transformers is not installed.
     """
     if vocab_size < SMALLEST_VOCABULARY:
         raise DataError(
             f"train_tokenizer={vocab_size}: a byte-level tokenizer needs at least {SMALLEST_VOCABULARY} tokens"
         )
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -65,6 +71,10 @@ def train_bpe(texts: Iterable[str], vocab_size: int, tokens: Sequence[str] = ())
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
+    if not _has_transformers():
+        return PlainTokenizer.of(tokenizer, EOS, PAD, tokens)
+    from transformers import PreTrainedTokenizerFast
+
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=EOS,
@@ -74,7 +84,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, tokens: Sequence[str] = ())
     )
 
 
-def load_tokenizer(name: str, eos_token: str | None = None) -> PreTrainedTokenizerBase:
+def load_tokenizer(name: str, eos_token: str | None = None) -> AnyTokenizer:
     """Load a tokenizer from a directory, a `tokenizer.json` or the Hub.
 
     A tokenizer without a token to end documents is refused.
@@ -84,15 +94,11 @@ def load_tokenizer(name: str, eos_token: str | None = None) -> PreTrainedTokeniz
         eos_token: The token that ends a document; by default the tokenizer's EOS, else `<|endoftext|>` if the tokenizer
             has it.
     """
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
     path = Path(name)
     try:
-        if path.is_file():
-            tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(path))
-        else:
-            with quiet():  # it warns of a configuration whose model is not registered
-                tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)  # None would ask
+        tokenizer = _opened(path, name) if _has_transformers() else PlainTokenizer.read(name)
+    except DataError:
+        raise
     except Exception as error:
         words = what_lacks(path) or missing(error) or first_line(error)
         raise DataError(f"{name}: cannot load the tokenizer: {words}") from None
@@ -108,6 +114,15 @@ def load_tokenizer(name: str, eos_token: str | None = None) -> PreTrainedTokeniz
             raise DataError(f"{name}: the tokenizer has no token {eos_token!r}")
         tokenizer.eos_token = eos_token
     return tokenizer
+
+
+def _opened(path: Path, name: str) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    if path.is_file():
+        return PreTrainedTokenizerFast(tokenizer_file=str(path))
+    with quiet():  # it warns of a configuration whose model is not registered
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)  # None would ask
 
 
 @contextmanager
@@ -126,7 +141,7 @@ def quiet() -> Iterator[None]:
         hub.setLevel(level)
 
 
-def save_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
+def save_tokenizer(tokenizer: AnyTokenizer, directory: Path) -> None:
     """Save to the corpus directory."""
     tokenizer.save_pretrained(directory / TOKENIZER)
     config = directory / TOKENIZER / TOKENIZER_CONFIG
@@ -139,7 +154,7 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
     config.write_text(json.dumps(settings, indent=2, ensure_ascii=False, sort_keys=True), encoding="utf-8")
 
 
-def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
+def vocabulary_size(tokenizer: AnyTokenizer) -> int:
     """The embedding rows a tokenizer needs: its largest id plus one, which exceeds its length if ids have gaps."""
     return int(max(tokenizer.get_vocab().values())) + 1
 
