@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
+from fathom.corpus.conversations import pair_of
+from fathom.corpus.documents import ConversationMessage
 from fathom.corpus.pipeline import build
 from fathom.corpus.recipe import parse_corpus_recipe
 from fathom.corpus.templates import END, TEMPLATES, ConversationEncoder, EncodedConversation, TemplatePart
@@ -218,3 +220,51 @@ def test_conversations_are_learnt_as_they_are_written(tmp_path: Path) -> None:
     workspace = until("clean", tmp_path / "out", recipe_values(collections))
     (kept,) = lines(workspace.stage("clean") / "part-00000.jsonl")
     assert kept["messages"] == row["messages"]
+
+
+QUESTION: ConversationMessage = {"role": "user", "content": "How deep?"}
+TWO: ConversationMessage = {"role": "assistant", "content": "Two fathoms."}
+SAID = {"chosen": "Two fathoms.", "rejected": "Blue."}
+BLUE: ConversationMessage = {"role": "assistant", "content": "Blue."}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "How deep?", "chosen": "Two fathoms.", "rejected": "Blue."},
+        {"prompt": [QUESTION], "chosen": [TWO], "rejected": [BLUE]},
+        {"prompt": "How deep?", "chosen": [QUESTION, TWO], "rejected": [QUESTION, BLUE]},
+        {"chosen": [QUESTION, TWO], "rejected": [QUESTION, BLUE]},
+        {"prompt": "How deep?", "chosen": TWO, "rejected": BLUE},
+        {key: f"\n\nHuman: How deep?\n\nAssistant: {said}" for key, said in SAID.items()},
+    ],
+)  # fmt: skip
+def test_pairs_of_preferences_in_every_layout(row: dict[str, Any], tmp_path: Path, tokenizer: str) -> None:
+    """From a row to TRL's export, with the same question, answers and mask; the chosen answer is a conversation."""
+    assert pair_of(row) == ([QUESTION, TWO], [BLUE])
+    pairs = write_jsonl(tmp_path / "a.jsonl", [row, {"prompt": "x", "chosen": "same", "rejected": "same"}])
+    values = recipe_values(
+        {"a": {"inputs": [str(pairs)], "kind": "preferences"}}, exports=["trl", "axolotl"],
+        converse={"template": "alpaca"}, tokenize={"tokenizer": tokenizer, "held_out": 0.0},
+    )  # fmt: skip
+    out = build(parse_corpus_recipe(values), tmp_path / "out").directory
+    assert lines(out / "exports" / "trl" / "a.jsonl") == [{"prompt": [QUESTION], "chosen": [TWO], "rejected": [BLUE]}]
+    assert lines(out / "exports" / "axolotl" / "a.jsonl") == []
+    assert "equal" in lines(out / "stages" / "ingest" / "failed.jsonl")[0]["detail"]
+    assert (
+        "not in exports/axolotl" in (out / "card.md").read_text() and (out / "conversations" / "index.json").is_file()
+    )
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"chosen": "a"}, "no chosen and rejected"),
+        ({"chosen": "a", "rejected": "b"}, "no prompt"),
+        ({"prompt": "q", "chosen": [QUESTION], "rejected": "b"}, "does not begin and end"),
+        ({"prompt": "q", "chosen": [TWO, QUESTION, TWO], "rejected": [BLUE]}, "differ before the last"),
+    ],
+)
+def test_rows_that_are_no_pair(row: dict[str, Any], said: str) -> None:
+    with pytest.raises(DataError, match=said):
+        pair_of(row)

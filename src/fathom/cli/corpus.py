@@ -11,6 +11,7 @@ from fathom.recipe import find_recipe
 from fathom.report.results import to_json
 from fathom.settings import describe
 
+UPLOAD = "copy the result there with fsspec: s3://BUCKET/DIR, gs://BUCKET/DIR"
 EXAMPLES = (
     "fathom corpus geology.yaml --dry-run",
     "fathom corpus geology.yaml --out corpora/geology",
@@ -25,6 +26,7 @@ def add(parser: Parser) -> None:
         "--out", type=Path, metavar="DIR", help="output directory (default: corpora/ and the recipe's name)"
     )
     parser.add_argument("--workers", type=int, metavar="N", help="worker processes; short for executor.workers=N")
+    parser.add_argument("--upload", metavar="URL", help=UPLOAD)
     parser.add_argument("--dry-run", action="store_true", help="print inputs, stages and budget, and stop")
     parser.add_argument("--json", action="store_true", help="print the result for a program")
     add_keys(parser, lambda: describe(CorpusRecipe))
@@ -33,6 +35,8 @@ def add(parser: Parser) -> None:
 def run(options: Namespace) -> int:
     """Build the corpus, or with `--dry-run` print the plan."""
     from fathom.corpus.pipeline import build, preview
+    from fathom.corpus.stage import STAGES
+    from fathom.data.cloud import upload
 
     words = [*options.overrides, *([f"executor.workers={options.workers}"] if options.workers is not None else [])]
     recipe = load_corpus_recipe(find_recipe(options.recipe), words)
@@ -42,5 +46,7 @@ def run(options: Namespace) -> int:
         print(to_json(found) if options.json else found)
         return int(found.budget.infeasible is not None)
     report = build(recipe, directory)
+    if options.upload:
+        upload(directory, options.upload, (STAGES,))
     print(to_json(report) if options.json else report)
     return 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 
+from fathom.cli.corpus import UPLOAD
 from fathom.cli.following import after_prepare, following
 from fathom.cli.parser import Parser, add_parameters, call
 from fathom.corpus.prepare import Summary, prepare
@@ -17,12 +18,17 @@ EXAMPLES = (
 
 def add(parser: Parser) -> None:
     """Add the command's arguments."""
+    parser.add_argument("--upload", metavar="URL", help=UPLOAD)
     parser.add_argument("--json", action="store_true", help="print the result for a program")
     add_parameters(parser, prepare, "inputs")
 
 
 def run(options: Namespace) -> int:
     """Prepare the shards and print a summary."""
+    from fathom.data.cloud import upload
+
     made: Summary = call(prepare, options)
+    if options.upload:
+        upload(made.directory, options.upload)
     print(to_json(made) if options.json else f"{made}\n{following(*after_prepare(made, options.tokenizer))}")
     return 0

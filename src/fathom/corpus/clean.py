@@ -40,7 +40,7 @@ def document_digest(document: Document) -> bytes:
     """SHA-256 of a document's text, or of a conversation's roles, messages and loss mask."""
     if document.messages is None:
         return text_digest(document.text)
-    said = [[one["role"], is_trained(one), one["content"]] for one in document.messages]
+    said = [[one["role"], is_trained(one), one["content"]] for one in (*document.messages, *(document.rejected or ()))]
     return text_digest(json.dumps(said, ensure_ascii=False))
 
 
@@ -120,10 +120,11 @@ class Clean(Stage):
             text = normalize(document.text, normal.strip, normal.blank_lines, normal.form)
             document.text, counts = masked(text, normal.mask)
         else:  # train on exactly what was written, including outer spaces
-            for message in document.messages if normal.mask else ():
+            messages = [*document.messages, *(document.rejected or ())]
+            for message in messages if normal.mask else ():
                 message["content"], found = masked(message["content"], normal.mask)
                 counts += found
-            document.text = contents(document.messages)
+            document.text = contents(messages)
         document.id = document_digest(document).hex()[:16]
         document.n_chars, document.n_words = len(document.text), count_words(document.text)
         return Counter({MASKED.format(kind): count for kind, count in counts.items()})

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 
 from fathom.corpus.documents import ConversationMessage
 from fathom.errors import DataError
 
+TURN = re.compile(r"(?:\A|\n\n)(Human|Assistant):")
 ROLES = {"system": "system", "user": "user", "assistant": "assistant", "tool": "tool"} | {
     "human": "user",
     "gpt": "assistant",
@@ -34,6 +36,52 @@ def messages_of(row: Mapping[str, object]) -> list[ConversationMessage]:
     )
     answer = _text(row["output"], "output")
     return [*system, {"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+def pair_of(row: Mapping[str, object]) -> tuple[list[ConversationMessage], list[ConversationMessage]]:
+    """The conversation with the chosen answer of a row, and the rejected answer.
+
+    `chosen` and `rejected` are answers to `prompt`, as text or messages, or two conversations that begin alike.
+    """
+    if not all(row.get(key) for key in ("chosen", "rejected")):
+        raise DataError("no chosen and rejected answer")
+    given = row.get("prompt")
+    before = messages_of({"messages": given}) if isinstance(given, list) else []
+    if isinstance(given, str) and given:
+        before = _turns(given) or [{"role": "user", "content": given}]
+    chosen, rejected = (_answer(row[key], key, before) for key in ("chosen", "rejected"))
+    shared = 0
+    while shared < min(len(chosen), len(rejected)) - 1 and chosen[shared] == rejected[shared]:
+        shared += 1
+    if [one["role"] for one in before + chosen[:shared]].count("user") == 0:
+        raise DataError("no prompt: a user's message before the answers")
+    answers = chosen[shared:], rejected[shared:]
+    if any(one[at]["role"] != "assistant" for one in answers for at in (0, -1)):
+        raise DataError("an answer does not begin and end with the assistant's message")
+    if any(message["role"] == "user" for one in answers for message in one):
+        raise DataError("the answers differ before the last message of the user")
+    if answers[0] == answers[1]:
+        raise DataError("the chosen and the rejected answer are equal")
+    return before + chosen, answers[1]
+
+
+def _answer(value: object, key: str, before: Sequence[ConversationMessage]) -> list[ConversationMessage]:
+    """An answer as messages, without the prompt if it is repeated."""
+    if isinstance(value, str):
+        messages = _turns(value) or [{"role": "assistant", "content": value}]
+    else:
+        messages = messages_of({"messages": [value] if isinstance(value, Mapping) else value})
+    return messages[len(before) :] if messages[: len(before)] == list(before) else messages
+
+
+def _turns(text: str) -> list[ConversationMessage]:
+    """The turns of a text with `Human:` and `Assistant:`; none if it has none."""
+    parts = TURN.split(text.strip() if text.lstrip().startswith("Human:") else "")
+    return [
+        {"role": "user" if who == "Human" else "assistant", "content": said.strip()}
+        for who, said in zip(parts[1::2], parts[2::2], strict=True)
+        if said.strip()
+    ]
 
 
 def _message(number: int, one: object) -> ConversationMessage:

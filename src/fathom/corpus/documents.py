@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, TypedDict
 
+OPTIONAL = ("messages", "rejected")
+"""Fields that a line lacks if they are None."""
 PART_BYTES = 1 << 26
 """Approximate bytes of text in one file of documents, which is what a task of a later stage reads."""
 
@@ -38,10 +40,12 @@ class Document:
     meta: dict[str, object] = field(default_factory=dict)
     messages: list[ConversationMessage] | None = None
     """Messages of a conversation; `text` then holds their contents. None for a document."""
+    rejected: list[ConversationMessage] | None = None
+    """The answer that was not chosen, if the last messages of the conversation are a chosen one."""
 
     def to_json(self) -> str:
         """One line."""
-        values = {key: value for key, value in vars(self).items() if key != "messages" or value is not None}
+        values = {key: value for key, value in vars(self).items() if key not in OPTIONAL or value is not None}
         return json.dumps(values, ensure_ascii=False)
 
     @classmethod

@@ -67,6 +67,11 @@ class Export(Stage):
                 if document.messages is None:
                     whole = PIECE.match(document.path)
                     yield {"text": document.text, **({CLUSTER: whole[1]} if whole else {})}
+                elif document.rejected is not None:
+                    if (pair := preference_row(form, document.messages, document.rejected)) is not None:
+                        yield pair
+                    else:
+                        left_out.append(document.path)
                 elif (row := conversation_row(form, document.messages)) is not None:
                     yield row
                 else:
@@ -93,6 +98,17 @@ def conversation_row(form: str, messages: Sequence[ConversationMessage]) -> dict
     if any(one["role"] == "assistant" and not is_trained(one) for one in messages):
         return None
     return {"messages": plain}
+
+
+def preference_row(
+    form: str, messages: Sequence[ConversationMessage], rejected: Sequence[ConversationMessage]
+) -> dict[str, object] | None:
+    """A chosen and a rejected answer as TRL's trainers of preferences read them; None for other programs."""
+    if form != "trl":
+        return None
+    plain, other = ([{"role": one["role"], "content": one["content"]} for one in some] for some in (messages, rejected))
+    at = max(number for number, one in enumerate(plain) if one["role"] == "user") + 1
+    return {"prompt": plain[:at], "chosen": plain[at:], "rejected": other}
 
 
 def dataset_info(name: str, kind: str) -> dict[str, object]:

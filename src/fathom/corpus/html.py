@@ -76,7 +76,11 @@ def decode(data: bytes) -> str:
         if data.startswith(mark):
             return data.decode(encoding)
     named = CHARSET.search(data[:4096])
-    label = named[1].decode("ascii").lower() if named else "utf-8"
+    return decode_as(data, named[1].decode("ascii").lower() if named else "utf-8")
+
+
+def decode_as(data: bytes, label: str) -> str:
+    """Decode a page by the label of its encoding."""
     encoding = ENCODINGS.get(label, label)
     return data.decode(encoding, "controls" if encoding in ("cp1252", "cp1254") else "strict")
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
 
 from fathom.checkpoints.layout import RECIPE
-from fathom.corpus.conversations import contents, messages_of
+from fathom.corpus.conversations import contents, messages_of, pair_of
 from fathom.corpus.documents import ConversationMessage, Document, PartWriter, write_lines
 from fathom.corpus.extraction import FAILURES, POSSIBLE_NOTES, Extracted, IngestValues, Status
 from fathom.corpus.html import BOMS
@@ -22,6 +24,8 @@ from fathom.corpus.sandbox import CHECKED, EXTRACTORS, Sandbox
 from fathom.corpus.stage import Input, Stage, Task, grouped
 from fathom.corpus.traces import is_trace, require_tools, trace_messages
 from fathom.corpus.verbalizer import TEMPLATES, pairs_of
+from fathom.corpus.warc import Captured, captured
+from fathom.data.cloud import RemoteFile, find_remote, is_url, local
 from fathom.data.sources import (
     ALL_FIELDS,
     COMPRESSIONS,
@@ -45,11 +49,13 @@ from fathom.report.progress import ProgressBar
 TASK_BYTES, TASK_FILES = 1 << 27, 512
 """A task reads files up to this total size and number; a larger file is a task of its own."""
 HTML, PDF, TEI = (".html", ".htm", ".xhtml"), (".pdf",), (".tei",)
-EPUB, JATS = (".epub",), (".jats", ".nxml")
+EPUB, JATS, WARC = (".epub",), (".jats", ".nxml"), (".warc", ".wet")
 MIMES = {"html": "text/html", "pdf": "application/pdf", "tei": "application/tei+xml"}
 MIMES |= {"epub": "application/epub+zip", "jats": "application/jats+xml"}
 """What is not text/plain."""
-NEEDS = {"pdf": "pypdfium2", "html": "trafilatura"}
+NEEDS = {"pdf": "pypdfium2", "html": "trafilatura", "warc": "warcio"}
+PAGE = ".page"
+"""A page of an archive while it is read."""
 NUMBERS = "numbers.jsonl"
 """What a page says, and its text, where numbers differ."""
 KEPT_FIELDS = ("id", "title", "url", "source", "date")
@@ -57,9 +63,16 @@ KEPT_FIELDS = ("id", "title", "url", "source", "date")
 DIGESTS = ".digests.json"
 
 
-def kind_of(path: Path) -> str | None:
-    """The kind of a file, which decides how it is read; None for an unknown kind."""
+def kind_of(path: PurePath, begins: Callable[[int], bytes] | None = None) -> str | None:
+    """The kind of a file, which decides how it is read; None for an unknown kind.
+
+    Args:
+        path: Its path.
+        begins: Reads its first bytes if it is not on this machine.
+    """
     suffix = suffix_of(path)
+    if suffix in WARC:
+        return "warc"
     if (reader := reader_of(path)) is not None or suffix == JSON:
         return reader.name if reader else "jsonl"
     if suffix in (*HTML, *PDF, *TEI, *EPUB, *JATS, ".xml") and path.suffix.lower() in COMPRESSIONS:
@@ -69,15 +82,21 @@ def kind_of(path: Path) -> str | None:
     if suffix in HTML:
         return "html"
     if suffix in TEI or suffix == ".xml":
-        return "tei" if suffix in TEI or _begins(path, b"<TEI") else "jats" if _begins(path, b"<article") else "text"
+        head = b"<TEI" if suffix in TEI else (begins or partial(_head, Path(path)))(1 << 12)
+        return "tei" if b"<TEI" in head else "jats" if b"<article" in head else "text"
     if suffix in (*EPUB, *JATS):
         return "epub" if suffix in EPUB else "jats"
     return "text" if suffix in TEXT else None
 
 
-def _begins(path: Path, tag: bytes) -> bool:
+def _head(path: Path, count: int) -> bytes:
     with path.open("rb") as file:
-        return tag in file.read(1 << 12)
+        return file.read(count)
+
+
+def size_of(path: Path | RemoteFile) -> int:
+    """A file's bytes."""
+    return path.size if isinstance(path, RemoteFile) else path.stat().st_size
 
 
 class Ingest(Stage):
@@ -106,18 +125,20 @@ class Ingest(Stage):
             for label, path, kind in collection_files(name, collection, self.workspace.directory)
         ]
         self._require({kind for *_, kind in files})
-        identities = self._identities([path for _, _, path, _ in files])
-        groups = grouped(files, lambda file: file[2].stat().st_size, TASK_BYTES, TASK_FILES, lambda file: file[0])
+        identities = self._identities([path for _, _, path, _ in files if isinstance(path, Path)])
+        identities |= {str(path): path.identity() for _, _, path, _ in files if isinstance(path, RemoteFile)}
+        groups = grouped(files, lambda file: size_of(file[2]), TASK_BYTES, TASK_FILES, lambda file: file[0])
         return [self._task(group, identities) for group in groups]
 
-    def _task(self, group: list[tuple[str, str, Path, str]], identities: dict[Path, str]) -> Task:
+    def _task(self, group: list[tuple[str, str, Path | RemoteFile, str]], identities: dict[str, str]) -> Task:
         collection = asdict(self.recipe.collections[group[0][0]])
         keys = ("kind", "license", "text_field", "separator", "encoding", "entity_field", "templates", "tools")
         arguments = {key: collection[key] for key in keys} | {
             "collection": group[0][0],
             "files": [[label, kind] for _, label, _, kind in group],
         }
-        inputs = (Input(str(path.absolute()), identities[path], path.stat().st_size) for _, _, path, _ in group)
+        places = [(path if isinstance(path, RemoteFile) else path.absolute(), path) for _, _, path, _ in group]
+        inputs = (Input(str(place), identities[str(path)], size_of(path)) for place, path in places)
         return Task(tuple(inputs), arguments)
 
     def _require(self, kinds: set[str]) -> None:
@@ -129,12 +150,12 @@ class Ingest(Stage):
                 extra = "data" if kind in READERS else "corpus"
                 raise DataError(f"reading {kind} needs {needed}: {to_install(extra)}")
 
-    def _identities(self, paths: list[Path]) -> dict[Path, str]:
+    def _identities(self, paths: list[Path]) -> dict[str, str]:
         """A digest of each file's contents. Files are not read again while size and modification time stay the same."""
         stamps = {path: [path.stat().st_size, path.stat().st_mtime_ns] for path in paths}
         if self.recipe.ingest.identify == "stamp":
             names = {path: json.dumps([path.name, *stamp]) for path, stamp in stamps.items()}
-            return {path: hashlib.sha256(name.encode()).hexdigest() for path, name in names.items()}
+            return {str(path): hashlib.sha256(name.encode()).hexdigest() for path, name in names.items()}
         place = self.workspace.directory / DIGESTS
         known = read_json(place) if place.is_file() else {}
         found: dict[Path, str] = {}
@@ -149,11 +170,11 @@ class Ingest(Stage):
         found |= {path: known[str(path.absolute())][-1] for path in paths if path not in found}
         if fresh and (self.workspace.directory / RECIPE).is_file():  # a preview may name any directory
             write_json(place, {str(path.absolute()): [*stamps[path], found[path]] for path in paths})
-        return found
+        return {str(path): identity for path, identity in found.items()}
 
     def run(self, task: Task, folder: Path) -> dict[str, int]:
         """Run one task and return its counts."""
-        reader = _Reader(task.arguments, asdict(self.recipe.ingest))
+        reader = _Reader(task.arguments, asdict(self.recipe.ingest), folder / PAGE)
         counts = dict.fromkeys(
             ("documents", "bytes", "ok", *FAILURES, POSSIBLE_NOTES, "checked", "numbers", "wrong"), 0
         )
@@ -163,21 +184,22 @@ class Ingest(Stage):
         with closing(PartWriter(folder)) as writer, closing(reader.sandbox):
             for (label, kind), file in zip(task.arguments["files"], task.inputs, strict=True):
                 _require_unchanged(label, file)
-                for found in reader.read(label, kind, Path(file.path)):
-                    counts["documents"] += 1
-                    if isinstance(found, Document):
+                with local(file.path, folder, file.bytes) as path:
+                    for found in reader.read(label, kind, path):
+                        counts["documents"] += 1
+                        if isinstance(found, Failed):
+                            counts[found.status] += 1
+                            failures.append(found)
+                            continue
                         counts["ok"] += 1
                         counts["bytes"] += len(found.text.encode("utf-8"))
                         counts[POSSIBLE_NOTES] += int(str(found.meta.get(POSSIBLE_NOTES, 0)))
                         writer.write(found)
-                        if label in sample and (same := reader.sandbox.compare(kind, Path(file.path), found.text)):
+                        if label in sample and (same := reader.sandbox.compare(kind, path, found.text)):
                             counts["checked"] += 1
                             counts["numbers"] += same.numbers
                             counts["wrong"] += same.wrong
                             differing += [{"file": label, **example} for example in same.examples]
-                    else:
-                        counts[found.status] += 1
-                        failures.append(found)
         write_lines(folder / "failed.jsonl", map(vars, failures))
         write_lines(folder / NUMBERS, differing)
         return counts
@@ -191,6 +213,8 @@ class Ingest(Stage):
 
 def _require_unchanged(label: str, file: Input) -> None:
     """Refuse a file that changed during the run: its result would be stored under the hash of the earlier contents."""
+    if is_url(file.path):  # its copy is compared
+        return
     try:
         size = Path(file.path).stat().st_size
     except FileNotFoundError:
@@ -200,10 +224,15 @@ def _require_unchanged(label: str, file: Input) -> None:
         raise DataError(f"{label} {said}; run the same command to resume", 1)
 
 
-def collection_files(name: str, collection: Collection, out: Path | None = None) -> Iterator[tuple[str, Path, str]]:
+def collection_files(
+    name: str, collection: Collection, out: Path | None = None
+) -> Iterator[tuple[str, Path | RemoteFile, str]]:
     """(label, path, kind) of each file of a collection, in a fixed order."""
-    words = f"known are {' '.join([*record_suffixes(), *PDF, *HTML, '.tei.xml', *EPUB, *JATS, *TEXT[:4]])} ..."
+    words = f"known are {' '.join([*record_suffixes(), *PDF, *HTML, '.tei.xml', *EPUB, *JATS, *WARC, *TEXT[:4]])} ..."
     for text in collection.inputs:
+        if is_url(text):
+            yield from _remote_files(name, text, words)
+            continue
         try:
             paths = find_files(text, lambda file: kind_of(file) is not None, words, out)
         except DataError as error:
@@ -219,6 +248,21 @@ def collection_files(name: str, collection: Collection, out: Path | None = None)
             if kind is None:
                 raise DataError(f"collections.{name}: {path}: unknown extension; {words}")
             yield path.relative_to(base.expanduser()).as_posix(), path, kind
+
+
+def _remote_files(name: str, url: str, words: str) -> Iterator[tuple[str, RemoteFile, str]]:
+    """The same of a URL that fsspec opens."""
+    try:
+        files = find_remote(url, lambda path: kind_of(path, lambda _: b"") is not None, words)
+    except DataError as error:
+        raise DataError(f"collections.{name}: {error}", error.exit_code) from None
+    named = re.split(r"[*?\[]", url.rstrip("/"))[0]
+    base = PurePosixPath(named.partition("://")[2] + ("" if named == url.rstrip("/") else "x")).parent
+    for file in files:
+        kind = kind_of(file.path, file.begins)
+        if kind is None:
+            raise DataError(f"collections.{name}: {file.url}: unknown extension; {words}")
+        yield file.path.relative_to(base).as_posix(), file, kind
 
 
 @dataclass(frozen=True)
@@ -252,10 +296,12 @@ def rows_in(data: bytes, columns: bool) -> Sequence[object] | None:
 class _Reader:
     """Reads the files of one task."""
 
-    def __init__(self, arguments: dict[str, Any], settings: IngestValues) -> None:
-        self._arguments, self._settings = arguments, settings
+    def __init__(self, arguments: dict[str, Any], settings: IngestValues, page: Path) -> None:
+        self._arguments, self._settings, self._page = arguments, settings, page
         self._limit = settings["max_document_bytes"]
         self.sandbox = Sandbox(settings)
+        self._rejected: list[ConversationMessage] | None = None
+        """The rejected answer of the row that is read, among preferences."""
 
     def read(self, label: str, kind: str, path: Path) -> Iterator[Document | Failed]:
         """The documents of a file, and a `Failed` for each record that yielded none."""
@@ -269,6 +315,10 @@ class _Reader:
             return
         number = 0
         try:
+            if kind == "warc":
+                for number, one in enumerate(captured(path, self._settings["max_file_bytes"]), 1):
+                    yield self._captured(f"{label}:{number}", one)
+                return
             for payload in self._records(kind, path):
                 number += 1
                 place = label if kind == "text" and self._arguments["separator"] is None else f"{label}:{number}"
@@ -284,6 +334,19 @@ class _Reader:
             said = str(error).replace(str(path), label)
             yield Failed(f"{label}:{number + 1}", "parse_error", said)
 
+    def _captured(self, place: str, one: Captured) -> Document | Failed:
+        """A page or text of an archive."""
+        if one.data is None:
+            return Failed(place, "too_large", f"over {self._settings['max_file_bytes']:,} bytes")
+        if one.kind == "text":
+            return self._row(place, "text", one.data, one.meta) or Failed(place, "empty", "")
+        self._page.write_bytes(one.data)
+        try:
+            extracted = self.sandbox.extract(one.kind, self._page)
+        finally:
+            self._page.unlink()
+        return self._outcome(place, one.kind, replace(extracted, meta={**one.meta, **extracted.meta}))
+
     def _records(self, kind: str, path: Path) -> Iterator[Payload]:
         reading = Reading(
             self._arguments["text_field"],
@@ -298,9 +361,11 @@ class _Reader:
         gives = READERS[kind].gives if kind in READERS else "text"
         return Source(gives, str(path), "", (path,), reader=kind).records(reading)
 
-    def _row(self, place: str, kind: str, payload: Payload) -> Document | Failed | None:
-        """One record as a document; None for an empty line."""
-        meta: dict[str, object] = {}
+    def _row(
+        self, place: str, kind: str, payload: Payload, known: Mapping[str, object] | None = None
+    ) -> Document | Failed | None:
+        """One record as a document, with what is known of it; None for an empty line."""
+        meta: dict[str, object] = dict(known or {})
         messages = license_ = None
         try:
             if kind in READERS and READERS[kind].gives == "rows":
@@ -338,6 +403,9 @@ class _Reader:
         values = json_object(line)
         meta = {key: values[key] for key in KEPT_FIELDS if isinstance(values.get(key), (str, int))}
         license_ = values.get("license") if isinstance(values.get("license"), str) else None
+        if self._arguments["kind"] == "preferences":
+            messages, self._rejected = pair_of(values)
+            return contents([*messages, *self._rejected]), meta, messages, license_
         if self._arguments["kind"] == "conversations":
             text = next((values[key] for key in ("trace", "text") if is_trace(values.get(key))), None)
             messages = trace_messages(text) if text is not None else messages_of(values)
@@ -371,4 +439,5 @@ class _Reader:
             license=declared,
             meta=meta,
             messages=messages,
+            rejected=self._rejected,
         )

@@ -18,7 +18,7 @@ from fathom.corpus.card import write_card
 from fathom.corpus.converse import check_template
 from fathom.corpus.counts import CorpusCounts
 from fathom.corpus.executor import Executing, executing, write_plan
-from fathom.corpus.ingest import collection_files
+from fathom.corpus.ingest import collection_files, size_of
 from fathom.corpus.publish import budget_of, publish
 from fathom.corpus.recipe import CorpusRecipe
 from fathom.corpus.stage import (
@@ -51,6 +51,8 @@ PACKAGES = (
     "pypdfium2",
     "trafilatura",
     "py3langid",
+    "warcio",
+    "fsspec",
     "pyarrow",
     "datatrove",
     "ray",
@@ -236,7 +238,7 @@ def preview(recipe: CorpusRecipe, directory: Path) -> Preview:
     inputs: dict[str, InputFiles] = {}
     for name, collection in recipe.collections.items():
         files = list(collection_files(name, collection, directory))
-        inputs[name] = InputFiles(len(files), sum(path.stat().st_size for _, path, _ in files))
+        inputs[name] = InputFiles(len(files), sum(size_of(path) for _, path, _ in files))
     stages: dict[str, StagePreview] = {}
     known = True
     for kind in ORDER:

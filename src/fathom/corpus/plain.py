@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
+from typing import TypeAlias
 
 from fathom.checkpoints.layout import TOKENIZER, TOKENIZER_JSON
 from fathom.corpus.documents import PART_BYTES, Document, PartWriter, read_part
 from fathom.corpus.stage import Input, StageOf, Task, grouped
 from fathom.corpus.tokens import FACTS, SHARDS, TextEncoder, write_shards
-from fathom.data.sources import FileFormat, Reading, Source, find_sources
+from fathom.data.cloud import RemoteFile, is_url, local
+from fathom.data.sources import FileFormat, Reading, Source, SourceText, find_sources
 from fathom.errors import DataError
 from fathom.report.files import digest, read_json, write_json
 
 TASK_BYTES, TASK_FILES = 1 << 27, 4096
+AnyFile: TypeAlias = Path | RemoteFile | None
 
 
 @dataclass(frozen=True)
@@ -59,17 +63,17 @@ class Read(StageOf[PrepareSettings]):
         files = [
             (number, source, path)
             for number, source in enumerate(self.recipe.sources(self.workspace.directory.parent))
-            for path in source.paths or (None,)  # a data set of the Hub has none
+            for path in source.paths or source.remote or (None,)  # a data set of the Hub has none
         ]
 
-        def alike(file: tuple[int, Source, Path | None]) -> object:
+        def alike(file: tuple[int, Source, AnyFile]) -> object:
             number, source, path = file
             return source.kind, source.domain, source.reader, number if trains or path is None else None
 
-        groups = grouped(files, lambda file: file[2].stat().st_size if file[2] else 0, TASK_BYTES, TASK_FILES, alike)
+        groups = grouped(files, lambda file: _bytes(file[2]), TASK_BYTES, TASK_FILES, alike)
         return [self._task(group) for group in groups]
 
-    def _task(self, group: list[tuple[int, Source, Path | None]]) -> Task:
+    def _task(self, group: list[tuple[int, Source, AnyFile]]) -> Task:
         number, source, _ = group[0]
         names = [source.name for _, source, _ in group]
         shared = {"source": number, "kind": source.kind, "domain": source.domain, "reader": source.reader}
@@ -78,20 +82,36 @@ class Read(StageOf[PrepareSettings]):
     def run(self, task: Task, folder: Path) -> dict[str, int]:
         """Write the documents of the files, with their domains as collections."""
         kind, domain, reader, names = (task.arguments[key] for key in ("kind", "domain", "reader", "names"))
-        paths: list[tuple[Path, ...]] = [(Path(one.path),) for one in task.inputs] or [()]
         left_out = 0
         with closing(PartWriter(folder)) as writer:
-            for name, path in zip(names, paths, strict=True):
-                for document in Source(kind, name, domain, path, reader=reader).documents(self.recipe.reading):
+            for name, file in zip(names, task.inputs or [None], strict=True):
+                for document in self._documents(Source(kind, name, domain, reader=reader), file, folder):
                     if document is None:
                         left_out += 1
                     else:
                         writer.write(Document(document.text, name, document.domain))
         return {"left_out": left_out}
 
+    def _documents(self, source: Source, file: Input | None, folder: Path) -> Iterator[SourceText | None]:
+        """The documents of a file, or of a data set of the Hub."""
+        if file is None:
+            yield from source.documents(self.recipe.reading)
+            return
+        with local(file.path, folder, file.bytes if is_url(file.path) else 0) as path:
+            try:
+                yield from replace(source, paths=(path,)).documents(self.recipe.reading)
+            except DataError as error:
+                raise DataError(str(error).replace(str(path), file.path), error.exit_code) from None
 
-def _stamped(path: Path) -> Input:
+
+def _bytes(file: AnyFile) -> int:
+    return file.size if isinstance(file, RemoteFile) else file.stat().st_size if file else 0
+
+
+def _stamped(path: Path | RemoteFile) -> Input:
     """A file, recognised by its path, size and modification time."""
+    if isinstance(path, RemoteFile):
+        return Input(path.url, path.identity(), path.size)
     facts = path.stat()
     stamp = json.dumps([str(path), facts.st_size, facts.st_mtime_ns])
     return Input(str(path.absolute()), hashlib.sha256(stamp.encode()).hexdigest(), facts.st_size)

@@ -169,7 +169,7 @@ def _checked_inputs(settings: PrepareSettings, out: Path) -> tuple[PrepareSettin
     elif (parts := parts_of(only)) is not None:
         settings = replace(settings, reading=replace(settings.reading, separator=parts.separator))
         sources, divided = settings.sources(out), f"{parts.name} of {only}"
-    first = [list(islice(source.documents(settings.reading), 1)) for source in sources if source.kind != "hub"]
+    first = [list(islice(source.documents(settings.reading), 1)) for source in sources if source.paths]
     if only is not None and not any(document is None or document.text.strip() for document in first[0]):
         raise DataError(f"{only}: no documents: there is no text in it")
     if only is not None and not divided:

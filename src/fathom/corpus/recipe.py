@@ -27,8 +27,9 @@ class Collection(Section):
 
     inputs: tuple[str, ...] = ()
     """files, directories and globs; a directory is searched to any depth for known extensions"""
-    kind: Literal["documents", "conversations", "table"] = "documents"
-    """documents, conversations, or a table of JSON rows that is turned into conversations"""
+    kind: Literal["documents", "conversations", "preferences", "table"] = "documents"
+    """documents, conversations, preferences (a chosen and a rejected answer), or a table of JSON rows that is turned
+    into conversations"""
     entity_field: str = "name"
     """for a table: the column with the subject of a row"""
     templates: tuple[str, ...] = ()

@@ -18,10 +18,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import IO, TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TextIO, TypeAlias
 from urllib.parse import parse_qsl
 
+from fathom.data.cloud import RemoteFile, find_remote, is_url
 from fathom.data.shards import first_line
 from fathom.data.tables import table_rows
 from fathom.errors import DataError, to_install
@@ -107,9 +108,13 @@ class Source:
     """Bytes on disk; 0 if unknown."""
     reader: str = ""
     """The key of its reader in `READERS`."""
+    remote: tuple[RemoteFile, ...] = ()
+    """Files that are not on this machine; `fathom prepare` and `fathom corpus` copy each while they read it."""
 
     def records(self, reading: Reading) -> Iterator[Payload]:
         """Read the records; None marks one over the size limit."""
+        if self.remote:
+            raise DataError(f"{self.name}: only `fathom prepare` and `fathom corpus` read it there; copy it first")
         if self.kind == "files":
             return iter(self.paths)
         if self.kind == "hub":
@@ -175,6 +180,9 @@ def find_sources(
     for text in inputs:
         given, name = split_name(text)
         domain = given or DEFAULT_DOMAIN
+        if is_url(name):
+            sources += _remote_sources(name, domain, reading, file_format)
+            continue
         if name.startswith(HUB):
             _require("datasets", name)
             sources.append(Source("hub", name, domain))
@@ -200,6 +208,19 @@ def find_sources(
             if (given := getattr(reading, key)) != getattr(plain, key):
                 raise DataError(f"{key}={given}: text files have no fields, and no other input is given")
     return sources
+
+
+def _remote_sources(url: str, domain: str, reading: Reading, file_format: FileFormat) -> Iterator[Source]:
+    """Files at a URL that fsspec opens: small texts as one source, as those of a folder are."""
+    whole: list[RemoteFile] = []
+    for file in find_remote(url, lambda path: file_format != "auto" or _is_known(path), _known_suffixes()):
+        kind, reader = _kind(file.path, reading, file_format)
+        if kind == "files":
+            whole.append(file)
+        else:
+            yield Source(kind, file.url, domain, (), file.size, reader, (file,))
+    if whole:
+        yield Source("files", url, domain, (), sum(file.size for file in whole), "", tuple(whole))
 
 
 def _oversize(where: str, reading: Reading) -> None:
@@ -293,7 +314,7 @@ def _apart(files: list[Path], named: Path, out: Path | None) -> list[Path]:
     return [file for file in files if file.parent not in inside]
 
 
-def _is_known(file: Path) -> bool:
+def _is_known(file: PurePath) -> bool:
     suffix = suffix_of(file)
     return suffix in TEXT or reader_of(file) is not None or (suffix == JSON and file.suffix.lower() in COMPRESSIONS)
 
@@ -373,7 +394,7 @@ def _hidden(names: Sequence[str]) -> bool:
     return any(name.startswith(".") or name in ("__pycache__", "lost+found") for name in names)
 
 
-def suffix_of(path: Path) -> str:
+def suffix_of(path: PurePath) -> str:
     """The extension without that of compression, in lower case."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     while suffixes and suffixes[-1] in COMPRESSIONS:
@@ -390,7 +411,7 @@ def record_suffixes() -> list[str]:
     return [suffix for reader in READERS.values() for suffix in reader.suffixes]
 
 
-def reader_of(path: Path) -> Reader | None:
+def reader_of(path: PurePath) -> Reader | None:
     """The reader of a record file, by its extension; None for a text, a `.json` and an unknown extension."""
     suffix = suffix_of(path)
     return next((reader for reader in READERS.values() if suffix in reader.suffixes), None)
@@ -404,7 +425,7 @@ def lines_of(path: Path) -> Iterator[bytes | None]:
     yield from reader.records(path, Reading())
 
 
-def _kind(path: Path, reading: Reading, file_format: FileFormat) -> tuple[Kind, str]:
+def _kind(path: PurePath, reading: Reading, file_format: FileFormat) -> tuple[Kind, str]:
     suffix, compression = suffix_of(path), path.suffix.lower()
     if compression in COMPRESSIONS:
         _require(COMPRESSIONS[compression], str(path))
@@ -432,7 +453,7 @@ def _require(module: str, name: str) -> Any:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[IO[bytes]]:
+def opened(path: Path) -> Iterator[IO[bytes]]:
     """A file as bytes, decompressed by its extension; damage becomes a `DataError`."""
     compression = COMPRESSIONS.get(path.suffix.lower())
     try:
@@ -494,7 +515,7 @@ class _Frames(io.RawIOBase):
 
 def _lines(path: Path, reading: Reading) -> Iterator[bytes | None]:
     limit = reading.max_record_bytes
-    with _opened(path) as file:
+    with opened(path) as file:
         number = 0
         while line := file.readline(limit + 1):
             number += 1
@@ -515,7 +536,7 @@ def _as_lines(rows: Callable[[TextIO, str], Iterator[Mapping[str, object]]]) -> 
     """
 
     def records(path: Path, reading: Reading) -> Iterator[bytes | None]:
-        with _foreign(str(path)), _opened(path) as file, _text_of(file) as text:
+        with _foreign(str(path)), opened(path) as file, _text_of(file) as text:
             for number, row in enumerate(rows(text, str(path))):
                 line = json.dumps(row, ensure_ascii=False).encode("utf-8", "surrogateescape")
                 if len(line) > reading.max_record_bytes:
@@ -542,7 +563,7 @@ def _separated(path: Path, reading: Reading) -> Iterator[bytes | None]:
     blank, lines = separator is not None and not separator.strip(), reading.separator == LINES
     document: bytearray | None = bytearray()  # at most a record's length of it is in memory; None if it is left out
     number, first, begins = 1, True, True
-    with _opened(path) as file:
+    with opened(path) as file:
         while line := file.readline(reading.max_record_bytes):
             line, first = line.removeprefix(codecs.BOM_UTF8) if first else line, False
             ends = begins and (not line.strip() if blank else line.rstrip(b"\r\n") == separator)
@@ -569,7 +590,7 @@ class Parts(NamedTuple):
 def parts_of(path: Path) -> Parts | None:
     """The parts of a text file that is to become several documents: paragraphs, else lines; None if it is one line."""
     texts, blank = 0, False
-    with _opened(path) as file:
+    with opened(path) as file:
         while line := file.readline(COMPRESSED_BYTES):
             if line.strip():
                 if blank and texts:
@@ -581,7 +602,7 @@ def parts_of(path: Path) -> Parts | None:
 
 
 def _read_file(path: Path, reading: Reading) -> bytes | None:
-    with _opened(path) as file:
+    with opened(path) as file:
         data = file.read(reading.max_record_bytes + 1)
     if len(data) <= reading.max_record_bytes:
         return data.removeprefix(codecs.BOM_UTF8)
