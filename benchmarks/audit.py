@@ -7,8 +7,8 @@
 
 DATA holds `eval/` and `corpora/`. Each piece is a benchmark or a file, and becomes a line of LOG; a piece that has its
 line is not run again, and `--seconds` ends the command after the piece in which so much CPU time has passed. Rules of
-others: datatrove's (12 words in a row, and runs of 12 over question and answer), lm-eval's (13 words in a row, after
-it has taken punctuation away), Tülu 3's (runs of 8 cover more than half of a question's words).
+others, restated: datatrove's (12 words in a row of question or answer, or over their border), lm-eval's (13 words in a
+row, without punctuation), Tülu 3's (runs of 8 cover more than half of a question's words).
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def plain(matcher: Matcher, benchmarks: dict[str, list[Item]], place: Path) -> d
     }
 
 
-PUNCTUATION = str.maketrans(dict.fromkeys(string.punctuation, " "))
+PUNCTUATION = str.maketrans(dict.fromkeys(string.punctuation))
 
 
 def _words(text: str) -> list[str]:
@@ -130,9 +130,9 @@ def _runs(words: list[str], length: int) -> set[tuple[str, ...]]:
 
 
 def datatrove(item: Item, text: str) -> bool:
-    """Twelve words in a row of the answer or the question, or across their border."""
-    said, question = _words(text), _words(asked(item))
-    answers = [_words(answer) for answer in item.golds()]
+    """Twelve words in a row of the answer or the question (`find_query_ngrams`), or across their border."""
+    said, question = _words(re.sub(r"\d", "0", text)), _words(re.sub(r"\d", "0", asked(item)))
+    answers = [_words(re.sub(r"\d", "0", answer)) for answer in item.golds()]
     wanted = _runs(question, 12).union(*(_runs(one, 12) for one in answers))
     wanted |= {run for one in answers for run in _runs([*question[-11:], *one[:11]], 12)}
     return not wanted.isdisjoint(_runs(said, 12))

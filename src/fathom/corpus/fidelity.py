@@ -63,6 +63,7 @@ HIGHER, LOWER = (
     re.compile(rf"position:\s*relative.*\b(?:{up}:\s*-[\d.]*[1-9]|{down}:\s*[\d.]*[1-9])", re.IGNORECASE)
     for up, down in (("top", "bottom"), ("bottom", "top"))
 )
+SHEET = re.compile(r"\.([\w-]+)\s*\{[^{}]*?(vertical-align:\s*su(?:per|b))")
 NOTED = re.compile(r"note|cite|reference|bibr|\bfn|\bref\b", re.IGNORECASE)
 OPTIONAL = "\ue000", "\ue001"
 """What encloses marks of notes in a page's text."""
@@ -215,15 +216,17 @@ class _Element:
 
 def _marked(page: str) -> str:
     """A page's text, with scripts as ^{…} and marks of notes enclosed."""
-    reader = _Reader()
+    reader = _Reader(dict(SHEET.findall(page)))
     reader.feed(page)
     reader.close()
     return reader.whole()
 
 
 class _Reader(HTMLParser):
-    def __init__(self) -> None:
+    def __init__(self, sheet: Mapping[str, str]) -> None:
         super().__init__(convert_charrefs=True)
+        self._sheet = sheet
+        """The style of each class, if that sets text higher or lower."""
         self._open = [_Element("", "", False)]
 
     def whole(self) -> str:
@@ -238,6 +241,8 @@ class _Reader(HTMLParser):
             self._open[-1].text += "" if tag in INLINE else " "
             return
         values = {name: value or "" for name, value in attrs}
+        for name in values.get("class", "").split():
+            values["style"] = f"{values.get('style', '')};{self._sheet.get(name, '')}"
         above = self._open[-1]
         above.children += 1
         above.text += "" if tag in (*INLINE, *CLOSE) else " "

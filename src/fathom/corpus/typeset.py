@@ -9,6 +9,7 @@ from __future__ import annotations
 import html
 import itertools
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from html.parser import HTMLParser
 from typing import Literal
@@ -17,7 +18,8 @@ from fathom.corpus.mathml import formula, in_tex, parsed
 from fathom.corpus.superscripts import Script, as_script, may_be_note, named_script
 
 SIGNS = re.compile(
-    r"<(?:sup|sub|math|m:math|mjx-)\b|math/tex|(?:align|shift|position):\s*(?:super|sub|relative)|(?:super|sub)script|\bsu[pb]\b|katex"
+    r"<(?:sup|sub|math|m:math|mjx-)\b|math/tex|(?:align|shift|position):\s*(?:super|sub|relative|[+-]?[\d.])"
+    r"|(?:super|sub)script|\bsu[pb]\b|katex"
     r"|<img\b[^>]{0,500}\b(?:la)?tex\b|<img\b[^>]{0,500}\bmath\b",
     re.IGNORECASE,
 )
@@ -45,6 +47,15 @@ MOVED = re.compile(
     r"position:\s*relative\b.{0,80}?(?<![\w-])(top|bottom):\s*(-?)[\d.]*[1-9][\d.]*(?:em|ex|px|pt|%)", re.IGNORECASE
 )
 """Styles that set text higher or lower."""
+SHIFTED = re.compile(r"vertical-align:\s*(-?)[\d.]*[1-9][\d.]*(?:em|ex|rem|px|pt|%)", re.IGNORECASE)
+SMALLER = re.compile(
+    r"font-size:\s*(?:smaller|small|x+-small|0?\.\d+r?em|[1-8]?\d(?:\.\d+)?%|(?:[1-9]|10)(?:\.\d+)?(?:px|pt))",
+    re.IGNORECASE,
+)
+"""Together they are a script; a shift alone is how an icon or a label is set on its line."""
+RULE = re.compile(r"([^{}]{1,500})\{([^{}]{1,2000})\}")
+CLASS = re.compile(r"\.([\w-]+)(?=[\s,:]*$|\s*,)")
+SHEET = re.compile(r"<style\b[^>]*>(.{1,200000}?)</style", re.IGNORECASE | re.DOTALL)
 NAMING = ("class", "role", "rel", "epub:type", "id", "data-role")
 MATH_IMAGE = re.compile(r"(?:^|[\s_-])(?:tex|latex|math|mwe-math)", re.IGNORECASE)
 
@@ -95,6 +106,7 @@ class _Typesetter(HTMLParser):
     def __init__(self, page: str) -> None:
         super().__init__(convert_charrefs=True)
         self._page = page
+        self._classes = _raised_classes(page)
         lengths = (len(line) for line in page.split("\n"))
         self._lines = list(itertools.accumulate((length + 1 for length in lengths), initial=0))
         self._open: list[_Open] = []
@@ -120,7 +132,7 @@ class _Typesetter(HTMLParser):
         attributes = {name: value or "" for name, value in attrs}
         if tag == "img":
             self._image(attributes, start)
-        if (kind := _kind(tag, attributes)) or tag in INLINE:
+        if (kind := _kind(tag, attributes, self._classes)) or tag in INLINE:
             outer = self._scripted() if kind else None
             before = "".join(outer.text)[-8:] if outer else self._before
             self._open.append(_Open(tag, kind, start, before, attributes))
@@ -213,7 +225,27 @@ class _Typesetter(HTMLParser):
         return as_script(said, script, one.before)
 
 
-def _kind(tag: str, attributes: dict[str, str]) -> Kind:
+def _raised_classes(page: str) -> dict[str, Script]:
+    """Classes that a page's style sheets set above or below the line, as word processors write superscripts."""
+    found: dict[str, Script] = {}
+    for sheet in SHEET.findall(page):
+        for selectors, body in RULE.findall(sheet):
+            if script := _styled(body):
+                found |= dict.fromkeys(CLASS.findall(selectors.strip()), script)
+    return found
+
+
+def _styled(style: str) -> Script | None:
+    """Where a style sets its text."""
+    if named := STYLE.search(style):
+        return named_script(named[1])
+    if moved := MOVED.search(style):
+        return "super" if (moved[1].lower() == "top") == (moved[2] == "-") else "sub"
+    shifted = SHIFTED.search(style)
+    return None if not shifted or not SMALLER.search(style) else "sub" if shifted[1] else "super"
+
+
+def _kind(tag: str, attributes: dict[str, str], classes: Mapping[str, Script]) -> Kind:
     """What an element is rewritten as."""
     names = attributes.get("class", "")
     if tag in ("math", "m:math"):
@@ -225,13 +257,11 @@ def _kind(tag: str, attributes: dict[str, str]) -> Kind:
     if tag in ("sup", "sub"):
         return "super" if tag == "sup" else "sub"
     if tag in INLINE:
-        style = attributes.get("style", "")
-        raised = STYLE.search(style)
-        named = [one for one in names.split() if one.lower() in ("sup", "superscript", "sub", "subscript")]
-        if raised or named:
-            return named_script(raised[1] if raised else named[0]) or ""
-        if moved := MOVED.search(style):
-            return "super" if (moved[1].lower() == "top") == (moved[2] == "-") else "sub"
+        if script := _styled(attributes.get("style", "")):
+            return script
+        for name in names.split():
+            if name in classes or name.lower() in ("sup", "superscript", "sub", "subscript"):
+                return classes.get(name) or named_script(name) or ""
     return ""
 
 
