@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import CONFIG_MAPPING, MODEL_MAPPING
 from transformers import initialization as init
 from transformers.models.qwen3.modeling_qwen3 import Qwen3PreTrainedModel
 
@@ -69,6 +70,12 @@ class FathomPreTrainedModel(StrictLoading, Qwen3PreTrainedModel):
                     f"attn_logit_softcapping needs attn_implementation {' or '.join(CAPPED)}, got {attn_implementation}"
                 )
         return super()._check_and_adjust_attn_implementation(attn_implementation, *args, **kwargs)
+
+    def _can_set_experts_implementation(self) -> bool:  # asked of models, not of classes
+        """As the family's own class."""
+        if not self.config.host:
+            return bool(super()._can_set_experts_implementation())
+        return bool(MODEL_MAPPING[CONFIG_MAPPING[self.config.host]]._can_set_experts_implementation())
 
     def set_experts_implementation(self, experts_implementation: Any) -> None:
         """As in transformers; a family's own experts read it from the family's configuration."""

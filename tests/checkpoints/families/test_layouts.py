@@ -59,10 +59,17 @@ CARRIED = {
     "deepseek_v3": {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "num_nextn_predict_layers": 1},
     "gemma4_text": {"use_bidirectional_attention": "vision", "expert_intermediate_size": None},
     "gpt_oss": {"swiglu_limit": 7.0, "experts_per_token": 4, "initial_context_length": 4096},
+    "minimax_m2": {"attn_type_list": [1] * 4, "qk_norm_type": "per_layer", "num_mtp_modules": 3},
+    "hunyuan_v1_moe": {"moe_intermediate_size": [48] * 4, "im_start_id": 4, "vit_path": None, "use_cla": False},
+    "cohere2": {"order_of_interleaved_layers": "local_attn_first", "rotary_pct": 1.0},
+    "afmoe": {"n_group": 1, "score_func": "sigmoid", "use_grouped_mm": True},
+    "nemotron_h": {"rms_norm_eps": 1e-5, "attention_head_dim": 8, "time_step_rank": 256},
 }
 """Keys of published files that their classes do not know, with the values there."""
 OTHERWISE = {"qwen3_5_text": {"attn_output_gate": False}, "kimi_linear": {"mla_use_nope": False}}
 OTHERWISE |= {"gemma4_text": {"use_bidirectional_attention": "all"}}
+OTHERWISE |= {"minimax_m2": {"attn_type_list": [1, 0, 1, 1]}, "hunyuan_v1_moe": {"moe_intermediate_size": [24] * 4}}
+OTHERWISE |= {"cohere2": {"rotary_pct": 0.5}, "nemotron_h": {"rms_norm_eps": 1e-6}}
 OTHERWISE |= {"granitemoehybrid": {"normalization_function": "layernorm"}}
 
 

@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fathom import FathomForCausalLM
 from fathom.models.cost import active_parameters, cache_bytes_per_token, count_parameters, flops_per_token
+from fathom.models.hosts.layer_cost import layer_costs
 
 from .cases import ours_of, theirs_of, tokens
 from .test_hosted_layer import KINDS, LOOP
@@ -61,6 +62,27 @@ def test_a_cache_grows_by_what_is_declared(name, mechanism):
     model = ours_of(theirs_of(name), **mechanism)
     with torch.no_grad():
         assert held(model, 9) - held(model, 8) == cache_bytes_per_token(model.config, 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3", "lfm2", "arcee"])
+def test_what_training_keeps_is_near_what_is_declared(name):
+    """Counted by every tensor that autograd saves; `arcee` has no gate, of which as much is counted."""
+    model, length = ours_of(theirs_of(name, hidden_size=128)).train(), 64
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    saved: dict[int, torch.UntypedStorage] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            saved[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model.model(tokens(1, length))
+    counted = sum(storage.nbytes() for storage in saved.values()) / 4 / length
+    declared = sum(cost.kept for cost in layer_costs(model.config))
+    assert 0.75 <= counted / declared <= 1.25
 
 
 def test_active_parameters_leave_out_experts():

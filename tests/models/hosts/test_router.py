@@ -151,5 +151,6 @@ def test_an_argument_of_a_call_may_only_repeat_the_configuration():
 
 def test_the_implementation_of_experts_reaches_them():
     model = ours_of(theirs_of("qwen3_moe"))
-    model.set_experts_implementation("batched_mm")
-    assert model.model.layers[0].mlp.experts.config._experts_implementation == "batched_mm"
+    for name in ("batched_mm", "grouped_mm"):
+        model.set_experts_implementation(name)
+        assert model.model.layers[0].mlp.experts.config._experts_implementation == name

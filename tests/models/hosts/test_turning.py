@@ -61,6 +61,18 @@ def test_whole_texts_are_as_decoded_padded_and_moved(name, mechanism, monkeypatc
     assert name == "llama4_text" or moved(model) > 1e-3
 
 
+def test_asking_the_layers_draws_nothing_and_needs_no_numbers():
+    """With dropout; and on the meta device, where a rotary embedding cannot compare the length of a text."""
+    changes = {"attention_dropout": 0.3, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}
+    theirs = theirs_of("exaone4", **changes)
+    model = ours_of(theirs, **MIXER)
+    drawn = torch.random.get_rng_state()
+    ours_of(theirs)
+    assert torch.equal(drawn, torch.random.get_rng_state()) and model.training is False
+    with torch.device("meta"):
+        assert FathomForCausalLM(model.config).model.mixes_unrotated
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TURNING)
 def test_a_mixer_that_is_closed_leaves_the_familys_bits(name):

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from fnmatch import fnmatch
 from functools import cache
+from typing import Any
 
 from transformers import (
     CONFIG_MAPPING,
@@ -32,6 +34,24 @@ SAME = (
 )
 """Keys that mechanisms, caches and tools read, with one meaning there and here."""
 ANY = object()
+Fits = Callable[[Any, Values], bool]
+"""Whether a key's value says what the class computes anyway, from the value and the whole file."""
+
+
+def each_of(*allowed: object) -> Fits:
+    """For a list with a value for every layer."""
+    return lambda value, theirs: isinstance(value, list) and all(one in allowed for one in value)
+
+
+def as_is(key: str, default: object = None) -> Fits:
+    """The value of another key, which the class reads, or a list of it."""
+
+    def fits(value: Any, theirs: Values) -> bool:
+        return all(one == theirs.get(key, default) for one in (value if isinstance(value, list) else [value]))
+
+    return fits
+
+
 DEEPSEEK = {
     **dict.fromkeys(("ep_size", "num_nextn_predict_layers", "seq_aux", "aux_loss_alpha", "pretraining_tp"), (ANY,)),
     "scoring_func": ("sigmoid",),
@@ -45,6 +65,27 @@ SHORT = (
 QWEN: Mapping[str, tuple[object, ...]] = {
     **{"attn_output_gate": (True,), "mlp_only_layers": ([],), "mamba_ssm_dtype": ("float32",)},
     **dict.fromkeys(("full_attention_interval", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"), (ANY,)),
+}
+NO_EXPERT_GROUPS: Mapping[str, tuple[object, ...]] = dict.fromkeys(
+    ("n_group", "topk_group", "num_expert_groups", "num_limited_groups"), (1,)
+)
+HUNYUAN: Mapping[str, tuple[object, ...]] = {
+    **dict.fromkeys(("*_id", "*_start_id", "*_end_id", "vit_*", "anyres_*", "org_vocab_size", "dense_list"), (ANY,)),
+    **dict.fromkeys(("class_num", "pool_type", "cla_share_factor", "num_media_embeds", "skip_cls_token"), (ANY,)),
+    **dict.fromkeys(("use_cla", "use_mla", "mlp_bias", "position_embedding_xdrope", "group_limited_greedy"), (False,)),
+    **dict.fromkeys(("add_classification_head", "moe_drop_tokens", "moe_random_routing_dropped_token"), (False,)),
+    **dict.fromkeys(("use_qk_norm", "use_rotary_pos_emb", "use_mixed_mlp_moe", "norm_topk_prob"), (True,)),
+    **dict.fromkeys(("xdrope_section", "max_video_pos", "kv_lora_rank", "q_lora_rank", "v_head_dim"), (None,)),
+    **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim"), (None,)),
+    **dict.fromkeys(("n_group", "topk_group"), (False, None)),
+    **{
+        "norm_type": ("rms",),
+        "routed_scaling_factor": (1.0,),
+        "moe_layer_num_skipped": (0,),
+        "capacity_factor": (ANY,),
+    },
+    **{"attention_head_dim": (as_is("head_dim"),), "num_shared_expert": (1, each_of(1))},
+    "moe_intermediate_size": (as_is("intermediate_size"),),
 }
 GRANITE: Mapping[str, tuple[object, ...]] = {"init_method": (ANY,), "normalization_function": ("rmsnorm",)}
 PUBLISHED: Mapping[str, Mapping[str, tuple[object, ...]]] = {
@@ -66,16 +107,68 @@ PUBLISHED: Mapping[str, Mapping[str, tuple[object, ...]]] = {
         "use_bidirectional_attention": ("vision",),  # among the tokens of an image
         "expert_intermediate_size": (None,),
     },
-    "dots1": {"moe_layer_freq": (1,), "scoring_func": ("noaux_tc", "sigmoid")},
+    "dots1": {
+        **{"moe_layer_freq": (1,), "scoring_func": ("noaux_tc", "sigmoid"), "topk_method": ("noaux_tc",)},
+        "use_sliding_window": (False,),
+    },
+    "glm4_moe_lite": {
+        **{"num_nextn_predict_layers": (ANY,), "first_k_dense_replace": (1,), "topk_method": ("noaux_tc",)},
+        "scoring_func": ("sigmoid",),
+    },
+    "solar_open": {"first_k_dense_replace": (0,), "use_qk_norm": (False,)},
+    "minimax_m2": {
+        **dict.fromkeys(("num_mtp_modules", "mtp_transformer_layers", "use_mtp", "mlp_intermediate_size"), (ANY,)),
+        **dict.fromkeys(("layernorm_full_attention_beta", "layernorm_linear_attention_beta"), (1.0,)),
+        **{"layernorm_mlp_beta": (1.0,), "attn_type_list": (each_of(1),), "scoring_func": ("sigmoid",)},
+        **{"use_qk_norm": (True,), "qk_norm_type": ("per_layer",), "use_routing_bias": (True,)},
+        **{"shared_intermediate_size": (0,), "shared_moe_mode": (ANY,), "sliding_window": (None,)},
+    },
+    "phimoe": {"hidden_dropout": (0.0,)},
+    "afmoe": {
+        **NO_EXPERT_GROUPS,
+        **{"score_func": ("sigmoid",), "route_norm": (True,), "load_balance_coeff": (ANY,), "use_grouped_mm": (ANY,)},
+    },
+    "apertus": {"mlp_bias": (False,), "post_norm": (False,), "qk_norm": (True,), "hidden_dropout": (0.0,)},
+    "cohere": {"pretraining_tp": (ANY,)},
+    "cohere2": {
+        **{"layer_switch": (as_is("sliding_window_pattern", 4),), "order_of_interleaved_layers": ("local_attn_first",)},
+        **{"position_embedding_type": ("rope_gptj",), "rotary_pct": (1.0,), "use_parallel_embedding": (ANY,)},
+        **dict.fromkeys(("use_embedding_sharing", "use_gated_activation", "use_parallel_block"), (True,)),
+    },
+    "ernie4_5_moe": {
+        **dict.fromkeys(("moe_capacity", "num_nextn_predict_layers"), (ANY,)),
+        **{"moe_gate": ("topk",), "moe_gate_act": ("softmax",), "moe_use_aux_free": (True,)},
+    },
+    "hunyuan_v1_dense": HUNYUAN,
+    "hunyuan_v1_moe": HUNYUAN,
+    "olmo": {"pretraining_tp": (ANY,)},
+    "starcoder2": {
+        **dict.fromkeys(("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32"), (ANY,)),
+        **{"activation_function": (ANY,), "layer_norm_epsilon": (as_is("norm_epsilon", 1e-5),)},
+        **{"norm_type": ("layer_norm",), "mlp_type": ("default",), "scale_attn_weights": (True,)},
+    },
+    "llama4_text": {"for_llm_compressor": (ANY,)},
+    "nemotron": {
+        **{"rope_percent": (as_is("partial_rotary_factor", 0.5),), "kv_channels": (as_is("head_dim"),)},
+        "lm_head_bias": (False,),
+    },
+    "nemotron_h": {
+        **{"attention_head_dim": (as_is("head_dim", 128),), "time_step_rank": (ANY,)},
+        **dict.fromkeys(("rms_norm_eps", "norm_eps"), (as_is("layer_norm_epsilon", 1e-5),)),
+    },
     "bamba": {"attn_rotary_emb": (64,)},
-    "jamba": {"calc_logits_for_entire_prompt": (ANY,)},
-    "lfm2": dict.fromkeys(SHORT, (ANY,)) | {"block_use_swiglu": (True,), "use_pos_enc": (True,)},
+    "jamba": {
+        **dict.fromkeys(("calc_logits_for_entire_prompt", "num_logits_to_keep", "n_ctx"), (ANY,)),
+        **{"mamba_inner_layernorms": (True,), "using_mamba_kernels": (ANY,), "sliding_window": (None,)},
+    },
+    "lfm2": dict.fromkeys(SHORT, (ANY,))
+    | {"block_use_swiglu": (True,), "use_pos_enc": (True,), "theta": (as_is("rope_theta", 1e6),)},
     "granitemoe": GRANITE,
     "granitemoeshared": GRANITE,
     "granitemoehybrid": GRANITE,
 }
-"""Keys that published files carry and the family's class does not know, with the values that say what the class
-computes anyway."""
+"""Keys that published files carry and the family's class does not know, by name or pattern, with the values, or what
+`Fits`, that say what the class computes anyway."""
 
 
 WHOLE = ("dtype", "torch_dtype", "quantization_config", "tie_word_embeddings", *BACKEND)
@@ -98,9 +191,16 @@ def known_keys(kind: str) -> frozenset[str]:
 def require_known(theirs: Values) -> None:
     """Refuse keys that might name another computation than the family's class makes."""
     kind = str(theirs["model_type"])
-    carried = PUBLISHED.get(kind, {})
-    ignored = [key for key, values in carried.items() if ANY in values or theirs.get(key) in values]
+    ignored = [key for key in theirs if _says_nothing(key, theirs)]
     Keys(kind, known_keys(kind), ignored).meaningful({key: theirs[key] for key in theirs if key not in ROPE})
+
+
+def _says_nothing(key: str, theirs: Values) -> bool:
+    """Whether a published key says what the class computes anyway."""
+    carried = PUBLISHED.get(str(theirs["model_type"]), {})
+    allowed = carried.get(key, next((values for name, values in carried.items() if fnmatch(key, name)), ()))
+    value = theirs[key]
+    return ANY in allowed or value in allowed or any(callable(one) and one(value, theirs) for one in allowed)
 
 
 def text_of(theirs: Values) -> Values:

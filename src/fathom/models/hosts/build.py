@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Hashable
-from functools import cache
+from collections.abc import Callable, Hashable
+from functools import cache, partial
 from typing import Any, cast
 
 import torch
@@ -23,7 +23,7 @@ from ..decoder.rotary import RotaryEmbedding
 from ..registry import DEFAULTS, add_residuals, mechanism, recurrence_class
 from ..sublayers import order_of
 from .handover import HANDOVER, Handover
-from .hosted_layer import Hosted, whole
+from .hosted_layer import Hosted, takes, whole
 from .latent import LatentHandover, one_head
 from .layout import Layout
 from .mixed import Made, mixed
@@ -82,9 +82,19 @@ class HostRotary(nn.Module):
         if self.forgets:  # longer texts that were read before
             own: Any = self.rotary
             own.inv_freq, own.max_seq_len_cached = own.original_inv_freq.to(x.device), own.original_max_seq_len
+        return self._made(self.rotary, x, position_ids)
+
+    def first(self, x: Tensor) -> Any:
+        """Angles of position 0, on the meta device too: without what some kinds do by the length of a text."""
+        if self.rotary is None:
+            return None
+        plain = partial(inspect.unwrap(type(self.rotary).forward), self.rotary)
+        return self._made(plain, x, x.new_zeros(1, 1, dtype=torch.long))
+
+    def _made(self, rotary: Callable[..., Any], x: Tensor, position_ids: Tensor) -> Any:
         if self.by_kind:
-            return {kind: self.rotary(x, position_ids, kind) for kind in self.kinds}
-        return self.rotary(x, position_ids)
+            return {kind: rotary(x, position_ids, kind) for kind in self.kinds}
+        return rotary(x, position_ids)
 
 
 @cache
@@ -144,9 +154,8 @@ def build(config: DecoderConfig) -> PreTrainedModel:
             getattr(layer, layer.parts[0]).config = inner
     if config.mixer != DEFAULTS["mixer"] and keyed and not layouts[0].latent:
         one = torch.zeros_like(embedding.weight[:1]).unsqueeze(0)
-        angles, rope = host_rotary(decoder, config), getattr(theirs, "rope_parameters", None) or {}
-        turned = angles(one, one.new_zeros(1, 1, dtype=torch.long))
-        let_turn([decoder.layers[i] for i in keyed], turned, rope, one, config.host)
+        angles, rope = host_rotary(decoder, config).first(one), getattr(theirs, "rope_parameters", None) or {}
+        let_turn([decoder.layers[i] for i in keyed], angles, rope, one, config.host)
     return decoder
 
 
@@ -177,6 +186,9 @@ def adopt(layer: nn.Module, layouts: tuple[Layout, ...]) -> Layout:
     layer.__class__ = mixed(Hosted, kind, "DecoderLayer")
     ours: Any = layer
     ours.parts = next(name for name in layout.token if name in held), tuple(x for x in layout.channel if x in held)
+    part = ours._modules[ours.parts[0]]
+    ours.taken = takes(kind if layout.sealed else type(part))
+    ours.own_attention = getattr(inspect.getmodule(type(part)), "eager_attention_forward", None)
     ours.before, ours.after = ((None, None),) * 2 if layout.sealed else (layout.before, layout.after)
     ours.multiplier = getattr(layer, layout.multiplier) if layout.multiplier else 1.0
     return layout

@@ -7,7 +7,6 @@ configuration with the query. A `Handover` stands in for the cache and passes ke
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -40,7 +39,8 @@ class Handover:
     """One layer in one trip: see `Attention.forward` for what these mean."""
 
     mixer: ValueMixer
-    backend: str
+    attend: Callable[..., Any]
+    """The attention function that runs in the end."""
     bank: Stores | None
     sources: tuple[Tensor, ...] = ()
     earlier: tuple[Tensor, ...] = ()
@@ -103,7 +103,6 @@ def attend(
     """The family's attention over what its handover says that it reads."""
     if handover is None:
         raise ValueError("a hosted layer is called by Fathom's walk only")
-    function = _backend(module, handover.backend)
     own: Any = module
     channels, (key, value) = value.shape[-1], handover.store(module, query, key, value)
     if handover.paged is not None:
@@ -112,18 +111,11 @@ def attend(
         own = Seat(cast(CachedAttention, module), handover.visit)
     if (bias := handover.key_bias) is not None:
         query, key, value = with_key_bias(query, key, value, bias, kwargs["scaling"])
-    if isinstance(attention_mask, ReadingRule):
-        function = attend_by_rule
+    function = attend_by_rule if isinstance(attention_mask, ReadingRule) else handover.attend
     if handover.earlier:
         function = partial(attend_beside, function, handover.earlier)
     output, weights = function(own, query, key, value, attention_mask, **kwargs)
     return (output if bias is None else output[..., :channels].contiguous()), weights  # AFMoE views it as rows
-
-
-def _backend(module: nn.Module, name: str) -> Callable[..., Any]:
-    """The attention function of a backend; `eager` is the family's own."""
-    own = getattr(inspect.getmodule(type(module)), "eager_attention_forward", None)
-    return ALL_ATTENTION_FUNCTIONS.get_interface(name, own)
 
 
 def _no_mask(*args: Any, **kwargs: Any) -> Any:

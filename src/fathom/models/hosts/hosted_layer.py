@@ -7,13 +7,14 @@ it in the attention function, after projections, norms and rotation (`handover.p
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Hashable, Mapping
-from functools import cache, reduce
+from collections.abc import Callable, Mapping
+from functools import reduce
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..axes.cache_name import first_of
 from ..axes.roles import Residual, ResidualState, ValueMixer
@@ -50,11 +51,16 @@ ASKED = ("earlier", "alive", "key_bias", "lent")
 """What the walk asks of attention besides sources."""
 PACKED = ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 """What tells a family's part of packed documents, which are no longer in one row."""
-BY_LAYER = (
+METHODS = (
     *("get_conv_state", "update_conv_state", "get_recurrent_state", "update_recurrent_state"),
     *("is_recording_past", "has_previous_state", "get_seq_length", "get_mask_sizes", "update_indexer"),
 )
-"""Methods of a cache that take a layer's index."""
+BY_LAYER = {
+    name: list(inspect.signature(getattr(Cache, name)).parameters).index("layer_idx") - 1
+    for name in METHODS
+    if hasattr(Cache, name)
+}
+"""Methods of a cache that take a layer's index, and at which place; asked once, since a compiled graph cannot ask."""
 
 
 class _Single:
@@ -71,8 +77,7 @@ class _Asked:
     """A method of a cache for one of its layers."""
 
     def __init__(self, method: Callable[..., Any], bank: int) -> None:
-        self.method, self.bank = method, bank
-        self.at = list(inspect.signature(method).parameters).index("layer_idx")
+        self.method, self.bank, self.at = method, bank, BY_LAYER[method.__name__]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if "layer_idx" in kwargs or len(args) <= self.at:
@@ -80,10 +85,9 @@ class _Asked:
         return self.method(*args[: self.at], self.bank, *args[self.at + 1 :], **kwargs)
 
 
-@cache
-def takes(kind: Hashable) -> tuple[str, frozenset[str] | None]:
+def takes(kind: type[nn.Module]) -> tuple[str, frozenset[str] | None]:
     """The name under which a part's class takes the cache, and the arguments that it takes; None for all."""
-    names = inspect.signature(cast(type[nn.Module], kind).forward).parameters
+    names = inspect.signature(kind.forward).parameters
     cached = cast(str, first_of(names))
     anything = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in names.values())
     return cached, None if anything else frozenset(names)
@@ -93,6 +97,10 @@ class Hosted(Made, Routing, Sublayers):
     """Mixed into a family's layer class, whose modules it calls by the names of a layout."""
 
     parts: tuple[str, tuple[str, ...]]
+    taken: tuple[str, frozenset[str] | None]
+    """What `takes` says of the part that mixes tokens, or of the layer if that is called whole."""
+    own_attention: Callable[..., Any] | None
+    """The family's attention without a kernel."""
     kind: str
     """The layer's type."""
     whole = False
@@ -106,6 +114,8 @@ class Hosted(Made, Routing, Sublayers):
     handover: type[Handover]
     rotates: bool | None = None
     """Whether it rotates queries and keys; None if all layers do so alike, or nothing mixes their values."""
+    turn: Callable[..., Any]
+    """The family's function that rotates queries and keys, where layers do so differently."""
     attn_residual: Residual
     mlp_residual: Residual
     again: nn.ModuleList
@@ -138,8 +148,9 @@ class Hosted(Made, Routing, Sublayers):
             asked = {name: given.pop(name) for name in ASKED if name in given}
             asked |= {"visit": bank, "paged": given.pop("cache", None)}
             if self.rotates is not None:
-                asked["angles"] = given["position_embeddings"] if self.rotates else None
-            hand = self.handover(self.depth_mixer, backend, view, sources, **asked)
+                asked |= {"angles": given["position_embeddings"] if self.rotates else None, "turn": self.turn}
+            function = ALL_ATTENTION_FUNCTIONS.get_interface(backend, self.own_attention)
+            hand = self.handover(self.depth_mixer, function, view, sources, **asked)
             view, given["handover"] = hand if hand.waits or view is not None else None, hand
         if not self.stateful:
             arrangement = None
@@ -147,7 +158,7 @@ class Hosted(Made, Routing, Sublayers):
             given = {key: value for key, value in given.items() if key not in PACKED}
             given["attention_mask"], x = arrangement.mask, arrangement.read(x)
         part: Any = super().forward if self.whole else self._modules[self.parts[0]]  # type: ignore[misc]
-        name, allowed = takes(self.recipe[1] if self.whole else cast(Hashable, type(part)))
+        name, allowed = self.taken
         given = given if allowed is None else {key: value for key, value in given.items() if key in allowed}
         y = self.normed(self.before[0], x)
         alone = self.forgets and view is not None and y.shape[1] > 1 and view.has_previous_state()

@@ -38,7 +38,8 @@ class LayerCost:
     """Parameters of experts that a token does not visit."""
     kept: int
     """Numbers that training keeps for the backward pass: what every matrix makes, and what norms, gates and rotations
-    make of it; of an expert its input too, since experts read copies."""
+    make of it; of an expert its input too, since experts read copies. What a state keeps in chunks of a text, up to
+    half as much again, is left out."""
 
 
 def layer_costs(config: DecoderConfig) -> tuple[LayerCost, ...]:
@@ -79,7 +80,8 @@ def _cost(layer: nn.Module, config: DecoderConfig, theirs: Any, keyed: bool) -> 
             idle += (1 - visited) * weight.numel()
             if multiplied:
                 stacked = weight.ndim == 3 and "Experts" in type(part).__name__
-                kept += visited * len(weight) * sum(weight.shape[1:]) if stacked else 2 * len(weight)
+                inner = weight.numel() / len(weight) / config.hidden_size
+                kept += visited * len(weight) * (sum(weight.shape[1:]) + inner) if stacked else 2 * len(weight)
     beside = round(idle), round(kept)
     if not keyed:
         return LayerCost(flops + _state_flops(layer), 0, 0, *beside)

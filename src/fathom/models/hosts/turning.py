@@ -8,7 +8,7 @@ scaled kinds of rotary embedding), and those of e^{-ia} / r undo it.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
@@ -28,6 +28,8 @@ class TurnedHandover(Handover):
 
     angles: Angles = None
     """By which the layer has rotated queries and keys; None if it has not."""
+    turn: Any = None
+    """The family's function that did so."""
     returned: ClassVar[int] = 3
 
     @property
@@ -41,9 +43,9 @@ class TurnedHandover(Handover):
         if self.angles is None:
             self.scored, value = self.mixer.stored(query, key, value, self.sources)
             return self.scored, value
-        query, own = rotated(module, query, key, back(self.angles))
+        query, own = rotated(self.turn, query, key, back(self.angles))
         self.scored, value = self.mixer.stored(query, own, value, self.sources)
-        return key if self.scored is own else rotated(module, query, self.scored, self.angles)[1], value
+        return key if self.scored is own else rotated(self.turn, query, self.scored, self.angles)[1], value
 
 
 def back(angles: Angles) -> Angles:
@@ -55,13 +57,12 @@ def back(angles: Angles) -> Angles:
     return cos / square, -sin / square
 
 
-def rotated(module: nn.Module, query: Tensor, key: Tensor, angles: Angles) -> KeyValue:
-    """Queries and keys `[B, H, T, D]`, rotated as the module's family does."""
-    home: Any = inspect.getmodule(type(module))
+def rotated(turn: Callable[..., Any], query: Tensor, key: Tensor, angles: Angles) -> KeyValue:
+    """Queries and keys `[B, H, T, D]`, rotated as the family does."""
     if isinstance(angles, Tensor):
-        both = home.apply_rotary_emb(query.transpose(1, 2), key.transpose(1, 2), angles)
+        both = turn(query.transpose(1, 2), key.transpose(1, 2), angles)
         return both[0].transpose(1, 2), both[1].transpose(1, 2)
-    both = home.apply_rotary_pos_emb(query, key, *angles)
+    both = turn(query, key, *angles)
     return both[0].to(query.dtype), both[1].to(key.dtype)
 
 
@@ -86,6 +87,9 @@ def let_turn(layers: Sequence[Hosted], rotation: Any, rope: Mapping[str, Any], x
     if any(turn != turns[0] for turn in turns):
         for layer, turned in zip(layers, rotate, strict=True):
             layer.handover, layer.rotates = TurnedHandover, turned
+            home = inspect.getmodule(type(layer._modules[layer.parts[0]]))
+            named = "apply_rotary_emb" if isinstance(of_kind[layer.kind], Tensor) else "apply_rotary_pos_emb"
+            layer.turn = getattr(home, named)
 
 
 def turning(layers: Iterable[nn.Module]) -> bool:
@@ -97,14 +101,16 @@ def tried(layer: Hosted, angles: Angles, x: Tensor) -> tuple[torch.Size, bool]:
     """The shape of a layer's key, and whether it is rotated: only then it has a gradient with respect to the angles.
     On the meta device too, where numbers are not known."""
     part: Any = layer._modules[layer.parts[0]]
-    name, allowed = takes(cast(Hashable, type(part)))
+    name, allowed = takes(type(part))
+    part.eval()  # with dropout it would draw numbers, and other initial weights would follow
     with torch.enable_grad():
         parts = [one.detach().requires_grad_() for one in ((angles,) if isinstance(angles, Tensor) else angles or ())]
-        hand = Handover(cast(Any, layer.depth_mixer), "eager", None)
+        hand = Handover(cast(Any, layer.depth_mixer), cast(Any, layer.own_attention), None)
         given = {"position_embeddings": parts[0] if isinstance(angles, Tensor) else tuple(parts) or None}
         given |= {"position_ids": x.new_zeros(1, 1, dtype=torch.long), "attention_mask": None, "handover": hand}
         given |= {"shared_kv_states": {}, name: None}
         part(hidden_states=x, **{key: one for key, one in given.items() if allowed is None or key in allowed})
         key = cast(KeyValue, hand.pair)[0]
         reached = torch.autograd.grad(key.sum(), parts, allow_unused=True) if parts and key.requires_grad else ()
+    part.train()
     return key.shape, any(one is not None for one in reached)
