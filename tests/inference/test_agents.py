@@ -12,6 +12,7 @@ from fathom.checkpoints.open import open_checkpoint
 from fathom.inference import server
 from fathom.inference.api import ChatBody
 from fathom.inference.metrics import exposition
+from fathom.inference.trial import LateError
 from tests.inference.notations import ADD, HERMES, LLAMA, NOW, TOOLS, tool
 from tests.inference.served import in_thread, scripted
 from tests.tiny import export_tiny
@@ -86,6 +87,24 @@ def test_json_of_a_schema(served):
     several = ask(served, response_format=FORMAT, n=3, temperature=2).choices
     assert all(follows(one.message.content) for one in several)
     assert len({one.message.content for one in several}) > 1
+
+
+def test_a_grammar_that_takes_long_is_tried_twice(served, monkeypatch):
+    """First for a short time, then in a process of its own; the next one finds it compiled."""
+    grammars, tried = served.service.shapes.grammars, []
+    real = grammars._tried
+
+    def late(grammar, parts, quick):
+        tried.append(quick)
+        if quick:
+            raise LateError("it takes long")
+        return real(grammar, parts, quick)
+
+    monkeypatch.setattr(grammars, "_tried", late)
+    for _ in range(2):
+        answer = ask(served, extra_body={"structured_outputs": {"choice": ["twice", "or not"]}})
+        assert answer.choices[0].message.content in ("twice", "or not")
+    assert tried == [True, False]
 
 
 @pytest.mark.slow

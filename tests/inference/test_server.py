@@ -1093,6 +1093,9 @@ def test_the_lens_at_one_place(live):
     assert made == [2, 3]
     for wrong in ({"max_trips": 4}, {"max_trips": 0}, {"tokens": []}, {"tokens": [""] * 9}, {"said": -1}):
         check_error(live.post("/lens/place", **{**place, **wrong}), 400)
+    with mock.patch.object(live_lens, "PLACE", 9):
+        assert live.post("/lens/place", tokens=[5] * 9, said=7)[0] == 200
+        check_error(live.post("/lens/place", tokens=[5] * 10, said=7), 400, "context_length_exceeded")
 
 
 def test_the_lens_refuses_what_cannot_fit_before_the_engine_sees_it(live, monkeypatch):

@@ -53,6 +53,19 @@ def test_so_many_may_wait(monkeypatch):
     assert asyncio.run(all_of_them()) == "late"
 
 
+def test_a_grammar_does_not_wait_for_those_that_take_long():
+    pool, free = Tokenising(), threading.Event()
+
+    async def both():
+        long = asyncio.create_task(pool.compile(lambda: free.wait(30), long=True))
+        await asyncio.sleep(0)
+        assert await pool.compile(lambda: "made") == "made" and not long.done()
+        free.set()
+        assert await long
+
+    asyncio.run(both())
+
+
 @pytest.mark.parametrize("make", [tiny_tokenizer, piece_tokenizer])
 def test_what_is_far_too_long_is_known_by_its_beginning(make, monkeypatch):
     tokenizer, context, read = make(), 64, []

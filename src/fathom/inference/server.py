@@ -58,6 +58,7 @@ from fathom.inference.shape import Shape, Shapes
 from fathom.inference.texts import AnswerWords, Text
 from fathom.inference.thoughts import Thoughts, marks_of
 from fathom.inference.tokenising import Tokenising
+from fathom.inference.trial import LateError
 from fathom.iterations import most_trips
 from fathom.kvcache.policy import Policy
 from fathom.models import FathomForCausalLM
@@ -226,8 +227,12 @@ class Service:
         wanted = await self.tokenising.run(0, partial(self.shapes.wanted, body))
         if wanted is None:
             return None
-        ready = self.shapes.ready(wanted)
-        return ready or await self.tokenising.compile(partial(self.shapes.compiled, wanted))
+        if (ready := self.shapes.ready(wanted)) is not None:
+            return ready
+        try:
+            return await self.tokenising.compile(partial(self.shapes.compiled, wanted, quick=True))
+        except LateError:
+            return await self.tokenising.compile(partial(self.shapes.compiled, wanted), long=True)
 
     async def prompts(self, body: Asked) -> list[list[int]]:
         """The prompts of a request as token ids."""

@@ -14,7 +14,7 @@ from fathom.inference.control import special_names
 from fathom.inference.grammar import json_grammar, lark_grammar
 from fathom.inference.structure import Clock, Compiled, Constraint, Grammars
 from fathom.inference.tools import CallReader, Notation, notation, schema_of, tool_grammar
-from fathom.inference.trial import GrammarError
+from fathom.inference.trial import GrammarError, LateError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -108,11 +108,15 @@ class Shapes:
         kept = self.grammars.kept(wanted.grammar)
         return None if kept is None else Shape(self.grammars, wanted, kept)
 
-    def compiled(self, wanted: Wanted) -> Shape:
-        """The constraints of a request; a grammar that is invalid or too complex is an `ApiError`."""
+    def compiled(self, wanted: Wanted, quick: bool = False) -> Shape:
+        """The constraints of a request; a grammar that is invalid or too complex is an `ApiError`. With `quick`, one
+        that takes long is a `LateError`."""
         try:
-            return Shape(self.grammars, wanted, self.grammars.compile(wanted.grammar, list(wanted.parts.values())))
+            parts = list(wanted.parts.values())
+            return Shape(self.grammars, wanted, self.grammars.compile(wanted.grammar, parts, quick))
         except SettingsError as error:
+            if quick and isinstance(error, LateError):
+                raise
             part = error.part if isinstance(error, GrammarError) else None
             raise wrong(wanted.name if part is None else list(wanted.parts)[part], str(error)) from error
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from fathom.errors import SettingsError
 from fathom.inference.control import any_of
 from fathom.inference.grammar import Vocabulary, matcher_of, reason
-from fathom.inference.trial import GUESSED, Trial, Tried, attempt, possible
+from fathom.inference.trial import GUESSED, QUICK, Trial, Tried, attempt, possible
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -158,13 +158,13 @@ class Grammars:
                 self._kept.move_to_end(grammar)
             return self._kept.get(grammar)
 
-    def compile(self, grammar: str, parts: Sequence[str] = ()) -> Compiled:
+    def compile(self, grammar: str, parts: Sequence[str] = (), quick: bool = False) -> Compiled:
         """Compile a grammar; an invalid or too complex one is a `GrammarError`, which names one of its parts if that
-        one is to blame."""
+        one is to blame. With `quick`, one that takes long is a `LateError`."""
         if (before := self.kept(grammar)) is not None:
             return before
         words = self.words
-        tried = self._trial.run(grammar, parts) if self.apart else self._attempted(grammar, parts)
+        tried = self._tried(grammar, parts, quick) if self.apart else self._attempted(grammar, parts)
         matcher, mask = matcher_of(words, tried.grammar)
         first = unpacked(mask, self.size, [*self._never, *(() if matcher.is_accepting() else self.ends)])
         if not bool(first.any()):
@@ -199,8 +199,16 @@ class Grammars:
         """The vocabulary in llguidance's form; building it takes a second."""
         return self._vocabulary.words()
 
+    def _tried(self, grammar: str, parts: Sequence[str], quick: bool) -> Tried:
+        """Tried in a process; a second one, started when it is needed, has what takes long."""
+        return self._trial.run(grammar, parts, QUICK) if quick else self._long_trial.run(grammar, parts)
+
     @cached_property
     def _trial(self) -> Trial:
+        return Trial(self._vocabulary)
+
+    @cached_property
+    def _long_trial(self) -> Trial:
         return Trial(self._vocabulary)
 
     @cached_property

@@ -13,13 +13,13 @@ from fathom.inference.api import ApiError
 
 SHORT = 1 << 15
 """Most characters of a short text."""
-QUEUES = {"short": 256, "long": 32, "grammar": 32}
-"""Most short texts, long texts and grammars that are prepared or wait for it."""
+QUEUES = {"short": 256, "long": 32, "grammar": 32, "long grammar": 8}
+"""Most short texts, long texts, grammars and grammars that take long, that are prepared or wait for it."""
 T = TypeVar("T")
 
 
 class Tokenising:
-    """Queues with one thread each: for short texts, long texts and grammars."""
+    """Queues with one thread each: for short texts, long texts, grammars, and grammars that take long."""
 
     def __init__(self) -> None:
         self._pools = {kind: ThreadPoolExecutor(1, f"prepare-{kind}") for kind in QUEUES}
@@ -31,9 +31,9 @@ class Tokenising:
         kind, what = ("short", "short texts") if size <= SHORT else ("long", "long texts")
         return await self._on(kind, f"{what} wait to be tokenised", work)
 
-    async def compile(self, work: Callable[[], T]) -> T:
-        """The result of `work`, on the thread for grammars; an `ApiError` if the queue is full."""
-        return await self._on("grammar", "grammars wait to be compiled", work)
+    async def compile(self, work: Callable[[], T], long: bool = False) -> T:
+        """The result of `work`, on a thread for grammars; an `ApiError` if the queue is full."""
+        return await self._on("long grammar" if long else "grammar", "grammars wait to be compiled", work)
 
     async def _on(self, kind: str, waiting: str, work: Callable[[], T]) -> T:
         with self._lock:

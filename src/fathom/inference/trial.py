@@ -20,8 +20,8 @@ from dataclasses import asdict, dataclass
 from fathom.errors import SettingsError
 from fathom.inference.grammar import Vocabulary, lark_grammar, matcher_of
 
-SECONDS = 1.0
-"""Most processor time of a grammar's compilation."""
+SECONDS, QUICK = 1.0, 0.1
+"""Most processor time of a grammar's compilation, and of the first attempt, behind which others wait."""
 MEMORY = 1 << 27
 """Most bytes that a grammar's compilation may add."""
 GUESSED = 256
@@ -38,6 +38,10 @@ class GrammarError(SettingsError):
     def __init__(self, message: str, part: int | None = None) -> None:
         super().__init__(message)
         self.part = part
+
+
+class LateError(GrammarError):
+    """A grammar that takes longer than its limit."""
 
 
 @dataclass(frozen=True)
@@ -77,14 +81,16 @@ class Trial:
         self._process: subprocess.Popen[str] | None = None
         self._lock = threading.Lock()
 
-    def run(self, grammar: str, parts: Sequence[str] = ()) -> Tried:
-        """Try a grammar; see `attempt`."""
+    def run(self, grammar: str, parts: Sequence[str] = (), seconds: float = SECONDS) -> Tried:
+        """Try a grammar; see `attempt`. One that takes longer is a `LateError`."""
         with self._lock:
             try:
-                answer = self._ask({"grammar": grammar, "parts": list(parts)})
+                answer = self._ask({"grammar": grammar, "parts": list(parts), "seconds": seconds})
             except (OSError, ValueError):  # it was killed, perhaps for want of memory: the next grammar starts another
                 self._process = None
                 raise GrammarError("it could not be compiled") from None
+        if "late" in answer:
+            raise LateError(str(answer["late"]))
         if "fault" in answer:
             raise GrammarError(str(answer["fault"]), answer.get("part"))  # type: ignore[arg-type]
         return Tried(**answer)  # type: ignore[arg-type]
@@ -143,14 +149,15 @@ def main() -> None:
         _, status = os.waitpid(child, 0)
         if status:
             ended = os.waitstatus_to_exitcode(status)
-            _write({"fault": STOPPED.get(-ended, f"compiling it takes more than {MEMORY >> 20} MiB of memory")})
+            large = {"fault": f"compiling it takes more than {MEMORY >> 20} MiB of memory"}
+            _write({"late": STOPPED[-ended]} if -ended in STOPPED else large)
 
 
 def _answer(words: object, asked: Mapping[str, object]) -> None:
     """In the fork: compile under the limits, answer, and exit."""
-    before = _limited()
+    before = _limited(float(asked["seconds"]))  # type: ignore[arg-type]
     try:
-        answer: dict[str, object] = {"grammar": attempt(words, **asked)}  # type: ignore[arg-type]
+        answer: dict[str, object] = {"grammar": attempt(words, asked["grammar"], asked["parts"])}  # type: ignore[arg-type]
         answer["bytes"] = max(_peak() - before, len(str(answer["grammar"])))
     except GrammarError as error:
         answer = {"fault": str(error), "part": error.part}
@@ -161,7 +168,7 @@ def _answer(words: object, asked: Mapping[str, object]) -> None:
     os._exit(0)
 
 
-def _limited() -> int:
+def _limited(seconds: float) -> int:
     """Limit this process; returns its peak memory in bytes."""
     import resource
 
@@ -170,7 +177,7 @@ def _limited() -> int:
             size = int(file.read().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY, size + MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    signal.setitimer(signal.ITIMER_PROF, SECONDS)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
     return _peak()
 
 

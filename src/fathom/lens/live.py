@@ -25,6 +25,8 @@ TEXT = "To fathom: to measure a depth; to understand after much thought."
 """The text that the page shows at first."""
 LONGEST = 512
 """Most tokens of a text whose numbers are computed while others are served."""
+PLACE = 2048
+"""Most tokens before one place: a slice is a layer, which takes longer for more."""
 
 
 def add_lens(app: FastAPI, service: Service) -> None:
@@ -49,6 +51,9 @@ def add_lens(app: FastAPI, service: Service) -> None:
     @app.post("/lens/place")
     async def place(body: PlaceBody) -> dict[str, object]:
         trips = service.trips(body.max_trips)
+        if len(body.tokens) > PLACE:
+            message = f"tokens: {len(body.tokens)}; the lens of a server takes {PLACE:,} before a place"
+            raise ApiError(400, message, "context_length_exceeded", "tokens")
         try:
             return await slices.run(partial(look_at, model, tokenizer, body.tokens, body.said, trips))
         except SettingsError as error:
