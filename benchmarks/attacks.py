@@ -28,7 +28,7 @@ from fathom.report.files import write_json
 from fathom.report.provenance import provenance
 from overload import JSON_HEAD, Server, bad_requests
 
-TICK, PAUSE, PATIENCE = os.sysconf("SC_CLK_TCK"), 0.02, 90.0
+TICK, PAUSE, PATIENCE = os.sysconf("SC_CLK_TCK"), 0.02, 600.0
 """The system's clock tick; seconds between two questions of the second client; seconds until an attacker gives up."""
 ALONE = 10
 """Questions that are asked before the attack."""
@@ -101,6 +101,14 @@ class Watched(Server):
         began, before = time.perf_counter(), self.used()
         self.send("/v1/completions", {"prompt": "the depth of a river", "max_tokens": 1}, 2 * PATIENCE)
         return time.perf_counter() - began, self.used() - before
+
+    def settle(self) -> None:
+        """Wait until nothing happens: weights move into huge pages after the start."""
+        for _ in range(60):
+            before = self.used()
+            time.sleep(2)
+            if self.used() - before < 0.02:
+                return
 
     def kill(self) -> None:
         """End it, whatever it does."""
@@ -229,6 +237,7 @@ def attacked(model: Path, source: Path, program: str, names: Sequence[str]) -> I
             if server is None:
                 server = Watched(model, "--lens", source=source, program=program)
                 server.send("/v1/completions", {"prompt": "x", "max_tokens": 2, "structured_outputs": {"regex": "a"}})
+                server.settle()
             found = measured(server, ATTACKS[name])
             yield name, found
             if found["statuses"]["0"] or found["memory_mb"] > SWOLLEN:

@@ -390,10 +390,10 @@ def test_others_do_not_wait_for_a_grammar(served, monkeypatch):
     compiled = type(grammars).compile
     assert follows(ask(served, response_format=FORMAT).choices[0].message.content)
 
-    def slow(self, grammar, parts=()):
+    def slow(self, grammar, parts=(), quick=False):
         entered.set()
         assert free.wait(60)
-        return compiled(self, grammar, parts)
+        return compiled(self, grammar, parts, quick)
 
     monkeypatch.setattr(type(grammars), "compile", slow)
     with ThreadPoolExecutor(2) as pool:

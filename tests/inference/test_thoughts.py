@@ -49,9 +49,12 @@ def test_whether_the_template_began_a_thought():
     assert marks_of(tokenizer) is None
     tokenizer.chat_template = THINKING
     assert marks_of(tokenizer) == MARKS
-    for prompt, begun in (("a<think>\n", True), ("<think>\n\n</think>\n\n", False), ("a", False)):
+    cases = ("a<think>\n", True), ("<think>\n\n</think>\n\n", False), ("a", False)
+    for prompt, begun in (*cases, ("What is <think>?<|im_end|>\n<|im_start|>assistant\n", False)):
         ids = tokenizer.encode(prompt, add_special_tokens=False)
         assert Thoughts.after(MARKS, tokenizer, ids).inside == begun
+    assert Thoughts.after(MARKS, tokenizer, [5], "<think>\nHm").inside
+    assert not Thoughts.after(MARKS, tokenizer, [5], "<think>\nHm\n</think>\n\nThr").inside
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +77,11 @@ def test_a_chat(served):
     assert "reasoning_content" not in ask(served, SAID, include_reasoning=False)[0]
     message, usage = ask(served, "Three.")
     assert message == {"role": "assistant", "content": "Three."} and "completion_tokens_details" not in usage
+    turn = {"role": "assistant", "content": "<think>\nHm,"}
+    with saying(served.service, (" 3 < 4.\n</think>\n\nThree.",)):
+        asked = {"messages": [*ASK, turn], "continue_final_message": True, "max_tokens": 80}
+        message = served.post("/v1/chat/completions", **asked)[1]["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == (" 3 < 4.", "Three.")
     message, _ = ask(served, f"<think>Hm.</think>\n{CALL}", tools=[SOUND])
     assert message["reasoning_content"] == "Hm." and message["tool_calls"][0]["function"]["name"] == "sound"
     asked = {"response_format": {"type": "json_object"}}

@@ -331,7 +331,8 @@ class Service:
         marked = (shape is not None and shape.special) or bool(marks and marks[0] in special_names(self.tokenizer))
         words = AnswerWords(self.tokenizer, marked, after, mute=job.stops | self.stops if marked else ())
         stops = sorted({*body.stops, *self.stop_strings})
-        thoughts = None if marks is None else Thoughts.after(marks, self.tokenizer, job.prompt)
+        begun = body.messages[-1].content if isinstance(body, ChatBody) and body.continue_final_message else None
+        thoughts = None if marks is None else Thoughts.after(marks, self.tokenizer, job.prompt, begun or "")
         reader = None if shape is None else shape.reader()
         return Text(words, stops, echo, body.min_tokens, reader=reader, thoughts=thoughts)
 

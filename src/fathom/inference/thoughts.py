@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 MARKS = ("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>")
 """What stands before and behind thoughts, by the models that are known."""
-END = 32
-"""Most tokens at the end of a prompt in which its template may begin a thought."""
+END = 8
+"""Tokens at the end of a prompt in which its template may begin a thought."""
 
 Marks = tuple[str, str]
 
@@ -38,10 +38,14 @@ class Thoughts:
         self._blank, self._rest = True, ""
 
     @classmethod
-    def after(cls, marks: Marks, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int]) -> Thoughts:
-        """The thoughts of an answer to a prompt."""
-        end = str(tokenizer.decode(prompt[-END:]))
-        return cls(marks, end.rfind(marks[0]) > end.rfind(marks[1]))
+    def after(
+        cls, marks: Marks, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], begun: str = ""
+    ) -> Thoughts:
+        """The thoughts of an answer to a prompt, whose template may begin one; or of an answer that continues a
+        message, whose text is `begun`."""
+        if begun:
+            return cls(marks, begun.rfind(marks[0]) > begun.rfind(marks[1]))
+        return cls(marks, str(tokenizer.decode(prompt[-END:])).rstrip().endswith(marks[0]))
 
     def hear(self, new: str, last: bool = False) -> tuple[str, str]:
         """The thought and the text that a piece of the answer adds."""
