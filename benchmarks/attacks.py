@@ -30,8 +30,8 @@ from overload import JSON_HEAD, Server, bad_requests
 
 TICK, PAUSE, PATIENCE = os.sysconf("SC_CLK_TCK"), 0.02, 600.0
 """The system's clock tick; seconds between two questions of the second client; seconds until an attacker gives up."""
-ALONE = 10
-"""Questions that are asked before the attack."""
+ALONE, LIE = 10, 20.0
+"""Questions that are asked before the attack; seconds for which a server that lies is watched."""
 BAD, CLIENTS = 1000, 64
 GRAMMARS, TEXTS, SWOLLEN = 100, 4, 100
 """Hostile grammars, the texts of each; MB by which a server may grow before it is replaced."""
@@ -252,15 +252,16 @@ def dead(model: Path, *lying: str) -> dict[str, Any]:
     """What `/health` says, and how the process ends, after the engine has died."""
     server = Watched(model, *lying, program=DEAD)
     try:
-        asked = server.send("/v1/completions", {"prompt": "x", "max_tokens": 1}, 20)[0]
-        time.sleep(0.05)
-        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=5)
-        try:
-            connection.request("GET", "/health")
-            health = connection.getresponse().status
-        except OSError:
-            health = 0  # it is gone already
-        time.sleep(8)
+        asked, health = server.send("/v1/completions", {"prompt": "x", "max_tokens": 1}, 60)[0], None
+        until = time.monotonic() + (LIE if lying else PATIENCE)
+        while server.process.poll() is None and time.monotonic() < until:
+            connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+            try:
+                connection.request("GET", "/health")
+                health = health or connection.getresponse().status
+            except OSError:
+                pass  # it closes its door before it ends
+            time.sleep(0.2)
         return {"request": asked, "health": health, "exit": server.process.poll()}
     finally:
         server.kill()

@@ -218,10 +218,10 @@ def test_a_request_of_many_texts_leaves_room_for_others(scarce, monkeypatch):
     if scarce == "rows":
         monkeypatch.setattr(engines, "ROWS", 4)
         monkeypatch.setattr(engines, "OTHERS", 1)
-    running = Engine(model, token_bytes(model, None) * (4 * 112 if scarce == "memory" else 100 * 112))
+    running = Engine(model, token_bytes(model, None) * (4 * 48 if scarce == "memory" else 100 * 48))
 
     def finished_before(request):
-        many = [Collected([5 + i], 100, Choice(), request=request) for i in range(9)]
+        many = [Collected([5 + i], 40, Choice(), request=request) for i in range(6)]
         running.submit([one.job for one in many])
         while not many[1].tokens:
             threading.Event().wait(0.001)
@@ -229,7 +229,7 @@ def test_a_request_of_many_texts_leaves_room_for_others(scarce, monkeypatch):
         running.submit([late.job])
         assert late.wait() == "length"
         ended = sum(one.done.is_set() for one in many)
-        assert [one.wait() for one in many] == ["length"] * 9 and late.tokens == alone(model, [7, 8], 2)
+        assert [one.wait() for one in many] == ["length"] * 6 and late.tokens == alone(model, [7, 8], 2)
         return ended
 
     try:
