@@ -180,6 +180,7 @@ def at_once(server: Watched, asked: Sequence[tuple[str, object]]) -> Counter[str
 
 
 ATTACKS: dict[str, Attack] = {
+    "64 texts without a pattern": once("/v1/completions", prompt="x", max_tokens=8, n=64),
     "a pattern of 54 bytes, n=64": pattern("(a{1000}){1000}z2", 64),
     "a pattern of 54 bytes": pattern("(a{1000}){1000}z3"),
     "a schema of 5,000 properties": schema(

@@ -882,6 +882,8 @@ def test_many_connections_without_a_request_close_the_oldest(live, monkeypatch):
                 closed.append(not one.recv(1))
             except TimeoutError:
                 closed.append(False)
+            except ConnectionError:  # it was closed with a byte that nobody had read
+                closed.append(True)
             one.close()
         return closed
 
@@ -889,8 +891,10 @@ def test_many_connections_without_a_request_close_the_oldest(live, monkeypatch):
     monkeypatch.setattr(gate, "INCOMPLETE", 5)
     closed = opened()
     assert all(closed[:2]) and not any(closed[-4:]), closed
-    time.sleep(0.05)
-    assert not gate.Timed.incomplete
+    until = time.monotonic() + 20
+    while len(gate.Timed.incomplete) > 5 and time.monotonic() < until:
+        time.sleep(0.01)
+    assert len(gate.Timed.incomplete) <= 5
 
 
 # Keys, templates, the lens, addresses.
