@@ -39,6 +39,8 @@ from fathom.report.provenance import provenance
 Row = dict[str, Any]
 Rule = Callable[[Item, str], bool]
 PLANTS, RIVAL_PLANTS = 200, 20
+MOST_ROWS = 2000
+"""Rows of a benchmark's files that are searched in each layout."""
 PARTS = 4
 """Pieces into which the forms of a benchmark are divided."""
 
@@ -85,6 +87,7 @@ def rows(folder: Path, name: str) -> dict[str, Any]:
     groups = groups_of(items)
     long = [number for number, item in enumerate(items) if count_words(item.stem) >= 3]
     found: dict[str, Any] = {"rows": len(items), "of fewer than three words": len(items) - len(long)}
+    long = random.Random(0).sample(long, min(MOST_ROWS, len(long)))
     for layout, written in LAYOUTS.items():
         texts = [written(lines[number], items[number]) for number in long]
         marked = [

@@ -8,7 +8,7 @@ the text: the first reading still has it. Each pattern begins with a literal cha
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from urllib.parse import unquote
 
 YEAR = r"(?:1[5-9]|20)\d\d[a-z]?"
@@ -28,43 +28,48 @@ CITED = (
     r"|\[(?:citation needed|sic|edit|who\?|when\?)\]"
 )
 PARENTHESES = (
-    rf"\((?:note[ ]|n\.[ ]?|fn\.?[ ]?)?\d{{1,3}}\)|(?<=al\.[ ])\({YEAR}\)"
-    rf"|\((?:[a-z.]{{2,9}},?[ ])?[A-Z][^()]{{1,160}}?[\s,]{YEAR}(?:[,;:.][^()]{{0,160}})?\)"
+    rf"\((?:(?:note[ ]|n\.[ ]?|fn\.?[ ]?)?\d{{1,3}}\)|(?<=al\.[ ]\(){YEAR}\)"
+    rf"|(?:[a-z.]{{2,9}},?[ ])?[A-Z][^()\d]{{1,160}}(?:\d{{1,3}}(?!\d)[^()\d]{{1,80}}){{0,3}}(?<=[\s,]){YEAR}"
+    r"(?:[,;:.][^()]{0,160})?\))"
 )
 NOTE_TEMPLATES = r"(?:s?fnp?|efn|cite|citation|cn|fact|refn|rp|r|harv[a-z]*|note|ref)"
-NOTES = (
-    CITED,
-    PARENTHESES,
-    rf"\{{\{{{NOTE_TEMPLATES}(?:\|[^{{}}]{{0,300}})?\}}\}}",
-    r"<ref\b[^<>]{0,200}(?:/>|>[^<>]{0,500}</ref>)",
-)
-"""They are left out without a trace, as is the blank before them."""
-LINKS = (
-    r"\]\((?:<[^<>\n]{0,300}>|(?:[^()\s]|\([^()\s]{0,80}\)){1,300})(?:\s+(?:\"[^\"\n]{0,200}\"|'[^'\n]{0,200}'))?\)",
-    r"\]\[[^\[\]\n]{0,60}\]",
-    r"\[\[[^\[\]\n|]{1,300}(?:\]\[|\|(?:[^\[\]|\n]{0,200}\|)*)",
-    r"\[https?://[^\s\[\]]{1,300}[ ]",
-    r"\{\{(?:[^{}|\n]{0,60}\|)+(?=[^{}|\n]{0,200}\}\})",
-    r":(?=[a-z]+:(?:[a-z]+:)?`)[a-z:]{1,60}(?=`)",
-    r"<[^<>\n`]{1,300}>(?=`)",
-    r"link:[^\s\[\]]{0,300}\[",
-    r"xref:[^\s\[\]]{0,300}\[",
-    r"<<[\w-]{1,60},",
-    r"<(?:https?:|mailto:|[@#!])[^|<>\s]{1,300}\|",
-    r"\[/?(?:url|b|i|u|s|quote|color|size|center|img|font)(?:=[^\[\]\n]{0,200})?\]",
-    r"@(?=[a-z]{1,12}\{)[a-z]+",
-    r"\\f[BIRP]",
-    r"https?://[^\s<>()\[\]|?%]{1,300}(?:\?[^\s<>()\[\]|+%]{0,300}(?=[\s)>\]]|\Z))?",
-    rf"[\[(<]{TIME}[\])>]",
-)
+NOTES = {
+    CITED: "[",
+    PARENTHESES: "(",
+    rf"\{{\{{{NOTE_TEMPLATES}(?:\|[^{{}}]{{0,300}})?\}}\}}": "{",
+    r"<ref\b[^<>]{0,200}(?:/>|>[^<>]{0,500}</ref>)": "<ref",
+}
+"""They are left out without a trace, as is the blank before them. Each has a text without which there is none."""
+LINKS = {
+    r"\]\((?:<[^<>\n]{0,300}>|(?:[^()\s]|\([^()\s]{0,80}\)){1,300})(?:\s+(?:\"[^\"\n]{0,200}\"|'[^'\n]{0,200}'))?\)": "]",  # noqa: E501
+    r"\]\[[^\[\]\n]{0,60}\]": "]",
+    r"\[\[[^\[\]\n|]{1,300}(?:\]\[|\|(?:[^\[\]|\n]{0,200}\|)*)": "[",
+    r"\[https?://[^\s\[\]]{1,300}[ ]": "[http",
+    r"\{\{(?:[^{}|\n]{0,60}\|)+(?=[^{}|\n]{0,200}\}\})": "{",
+    r":(?=[a-z]+:(?:[a-z]+:)?`)[a-z:]{1,60}(?=`)": "`",
+    r"<[^<>\n`]{1,300}>(?=`)": "`",
+    r"link:[^\s\[\]]{0,300}\[": "link:",
+    r"xref:[^\s\[\]]{0,300}\[": "xref:",
+    r"<<[\w-]{1,60},": "<",
+    r"<(?:https?:|mailto:|[@#!])[^|<>\s]{1,300}\|": "<",
+    r"\[/?(?:url|b|i|u|s|quote|color|size|center|img|font)(?:=[^\[\]\n]{0,200})?\]": "[",
+    r"@(?=[a-z]{1,12}\{)[a-z]+": "@",
+    r"\\f[BIRP]": "\\",
+    r"https?://[^\s<>()\[\]|?%]{1,300}(?:\?[^\s<>()\[\]|+%]{0,300}(?=[\s)>\]]|\Z))?": "://",
+    rf"[\[(<]{TIME}[\])>]": ":",
+}
 """What is not the visible text of a link or of a command."""
-ESCAPES = (r"%(?:25)*[0-9A-Fa-f]{2}(?:%(?:25)*[0-9A-Fa-f]{2})*", r"=\n", r"=[0-9A-F]{2}(?:=[0-9A-F]{2})*")
+ESCAPES = {
+    r"%(?:25)*[0-9A-Fa-f]{2}(?:%(?:25)*[0-9A-Fa-f]{2})*": "%",
+    r"=\n": "=",
+    r"=[0-9A-F]{2}(?:=[0-9A-F]{2})*": "=",
+}
 THOUSANDS = r" (?=\d{3}(?!\d))(?<=\d )"
 DEEPEST = 3
 """Times that a URL may be escaped."""
 
 Change = tuple[int, int, str]
-_NOTES, _LINKS, _ESCAPES = ([re.compile(one) for one in kinds] for kinds in (NOTES, LINKS, ESCAPES))
+_NOTES, _LINKS, _ESCAPES = ({re.compile(one): needs for one, needs in some.items()} for some in (NOTES, LINKS, ESCAPES))
 _LINE, _THOUSANDS = re.compile(LINE), re.compile(THOUSANDS)
 
 
@@ -81,18 +86,21 @@ def changes(text: str) -> list[Change]:
 def _found(text: str) -> Iterator[Change]:
     for match in _LINE.finditer(f"\n{text}"):
         yield max(match.start() - 1, 0), match.end() - 1, "\n" if match.start() else ""
-    for note in _NOTES:
-        for match in note.finditer(text):
-            start = match.start()
-            yield start - (text[start - 1 : start] in (" ", "\t")), match.end(), ""
-    for link in _LINKS:
-        for match in link.finditer(text):
-            yield *match.span(), "" if match[0].startswith(("]", "[", "\\", "@", ":")) else " "
-    for escape in _ESCAPES:
-        for match in escape.finditer(text):
-            yield *match.span(), _unescaped(match[0])
+    for match in _matches(_NOTES, text):
+        start = match.start()
+        yield start - (text[start - 1 : start] in (" ", "\t")), match.end(), ""
+    for match in _matches(_LINKS, text):
+        yield *match.span(), "" if match[0].startswith(("]", "[", "\\", "@", ":")) else " "
+    for match in _matches(_ESCAPES, text):
+        yield *match.span(), _unescaped(match[0])
     for match in _THOUSANDS.finditer(text):
         yield *match.span(), ""
+
+
+def _matches(patterns: Mapping[re.Pattern[str], str], text: str) -> Iterator[re.Match[str]]:
+    for pattern, needs in patterns.items():
+        if needs in text:
+            yield from pattern.finditer(text)
 
 
 def _unescaped(found: str) -> str:

@@ -34,7 +34,7 @@ INVISIBLE = re.compile(r"[\u034f\u180b-\u180f\ufe00-\ufe0f]")
 """Variation selectors and joiners that Unicode counts among marks, not among format characters."""
 ACCENTS = re.compile(r"[\u0300-\u036f\u0483-\u0487\u1ab0-\u1aff\u1dc0-\u1dff\u20d0-\u20ff\ufe20-\ufe2f]")
 """Combining marks of Latin, Greek and Cyrillic letters; those of other scripts are vowels and part of a word."""
-AROUND = 2000
+AROUND = 900
 """Characters that are read once more before and after what stands between the words of a text."""
 DEEPEST = 3
 """Times that markup may be spelled by entities."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import importlib.util
 import json
@@ -11,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path, PurePath, PurePosixPath
+from pathlib import Path, PurePath
 from typing import Any
 
 from fathom.checkpoints.layout import RECIPE
@@ -257,7 +258,7 @@ def _remote_files(name: str, url: str, words: str) -> Iterator[tuple[str, Remote
     except DataError as error:
         raise DataError(f"collections.{name}: {error}", error.exit_code) from None
     named = re.split(r"[*?\[]", url.rstrip("/"))[0]
-    base = PurePosixPath(named.partition("://")[2] + ("" if named == url.rstrip("/") else "x")).parent
+    base = RemoteFile(named + ("x" if glob.has_magic(url) else "")).path.parent
     for file in files:
         kind = kind_of(file.path, file.begins)
         if kind is None:

@@ -48,8 +48,12 @@ PARTS = {
     "break": r"\\n|\\[rt](?![a-z])",
 }
 MARKUP = re.compile("|".join(f"(?P<{name}>{pattern})" for name, pattern in PARTS.items()), re.DOTALL)
-SIGNS = re.compile(r"&(?=[#a-zA-Z])|<(?=[a-zA-Z/!|])|\\|(?<![\s(=\[])\[(?=[\^\da-z])|\](?=\()|\{(?=\\)|[⁰¹²³⁴-⁹]")
-"""Where markup may begin. A search for one character in turn is many times faster than one for all of its forms."""
+SIGNS = re.compile(
+    r"[&<\\\[\]{⁰¹²³⁴-⁹](?:(?<=&)(?=[#a-zA-Z])|(?<=<)(?=[a-zA-Z/!|])|(?<=\\)|(?<=\[)(?<![\s(=\[]\[)(?=[\^\da-z])"
+    r"|(?<=\])(?=\()|(?<=\{)(?=\\)|(?<=[⁰¹²³⁴-⁹]))"
+)
+"""Where markup may begin. A search that begins with one class of characters is many times faster than one for all of
+the forms."""
 
 
 def changes(text: str) -> Iterator[tuple[int, int, str]]:

@@ -218,7 +218,7 @@ class Decontaminate(Section, section="decontaminate"):
     """number of consecutive words of a question, found in no other question, that count as a leak"""
     whole: int = 8
     """questions of `whole` to `words` - 1 words are leaks if they occur in full; shorter ones only with their answer"""
-    shortest: int = 5
+    shortest: int = 4
     """shorter questions, counted with their answer, are not searched for"""
     margin: int = 200
     """characters that are cut on either side of a leak"""

@@ -21,6 +21,8 @@ from fathom.errors import DataError, to_install
 URL = re.compile(r"(?!file:)[A-Za-z][A-Za-z0-9+.-]+://")
 STAMPS = ("ETag", "etag", "md5Hash", "crc32c", "sha256", "checksum", "LastModified", "updated", "mtime", "created")
 """What a store says of a file's contents or their time; the first that it has is taken."""
+WEB = ("http:", "https:")
+"""Addresses of single files, in which ? begins a query."""
 COPIED = ".input"
 """The folder of a task's local copies."""
 LAST = ("index.json", "card.md", "run.json")
@@ -41,7 +43,8 @@ class RemoteFile:
     @property
     def path(self) -> PurePosixPath:
         """Its name and folders, without the store."""
-        return PurePosixPath(self.url.partition("://")[2].lstrip("/"))
+        place = self.url.partition("?")[0] if self.url.startswith(WEB) else self.url
+        return PurePosixPath(place.partition("://")[2].lstrip("/"))
 
     def identity(self) -> str:
         """A digest that changes with the contents."""
@@ -69,7 +72,9 @@ def find_remote(url: str, is_known: Callable[[PurePosixPath], bool], known_words
     """
     with _told(url):
         store, path = _store(url)
-        if glob.has_magic(path):
+        if url.startswith(WEB):
+            found = {path: store.info(path)}
+        elif glob.has_magic(path):
             found = store.glob(path, detail=True)
         elif store.isdir(path):
             found = {
@@ -107,7 +112,7 @@ def local(place: str, folder: Path, size: int = 0) -> Iterator[Path]:
     if not is_url(place):
         yield Path(place)
         return
-    copy = folder / COPIED / PurePosixPath(place).name
+    copy = folder / COPIED / RemoteFile(place).path.name
     copy.parent.mkdir(exist_ok=True)
     try:
         with _told(place):
