@@ -25,6 +25,7 @@ from fathom.experiments.arms import arm_recipes, parse_arms, tokens, training_fl
 from fathom.experiments.compare import carry_out, rewrite_report
 from fathom.experiments.compare_page import page, quality_rows, tables
 from fathom.experiments.compare_results import ComparisonReport
+from fathom.experiments.contrasts import parse_contrasts
 from fathom.experiments.differences import summarize
 from fathom.experiments.plan import Plan, make_plan, read_measured
 from fathom.recipe import Recipe, parse_recipe
@@ -422,6 +423,19 @@ def test_seeds_that_are_added_after_a_report_make_it_exploratory(finished):
         report = carry_out(replace(plan, seeds=seeds), out, quiet=True)
         assert report.exploratory and "exploratory and no difference counts as significant" in report.verdict
         assert not any(arm.difference.significant for arm in report.arms[1:]) and "exploratory" in page(report)
+
+
+def test_contrasts_are_planned_before_a_report(finished):
+    """They are kept in the plan and resumed with it; one that comes later makes the report exploratory."""
+    plan, out = finished
+    names = [arm.name for arm in plan.arms]
+    planned = replace(plan, contrasts=parse_contrasts(f"twice={names[1]} - {names[0]}", names))
+    first = carry_out(planned, out, quiet=True)
+    assert not first.exploratory and "the contrast twice" in first.verdict and "twice" in page(first)
+    assert first.contrasts[0].mean == pytest.approx(first.arms[1].gap.mean)
+    assert not carry_out(Plan.read(out), out, quiet=True).exploratory
+    later = carry_out(plan, out, quiet=True)
+    assert later.exploratory and not later.contrasts
 
 
 def test_an_interrupted_comparison_that_ends_as_planned_is_not_blamed(finished):

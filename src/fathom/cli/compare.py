@@ -25,7 +25,7 @@ EXAMPLES = (
 
 
 AS_PLANNED = "a comparison resumes as planned; name its recipe to plan another one"
-PLANNING = ("--arms", "--out", "--seeds", "--equal", "--pairs", "--tier")
+PLANNING = ("--arms", "--out", "--seeds", "--equal", "--pairs", "--contrasts", "--tier")
 
 
 def add(parser: Parser) -> None:
@@ -43,6 +43,12 @@ def add(parser: Parser) -> None:
     )
     parser.add_argument(
         "--pairs", type=int, default=12, help="timing rounds per arm, in the order A B B A; 0 for none (default: 12)"
+    )
+    parser.add_argument(
+        "--contrasts",
+        metavar="SUMS",
+        default="",
+        help="comma-separated NAME=ARM - ARM - ARM + ARM, such as an interaction: tested with the differences",
     )
     add_running(parser, "the recipe's name, -compare")
     parser.add_argument("--dry-run", action="store_true", help="print the runs, FLOPs and hours of every arm, and stop")
@@ -84,7 +90,7 @@ def run(options: Namespace) -> int:
         out = options.out or Path("runs") / f"{source.stem}-compare"
         recipe = load_recipe(source, options.overrides)
         seeds = 3 if options.seeds is None else options.seeds
-        plan = make_plan(recipe, options.arms, seeds, options.equal, options.pairs, out)
+        plan = make_plan(recipe, options.arms, seeds, options.equal, options.pairs, out, options.contrasts)
     if options.dry_run:
         require_directory(out, SettingsError)
         budget = comparison_budget(plan)

@@ -19,7 +19,7 @@ from fathom.checkpoints.layout import PLAN, REPORT
 from fathom.experiments.arms import Equal
 from fathom.experiments.compare_page import page
 from fathom.experiments.compare_results import ComparisonReport
-from fathom.experiments.differences import seeds_changed, summarize
+from fathom.experiments.differences import plan_changed, summarize
 from fathom.experiments.plan import Plan, check_machine, make_plan, plan_file
 from fathom.experiments.schedule import carry_through, check_processes, forget_failures, work_off
 from fathom.recipe import Recipe
@@ -77,7 +77,7 @@ def carry_out(
 
     out = Path(out)
     check_processes("compare", workers, threads)
-    seeds_changed(plan, out)  # report a damaged file before any work
+    plan_changed(plan, out)  # report a damaged file before any work
     check_machine(plan)
     out.mkdir(parents=True, exist_ok=True)
     write_json(out / PLAN, plan.written())

@@ -80,7 +80,7 @@ def page(report: ComparisonReport) -> str:
         html.section("Trips", _trips(report), _solved(report)),
         html.section("Domains", _domains(report)),
         html.section("Cost", html.table(*cost_rows(report)), *_cost_notes(report), _budget(report)),
-        html.section("Between the arms", _between(report)),
+        html.section("Between the arms", _between(report), _contrasts(report)),
         html.section("Every run", _runs(report)),
         html.section("How to read this", html.bullets(_method(report))),
         html.section("Where it comes from", _provenance(report)),
@@ -256,6 +256,15 @@ def _between(report: ComparisonReport) -> Markup:
     if len(report.seeds) > 1:
         caption += "; intervals are uncorrected; Holm's p covers these and the differences to the control"
     return html.table(caption, ["pair", "difference", "Holm p"], rows)
+
+
+def _contrasts(report: ComparisonReport) -> Markup:
+    if not report.contrasts:
+        return Markup()
+    rows = [
+        [row.name, row.arms, str(row), DASH if row.p_holm is None else f"{row.p_holm:.3f}"] for row in report.contrasts
+    ]
+    return html.table("Contrasts of several arms, seed by seed", ["contrast", "arms", "value", "Holm p"], rows)
 
 
 def _share_sentence(report: ComparisonReport) -> Markup:

@@ -50,6 +50,15 @@ class PairGap(Difference):
     b: str
 
 
+@dataclass(kw_only=True)
+class ContrastGap(Difference):
+    """The value of a contrast of several arms."""
+
+    name: str
+    arms: str
+    """The arms with their signs."""
+
+
 @dataclass
 class ShareOfGain:
     """The share of depth_attention's gain that uniform_depth reaches; None if it is undefined."""
@@ -268,6 +277,8 @@ class ComparisonReport(Provenance):
     failed: list[FailedRun]
     arms: list[ArmResult]
     between: list[PairGap]
+    contrasts: list[ContrastGap] = field(default_factory=list)
+    """Sums of several arms' losses with signs."""
     share_of_uniform_depth: ShareOfGain | None
     recipe: dict[str, Any]
     ladder: str | None
@@ -280,9 +291,18 @@ class ComparisonReport(Provenance):
 
 
 @dataclass(frozen=True)
+class ShownContrast:
+    """A contrast that an earlier report has shown."""
+
+    name: str
+    arms: str
+
+
+@dataclass(frozen=True)
 class Shown:
-    """The seeds that an earlier report has shown."""
+    """The seeds and contrasts that an earlier report has shown."""
 
     seeds: list[int]
     seeds_planned: list[int]
     exploratory: bool
+    contrasts: list[ShownContrast] = field(default_factory=list)

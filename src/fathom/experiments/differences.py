@@ -16,6 +16,7 @@ from fathom.experiments.compare_results import (
     Band,
     CacheBytes,
     ComparisonReport,
+    ContrastGap,
     Curve,
     DomainMean,
     FailedRun,
@@ -27,6 +28,7 @@ from fathom.experiments.compare_results import (
     TrainingLoss,
     Validation,
 )
+from fathom.experiments.contrasts import Contrast
 from fathom.experiments.plan import Plan, read_measured
 from fathom.models.cost import cache_bytes_per_token, count_parameters, flops_per_token
 from fathom.models.registry import recurrence_class
@@ -53,8 +55,9 @@ def summarize(plan: Plan, out: Path, source: Provenance) -> ComparisonReport:
     control = plan.control.name
     seeds = [seed for seed in whole if done[seed][control] and sum(run is not None for run in done[seed].values()) > 1]
     arms = [_arm(plan, out, arm, [run for seed in seeds if (run := done[seed][arm.name])]) for arm in plan.arms]
-    exploratory = seeds_changed(plan, out)
-    between = compare_runs(arms, judged=not exploratory) if seeds else []
+    exploratory = plan_changed(plan, out)
+    contrasts = contrasted(plan.contrasts, arms)
+    between = compare_runs(arms, judged=not exploratory, contrasts=contrasts) if seeds else []
     report = ComparisonReport(
         **vars(source),
         equal=plan.equal,
@@ -65,6 +68,7 @@ def summarize(plan: Plan, out: Path, source: Provenance) -> ComparisonReport:
         failed=failed,
         arms=arms,
         between=between,
+        contrasts=contrasts,
         share_of_uniform_depth=share_of_gain(arms, between) if seeds else None,
         recipe=plan.recipe.to_dict(),
         ladder=f"../../{PAGE}" if (out.parent.parent / LADDER).exists() else None,
@@ -73,16 +77,18 @@ def summarize(plan: Plan, out: Path, source: Provenance) -> ComparisonReport:
     return report
 
 
-def seeds_changed(plan: Plan, out: Path) -> bool:
-    """Whether seeds were added after a report with results. Adding seeds until a difference is significant inflates
-    false positives, so such a report and all later ones are exploratory and call nothing significant. A report of one
-    seed shows no result.
+def plan_changed(plan: Plan, out: Path) -> bool:
+    """Whether seeds or contrasts were changed after a report with results. Changing them until a difference is
+    significant inflates false positives, so such a report and all later ones are exploratory and call nothing
+    significant. A report of one seed shows no result.
     """
     path = out / REPORT
     if not path.exists():
         return False
     before = read_result(Shown, path, "delete it to discard its results")
-    return before.exploratory or (len(before.seeds) > 1 and before.seeds_planned != list(plan.seeds))
+    contrasts = [(one.name, one.arms) for one in before.contrasts]
+    same = before.seeds_planned == list(plan.seeds) and contrasts == [(one.name, str(one)) for one in plan.contrasts]
+    return before.exploratory or (len(before.seeds) > 1 and not same)
 
 
 def awaited(report: ComparisonReport) -> list[int]:
@@ -118,6 +124,7 @@ def verdict(report: ComparisonReport) -> str:
         *(f"{a.name} ended {a.direction} {control.name}, {_no_interval(a)}" for a in arms if a.gap.half_width is None),
         *([str(share)] if (share := report.share_of_uniform_depth) is not None else []),
         *_rivals(report),
+        *map(_contrast, report.contrasts),
     ]
     limits = _conditions(report)
     return f"With {count} seeds, {scope}, {'; '.join([*parts, *limits])}{left_out}.{smoke_test(report)}"
@@ -128,7 +135,10 @@ def _conditions(report: ComparisonReport) -> list[str]:
     done, coming = len(report.seeds), len(awaited(report))
     found = [f"{done} of {done + coming} planned seeds are done"] if coming else []
     if report.exploratory:
-        found.append("seeds were added after a report, so this is exploratory and no difference counts as significant")
+        found.append(
+            "seeds or contrasts were changed after a report, so this is exploratory and no difference counts as "
+            "significant"
+        )
     return found
 
 
@@ -152,7 +162,7 @@ def _tokens(control: ArmResult, arms: Sequence[ArmResult]) -> str:
 
 def family_size(report: ComparisonReport) -> int:
     """Number of differences of the final loss tested together: to the control, and between the other arms."""
-    rows = [*(arm.gap for arm in report.compared), *report.between]
+    rows = [*(arm.gap for arm in report.compared), *report.between, *report.contrasts]
     return sum(row.p is not None for row in rows)
 
 
@@ -275,7 +285,20 @@ def _common(runs: Sequence[Mapping[int, object]]) -> list[int]:
     return sorted(set(runs[0]).intersection(*runs[1:]))
 
 
-def compare_runs(arms: Sequence[ArmResult], judged: bool = True) -> list[PairGap]:
+def contrasted(contrasts: Sequence[Contrast], arms: Sequence[ArmResult]) -> list[ContrastGap]:
+    """The contrasts that have a seed."""
+    losses = {arm.name: {run.seed: run.loss for run in arm.runs} for arm in arms}
+    found = ((one, one.of(losses)) for one in contrasts)
+    return [
+        ContrastGap(gap.mean, gap.pairs, gap.half_width, gap.p, name=one.name, arms=str(one))
+        for one, gap in found
+        if gap is not None
+    ]
+
+
+def compare_runs(
+    arms: Sequence[ArmResult], judged: bool = True, contrasts: Sequence[ContrastGap] = ()
+) -> list[PairGap]:
     """Add paired differences to the control (the first arm) to every other arm; returns those between the others.
 
     All p values are adjusted as one family, so the chance of any false positive stays below 5 %, whatever the number of
@@ -285,7 +308,8 @@ def compare_runs(arms: Sequence[ArmResult], judged: bool = True) -> list[PairGap
     _add_differences(found, arms[0])
     between = _between(found)
     if judged:
-        adjust([*(arm.gap for arm in found), *between], len(found) + 1)
+        # Which pairs can be equal at once bounds a family of pairs alone.
+        adjust([*(arm.gap for arm in found), *between, *contrasts], None if contrasts else len(found) + 1)
     return between
 
 
@@ -444,6 +468,13 @@ def _rivals(report: ComparisonReport) -> list[str]:
     if row.significant:
         return [f"{low} is also lower than {high}, by {abs(row.mean):.4f} ± {row.half_width:.4f}"]
     return [f"{row.a} and {row.b} do not differ significantly"]
+
+
+def _contrast(row: ContrastGap) -> str:
+    """A contrast in words."""
+    if row.half_width is None:
+        return f"the contrast {row.name} ({row.arms}) is {row}, without an interval"
+    return f"the contrast {row.name} ({row.arms}) is {row} nats, {'' if row.significant else 'not '}significant"
 
 
 def _join(parts: Sequence[str]) -> str:

@@ -13,6 +13,7 @@ from fathom.errors import SettingsError
 from fathom.experiments.arms import Arm, Equal, arm_recipes, parse_arms
 from fathom.experiments.claims import Claim
 from fathom.experiments.compare_results import Measured, Measurement
+from fathom.experiments.contrasts import Contrast, parse_contrasts
 from fathom.experiments.schedule import Task, one_thread
 from fathom.experiments.timing import measure
 from fathom.recipe import Recipe, differences, load_recipe, parse_recipe
@@ -37,6 +38,7 @@ class PlanValues:
     equal: Equal
     pairs: int
     recipe: dict[str, object]
+    contrasts: tuple[Contrast, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,8 @@ class Plan:
     equal: Equal = "tokens"
     pairs: int = 12
     """Timing rounds per arm, in the order A B B A; 0 for none."""
+    contrasts: tuple[Contrast, ...] = ()
+    """Sums of several arms' losses with signs, tested in one family with the differences."""
 
     @property
     def control(self) -> Arm:
@@ -91,7 +95,7 @@ class Plan:
 
     def written(self) -> PlanValues:
         """What `plan.json` holds."""
-        return PlanValues(self.arms, self.seeds, self.equal, self.pairs, self.recipe.to_dict())
+        return PlanValues(self.arms, self.seeds, self.equal, self.pairs, self.recipe.to_dict(), self.contrasts)
 
     @classmethod
     def read(cls, out: Path) -> Plan:
@@ -104,7 +108,8 @@ class Plan:
         if not found.arms or not found.seeds:
             raise SettingsError(f"{path} is damaged: it holds no arms and seeds")
         try:
-            plan = cls(parse_recipe(found.recipe), found.arms, found.seeds, found.equal, found.pairs)
+            recipe = parse_recipe(found.recipe)
+            plan = cls(recipe, found.arms, found.seeds, found.equal, found.pairs, found.contrasts)
             _ = plan.recipes
         except SettingsError as error:
             raise SettingsError(f"{path}: {error}") from error
@@ -158,7 +163,13 @@ class Measuring(Task):
 
 
 def make_plan(
-    recipe: Recipe, arms: str, seeds: int = 3, equal: Equal = "tokens", pairs: int = 12, out: Path | None = None
+    recipe: Recipe,
+    arms: str,
+    seeds: int = 3,
+    equal: Equal = "tokens",
+    pairs: int = 12,
+    out: Path | None = None,
+    contrasts: str = "",
 ) -> Plan:
     """A plan, checked together with its data and the directory that it would resume."""
     if seeds < 1:
@@ -166,7 +177,9 @@ def make_plan(
     if pairs < 0:
         raise SettingsError(f"pairs={pairs}: allowed: 0 or more")
     first = recipe.train.seed
-    plan = Plan(recipe, tuple(parse_arms(arms)), tuple(range(first, first + seeds)), equal, pairs)
+    found = tuple(parse_arms(arms))
+    sums = parse_contrasts(contrasts, [arm.name for arm in found])
+    plan = Plan(recipe, found, tuple(range(first, first + seeds)), equal, pairs, sums)
     check(plan, out)
     return plan
 
