@@ -210,26 +210,19 @@ def posterior(rungs: Sequence[Rung], noise: Noise | None = None, draws: int = DR
         noise: Noise over seeds; by default from the rungs.
         draws: Number of draws from the posterior, with a fixed seed.
     """
-    rungs, noise, x_v, x_a = _checked(rungs, noise)
-    losses = np.concatenate([[rung.means[side] for rung in rungs] for side in (0, 1)])  # [2R]
-    centre = float(x_a.mean())
-    grid = _grid(float(losses.min()), noise)
-    reducible = losses - grid.floor[:, None]  # [G, 2R]
-    y = np.log(reducible)
-    design = _design(x_v, x_a, centre)
-    covariance = _covariance(grid, reducible, [rung.seeds for rung in rungs], noise)
-    mean, scale, evidence = _linear(y, design, covariance, _precision(y, design))
-    log_weight = grid.log_prior + evidence - y.sum(1)  # the Jacobian of ℓ → ln(ℓ - E)
-    weight = np.exp(log_weight - log_weight.max())
+    rungs, noise, _, x_a = _checked(rungs, noise)
+    grid = _grid(min(min(rung.means) for rung in rungs), noise)
+    fit = _fitted(rungs, noise, grid)
+    weight = np.exp(fit.log_weight - fit.log_weight.max()).ravel()
     chance = np.random.default_rng(0)
-    chosen = chance.choice(len(weight), size=draws, p=weight / weight.sum())
-    sample = mean[chosen] + np.einsum("gij,gj->gi", scale[chosen], chance.normal(size=(draws, 4)))
-    steep = sample[:, 1] > STEEP
-    intercept, slope, shift, trend = sample[steep].T
-    chosen = chosen[steep]
+    scale, floor = np.divmod(chance.choice(len(weight), size=draws, p=weight / weight.sum()), FLOORS)
+    sample = fit.mean[:, scale, floor] + _solved(fit.root[..., scale, floor], chance.normal(size=(draws, 4)).T)
+    steep = sample[1] > STEEP
+    intercept, slope, shift, trend = sample[:, steep]
+    scale, floor = scale[steep], floor[steep]
     return Posterior(
-        *(rungs, noise, centre, grid.floor[chosen], intercept, slope, shift, trend),
-        *(grid.shared[chosen], grid.own[chosen], grid.walk[chosen], float(steep.mean())),
+        *(rungs, noise, float(x_a.mean()), grid.floor[floor], intercept, slope, shift, trend),
+        *(grid.shared[scale], grid.own[scale], grid.walk[scale], float(steep.mean())),
     )
 
 
@@ -256,33 +249,64 @@ def _checked(rungs: Sequence[Rung], noise: Noise | None) -> tuple[tuple[Rung, ..
 
 @dataclass(frozen=True)
 class _Grid:
-    """Points of (E, τ_s, τ_d, τ_w), and the logarithm of prior times trapezoid weight."""
+    """Points of (τ_s, τ_d, τ_w), S in all, and of E."""
 
-    floor: Floats
     shared: Floats
     own: Floats
     walk: Floats
+    floor: Floats
     log_prior: Floats
+    """The logarithm of prior times trapezoid weight: [τ_s, τ_d, τ_w, E]."""
+
+
+@dataclass(frozen=True)
+class _Fit:
+    """The linear model at every point of scales and floors."""
+
+    mean: Floats
+    """Of (c, α, u, w): [4, S, F]."""
+    root: Floats
+    """R with RᵀR the posterior's precision: [4, 4, S, F]."""
+    log_weight: Floats
+    """Log prior and evidence: [τ_s, τ_d, τ_w, E]."""
 
 
 def _grid(least: float, noise: Noise) -> _Grid:
+    """The grid below the least loss."""
+    stretch = max(1.0, noise.paired / OWN_SCALE)
+    shared, own, walk = np.array(SHARED), np.array(OWN) * stretch, np.array(WALK)
     floors = np.linspace(0.0, HIGHEST * least, FLOORS, dtype=np.float64)
-    shared, own, walk = np.array(SHARED), np.array(OWN) * max(1.0, noise.paired / OWN_SCALE), np.array(WALK)
     parts = [
-        _trapezoid(floors),
         _trapezoid(shared) * np.exp(-0.5 * (shared / SHARED_SCALE) ** 2),
-        _trapezoid(own) * np.exp(-0.5 * (own / max(OWN_SCALE, noise.paired)) ** 2),
+        _trapezoid(own) * np.exp(-0.5 * (own / (stretch * OWN_SCALE)) ** 2),
         _trapezoid(walk) * np.exp(-0.5 * (walk / WALK_SCALE) ** 2),
+        _trapezoid(floors),
     ]
-    mesh = np.meshgrid(floors, shared, own, walk, indexing="ij")
-    prior = np.einsum("i,j,k,l->ijkl", *parts)
-    floor, both, each, steps = (axis.ravel() for axis in mesh)
-    return _Grid(floor, both, each, steps, np.log(prior.ravel()))
+    deviations = np.stack([axis.ravel() for axis in np.meshgrid(shared, own, walk, indexing="ij")])
+    return _Grid(*deviations, floors, np.log(np.einsum("i,j,k,l->ijkl", *parts)))
 
 
 def _trapezoid(points: Floats) -> Floats:
     gaps = np.diff(points)
     return (np.append(gaps, 0.0) + np.insert(gaps, 0, 0.0)) / 2
+
+
+def _fitted(rungs: tuple[Rung, ...], noise: Noise, grid: _Grid) -> _Fit:
+    """Fit (c, α, u, w) at every grid point."""
+    x_v, x_a = (np.array([getattr(rung, name) for rung in rungs]) for name in ("x_control", "x_arm"))
+    losses = np.concatenate([[rung.means[side] for rung in rungs] for side in (0, 1)])  # [2R]
+    design = _design(x_v, x_a, float(x_a.mean()))
+    reducible = losses[:, None] - grid.floor  # [2R, F]
+    y = np.log(reducible)
+    # The covariance of ln(ℓ - E) is that of ℓ between factors 1 / (ℓ - E), so rows are weighted by ℓ - E; and the
+    # Jacobian of ℓ → ln(ℓ - E) cancels its determinant.
+    rows = np.concatenate([np.broadcast_to(design[:, :, None], (*design.shape, FLOORS)), y[:, None]], 1)
+    root = np.linalg.cholesky(_covariance(grid, losses, [rung.seeds for rung in rungs], noise))
+    rows, scales = rows * reducible[:, None], len(root)
+    white = (np.linalg.inv(root).reshape(-1, len(rows)) @ rows.reshape(len(rows), -1)).reshape(scales, *rows.shape)
+    mean, triangle, evidence = _linear(white.transpose(1, 2, 0, 3), _precision(y, design)[:, None])
+    evidence -= np.log(np.diagonal(root, axis1=1, axis2=2)).sum(1)[:, None]
+    return _Fit(mean, triangle, grid.log_prior + evidence.reshape(grid.log_prior.shape))
 
 
 def _design(x_v: Floats, x_a: Floats, centre: float) -> Floats:
@@ -293,48 +317,61 @@ def _design(x_v: Floats, x_a: Floats, centre: float) -> Floats:
     return np.concatenate([control, arm])
 
 
-def _covariance(grid: _Grid, reducible: Floats, seeds: Sequence[int], noise: Noise) -> Floats:
-    """Covariance of ln(loss - E) at every grid point: [G, 2R, 2R]."""
+def _covariance(grid: _Grid, losses: Floats, seeds: Sequence[int], noise: Noise) -> Floats:
+    """Covariance of the losses at every point of the scales: [S, 2R, 2R]."""
     n = np.array(seeds, float)
     size = len(n)
     common, own = noise.common / n, noise.paired**2 / (2 * n)
-    shared = grid.shared[:, None] ** 2
-    diagonal = np.concatenate([common + own + shared, common + own + shared + grid.own[:, None] ** 2], 1)
-    found = np.zeros((len(grid.floor), 2 * size, 2 * size))
-    places = np.arange(size)
-    found[:, range(2 * size), range(2 * size)] = diagonal
-    found[:, size:, size:] += grid.walk[:, None, None] ** 2 * np.minimum.outer(places + 1, places + 1)
-    found[:, places, places + size] = found[:, places + size, places] = common + shared
+    both, each = common + grid.shared[:, None] ** 2, own + grid.own[:, None] ** 2  # [S, R]
+    found = np.zeros((len(grid.own), 2 * size, 2 * size))
+    control, arm, steps = range(size), range(size, 2 * size), np.arange(1, size + 1)
+    found[:, size:, size:] = grid.walk[:, None, None] ** 2 * np.minimum.outer(steps, steps)
+    found[:, control, control] = both + own
+    found[:, arm, arm] += both + each
+    found[:, control, arm] = found[:, arm, control] = both
     # Losses that are bitwise equal still have rounding errors.
-    found[:, range(2 * size), range(2 * size)] += (1e-7 * reducible) ** 2
-    return found / (reducible[:, :, None] * reducible[:, None, :])
+    found[:, range(2 * size), range(2 * size)] += (1e-7 * losses) ** 2
+    return found
 
 
 def _precision(y: Floats, design: Floats) -> Floats:
-    """Prior precisions of (c, α, u, w) at every grid point: [G, 4]. A flat one is 0."""
-    slope = np.maximum(np.abs((np.linalg.pinv(design) @ y.T)[1]), STEEP)
+    """Prior precisions of the coefficients at every floor: [4, F]. A flat one is 0."""
+    slope = np.maximum(np.abs((np.linalg.pinv(design) @ y)[1]), STEEP)
     flat, one = np.zeros_like(slope), np.ones_like(slope)
-    return np.stack([flat, one, (SHIFT_SCALE * slope) ** -2, (TREND_SCALE * slope) ** -2], 1)
+    return np.stack([flat, one, (SHIFT_SCALE * slope) ** -2, (TREND_SCALE * slope) ** -2])
 
 
-def _linear(y: Floats, design: Floats, covariance: Floats, precision: Floats) -> tuple[Floats, Floats, Floats]:
-    """Posterior mean [G, 4], a root of its covariance [G, 4, 4] and the log evidence [G] of a linear model."""
-    root = np.linalg.cholesky(covariance)
-    white = np.linalg.solve(root, np.broadcast_to(design, (len(y), *design.shape)))
-    target = np.linalg.solve(root, y[:, :, None])[:, :, 0]
-    normal = np.einsum("gni,gnj->gij", white, white)
-    normal[:, range(4), range(4)] += precision
-    # By QR, which is accurate where normal equations are not.
-    below = np.sqrt(precision)[:, :, None] * np.eye(4)
-    q, r = np.linalg.qr(np.concatenate([white, below], 1))
-    padded = np.concatenate([target, np.zeros((len(y), 4))], 1)
-    mean = np.linalg.solve(r, np.einsum("gni,gn->gi", q, padded)[:, :, None])[:, :, 0]
-    residual = padded - np.einsum("gni,gi->gn", np.concatenate([white, below], 1), mean)
-    evidence = -0.5 * (residual**2).sum(1)
-    evidence -= np.log(np.diagonal(root, axis1=1, axis2=2)).sum(1)
-    evidence -= np.log(np.abs(np.diagonal(r, axis1=1, axis2=2))).sum(1)
-    evidence += 0.5 * np.log(precision[:, 1:]).sum(1)
-    return mean, np.linalg.inv(r), evidence
+def _linear(white: Floats, precision: Floats) -> tuple[Floats, Floats, Floats]:
+    """Posterior mean, a root of its precision and the log evidence of linear models with white noise.
+
+    LAPACK would take them one by one: the loops here are over columns, and each line is for all models.
+
+    Args:
+        white: Design and, as the last column, what it explains: `[n, p + 1, ...]`.
+        precision: Of independent priors around 0, `[p, ...]`.
+    """
+    count, places = len(precision), white.shape[2:]
+    # Orthogonal columns, which are accurate where normal equations are not; the prior is a row for each coefficient.
+    below, triangle = np.zeros((2, count, count + 1, *places))
+    below[range(count), range(count)] = np.sqrt(precision)
+    left = np.concatenate([white, below])
+    for j in range(count):
+        triangle[j, j] = np.sqrt((left[:, j] ** 2).sum(0))
+        unit = left[:, j] / triangle[j, j]
+        triangle[j, j + 1 :] = (unit[:, None] * left[:, j + 1 :]).sum(0)
+        left[:, j + 1 :] -= unit[:, None] * triangle[j, j + 1 :]
+    root = triangle[:, :count]
+    evidence = 0.5 * np.log(precision[1:]).sum(0) - 0.5 * (left[:, count] ** 2).sum(0)
+    evidence = evidence - np.log(root[range(count), range(count)]).sum(0)
+    return _solved(root, triangle[:, count]), root, evidence
+
+
+def _solved(root: Floats, right: Floats) -> Floats:
+    """x with root x = right, of upper triangles `[p, p, ...]` and `[p, ...]`."""
+    found = np.empty_like(right)
+    for i in reversed(range(len(root))):
+        found[i] = (right[i] - (root[i, i + 1 :] * found[i + 1 :]).sum(0)) / root[i, i]
+    return found
 
 
 @dataclass(frozen=True)
