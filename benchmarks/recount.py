@@ -1,0 +1,93 @@
+"""The tables of the notes on learnt gates and on looped experts, from their logs by numpy alone.
+
+    python benchmarks/recount.py [retrofit | looped-experts]
+
+Nothing of Fathom is imported: whoever doubts its evaluation has here the arithmetic between log and note. A row is
+printed for what the log holds; a verdict is printed only where all registered runs are there.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+RESULTS = Path(__file__).parent / "results"
+CONTROL = {"depth_attention": "queries", "uniform_depth": "queries", "loop": "queries"}
+STUDENT = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776}
+"""Student's t at 0.975 by degrees of freedom."""
+POWER = {1: 1.376, 2: 1.061, 3: 0.978, 4: 0.941}
+"""Student's t at 0.8."""
+CONTRASTS = {
+    "(M loop 8 − M once) − (D loop − D once)": {"M loop 8": 1, "M once": -1, "D loop": -1, "D once": 1},
+    "M loop 12 − M once": {"M loop 12": 1, "M once": -1},
+    "D loop − D once": {"D loop": 1, "D once": -1},
+}
+
+
+def lines(name: str) -> list[dict[str, Any]]:
+    """The lines of a log; none if it has not begun."""
+    path = RESULTS / f"{name}.jsonl"
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+
+
+def retrofit() -> Iterator[str]:
+    """Losses of documents, and of trained variants beside the base model and beside the matched control."""
+    rows = lines("retrofit")
+    scored = {
+        (row["variant"], row["rate"], row["seed"]): {text: np.array(found) for text, found in row["losses"].items()}
+        for row in rows
+        if row["step"] == "score"
+    }
+    base = scored.pop((None, None, None), {})
+    for text, losses in base.items():
+        yield f"| base model | {text} | {len(losses)} | {losses.mean():.4f} | {losses.std(ddof=1):.4f} |"
+    for (variant, rate, seed), found in scored.items():
+        for text, losses in found.items():
+            yield f"| {variant}, rate {rate:g}, seed {seed} − base | {text} | {paired(losses - base[text])} |"
+            other = scored.get((CONTROL.get(variant, ""), rate, seed))
+            if other:
+                yield f"| {variant} − {CONTROL[variant]}, seed {seed} | {text} | {paired(losses - other[text])} |"
+    for row in rows:
+        if row["step"] == "train":
+            gates = np.concatenate([np.ravel(values) for values in row["gates"].values()])
+            size, negative = np.sqrt((gates**2).mean()), 100 * (gates < 0).mean()
+            run = f"{row['variant']}, rate {row['rate']:g}, seed {row['seed']}"
+            yield f"| {run} | {len(gates)} | {row['validation']:.4f} | {size:.3f} | {negative:.0f} % |"
+
+
+def paired(differences: np.ndarray) -> str:
+    """Mean difference over documents with its 95 % interval, which knows nothing of seeds."""
+    half = 1.96 * differences.std(ddof=1) / len(differences) ** 0.5
+    return f"{differences.mean():+.4f} ± {half:.4f}"
+
+
+def looped_experts() -> Iterator[str]:
+    """Each run, and the registered contrasts of those seeds that all their arms have."""
+    runs = [row for row in lines("looped-experts") if row["step"] == "train"]
+    for row in runs:
+        loss = np.mean(list(row["losses"].values()))
+        yield f"| {row['size']} | {row['arm']} | {row['rate']:.4g} | {row['seed']} | {loss:.4f} |"
+    for size in dict.fromkeys(row["size"] for row in runs):
+        loss = {
+            (row["arm"], row["seed"]): float(np.mean(list(row["losses"].values())))
+            for row in runs
+            if row["size"] == size and row["seed"] < 10_000
+        }
+        for name, weights in CONTRASTS.items():
+            seeds = [s for s in range(5) if all((arm, s) in loss for arm in weights)]
+            values = np.array([sum(w * loss[arm, s] for arm, w in weights.items()) for s in seeds])
+            if len(values) > 1:
+                error, free = values.std(ddof=1) / len(values) ** 0.5, len(values) - 1
+                half, seen = error * STUDENT[free], error * (STUDENT[free] + POWER[free])
+                yield f"| {size} | {name} | {len(values)} | {values.mean():+.4f} ± {half:.4f} | {seen:.4f} |"
+
+
+if __name__ == "__main__":
+    tables = {"retrofit": retrofit, "looped-experts": looped_experts}
+    for name in sys.argv[1:] or tables:
+        print(*tables[name](), sep="\n")
