@@ -282,8 +282,8 @@ def _grid(least: float, noise: Noise) -> _Grid:
         _trapezoid(walk) * np.exp(-0.5 * (walk / WALK_SCALE) ** 2),
         _trapezoid(floors),
     ]
-    deviations = np.stack([axis.ravel() for axis in np.meshgrid(shared, own, walk, indexing="ij")])
-    return _Grid(*deviations, floors, np.log(np.einsum("i,j,k,l->ijkl", *parts)))
+    both, each, steps = (axis.ravel() for axis in np.meshgrid(shared, own, walk, indexing="ij"))
+    return _Grid(both, each, steps, floors, np.log(np.einsum("i,j,k,l->ijkl", *parts)))
 
 
 def _trapezoid(points: Floats) -> Floats:
