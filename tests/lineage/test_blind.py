@@ -190,3 +190,18 @@ def test_a_disguised_copy_that_drifted_is_found(models, disguised, tmp_path):
         pair = open_weights(models(seed=90)), open_weights(far)
         found = compare(*pair, options=Options(extras=False, nonce=nonce))
         assert found.verdict.label in FOUND, (nonce, found.pair.neurons["blind"])
+
+
+@pytest.mark.parametrize("more", [0, 4, 48])
+def test_directions_that_nothing_writes_are_left_out(more):
+    """Also where most channels are empty, and rounding leaves traces of the rotation in them."""
+    draw = np.random.default_rng(more)
+    write, read = draw.normal(size=(2, 3, 24 + more, 24 + more))
+    write[:, 24:] = 0
+    turn = np.linalg.qr(draw.normal(size=(24 + more, 24 + more)))[0]
+    span = blind._written([(turn.T @ w @ r @ turn).astype(np.float32) for w, r in zip(write, read, strict=True)])
+    if more == 0:
+        assert span is None
+    else:
+        assert span.shape == (24 + more, 24)
+        np.testing.assert_allclose(turn.T[:, :24] @ (turn[:24] @ span), span, atol=1e-4)

@@ -34,7 +34,7 @@ GOLDEN = 0.618
 NODES, WEIGHTS_OF_NODES = np.polynomial.hermite_e.hermegauss(64)
 TURN = 1e-3  # two maps of layers that differ by less have the same invariants
 DEAD = 1e-4  # a map that is so much smaller than the median one is none
-EMPTY = 1e-5  # share of the median energy below which a direction is never written: rounding to bfloat16 leaves 1e-6
+EMPTY = 1e-5  # share of the mean energy below which a direction is never written: rounding to bfloat16 leaves 1e-6
 Pairs = list[tuple[int, int]]
 ATTENTION, FEED_FORWARD = range(2)
 Maps = list[tuple[int, int, int]]
@@ -109,7 +109,7 @@ def _living(weights: Weights, kind: int, layers: Sequence[int], progress: Told) 
 def _written(found: Sequence[Array]) -> Array | None:
     """The directions that some maps write, [d, K]; None if these are all."""
     energy, vectors = np.linalg.eigh(sum(c.astype(np.float64) @ c.T for c in map(_unit, found)))
-    kept = energy > EMPTY * float(np.median(energy[energy > 0])) if (energy > 0).any() else energy == 0
+    kept = energy > EMPTY * float(energy.mean()) if energy.max() > 0 else energy == 0
     return None if kept.all() else vectors[:, kept].astype(np.float32)
 
 
