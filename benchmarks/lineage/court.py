@@ -3,8 +3,13 @@
     python benchmarks/lineage/court.py --zoo zoo --strangers strangers --real SmolLM2-135M --text text.txt \\
         --directory court --kit env/bin/python --out benchmarks/results/lineage-court.json
 
-`zoo` and `strangers` are what zoo.py and strangers.py made. Every answer is a line of court/answers.jsonl; a run that
-was stopped resumes where it ended, and `--fresh` begins anew; several runs with other `--tools` may share a directory.
+`zoo`, `strangers` and `bystanders` are what zoo.py, strangers.py and bystanders.py made. Every tool with a score is
+asked twice: with its published threshold, and calibrated on the controls of the case as Fathom is, max + 5 sd of the
+scores of either model with each control. All are scored by two standards: *related* (any relation is said, a shared
+start among them) and *lineage* (one came from the other or both from a third). Every answer is a line of
+court/answers.jsonl; a run that was stopped resumes where it ended, and `--fresh` begins anew; several runs with other
+`--tools` may share a directory.
+
 A tool is a function from a case to an answer:
 
     @tool("name")
@@ -18,6 +23,7 @@ pairs, and the bound is Clopper and Pearson's for as many.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -28,13 +34,15 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import baselines
+import bystanders
 import court_real
 import members as zoo_members
+import named
 import neutral
 import numpy as np
 import strangers as small
@@ -43,7 +51,7 @@ from figures import auc, found_at_none
 from scipy import stats
 from strangers import commit
 
-from fathom.lineage import Weights, aligning, awm, canonical, comparison, huref, open_weights, verdict
+from fathom.lineage import Weights, aligning, awm, canonical, comparison, evidence, huref, open_weights, verdict
 
 RELATED, SEED, STRANGER = "related", "same seed", "stranger"
 FOUND, NOT_FOUND, ABSTAINS = "found", "not found", "abstains"
@@ -156,6 +164,32 @@ def embedding_cosine(case: Case) -> Answer:
     return by_threshold(float(np.einsum("nd,nd->n", one, other).mean()), HIGH)
 
 
+RIVALS = ("AWM, as published", "HuRef ICS, as published", "parameter cosine", "embedding cosine")
+_scored: dict[tuple[str, Path, Path], float | None] = {}
+
+
+def calibrated(name: str) -> Callable[[Case], Answer]:
+    """A tool with the threshold that the case's controls give, by Fathom's rule."""
+
+    def score(case: Case) -> float | None:
+        key = (name, *sorted((case.a, case.b)))
+        if key not in _scored:
+            _scored[key] = TOOLS[name](case).score
+        return _scored[key]
+
+    def ask(case: Case) -> Answer:
+        pairs = [replace(case, a=one, b=other) for one in (case.a, case.b) for other in case.controls]
+        null = [found for pair in pairs if (found := score(pair)) is not None]
+        own, bar = score(case), evidence.score_threshold(null)
+        return Answer(own, ABSTAINS, "no controls") if own is None or bar is None else by_threshold(own, bar)
+
+    return ask
+
+
+for _name in RIVALS:
+    TOOLS[f"{_name.removesuffix(', as published')}, calibrated"] = calibrated(_name)
+
+
 @dataclass
 class Kit:
     """Cisco's Model Provenance Kit, running in its own environment."""
@@ -210,6 +244,7 @@ class Court:
     strangers: Path | None
     real: court_real.Real | None
     gguf: Path | None
+    bystanders: Path | None = None
 
     def plain(self, name: str) -> Path:
         """A model of the zoo under the name of its public twin, which every tool can read."""
@@ -234,6 +269,35 @@ class Court:
             yield from self.of_zoo()
         if self.strangers is not None:
             yield from self.of_strangers(np.random.default_rng(0))
+        if self.bystanders is not None:
+            yield from self.of_bystanders(self.bystanders)
+
+    def of_bystanders(self, where: Path) -> Iterator[Case]:
+        """Strangers that share a formula, a teacher, an embedding or data; runs of one seed; and disguises by name."""
+        plain = [where / f"plain-{at}" for at in range(20)]
+
+        def case(kind: str, truth: str, a: Path, b: Path, other: Path | None = None) -> Case:
+            root = "one seed" if truth == SEED else ""
+            roots = (root or a.name, root or b.name)
+            return Case(kind, truth, a, other or b, roots, tuple(p for p in plain[17:] if p not in (a, b))[:2])
+
+        for name, recipe in bystanders.RECIPES.items():
+            models = [where / f"{name.replace(' ', '-')}-{at}" for at in range(4)]
+            truth = SEED if name in bystanders.ONE_SEED else STRANGER
+            for a, b in itertools.combinations(models, 2):
+                yield case(name, truth, a, b)
+                if (turned := where / "rotated" / f"{b.name}-rotated").exists() and recipe.turned:
+                    yield case(f"{name}, rotated", truth, a, b, turned)
+            if recipe.teacher and recipe.teacher != "embedding":
+                yield from (case(f"{name}, and its teacher", truth, student, plain[0]) for student in models)
+        for at in range(4):
+            pair = [where / f"{name.replace(' ', '-')}-{at}" for name in bystanders.ONE_SEED[:2]]
+            yield case("one seed and order", SEED, pair[0], pair[1])
+        neutral.EDITS["two layers"] = named.two_layers
+        for at, (name, kinds) in enumerate((n, k) for n, k in named.DISGUISES.items() for _ in range(3)):
+            source = plain[at % 12]
+            copy = named.made(source, kinds, self.directory / "named" / f"{name.replace(' ', '-')}-{at}", True)[0]
+            yield case(f"disguised: {name}", RELATED, source, source, copy)
 
     def of_real(self) -> Iterator[Case]:
         """A real model with its children, and strangers of its shape."""
@@ -377,11 +441,14 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
         out[name] = {
             "related": len(kinds[RELATED]),
             "found": sum(r["said"] == FOUND for r in kinds[RELATED]),
+            "found, as a lineage": sum(bool(r["lineage"]) for r in kinds[RELATED]),
             "strangers": asked,
             "stranger roots": roots,
             "falsely accused": len(accused),
+            "falsely accused of a lineage": sum(bool(r["lineage"]) for r in kinds[STRANGER]),
             "bound by root": bound(len(accused), asked, roots),
             "same seed": len(kinds[SEED]),
+            "same seed called related": sum(r["said"] == FOUND for r in kinds[SEED]),
             "same seed called a lineage": sum(bool(r["lineage"]) for r in kinds[SEED]),
             "abstained": sum(r["said"] == ABSTAINS for r in here),
             "area under the curve": auc(scores, related, np.ones(len(scored))) if both else None,
@@ -395,9 +462,24 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return out
 
 
+def by_explanation(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, str]]:
+    """Of the pairs of each kind that are not related: how many each tool called related."""
+    out: dict[str, dict[str, str]] = {}
+    for kind in dict.fromkeys(row["kind"] for row in rows if row["truth"] != RELATED):
+        here = [row for row in rows if row["kind"] == kind]
+        tools = dict.fromkeys(row["tool"] for row in here)
+        out[kind] = {
+            name: f"{sum(r['said'] == FOUND for r in here if r['tool'] == name)} of "
+            f"{sum(r['tool'] == name for r in here)}"
+            for name in tools
+        }
+    return out
+
+
 def table(found: dict[str, dict[str, Any]]) -> str:
     """The court's table, in Markdown."""
-    head = ("tool", "found", "strangers accused (95 % bound)", "same seed called a lineage", "abstained")
+    head = ("tool", "found related", "as a lineage", "strangers called related (95 % bound)", "as a lineage")
+    head += ("same seed called related", "as a lineage", "abstained")
     head += ("area under the curve", "found with no false alarm", "CPU s, median")
     lines = [f"| {' | '.join(head)} |", f"| {' | '.join('---' for _ in head)} |"]
     for name, row in found.items():
@@ -405,8 +487,11 @@ def table(found: dict[str, dict[str, Any]]) -> str:
         cells = [
             name,
             f"{row['found']} of {row['related']}",
+            str(row["found, as a lineage"]),
             f"{row['falsely accused']} of {row['strangers']} (< {row['bound by root']:.0%})",
-            f"{row['same seed called a lineage']} of {row['same seed']}",
+            str(row["falsely accused of a lineage"]),
+            f"{row['same seed called related']} of {row['same seed']}",
+            str(row["same seed called a lineage"]),
             str(row["abstained"]),
             "–" if row["area under the curve"] is None else f"{row['area under the curve']:.3f}",
             "–" if share is None else f"{share:.0%}",
@@ -440,6 +525,8 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--directory", type=Path, required=True, help="where children, disguises and the log go")
     parser.add_argument("--zoo", type=Path, help="what zoo.py made")
     parser.add_argument("--strangers", type=Path, help="what strangers.py made")
+    parser.add_argument("--bystanders", type=Path, help="what bystanders.py made")
+    parser.add_argument("--seconds", type=float, default=1e9, help="of processor time, after which this run ends")
     parser.add_argument("--real", type=Path, help="a real Llama model with tied embeddings")
     parser.add_argument("--text", type=Path, help="text for its fine-tunes")
     parser.add_argument("--gguf", type=Path, help="its GGUF file")
@@ -462,11 +549,13 @@ def main(words: Sequence[str] | None = None) -> int:
         log.unlink(missing_ok=True)
     rows = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
     known, resumed = {(row["tool"], row["key"]) for row in rows}, bool(rows)
-    court = Court(options.directory, options.zoo, options.strangers, real, options.gguf)
+    court = Court(options.directory, options.zoo, options.strangers, real, options.gguf, options.bystanders)
     cases = list({case.key: case for case in court.cases()}.values())
     np.random.default_rng(0).shuffle(cases)  # so that a run that is stopped has heard some of every kind
     cases = shared_out(cases, options.share)
     for number, case in enumerate(cases[:: -1 if options.backwards else 1]):
+        if time.process_time() > options.seconds:
+            break
         for name in () if options.tally else options.tools or TOOLS:
             if (name, case.key) in known:
                 continue
@@ -487,6 +576,10 @@ def main(words: Sequence[str] | None = None) -> int:
         "cases": len(cases),
         "heard by all tools": len({row["key"] for row in heard}),
         "summary": found,
+        "related said of strangers and of one seed, by what they share": by_explanation(heard),
+        "answers": [
+            [r["tool"], r["key"], r["truth"], r["said"], bool(r["lineage"]), r["score"], r["words"]] for r in heard
+        ],
     }
     if options.out:
         options.out.write_text(json.dumps(body, indent=1) + "\n")

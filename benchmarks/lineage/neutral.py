@@ -397,21 +397,22 @@ def constant_keys(copy: Copy, draw: Draw) -> None:
     before = _logits(whole, copy)
     config = copy.config
     dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    plain, more = {}, {}
     for at, x in seen.items():
         mean = x.mean(0)
         spread = (x - mean).T @ (x - mean) / len(x)
         w = torch.linalg.solve(spread + 1e-6 * spread.trace() / len(mean) * torch.eye(len(mean)).double(), mean)
         name = f"{at}self_attn.k_proj.weight"
-        plain = copy.tensors[name]
-        rows = [h * dim + half * dim // 2 + dim // 2 - 1 for h in range(len(plain) // dim) for half in (0, 1)]
-        more = torch.zeros_like(plain)
-        more[rows] = torch.from_numpy(draw.normal(size=(len(rows), 1))) * w / (w @ mean)
-        size = 64.0
-        while True:
-            copy.tensors[name] = plain + size * more
-            if float((_logits(_model(copy), copy) - before).abs().max()) <= KEYS_KEPT:
-                break
-            size = size / 2 if size > 1e-3 else 0.0
+        plain[name], more[name] = copy.tensors[name], torch.zeros_like(copy.tensors[name])
+        rows = [h * dim + half * dim // 2 + dim // 2 - 1 for h in range(len(plain[name]) // dim) for half in (0, 1)]
+        more[name][rows] = torch.from_numpy(draw.normal(size=(len(rows), 1))) * w / (w @ mean)
+    size = 64.0
+    while size > 1e-4:
+        copy.tensors |= {name: plain[name] + size * more[name] for name in more}
+        if float((_logits(_model(copy), copy) - before).abs().max()) <= KEYS_KEPT:
+            return
+        size /= 2
+    copy.tensors |= plain
 
 
 def _model(copy: Copy) -> torch.nn.Module:

@@ -23,7 +23,18 @@ RELATED, SEED, STRANGER = "related", "same seed", "stranger"
 @pytest.fixture
 def court(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    for name in ("court", "court_real", "members", "strangers", "neutral", "figures", "edited", "checkpoints"):
+    for name in (
+        "court",
+        "court_real",
+        "bystanders",
+        "named",
+        "members",
+        "strangers",
+        "neutral",
+        "figures",
+        "edited",
+        "checkpoints",
+    ):
         monkeypatch.delitem(sys.modules, name, raising=False)
     return importlib.import_module("court")
 
@@ -42,6 +53,9 @@ def test_the_summary_counts_what_was_said(court):
     assert (found["found"], found["related"], found["falsely accused"], found["strangers"]) == (1, 3, 1, 10)
     assert (found["same seed called a lineage"], found["same seed"], found["abstained"]) == (1, 2, 1)
     assert found["found with no false alarm"] == pytest.approx(1 / 3)
+    assert (found["found, as a lineage"], found["same seed called related"]) == (1, 2)
+    explained = court.by_explanation(rows)
+    assert explained == {STRANGER: {"t": "1 of 10"}, SEED: {"t": "2 of 2"}}
     assert "1 of 3" in court.table({"t": found}) and "1 of 10" in court.table({"t": found})
 
 
@@ -72,6 +86,12 @@ def test_a_tool_that_fails_abstains_and_published_tools_say_what_they_say(court,
         assert answers[0].said == FOUND and answers[0].score > answers[1].score, name
         assert np.isfinite(answers[1].score) and answers[1].seconds >= 0
     assert court.answered("Fathom", apart).said == NOT_FOUND
+    controls = tuple(
+        save(build(tiny_config("llama"), seed, torch.float32), tmp_path / str(seed), 512) for seed in (2, 3)
+    )
+    asked = [court.replace(case, controls=controls) for case in (same, apart)]
+    assert [court.answered("AWM, calibrated", case).said for case in asked] == [FOUND, NOT_FOUND]
+    assert court.answered("AWM, calibrated", same).said == ABSTAINS, "without controls there is no threshold"
     monkeypatch.setattr(court, "TOOLS", dict(court.TOOLS))
 
     @court.tool("broken")
