@@ -105,3 +105,13 @@ def test_other_directories_are_one_line(tmp_path: Path, capsys: pytest.CaptureFi
         assert main(["check", str(tmp_path / name)]) == 2
         assert says in capsys.readouterr().err
     assert said(tmp_path / "pickle", capsys)[0] == 2
+
+
+@pytest.mark.slow
+def test_a_file_that_drafts_by_layers_that_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As MiniMax M2's, whose class would look for these layers in `generate`."""
+    carried = {"use_mtp": True, "num_mtp_modules": 3, "attn_type_list": [1, 1], "use_qk_norm": True}
+    shape = {"num_hidden_layers": 2, "num_local_experts": 4, "num_experts_per_tok": 2, "vocab_size": 97}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "minimax_m2", **shape, **carried}))
+    assert main(["check", str(tmp_path)]) == 0
+    assert "generate" in capsys.readouterr().out

@@ -108,6 +108,7 @@ def _positions(model: PreTrainedModel, positions: Tensor) -> dict[str, Tensor]:
 
 def generated(model: PreTrainedModel, batch: Batch) -> Tensor:
     """`generate` after padded prompts, forced to write the texts."""
+    model.generation_config.use_mtp = None  # some published files draft by layers that the class leaves out
     said = model.generate(
         batch.ids[:, :PROMPT],
         attention_mask=batch.mask[:, :PROMPT],
