@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, cast
 
 import torch
@@ -89,7 +90,18 @@ def let_turn(layers: Sequence[Hosted], rotation: Any, rope: Mapping[str, Any], x
             layer.handover, layer.rotates = TurnedHandover, turned
             home = inspect.getmodule(type(layer._modules[layer.parts[0]]))
             named = "apply_rotary_emb" if isinstance(of_kind[layer.kind], Tensor) else "apply_rotary_pos_emb"
-            layer.turn = getattr(home, named)
+            layer.turn = of_both(getattr(home, named))
+
+
+def of_both(turn: Callable[..., Any]) -> Callable[..., Any]:
+    """A family's function for queries and keys, also where it takes one of the two at a time (Gemma 4)."""
+    _, second, *_ = inspect.signature(turn).parameters
+    return partial(each, turn) if second == "cos" else turn
+
+
+def each(turn: Callable[..., Tensor], query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> KeyValue:
+    """Queries and keys, one after the other."""
+    return turn(query, cos, sin), turn(key, cos, sin)
 
 
 def turning(layers: Iterable[nn.Module]) -> bool:
