@@ -241,7 +241,9 @@ def test_gradients_of_packed_documents_are_their_own(case):
     changed[:, :4] = tokens(1, 4, seed=77)
     for where, same in ((positions, True), (None, False)):
         one, other = (logits(single, ids, position_ids=where)[:, 4:] for ids in (row, changed))
-        assert torch.equal(one, other) is same
+        # An expert's product may round otherwise with another number of rows, and others' tokens are among them.
+        equal = worst(one, other) < CLOSE if single.config.experts else torch.equal(one, other)
+        assert equal is same
 
 
 @pytest.mark.quick("True-*")
