@@ -14,6 +14,7 @@ from .cache import MemoryCache
 from .compressed import NothingCompressedWarning, compressed
 from .method import Method
 from .prefill import chunks, prefill
+from .press import press
 from .schedule import Eager, Once, Schedule
 from .stored import load_cache, save_cache
 from .watch import watch
@@ -38,6 +39,7 @@ __all__ = [
     "compressed",
     "load_cache",
     "prefill",
+    "press",
     "save_cache",
     "watch",
 ]

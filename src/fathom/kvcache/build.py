@@ -35,10 +35,10 @@ class UntunedWarning(UserWarning):
 
 def build_cache(
     model_or_config: PreTrainedModel | PreTrainedConfig,
-    method: str | Method = "freqkv",
+    method: str | Method | type[Method] = "freqkv",
     window: int | None = None,
-    sinks: int = SINKS,
-    ratio: float = 0.5,
+    sinks: int | None = None,
+    ratio: float | None = None,
     kept: int | None = None,
     quantized: str | None = None,
     static: bool = False,
@@ -48,8 +48,8 @@ def build_cache(
 
     Args:
         model_or_config: The model; if only its configuration is given, call `watch(model)` before use.
-        method: A name of `METHODS`, one of `WHOLE` (uncompressed, in transformers' own caches), or
-            a trained `Method`, which brings schedule and options.
+        method: A name of `METHODS`, one of `WHOLE` (uncompressed, in transformers' own caches), a class of methods
+            (see `press`), or a trained `Method`, which brings schedule and options.
         window: N, maximum entries of a layer, preferably the context length in training. For `full_static`, the tokens
             to allocate.
         sinks: S, first entries that are never compressed.
@@ -162,25 +162,27 @@ def config_of(model_or_config: PreTrainedModel | PreTrainedConfig) -> PreTrained
 
 def make_method(
     config: PreTrainedConfig,
-    method: str | Method,
+    method: str | Method | type[Method],
     window: int | None = None,
-    sinks: int = SINKS,
-    ratio: float = 0.5,
+    sinks: int | None = None,
+    ratio: float | None = None,
     kept: int | None = None,
     **options: object,
 ) -> Method:
     """A method with its schedule, for models of this configuration."""
     if isinstance(method, Method):
         refuse(config, method.schedule.window)
-        if (window, sinks, ratio, kept, options) != (None, 4, 0.5, None, {}):
+        defaults = window is None and kept is None and sinks in (None, SINKS) and ratio in (None, RATIO)
+        if options or not defaults:
             raise ValueError(f"this {method.name} brings its own schedule and options: give the method alone")
         if not method.rope.turns_as(Rope(config)):
             raise ValueError(f"this {method.name} was made for other rotary angles than this model's: make another")
         return method
-    if method not in METHODS:
+    chosen = METHODS.get(method) if isinstance(method, str) else method
+    if chosen is None:
         raise ValueError(f"method must be one of {', '.join([*WHOLE, *METHODS])}, got {method!r}")
     if window is None:
         raise ValueError("window must be given: the number of entries to hold, at best the length trained at")
     refuse(config, window)
-    chosen = METHODS[method]
+    ratio, sinks = chosen.own_ratio if ratio is None else ratio, chosen.own_sinks if sinks is None else sinks
     return chosen(chosen.schedule_for(window, sinks, ratio, kept), Rope(config), **options)

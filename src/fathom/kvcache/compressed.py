@@ -27,7 +27,7 @@ from .cache import MemoryCache
 from .method import Method
 from .rope import Rope, refuse
 from .rows import left_padding, real_tokens
-from .schedule import SINKS, Eager, Once, Schedule, share
+from .schedule import Eager, Once, Schedule
 from .watch import decoder_of, named, watch
 
 UNTOUCHED = 1 << 40
@@ -41,9 +41,9 @@ class NothingCompressedWarning(UserWarning):
 @contextmanager
 def compressed(
     model: PreTrainedModel,
-    method: str = "snapkv",
-    ratio: float = 0.5,
-    sinks: int = SINKS,
+    method: str | type[Method] = "snapkv",
+    ratio: float | None = None,
+    sinks: int | None = None,
     while_decoding: bool = False,
     **options: object,
 ) -> Iterator[None]:
@@ -60,15 +60,17 @@ def compressed(
 
     Args:
         model: Any decoder of the supported families.
-        method: A name of `METHODS`.
-        ratio: The share of the prompt's entries to keep, sinks included.
-        sinks: First entries that are never compressed.
+        method: A name of `METHODS`, or a class of one's own (`press` makes one from a press of kvpress).
+        ratio: The share of the prompt's entries to keep, sinks included; by default 0.5, or that of the press.
+        sinks: First entries that are never compressed; by default 4, with a press 0.
         while_decoding: Compress again whenever the cache reaches the prompt's length. Otherwise the prompt is
             compressed once, and the answer's entries are added.
         options: Options of the method.
     """
-    if method not in METHODS:
+    made = METHODS.get(method) if isinstance(method, str) else method
+    if made is None:
         raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
+    ratio, sinks = made.own_ratio if ratio is None else ratio, made.own_sinks if sinks is None else sinks
     config, decoder = config_of(model), decoder_of(model)
     kind = Eager if while_decoding else Once
     Schedule.at(1 << 20, sinks, ratio)  # invalid values are refused here, not at the first prompt
@@ -77,8 +79,10 @@ def compressed(
     rope.ask(decoder)  # before the hook, which would compress what the question reads
 
     def method_for(length: int) -> Method:
-        window = length if sinks < share(length, ratio) < length else UNTOUCHED
-        return METHODS[method](kind.at(window, sinks, ratio), rope, **options)
+        left = made.left(length, ratio)
+        if not sinks < left < length:
+            return made(kind.at(UNTOUCHED, sinks, ratio), rope, **options)
+        return made(kind(length, sinks, left - sinks), rope, **options)
 
     whole = False  # whether a prompt was read that stays whole
 
@@ -93,7 +97,8 @@ def compressed(
             whole = True
             warnings.warn(
                 f"compressed: a prompt of {length} tokens stays whole, because ratio={ratio} leaves "
-                f"{share(length, ratio)} of them and sinks={sinks}; give more tokens, a larger ratio or fewer sinks",
+                f"{made.left(length, ratio)} of them and sinks={sinks}; give more tokens, a larger ratio or fewer "
+                "sinks",
                 NothingCompressedWarning,
                 stacklevel=2,
             )

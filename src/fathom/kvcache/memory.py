@@ -3,6 +3,9 @@
 Keys have *virtual absolute* positions: with T tokens seen and p entries held, entry s has position s + T − p. For new
 keys this is the true position, by which the model rotated them. So models and `generate` need no change, and distances
 stay below N.
+
+In half precision a key that is rotated again at each compression wears down: after 200 of them it is 6 % off in bf16.
+So after the first compression keys are stored without their rotation, and rotated when they are read.
 """
 
 from __future__ import annotations
@@ -14,8 +17,10 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
+from fathom.models.axes.numerics import widen
+
 from .method import Held, Method
-from .rope import Still
+from .rope import Still, Turn
 from .schedule import LARGEST_MASK, Schedule
 from .states import State
 
@@ -24,6 +29,8 @@ class Memory(CacheLayerMixin):
     """Keys and values of one layer: at most N entries for any number of tokens seen."""
 
     is_sliding = False
+    bares = True
+    """Whether keys in half precision are stored without their rotation."""
     keys: Tensor
     values: Tensor
 
@@ -67,9 +74,10 @@ class Memory(CacheLayerMixin):
 
     def _forget(self) -> None:
         self.seen = 0
-        self.first: Tensor | None = None  # the sinks' keys before any compression
+        self.first: Tensor | None = None  # the sinks' keys before any compression, if keys are stored rotated
         self.queries: Tensor | None = None
         self.full = False  # N entries that wait for the queries of the last token
+        self.bare = False  # whether the stored keys are without their rotation
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Start with no entries."""
@@ -136,26 +144,46 @@ class Memory(CacheLayerMixin):
     def _is_due(self, length: int) -> bool:
         return not self.schedule.eager and length > 0 and self.schedule.compressions(self.seen + 1) > self.compressions
 
+    @property
+    def wears(self) -> bool:
+        """Whether keys would wear down by the rotations of the compressions to come."""
+        rotates = self.bares and isinstance(self.rotation, Turn) and self.dtype.itemsize <= 2
+        return rotates and not self.schedule.ended(self.seen)
+
     def _compress(self) -> None:
-        self._replace(*self._compressed(*self._read()))
+        keys, values = self._compressed(*self._read())
+        self.bare = self.wears
+        self._replace(keys, values)
         self.queries, self.full = None, False
 
     def _compressed(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        if self.first is None:
-            self.first = keys[:, :, : self.schedule.sinks].clone()  # a view would keep the whole window in memory
-        first, held = self.first, Held(keys, values, self.queries, self.rotation)
-        if self.schedule.ended(self.seen):
-            self.first = None
-        return self.method.compress(held, first, self.compressions - self.full)
+        made, first = self.compressions - self.full, self.first
+        if first is None:
+            sinks = keys[:, :, : self.schedule.sinks]  # copied, since a view would keep the whole window in memory
+            first = self.rotation.turn(sinks, -made * self.schedule.freed, 0) if self.bare else sinks.clone()
+        self.first = None if self.wears or self.schedule.ended(self.seen) else first
+        return self.method.compress(Held(keys, values, self.queries, self.rotation), first, made)
 
     def _append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         self.keys, self.values = torch.cat([self.keys, keys], dim=2), torch.cat([self.values, values], dim=2)
-        return self.keys, self.values
+        return self._rotated(self.dtype), self.values
+
+    def _rotated(self, dtype: torch.dtype) -> Tensor:
+        """The keys as attention sees them, `[B, H_kv, p, D]`; those that a compression left are stored unrotated."""
+        if not self.bare:
+            return self.keys
+        keys, left = self.keys.to(dtype), self.schedule.survivors
+        placed = self.rotation.place(keys[:, :, :left], self.seen - keys.shape[2])
+        return torch.cat([placed, keys[:, :, left:]], dim=2)
 
     def _read(self) -> tuple[Tensor, Tensor]:
-        return self.keys, self.values
+        return self._rotated(torch.promote_types(self.dtype, torch.float32)), self.values
 
     def _replace(self, keys: Tensor, values: Tensor) -> None:
+        if self.bare:
+            old, new = keys.tensor_split([self.schedule.survivors], dim=2)
+            old = self.rotation.turn(widen(old), keys.shape[2] - self.seen, -1)
+            keys = torch.cat([old, new], dim=2).to(self.dtype)
         self.keys, self.values = keys, values
 
     def reset(self) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from fathom.models.axes.numerics import widen
 
 from .rope import Rope, Still
-from .schedule import Schedule
+from .schedule import RATIO, SINKS, Schedule, share
 
 UNSEEN = (
     "this method needs the queries, which were not seen: the cache was built from another model than the one that is "
@@ -68,6 +68,10 @@ class Method(ABC):
     """Whether `ratio`, the share that a compression leaves, applies to this method."""
     needs_tuning: ClassVar[bool] = False
     """Whether the model's weights must be trained under it."""
+    own_ratio: ClassVar[float] = RATIO
+    """The share that a compression leaves by default."""
+    own_sinks: ClassVar[int] = SINKS
+    """The first entries that are never compressed by default."""
     observed: int = 0
     """How many of the last queries `condense` needs; above 0 for every method that uses queries."""
 
@@ -79,6 +83,11 @@ class Method(ABC):
     def schedule_for(cls, window: int, sinks: int, ratio: float, kept: int | None) -> Schedule:
         """The method's schedule for the user's settings."""
         return Schedule.at(window, sinks, ratio, kept)
+
+    @classmethod
+    def left(cls, length: int, ratio: float) -> int:
+        """The entries that `ratio` leaves of a prompt."""
+        return share(length, ratio)
 
     def rotation(self, held: Held) -> Still:
         """How the layer rotates its keys."""

@@ -19,6 +19,8 @@ from .whole import backend_layer
 class QuantizedMemory(Memory):
     """A `Memory` through a backend that must be installed (`fp8` needs only a newer transformers)."""
 
+    bares = False
+
     def __init__(self, method: Method, backend: str, layer: int = 0) -> None:
         self.backend = backend_layer(backend)
         super().__init__(method, layer)

@@ -30,6 +30,7 @@ class StaticMemory(Memory):
     """Keys and values of one layer in buffers of N entries, which are written in place."""
 
     is_compileable = True
+    bares = False
     place: Tensor
     """The number of tokens seen, for the graph; `seen` is the same number for Python."""
 

@@ -154,4 +154,5 @@ def _layer(
         part.keys, part.values = keys, values
         if isinstance(part, Memory):
             part.seen, part.first, part.queries = about["seen"] - pad, found["first"], found["queries"]
+            part.bare = part.wears and part.compressions > 0
     return layer
