@@ -56,7 +56,7 @@ def test_what_they_hold():
             "quantized=fp8: method 'full_static' stores entries as they are",
         ),
         ("full_fp8", dict(quantized="fp8"), "quantized=fp8: method 'full_fp8' says that already"),
-        ("full", dict(quantized="int3"), "quantized must be one of quanto, hqq, fp8, got 'int3'"),
+        ("full", dict(quantized="int3"), "quantized must be one of int8, int4, quanto, hqq, fp8, got 'int3'"),
     ],
 )
 def test_impossible_options(method, given, message):

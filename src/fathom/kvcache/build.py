@@ -29,6 +29,11 @@ NAMES = ("full", *(name for name, method in METHODS.items() if method.by_name))
 """The methods that a recipe and the command line may name."""
 
 
+def base(method: str) -> str:
+    """The method of a name such as `drop+int8`: what comes before the plus; the rest says how entries are stored."""
+    return method.partition("+")[0]
+
+
 class UntunedWarning(UserWarning):
     """A method that mixes entries was requested for a model that was not tuned under it."""
 
@@ -48,19 +53,23 @@ def build_cache(
 
     Args:
         model_or_config: The model; if only its configuration is given, call `watch(model)` before use.
-        method: A name of `METHODS`, one of `WHOLE` (uncompressed, in transformers' own caches), a class of methods
-            (see `press`), or a trained `Method`, which brings schedule and options.
+        method: A name of `METHODS`, also with `quantized` behind a plus (`drop+int8`), one of `WHOLE` (uncompressed), a
+            class of methods (see `press`), or a trained `Method`, which brings schedule and options.
         window: N, maximum entries of a layer, preferably the context length in training. For `full_static`, the tokens
             to allocate.
         sinks: S, first entries that are never compressed.
         ratio: Share of the window that a compression leaves.
         kept: L, entries that a compression leaves in addition to the sinks, instead of `ratio`.
-        quantized: Store entries through a transformers backend: `quanto`, `hqq` or `fp8`.
+        quantized: Store entries as `int8` or `int4` (kivi.py), or by a backend of transformers: `quanto`, `hqq`, `fp8`.
         static: Hold the window in buffers that never grow, so that a decoding step compiles once.
         options: Options of the method, documented in its class.
     """
     model = model_or_config if isinstance(model_or_config, nn.Module) else None
     config = config_of(model_or_config)
+    if isinstance(method, str) and "+" in method:
+        if quantized is not None:
+            raise ValueError(f"quantized={quantized}: method '{method}' says that already")
+        method, _, quantized = method.partition("+")
     if isinstance(method, str) and method in WHOLE:
         if static:
             raise ValueError(f"static=True: method '{method}' is transformers' own cache; take 'full_static'")

@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache
 from fathom.errors import SettingsError
 from fathom.models.axes.cache_name import CACHE
 
-from .build import METHODS, NAMES, UntunedWarning, build_cache, config_of, untuned
+from .build import METHODS, NAMES, UntunedWarning, base, build_cache, config_of, untuned
 from .cache import MemoryCache
 from .prefill import prefill
 from .schedule import RATIO, SINKS
@@ -99,27 +99,28 @@ def cache_policy(method: str, recorded: object, options: CacheOptions) -> Policy
     """The policy of a method: the requested values, else the checkpoint's, else the defaults.
 
     Args:
-        method: A name of `METHODS` or of `WHOLE`.
+        method: A name of `METHODS` or of `WHOLE`, also with a plus (`drop+int8`).
         recorded: `kvcache` of the checkpoint's configuration, or None.
         options: The requested values.
     """
-    if method not in NAMES and method not in WHOLE:
+    name = base(method)
+    if name not in NAMES and name not in WHOLE:
         raise SettingsError(f"kvcache={method}: allowed: {', '.join(NAMES)}")
     window, ratio, kept = options.window, options.ratio, options.kept
     if ratio is not None and kept is not None:
         raise SettingsError(f"`kvcache_ratio={ratio}` and `kvcache_kept={kept}`: give one of them")
     was: dict[str, object] = recorded if isinstance(recorded, dict) else {}
     known = {"sinks": SINKS, "ratio": RATIO, "kept": None, **was}
-    has_ratio = method not in METHODS or METHODS[method].has_ratio
+    has_ratio = name not in METHODS or METHODS[name].has_ratio
     if ratio is not None and not has_ratio:
-        raise SettingsError(without_ratio(method, ratio))
+        raise SettingsError(without_ratio(name, ratio))
     # the recorded values may belong to another schedule than the requested one
     if kept is not None or not has_ratio:
         known["ratio"] = RATIO
-    if window is not None or ratio is not None or (not has_ratio and was.get("method") != method):
+    if window is not None or ratio is not None or (not has_ratio and was.get("method") != name):
         known["kept"] = None
     known |= options.given()
-    if method not in WHOLE and known.get("window") is None:
+    if name not in WHOLE and known.get("window") is None:
         raise SettingsError(
             f"`kvcache={method}` needs `kvcache_window`: this checkpoint was not tuned for a compressed cache"
         )
@@ -148,7 +149,7 @@ def choose(
             )
             raise SettingsError(f"kvcache_{name}={value}: {reason}")
         return None
-    if method not in NAMES:
+    if base(method) not in NAMES:
         raise SettingsError(f"kvcache={method}: allowed: {', '.join(NAMES)}")
     policy = cache_policy(method, getattr(model.config, "kvcache", None), options)
     cache = policy.empty(model, static)

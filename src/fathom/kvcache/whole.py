@@ -1,24 +1,32 @@
-"""Uncompressed caches for comparison: transformers' own.
+"""Uncompressed caches for comparison: transformers' own, and quantised ones.
 
-`full` grows with every token, `full_static` is allocated at the start, and `full_fp8` stores 8-bit floats.
+`full` grows with every token, `full_static` is allocated at the start, `full_fp8` stores 8-bit floats, and `full_int8`
+and `full_int4` store whole numbers, which need no backend (kivi.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import transformers.cache_utils as backends
 from transformers import PreTrainedConfig
-from transformers.cache_utils import Cache, DynamicCache, QuantizedCache, StaticCache
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, QuantizedCache, StaticCache
 
+from .kivi import Int4, Int8, Kivi
+
+OWN: dict[str, type[Kivi]] = {"int8": Int8, "int4": Int4}
+"""Layers that need no backend."""
 BACKENDS = {"quanto": "QuantoQuantizedLayer", "hqq": "HQQQuantizedLayer", "fp8": "Fp8QuantizedLayer"}
 """Quantising backends, and the name of transformers' cache layer for each."""
 
 
 def backend_layer(backend: str) -> type[backends.DynamicLayer]:
     """The layer that stores entries through a backend."""
+    if backend in OWN:
+        return OWN[backend]
     if backend not in BACKENDS:
-        raise ValueError(f"quantized must be one of {', '.join(BACKENDS)}, got {backend!r}")
+        raise ValueError(f"quantized must be one of {', '.join([*OWN, *BACKENDS])}, got {backend!r}")
     layer: type[backends.DynamicLayer] | None = getattr(backends, BACKENDS[backend], None)
     if layer is None:
         raise ValueError(f"this transformers has no {backend} cache layer: upgrade it, or take another backend")
@@ -29,8 +37,12 @@ def growing(config: PreTrainedConfig, room: int | None, quantized: str | None) -
     """A growing cache, stored unchanged or through a backend."""
     if quantized is None:
         return DynamicCache(config=config)
-    backend_layer(quantized)
-    return QuantizedCache(quantized, config)
+    layer = backend_layer(quantized)
+    if quantized not in OWN:
+        return QuantizedCache(quantized, config)
+    cache = DynamicCache(config=config)
+    cache.layers = [layer() if type(own) is DynamicLayer else own for own in cache.layers]
+    return cache
 
 
 def set_aside(config: PreTrainedConfig, room: int | None, quantized: str | None) -> Cache:
@@ -42,16 +54,18 @@ def set_aside(config: PreTrainedConfig, room: int | None, quantized: str | None)
     return StaticCache(config=config, max_cache_len=room)
 
 
-def in_fp8(config: PreTrainedConfig, room: int | None, quantized: str | None) -> Cache:
-    """A growing cache of 8-bit floats."""
+def stored_in(backend: str, config: PreTrainedConfig, room: int | None, quantized: str | None) -> Cache:
+    """A growing cache that is stored through a backend."""
     if quantized is not None:
-        raise ValueError(f"quantized={quantized}: method 'full_fp8' says that already")
-    return growing(config, room, "fp8")
+        raise ValueError(f"quantized={quantized}: method 'full_{backend}' says that already")
+    return growing(config, room, backend)
 
 
 WHOLE: dict[str, Callable[[PreTrainedConfig, int | None, str | None], Cache]] = {
     "full": growing,
     "full_static": set_aside,
-    "full_fp8": in_fp8,
+    "full_fp8": partial(stored_in, "fp8"),
+    "full_int8": partial(stored_in, "int8"),
+    "full_int4": partial(stored_in, "int4"),
 }
 """By name: a function of a configuration, the tokens to allocate, and a quantising backend."""

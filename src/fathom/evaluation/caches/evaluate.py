@@ -37,6 +37,7 @@ from fathom.evaluation.clock import Clock
 from fathom.evaluation.perplexity import Domain, encoder
 from fathom.evaluation.scoring import Checkpoint, EvaluationSettings, kept, name_checkpoints
 from fathom.kvcache import METHODS, NAMES, Schedule, build_cache
+from fathom.kvcache.build import base
 from fathom.kvcache.policy import CacheOptions, Policy, cache_policy, without_ratio
 from fathom.kvcache.whole import WHOLE
 from fathom.report import html
@@ -97,13 +98,13 @@ class Asked:
         """The cache policy: method and schedule."""
         config = read_json(checkpoint.directory / CONFIG)
         # A ratio applies only to methods that have one.
-        meant = method not in METHODS or METHODS[method].has_ratio
+        meant = base(method) not in METHODS or METHODS[base(method)].has_ratio
         return cache_policy(method, config.get("kvcache"), self.options if meant else replace(self.options, ratio=None))
 
     def schedule(self, checkpoint: Checkpoint) -> Schedule:
         """The schedule by which compressions and windows are counted, for every cache alike."""
-        compressed = [method for method in self.methods if method in METHODS] or ["freqkv"]
-        with_ratio = (method for method in compressed if METHODS[method].has_ratio)
+        compressed = [method for method in self.methods if base(method) in METHODS] or ["freqkv"]
+        with_ratio = (method for method in compressed if METHODS[base(method)].has_ratio)
         policy = self.policy(checkpoint, next(with_ratio, compressed[0]))
         try:
             return Schedule.at(policy.window or 0, policy.sinks, policy.ratio, policy.kept)
@@ -154,7 +155,7 @@ def ask(
     """
     methods = tuple(dict.fromkeys(word.strip() for word in kvcache.split(",") if word.strip()))
     for method in methods or (kvcache,):
-        if method not in NAMES and method not in WHOLE:
+        if base(method) not in NAMES and base(method) not in WHOLE:
             raise SettingsError(f"kvcache={method}: allowed: {', '.join(dict.fromkeys([*WHOLE, *NAMES]))}")
     lengths = _counts(at, "x", f"at={at}: expected numbers of windows, as in 1x,2x,4x")
     refusal = f"compressions={compressions}: expected numbers of compressions, as in 1,2,4"
@@ -171,7 +172,7 @@ def ask(
     questions = QUESTIONS if questions is None else questions
     if questions < 1:
         raise SettingsError(f"questions={questions}: allowed: 1 or more")
-    compressed = [method for method in methods if method in METHODS]
+    compressed = [base(method) for method in methods if base(method) in METHODS]
     if options.ratio is not None and compressed and not any(METHODS[method].has_ratio for method in compressed):
         raise SettingsError(without_ratio(compressed[0], options.ratio))
     return Asked(methods, lengths, options, questions, counts, needles, tuple(chosen))
@@ -252,7 +253,7 @@ class Evaluation:
 
     def _new(self, policy: Policy, room: int) -> Cache:
         model, _ = self.checkpoint.open()
-        return (replace(policy, window=room) if policy.method in WHOLE else policy).empty(model)
+        return (replace(policy, window=room) if base(policy.method) in WHOLE else policy).empty(model)
 
     def _cache(self, method: str, policy: Policy) -> CacheRow:
         key = {**self.key, "policy": asdict(policy), "at": list(self.asked.at)}
@@ -293,7 +294,7 @@ class Evaluation:
     def _answers(self, method: str, policy: Policy) -> list[Answer]:
         """Answers to the text questions, in order."""
         # A full cache gives the same answers under every schedule. It also is the reference, so it always answers.
-        key = {**self.questions, "policy": {"method": method} if method in WHOLE else asdict(policy)}
+        key = {**self.questions, "policy": {"method": method} if base(method) in WHOLE else asdict(policy)}
         found: list[Answer] = []
         for task, prompts in groupby(self.prompts, key=lambda prompt: prompt.cell.task):
             name = f"{method}, {task}"

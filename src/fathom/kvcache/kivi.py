@@ -1,0 +1,142 @@
+"""Entries as whole numbers of 8 or 4 bits after KIVI (arXiv 2402.02750), in plain torch.
+
+    code = round((x − least) / step),     step = (most − least) / (2^bits − 1)
+
+`least` and `most` are those of a group: for keys, one channel over 32 entries, because some channels of all keys are
+large; for values, 32 channels of one entry. The last 32 to 63 entries stay as they are. An entry is rounded once, when
+it leaves them, and again at each compression.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import gcd
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicLayer
+
+GROUP = 32
+"""Numbers that share a step, and the fewest last entries in full precision."""
+ENTRIES, CHANNELS = 2, 3
+"""Dimensions of `[B, H_kv, n, D]`."""
+Packed = tuple[Tensor, Tensor, Tensor]
+"""Codes, the least number of each group, and its step."""
+
+
+def pack(x: Tensor, bits: int, dim: int) -> Packed:
+    """`[B, H, n, D]` as codes of `bits`, in groups along `dim`; two codes of 4 bits share a byte."""
+    groups = x.float().unflatten(dim, (-1, gcd(GROUP, x.shape[dim])))
+    least, most = (bound.half() for bound in groups.aminmax(dim=dim + 1, keepdim=True))
+    step = ((most.float() - least.float()) / (2**bits - 1)).half().clamp(min=1e-7)
+    codes = ((groups - least.float()) / step.float()).round().clamp(0, 2**bits - 1)
+    codes = codes.to(torch.uint8).view(x.shape)
+    return (codes if bits == 8 else codes[..., ::2] | codes[..., 1::2] << 4), least, step
+
+
+def unpack(packed: Packed, bits: int, dim: int, dtype: torch.dtype) -> Tensor:
+    """`[B, H, n, D]` again."""
+    codes, least, step = packed
+    if bits == 4:
+        codes = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2)
+    size = codes.shape[dim] // least.shape[dim]
+    numbers = codes.unflatten(dim, (-1, size)) * step.float() + least.float()
+    return numbers.view(codes.shape).to(dtype)
+
+
+class Kivi(DynamicLayer):
+    """Keys and values of one layer; `update` returns all of them in the dtype that came."""
+
+    bits: ClassVar[int]
+    is_compileable = False
+
+    def __init__(self, config: object = None) -> None:
+        super().__init__()
+        self.packed: tuple[Packed, Packed] | None = None
+
+    def get_seq_length(self) -> int:
+        """Number of entries."""
+        if not self.is_initialized:
+            return 0
+        return self.keys.shape[2] + (0 if self.packed is None else self.packed[1][0].shape[2])
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Append `[B, H_kv, q, D]`; what attention reads now was not rounded if it is new."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+            self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
+        old = self._unpacked()
+        recent = torch.cat([self.keys, key_states], dim=2), torch.cat([self.values, value_states], dim=2)
+        self.keys, self.values = recent
+        whole = max(0, recent[0].shape[2] // GROUP - 1) * GROUP
+        if whole:
+            self._pack(*(x[:, :, :whole] for x in recent))
+            self.keys, self.values = (x[:, :, whole:].clone() for x in recent)
+        if old is None:
+            return recent
+        return torch.cat([old[0], recent[0]], dim=2), torch.cat([old[1], recent[1]], dim=2)
+
+    def _unpacked(self) -> tuple[Tensor, Tensor] | None:
+        if self.packed is None:
+            return None
+        keys, values = self.packed
+        return unpack(keys, self.bits, ENTRIES, self.dtype), unpack(values, self.bits, CHANNELS, self.dtype)
+
+    def _pack(self, keys: Tensor, values: Tensor) -> None:
+        new = pack(keys, self.bits, ENTRIES), pack(values, self.bits, CHANNELS)
+        if self.packed is not None:
+            new = tuple(  # type: ignore[assignment]
+                tuple(torch.cat(pair, dim=2) for pair in zip(was, now, strict=True))
+                for was, now in zip(self.packed, new, strict=True)
+            )
+        self.packed = new
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> None:
+        if self.is_initialized:
+            self.keys, self.values = change(self.keys), change(self.values)
+        if self.packed is not None:
+            self.packed = tuple(tuple(map(change, one)) for one in self.packed)  # type: ignore[assignment]
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Beam search: row i becomes row `beam_idx[i]`."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these rows."""
+        self._each(lambda x: x[indices.to(x.device)])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row."""
+        self._each(lambda x: x.repeat_interleave(repeats, dim=0))
+
+    def crop(self, max_length: int) -> None:
+        """ModelError: codes belong to groups of entries."""
+        if max_length:
+            raise NotImplementedError("entries in whole numbers cannot be taken back one by one: use method 'full'")
+
+    def offload(self) -> None:
+        """Move all entries to the CPU."""
+        self._each(lambda x: x.to("cpu", non_blocking=True))
+
+    def prefetch(self) -> None:
+        """Move all entries back."""
+        self._each(lambda x: x.to(self.device, non_blocking=True))
+
+    def reset(self) -> None:
+        """Forget all entries."""
+        self.__init__()  # type: ignore[misc]
+
+
+class Int8(Kivi):
+    """8 bits a number."""
+
+    bits = 8
+
+
+class Int4(Kivi):
+    """4 bits a number."""
+
+    bits = 4
