@@ -1,0 +1,111 @@
+"""kvpress's thirteen scorers in Fathom's frame beside kvpress itself: logits after a prompt that was compressed once.
+
+    PYTHONPATH=FOLDER python benchmarks/kvcache_presses.py --ours OURS.pt
+    OLD/bin/python benchmarks/kvcache_presses.py --theirs THEIRS.pt
+    python benchmarks/kvcache_presses.py --compare OURS.pt THEIRS.pt > LOG.json
+
+FOLDER holds kvpress, installed without its dependencies beside today's transformers; OLD is an environment with kvpress
+and a transformers below 5.3. Models are tiny and random, random draws are seeded, and 120 different words are read, so
+that no two keys are equal. kvpress re-rotates the keys that it keeps (`KeyRerotationPress`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+
+PRESSES: dict[str, dict[str, int]] = {
+    "CapPress": {},
+    "CompactorPress": {"sketch_dimension": 8, "chunk_size": 32},
+    "CURPress": {},
+    "ExpectedAttentionPress": {},
+    "KeyDiffPress": {},
+    "KnormPress": {},
+    "LagKVPress": {"lag_size": 16},
+    "LeverageScorePress": {"sketch_dimension": 8},
+    "NonCausalAttnPress": {"chunk_size": 32},
+    "ObservedAttentionPress": {},
+    "SnapKVPress": {"window_size": 16},
+    "StreamingLLMPress": {},
+    "TOVAPress": {},
+}
+FAMILIES = ("llama", "qwen3", "phi3")
+REMOVED = (0.3, 0.5, 0.8)
+SHAPE = dict(
+    vocab_size=211,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    max_position_embeddings=512,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=None,
+)
+CLOSE = 2e-5
+
+
+def model_of(family: str, attention: str) -> tuple[Any, torch.Tensor]:
+    """A random model, the same under every transformers, and a prompt of different words."""
+    windows = {"sliding_window": None} if family == "phi3" else {}
+    config = AutoConfig.for_model(family, **SHAPE, **windows)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
+    draw = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = 0.15 * torch.randn(parameter.shape, generator=draw)
+            parameter.copy_(noise if parameter.ndim > 1 else parameter + noise)
+    return model, torch.randperm(200, generator=draw)[:120].unsqueeze(0) + 5
+
+
+@torch.no_grad()
+def logits_of(model: Any, ids: torch.Tensor, press: Any, ours: bool) -> torch.Tensor:
+    """Logits of seven further tokens."""
+    question = torch.arange(10, 17).unsqueeze(0)
+    torch.manual_seed(3)
+    if ours:
+        kvcache = importlib.import_module("fathom.kvcache")
+        with kvcache.compressed(model, kvcache.press(press)):
+            cache = model(ids).past_key_values
+        return model(question, past_key_values=cache).logits
+    cache = DynamicCache()
+    with importlib.import_module("kvpress").KeyRerotationPress(press)(model):
+        model(ids, past_key_values=cache)
+    at = torch.arange(7) + cache.get_seq_length()
+    return model(question, past_key_values=cache, position_ids=at[None], cache_position=at).logits
+
+
+def main() -> None:
+    """One of the three calls."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ours", type=Path)
+    parser.add_argument("--theirs", type=Path)
+    parser.add_argument("--compare", type=Path, nargs=2)
+    options = parser.parse_args()
+    if options.compare:
+        ours, theirs = (torch.load(path) for path in options.compare)
+        gaps = {" ".join(map(str, one)): float((ours[one] - theirs[one]).abs().max()) for one in ours}
+        print(
+            json.dumps({"close": sum(gap <= CLOSE for gap in gaps.values()), "of": len(gaps), "gaps": gaps}, indent=1)
+        )
+        return
+    kvpress, found = importlib.import_module("kvpress"), {}
+    for family in FAMILIES:
+        for name, given in PRESSES.items():
+            model, ids = model_of(family, "eager" if name == "ObservedAttentionPress" else "sdpa")
+            for removed in REMOVED:
+                press = getattr(kvpress, name)(compression_ratio=removed, **given)
+                found[family, name, removed] = logits_of(model, ids, press, options.ours is not None)
+    torch.save(found, options.ours or options.theirs)
+
+
+if __name__ == "__main__":
+    main()
