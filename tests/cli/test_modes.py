@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 
 from fathom.cli.main import COMMANDS, main, module_of
 from fathom.cli.parser import Parser
+from fathom.recipe import Recipe
 
 NEVER = {"--help", "--keys"}
+SLURM = ("--workers", "--threads", "--executor")
+"""In a dry run they are of the script that it prints for Slurm; without that they are refused."""
 MEANT = {
     ("compare", "--report"): {"--json"},
     ("compare", "--dry-run"): {
@@ -22,9 +26,10 @@ MEANT = {
         "--json",
         "--tier",
         "--gpu",
+        *SLURM,
     },
     ("ladder", "--report"): {"--json"},
-    ("ladder", "--dry-run"): {"--report", "--arms", "--out", "--json"},
+    ("ladder", "--dry-run"): {"--report", "--arms", "--out", "--json", *SLURM},
     ("train", "--dry-run"): {"--run", "--from", "--cooldown", "--json"},
     ("deepen", "--screen"): {"--out", "--text", "--documents", "--tokens", "--json"},
     ("deepen", "--search"): {"--screen", "--with", "--out", "--text", "--sizes", "--documents", "--tokens", "--json"},
@@ -100,6 +105,19 @@ def test_every_option_is_meant_or_refused_in_a_mode(command: str, flag: str) -> 
     needing = {other for other, flags in parser.needed.items() if flag not in flags}
     planning = ONLY_IN_A_NEW_PLAN & known if flag == "--report" else set()
     assert {*mode.refuses, *needing, *MEANT[command, flag], *planning, flag} == known - NEVER
+
+
+@pytest.mark.parametrize("command", ["compare", "ladder"])
+def test_workers_of_a_dry_run_are_those_of_a_script(
+    command: str, small: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "small.yaml").write_text(small.to_yaml())
+    name = str(tmp_path / "small.yaml") if command == "compare" else "toys"
+    assert (
+        main([command, name, "--arms", "vanilla,loop", "--out", str(tmp_path / "out"), "--dry-run", "--workers", "2"])
+        == 2
+    )
+    assert "--workers has no meaning with --dry-run" in capsys.readouterr().err
 
 
 def test_what_is_given_is_what_was_typed() -> None:

@@ -434,7 +434,7 @@ def test_small_stages_need_no_scheduler(tmp_path: Path, tokenizer: str, monkeypa
     and the card says for what."""
     asked: list[str] = []
     monkeypatch.setattr(executor, "require_scheduler", lambda name: None)
-    monkeypatch.setattr(executor, "remote", lambda wanted, place, stage, tasks, tick: asked.append(stage))
+    monkeypatch.setattr(executor, "schedule", lambda wanted, work, count, logs, stage: asked.append(stage))
     write(tmp_path / "a.txt", Prose(3).document(200))
     write(tmp_path / "b.txt", " ".join([PARAGRAPHS["de"], *Prose(4).words[:60]]))
     inputs = [str(tmp_path / name) for name in ("a.txt", "b.txt")]

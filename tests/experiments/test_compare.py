@@ -28,6 +28,7 @@ from fathom.experiments.compare_results import ComparisonReport
 from fathom.experiments.contrasts import parse_contrasts
 from fathom.experiments.differences import summarize
 from fathom.experiments.plan import Plan, make_plan, read_measured
+from fathom.experiments.team import Team
 from fathom.recipe import Recipe, parse_recipe
 from fathom.report.files import write_json
 from fathom.report.provenance import provenance
@@ -184,10 +185,33 @@ def test_nothing_finished_is_said(planted, tmp_path: Path):
     assert all(rows for *_, rows in tables(report)) and "there is no result" in page(report)
 
 
-def test_torchrun_is_refused(planted, monkeypatch, capsys):
+def test_what_torchrun_may_not_start(planted, monkeypatch, capsys):
+    """Several workers, whose ranks would wait for each other's runs, and measurements, which are of one process."""
     monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["compare", str(planted[1]), "--workers", "2"]) == 2
+    assert "its ranks train one arm after another: leave --workers at 1" in capsys.readouterr().err
     assert main(["compare", str(planted[1])]) == 2
-    assert "compare runs one process per arm: use --workers, not torchrun" in capsys.readouterr().err
+    assert "set --pairs to 0" in capsys.readouterr().err
+
+
+def _on_all_ranks(plan: Plan, out: Path) -> None:
+    report = carry_out(plan, out, quiet=True)
+    assert [arm.name for arm in report.arms] == ["vanilla", "uniform"]
+
+
+@pytest.mark.slow
+def test_two_ranks_train_one_arm_after_another(small: Recipe, tmp_path: Path):
+    """Under torchrun: the losses of one process, in one report."""
+    arms = tuple(parse_arms("vanilla,uniform=uniform_depth"))
+    plan = Plan(small.override("parallel.name=ddp"), arms, (0,), pairs=0)
+    processes.run_ranks(2, _on_all_ranks, plan, tmp_path / "two")
+    processes.run(_on_all_ranks, Plan(small, arms, (0,), pairs=0), tmp_path / "one")
+    one, two = (
+        [processes.losses(tmp_path / name / "arms" / arm.name / "seed-0") for arm in arms] for name in ("one", "two")
+    )
+    assert two[0] == pytest.approx(one[0], rel=1e-5) and two[1] == pytest.approx(one[1], rel=1e-5)
+    assert one[0] != pytest.approx(one[1], rel=1e-5)
+    assert json.loads((tmp_path / "two/report.json").read_text())["seeds"] == [0]
 
 
 @pytest.mark.parametrize(
@@ -208,7 +232,7 @@ def test_a_measurement_is_kept_only_where_it_still_holds(planted, override: str,
 
 def _compare(out: Path, method: str) -> None:
     schedule.multiprocessing = SimpleNamespace(get_context=lambda _: multiprocessing.get_context(method))
-    carry_out(Plan.read(out), out, workers=2, quiet=True)
+    carry_out(Plan.read(out), out, Team(workers=2), quiet=True)
 
 
 @pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])

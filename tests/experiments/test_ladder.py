@@ -670,7 +670,6 @@ def test_the_command(tmp_path: Path, monkeypatch, capsys) -> None:
     shown = capsys.readouterr()
     assert "prediction of the largest size sealed" in shown.out and "Not finished" in shown.out
     assert "rung 1, vanilla-seed-0: held-out loss " in shown.err and "  (1 of 10 in rungs)" in shown.err
-    assert "fathom ladder" in (tmp_path / "out/ladder.sbatch").read_text()
     assert main(["ladder", str(file)]) == 2
     assert "--arms is missing" in capsys.readouterr().err
     assert main(["ladder", str(tmp_path / "out"), "--arms", "vanilla,loop"]) == 2

@@ -10,6 +10,7 @@ from fathom.checkpoints.layout import PAGE, REPORT
 from fathom.cli.paper import refuse_tables_options
 from fathom.cli.paper import run as run_table
 from fathom.cli.parser import Parser, add_recipe, add_running, refuse
+from fathom.cli.team import recipe_words, refuse_unless_slurm, team_of
 from fathom.errors import SettingsError
 from fathom.recipe import find_recipe, load_recipe
 from fathom.report.files import require_directory
@@ -20,6 +21,7 @@ EXAMPLES = (
     "fathom compare tiny --arms vanilla,loop --equal flops --dry-run",
     "fathom compare tiny --arms vanilla,depth_attention --seeds 3 --workers 2",
     "fathom compare runs/tiny-compare",
+    "fathom compare 60m --arms vanilla,loop --executor slurm --workers 6",
     "fathom compare papers/depth-attention/table1 --tier full --dry-run",
 )
 
@@ -56,26 +58,27 @@ def add(parser: Parser) -> None:
     table.add_argument("--tier", choices=("tiny", "full"), help="minutes on two cores (default), or the paper's sizes")
     table.add_argument("--task-data", type=Path, metavar="DIR", help="a folder with the documents of the paper's tasks")
     table.add_argument("--gpu", metavar="NAME", help="device for whose days --dry-run counts (default: H100)")
-    running = ("--workers", "--threads", "--retry-failed")
-    parser.mode("--report", "runs nothing", *running, "--dry-run", "--task-data")
-    parser.mode("--dry-run", "runs nothing", *running, "--task-data")
+    running = ("--retry-failed", "--task-data")
+    parser.mode("--report", "runs nothing", *running, "--dry-run", "--workers", "--threads", "--executor")
+    parser.mode("--dry-run", "runs nothing", *running)
     parser.needs("--dry-run", "--gpu")
 
 
 def run(options: Namespace) -> int:
     """Plan, run what is missing, and print. The directory of a comparison, instead of a recipe, resumes it."""
     from fathom.experiments.budget import comparison_budget, comparison_rows
-    from fathom.experiments.compare import carry_out, rewrite_report
+    from fathom.experiments.compare import carry_out, rewrite_report, slurm_script
     from fathom.experiments.compare_page import tables
     from fathom.experiments.plan import Plan, check, make_plan
-    from fathom.experiments.schedule import check_processes
+    from fathom.experiments.schedule import check_processes, is_first
     from fathom.settings import kind_of, read_values
 
     check_processes("compare", options.workers, options.threads)
+    team, overrides = team_of(options), recipe_words(options.overrides)
     retry = options.retry_failed
     source = Path(options.recipe)
     if source.is_dir():
-        if options.overrides:
+        if overrides:
             raise SettingsError(f"{source}: {AS_PLANNED}")
         refuse(options.given, PLANNING, f"has no meaning with {source}: {AS_PLANNED}")
         out, plan = source, Plan.read(source)
@@ -88,21 +91,26 @@ def run(options: Namespace) -> int:
         if not options.arms:
             raise SettingsError("--arms is missing; for example --arms vanilla,uniform_depth,depth_attention")
         out = options.out or Path("runs") / f"{source.stem}-compare"
-        recipe = load_recipe(source, options.overrides)
+        recipe = load_recipe(source, overrides)
         seeds = 3 if options.seeds is None else options.seeds
         plan = make_plan(recipe, options.arms, seeds, options.equal, options.pairs, out, options.contrasts)
     if options.dry_run:
+        refuse_unless_slurm(options)
         require_directory(out, SettingsError)
         budget = comparison_budget(plan)
         if options.json:
             print(to_json(budget))
         else:
             print_report([comparison_rows(budget)], str(budget), None)
+            if team.executor.name == "slurm":
+                print(slurm_script(out, team))
         return 0
     if options.report:
         report = rewrite_report(plan, out)
     else:
-        report = carry_out(plan, out, options.workers, options.threads, options.json, retry)
+        report = carry_out(plan, out, team, options.json, retry)
+    if not is_first():
+        return 0
     if options.json:
         print((out / REPORT).read_text(encoding="utf-8"), end="")
     else:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from fathom.checkpoints.layout import PAGE, REPORT
 from fathom.cli.parser import Parser, add_recipe, add_running
+from fathom.cli.team import recipe_words, refuse_unless_slurm, team_of
 from fathom.errors import SettingsError
 from fathom.experiments.rules import Rules, ladders_folder
 from fathom.recipe import describe as recipe_keys
@@ -19,6 +20,7 @@ STAGES = ("tune", "rungs", "seal", "last", "check")
 EXAMPLES = (
     "fathom ladder cpu --arms vanilla,uniform_depth --dry-run",
     "fathom ladder runs/cpu-ladder --until seal",
+    "fathom ladder runs/cpu-ladder --executor ray --workers 8",
 )
 
 
@@ -46,15 +48,15 @@ def add(parser: Parser) -> None:
         "--dry-run", action="store_true", help="print the runs, FLOPs, hours and expected intervals, and stop"
     )
 
-    running = ("--workers", "--threads", "--retry-failed", "--seeds", "--until")
-    parser.mode("--report", "runs nothing", *running, "--dry-run")
+    running = ("--retry-failed", "--seeds", "--until")
+    parser.mode("--report", "runs nothing", *running, "--dry-run", "--workers", "--threads", "--executor")
     parser.mode("--dry-run", "runs nothing", *running)
 
 
 def run(options: Namespace) -> int:
     """Plan, run what is missing, and print. The directory of a ladder, instead of a file, resumes it."""
     from fathom.experiments.budget import budget, budget_rows
-    from fathom.experiments.ladder import add_seeds, climb, rewrite
+    from fathom.experiments.ladder import add_seeds, climb, rewrite, slurm_script
     from fathom.experiments.ladder_page import tables
     from fathom.experiments.rungs import Ladder, checked, find_ladder, load_ladder
     from fathom.experiments.schedule import check_processes
@@ -62,9 +64,10 @@ def run(options: Namespace) -> int:
     from fathom.report.tables import print_report
 
     check_processes("ladder", options.workers, options.threads)
+    team, overrides = team_of(options), recipe_words(options.overrides)
     source = Path(options.recipe)
     if source.is_dir():
-        if options.arms or options.overrides or options.out:
+        if options.arms or overrides or options.out:
             raise SettingsError(f"{source}: a ladder resumes as planned; name its file to plan another one")
         out, ladder = source, checked(Ladder.read(source), begins=False)
         if options.seeds is not None:
@@ -76,19 +79,22 @@ def run(options: Namespace) -> int:
         if not options.arms:
             raise SettingsError("--arms is missing; for example --arms vanilla,uniform_depth,depth_attention")
         out = options.out or Path("runs") / f"{source.stem}-ladder"
-        ladder = load_ladder(source, options.arms, options.overrides, out)
+        ladder = load_ladder(source, options.arms, overrides, out)
     if options.dry_run:
+        refuse_unless_slurm(options)
         require_directory(out, SettingsError)
         found = budget(ladder)
         if options.json:
             print(json.dumps(asdict(found), indent=2))
         else:
             print_report([budget_rows(found)], str(found), None)
+            if team.executor.name == "slurm":
+                print(slurm_script(out, team))
         return 0
     if options.report:
         report = rewrite(ladder, out)
     else:
-        report = climb(ladder, out, options.workers, options.threads, options.until, options.json, options.retry_failed)
+        report = climb(ladder, out, team, options.until, options.json, options.retry_failed)
     if options.json:
         print((out / REPORT).read_text(encoding="utf-8"), end="")
         return 0

@@ -6,6 +6,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from fathom.cli.parser import refuse
+from fathom.cli.team import recipe_words, refuse_unless_slurm, team_of
 from fathom.report.results import to_json
 from fathom.report.tables import print_report
 
@@ -20,14 +21,18 @@ def refuse_tables_options(options: Namespace) -> None:
 
 def run(options: Namespace, source: Path) -> int:
     """Make the table of a file, or print what it takes; 1 if two arms are one model or the plan is not the paper's."""
+    from fathom.experiments.compare import slurm_script
     from fathom.experiments.paper import load_table, planned, with_seeds
     from fathom.experiments.paper_table import make_table, plan_rows, table_rows, verdict
+    from fathom.experiments.schedule import is_first
 
     why = f"has no meaning with {source}: a paper's table has its own arms and budget; name its recipe to plan others"
     refuse(options.given, NOT_HERE, why)
     table, tier = load_table(source), options.tier or "tiny"
-    plans = with_seeds(table.plans(tier, tuple(options.overrides)), options.seeds)
+    plans = with_seeds(table.plans(tier, tuple(recipe_words(options.overrides))), options.seeds)
+    team, out = team_of(options), options.out or Path("runs") / f"{source.parent.name}-{source.stem}"
     if options.dry_run:
+        refuse_unless_slurm(options)
         plan = planned(table, tier, plans, options.gpu or "H100")
         words = [table.says] if table.says else []
         words += [f"Data: {line}" for line in plan.prepare] + [f"Not the paper's: {line}" for line in plan.differs]
@@ -35,9 +40,12 @@ def run(options: Namespace, source: Path) -> int:
             print(to_json(plan))
         else:
             print_report([plan_rows(plan)], "\n".join(words), None)
+            if team.executor.name == "slurm":
+                print("\n".join(slurm_script(out / size, team) for size in plans))
         return int(bool(plan.differs))
-    out = options.out or Path("runs") / f"{source.parent.name}-{source.stem}"
-    made = make_table(table, tier, plans, out, options.workers, options.threads, options.task_data, options.json)
+    made = make_table(table, tier, plans, out, team, options.task_data, options.json)
+    if not is_first():
+        return 0
     if options.json:
         print(to_json(made))
     else:

@@ -300,8 +300,14 @@ def add_recipe(
 def add_running(parser: Parser, name: str) -> None:
     """Add the arguments of a comparison or a ladder: where and how it runs; `name` is its directory's."""
     parser.add_argument("--out", type=Path, help=f"directory (default: runs/ and {name})")
-    parser.add_argument("--workers", type=int, default=1, help="worker processes on this machine; others may join")
+    parser.add_argument("--workers", type=int, default=1, help="worker processes; other machines may join")
     parser.add_argument("--threads", type=int, help="CPU threads per worker (default: 1 with several workers)")
+    parser.add_argument(
+        "--executor",
+        choices=("local", "slurm", "ray"),
+        default="local",
+        help="where workers run; executor.KEY=value sets partition, time, memory_gb, gpus and environment",
+    )
     parser.add_argument("--report", action="store_true", help="only rewrite the report from finished runs")
     parser.add_argument(
         "--retry-failed", action="store_true", help="resume runs that diverged; otherwise they are excluded"

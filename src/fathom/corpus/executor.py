@@ -17,9 +17,9 @@ from typing import Any
 from fathom.checkpoints.layout import PLAN
 from fathom.corpus.children import ask, started
 from fathom.corpus.recipe import Executor
-from fathom.corpus.remote import remote, require_scheduler
+from fathom.corpus.remote import require_scheduler, schedule
 from fathom.corpus.stage import Task, WorkspaceOf
-from fathom.corpus.worker import carry_out
+from fathom.corpus.worker import carry_out, rank
 from fathom.errors import DataError
 from fathom.report.files import write_json
 from fathom.report.provenance import cores
@@ -73,8 +73,11 @@ def _spread(wanted: Executor, workspace: WorkspaceOf[Any], stage: str, tasks: Se
     """Run small stages in this process and others on the scheduler, whose jobs take longer to start."""
     if _is_small(tasks):
         _here(workspace, stage, tasks, tick)
-    else:
-        remote(wanted, workspace.directory.absolute(), stage, tasks, tick)
+        return
+    place = workspace.directory.absolute()
+    schedule(wanted, partial(rank, str(place), stage), len(tasks), place / "logs" / stage, stage)
+    for _ in tasks:
+        tick()
 
 
 class Pool:

@@ -315,12 +315,15 @@ class Executor(Section, section="executor", short="name"):
     """slurm: how long a job may take"""
     memory_gb: int = 2
     """slurm and ray: memory of a worker"""
+    gpus: int = 0
+    """slurm and ray: GPUs of a worker, for compare and ladder"""
     environment: str = ""
     """slurm: a shell command that sets up a job, such as the activation of an environment"""
 
     def rules(self) -> Iterator[Rule]:
         """Checks beyond the types of the fields."""
         yield self.workers is None or self.workers >= 1, "workers", "allowed: 1 or more"
+        yield self.gpus >= 0, "gpus", "allowed: 0 or more"
 
 
 @dataclass(frozen=True)

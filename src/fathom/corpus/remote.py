@@ -1,4 +1,4 @@
-"""datatrove as the scheduler of a stage's tasks: local processes, Slurm job arrays, or Ray. A task is one rank."""
+"""datatrove as the scheduler of tasks: local processes, Slurm job arrays, or Ray. A task is one rank."""
 
 from __future__ import annotations
 
@@ -8,24 +8,21 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from fathom.corpus.recipe import Executor
-from fathom.corpus.stage import Task
-from fathom.corpus.worker import carry_out
 from fathom.errors import DataError, to_install
 
 POLL_SECONDS = 10.0
 LAUNCHER = "launch_pickled_pipeline"
 """datatrove's program that carries out a task of a job."""
 
-
-def rank(directory: str, stage: str, data: object, number: int, world_size: int) -> None:
-    """The function that datatrove calls for each task, on any machine."""
-    carry_out(Path(directory), stage, number)
+Work = Callable[[object, int, int], None]
+"""What datatrove calls for each task, on any machine, with its data, the task's number and the number of tasks."""
 
 
 def require_scheduler(name: str) -> None:
@@ -46,38 +43,69 @@ def _same_programs() -> str:
     return f'export PATH={shlex.quote(str(place))}:"$PATH"'
 
 
-def remote(wanted: Executor, place: Path, stage: str, tasks: Sequence[Task], tick: Callable[[], None]) -> None:
-    """Run the tasks of a corpus' directory on processes of datatrove; failures are in its logs, next to the stages."""
+def schedule(wanted: Executor, work: Work, count: int, logs: Path, name: str) -> None:
+    """Run tasks on processes of datatrove, and return when all have ended, whether or not they did their work.
+
+    Args:
+        wanted: The scheduler and its settings.
+        work: What each task does; importable by name.
+        count: Tasks.
+        logs: datatrove's folder for logs, on a disk that all machines share.
+        name: What errors and the job are called.
+    """
     try:
-        from datatrove.executor import LocalPipelineExecutor, RayPipelineExecutor, SlurmPipelineExecutor
-    except ImportError as error:
-        raise DataError(f"executor.name: {error}: {to_install('corpus')}") from None
-    logs = place / "logs" / stage
-    shared: dict[str, object] = {
-        "pipeline": [partial(rank, str(place), stage)],
-        "tasks": len(tasks),
-        "workers": wanted.workers or 100,
-        "logging_dir": str(logs),
-        "skip_completed": False,  # finished tasks are recognised by their folders
-    }
-    try:
-        if wanted.name == "datatrove":
-            LocalPipelineExecutor(**shared).run()
-        elif wanted.name == "ray":
-            RayPipelineExecutor(**shared, mem_per_cpu_gb=wanted.memory_gb).run()
-        else:
-            setting = {"env_command": wanted.environment or _same_programs(), "job_name": f"fathom-{stage}"}
-            size = {"mem_per_cpu_gb": wanted.memory_gb, "tasks_per_job": -(-len(tasks) // 1000)}
-            job = SlurmPipelineExecutor(**shared, **setting, **size, time=wanted.time, partition=wanted.partition)
-            job.run()
-            while subprocess.run(["squeue", "-h", "-j", str(job.job_id)], capture_output=True).stdout.strip():
-                time.sleep(POLL_SECONDS)
+        job = _job(wanted, work, count, logs, name)
+        job.run()
+        while wanted.name == "slurm" and _is_queued(job.job_id):
+            time.sleep(POLL_SECONDS)
     except DataError:
         raise
     except Exception as error:
         said = " ".join(str(error).split())[:300]
         raise DataError(
-            f"{stage}: {said or type(error).__name__}; see {logs}; run the same command to resume", 1
+            f"{name}: {said or type(error).__name__}; see {logs}; run the same command to resume", 1
         ) from error
-    for _ in tasks:
-        tick()
+
+
+def slurm_script(wanted: Executor, work: Work, count: int, logs: Path, name: str) -> str:
+    """What `schedule` would give to sbatch; writes nothing."""
+    with tempfile.TemporaryDirectory() as folder:
+        job = _job(wanted, work, count, Path(folder), name)
+        text: str = job.get_launch_file_contents(
+            job.get_sbatch_args(count), f"srun -l -n 1 {LAUNCHER} {folder}/executor.pik"
+        )
+    return text.replace(folder, str(logs))
+
+
+def _is_queued(job: object) -> bool:
+    return bool(subprocess.run(["squeue", "-h", "-j", str(job)], capture_output=True).stdout.strip())
+
+
+def _job(wanted: Executor, work: Work, count: int, logs: Path, name: str) -> Any:
+    """datatrove's object for a number of tasks."""
+    try:
+        from datatrove.executor import LocalPipelineExecutor, RayPipelineExecutor, SlurmPipelineExecutor
+    except ImportError as error:
+        raise DataError(f"executor.name: {error}: {to_install('corpus')}") from None
+    shared: dict[str, Any] = {
+        "pipeline": [work],
+        "tasks": count,
+        "workers": wanted.workers or 100,
+        "logging_dir": str(logs),
+        "skip_completed": False,  # finished tasks are recognised by what they wrote
+    }
+    if wanted.name == "datatrove":
+        return LocalPipelineExecutor(**shared)
+    shared |= {"mem_per_cpu_gb": wanted.memory_gb, "gpus_per_task": wanted.gpus}
+    if wanted.name == "ray":
+        return RayPipelineExecutor(**shared)
+    if shlex.quote(str(logs)) != str(logs):
+        raise DataError(f"executor.name=slurm: {logs}: give a directory without blanks and quotes in its path")
+    return SlurmPipelineExecutor(
+        **shared,
+        time=wanted.time,
+        partition=wanted.partition,
+        job_name=f"fathom-{name}",
+        env_command=wanted.environment or _same_programs(),
+        tasks_per_job=-(-count // 1000),
+    )

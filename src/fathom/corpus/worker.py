@@ -36,6 +36,11 @@ def carry_out(directory: Path, stage: str, number: int) -> None:
     perform(performer, tasks[number])
 
 
+def rank(directory: str, stage: str, data: object, number: int, world_size: int) -> None:
+    """A task of a stage's plan, as a scheduler calls it."""
+    carry_out(Path(directory), stage, number)
+
+
 def serve() -> None:
     """Answer each line `[directory, stage, number]` on standard input with one line, until the input closes.
 

@@ -16,16 +16,29 @@ from functools import partial
 from pathlib import Path
 
 from fathom.checkpoints.layout import PLAN, REPORT
+from fathom.errors import SettingsError
 from fathom.experiments.arms import Equal
+from fathom.experiments.claims import Claim
 from fathom.experiments.compare_page import page
 from fathom.experiments.compare_results import ComparisonReport
 from fathom.experiments.differences import plan_changed, summarize
 from fathom.experiments.plan import Plan, check_machine, make_plan, plan_file
-from fathom.experiments.schedule import carry_through, check_processes, forget_failures, work_off
+from fathom.experiments.schedule import (
+    Task,
+    carry_through,
+    check_processes,
+    forget_failures,
+    launched,
+    script,
+    tidy,
+    work_off,
+)
+from fathom.experiments.team import ALONE, Team
 from fathom.recipe import Recipe
 from fathom.report import html
 from fathom.report.files import write_json
 from fathom.report.provenance import provenance, recorded
+from fathom.training.parallel import Ranks, start
 
 
 def compare(
@@ -52,41 +65,61 @@ def compare(
         threads: CPU threads per worker; one if there are several workers, else torch's choice.
     """
     out = Path(out)
-    return carry_out(make_plan(recipe, arms, seeds, equal, pairs, out), out, workers, threads)
+    return carry_out(make_plan(recipe, arms, seeds, equal, pairs, out), out, Team(workers, threads))
 
 
 def carry_out(
     plan: Plan,
     out: str | Path,
-    workers: int = 1,
-    threads: int | None = None,
+    team: Team = ALONE,
     quiet: bool = False,
     retry_failed: bool = False,
 ) -> ComparisonReport:
     """Run what is missing, then write the report; returns the contents of `report.json`. Any number of calls, on any
-    number of machines, may work on one directory; each returns when everything is done.
+    number of machines, may work on one directory; each returns when everything is done. Under torchrun all ranks call
+    it, and train one arm after another.
 
     Args:
         plan: The plan of the comparison.
         out: The directory.
-        workers: Local processes.
-        threads: CPU threads per worker; one if there are several workers, else torch's choice.
+        team: Who trains.
         quiet: Print no line for a finished task; a terminal still shows the progress of each run.
         retry_failed: Resume runs that diverged; otherwise they are excluded.
     """
 
+    workers, threads = team.workers, team.threads
     out = Path(out)
     check_processes("compare", workers, threads)
     plan_changed(plan, out)  # report a damaged file before any work
     check_machine(plan)
-    out.mkdir(parents=True, exist_ok=True)
-    write_json(out / PLAN, plan.written())
-    if retry_failed:
-        forget_failures(plan.runs(out))
-    carry_through(partial(work, quiet=quiet), out, workers, threads)
-    report = summarize(plan, out, provenance())
-    html.write(out, report, page(report))
-    return report
+    ranks = together(plan)
+    if ranks.first:
+        out.mkdir(parents=True, exist_ok=True)
+        write_json(out / PLAN, plan.written())
+        if retry_failed:
+            forget_failures(plan.runs(out))
+    ranks.barrier()
+    job = partial(work, quiet=quiet, ranks=ranks if ranks.world_size > 1 else None)
+    carry_through(job, out, team, lambda: sum(not task.settled for task in plan.tasks(out)))
+    if ranks.first:
+        report = summarize(plan, out, provenance())
+        html.write(out, report, page(report))
+    ranks.barrier()
+    return report if ranks.first else summarize(plan, out, recorded(out / REPORT))
+
+
+def slurm_script(out: Path, team: Team) -> str:
+    """The script that a comparison would give to sbatch."""
+    return script(partial(work, quiet=True), out, team)
+
+
+def together(plan: Plan) -> Ranks:
+    """The ranks that torchrun started; a single process otherwise."""
+    if not launched():
+        return Ranks()
+    if plan.pairs:
+        raise SettingsError("compare under torchrun: set `pairs` to 0: step times are measured in one process")
+    return start(plan.recipe)
 
 
 def rewrite_report(plan: Plan, out: Path) -> ComparisonReport:
@@ -97,7 +130,26 @@ def rewrite_report(plan: Plan, out: Path) -> ComparisonReport:
     return report
 
 
-def work(out: Path, quiet: bool) -> bool:
-    """Run one task after another until none is left; False after a signal."""
+def work(out: Path, quiet: bool, ranks: Ranks | None = None) -> bool:
+    """Run one task after another until none is left; False after a signal.
+
+    Of several ranks the first one claims a task and names it to the others, so that all of them train it.
+    """
     plan = Plan.read(out)
-    return work_off(out, lambda: ("", plan.tasks(out)), lambda stage, task, claim: task.run(claim), quiet)
+    if ranks is not None and not ranks.first:
+        tasks = {task.name: task for task in plan.tasks(out)}
+        while (name := ranks.share(None)) is not None:
+            tasks[name].run(None)
+            tidy()
+        return bool(ranks.share(None))
+
+    def do(stage: str, task: Task, claim: Claim) -> bool:
+        if ranks is not None:
+            ranks.share(task.name)
+        return task.run(claim)
+
+    finished = work_off(out, lambda: ("", plan.tasks(out)), do, quiet)
+    if ranks is not None:
+        ranks.share(None)
+        ranks.share(finished)
+    return finished

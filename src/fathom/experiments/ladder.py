@@ -8,12 +8,10 @@ out/prediction.json                 the sealed forecast of the last rung
 out/check/ARM/lr+1/seed-0/          half and twice the learning rate at the largest size
 out/claims/                         which process does which task outside the rungs
 out/report.json, .html, runs.jsonl  written from the above alone
-out/ladder.sbatch                   a Slurm job array that runs the ladder
 """
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -27,19 +25,16 @@ from fathom.experiments.ladder_results import LadderReport
 from fathom.experiments.multipliers import summarize
 from fathom.experiments.plan import check_machine
 from fathom.experiments.rungs import RUNGS, Ladder
-from fathom.experiments.schedule import Task, carry_through, check_processes, forget_failures, work_off
+from fathom.experiments.schedule import Task, carry_through, check_processes, forget_failures, script, work_off
 from fathom.experiments.stages import STAGES, State
-from fathom.report.files import write_atomically
+from fathom.experiments.team import ALONE, Team
 from fathom.report.provenance import Provenance, provenance, recorded
-
-SLURM = "ladder.sbatch"
 
 
 def climb(
     ladder: Ladder,
     out: Path,
-    workers: int = 1,
-    threads: int | None = None,
+    team: Team = ALONE,
     until: str = STAGES[-1],
     quiet: bool = False,
     retry_failed: bool = False,
@@ -49,27 +44,35 @@ def climb(
     Args:
         ladder: The plan.
         out: The directory. Several calls, also on other machines, may work on it at the same time.
-        workers: Processes on this machine.
-        threads: CPU threads per worker; one if there are several workers, else torch's choice.
+        team: Who trains.
         until: The last stage to run.
         quiet: Print no line for a finished task; a terminal still shows the progress of each run.
         retry_failed: Resume runs that diverged; otherwise they are excluded.
     """
-    check_processes("ladder", workers, threads)
-    ladder = settle(ladder, out, workers)
+    check_processes("ladder", team.workers, team.threads)
+    ladder = settle(ladder, out)
     if retry_failed:
         _forget_failures(State(ladder, out))
-    carry_through(partial(work, until=until, quiet=quiet), out, workers, threads)
+    carry_through(partial(work, until=until, quiet=quiet), out, team, lambda: left(out, until))
     return report(ladder, out, provenance())
 
 
-def settle(ladder: Ladder, out: Path, workers: int = 1) -> Ladder:
+def slurm_script(out: Path, team: Team) -> str:
+    """The script that a ladder would give to sbatch."""
+    return script(partial(work, until=STAGES[-1], quiet=True), out, team)
+
+
+def left(out: Path, until: str) -> int:
+    """How many tasks of the stage that a ladder has come to are not settled."""
+    return sum(not task.settled for task in upcoming(State(Ladder.read(out), out), until)[1])
+
+
+def settle(ladder: Ladder, out: Path) -> Ladder:
     """Write the plan, or check that the directory has the same one; returns the plan as written."""
     check_machine(ladder.plan(ladder.sizes[0]))
     if (out / LADDER).exists():
         return _as_written(ladder, out)
     out.mkdir(parents=True, exist_ok=True)
-    write_atomically(out / SLURM, slurm(out, max(workers, len(ladder.arms))))
     ladder.write(out)
     return Ladder.read(out)
 
@@ -87,8 +90,8 @@ def work(out: Path, until: str, quiet: bool) -> bool:
     """Take one run after another until a stage is over; False if a signal came."""
     state = State(Ladder.read(out), out)
 
-    def upcoming() -> tuple[str, list[Task]]:
-        stage, tasks = list(state.stages(until))[-1]
+    def begun() -> tuple[str, list[Task]]:
+        stage, tasks = upcoming(state, until)
         state.begin(stage)
         return stage, tasks
 
@@ -100,7 +103,12 @@ def work(out: Path, until: str, quiet: bool) -> bool:
             raise SettingsError(f"{out}: the largest size does not start before its prediction is sealed")
         return task.run(claim, prediction=sealed.sha256)
 
-    return work_off(out, upcoming, do, quiet)
+    return work_off(out, begun, do, quiet)
+
+
+def upcoming(state: State, until: str) -> tuple[str, list[Task]]:
+    """The stage that a ladder has come to, and its tasks."""
+    return list(state.stages(until))[-1]
 
 
 def add_seeds(out: Path, seeds: Sequence[int]) -> Ladder:
@@ -124,24 +132,6 @@ def report(ladder: Ladder, out: Path, source: Provenance) -> LadderReport:
 def rewrite(ladder: Ladder, out: Path) -> LadderReport:
     """The report from what is finished, its provenance that of the last report where there is one."""
     return report(_as_written(ladder, out), out, recorded(out / REPORT))
-
-
-def slurm(out: Path, tasks: int) -> str:
-    """A Slurm script whose tasks all work on one directory, and continue when they are requeued."""
-    place = shlex.quote(str(out.resolve()))
-    return f"""#!/bin/bash
-# Each task of the array takes whatever run is free; send it again until the report is there.
-#SBATCH --job-name=fathom-ladder
-#SBATCH --array=0-{tasks - 1}
-#SBATCH --cpus-per-task=1
-#SBATCH --time=04:00:00
-#SBATCH --requeue
-#SBATCH --signal=B:TERM@120
-#SBATCH --output={place}/slurm-%A-%a.log
-trap 'kill -TERM "$pid"; wait "$pid"' TERM
-fathom ladder {place} --threads "${{SLURM_CPUS_PER_TASK:-1}}" & pid=$!
-wait "$pid"
-"""
 
 
 def _forget_failures(state: State) -> None:

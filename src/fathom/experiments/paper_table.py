@@ -22,6 +22,8 @@ from fathom.experiments.compare import carry_out
 from fathom.experiments.compare_results import ArmResult, ComparisonReport
 from fathom.experiments.paper import PaperPlan, PaperTable
 from fathom.experiments.plan import Plan, check
+from fathom.experiments.schedule import is_first
+from fathom.experiments.team import ALONE, Team
 from fathom.report.files import write_json
 from fathom.report.tables import PlainTable
 
@@ -70,8 +72,7 @@ def make_table(
     tier: str,
     plans: Mapping[str, Plan],
     out: Path,
-    workers: int = 1,
-    threads: int | None = None,
+    team: Team = ALONE,
     task_data: Path | None = None,
     quiet: bool = False,
 ) -> TableReport:
@@ -82,8 +83,7 @@ def make_table(
         tier: The tier that `plans` belong to.
         plans: The comparison of every size.
         out: The directory.
-        workers: Local processes.
-        threads: CPU threads of each.
+        team: Who trains.
         task_data: A folder with the tasks' documents; without it no task is scored.
         quiet: Print no line for a finished run.
     """
@@ -93,12 +93,13 @@ def make_table(
     missing: dict[str, str] = {}
     same: list[str] = []
     for size, plan in plans.items():
-        report = carry_out(plan, out / size, workers, threads, quiet)
-        tasks = _task_scores(table, out, size, report, task_data, missing)
+        report = carry_out(plan, out / size, team, quiet)
+        tasks = _task_scores(table, out, size, report, task_data, missing) if is_first() else {}
         rows += [_row(table, size, arm, tasks.get(arm.name, {})) for arm in report.arms]
         same += [f"{size}: {a} and {b}" for a, b in same_models(report)]
     made = TableReport(table.paper, table.table, table.says, tier, rows, missing, same)
-    write_json(out / TABLE, made)
+    if is_first():
+        write_json(out / TABLE, made)
     return made
 
 

@@ -15,8 +15,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from multiprocessing import parent_process
 from pathlib import Path
 from typing import ClassVar
@@ -24,9 +24,12 @@ from typing import ClassVar
 import torch
 
 from fathom.checkpoints.layout import ARMS, CLAIMS, FAILED, MACHINE, RESULT
+from fathom.corpus.recipe import Executor
+from fathom.corpus.remote import require_scheduler, schedule, slurm_script
 from fathom.errors import FathomError, SettingsError, TrainingError
 from fathom.experiments.claims import Claim, Claims
 from fathom.experiments.compare_results import Failure
+from fathom.experiments.team import Team
 from fathom.recipe import Recipe
 from fathom.report.files import write_json
 from fathom.report.progress import ProgressBar
@@ -38,6 +41,11 @@ from fathom.training.results import held_out
 POLL_SECONDS = 1.0
 STOPPED = 3
 """Exit code of a worker that a signal stopped cleanly."""
+LOGS = "logs"
+"""In a directory whose workers a scheduler starts: its logs."""
+
+Job = Callable[[Path], bool]
+"""What a process does in a directory until no task is left, importable by name; False if a signal came."""
 
 
 @dataclass(frozen=True)
@@ -92,13 +100,15 @@ class Task:
         mean = math.fsum(losses) / len(losses)
         return mean if math.isfinite(mean) else math.inf
 
-    def run(self, claim: Claim, **facts: str) -> bool:
+    def run(self, claim: Claim | None, **facts: str) -> bool:
         """Train or resume; a diverged run leaves `failed.json`. False if a signal stopped it.
 
         Args:
-            claim: The claim on this run, which must not be lost.
+            claim: The claim on this run, which must not be lost; None for a rank that follows the first one.
             facts: Written to the run's `machine.json` with those about the machine.
         """
+        if claim is None:
+            return self._follow()
         self.run_dir.mkdir(parents=True, exist_ok=True)
         write_json(self.run_dir / MACHINE, {**hardware(), **facts})
         try:
@@ -114,6 +124,15 @@ class Task:
                 raise  # not caused by the arm, such as a full disk
             claim.require()
             write_json(self.run_dir / FAILED, Failure(" ".join(str(error).split()), error.step))
+            return True
+
+    def _follow(self) -> bool:
+        """Train as one of several ranks; the first one writes what is written."""
+        try:
+            return train(self.recipe, self.run_dir).finished
+        except TrainingError as error:
+            if error.step is None:
+                raise
             return True
 
 
@@ -205,30 +224,73 @@ class Watch(Hook):
 
 
 def check_processes(command: str, workers: int, threads: int | None) -> None:
-    """Refuse numbers of processes and threads below one, and torchrun, whose ranks would wait for each other's runs."""
-    if os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
+    """Refuse numbers of processes and threads below one, and several workers under torchrun, which starts its own."""
+    if launched() and command != "compare":
         raise SettingsError(f"{command} runs one process per arm: use `workers`, not torchrun")
+    if launched() and workers > 1:
+        raise SettingsError("compare under torchrun: its ranks train one arm after another: leave `workers` at 1")
     for name, count in (("workers", workers), ("threads", threads)):
         if count is not None and count < 1:
             raise SettingsError(f"{name}={count}: allowed: 1 or more")
 
 
-def carry_through(job: Callable[[Path], bool], out: Path, workers: int, threads: int | None) -> None:
-    """Do the work of a directory in one process or several; a `TrainingError` if a signal stopped it.
+def launched() -> bool:
+    """Whether torchrun started this process as one of several ranks."""
+    return os.environ.get("WORLD_SIZE", "1") not in ("", "1")
+
+
+def is_first() -> bool:
+    """Whether this process writes and prints for all ranks."""
+    return not launched() or os.environ.get("RANK") == "0"
+
+
+def carry_through(job: Job, out: Path, team: Team, left: Callable[[], int]) -> None:
+    """Do the work of a directory; a `TrainingError` if a signal or a lost machine stopped it.
 
     Args:
-        job: What a process does in `out`, importable by name; False if a signal came.
+        job: What a process does in `out`.
         out: The directory.
-        workers: Processes.
-        threads: CPU threads of each; one if there are several workers, else torch's choice.
+        team: Who does it.
+        left: How many tasks are not settled.
     """
-    if workers > 1:
-        finished = _together(job, out, workers, threads or 1)
+    if team.executor.name != "local":
+        _spread(job, out, team, left)
+        return
+    if team.workers > 1:
+        finished = _together(job, out, team.workers, team.threads or 1)
     else:
-        if threads is not None:
-            torch.set_num_threads(threads)
+        if team.threads is not None:
+            torch.set_num_threads(team.threads)
         finished = job(out)
     if not finished:
+        raise TrainingError("stopped; the same command resumes")
+
+
+def _spread(job: Job, out: Path, team: Team, left: Callable[[], int]) -> None:
+    """Let a scheduler start the workers. One that dies is started again, or its tasks go to others by their claims."""
+    require_scheduler(team.executor.name)
+    if left():
+        schedule(*_scheduled(job, out, team))
+    if count := left():
+        raise TrainingError(f"{count} tasks are not done; see {out / LOGS}; the same command resumes")
+
+
+def script(job: Job, out: Path, team: Team) -> str:
+    """The script that `carry_through` would give to Slurm."""
+    return slurm_script(*_scheduled(job, out, team))
+
+
+def _scheduled(job: Job, out: Path, team: Team) -> tuple[Executor, Callable[[object, int, int], None], int, Path, str]:
+    place, threads = out.absolute(), team.threads or 1
+    wanted = replace(team.executor, workers=team.workers)
+    return wanted, partial(take_part, job, str(place), threads), team.workers, place / LOGS, out.name
+
+
+def take_part(job: Job, directory: str, threads: int, data: object, number: int, world_size: int) -> None:
+    """What a scheduler's process does: the work of the directory, until its parent ends."""
+    threading.Thread(target=_follow, args=(os.getppid(),), daemon=True).start()
+    torch.set_num_threads(threads)
+    if not job(Path(directory)):
         raise TrainingError("stopped; the same command resumes")
 
 

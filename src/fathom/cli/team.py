@@ -1,0 +1,32 @@
+"""`--workers`, `--threads`, `--executor` and `executor.KEY=value` of a comparison or a ladder."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Sequence
+
+from fathom.cli.parser import refuse
+from fathom.corpus.recipe import Executor
+from fathom.experiments.team import Team
+from fathom.settings import fill, overridden
+
+PREFIX = "executor."
+
+
+def recipe_words(overrides: Sequence[str]) -> list[str]:
+    """The overrides that are about the recipe."""
+    return [word for word in overrides if not word.startswith(PREFIX)]
+
+
+def team_of(options: Namespace) -> Team:
+    """Who trains."""
+    words = [word.removeprefix(PREFIX) for word in options.overrides if word.startswith(PREFIX)]
+    chosen = fill(Executor, overridden({}, [f"name={options.executor}", *words]))
+    return Team(options.workers, options.threads, chosen)
+
+
+def refuse_unless_slurm(options: Namespace) -> None:
+    """Refuse what a dry run ignores: workers matter to the script that it prints for Slurm alone."""
+    if options.executor != "slurm":
+        why = "has no meaning with --dry-run, which runs nothing; --executor slurm prints its script"
+        refuse(options.given, ("--workers", "--threads", "--executor"), why)

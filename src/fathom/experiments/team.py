@@ -1,0 +1,23 @@
+"""Who does the tasks of a directory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from fathom.corpus.recipe import Executor
+
+
+@dataclass(frozen=True)
+class Team:
+    """Processes that take one task after another, by claims."""
+
+    workers: int = 1
+    """How many, here or on the executor's machines."""
+    threads: int | None = None
+    """CPU threads of each; None: one if there are several workers or machines, else torch's choice."""
+    executor: Executor = field(default_factory=Executor)
+    """local, or the scheduler that starts the workers."""
+
+
+ALONE = Team()
+"""One process here."""
