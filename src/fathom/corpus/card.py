@@ -11,7 +11,7 @@ from fathom.corpus.clean import LANGUAGE, LEFT, MASKED, RULES, STOPPED
 from fathom.corpus.contamination import checks_of
 from fathom.corpus.converse import REASONS
 from fathom.corpus.documents import read_lines
-from fathom.corpus.extraction import FAILURES, POSSIBLE_NOTES
+from fathom.corpus.extraction import FAILURES, PAIR, POSSIBLE_NOTES
 from fathom.corpus.ingest import NUMBERS
 from fathom.corpus.kept import clean_parts
 from fathom.corpus.stage import MANIFEST, Workspace
@@ -47,6 +47,8 @@ def _lines(workspace: Workspace) -> Iterator[str]:
     yield from _section("Collections", _collections(workspace))
     yield from _section("Numbers", _numbers(workspace)) if workspace.manifest("ingest").counts.get("checked") else ()
     yield from _section("What was removed", _dropped(workspace))
+    if any(one.kind == "papers" for one in workspace.recipe.collections.values()):
+        yield from _section("Pairs of papers", _pairs(workspace))
     yield from _section("The mixture", _mixture(workspace))
     yield from _section("Benchmarks", _benchmarks(workspace))
     yield from _section("Hashes", _hashes(workspace))
@@ -158,6 +160,18 @@ def _languages(cleaned: Iterable[Counter[str]]) -> str:
         found.update({key.removeprefix(before): n for key, n in one.items() if key.startswith(before)})
     often = sorted(found.items(), key=lambda one: (-one[1], one[0]))
     return f" (in all, by language: {', '.join(f'{name} {count:,}' for name, count in often)})" if often else ""
+
+
+def _pairs(workspace: Workspace) -> Iterator[str]:
+    """How many questions of each kind were made of papers, and how many are left."""
+    made, kept = _by_collection(workspace, "ingest"), _by_collection(workspace, "converse")
+    rows = [
+        [name, pair, made[name][f"{PAIR} {pair}"], kept[name][f"{PAIR} {pair}"]]
+        for name, collection in workspace.recipe.collections.items()
+        if collection.kind == "papers"
+        for pair in collection.pairs
+    ]
+    yield from markdown_table(("collection", "pair", "made", "kept"), rows)
 
 
 def _actions(workspace: Workspace) -> dict[str, Counter[str]]:

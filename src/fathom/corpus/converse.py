@@ -11,6 +11,7 @@ import numpy as np
 from fathom.checkpoints.layout import TOKENIZER_CONFIG
 from fathom.corpus.chat_template import TokenizerTemplate
 from fathom.corpus.documents import Document, write_lines
+from fathom.corpus.extraction import PAIR
 from fathom.corpus.kept import kept_documents, kept_parts, parts_of
 from fathom.corpus.recipe import CorpusRecipe
 from fathom.corpus.stage import Stage, Task
@@ -84,6 +85,8 @@ class Converse(Stage):
             counts["tokens"] += len(ids)
             counts["targets"] += sum(trained)
             counts["shortened"] += dropped > 0
+            if PAIR in document.meta:
+                counts[f"{PAIR} {document.meta[PAIR]}"] = counts.get(f"{PAIR} {document.meta[PAIR]}", 0) + 1
             counts[f"{collection} {split} conversations"] = counts.get(f"{collection} {split} conversations", 0) + 1
         shards = {}
         for split, writer in writers.items():

@@ -18,6 +18,9 @@ ENTITY = re.compile(rb"&(?!(?:amp|lt|gt|quot|apos);)[A-Za-z][A-Za-z0-9]{1,30};")
 POSSIBLE_NOTES = "possible_notes"
 """In a document's `meta`: how many superscripts may be marks of notes, and are kept."""
 
+PAIR = "pair"
+"""In the `meta` of a conversation that was made of a paper: its kind."""
+
 
 @dataclass
 class Extracted:

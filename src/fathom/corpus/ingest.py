@@ -7,7 +7,7 @@ import hashlib
 import importlib.util
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
@@ -18,8 +18,9 @@ from typing import Any
 from fathom.checkpoints.layout import RECIPE
 from fathom.corpus.conversations import contents, messages_of, pair_of
 from fathom.corpus.documents import ConversationMessage, Document, PartWriter, write_lines
-from fathom.corpus.extraction import FAILURES, POSSIBLE_NOTES, Extracted, IngestValues, Status
+from fathom.corpus.extraction import FAILURES, PAIR, POSSIBLE_NOTES, Extracted, IngestValues, Status
 from fathom.corpus.html import BOMS
+from fathom.corpus.papers import Paper, exchanges, paper_of
 from fathom.corpus.recipe import Collection
 from fathom.corpus.sandbox import CHECKED, EXTRACTORS, Sandbox
 from fathom.corpus.stage import Input, Stage, Task, grouped
@@ -46,6 +47,7 @@ from fathom.data.sources import (
 from fathom.errors import DataError, to_install
 from fathom.report.files import digest, read_json, write_json
 from fathom.report.progress import ProgressBar
+from fathom.report.results import restored
 
 TASK_BYTES, TASK_FILES = 1 << 27, 512
 """A task reads files up to this total size and number; a larger file is a task of its own."""
@@ -133,7 +135,7 @@ class Ingest(Stage):
 
     def _task(self, group: list[tuple[str, str, Path | RemoteFile, str]], identities: dict[str, str]) -> Task:
         collection = asdict(self.recipe.collections[group[0][0]])
-        keys = ("kind", "license", "text_field", "separator", "encoding", "entity_field", "templates", "tools")
+        keys = ("kind", "license", "text_field", "separator", "encoding", "entity_field", "templates", "tools", "pairs")
         arguments = {key: collection[key] for key in keys} | {
             "collection": group[0][0],
             "files": [[label, kind] for _, label, _, kind in group],
@@ -195,6 +197,8 @@ class Ingest(Stage):
                         counts["ok"] += 1
                         counts["bytes"] += len(found.text.encode("utf-8"))
                         counts[POSSIBLE_NOTES] += int(str(found.meta.get(POSSIBLE_NOTES, 0)))
+                        if PAIR in found.meta:
+                            counts[f"{PAIR} {found.meta[PAIR]}"] = counts.get(f"{PAIR} {found.meta[PAIR]}", 0) + 1
                         writer.write(found)
                         if label in sample and (same := reader.sandbox.compare(kind, path, found.text)):
                             counts["checked"] += 1
@@ -307,14 +311,18 @@ class _Reader:
     def read(self, label: str, kind: str, path: Path) -> Iterator[Document | Failed]:
         """The documents of a file, and a `Failed` for each record that yielded none."""
         lines = kind in READERS and READERS[kind].gives == "lines"
+        if self._arguments["kind"] == "papers" and kind == "tei":
+            yield from self._paper(label, path)
+            return
         if self._arguments["kind"] != "documents" and not lines:
-            said = f"{self._arguments['kind']} are read from lines of JSON or of a table, not from {kind}"
+            or_tei = ", or from TEI" if self._arguments["kind"] == "papers" else ""
+            said = f"{self._arguments['kind']} are read from lines of JSON or of a table{or_tei}, not from {kind}"
             yield Failed(label, "parse_error", said)
             return
         if kind in EXTRACTORS:
             yield self._outcome(label, kind, self.sandbox.extract(kind, path))
             return
-        number = 0
+        number, before = 0, None
         try:
             if kind == "warc":
                 for number, one in enumerate(captured(path, self._settings["max_file_bytes"]), 1):
@@ -327,6 +335,9 @@ class _Reader:
                     yield Failed(place, "too_large", f"over {self._limit:,} bytes")
                 elif self._arguments["kind"] == "table":
                     yield from self._pairs(place, payload)
+                elif self._arguments["kind"] == "papers":
+                    before, made = self._paper_row(place, payload, before)
+                    yield from made
                 elif (found := self._row(place, kind, payload)) is not None:
                     yield found
         except DataError as error:
@@ -398,6 +409,34 @@ class _Reader:
             return
         for number, messages in enumerate(pairs, 1):
             text = Extracted("ok", contents(messages))
+            yield self._outcome(f"{place}.{number}", "jsonl", text, messages)
+
+    def _paper(self, label: str, path: Path) -> Iterator[Document | Failed]:
+        """A TEI file as conversations."""
+        found = self.sandbox.extract("paper", path)
+        if found.status != "ok":
+            yield Failed(label, found.status, found.detail)
+            return
+        yield from self._exchanges(label, restored(Paper, json.loads(found.text)), None)
+
+    def _paper_row(
+        self, place: str, line: bytes, before: Paper | None
+    ) -> tuple[Paper | None, Iterable[Document | Failed]]:
+        """A row with a title and an abstract, and its conversations; `before` is the row before it."""
+        if not line.strip():
+            return before, ()
+        try:
+            paper = paper_of(json_object(line), self._arguments["text_field"])
+        except (ValueError, RecursionError) as error:
+            return before, [Failed(place, "parse_error", " ".join(str(error).split())[:300])]
+        return paper, self._exchanges(place, paper, before)
+
+    def _exchanges(self, place: str, paper: Paper, before: Paper | None) -> Iterator[Document | Failed]:
+        made = list(exchanges(paper, before, self._arguments["pairs"]))
+        if not made:
+            yield Failed(place, "empty", "a paper of which no pair can be made")
+        for number, (pair, messages) in enumerate(made, 1):
+            text = Extracted("ok", contents(messages), meta={PAIR: pair})
             yield self._outcome(f"{place}.{number}", "jsonl", text, messages)
 
     def _json(self, line: bytes) -> tuple[str, dict[str, object], list[ConversationMessage] | None, str | None]:

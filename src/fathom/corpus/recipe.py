@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from fathom.corpus.papers import PAIRS, Pair
 from fathom.errors import SettingsError
 from fathom.settings import Rule, Section, fill, overridden, read_values, require_kind
 
@@ -27,9 +28,11 @@ class Collection(Section):
 
     inputs: tuple[str, ...] = ()
     """files, directories and globs; a directory is searched to any depth for known extensions"""
-    kind: Literal["documents", "conversations", "preferences", "table"] = "documents"
-    """documents, conversations, preferences (a chosen and a rejected answer), or a table of JSON rows that is turned
-    into conversations"""
+    kind: Literal["documents", "conversations", "preferences", "table", "papers"] = "documents"
+    """documents, conversations, preferences (a chosen and a rejected answer), or a table of JSON rows or papers (TEI,
+    or rows with a title and an abstract) that are turned into conversations"""
+    pairs: tuple[Pair, ...] = PAIRS
+    """for papers: the questions that are made"""
     entity_field: str = "name"
     """for a table: the column with the subject of a row"""
     templates: tuple[str, ...] = ()

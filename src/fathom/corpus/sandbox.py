@@ -13,14 +13,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fathom.corpus import epub, html, jats, pdf, tei
+from fathom.corpus import epub, html, jats, papers, pdf, tei
 from fathom.corpus.children import answering, ask, started
 from fathom.corpus.extraction import Extracted, Extractor, IngestValues
 from fathom.corpus.fidelity import Fidelity, compared
 from fathom.errors import DataError, to_install
 
 EXTRACTORS: dict[str, Extractor] = {"pdf": pdf.extract, "html": html.extract, "tei": tei.extract}
-EXTRACTORS |= {"epub": epub.extract, "jats": jats.extract}
+EXTRACTORS |= {"epub": epub.extract, "jats": jats.extract, "paper": papers.extract}
 CHECKED = ("html", "tei", "epub", "jats")
 """Kinds whose numbers can be compared with the text."""
 CHILD = "from fathom.corpus.sandbox import serve; serve()"

@@ -23,17 +23,23 @@ SECTION = re.compile(r"[1-9]\.[0-9]")
 
 def extract(path: Path, settings: IngestValues) -> Extracted:
     """The Markdown of a TEI file."""
-    root = xml_of(path)
+    root = parsed(path)
     if isinstance(root, Extracted):
         return root
-    if tag_of(root) != "TEI":
-        return Extracted("parse_error", detail=f"a <{tag_of(root)}>, not TEI")
-    converter = _Converter(root, settings["sentinels"])
+    converter = Converter(root, settings["sentinels"])
     text = converter.markdown()
     if not text:
         return Extracted("empty", detail="a document without text")
     found = {"dangling_references": converter.dangling, POSSIBLE_NOTES: converter.possible_notes}
     return Extracted("ok", text, meta={name: count for name, count in found.items() if count})
+
+
+def parsed(path: Path) -> Element | Extracted:
+    """The root of a TEI file; or why it has none."""
+    root = xml_of(path)
+    if isinstance(root, Extracted) or tag_of(root) == "TEI":
+        return root
+    return Extracted("parse_error", detail=f"a <{tag_of(root)}>, not TEI")
 
 
 def _words(text: str) -> str:
@@ -58,7 +64,7 @@ def _is_link(element: Element) -> bool:
     return len(element) > 0 and all(tag_of(one) in NOTES for one in element) and not any(map(str.isalnum, besides))
 
 
-class _Converter:
+class Converter:
     """A document during its conversion to Markdown."""
 
     def __init__(self, root: Element, sentinels: bool) -> None:
@@ -67,9 +73,9 @@ class _Converter:
         """Number of references whose target is missing."""
         self.possible_notes = 0
         """Number of superscripts that are kept and may be marks of notes."""
-        self._blocks = {one.get(IDENTITY): one for one in root.iter() if tag_of(one) == "figure" and one.get(IDENTITY)}
+        self.blocks = {one.get(IDENTITY): one for one in root.iter() if tag_of(one) == "figure" and one.get(IDENTITY)}
         self._shown: set[str] = set()
-        self._titles = {
+        self.titles = {
             one.get(IDENTITY): self._title_of(one)
             for one in root.iter()
             if tag_of(one) == "biblStruct" and one.get(IDENTITY)
@@ -79,7 +85,7 @@ class _Converter:
         """The whole document."""
         found = []
         title = self._root.find(".//{*}titleStmt//{*}title")
-        if title is not None and (text := self._plain(title)):
+        if title is not None and (text := self.plain(title)):
             found.append(f"# {text}")
         abstract = self._root.find(".//{*}profileDesc//{*}abstract")
         if abstract is not None and (body := self._paragraphs(abstract)):
@@ -89,7 +95,7 @@ class _Converter:
             for division in body_element:
                 if tag_of(division) == "div":
                     found += self._paragraphs(division)
-            for name in self._blocks:
+            for name in self.blocks:
                 if name not in self._shown:
                     found += self._block(str(name))
         return "\n\n".join(found)
@@ -101,13 +107,13 @@ class _Converter:
             name = tag_of(child)
             wanted: list[str] = []
             if name == "head":
-                if text := self._plain(child):
+                if text := self.plain(child):
                     found.append(f"{'###' if SECTION.search(text) else '##'} {text}")
             elif name == "p":
-                if text := _words(self._inline(child, wanted)).strip():
+                if text := _words(self.inline(child, wanted)).strip():
                     found.append(text)
             elif name in ("formula", "note"):
-                if text := self._inline(child, wanted).strip():
+                if text := self.inline(child, wanted).strip():
                     found.append(self._marked(name, _words(text)))
             elif name == "div":
                 found += self._paragraphs(child)
@@ -115,7 +121,7 @@ class _Converter:
                 found += self._block(identity)
         return found
 
-    def _inline(self, element: Element, wanted: list[str] | None) -> str:
+    def inline(self, element: Element, wanted: list[str] | None) -> str:
         """The text of an element and everything inside; referenced figures are added to `wanted`.
 
         With None, which a title or cell has, references and notes are their visible text alone.
@@ -126,15 +132,15 @@ class _Converter:
             if name == "math":
                 text += formula(child)
             elif script == "super" and _is_link(child):  # the mark of a note: what it refers to alone
-                text += "".join(self._reference(one, "", wanted) for one in child)
+                text += "".join(self.reference(one, "", wanted) for one in child)
             elif script:
-                inner = self._inline(child, wanted)
+                inner = self.inline(child, wanted)
                 self.possible_notes += script == "super" and may_be_note(inner, text)
                 text += as_script(inner, script, text)
             elif name == "ref":
-                text += self._reference(child, self._visible(child, text, wanted), wanted)
+                text += self.reference(child, self._visible(child, text, wanted), wanted)
             else:
-                inner = self._inline(child, wanted)
+                inner = self.inline(child, wanted)
                 parted = name == "note" and text[-1:].strip() and not self._sentinels
                 if name in ("formula", "note") and inner.strip() and wanted is not None:
                     inner = self._marked(name, inner.strip())
@@ -144,21 +150,22 @@ class _Converter:
 
     def _visible(self, reference: Element, before: str, wanted: list[str] | None) -> str:
         """What a reference shows; nothing if that is raised, or a number without a blank before it."""
-        inner = self._inline(reference, wanted)
+        inner = self.inline(reference, wanted)
         raised = len(reference) and all(map(_is_raised, reference)) and not (reference.text or "").strip()
         glued = before[-1:].isalnum() and inner[:1].isdigit() and MARK.fullmatch(inner)
-        figure = (reference.get("target") or "").removeprefix("#") in self._blocks
+        figure = (reference.get("target") or "").removeprefix("#") in self.blocks
         return "" if (raised or glued) and not figure else inner
 
-    def _reference(self, element: Element, shown: str, wanted: list[str] | None) -> str:
+    def reference(self, element: Element, shown: str, wanted: list[str] | None) -> str:
+        """What stands for a reference."""
         target = (element.get("target") or "").removeprefix("#")
         if not target or wanted is None:
             return shown
-        if target in self._blocks:
+        if target in self.blocks:
             wanted.append(target)
-        elif target in self._titles:
-            if self._sentinels and self._titles[target]:
-                return f"{shown} [START_REF]{self._titles[target]}[END_REF]"
+        elif target in self.titles:
+            if self._sentinels and self.titles[target]:
+                return f"{shown} [START_REF]{self.titles[target]}[END_REF]"
         else:
             self.dangling += 1
         return shown
@@ -168,13 +175,13 @@ class _Converter:
         if identity in self._shown:
             return []
         self._shown.add(identity)
-        element = self._blocks[identity]
+        element = self.blocks[identity]
         kind = "table" if element.get("type") == "table" or element.find(".//{*}table") is not None else "figure"
         children = {tag_of(child): child for child in element}
-        lines = [text for name in ("head", "figDesc") if name in children and (text := self._plain(children[name]))]
+        lines = [text for name in ("head", "figDesc") if name in children and (text := self.plain(children[name]))]
         if "table" in children and (rows := self._table(children["table"])):
             lines.append(rows)
-        if "note" in children and (text := self._plain(children["note"])):
+        if "note" in children and (text := self.plain(children["note"])):
             lines.append(self._marked("note", text))
         if not lines:
             return []
@@ -185,7 +192,7 @@ class _Converter:
     def _table(self, table: Element) -> str:
         """A pipe table whose first row is its header."""
         rows = [
-            [self._plain(cell).replace("|", "\\|") for cell in row if tag_of(cell) == "cell"]
+            [self.plain(cell).replace("|", "\\|") for cell in row if tag_of(cell) == "cell"]
             for row in table.iter()
             if tag_of(row) == "row"
         ]
@@ -195,8 +202,9 @@ class _Converter:
         lines = ["| " + " | ".join(row + [""] * (width - len(row))) + " |" for row in rows]
         return "\n".join([lines[0], "|" + " --- |" * width, *lines[1:]])
 
-    def _plain(self, element: Element) -> str:
-        return _words(self._inline(element, None)).strip()
+    def plain(self, element: Element) -> str:
+        """The visible text of an element, in one line."""
+        return _words(self.inline(element, None)).strip()
 
     def _marked(self, name: str, text: str) -> str:
         already = text.startswith(f"[START_{name.upper()}]")
@@ -205,6 +213,6 @@ class _Converter:
     def _title_of(self, entry: Element) -> str:
         for level in ("a", "m", "j"):
             for one in entry.iter():
-                if tag_of(one) == "title" and one.get("level") == level and (text := self._plain(one)):
+                if tag_of(one) == "title" and one.get("level") == level and (text := self.plain(one)):
                     return text
         return ""

@@ -1,0 +1,273 @@
+"""Papers as questions and answers that they hold already, as GeoGalactica makes its pairs of a bibliography.
+
+| pair | question | answer |
+| --- | --- | --- |
+| title | an abstract | its title |
+| abstract | a title | its abstract |
+| caption | a sentence that names one figure or table; and the reverse | its caption |
+| citation | a sentence that cites one work | the work's title |
+| true_or_false | whether an abstract, or a cited work, belongs to a title or a sentence | true or false |
+
+Titles and abstracts come from rows or from GROBID's TEI, the others from TEI alone. Which wording is used, and
+whether a statement is true, depends on a hash of the paper alone.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from hashlib import sha256
+from pathlib import Path
+from typing import Literal, TypeAlias, get_args
+from xml.etree.ElementTree import Element
+
+from fathom.corpus.documents import ConversationMessage
+from fathom.corpus.extraction import Extracted, IngestValues, tag_of
+from fathom.corpus.tei import IDENTITY, Converter, parsed
+from fathom.errors import DataError
+
+Pair: TypeAlias = Literal["title", "abstract", "caption", "citation", "true_or_false"]
+PAIRS: tuple[Pair, ...] = get_args(Pair)
+
+WORDINGS: dict[str, tuple[str, ...]] = {
+    "title": (
+        "Write a title for the paper with this abstract.\n\n{0}",
+        "{0}\n\nWhat is a fitting title for the paper that this abstract belongs to?",
+        "Which title would you give a paper with the following abstract?\n\n{0}",
+    ),
+    "abstract": (
+        "Write the abstract of a paper titled “{0}”.",
+        "What could the abstract of “{0}” say?",
+        "A paper is called “{0}”. Write its abstract.",
+    ),
+    "caption": (
+        "A paper says: “{0}” Write the caption of the {1} that it refers to.",
+        "Which caption could the {1} have that this sentence refers to?\n\n{0}",
+    ),
+    "sentence": (
+        "Write a sentence of a paper that refers to the {1} with this caption.\n\n{0}",
+        "A {1} has the caption “{0}” How could the text refer to it?",
+    ),
+    "citation": (
+        "Which work is cited at [CITATION] in this sentence?\n\n{0}",
+        "{0}\n\nWhat is the title of the work that belongs at [CITATION]?",
+    ),
+    "is_abstract": (
+        "True or false: this is the abstract of the paper “{0}”.\n\n{1}",
+        "Does this abstract belong to the paper “{0}”? Answer true or false.\n\n{1}",
+    ),
+    "is_cited": (
+        "True or false: at [CITATION], this sentence cites “{0}”.\n\n{1}",
+        "Is “{0}” the work that belongs at [CITATION]? Answer true or false.\n\n{1}",
+    ),
+}
+OPEN, BETWEEN, CLOSE = "\ue000", "\ue001", "\ue002"
+"""Around a reference in a text that is still to be cut into sentences: its number, and what it shows."""
+MARK = re.compile(f"{OPEN}(\\d+){BETWEEN}([^{CLOSE}]*){CLOSE}")
+ABBREVIATION = re.compile(
+    r"\b(?:al|approx|ca|cf|ch|dr|e\.g|ed|eqs?|etc|figs?|i\.e|mrs?|ms|nos?|pp?|prof|refs?|resp|sect?|st|tab|vol|vs)\.$",
+    re.IGNORECASE,
+)
+INITIAL = re.compile(r"\b[A-Z]\.$")
+"""What a full stop follows inside a sentence."""
+END = re.compile(rf"[.!?][”\"')\]]*(?=\s+(?:[A-Z“\"(\[]|{OPEN}))")
+LABEL = re.compile(
+    r"^(?:(?:fig(?:ure)?|tab(?:le)?)\b\.?\s*(?:[A-Z]?\d+[a-z]?|[IVX]+)?|\d+)\s*[.:|–-]*\s*", re.IGNORECASE
+)
+VENUE = re.compile(r"\.\s+In\b:?.*$")
+"""Behind a title, where GROBID takes the proceedings for a part of it."""
+HEADING = re.compile(
+    r"^(?:[\w-]+ ){1,6}(?<=\w )(?:The|Since|To|We|Here|In|This|Our|These|For|An|It|As|If|When)\b(?! [A-Z])"
+)
+"""A heading without a full stop, which GROBID takes for the beginning of a sentence."""
+LEAST = {"title": 3, "abstract": 30, "caption": 5, "sentence": 8}
+"""Words that each must have."""
+MOST = {"title": 40, "abstract": 600, "caption": 150, "sentence": 80}
+
+
+@dataclass
+class Paper:
+    """What a paper holds."""
+
+    title: str = ""
+    abstract: str = ""
+    captions: list[tuple[str, str, str]] = field(default_factory=list)
+    """A sentence, `figure` or `table`, and the caption of the one that it names."""
+    citations: list[tuple[str, str]] = field(default_factory=list)
+    """A sentence, and the title of the one work that it cites."""
+    works: list[str] = field(default_factory=list)
+    """Titles of all works that are cited."""
+
+
+def extract(path: Path, settings: IngestValues) -> Extracted:
+    """A TEI file as a paper in JSON."""
+    root = parsed(path)
+    if isinstance(root, Extracted):
+        return root
+    found = _References(root).paper()
+    return Extracted("ok", json.dumps(asdict(found), ensure_ascii=False)) if found != Paper() else Extracted("empty")
+
+
+def paper_of(row: Mapping[str, object], text_field: str = "text") -> Paper:
+    """A row with a title and an abstract, which may begin with that title."""
+    title, abstract = (" ".join(str(row.get(key) or "").split()) for key in ("title", "abstract"))
+    abstract = abstract or " ".join(str(row.get(text_field) or "").split())
+    if not title or not abstract:
+        raise DataError(f"no title and abstract: it has {', '.join(map(str, row)) or 'nothing'}")
+    return Paper(title, abstract.removeprefix(title).strip())
+
+
+def exchanges(
+    paper: Paper, before: Paper | None, pairs: Sequence[str] = PAIRS
+) -> Iterator[tuple[str, list[ConversationMessage]]]:
+    """The pairs of a paper, each with its kind.
+
+    Args:
+        paper: The paper.
+        before: Another one, whose abstract a false statement may take; None if there is none.
+        pairs: The kinds that are wanted.
+    """
+    title = paper.title if _fits("title", paper.title) else ""
+    abstract = paper.abstract if _fits("abstract", paper.abstract) else ""
+    if title and abstract and "title" in pairs:
+        yield "title", _asked("title", title, abstract)
+    if title and abstract and "abstract" in pairs:
+        yield "abstract", _asked("abstract", abstract, title)
+    if "caption" in pairs:
+        for sentence, kind, caption in paper.captions:
+            yield "caption", _asked("caption", caption, sentence, kind)
+            yield "caption", _asked("sentence", sentence, caption, kind)
+    if "citation" in pairs:
+        for sentence, work in paper.citations:
+            yield "citation", _asked("citation", work, sentence)
+    if "true_or_false" in pairs:
+        yield from (("true_or_false", one) for one in _statements(paper, title, abstract, before))
+
+
+def _statements(paper: Paper, title: str, abstract: str, before: Paper | None) -> Iterator[list[ConversationMessage]]:
+    """Statements of which about half are true. Without another paper no abstract can be a wrong one, so none is asked
+    for."""
+    if title and abstract and before is not None and before.title != title and _fits("abstract", before.abstract):
+        if _hash(title) % 2:
+            yield _asked("is_abstract", "True.", title, abstract)
+        else:
+            yield _asked("is_abstract", f"False. It is the abstract of “{before.title}”.", title, before.abstract)
+    for sentence, work in paper.citations:
+        others = [one for one in paper.works if one != work]
+        if others and _hash(sentence) % 2:
+            yield _asked("is_cited", "True.", work, sentence)
+        elif others:
+            wrong = others[_hash(sentence + work) % len(others)]
+            yield _asked("is_cited", f"False. It cites “{work}”.", wrong, sentence)
+
+
+def _asked(wording: str, answer: str, *given: str) -> list[ConversationMessage]:
+    choices = WORDINGS[wording]
+    chosen = choices[_hash("\n".join(given)) // 2 % len(choices)]
+    question = re.sub(r"\{(\d)\}", lambda field: given[int(field[1])], chosen)
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(sha256(text.encode("utf-8", "surrogatepass")).digest()[:8], "big")
+
+
+def _fits(kind: str, text: str) -> bool:
+    """Whether a text is whole, long enough, short enough, and mostly words."""
+    words = text.split()
+    plain = sum(word.strip("“”\"'()[],.;:!?").isalpha() for word in words)
+    whole = all(text.count(one) == text.count(other) for one, other in ("()", "[]", "“”"))
+    begun = text[:1].isupper() or text[:1].isdigit() or kind != "caption"
+    return begun and whole and LEAST[kind] <= len(words) <= MOST[kind] and 2 * plain > len(words)
+
+
+class _References(Converter):
+    """A TEI document whose references stay visible until its sentences are cut."""
+
+    def __init__(self, root: Element) -> None:
+        super().__init__(root, sentinels=False)
+        self.titles = {name: VENUE.sub("", title) for name, title in self.titles.items() if name not in _journals(root)}
+        self._body = root.find(".//{*}text//{*}body")
+        self._head = root
+        self._targets: list[str] = []
+
+    def reference(self, element: Element, shown: str, wanted: list[str] | None) -> str:
+        """A mark with the number of the target."""
+        if wanted is None:
+            return shown
+        self._targets.append((element.get("target") or "").removeprefix("#"))
+        return f"{OPEN}{len(self._targets) - 1}{BETWEEN}{shown}{CLOSE}"
+
+    def paper(self) -> Paper:
+        """What the document holds."""
+        found = Paper(works=sorted({title for title in self.titles.values() if _fits("title", title)}))
+        title = self._head.find(".//{*}titleStmt//{*}title")
+        abstract = self._head.find(".//{*}profileDesc//{*}abstract")
+        found.title = "" if title is None else self.plain(title)
+        if abstract is not None:
+            found.abstract = " ".join(self.plain(one) for one in abstract.iter() if tag_of(one) == "p")
+        captions = {name: self._caption(block) for name, block in self.blocks.items()}
+        for sentence in self._sentences():
+            marks = [(self._targets[int(number)], shown) for number, shown in MARK.findall(sentence)]
+            named = [target for target, _ in marks if target in captions]
+            cited = [target for target, _ in marks if target in self.titles]
+            if len(marks) == len(named) == 1 and _fits("caption", captions[named[0]][1]):
+                text = MARK.sub(r"\2", sentence)
+                if _fits("sentence", text):
+                    found.captions.append((text, *captions[named[0]]))
+            elif len(marks) == len(cited) == 1 and self.titles[cited[0]] in found.works:
+                text = MARK.sub("[CITATION]", sentence)
+                if _fits("sentence", text) and self.titles[cited[0]].lower() not in text.lower():
+                    found.citations.append((text, self.titles[cited[0]]))
+        return found
+
+    def _caption(self, block: Element) -> tuple[str, str]:
+        """`figure` or `table`, and the caption without its label."""
+        kind = "table" if block.get("type") == "table" or block.find(".//{*}table") is not None else "figure"
+        said = (LABEL.sub("", self.plain(one)).strip() for one in block if tag_of(one) in ("head", "figDesc"))
+        parts = [part for part in said if part]
+        if any(part[0].islower() or not part[0].isalnum() for part in parts):
+            return kind, ""  # GROBID cut it in the middle
+        return kind, " ".join([part if part.endswith((".", "?", "!", ":")) else f"{part}." for part in parts])
+
+    def _sentences(self) -> Iterator[str]:
+        """Sentences of the body's paragraphs, with marks."""
+        for paragraph in _paragraphs(self._body):
+            yield from sentences(re.sub(r"\s+", " ", self.inline(paragraph, [])).strip())
+
+
+def _journals(root: Element) -> set[str]:
+    """Works without a title of their own: all that GROBID knows is a journal, or a volume that they are a part of."""
+    found = set()
+    for work in root.iter():
+        if tag_of(work) == "biblStruct":
+            levels = {
+                one.get("level") for one in work.iter() if tag_of(one) == "title" and "".join(one.itertext()).strip()
+            }
+            part = any(tag_of(one) == "biblScope" for one in work.iter())
+            if "a" not in levels and ("m" not in levels or part):
+                found.add(work.get(IDENTITY, ""))
+    return found
+
+
+def _paragraphs(element: Element | None) -> Iterator[Element]:
+    """The paragraphs inside an element, without those of figures and notes."""
+    for child in () if element is None else element:
+        if tag_of(child) == "p":
+            yield child
+        elif tag_of(child) not in ("figure", "note"):
+            yield from _paragraphs(child)
+
+
+def sentences(text: str) -> Iterator[str]:
+    """A paragraph's sentences; one that does not begin with a capital or does not end with a full stop is left out."""
+    start = 0
+    for end in [*(match.end() for match in END.finditer(text)), len(text)]:
+        piece = text[start:end].strip()
+        if end < len(text) and (ABBREVIATION.search(piece) or INITIAL.search(piece)):
+            continue
+        start = end
+        if piece[:1].isupper() and not HEADING.match(piece) and piece.endswith((".", "!", "?", ".”", ".)")):
+            yield piece
