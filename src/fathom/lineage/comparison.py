@@ -46,6 +46,7 @@ from fathom.lineage.weights import SMALL_BYTES, Told, Weights, holding, open_wei
 
 FAST_LAYERS, FAST_FFN_LAYERS, EXACT_FFN_LAYERS = 12, 2, 8
 ANCHORS, FAST_ANCHORS = 1024, 256  # number of anchor strings for the terms of two layers, and of all layers
+OWN_ANCHORS = 4096  # tokens that HuRef takes of each model
 BLIND_NEEDS = "no test without a tokenizer: it needs two layers with known values, outputs and feed-forward weights"
 ONE_SEED = 0.9  # share of the training and aligned score from which one seed and one order of data may explain both
 LOW_RANK, CORNER = 1e-3, 512
@@ -338,6 +339,14 @@ def shared_anchors(a: Weights, b: Weights, aligned: Aligned) -> tuple[Array, Arr
     return aligned.rows[0][:ANCHORS], aligned.rows[1][:ANCHORS]
 
 
+def _own_anchors(a: Weights, b: Weights) -> tuple[Array, Array] | None:
+    """HuRef's anchors: each model's rarest tokens, paired by rank, so that two tokenizers pair different strings."""
+    words = ((one.vocabulary() or {}, one.geometry.vocab) for one in (a, b))
+    first, second = (vocabulary.rarest(found, rows, OWN_ANCHORS) for found, rows in words)
+    count = min(len(first), len(second))
+    return (np.array(first[-count:]), np.array(second[-count:])) if count else None
+
+
 def _other_scores(a: Weights, b: Weights, aligned: Aligned, progress: Told) -> tuple[dict[str, float], list[str]]:
     progress("invariant terms")
     at_a, at_b = shared_anchors(a, b, aligned)
@@ -347,6 +356,8 @@ def _other_scores(a: Weights, b: Weights, aligned: Aligned, progress: Told) -> t
             "ics_canonical": huref.ics(a, b, at_a, at_b),
         }
         if _small(a, b):
+            if (own := _own_anchors(a, b)) is not None:
+                found["ics_rarest"] = huref.ics(a, b, *own, published=True)
             found["ics_all_layers"] = huref.ics_all_layers(a, b, at_a[:FAST_ANCHORS], at_b[:FAST_ANCHORS])
             value = huref.pcs(a, b)
             found |= {} if value is None else {"pcs_2d": value}

@@ -154,3 +154,11 @@ def anchors(vocabulary: Vocabulary, rows: int, count: int) -> list[bytes]:
     usable = [text for text, row in vocabulary.items() if row < rows]
     words = [text for text in usable if _WORD.fullmatch(text)]
     return sorted(words if len(words) >= count else usable, key=string_hash)[:count]
+
+
+def rarest(vocabulary: Vocabulary, rows: int, count: int) -> list[int]:
+    """The rows of the tokens that a byte-pair tokenizer made last, of the earliest first: HuRef's own anchors.
+
+    HuRef counts tokens on Wikipedia and takes each model's 4,096 rarest. A byte-pair tokenizer makes the rarest last.
+    """
+    return sorted(row for row in vocabulary.values() if row < rows)[-count:]
