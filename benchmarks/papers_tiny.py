@@ -37,15 +37,23 @@ def main() -> int:
     parser.add_argument("tables", nargs="+", metavar="PAPER/TABLE")
     parser.add_argument("--log", type=Path, required=True)
     options = parser.parse_args()
-    log: dict[str, Any] = {"command": "python benchmarks/papers_tiny.py", **vars(provenance()), "tables": {}}
-    if options.log.exists():
-        log = json.loads(options.log.read_text(encoding="utf-8"))
     for name in options.tables:
-        if name not in log["tables"]:
-            log["tables"][name] = twice(name)
+        if name not in read(options.log)["tables"]:
+            made = twice(name)
+            log = read(options.log)  # another process may have made another table
+            log["tables"][name] = made
             options.log.write_text(json.dumps(log, indent=2) + "\n", encoding="utf-8")
-            print(name, json.dumps(log["tables"][name]), flush=True)
-    return int(not all(one["exit_code"] == 0 and one["resumed_equal"] for one in log["tables"].values()))
+            print(name, json.dumps(made), flush=True)
+    log = read(options.log)
+    return int(any(one["exit_code"] or one["resumed_equal"] is False for one in log["tables"].values()))
+
+
+def read(log: Path) -> dict[str, Any]:
+    """The log so far."""
+    if not log.exists():
+        return {"command": "python benchmarks/papers_tiny.py", **vars(provenance()), "tables": {}}
+    found: dict[str, Any] = json.loads(log.read_text(encoding="utf-8"))
+    return found
 
 
 def twice(name: str) -> dict[str, Any]:

@@ -4,11 +4,14 @@ Fathom's defaults are the paper's, the authors' code's, or ours."""
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from fathom.experiments.paper import load_table
+from fathom.kvcache import METHODS
 from fathom.models.registry import MECHANISMS
+from fathom.recipe import KVCache
 from fathom.report.tables import markdown_table
 from fathom.settings import default_of, packaged_recipes
 
@@ -108,6 +111,17 @@ CHOICES = (
         "the formula and its weight are ours; they match the trends that the paper reports",
     ),
     Choice("latent_cot", "penalty_beta", UNKNOWN, "no code", "ours"),
+    Choice("freqkv", "window", "4096 for LLaMA-2", "4096", "null: name the length that the weights were trained at"),
+    Choice("freqkv", "sinks", "4", "4", "the paper's"),
+    Choice("freqkv", "ratio", "0.5", "0.5", "the paper's γ"),
+    Choice(
+        "freqkv",
+        "kept",
+        "γN",
+        "γ(N − S), rounded down",
+        "null: γN − S, so that sinks and kept entries fill γN; the FreqKV table takes the code's 2046",
+    ),
+    Choice("freqkv", "transform", "a DCT", "FFT", "the same numbers; a stored matrix below 512 entries"),
     Choice(
         "loop",
         "injection",
@@ -123,13 +137,21 @@ def faithfulness() -> str:
     """Every choice beside the default."""
     rows = []
     for choice in CHOICES:
-        fields = {field.name: field for field in dataclasses.fields(MECHANISMS[choice.mechanism].options)}
-        default = default_of(fields[choice.option])
+        default = _default(choice.mechanism, choice.option)
         rows.append(
             (f"`{choice.mechanism}`", f"`{choice.option}`", choice.paper, choice.code, f"`{default}`", choice.why)
         )
     head = ("mechanism", "option", "paper", "authors' code", "default", "why")
     return "\n".join(_text(head, rows)) + "\n"
+
+
+def _default(mechanism: str, option: str) -> object:
+    """Of a mechanism's option, or of a cache's: a key of the recipe, or a parameter of its class."""
+    options = KVCache if mechanism in METHODS else MECHANISMS[mechanism].options
+    fields = {field.name: field for field in dataclasses.fields(options)}
+    if option in fields:
+        return default_of(fields[option])
+    return inspect.signature(METHODS[mechanism]).parameters[option].default
 
 
 def tables() -> str:

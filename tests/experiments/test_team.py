@@ -26,7 +26,7 @@ from fathom.recipe import Recipe
 RULES = [
     *("data.directory=puzzle:a5?elements=2", "data.sequence_length=3", "train.tokens_per_step=192"),
     *("train.micro_batch=64", "train.checkpoint_every=5", "train.log_every=5", "evaluate.every=0"),
-    *("evaluate.tokens=600", "ladder.layers=[1, 1]", "ladder.hidden=[32, 48]", "ladder.seeds=[2, 2]"),
+    *("evaluate.tokens=600", "ladder.layers=[1, 1]", "ladder.hidden=[32, 64]", "ladder.seeds=[2, 2]"),
     *("ladder.seed_control=[]", "ladder.tune_points=[]", "ladder.tokens=12000"),
 ]
 OF_THE_RUN = {"date", "command", "commit", "hardware", "versions"}
