@@ -104,6 +104,7 @@ def test_the_pairs_of_a_tei_file(tmp_path: Path) -> None:
         f"it is deeper here than at any of the other bridges {cited(0)}.",
         f"It is deeper here than at (any of the other bridges {cited(0)}.",
         f"River depth The river is deeper here than at any of the other bridges {cited(0)}.",
+        f"Lead Lead is the oldest of the means that are known for this purpose {cited(0)}.",
         f"It is deep {cited(0)}.",
         f"It is deeper here than at any of the other bridges (Fig. {shown(1)}).",
     ],

@@ -76,10 +76,11 @@ END = re.compile(rf"[.!?][”\"')\]]*(?=\s+(?:[A-Z“\"(\[]|{OPEN}))")
 LABEL = re.compile(
     r"^(?:(?:fig(?:ure)?|tab(?:le)?)\b\.?\s*(?:[A-Z]?\d+[a-z]?|[IVX]+)?|\d+)\s*[.:|–-]*\s*", re.IGNORECASE
 )
-VENUE = re.compile(r"\.\s+In\b:?.*$")
-"""Behind a title, where GROBID takes the proceedings for a part of it."""
+VENUE = re.compile(r"\.\s+In\b:?.*$|^.*\b(?:19|20)\d\d\.\s+")
+"""Behind a title, where GROBID takes the proceedings for a part of it; and authors and year before it."""
+JOURNAL = re.compile(r"^(?:Annals|Bulletin|Journal|Proceedings|Transactions)\b")
 HEADING = re.compile(
-    r"^(?:[\w-]+ ){1,6}(?<=\w )(?:The|Since|To|We|Here|In|This|Our|These|For|An|It|As|If|When)\b(?! [A-Z])"
+    r"^(?:[\w-]+ ){1,6}(?:The|Since|To|We|Here|In|This|Our|These|For|An|It|As|If|When)\b|^([\w-]+) \1\b"
 )
 """A heading without a full stop, which GROBID takes for the beginning of a sentence."""
 LEAST = {"title": 3, "abstract": 30, "caption": 5, "sentence": 8}
@@ -188,7 +189,9 @@ class _References(Converter):
 
     def __init__(self, root: Element) -> None:
         super().__init__(root, sentinels=False)
-        self.titles = {name: VENUE.sub("", title) for name, title in self.titles.items() if name not in _journals(root)}
+        journals = _journals(root)
+        titles = {name: VENUE.sub("", title) for name, title in self.titles.items() if name not in journals}
+        self.titles = {name: title for name, title in titles.items() if not JOURNAL.match(title)}
         self._body = root.find(".//{*}text//{*}body")
         self._head = root
         self._targets: list[str] = []
