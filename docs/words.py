@@ -27,11 +27,15 @@ INSTEAD = {
     r"lies? in (?=runs|the directory)": "is in",
 }
 """Homely words, as a pattern, and the usual ones."""
+GENERATED = ("api.md", "commands.md", "keys.md")
+"""Pages that are read from the code."""
 MOST_WORDS = 45
 """Words of a sentence."""
 MOST_NUMBERS = 6
 """Numbers in a paragraph, outside tables."""
-PLANTED = "These arms are not told apart; a twin goes on where it stood.\n\nOf a puzzle losses count as learnt.\n"
+PLANTED = (
+    "These arms are not told apart; a twin goes on where it stood.\n\nOf models of two sizes losses count as learnt.\n"
+)
 
 
 def paragraphs(text: str) -> Iterator[tuple[int, str]]:
@@ -63,7 +67,9 @@ def complaints(text: str) -> Iterator[tuple[int, str]]:
         for sentence in sentences:
             if len(sentence.split()) > MOST_WORDS:
                 yield line, f"a sentence of {len(sentence.split())} words: {' '.join(sentence.split()[:6])} ..."
-            if re.match(r"(- )?Of (a|an|the|its|these) \w+ ", sentence) and "," not in sentence[:40]:
+            if re.match(r"(- )?Of (\w+ )?\w+ (of|losses|models|arms) ", sentence) or (
+                re.match(r"(- )?Of (a|an|the|its|these) \w+ ", sentence) and "," not in sentence[:40]
+            ):
                 yield line, f"the subject comes late: {' '.join(sentence.split()[:6])} ..."
         numbers = re.findall(r"(?<![\w.])[-+−×]?\d+(?:[.,]\d+)*(?![\w.]*[a-z])", prose)
         if len(numbers) > MOST_NUMBERS:
@@ -73,7 +79,7 @@ def complaints(text: str) -> Iterator[tuple[int, str]]:
 def main(names: list[str]) -> int:
     """Print what is found; 1 if there is anything."""
     assert len(list(complaints(PLANTED))) >= 4, "the planted faults are not seen"
-    docs = sorted(path for path in (ROOT / "docs").rglob("*.md") if path.parent.name not in ("results", "reference"))
+    docs = sorted(path for path in (ROOT / "docs").rglob("*.md") if path.name not in GENERATED)
     pages = [Path(name) for name in names] or [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *docs]
     count = 0
     for page in pages:

@@ -3,7 +3,9 @@ imported these two and nothing of Fathom, so that a program which lives on the i
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import io
 import os
 import subprocess
 import sys
@@ -49,11 +51,13 @@ class Session:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
-    def run(self, source: str, name: str = "<session>") -> None:
-        """Run a program; what it raises is raised here in words."""
+    def run(self, source: str, name: str = "<session>") -> str:
+        """Run a program and return what it printed; what it raises is raised here in words."""
         self._connection.send((source, name))
-        if failure := self._connection.recv():
+        failure, printed = self._connection.recv()
+        if failure:
             raise RuntimeError(failure)
+        return printed
 
     def close(self) -> None:
         """End the session."""
@@ -85,12 +89,13 @@ def _session(connection: Connection) -> None:
             source, name = connection.recv()
         except EOFError:
             os._exit(0)
-        failure = ""
+        failure, printed = "", io.StringIO()
         try:
-            exec(compile(source, name, "exec"), names)
+            with contextlib.redirect_stdout(printed):
+                exec(compile(source, name, "exec"), names)
         except BaseException:
             failure = traceback.format_exc()
-        connection.send(failure)
+        connection.send((failure, printed.getvalue()))
 
 
 if __name__ == "__main__":

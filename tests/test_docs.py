@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import glob
 import io
 import json
@@ -116,7 +117,7 @@ class Item:
 
     page: Path
     line: int
-    kind: str  # "shell", "python"
+    kind: str  # "shell", "python", or "printed": what the steps before it printed
     text: str
 
     def __str__(self) -> str:
@@ -131,7 +132,9 @@ def items(page: Path) -> list[Item]:
         if language == "python":
             found.append(Item(page, line, "python", body))
             continue
-        if language == "text":  # what a command printed
+        if language == "text":
+            if shown := [words for words in body.splitlines() if is_output(words)]:
+                found.append(Item(page, line, "printed", "\n".join(shown)))
             continue
         joined = re.sub(r"\\\n\s*", lambda match: " " + "\0" * match.group().count("\n"), body)
         for text in joined.splitlines():
@@ -140,6 +143,17 @@ def items(page: Path) -> list[Item]:
                 found.append(Item(page, line, "shell", words))
             line += 1 + text.count("\0")
     return found
+
+
+def is_output(line: str) -> bool:
+    """Whether a line of a text block was printed by a program; a model's own words begin with a space."""
+    return bool(line) and not line.startswith((" ", "$ ", "fathom ", *FOREIGN))
+
+
+def shape(line: str) -> str:
+    """A line without its numbers; a value after one word and a colon or an equals sign is left out too."""
+    words = " ".join(word for word in line.split() if not re.search(r"\d", word))
+    return re.sub(r"^(\w+)(:| =).*", r"\1", words)
 
 
 def fences(page: Path) -> Iterator[tuple[str, int, str]]:
@@ -398,6 +412,7 @@ class Reader:
         self.sessions, self.session = sessions, None
         self.server: Command | None = None
         self.port = 8000
+        self.printed: set[str] = set()
 
     def follow(self, page: Path) -> None:
         steps = items(page)
@@ -407,11 +422,21 @@ class Reader:
         try:
             for step in steps:
                 try:
-                    self.python(step) if step.kind == "python" else self.shell(step)
+                    self.take(step)
                 except (Exception, SystemExit) as error:
                     raise AssertionError(f"{step}\n{type(error).__name__}: {error}") from error
         finally:
             self.stop()
+
+    def take(self, step: Item) -> None:
+        """Type one step, or compare what is quoted with what was printed, number for any number."""
+        if step.kind == "printed":
+            missing = [line for line in step.text.splitlines() if shape(line) not in self.printed]
+            assert not missing, f"not printed: {missing}"
+            return
+        with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(out):
+            said = self.python(step) if step.kind == "python" else self.shell(step)
+        self.printed |= {shape(line) for line in f"{out.getvalue()}\n{said or ''}".splitlines()}
 
     def _forget(self, words: list[str], flags: tuple[str, ...]) -> None:
         for flag, path in pairwise(words):
@@ -475,21 +500,22 @@ class Reader:
             finally:
                 self.server.kill()
 
-    def python(self, step: Item) -> None:
+    def python(self, step: Item) -> str:
         source = step.text.replace(":8000/", f":{self.port}/")
         for long, short in BRIEFLY.items():
             source = source.replace(long, short)
         if named := re.match(r"# (\w+\.py)\n", source):  # a file that the reader writes
             Path(named[1]).write_text(source)
-            return
+            return ""
         if "import Trainer" in source and find_spec("accelerate") is None:  # which transformers' Trainer needs
-            return
+            self.printed.add("λ")
+            return ""
         source = "\n" * (step.line - 1) + source
         if mechanism := WRITTEN.get(step.page.stem):
             as_module(mechanism, source, step.page)
-        else:
-            self.session = self.session or self.sessions.start(Path.cwd(), {"HF_HUB_OFFLINE": "1"})
-            self.session.run(source, str(step.page))
+            return ""
+        self.session = self.session or self.sessions.start(Path.cwd(), {"HF_HUB_OFFLINE": "1"})
+        return self.session.run(source, str(step.page))
 
 
 @pytest.fixture(scope="module")
@@ -499,7 +525,7 @@ def sessions() -> Iterator[Sessions]:
     running.stop()
 
 
-FOLLOWED = [page for page in PAGES if items(page)]
+FOLLOWED = [page for page in PAGES if any(item.kind != "printed" for item in items(page))]
 # Pages whose commands measure something, and those of mechanisms, each of which runs a comparison of its own:
 # `depth_attention` and `loop` stand for them in the fast tests, `lineage_publish` for lineage, `data` for texts,
 # and the README for what is made of a model.
@@ -535,7 +561,28 @@ LONG = (
     "page", [pytest.param(p, marks=pytest.mark.slow) if name_of(p) in LONG else p for p in FOLLOWED], ids=name_of
 )
 def test_a_page_does_what_it_says(page: Path, world: Path, sessions: Sessions) -> None:
+    for name in MADE if page == FIRST else ():  # the first tutorial begins without what it makes for the others
+        shutil.rmtree(name)
     Reader(sessions).follow(page)
+    assert all(Path(name).is_dir() for name in MADE)
+
+
+FIRST = DOCS / "tutorials" / "first_model.md"
+MADE = ("data/tiny", "runs/tiny", "runs/other")
+"""What the first tutorial makes, and other pages use."""
+
+
+@pytest.mark.parametrize("page", [page for page in FOLLOWED if page.is_relative_to(DOCS)], ids=name_of)
+def test_a_page_says_where_its_run_comes_from(page: Path) -> None:
+    """One that begins with a run or data of the first tutorial links it."""
+    used = any(name in step.text for step in items(page) for name in (*MADE, "recipes/tiny"))
+    assert page == FIRST or not used or "first_model.md" in page.read_text(encoding="utf-8")
+
+
+def test_the_first_tutorial_has_a_tokenizer_for_every_tiny_recipe() -> None:
+    (size,) = re.findall(r"--train-tokenizer (\d+)", FIRST.read_text(encoding="utf-8"))
+    for path in (ROOT / "recipes").glob("tiny*.yaml"):
+        assert load_recipe(path).config().vocab_size >= int(size), path.name
 
 
 def test_models_open_other_families_wherever_they_are_imported_from(world: Path, sessions: Sessions) -> None:
@@ -554,6 +601,7 @@ def test_a_page_that_promises_too_much_is_caught(world: Path, sessions: Sessions
         "```python\nimport fathom\n\nfathom.checkpoints.families.known()  # imported by other tests\n```\n",
         "```\nmake haste\n```\n",
         "```\ntorchrun --ranks 8 -m fathom train recipes/3b.yaml\n```\n",
+        "```text\nmodel  a thing that nothing printed\n```\n",
     ):
         Path("page.md").write_text(f"# A page\n\n{fault}")
         assert items(Path("page.md"))

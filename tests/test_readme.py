@@ -117,8 +117,8 @@ def test_the_one_gain() -> None:
         if arm["name"] == "uniform_depth"
         for rung in arm["rungs"]
     )
-    said = [f"{-one['mean']:.3f} ± {one['half_width']:.3f} nats" for one in (gap, small)]
-    assert all(words in README for words in said) and "but not at 0.45 and 0.55 M" in README
+    said = [f"{signed(one['mean'])} ± {one['half_width']:.3f}" for one in (gap, small, large)]
+    assert row(README, "loss of an equal mean")[2] == f"{said[0]}, {said[1]} and {said[2]} nats"
     assert small["high"] < 0 < large["high"] and evening()["uniform_depth"]["rungs"][-1]["difference"]["mean"] > 0
     note = section("Five ways to read earlier layers")
     for arm, gap in zip(arms, gaps, strict=True):

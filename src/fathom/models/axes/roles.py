@@ -136,7 +136,7 @@ class VisitOptions(ResidualOptions):
     """Options of a residual that may differ from trip to trip."""
 
     per_visit: bool = False
-    """Whether a layer that runs in several trips has these parameters for each of them; its other weights are
+    """Whether a layer that runs in several iterations has these parameters for each of them; its other weights are
     shared."""
 
 
@@ -147,7 +147,7 @@ class RecurrenceOptions(MechanismOptions):
     axis = "recurrence"
 
     trips: int = 1
-    """Maximum number of trips of a token, the first included."""
+    """Maximum number of iterations of a token, the first included."""
     recompute: bool = False
     """Whether training keeps only the input of each pass through the layers and recomputes the pass in the backward
     pass: less memory, the same gradients."""
@@ -163,8 +163,8 @@ class HaltingOptions(RecurrenceOptions):
     """Options of a recurrence whose tokens may halt, and which trains trip by trip."""
 
     skip_dead_rows: bool = False
-    """Whether training leaves halted tokens out of a trip: the same numbers for less compute, with one host
-    synchronisation per trip. By default halted tokens are computed and discarded."""
+    """Whether training leaves halted tokens out of an iteration: the same numbers for less compute, with one host
+    synchronisation per iteration. By default halted tokens are computed and discarded."""
 
 
 @dataclass(frozen=True)

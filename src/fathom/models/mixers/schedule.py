@@ -23,9 +23,8 @@ class ScheduleOptions(BlendedMixerOptions):
     recent_layers: int = 0
     """Number of layers just below that are sources too."""
     across_trips: str | None = None
-    """Sources from earlier trips: `none`, `same_layer` (the layer's own earlier trips), `grid` (the grid of every
-    earlier trip) or `first` (each source is taken once, at its layer's first visit). Default: as the recurrence
-    declares."""
+    """Sources from earlier iterations: `none`, `same_layer` (the layer's own), `grid` (the grid of every earlier
+    iteration) or `first` (each source is taken once, at its first visit). Default: as the recurrence declares."""
 
     def check(self, config: DecoderConfig) -> None:
         """Refuse strides and windows beyond the model."""

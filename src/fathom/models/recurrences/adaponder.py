@@ -61,17 +61,17 @@ class AdaponderOptions(MixtureOptions, HaltingOptions, BlendOptions):
     learns = False
 
     trips: int = 4
-    """Largest number of trips of a token, the first included."""
+    """Largest number of iterations of a token, the first included."""
     halting: str = "own"
-    """Who decides which tokens continue: an MLP for each trip (`own`), one for all (`shared`), or a fixed schedule
+    """Who decides which tokens continue: an MLP for each iteration (`own`), one for all (`shared`), or a fixed schedule
     (`uniform`, `geometric`)."""
     kept: float = 0.85
-    """Share of the tokens that make the last trip under a fixed schedule; with `uniform` the default means 3.7 of 4
-    trips."""
+    """Share of the tokens that make the last iteration under a fixed schedule; with `uniform` the default means 3.7 of
+    4 iterations."""
     tau: float = 1e-4
     """Threshold τ: a token halts when its gate falls below it."""
     gate_bias: float = 2.0
-    """Initial logit of the gates; positive means open. With -20 no token makes a second trip."""
+    """Initial logit of the gates; positive means open. With -20 no token makes a second iteration."""
     penalty_max: float = 0.1
     """Weight λ of the penalty."""
     penalty_fraction: float = 0.1

@@ -29,8 +29,8 @@ class ConfidenceOptions(RecurrenceOptions):
     """Options of a recurrence whose tokens may halt when they are sure."""
 
     exit_confidence: float | None = None
-    """Outside training, a token makes no further trip once its likeliest next token has this probability; null: all
-    make every trip. `fathom deepen --exit` chooses it."""
+    """Outside training, a token makes no further iteration once its likeliest next token has this probability; null:
+    all make every iteration. `fathom deepen --exit` chooses it."""
 
     def check(self, config: DecoderConfig) -> None:
         """Refuse anything but a probability."""

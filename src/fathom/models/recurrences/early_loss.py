@@ -29,7 +29,7 @@ class EarlyLossOptions(RecurrenceOptions):
     """Options of a recurrence whose early trips may be read out."""
 
     early_loss: float = 0.0
-    """Weight w of the mean loss of earlier trips' readouts; trains drafting (`generate(draft_trips=...)`)."""
+    """Weight w of the mean loss of earlier iterations' readouts; trains drafting (`generate(draft_trips=...)`)."""
 
     def check(self, config: DecoderConfig) -> None:
         """Refuse a negative weight."""

@@ -49,8 +49,8 @@ class ExitOptions(RecurrenceOptions):
     exit: str = "none"
     """The loss that trains the exit gate: `none` (no gate), `joint` or `gate` (Ouro)."""
     exit_threshold: float = 1.0
-    """A token is read out after the first trip at which the exit probabilities reach this sum; 1 means the last
-    trip."""
+    """A token is read out after the first iteration at which the exit probabilities reach this sum; 1 means the last
+    iteration."""
     exit_entropy: float = 0.05
     """β: weight of the entropy of the exit distribution in the loss, `joint` only."""
 

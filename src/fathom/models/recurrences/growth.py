@@ -39,13 +39,13 @@ class GrowthOptions(DrawnOptions):
     """Options of a recurrence whose trips may grow over training."""
 
     growth: str = "none"
-    """How trips grow over training: `none`, `linear`, or `sqrt`, slow first."""
+    """How iterations grow over training: `none`, `linear`, or `sqrt`, slow first."""
     growth_from: int = 1
-    """Trips at the first step: 1, or those that a loop was trained with."""
+    """Iterations at the first step: 1, or those that a loop was trained with."""
     growth_share: float = 0.5
-    """The fraction of training after which all trips are made."""
+    """The fraction of training after which all iterations are made."""
     growth_open: float = 0.05
-    """The fraction of training over which a new trip opens."""
+    """The fraction of training over which a new iteration opens."""
 
     def check(self, config: DecoderConfig) -> None:
         """Refuse unknown curves and numbers outside training."""

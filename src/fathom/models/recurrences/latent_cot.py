@@ -41,13 +41,13 @@ class LatentCotOptions(SampleOptions, HaltingOptions, BlendOptions):
     learns = False
 
     trips: int = 4
-    """Maximum number of trips of a token, the first included."""
+    """Maximum number of iterations of a token, the first included."""
     tau: float = 1e-2
     """Threshold τ: a token stops when R falls below it."""
     router: str = "linear"
-    """Router: `linear`, or a two-layer `mlp`. All trips share it."""
+    """Router: `linear`, or a two-layer `mlp`. All iterations share it."""
     router_bias: float = 2.0
-    """Initial bias of the router; positive means continue. With -10 no token makes a second trip."""
+    """Initial bias of the router; positive means continue. With -10 no token makes a second iteration."""
     penalty: float = 0.05
     """Weight λ of the penalty."""
     penalty_beta: float = 1.0

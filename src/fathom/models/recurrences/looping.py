@@ -70,21 +70,21 @@ class LoopOptions(GrowthOptions, EarlyLossOptions, ExitOptions, ConfidenceOption
     trips: int = 3
     """How often the looped layers run."""
     trips_max: int | None = None
-    """The maximum number of trips that may be requested; by default the maximum in training."""
+    """The maximum number of iterations that may be requested; by default the maximum in training."""
     prelude: int = 0
     """Layers that run once, before the loop."""
     coda: int = 0
     """Layers that run once, after the loop."""
     injection: str = "none"
-    """How the loop's input e enters every further trip: `none`, `add` or `diagonal` (Parcae's)."""
+    """How the loop's input e enters every further iteration: `none`, `add` or `diagonal` (Parcae's)."""
     entry_norm: bool = False
     """Whether e is normed before it is injected."""
     norm_between: str = "none"
-    """The norm of the stream between trips: `none`, `final` (the model's last norm) or `own`."""
+    """The norm of the stream between iterations: `none`, `final` (the model's last norm) or `own`."""
     kv: str = "own"
-    """The keys and values that later trips attend to: `own`, or `first`, those which the layer made in the first."""
+    """The keys and values that later iterations attend to: `own`, or `first`, those of the first one."""
     damping: float = 1.0
-    """Damping δ: the fraction of its update by which a trip moves the stream; 1 is the plain loop."""
+    """Damping δ: the fraction of its update by which an iteration moves the stream; 1 is the plain loop."""
 
     def check(self, config: DecoderConfig) -> None:
         """Refuse a loop without layers, and options that exclude each other."""

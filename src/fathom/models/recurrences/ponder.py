@@ -42,12 +42,12 @@ class PonderOptions(MixtureOptions, SolverOptions, DrawnOptions, EarlyLossOption
     learns = False
 
     trips: int = 4
-    """Number of trips of a token, the first included."""
+    """Number of iterations of a token, the first included."""
     feed: str = "mixture"
     """What is fed back: the vocabulary `mixture`, the `hidden` state, the hidden state `projected` by a matrix, or
     nothing but a learnt vector (`pause`)."""
     view: str = "same"
-    """Which trips of earlier tokens a trip reads: `same`, `duo` or `all`."""
+    """Which iterations of earlier tokens an iteration reads: `same`, `duo` or `all`."""
 
     def check(self, config: DecoderConfig) -> None:
         """Refuse unknown feeds and views."""

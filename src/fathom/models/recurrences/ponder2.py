@@ -19,7 +19,7 @@ class Ponder2Options(SolverOptions):
     """Options of `ponder2`."""
 
     trips: int = 2
-    """Number of trips of a token, the first included: one more than its latent thoughts."""
+    """Number of iterations of a token, the first included: one more than its latent thoughts."""
 
 
 class Ponder2(Solved[Ponder2Options]):

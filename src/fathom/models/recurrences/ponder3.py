@@ -38,15 +38,15 @@ class Ponder3Options(SolverOptions, SampleOptions):
     """Options of `ponder3`."""
 
     trips: int = 4
-    """Maximum number of trips of a token, the first included."""
+    """Maximum number of iterations of a token, the first included."""
     jacobi_train: list = field(default_factory=lambda: [4, 6])
     """`[least, most]` rounds in training, drawn for every step."""
     jacobi_eval: int = 10
     """Jacobi rounds of a forward pass without a cache."""
     tau: float = 1e-4
-    """Threshold τ: a trip is made only if its w is above τ."""
+    """Threshold τ: an iteration is made only if its w is above τ."""
     router_bias: float = 0.0
-    """Initial bias of trip 0 in the router. With 20 no token makes a second trip."""
+    """Initial bias of iteration 0 in the router. With 20 no token makes a second iteration."""
     router_damping: float = 1.0
     """Share of a round's new router output that the next round uses. Below 1 the solver never becomes exact."""
     penalty: str = "prefix_quality"
