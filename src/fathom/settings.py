@@ -212,7 +212,7 @@ class _Loader(yaml.SafeLoader):
     """Safe YAML in which, as in YAML 1.2, 1e-3 is a number and duplicate keys are errors."""
 
     def compose_mapping_node(self, anchor: dict[Any, yaml.Node]) -> yaml.MappingNode:
-        """As in PyYAML, but a key that is given twice is an error."""
+        """Like PyYAML's method, but a key that is given twice is an error."""
         node, seen = super().compose_mapping_node(anchor), set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and (key.tag, key.value) in seen:

@@ -273,14 +273,14 @@ def logits(model: Callable[..., Any], ids: Tensor, **arguments: Any) -> Tensor:
 
 
 def gradients(model: FathomForCausalLM, ids: Tensor) -> dict[str, Tensor]:
-    """Of every parameter, zeros where there is none."""
+    """Gradients by name; zeros where missing."""
     model.zero_grad()
     model(ids, labels=ids).loss.backward()
     return {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
 
 
 def arrays(value: Any) -> Any:
-    """The same structure with numpy's arrays in place of tensors."""
+    """Replace tensors by numpy arrays, with the same structure."""
     if isinstance(value, Tensor):
         return value.detach().numpy()
     if isinstance(value, Mapping):

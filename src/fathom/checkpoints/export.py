@@ -114,7 +114,7 @@ def _scratch(directory: Path) -> tempfile.TemporaryDirectory[str]:
 
 
 def as_native(model: FathomForCausalLM, name: str | None = None) -> PreTrainedModel:
-    """The same model as a family's own class, tensor for tensor.
+    """Convert a model to a family's own class, tensor for tensor.
 
     Args:
         model: A model with every axis at its first value.

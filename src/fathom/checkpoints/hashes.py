@@ -36,7 +36,7 @@ def read_hashes(directory: Path) -> dict[str, str]:
 
 
 def changed(directory: Path) -> str | None:
-    """What differs from `weights.sha256`, in one line; None if nothing does or the file is missing."""
+    """The difference from `weights.sha256`, in one line; None if nothing does or the file is missing."""
     for name, expected in read_hashes(directory).items():
         file = directory / name
         if file.is_file() and digest(file).sha256 == expected:

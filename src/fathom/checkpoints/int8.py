@@ -71,7 +71,7 @@ class Int8Linear(nn.Module):
         return made.view(*hidden_states.shape[:-1], self.out_features).to(hidden_states.dtype)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Int8Linear:
-        """The same layer, because nothing writes to it."""
+        """Return this layer itself, because nothing writes to it."""
         return self
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Int8Linear:

@@ -342,7 +342,7 @@ def load_tensors(directory: Path, tensors: Mapping[str, Tensor], alone: bool = F
 
 
 def damage(directory: Path) -> str | None:
-    """What is wrong with a checkpoint's files, in words; None if nothing."""
+    """The fault of a checkpoint's files, in words; None if nothing."""
     try:
         files = restored(dict[str, Digest], read_json(directory / MANIFEST)["files"])
     except (OSError, ValueError, KeyError, TypeError):

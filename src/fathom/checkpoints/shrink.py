@@ -204,7 +204,7 @@ def _rope(given: Values, share: float, sizes: dict[str, int]) -> Values:
 
 
 def _token(given: Any, vocabulary: int) -> Any:
-    """A token's id within the small vocabulary, or as far outside as it is outside the model's."""
+    """A token's id in the small vocabulary; ids outside the model's stay as far outside the small one."""
     if isinstance(given, list):
         return [_token(one, vocabulary) for one in given]
     if not isinstance(given, int) or given < VOCABULARY <= vocabulary:

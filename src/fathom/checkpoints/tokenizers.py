@@ -46,13 +46,13 @@ def open_tokenizer(
 
 
 def missing(error: BaseException) -> str | None:
-    """What a `KeyError` says about the files of a tokenizer: Python gives the key alone."""
+    """Explain a `KeyError` about the files of a tokenizer: Python gives the key alone."""
     return f"its files have no {error}" if isinstance(error, KeyError) else None
 
 
 def what_lacks(directory: Path) -> str | None:
-    """What a directory without `tokenizer.json` lacks: a tokenizer, or the package that reads its `tokenizer.model`;
-    None if it has one, or another kind."""
+    """The missing part of a directory without `tokenizer.json`: a tokenizer, or the package that reads its
+    `tokenizer.model`; None if it has one, or another kind."""
     if not directory.is_dir() or (directory / TOKENIZER_JSON).exists():
         return None
     others = (SENTENCEPIECE_MODEL, VOCABULARY, QWEN_TIKTOKEN, TOKENIZER_CONFIG, "*.tiktoken", "vocab.txt", "*.spm")

@@ -24,7 +24,7 @@ NAME = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
 
 @dataclass(frozen=True)
 class Scaffold:
-    """What a kind of addition takes. `{name}`, `{Name}` and `{NAME}` stand for the new name."""
+    """The files and lines of one kind of addition. `{name}`, `{Name}` and `{NAME}` stand for the new name."""
 
     example: str
     """The name of CONTRIBUTING's example."""

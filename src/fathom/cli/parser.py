@@ -73,7 +73,7 @@ class Keys(argparse.Action):
 
 
 class Mode(NamedTuple):
-    """What an option makes of its command, and the options that then have no meaning."""
+    """A mode that an option selects, and the options that have no meaning in it."""
 
     flag: str
     why: str

@@ -1,5 +1,5 @@
-"""What editors, programs and players put between the words of a text: citations, notes, targets of links, time codes,
-numbers of lines, and the escapes of URLs and of mail.
+"""Text that editors, programs and players put between the words of a document: citations, notes, targets of links, time
+codes, numbers of lines, and the escapes of URLs and of mail.
 
 Decontamination reads a text a second time without them. So nothing is lost where a pattern takes away what belongs to
 the text: the first reading still has it. Each pattern begins with a literal character, which a search finds fast.

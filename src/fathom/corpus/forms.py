@@ -30,7 +30,7 @@ INSERTED = ("really", "then", "also", "quite", "always", "new", "very", "old")
 
 
 def asked(item: Item) -> str:
-    """What an item asks: its passage and its question."""
+    """The passage and the question of an item."""
     return f"{item.context}\n{item.stem}" if item.context else item.stem
 
 

@@ -89,7 +89,7 @@ class Wanted(NamedTuple):
     filled: list[int]  # the question with the answer filled into its blank; empty if it has no blank
 
     def reversed(self) -> Wanted:
-        """The same with the words of every answer and choice in reverse, as seen from behind."""
+        """This item with the words of every answer and choice in reverse order."""
         golds, others = ([words[::-1] for words in some] for some in (self.golds, self.others))
         return self._replace(golds=golds, others=others)
 

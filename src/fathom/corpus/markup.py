@@ -1,4 +1,4 @@
-"""What markup puts between and into words: entities, tags, chat tokens, LaTeX commands, footnote marks, links' targets.
+"""Markup between and inside words: entities, tags, chat tokens, LaTeX commands, footnote marks, links' targets.
 
 Each is found by one regular expression and replaced by its visible text.
 """

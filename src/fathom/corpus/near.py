@@ -46,7 +46,7 @@ class Asked(NamedTuple):
 
 
 def questions(items: Sequence[Item]) -> tuple[list[Asked], Words]:
-    """What is searched for: each question with its passage, and if it has one, the question alone, too.
+    """The texts to search for: each question with its passage, and if it has one, the question alone, too.
 
     A blank is filled in, since another word in its place is another question.
     """

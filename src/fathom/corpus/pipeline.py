@@ -63,7 +63,7 @@ BYTES_PER_TOKEN = 4.0
 
 @dataclass
 class StageReport:
-    """What a stage did in this run, and the counts of its manifest."""
+    """A stage's work in this run, and the counts of its manifest."""
 
     tasks: int
     done: int
@@ -214,7 +214,7 @@ class InputFiles:
 
 @dataclass(frozen=True)
 class Preview:
-    """What `build` would do."""
+    """A plan of `build`."""
 
     recipe: str
     inputs: dict[str, InputFiles]
@@ -222,7 +222,7 @@ class Preview:
     budget: PreviewBudget
 
     def __str__(self) -> str:
-        """As text."""
+        """The plan as text."""
         lines = [f"recipe {self.recipe}"]
         for name, facts in self.inputs.items():
             lines.append(f"  {name}: {facts.files:,} files, {facts.bytes / 1e6:,.1f} MB")
@@ -232,7 +232,7 @@ class Preview:
 
 
 def preview(recipe: CorpusRecipe, directory: Path) -> Preview:
-    """What `build` would do, as far as known beforehand: inputs, stages, budget. Writes nothing."""
+    """Plan a `build` without writing anything: inputs, stages, budget."""
     check_template(recipe)
     workspace = Workspace(directory, recipe)
     inputs: dict[str, InputFiles] = {}

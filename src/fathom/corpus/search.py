@@ -21,7 +21,7 @@ from fathom.corpus.words import BLOCK
 
 @dataclass(frozen=True)
 class AuditRecipe(CorpusRecipe):
-    """What is audited, and how many questions are planted."""
+    """The benchmarks to audit, and how many questions are planted."""
 
     tokenize: TokenizeOptions = field(default_factory=lambda: TokenizeOptions(train=300))
     """No stage of an audit reads it."""

@@ -186,7 +186,7 @@ class Word(Puzzle):
 
 @dataclass(frozen=True)
 class Alternating(Word):
-    """The same task over A5, the even permutations of five, a group that is not solvable."""
+    """Products in A5, the even permutations of five, a group that is not solvable."""
 
     @property
     def table(self) -> Ids:

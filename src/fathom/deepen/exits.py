@@ -53,7 +53,7 @@ Array = np.ndarray
 
 @dataclass(frozen=True, kw_only=True)
 class Bound:
-    """What is to be guaranteed, and on how much text."""
+    """The guarantee, and the amount of text for it."""
 
     loss: float = 0.01
     """ε, nats per token."""
@@ -238,7 +238,7 @@ def set_exit(
 
 
 def exiting(model: FathomForCausalLM) -> FathomForCausalLM:
-    """The same weights in a model whose tokens may halt, so far none."""
+    """Put a model's weights into one whose tokens may halt; at first none does."""
     if model.config.recurrence != "loop":
         raise SettingsError(f"--exit needs recurrence=loop, this model has {model.config.recurrence}")
     values = model.config.to_dict()

@@ -1,4 +1,4 @@
-"""What closed gates ask for: one backward pass over text scores every mechanism at every place, without training.
+"""Gradients of closed gates: one backward pass over text scores every mechanism at every place, without training.
 
 A gate λ adds λ m to a value or to the stream, and a gain g adds g a, where a is there already. With δ the gradient of a
 document's loss there, the gradients of closed gates are inner products:
@@ -83,12 +83,12 @@ class Gradients:
         return self.own[gate][:, column]
 
     def content(self, gate: int, column: int = 0) -> Array:
-        """The same minus the mean over the other documents' sources."""
+        """The score minus its mean over the other documents' sources."""
         crossed = self.own[gate]
         return crossed[:, column] - np.delete(crossed, column, axis=1).mean(1)
 
     def without(self, values: Array, gate: int) -> Array:
-        """What is left of some numbers by document once the gains are projected out."""
+        """Project the gains out of numbers by document."""
         gains = self.gains[gate]
         return values - gains @ np.linalg.lstsq(gains, values, rcond=None)[0]
 
@@ -129,7 +129,7 @@ class Summary:
 
 @dataclass(frozen=True)
 class Screened:
-    """What a screen found."""
+    """The result of a screen."""
 
     documents: int
     chance: float
@@ -229,8 +229,8 @@ def gradients(model: FathomForCausalLM, rows: Tensor) -> dict[str, Gradients]:
 
 @dataclass
 class Taps:
-    """What hooks take from a forward pass; each `leaf` is a tensor of zeros that is added there, so that its gradient
-    is δ."""
+    """Tensors that hooks take from a forward pass; each `leaf` is a tensor of zeros that is added there, so that its
+    gradient is δ."""
 
     query: dict[int, Tensor] = field(default_factory=dict)
     key: dict[int, Tensor] = field(default_factory=dict)

@@ -40,7 +40,7 @@ NOISE = 0.005
 
 @dataclass(frozen=True)
 class Trial:
-    """What is tried. A directory holds one trial."""
+    """The settings of a trial. A directory holds one trial."""
 
     model: str
     """A model directory, a GGUF file, a run, or org/name on the Hub."""
@@ -82,7 +82,7 @@ class Notes:
 
 @dataclass(frozen=True)
 class Finding:
-    """What a trial found."""
+    """The result of a trial."""
 
     trial: Trial
     out: Path
@@ -96,7 +96,7 @@ class Finding:
 
     @property
     def verdict(self) -> str:
-        """What one seed can say."""
+        """The verdict that one seed allows."""
         return f"{self._difference()} {CAUTION}"
 
     def _difference(self) -> str:

@@ -106,7 +106,7 @@ def deeper_config(config: FathomConfig, request: Request) -> FathomConfig:
 
 
 def deeper_model(base: FathomForCausalLM, config: FathomConfig) -> FathomForCausalLM:
-    """The same weights under another configuration. New parameters are initialised as in training, with a fixed
+    """Put a model's weights under another configuration. New parameters are initialised as in training, with a fixed
     seed."""
     model, info = FathomForCausalLM.from_pretrained(
         None,

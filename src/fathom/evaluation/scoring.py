@@ -152,7 +152,7 @@ class Checkpoint:
         return _digest([_stamp(path) for pattern in names + more for path in sorted(self.directory.glob(pattern))])
 
     def key(self, settings: EvaluationSettings) -> dict[str, object]:
-        """What every result of this checkpoint depends on."""
+        """The key of this checkpoint's results: everything that they depend on."""
         trips = {} if self.max_trips is None else {"max_trips": self.max_trips}
         return {"checkpoint": self.fingerprint(), "dtype": settings.numbers, **trips}
 

@@ -133,7 +133,7 @@ def _of_file(name: str, kind: str, path: Path) -> dict[str, object]:
 
 
 def problem_of(kind: str, row: Mapping[str, object]) -> str | None:
-    """What a document of a generic task is missing, as an error message."""
+    """An error message about a missing part of a generic task's document."""
     text, answer = ("question" if kind == "choice" else "text"), row.get("answer")
     if not isinstance(row.get(text), str):
         return f"needs `{text}`, a text"

@@ -46,7 +46,8 @@ OF_SEVERAL = ("across_trips", "per_visit")
 
 
 def with_mechanism(config: FathomConfig, axis: str, name: str) -> FathomConfig:
-    """The same model with one axis set and the others at their first value; options of a set mechanism are kept."""
+    """A model's configuration with one axis set and the others at their first value; options of a set mechanism are
+    kept."""
     keys = config.to_dict()
     if axis != "recurrence" or keys[axis] != name:
         keys["max_trips"] = None  # it depends on the model's own recurrence

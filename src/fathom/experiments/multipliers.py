@@ -79,7 +79,7 @@ class Study:
 
     @property
     def rungs(self) -> list[Rung]:
-        """The same without the sizes."""
+        """The rungs of `at`, in order."""
         return list(self.at.values())
 
     @cached_property

@@ -153,7 +153,7 @@ def load_table(path: Path) -> PaperTable:
 
 @dataclass(frozen=True)
 class PlannedArm:
-    """What an arm of a size takes."""
+    """The cost of an arm of one size."""
 
     size: str
     arm: str

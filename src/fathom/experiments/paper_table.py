@@ -186,7 +186,7 @@ def table_rows(made: TableReport) -> PlainTable:
 
 
 def verdict(made: TableReport) -> str:
-    """What to know of the table."""
+    """The verdict on the table."""
     lines = [made.says] if made.says else []
     lines += [f"Not scored: {task}: {words}" for task, words in made.missing.items()]
     if made.tier == "tiny":
@@ -196,7 +196,7 @@ def verdict(made: TableReport) -> str:
 
 
 def plan_rows(plan: PaperPlan) -> PlainTable:
-    """What every arm takes, for a terminal."""
+    """The cost of every arm, for a terminal."""
     head = ["size", "arm", "parameters", "tokens", "steps", "runs", "FLOPs", "FLOPs a token at inference", "days"]
     rows = [
         [

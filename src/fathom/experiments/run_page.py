@@ -43,7 +43,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What a run's directory says."""
+    """The facts of a run's directory."""
 
     directory: Path
     recipe: Recipe
@@ -73,7 +73,7 @@ class RunFacts:
 
 @dataclass
 class Extras:
-    """What a page may have beyond the run's own files."""
+    """Optional parts of a page, beyond the run's own files."""
 
     against: RunFacts | None = None
     samples: Sequence[Sample] = ()

@@ -213,7 +213,7 @@ class Ladder:
 
     @property
     def plan_values(self) -> LadderPlan:
-        """What identifies the ladder."""
+        """The values that identify the ladder."""
         return LadderPlan(self.recipe.to_dict(), self.rules, self.arms, ESTIMATOR)
 
     @cached_property

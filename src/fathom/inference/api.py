@@ -68,7 +68,7 @@ class ApiError(HTTPException):
         return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code}}
 
     def renamed(self, names: Mapping[str, str]) -> ApiError:
-        """The same error on a route whose fields have other names."""
+        """Translate an error to a route whose fields have other names."""
         field = self.param or ""
         new = names.get(field, field)
         message = new + self.detail.removeprefix(field) if self.detail.startswith(f"{field}:") else self.detail
@@ -337,7 +337,7 @@ class Rendering(Strict):
         return {"add_generation_prompt": self.add_generation_prompt is not False}
 
     def ending_rules(self) -> FieldRules:
-        """What must be so for a message to be continued."""
+        """The conditions for continuing a message."""
         last = self.messages[-1] if self.messages else None
         begun = last is not None and last.role == "assistant" and bool((last.content or "").strip())
         begun = begun and last is not None and not last.tool_calls

@@ -70,7 +70,7 @@ class ResponsesBody(Body):
     prompt: object = None
 
     def chat(self) -> ChatBody:
-        """The same request as a chat; what no chat can say is an error that names the field here."""
+        """Translate the request to a chat; a field that a chat lacks is an error that names it."""
         for name in ("previous_response_id", "conversation", "prompt"):
             if getattr(self, name) is not None:
                 raise wrong(name, STATELESS)

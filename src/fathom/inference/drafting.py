@@ -31,7 +31,7 @@ SURE, AGAIN = 3, 32
 
 
 class Lookup:
-    """What followed a text's last tokens where they stood before."""
+    """The tokens that followed a text's last tokens at their earlier occurrence."""
 
     def __init__(self) -> None:
         self._places: dict[tuple[int, ...], int] = {}

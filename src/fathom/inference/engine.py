@@ -147,7 +147,7 @@ class Job:
 
     @property
     def kind(self) -> tuple[int | None, str | None]:
-        """What texts that share a prefix have in common."""
+        """The key that texts with a shared prefix have in common."""
         return self.trips, self.salt
 
     @property

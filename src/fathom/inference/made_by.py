@@ -1,4 +1,5 @@
-"""What made a file of answers: the model, its tokenizer and the settings, kept next to it in `OUT.settings.json`."""
+"""The origin of a file of answers: the model, its tokenizer and the settings, kept next to it in
+`OUT.settings.json`."""
 
 from __future__ import annotations
 
@@ -28,8 +29,10 @@ ABSENT = object()
 def made_by(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sampling: Sampling, batch_size: int
 ) -> dict[str, Any]:
-    """What a file of answers depends on, by name, as JSON has it. Seeds belong to batches, so a size of batches counts
-    where tokens are drawn."""
+    """Everything that a file of answers depends on, by name, as JSON has it.
+
+    Seeds belong to batches, so the batch size counts where tokens are drawn.
+    """
     drawn = bool(sampling.arguments(model.generation_config).get("do_sample"))
     own = model.generation_config.to_dict()
     own.pop("transformers_version", None)

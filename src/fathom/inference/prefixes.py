@@ -41,7 +41,7 @@ class Kept:
 
 @dataclass(frozen=True)
 class Found:
-    """What a prompt can reuse."""
+    """The reusable part of a prompt."""
 
     kept: Kept | None = None
     count: int = 0
@@ -66,7 +66,7 @@ class Prefixes:
     _all: OrderedDict[int, Kept] = field(default_factory=OrderedDict)
 
     def find(self, prompt: Sequence[int], kind: object, in_parts: bool = True) -> Found:
-        """What a prompt can reuse; without `in_parts` the whole prompt or nothing."""
+        """Find the part of a prompt that can be reused; without `in_parts` the whole prompt or nothing."""
         if len(prompt) < LEAST or not self._all:
             return NOTHING
         tokens, best, longest = np.asarray(prompt), NOTHING, 0

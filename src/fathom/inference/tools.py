@@ -181,7 +181,7 @@ class Call:
 
 @dataclass
 class Heard:
-    """What a piece of an answer adds."""
+    """The addition of one piece of an answer."""
 
     content: str = ""
     calls: list[tuple[int, Call | None, str]] = field(default_factory=list)

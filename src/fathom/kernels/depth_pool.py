@@ -110,7 +110,7 @@ def depth_pool_backward(
 
 
 def constants(width: int, eps: float) -> dict[str, float]:
-    """What a kernel is compiled for: the row's width, the rows of a tile, and the ε of the sources' rms."""
+    """Constants that a kernel is compiled for: the row's width, the rows of a tile, and the ε of the sources' rms."""
     return {"WIDTH": width, "TALL": max(1, TILE // triton.next_power_of_2(width)), "EPS": eps}
 
 

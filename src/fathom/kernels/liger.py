@@ -10,7 +10,7 @@ from fathom.models.axes.numerics import IGNORE
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """As `fathom.models.decoder.rms_norm.normalise`; gradients do not overwrite the input."""
+    """RMS norm, like `fathom.models.decoder.rms_norm.normalise`; gradients do not overwrite the input."""
     offset, casting, in_place = 0.0, "llama", False
     return LigerRMSNormFunction.apply(x, weight, eps, offset, casting, in_place)
 
@@ -21,7 +21,8 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def linear_cross_entropy(rows: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """As `fathom.models.decoder.loss.linear_cross_entropy`, summed; the weight's gradient is summed in float32."""
+    """Summed cross-entropy, like `fathom.models.decoder.loss.linear_cross_entropy`; the weight's gradient is summed in
+    float32."""
     no_bias, no_weights, squares, smoothing, softcap, with_squares = None, None, 0.0, 0.0, None, False
     loss, *_ = LigerFusedLinearCrossEntropyFunction.apply(
         *(rows, weight, targets, no_bias, no_weights, IGNORE, squares, smoothing, "sum", softcap, with_squares),

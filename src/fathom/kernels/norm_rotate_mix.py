@@ -242,13 +242,14 @@ def norm_rotate_mix_backward(
 
 
 def constants(heads: int, group: int, width: int, eps: float, last: bool) -> dict[str, float]:
-    """What a kernel is compiled for: key-value heads, query heads of each, head size, rows of a tile, and the norms."""
+    """Constants that a kernel is compiled for: key-value heads, query heads of each, head size, rows of a tile, and the
+    norms."""
     tall = max(1, TILE // triton.next_power_of_2(width))
     return {"HEADS": heads, "GROUP": group, "WIDTH": width, "TALL": tall, "EPS": eps, "LAST": last}
 
 
 def limits() -> dict[str, int]:
-    """What the machine code is held to. AMD's compiler takes no `maxnreg`, and Triton refuses what one takes not."""
+    """Limits of the machine code; AMD's compiler rejects `maxnreg`, so it is omitted there."""
     return {} if torch.version.hip else {"maxnreg": REGISTERS}
 
 

@@ -1,4 +1,4 @@
-"""Methods by name, and caches by method."""
+"""Build caches by the name of a method."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What FreqKV is compared with in its own paper: three ways to do without one of its choices.
+"""FreqKV's ablations in its own paper: three methods, each without one of its choices.
 
     freqkv_high         D_Lᵀ D_M[M − L:] √(L/M)     keep the highest frequencies
     freqkv_unscaled     D_Lᵀ D_M[:L]                no factor √(L/M): every compression amplifies a constant by √(M/L)

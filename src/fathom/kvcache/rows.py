@@ -1,4 +1,4 @@
-"""What a compression accepts of a batch: unbroken rows, with padding on their left in a cache, or behind them in
+"""Batches that a compression accepts: unbroken rows, with padding on their left in a cache, or behind them in
 training."""
 
 from __future__ import annotations

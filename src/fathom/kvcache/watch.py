@@ -1,4 +1,4 @@
-"""What a cache layer cannot do: split long inputs, observe queries, and refuse padding, packed rows and gaps.
+"""Hooks for what a cache layer cannot do: split long inputs, observe queries, and refuse padding, packed rows and gaps.
 
 A layer gets keys and values only. So a hook on the decoder looks at the arguments of every forward pass with a
 compressed cache. It refuses those that would put something other than the text into the memory, reads all but the last

@@ -1,4 +1,4 @@
-"""What a model computed for a text: the layers that its values came from, and its prediction at every depth.
+"""The computation of a model for a text: the layers that its values came from, and its prediction at every depth.
 
 Nothing here changes the forward pass. Hooks on the mixers take what the mixer was given, and measure
 its weights with that. Hooks on the layers read the residual stream after every visit (one layer

@@ -26,7 +26,7 @@ def look_at(
     max_trips: int | None = None,
     breathe: Callable[[], None] | None = None,
 ) -> dict[str, object]:
-    """What the model would have predicted after these tokens at every visit (one layer in one trip), as plain numbers.
+    """Predictions after these tokens at every visit (one layer in one trip), as plain numbers.
 
     It makes one forward pass and applies the head to the last token alone, which costs much less than `look`.
 

@@ -267,7 +267,7 @@ def _sure_channels(aligned: Aligned) -> bool:
 
 @dataclass(frozen=True)
 class Blind:
-    """What was measured without a tokenizer: counts by frame, and the frame and layers in which something was found."""
+    """Measurements without a tokenizer: counts by frame, and the frame and layers in which something was found."""
 
     counts: dict[str, list[NeuronCount]]
     frames: neurons.Frames = field(default_factory=list)

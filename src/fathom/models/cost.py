@@ -1,4 +1,4 @@
-"""What a forward pass costs, by arithmetic: parameters, FLOPs, cache.
+"""The cost of a forward pass, by arithmetic: parameters, FLOPs, cache.
 
 FLOPs are per token and count a multiply-add as two. Causal attention is counted once, (T + 1) / 2 positions, or fewer
 in a sliding window; the head is counted, the embedding look-up is not. A training step is three forward passes of

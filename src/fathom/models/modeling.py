@@ -399,7 +399,7 @@ class FathomModel(FathomPreTrainedModel):
         max_trips: int | None = None,
         **kwargs: object,
     ) -> BaseModelOutputWithPast:
-        """As `Qwen3Model.forward`; `head` turns hidden states into logits for recurrences that feed on them, and
+        """Like `Qwen3Model.forward`; `head` turns hidden states into logits for recurrences that feed on them, and
         `max_trips` is a budget at run time."""
         if self.training and torch.is_grad_enabled() and not (self._step_known or torch.compiler.is_compiling()):
             self.expect_steps()

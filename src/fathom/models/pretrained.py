@@ -78,7 +78,7 @@ class FathomPreTrainedModel(StrictLoading, Qwen3PreTrainedModel):
         return bool(MODEL_MAPPING[CONFIG_MAPPING[self.config.host]]._can_set_experts_implementation())
 
     def set_experts_implementation(self, experts_implementation: Any) -> None:
-        """As in transformers; a family's own experts read it from the family's configuration."""
+        """Like transformers' method; a family's own experts read it from the family's configuration."""
         super().set_experts_implementation(experts_implementation)
         if (host := self.base_model.host) is not None:
             host.set_experts_implementation(experts_implementation)

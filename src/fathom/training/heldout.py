@@ -188,7 +188,7 @@ class Tally:
 
 @torch.no_grad()
 def right_answers(model: nn.Module, batch: Batch) -> Tensor:
-    """The number of correct predictions: labels that are the likeliest token."""
+    """The number of labels that are the likeliest token."""
     logits = model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False).logits
     labels = batch.labels[:, 1:]
     return ((logits[:, :-1].argmax(-1) == labels) & (labels != IGNORED)).sum().double()

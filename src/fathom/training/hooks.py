@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Trained(Protocol):
-    """What hooks may use of the things that a step needs: `run.training`."""
+    """The parts of a step that hooks may use: `run.training`."""
 
     model: FathomForCausalLM
     config: FathomConfig
@@ -39,7 +39,7 @@ class Trained(Protocol):
 
 
 class Clock(Protocol):
-    """What hooks may use of the run's meter."""
+    """The parts of the run's meter that hooks may use."""
 
     seconds: float
 
@@ -48,7 +48,7 @@ class Clock(Protocol):
 
 
 class ObservedRun(Protocol):
-    """What hooks may use of a run."""
+    """The parts of a run that hooks may use."""
 
     recipe: Recipe
     run_dir: Path

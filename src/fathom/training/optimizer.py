@@ -24,7 +24,7 @@ from fathom.training.muon import Muon
 
 
 class Kind(Protocol):
-    """What a class in `OPTIMIZERS` declares."""
+    """The declaration of a class in `OPTIMIZERS`."""
 
     only_matrices: bool
     reads_found_inf: bool

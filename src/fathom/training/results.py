@@ -1,4 +1,4 @@
-"""What a step measures, and what a run's `result.json` and a checkpoint's `trainer.json` hold."""
+"""Measurements of a step, and the contents of a run's `result.json` and a checkpoint's `trainer.json`."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ class Family:
 
     @property
     def keys(self) -> Keys:
-        """What is done with each key of its `config.json`."""
+        """How each key of the family's `config.json` is treated."""
         read = {*self.shared, *self.further, *(ROPE if "rope_parameters" in self.shared else ())}
         ignored = [key for key in self.ignored if key not in read]
         cls = CONFIG_MAPPING[self.name]

@@ -50,7 +50,7 @@ def switches(theirs: PreTrainedConfig) -> Values:
 
 
 def back(config: FathomConfig) -> Values:
-    """The same under GPT-2's names."""
+    """Translate a tensor to GPT-2's names."""
     return {
         "activation_function": config.hidden_act,
         "layer_norm_epsilon": config.rms_norm_eps,

@@ -88,7 +88,7 @@ CONTEXT = ("max_position_embeddings", "n_positions")
 
 @dataclass(frozen=True)
 class Keys:
-    """What a reader does with the keys of one kind of `config.json`."""
+    """How a reader treats the keys of one kind of `config.json`."""
 
     kind: str
     """Its `model_type`."""

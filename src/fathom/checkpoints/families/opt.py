@@ -51,7 +51,7 @@ def switches(theirs: PreTrainedConfig) -> Values:
 
 
 def back(config: FathomConfig) -> Values:
-    """The same under OPT's names."""
+    """Translate a tensor to OPT's names."""
     return {
         "layer_norm_elementwise_affine": config.norm == "layer",
         "enable_bias": config.attention_bias,

@@ -45,12 +45,12 @@ class Rule:
 
 
 def renamed(theirs: str, ours: str) -> Rule:
-    """The same tensor under another name."""
+    """Rename a tensor."""
     return Rule(theirs, (ours,), lambda x, _: (x,), lambda parts, _: parts[0])
 
 
 def transposed(theirs: str, ours: str) -> Rule:
-    """The same matrix, transposed."""
+    """Transpose a matrix."""
     return Rule(theirs, (ours,), lambda x, _: (x.T,), lambda parts, _: parts[0].T.contiguous())
 
 

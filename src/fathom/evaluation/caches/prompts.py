@@ -39,7 +39,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Parts:
-    """What a task puts into a prompt."""
+    """The parts of a task's prompt."""
 
     before: str
     filler: Iterator[str]

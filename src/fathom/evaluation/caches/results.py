@@ -1,4 +1,4 @@
-"""What the `report.json` of `fathom evaluate caches` holds."""
+"""The contents of `report.json` of `fathom evaluate caches`."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What mechanisms and parts of the decoder are made of: roles, the configuration's fields, visits, arithmetic."""
+"""The base of mechanisms and parts of the decoder: roles, the configuration's fields, visits, arithmetic."""

@@ -76,5 +76,5 @@ class Out:
         return self.head, table.weight
 
     def of(self, residual: Tensor) -> Out:
-        """The same trip for other tokens."""
+        """Return this trip for other tokens."""
         return replace(self, residual=residual, _entry=None, _hidden=None)

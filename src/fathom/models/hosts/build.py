@@ -160,7 +160,7 @@ def build(config: DecoderConfig) -> PreTrainedModel:
 
 
 def host_rotary(decoder: PreTrainedModel, config: DecoderConfig) -> HostRotary:
-    """What makes the angles of a family's decoder."""
+    """The module that computes rotary angles of a family's decoder."""
     return HostRotary(getattr(decoder, Layout.all_of(config)[0].rotary, None), config)
 
 

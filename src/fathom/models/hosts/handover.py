@@ -1,4 +1,4 @@
-"""What the walk asks of a family's attention, told through the two things that it passes on: cache and keywords.
+"""The walk's requests to a family's attention, passed through its two arguments: cache and keywords.
 
 Every attention of transformers updates a cache with keys and values, then calls the attention function of its
 configuration with the query. A `Handover` stands in for the cache and passes keys and values through. The function
@@ -60,7 +60,7 @@ class Handover:
 
     @property
     def kept_for_others(self) -> tuple[Tensor, ...]:
-        """What the walk gets for other layers, last the key and the value."""
+        """The tensors that the walk keeps for other layers, last the key and the value."""
         return cast(KeyValue, self.pair)
 
     def update(self, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> KeyValue:
@@ -87,7 +87,7 @@ class Handover:
         return self.mixer.stored(query, key, value, self.sources)
 
     def kept(self, module: nn.Module, key: Tensor, value: Tensor) -> KeyValue:
-        """What the cache keeps of them."""
+        """The tensors that the cache keeps."""
         return key, value
 
 

@@ -39,7 +39,7 @@ class Bank:
 
     @property
     def layers(self) -> _Single:
-        """What older families read states from, by the index of their own layer."""
+        """The states of older families, by the index of their own layer."""
         return _Single(self.cache.layers[self.bank])
 
     def __getattr__(self, name: str) -> Any:

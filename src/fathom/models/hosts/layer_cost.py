@@ -1,4 +1,4 @@
-"""What a family's layers cost by arithmetic, from their shapes on the meta device.
+"""The cost of a family's layers by arithmetic, from their shapes on the meta device.
 
 Every matrix counts twice per token, the experts' by their share that a token visits, a convolution by its kernel. A
 state is updated and read as in decoding: training in chunks makes more products, and pads a text to whole chunks.

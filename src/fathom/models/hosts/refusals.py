@@ -1,4 +1,4 @@
-"""What a hosted decoder cannot do, each in one line."""
+"""Refusals of a hosted decoder, each in one line."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class ConfidenceExit(Recurrence):
 
     @classmethod
     def stops(cls, config: DecoderConfig) -> bool:
-        """As the option says."""
+        """True if the option lets tokens stop early."""
         return ConfidenceOptions.of(config).exit_confidence is not None or super().stops(config)
 
     @staticmethod

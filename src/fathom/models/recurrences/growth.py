@@ -101,7 +101,7 @@ class GrowingTrips(DrawnTrips):
 
     @classmethod
     def training_shares(cls, config: DecoderConfig) -> dict[int, float]:
-        """As the steps of a run have them."""
+        """The share of a run's steps with each number of trips."""
         options = GrowthOptions.of(config)
         if not options.grows:
             return super().training_shares(config)

@@ -187,12 +187,12 @@ class Loop(Blended, GrowingTrips, EarlyReadout, ExitGate, ConfidenceExit):
 
     @classmethod
     def shares(cls, config: DecoderConfig) -> bool:
-        """As the option says."""
+        """True if later trips use the first trip's keys and values."""
         return LoopOptions.of(config).kv == "first"
 
     @property
     def unrolls(self) -> bool:
-        """As the options say."""
+        """True if no option changes what a trip computes."""
         return self.options.is_plain
 
     def gate(self, out: Out, state: TripState) -> TripState:

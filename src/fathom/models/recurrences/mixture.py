@@ -31,7 +31,7 @@ def is_sparse(words: int, top_k: int) -> bool:
 
 
 def mixture_flops(width: int, words: int, top_k: int, scaled: bool = False) -> tuple[int, int]:
-    """Of one token's mixture: a forward pass, and a training step, forward and backward.
+    """FLOPs of one token's mixture: a forward pass, and a training step, forward and backward.
 
     Sparse: the head once, without a gradient, then per word a share of the sum. In training per word a probability too,
     and backward the probability again, what it gains, and a share of the gradients of the row and of both tables.

@@ -1,4 +1,5 @@
-"""What the pondering recurrences share: options, penalties, the mixture that is fed back, and the cost of a trip."""
+"""Shared parts of the pondering recurrences: options, penalties, the mixture that is fed back, and the cost of a
+trip."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ class NormedPooling(Residual):
             init.ones_(self.gains.value)
 
     def read(self, state: ResidualState) -> tuple[Tensor | Ways, ResidualState, WriteContext]:
-        """What each query reads."""
+        """The weighted sum that each query reads."""
         if not self.queries:
             return state[0], state, None
         with without_autocast(state[0]):

@@ -102,7 +102,7 @@ class ReleasedStreams(Residual):
             self.scale = nn.Parameter(torch.empty(len(self.sizes)))  # s
 
     def init_weights(self, std: float) -> None:
-        """As the model's own code starts."""
+        """Initialise like the model's own code."""
         if not self.maps_made:
             return
         init.constant_(self.scale, self.form.scale)

@@ -41,7 +41,7 @@ class FixedTable(Table):
     def open(self, columns: Tensor) -> None:
         """Refuse more tokens than there is room for."""
         if not torch.compiler.is_compiling() and int(columns) > self.tokens:
-            raise ValueError(f"a static cache has room for {self.tokens} tokens of this model, no more")
+            raise ValueError(f"this static cache has room for {self.tokens} tokens of this model, no more")
 
     def place(self, query: Tags, batch: Tensor | None, rows: list[int] | None = None) -> Placement:
         """See `SlotTable.place`."""

@@ -1,4 +1,4 @@
-"""What a slot may read, for FlexAttention: a function of two slots instead of a mask of all pairs.
+"""The slots that a slot may read, for FlexAttention: a function of two slots instead of a mask of all pairs.
 
 A pass has one `ReadingRule` for all layers of a kind. It holds the tags of the slots, `[B, N]`, and knows for each pair
 of blocks whether none, some or all of its slots read one another. The kernel calls the function only for blocks with

@@ -1,4 +1,4 @@
-"""What the walk and speculation need of a model; `FathomModel` and `FathomForCausalLM` have it."""
+"""Protocols of a model that the walk and speculation need; `FathomModel` and `FathomForCausalLM` have it."""
 
 from __future__ import annotations
 

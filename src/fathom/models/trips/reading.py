@@ -1,4 +1,4 @@
-"""What a slot may read: the views of a recurrence as masks, and what is added to a key's logit.
+"""The slots that a slot may read: the views of a recurrence as masks, and what is added to a key's logit.
 
     SAME    t' <= t  and  k' = min(k, halt of t')
     DUO     t' <= t  and  k' <= k

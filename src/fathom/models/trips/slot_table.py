@@ -315,7 +315,7 @@ class SlotTable(Table):
         return index[:, :-1].unflatten(1, (trips, columns)).contiguous()
 
     def narrow(self, placement: Placement, query: Tags, trip: int, alone: bool) -> Placement:
-        """The same placement without the positions that a pass of `trip` cannot see, if gathering the others pays.
+        """Leave out the positions that a pass of `trip` cannot see, if gathering the others pays.
 
         Args:
             placement: The placement of the pass.
