@@ -152,7 +152,7 @@ def test_a_static_cache_has_an_end(method):
     stepwise(model, ids, [2, 1, 2], cache)
     assert cache.layers[0].table.capacity == room
     assert all(layer.stored[0].shape[1] == room + 1 for layer in cache.layers)
-    with pytest.raises(ValueError, match="a static cache has room for 5 tokens of this model, no more"):
+    with pytest.raises(ValueError, match="this static cache has room for 5 tokens of this model, no more"):
         goes_on(model, cache, tokens(2, 1))
     cache.crop(-2)
     assert error(goes_on(model, cache, ids[:, 3:]), logits(model, ids)[:, 3:]) < EXACT

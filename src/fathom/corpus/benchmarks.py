@@ -216,7 +216,7 @@ def item_of(row: Mapping[str, object], number: int, question: str | None = None)
 
 
 def _of_chat(row: Mapping[str, object]) -> Mapping[str, object]:
-    """A row of messages, in any format, as its last question and the answer to that; other rows as they are."""
+    """Turn a row of messages, in any format, into its last question and answer; other rows stay unchanged."""
     if not any(isinstance(row.get(key), list) for key in ("messages", "conversations")) and "instruction" not in row:
         return row
     try:

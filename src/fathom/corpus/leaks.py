@@ -404,7 +404,7 @@ def _set_of(words: Iterable[str]) -> frozenset[int]:
 def _known(
     runs: Numbers, places: NDArray[np.int64], known: Numbers, sieve: NDArray[np.bool_]
 ) -> tuple[NDArray[np.int64], ...]:
-    """Places of the runs that are among sorted known ones, with the range of each in these."""
+    """Positions of the runs that occur in the sorted known runs, with each one's range there."""
     maybe = np.flatnonzero(sieve[_low(runs, len(sieve))])
     first, last = (np.searchsorted(known, runs[maybe], side) for side in ("left", "right"))
     real = np.flatnonzero(last > first)

@@ -183,7 +183,7 @@ def _table() -> tuple[NDArray[np.uint32], NDArray[np.bool_]]:
 
 
 def _letter(character: str) -> int:
-    """A word character as its lower case's code point; 0 if it does not belong to a word."""
+    """The code point of a word character in lower case; 0 for any other character."""
     if not character.isalnum() and unicodedata.category(character)[0] != "M":
         return 0
     small = lower(character)

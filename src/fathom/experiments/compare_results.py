@@ -178,7 +178,7 @@ class TimeRatio:
 
 @dataclass(frozen=True)
 class Measured:
-    """The cost of an arm and of the control; in every pair the arm comes first."""
+    """Costs of an arm and of its control, as pairs (arm, control)."""
 
     time: TimeRatio
     memory_bytes: tuple[int, int]

@@ -706,7 +706,7 @@ class Engine:
                 self._give(lane, job, scored)
 
     def _scores(self, lane: Lane, jobs: Sequence[Job], tokens: Sequence[int], logits: Tensor) -> list[Scored]:
-        """A token of each job, with the scores that the job requested from logits `[n, V]`."""
+        """Draw a token for each job from logits `[n, V]`, with the scores that the job requested."""
         made = self._trips_made(lane, jobs)
         scored = [Scored(token, trips=trips) for token, trips in zip(tokens, made, strict=True)]
         # One topk per requested count, because ties are broken differently for another count.
