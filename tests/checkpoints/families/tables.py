@@ -46,12 +46,15 @@ TRIED: dict[str, dict[str, Any]] = {
 
 def hosted() -> str:
     """Every family with its own layers: of what kind they are, which backends its class has, and what it can have."""
-    rows = []
+    alike: dict[tuple[str, ...], list[str]] = {}
     for name in sorted(filter(is_hosted, HOSTS)):
         config = small(name)
         backends = "eager, SDPA" if MODEL_MAPPING[CONFIG_MAPPING[name]]._supports_sdpa else "eager"
-        rows.append((f"`{name}`", kind(config), backends, *(can(name, **one) for one in TRIED.values())))
-    return "\n".join(table(("family", "kind", "float32 and bfloat16", *TRIED), rows)) + "\n"
+        alike.setdefault((kind(config), backends, *(can(name, **one) for one in TRIED.values())), []).append(
+            f"`{name}`"
+        )
+    rows = [(", ".join(names), *row) for row, names in sorted(alike.items())]
+    return "\n".join(table(("families", "kind", "float32 and bfloat16", *TRIED), rows)) + "\n"
 
 
 def small(name: str, **mechanism: Any) -> FathomConfig:
