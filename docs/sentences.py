@@ -37,11 +37,11 @@ def of_pages(pages: list[Path]) -> Iterator[tuple[str, str]]:
                 yield from ((place(page), one) for one in sentences(paragraph))
 
 
-def of_tables(page: Path) -> Iterator[tuple[str, str]]:
-    """Rows of the generated tables: options of commands and keys of recipes."""
+def of_lists(page: Path) -> Iterator[tuple[str, str]]:
+    """Items of the generated lists: options of commands and keys of recipes."""
     for line in page.read_text(encoding="utf-8").splitlines():
-        if line.startswith("|") and not line.startswith("| ---"):
-            yield place(page), " | ".join(cell.strip() for cell in re.split(r"(?<!\\)\|", line.strip("|")))
+        if line.startswith("- `"):
+            yield place(page), line.removeprefix("- ")
 
 
 def text_of(node: ast.expr) -> str:
@@ -74,7 +74,7 @@ def pools() -> dict[str, set[tuple[str, str]]]:
     found = {
         "README": of_pages([ROOT / "README.md"]),
         "docs": of_pages([page for page in docs if page.name not in GENERATED]),
-        "help": (row for page in docs if page.name in GENERATED[1:] for row in of_tables(page)),
+        "help": (row for page in docs if page.name in GENERATED[1:] for row in of_lists(page)),
         "errors": ((place(path), one) for path, tree in code.items() for one in of_errors(tree)),
         "docstrings": ((place(path), one) for path, tree in code.items() for one in of_docstrings(tree)),
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import fields
@@ -28,6 +29,12 @@ def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Iterator[st
     """A table of Markdown."""
     for row in (head, ("---",) * len(head), *rows):
         yield f"| {' | '.join(' '.join(str(cell).split()).replace('|', chr(92) + '|') for cell in row)} |"
+
+
+def listed(rows: Iterable[tuple[str, str]]) -> Iterator[str]:
+    """A list of names and what they mean."""
+    for name, text in rows:
+        yield f"- {name}: {' '.join(text.split())}"
 
 
 def named(action: argparse.Action) -> str:
@@ -77,12 +84,12 @@ def commands() -> str:
     shared = sorted(best.values(), key=[*counts].index)
     lines = ["Every command also takes `--help`, and ends with exit code 2 for a wrong request and 1 for a failure."]
     lines[0] += " `NO_COLOR=1` turns colours off, and `COLUMNS` sets the width."
-    lines += ["", "## Options of several commands", "", *table(("option", "meaning"), shared), ""]
+    lines += ["", "## Options of several commands", "", *listed(shared), ""]
     for heading, summary, rows in found:
         own = [row for row in rows if row not in shared]
         also = ", ".join(f"`{name.strip('`').split()[0]}`" for name, _ in (row for row in rows if row in shared))
         lines += [heading, "", summary, ""]
-        lines += [*table(("argument", "meaning"), own), ""] if own else []
+        lines += [*listed(own), ""] if own else []
         lines += [f"Also: {also}.", ""] if also else []
     return "\n".join(lines).rstrip() + "\n"
 
@@ -97,8 +104,7 @@ def keys() -> str:
         ("Corpora", list(describe(CorpusRecipe))),
     )
     for title, rows in sections:
-        shown = [(f"`{key}`", f"`{default}`" if default else "", allowed, text) for key, allowed, default, text in rows]
-        lines += [f"## {title}", "", *table(("key", "default", "allowed", "meaning"), shown), ""]
+        lines += [f"## {title}", "", *listed(_key(*row) for row in rows), ""]
     pages = ", ".join(f"[`{name}`]({page})" for name, page in MECHANISM_PAGES.items())
     lines += [
         "## Mechanisms",
@@ -108,14 +114,17 @@ def keys() -> str:
         "",
         "Options of several mechanisms:",
         "",
-        *table(
-            ("option", "default", "meaning"), ((f"`{name}`", f"`{default}`", text) for name, default, text in common())
-        ),
+        *listed((f"`{name}` = `{default}`", text) for name, default, text in common()),
         "",
     ]
-    rest = [(f"`{name}`", *row) for name, rows in options().items() if name not in MECHANISM_PAGES for row in rows]
-    lines += [*table(("mechanism", "option", "default", "meaning"), rest), ""] if rest else []
-    lines += ["## Cache methods", "", *table(("method", "what a compression leaves"), caches()), ""]
+    rest = [
+        (f"`{mechanism}` `{name}` = `{default}`", text)
+        for mechanism, rows in options().items()
+        if mechanism not in MECHANISM_PAGES
+        for name, default, text in rows
+    ]
+    lines += [*listed(rest), ""] if rest else []
+    lines += ["## Cache methods", "", "A compression leaves:", "", *listed(caches()), ""]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -132,11 +141,16 @@ def options() -> dict[str, list[tuple[str, str, str]]]:
     """Name, default and help of each mechanism's options."""
     return {
         one.name: [
-            (f"`{field.name}`", f"`{default_of(field)}`", help_of(one.options).get(field.name, ""))
-            for field in fields(one.options)
+            (field.name, default_of(field), help_of(one.options).get(field.name, "")) for field in fields(one.options)
         ]
         for one in ALL
     }
+
+
+def _key(key: str, allowed: str, default: str, text: str) -> tuple[str, str]:
+    """A key with its default, and its meaning after what is allowed."""
+    kinds = re.sub(r"\b(an? |one of )", "", allowed).replace(" or null", "")
+    return f"`{key}` = `{default}`" if default else f"`{key}`", f"({kinds}) {text}"
 
 
 def common() -> list[tuple[str, str, str]]:
@@ -146,23 +160,23 @@ def common() -> list[tuple[str, str, str]]:
         for name, default, text in rows:
             alike.setdefault((name, text), []).append(default)
     return [
-        (name.strip("`"), Counter(found).most_common(1)[0][0].strip("`"), text)
+        (name, Counter(found).most_common(1)[0][0], text)
         for (name, text), found in alike.items()
         if len(found) >= SHARED_BY
     ]
 
 
 def own_options(mechanism: str) -> str:
-    """The options of one mechanism as a table, and the names of those that it shares."""
-    shared = {(f"`{name}`", text): default for name, default, text in common()}
+    """The options of one mechanism, and the names of those that it shares."""
+    shared = {(name, text): default for name, default, text in common()}
     rows = options()[mechanism]
-    own = [row for row in rows if (row[0], row[2]) not in shared]
+    own = [(f"`{name}` = `{default}`", text) for name, default, text in rows if (name, text) not in shared]
     also = [
-        name if shared[name, text] == default.strip("`") else f"{name} ({default})"
+        f"`{name}`" if shared[name, text] == default else f"`{name}` (`{default}`)"
         for name, default, text in rows
         if (name, text) in shared
     ]
-    lines = [*table(("option", "default", "meaning"), own)] if own else []
+    lines = [*listed(own)] if own else []
     lines += ["", f"Also: {', '.join(also)} ([meaning](../reference/keys.md#mechanisms))."] if also else []
     return "\n".join(lines).lstrip("\n") + "\n"
 
