@@ -153,7 +153,7 @@ def entry(name: str) -> Iterator[str]:
         yield from ("A dictionary by name: " + ", ".join(f"`{one}`" for one in what) + ".", "")
         return
     if not (isinstance(what, type) and is_dataclass(what)):
-        yield from ("```python", signature(shown, what), "```", "")
+        yield from ("```py", signature(shown, what), "```", "")
     own = what.__doc__ if not isinstance(what, type) else vars(what).get("__doc__")
     yield from (prose(own or ""), "")
     if isinstance(what, type):
