@@ -66,7 +66,7 @@ SUBJECT = {
     "recipes": "train",
     "first_model": "train",
 }
-FOREIGN = ("vllm ", "lm_eval ", "hf ", "pip ", "pytest ", "make ", "ruff ")  # programs of others
+FOREIGN = ("vllm ", "lm_eval ", "trl ", "hf ", "pip ", "pytest ", "make ", "ruff ")  # programs of others
 COMMAND = re.compile(r"(fathom|torchrun|make|python benchmarks/\S+\.py)( |$)")
 FLAG = re.compile(r"(?<![\w-])--[A-Za-z][\w-]*")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
@@ -667,7 +667,7 @@ def unknown_flags(page: Path, parsers: dict[str, Parser]) -> list[str]:
             known = known_flags(parsers[name])
             command = " ".join(given)
         elif command.startswith("python benchmarks/"):
-            known = benchmark_flags(command.split()[1])
+            known = benchmark_flags(command.split()[1]) if FLAG.search(command) else set()
         elif command.startswith("torchrun"):
             continue
         found += [f"{page.name}: {mention}: {flag}" for flag in FLAG.findall(command) if flag not in known]
