@@ -7,10 +7,10 @@ its mixer reads. Parameter names are Qwen3's, so no checkpoint is ever converted
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +43,7 @@ from .decoder.norms import NORMS
 from .decoder.rotary import Angles, Rotation, build_rotary, rotate
 from .generation import FathomGenerationMixin
 from .hosts.arrangement import Arrangement, check_windows, of_documents, of_padding
-from .hosts.build import build, causal_class, converting, copy_flags, host_rotary
+from .hosts.build import become_host, build, causal_class, choose_backend, copy_flags, host_rotary
 from .hosts.layout import Layout
 from .hosts.refusals import check_host
 from .hosts.router import Balance, Routing, adopt_routers, balance_of, mean_of_trips
@@ -329,7 +329,7 @@ class FathomModel(FathomPreTrainedModel):
 
     def __init__(self, config: FathomConfig, own_head: bool = True) -> None:
         if config.host:
-            self.__class__ = converting(cast(Hashable, type(self)), config.host)
+            become_host(self, config)
         super().__init__(config)
         self.padding_idx = config.pad_token_id
         self.vocab_size = config.vocab_size
@@ -622,6 +622,8 @@ class FathomForCausalLM(FathomPreTrainedModel, FathomGenerationMixin):
     _tp_plan = {"lm_head": "colwise_gather_output"}
 
     def __init__(self, config: FathomConfig) -> None:
+        if config.host:
+            choose_backend(config)
         super().__init__(config)
         self.model = FathomModel(config, own_head=False)
         self.vocab_size = config.vocab_size

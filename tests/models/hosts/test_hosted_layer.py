@@ -228,3 +228,13 @@ def test_a_family_of_another_package(tmp_path, monkeypatch):
     with torch.no_grad():
         assert torch.equal(plain(ids).logits, theirs(ids).logits)
         assert (stepwise(ours, ids) - ours(ids).logits).abs().max() <= 1e-4
+
+
+def test_a_family_without_sdpa_is_built_with_eager_attention():
+    """Unless a caller asks for another, which the family's class refuses."""
+    config = ours_of(theirs_of("gpt_oss")).config
+    again = fathom.FathomConfig(**{k: v for k, v in config.to_dict().items() if not k.startswith("_attn")})
+    for built in (FathomForCausalLM(again), AutoModelForCausalLM.from_config(again)):
+        assert built.config._attn_implementation == built.model.host.config._attn_implementation == "eager"
+    with pytest.raises(ValueError, match="does not support an attention implementation"):
+        AutoModelForCausalLM.from_config(again, attn_implementation="sdpa")

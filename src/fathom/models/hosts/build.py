@@ -38,6 +38,12 @@ def native_config(config: DecoderConfig) -> PreTrainedConfig:
     return theirs
 
 
+def choose_backend(config: DecoderConfig) -> None:
+    """Take the attention that transformers would take for the family, where none was asked for."""
+    if config._attn_implementation is None and not MODEL_MAPPING[CONFIG_MAPPING[config.host]]._supports_sdpa:
+        config._attn_implementation = "eager"
+
+
 def causal_class(config: DecoderConfig) -> type[PreTrainedModel]:
     """The family's class with a head."""
     return MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[config.host]]
@@ -95,6 +101,12 @@ class HostRotary(nn.Module):
         if self.by_kind:
             return {kind: rotary(x, position_ids, kind) for kind in self.kinds}
         return rotary(x, position_ids)
+
+
+def become_host(decoder: PreTrainedModel, config: DecoderConfig) -> None:
+    """Let a decoder that is about to be built convert tensors, and choose its attention, as the family's does."""
+    choose_backend(config)
+    decoder.__class__ = converting(cast(Hashable, type(decoder)), config.host)
 
 
 @cache
