@@ -18,6 +18,7 @@ MEANT = {
     ("compare", "--report"): {"--json"},
     ("compare", "--dry-run"): {
         "--report",
+        "--contrasts",
         "--arms",
         "--seeds",
         "--equal",
@@ -49,7 +50,7 @@ MEANT = {
     },
 }
 """The options that mean something next to a mode's: an option that a command gains is put here, or refused there."""
-ONLY_IN_A_NEW_PLAN = {"--arms", "--seeds", "--equal", "--pairs", "--out", "--tier", "--gpu"}
+ONLY_IN_A_NEW_PLAN = {"--arms", "--contrasts", "--seeds", "--equal", "--pairs", "--out", "--tier", "--gpu"}
 
 
 def parser_of(command: str) -> Parser:

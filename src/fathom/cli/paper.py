@@ -11,7 +11,7 @@ from fathom.report.results import to_json
 from fathom.report.tables import print_report
 
 ONLY_HERE = ("--tier", "--task-data", "--gpu")
-NOT_HERE = ("--arms", "--equal", "--pairs", "--report", "--retry-failed")
+NOT_HERE = ("--arms", "--contrasts", "--equal", "--pairs", "--report", "--retry-failed")
 
 
 def refuse_tables_options(options: Namespace) -> None:
