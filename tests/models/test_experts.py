@@ -115,3 +115,18 @@ def test_a_family_without_experts_is_no_form_of_them(tmp_path):
     with pytest.raises(ModelError, match="no family that transformers knows has its switches"):
         export(model, tmp_path / "native", form="native")
     assert export(model, tmp_path / "own").exists()
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("experts", "eight"),
+        ("experts", 2.5),
+        ("experts", True),
+        ("experts_per_token", "x"),
+        ("router_aux_loss_coef", "x"),
+    ],
+)
+def test_what_is_no_number_of_experts_is_one_line(key, value):
+    with pytest.raises(ValueError, match=f"{key}"):
+        FathomConfig(**{"experts": 4, key: value})

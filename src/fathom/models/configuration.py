@@ -134,7 +134,11 @@ class FathomConfig(DecoderConfig):
 
     def _check_experts(self) -> None:
         """Refuse experts that cannot be built."""
-        if not 0 <= self.router_aux_loss_coef < math.inf:
+        for name in ("experts", "experts_per_token"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                raise ValueError(f"{name}={value}: allowed: a whole number")
+        if not isinstance(self.router_aux_loss_coef, (int, float)) or not 0 <= self.router_aux_loss_coef < math.inf:
             raise ValueError(f"router_aux_loss_coef must be a number of at least 0, got {self.router_aux_loss_coef}")
         if self.experts == 0:
             return
