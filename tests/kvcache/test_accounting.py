@@ -21,7 +21,8 @@ def test_the_formula(method, dtype):
     cache = cache_of(model, method)
     for t in (1, 1, N - 6, *[1] * 8, 24, *[1] * 8):  # across two compressions
         cached(model, tokens(2, t), cache)
-        rows = 2 * cache.entries + (S if cache.compressions else 0)
+        # in half precision keys are stored unrotated, so the sinks need no second copy
+        rows = 2 * cache.entries + (S if cache.compressions and dtype == torch.float32 else 0)
         noted = [layer.queries for layer in cache.layers if layer.queries is not None]
         assert bool(noted) == bool(cache.method.observed)
         queries = sum(x.numel() * x.element_size() for x in noted)

@@ -100,7 +100,8 @@ def test_every_key_that_shapes_a_tensor_is_listed() -> None:
     keys = [one.name for one in fields(FathomConfig) if one.name not in (*AXES, *SETTINGS, "tie_word_embeddings")]
     before = shapes()
     found = {key for key in keys for value in others(key) if shapes(**{key: value}) != before}
-    assert found == set(SHAPING) - {"tie_word_embeddings"}
+    assert found == set(SHAPING) - {"tie_word_embeddings", "experts_per_token"}
+    assert shapes(experts=4, experts_per_token=1) != shapes(experts=4, experts_per_token=2)
     learned = shapes(positions="learned")
     assert {key for key in LEARNED if shapes(positions="learned", **{key: 7}) != learned} == set(LEARNED)
 
@@ -108,6 +109,8 @@ def test_every_key_that_shapes_a_tensor_is_listed() -> None:
 def others(key: str) -> tuple[object, ...]:
     """Other values of a key."""
     value = getattr(config_of("vanilla"), key)
+    if key == "experts":
+        return (4,)
     if key in CHOICES or key == "output_bias":
         return CHOICES.get(key, (True,))
     return (not value,) if isinstance(value, bool) else (2 * value,) if isinstance(value, int) else ()

@@ -27,13 +27,13 @@ from fathom.evaluation.caches.results import (
 )
 from fathom.evaluation.caches.spectrum import Spectrum
 from fathom.evaluation.scoring import Checkpoint
-from fathom.kvcache import NAMES, Schedule
+from fathom.kvcache import NAMES, WHOLE, Schedule
 from fathom.kvcache.policy import CacheOptions
 from fathom.report.provenance import provenance
 from tests.tiny import TEXT, export_tiny
 
 SCHEDULE = ("--kvcache-window", "32", "--kvcache-sinks", "2")
-ALLOWED = f"full, full_static, full_fp8, {', '.join(NAMES[1:])}"
+ALLOWED = ", ".join([*WHOLE, *NAMES[1:]])
 
 
 @pytest.fixture(scope="module")
