@@ -57,6 +57,7 @@ def same_corpus(folder: Path, url: str, tokenizer: str, out: Path) -> None:
     assert not list(out.rglob(".input"))
 
 
+@pytest.mark.slow
 def test_memory(tmp_path: Path, tokenizer: str) -> None:
     folder, url = inputs(tmp_path / "in"), "memory://bucket/in"
     put(folder, url)

@@ -148,6 +148,7 @@ def test_a_draft_that_is_not_learnt_is_learnt_nowhere(tokenizer: str, tmp_path: 
     assert "| not in exports/trl | 1 |" in card and "exports/axolotl" not in card
 
 
+@pytest.mark.slow
 def test_from_a_recipe(tokenizer: str, tmp_path: Path) -> None:
     prose = Prose(51)
     documents = write_jsonl(tmp_path / "d.jsonl", [prose.document() for _ in range(6)])

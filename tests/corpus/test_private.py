@@ -148,6 +148,7 @@ def test_recall_and_false_hits() -> None:
     assert masked("a@b.org", ["ip"]) == ("a@b.org", {})
 
 
+@pytest.mark.slow
 def test_masks_are_counted_in_the_card(tmp_path: Path, tokenizer: str) -> None:
     """Without the option every document is what it was; conversations are masked, too."""
     said = f"{Prose(2).document(80)} Write to ann@lake.org or call +44 20 7946 0958."
