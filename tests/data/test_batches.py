@@ -159,9 +159,10 @@ def test_prefetch_equals_batch(dataset: TokenDataset) -> None:
 
 def test_prefetch_stops_with_its_consumer_and_hands_on_errors(dataset: TokenDataset, monkeypatch) -> None:
     plan = BatchPlan(dataset, 64, 8, seed=5)
+    before = set(threading.enumerate())  # another test's may not have ended yet
     batches = plan.prefetch(0, 10**9)
     next(batches)
-    (thread,) = [thread for thread in threading.enumerate() if thread.name.startswith("fathom-prefetch")]
+    (thread,) = [one for one in set(threading.enumerate()) - before if one.name.startswith("fathom-prefetch")]
     batches.close()
     thread.join(5)
     assert not thread.is_alive()
