@@ -103,6 +103,7 @@ def test_a_small_size_stands_next_to_the_papers():
     assert load_table(TABLES["papers/depth-attention/figure2"]).compared_with("360m") == "500m"
 
 
+@pytest.mark.slow
 def test_full_tiers_are_what_was_published():
     """Controls alone, whose models are what the sources count; every size of every table stands in `PUBLISHED`."""
     found = {name.removeprefix("papers/"): load_table(path) for name, path in TABLES.items()}
