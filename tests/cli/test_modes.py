@@ -132,3 +132,13 @@ def test_what_is_given_is_what_was_typed() -> None:
     assert parser.parse(["a", "--b=c"]).given == ["a", "--b"]
     with pytest.raises(Exception, match="--a has no meaning with --b, which does b"):
         parser.parse(["--b=c", "--a=4"])
+
+
+def test_an_option_of_a_subcommand_names_it(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, hint in (
+        ("evaluate model --kvcache drop", "unrecognized arguments: --kvcache; fathom evaluate caches has it"),
+        ("evaluate model --benchmark there", "; fathom evaluate tuned has it"),
+        ("evaluate model --taks piqa", "; did you mean --tasks?"),
+    ):
+        assert main(words.split()) == 2
+        assert hint in capsys.readouterr().err

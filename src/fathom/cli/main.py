@@ -136,6 +136,7 @@ def _dispatch(words: Sequence[str]) -> int:
         raise SettingsError(f"{name}: no such command; {hint}")
     summary = COMMANDS[name]
     inner = Parser(prog=f"fathom {name}", description=summary[0].upper() + summary[1:] + ".")
+    inner.elsewhere = lambda flag: _command_with(flag, name)
     with _plain_warnings(inner):
         command = import_module(module_of(name))
         command.add(inner)
@@ -145,6 +146,16 @@ def _dispatch(words: Sequence[str]) -> int:
         except FathomError as error:
             error.args = (inner.in_flags(str(error)),)
             raise
+
+
+def _command_with(flag: str, name: str) -> str | None:
+    """The subcommand of a command that has a flag, as in `fathom evaluate caches`."""
+    for other in (other for other in COMMANDS if other.startswith(f"{name} ")):
+        parser = Parser(prog=other)
+        import_module(module_of(other)).add(parser)
+        if flag in parser._option_string_actions:
+            return f"fathom {other}"
+    return None
 
 
 def _complain(error: BaseException, code: int) -> int:

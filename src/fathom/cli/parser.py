@@ -89,6 +89,8 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**{"formatter_class": Help, "allow_abbrev": False, **settings})
         self.modes: list[Mode] = []
         self.needed: dict[str, tuple[str, ...]] = {}
+        self.elsewhere: Callable[[str], str | None] = lambda flag: None
+        """The command that has a flag which this one lacks."""
 
     def mode(self, flag: str, why: str, *refuses: str) -> None:
         """Refuse options that mean nothing next to `flag`."""
@@ -120,8 +122,9 @@ class Parser(argparse.ArgumentParser):
         for word in itertools.takewhile(lambda word: word != "--", words):
             flag = word.partition("=")[0]
             if word.startswith("--") and flag not in self._option_string_actions:
-                close = self._nearest(flag)
-                self.error(f"unrecognized arguments: {word}" + (f"; did you mean {close}?" if close else ""))
+                close, other = self._nearest(flag), self.elsewhere(flag)
+                hint = f"; {other} has it" if other else f"; did you mean {close}?" if close else ""
+                self.error(f"unrecognized arguments: {word}{hint}")
 
     def _nearest(self, flag: str) -> str | None:
         """The flag, or the key of the settings file, whose name is nearest: `--stpes` may be `train.steps=...`."""
