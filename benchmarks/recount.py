@@ -1,4 +1,4 @@
-"""The tables of the notes on learnt gates and on looped experts, from their logs by numpy alone.
+"""The tables of the notes on learned gates and on looped experts, from their logs by numpy alone.
 
     python benchmarks/recount.py [retrofit | looped-experts]
 

@@ -1,4 +1,4 @@
-"""What learnt gates, and gains alone, give a frozen pretrained model: `registered/2026-11-29-retrofit.md`, run.
+"""What learned gates, and gains alone, give a frozen pretrained model: `registered/2026-11-29-retrofit.md`, run.
 
     python benchmarks/retrofit.py run MODEL --data CORPORA --log FILE.jsonl [--cut] [--until HH:MM]
     python benchmarks/retrofit.py report FILE.jsonl

@@ -142,7 +142,7 @@ def web(paragraphs: list[str]) -> str:
     return f"<html><body><article>{''.join(f'<p>{one}</p>' for one in paragraphs)}</article></body></html>"
 
 
-def learnt(folder: Path, tokenizer: str, ingest: dict[str, Any]) -> str:
+def learned(folder: Path, tokenizer: str, ingest: dict[str, Any]) -> str:
     """What a training run reads: the shards of a folder, decoded."""
     off = dict.fromkeys(("min_stop_words", "min_alphabetic_words", "max_symbol_ratio"))
     values = recipe_values(
@@ -185,7 +185,7 @@ def test_numbers_survive_from_a_page_to_the_shard(reader: str, tokenizer: str, t
     bare = "The year 1999<sup>2</sup>, a word<sup>3</sup> of 5 km<sup>2</sup>"
     write(tmp_path / "in" / "note.html", web([Prose(6).document(60), bare]))
     expected.append("The year 1999², a word³ of 5 km²")
-    text = learnt(tmp_path / "in", tokenizer, {"html": reader})
+    text = learned(tmp_path / "in", tokenizer, {"html": reader})
     assert "2 superscripts may be marks of notes" in (tmp_path / "out" / "card.md").read_text()
     assert [one for one in expected if one not in text] == []
     assert next(one for one in expected if "³" in one).translate({ord("³"): "3"}) not in text
@@ -195,7 +195,7 @@ def test_numbers_survive_from_a_page_to_the_shard(reader: str, tokenizer: str, t
 def test_ten_thousand_pieces_of_markup_survive(tokenizer: str, tmp_path: Path) -> None:
     """None is altered or lost from HTML, TEI, JATS and EPUB to the decoded shard."""
     expected = pages(tmp_path / "in", 42)
-    text = learnt(tmp_path / "in", tokenizer, {"html": "plain"})
+    text = learned(tmp_path / "in", tokenizer, {"html": "plain"})
     assert 4 * len(expected) >= 10_000 and [one for one in expected if one not in text] == []
 
 
@@ -209,5 +209,5 @@ def test_numbers_survive_from_a_pdf(tokenizer: str, tmp_path: Path) -> None:
         high, low = b.translate(HIGH), b.translate(LOW)
         shown.append(f"{word} has {a}{high} bytes of {word}, 10⁻{high} of x{low} and a third {high}H in it")
     write(tmp_path / "in" / "a.pdf", pdf([lines]))
-    text = " ".join(learnt(tmp_path / "in", tokenizer, {"html": "plain"}).split())
+    text = " ".join(learned(tmp_path / "in", tokenizer, {"html": "plain"}).split())
     assert [one for one in shown if one not in text] == []

@@ -160,16 +160,16 @@ def test_strong_gates_are_those_that_training_opens():
         rows = written(with_gates(model, planted_in, **keys), 96, TOKENS, seed)
         one = gradients(model, rows)["uniform_depth"]
         z = [z_score(one.without(one.drawn(i), i), 1) for i in range(len(one.places))]
-        learnt = with_gates(model, {}, **keys)
-        gates = [p for name, p in learnt.named_parameters() if "gates" in name]
+        learned = with_gates(model, {}, **keys)
+        gates = [p for name, p in learned.named_parameters() if "gates" in name]
         optimizer = torch.optim.Adam(gates, lr=0.05)
         for step in range(80):
             optimizer.param_groups[0]["lr"] = 0.05 * (1 - step / 80)
-            learnt(rows, labels=rows, use_cache=False).loss.backward()
+            learned(rows, labels=rows, use_cache=False).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
         strengths += np.abs(z).tolist()
-        reached += [abs(float(learnt.get_parameter(gate_of(p.layer, "blend_gates.mix"))[p.head])) for p in one.places]
+        reached += [abs(float(learned.get_parameter(gate_of(p.layer, "blend_gates.mix"))[p.head])) for p in one.places]
     assert spearmanr(strengths, reached).statistic >= 0.8
 
 

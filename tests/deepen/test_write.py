@@ -81,8 +81,8 @@ def test_the_recipe_opens_what_was_closed(bases, tmp_path):
 
 def test_learnt_gates_have_a_rate_of_their_own(bases, tmp_path):
     """A recipe with them trains them faster and opens nothing by schedule; without them there is no group."""
-    learnt = parse_request("depth_attention:blend=learned,gates=head+branch_gain")
-    made = deepen(bases["llama"], learnt, tmp_path / "deeper")
+    learned = parse_request("depth_attention:blend=learned,gates=head+branch_gain")
+    made = deepen(bases["llama"], learned, tmp_path / "deeper")
     recipe = load_recipe(made.recipe, ["data.directory=DATA", "train.device=cpu"])
     assert made.deviation == 0 and recipe.optim.groups == {"*gates*": {"lr": 500.0}}
     assert "blend_steps" not in recipe.model.get("mixer_options", {})

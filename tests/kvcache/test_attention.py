@@ -49,7 +49,7 @@ def test_padding_behind_rows(method):
     labels[0, 100:], mask[0, 100:] = -100, 0
     real = int(mask[:, 1:].sum())
 
-    def learnt(*rows):
+    def learned(*rows):
         model.zero_grad()
         for inputs, targets in rows:
             given = mask if len(inputs) == 2 else None
@@ -57,9 +57,9 @@ def test_padding_behind_rows(method):
         return [parameter.grad.clone() for parameter in model.parameters()]
 
     with switched(model, method):
-        alone = learnt((ids[:1, :100], labels[:1, :100]), (ids[1:], labels[1:]))
-        behind = learnt((ids, labels))
-        in_front = learnt((ids[:1].roll(50, 1), labels[:1].roll(50, 1)), (ids[1:], labels[1:]))
+        alone = learned((ids[:1, :100], labels[:1, :100]), (ids[1:], labels[1:]))
+        behind = learned((ids, labels))
+        in_front = learned((ids[:1].roll(50, 1), labels[:1].roll(50, 1)), (ids[1:], labels[1:]))
     apart = [max((a - b).abs().max() for a, b in zip(alone, other, strict=True)) for other in (behind, in_front)]
     assert apart[0] < 1e-5 and apart[1] > 1e-3
 

@@ -1,4 +1,4 @@
-"""Learnt gates: y = (1 + g) a + λ m by hand, by the oracle, from an exact start, and which parameters they are."""
+"""Learned gates: y = (1 + g) a + λ m by hand, by the oracle, from an exact start, and which parameters they are."""
 
 from dataclasses import fields
 
@@ -113,7 +113,7 @@ def test_who_learns(name):
     keys = {axis: name, f"{axis}_options": {"blend": "learned"}}
     if not options.learns:
         assert name in ("ponder", "adaponder", "latent_cot")
-        with pytest.raises(ValueError, match="no learnt gates"):
+        with pytest.raises(ValueError, match="no learned gates"):
             FathomConfig(**SHAPE, **keys)
         return
     FathomConfig(**SHAPE, **keys)

@@ -515,10 +515,10 @@ def test_the_start_is_exact_where_declared(case):
     assert same == (all(part.closed is not None for part in parts) and model.model.recurrence.view is not View.ALL)
     opened = FathomForCausalLM(config_of(case, initializer_range=0.1)).eval()
     opened.load_state_dict(vanilla.state_dict(), strict=False)
-    learnt = [axis for axis in AXES if getattr(config, f"{axis}_options").get("blend") == "learned"]
+    learned = [axis for axis in AXES if getattr(config, f"{axis}_options").get("blend") == "learned"]
     if config.residual_options.get("gates"):  # a loop with gates for each visit is closed by them
-        learnt.append("recurrence")
-    if any(part.closed for part in parts if part.axis not in learnt):
+        learned.append("recurrence")
+    if any(part.closed for part in parts if part.axis not in learned):
         assert not torch.equal(logits(opened, ids), expected), "open, it is another function"
 
 

@@ -44,8 +44,8 @@ def test_without_it_training_stops(tmp_path: Path) -> None:
 def test_learnt_gates_open_without_it(tmp_path: Path) -> None:
     """No schedule opens them, so no callback is needed; frozen gates, the control, stay shut."""
     torch.manual_seed(0)
-    learnt = {"blend": "learned", "gates": "head", "stride": 1}
-    model = FathomForCausalLM(FathomConfig(**SHAPE, mixer="depth_attention", mixer_options=learnt))
+    learned = {"blend": "learned", "gates": "head", "stride": 1}
+    model = FathomForCausalLM(FathomConfig(**SHAPE, mixer="depth_attention", mixer_options=learned))
     gates = {name: p for name, p in model.named_parameters() if "gates" in name}
     shut = [name for name in gates if name.startswith("model.layers.1.")]
     for name in shut:

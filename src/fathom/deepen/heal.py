@@ -23,7 +23,7 @@ STEPS = 600
 OPENING = 0.5
 """Share of the steps over which a mechanism is blended in."""
 GATES = "*gates*"
-"""The parameters of learnt gates, whose learning rate is 0.01: a gate moves by tenths, a weight by hundredths."""
+"""The parameters of learned gates, whose learning rate is 0.01: a gate moves by tenths, a weight by hundredths."""
 LONGEST = 1024
 """Maximum tokens in a sequence."""
 ROWS = 8
@@ -66,7 +66,7 @@ class Road:
     base: str
     """The base model, as named on the command line."""
     gains: tuple[str, ...] = ()
-    """Keys of the control's recipe, where the mechanism has learnt gates."""
+    """Keys of the control's recipe, where the mechanism has learned gates."""
 
     @property
     def prepare(self) -> str:
@@ -141,7 +141,7 @@ def heal_recipe(road: Road, config: FathomConfig, request: Request, healing: Hea
 
 
 def gains_of(request: Request) -> tuple[str, ...]:
-    """Keys that give the control of learnt gates as many gains and nothing to mix: a closed gate asks for a gain."""
+    """Keys that give the control of learned gates as many gains and nothing to mix: a closed gate asks for a gain."""
     if not request.learns:
         return ()
     for part in request.parts:

@@ -303,7 +303,7 @@ def _loss(model: FathomForCausalLM, hidden: Tensor, targets: Tensor) -> Tensor:
 
 
 def mixers(config: FathomConfig) -> dict[str, type[BlendedMixer]]:
-    """Every mixer that can have learnt gates, those of other packages too."""
+    """Every mixer that can have learned gates, those of other packages too."""
     named = {name: one.build for name, one in known().items() if one.axis == "mixer"}
     return {name: build for name, build in named.items() if isinstance(build, type) and issubclass(build, BlendedMixer)}
 

@@ -26,7 +26,7 @@ WORDS = {
     "report": "score all three",
 }
 HOW = (
-    "The control is the same model with the same training and no mechanism; if the mechanism has learnt gates, the "
+    "The control is the same model with the same training and no mechanism; if the mechanism has learned gates, the "
     "control has as many gains. The deepened model minus the control is what the mechanism gave; the deepened model "
     "minus the base is mostly what the training gave."
 )

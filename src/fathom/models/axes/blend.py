@@ -55,7 +55,7 @@ class BlendOptions(MechanismOptions):
         """Refuse a weight outside 0 … 1, a negative number of steps, and gates that the mechanism cannot have."""
         super().check(config)
         if isinstance(self.blend, str):
-            self.require("blend", self.learns, "lie in 0..1: this mechanism has no learnt gates")
+            self.require("blend", self.learns, "lie in 0..1: this mechanism has no learned gates")
             self.require("blend_steps", self.blend_steps == 0, "be 0, because blend=learned has no schedule")
             self.require_one_of("gates", list(gate_shapes(config, self.axis)))
         else:
@@ -92,7 +92,7 @@ class Blended(MechanismModule):
 
     @classmethod
     def gated(cls, config: DecoderConfig, *place: int) -> bool:
-        """Whether the module has gates, if they are learnt: not where it never computes anything."""
+        """Whether the module has gates, if they are learned: not where it never computes anything."""
         return True
 
     @classmethod
@@ -137,7 +137,7 @@ class Blended(MechanismModule):
 
     def blended(self, without: Tensor, result: Tensor) -> Tensor:
         """a + λ (b - a) of the results without and with the mechanism, in at least float32; (1 + g) a + λ b if the
-        gates are learnt."""
+        gates are learned."""
         if self.blend_gates is not None:
             return self.blend_gates(without, result)
         if self.blend is None:
@@ -161,7 +161,7 @@ class BlendedMixerOptions(MixerOptions, BlendOptions):
 
 
 class BlendedMixer(Blended, ValueMixer):
-    """A mixer with λ. With learnt gates it stores (1 + g) v + λ m, where m is what the sources alone make."""
+    """A mixer with λ. With learned gates it stores (1 + g) v + λ m, where m is what the sources alone make."""
 
     def __init__(self, config: DecoderConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
@@ -180,7 +180,7 @@ class BlendedMixer(Blended, ValueMixer):
         """m, `[B, H_kv, T, D]`: the mechanism's mix without the layer's own value."""
         raise NotImplementedError
 
-    def learnt(self, query: Tensor, value: Tensor, sources: tuple[Tensor, ...]) -> Tensor:
+    def with_gates(self, query: Tensor, value: Tensor, sources: tuple[Tensor, ...]) -> Tensor:
         """(1 + g) v + λ m."""
         assert self.blend_gates is not None
         if not sources:
@@ -194,7 +194,7 @@ class BlendedMixer(Blended, ValueMixer):
 class BlendedResidual(Blended, Residual):
     """A residual with λ; it stands before the mechanism's own class among the bases. While λ may be below 1, the state
     begins with the plain stream x, and a sub-layer reads x + λ (h - x), where h is what the mechanism reads. With
-    learnt gates it reads (1 + g) x + λ h."""
+    learned gates it reads (1 + g) x + λ h."""
 
     def __init__(self, config: DecoderConfig, *place: int) -> None:
         super().__init__(config, *place)
@@ -222,7 +222,7 @@ class BlendedResidual(Blended, Residual):
 
 
 def gate_size(config: DecoderConfig, options: BlendOptions) -> int:
-    """Numbers in one gate of a mechanism; 0 unless they are learnt."""
+    """Numbers in one gate of a mechanism; 0 unless they are learned."""
     return math.prod(gate_shapes(config, options.axis)[options.gates]) if options.learned else 0
 
 
@@ -235,7 +235,7 @@ def blending_cost(config: DecoderConfig, reads: int, scalar: int, options: Blend
 def mixing_cost(
     config: DecoderConfig, visits: Sequence[Visit], options: BlendOptions, mixer: type[BlendedMixer]
 ) -> Cost:
-    """Cost of blending a mixer's values; learnt gates have parameters, and a gain where there is no source too."""
+    """Cost of blending a mixer's values; learned gates have parameters, and a gain where there is no source too."""
     width, mixing = config.num_key_value_heads * config.head_dim, sum(bool(v.sources) for v in visits)
     if not options.learned:
         return Cost(elementwise_flops=3 * width * mixing * options.blends)

@@ -61,7 +61,7 @@ class DepthAttentionOptions(ScheduleOptions):
     """What is mixed over depth: `value`, `key`, or `both`. The paper's ablation finds that keys should be left out."""
 
     def check(self, config: DecoderConfig) -> None:
-        """Refuse anything else to mix, and what learnt gates leave out."""
+        """Refuse anything else to mix, and what learned gates leave out."""
         super().check(config)
         self.require_one_of("mixes", MIXED)
         self.require(
@@ -110,7 +110,7 @@ class DepthAttention(GridMixer):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, sources: tuple[Tensor, ...]) -> Stored:
         """ṽ of the module's docstring, or k̃ and ṽ; the input tensors themselves if there is no source."""
         if self.blend_gates is not None:
-            return self.learnt(query, value, sources)
+            return self.with_gates(query, value, sources)
         if not sources:
             return value
         if self.parts != "value":

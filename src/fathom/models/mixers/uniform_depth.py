@@ -33,7 +33,7 @@ class UniformDepth(GridMixer):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, sources: tuple[Tensor, ...]) -> Tensor:
         """The mean of the layer's own value and the sources' mixed values."""
         if self.blend_gates is not None:
-            return self.learnt(query, value, sources)
+            return self.with_gates(query, value, sources)
         if not sources:
             return value
         return self.blended(value, mean((value, *sources[1::2])))

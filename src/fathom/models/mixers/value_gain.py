@@ -1,4 +1,4 @@
-"""`value_gain`: a learnt gain on every value, and on queries, as the control of mechanisms with learnt gates.
+"""`value_gain`: a learned gain on every value, and on queries, as the control of mechanisms with learned gates.
 
     ṽ_ℓ = (1 + g) v_ℓ        with `queries`, q_ℓ ← (1 + a) q_ℓ
 
@@ -84,7 +84,7 @@ def cost(config: DecoderConfig, visits: Sequence[Visit], scalar: int) -> Cost:
 VALUE_GAIN = Mechanism(
     name="value_gain",
     axis="mixer",
-    summary="a learnt gain on every value: the control of learnt gates",
+    summary="a learned gain on every value: the control of learned gates",
     paper="(control)",
     build=ValueGain,
     cost=cost,

@@ -38,7 +38,7 @@ class ValueResidual(BlendedMixer):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, sources: tuple[Tensor, ...]) -> Tensor:
         """½ v_0 + ½ v_ℓ."""
         if self.blend_gates is not None:
-            return self.learnt(query, value, sources)
+            return self.with_gates(query, value, sources)
         return self.blended(value, torch.lerp(value, sources[1], 0.5)) if sources else value
 
     def of_sources(self, query: Tensor, sources: tuple[Tensor, ...]) -> Tensor:

@@ -14,7 +14,7 @@ share of tokens that make trip k, with s = `kept` the share that makes the last 
 
     uniform     1 - (1 - s) k / K          geometric     s^(k/K)
 
-There σ = 1, nothing is learnt and nothing penalised. Who makes trip k depends on the token's position t alone: those
+There σ = 1, nothing is learned and nothing penalised. Who makes trip k depends on the token's position t alone: those
 with frac(t φ) below the share, φ the golden ratio, which spreads any share evenly over the text.
 
 With `blend` λ the update is λ σ_k μ_{k+1}. At λ = 0 every trip repeats the first one, whatever the gates say.
@@ -99,7 +99,7 @@ class AdaponderOptions(MixtureOptions, HaltingOptions, BlendOptions):
         self.require("kept", 0 < self.kept <= 1, "lie in (0, 1]")
 
     @property
-    def learnt(self) -> int:
+    def gate_count(self) -> int:
         """The number of gates."""
         return {"own": self.trips - 1, "shared": 1}.get(self.halting, 0) if self.trips > 1 else 0
 
@@ -122,7 +122,7 @@ class Adaponder(Blended, Pondering[AdaponderOptions]):
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__(config)
-        self.gates = nn.ModuleList(GateMLP(config.hidden_size) for _ in range(self.options.learnt))
+        self.gates = nn.ModuleList(GateMLP(config.hidden_size) for _ in range(self.options.gate_count))
         self.learns = self.options.halting in ("own", "shared")
         # a tensor, because a Python number that changes every step would trigger a recompilation every step
         self.fraction = nn.Buffer(torch.zeros(()), persistent=False)
@@ -207,7 +207,7 @@ class Adaponder(Blended, Pondering[AdaponderOptions]):
 
 def cost(config: DecoderConfig, visits: Sequence[Visit], scalar: int) -> Cost:
     """The stack, a mixture and a gate for every extra trip, if no token halts."""
-    gates, (parameters, flops) = AdaponderOptions.of(config).learnt, gate_mlp_size(config.hidden_size)
+    gates, (parameters, flops) = AdaponderOptions.of(config).gate_count, gate_mlp_size(config.hidden_size)
     stack = trips_cost(config, visits, scalar, flops if gates else 0, gates * parameters)
     return stack + mixture_cost(config, visits)
 

@@ -22,7 +22,7 @@ between the first trip's result and its own; x_0 is what entered the loop, K the
 
     x_{k+1} = x_k + δ (g(x_k) - x_k)        result  g(x_0) + λ (x_K - g(x_0))
 
-With λ = 0 that is the model without a loop, and with δ = 1 and λ = 1 the plain loop. With `blend: learned` λ is learnt
+With λ = 0 that is the model without a loop, and with δ = 1 and λ = 1 the plain loop. With `blend: learned` λ is learned
 and there is a gain γ: (1 + γ) g(x_0) + λ (x_K - g(x_0)); both start at zero. δ = 1/K integrates the looped
 layers over the time for which they were trained.
 

@@ -8,7 +8,7 @@ its own. `feed` and `view` open the grid of what is fed back and what it may rea
 
     hidden      x_{k+1} = h_k
     projected   x_{k+1} = W h_k
-    pause       x_{k+1} = α p        a learnt vector p, under the views DUO and ALL
+    pause       x_{k+1} = α p        a learned vector p, under the views DUO and ALL
 
 With `blend` λ, x_{k+1} = x_k + λ μ_{k+1}, or x_k + λ (y - x_k) where y of another feed replaces the input. At λ = 0
 every trip repeats the first one, so under the view SAME the model computes what it did without pondering.
@@ -45,7 +45,7 @@ class PonderOptions(MixtureOptions, SolverOptions, DrawnOptions, EarlyLossOption
     """Number of iterations of a token, the first included."""
     feed: str = "mixture"
     """What is fed back: the vocabulary `mixture`, the `hidden` state, the hidden state `projected` by a matrix, or
-    nothing but a learnt vector (`pause`)."""
+    nothing but a learned vector (`pause`)."""
     view: str = "same"
     """Which iterations of earlier tokens an iteration reads: `same`, `duo` or `all`."""
 

@@ -1,8 +1,8 @@
-"""`branch_gain`: a learnt gain on what every sub-layer adds to the stream.
+"""`branch_gain`: a learned gain on what every sub-layer adds to the stream.
 
     x ← x + (1 + s) u        u is the output of attention or of the MLP, s starts at zero
 
-As the control of mechanisms with learnt gates it is what a gain alone can do. With a loop and `per_visit`, the
+As the control of mechanisms with learned gates it is what a gain alone can do. With a loop and `per_visit`, the
 sub-layers of further trips have a factor that starts at zero, so that the loop starts closed and opens layer by layer:
 
     x ← x + λ u              in trips after the first
@@ -68,7 +68,7 @@ def cost(config: DecoderConfig, visits: Sequence[Visit], scalar: int) -> Cost:
 BRANCH_GAIN = Mechanism(
     name="branch_gain",
     axis="residual",
-    summary="a learnt gain on every sub-layer's output: the control of learnt gates",
+    summary="a learned gain on every sub-layer's output: the control of learned gates",
     paper="(control)",
     build=BranchGain,
     cost=cost,
