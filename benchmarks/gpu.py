@@ -48,13 +48,20 @@ def cells(tiny: bool = False) -> list[Cell]:
     return sorted(found, key=lambda cell: cell.plan)
 
 
+TESTED = {
+    "vanilla_is_qwen3": (10, ["tests/models/test_mechanisms.py", "-k", "vanilla_is_qwen3"]),
+    "mechanisms": (30, ["tests/models/test_mechanisms.py", "-k", "not graph and not fsdp and not clean_process"]),
+    "models": (30, ["tests/models", "-m", "not slow", "--ignore=tests/models/test_mechanisms.py"]),
+    "caches": (30, ["tests/kvcache", "-m", "not slow"]),
+    "graphs": (120, ["tests/models/test_mechanisms.py", "-k", "graph"]),
+}
+"""Tests that make on CUDA whatever names no device, with the shortest plan that has them."""
+
+
 def _checks() -> Iterator[Cell]:
-    yield Cell("conformance", "vanilla_is_qwen3", 10)
     yield Cell("kernels", "tests/kernels", 10)
-    for check in ("full_is_chunked", "every_parameter", "prefix_invariance", "left_padded", "generate"):
-        yield Cell("conformance", check, 30)
-    for check in ("token_by_token", "checkpointing", "initialised", "declared_cost", "packed", "compiled", "faults"):
-        yield Cell("conformance", check, 120)
+    for name, (plan, _) in TESTED.items():
+        yield Cell("conformance", name, plan)
 
 
 def _bandwidths() -> Iterator[Cell]:
@@ -150,11 +157,12 @@ def work(wanted: Sequence[Cell], folder: Path, seconds: float, run: Run, head: C
     return len(todo)
 
 
-def in_a_process(tiny: bool) -> Run:
-    """A cell as a process of its own."""
+def in_a_process(tiny: bool, folder: Path) -> Run:
+    """A cell as a process of its own; tests that fail leave their output in the folder."""
 
     def run(cell: Cell, seconds: float) -> dict[str, Any] | None:
-        words = [sys.executable, __file__, "--cell", cell.step, cell.name, *(["--tiny"] if tiny else [])]
+        words = [sys.executable, __file__, "--out", str(folder), "--cell", cell.step, cell.name]
+        words += ["--tiny"] if tiny else []
         try:
             done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=seconds)
         except subprocess.TimeoutExpired:
@@ -168,21 +176,27 @@ def in_a_process(tiny: bool) -> Run:
     return run
 
 
-def measured(step: str, name: str, tiny: bool) -> dict[str, Any]:
+def measured(step: str, name: str, tiny: bool, folder: Path) -> dict[str, Any]:
     """One cell's result, in this process."""
     if step in ("conformance", "kernels"):
-        return tested(step, name)
+        return tested(step, name, folder)
     if step == "bandwidth":
         return bandwidth(*name.split(), tiny)  # type: ignore[arg-type]
     return train_step(*name.split()) if step == "train" else decoding(*name.split(), tiny)  # type: ignore[arg-type]
 
 
-def tested(step: str, name: str) -> dict[str, Any]:
-    """Tests passed, failed and skipped."""
-    words = ["tests/models/test_on_gpu.py", "-m", "gpu", "-k", name] if step == "conformance" else [name]
+def tested(step: str, name: str, folder: Path) -> dict[str, Any]:
+    """Tests passed, failed and skipped; several at a time with pytest-xdist, since small models leave a GPU idle."""
+    import importlib.util
+
+    words = TESTED[name][1] if step == "conformance" else [name]
+    several = importlib.util.find_spec("xdist") is not None
+    jobs = ["-n", str(max(1, len(os.sched_getaffinity(0)) - 2)), "--dist", "worksteal"] if several else []
+    environment = {"FATHOM_TEST_DEVICE": device()} if step == "conformance" else {}
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *words],
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--tb=short", "-rf", *jobs, *words],
         cwd=ROOT,
+        env=os.environ | {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} | environment,
         capture_output=True,
         text=True,
     )
@@ -190,8 +204,11 @@ def tested(step: str, name: str) -> dict[str, Any]:
     counts = {kind: int(number) for number, kind in re.findall(r"(\d+) (passed|failed|skipped|errors?)", last)}
     if not counts:
         raise SystemExit(f"pytest {' '.join(words)}: {last or done.stderr.strip()[-300:]}")
-    failures = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    return counts | ({"failures": failures[:20]} if failures else {})
+    failures = [line[:300] for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    if not failures:
+        return counts
+    (folder / f"{step}-{Path(name).name}.txt").write_text(done.stdout, encoding="utf-8")
+    return counts | {"failures": failures}
 
 
 def device() -> str:
@@ -409,8 +426,9 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true", help="small shapes, on a CPU too: try the kit, not the device")
     parser.add_argument("--cell", nargs=2, metavar=("STEP", "NAME"), help="measure this one and print it")
     options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
     if options.cell is not None:
-        print(json.dumps(measured(*options.cell, options.tiny)))
+        print(json.dumps(measured(*options.cell, options.tiny, options.out)))
         return 0
     if device() == "cpu" and not options.tiny:
         print("benchmarks/gpu.py: there is no CUDA device here; --tiny tries the kit on a CPU", file=sys.stderr)
@@ -419,7 +437,7 @@ def main() -> int:
 
     steps = options.step or [cell.step for cell in cells()]
     wanted = [cell for cell in cells(options.tiny) if cell.plan <= options.plan and cell.step in steps]
-    left = work(wanted, options.out, 60 * options.minutes, in_a_process(options.tiny), provenance)
+    left = work(wanted, options.out, 60 * options.minutes, in_a_process(options.tiny, options.out), provenance)
     print(f"{left} cells to go" if left else "the plan is done")
     return LEFT if left else 0
 

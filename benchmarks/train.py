@@ -101,13 +101,14 @@ def paired(a: Callable[[], None], b: Callable[[], None], pairs: int, device: str
 def build(name: str, keys: dict[str, int], state: dict | None, device: str) -> torch.nn.Module:
     """Stock Qwen3 (`hf`) or one of our mechanisms, with the given weights where they fit."""
     torch.manual_seed(0)
-    if name == "hf":
-        model = Qwen3ForCausalLM(Qwen3Config(**keys))
-    else:
-        model = FathomForCausalLM(FathomConfig(**keys, **parse_mechanism(name)))
+    with torch.device(device):
+        if name == "hf":
+            model = Qwen3ForCausalLM(Qwen3Config(**keys))
+        else:
+            model = FathomForCausalLM(FathomConfig(**keys, **parse_mechanism(name)))
     if state is not None:
         model.load_state_dict(state, strict=False)
-    return model.to(device)
+    return model
 
 
 def hardware(device: str) -> str:

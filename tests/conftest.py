@@ -39,6 +39,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if not torch.cuda.is_available():  # kernels then run in an interpreter, which triton asks for as it is imported
         os.environ.setdefault("TRITON_INTERPRET", "1")
     torch.set_num_threads(1)
+    if device := os.environ.get("FATHOM_TEST_DEVICE"):  # where tests then make whatever names no device
+        torch.set_default_device(device)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -35,6 +35,11 @@ CHATML = (
 )
 
 
+def seeded(seed: int) -> torch.Generator:
+    """A generator of the device that tests run on."""
+    return torch.Generator(torch.get_default_device()).manual_seed(seed)
+
+
 def make_corpus(folder: Path) -> Path:
     """Rivers and seas, a fifth of them held out."""
     chance = random.Random(0)

@@ -6,6 +6,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from fathom.kvcache import build_cache, chunks
 from tests.models.cases import CASES as MECHANISMS
 from tests.models.cases import config_of
+from tests.tiny import seeded
 
 N, S, L, F = 64, 4, 28, 32
 LENGTH = 135  # three compressions and a ragged group
@@ -139,7 +140,7 @@ def model_of(case: str, dtype: torch.dtype = torch.float32, seed: int = 0, **sha
 
 def tokens(*shape: int, seed: int = 1) -> torch.Tensor:
     """Random ids without the special ones."""
-    return torch.randint(3, SHAPE["vocab_size"], shape, generator=torch.Generator().manual_seed(seed))
+    return torch.randint(3, SHAPE["vocab_size"], shape, generator=seeded(seed))
 
 
 @torch.no_grad()

@@ -14,6 +14,7 @@ from fathom.kvcache.rope import Turn
 from fathom.kvcache.states import State
 from tests.models.hosts import cases
 from tests.models.hosts.cases import ours_of, theirs_of
+from tests.tiny import seeded
 
 from .test_families import Family
 
@@ -89,7 +90,7 @@ def read(model, ids, cache, cuts):
 
 
 def tokens(*shape, seed=3):
-    return torch.randint(3, cases.VOCABULARY, shape, generator=torch.Generator().manual_seed(seed))
+    return torch.randint(3, cases.VOCABULARY, shape, generator=seeded(seed))
 
 
 @pytest.mark.quick("lfm2-tova", "falcon_h1-freqkv", "jamba-snapkv")

@@ -320,14 +320,14 @@ def closed(config: FathomConfig) -> dict[str, dict]:
 
 def with_gains(model: FathomForCausalLM, gain: float = 3.0) -> FathomForCausalLM:
     """The model with queries and keys of that many times their size, and other weights of one dimension moved."""
-    drawn = torch.Generator().manual_seed(0)
+    drawn = torch.Generator(model.device).manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             last = "norm" if model.config.qk_norm != "none" else "proj"
             if name.endswith((f"q_{last}.weight", f"k_{last}.weight")):
                 parameter.mul_(gain)
             elif parameter.ndim == 1:
-                parameter.add_(0.1 * torch.randn(parameter.shape, generator=drawn))
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=drawn, device=model.device))
     return model
 
 

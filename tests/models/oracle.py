@@ -22,7 +22,7 @@ def angles_of(model) -> dict[str, Angles]:
         rope = config.rope_parameters[kind] if config.rope_by_layer_type else config.rope_parameters
         width = int(config.head_dim * rope.get("partial_rotary_factor", 1.0))
         tables = made[kind] if config.rope_by_layer_type else made
-        cos, sin = (table[0, :, width // 2 :].numpy() for table in tables)
+        cos, sin = (table[0, :, width // 2 :].numpy(force=True) for table in tables)
         own = rotations(rope["rope_theta"], width, 64)
         assert max(np.abs(cos - own[0]).max(), np.abs(sin - own[1]).max()) < 1e-5
         found[kind] = cos, sin
@@ -34,7 +34,7 @@ def oracle_of(model, kind=Oracle, **options) -> Oracle:
     config = model.config.to_dict()
     for axis, others in options.items():
         config[f"{axis}_options"] = config[f"{axis}_options"] | others
-    weights = {name: tensor.detach().double().numpy().copy() for name, tensor in model.state_dict().items()}
+    weights = {name: tensor.detach().double().numpy(force=True).copy() for name, tensor in model.state_dict().items()}
     return kind(config, weights, angles_of(model))
 
 
@@ -47,7 +47,7 @@ def row_of(oracle: Oracle, ids: Iterable[int]) -> list[Token]:
 def truth(oracle: Oracle, ids: torch.Tensor) -> torch.Tensor:
     """Logits of `[B, T]` tokens, read one after another."""
     rows = [oracle.read(Row(oracle.layers), row_of(oracle, row), oracle.depth)[0] for row in ids.tolist()]
-    return torch.from_numpy(np.stack(rows))
+    return torch.as_tensor(np.stack(rows))
 
 
 def agree(model, ids, exact=1e-9) -> None:
@@ -55,12 +55,13 @@ def agree(model, ids, exact=1e-9) -> None:
     oracle, numbers = oracle_of(model), np.random.default_rng(3)
     expected, ours = truth(oracle, ids), model(ids, use_cache=False).logits
     assert (ours - expected).abs().max() <= exact * max(1.0, expected.abs().max())
-    seed = torch.from_numpy(numbers.standard_normal(tuple(expected.shape))) / expected.numel()
+    seed = torch.as_tensor(numbers.standard_normal(tuple(expected.shape))) / expected.numel()
     model.zero_grad()
     (ours * seed).sum().backward()
     way = {name: numbers.standard_normal(p.shape) for name, p in model.named_parameters()}
     size = np.sqrt(sum((v**2).sum() for v in way.values()))
-    found = sum((p.grad.numpy() * way[name]).sum() for name, p in model.named_parameters() if p.grad is not None) / size
+    slopes = {name: p.grad.numpy(force=True) for name, p in model.named_parameters() if p.grad is not None}
+    found = sum((grad * way[name]).sum() for name, grad in slopes.items()) / size
 
     def moved(by: float) -> float:
         weights = oracle.w | {name: oracle.w[name] + by / size * v for name, v in way.items()}

@@ -10,6 +10,7 @@ from fathom.models import FathomForCausalLM
 from fathom.models.cost import count_parameters
 from fathom.models.residuals.attention_residuals import AttentionResiduals, Delta, pool, pool_stacked, source_counts
 from fathom.models.trips.slots import plan
+from tests.tiny import seeded
 
 from . import oracle_numpy
 from .cases import build, config_of, tokens
@@ -118,7 +119,7 @@ def test_initial_bias_is_an_option():
 @pytest.mark.parametrize("sources", [1, 4])
 def test_a_stack_is_the_list(sources, bias):
     """What a decoded token takes on a CPU is what training takes."""
-    made = torch.Generator().manual_seed(sources)
+    made = seeded(sources)
     query, *states = (
         torch.randn(*shape, 8, generator=made, dtype=torch.float64) for shape in [()] + [(2, 3)] * sources
     )
@@ -131,7 +132,7 @@ def test_a_stack_is_the_list(sources, bias):
 def test_gradients_of_sources_of_two_types():
     """Under autocast the embeddings are float32 and sums of updates bfloat16: each gets a gradient of its own."""
     module = build(case("block_sum", 3)).model.final_residual
-    made = torch.Generator().manual_seed(0)
+    made = seeded(0)
     torch.nn.init.normal_(module.pseudo_query, generator=made)
     embeddings, *sums = (torch.randn(2, 3, 32, generator=made) for _ in range(3))
     sources = [embeddings, *(s.bfloat16() for s in sums)]

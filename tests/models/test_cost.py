@@ -18,6 +18,7 @@ from fathom.models.cost import (
     training_visits,
 )
 from fathom.models.decoder.arithmetic import attention_flops, head_flops, layer_flops
+from tests.tiny import seeded
 
 from .cases import CASES, build, config_of, tokens
 
@@ -278,7 +279,7 @@ def counted_step(config, length):
     model = build(config).train()
     model.set_attn_implementation("eager")
     model.set_step(0, 10)
-    ids = torch.randint(3, config.vocab_size, (2, length), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(3, config.vocab_size, (2, length), generator=seeded(0))
     with FlopCounterMode(display=False, custom_mapping=UNCOUNTED) as counter:
         model(ids, labels=ids).loss.backward()
     return counter.get_total_flops() / ids.numel()

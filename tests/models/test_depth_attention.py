@@ -10,6 +10,7 @@ from fathom.models.axes.numerics import few
 from fathom.models.mixers.depth_attention import DepthAttention, depth_weights, mix, mix_few
 from fathom.models.registry import mechanism
 from fathom.models.trips.slots import plan
+from tests.tiny import seeded
 
 from .cases import build, config_of, tokens
 
@@ -69,7 +70,7 @@ def test_forward_and_gradients(group, sources):
 @pytest.mark.parametrize("sources", [1, 5])
 def test_few_tokens_are_mixed_as_many_are(length, group, sources):
     """As projections leave them, queries, keys and values are no contiguous memory."""
-    made = torch.Generator().manual_seed(sources)
+    made = seeded(sources)
     query, key, value, *lower = (
         torch.randn(2, length, heads, 8, generator=made, dtype=torch.float64).transpose(1, 2)
         for heads in [2 * group] + [2] * (2 * sources + 2)

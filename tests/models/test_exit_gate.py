@@ -9,6 +9,7 @@ from fathom.models.axes.numerics import IGNORE
 from fathom.models.decoder import loss as losses
 from fathom.models.decoder.loss import shifted, weighted_lm_loss
 from fathom.models.recurrences.exit_gate import log_exits, threshold_for
+from tests.tiny import seeded
 
 from .cases import build, config_of, tokens
 
@@ -127,7 +128,7 @@ def test_probabilities_add_up_however_sure_the_gates_are():
 
 
 def test_the_weighted_loss_does_not_depend_on_chunks(monkeypatch):
-    made = torch.Generator().manual_seed(0)
+    made = seeded(0)
     head = torch.nn.Linear(8, 13, bias=False).double()
     readouts = [
         (torch.randn(2, 6, 8, generator=made, dtype=torch.float64), torch.rand(2, 6, generator=made)) for _ in range(2)
@@ -143,7 +144,7 @@ def test_the_weighted_loss_does_not_depend_on_chunks(monkeypatch):
 @pytest.mark.parametrize("trips", [1.0, 1.7, 2.5, 4.0])
 def test_a_threshold_keeps_the_mean_of_trips(trips):
     """The largest that does: the next larger one of all that differ makes more."""
-    p = torch.rand(50, 4, generator=torch.Generator().manual_seed(0)).softmax(1)
+    p = torch.rand(50, 4, generator=seeded(0)).softmax(1)
     reached = p.double().cumsum(1)[:, :-1]
 
     def mean(threshold):

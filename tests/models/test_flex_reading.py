@@ -23,6 +23,7 @@ from fathom.models.trips import flex_reading, walk
 from fathom.models.trips.flex_reading import attend_by_rule, read_rule
 from fathom.models.trips.reading import read_mask
 from fathom.models.trips.slot_table import Tags
+from tests.tiny import seeded
 
 from .cases import build, config_of, tokens
 
@@ -182,7 +183,7 @@ def test_trips_that_read_none_other(case):
 
 def drawn(count: int, rows: int, seed: int, plain: bool = False, by_token: bool = False) -> Tags:
     """Three trips of tokens, one after another or those of each token side by side."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     length = -(-count // 3)
     token, trip = torch.arange(length).repeat(3), torch.arange(3).repeat_interleave(length)
     if by_token:

@@ -10,6 +10,7 @@ from fathom.models.axes.visit import Out
 from fathom.models.recurrences import latent_cot
 from fathom.models.trips import reading, walk
 from fathom.models.trips.slots import TokenSubset, sweep
+from tests.tiny import seeded
 
 from .cases import config_of, tokens
 from .slot_oracle import Decoder, thinker
@@ -31,7 +32,7 @@ def test_shares_sum_to_one(depth, tau, bias, seed, pick, budget):
     """Whoever stops where: the first coordinate of every thought is 1, and so is that of every readout."""
     options = {"trips": depth + 1, "tau": tau}
     policy = latent_cot.LatentCot(config_of("latent_cot", hidden_size=WIDTH, recurrence_options=options)).double()
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     with torch.no_grad():
         policy.router.weight.normal_(0, 2, generator=generator)
         policy.router.weight[:, 0] = bias

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fathom.models.decoder import loss as module
 from fathom.models.decoder.loss import chunk_rows, linear_cross_entropy
+from tests.tiny import seeded
 
 from .cases import build, config_of, tokens
 
@@ -32,7 +33,7 @@ def small_chunks(monkeypatch):
 
 
 def problem(rows, dtype=torch.float64, width=8, vocabulary=37, ignored=0.3, seed=0):
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     x = torch.randn(rows, width, generator=generator).to(dtype).requires_grad_()
     w = torch.randn(vocabulary, width, generator=generator).to(dtype).requires_grad_()
     y = torch.randint(vocabulary, (rows,), generator=generator)

@@ -479,7 +479,7 @@ def test_initialised_from_nothing(case):
     fresh = FathomForCausalLM(config)
     with torch.device("meta"):
         empty = FathomForCausalLM(config)
-    empty.to_empty(device="cpu")
+    empty.to_empty(device=torch.get_default_device())
     assert any(p.isnan().any() for p in empty.parameters()), "the poison must work"
     for module in empty.modules():
         module._is_hf_initialized = False

@@ -470,13 +470,13 @@ def build(case: Case) -> tuple[FathomForCausalLM, Oracle, np.random.Generator]:
     model = FathomForCausalLM(config).eval().double()
     with torch.no_grad():
         for name, p in model.named_parameters():
-            noise = torch.from_numpy(numbers.standard_normal(tuple(p.shape)))
+            noise = torch.as_tensor(numbers.standard_normal(tuple(p.shape)))
             if p.ndim < 2 or "residual_logits" in name:
                 p.add_(0.4 * noise)
             else:
                 p.copy_(noise if ".embed_" in name else noise * gain / math.sqrt(p.shape[1]))
     model.generation_config.eos_token_id = None
-    weights = {name: tensor.detach().numpy().copy() for name, tensor in model.state_dict().items()}
+    weights = {name: tensor.numpy(force=True).copy() for name, tensor in model.state_dict().items()}
     if case.backbone == "parallel" and config.num_attention_heads == config.num_key_value_heads:
         read_fused(model, weights)
     return model, Oracle(config.to_dict(), weights, angles_of(model)), numbers
@@ -491,7 +491,7 @@ def read_fused(model: FathomForCausalLM, weights: dict[str, np.ndarray]) -> None
         if names[0] in weights:
             heads = [np.split(weights[name], config.num_attention_heads) for name in names]
             fused = np.concatenate([part for head in zip(*heads, strict=True) for part in head])
-            for name, part in zip(names, rule.split(torch.from_numpy(fused), config), strict=True):
+            for name, part in zip(names, rule.split(torch.as_tensor(fused), config), strict=True):
                 state[name].copy_(part)
 
 
@@ -564,10 +564,10 @@ class Session:
         elif name == "select":
             chosen = np.flatnonzero(self.numbers.random(batch) < 0.6)
             chosen = chosen if len(chosen) else np.array([amount % batch])
-            cache.batch_select_indices(torch.from_numpy(chosen))
+            cache.batch_select_indices(torch.as_tensor(chosen))
         else:
             chosen = self.numbers.integers(0, batch, batch)
-            cache.reorder_cache(torch.from_numpy(chosen))
+            cache.reorder_cache(torch.as_tensor(chosen))
         self.rows, self.mask = [self.rows[i].copy() for i in chosen], self.mask[chosen]
 
     def draw_padding(self, length: int) -> np.ndarray:
@@ -598,13 +598,13 @@ class Session:
     def arguments(self, ids: np.ndarray, x: np.ndarray, positions: np.ndarray) -> dict[str, Any]:
         """Of a forward call, as the case wants it made."""
         case = self.case
-        call: dict[str, Any] = {"input_ids": torch.from_numpy(ids)}
+        call: dict[str, Any] = {"input_ids": torch.as_tensor(ids)}
         if case.embeds:
-            call = {"inputs_embeds": torch.from_numpy(x)}
+            call = {"inputs_embeds": torch.as_tensor(x)}
         if case.padding:
-            call["attention_mask"] = torch.from_numpy(self.mask).long()
+            call["attention_mask"] = torch.as_tensor(self.mask).long()
         if case.positions or case.kind == "packed":
-            call["position_ids"] = torch.from_numpy(positions)
+            call["position_ids"] = torch.as_tensor(positions)
         if case.budget is not None:
             call["max_trips"] = case.budget
         if case.cache == "none":
@@ -632,8 +632,8 @@ class Session:
             tokens = [Token(columns + t, int(positions[i, t]), x[i, t]) for t in np.flatnonzero(live[i])]
             expected, trips = self.expect(i, tokens, rounds)
             self.expected.append(expected)
-            self.worst = max(self.worst, deviation(out.logits[i].detach().numpy()[live[i]], expected))
-            if out.trips is not None and out.trips[i].numpy()[live[i]].tolist() != trips:
+            self.worst = max(self.worst, deviation(out.logits[i].numpy(force=True)[live[i]], expected))
+            if out.trips is not None and out.trips[i].numpy(force=True)[live[i]].tolist() != trips:
                 self.worst = math.inf
 
     def prompt(self, length: int) -> tuple[np.ndarray, list[list[Place]]]:
@@ -651,11 +651,11 @@ class Session:
         ids, rows = self.prompt(length)
         budget = {} if self.case.budget is None else {"max_trips": self.case.budget}
         heard: list[Any] = []  # `generate` itself gives logits in float32
-        self.model.register_forward_hook(lambda model, inputs, out: heard.append(out.logits[:, -1].numpy()))
-        mask = torch.from_numpy(self.mask).long()
+        self.model.register_forward_hook(lambda model, inputs, out: heard.append(out.logits[:, -1].numpy(force=True)))
+        mask = torch.as_tensor(self.mask).long()
         said = self.model.generate(
-            torch.from_numpy(ids), attention_mask=mask, max_new_tokens=4, do_sample=False, **budget
-        ).numpy()
+            torch.as_tensor(ids), attention_mask=mask, max_new_tokens=4, do_sample=False, **budget
+        ).numpy(force=True)
         for i, places in enumerate(rows):
             for k, logits in enumerate(heard):
                 expected, _ = self.expect(i, embedded(self.oracle, places), self.rounds(prefill=True))
@@ -673,8 +673,8 @@ class Session:
         depth = (self.case.budget or recurrence.drawn_trips) - 1
         first = self.mask.cumsum(1) == 1  # nothing comes before it but padding
         labels = np.where(self.mask & ~first & (self.numbers.random(ids.shape) < 0.9), ids, -100)
-        call = {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}
-        call |= {"attention_mask": torch.from_numpy(self.mask).long()} if self.case.padding else {}
+        call = {"input_ids": torch.as_tensor(ids), "labels": torch.as_tensor(labels)}
+        call |= {"attention_mask": torch.as_tensor(self.mask).long()} if self.case.padding else {}
         call |= {} if self.case.budget is None else {"max_trips": self.case.budget}
         out = model(**call)
         loss = out.loss - sum((out.aux_losses or {}).values())
@@ -700,7 +700,7 @@ class Session:
         slopes = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         way = {name: self.numbers.standard_normal(p.shape) for name, p in model.named_parameters()}
         size = math.sqrt(sum((v**2).sum() for v in way.values()))
-        found = sum((slopes[name].numpy() * way[name]).sum() for name in slopes) / size
+        found = sum((slopes[name].numpy(force=True) * way[name]).sum() for name in slopes) / size
 
         def along(stride: float) -> float:
             moved = [

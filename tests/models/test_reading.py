@@ -9,6 +9,7 @@ from fathom.models.axes.roles import View
 from fathom.models.trips.reading import read_mask, side_by_side, with_key_bias
 from fathom.models.trips.slot_table import Tags
 from fathom.models.trips.walk import Inputs
+from tests.tiny import seeded
 
 from .cases import tokens
 from .slot_oracle import thinker
@@ -116,7 +117,7 @@ def attended(query, key, value, mask, bias, scaling, channels=with_key_bias):
 
 
 def drawn(heads, kv_heads, width, dtype=torch.float64):
-    generator = torch.Generator().manual_seed(heads * width)
+    generator = seeded(heads * width)
 
     def normal(*shape):
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()

@@ -6,6 +6,7 @@ from torch.autograd.gradcheck import gradcheck
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from fathom.models.decoder.rms_norm import RMSNorm, normalise
+from tests.tiny import seeded
 
 
 def norms(width, dtype, eps=1e-6):
@@ -67,8 +68,8 @@ def test_gradcheck(eps):
 @pytest.mark.parametrize("dtype,tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)])
 def test_gradients_in_working_precision(dtype, tolerance):
     """Against float64 of the stored values; no worse than Qwen3's own."""
-    x = torch.randn(4, 50, 32, generator=torch.Generator().manual_seed(1)).to(dtype)
-    seed = torch.randn(4, 50, 32, generator=torch.Generator().manual_seed(2)).to(dtype)
+    x = torch.randn(4, 50, 32, generator=seeded(1)).to(dtype)
+    seed = torch.randn(4, 50, 32, generator=seeded(2)).to(dtype)
     exact = x.double().requires_grad_()
     ours, theirs = norms(32, dtype)
     weight = ours.weight.detach().double().requires_grad_()

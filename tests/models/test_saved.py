@@ -14,6 +14,7 @@ from fathom.models.residuals.attention_residuals import pool
 from fathom.models.residuals.hyper_connections import balance, balance_gradient, sinkhorn
 from fathom.models.trips.walk import Interleaved
 from tests.gpu.watch import Calls
+from tests.tiny import seeded
 
 BOUNDS = {"attention_residuals": 1.2, "hyper_connections": 1.6}
 
@@ -40,7 +41,7 @@ def test_the_measure_sees_what_the_plain_form_keeps(arm, monkeypatch):
 
 
 def sources(count, *, bias):
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     made = [torch.randn(2, 3, 5, dtype=torch.float64, generator=generator) for _ in range(count)]
     query = torch.randn(5, dtype=torch.float64, generator=generator)
     return [x.requires_grad_() for x in (query, *made, *[torch.tensor([0.7], dtype=torch.float64)] * bias)]
@@ -83,7 +84,7 @@ def balanced(logits, iterations, grad):
 
 @pytest.mark.parametrize("n,iterations", [(1, 1), (2, 1), (3, 4), (4, 20)])
 def test_balance_is_sinkhorn(n, iterations):
-    generator = torch.Generator().manual_seed(n)
+    generator = seeded(n)
     logits, grad = torch.randn(2, n, n, 5, dtype=torch.float64, generator=generator)
     expected = sinkhorn(logits.requires_grad_().movedim(-1, 0), iterations).movedim(0, -1)
     (wanted,) = torch.autograd.grad(expected, logits, grad)
@@ -106,7 +107,7 @@ def test_balance_survives_extreme_logits(logits):
 
 @pytest.mark.parametrize("n,iterations", [(1, 3), (3, 0), (3, 5)])
 def test_streams_and_their_gradients(n, iterations):
-    generator = torch.Generator().manual_seed(1)
+    generator = seeded(1)
 
     def drawn(*shape):
         return torch.randn(*shape, dtype=torch.float64, generator=generator).requires_grad_()

@@ -10,6 +10,7 @@ from fathom.models import modeling
 from fathom.models.axes.visit import Out
 from fathom.models.trips import slots
 from fathom.models.trips.slots import TokenSubset, jacobi, joined, plan, sweep, with_banks
+from tests.tiny import seeded
 
 from .cases import build, config_of, tokens
 
@@ -223,7 +224,7 @@ def test_padding_makes_one_trip():
 
 def test_rows_put_back_what_they_took():
     x = torch.randn(4, 5, 3)
-    alive = torch.rand(4, 5, generator=torch.Generator().manual_seed(0)) < 0.4
+    alive = torch.rand(4, 5, generator=seeded(0)) < 0.4
     alive[2] = False
     rows = TokenSubset.pick(alive)
     assert torch.equal(rows.put(x, rows.take(x)), x)

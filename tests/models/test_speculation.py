@@ -11,6 +11,7 @@ from fathom.models import FathomConfig
 from fathom.models.registry import parse_mechanism
 from fathom.models.trips import speculation
 from fathom.models.trips.speculation import Speculation, Stages, accept
+from tests.tiny import seeded
 
 from .cases import SHAPE, build, config_of
 
@@ -175,7 +176,7 @@ def test_early_loss_is_of_what_fewer_trips_say(name):
     """loss + w times the mean loss under budgets of fewer trips, gradients too; nothing where it is off."""
     fields = {**SHAPE, **parse_mechanism(name)}
     model = build(FathomConfig(**fields, recurrence_options={"trips": 3, "early_loss": 0.5})).train()
-    ids = torch.randint(3, 61, (2, 12), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(3, 61, (2, 12), generator=seeded(0))
 
     def gradient(loss):
         model.zero_grad()
@@ -196,7 +197,7 @@ def test_early_loss_is_of_every_trip_that_was_drawn():
     """Of training steps that make more trips than `trips`, which is what the others make."""
     options = {"trips": 2, "trips_range": [1, 4], "early_loss": 0.5}
     model = build(FathomConfig(**{**SHAPE, **parse_mechanism("ponder"), "recurrence_options": options})).train()
-    ids = torch.randint(3, 61, (2, 12), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(3, 61, (2, 12), generator=seeded(0))
     term = model(ids, labels=ids, max_trips=4).aux_losses["early"]
     fewer = [float(model.eval()(ids, labels=ids, max_trips=trips).loss) for trips in (1, 2, 3)]
     assert float(term) == pytest.approx(0.5 * sum(fewer) / 3, rel=1e-5)

@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from fathom import FathomForCausalLM
 from fathom.checkpoints.families import hosted
 from fathom.models import FathomConfig
+from tests.tiny import seeded
 
 VOCABULARY = 97
 SHAPE: dict[str, Any] = dict(
@@ -216,7 +217,7 @@ def ours_of(theirs: PreTrainedModel, **mechanism: Any) -> FathomForCausalLM:
 
 def tokens(rows: int = 2, length: int = 12, seed: int = 3) -> torch.Tensor:
     """Random tokens, none of them special."""
-    return torch.randint(3, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(3, VOCABULARY, (rows, length), generator=seeded(seed))
 
 
 @torch.no_grad()

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fathom import FathomForCausalLM
 from fathom.models import modeling
+from tests.tiny import seeded
 
 from .cases import ours_of, theirs_of, tokens
 
@@ -53,7 +54,7 @@ def test_documents_of_a_row_are_read_alone(name, mechanism, monkeypatch):
 @pytest.mark.parametrize("name", STATES)
 def test_gradients_of_documents(name):
     model, ids = ours_of(theirs_of(name)).train(), tokens(1, sum(LENGTHS))
-    weight = torch.randn(model.config.vocab_size, generator=torch.Generator().manual_seed(0))
+    weight = torch.randn(model.config.vocab_size, generator=seeded(0))
     (packed(model, ids) @ weight).sum().backward()
     found = [parameter.grad.clone() for parameter in model.parameters()]
     model.zero_grad()

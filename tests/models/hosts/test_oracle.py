@@ -50,15 +50,19 @@ def pair_of(name: str, changes: Any = None, **mechanism: Any) -> tuple[Any, Mode
     for part in ours.modules():
         if hasattr(part, "config"):
             part.config._experts_implementation = "eager"
-    return ours, Model(theirs.config, {key: value.double().numpy() for key, value in theirs.state_dict().items()})
+    return ours, Model(
+        theirs.config, {key: value.double().numpy(force=True) for key, value in theirs.state_dict().items()}
+    )
 
 
 @torch.no_grad()
 def difference(ours: Any, oracle: Model, **settings: Any) -> float:
     """The largest, relative to the largest logit."""
     ids = tokens(1, 10)
-    expected = oracle(ids[0].numpy(), **settings)
-    return float(np.abs(ours(ids, use_cache=False).logits[0].numpy() - expected).max() / np.abs(expected).max())
+    expected = oracle(ids[0].numpy(force=True), **settings)
+    return float(
+        np.abs(ours(ids, use_cache=False).logits[0].numpy(force=True) - expected).max() / np.abs(expected).max()
+    )
 
 
 SLOW = [name if name == "qwen3_5_text" else pytest.param(name, marks=pytest.mark.slow) for name in KINDS]
@@ -72,7 +76,7 @@ def test_plain_loop_and_residual(name, wide):
     alphas = []
     for layer in ours.model.layers:
         torch.nn.init.uniform_(layer.mlp_residual.alpha, 0.1, 0.6)
-        alphas.append(layer.mlp_residual.alpha.detach().numpy())
+        alphas.append(layer.mlp_residual.alpha.numpy(force=True))
     assert difference(ours, oracle, trips=3, alphas=alphas) <= CLOSE
     assert difference(ours, oracle, trips=2, alphas=alphas) > 1e-3, "the control: another number of trips"
 
@@ -104,22 +108,22 @@ def test_biases_steer_the_choice_of_experts(wide):
 def test_a_state_that_leaks_between_trips_is_seen(name, wide, monkeypatch):
     ours, oracle = pair_of(name, **LOOP)
     ids, layers = tokens(1, 10), ours.config.num_hidden_layers
-    expected = oracle(ids[0].numpy(), trips=2)
+    expected = oracle(ids[0].numpy(force=True), trips=2)
     with torch.no_grad():
-        assert np.abs(stepwise(ours, ids)[0].numpy() - expected).max() <= CLOSE * np.abs(expected).max()
+        assert np.abs(stepwise(ours, ids)[0].numpy(force=True) - expected).max() <= CLOSE * np.abs(expected).max()
         make, keyed = Bank.__init__, ours.config.keyed_layers
 
         def leaking(self: Bank, cache: Any, bank: int) -> None:
             make(self, cache, bank if bank % layers in keyed else bank % layers)
 
         monkeypatch.setattr(Bank, "__init__", leaking)
-        assert np.abs(stepwise(ours, ids)[0].numpy() - expected).max() > 1e-3
+        assert np.abs(stepwise(ours, ids)[0].numpy(force=True) - expected).max() > 1e-3
 
 
 def test_a_router_loss_pooled_over_trips_is_seen(wide):
     ours, oracle = pair_of("qwen3_moe", {"output_router_logits": True, "router_aux_loss_coef": 1.0}, **LOOP)
     ids = tokens(1, 10)
-    oracle(ids[0].numpy(), trips=2)
+    oracle(ids[0].numpy(force=True), trips=2)
     got = ours.train()(ids, labels=ids).aux_losses["router"].item()
     trips, top_k = oracle.routed, ours.model.native_config().num_experts_per_tok
     assert got == pytest.approx(np.mean([balance(one, top_k) for one in trips]), rel=1e-9)
