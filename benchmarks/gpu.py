@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +155,13 @@ def work(wanted: Sequence[Cell], folder: Path, seconds: float, run: Run, head: C
         print(f"{cell.step}: {cell.name}: {json.dumps(found)}", flush=True)
         todo.pop(0)
     return len(todo)
+
+
+def head() -> dict[str, Any]:
+    """Where results come from, for the first line of a file."""
+    from fathom.report.provenance import provenance
+
+    return asdict(provenance())
 
 
 def in_a_process(tiny: bool, folder: Path) -> Run:
@@ -433,11 +440,9 @@ def main() -> int:
     if device() == "cpu" and not options.tiny:
         print("benchmarks/gpu.py: there is no CUDA device here; --tiny tries the kit on a CPU", file=sys.stderr)
         return 2
-    from fathom.report.provenance import provenance
-
     steps = options.step or [cell.step for cell in cells()]
     wanted = [cell for cell in cells(options.tiny) if cell.plan <= options.plan and cell.step in steps]
-    left = work(wanted, options.out, 60 * options.minutes, in_a_process(options.tiny, options.out), provenance)
+    left = work(wanted, options.out, 60 * options.minutes, in_a_process(options.tiny, options.out), head)
     print(f"{left} cells to go" if left else "the plan is done")
     return LEFT if left else 0
 

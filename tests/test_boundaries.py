@@ -112,7 +112,7 @@ INSIDE_FUNCTIONS = {
 BY_NAME = {
     *(("fathom", "__getattr__"), ("fathom", "register"), ("fathom.lineage", "__getattr__")),
     ("fathom.lineage.publishing", "__getattr__"),
-    ("fathom.cli.main", "_dispatch"),
+    ("fathom.cli.main", "_command"),
     ("fathom.kernels", "use"),
     *(("fathom.data.sources", "_require"), ("fathom.kvcache.rope", "_modelling")),  # of other people's
 }

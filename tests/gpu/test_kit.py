@@ -76,6 +76,12 @@ def test_one_that_ran_out_of_time_comes_first_next_time(tmp_path, monkeypatch):
     assert names(tmp_path) == {"train": ["a", "b"]}
 
 
+def test_where_results_come_from_is_a_line(tmp_path):
+    kit.work(CELLS[:1], tmp_path, 60, lambda cell, seconds: {"seconds": 1.0}, kit.head)
+    first, _ = kit.Log(tmp_path, "train").rows()
+    assert first["hardware"]["cpu"] and first["versions"]["torch"]
+
+
 def test_no_time_begins_nothing(tmp_path):
     assert kit.work(CELLS, tmp_path, 0, lambda cell, seconds: pytest.fail("began"), head) == 3
 

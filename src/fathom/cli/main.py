@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 from fathom._version import __version__
 from fathom.cli.parser import Parser, examples
@@ -138,7 +139,7 @@ def _dispatch(words: Sequence[str]) -> int:
     inner = Parser(prog=f"fathom {name}", description=summary[0].upper() + summary[1:] + ".")
     inner.elsewhere = lambda flag: _command_with(flag, name)
     with _plain_warnings(inner):
-        command = import_module(module_of(name))
+        command = _command(name)
         command.add(inner)
         inner.epilog = "\n\n".join(filter(None, [examples(getattr(command, "EXAMPLES", ())), inner.epilog]))
         try:
@@ -148,11 +149,15 @@ def _dispatch(words: Sequence[str]) -> int:
             raise
 
 
+def _command(name: str) -> ModuleType:
+    return import_module(module_of(name))
+
+
 def _command_with(flag: str, name: str) -> str | None:
     """The subcommand of a command that has a flag, as in `fathom evaluate caches`."""
     for other in (other for other in COMMANDS if other.startswith(f"{name} ")):
         parser = Parser(prog=other)
-        import_module(module_of(other)).add(parser)
+        _command(other).add(parser)
         if flag in parser._option_string_actions:
             return f"fathom {other}"
     return None
