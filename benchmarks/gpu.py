@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -59,9 +60,9 @@ TESTED = {
 
 
 def _checks() -> Iterator[Cell]:
-    yield Cell("kernels", "tests/kernels", 10)
     for name, (plan, _) in TESTED.items():
         yield Cell("conformance", name, plan)
+    yield Cell("kernels", "tests/kernels", 30)
 
 
 def _bandwidths() -> Iterator[Cell]:
@@ -170,15 +171,20 @@ def in_a_process(tiny: bool, folder: Path) -> Run:
     def run(cell: Cell, seconds: float) -> dict[str, Any] | None:
         words = [sys.executable, __file__, "--out", str(folder), "--cell", cell.step, cell.name]
         words += ["--tiny"] if tiny else []
-        try:
-            done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=seconds)
-        except subprocess.TimeoutExpired:
-            return None
-        lines = done.stdout.strip().splitlines()
-        if done.returncode == 0 and lines:
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        with subprocess.Popen(words, cwd=ROOT, start_new_session=True, **pipes) as process:
+            try:
+                output, errors = process.communicate(timeout=seconds)
+            except BaseException as error:
+                os.killpg(process.pid, signal.SIGKILL)  # with the processes that it started
+                if isinstance(error, subprocess.TimeoutExpired):
+                    return None
+                raise
+        lines = output.strip().splitlines()
+        if process.returncode == 0 and lines:
             return json.loads(lines[-1])
-        said = (done.stderr.strip() or done.stdout.strip()).splitlines()
-        return {"failed": said[-1][:500] if said else f"exit code {done.returncode}"}
+        said = (errors.strip() or output.strip()).splitlines()
+        return {"failed": said[-1][:500] if said else f"exit code {process.returncode}"}
 
     return run
 
@@ -200,21 +206,19 @@ def tested(step: str, name: str, folder: Path) -> dict[str, Any]:
     several = importlib.util.find_spec("xdist") is not None
     jobs = ["-n", str(max(1, len(os.sched_getaffinity(0)) - 2)), "--dist", "worksteal"] if several else []
     environment = {"FATHOM_TEST_DEVICE": device()} if step == "conformance" else {}
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--tb=short", "-rf", *jobs, *words],
-        cwd=ROOT,
-        env=os.environ | {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} | environment,
-        capture_output=True,
-        text=True,
-    )
-    last = (done.stdout.strip().splitlines() or [""])[-1]
-    counts = {kind: int(number) for number, kind in re.findall(r"(\d+) (passed|failed|skipped|errors?)", last)}
+    words = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-v", "--tb=short", "-rf", *jobs, *words]
+    environment = os.environ | {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} | environment
+    log = folder / f"{step}-{Path(name).name}.txt"  # also of tests that are stopped with the minutes
+    with log.open("w", encoding="utf-8") as file:
+        subprocess.run(words, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT)
+    lines = log.read_text(encoding="utf-8").strip().splitlines() or [""]
+    counts = {kind: int(number) for number, kind in re.findall(r"(\d+) (passed|failed|skipped|errors?)", lines[-1])}
     if not counts:
-        raise SystemExit(f"pytest {' '.join(words)}: {last or done.stderr.strip()[-300:]}")
-    failures = [line[:300] for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+        raise SystemExit(f"pytest {' '.join(words)}: {lines[-1]}")
+    failures = [line[:300] for line in lines if line.startswith(("FAILED", "ERROR"))]
     if not failures:
+        log.unlink()
         return counts
-    (folder / f"{step}-{Path(name).name}.txt").write_text(done.stdout, encoding="utf-8")
     return counts | {"failures": failures}
 
 

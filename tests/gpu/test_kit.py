@@ -86,6 +86,16 @@ def test_no_time_begins_nothing(tmp_path):
     assert kit.work(CELLS, tmp_path, 0, lambda cell, seconds: pytest.fail("began"), head) == 3
 
 
+def test_a_cell_that_is_stopped_leaves_no_process(tmp_path, monkeypatch):
+    script = tmp_path / "python"
+    script.write_text(f"#!/bin/sh\nsleep 60 & echo $! > {tmp_path}/child; wait\n", encoding="utf-8")
+    script.chmod(0o755)
+    monkeypatch.setattr(kit.sys, "executable", str(script))
+    assert kit.in_a_process(False, tmp_path)(CELLS[0], 0.5) is None
+    state = Path(f"/proc/{(tmp_path / 'child').read_text().strip()}/stat")
+    assert not state.exists() or state.read_text().split()[2] == "Z"
+
+
 def test_plans_grow_and_every_mechanism_is_in_the_longest():
     found = kit.cells()
     assert len({(cell.step, cell.name) for cell in found}) == len(found)
@@ -115,7 +125,7 @@ def test_the_kit_itself_on_a_cpu(tmp_path):
         ("decode", "tiny vanilla eager 1"),
         ("decode", "tiny vanilla continuous 2"),
     ):
-        words = [sys.executable, str(SCRIPT), "--tiny", "--cell", step, cell]
+        words = [sys.executable, str(SCRIPT), "--tiny", "--out", str(tmp_path), "--cell", step, cell]
         done = subprocess.run(words, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
         found = json.loads(done.stdout.strip().splitlines()[-1])
