@@ -58,6 +58,15 @@ class Whole(Norms):
         return keys.norm(dim=-1)
 
 
+@dataclass
+class Standardised(Norms):
+    """Standardised over all that it gets, with random draws, as kvpress's Compactor."""
+
+    def score(self, module, hidden_states, keys, values, attentions, kwargs):
+        parts = keys.norm(dim=-1), 3 * values.norm(dim=-1), torch.rand(keys.shape[:3])
+        return sum((x - x.mean()) / x.std() for x in parts)
+
+
 SAME = {"key_norm": Norms, "tova": LastQuery}
 HOW = ("plain", "padded", "chunked", "while decoding", "rolling")
 
@@ -100,6 +109,23 @@ def test_attention_weights():
     model = model_of("llama")
     theirs, ours = (read(model, press(scorer(0.5)), "plain") for scorer in (Weights, LastQuery))
     assert (theirs - ours).abs().max() < 1e-5
+
+
+@torch.no_grad()
+def test_a_row_is_scored_alone():
+    """What a scorer says of a row depends neither on the others nor on how many there are."""
+    model, ids, question = model_of("llama"), tokens(3, 60), tokens(1, 5, seed=8)
+
+    def answers(ids):
+        torch.manual_seed(0)
+        with compressed(model, press(Standardised(0.5))):
+            cache = model(ids).past_key_values
+        return model(question.expand(len(ids), -1), past_key_values=cache).logits, torch.rand(1)
+
+    together, drawn = answers(ids)
+    for row in range(3):
+        alone, as_many = answers(ids[row : row + 1])
+        assert (together[row] - alone[0]).abs().max() < 1e-5 and torch.equal(drawn, as_many)
 
 
 @torch.no_grad()

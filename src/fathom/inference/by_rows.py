@@ -49,6 +49,7 @@ def _attend(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
+    dropout: float = 0.0,  # by its place from kvpress's wrapper
     sort: bool = False,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
@@ -61,7 +62,7 @@ def _attend(
         if sort:
             order = keys[0, 0, :, 0].argsort()
             keys, values, mask = keys[:, :, order], values[:, :, order], None if mask is None else mask[..., order]
-        made.append(attend(module, asked, keys, values, mask, **kwargs)[0])
+        made.append(attend(module, asked, keys, values, mask, dropout=dropout, **kwargs)[0])
     return torch.cat(made), None
 
 

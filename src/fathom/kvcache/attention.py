@@ -172,6 +172,7 @@ def compressed_attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
+    dropout: float = 0.0,  # by its place from kvpress's wrapper
     scaling: float | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
@@ -184,7 +185,7 @@ def compressed_attention(
             "compression for training cannot be used with a cache: call stop(), and generate with build_cache(model, …)"
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return compression.attend(module, query, key, value, scale, **kwargs), None
+    return compression.attend(module, query, key, value, scale, dropout=dropout, **kwargs), None
 
 
 AttentionInterface.register(NAME, compressed_attention)

@@ -44,11 +44,13 @@ def _observed(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    *args: object,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,  # kvpress's wrapper, which its import puts around every function, gives it by its place
+    *,
     scaling: float,
     **kwargs: object,
 ) -> tuple[Tensor, Tensor | None]:
     memory = vars(key).pop("memory", None)  # once: later layers that share these keys have queries of their own
     if memory is not None:
         memory.observe(query * scaling)
-    return backend(name, module)(module, query, key, value, *args, scaling=scaling, **kwargs)
+    return backend(name, module)(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)

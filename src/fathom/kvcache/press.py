@@ -77,9 +77,22 @@ class Press(Selection):
         return bare if known is None else torch.cat([known, bare], dim=2)
 
     def scores(self, held: Held) -> Tensor:
-        """`[B, H_kv, N]`. After the first compression a scorer sees the hidden states of the new tokens only."""
+        """`[B, H_kv, N]`. After the first compression a scorer sees the hidden states of the new tokens only.
+
+        Some scorers standardise over a whole batch. So each sequence is scored alone, with the same random draws.
+        """
         if held.queries is None:
             raise ValueError(UNSEEN)
+        rows = [[x[i : i + 1] for x in (held.keys, held.values, held.queries)] for i in range(len(held.keys))]
+        found = []
+        for row in rows[1:]:
+            with torch.random.fork_rng([held.keys.device] if held.keys.is_cuda else []):
+                found.append(self.score(Held(*row, held.rotation)))
+        return torch.cat([self.score(Held(*rows[0], held.rotation)), *found])
+
+    def score(self, held: Held) -> Tensor:
+        """The scores of one sequence, `[1, H_kv, N]`."""
+        assert held.queries is not None
         rotation, n, size = self.rotation(held), held.keys.shape[2], held.keys.shape[3]
         if isinstance(rotation, Turn) and not rotation.halves(size):
             raise ValueError(

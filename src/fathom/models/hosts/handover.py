@@ -97,6 +97,7 @@ def attend(
     key: Tensor,
     value: Tensor,
     attention_mask: Any,
+    dropout: float = 0.0,  # by its place from kvpress's wrapper
     handover: Handover | None = None,
     **kwargs: Any,
 ) -> Any:
@@ -114,7 +115,7 @@ def attend(
     function = attend_by_rule if isinstance(attention_mask, ReadingRule) else handover.attend
     if handover.earlier:
         function = partial(attend_beside, function, handover.earlier)
-    output, weights = function(own, query, key, value, attention_mask, **kwargs)
+    output, weights = function(own, query, key, value, attention_mask, dropout=dropout, **kwargs)
     return (output if bias is None else output[..., :channels].contiguous()), weights  # AFMoE views it as rows
 
 
