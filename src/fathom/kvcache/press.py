@@ -83,12 +83,13 @@ class Press(Selection):
         """
         if held.queries is None:
             raise ValueError(UNSEEN)
-        rows = [[x[i : i + 1] for x in (held.keys, held.values, held.queries)] for i in range(len(held.keys))]
+        alone = zip(held.keys.split(1), held.values.split(1), held.queries.split(1), strict=True)
+        first, *others = (Held(*row, held.rotation) for row in alone)
         found = []
-        for row in rows[1:]:
+        for one in others:
             with torch.random.fork_rng([held.keys.device] if held.keys.is_cuda else []):
-                found.append(self.score(Held(*row, held.rotation)))
-        return torch.cat([self.score(Held(*rows[0], held.rotation)), *found])
+                found.append(self.score(one))
+        return torch.cat([self.score(first), *found])
 
     def score(self, held: Held) -> Tensor:
         """The scores of one sequence, `[1, H_kv, N]`."""
