@@ -533,6 +533,8 @@ LONG = (
     "own_mechanism",
     "other_tools",
     "gates",
+    "lineage_publish",
+    "loop",
     "specialise",
     "recurrence",
     "deepen",
@@ -836,6 +838,7 @@ def test_what_the_readme_shows_is_well_typed(tmp_path: Path, monkeypatch: pytest
     assert faults == [(end + 1, "arg-type"), (end + 2, "attr-defined")], said
 
 
+@pytest.mark.slow
 def test_the_example_policy_decodes_what_it_trains(monkeypatch: pytest.MonkeyPatch) -> None:
     """In ragged batches, with padding on the left, and each token as deep as it needs."""
     (block,) = (item.text for item in items(DOCS / "explanation" / "recurrence.md") if item.kind == "python")

@@ -42,23 +42,28 @@ def said(tmp_path_factory) -> dict[str, str]:
     return found
 
 
+@pytest.mark.slow
 def test_train(said):
     assert "vocabulary of 512" in said["train"] and "after 8 steps" in said["train"]
     assert len(said["train"].splitlines()) > 2  # the sample
 
 
+@pytest.mark.slow
 def test_the_hook_stops_the_run(said):
     assert "stopped after 8 of 8" not in said["hook"] and "stopped after" in said["hook"]
 
 
+@pytest.mark.slow
 def test_compare(said):
     assert "depth_attention: " in said["compare"] and "±" in said["compare"] and "With 2 seeds" in said["compare"]
 
 
+@pytest.mark.slow
 def test_mechanism(said):
     assert "own value: 0." in said["mechanism"] and "travels with the model: True" in said["mechanism"]
 
 
+@pytest.mark.slow
 def test_shards_agree_with_the_index(said):
     folder = Path(said["folder"])
     index = json.loads((folder / "data/example/index.json").read_text())

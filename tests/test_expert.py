@@ -60,6 +60,7 @@ def test_a_passage_ends_with_a_paragraph() -> None:
     assert passage_of("a" * 10 + "\n\n" + "b" * 200, 100) == "a" * 10 + "\n\n" + "b" * 88
 
 
+@pytest.mark.slow
 def test_what_is_held_out_is_not_read(tmp_path: Path) -> None:
     domain = write_jsonl(tmp_path / "domain.jsonl", [document(number) for number in range(80)])
     general = write_jsonl(tmp_path / "general.jsonl", [document(number) for number in range(100, 190)])

@@ -156,6 +156,7 @@ def decoded(model: torch.nn.Module, ids: torch.Tensor) -> float:
     return sum(losses) / len(losses)
 
 
+@pytest.mark.slow
 def test_a_perplexity_says_how_far_it_is_from_decoding(
     models: Path,
     tmp_path: Path,

@@ -253,7 +253,7 @@ check(AutoModelForCausalLM.from_pretrained("hosted", trust_remote_code=True, att
 """
 
 
-@pytest.mark.quick("latent_cot+hyper_connections-fathom")
+@pytest.mark.slow
 @pytest.mark.parametrize("case,form", [("latent_cot+hyper_connections", "fathom"), ("loop", "unrolled")])
 def test_the_cards_snippet_asks_nothing(case, form, tmp_path):
     """As a reader copies it, in a process without Fathom whose standard input is closed; our form travels on.

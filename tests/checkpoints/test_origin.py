@@ -143,6 +143,7 @@ def test_local_directories_win_and_endpoints_must_be_http(tmp_path, monkeypatch)
         open_weights("org/base")
 
 
+@pytest.mark.slow
 def test_a_report_on_a_repository_is_verified_at_its_commit(hub, repositories, tmp_path):
     result = commands.compare("org/few@main", "org/others", out=tmp_path / "out")
     assert result.data["inputs"][0]["revision"] == COMMIT and result.data["inputs"][0]["content"]["root"] is None
@@ -166,7 +167,7 @@ def distinct(log: list[tuple[str, dict[str, str]]]) -> int:
     return total
 
 
-@pytest.mark.quick("small-few", "large-child")
+@pytest.mark.quick("small-few")
 @pytest.mark.parametrize(
     ("size", "other"),
     [("small", "few"), ("small", "base"), ("small", "child"), ("large", "base"), ("large", "child")],

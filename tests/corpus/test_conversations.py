@@ -228,6 +228,7 @@ SAID = {"chosen": "Two fathoms.", "rejected": "Blue."}
 BLUE: ConversationMessage = {"role": "assistant", "content": "Blue."}
 
 
+@pytest.mark.quick("row0", "row5")
 @pytest.mark.parametrize(
     "row",
     [

@@ -23,6 +23,7 @@ def changed(words: list[str], at: int, *new: str, lost: int = 0) -> str:
     return " ".join([*words[:at], *new, *words[at + lost :]])
 
 
+@pytest.mark.quick("8", "16")
 @pytest.mark.parametrize("length", [8, 11, 16, 30])
 def test_a_word_inserted_or_missing_hides_nothing(length: int) -> None:
     for at in range(1, length - 1):

@@ -148,6 +148,7 @@ def test_a_corpus_below_its_inputs_does_not_read_itself(corpora: Path, tokenizer
         assert preview(parse_corpus_recipe(values), domain / "corpus").inputs["domain"].files == 3
 
 
+@pytest.mark.slow
 def test_a_threshold_does_again_what_follows_alone(corpora: Path, tokenizer: str, out: Path) -> None:
     mine = [write(out / "shards" / name, "mine") for name in ("notes.txt", "train/domain/notes.txt")]
     stricter = {**recipe_of(corpora, tokenizer), "deduplicate": {"jaccard": 0.9999}}

@@ -121,6 +121,7 @@ def test_a_planted_gain_is_found_and_a_seed_is_not(
     assert f"is {verdict}" in attempt(trial, tmp_path / "out", lambda _: None).verdict
 
 
+@pytest.mark.slow
 def test_the_command_prints_the_road_and_writes_a_page(
     base: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

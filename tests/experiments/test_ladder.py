@@ -578,6 +578,7 @@ def test_diverged_tuning_is_retried_only_until_its_optimum_is_used(tmp_path: Pat
     assert early.diverged == [] and arm_of(early, "better").rungs[0].rate > 0.015
 
 
+@pytest.mark.slow
 def test_a_rate_that_was_not_found_is_not_said_to_be_anothers(tmp_path: Path, monkeypatch) -> None:
     """The control has nobody else's, and an arm whose optimum is known at one rung takes its ratio from there."""
     planted(monkeypatch, diverges=0.012)
@@ -797,6 +798,7 @@ DAMAGED = [
 ]
 
 
+@pytest.mark.slow
 def test_a_damaged_file_is_named(whole, tmp_path: Path, monkeypatch, capsys) -> None:
     """Also in a comparison, whose functions read the rungs; where all are deleted, the report is written."""
     planted(monkeypatch)

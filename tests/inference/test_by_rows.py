@@ -47,7 +47,7 @@ def differing(model) -> int:
     return found
 
 
-@pytest.mark.quick("vanilla", "adaponder", "latent_cot")
+@pytest.mark.quick("vanilla", "adaponder")
 @pytest.mark.parametrize("case", CASES)
 def test_company_changes_no_bit(case):
     model = model_of(case, by_rows=True)

@@ -145,7 +145,9 @@ KINDS = {TRIPS: ("loop", {"draft_trips": 1}), LOOKUP: ("vanilla", {"lookup": Tru
 
 
 # Guesses by lookup are right where a text repeats itself, which a random model does at low temperatures.
-@pytest.mark.parametrize(("kind", "temperature"), [(TRIPS, 0.8), (LOOKUP, 0.0), (LOOKUP, 0.01)])
+@pytest.mark.parametrize(
+    ("kind", "temperature"), [pytest.param(TRIPS, 0.8, marks=pytest.mark.slow), (LOOKUP, 0.0), (LOOKUP, 0.01)]
+)
 def test_drafts_change_no_text(engine, monkeypatch, kind, temperature):  # noqa: F811
     """Greedy or drawn, alone or in company: as without drafts, with the same seeds. Drafts that all pass, and what was
     not right but stays in the cache, would be other texts."""

@@ -408,7 +408,7 @@ def test_a_long_text_leaves_its_room_to_others(engine, monkeypatch, case):
         assert served()[-1] > budget
 
 
-@pytest.mark.quick("loop")
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["loop", "adaponder"])
 def test_a_long_text_leaves_its_room_to_other_trips(engine, monkeypatch, case):
     """Though some of its own trips are always there: those of others had no room beside them until all had ended."""

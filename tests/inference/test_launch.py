@@ -108,6 +108,7 @@ def test_a_checkpoints_settings_out_of_range_are_refused(own, said):
     assert fault is None if said is None else fault.startswith("generation_config.json: ") and said in fault
 
 
+@pytest.mark.slow
 def test_both_commands_read_a_checkpoints_settings(directory, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(launch._Server, "run", lambda self, sockets: self.engine.close())
     there = shutil.copytree(directory, tmp_path / "tiny")

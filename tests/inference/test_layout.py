@@ -48,6 +48,7 @@ def test_a_layout_that_was_named_is_not_timed(wanted, slower, model, monkeypatch
     assert lay_out(model, wanted) == Layout(wanted)
 
 
+@pytest.mark.slow
 def test_eight_bits_that_are_slower_are_refused(model, monkeypatch):
     """With the ratio; and served for their memory if a layout is named."""
     quantise(model)

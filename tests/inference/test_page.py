@@ -200,6 +200,7 @@ def test_a_name_and_the_policy():
     assert talk_page("a", 8, 1, True, None)[1] != headers, "a nonce is for one page"
 
 
+@pytest.mark.slow
 def test_on_a_phone(served, browser):
     browser.open(served.url, width=390, height=844, touch=True)
     send(browser, "How deep?")

@@ -108,7 +108,7 @@ def test_a_conversation_goes_on_from_its_answer(engine, model):
     assert ask(engine, again)[0].cached == len(again)
 
 
-@pytest.mark.quick("depth_attention", "adaponder+depth_attention")
+@pytest.mark.quick("depth_attention")
 def test_other_requests_do_not_matter(engine, model):
     """In company, with jobs that score their prompts or count their iterations, which read them themselves."""
     prompt = tokens_of(7, 70)

@@ -92,6 +92,7 @@ def test_texts_follow_a_schema(case, count, tokenizer, grammars):
     assert len({text for text, _ in made}) == count
 
 
+@pytest.mark.slow
 def test_without_a_grammar_no_text_is_json(tokenizer):
     """The model is random: what the test above finds is the grammars' doing."""
     for text, _ in texts(model_of({}), tokenizer, [None] * 8):

@@ -51,6 +51,7 @@ def test_one_that_takes_too_long_is_stopped(tries, kind):
     assert tries.run(SOUND["schema"]).bytes
 
 
+@pytest.mark.slow
 def test_limits_stop_a_fork_alone(vocabulary, monkeypatch, tmp_path):
     """A grammar whose compilation never ends, and one that takes all memory."""
     shared = Trial(vocabulary)

@@ -113,6 +113,7 @@ def test_fewer_trips(tmp_path: Path) -> None:
     assert fewer == made(None) != whole and (fewer[1], whole[1]) == (1.0, 2.0)
 
 
+@pytest.mark.slow
 def test_the_command(directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", str(directory), TEXT[0], "--temperature", "0", "--json", "--device", "cpu", *WORDS]) == 0
     shown = capsys.readouterr()

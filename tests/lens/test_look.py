@@ -728,6 +728,7 @@ def test_two_thousand_tokens(tokenizer, visit):
     assert selected(browser) == [1999]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "mixed"), [("exaone4", True), pytest.param("qwen3_5_text", False, marks=pytest.mark.slow)]
 )

@@ -40,7 +40,7 @@ def zoo(tmp_path_factory):
     return {name: open_weights(root / name) for name in FAMILIES}
 
 
-@pytest.mark.quick("gemma2", "gpt2", "mixtral", "tied")
+@pytest.mark.quick("gemma2", "gpt2", "mixtral")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_equals_itself_and_nobody_else(name, zoo):
     own = measure(zoo[name], zoo[name], Options(mode="exact"))
@@ -110,6 +110,7 @@ def test_a_null_of_related_models_is_refused(tmp_path, zoo):
     assert len(nulls.read(tmp_path / "null.json", "here").pairs) == 1 and len(body["models"]) == 2
 
 
+@pytest.mark.slow
 def test_a_control_counts_once_whatever_it_is_called(tmp_path, models):
     a, b = (open_weights(models(seed=seed)) for seed in (50, 51))
     control = models(seed=52)
@@ -162,6 +163,7 @@ def test_no_byte_of_a_small_model_is_read_twice(models):
     assert all(0.9 < read[w.name] / w.file_bytes < 1.1 for w in (one, other))
 
 
+@pytest.mark.slow
 def test_memory_stays_near_the_largest_pair_of_tensors(models, tmp_path):
     """Streaming: the traced peak of a comparison is a small multiple of one pair of matrices, not of the model.
 
@@ -211,7 +213,7 @@ def kin(models, tmp_path_factory):
     return root
 
 
-@pytest.mark.quick("0-turned", "1-sibling")
+@pytest.mark.quick("0-turned")
 @pytest.mark.parametrize("relative", ["sibling", "permuted", "turned"])
 @pytest.mark.parametrize("others", [0, 1, 3])
 def test_a_related_control_is_refused_and_the_verdict_is_as_without_it(models, kin, relative, others):

@@ -77,6 +77,7 @@ def test_a_share_takes_some_of_every_kind(court):
     assert len(court.shared_out(cases, 0.25)) == 5 and court.shared_out(cases, 1.0) == cases
 
 
+@pytest.mark.slow
 def test_a_tool_that_fails_abstains_and_published_tools_say_what_they_say(court, tmp_path, monkeypatch):
     paths = [save(build(tiny_config("llama"), seed, torch.float32), tmp_path / str(seed), 512) for seed in (0, 1)]
     same = court.Case("copy", RELATED, paths[0], paths[0], ("0", "0"))

@@ -85,6 +85,7 @@ def test_a_tensor_without_numbers_is_named(base, tmp_path, name):
     assert any(name in line for line in body["structure"]["skipped"]) and result.exit_code == 0
 
 
+@pytest.mark.slow
 def test_huge_weights_are_weights(base, tmp_path):
     """The residual stream a million million times as large is the same function, and the same lineage."""
     out = tmp_path / "huge"

@@ -159,6 +159,7 @@ def similar(model, seed):
     return model
 
 
+@pytest.mark.slow
 def test_controls_that_were_never_trained_are_no_null_of_trained_strangers(tmp_path):
     """A score that only training makes is above anything random weights reach; it is no sign of a lineage."""
     for seed in (0, 1):

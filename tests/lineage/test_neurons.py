@@ -43,6 +43,7 @@ def split(tensors):
         tensors[names["down"]] = torch.cat([down * share, down * (1 - share), junk, -junk], 1)
 
 
+@pytest.mark.slow
 def test_split_and_cancelling_neurons_are_merged_even_under_a_rotation(llama, tmp_path):
     copy = edited(llama / "base", tmp_path / "split", split, intermediate_size=4 * SIZES["intermediate_size"])
     assert (logits(copy) - logits(llama / "base")).abs().max() < 1e-9

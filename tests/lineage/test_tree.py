@@ -33,6 +33,7 @@ def models(tmp_path_factory):
     return root
 
 
+@pytest.mark.slow
 def test_the_tree_of_a_family(models):
     names = ["further", "sparse", "base", "tuned", "stranger", "mean"]
     result = commands.tree([str(models / name) for name in names])

@@ -187,6 +187,7 @@ def test_one_loud_row_does_not_hide_a_lineage(models, disguised, tmp_path, facto
     assert said(models(seed=40), copy).verdict.label == verdict.INITIALISATION
 
 
+@pytest.mark.slow
 def test_one_loud_row_does_not_make_a_lineage(models, tmp_path):
     pair = [edited(models(seed=seed), tmp_path / str(seed), loud) for seed in (43, 44)]
     found = said(*pair, models(seed=41), models(seed=42))

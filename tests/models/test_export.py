@@ -34,7 +34,7 @@ def exported(model: torch.nn.Module) -> ExportedProgram:
     return export(model, (tokens(2, 12),), dynamic_shapes={"ids": {1: Dim("length", min=4, max=64)}}, strict=False)
 
 
-@pytest.mark.quick("depth_attention")
+@pytest.mark.slow
 @pytest.mark.parametrize("case", NAMES)
 @torch.no_grad()
 def test_an_export_takes_any_length(case: str) -> None:

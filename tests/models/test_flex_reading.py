@@ -82,6 +82,7 @@ def ranked(cases: list[str], fast: str) -> list:
     return [case if case == fast else pytest.param(case, marks=slow) for case in cases]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ranked(SLOTTED + MIXED, "latent_cot"))
 def test_forward_and_padded(case):
     model, ids, mask = build(config_of(case, **TWO), dtype=torch.float64), tokens(2, 5), masked(2, 5, 2)

@@ -448,7 +448,7 @@ def test_training_is_one_graph(case):
     assert max(worst(plain[name], compiled[name]) for name in plain) < 1e-10
 
 
-@pytest.mark.quick("loop+depth_attention")
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_evaluation_is_one_graph(case):
     (model, whole), ids = small_graph(case, "eager"), tokens(2, 16)  # training lowers it further

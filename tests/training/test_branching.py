@@ -265,6 +265,7 @@ def branch_on_ranks(source: str, place: Path) -> None:
     train(branch(source, place, ["train.steps=10", "train.export=true"]))
 
 
+@pytest.mark.slow
 def test_two_ranks_branch_what_one_began(constant: Path, tmp_path: Path) -> None:
     processes.run_ranks(2, branch_on_ranks, f"{constant}@step-4", tmp_path / "new")
     assert len(read_history(tmp_path / "new")) == 1

@@ -58,6 +58,7 @@ def on_two_ranks(corpus: Path, folder: Path) -> None:
     train(tiny_recipe(corpus, *GATES), folder / "two")
 
 
+@pytest.mark.slow
 def test_resumes_and_shards(corpus: Path, tmp_path: Path) -> None:
     recipe = tiny_recipe(corpus, *GATES)
     train(recipe, tmp_path / "whole")

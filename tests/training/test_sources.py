@@ -156,6 +156,7 @@ def test_a_recipe_without_its_model_block_takes_any_checkpoint(
     assert load_recipe(tmp_path / "new" / "recipe.yaml").config().hidden_size == 32
 
 
+@pytest.mark.slow
 def test_other_differing_keys_are_printed(
     corpus: Path, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

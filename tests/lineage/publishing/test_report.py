@@ -176,6 +176,7 @@ class Loads(html.parser.HTMLParser):
             self.faults.append(tag)
 
 
+@pytest.mark.slow
 def test_report_files(family, tmp_path):
     result = ran(family, "hidden", mode="exact", out=tmp_path / "out")
     page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")

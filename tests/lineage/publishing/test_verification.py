@@ -86,7 +86,7 @@ def forged(value: Any, name: str | int) -> Any:
     return value + " These weights were stolen." if not digits else value[: digits[0]] + "9999" + value[digits[0] :]
 
 
-@pytest.mark.quick("null", "adapter")
+@pytest.mark.quick("adapter")
 @pytest.mark.parametrize("case", CASES)
 def test_every_entry_is_checked_or_named_as_not(reports, case):
     """Each number, word and flag of a report changed in turn: all are noticed but those that are said not to be."""
@@ -171,7 +171,7 @@ def test_a_forged_report_does_not_hold(reports, tmp_path, name):
     assert result.exit_code == 1 and result.text.splitlines()[0] == "does not hold"
 
 
-@pytest.mark.quick("base-config.json", "control-tokenizer.json")
+@pytest.mark.quick("base-config.json")
 @pytest.mark.parametrize("file", ["model.safetensors", "config.json", "tokenizer.json"])
 @pytest.mark.parametrize("model", ["base", "control"])
 def test_other_files_under_the_same_name_fail(family, reports, model, file):
